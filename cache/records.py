@@ -1,9 +1,6 @@
 """Records: the one description of their bytes, the rounding of their numbers, and the codec made from both. Pure.
 
-Imports cache.errors alone. Start at `layout`: all that knows a record's bytes, the C sources included, follows it.
-
-Half-precision numbers are stored as value * 2**-exponent, so that the largest of a record uses the upper end of
-float16: 11 bits each, fewer for those below 2**-28 of the largest.
+All that knows a record's bytes follows `Layout` and the header here, the C sources included.
 """
 
 import functools
@@ -19,13 +16,64 @@ from cache.errors import ConfigError, CorruptArtefact, UnfitValue
 from cache.formats import FORMATS, RECORD
 
 Kind = Literal["topk", "vector", "value"]
-
-
 Precision = Literal["f2", "f4", "i1"]
 
+Flags = int | NDArray[np.uint8]
+"""Bits of the low nibble, of all records or of each."""
 
 RECORD_FORMAT: Final = FORMATS[RECORD].written
 """Format of a record, the high nibble of its flags: 1 to 14."""
+
+HEADER_BYTES: Final = 16
+"""Size of the header; the payload follows at once."""
+
+FORMAT_SHIFT: Final = 4
+
+FLAG_LIVE: Final = 1
+"""Flag of a record that live inference wrote."""
+
+FLAG_APPROXIMATE: Final = 2
+"""Flag of a live record whose list was found by the index, where a night would have searched exactly."""
+
+BIT_BY_ANSWER_FLAG: Final[dict[str, int]] = {"approximate": FLAG_APPROXIMATE}
+"""Bits that an answer tells of, by the field that is then true; a record with any of them is never rendered unread."""
+
+NIGHTLY_FLAGS: Final = RECORD_FORMAT << FORMAT_SHIFT
+"""Flags of a record that the night wrote."""
+
+WRITER_BITS: Final = 0xF << FORMAT_SHIFT | FLAG_LIVE
+"""Bits of the flags in which every record that the night wrote equals NIGHTLY_FLAGS: format, and who wrote it."""
+
+ABSENT_FLAGS: Final = 0xF0
+"""Flags of a record without an answer: a format that no reader takes for an answer."""
+
+NO_ITEM: Final = 0xFFFFFFFF
+"""Ordinal that marks an unused slot of a top-K record; never leaves the service."""
+
+NUMBER_DTYPES: Final[dict[Precision, np.dtype[Any]]] = {
+    name: np.dtype(name).newbyteorder("<") for name in get_args(Precision)
+}
+
+ORDINAL_DTYPE: Final = np.dtype("<u4")
+SCALE_DTYPE: Final = np.dtype("<f4")
+
+NUMBER_STEP: Final[dict[Precision, float]] = {"f2": 2.0**-10, "f4": 2.0**-22, "i1": 1 / 127}
+"""Spacing of stored numbers, as a share of the largest of their record."""
+
+SAFE_EXPONENT: Final = 111
+"""Greatest exponent at which any float16 times its record's power of two stays within float32."""
+
+DIGEST_BYTES: Final = 16
+"""Size of the digest of an input, which lies behind the record in an overlay."""
+
+_TOP_EXPONENT: Final = 15
+"""float16 holds up to 65504 < 2**16, so a record's largest number lies in [2**14, 2**15)."""
+
+_POWER_MAX: Final = 127
+"""Greatest power of two (exponent) in float32."""
+
+_INT8_STEPS: Final = np.float32(127)
+"""Steps of int8 from zero to the largest of a record."""
 
 
 class HeaderField(NamedTuple):
@@ -45,55 +93,7 @@ HEADER: Final = (
     HeaderField("exponent", "i1", "b", 15),  # power of two of float16 numbers
 )
 
-
-HEADER_BYTES: Final = 16
-"""Size of the header; the payload follows at once."""
-
-
 HEADER_DTYPE: Final = np.dtype([(header_field.name, header_field.dtype) for header_field in HEADER])
-
-
-FORMAT_SHIFT: Final = 4
-
-
-FLAG_LIVE: Final = 1
-"""Flag of a record that live inference wrote."""
-
-
-NIGHTLY: Final = RECORD_FORMAT << FORMAT_SHIFT
-"""Flags of a record that the night wrote."""
-
-
-WRITER_BITS: Final = 0xF << FORMAT_SHIFT | FLAG_LIVE
-"""Bits of the flags in which every record that the night wrote equals NIGHTLY: format, and who wrote it."""
-
-
-FLAG_APPROXIMATE: Final = 2
-"""Flag of a live record whose list was found by the index, where a night would have searched exactly."""
-
-
-BIT_BY_ANSWER_FLAG: Final[dict[str, int]] = {"approximate": FLAG_APPROXIMATE}
-"""Bits that an answer tells of, by the field that is then true; a record with any of them is never rendered unread."""
-
-
-ABSENT: Final = 0xF0
-"""Flags of a record without an answer: a format that no reader takes for an answer."""
-
-
-NO_ITEM: Final = 0xFFFFFFFF
-"""Ordinal that marks an unused slot of a top-K record; never leaves the service."""
-
-
-NUMBER: Final[dict[Precision, np.dtype[Any]]] = {
-    name: np.dtype(name).newbyteorder("<") for name in get_args(Precision)
-}
-
-
-ORDINAL: Final = np.dtype("<u4")
-
-
-SCALE: Final = np.dtype("<f4")
-
 
 OFFSETS: Final = {header_field.name: header_field.offset for header_field in HEADER} | {
     "payload": HEADER_BYTES,
@@ -101,22 +101,22 @@ OFFSETS: Final = {header_field.name: header_field.offset for header_field in HEA
 }
 """Offsets by name, in bytes, and the shift of the format in the flags: what the C sources have to agree with."""
 
-
 unpack_header = struct.Struct(
     "<" + "".join(header_field.code for header_field in HEADER)
 ).unpack_from
 """Function from a record to the header's numbers, in their order."""
 
-
 _FLAGS_AT: Final = OFFSETS["flags"]
-
-
-_FINGERPRINT: Final = slice(OFFSETS["fingerprint"], OFFSETS["fingerprint"] + 8)
+_FINGERPRINT_SLICE: Final = slice(OFFSETS["fingerprint"], OFFSETS["fingerprint"] + 8)
 
 
 @dataclass(frozen=True)  # no slots: what follows from the fields is kept beside them
 class Layout:
-    """Shape and precision of a table's records; `width` is K, the dimensions or the number of labels."""
+    """Shape and precision of a table's records; `width` is K, the dimensions or the number of labels.
+
+    Half-precision numbers are stored as value * 2**-exponent, so that the largest of a record uses the upper end of
+    float16: 11 bits each, fewer for those below 2**-28 of the largest.
+    """
 
     kind: Kind
     width: int
@@ -135,7 +135,7 @@ class Layout:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The numpy structured dtype, packed and little-endian."""
-        return _dtype(self.kind, self.width, self.precision)
+        return _layout_dtype(self.kind, self.width, self.precision)
 
     @functools.cached_property
     def size_bytes(self) -> int:
@@ -144,19 +144,19 @@ class Layout:
 
 
 @functools.cache
-def _dtype(kind: Kind, width: int, precision: Precision) -> np.dtype[Any]:
+def _layout_dtype(kind: Kind, width: int, precision: Precision) -> np.dtype[Any]:
     header: list[Any] = HEADER_DTYPE.descr
     leading_fields: list[Any] = []
     if kind == "topk":
-        leading_fields = [("items", ORDINAL, (width,))]
+        leading_fields = [("items", ORDINAL_DTYPE, (width,))]
     elif precision == "i1":
-        leading_fields = [("scale", SCALE)]
-    return np.dtype([*header, *leading_fields, ("numbers", NUMBER[precision], (width,))])
+        leading_fields = [("scale", SCALE_DTYPE)]
+    return np.dtype([*header, *leading_fields, ("numbers", NUMBER_DTYPES[precision], (width,))])
 
 
 def peek_fingerprint(record: bytes | memoryview) -> int:
     """The fingerprint, without decoding the rest."""
-    return int.from_bytes(record[_FINGERPRINT], "little")
+    return int.from_bytes(record[_FINGERPRINT_SLICE], "little")
 
 
 def peek_format(record: bytes | memoryview) -> int:
@@ -171,12 +171,12 @@ def is_live(record: bytes | memoryview) -> bool:
 
 def are_nightly(flags: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Mask bool[n] of the records that the night wrote in this program's format, from their flags[n]."""
-    is_nightly: NDArray[np.bool_] = flags & WRITER_BITS == NIGHTLY
+    is_nightly: NDArray[np.bool_] = flags & WRITER_BITS == NIGHTLY_FLAGS
     return is_nightly
 
 
 def plain_bits() -> int:
-    """Bits of the flags in which a record that may be rendered unread equals NIGHTLY."""
+    """Bits of the flags in which a record that may be rendered unread equals NIGHTLY_FLAGS."""
     return functools.reduce(operator.or_, BIT_BY_ANSWER_FLAG.values(), WRITER_BITS)
 
 
@@ -184,7 +184,7 @@ def is_answer_of(record: bytes | memoryview, fingerprint: int) -> bool:
     """True if the record is of the format that this program reads, and of the entity with that fingerprint."""
     return (
         record[_FLAGS_AT] >> FORMAT_SHIFT == RECORD_FORMAT
-        and int.from_bytes(record[_FINGERPRINT], "little") == fingerprint
+        and int.from_bytes(record[_FINGERPRINT_SLICE], "little") == fingerprint
     )
 
 
@@ -199,29 +199,9 @@ def is_absent(record: bytes | memoryview, fingerprint: int) -> bool:
     """True if this is the record of that entity and marks it as without an answer."""
     return (
         len(record) > _FLAGS_AT
-        and record[_FLAGS_AT] == ABSENT
+        and record[_FLAGS_AT] == ABSENT_FLAGS
         and peek_fingerprint(record) == fingerprint
     )
-
-
-SAFE_EXPONENT: Final = 111
-"""Greatest exponent at which any float16 times its record's power of two stays within float32."""
-
-
-STEP: Final[dict[Precision, float]] = {"f2": 2.0**-10, "f4": 2.0**-22, "i1": 1 / 127}
-"""Spacing of stored numbers, as a share of the largest of their record."""
-
-
-_TOP_EXPONENT: Final = 15
-"""float16 holds up to 65504 < 2**16, so a record's largest number lies in [2**14, 2**15)."""
-
-
-_POWER_MAX: Final = 127
-"""Greatest power of two (exponent) in float32."""
-
-
-_STEPS: Final = np.float32(127)
-"""Steps of int8 from zero to the largest of a record."""
 
 
 def quantize(layout: Layout, records: NDArray[Any], numbers: NDArray[np.float32]) -> None:
@@ -236,14 +216,14 @@ def quantize(layout: Layout, records: NDArray[Any], numbers: NDArray[np.float32]
     elif layout.precision == "f2":
         _put_halves(layout, records, numbers)
     else:
-        scale = np.abs(numbers).max(axis=1, initial=0) / _STEPS
+        scale = np.abs(numbers).max(axis=1, initial=0) / _INT8_STEPS
         if np.any((scale == 0) & numbers.any(axis=1)):
             raise UnfitValue("a vector is too small for its int8 scale", rule="underflow")
         records["scale"] = scale
         records["numbers"] = np.rint(numbers / np.where(scale == 0, 1, scale)[:, None])
 
 
-def unfit(layout: Layout, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
+def unfit_rows(layout: Layout, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Mask bool[n] of the rows that `quantize` refuses with UnfitValue for this layout."""
     finite = np.asarray(np.isfinite(numbers).all(axis=1))
     is_unfit: NDArray[np.bool_] = ~finite
@@ -252,7 +232,7 @@ def unfit(layout: Layout, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
     finite_numbers = np.where(finite[:, None], numbers, 0)
     largest = np.abs(finite_numbers).max(axis=1, initial=0)
     if layout.precision == "i1":
-        is_unfit |= (largest / _STEPS == 0) & finite_numbers.any(axis=1)
+        is_unfit |= (largest / _INT8_STEPS == 0) & finite_numbers.any(axis=1)
         return is_unfit
     exponents = np.frexp(largest)[1] - _TOP_EXPONENT
     beyond = (exponents < -128) | (exponents > 127)
@@ -323,13 +303,6 @@ def _underflow_mask(
     return is_lost
 
 
-DIGEST_BYTES: Final = 16
-
-
-Flags = int | NDArray[np.uint8]
-"""Bits of the low nibble, of all records or of each."""
-
-
 def encode_topk(
     layout: Layout,
     fingerprints: NDArray[np.uint64],
@@ -340,7 +313,7 @@ def encode_topk(
     flags: Flags = 0,
 ) -> NDArray[Any]:
     """Records[n] from ordinals uint32[n, m <= K] (NO_ITEM = unused, at the end) and their scores float32[n, m]."""
-    records = _blank(layout, fingerprints, scored_at, flags)
+    records = _blank_records(layout, fingerprints, scored_at, flags)
     used = items != NO_ITEM
     records["items"] = NO_ITEM
     records["items"][:, : items.shape[1]] = items
@@ -364,28 +337,30 @@ def encode_numbers(
     A component of a vector below half of the smallest number of its record's range (2**-39 of the largest) becomes
     zero: that is rounding, far under the precision of the others. A vector whose numbers would *all* vanish is refused.
     """
-    records = _blank(layout, fingerprints, scored_at, flags)
+    records = _blank_records(layout, fingerprints, scored_at, flags)
     records["count"] = layout.width
     quantize(layout, records, numbers)
     return records
 
 
-def absent(layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int) -> NDArray[Any]:
+def absent_records(
+    layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int
+) -> NDArray[Any]:
     """Records[n] of entities that have one in another table of their directory, but no answer in this one."""
-    records = _blank(layout, fingerprints, scored_at, 0)
-    records["flags"] = ABSENT
+    records = _blank_records(layout, fingerprints, scored_at, 0)
+    records["flags"] = ABSENT_FLAGS
     if layout.kind == "topk":
         records["items"] = NO_ITEM
     return records
 
 
-def _blank(
+def _blank_records(
     layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int, flags: Flags
 ) -> NDArray[Any]:
     records = np.zeros(len(fingerprints), layout.dtype)
     records["fingerprint"] = fingerprints
     records["scored_at"] = scored_at
-    records["flags"] = NIGHTLY | flags
+    records["flags"] = NIGHTLY_FLAGS | flags
     return records
 
 
@@ -409,7 +384,9 @@ class Record(NamedTuple):
         return {name: True for name, bit in BIT_BY_ANSWER_FLAG.items() if self.flags & bit}
 
 
-def decode(layout: Layout, record: bytes | memoryview, item_count: int | None = None) -> Record:
+def decode_record(
+    layout: Layout, record: bytes | memoryview, item_count: int | None = None
+) -> Record:
     """The record in `record`; raises CorruptArtefact for a wrong length, format or count and for damaged numbers.
 
     Who knows the catalogue says how many items it has: no ordinal may reach that.
@@ -432,7 +409,7 @@ def decode(layout: Layout, record: bytes | memoryview, item_count: int | None = 
         raise CorruptArtefact("a record holds a number that is not finite", rule="non_finite")
     items = None
     if layout.kind == "topk":
-        items = np.frombuffer(record, ORDINAL, layout.width, HEADER_BYTES)[:count]
+        items = np.frombuffer(record, ORDINAL_DTYPE, layout.width, HEADER_BYTES)[:count]
         if count and item_count is not None and np.maximum.reduce(items) >= item_count:
             raise CorruptArtefact(
                 f"a record names item {int(items.max())} of {item_count}", rule="ordinal"
@@ -451,7 +428,7 @@ def _numbers_of(
 ) -> NDArray[np.float32]:
     """The first `count` numbers of one record, float32[count]; infinite where they exceed float32."""
     width, precision = layout.width, layout.precision
-    number_dtype = NUMBER[precision]
+    number_dtype = NUMBER_DTYPES[precision]
     at = len(record) - width * number_dtype.itemsize
     numbers = np.frombuffer(record, number_dtype, width, at)[:count].astype(np.float32)
     if precision == "f2" and exponent <= SAFE_EXPONENT:
@@ -462,7 +439,7 @@ def _numbers_of(
         if precision == "f2":
             return np.ldexp(numbers, exponent)
         scaled_numbers: NDArray[np.float32] = (
-            numbers * np.frombuffer(record, SCALE, 1, HEADER_BYTES)[0]
+            numbers * np.frombuffer(record, SCALE_DTYPE, 1, HEADER_BYTES)[0]
         )
         return scaled_numbers
 

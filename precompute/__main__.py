@@ -4,10 +4,10 @@ import os
 import signal
 import sys
 
-from cache.process.command_line import PRECOMPUTE, missing
+from cache.process.command_line import PRECOMPUTE_MODULES, missing_extra
 
 if __name__ == "__main__":
-    if line := missing("precompute", "precompute", *PRECOMPUTE):
+    if line := missing_extra("precompute", "precompute", *PRECOMPUTE_MODULES):
         print(f"larder: {line}", file=sys.stderr)
         sys.exit(2)
     # The libraries of a command take up to two seconds to load; until then an interrupt has nothing to undo.
@@ -22,7 +22,7 @@ from types import FrameType
 from typing import NoReturn
 
 from cache.errors import LarderError
-from cache.process.command_line import json_text, never_swallowed
+from cache.process.command_line import interrupts_never_swallowed, json_text
 from precompute.cli.parser import PROG, parser_of_commands
 from precompute.cli.temporary_redis import redis_for
 from precompute.config.console import CommandOutput, bars_on, err_console, out_console, show
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         }
         config = night_config(arguments.config, **overrides)
         with (
-            never_swallowed(_interrupt),
+            interrupts_never_swallowed(_interrupt),
             bars_on(err_console, is_quiet=arguments.quiet) as progress,
             redis_for(config, arguments, progress) as config,
         ):

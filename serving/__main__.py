@@ -25,7 +25,12 @@ from cache.errors import ConfigError, LarderError
 from cache.format.redis_keys import Keyspace
 from cache.l2.resp import WrongReply
 from cache.l2.sync_clients import masters, open_client
-from cache.process.command_line import SERVING, missing, never_swallowed, printable_lines
+from cache.process.command_line import (
+    SERVING_MODULES,
+    interrupts_never_swallowed,
+    missing_extra,
+    printable_lines,
+)
 from cache.process.redis_server import redis_url, running_server
 from cache.store.releases import newest_release
 from serving.access.quota import QuotaTable
@@ -58,7 +63,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         command: Callable[[Sequence[str]], int] = importlib.import_module(_COMMANDS[argv[0]]).main
         return command(argv[1:])
     options = argument_parser(prog).parse_args(argv)
-    if line := missing(prog, "serving", *SERVING):
+    if line := missing_extra(prog, "serving", *SERVING_MODULES):
         print(f"larder: {line}", file=sys.stderr)
         return 2
     from serving.config.settings import (
@@ -87,7 +92,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         if not config.redis_url and running_server(Path(config.state)) is not None:
             log.info("uses the Redis that another command started here; the last of them ends it")
         with (
-            never_swallowed(),
+            interrupts_never_swallowed(),
             _listening(config) as listener,
             redis_url(Path(config.state), config.redis_url) as url,
         ):

@@ -22,64 +22,21 @@ from serving.http.asgi_app import AsgiApp, FastPath
 from serving.http.http1_protocol import Http1Protocol
 from serving.http.routes import Service, routes
 from serving.metrics.exposition import WorkerPeers
-from serving.process.resources import make_room
+from serving.process.resources import raise_file_limit
 from serving.process.server import Server, settings_of
 from serving.process.supervisor import QUOTAS
-from serving.requests.bodies import refused
-from serving.requests.context import parent_of
+from serving.requests.bodies import refusal_response
+from serving.requests.context import parse_parent
 from serving.requests.errors import Problem
 from serving.tracing.observer import RequestLog, RequestObserver
 
 if TYPE_CHECKING:
     from serving.tracing.otel_spans import Spans
 
-Traced = Callable[[Scope], bool]
+TraceJudge = Callable[[Scope], bool]
 """Judge of whether a request is traced."""
 
-
-@contextlib.asynccontextmanager
-async def watched(
-    config: ServingConfig, service: Service, instance: str
-) -> AsyncIterator[tuple[RequestObserver, Traced | None]]:
-    """The watch over requests, and what tells which are traced; without traces OpenTelemetry is not imported."""
-    spans = _spans(config, instance) if config.traces else None
-
-    def tables() -> Container[str]:
-        served = service.follower.served
-        return () if served is None else served.live.manifest.tables
-
-    watch = RequestObserver(
-        tables,
-        times=config.server_timing,
-        journal=RequestLog(sampled_share=config.log_share, slow_s=config.log_slow_ms / 1000),
-        tracer=spans,
-    )
-    try:
-        yield watch, None if spans is None else functools.partial(_is_traced, spans)
-    finally:
-        if spans is not None:
-            await spans.aclose()
-
-
-def _is_traced(spans: "Spans", scope: Scope) -> bool:
-    traceparents = [value for name, value in scope["headers"] if name == b"traceparent"]
-    return spans.judged(scope, parent_of(traceparents))
-
-
-def _spans(config: ServingConfig, instance: str) -> "Spans":
-    try:
-        from serving.tracing.otel_spans import Spans
-    except ImportError as error:
-        raise ConfigError(
-            f"LARDER_TRACES needs OpenTelemetry ({error}): {install_command('otel')}",
-            field="traces",
-        ) from error
-    return Spans.exporting(
-        trace_share=config.traces_share, with_ids=config.traces_ids, instance=instance
-    )
-
-
-_CODES = {404: "not_found", 405: "method_not_allowed"}
+_CODE_BY_STATUS = {404: "not_found", 405: "method_not_allowed"}
 
 
 def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiApp:
@@ -98,7 +55,7 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with (
             running(config, peers, loops) as service,
-            watched(config, service, replica_id()) as (front.watch, is_traced),
+            open_observer(config, service, replica_id()) as (front.watch, is_traced),
             tokens.followed(loops, recognise),
         ):
             app.state.service = service
@@ -123,7 +80,7 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
         description="Precomputed predictions, each marked with where it came from.",
         lifespan=lifespan,
         redirect_slashes=False,
-        docs_url=None,  # its own page loads a script from another host: see DOCS of the routes
+        docs_url=None,  # its own page loads a script from another host: see DOCS_PAGE of the routes
         redoc_url=None,
         bodies_bytes=config.bodies_bytes,
     )
@@ -139,7 +96,9 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
     async def refuse(_request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         detail = str(error.detail) if isinstance(error, HTTPException) else "internal error"
-        response = refused(Problem(status, _CODES.get(status, "http_error"), detail))
+        response = refusal_response(
+            Problem(status, _CODE_BY_STATUS.get(status, "http_error"), detail)
+        )
         headers = getattr(error, "headers", None) or {}
         if "Allow" in headers:
             response.headers["Allow"] = _with_head(headers["Allow"])
@@ -160,7 +119,7 @@ def tokens_in_force(config: ServingConfig, peers: WorkerPeers | None) -> TokenWa
     return TokenWatch(config.token, config.tokens_file, rows)
 
 
-def fast_lookups(service: LookupService, is_traced: Traced | None) -> FastPath:
+def fast_lookups(service: LookupService, is_traced: TraceJudge | None) -> FastPath:
     """The fast way of plain lookups, whose room is not even imported where it is switched off."""
     from serving.engine.hot_route import FastLookups
 
@@ -180,10 +139,10 @@ def make_server(
         return Server(
             settings_of(app, config, log_level, Http1Protocol, tls), None, *server_arguments
         )
-    from serving.http.lookup_connection import SharedState, protocol
+    from serving.http.lookup_connection import SharedState, connection_factory
 
-    shared = SharedState(app, config.bounds(make_room(config.connections_max)))
-    settings = settings_of(app, config, log_level, protocol(shared), tls)
+    shared = SharedState(app, config.bounds(raise_file_limit(config.connections_max)))
+    settings = settings_of(app, config, log_level, connection_factory(shared), tls)
     return Server(settings, shared.connections, *server_arguments)
 
 
@@ -191,3 +150,45 @@ def _with_head(methods: str) -> str:
     """The methods of a route, with HEAD wherever GET is one of them: `AsgiApp` answers HEAD for all."""
     names = {name.strip() for name in methods.split(",")}
     return ", ".join(sorted(names | {"HEAD"} if "GET" in names else names))
+
+
+@contextlib.asynccontextmanager
+async def open_observer(
+    config: ServingConfig, service: Service, instance: str
+) -> AsyncIterator[tuple[RequestObserver, TraceJudge | None]]:
+    """The watch over requests, and what tells which are traced; without traces OpenTelemetry is not imported."""
+    spans = _open_spans(config, instance) if config.traces else None
+
+    def tables() -> Container[str]:
+        served = service.follower.served
+        return () if served is None else served.live.manifest.tables
+
+    watch = RequestObserver(
+        tables,
+        times=config.server_timing,
+        journal=RequestLog(sampled_share=config.log_share, slow_s=config.log_slow_ms / 1000),
+        tracer=spans,
+    )
+    try:
+        yield watch, None if spans is None else functools.partial(_is_traced, spans)
+    finally:
+        if spans is not None:
+            await spans.aclose()
+
+
+def _is_traced(spans: "Spans", scope: Scope) -> bool:
+    traceparents = [value for name, value in scope["headers"] if name == b"traceparent"]
+    return spans.judged(scope, parse_parent(traceparents))
+
+
+def _open_spans(config: ServingConfig, instance: str) -> "Spans":
+    try:
+        from serving.tracing.otel_spans import Spans
+    except ImportError as error:
+        raise ConfigError(
+            f"LARDER_TRACES needs OpenTelemetry ({error}): {install_command('otel')}",
+            field="traces",
+        ) from error
+    return Spans.exporting(
+        trace_share=config.traces_share, with_ids=config.traces_ids, instance=instance
+    )

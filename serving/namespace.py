@@ -32,7 +32,7 @@ from serving.engine.service import LookupService
 from serving.events.follower import EventFollower, EventMetrics
 from serving.events.newer_events import NewerEvents
 from serving.generations.heartbeat import Heartbeat, HostHeadroom, RedisClock
-from serving.generations.holder import VALUES_S, GenerationHolder
+from serving.generations.holder import VALUES_LOOK_S, GenerationHolder
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.refresher import Refresher
 from serving.generations.snapshot import Snapshot
@@ -42,6 +42,8 @@ from serving.process.resources import InThread, StoreThreads, check_cores, place
 from serving.traffic.canary import CanaryRouter
 from serving.usage.hot_keys import HotKeySketch
 from serving.usage.request_observer import AnswerSampler, UsageObserver
+
+log = logging.getLogger(__name__)
 
 _SAMPLES_PER_INTERVAL = 10
 """Looks at the queues per interval of the admission."""
@@ -180,9 +182,6 @@ def _build_namespace_components(
     return NamespaceComponents(remote, tiers, lead, inferences, watch, ladder)
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class HeldNamespace:
     """Parts of one namespace: nothing of another can be reached through them."""
@@ -268,7 +267,7 @@ class HeldNamespace:
             loops=loops,
         )  # fmt: skip
         if config.events.enabled:
-            refresher.add_periodic("attribute_values", VALUES_S, holder.take_values)
+            refresher.add_periodic("attribute_values", VALUES_LOOK_S, holder.take_values)
         if config.sketch_s:
             refresher.add_periodic("hot_ids", config.sketch_s, sketch.report)
         events = None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cache.errors import ConfigError, LarderError
-from cache.process.command_line import never_swallowed, printable_lines
+from cache.process.command_line import interrupts_never_swallowed, printable_lines
 from serving.app import create_app, make_server
 from serving.config.settings import ServingConfig
 from serving.metrics.exposition import WorkerPeers
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
                 control.send(READY)
 
         server = make_server(app, config, log_level, announce)
-        with never_swallowed():
+        with interrupts_never_swallowed():
             server.run(sockets=[listener])
         if not server.started:
             raise ConfigError("the worker could not start; the log says why")

@@ -104,7 +104,7 @@ def _an_attempt_is_recognised_however_old(patch: pytest.MonkeyPatch) -> None:
 
 
 def _retries_publish_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(moves, "earlier", lambda *_arguments: None)
+    patch.setattr(moves, "pointer_of_attempt", lambda *_arguments: None)
     patch.setitem(states.TRANSITIONS, "publish", dict.fromkeys([*State], State.LIVE))
     patch.setitem(states.ALLOWED, "publish", frozenset(State))
 

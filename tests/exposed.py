@@ -20,7 +20,12 @@ from serving.events.counts import EventCounts
 from serving.events.follower import EventMetrics
 from serving.events.newer_events import NewerEvents
 from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
-from serving.metrics.collectors import TEXTS, InternalCounters, LoopFailures, OverloadCollector
+from serving.metrics.collectors import (
+    HELP_BY_EVENT,
+    InternalCounters,
+    LoopFailures,
+    OverloadCollector,
+)
 from serving.metrics.registry import Metrics
 from serving.near.near_matches import NearMatches, NearMetrics
 from serving.quality.results import QualityResults
@@ -49,8 +54,8 @@ def labels() -> dict[str, set[str]]:
     metrics, taken_in = Metrics(), EventCounts(unused_dependency, Keyspace("t"), 0)
     taken_in.gauges = dict.fromkeys(EVENT_GAUGES, 0.0)
     custom_collectors = [
-        InternalCounters(lambda: dict.fromkeys(TEXTS, 0.0)), OverloadCollector(admission), figures, QualityResults(),
-        TableUsage(unused_dependency, ReadHashes(), metrics, tuple, lambda: None),
+        InternalCounters(lambda: dict.fromkeys(HELP_BY_EVENT, 0.0)), OverloadCollector(admission), figures,
+        QualityResults(), TableUsage(unused_dependency, ReadHashes(), metrics, tuple, lambda: None),
         L1Advisor(cast(Any, _Tiers), lambda: None, 0), TokenWatch("t", "", QuotaTable.private()),
         TlsWatch(cast(Any, _Files)), LoopFailures(BackgroundLoops()), taken_in,
         EventMetrics(cast(Any, _Follower)), NearMetrics(NearMatches({})),

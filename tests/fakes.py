@@ -13,8 +13,8 @@ from cache.format.ids import canonical_id, fingerprint, hash_id, hash_ids
 from cache.format.manifest import Artefact, Producer, Table, TablePart
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import (
-    DONE_MS,
-    DONE_PREFIX,
+    LEASE_DONE_MS,
+    LEASE_DONE_PREFIX,
     Command,
     L2Result,
     Lease,
@@ -134,8 +134,11 @@ class FakeRemote:
                     expires_at,
                 )
                 if write.lease_mark is not None:
-                    done_value = DONE_PREFIX + write.lease_mark.token
-                    self.leases[write.lease_mark.key] = done_value, self.timer() + DONE_MS / 1000
+                    done_value = LEASE_DONE_PREFIX + write.lease_mark.token
+                    self.leases[write.lease_mark.key] = (
+                        done_value,
+                        self.timer() + LEASE_DONE_MS / 1000,
+                    )
         return [self.fails_with] * len(writes)
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:

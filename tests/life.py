@@ -38,7 +38,7 @@ from precompute.releases import recovery as restore_module
 from precompute.releases import sweep as sweep_module
 from precompute.releases.moves import Releases
 from serving.generations.holder import as_pointer
-from serving.generations.pointer_follower import judge
+from serving.generations.pointer_follower import judge_pointer
 from tests.memory import MemoryRedis, MemoryStore
 
 KEYS = Keyspace("life")
@@ -516,7 +516,7 @@ class Life:
                 pointer is None or pointer.epoch < newest_record.epoch
             ):
                 pointer = as_pointer(newest_record)
-        if pointer is not None and judge(pointer, reader.seen) == "newer":
+        if pointer is not None and judge_pointer(pointer, reader.seen) == "newer":
             assert reader.seen is None or pointer.epoch > reader.seen.epoch
             for generation in (pointer.generation, pointer.canary and pointer.canary.generation):
                 assert generation not in self.retired, (

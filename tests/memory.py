@@ -194,7 +194,7 @@ class MemoryRedis:
         """One of the two scripts of `control`."""
         self.watch("eval", script)
         argv = [_bytes(argument) for argument in arguments[count:]]
-        reply = self.move(argv) if script == control_keys._MOVE else self.mark(argv)
+        reply = self.move(argv) if script == control_keys._MOVE_SCRIPT else self.mark(argv)
         if self.loses_reply:
             self.loses_reply = False
             raise redis.exceptions.ConnectionError("the reply was lost")

@@ -17,7 +17,7 @@ from cache.model.predictor import ModelPrecision, Predictor
 from cache.model.tower import Histories, Tower
 from cache.records import Layout
 from cache.store.artefacts import sha256_of
-from precompute.bundles.bundle import FILE, Bundle
+from precompute.bundles.bundle import BUNDLE_FILE, Bundle
 from precompute.bundles.index import build_index
 from precompute.bundles.quantize import quantize_tower
 from precompute.reference.matrix_factorisation import SpectralShape
@@ -143,7 +143,7 @@ def put_weights_beside(folder: Path, name: str, location: str = "", **entry: str
 
     `entry` are other fields of the tower in `bundle.json`, say where its model lies.
     """
-    bundle_json = orjson.loads((folder / FILE).read_bytes())
+    bundle_json = orjson.loads((folder / BUNDLE_FILE).read_bytes())
     bundle_json[name].update(entry)
     path = folder / str(bundle_json[name]["path"])
     weights_path = path.with_name(location or f"{name}.weights")
@@ -159,5 +159,5 @@ def put_weights_beside(folder: Path, name: str, location: str = "", **entry: str
         "sha256": sha256_of(weights_path),
     }
     bundle_json[name].update(sha256=sha256_of(path), weights=weights_entry)
-    (folder / FILE).write_bytes(orjson.dumps(bundle_json))
+    (folder / BUNDLE_FILE).write_bytes(orjson.dumps(bundle_json))
     return weights_path

@@ -11,6 +11,11 @@ from cache.config.section import UnitInterval, section
 from cache.config.shared import SharedConfig
 from cache.errors import ConfigError
 
+Precision = Literal["int8", "fp32"]
+LogForm = Literal["text", "json"]
+OverlayReads = Literal["auto", "always"]
+ClientCertificates = Literal["off", "optional", "required"]
+
 
 @section
 class NearConfig:
@@ -29,8 +34,8 @@ class NearConfig:
 
 
 @section
-class Bounds:
-    """Bounds of one server, in `[serving]`."""
+class PeerBounds:
+    """Bounds on what one peer may cost, in `[serving]`: heads, bodies, pipelines, connections, and their times."""
 
     head_bytes: PositiveInt = 32 << 10
     """Bytes of a request's target and header fields, trailers included; more is refused with 431, and the connection is
@@ -62,20 +67,8 @@ class Bounds:
     """Number of these that have not sent the head of a request so far; for one more the oldest of them is closed."""
 
 
-Precision = Literal["int8", "fp32"]
-
-
-LogForm = Literal["text", "json"]
-
-
-OverlayReads = Literal["auto", "always"]
-
-
-ClientCertificates = Literal["off", "optional", "required"]
-
-
 @section
-class ServingConfig(SharedConfig, Bounds):
+class ServingConfig(SharedConfig, PeerBounds):
     """Settings of the service, in `[serving]`; in the environment each is LARDER_<NAME>, except REDIS_URL."""
 
     FROM_ENVIRONMENT: ClassVar = None
@@ -299,10 +292,10 @@ class ServingConfig(SharedConfig, Bounds):
                 )
         return config
 
-    def bounds(self, connections_max: int) -> Bounds:
+    def bounds(self, connections_max: int) -> PeerBounds:
         """Bounds on what one peer may cost, with room for so many connections."""
-        shared = {field.name: getattr(self, field.name) for field in fields(Bounds)}
-        return Bounds(**shared | {"connections_max": connections_max})
+        shared = {field.name: getattr(self, field.name) for field in fields(PeerBounds)}
+        return PeerBounds(**shared | {"connections_max": connections_max})
 
     @property
     def sampled_keys(self) -> int:

@@ -11,11 +11,11 @@ from cache.config.section import Filled, section
 from cache.config.timetable import Timetable
 from cache.errors import ConfigError
 from cache.format.redis_keys import NAME, Keyspace
-from cache.l2 import sentinel as sentinel_url
 from cache.l2 import slots
+from cache.l2.sentinel import SENTINEL_SCHEMES, is_sentinel, read_sentinel_url
 from cache.store.artefacts import ArtefactStore
 
-_SCHEMES = ("redis://", "rediss://", "unix://", *slots.SCHEMES, *sentinel_url.SCHEMES)
+_SCHEMES = ("redis://", "rediss://", "unix://", *slots.SCHEMES, *SENTINEL_SCHEMES)
 
 
 def _text(value: Any) -> Any:
@@ -78,8 +78,8 @@ class SharedConfig(Timetable):
                 "what was accepted: set LARDER_EVENTS_URL to one beside it",
                 field="events_url",
             )
-        if sentinel_url.is_sentinel(self.redis_url or ""):
-            sentinel_url.read_url(self.redis_url or "")
+        if is_sentinel(self.redis_url or ""):
+            read_sentinel_url(self.redis_url or "")
         self.nights()
 
     def path(self, name: str) -> Path:

@@ -1,6 +1,6 @@
 """Timetable of nights: their steps, the cron by which they are due, and how often the DAG tries its tasks.
 
-Imports nothing heavy: every task parses its DAG file again.
+Imports neither numpy nor anything else that is heavy: every task parses its DAG file again.
 """
 
 import copy
@@ -35,44 +35,36 @@ STAGES = (
 )
 """Stages of a night, one after the other; the steps of one stage run side by side."""
 
-
 PRELIMINARY_STEPS = ("take_events",)
 """Steps before the night's own, where events are taken in: no generation has a name yet."""
 
-
-NIGHT = tuple(chain.from_iterable(STAGES))
+NIGHT_STEPS = tuple(chain.from_iterable(STAGES))
 """Names of all steps: of their modules in `precompute.steps`, their reports, and their times."""
 
-
-SEALED_BY = "load"
+SEALING_STEP = "load"
 """The first step that needs the manifest: it holds reports and times of the steps before."""
 
-
-TIMED_APART = ("assemble", "load", "publish", "warm")
+STEPS_TIMED_APART = ("assemble", "load", "publish", "warm")
 """Steps with a file of their own for their times, beside the manifest's (`verify` adds its own there)."""
 
-
 CRON, TIMEZONE, GRACE_S = "0 3 * * *", "UTC", 10_800.0
-
+"""Schedule where no other is set."""
 
 GRACE_MAX_S = 366 * 86_400.0
-
 
 CLOCKS_APART_S = 300.0
 """Seconds by which builder's, publisher's and reader's clocks may differ; beyond, a generation is another tick's."""
 
-
 MISSED_MAX = 9
 """Greatest number of missed ticks counted; more need not be told apart."""
 
+RETRY_BACK_OFF = 2.0
+"""Factor by which Airflow's pause grows from one retry of a task to the next."""
 
 _AHEAD_MAX_S = 40 * 366 * 86_400.0
 """Seconds searched ahead: a 29th of February on a given weekday comes within 28 years, 40 around a year like 2100."""
 
-
 _DAY = timedelta(days=1)
-
-
 _RANDOM = re.compile(r"(?:^|[\s,])[rR]")
 
 
@@ -222,9 +214,6 @@ def _parsed(cron: str) -> croniter:
     return parsed
 
 
-BACK_OFF = 2.0
-
-
 @section
 class Timetable:
     """Schedule of generations, above the file's sections."""
@@ -301,7 +290,7 @@ class DagConfig:
         return {
             "retries": self.retries,
             "retry_delay": timedelta(seconds=self.retry_delay_s),
-            "retry_exponential_backoff": BACK_OFF,
+            "retry_exponential_backoff": RETRY_BACK_OFF,
             "max_retry_delay": timedelta(seconds=self.retry_delay_max_s),
             "execution_timeout": timedelta(seconds=self.timeout_s),
         }

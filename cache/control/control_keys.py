@@ -26,9 +26,23 @@ from cache.formats import (
     stamp,
     version_of,
 )
-from cache.l2.resp import COUNT, MOVED, checked
+from cache.l2.resp import COUNT_SHAPE, MOVED_SHAPE, checked_reply
 from cache.l2.sync_clients import home, masters
 from cache.store.releases import Pointer
+
+REPLICA_DEAD_S = 3.0
+"""Seconds, three missed beats, after which a replica is gone; so is one whose beat lies as far in the future."""
+
+REPLICA_FORGOTTEN_S = 86_400.0
+"""Seconds of silence after which a heartbeat is dropped."""
+
+FIRST_VERSIONS = (1, 1)
+"""Versions that a replica reads of a format that its heartbeat does not tell of."""
+
+MOVE_FORMATS = (POINTER, RELEASE_RECORD, STAGING_NOTE)
+"""Formats that a move of the pointer writes, whatever it moves to."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +144,11 @@ class Replica:
         )  # fmt: skip
 
 
-log = logging.getLogger(__name__)
-
-
-REPLICA_DEAD_S = 3.0
-"""Seconds, three missed beats, after which a replica is gone; so is one whose beat lies as far in the future."""
-
-
-REPLICA_FORGOTTEN_S = 86_400.0
-
-
 # Allowed at full memory: publishing and rolling back must work exactly when Redis is in trouble. An own attempt
 # found in place, under a later epoch than the mover saw, means that the reply to an earlier, successful call was lost.
 # The rows are looked at here because a retirement or a refusal may have come in since the mover looked: 2 = the
 # target may not, 0 = look again. What a roll back jumps over may be retired by now: that row is final.
-_MOVE = """#!lua flags=allow-oom
+_MOVE_SCRIPT = """#!lua flags=allow-oom
 local found = redis.call('GET', KEYS[1])
 local to = cjson.decode(ARGV[2])
 local function canary_of(pointer)
@@ -185,7 +189,6 @@ end
 redis.call('PUBLISH', KEYS[3], 'pointer')
 return {1, ARGV[2]}
 """
-
 
 # Rows change only while the pointer is the one that the writer looked at; a retired row is final.
 _WRITE_ROWS_SCRIPT = """#!lua flags=allow-oom
@@ -250,8 +253,8 @@ class Control:
         for generation, row in rows.items():
             arguments += [generation, row.to_bytes()]
         names = (self.keys.live, self.keys.generations, self.keys.channel)
-        reply: Any = self.client.eval(_MOVE, len(names), *names, *arguments)
-        checked("EVAL", reply, MOVED)
+        reply: Any = self.client.eval(_MOVE_SCRIPT, len(names), *names, *arguments)
+        checked_reply("EVAL", reply, MOVED_SHAPE)
         moved, raw = reply[:2]
         if moved == 2:
             state, generation = (each.decode(errors="replace") for each in reply[1:3])
@@ -278,8 +281,10 @@ class Control:
         for generation, row in rows.items():
             arguments += [generation, row.to_bytes()]
         names = (self.keys.live, self.keys.generations)
-        marked = checked(
-            "EVAL", self.client.eval(_WRITE_ROWS_SCRIPT, len(names), *names, *arguments), COUNT
+        marked = checked_reply(
+            "EVAL",
+            self.client.eval(_WRITE_ROWS_SCRIPT, len(names), *names, *arguments),
+            COUNT_SHAPE,
         )
         if marked == 2:
             raise Conflict(f"the pointer names one of {', '.join(rows)}: readers depend on it")
@@ -388,15 +393,7 @@ def _policy(server: "redis.Redis") -> str:
         return str(info.get("maxmemory_policy", ""))
 
 
-FIRST = (1, 1)
-"""Versions that a replica reads of a format that its heartbeat does not tell of."""
-
-
-MOVES = (POINTER, RELEASE_RECORD, STAGING_NOTE)
-"""Formats that a move of the pointer writes, whatever it moves to."""
-
-
-def written() -> dict[str, int]:
+def written_versions() -> dict[str, int]:
     """Versions that this release's night writes of what replicas read, by format."""
     return {
         format_spec.name: format_spec.written
@@ -411,7 +408,7 @@ def demand_readers(
     """Raises Refused, naming a live replica that cannot read one of the versions; `writer_clause` lists them."""
     for replica in (*control.replicas(), *_under_older_keys(control)):
         for name, version in version_by_format.items():
-            oldest, newest_version = replica.reads.get(name, FIRST)
+            oldest, newest_version = replica.reads.get(name, FIRST_VERSIONS)
             if not oldest <= version <= newest_version:
                 reads = (
                     str(newest_version)
@@ -433,7 +430,7 @@ def demand_readers(
 
 def demand_readers_of_night(control: Control) -> None:
     """Raises Refused unless every replica that beats reads what this release's night writes."""
-    demand_readers(control, written(), f"a night of this release ({RELEASE}) writes")
+    demand_readers(control, written_versions(), f"a night of this release ({RELEASE}) writes")
 
 
 def _under_older_keys(control: Control) -> list[Replica]:

@@ -10,14 +10,14 @@ import orjson
 from cache.errors import CorruptArtefact, InvalidInput
 from cache.format.ids import FeatureValue, canonical_id
 
-FIELD: Final = b"e"
+EventKind = Literal["interaction", "user", "item"]
+
+EVENT_FIELD: Final = b"e"
 """Field of a stream entry that holds the event."""
 
-
 _TIME_MAX: Final = 1 << 63
-
-
-EventKind = Literal["interaction", "user", "item"]
+_POSITION_TEXT = re.compile(r"([0-9]{1,13})-([0-9]{1,7})")
+_SEQUENCE_BITS: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +111,6 @@ class Event:
         return event
 
 
-_TEXT = re.compile(r"([0-9]{1,13})-([0-9]{1,7})")
-
-
-_SEQUENCE_BITS: Final = 20
-
-
 class Position(NamedTuple):
     """Milliseconds since 1970 by Redis' clock, and a number within them; each event's is greater than all before it."""
 
@@ -126,7 +120,7 @@ class Position(NamedTuple):
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
         """Reads Redis' id of a stream entry, such as 1700000000000-3; raises InvalidInput for anything else."""
-        id_match = _TEXT.fullmatch(
+        id_match = _POSITION_TEXT.fullmatch(
             text.decode("ascii", "replace") if isinstance(text, bytes) else text
         )
         if id_match is None or int(id_match[2]) >> _SEQUENCE_BITS:

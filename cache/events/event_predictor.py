@@ -28,13 +28,21 @@ from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import FEATURED_USERS, Manifest, Table
 from cache.format.seen_items import SeenItems, UserInput
-from cache.model.input_preparation import PreparedInput, check_features, keep_last_occurrences
-from cache.model.predictor import LiveInput, Predictor
+from cache.model.input_preparation import (
+    LiveInput,
+    PreparedInput,
+    check_features,
+    keep_last_occurrences,
+)
+from cache.model.predictor import Predictor
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.records import FLAG_APPROXIMATE
 from cache.topk.topk import Scorer
+
+_LONG_AGO_US = -(1 << 62)
+_NO_ORDINALS = np.empty(0, np.int64)
 
 
 class TimedItems(NamedTuple):
@@ -51,7 +59,7 @@ class MergedHistory(NamedTuple):
     seen_items: NDArray[np.int64]
 
 
-def merge(
+def merge_histories(
     published_histories: Sequence[TimedItems], events: Sequence[TimedItems], limit: int
 ) -> list[MergedHistory]:
     """History of each user as a night groups rows, from what one published of them and the events behind its position.
@@ -95,12 +103,6 @@ def merge(
         MergedHistory(items[max(start, end - limit) : end], items[start:end])
         for start, end in pairwise(ends)
     ]
-
-
-_LONG_AGO_US = -(1 << 62)
-
-
-_NO_ORDINALS = np.empty(0, np.int64)
 
 
 class EventInput(NamedTuple):
@@ -190,7 +192,7 @@ class EventPredictor:
             for event_input, (start, end) in zip(inputs, pairwise(ends), strict=True)
         ]
         bases = [self._base(event_input) for event_input in inputs]
-        merged = merge(
+        merged = merge_histories(
             [TimedItems(base.items, base.times) for base in bases], newer_items, self.history_limit
         )
         history_ordinals = np.concatenate(

@@ -22,15 +22,37 @@ from cache.model.input_preparation import check_features, stack_features
 from cache.model.ranking import Metric, score
 from cache.model.tower import AnyTower, Tower, run_apart
 from cache.model.tower_spec import InputSpec, TowerSpec
-from cache.records import NO_ITEM, Layout, unfit
+from cache.records import NO_ITEM, Layout, unfit_rows
 
 Ranked = tuple[NDArray[np.uint32], NDArray[np.float32]]
 """Numbers and scores [n, width], best first; unused slots are NO_ITEM and 0."""
 
+ITEM_TOWER: Final = "item_tower"
+"""Name of the item tower among a manifest's models."""
+
+ITEM_VECTORS: Final = "item_vectors"
+"""Fact of a manifest: its items are a table of vectors beside the bundle, which takes a row for each new item."""
+
+NEW_VECTOR_ABS_MAX: Final = 65_504.0
+"""Largest number of an item's vector that an event brought or made: scores far beyond all others would leave no list
+any precision."""
+
+TOWER_RETRIES_S: Final = (1.0, 8.0, 60.0)
+"""Seconds until an input on which the tower raised is tried again: memory and time-outs pass, what it cannot take never
+does. After the last of these it is refused."""
 
 _ENTITY_BYTES: Final = 180
 """Memory of an item besides its id and vector, about."""
 
+_NEW_ITEMS_AT_ONCE: Final = 256
+
+_OWN_ITEMS_LOOKED_AT: Final = 64
+"""Own items whose vectors tell if there is a bound: to read those of all would take long."""
+
+_FIXED_ITEMS_MESSAGE: Final = (
+    "the item tower of the live generation takes an item's index, so its items are those of the bundle: train or "
+    "import the bundle anew with the item, or let a tower compute its vector from features"
+)
 
 _NO_VECTORS: Final = np.empty((0, 0), np.float32)
 
@@ -277,7 +299,7 @@ class EligibleNewItems(NamedTuple):
     own_print: int = 0
 
 
-NO_NEW: Final = EligibleNewItems()
+NO_ELIGIBLE_NEW_ITEMS: Final = EligibleNewItems()
 
 
 def merged_lists(
@@ -297,39 +319,9 @@ def merged_lists(
     for row, (items, excluded_numbers, _) in enumerate(new):
         if len(items):
             items.merged(merged, row, vectors[row], excluded_numbers, metric)
-    unfit_mask = unfit(layout, merged[1])
+    unfit_mask = unfit_rows(layout, merged[1])
     merged[0][unfit_mask], merged[1][unfit_mask] = ranked[0][unfit_mask], ranked[1][unfit_mask]
     return merged
-
-
-ITEM_TOWER: Final = "item_tower"
-
-
-ITEM_VECTORS: Final = "item_vectors"
-"""Fact of a manifest: its items are a table of vectors beside the bundle, which takes a row for each new item."""
-
-
-OUTPUT_MAX: Final = 65_504.0
-"""Largest number of an item's vector that an event brought or made: scores far beyond all others would leave no list
-any precision."""
-
-
-RETRIES_S: Final = (1.0, 8.0, 60.0)
-"""Seconds until an input on which the tower raised is tried again: memory and time-outs pass, what it cannot take never
-does. After the last of these it is refused."""
-
-
-_AT_ONCE: Final = 256
-
-
-_LOOKED_AT: Final = 64
-"""Own items whose vectors tell if there is a bound: to read those of all would take long."""
-
-
-_FIXED: Final = (
-    "the item tower of the live generation takes an item's index, so its items are those of the bundle: train or "
-    "import the bundle anew with the item, or let a tower compute its vector from features"
-)
 
 
 class UnfitNewItem(InvalidInput):
@@ -353,7 +345,7 @@ class NewItemInputs:
 
     features: tuple[InputSpec, ...] = ()
     dims: int = 0
-    vector_abs_max: float = OUTPUT_MAX
+    vector_abs_max: float = NEW_VECTOR_ABS_MAX
 
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
@@ -395,7 +387,9 @@ class NewItemInputs:
                     field="vector",
                 )
         else:
-            raise FixedItems(_FIXED, field="vector" if event.features is None else "features")
+            raise FixedItems(
+                _FIXED_ITEMS_MESSAGE, field="vector" if event.features is None else "features"
+            )
 
     def _check_features(self, event: Event) -> None:
         columns = sorted(str(input_spec.column) for input_spec in self.features)
@@ -433,11 +427,12 @@ class NewItemTower:
     ) -> Self:
         """Opens the item tower in fp32 where items are made of features; `items` are the generation's own.
 
-        Where theirs go beyond OUTPUT_MAX a tower's vectors are not bounded, and others by theirs, as by the night.
+        Where theirs go beyond NEW_VECTOR_ABS_MAX a tower's vectors are not bounded, and others by theirs, as by the
+        night.
         """
         inputs = NewItemInputs.of(manifest)
-        largest = float(np.abs(items.vectors[:_LOOKED_AT]).max(initial=0))
-        if largest > OUTPUT_MAX:
+        largest = float(np.abs(items.vectors[:_OWN_ITEMS_LOOKED_AT]).max(initial=0))
+        if largest > NEW_VECTOR_ABS_MAX:
             inputs = replace(inputs, vector_abs_max=np.inf if inputs.features else largest)
         if not inputs.features:
             return cls(inputs)
@@ -457,7 +452,8 @@ class NewItemTower:
         """New `candidate_items` that the generation's models can take; `now_s` is monotonic.
 
         `values` are what events set for each, by column. Vectors of `previous` whose inputs are the same stay. Anybody
-        sends events: an item that the tower raises on costs the others nothing, and is tried again after RETRIES_S.
+        sends events: an item that the tower raises on costs the others nothing, and is tried again after
+        TOWER_RETRIES_S.
         """
         known_mask = table.ordinals_of([item.raw for item in candidate_items]) >= 0
         new = [
@@ -479,16 +475,16 @@ class NewItemTower:
                 input_key: row for _, input_key, row in usable if input_key not in settled_inputs
             }.items()
         )
-        for start in range(0, len(fresh), _AT_ONCE):
-            chunk = fresh[start : start + _AT_ONCE]
+        for start in range(0, len(fresh), _NEW_ITEMS_AT_ONCE):
+            chunk = fresh[start : start + _NEW_ITEMS_AT_ONCE]
             for (input_key, _), vector, has_raised in zip(
                 chunk, *self._vectors([row for _, row in chunk]), strict=True
             ):
                 last = failed.pop(input_key, NextTry(0, now_s))
                 if not has_raised:
                     vector_by_input[input_key] = vector
-                elif last.tries < len(RETRIES_S):
-                    failed[input_key] = NextTry(last.tries + 1, now_s + RETRIES_S[last.tries])
+                elif last.tries < len(TOWER_RETRIES_S):
+                    failed[input_key] = NextTry(last.tries + 1, now_s + TOWER_RETRIES_S[last.tries])
         usable_keys = {input_key for _, input_key, _ in usable}
         failed = {
             input_key: next_try

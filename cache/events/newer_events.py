@@ -16,16 +16,26 @@ from cache.format.ids import FeatureValue
 from cache.model.input_preparation import check_features
 from cache.model.tower_spec import InputSpec
 
-_TAIL: Final = struct.Struct("<qQH")
-"""Behind an item's id: when it happened (microseconds), the position's number, and bytes of the id."""
-
-
-AT_ONCE: Final = 256
+ENTITIES_AT_ONCE: Final = 256
 """Users, items or values between two yields of what is done in turns."""
 
+VALUES_MAX: Final = 64
+"""Attributes of one user or item that are kept, those set last: events of one must not make each slow to take in."""
+
+_RECENT_ITEMS_MAX: Final = 4_096
+"""Items that are looked at one by one."""
 
 _USER_BYTES: Final = 180
 """Memory of a user besides the id and the packed events, about."""
+
+_ENTITY_BYTES: Final = 180
+"""Memory of an entity besides id and packed values, about."""
+
+_USER_EVENT_TAIL: Final = struct.Struct("<qQH")
+"""Behind an item's id: when it happened (microseconds), the position's number, and bytes of the id."""
+
+_VALUES_HEADER: Final = struct.Struct("<Q")
+"""Number of the newest position before an entity's values, which are JSON: `{attribute: [number, value]}`."""
 
 
 class UserEvent(NamedTuple):
@@ -78,7 +88,7 @@ class UserEvents:
         if previous_packed is None:
             previous_packed = b""
             self.size_bytes += _USER_BYTES + len(user)
-        packed = item + _TAIL.pack(event.at_us, number, len(item))
+        packed = item + _USER_EVENT_TAIL.pack(event.at_us, number, len(item))
         self.packed[user] = previous_packed + packed
         self.size_bytes += len(packed)
         return True
@@ -87,7 +97,9 @@ class UserEvents:
         """True if the user has an event behind this position's number."""
         packed = self.packed.get(user)
         return (
-            packed is not None and _TAIL.unpack_from(packed, len(packed) - _TAIL.size)[1] > number
+            packed is not None
+            and _USER_EVENT_TAIL.unpack_from(packed, len(packed) - _USER_EVENT_TAIL.size)[1]
+            > number
         )
 
     def has_newer_item(self, user: bytes, number: int) -> bool:
@@ -110,7 +122,7 @@ class UserEvents:
                 forgotten_count += 1
                 continue
             packed = b"".join(
-                event.item + _TAIL.pack(event.at_us, event.number, len(event.item))
+                event.item + _USER_EVENT_TAIL.pack(event.at_us, event.number, len(event.item))
                 for event in remaining_events
             )
             if len(packed) < len(previous_packed):
@@ -133,7 +145,7 @@ class UserEvents:
                 del packed_by_user[user]
             elif packed_by_user.get(user) != packed:  # who has the same keeps the very object
                 packed_by_user[user] = packed
-            if not count % AT_ONCE:
+            if not count % ENTITIES_AT_ONCE:
                 yield
         self.size_bytes, self.last, self.complete_after_number = (
             replacement.size_bytes,
@@ -160,28 +172,12 @@ class UserEvents:
         packed = self.packed.get(user, b"")
         end = len(packed)
         while end:
-            at = end - _TAIL.size
-            at_us, event_number, length = _TAIL.unpack_from(packed, at)
+            at = end - _USER_EVENT_TAIL.size
+            at_us, event_number, length = _USER_EVENT_TAIL.unpack_from(packed, at)
             if event_number <= number:
                 return
             end = at - length
             yield UserEvent(packed[end:at], at_us, event_number)
-
-
-VALUES_MAX: Final = 64
-"""Attributes of one user or item that are kept, those set last: events of one must not make each slow to take in."""
-
-
-_RECENT_ITEMS_MAX: Final = 4_096
-"""Items that are looked at one by one."""
-
-
-_NUMBER_HEADER: Final = struct.Struct("<Q")
-"""Number of the newest position before an entity's values, which are JSON: `{attribute: [number, value]}`."""
-
-
-_ENTITY_BYTES: Final = 180
-"""Memory of an entity besides id and packed values, about."""
 
 
 class AttributeValue(NamedTuple):
@@ -255,9 +251,9 @@ class AttributeEvents:
             return True
         of_kind = self._items if kind == "item" else self._users
         previous_packed = of_kind.get(raw)
-        numbered_values = {} if previous_packed is None else _values(previous_packed)
+        numbered_values = {} if previous_packed is None else _unpack_values(previous_packed)
         numbered_values |= {name: [number, value] for name, value in values.items()}
-        packed = _packed(number, numbered_values)
+        packed = _pack_values(number, numbered_values)
         more = (
             len(packed) - len(previous_packed)
             if previous_packed
@@ -365,11 +361,11 @@ class AttributeEvents:
                 merged[raw] = packed
                 grown += len(packed) + len(raw) + _ENTITY_BYTES
             elif raw in earlier:
-                merged[raw] = _merged(earlier[raw], packed)
+                merged[raw] = _merge_values(earlier[raw], packed)
                 grown += len(merged[raw]) - len(packed)
             else:
                 merged[raw] = packed
-            if not count % AT_ONCE:
+            if not count % ENTITIES_AT_ONCE:
                 yield
         self.size_bytes += grown
         return merged
@@ -385,15 +381,15 @@ class AttributeEvents:
 
 
 def _newest_number(packed: bytes) -> int:
-    return int(_NUMBER_HEADER.unpack_from(packed)[0])
+    return int(_VALUES_HEADER.unpack_from(packed)[0])
 
 
-def _values(packed: bytes) -> dict[str, list[Any]]:
-    numbered_values: dict[str, list[Any]] = orjson.loads(packed[_NUMBER_HEADER.size :])
+def _unpack_values(packed: bytes) -> dict[str, list[Any]]:
+    numbered_values: dict[str, list[Any]] = orjson.loads(packed[_VALUES_HEADER.size :])
     return numbered_values
 
 
-def _packed(number: int, numbered_values: dict[str, list[Any]]) -> bytes:
+def _pack_values(number: int, numbered_values: dict[str, list[Any]]) -> bytes:
     """Values of one entity, whose newest position has this number; of more than VALUES_MAX the newest.
 
     Which these are depends on the stream alone, not on how far back a process has read it: replicas agree.
@@ -405,15 +401,17 @@ def _packed(number: int, numbered_values: dict[str, list[Any]]) -> bytes:
             key=lambda named_value: (named_value[1][0], named_value[0]),
         )
         numbered_values = dict(newest_values)
-    return _NUMBER_HEADER.pack(number) + orjson.dumps(numbered_values, option=orjson.OPT_SORT_KEYS)
+    return _VALUES_HEADER.pack(number) + orjson.dumps(numbered_values, option=orjson.OPT_SORT_KEYS)
 
 
-def _merged(earlier: bytes, newer_packed: bytes) -> bytes:
-    return _packed(_newest_number(newer_packed), _values(earlier) | _values(newer_packed))
+def _merge_values(earlier: bytes, newer_packed: bytes) -> bytes:
+    return _pack_values(
+        _newest_number(newer_packed), _unpack_values(earlier) | _unpack_values(newer_packed)
+    )
 
 
 def _values_after(packed: bytes, number: int) -> dict[str, Any]:
-    return {name: value for name, (at, value) in _values(packed).items() if at > number}
+    return {name: value for name, (at, value) in _unpack_values(packed).items() if at > number}
 
 
 def features_with(
@@ -429,18 +427,18 @@ def features_with(
         column = str(input_spec.column)
         raw_value = values[column] if column in values else published.get(column)
         value = tuple(raw_value) if isinstance(raw_value, list) else raw_value
-        if value is None or not _fits(input_spec, value):
+        if value is None or not _input_takes(input_spec, value):
             return None
         feature_by_column[column] = value
     return feature_by_column
 
 
-def takes_any(values: Mapping[str, Any], inputs: Sequence[InputSpec]) -> bool:
+def takes_any_attribute(values: Mapping[str, Any], inputs: Sequence[InputSpec]) -> bool:
     """True if a model takes one of these attributes: then a user with newer values is one with newer events."""
     return any(input_spec.column in values for input_spec in inputs)
 
 
-def _fits(spec: InputSpec, value: FeatureValue) -> bool:
+def _input_takes(spec: InputSpec, value: FeatureValue) -> bool:
     try:
         check_features((spec,), {str(spec.column): value})
     except (InvalidInput, TypeError, ValueError):

@@ -7,11 +7,17 @@ import orjson
 import xxhash
 
 from cache.errors import CorruptArtefact, InvalidInput
-from cache.events.event import BEGINNING, FIELD, Event, Position
+from cache.events.event import BEGINNING, EVENT_FIELD, Event, Position
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 
-SCRIPT: Final = """
+STREAM_FULL: Final = "FULL"
+"""Beginning of the error when the stream takes no more."""
+
+TAKEN_FILE: Final = "events/taken.json"
+"""Store path of the position up to which nights have taken events over."""
+
+ACCEPT_SCRIPT: Final = """
 local stream, limit, life, most = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local known, known_sequence = string.match(ARGV[4], '(%d+)-(%d+)')
 known, known_sequence = tonumber(known), tonumber(known_sequence)
@@ -58,16 +64,12 @@ end
 for _, id in ipairs(again) do redis.call('PEXPIRE', id, life) end
 return told
 """
-"""Script: its effects are one transaction in Redis' log, so a crash leaves an event with its id, or neither."""
+"""Script that accepts events: its effects are one transaction in Redis' log, so a crash leaves an event with its id, or
+neither."""
 
-
-SCRIPT_AT_MAXMEMORY: Final = "#!lua flags=allow-oom" + SCRIPT
+ACCEPT_SCRIPT_AT_MAXMEMORY: Final = "#!lua flags=allow-oom" + ACCEPT_SCRIPT
 """The same for the inbox, at a full memory, too: else nothing would ever empty it. The stream's bound holds all the
 same, and entries that were accepted are deleted right after."""
-
-
-FULL: Final = "FULL"
-"""Beginning of the error when the stream takes no more."""
 
 
 class StreamBounds(NamedTuple):
@@ -93,7 +95,7 @@ class PackedEvent(NamedTuple):
     body: bytes
 
 
-def packed(keyspace: Keyspace, event: Event) -> PackedEvent:
+def pack_event(keyspace: Keyspace, event: Event) -> PackedEvent:
     """Packs an event; that of a batch takes milliseconds, in any thread."""
     # A user and an item may have one id, and an id may hold any byte: the kind and the length tell them apart.
     kind = b"i" if event.user is None else b"u"
@@ -105,7 +107,7 @@ def packed(keyspace: Keyspace, event: Event) -> PackedEvent:
     )
 
 
-def call_of(
+def accept_call(
     keyspace: Keyspace,
     bounds: StreamBounds,
     events: Sequence[PackedEvent],
@@ -118,7 +120,7 @@ def call_of(
     return keys, [*argv, *(event.body for event in events)]
 
 
-def outcomes(replies: Sequence[bytes]) -> list[Accepted]:
+def read_outcomes(replies: Sequence[bytes]) -> list[Accepted]:
     """Outcomes from what the script replied."""
     return [
         Accepted(None, reply.decode()) if reply in (b"repeated", b"too_many") else Accepted(Position.parse(reply))
@@ -126,25 +128,27 @@ def outcomes(replies: Sequence[bytes]) -> list[Accepted]:
     ]  # fmt: skip
 
 
-def entry_of(fields: dict[bytes, bytes]) -> Event:
+def event_of_entry(fields: dict[bytes, bytes]) -> Event:
     """The event of a stream entry; raises CorruptArtefact."""
-    return Event.from_bytes(fields.get(FIELD, b""))
-
-
-FILE: Final = "events/taken.json"
+    return Event.from_bytes(fields.get(EVENT_FIELD, b""))
 
 
 def note_taken(store: ArtefactStore, position: Position) -> None:
-    """Writes the position, unless it is there."""
+    """Writes the position up to which nights have taken events over, unless it is there."""
     position_json = orjson.dumps({"until": str(position)})
-    if store.read(FILE) != position_json:
-        store.write(FILE, position_json)
+    if store.read(TAKEN_FILE) != position_json:
+        store.write(TAKEN_FILE, position_json)
 
 
 def read_taken(store: ArtefactStore) -> Position:
-    """The position, `BEGINNING` before any; raises StoreError, and CorruptArtefact for what is none."""
-    raw = store.read(FILE)
+    """The position up to which nights have taken events over, `BEGINNING` before any.
+
+    Raises StoreError, and CorruptArtefact for what is none.
+    """
+    raw = store.read(TAKEN_FILE)
     try:
         return BEGINNING if raw is None else Position.parse(orjson.loads(raw)["until"])
     except (orjson.JSONDecodeError, InvalidInput, KeyError, TypeError) as error:
-        raise CorruptArtefact(f"{FILE} names no position: {error}", path=FILE) from error
+        raise CorruptArtefact(
+            f"{TAKEN_FILE} names no position: {error}", path=TAKEN_FILE
+        ) from error

@@ -19,28 +19,33 @@ from cache.format.manifest import AttributeKind, Manifest
 NO_CODE: Final = np.uint32(0xFFFF_FFFF)
 """Code of a text that an item does not have."""
 
-
 NO_FLAG: Final = 2
 """Value of a flag that an item does not have."""
 
-
 NO_TIME: Final = np.iinfo(np.int64).min
 """Value of a time that an item does not have; of a number it is NaN."""
-
-
-_MICROSECONDS: Final = 1_000_000
-
-
-_SECONDS_MAX: Final = 1e11
-
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-
 
 DTYPES: Final[Mapping[AttributeKind, str]] = {
     "text": "<u4", "texts": "<u4", "number": "<f8", "flag": "u1", "time": "<i8",
 }  # fmt: skip
 """Kind -> dtype of its values: codes of texts, numbers, 0 or 1, microseconds since 1970."""
+
+TEXT_TOO_LONG: Final = f"a text of more than {TEXT_BYTES_MAX} bytes"
+NUMBER_TOO_LARGE: Final = "a whole number beyond 2**53"
+
+_UNFIT_MESSAGES: Final[Mapping[AttributeKind, str]] = {
+    "text": "not a text", "texts": "not a list of texts", "number": "not a finite number",
+    "flag": "not true or false", "time": "not a time (ISO 8601, or seconds since 1970)",
+}  # fmt: skip
+
+_ABSENT: Final[Mapping[AttributeKind, Any]] = {"number": np.nan, "flag": NO_FLAG, "time": NO_TIME}
+_MICROSECONDS: Final = 1_000_000
+_SECONDS_MAX: Final = 1e11
+_EXACT_MAX: Final = 2**53
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+_Parsed = tuple[Any, str | None]
+"""Value as it is kept, and why there is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +124,10 @@ class ItemAttributes:
         """Maps columns from the kind of each and the paths of its files, by their names in `Attribute`."""
         return cls(
             count,
-            {name: _open(root, *kind_and_files, count) for name, kind_and_files in files.items()},
+            {
+                name: _open_column(root, *kind_and_files, count)
+                for name, kind_and_files in files.items()
+            },
         )
 
     @property
@@ -128,7 +136,9 @@ class ItemAttributes:
         return {name: column.kind for name, column in sorted(self.columns.items())}
 
 
-def _open(root: Path, kind: AttributeKind, files: Mapping[str, str], count: int) -> AttributeColumn:
+def _open_column(
+    root: Path, kind: AttributeKind, files: Mapping[str, str], count: int
+) -> AttributeColumn:
     dtype = DTYPES[kind]
     names = offsets = None
     if "names" in files:
@@ -156,21 +166,6 @@ def moment_us(value: object) -> int | None:
     return round(value * _MICROSECONDS) if abs(value) <= _SECONDS_MAX else None
 
 
-TOO_LONG: Final = f"a text of more than {TEXT_BYTES_MAX} bytes"
-
-
-BEYOND: Final = "a whole number beyond 2**53"
-
-
-_EXACT: Final = 2**53
-
-
-_UNFIT: Final[Mapping[AttributeKind, str]] = {
-    "text": "not a text", "texts": "not a list of texts", "number": "not a finite number",
-    "flag": "not true or false", "time": "not a time (ISO 8601, or seconds since 1970)",
-}  # fmt: skip
-
-
 class ItemValue(NamedTuple):
     """Value set for an item by its ordinal, None to clear it; of several of one attribute the last counts."""
 
@@ -194,7 +189,7 @@ class ChangedColumns:
     """Number of values of attributes that the items do not have."""
 
 
-def with_values(attributes: ItemAttributes, values: Iterable[ItemValue]) -> ChangedColumns:
+def set_item_values(attributes: ItemAttributes, values: Iterable[ItemValue]) -> ChangedColumns:
     """Sets the values; columns of which none differs are the very same ones."""
     of_column: dict[str, dict[int, Any]] = {}
     unknown = 0
@@ -207,7 +202,7 @@ def with_values(attributes: ItemAttributes, values: Iterable[ItemValue]) -> Chan
     unfit: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, value_by_ordinal in of_column.items():
         parsed_by_ordinal, ordinals_by_reason = _parse_values(columns[name].kind, value_by_ordinal)
-        columns[name] = _SET[columns[name].kind](columns[name], parsed_by_ordinal)
+        columns[name] = _SETTERS[columns[name].kind](columns[name], parsed_by_ordinal)
         if ordinals_by_reason:
             unfit[name] = {
                 reason: tuple(sorted(ordinals)) for reason, ordinals in ordinals_by_reason.items()
@@ -217,19 +212,21 @@ def with_values(attributes: ItemAttributes, values: Iterable[ItemValue]) -> Chan
     return ChangedColumns(updated_attributes, frozenset(changed_names), unfit, unknown)
 
 
-def of_new_items(attributes: ItemAttributes, values: Sequence[Mapping[str, Any]]) -> ItemAttributes:
+def attributes_of_new_items(
+    attributes: ItemAttributes, values: Sequence[Mapping[str, Any]]
+) -> ItemAttributes:
     """Columns of the same attributes for items that are none of these, with a row for the values of each."""
     count = len(values)
-    blank = {name: _blank(column.kind, count) for name, column in attributes.columns.items()}
+    blank = {name: _blank_column(column.kind, count) for name, column in attributes.columns.items()}
     item_values = [
         ItemValue(ordinal, name, value)
         for ordinal, value_by_name in enumerate(values)
         for name, value in value_by_name.items()
     ]
-    return with_values(ItemAttributes(count, blank), item_values).attributes
+    return set_item_values(ItemAttributes(count, blank), item_values).attributes
 
 
-def _blank(kind: AttributeKind, count: int) -> AttributeColumn:
+def _blank_column(kind: AttributeKind, count: int) -> AttributeColumn:
     """A column of `count` items that all lack the attribute."""
     if kind not in ("text", "texts"):
         return AttributeColumn(kind, np.full(count, _ABSENT[kind], DTYPES[kind]))
@@ -247,50 +244,46 @@ def _parse_values(
     ordinals_by_reason: dict[str, list[int]] = {}
     for ordinal in sorted(value_by_ordinal):
         value = value_by_ordinal[ordinal]
-        parsed, reason = (None, None) if value is None else _READ[kind](value)
+        parsed, reason = (None, None) if value is None else _PARSERS[kind](value)
         if reason is not None:
             ordinals_by_reason.setdefault(reason, []).append(ordinal)
         parsed_by_ordinal[ordinal] = parsed
     return parsed_by_ordinal, ordinals_by_reason
 
 
-_Read = tuple[Any, str | None]
-"""Value as it is kept, and why there is none."""
-
-
-def _text(value: object) -> _Read:
+def _parse_text(value: object) -> _Parsed:
     if not isinstance(value, str):
-        return None, _UNFIT["text"]
+        return None, _UNFIT_MESSAGES["text"]
     raw = value.encode(errors="replace")
-    return (None, TOO_LONG) if len(raw) > TEXT_BYTES_MAX else (raw, None)
+    return (None, TEXT_TOO_LONG) if len(raw) > TEXT_BYTES_MAX else (raw, None)
 
 
-def _texts(value: object) -> _Read:
+def _parse_texts(value: object) -> _Parsed:
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
-        return None, _UNFIT["texts"]
+        return None, _UNFIT_MESSAGES["texts"]
     raws = [text.encode(errors="replace") for text in value]
     return [raw for raw in raws if len(raw) <= TEXT_BYTES_MAX], None
 
 
-def _number(value: object) -> _Read:
+def _parse_number(value: object) -> _Parsed:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None, _UNFIT["number"]
-    if isinstance(value, int) and abs(value) > _EXACT:
-        return None, BEYOND
+        return None, _UNFIT_MESSAGES["number"]
+    if isinstance(value, int) and abs(value) > _EXACT_MAX:
+        return None, NUMBER_TOO_LARGE
     return float(value), None
 
 
-def _flag(value: object) -> _Read:
-    return (int(value), None) if isinstance(value, bool) else (None, _UNFIT["flag"])
+def _parse_flag(value: object) -> _Parsed:
+    return (int(value), None) if isinstance(value, bool) else (None, _UNFIT_MESSAGES["flag"])
 
 
-def _time(value: object) -> _Read:
+def _parse_time(value: object) -> _Parsed:
     time_us = moment_us(value)
-    return (None, _UNFIT["time"]) if time_us is None else (time_us, None)
+    return (None, _UNFIT_MESSAGES["time"]) if time_us is None else (time_us, None)
 
 
-_READ: Final[Mapping[AttributeKind, Callable[[object], _Read]]] = {
-    "text": _text, "texts": _texts, "number": _number, "flag": _flag, "time": _time,
+_PARSERS: Final[Mapping[AttributeKind, Callable[[object], _Parsed]]] = {
+    "text": _parse_text, "texts": _parse_texts, "number": _parse_number, "flag": _parse_flag, "time": _parse_time,
 }  # fmt: skip
 
 
@@ -304,9 +297,6 @@ def _set_scalars(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) 
     values = np.array(column.values)
     values[ordinals] = new_values
     return replace(column, values=values)
-
-
-_ABSENT: Final[Mapping[AttributeKind, Any]] = {"number": np.nan, "flag": NO_FLAG, "time": NO_TIME}
 
 
 def _set_text(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) -> AttributeColumn:
@@ -347,7 +337,7 @@ def _set_texts(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) ->
     return texts.in_order(replace(column, offsets=ends), values)
 
 
-_SET: Final[Mapping[AttributeKind, Callable[[AttributeColumn, Mapping[int, Any]], AttributeColumn]]] = {
+_SETTERS: Final[Mapping[AttributeKind, Callable[[AttributeColumn, Mapping[int, Any]], AttributeColumn]]] = {
     "text": _set_text, "texts": _set_texts, "number": _set_scalars, "flag": _set_scalars, "time": _set_scalars,
 }  # fmt: skip
 

@@ -20,9 +20,9 @@ from cache.filters.attributes import (
     ChangedColumns,
     ItemAttributes,
     ItemValue,
+    attributes_of_new_items,
     moment_us,
-    of_new_items,
-    with_values,
+    set_item_values,
 )
 from cache.filters.expression import (
     CombinationNode,
@@ -38,90 +38,34 @@ from cache.format.manifest import AttributeKind, Manifest
 from cache.model.ranking import Metric, rank
 from cache.native import loader
 
-_DIRECT: Final = 512
-"""Items that are ranked without a look at which may matter."""
-
-
-class SubsetSearch:
-    """Best items of a catalogue of vectors float32 [items, dims], of those that the caller names; for any thread."""
-
-    def __init__(self, vectors: NDArray[np.float32]) -> None:
-        self._vectors = vectors
-
-    @cached_property
-    def _lengths(self) -> NDArray[np.float32]:
-        """Length of each item's vector, float32 [items]; found once."""
-        lengths: NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", self._vectors, self._vectors))
-        return lengths
-
-    def search(
-        self,
-        vector: NDArray[np.float32],
-        ordinals: NDArray[np.int64],
-        k: int,
-        metric: Metric = "inner_product",
-    ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-        """(ordinals uint32, scores float32) of the best k of `ordinals`, fewer if they are fewer.
-
-        Order and bits are those of `cache.model.ranking.rank` over all of them.
-        """
-        result_count = min(k, len(ordinals))
-        if len(ordinals) > max(_DIRECT, 4 * k):
-            ordinals = self._candidates(vector, ordinals, k, metric)
-        items, scores = rank(vector[None], self._vectors, ordinals[None], None, k, metric=metric)
-        return items[0, :result_count], scores[0, :result_count]
-
-    def _candidates(
-        self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric
-    ) -> NDArray[np.int64]:
-        """Those that the rounding of a product may put among the best k; all where numbers are out of bounds."""
-        kernel_arguments = (
-            np.ascontiguousarray(vector, np.float32),
-            self._vectors,
-            ordinals.astype(np.int64),
-        )
-        scores: NDArray[np.float32] = np.frombuffer(
-            loader.kernels.dots(*kernel_arguments), np.float32
-        )
-        vector_length = float(np.sqrt(np.dot(vector, vector)))
-        lengths = self._lengths[ordinals]
-        if metric == "cosine":
-            scores = np.divide(
-                scores,
-                lengths * vector_length,
-                out=np.zeros_like(scores),
-                where=lengths * vector_length > 0,
-            )
-            size = 1.0
-        else:
-            size = vector_length * float(lengths.max())
-        # Both sums are off by less than this, in whatever order they are added; the length of a cosine as much again.
-        slack = 4 * (len(vector) + 64) * 2.0**-23 * size
-        kth_index = len(scores) - k
-        kth_score = float(np.partition(scores, kth_index)[kth_index])
-        if not np.isfinite(slack) or not np.isfinite(kth_score):
-            return ordinals
-        return ordinals[scores >= kth_score - slack]
-
-
 Mask = NDArray[np.bool_]
-
-
-_EQUAL: Final = ("==", "in", "exists")
-
-
-_ORDERED: Final = ("==", "in", "<", "<=", ">", ">=", "exists")
-
+_EQUALITY_OPERATORS: Final = ("==", "in", "exists")
+_ORDER_OPERATORS: Final = ("==", "in", "<", "<=", ">", ">=", "exists")
 
 OPERATORS: Final[Mapping[AttributeKind, tuple[str, ...]]] = {
-    "text": _EQUAL, "texts": ("contains", "exists"), "number": _ORDERED, "flag": _EQUAL, "time": _ORDERED,
-}  # fmt: skip
+    "text": _EQUALITY_OPERATORS,
+    "texts": ("contains", "exists"),
+    "number": _ORDER_OPERATORS,
+    "flag": _EQUALITY_OPERATORS,
+    "time": _ORDER_OPERATORS,
+}
 """Kind -> operators that its attributes take."""
 
+MASKS_BYTES_MAX = 64 << 20
+"""Bytes that may be kept of filters, of each generation and process: a million items take 125 KB for each."""
 
 _COMPARED: Final[Mapping[str, Callable[[Any, Any], Mask]]] = {
     "<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal,
 }  # fmt: skip
+
+_MASK_OVERHEAD_BYTES: Final = 1_024
+"""Bytes that an entry takes beside its bits: its key, and the objects around both."""
+
+_TEXTS_COST: Final = 20
+"""Cost of one of several texts of an item, beside a number that is compared."""
+
+_DIRECTLY_RANKED_MAX: Final = 512
+"""Items that are ranked without a look at which may matter."""
 
 
 class UnknownAttribute(InvalidFilter):
@@ -185,7 +129,8 @@ class Masks:
     def __init__(self, attributes: ItemAttributes, bytes_max: int) -> None:
         self.attributes = attributes
         self._cached_masks: LRUCache[bytes, tuple[FilterMask, frozenset[str]]] = LRUCache(
-            bytes_max, getsizeof=lambda cached_mask: cached_mask[0].bits.nbytes + _OVERHEAD
+            bytes_max,
+            getsizeof=lambda cached_mask: cached_mask[0].bits.nbytes + _MASK_OVERHEAD_BYTES,
         )
         self._lock = threading.Lock()
 
@@ -209,21 +154,13 @@ class Masks:
         filter_mask = self.get_cached(filter_)
         if filter_mask is None:
             filter_mask = FilterMask.of(mask_of(filter_.root, self.attributes))
-            if filter_mask.bits.nbytes + _OVERHEAD <= self._cached_masks.maxsize:
+            if filter_mask.bits.nbytes + _MASK_OVERHEAD_BYTES <= self._cached_masks.maxsize:
                 with self._lock:
                     self._cached_masks[filter_.key] = filter_mask, filter_.attributes
         return filter_mask
 
 
-_OVERHEAD: Final = 1_024
-"""Bytes that an entry takes beside its bits: its key, and the objects around both."""
-
-
-_TEXTS_COST: Final = 20
-"""Cost of one of several texts of an item, beside a number that is compared."""
-
-
-def cost_of(expression: Expression, attributes: ItemAttributes) -> int:
+def mask_cost(expression: Expression, attributes: ItemAttributes) -> int:
     """Estimate of the work of `mask_of`, in comparisons of one number: 2,000 take about a microsecond."""
     if isinstance(expression, ComparisonNode):
         column = attributes.columns.get(expression.attribute)
@@ -232,17 +169,17 @@ def cost_of(expression: Expression, attributes: ItemAttributes) -> int:
         passes = max(1, len(expression.values))
         return len(column.values) * (_TEXTS_COST if column.kind == "texts" else passes)
     combining_cost = attributes.count * len(expression.parts)
-    return combining_cost + sum(cost_of(part, attributes) for part in expression.parts)
+    return combining_cost + sum(mask_cost(part, attributes) for part in expression.parts)
 
 
 def mask_of(expression: Expression, attributes: ItemAttributes) -> Mask:
     """Mask bool [items] of what passes; an item without the attribute passes no comparison."""
     if isinstance(expression, ComparisonNode):
-        return _comparing(expression, attributes)
-    return _combining(expression, [mask_of(part, attributes) for part in expression.parts])
+        return _comparison_mask(expression, attributes)
+    return _combined_mask(expression, [mask_of(part, attributes) for part in expression.parts])
 
 
-def _combining(expression: CombinationNode, masks: list[Mask]) -> Mask:
+def _combined_mask(expression: CombinationNode, masks: list[Mask]) -> Mask:
     if expression.operator == "not":
         return ~masks[0]
     combined = masks[0]
@@ -251,7 +188,7 @@ def _combining(expression: CombinationNode, masks: list[Mask]) -> Mask:
     return combined
 
 
-def _comparing(comparison: ComparisonNode, attributes: ItemAttributes) -> Mask:
+def _comparison_mask(comparison: ComparisonNode, attributes: ItemAttributes) -> Mask:
     column = attributes.columns.get(comparison.attribute)
     if column is None:
         raise unknown_attribute(comparison.attribute, attributes.kinds, comparison.field_path)
@@ -260,22 +197,22 @@ def _comparing(comparison: ComparisonNode, attributes: ItemAttributes) -> Mask:
             f"{comparison.attribute} is of kind {column.kind}, which takes {', '.join(OPERATORS[column.kind])}",
             field=comparison.field_path,
         )
-    return _HOW[column.kind](comparison, column)
+    return _MASK_FUNCTIONS[column.kind](comparison, column)
 
 
-def _text(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
+def _text_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     if comparison.operator == "exists":
-        return _mask(column.values != NO_CODE)
+        return _as_mask(column.values != NO_CODE)
     codes = [_code(column, value, comparison) for value in comparison.values]
     known_codes = np.array([code for code in codes if code >= 0], np.uint32)
     return (
-        _mask(column.values == known_codes[0])
+        _as_mask(column.values == known_codes[0])
         if len(known_codes) == 1
         else np.isin(column.values, known_codes)
     )
 
 
-def _texts(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
+def _texts_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     assert column.offsets is not None  # noqa: S101 - a column of several texts has them
     if comparison.operator == "exists":
         return column.offsets[1:] > column.offsets[:-1]
@@ -286,30 +223,32 @@ def _texts(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     return mask
 
 
-def _flag(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
+def _flag_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     if comparison.operator == "exists":
-        return _mask(column.values != NO_FLAG)
+        return _as_mask(column.values != NO_FLAG)
     for value in comparison.values:
         if not isinstance(value, bool):
             raise _unfit(comparison, "true or false")
     return np.isin(column.values, np.array(comparison.values, np.uint8))
 
 
-def _number(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
+def _number_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     if comparison.operator == "exists":
-        return _mask(~np.isnan(column.values))
+        return _as_mask(~np.isnan(column.values))
     for value in comparison.values:
         if isinstance(value, bool | str):
             raise _unfit(comparison, "a number")
-    return _ordered(comparison.operator, column.values, np.array(comparison.values, np.float64))
+    return _ordered_mask(
+        comparison.operator, column.values, np.array(comparison.values, np.float64)
+    )
 
 
-def _time(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
+def _time_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     has_time: Mask = column.values != NO_TIME
     if comparison.operator == "exists":
         return has_time
     return (
-        _ordered(
+        _ordered_mask(
             comparison.operator,
             column.values,
             np.array([_moment(value, comparison) for value in comparison.values]),
@@ -318,18 +257,18 @@ def _time(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     )
 
 
-def _ordered(operator: str, values: NDArray[Any], operands: NDArray[Any]) -> Mask:
+def _ordered_mask(operator: str, values: NDArray[Any], operands: NDArray[Any]) -> Mask:
     if (compared := _COMPARED.get(operator)) is not None:
-        return _mask(compared(values, operands[0]))
-    return _mask(values == operands[0]) if len(operands) == 1 else np.isin(values, operands)
+        return _as_mask(compared(values, operands[0]))
+    return _as_mask(values == operands[0]) if len(operands) == 1 else np.isin(values, operands)
 
 
-def _mask(mask_like: Any) -> Mask:
+def _as_mask(mask_like: Any) -> Mask:
     return np.asarray(mask_like, np.bool_)
 
 
-_HOW: Final[Mapping[AttributeKind, Callable[[ComparisonNode, AttributeColumn], Mask]]] = {
-    "text": _text, "texts": _texts, "number": _number, "flag": _flag, "time": _time,
+_MASK_FUNCTIONS: Final[Mapping[AttributeKind, Callable[[ComparisonNode, AttributeColumn], Mask]]] = {
+    "text": _text_mask, "texts": _texts_mask, "number": _number_mask, "flag": _flag_mask, "time": _time_mask,
 }  # fmt: skip
 
 
@@ -353,8 +292,66 @@ def _unfit(comparison: ComparisonNode, expected_kind: str) -> InvalidFilter:
     )
 
 
-BYTES_MAX = 64 << 20
-"""Bytes that may be kept of filters, of each generation and process: a million items take 125 KB for each."""
+class SubsetSearch:
+    """Best items of a catalogue of vectors float32 [items, dims], of those that the caller names; for any thread."""
+
+    def __init__(self, vectors: NDArray[np.float32]) -> None:
+        self._vectors = vectors
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.float32]:
+        """Length of each item's vector, float32 [items]; found once."""
+        lengths: NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", self._vectors, self._vectors))
+        return lengths
+
+    def search(
+        self,
+        vector: NDArray[np.float32],
+        ordinals: NDArray[np.int64],
+        k: int,
+        metric: Metric = "inner_product",
+    ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+        """(ordinals uint32, scores float32) of the best k of `ordinals`, fewer if they are fewer.
+
+        Order and bits are those of `cache.model.ranking.rank` over all of them.
+        """
+        result_count = min(k, len(ordinals))
+        if len(ordinals) > max(_DIRECTLY_RANKED_MAX, 4 * k):
+            ordinals = self._candidates(vector, ordinals, k, metric)
+        items, scores = rank(vector[None], self._vectors, ordinals[None], None, k, metric=metric)
+        return items[0, :result_count], scores[0, :result_count]
+
+    def _candidates(
+        self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric
+    ) -> NDArray[np.int64]:
+        """Those that the rounding of a product may put among the best k; all where numbers are out of bounds."""
+        kernel_arguments = (
+            np.ascontiguousarray(vector, np.float32),
+            self._vectors,
+            ordinals.astype(np.int64),
+        )
+        scores: NDArray[np.float32] = np.frombuffer(
+            loader.kernels.dots(*kernel_arguments), np.float32
+        )
+        vector_length = float(np.sqrt(np.dot(vector, vector)))
+        lengths = self._lengths[ordinals]
+        if metric == "cosine":
+            scores = np.divide(
+                scores,
+                lengths * vector_length,
+                out=np.zeros_like(scores),
+                where=lengths * vector_length > 0,
+            )
+            size = 1.0
+        else:
+            size = vector_length * float(lengths.max())
+        # Both sums are off by less than this, in whatever order they are added; the length of a cosine as much again.
+        slack = 4 * (len(vector) + 64) * 2.0**-23 * size
+        kth_index = len(scores) - k
+        kth_score = float(np.partition(scores, kth_index)[kth_index])
+        if not np.isfinite(slack) or not np.isfinite(kth_score):
+            return ordinals
+        return ordinals[scores >= kth_score - slack]
 
 
 class UnknownFilter(InvalidFilter):
@@ -379,7 +376,7 @@ class Filtering:
         self,
         attributes: ItemAttributes,
         vectors: NDArray[np.float32],
-        bytes_max: int = BYTES_MAX,
+        bytes_max: int = MASKS_BYTES_MAX,
         declared: Mapping[str, Filter] | None = None,
     ) -> None:
         self.attributes = attributes
@@ -404,7 +401,7 @@ class Filtering:
 
     def changed_by(self, values: Iterable[ItemValue]) -> tuple[Self, ChangedColumns]:
         """Filtering with values of some items set anew, and what came of them; this one where nothing differs."""
-        changed_columns = with_values(self.attributes, values)
+        changed_columns = set_item_values(self.attributes, values)
         if not changed_columns.changed_attributes:
             return self, changed_columns
         filtering = copy(self)
@@ -422,7 +419,7 @@ class Filtering:
         filtering = copy(self)
         filtering.new = None
         if len(values):
-            attributes = of_new_items(self.attributes, values)
+            attributes = attributes_of_new_items(self.attributes, values)
             filtering.new = Filtering(attributes, vectors, declared=self._declared)
         return filtering
 
@@ -442,7 +439,7 @@ class Filtering:
     def cost(self, filter_: Filter | str) -> int:
         """Estimate of the work of `evaluate` where nothing is kept, in comparisons of one number."""
         resolved_filter = self._declared.get(filter_) if isinstance(filter_, str) else filter_
-        return 0 if resolved_filter is None else cost_of(resolved_filter.root, self.attributes)
+        return 0 if resolved_filter is None else mask_cost(resolved_filter.root, self.attributes)
 
     def evaluate(self, filter_: Filter | str) -> FilterMask:
         """Items that pass; raises InvalidFilter for one that does not fit the attributes, or an unknown name."""

@@ -14,8 +14,28 @@ from cache.format.directory import Directory, map_file
 from cache.format.ids import hash_id, hash_ids
 from cache.format.manifest import Manifest
 
+Ordinals = NewType("Ordinals", NDArray[np.int64])
+"""Positions in a generation's item table; -1 = unknown."""
 
-class Named(NamedTuple):
+ModelIndices = NewType("ModelIndices", NDArray[np.int64])
+"""Positions in a bundle's own vocabulary; -1 = the model does not know the item."""
+
+ONE_WIDTH_BYTES_MAX = 61
+"""Bytes of the longest id kept at one width: beyond it, too much of what is gathered would be padding."""
+
+TEXT_ROWS_MAX = 1 << 18
+"""Number of texts that a TextTable keeps, at most 16 MB; when it is exceeded, it is emptied and starts again."""
+
+JSON_TEXTS_MAX = 1 << 18
+"""Number of ids that ItemJsonTexts keeps, about 25 MB; when it is exceeded, the cache is emptied and starts again."""
+
+_OFFSETS_AT_ONCE = 1 << 18
+
+_JSON_PAD, _JSON_END = b"\0", b"\n"
+"""Bytes that no JSON string holds as they are."""
+
+
+class IdBytes(NamedTuple):
     """The ids of uint32[n, k] ordinals, and where each begins and the last one ends, int32[n * k + 1] as bytes."""
 
     data: bytes
@@ -35,154 +55,6 @@ class Named(NamedTuple):
         cuts = np.frombuffer(self.cuts, np.int32)
         sizes: NDArray[np.int32] = cuts[1:] - cuts[:-1]
         return sizes.reshape(-1, self.k) if self.k else sizes.reshape(0, 0)
-
-
-LONGEST = 61
-"""Bytes of the longest id kept at one width: beyond it, too much of what is gathered would be padding."""
-
-
-KEPT_MAX = 1 << 18
-"""Number of ids kept, at most 16 MB; when it is exceeded, the cache is emptied and starts again."""
-
-
-class TextTable:
-    """Texts of at most `width` bytes, filled up with `pad`, which no text holds; `ids_of` reads those that are new."""
-
-    def __init__(
-        self,
-        count: int,
-        width: int,
-        pad: bytes,
-        write: Callable[[str], bytes],
-        ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
-    ) -> None:
-        self.width = width
-        self._pad = pad
-        self._write = write
-        self._ids_of = ids_of
-        self._room = min(count, KEPT_MAX)
-        self._slots = np.zeros(count, np.int32)
-        """Slot of each ordinal in `_texts`; 0: not there."""
-        self._texts = np.zeros(self._room + 1, f"V{width}")
-        self._filled_count = 0
-
-    def slots(self, ordinals: NDArray[np.uint32]) -> NDArray[np.int32] | None:
-        """Slots of the ordinals' texts, valid until the next call; None if a text is too long or there are too many."""
-        slots = self._slots.take(ordinals)
-        if np.count_nonzero(slots) == slots.size:
-            return slots
-        self._read(np.unique(ordinals))
-        slots = self._slots.take(ordinals)
-        return slots if np.count_nonzero(slots) == slots.size else None
-
-    def texts(self, slots: NDArray[np.int32]) -> bytes:
-        """Texts in these slots, one after another, each with its padding."""
-        return self._texts.take(slots).tobytes()
-
-    def _read(self, ordinals: NDArray[np.uint32]) -> None:
-        new = ordinals[self._slots[ordinals] == 0]
-        if self._filled_count + len(new) > self._room:
-            self._slots[:], self._filled_count = 0, 0
-            new = ordinals
-        for ordinal, id_ in zip(new.tolist(), self._ids_of(new[: self._room]), strict=False):
-            text = self._write(id_)
-            if len(text) <= self.width:
-                self._filled_count += 1
-                self._texts[self._filled_count] = np.void(text.ljust(self.width, self._pad))
-                self._slots[ordinal] = self._filled_count
-
-
-_PAD, _END = b"\0", b"\n"
-"""Bytes that no JSON string holds as they are."""
-
-
-class ItemJsonRows:
-    """The ids of a catalogue whose longest has `longest` bytes; `ids_of` reads those that are new."""
-
-    def __init__(
-        self, count: int, longest: int, ids_of: Callable[[NDArray[np.uint32]], Sequence[str]]
-    ) -> None:
-        self._text_table = TextTable(count, longest + len('"",'), _PAD, _json, ids_of)
-
-    def of(self, ordinals: NDArray[np.uint32]) -> list[bytes] | None:
-        """A comma-separated line of each of uint32[n, k], k > 0; None if an id's JSON is longer than the id."""
-        slots = self._text_table.slots(ordinals)
-        if slots is None:
-            return None
-        size = ordinals.shape[1] * self._text_table.width
-        lines = np.empty((len(ordinals), size + 1), np.uint8)
-        padded_texts = np.frombuffer(self._text_table.texts(slots), np.uint8)
-        lines[:, :-1] = padded_texts.reshape(-1, size)
-        lines[:, 0] = _PAD[0]  # the comma before the first
-        lines[:, -1] = _END[0]
-        return lines.tobytes().translate(None, _PAD).split(_END)[:-1]
-
-
-def _json(id_: str) -> bytes:
-    return b"," + orjson.dumps(id_)
-
-
-TEXTS_MAX = 1 << 18
-"""Number of ids kept as text, about 25 MB; when it is exceeded, the cache is emptied and starts again."""
-
-
-class ItemJsonTexts:
-    """Each ordinal's id as a JSON string; `ids_of` reads those that are new.
-
-    JSON of ids none of which is longer than `longest` bytes is kept at one width.
-    """
-
-    def __init__(
-        self,
-        count: int,
-        ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
-        longest: int | None = None,
-    ) -> None:
-        self._count = count
-        self._ids_of = ids_of
-        self._json_by_ordinal: NDArray[np.object_] | None = None
-        self._is_known = np.zeros(0, np.bool_)
-        self._cached_count = 0
-        self._lines = None
-        if longest is not None and longest <= LONGEST:
-            self._lines = ItemJsonRows(count, longest, ids_of)
-
-    def lines(self, ordinals: NDArray[np.uint32]) -> list[bytes]:
-        """A comma-separated line of texts for each row of ordinals uint32[n, k]."""
-        if self._lines is not None and (lines := self._lines.of(ordinals)) is not None:
-            return lines
-        return [b",".join(row) for row in self.rows(ordinals)]
-
-    def rows(self, ordinals: NDArray[np.uint32]) -> list[list[bytes]]:
-        """Texts[n][k] of ordinals uint32[n, k], all of them below the table's count."""
-        json_by_ordinal = self._json_by_ordinal
-        if json_by_ordinal is None:
-            json_by_ordinal = self._json_by_ordinal = np.full(self._count, None, object)
-            self._is_known = np.zeros(self._count, np.bool_)
-        if not self._is_known[ordinals].all():
-            self._read(json_by_ordinal, np.unique(ordinals))
-        json_rows: list[list[bytes]] = json_by_ordinal[ordinals].tolist()
-        if self._cached_count > TEXTS_MAX:
-            self._json_by_ordinal, self._cached_count = None, 0
-        return json_rows
-
-    def _read(self, json_by_ordinal: NDArray[np.object_], ordinals: NDArray[np.uint32]) -> None:
-        new = ordinals[~self._is_known[ordinals]]
-        for ordinal, text in zip(new.tolist(), self._ids_of(new), strict=True):
-            json_by_ordinal[ordinal] = orjson.dumps(text)
-        self._is_known[new] = True
-        self._cached_count += len(new)
-
-
-Ordinals = NewType("Ordinals", NDArray[np.int64])
-"""Positions in a generation's item table; -1 = unknown."""
-
-
-ModelIndices = NewType("ModelIndices", NDArray[np.int64])
-"""Positions in a bundle's own vocabulary; -1 = the model does not know the item."""
-
-
-_AT_ONCE = 1 << 18
 
 
 class Lent(NamedTuple):
@@ -212,7 +84,7 @@ class ItemTable:
         # Not a method of this very table: nothing here may wait for the collector of cycles, which passes over what
         # was frozen, so every flip would leave a catalogue behind.
         ids_of = partial(_ids_of, self._ids, offsets)
-        longest = _longest(offsets)
+        longest = _longest_id_bytes(offsets)
         self.texts = ItemJsonTexts(self.count, ids_of, longest=longest)
         """Ids as JSON strings."""
         self.lent = Lent(ids, offsets)
@@ -298,6 +170,132 @@ def _ids_of(
     return [str(ids[start:end], "utf-8") for start, end in zip(starts, ends, strict=True)]
 
 
-def _longest(offsets: NDArray[np.uint64]) -> int:
-    starts = range(0, len(offsets) - 1, _AT_ONCE)
-    return max((int(np.diff(offsets[at : at + _AT_ONCE + 1]).max()) for at in starts), default=0)
+def _longest_id_bytes(offsets: NDArray[np.uint64]) -> int:
+    starts = range(0, len(offsets) - 1, _OFFSETS_AT_ONCE)
+    return max(
+        (int(np.diff(offsets[at : at + _OFFSETS_AT_ONCE + 1]).max()) for at in starts), default=0
+    )
+
+
+class ItemJsonTexts:
+    """Each ordinal's id as a JSON string; `ids_of` reads those that are new.
+
+    JSON of ids none of which is longer than `longest` bytes is kept at one width.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
+        longest: int | None = None,
+    ) -> None:
+        self._count = count
+        self._ids_of = ids_of
+        self._json_by_ordinal: NDArray[np.object_] | None = None
+        self._is_known = np.zeros(0, np.bool_)
+        self._cached_count = 0
+        self._lines = None
+        if longest is not None and longest <= ONE_WIDTH_BYTES_MAX:
+            self._lines = ItemJsonRows(count, longest, ids_of)
+
+    def lines(self, ordinals: NDArray[np.uint32]) -> list[bytes]:
+        """A comma-separated line of texts for each row of ordinals uint32[n, k]."""
+        if self._lines is not None and (lines := self._lines.of(ordinals)) is not None:
+            return lines
+        return [b",".join(row) for row in self.rows(ordinals)]
+
+    def rows(self, ordinals: NDArray[np.uint32]) -> list[list[bytes]]:
+        """Texts[n][k] of ordinals uint32[n, k], all of them below the table's count."""
+        json_by_ordinal = self._json_by_ordinal
+        if json_by_ordinal is None:
+            json_by_ordinal = self._json_by_ordinal = np.full(self._count, None, object)
+            self._is_known = np.zeros(self._count, np.bool_)
+        if not self._is_known[ordinals].all():
+            self._read(json_by_ordinal, np.unique(ordinals))
+        json_rows: list[list[bytes]] = json_by_ordinal[ordinals].tolist()
+        if self._cached_count > JSON_TEXTS_MAX:
+            self._json_by_ordinal, self._cached_count = None, 0
+        return json_rows
+
+    def _read(self, json_by_ordinal: NDArray[np.object_], ordinals: NDArray[np.uint32]) -> None:
+        new = ordinals[~self._is_known[ordinals]]
+        for ordinal, text in zip(new.tolist(), self._ids_of(new), strict=True):
+            json_by_ordinal[ordinal] = orjson.dumps(text)
+        self._is_known[new] = True
+        self._cached_count += len(new)
+
+
+class ItemJsonRows:
+    """Lists of ids as JSON, many at once; the catalogue's longest id has `longest` bytes, `ids_of` reads new ones."""
+
+    def __init__(
+        self, count: int, longest: int, ids_of: Callable[[NDArray[np.uint32]], Sequence[str]]
+    ) -> None:
+        self._text_table = TextTable(count, longest + len('"",'), _JSON_PAD, _id_json, ids_of)
+
+    def of(self, ordinals: NDArray[np.uint32]) -> list[bytes] | None:
+        """A comma-separated line of each of uint32[n, k], k > 0; None if an id's JSON is longer than the id."""
+        slots = self._text_table.slots(ordinals)
+        if slots is None:
+            return None
+        size = ordinals.shape[1] * self._text_table.width
+        lines = np.empty((len(ordinals), size + 1), np.uint8)
+        padded_texts = np.frombuffer(self._text_table.texts(slots), np.uint8)
+        lines[:, :-1] = padded_texts.reshape(-1, size)
+        lines[:, 0] = _JSON_PAD[0]  # the comma before the first
+        lines[:, -1] = _JSON_END[0]
+        return lines.tobytes().translate(None, _JSON_PAD).split(_JSON_END)[:-1]
+
+
+def _id_json(id_: str) -> bytes:
+    return b"," + orjson.dumps(id_)
+
+
+class TextTable:
+    """Cache of texts by item, all of one width, so that many are gathered like numbers.
+
+    A text has at most `width` bytes and is filled up with `pad`, which no text holds; `ids_of` reads ids that are new.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        width: int,
+        pad: bytes,
+        write: Callable[[str], bytes],
+        ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
+    ) -> None:
+        self.width = width
+        self._pad = pad
+        self._write = write
+        self._ids_of = ids_of
+        self._room = min(count, TEXT_ROWS_MAX)
+        self._slots = np.zeros(count, np.int32)
+        """Slot of each ordinal in `_texts`; 0: not there."""
+        self._texts = np.zeros(self._room + 1, f"V{width}")
+        self._filled_count = 0
+
+    def slots(self, ordinals: NDArray[np.uint32]) -> NDArray[np.int32] | None:
+        """Slots of the ordinals' texts, valid until the next call; None if a text is too long or there are too many."""
+        slots = self._slots.take(ordinals)
+        if np.count_nonzero(slots) == slots.size:
+            return slots
+        self._read(np.unique(ordinals))
+        slots = self._slots.take(ordinals)
+        return slots if np.count_nonzero(slots) == slots.size else None
+
+    def texts(self, slots: NDArray[np.int32]) -> bytes:
+        """Texts in these slots, one after another, each with its padding."""
+        return self._texts.take(slots).tobytes()
+
+    def _read(self, ordinals: NDArray[np.uint32]) -> None:
+        new = ordinals[self._slots[ordinals] == 0]
+        if self._filled_count + len(new) > self._room:
+            self._slots[:], self._filled_count = 0, 0
+            new = ordinals
+        for ordinal, id_ in zip(new.tolist(), self._ids_of(new[: self._room]), strict=False):
+            text = self._write(id_)
+            if len(text) <= self.width:
+                self._filled_count += 1
+                self._texts[self._filled_count] = np.void(text.ljust(self.width, self._pad))
+                self._slots[ordinal] = self._filled_count

@@ -15,6 +15,36 @@ from cache.records import Kind, Layout
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
+AttributeKind = Literal["text", "texts", "number", "flag", "time"]
+EntityKind = Literal["user", "item"]
+
+MANIFEST_FORMAT: Final = FORMATS[MANIFEST].written
+"""Version of the manifest's fields and of the files it lists; that of the records in the pages is their own."""
+
+WITH_WEIGHTS: Final = 2
+"""Version of a manifest in which a model has weights beside it."""
+
+WITH_ATTRIBUTES: Final = 3
+"""Version of a manifest whose items have attributes."""
+
+WITH_FILTERS: Final = 4
+"""Version of a manifest that declares filters, or has facets."""
+
+WITH_EVENTS: Final = 5
+"""Version of a manifest that says which events it has, and has its users' inputs."""
+
+FEATURED_USERS: Final = "featured_users"
+"""Fact of a manifest, true where users whom the feature table alone names were computed."""
+
+FACET: Final = "facet."
+"""Beginning of the name of a facet's entity set, its values; the table's own name follows."""
+
+GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
+"""Generation id: `data_until` in UTC, then a digest of configuration, bundle and inputs."""
+
+CUT_CHARS = len("20260131T000000Z")
+"""Characters of `data_until` in a generation id, so older data sorts first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Artefact:
@@ -36,9 +66,6 @@ class Artefact:
             or {"", ".", ".."} & set(path.split("/"))
         ):
             raise ValueError(f"{path!r} is no path below a generation")
-
-
-AttributeKind = Literal["text", "texts", "number", "flag", "time"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,45 +139,6 @@ class EventsRead:
     history_limit: int
     facets: Mapping[str, str] = field(default_factory=dict)
     namespace: str = ""
-
-
-MANIFEST_FORMAT: Final = FORMATS[MANIFEST].written
-"""Version of the manifest's fields and of the files it lists; that of the records in the pages is their own."""
-
-
-WITH_WEIGHTS: Final = 2
-"""Version of a manifest in which a model has weights beside it."""
-
-
-WITH_ATTRIBUTES: Final = 3
-"""Version of a manifest whose items have attributes."""
-
-
-WITH_FILTERS: Final = 4
-"""Version of a manifest that declares filters, or has facets."""
-
-
-WITH_EVENTS: Final = 5
-"""Version of a manifest that says which events it has, and has its users' inputs."""
-
-
-EntityKind = Literal["user", "item"]
-
-
-FACET: Final = "facet."
-"""Beginning of the name of a facet's entity set, its values; the table's own name follows."""
-
-
-GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
-"""Generation id: `data_until` in UTC, then a digest of configuration, bundle and inputs."""
-
-
-FEATURED_USERS: Final = "featured_users"
-"""Fact of a manifest, true where users whom the feature table alone names were computed."""
-
-
-CUT_CHARS = len("20260131T000000Z")
-"""Characters of `data_until` in a generation id, so older data sorts first."""
 
 
 @dataclass(frozen=True, slots=True)

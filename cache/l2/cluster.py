@@ -1,7 +1,4 @@
-"""L2 on a Redis Cluster: a tier for each node, commands scattered over them, and the control plane of their home.
-
-Imports cache.l2. Start at `tier`, its data plane.
-"""
+"""L2 on a Redis Cluster: a tier for each node, commands scattered over them, and the control plane of the home node."""
 
 import asyncio
 import contextlib
@@ -46,14 +43,100 @@ from cache.l2.slots import (
 )
 from cache.l2.tier import Keep, PipelinePart, RemoteConfig, RemoteTier
 
+REDIRECTS_MAX: Final = 3
+"""Times that a command is sent on: from a stale map to the old owner, from there to the new one, once more for luck."""
+
 REFRESH_PAUSE_S: Final = 1.0
 """Seconds between two looks at the slot map that somebody's trouble asks for: a dead node costs one look per second."""
 
-
+_REMEMBERED_TABLES_MAX: Final = 16
+_NO_MAP_MESSAGE: Final = "no node of the Redis Cluster has told yet who serves which slot"
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
-_NO_MAP: Final = "no node of the Redis Cluster has told yet who serves which slot"
+class ClusterTier:
+    """Sends each command to the node that holds its key; a node that is down costs only the keys that it holds."""
+
+    def __init__(
+        self,
+        config: RemoteConfig,
+        keyspace: Keyspace,
+        new_breaker: Callable[[], Breaker] = Breaker,
+    ) -> None:
+        self.nodes = Nodes(config, keyspace, new_breaker)
+        self.control = ClusterControl(keyspace, self.nodes)
+        self._config = config
+        self._slots = CommandSlots(keyspace)
+
+    @property
+    def stats(self) -> DataPlaneStats:
+        """Counts of all nodes together, and the breaker of the one that is worst off."""
+        return self.nodes.stats
+
+    def submit(
+        self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]
+    ) -> asyncio.Future[T]:
+        """A future of what `keep` makes of the answers to at least one command, from the nodes that hold the keys."""
+        return Scatter(commands, keep, self.nodes, self._slots, self._config.deadline_s).send()
+
+    def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
+        """A future of the answer to `command`, from the node that holds the lease."""
+        return self.submit((command,), itemgetter(0))
+
+    async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
+        """Stores each overlay; None where it was. A lease, on another node, says "done" once its answer is stored."""
+        if not writes:
+            return []
+        answers = await self.submit([write._replace(lease_mark=None) for write in writes], list)
+        failures = [answer if isinstance(answer, TierUnavailable) else None for answer in answers]
+        lease_marks = [
+            write.lease_mark
+            for write, failed in zip(writes, failures, strict=True)
+            if write.lease_mark is not None and failed is None
+        ]
+        if lease_marks:
+            await self.submit(lease_marks, list)  # without it the lease ends by itself
+        return failures
+
+    async def page(self, read: PageRead) -> bytes | None:
+        """A page or a part of it from the node that holds it, None where there is none; at leisure."""
+        return await self.nodes.call_owner(self._slots.of_one(read), lambda tier: tier.page(read))
+
+    def bound_s(self) -> float:
+        """Bound in seconds for a read that is sent now; what is redirected may take one deadline more."""
+        deadline_s, tiers = self._config.deadline_s, self.nodes.tiers
+        if not tiers:
+            return deadline_for(2 * deadline_s + SECOND_LOOK_S, self._config.batch_commands_max)
+        return deadline_s + max(tier.bound_s() for tier in tiers)
+
+    def p99_ms(self, within_s: float = 5.0) -> float | None:
+        """99th percentile in ms of the slowest node's round trips of the last `within_s`; None when there were none."""
+        node_p99s_ms = [
+            node_p99_ms
+            for tier in self.nodes.tiers
+            if (node_p99_ms := tier.p99_ms(within_s)) is not None
+        ]
+        return max(node_p99s_ms, default=None)
+
+    async def connect_ahead(self) -> None:
+        """Opens a connection to each node before the first read comes; raises nothing."""
+        with suppress(TierUnavailable):
+            await self.nodes.ready()
+        await asyncio.gather(*[tier.connect_ahead() for tier in self.nodes.tiers])
+
+    async def aclose(self) -> None:
+        """Closes every connection; reads under way end as unavailable."""
+        await self.nodes.aclose()
+
+
+def open_tier(
+    config: RemoteConfig, keyspace: Keyspace, new_breaker: Callable[[], Breaker]
+) -> DataPlane:
+    """The data plane that the URL of L2 asks for: of one server, or of a Redis Cluster."""
+    if is_cluster(config.url):
+        return ClusterTier(config, keyspace, new_breaker)
+    return RemoteTier(config, keyspace, new_breaker())
 
 
 class Nodes:
@@ -190,7 +273,7 @@ class Nodes:
             if len(fullest_owners) == SLOTS:
                 break
         if not fullest_owners:
-            raise TierUnavailable(_NO_MAP, reason="connection")
+            raise TierUnavailable(_NO_MAP_MESSAGE, reason="connection")
         self.refreshes += 1
         self._adopt(fullest_owners)
 
@@ -262,17 +345,7 @@ class ClusterControl(ControlPlane):
                 yield message
 
 
-log = logging.getLogger(__name__)
-
-
-REDIRECTS_MAX: Final = 3
-"""Times that a command is sent on: from a stale map to the old owner, from there to the new one, once more for luck."""
-
-
-_RUNS_MAX: Final = 16
-
-
-class Slots:
+class CommandSlots:
     """The slot of every command's key; a table's pages are remembered."""
 
     def __init__(self, keys: Keyspace) -> None:
@@ -300,7 +373,7 @@ class Slots:
     def _table(self, generation: str, table: str) -> PageSlots:
         page_slots = self._pages.get((generation, table))
         if page_slots is None:
-            if len(self._pages) >= _RUNS_MAX:
+            if len(self._pages) >= _REMEMBERED_TABLES_MAX:
                 self._pages.clear()
             page_slots = self._pages[generation, table] = PageSlots(self._keys, generation, table)
         return page_slots
@@ -313,7 +386,12 @@ class Scatter:
     """
 
     def __init__(
-        self, commands: Sequence[Command], keep: Keep, nodes: Nodes, slots: Slots, window_s: float
+        self,
+        commands: Sequence[Command],
+        keep: Keep,
+        nodes: Nodes,
+        slots: CommandSlots,
+        window_s: float,
     ) -> None:
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._commands, self._nodes, self._slots, self._window_s = commands, nodes, slots, window_s
@@ -430,87 +508,3 @@ def _select_commands(commands: Sequence[Command], indexes: Sequence[int]) -> Seq
         pages, offsets = commands.pages.take(indexes), commands.offsets.take(indexes)
         return PageReads(commands.generation, commands.table, pages, offsets, commands.length)
     return [commands[index] for index in indexes]
-
-
-class ClusterTier:
-    """Sends each command to the node that holds its key; a node that is down costs only the keys that it holds."""
-
-    def __init__(
-        self,
-        config: RemoteConfig,
-        keyspace: Keyspace,
-        new_breaker: Callable[[], Breaker] = Breaker,
-    ) -> None:
-        self.nodes = Nodes(config, keyspace, new_breaker)
-        self.control = ClusterControl(keyspace, self.nodes)
-        self._config = config
-        self._slots = Slots(keyspace)
-
-    @property
-    def stats(self) -> DataPlaneStats:
-        """Counts of all nodes together, and the breaker of the one that is worst off."""
-        return self.nodes.stats
-
-    def submit(
-        self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]
-    ) -> asyncio.Future[T]:
-        """A future of what `keep` makes of the answers to at least one command, from the nodes that hold the keys."""
-        return Scatter(commands, keep, self.nodes, self._slots, self._config.deadline_s).send()
-
-    def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
-        """A future of the answer to `command`, from the node that holds the lease."""
-        return self.submit((command,), itemgetter(0))
-
-    async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
-        """Stores each overlay; None where it was. A lease, on another node, says "done" once its answer is stored."""
-        if not writes:
-            return []
-        answers = await self.submit([write._replace(lease_mark=None) for write in writes], list)
-        failures = [answer if isinstance(answer, TierUnavailable) else None for answer in answers]
-        lease_marks = [
-            write.lease_mark
-            for write, failed in zip(writes, failures, strict=True)
-            if write.lease_mark is not None and failed is None
-        ]
-        if lease_marks:
-            await self.submit(lease_marks, list)  # without it the lease ends by itself
-        return failures
-
-    async def page(self, read: PageRead) -> bytes | None:
-        """A page or a part of it from the node that holds it, None where there is none; at leisure."""
-        return await self.nodes.call_owner(self._slots.of_one(read), lambda tier: tier.page(read))
-
-    def bound_s(self) -> float:
-        """Bound in seconds for a read that is sent now; what is redirected may take one deadline more."""
-        deadline_s, tiers = self._config.deadline_s, self.nodes.tiers
-        if not tiers:
-            return deadline_for(2 * deadline_s + SECOND_LOOK_S, self._config.batch_commands_max)
-        return deadline_s + max(tier.bound_s() for tier in tiers)
-
-    def p99_ms(self, within_s: float = 5.0) -> float | None:
-        """99th percentile in ms of the slowest node's round trips of the last `within_s`; None when there were none."""
-        node_p99s_ms = [
-            node_p99_ms
-            for tier in self.nodes.tiers
-            if (node_p99_ms := tier.p99_ms(within_s)) is not None
-        ]
-        return max(node_p99s_ms, default=None)
-
-    async def connect_ahead(self) -> None:
-        """Opens a connection to each node before the first read comes; raises nothing."""
-        with suppress(TierUnavailable):
-            await self.nodes.ready()
-        await asyncio.gather(*[tier.connect_ahead() for tier in self.nodes.tiers])
-
-    async def aclose(self) -> None:
-        """Closes every connection; reads under way end as unavailable."""
-        await self.nodes.aclose()
-
-
-def open_tier(
-    config: RemoteConfig, keyspace: Keyspace, new_breaker: Callable[[], Breaker]
-) -> DataPlane:
-    """The data plane that the URL of L2 asks for: of one server, or of a Redis Cluster."""
-    if is_cluster(config.url):
-        return ClusterTier(config, keyspace, new_breaker)
-    return RemoteTier(config, keyspace, new_breaker())

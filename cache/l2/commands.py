@@ -1,8 +1,4 @@
-"""Redis commands of the read path as bytes, leases included, and their replies as values. Pure.
-
-A lease is taken with `SET NX GET PX`, renewed and given back by compare-and-set, and marked done in the same pipeline
-that stores the answer. Values are the leader's token, `DONE_PREFIX` and its token, or empty (given back).
-"""
+"""Redis commands of the read path as bytes, leases included, and their replies as values. Pure."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -17,168 +13,36 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.errors import refused
 from cache.native import loader
 
-DONE_PREFIX = b"done:"
+OVERLAY_COMMANDS: Final = 2
+"""Commands sent, and replies expected, for one `OverlayRead`: its life and its value."""
+
+LEASE_DONE_PREFIX = b"done:"
 """Prefix of the value of a lease whose answer is stored."""
 
-
-GIVEN_BACK = b""
+LEASE_GIVEN_BACK = b""
 """Value of a lease whose leader got no answer, in its last millisecond."""
 
-
-DONE_MS = 2_000
+LEASE_DONE_MS = 2_000
 """Milliseconds that a lease says "done": more than a process may take between missing an answer and asking to lead."""
 
-
 # Any value is only ever replaced by who has seen it. Removing would need a right (DEL) that would reach overlays too.
-_SWAP = b"""if redis.call('GET', KEYS[1]) == ARGV[1] then
+_LEASE_SWAP_SCRIPT = b"""if redis.call('GET', KEYS[1]) == ARGV[1] then
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return ARGV[2]
 end"""
 
+_LEASE_SWAP_HEAD = b"*7\r\n$4\r\nEVAL\r\n$%d\r\n%b\r\n$1\r\n1\r\n" % (
+    len(_LEASE_SWAP_SCRIPT),
+    _LEASE_SWAP_SCRIPT,
+)
 
-class LeaseTake(NamedTuple):
-    """Lead for `life_ms` unless somebody does; answered with None when it was taken, else with what stands there."""
-
-    key: str
-    token: bytes
-    life_ms: int
-
-
-class LeaseSwap(NamedTuple):
-    """Replace what was `expected_value`; answered with the new value, None when something else stands there."""
-
-    key: str
-    expected_value: bytes
-    value: bytes
-    life_ms: int
-
-
-class LeaseMark(NamedTuple):
-    """The lease to mark as done with the answer's own write."""
-
-    key: str
-    token: bytes
-
-
-Lease = LeaseTake | LeaseSwap
-
-
-_DONE_LIFE = b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(DONE_MS)), DONE_MS)
-
-
-_TAKING, _UNLESS = b"*7\r\n$3\r\nSET\r\n", b"$2\r\nNX\r\n$3\r\nGET\r\n$2\r\nPX\r\n"
-
-
-_SWAPPING = b"*7\r\n$4\r\nEVAL\r\n$%d\r\n%b\r\n$1\r\n1\r\n" % (len(_SWAP), _SWAP)
-
-
-def pack_lease(command: Lease) -> bytes:
-    """RESP of one command: `SET NX GET PX` that takes a lease, or a script that swaps its value."""
-    key, life = command.key.encode(), b"%d" % command.life_ms
-    if isinstance(command, LeaseTake):
-        token = command.token
-        return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n%b$%d\r\n%b\r\n" % (
-            _TAKING, len(key), key, len(token), token, _UNLESS, len(life), life,
-        )  # fmt: skip
-    expected_value, value = command.expected_value, command.value
-    return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
-        _SWAPPING, len(key), key, len(expected_value), expected_value, len(value), value, len(life), life,
-    )  # fmt: skip
-
-
-def pack_lease_mark(lease_mark: LeaseMark) -> bytes:
-    """RESP that marks a lease as done, whoever leads by now: the answer is there."""
-    key, value = lease_mark.key.encode(), DONE_PREFIX + lease_mark.token
-    return b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n%b" % (
-        len(key), key, len(value), value, _DONE_LIFE,
-    )  # fmt: skip
-
-
-_END = b"\r\n"
-
-
-class Frames(Sequence[bytes]):
-    """`count` RESP bulk strings of `length` bytes each, one behind the other in `data`."""
-
-    __slots__ = ("_at", "_count", "_data", "_length", "_stride")
-
-    def __init__(self, data: bytes, count: int, length: int, first: int = 0) -> None:
-        self._data = data
-        self._count = count
-        self._length = length
-        self._stride = stride(length)
-        self._at = len(_head(length)) + first * self._stride
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> bytes:  # type: ignore[override]  # nobody slices replies
-        if not 0 <= index < self._count:
-            raise IndexError(index)
-        start = self._at + index * self._stride
-        return self._data[start : start + self._length]
-
-    def payloads(self) -> list[bytes]:
-        """Payloads of all replies in order, each a copy."""
-        data, length, last = self._data, self._length, self._at + self._count * self._stride
-        return [data[at : at + length] for at in range(self._at, last, self._stride)]
-
-    def part(self, first: int, count: int) -> "Frames":
-        """The `count` replies from `first` on, in the same buffer; raises IndexError beyond the last."""
-        if first + count > self._count:
-            raise IndexError(first + count)
-        at = first + (self._at - len(_head(self._length))) // self._stride
-        return Frames(self._data, count, self._length, at)
-
-    @classmethod
-    def merged(cls, parts: Sequence[tuple[Sequence[int], "Frames"]]) -> "Frames":
-        """Merges runs of replies, all of one length, into one, by the place of each of their replies in the whole."""
-        count, length = sum(len(indexes) for indexes, _ in parts), parts[0][1]._length
-        merged_rows = np.empty(count, f"V{stride(length)}")
-        for indexes, frames in parts:
-            first = frames._at - len(_head(length))
-            merged_rows[np.asarray(indexes)] = np.ndarray(
-                frames._count, merged_rows.dtype, frames._data, first, (frames._stride,)
-            )
-        return cls(merged_rows.tobytes(), count, length)
-
-    def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """All replies as records of `dtype`: one copy, aligned as numpy likes it; ValueError for another size."""
-        if dtype.itemsize != self._length:
-            raise ValueError(f"a reply has {self._length} bytes, a record {dtype.itemsize}")
-        return np.ndarray((self._count,), dtype, self._data, self._at, (self._stride,)).copy()
-
-    def sound(
-        self, dtype: np.dtype[Any], fingerprints: NDArray[np.uint64], record_format: int
-    ) -> NDArray[Any] | None:
-        """All replies as records; None unless each has that format and its place's fingerprint."""
-        if dtype.itemsize != self._length:
-            return None
-        copy, count = loader.kernels.records_of(
-            self._data, self._at, self._stride, self._count, self._length, fingerprints,
-            record_format,
-        )  # fmt: skip
-        return np.frombuffer(copy, dtype) if count == self._count else None
-
-
-def stride(length: int) -> int:
-    """Bytes of a RESP bulk string of `length` bytes with its header and line end."""
-    return len(_head(length)) + length + len(_END)
-
-
-def _head(length: int) -> bytes:
-    return b"$%d\r\n" % length
-
-
+_LEASE_TAKE_HEAD = b"*7\r\n$3\r\nSET\r\n"
+_LEASE_TAKE_OPTIONS = b"$2\r\nNX\r\n$3\r\nGET\r\n$2\r\nPX\r\n"
+_LEASE_DONE_LIFE = b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(LEASE_DONE_MS)), LEASE_DONE_MS)
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
-
-
+_LINE_END = b"\r\n"
 _HEADS_MAX = 1 << 16
-
-
 _TAILS_MAX = 1 << 14
-
-
 _WRITES_MAX = 16
 
 
@@ -230,6 +94,44 @@ class OverlayRead(NamedTuple):
     hash_hex: str
 
 
+Read = PageRead | OverlayRead
+
+
+class LeaseTake(NamedTuple):
+    """Lead for `life_ms` unless somebody does; answered with None when it was taken, else with what stands there.
+
+    A lease says which process computes a cold answer: one key per entity and input. It is taken with `SET NX GET PX`,
+    renewed and given back by compare-and-set, and marked done in the same pipeline that stores the answer. Values are
+    the leader's token, LEASE_DONE_PREFIX and its token, or empty (given back).
+    """
+
+    key: str
+    token: bytes
+    life_ms: int
+
+
+class LeaseSwap(NamedTuple):
+    """Replace what was `expected_value`; answered with the new value, None when something else stands there."""
+
+    key: str
+    expected_value: bytes
+    value: bytes
+    life_ms: int
+
+
+Lease = LeaseTake | LeaseSwap
+
+
+class LeaseMark(NamedTuple):
+    """The lease to mark as done with the answer's own write."""
+
+    key: str
+    token: bytes
+
+
+_LEASES = (LeaseTake, LeaseSwap)
+
+
 class OverlayWrite(NamedTuple):
     """An overlay record to store for `ttl_s` seconds; replaces one computed from an older input.
 
@@ -251,25 +153,13 @@ class Overlay(NamedTuple):
     ttl_s: float
 
 
-Read = PageRead | OverlayRead
-
-
 class AskingCommand(NamedTuple):
     """A command to a node that is about to take over the key's slot; each of its parts is preceded by `ASKING`."""
 
     command: "Command"
 
 
-OVERLAY_COMMANDS: Final = 2
-"""Commands sent, and replies expected, for one `OverlayRead`: its life and its value."""
-
-
 Command = PageRead | OverlayRead | OverlayWrite | Lease | LeaseMark | AskingCommand
-
-
-_LEASES = (LeaseTake, LeaseSwap)
-
-
 L2Result = bytes | Overlay | TierUnavailable | None
 
 
@@ -407,3 +297,101 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Re
         # An absent page answers GETRANGE with an empty string, so a wrong length means that it is not there.
         answers.append(refused(reply) if isinstance(reply, hiredis.ReplyError) else None)
     return answers
+
+
+def pack_lease(command: Lease) -> bytes:
+    """RESP of one command: `SET NX GET PX` that takes a lease, or a script that swaps its value."""
+    key, life = command.key.encode(), b"%d" % command.life_ms
+    if isinstance(command, LeaseTake):
+        token = command.token
+        return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n%b$%d\r\n%b\r\n" % (
+            _LEASE_TAKE_HEAD, len(key), key, len(token), token, _LEASE_TAKE_OPTIONS, len(life), life,
+        )  # fmt: skip
+    expected_value, value = command.expected_value, command.value
+    return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
+        _LEASE_SWAP_HEAD, len(key), key, len(expected_value), expected_value, len(value), value, len(life), life,
+    )  # fmt: skip
+
+
+def pack_lease_mark(lease_mark: LeaseMark) -> bytes:
+    """RESP that marks a lease as done, whoever leads by now: the answer is there."""
+    key, value = lease_mark.key.encode(), LEASE_DONE_PREFIX + lease_mark.token
+    return b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n%b" % (
+        len(key), key, len(value), value, _LEASE_DONE_LIFE,
+    )  # fmt: skip
+
+
+class Frames(Sequence[bytes]):
+    """Replies of one length as they came from the socket, no object for each.
+
+    They are `count` RESP bulk strings of `length` bytes, one behind the other in `data`.
+    """
+
+    __slots__ = ("_at", "_count", "_data", "_length", "_stride")
+
+    def __init__(self, data: bytes, count: int, length: int, first: int = 0) -> None:
+        self._data = data
+        self._count = count
+        self._length = length
+        self._stride = frame_stride(length)
+        self._at = len(_bulk_head(length)) + first * self._stride
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> bytes:  # type: ignore[override]  # nobody slices replies
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        start = self._at + index * self._stride
+        return self._data[start : start + self._length]
+
+    def payloads(self) -> list[bytes]:
+        """Payloads of all replies in order, each a copy."""
+        data, length, last = self._data, self._length, self._at + self._count * self._stride
+        return [data[at : at + length] for at in range(self._at, last, self._stride)]
+
+    def part(self, first: int, count: int) -> "Frames":
+        """The `count` replies from `first` on, in the same buffer; raises IndexError beyond the last."""
+        if first + count > self._count:
+            raise IndexError(first + count)
+        at = first + (self._at - len(_bulk_head(self._length))) // self._stride
+        return Frames(self._data, count, self._length, at)
+
+    @classmethod
+    def merged(cls, parts: Sequence[tuple[Sequence[int], "Frames"]]) -> "Frames":
+        """Merges runs of replies, all of one length, into one, by the place of each of their replies in the whole."""
+        count, length = sum(len(indexes) for indexes, _ in parts), parts[0][1]._length
+        merged_rows = np.empty(count, f"V{frame_stride(length)}")
+        for indexes, frames in parts:
+            first = frames._at - len(_bulk_head(length))
+            merged_rows[np.asarray(indexes)] = np.ndarray(
+                frames._count, merged_rows.dtype, frames._data, first, (frames._stride,)
+            )
+        return cls(merged_rows.tobytes(), count, length)
+
+    def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """All replies as records of `dtype`: one copy, aligned as numpy likes it; ValueError for another size."""
+        if dtype.itemsize != self._length:
+            raise ValueError(f"a reply has {self._length} bytes, a record {dtype.itemsize}")
+        return np.ndarray((self._count,), dtype, self._data, self._at, (self._stride,)).copy()
+
+    def sound(
+        self, dtype: np.dtype[Any], fingerprints: NDArray[np.uint64], record_format: int
+    ) -> NDArray[Any] | None:
+        """All replies as records; None unless each has that format and its place's fingerprint."""
+        if dtype.itemsize != self._length:
+            return None
+        copy, count = loader.kernels.records_of(
+            self._data, self._at, self._stride, self._count, self._length, fingerprints,
+            record_format,
+        )  # fmt: skip
+        return np.frombuffer(copy, dtype) if count == self._count else None
+
+
+def frame_stride(length: int) -> int:
+    """Bytes of a RESP bulk string of `length` bytes with its header and line end."""
+    return len(_bulk_head(length)) + length + len(_LINE_END)
+
+
+def _bulk_head(length: int) -> bytes:
+    return b"$%d\r\n" % length

@@ -10,7 +10,14 @@ from redis.exceptions import NoPermissionError, ReadOnlyError
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.errors import as_unavailable
-from cache.l2.resp import SCORED_MEMBERS, TEXT, check_replies, checked, refuse, refusing
+from cache.l2.resp import (
+    SCORED_MEMBERS_SHAPE,
+    TEXT_SHAPE,
+    check_replies,
+    checked_reply,
+    refuse_reply,
+    refusing_unreadable,
+)
 from cache.usage.hot_keys import (
     COLD_WINDOW,
     HOT_WINDOW,
@@ -63,7 +70,7 @@ class ControlPlane(Protocol):
         values = await self.execute("MGET", self.keyspace.live, self.keyspace.next)
         if len(values) != 2:
             with as_unavailable():
-                refuse("MGET", values, "two values")
+                refuse_reply("MGET", values, "two values")
         pointer, note = values
         return cast(bytes | None, pointer), cast(bytes | None, note)
 
@@ -177,11 +184,11 @@ class ServerControl(ControlPlane):
     async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
         """Messages of a channel; ends with TierUnavailable when the connection does."""
         # Around the end of the subscription, too: it may meet a connection that is gone.
-        with as_unavailable(), refusing("SUBSCRIBE", "a message"):
+        with as_unavailable(), refusing_unreadable("SUBSCRIBE", "a message"):
             async with self._client.pubsub(ignore_subscribe_messages=True) as subscription:
                 await subscription.subscribe(channel or self.keyspace.channel)
                 async for message in subscription.listen():
-                    yield checked("SUBSCRIBE", message["data"], TEXT)
+                    yield checked_reply("SUBSCRIBE", message["data"], TEXT_SHAPE)
 
     async def aclose(self) -> None:
         """Ends what is under way and closes the pool."""
@@ -200,7 +207,7 @@ async def _members(control: ControlPlane, key: str) -> list[bytes]:
         last = start + READ_AT_ONCE - 1
         reply = await control.execute("ZREVRANGE", key, start, last, "WITHSCORES")
         with as_unavailable():
-            scored_members += (piece := checked("ZREVRANGE", reply, SCORED_MEMBERS))
+            scored_members += (piece := checked_reply("ZREVRANGE", reply, SCORED_MEMBERS_SHAPE))
         if len(piece) < 2 * READ_AT_ONCE:
             break
     return scored_members

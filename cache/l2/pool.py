@@ -11,12 +11,19 @@ from redis.asyncio import ConnectionPool
 from redis.asyncio.connection import AbstractConnection
 
 from cache.errors import TierUnavailable
-from cache.l2.commands import Frames, stride
-from cache.l2.resp import RECORD_REPLIES, refusal, scanner_of
+from cache.l2.commands import Frames, frame_stride
+from cache.l2.resp import RECORD_REPLIES, bounds_refusal, scanner_of
 from cache.native import loader
 
 Replies = Sequence[Any]
+SECOND_LOOK_S = 0.001
+_COMMANDS_PER_DEADLINE = 500
 
+_PAUSE_S = 1.0
+"""Seconds after a refused connection before another one is tried beside those that are open."""
+
+_RENEWED_S = 5.0
+"""Seconds in which connections are left once at most because their server takes no writes."""
 
 _MORE = object()
 
@@ -100,7 +107,7 @@ class PipelineConnection(asyncio.Protocol):
             if not data:
                 return
         if not self._scanner.admits(data):
-            self.abort(TierUnavailable(refusal(RECORD_REPLIES), reason="connection"))
+            self.abort(TierUnavailable(bounds_refusal(RECORD_REPLIES), reason="connection"))
             return
         try:
             self._reader.feed(data)
@@ -130,7 +137,7 @@ class PipelineConnection(asyncio.Protocol):
                 data, pipeline.count, pipeline.length
             ):
                 return data
-            size = pipeline.count * stride(pipeline.length)
+            size = pipeline.count * frame_stride(pipeline.length)
             if len(data) < size:
                 self._buffer = data
                 return b""
@@ -151,20 +158,6 @@ class PipelineConnection(asyncio.Protocol):
         self._replies, self._buffer = [], b""
         while self._pipelines:
             self._pipelines.popleft().land(error)
-
-
-SECOND_LOOK_S = 0.001
-
-
-_COMMANDS_PER_DEADLINE = 500
-
-
-_PAUSE_S = 1.0
-"""Seconds after a refused connection before another one is tried beside those that are open."""
-
-
-_RENEWED_S = 5.0
-"""Seconds in which connections are left once at most because their server takes no writes."""
 
 
 def deadline_for(base_s: float, commands: int) -> float:

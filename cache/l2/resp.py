@@ -1,16 +1,4 @@
-"""Replies of Redis: bounded before room is made for them, and refused unless they have their command's shape.
-
-Imports cache.native. Start at `bounded_reader`.
-
-For `*2147483647
-`, 13 bytes, hiredis makes a list of 2**31 places at once: 16 GiB of address space, and freeing it
-holds the process for 9 to 24 s. A payload (`$`) it makes room for only as its bytes come.
-
-redis-py takes a reply as it comes: one of another type ends as an AttributeError or TypeError where it is used first.
-
-redis-py takes a parser's class for each connection, and makes the reader as it connects. What hiredis and redis-py can
-make no reply of, such as a map whose keys are lists, is an InvalidResponse here, and so is a greeting that is no map.
-"""
+"""Replies of Redis: bounded before room is made for them, and refused unless they have their command's shape."""
 
 import re
 import reprlib
@@ -28,6 +16,19 @@ from redis.utils import check_protocol_version
 
 from cache.native import loader
 
+Client = TypeVar("Client", redis.Redis, redis.asyncio.Redis)
+ReplyCheck = Callable[[Any], bool]
+
+UNREADABLE: Final = (
+    ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
+)  # fmt: skip
+"""Errors of Python's that reading a reply of another type ends with, UnicodeDecodeError among them."""
+
+_EXCERPT_CHARS: Final = 80
+_BYTES: Final = frozenset([bytes])
+_BYTES_OR_NONE: Final = frozenset([bytes, type(None)])
+_POSITION: Final = re.compile(rb"[0-9]+-[0-9]+")
+
 
 class ReplyBounds(NamedTuple):
     """Elements that one reply may announce, nested ones included, and bytes that one payload may."""
@@ -38,7 +39,6 @@ class ReplyBounds(NamedTuple):
 
 RECORD_REPLIES: Final = ReplyBounds(elements=1_024, payload_bytes=64 << 20)
 """Bounds for the read path: its commands are answered by one string or number each, by no list; a server may push."""
-
 
 COMMAND_REPLIES: Final = ReplyBounds(elements=1 << 20, payload_bytes=512 << 20)
 """Bounds for all other commands.
@@ -53,13 +53,17 @@ def scanner_of(bounds: ReplyBounds) -> Any:
     return loader.kernels.ReplyScanner(*bounds)
 
 
-def refusal(bounds: ReplyBounds) -> str:
+def bounds_refusal(bounds: ReplyBounds) -> str:
     """The reason why a connection ends whose replies a scanner does not admit."""
     return f"a reply announces more than {bounds.elements} elements or {bounds.payload_bytes} bytes"
 
 
 class BoundedReader(hiredis.Reader):
-    """A hiredis.Reader that raises in `feed`, by its `protocolError`, for what announces more than the bounds."""
+    """A hiredis.Reader that raises in `feed`, by its `protocolError`, for what announces more than the bounds.
+
+    For `*2147483647\\r\\n`, 13 bytes, hiredis makes a list of 2**31 places at once: 16 GiB of address space, and
+    freeing it holds the process for 9 to 24 s. A payload (`$`) it makes room for only as its bytes come.
+    """
 
     def __init__(self, bounds: ReplyBounds, **settings: Any) -> None:
         super().__init__(**settings)
@@ -71,32 +75,99 @@ class BoundedReader(hiredis.Reader):
         """Adds bytes from the server: all of `buffer`, or `size` of them from `start`."""
         size = size if size >= 0 else len(buffer) - start
         if not self._scanner.admits(memoryview(buffer)[start : start + size]):
-            raise self._error(refusal(self._bounds))
+            raise self._error(bounds_refusal(self._bounds))
         super().feed(buffer, start, size)
 
 
-Client = TypeVar("Client", redis.Redis, redis.asyncio.Redis)
+class BoundedParser(_HiredisParser):
+    """redis-py's parser of a connection without an event loop, over a bounded reader.
+
+    redis-py takes a parser's class for each connection, and makes the reader as it connects. What hiredis and redis-py
+    can make no reply of, such as a map whose keys are lists, is an InvalidResponse here, and so is a greeting that is
+    no map.
+    """
+
+    def on_connect(self, connection: Any, **settings: Any) -> None:
+        """Starts to read from a connection that was just opened."""
+        super().on_connect(connection, **settings)  # type: ignore[no-untyped-call]
+        self._reader = _bounded_reader(self, connection)
+        self._is_greeting = check_protocol_version(connection.protocol)
+
+    def read_response(self, *arguments: Any, **settings: Any) -> Any:
+        """The next reply; an error reply is an exception, and not raised."""
+        try:
+            reply = super().read_response(*arguments, **settings)
+        except UNREADABLE as error:
+            raise _unreadable(error) from error
+        if self._is_greeting:
+            self._is_greeting = False
+            _check_greeting(reply)
+        return reply
 
 
-Check = Callable[[Any], bool]
+class AsyncBoundedParser(_AsyncHiredisParser):
+    """redis-py's parser of a connection on an event loop, over a bounded reader."""
+
+    def on_connect(self, connection: Any) -> None:
+        """Starts to read from a connection that was just opened."""
+        super().on_connect(connection)  # type: ignore[no-untyped-call]
+        self._reader = _bounded_reader(self, connection)  # type: ignore[assignment]
+        self._is_greeting = check_protocol_version(connection.protocol)
+
+    async def read_response(self, *arguments: Any, **settings: Any) -> Any:
+        """The next reply; an error reply is an exception, and not raised."""
+        try:
+            reply = await super().read_response(*arguments, **settings)
+        except UNREADABLE as error:
+            raise _unreadable(error) from error
+        if self._is_greeting:
+            self._is_greeting = False
+            _check_greeting(reply)
+        return reply
 
 
-UNREADABLE: Final = (
-    ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
-)  # fmt: skip
-"""Errors of Python's that reading a reply of another type ends with, UnicodeDecodeError among them."""
+def _unreadable(error: Exception) -> InvalidResponse:
+    return InvalidResponse(f"a reply cannot be read ({type(error).__name__}: {error})")
 
 
-_EXCERPT_CHARS: Final = 80
+def _check_greeting(reply: Any) -> None:
+    """Raises WrongReply unless this is a reply to HELLO: redis-py looks for the protocol in whatever comes."""
+    if not isinstance(reply, Exception):
+        checked_reply("HELLO", reply)
 
 
-_BYTES: Final = frozenset([bytes])
+def _bounded_reader(parser: BoundedParser | AsyncBoundedParser, connection: Any) -> hiredis.Reader:
+    settings: dict[str, Any] = {
+        "protocolError": InvalidResponse,
+        "replyError": parser.parse_error,
+        "errors": connection.encoder.encoding_errors,
+        "notEnoughData": NOT_ENOUGH_DATA,
+    }
+    if connection.encoder.decode_responses:
+        settings["encoding"] = connection.encoder.encoding
+    return BoundedReader(COMMAND_REPLIES, **settings)
 
 
-_BYTES_OR_NONE: Final = frozenset([bytes, type(None)])
+BOUNDED_POOL_SETTINGS: Final[dict[str, Any]] = {
+    "parser_class": BoundedParser,
+    # With these notifications, which RESP3 turns on, a pool hands out connections on which replies are left over.
+    "maint_notifications_config": MaintNotificationsConfig(enabled=False),
+}
+"""Settings of a pool of redis-py's whose connections have bounded replies."""
+
+ASYNC_BOUNDED_POOL_SETTINGS: Final[dict[str, Any]] = {"parser_class": AsyncBoundedParser}
+"""The same for a pool on an event loop."""
 
 
-_POSITION: Final = re.compile(rb"[0-9]+-[0-9]+")
+def bound_replies(client: Client) -> Client:
+    """Bounds the replies of a client that has no connection yet, and returns it."""
+    settings = (
+        ASYNC_BOUNDED_POOL_SETTINGS
+        if isinstance(client, redis.asyncio.Redis)
+        else BOUNDED_POOL_SETTINGS
+    )
+    client.connection_pool.connection_kwargs.update(settings)
+    return client
 
 
 class WrongReply(InvalidResponse, ResponseError):
@@ -111,11 +182,11 @@ class Shape(NamedTuple):
     """Shape of a command's reply, in words, and the checks of it by protocol."""
 
     words: str
-    resp2: Check
-    resp3: Check
+    resp2: ReplyCheck
+    resp3: ReplyCheck
 
 
-def _shape(words: str, resp2: Check, resp3: Check | None = None) -> Shape:
+def _shape(words: str, resp2: ReplyCheck, resp3: ReplyCheck | None = None) -> Shape:
     return Shape(words, resp2, resp2 if resp3 is None else resp3)
 
 
@@ -315,133 +386,114 @@ def _is_list_of_maps(reply: Any) -> bool:
     return type(reply) is list and all(map(_is_map, reply))
 
 
-COUNT: Final = _shape("a count", _is_count)
+COUNT_SHAPE: Final = _shape("a count", _is_count)
+COUNT_OR_NOTHING_SHAPE: Final = _shape("a count or nothing", _is_count_or_nothing)
+INTEGER_SHAPE: Final = _shape("an integer", _is_integer)
+TEXT_SHAPE: Final = _shape("a text", _is_text)
+TEXT_OR_NOTHING_SHAPE: Final = _shape("a text or nothing", _is_text_or_nothing)
+TEXTS_SHAPE: Final = _shape("a list of texts", _is_texts)
+OK_SHAPE: Final = _shape("OK", _is_ok)
+MAP_SHAPE: Final = _shape("a map of texts", _is_flat_map, _is_map)
+MEMBERS_SHAPE: Final = _shape("members of a sorted set", _is_texts)
 
+SCORED_MEMBERS_SHAPE: Final = _shape(
+    "members with their scores", _is_flat_scores, _is_scored_members
+)
 
-COUNT_OR_NOTHING: Final = _shape("a count or nothing", _is_count_or_nothing)
+ENTRIES_SHAPE: Final = _shape("entries of a stream", _is_entries)
+STREAMS_SHAPE: Final = _shape("streams with entries", _is_streams, _is_map_of_streams)
+MOVED_SHAPE: Final = _shape("how the move ended, and texts", _is_moved)
+RETURNED_SHAPE: Final = _shape("a count, a text, a list or nothing", _is_returned)
 
-
-INTEGER: Final = _shape("an integer", _is_integer)
-
-
-TEXT: Final = _shape("a text", _is_text)
-
-
-TEXT_OR_NOTHING: Final = _shape("a text or nothing", _is_text_or_nothing)
-
-
-TEXTS: Final = _shape("a list of texts", _is_texts)
-
-
-OK: Final = _shape("OK", _is_ok)
-
-
-MAP: Final = _shape("a map of texts", _is_flat_map, _is_map)
-
-
-MEMBERS: Final = _shape("members of a sorted set", _is_texts)
-
-
-SCORED_MEMBERS: Final = _shape("members with their scores", _is_flat_scores, _is_scored_members)
-
-
-ENTRIES: Final = _shape("entries of a stream", _is_entries)
-
-
-STREAMS: Final = _shape("streams with entries", _is_streams, _is_map_of_streams)
-
-
-MOVED: Final = _shape("how the move ended, and texts", _is_moved)
-
-
-RETURNED: Final = _shape("a count, a text, a list or nothing", _is_returned)
-
-
-SHAPES: Final[Mapping[str, Shape]] = {
+REPLY_SHAPES: Final[Mapping[str, Shape]] = {
     "CLUSTER SLOTS": _shape("a slot map", _is_slot_map),
     "COMMAND": _shape("a list of commands", _is_list_of_commands),
     "COMMAND INFO": _shape("a list of commands", _is_list_of_commands),
-    "CONFIG GET": MAP,
-    "DEL": COUNT,
-    "EVAL": RETURNED,
-    "EVALSHA": RETURNED,
-    "EXISTS": COUNT,
-    "EXPIRE": COUNT,
-    "FLUSHALL": OK,
-    "GET": TEXT_OR_NOTHING,
-    "GETRANGE": TEXT,
-    "HDEL": COUNT,
+    "CONFIG GET": MAP_SHAPE,
+    "DEL": COUNT_SHAPE,
+    "EVAL": RETURNED_SHAPE,
+    "EVALSHA": RETURNED_SHAPE,
+    "EXISTS": COUNT_SHAPE,
+    "EXPIRE": COUNT_SHAPE,
+    "FLUSHALL": OK_SHAPE,
+    "GET": TEXT_OR_NOTHING_SHAPE,
+    "GETRANGE": TEXT_SHAPE,
+    "HDEL": COUNT_SHAPE,
     "HELLO": _shape("a map", lambda reply: type(reply) is dict),
-    "HGET": TEXT_OR_NOTHING,
-    "HGETALL": MAP,
-    "HLEN": COUNT,
-    "HSET": COUNT,
-    "INCR": INTEGER,
+    "HGET": TEXT_OR_NOTHING_SHAPE,
+    "HGETALL": MAP_SHAPE,
+    "HLEN": COUNT_SHAPE,
+    "HSET": COUNT_SHAPE,
+    "INCR": INTEGER_SHAPE,
     "INFO": _shape("sections of name:value", _is_info),
-    "MEMORY USAGE": COUNT_OR_NOTHING,
+    "MEMORY USAGE": COUNT_OR_NOTHING_SHAPE,
     "MGET": _shape("a list of texts or nothings", _is_texts_or_nothings),
-    "PEXPIRE": COUNT,
-    "PFADD": COUNT,
-    "PFCOUNT": COUNT,
+    "PEXPIRE": COUNT_SHAPE,
+    "PFADD": COUNT_SHAPE,
+    "PFCOUNT": COUNT_SHAPE,
     "PING": _shape("PONG", _is_pong),
-    "PTTL": INTEGER,
-    "PUBLISH": COUNT,
+    "PTTL": INTEGER_SHAPE,
+    "PUBLISH": COUNT_SHAPE,
     "SENTINEL MASTERS": _shape("a list of maps", _is_list_of_flat_maps, _is_list_of_maps),
     "SET": _shape("OK or nothing", _is_ok_or_nothing),
-    "SETRANGE": COUNT,
-    "STRLEN": COUNT,
+    "SETRANGE": COUNT_SHAPE,
+    "STRLEN": COUNT_SHAPE,
     "TIME": _shape("two numbers", _is_two_numbers),
-    "UNLINK": COUNT,
-    "WAIT": COUNT,
+    "UNLINK": COUNT_SHAPE,
+    "WAIT": COUNT_SHAPE,
     "WAITAOF": _shape("two counts", _is_two_counts),
-    "XACK": COUNT,
+    "XACK": COUNT_SHAPE,
     "XADD": _shape("a position or nothing", _is_position_or_nothing),
     "XAUTOCLAIM": _shape("a position and entries of a stream", _is_claimed),
-    "XDEL": COUNT,
-    "XGROUP CREATE": OK,
-    "XLEN": COUNT,
-    "XRANGE": ENTRIES,
-    "XREAD": STREAMS,
-    "XREADGROUP": STREAMS,
-    "XREVRANGE": ENTRIES,
-    "XTRIM": COUNT,
-    "ZADD": COUNT,
+    "XDEL": COUNT_SHAPE,
+    "XGROUP CREATE": OK_SHAPE,
+    "XLEN": COUNT_SHAPE,
+    "XRANGE": ENTRIES_SHAPE,
+    "XREAD": STREAMS_SHAPE,
+    "XREADGROUP": STREAMS_SHAPE,
+    "XREVRANGE": ENTRIES_SHAPE,
+    "XTRIM": COUNT_SHAPE,
+    "ZADD": COUNT_SHAPE,
     "ZINCRBY": _shape("a score", _is_score),
-    "ZRANGEBYSCORE": MEMBERS,
-    "ZREM": COUNT,
-    "ZREMRANGEBYRANK": COUNT,
-    "ZREMRANGEBYSCORE": COUNT,
-    "ZREVRANGE": MEMBERS,
+    "ZRANGEBYSCORE": MEMBERS_SHAPE,
+    "ZREM": COUNT_SHAPE,
+    "ZREMRANGEBYRANK": COUNT_SHAPE,
+    "ZREMRANGEBYSCORE": COUNT_SHAPE,
+    "ZREVRANGE": MEMBERS_SHAPE,
     "_": _shape("OK, QUEUED or a list", _is_in_transaction),
 }
 """Shapes by command; `_` is redis-py's word for the commands of a transaction, EXEC the last of them."""
 
 
 def check_replies(client: Client) -> Client:
-    """Has a client, and the pipelines that it opens, raise WrongReply for what is not of a command's shape."""
+    """Has a client, and the pipelines that it opens, raise WrongReply for what is not of a command's shape.
+
+    redis-py takes a reply as it comes: one of another type ends as an AttributeError or TypeError where it is used
+    first.
+    """
     is_resp2 = str(client.connection_pool.connection_kwargs.get("protocol")) == "2"
     callbacks: Any = client.response_callbacks
-    for command, shape in SHAPES.items():
-        callbacks[command] = _callback(command, shape, is_resp2, callbacks.get(command))
+    for command, shape in REPLY_SHAPES.items():
+        callbacks[command] = _checking_callback(command, shape, is_resp2, callbacks.get(command))
     return client
 
 
-def checked(command: str, reply: Any, shape: Shape | None = None) -> Any:
+def checked_reply(command: str, reply: Any, shape: Shape | None = None) -> Any:
     """The reply, to a command that was sent by RESP2; raises WrongReply where it is not of the shape (the table's)."""
-    shape = SHAPES[command] if shape is None else shape
+    shape = REPLY_SHAPES[command] if shape is None else shape
     if not shape.resp2(reply):
-        refuse(command, reply, shape.words)
+        refuse_reply(command, reply, shape.words)
     return reply
 
 
-def refuse(command: str, reply: Any, words: str) -> NoReturn:
+def refuse_reply(command: str, reply: Any, words: str) -> NoReturn:
     """Raises WrongReply, which names the command, what it was answered by, and what it had to be."""
     named = "EXEC" if command == "_" else command
-    raise WrongReply(f"{named} was answered by {excerpt(reply)}, not by {words}")
+    raise WrongReply(f"{named} was answered by {reply_excerpt(reply)}, not by {words}")
 
 
 @contextmanager
-def refusing(command: str, words: str) -> Iterator[None]:
+def refusing_unreadable(command: str, words: str) -> Iterator[None]:
     """Raises WrongReply in place of an error of Python's in the block, which reads a reply to `command`."""
     try:
         yield
@@ -455,7 +507,7 @@ def info_number(info: Mapping[str, Any], name: str, default: int | None = None) 
     """A number of INFO as redis-py read it; raises WrongReply where it is none, or missing without a `default`."""
     value = info.get(name, default)
     if type(value) is not int:
-        refuse("INFO", value, f"a number as {name}")
+        refuse_reply("INFO", value, f"a number as {name}")
     return value
 
 
@@ -467,12 +519,10 @@ class _ReplyExcerpt(reprlib.Repr):
 
 
 _EXCERPT: Final = _ReplyExcerpt()
-
-
 _EXCERPT.maxother = _EXCERPT.maxstring = _EXCERPT.maxlong = _EXCERPT_CHARS
 
 
-def excerpt(reply: Any) -> str:
+def reply_excerpt(reply: Any) -> str:
     """The reply as one line of at most 83 characters, control characters escaped."""
     return "nothing" if reply is None else _shorten(_EXCERPT.repr(reply))
 
@@ -482,7 +532,7 @@ def _shorten(text: str) -> str:
     return text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}..."
 
 
-def _callback(
+def _checking_callback(
     command: str, shape: Shape, is_resp2: bool, parse: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     words, is_right = shape.words, shape.resp2 if is_resp2 else shape.resp3
@@ -490,107 +540,24 @@ def _callback(
 
         def pass_on(reply: Any, **_options: Any) -> Any:
             if not is_right(reply):
-                refuse(command, reply, words)
+                refuse_reply(command, reply, words)
             return reply
 
         return pass_on
 
     def read(reply: Any, **options: Any) -> Any:
         if not is_right(reply):
-            refuse(command, reply, words)
+            refuse_reply(command, reply, words)
         try:
             return parse(reply, **options)
         except UNREADABLE:
-            refuse(command, reply, words)
+            refuse_reply(command, reply, words)
 
-    if shape is not MEMBERS:
+    if shape is not MEMBERS_SHAPE:
         return read
-    read_scored = _callback(command, SCORED_MEMBERS, is_resp2, parse)
+    read_scored = _checking_callback(command, SCORED_MEMBERS_SHAPE, is_resp2, parse)
 
     def read_members(reply: Any, **options: Any) -> Any:
         return (read_scored if options.get("withscores") else read)(reply, **options)
 
     return read_members
-
-
-class BoundedParser(_HiredisParser):
-    """redis-py's parser of a connection without an event loop, over a bounded reader."""
-
-    def on_connect(self, connection: Any, **settings: Any) -> None:
-        """Starts to read from a connection that was just opened."""
-        super().on_connect(connection, **settings)  # type: ignore[no-untyped-call]
-        self._reader = _reader(self, connection)
-        self._is_greeting = check_protocol_version(connection.protocol)
-
-    def read_response(self, *arguments: Any, **settings: Any) -> Any:
-        """The next reply; an error reply is an exception, and not raised."""
-        try:
-            reply = super().read_response(*arguments, **settings)
-        except UNREADABLE as error:
-            raise _unreadable(error) from error
-        if self._is_greeting:
-            self._is_greeting = False
-            _check_greeting(reply)
-        return reply
-
-
-class AsyncBoundedParser(_AsyncHiredisParser):
-    """redis-py's parser of a connection on an event loop, over a bounded reader."""
-
-    def on_connect(self, connection: Any) -> None:
-        """Starts to read from a connection that was just opened."""
-        super().on_connect(connection)  # type: ignore[no-untyped-call]
-        self._reader = _reader(self, connection)  # type: ignore[assignment]
-        self._is_greeting = check_protocol_version(connection.protocol)
-
-    async def read_response(self, *arguments: Any, **settings: Any) -> Any:
-        """The next reply; an error reply is an exception, and not raised."""
-        try:
-            reply = await super().read_response(*arguments, **settings)
-        except UNREADABLE as error:
-            raise _unreadable(error) from error
-        if self._is_greeting:
-            self._is_greeting = False
-            _check_greeting(reply)
-        return reply
-
-
-def _unreadable(error: Exception) -> InvalidResponse:
-    return InvalidResponse(f"a reply cannot be read ({type(error).__name__}: {error})")
-
-
-def _check_greeting(reply: Any) -> None:
-    """Raises WrongReply unless this is a reply to HELLO: redis-py looks for the protocol in whatever comes."""
-    if not isinstance(reply, Exception):
-        checked("HELLO", reply)
-
-
-def _reader(parser: BoundedParser | AsyncBoundedParser, connection: Any) -> hiredis.Reader:
-    settings: dict[str, Any] = {
-        "protocolError": InvalidResponse,
-        "replyError": parser.parse_error,
-        "errors": connection.encoder.encoding_errors,
-        "notEnoughData": NOT_ENOUGH_DATA,
-    }
-    if connection.encoder.decode_responses:
-        settings["encoding"] = connection.encoder.encoding
-    return BoundedReader(COMMAND_REPLIES, **settings)
-
-
-BOUNDED: Final[dict[str, Any]] = {
-    "parser_class": BoundedParser,
-    # With these notifications, which RESP3 turns on, a pool hands out connections on which replies are left over.
-    "maint_notifications_config": MaintNotificationsConfig(enabled=False),
-}
-"""Settings of a pool of redis-py's whose connections have bounded replies."""
-
-
-ASYNC_BOUNDED: Final[dict[str, Any]] = {"parser_class": AsyncBoundedParser}
-"""The same for a pool on an event loop."""
-
-
-def bound_replies(client: Client) -> Client:
-    """Bounds the replies of a client that has no connection yet, and returns it."""
-    settings = ASYNC_BOUNDED if isinstance(client, redis.asyncio.Redis) else BOUNDED
-    client.connection_pool.connection_kwargs.update(settings)
-    return client

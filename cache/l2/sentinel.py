@@ -1,9 +1,4 @@
-"""Redis under Sentinel: URLs that name the sentinels, and connections that ask them for the primary as they open.
-
-Imports cache.errors and cache.l2.resp. Start at `url`.
-
-So any pool of redis-py's serves, and whoever loses a connection to a failover meets the new primary with the next one.
-"""
+"""Redis under Sentinel: URLs that name the sentinels, and connections that ask them for the primary as they open."""
 
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -23,11 +18,12 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 from cache.errors import ConfigError
 from cache.l2.resp import bound_replies, check_replies
 
-SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
+SENTINEL_SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
+SENTINEL_PORT: Final = 26_379
+"""Port of a sentinel whose address names none."""
 
-
-PORT: Final = 26_379
-
+SENTINEL_TIMEOUT_S: Final = 0.5
+"""Seconds that one sentinel may take, before the next is asked."""
 
 _SENTINEL_OPTIONS: Final = ("sentinel_username", "sentinel_password")
 
@@ -44,14 +40,15 @@ class SentinelGroup:
 
 def is_sentinel(url: str) -> bool:
     """True if a URL names sentinels, which tell where the primary is."""
-    return url.startswith(SCHEMES)
+    return url.startswith(SENTINEL_SCHEMES)
 
 
-def read_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
+def read_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
     """The sentinels that a URL names, and redis-py's settings of a connection to whatever server they name.
 
-    With `rediss+sentinel://` both speak TLS, by the same options. Raises ConfigError, which repeats no part of the URL:
-    a password that is not percent-encoded may reach into any.
+    A URL is `redis+sentinel://user:password@host:port,host:port/service/database`. With `rediss+sentinel://` both
+    speak TLS, by the same options. Raises ConfigError, which repeats no part of the URL: a password that is not
+    percent-encoded may reach into any.
     """
     try:
         return _read(url)
@@ -108,7 +105,7 @@ def _address(text: str, number: int) -> tuple[str, int]:
         host, port = None, None
     if not host or port == 0:
         raise _refused(f"address {number} in the URL of a Redis under Sentinel is not host:port")
-    return host, port or PORT
+    return host, port or SENTINEL_PORT
 
 
 def _refused(message: str) -> ConfigError:
@@ -116,12 +113,12 @@ def _refused(message: str) -> ConfigError:
     return ConfigError(f"{message}: {remedy}", field="redis_url")
 
 
-ASK_S: Final = 0.5
-"""Seconds that one sentinel may take, before the next is asked."""
-
-
 class PrimaryConnection(redis.Connection):
-    """Connection to the primary that sentinels name."""
+    """Connection to the primary that sentinels name: it asks them as it opens, and as it opens again.
+
+    So any pool of redis-py's serves, and whoever loses a connection to a failover meets the new primary with the next
+    one.
+    """
 
     def __init__(self, *, sentinels: SentinelGroup, **settings: Any) -> None:
         self._sentinels = sentinels
@@ -137,7 +134,7 @@ class PrimaryConnection(redis.Connection):
             try:
                 self.host, self.port = sentinels.discover_master(group.service)
             except MasterNotFoundError as error:
-                raise _not_found(group) from error
+                raise _primary_not_found(group) from error
         return super()._connect()  # type: ignore[no-untyped-call]
 
 
@@ -161,7 +158,7 @@ class AsyncPrimaryConnection(Connection):
             try:
                 self.host, self.port = await sentinels.discover_master(group.service)
             except AsyncMasterNotFoundError as error:
-                raise _not_found(group) from error
+                raise _primary_not_found(group) from error
         await super()._connect()  # type: ignore[no-untyped-call]
 
 
@@ -169,29 +166,33 @@ class AsyncPrimarySSLConnection(AsyncPrimaryConnection, SSLConnection):
     """The same, over TLS."""
 
 
-def pool_of(url: str, **settings: Any) -> redis.ConnectionPool:
+def primary_pool(url: str, **settings: Any) -> redis.ConnectionPool:
     """A pool of connections to the primary."""
-    group, connection_settings = read_url(url)
+    group, connection_settings = read_sentinel_url(url)
     kind = PrimarySSLConnection if is_tls(group) else PrimaryConnection
     return redis.ConnectionPool(
         connection_class=kind, sentinels=group, **{**connection_settings, **settings}
     )
 
 
-def async_pool_of(url: str, **settings: Any) -> redis.asyncio.ConnectionPool:
+def async_primary_pool(url: str, **settings: Any) -> redis.asyncio.ConnectionPool:
     """A pool of connections to the primary, for an event loop."""
-    group, connection_settings = read_url(url)
+    group, connection_settings = read_sentinel_url(url)
     kind = AsyncPrimarySSLConnection if is_tls(group) else AsyncPrimaryConnection
     return redis.asyncio.ConnectionPool(
         connection_class=kind, sentinels=group, **{**connection_settings, **settings}
     )
 
 
-def _not_found(group: SentinelGroup) -> redis.ConnectionError:
+def _primary_not_found(group: SentinelGroup) -> redis.ConnectionError:
     """In place of redis-py's text, which holds every client that it asked with."""
     addresses = ", ".join(f"{host}:{port}" for host, port in group.addresses)
     return redis.ConnectionError(f"no sentinel of {addresses} names a primary of {group.service!r}")
 
 
 def _patience() -> dict[str, Any]:
-    return {"socket_timeout": ASK_S, "socket_connect_timeout": ASK_S, "protocol": 2}
+    return {
+        "socket_timeout": SENTINEL_TIMEOUT_S,
+        "socket_connect_timeout": SENTINEL_TIMEOUT_S,
+        "protocol": 2,
+    }

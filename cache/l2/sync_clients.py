@@ -1,4 +1,4 @@
-"""Synchronous clients of one server or of a Redis Cluster, and a connection of steps, with remedies in its errors."""
+"""Synchronous clients of one Redis server or of a cluster, and the connection of steps, whose errors say what to do."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,15 +15,65 @@ from redis.retry import Retry
 
 from cache.errors import ConfigError
 from cache.l2.errors import translated
-from cache.l2.resp import BOUNDED, UNREADABLE, check_replies
-from cache.l2.sentinel import is_sentinel, pool_of
+from cache.l2.resp import BOUNDED_POOL_SETTINGS, UNREADABLE, check_replies
+from cache.l2.sentinel import is_sentinel, primary_pool
 from cache.l2.slots import SLOTS, address_of, is_cluster, join_address, seed_urls
 
-RETRIES = 2
+CLUSTER_RETRIES = 2
 """Times that a command is sent again after an error, each time by a new slot map."""
 
-
 Pool = Callable[..., redis.ConnectionPool]
+
+
+def open_client(url: str, **settings: Any) -> "redis.Redis":
+    """A client of the server at `url`, of the primary that its sentinels name, or of its cluster.
+
+    Of a cluster it takes commands on keys as `redis.Redis` does.
+
+    Raises ConfigError or ValueError for a URL that cannot be used, redis-py's errors when no node of a cluster answers.
+    """
+    if is_sentinel(url):
+        return check_replies(
+            redis.Redis.from_pool(primary_pool(url, **settings, **BOUNDED_POOL_SETTINGS))
+        )
+    if not is_cluster(url):
+        return check_replies(redis.Redis.from_url(url, **settings, **BOUNDED_POOL_SETTINGS))
+    settings.pop("retry", None)
+    return cast("redis.Redis", Cluster(url, settings))
+
+
+@contextmanager
+def connect(
+    url: str | None, timeout_s: float, variable: str = "REDIS_URL"
+) -> Iterator["redis.Redis"]:
+    """A synchronous client; its errors become TierUnavailable or Refused with a remedy that names the variable."""
+    if not url:
+        raise ConfigError(
+            f"no Redis is configured: set {variable}, or run through a command that starts one"
+        )
+    try:
+        with translated(_without_password(url), variable):
+            client = open_client(
+                url,
+                protocol=3,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=min(timeout_s, 5.0),
+            )
+    except ValueError as error:
+        raise ConfigError(f"{variable} cannot be used: {error}") from error
+    try:
+        with translated(_without_password(url), variable):
+            yield client
+    finally:
+        client.close()
+
+
+def _without_password(url: str) -> str:
+    """A URL without its password."""
+    credentials, at, after = urlsplit(url).netloc.rpartition("@")
+    user = credentials.partition(":")[0]
+    netloc = f"{user}@{after}" if at and user else after
+    return urlsplit(url)._replace(netloc=netloc, query="").geturl()
 
 
 class Cluster(RedisCluster):
@@ -40,10 +90,10 @@ class Cluster(RedisCluster):
                 url=seed,
                 startup_nodes=[_node(node_url) for node_url in node_urls],
                 require_full_coverage=False,
-                retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), RETRIES),
+                retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), CLUSTER_RETRIES),
                 maint_notifications_config=MaintNotificationsConfig(enabled=False),
                 # Of the settings of a parser redis-py hands none on to the connections to nodes.
-                connection_pool_class=partial(redis.ConnectionPool, **BOUNDED),
+                connection_pool_class=partial(redis.ConnectionPool, **BOUNDED_POOL_SETTINGS),
                 **settings,
             )
         except UNREADABLE as error:  # the first map is read before a client could be checked
@@ -78,21 +128,6 @@ def _node(url: str) -> ClusterNode:
     return ClusterNode(host.strip("[]"), int(port))  # type: ignore[no-untyped-call]
 
 
-def open_client(url: str, **settings: Any) -> "redis.Redis":
-    """A client of the server at `url`, of the primary that its sentinels name, or of its cluster.
-
-    Of a cluster it takes commands on keys as `redis.Redis` does.
-
-    Raises ConfigError or ValueError for a URL that cannot be used, redis-py's errors when no node of a cluster answers.
-    """
-    if is_sentinel(url):
-        return check_replies(redis.Redis.from_pool(pool_of(url, **settings, **BOUNDED)))
-    if not is_cluster(url):
-        return check_replies(redis.Redis.from_url(url, **settings, **BOUNDED))
-    settings.pop("retry", None)
-    return cast("redis.Redis", Cluster(url, settings))
-
-
 def disconnect(client: "redis.Redis") -> None:
     """Close every connection of a client, also where its pool was handed to it."""
     if isinstance(client, Cluster):
@@ -105,14 +140,14 @@ def another(client: "redis.Redis", pool: Pool = redis.ConnectionPool, **changes:
     """A client of the same server or cluster whose connections are its own, from `pool`, with other settings."""
     if not isinstance(client, Cluster):
         mine = client.connection_pool
-        settings = {**mine.connection_kwargs, **BOUNDED, **changes}
+        settings = {**mine.connection_kwargs, **BOUNDED_POOL_SETTINGS, **changes}
         own = pool(connection_class=mine.connection_class, **settings)
         return check_replies(redis.Redis(connection_pool=own))
     changes.pop("retry", None)
     url, settings = client.named
     cluster = Cluster(url, {**settings, **changes})
     nodes = cluster.nodes_manager
-    nodes.connection_pool_class = partial(pool, **BOUNDED)
+    nodes.connection_pool_class = partial(pool, **BOUNDED_POOL_SETTINGS)
     for node in nodes.nodes_cache.values():
         if node.redis_connection is not None:
             disconnect(node.redis_connection)
@@ -166,7 +201,10 @@ def compute_keyspace_shares(client: "redis.Redis") -> dict[str, float]:
 
 
 class OwnConnections:
-    """Connections out of the client's pools, taken when first wanted, for as long as the `with` block lasts."""
+    """Connections out of the client's pools, taken when first wanted, for as long as the `with` block lasts.
+
+    One to each server, for commands of bulk work that are sent ahead of their replies.
+    """
 
     def __init__(self) -> None:
         self._connection_by_pool: dict[Any, Any] = {}
@@ -186,37 +224,3 @@ class OwnConnections:
         if pool not in self._connection_by_pool:
             self._connection_by_pool[pool] = pool.get_connection()
         return self._connection_by_pool[pool]
-
-
-@contextmanager
-def connect(
-    url: str | None, timeout_s: float, variable: str = "REDIS_URL"
-) -> Iterator["redis.Redis"]:
-    """A synchronous client; its errors become TierUnavailable or Refused with a remedy that names the variable."""
-    if not url:
-        raise ConfigError(
-            f"no Redis is configured: set {variable}, or run through a command that starts one"
-        )
-    try:
-        with translated(_without_password(url), variable):
-            client = open_client(
-                url,
-                protocol=3,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=min(timeout_s, 5.0),
-            )
-    except ValueError as error:
-        raise ConfigError(f"{variable} cannot be used: {error}") from error
-    try:
-        with translated(_without_password(url), variable):
-            yield client
-    finally:
-        client.close()
-
-
-def _without_password(url: str) -> str:
-    """A URL without its password."""
-    credentials, at, after = urlsplit(url).netloc.rpartition("@")
-    user = credentials.partition(":")[0]
-    netloc = f"{user}@{after}" if at and user else after
-    return urlsplit(url)._replace(netloc=netloc, query="").geturl()

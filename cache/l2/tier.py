@@ -30,8 +30,8 @@ from cache.l2.control_plane import ServerControl
 from cache.l2.data_plane import Breaker, DataPlaneStats
 from cache.l2.errors import is_redirect
 from cache.l2.pool import SECOND_LOOK_S, Pipeline, PipelinePool, Replies, deadline_for
-from cache.l2.resp import ASYNC_BOUNDED
-from cache.l2.sentinel import async_pool_of, is_sentinel
+from cache.l2.resp import ASYNC_BOUNDED_POOL_SETTINGS
+from cache.l2.sentinel import async_primary_pool, is_sentinel
 
 log = logging.getLogger(__name__)
 
@@ -101,14 +101,14 @@ class RemoteTier:
         self.config = config
         self.breaker = breaker or Breaker()
         self._batches = self._commands = self._shed = 0
-        open_pool = async_pool_of if is_sentinel(config.url) else ConnectionPool.from_url
+        open_pool = async_primary_pool if is_sentinel(config.url) else ConnectionPool.from_url
         pool = open_pool(
             config.url,
             protocol=PROTOCOL,
             socket_connect_timeout=config.connect_timeout_s,
             socket_timeout=config.control_timeout_s,
             max_connections=_CONTROL_MAX,
-            **ASYNC_BOUNDED,
+            **ASYNC_BOUNDED_POOL_SETTINGS,
         )
         self.pool = PipelinePool(pool, config.deadline_s, config.connections_max)
         self.control = ServerControl(keyspace, pool, self.pool.renew)

@@ -1,10 +1,19 @@
-"""Agreement of two answers to one question, one stored and one recomputed, say: overlap, cosine, errors. Pure."""
+"""Agreement of two answers to one question, such as a stored and a recomputed one: overlap, cosine, errors. Pure."""
 
 from collections.abc import Hashable, Iterable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+SKEW_RULE: Final = "skew"
+"""Id of the gate rule about lists of the live path beside the records, by night and by day."""
+
+SKEW_COSINE_RULE: Final = "skew_cosine"
+"""Id of the gate rule about vectors of the live path beside the records."""
+
+SKEW_DEPTH: Final = 20
+"""Items of a list that `skew` compares at most, by night and by day: shorter lists agree less, by nature."""
 
 
 class ErrorSummary(NamedTuple):
@@ -73,13 +82,3 @@ def worst_errors(
     largest = np.maximum(np.abs(exact).max(axis=1), 1e-30)
     errors: NDArray[np.float64] = np.abs(exact - approximate).max(axis=1) / largest
     return errors
-
-
-SKEW: Final = "skew"
-
-
-SKEW_COSINE: Final = "skew_cosine"
-
-
-SKEW_DEPTH: Final = 20
-"""Items of a list that `skew` compares at most, by night and by day: shorter lists agree less, by nature."""

@@ -1,4 +1,4 @@
-"""Candidate search over a generation's FAISS index, and lists of its exact re-score; positions are ordinals."""
+"""Candidate search over a generation's FAISS index, and lists by exact scores of candidates; positions are ordinals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +15,17 @@ from cache.model.input_preparation import PreparedInput
 from cache.model.ranking import Metric, rank, score
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
+Vectors = NDArray[np.float32]
+Ordinals = NDArray[np.int64]
 
+Ranked = tuple[NDArray[np.uint32], Vectors]
+"""Ordinals and scores [n, width], best first; unused slots are NO_ITEM and 0."""
 
 _QUERIES_PER_CALL = 16
 """Queries per FAISS call: more would change its kernel, and so the last bits."""
 
-
+_ROWS_AT_ONCE = 1 << 16
 _SLACK_MIN = 32
-
-
 _FILTER_ABOVE = 64
 
 
@@ -109,19 +111,6 @@ class Searcher:
         return faiss.SearchParameters(sel=selector)
 
 
-Vectors = NDArray[np.float32]
-
-
-Ordinals = NDArray[np.int64]
-
-
-Ranked = tuple[NDArray[np.uint32], Vectors]
-"""Ordinals and scores [n, width], best first; unused slots are NO_ITEM and 0."""
-
-
-_ROWS = 1 << 16
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ListSearch:
     """Search for lists of `width` items; in two steps, so that the first may be spared. Thread-safe."""
@@ -193,6 +182,8 @@ class ListSearch:
         if self.searcher.metric == "cosine":
             return 1.0
         vectors, count = self.items.vectors, self.items.count
-        parts = (np.asarray(vectors[at : at + _ROWS]) for at in range(0, count, _ROWS))
+        parts = (
+            np.asarray(vectors[at : at + _ROWS_AT_ONCE]) for at in range(0, count, _ROWS_AT_ONCE)
+        )
         squares = [float(np.einsum("nd,nd->n", part, part).max()) for part in parts]
         return float(max(squares, default=0.0) ** 0.5)

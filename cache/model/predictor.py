@@ -1,7 +1,4 @@
-"""Live inference: the models of a generation opened and warmed; tower, candidate search, exact re-score, record.
-
-A replica opens them here, and so does the gate that judges a generation before it is published.
-"""
+"""Live inference: the models of a generation opened and warmed; tower, candidate search, exact re-score, record."""
 
 import hashlib
 import logging
@@ -31,17 +28,14 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.records import FLAG_LIVE, Layout, encode_numbers, encode_topk
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path
 
-__all__ = ["LiveInput", "ModelPrecision", "Predictor", "PreparedInput"]
-
-
 ModelPrecision = Literal["int8", "fp32"]
-
-
+EventModels = TypeVar("EventModels")
 _NO_ORDINALS = np.empty(0, np.int64)
+log = logging.getLogger(__name__)
 
 
 class Predictor:
-    """Towers and indexes of one generation; thread-safe."""
+    """Towers and indexes of one generation; synchronous and thread-safe."""
 
     def __init__(
         self,
@@ -82,7 +76,7 @@ class Predictor:
         """
         model_names = {table.producer.model for table in manifest.tables.values()}
         models = {name: model for name, model in manifest.models.items() if name in model_names}
-        files = {name: _file(model, precision) for name, model in models.items()}
+        files = {name: _model_file(model, precision) for name, model in models.items()}
         precisions = {name: model_precision for name, (model_precision, _) in files.items()}
         fallback = None if accelerator is None else accelerator.missing()
         if accelerator is not None and fallback is None and "int8" in precisions.values():
@@ -183,7 +177,9 @@ class Predictor:
     def vectors(self, batch: Sequence[PreparedInput]) -> NDArray[np.float32]:
         """The tower's outputs float32 [n, dims] for inputs prepared for the same table."""
         tower = self._tower(batch[0].table)
-        inputs = {input_spec.name: _column(input_spec, batch) for input_spec in tower.spec.inputs}
+        inputs = {
+            input_spec.name: _tower_input(input_spec, batch) for input_spec in tower.spec.inputs
+        }
         return tower.run(inputs)
 
     def search(self, table: str) -> ListSearch:
@@ -203,7 +199,7 @@ class Predictor:
         """A record of a top-K table for each row of `ranked`, with `flags` beside that of a live one."""
         layout, prints = self._tables[table].layout, np.array(fingerprints, np.uint64)
         flags |= FLAG_LIVE
-        return _split(layout, encode_topk(layout, prints, *ranked, scored_at, flags=flags))
+        return _split_records(layout, encode_topk(layout, prints, *ranked, scored_at, flags=flags))
 
     def numbers(
         self,
@@ -214,7 +210,9 @@ class Predictor:
     ) -> list[bytes]:
         """A record of a vector or value table for each row of outputs."""
         layout, prints = self._tables[table].layout, np.array(fingerprints, np.uint64)
-        return _split(layout, encode_numbers(layout, prints, outputs, scored_at, flags=FLAG_LIVE))
+        return _split_records(
+            layout, encode_numbers(layout, prints, outputs, scored_at, flags=FLAG_LIVE)
+        )
 
     def takes_numbers_alone(self, table: str) -> bool:
         """True if the table's model takes features that are float32, and nothing else."""
@@ -272,35 +270,6 @@ class Predictor:
         return self._towers[str(self._tables[table].producer.model)]
 
 
-def _split(layout: Layout, records: NDArray[Any]) -> list[bytes]:
-    data, size = records.tobytes(), layout.size_bytes
-    return [data[start : start + size] for start in range(0, len(data), size)]
-
-
-def _file(model: Model, precision: ModelPrecision) -> tuple[ModelPrecision, str]:
-    if precision == "int8" and model.int8 is not None:
-        return "int8", model.int8.path
-    return "fp32", model.fp32.path
-
-
-def _column(input_spec: InputSpec, batch: Sequence[PreparedInput]) -> Histories | NDArray[Any]:
-    match input_spec.bind:
-        case "history":
-            return Histories.of([prepared.history for prepared in batch])
-        case "item_index":
-            return np.array([prepared.item_index for prepared in batch], input_spec.dtype)
-        case _:
-            return stack_features(
-                input_spec, [prepared.features[input_spec.name] for prepared in batch]
-            )
-
-
-log = logging.getLogger(__name__)
-
-
-EventModels = TypeVar("EventModels")
-
-
 def live_files(manifest: Manifest, precision: ModelPrecision | None = None) -> Iterator[Artefact]:
     """Files that only the live path reads: all of them, or those that it runs in one precision."""
     for model in manifest.models.values():
@@ -321,7 +290,10 @@ def open_warm(
     cores: Sequence[int] = (),
     accelerator: Accelerator | None = None,
 ) -> Predictor:
-    """Open the models of a generation's folder `root` and run each of them once; raises what ONNX Runtime raises."""
+    """Open the models of a generation's folder `root` and run each of them once; raises what ONNX Runtime raises.
+
+    Replicas open them by it, and so does the gate that judges a generation before it is published.
+    """
     predictor = Predictor.open(
         manifest,
         root,
@@ -405,3 +377,26 @@ def open_event_models(
 
 def _reason(error: Exception) -> str:
     return error.message if isinstance(error, LarderError) else type(error).__name__
+
+
+def _split_records(layout: Layout, records: NDArray[Any]) -> list[bytes]:
+    data, size = records.tobytes(), layout.size_bytes
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+def _model_file(model: Model, precision: ModelPrecision) -> tuple[ModelPrecision, str]:
+    if precision == "int8" and model.int8 is not None:
+        return "int8", model.int8.path
+    return "fp32", model.fp32.path
+
+
+def _tower_input(input_spec: InputSpec, batch: Sequence[PreparedInput]) -> Histories | NDArray[Any]:
+    match input_spec.bind:
+        case "history":
+            return Histories.of([prepared.history for prepared in batch])
+        case "item_index":
+            return np.array([prepared.item_index for prepared in batch], input_spec.dtype)
+        case _:
+            return stack_features(
+                input_spec, [prepared.features[input_spec.name] for prepared in batch]
+            )

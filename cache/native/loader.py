@@ -18,40 +18,16 @@ from cache.records import OFFSETS
 if TYPE_CHECKING:
     kernels = pure
 
-DROPPED_BITS: Final = 13
-"""Number of low bits of a float32, all of them 0 in such a number; a key is what remains."""
-
-
-NUMERAL_BYTES: Final = 16
-"""Bytes for each number: how many follow, 0 where it was not written yet, then its text."""
-
-
-_TOO_LONG: Final = NUMERAL_BYTES
-
-
-class Numerals:
-    """A table of numbers' texts: 8 MiB of address space, of which the system gives only what is written."""
-
-    def __init__(self) -> None:
-        self.table: NDArray[np.uint8] = np.zeros(
-            (1 << (32 - DROPPED_BITS), NUMERAL_BYTES), np.uint8
-        )
-
-    def write(self, keys: Iterable[int]) -> None:
-        """Writes numbers that are missing, finite ones; one whose text is too long is marked as such."""
-        new = np.unique(np.fromiter(keys, np.uint32))
-        numbers = (new << np.uint32(DROPPED_BITS)).view(np.float32)
-        number_texts = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
-        for key, text in zip(new.tolist(), number_texts, strict=True):
-            if len(text) < NUMERAL_BYTES:
-                self.table[key, 1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
-            self.table[key, 0] = min(len(text), _TOO_LONG)
-
-
 VERSION = 6
 """Version of the functions and their arguments: what was built from other sources is left alone."""
 
+NUMERAL_DROPPED_BITS: Final = 13
+"""Number of low bits of a float32 that are 0 in a float16 times a power of two; a key of `Numerals` is what remains."""
 
+NUMERAL_BYTES: Final = 16
+"""Bytes of `Numerals` for each number: how many follow, 0 where it was not written yet, then its text."""
+
+_NUMERAL_TOO_LONG: Final = NUMERAL_BYTES
 _log = logging.getLogger(__name__)
 
 
@@ -86,7 +62,7 @@ def load(environ: Mapping[str, str]) -> ModuleType:
 
 
 def _demand_layout(compiled: Mapping[str, int]) -> None:
-    described = {**OFFSETS, "numeral": NUMERAL_BYTES, "dropped_bits": DROPPED_BITS}
+    described = {**OFFSETS, "numeral": NUMERAL_BYTES, "dropped_bits": NUMERAL_DROPPED_BITS}
     for name, number in compiled.items():
         if described.get(name) != number:
             raise ConfigError(
@@ -94,3 +70,25 @@ def _demand_layout(compiled: Mapping[str, int]) -> None:
                 f"{described.get(name)}: change cache/native/rows.h and install again",
                 name=name,
             )
+
+
+class Numerals:
+    """A table of numbers as JSON, each written once: 8 MiB of address space, of which only what is written is taken.
+
+    A float16 times a power of two has so few values that each has a place of its own.
+    """
+
+    def __init__(self) -> None:
+        self.table: NDArray[np.uint8] = np.zeros(
+            (1 << (32 - NUMERAL_DROPPED_BITS), NUMERAL_BYTES), np.uint8
+        )
+
+    def write(self, keys: Iterable[int]) -> None:
+        """Writes numbers that are missing, finite ones; one whose text is too long is marked as such."""
+        new = np.unique(np.fromiter(keys, np.uint32))
+        numbers = (new << np.uint32(NUMERAL_DROPPED_BITS)).view(np.float32)
+        number_texts = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
+        for key, text in zip(new.tolist(), number_texts, strict=True):
+            if len(text) < NUMERAL_BYTES:
+                self.table[key, 1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
+            self.table[key, 0] = min(len(text), _NUMERAL_TOO_LONG)

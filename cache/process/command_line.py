@@ -1,4 +1,7 @@
-"""What all commands share: text that cannot steer a terminal, missing extras, interrupts, exit code, JSON."""
+"""Parts that all commands share: text that cannot steer a terminal, missing extras, interrupts, exit code, JSON.
+
+At its top it imports the standard library alone: `larder --help` waits for nothing else.
+"""
 
 import re
 import signal
@@ -12,6 +15,25 @@ from typing import Any, Final
 NOT_WELL: Final = 3
 """Exit code of a command that did what it should, and found something that is not as it should be."""
 
+DISTRIBUTION: Final = "larder-predictions"
+"""Name that pip installs Larder by; `larder` on the package index is somebody else's project."""
+
+PRECOMPUTE_MODULES: Final = ("onnx", "pyarrow", "rich", "scipy")
+"""Modules of the extra `precompute`."""
+
+SERVING_MODULES: Final = ("fastapi", "httptools", "prometheus_client", "uvicorn")
+"""Modules of the extra `serving`."""
+
+INTERRUPT_AGAIN_S = 0.001
+"""Seconds until a swallowed interrupt is raised again."""
+
+# Controls (C0 and C1), halves of surrogate pairs, the two separators of lines and of paragraphs, and what turns the
+# direction of writing round.
+_STEERING: Final = "\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+
+_IN_A_WORD: Final = re.compile(f"[{_STEERING}]")
+_IN_LINES: Final = re.compile(f"(?![\t\n])[{_STEERING}]")
+
 
 def json_text(document: Any) -> str:
     """JSON by which a command tells a program what it found; a person can read it as well."""
@@ -20,24 +42,12 @@ def json_text(document: Any) -> str:
     return orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()
 
 
-DISTRIBUTION: Final = "larder-predictions"
-"""Name that pip installs Larder by; `larder` on the package index is somebody else's project."""
-
-
-PRECOMPUTE: Final = ("onnx", "pyarrow", "rich", "scipy")
-"""Modules of the extra `precompute`."""
-
-
-SERVING: Final = ("fastapi", "httptools", "prometheus_client", "uvicorn")
-"""Modules of the extra `serving`."""
-
-
 def install_command(extra: str) -> str:
     """Return the shell command that installs Larder with an extra, or several joined by commas."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
-def missing(dependent: str, extra: str, *modules: str) -> str | None:
+def missing_extra(dependent: str, extra: str, *modules: str) -> str | None:
     """Message for an installation that lacks top-level `modules` which `dependent` needs; None if all are there."""
     absent = [module for module in modules if find_spec(module) is None]
     if not absent:
@@ -45,12 +55,8 @@ def missing(dependent: str, extra: str, *modules: str) -> str | None:
     return f"{dependent} needs {', '.join(absent)}, not installed here: {install_command(extra)}"
 
 
-AGAIN_S = 0.001
-"""Seconds until a swallowed interrupt is raised again."""
-
-
 @contextmanager
-def never_swallowed(
+def interrupts_never_swallowed(
     handler: Callable[[int, FrameType | None], object] = signal.default_int_handler,
 ) -> Iterator[None]:
     """Raises an ignored KeyboardInterrupt again, by `handler`, while the block runs. For the main thread.
@@ -62,7 +68,7 @@ def never_swallowed(
 
     def handle_unraisable(ignored: "sys.UnraisableHookArgs") -> None:
         if issubclass(ignored.exc_type, KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+            signal.setitimer(signal.ITIMER_REAL, INTERRUPT_AGAIN_S)
         else:
             tell_before(ignored)
 
@@ -75,26 +81,15 @@ def never_swallowed(
         sys.unraisablehook = tell_before
 
 
-# Controls (C0 and C1), halves of surrogate pairs, the two separators of lines and of paragraphs, and what turns the
-# direction of writing round.
-_STEERING: Final = "\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
-
-
-_IN_A_WORD: Final = re.compile(f"[{_STEERING}]")
-
-
-_IN_LINES: Final = re.compile(f"(?![\t\n])[{_STEERING}]")
-
-
 def printable(text: str) -> str:
     """An id, or another text within a line: steering characters as JSON writes them, `\\u001b`."""
-    return _IN_A_WORD.sub(_escaped, text)
+    return _IN_A_WORD.sub(_escape, text)
 
 
 def printable_lines(text: str) -> str:
     """Lines for a terminal; only breaks between lines and tabs stay as they are. What is JSON stays the same JSON."""
-    return _IN_LINES.sub(_escaped, text)
+    return _IN_LINES.sub(_escape, text)
 
 
-def _escaped(character_match: re.Match[str]) -> str:
+def _escape(character_match: re.Match[str]) -> str:
     return f"\\u{ord(character_match[0]):04x}"

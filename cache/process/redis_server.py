@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.errors import ConfigError
-from cache.l2.resp import BOUNDED, check_replies, info_number
+from cache.l2.resp import BOUNDED_POOL_SETTINGS, check_replies, info_number
 from cache.process.child_process import GuardedCommand, NamedPipe, WritingEnd
 from cache.process.command_line import install_command
 
@@ -219,7 +219,12 @@ def _write_for_us(path: Path, text: str) -> Path:
 def _process_id(url: str) -> int | None:
     # Without a retry: redis-py's own would wait seconds on a port that nobody holds yet.
     never = Retry(NoBackoff(), 0)
-    settings: dict[str, Any] = {"socket_timeout": 1.0, "protocol": 2, "retry": never, **BOUNDED}
+    settings: dict[str, Any] = {
+        "socket_timeout": 1.0,
+        "protocol": 2,
+        "retry": never,
+        **BOUNDED_POOL_SETTINGS,
+    }
     with check_replies(redis.Redis.from_url(url, **settings)) as client:
         try:
             return info_number(cast(Any, client.info("server")), "process_id")

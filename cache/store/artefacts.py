@@ -1,8 +1,4 @@
-"""The artefact store: a local folder or any fsspec URL, files written whole, and the copies that this host keeps.
-
-What was erased is gone only when no host holds a copy of it. Hosts share the store and nothing else, so each records
-there of which generations it has files, before the first of them comes and until the last of them is gone.
-"""
+"""The artefact store: a local folder or any fsspec URL, files written whole, and the copies that this host keeps."""
 
 import contextlib
 import errno
@@ -22,270 +18,24 @@ from cache.errors import CorruptArtefact, StoreError, UnknownGeneration
 from cache.format.manifest import GENERATION, Artefact, Manifest
 from cache.store.object_store import PROBE, ObjectStore
 
-_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV})
-"""Error numbers of file systems without hard links: SMB, FAT and many FUSE mounts."""
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turns a full disk into a StoreError with its remedy; what was finished before stays finished."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:  # FAISS says it in the text of a RuntimeError
-        full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)]
-        if (
-            disk_error := next(
-                (error_text for error_text in full if error_text in str(error)), None
-            )
-        ) is None:
-            raise
-        raise StoreError(
-            f"cannot write {path}: {disk_error}; free space, retire generations or move `artifacts`, "
-            "then run the step again",
-            reason="disk_full",
-        ) from error
-
-
-def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Write beside, fsync, rename: a reader or a crash sees the old file or the new one, never a part."""
-    with disk_errors(path), open_draft(path) as draft_path:
-        draft_path.write_bytes(data)
-
-
-@contextlib.contextmanager
-def open_draft(path: Path, put: Callable[[Path, Path], object] = os.replace) -> Iterator[Path]:
-    """A name to write to, which becomes `path` when the block ends well: fsync, `put`, fsync of the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft_path = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        yield draft_path
-        with draft_path.open("rb") as file:
-            os.fsync(file.fileno())
-        put(draft_path, path)
-    finally:
-        draft_path.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def take_file(source: Path, path: Path) -> None:
-    """Puts a file's bytes under another name, as `write_atomically` would leave them.
-
-    `source` must never be written to again: where the file system can, both names are one file.
-    """
-    with disk_errors(path), open_draft(path) as draft_path:
-        try:
-            draft_path.hardlink_to(source)
-        except OSError:
-            shutil.copyfile(source, draft_path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames within a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def file_version(path: Path) -> tuple[int, int, int] | None:
-    """Value that differs once a file, or what a link leads to, was replaced or written; None while there is none."""
-    try:
-        file_stat = path.stat()
-    except OSError:
-        return None
-    return file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns
-
-
-def last_change(path: Path) -> float:
-    """Time at which anything in a file or folder last came or changed, Unix seconds; 0 when it is gone.
-
-    By the inode's own time: a copied file keeps the modification time of its original.
-    """
-    newest_change_at = 0.0
-    for entry_path in (path, *path.rglob("*")) if path.is_dir() else (path,):
-        with contextlib.suppress(OSError):
-            newest_change_at = max(newest_change_at, entry_path.lstat().st_ctime)
-    return newest_change_at
-
-
-def put_in_place(draft_path: Path, target: Path) -> None:
-    """Puts a file at its target; one that another worker put there first stays, so that all map a single file."""
-    try:
-        os.link(draft_path, target)
-    except FileExistsError:
-        return
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        draft_path.rename(target)  # the same bytes: who has mapped the file before keeps it
-
-
-def links_needed(error: OSError) -> str:
-    """The remedy where a file system has no hard links; empty for any other error."""
-    if error.errno not in _NO_LINKS:
-        return ""
-    return (
-        ". This file system has no hard links, by which a record is written once and whole: put `artifacts` on one "
-        "that has (a local disk, NFS), or name a bucket by its own URL (s3://, gs://, abfs://) instead of a mount"
-    )
-
-
-log = logging.getLogger(__name__)
-
-
-FOLDER = "copies"
-
-
-_RECORDED = ".recorded"
-
-
-_HOST = ".host"
-
-
-class HostCopies:
-    """Copies under `root`; a state folder that ends with its program is `ephemeral`, and nobody is told of it."""
-
-    def __init__(self, root: Path, objects: ObjectStore, *, is_ephemeral: bool) -> None:
-        self._root = root
-        self._objects = objects
-        self._is_ephemeral = is_ephemeral
-        self._unrecorded: set[str] = set()
-
-    @property
-    def host(self) -> str:
-        """Name of the host with an id of its state folder, stable for as long as that folder lasts."""
-        path = self._root / _HOST
-        if not path.exists():
-            name = "".join(c if c.isalnum() or c in "._" else "-" for c in socket.gethostname())
-            with open_draft(path, put_in_place) as draft_path:
-                draft_path.write_text(f"{name}-{secrets.token_hex(4)}")
-        return path.read_text()
-
-    def generations(self) -> list[str]:
-        """Generations of which this host has files."""
-        folder = self._root / "generations"
-        if not folder.is_dir():
-            return []
-        return sorted(
-            generation_folder.name
-            for generation_folder in folder.iterdir()
-            if GENERATION.fullmatch(generation_folder.name)
-        )
-
-    def record(self, generation: str) -> None:
-        """Tell the store that this host has, or is about to have, files of a generation; once for each."""
-        marker_path = self._root / "generations" / generation / _RECORDED
-        if self._is_ephemeral or marker_path.exists():
-            return
-        copy_record = {"host": self.host, "at": time.time()}
-        self._objects.write(record_path(generation, self.host), orjson.dumps(copy_record))
-        marker_path.parent.mkdir(parents=True, exist_ok=True)
-        marker_path.touch()
-
-    def try_to_record(self, generation: str) -> None:
-        """Records copies for callers that may only read the store, or can wait: tried once per program if it fails."""
-        if generation in self._unrecorded:
-            return
-        try:
-            self.record(generation)
-        except (StoreError, OSError) as error:
-            self._unrecorded.add(generation)
-            log.warning("copies of %s on this host stay unrecorded: %s", generation, error)
-
-    def sweep(
-        self, list_stored: Callable[[], Iterable[str]], in_use: Collection[str], *, cutoff_at: float
-    ) -> list[str]:
-        """Remove copies of generations that are not `list_stored` any more; the generations removed.
-
-        Never one `in_use`, nor one that changed since `cutoff_at` (Unix seconds): it may be in the making here. A store
-        that shows no generation at all proves nothing and loses no copy. Mapped files live on until they are closed.
-        """
-        copies = [generation for generation in self.generations() if generation not in in_use]
-        stored_generations = set(list_stored()) if copies else set()
-        removed_generations = []
-        for generation in copies:
-            is_needed = not stored_generations or generation in stored_generations
-            if is_needed or last_change(self._root / "generations" / generation) >= cutoff_at:
-                self.try_to_record(generation)
-            elif self.drop(generation):
-                removed_generations.append(generation)
-        return removed_generations
-
-    def drop(self, generation: str) -> bool:
-        """Remove the copies of a generation, then their record; False when something of it stays for another time."""
-        folder = self._root / "generations" / generation
-        if not folder.is_dir():
-            return True
-        for path in _files(folder):
-            with contextlib.suppress(OSError):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if _files(folder):
-            return False
-        # The mark goes last: where a sweep dies, or may not write, the record is taken back by the next.
-        if (folder / _RECORDED).exists() and not self._unrecord(generation):
-            return False
-        shutil.rmtree(folder, ignore_errors=True)
-        return True
-
-    def _unrecord(self, generation: str) -> bool:
-        try:
-            self._objects.delete(record_path(generation, self.host))
-        except FileNotFoundError:
-            pass
-        except StoreError as error:
-            log.warning("copies of %s are gone, their record is not: %s", generation, error)
-            return False
-        return True
-
-
-def _files(folder: Path) -> list[Path]:
-    with contextlib.suppress(FileNotFoundError):  # another program of this host sweeps, too
-        return [path for path in folder.iterdir() if path.name != _RECORDED]
-    return []
-
-
-def record_path(generation: str, host: str) -> str:
-    """Store path of the record that a host has copies of a generation."""
-    return f"{FOLDER}/{generation}/{host}.json"
-
+COPIES_FOLDER = "copies"
+"""Folder of the store with a record for each generation and host that has copies of it."""
 
 COPY_IDLE_S = 3_600.0
 """Seconds a copy must be unchanged before its removal: a newer one may belong to a generation in the making here."""
 
-
 FETCH_TRIES = 3
 """Number of tries to fetch a file: a sweep may remove a folder while a copy is being written into it."""
 
+_RECORDED_MARKER = ".recorded"
+_HOST_FILE = ".host"
 
-def sha256_of(path: Path) -> str:
-    """Hex SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+_NO_LINKS_ERRNOS = frozenset(
+    {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV}
+)
+"""Error numbers of file systems without hard links: SMB, FAT and many FUSE mounts."""
 
-
-def describe(root: Path, path: str) -> Artefact:
-    """The manifest entry of a finished file."""
-    file = root / path
-    return Artefact(path, file.stat().st_size, sha256_of(file))
-
-
-def check(root: Path, artefact: Artefact) -> None:
-    """Raises CorruptArtefact unless the file has the size and checksum that the manifest states."""
-    path = root / artefact.path
-    if not path.is_file():
-        raise CorruptArtefact(f"{artefact.path} is missing", path=artefact.path)
-    size_bytes = path.stat().st_size
-    if size_bytes != artefact.size_bytes:
-        raise CorruptArtefact(
-            f"{artefact.path} has {size_bytes} bytes, the manifest says {artefact.size_bytes}",
-            path=artefact.path,
-        )
-    if (checksum := sha256_of(path)) != artefact.sha256:
-        raise CorruptArtefact(
-            f"{artefact.path} has SHA-256 {checksum}, the manifest says {artefact.sha256}",
-            path=artefact.path,
-        )
+log = logging.getLogger(__name__)
 
 
 class ArtefactStore:
@@ -493,3 +243,249 @@ def fetch_checked(store: ArtefactStore, generation: str, artefact: Artefact) -> 
         store.fetch(path)
         check(root, artefact)
     return local_path
+
+
+def check(root: Path, artefact: Artefact) -> None:
+    """Raises CorruptArtefact unless the file has the size and checksum that the manifest states."""
+    path = root / artefact.path
+    if not path.is_file():
+        raise CorruptArtefact(f"{artefact.path} is missing", path=artefact.path)
+    size_bytes = path.stat().st_size
+    if size_bytes != artefact.size_bytes:
+        raise CorruptArtefact(
+            f"{artefact.path} has {size_bytes} bytes, the manifest says {artefact.size_bytes}",
+            path=artefact.path,
+        )
+    if (checksum := sha256_of(path)) != artefact.sha256:
+        raise CorruptArtefact(
+            f"{artefact.path} has SHA-256 {checksum}, the manifest says {artefact.sha256}",
+            path=artefact.path,
+        )
+
+
+def describe(root: Path, path: str) -> Artefact:
+    """The manifest entry of a finished file."""
+    file = root / path
+    return Artefact(path, file.stat().st_size, sha256_of(file))
+
+
+def sha256_of(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class HostCopies:
+    """Copies under `root`; a state folder that ends with its program is `ephemeral`, and nobody is told of it.
+
+    What was erased is gone only when no host holds a copy of it. Hosts share the store and nothing else, so each
+    records there of which generations it has files, before the first of them comes and until the last of them is gone.
+    """
+
+    def __init__(self, root: Path, objects: ObjectStore, *, is_ephemeral: bool) -> None:
+        self._root = root
+        self._objects = objects
+        self._is_ephemeral = is_ephemeral
+        self._unrecorded: set[str] = set()
+
+    @property
+    def host(self) -> str:
+        """Name of the host with an id of its state folder, stable for as long as that folder lasts."""
+        path = self._root / _HOST_FILE
+        if not path.exists():
+            name = "".join(c if c.isalnum() or c in "._" else "-" for c in socket.gethostname())
+            with open_draft(path, put_in_place) as draft_path:
+                draft_path.write_text(f"{name}-{secrets.token_hex(4)}")
+        return path.read_text()
+
+    def generations(self) -> list[str]:
+        """Generations of which this host has files."""
+        folder = self._root / "generations"
+        if not folder.is_dir():
+            return []
+        return sorted(
+            generation_folder.name
+            for generation_folder in folder.iterdir()
+            if GENERATION.fullmatch(generation_folder.name)
+        )
+
+    def record(self, generation: str) -> None:
+        """Tell the store that this host has, or is about to have, files of a generation; once for each."""
+        marker_path = self._root / "generations" / generation / _RECORDED_MARKER
+        if self._is_ephemeral or marker_path.exists():
+            return
+        copy_record = {"host": self.host, "at": time.time()}
+        self._objects.write(copies_record_path(generation, self.host), orjson.dumps(copy_record))
+        marker_path.parent.mkdir(parents=True, exist_ok=True)
+        marker_path.touch()
+
+    def try_to_record(self, generation: str) -> None:
+        """Records copies for callers that may only read the store, or can wait: tried once per program if it fails."""
+        if generation in self._unrecorded:
+            return
+        try:
+            self.record(generation)
+        except (StoreError, OSError) as error:
+            self._unrecorded.add(generation)
+            log.warning("copies of %s on this host stay unrecorded: %s", generation, error)
+
+    def sweep(
+        self, list_stored: Callable[[], Iterable[str]], in_use: Collection[str], *, cutoff_at: float
+    ) -> list[str]:
+        """Remove copies of generations that are not `list_stored` any more; the generations removed.
+
+        Never one `in_use`, nor one that changed since `cutoff_at` (Unix seconds): it may be in the making here. A store
+        that shows no generation at all proves nothing and loses no copy. Mapped files live on until they are closed.
+        """
+        copies = [generation for generation in self.generations() if generation not in in_use]
+        stored_generations = set(list_stored()) if copies else set()
+        removed_generations = []
+        for generation in copies:
+            is_needed = not stored_generations or generation in stored_generations
+            if is_needed or last_change(self._root / "generations" / generation) >= cutoff_at:
+                self.try_to_record(generation)
+            elif self.drop(generation):
+                removed_generations.append(generation)
+        return removed_generations
+
+    def drop(self, generation: str) -> bool:
+        """Remove the copies of a generation, then their record; False when something of it stays for another time."""
+        folder = self._root / "generations" / generation
+        if not folder.is_dir():
+            return True
+        for path in _copied_files(folder):
+            with contextlib.suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if _copied_files(folder):
+            return False
+        # The mark goes last: where a sweep dies, or may not write, the record is taken back by the next.
+        if (folder / _RECORDED_MARKER).exists() and not self._unrecord(generation):
+            return False
+        shutil.rmtree(folder, ignore_errors=True)
+        return True
+
+    def _unrecord(self, generation: str) -> bool:
+        try:
+            self._objects.delete(copies_record_path(generation, self.host))
+        except FileNotFoundError:
+            pass
+        except StoreError as error:
+            log.warning("copies of %s are gone, their record is not: %s", generation, error)
+            return False
+        return True
+
+
+def _copied_files(folder: Path) -> list[Path]:
+    with contextlib.suppress(FileNotFoundError):  # another program of this host sweeps, too
+        return [path for path in folder.iterdir() if path.name != _RECORDED_MARKER]
+    return []
+
+
+def copies_record_path(generation: str, host: str) -> str:
+    """Store path of the record that a host has copies of a generation."""
+    return f"{COPIES_FOLDER}/{generation}/{host}.json"
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns a full disk into a StoreError with its remedy; what was finished before stays finished."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # FAISS says it in the text of a RuntimeError
+        full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)]
+        if (
+            disk_error := next(
+                (error_text for error_text in full if error_text in str(error)), None
+            )
+        ) is None:
+            raise
+        raise StoreError(
+            f"cannot write {path}: {disk_error}; free space, retire generations or move `artifacts`, "
+            "then run the step again",
+            reason="disk_full",
+        ) from error
+
+
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
+    """Write beside, fsync, rename: a reader or a crash sees the old file or the new one, never a part."""
+    with disk_errors(path), open_draft(path) as draft_path:
+        draft_path.write_bytes(data)
+
+
+@contextlib.contextmanager
+def open_draft(path: Path, put: Callable[[Path, Path], object] = os.replace) -> Iterator[Path]:
+    """A name to write to, which becomes `path` when the block ends well: fsync, `put`, fsync of the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft_path = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield draft_path
+        with draft_path.open("rb") as file:
+            os.fsync(file.fileno())
+        put(draft_path, path)
+    finally:
+        draft_path.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def take_file(source: Path, path: Path) -> None:
+    """Puts a file's bytes under another name, as `write_atomically` would leave them.
+
+    `source` must never be written to again: where the file system can, both names are one file.
+    """
+    with disk_errors(path), open_draft(path) as draft_path:
+        try:
+            draft_path.hardlink_to(source)
+        except OSError:
+            shutil.copyfile(source, draft_path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames within a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_version(path: Path) -> tuple[int, int, int] | None:
+    """Value that differs once a file, or what a link leads to, was replaced or written; None while there is none."""
+    try:
+        file_stat = path.stat()
+    except OSError:
+        return None
+    return file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns
+
+
+def last_change(path: Path) -> float:
+    """Time at which anything in a file or folder last came or changed, Unix seconds; 0 when it is gone.
+
+    By the inode's own time: a copied file keeps the modification time of its original.
+    """
+    newest_change_at = 0.0
+    for entry_path in (path, *path.rglob("*")) if path.is_dir() else (path,):
+        with contextlib.suppress(OSError):
+            newest_change_at = max(newest_change_at, entry_path.lstat().st_ctime)
+    return newest_change_at
+
+
+def put_in_place(draft_path: Path, target: Path) -> None:
+    """Puts a file at its target; one that another worker put there first stays, so that all map a single file."""
+    try:
+        os.link(draft_path, target)
+    except FileExistsError:
+        return
+    except OSError as error:
+        if error.errno not in _NO_LINKS_ERRNOS:
+            raise
+        draft_path.rename(target)  # the same bytes: who has mapped the file before keeps it
+
+
+def links_needed(error: OSError) -> str:
+    """The remedy where a file system has no hard links; empty for any other error."""
+    if error.errno not in _NO_LINKS_ERRNOS:
+        return ""
+    return (
+        ". This file system has no hard links, by which a record is written once and whole: put `artifacts` on one "
+        "that has (a local disk, NFS), or name a bucket by its own URL (s3://, gs://, abfs://) instead of a mount"
+    )

@@ -20,7 +20,7 @@ import orjson
 from cache.errors import Conflict, LarderError, masked
 from cache.store.artefacts import ArtefactStore
 from cache.store.object_store import without_secrets
-from cache.store.write_once import pack, read_files
+from cache.store.write_once import pack_files, read_files
 
 Audited = Literal[
     "publish", "roll_back", "override", "block", "unblock", "erase", "forget", "declare_gone",
@@ -130,7 +130,7 @@ def audit_records(store: ArtefactStore) -> list[AuditRecord]:
     records = [
         _record(files, number) for number in range(1, max(_numbers(file_names), default=0) + 1)
     ]
-    pack(store, _FOLDER, {name: files[name] for name in loose})
+    pack_files(store, _FOLDER, {name: files[name] for name in loose})
     return records
 
 

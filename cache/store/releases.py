@@ -12,7 +12,7 @@ from cache.errors import CorruptArtefact, UnknownFormat
 from cache.format.manifest import GENERATION
 from cache.formats import FIELD, POINTER, RELEASE_RECORD, demand, stamp, version_of
 from cache.store.artefacts import ArtefactStore
-from cache.store.write_once import pack, read_files
+from cache.store.write_once import pack_files, read_files
 
 Action = Literal[
     "publish", "roll_back", "restore", "canary", "end_canary",
@@ -245,7 +245,7 @@ def _list_releases(
         )
         records.append(release_by_number[number])
     if packs:
-        pack(store, "releases", {name: raws[name] for name in loose})
+        pack_files(store, "releases", {name: raws[name] for name in loose})
     return records
 
 

@@ -1,8 +1,4 @@
-"""Write-once files of the store: versions of one value, and packs by which a long history is read in few requests.
-
-The files themselves stay where they are and stay the truth: whatever a pack lacks, or a pack that cannot be read, costs
-requests and nothing else.
-"""
+"""Write-once files of the store: versions of one value, and packs by which a long history is read in few requests."""
 
 import contextlib
 import hashlib
@@ -16,55 +12,16 @@ import orjson
 from cache.errors import Conflict, LarderError
 from cache.store.artefacts import ArtefactStore
 
+WRITE_TRIES = 16
+"""Number of times that a change is tried while others are faster."""
+
 PACK_FILES = 100
 """Number of files outside any pack at which whoever has read them all packs them."""
 
-
-_PACK = re.compile(r"pack-[0-9a-f]{16}\.json")
-
-
-def read_files(
-    store: ArtefactStore,
-    folder: str,
-    listed_names: Collection[str],
-    requested_names: Collection[str],
-) -> tuple[dict[str, bytes], set[str]]:
-    """Contents of `requested_names` write-once files by name, those that are there; and which of them no pack holds.
-
-    `listed_names`: all names in the folder. Two rounds of requests at most, however many files.
-    """
-    content_by_name: dict[str, bytes] = {}
-    if requested_names:
-        packs = [f"{folder}/{name}" for name in sorted(listed_names) if _PACK.fullmatch(name)]
-        for raw in store.read_many(packs).values():
-            with contextlib.suppress(orjson.JSONDecodeError, AttributeError):
-                text_by_name: dict[str, str] = orjson.loads(raw)
-                content_by_name |= {
-                    name: text_by_name[name].encode()
-                    for name in text_by_name.keys() & set(requested_names)
-                }
-    loose = [name for name in requested_names if name not in content_by_name]
-    read = store.read_many([f"{folder}/{name}" for name in loose])
-    content_by_name |= {
-        name: read[f"{folder}/{name}"] for name in loose if f"{folder}/{name}" in read
-    }
-    return content_by_name, {name for name in loose if name in content_by_name}
-
-
-def pack(store: ArtefactStore, folder: str, files: Mapping[str, bytes]) -> None:
-    """Write these files as one pack once they are many and were read without fault; a failure is ignored."""
-    if len(files) < PACK_FILES:
-        return
-    body = orjson.dumps({name: raw.decode() for name, raw in sorted(files.items())})
-    with contextlib.suppress(LarderError):
-        store.write_once(f"{folder}/pack-{hashlib.sha256(body).hexdigest()[:16]}.json", body)
-
-
-WRITE_TRIES = 16
-
-
 # Whatever else somebody leaves in the folder (notes, an editor's copy) is no version.
-_FILE = re.compile(r"([0-9]{12})\.json")
+_VERSION_NAME = re.compile(r"([0-9]{12})\.json")
+
+_PACK_NAME = re.compile(r"pack-[0-9a-f]{16}\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +40,10 @@ Value = TypeVar("Value", bound=Versioned)
 
 @dataclass(frozen=True, slots=True)
 class Versions(Generic[Value]):
-    """Versions of one kind of value in a folder; `first` is in force before any, `read` undoes `to_bytes`."""
+    """Versions of one kind of value, `<folder>/<number>.json`, of which the newest is in force for every replica.
+
+    `first` is in force before any, `read` undoes `to_bytes`.
+    """
 
     folder: str
     first: Value
@@ -93,7 +53,7 @@ class Versions(Generic[Value]):
         """Number of the version in force, 0 while there never was one; one listing, so cheap to poll."""
         names = store.names(self.folder)
         return max(
-            (int(file_match[1]) for name in names if (file_match := _FILE.fullmatch(name))),
+            (int(file_match[1]) for name in names if (file_match := _VERSION_NAME.fullmatch(name))),
             default=0,
         )
 
@@ -122,3 +82,44 @@ class Versions(Generic[Value]):
 
     def _path(self, version: int) -> str:
         return f"{self.folder}/{version:012d}.json"
+
+
+def read_files(
+    store: ArtefactStore,
+    folder: str,
+    listed_names: Collection[str],
+    requested_names: Collection[str],
+) -> tuple[dict[str, bytes], set[str]]:
+    """Contents of `requested_names` write-once files by name, those that are there; and which of them no pack holds.
+
+    `listed_names`: all names in the folder. Two rounds of requests at most, however many files.
+    """
+    content_by_name: dict[str, bytes] = {}
+    if requested_names:
+        packs = [f"{folder}/{name}" for name in sorted(listed_names) if _PACK_NAME.fullmatch(name)]
+        for raw in store.read_many(packs).values():
+            with contextlib.suppress(orjson.JSONDecodeError, AttributeError):
+                text_by_name: dict[str, str] = orjson.loads(raw)
+                content_by_name |= {
+                    name: text_by_name[name].encode()
+                    for name in text_by_name.keys() & set(requested_names)
+                }
+    loose = [name for name in requested_names if name not in content_by_name]
+    read = store.read_many([f"{folder}/{name}" for name in loose])
+    content_by_name |= {
+        name: read[f"{folder}/{name}"] for name in loose if f"{folder}/{name}" in read
+    }
+    return content_by_name, {name for name in loose if name in content_by_name}
+
+
+def pack_files(store: ArtefactStore, folder: str, files: Mapping[str, bytes]) -> None:
+    """Write these files as one pack once they are many and were read without fault; a failure is ignored.
+
+    The files themselves stay where they are and stay the truth: whatever a pack lacks, or a pack that cannot be read,
+    costs requests and nothing else.
+    """
+    if len(files) < PACK_FILES:
+        return
+    body = orjson.dumps({name: raw.decode() for name, raw in sorted(files.items())})
+    with contextlib.suppress(LarderError):
+        store.write_once(f"{folder}/pack-{hashlib.sha256(body).hexdigest()[:16]}.json", body)

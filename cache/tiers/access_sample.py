@@ -10,7 +10,7 @@ import xxhash
 
 from cache.tiers.l1 import LIVE_BYTES, OVERHEAD_BYTES, ReadyAnswer, size_of
 from cache.tiers.reads import Hit, ReadResult, RecordKey, RecordKeys
-from cache.usage.miss_ratio_curve import SPACE, Access
+from cache.usage.miss_ratio_curve import HASH_SPACE, Access
 
 TRACE_MAX = 16_384
 """Reads remembered until they are taken; more push out the oldest."""
@@ -39,7 +39,7 @@ class AccessTrace(deque[Access]):
         if generation != self.generation:
             self.generation = generation
             if self.last >= 0:
-                self.sample(SPACE - 1)
+                self.sample(HASH_SPACE - 1)
 
     def attach_access(self, generation: str, fingerprint: int, ready: ReadyAnswer) -> ReadyAnswer:
         """An answer of the live generation, about to be kept, with what its readers are to write if it is sampled.

@@ -28,6 +28,9 @@ from cache.tiers.l1 import Entry, LocalKey
 Tier = Literal["l1", "l2"]
 """Tiers: this process and Redis."""
 
+FlightKey = int | tuple[int, bytes]
+_NUMBERED_TABLES_MAX = 4_096
+
 
 class DescribedEnum(StrEnum):
     """Word of an answer's field, with its `meaning` in a sentence for whoever reads it."""
@@ -86,7 +89,7 @@ class MissReason(DescribedEnum):
     )
 
 
-OUTAGES = frozenset(
+OUTAGE_REASONS = frozenset(
     {
         MissReason.PAGE_MISSING,
         MissReason.CORRUPT,
@@ -97,14 +100,11 @@ OUTAGES = frozenset(
 )
 """Reasons of a miss: what the night has computed is out of reach for a while."""
 
-
-STANDS_IN = OUTAGES | {MissReason.NOT_IN_GENERATION}
+STAND_IN_REASONS = OUTAGE_REASONS | {MissReason.NOT_IN_GENERATION}
 """Reasons of a miss where the night has a place for an entity, and a live answer kept beside it does for a while."""
 
-
-NOWHERE = frozenset({MissReason.NOT_IN_GENERATION, MissReason.NEGATIVE, MissReason.UNREAD})
+NOWHERE_REASONS = frozenset({MissReason.NOT_IN_GENERATION, MissReason.NEGATIVE, MissReason.UNREAD})
 """Reasons of a miss: nothing is stored for an id that the night did not know."""
-
 
 PUBLIC_BY_INTERNAL_REASON: Mapping[str, MissReason] = {
     MissReason.NEGATIVE: MissReason.NOT_IN_GENERATION,
@@ -112,11 +112,18 @@ PUBLIC_BY_INTERNAL_REASON: Mapping[str, MissReason] = {
 }
 """Reason that answers, metrics and explanations tell in place of another: none says how an absence was found out."""
 
-
 REASONS_WITH_STORED_ANSWER = frozenset(
     {MissReason.NOTHING_TO_COMPUTE_FROM, MissReason.FRESH_UNAVAILABLE}
 )
 """Reasons that go with a stored answer where a fresh one was asked for: no miss."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A snapshot as far as a read needs it, captured once per request."""
+
+    generation: str
+    directories: Mapping[str, Directory]
 
 
 class RecordKey(NamedTuple):
@@ -133,102 +140,6 @@ class RecordKey(NamedTuple):
     position: int
     digest: bytes | None = None
     skips_overlay: bool = False
-
-
-class Hit(NamedTuple):
-    """A record whose fingerprint is the wanted one; `expires_at` (monotonic) is None for what the night computed.
-
-    `reason` is set when this stands in, for a while, for a record of the night that is out of reach.
-    """
-
-    record: bytes
-    tier: Tier
-    live: bool
-    expires_at: float | None
-    reason: MissReason | None = None
-
-
-class Miss(NamedTuple):
-    """A miss: no stored answer, and why."""
-
-    reason: MissReason
-
-
-ReadResult = Hit | Miss
-
-
-MISS_BY_REASON = {reason: Miss(reason) for reason in MissReason}
-
-
-_UNAVAILABLE = {
-    "timeout": MISS_BY_REASON[MissReason.L2_TIMEOUT],
-    "connection": MISS_BY_REASON[MissReason.L2_DOWN],
-    "breaker_open": MISS_BY_REASON[MissReason.BREAKER_OPEN],
-}
-
-
-def unavailable(error: TierUnavailable) -> Miss:
-    """The miss of a read that L2 could not answer."""
-    return _UNAVAILABLE[str(error.details["reason"])]
-
-
-def unsound(record: bytes, fingerprint: int) -> MissReason:
-    """Reason why a page's record is no answer: the night had none for this entity, or it is not what it should be."""
-    absent = is_absent(record, fingerprint)
-    return MissReason.NOT_IN_GENERATION if absent else MissReason.CORRUPT
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A snapshot as far as a read needs it, captured once per request."""
-
-    generation: str
-    directories: Mapping[str, Directory]
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counters of reads: every want that was asked for is counted once, in `l1`, `l2` or one of `missed`.
-
-    `l1` are records found there, in `records`, and answers that were ready to be sent, in `ready`. Those are counted
-    some at a time: `flush` adds what is still to be counted.
-    """
-
-    records: int = 0
-    ready: int = 0
-    l2: int = 0
-    missed: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
-    l2_reads: int = 0
-    flush: Callable[[], None] = lambda: None
-
-    def count(self, outcomes: Sequence[ReadResult]) -> None:
-        """Adds one request's outcomes."""
-        for outcome in outcomes:
-            if type(outcome) is Miss:
-                self.missed[outcome.reason] += 1
-            elif outcome.tier == "l1":  # type: ignore[union-attr]
-                self.records += 1
-            else:
-                self.l2 += 1
-
-    def count_rows(
-        self, is_l2: NDArray[np.bool_], result_by_index: Mapping[int, ReadResult]
-    ) -> None:
-        """Adds rows by the tier each is from, but those at the places of `result_by_index` by their outcomes."""
-        l2 = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[index]) for index in result_by_index)
-        self.l2 += l2
-        self.records += len(is_l2) - l2 - len(result_by_index)
-        self.count(list(result_by_index.values()))
-
-    @property
-    def l1(self) -> int:
-        """Number of wants that L1 answered."""
-        return self.records + self.ready
-
-    @property
-    def total(self) -> int:
-        """Number of all outcomes."""
-        return self.l1 + self.l2 + sum(self.missed.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,6 +178,28 @@ class RecordKeys:
         return RecordKey(self.table, self.keys[index], print_, position, digest)
 
 
+class Hit(NamedTuple):
+    """A record whose fingerprint is the wanted one; `expires_at` (monotonic) is None for what the night computed.
+
+    `reason` is set when this stands in, for a while, for a record of the night that is out of reach.
+    """
+
+    record: bytes
+    tier: Tier
+    live: bool
+    expires_at: float | None
+    reason: MissReason | None = None
+
+
+class Miss(NamedTuple):
+    """A miss: no stored answer, and why."""
+
+    reason: MissReason
+
+
+ReadResult = Hit | Miss
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """Rows that a read of `RecordKeys` found, in their order.
@@ -280,10 +213,74 @@ class Rows:
     result_by_index: dict[int, ReadResult]
 
 
-FlightKey = int | tuple[int, bytes]
+MISS_BY_REASON = {reason: Miss(reason) for reason in MissReason}
+
+_MISS_BY_L2_REASON = {
+    "timeout": MISS_BY_REASON[MissReason.L2_TIMEOUT],
+    "connection": MISS_BY_REASON[MissReason.L2_DOWN],
+    "breaker_open": MISS_BY_REASON[MissReason.BREAKER_OPEN],
+}
 
 
-_KEPT_MAX = 4_096
+def judge_entry(entry: Entry, record_key: RecordKey, tier: Tier) -> ReadResult:
+    """The outcome of what a tier holds for this want: found, corrupt, or from another input."""
+    if entry.fingerprint != record_key.fingerprint:
+        return MISS_BY_REASON[MissReason.CORRUPT]
+    # Whoever sent nothing may have what is stored; whoever sent something gets an answer to that.
+    if (
+        entry.digest is not None
+        and record_key.digest is not None
+        and entry.digest != record_key.digest
+    ):
+        return MISS_BY_REASON[MissReason.INPUT_CHANGED]
+    return Hit(entry.record, tier, entry.digest is not None, entry.expires_at)
+
+
+def overlay_entry(record_key: RecordKey, overlay: Overlay, asked_at: float) -> Entry | Miss:
+    """The entry in an overlay asked for at `asked_at` (monotonic), or why it is a miss."""
+    unpacked = unpack_overlay(record_key.table.layout, overlay.payload)
+    if unpacked is None or peek_format(unpacked[0]) != RECORD_FORMAT:
+        return MISS_BY_REASON[MissReason.CORRUPT]
+    if overlay.ttl_s <= 0:
+        return MISS_BY_REASON[MissReason.EXPIRED]
+    record, digest = unpacked
+    if peek_fingerprint(record) != record_key.fingerprint:
+        return MISS_BY_REASON[MissReason.CORRUPT]
+    return Entry(record, record_key.fingerprint, digest, asked_at + overlay.ttl_s)
+
+
+def is_overlay_answer(record_key: RecordKey, overlay: Overlay, asked_at: float) -> bool:
+    """True if an overlay asked for at `asked_at` (monotonic) holds an answer to this very input."""
+    entry = overlay_entry(record_key, overlay, asked_at)
+    return isinstance(entry, Entry) and isinstance(judge_entry(entry, record_key, "l2"), Hit)
+
+
+def live_key(key: LocalKey, digest: bytes) -> LocalKey:
+    """Key in L1 of a live answer to this input, which is kept beside the record of the night."""
+    raw = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")
+    return key._replace(key=raw + digest)
+
+
+def check_live_record(record_key: RecordKey, record: bytes) -> None:
+    """Raises ValueError for anything but a whole live record of the wanted entity."""
+    size_bytes = record_key.table.layout.size_bytes
+    if len(record) != size_bytes:
+        raise ValueError(
+            f"a record of {record_key.table.name} has {size_bytes} bytes, not {len(record)}"
+        )
+    if peek_fingerprint(record) != record_key.fingerprint or not is_live(record):
+        raise ValueError(f"not a live record of the wanted entity in {record_key.table.name}")
+
+
+def unsound_reason(record: bytes, fingerprint: int) -> MissReason:
+    """Reason why a page's record is no answer: the night had none for this entity, or it is not what it should be."""
+    absent = is_absent(record, fingerprint)
+    return MissReason.NOT_IN_GENERATION if absent else MissReason.CORRUPT
+
+
+def unavailable_miss(error: TierUnavailable) -> Miss:
+    """The miss of a read that L2 could not answer."""
+    return _MISS_BY_L2_REASON[str(error.details["reason"])]
 
 
 def reads_of(view: View, record_keys: Sequence[RecordKey]) -> list[Read]:
@@ -333,7 +330,7 @@ class FlightKeys:
         """The number to add to a 64-bit hash; a table that was forgotten gets a new one, never that of another."""
         start = self._starts.get((generation, table))
         if start is None:
-            if len(self._starts) >= _KEPT_MAX:
+            if len(self._starts) >= _NUMBERED_TABLES_MAX:
                 self._starts.clear()
             start = self._starts[generation, table] = next(self._numbers) << 64
         return start
@@ -344,51 +341,46 @@ class FlightKeys:
         return start + key if isinstance(key, int) else (start, key)
 
 
-def judge(entry: Entry, record_key: RecordKey, tier: Tier) -> ReadResult:
-    """The outcome of what a tier holds for this want: found, corrupt, or from another input."""
-    if entry.fingerprint != record_key.fingerprint:
-        return MISS_BY_REASON[MissReason.CORRUPT]
-    # Whoever sent nothing may have what is stored; whoever sent something gets an answer to that.
-    if (
-        entry.digest is not None
-        and record_key.digest is not None
-        and entry.digest != record_key.digest
-    ):
-        return MISS_BY_REASON[MissReason.INPUT_CHANGED]
-    return Hit(entry.record, tier, entry.digest is not None, entry.expires_at)
+@dataclass(slots=True)
+class Counters:
+    """Counters of reads: every want that was asked for is counted once, in `l1`, `l2` or one of `missed`.
 
+    `l1` are records found there, in `records`, and answers that were ready to be sent, in `ready`. Those are counted
+    some at a time: `flush` adds what is still to be counted.
+    """
 
-def overlay_entry(record_key: RecordKey, overlay: Overlay, asked_at: float) -> Entry | Miss:
-    """The entry in an overlay asked for at `asked_at` (monotonic), or why it is a miss."""
-    unpacked = unpack_overlay(record_key.table.layout, overlay.payload)
-    if unpacked is None or peek_format(unpacked[0]) != RECORD_FORMAT:
-        return MISS_BY_REASON[MissReason.CORRUPT]
-    if overlay.ttl_s <= 0:
-        return MISS_BY_REASON[MissReason.EXPIRED]
-    record, digest = unpacked
-    if peek_fingerprint(record) != record_key.fingerprint:
-        return MISS_BY_REASON[MissReason.CORRUPT]
-    return Entry(record, record_key.fingerprint, digest, asked_at + overlay.ttl_s)
+    records: int = 0
+    ready: int = 0
+    l2: int = 0
+    missed: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    l2_reads: int = 0
+    flush: Callable[[], None] = lambda: None
 
+    def count(self, outcomes: Sequence[ReadResult]) -> None:
+        """Adds one request's outcomes."""
+        for outcome in outcomes:
+            if type(outcome) is Miss:
+                self.missed[outcome.reason] += 1
+            elif outcome.tier == "l1":  # type: ignore[union-attr]
+                self.records += 1
+            else:
+                self.l2 += 1
 
-def is_answer(record_key: RecordKey, overlay: Overlay, asked_at: float) -> bool:
-    """True if an overlay asked for at `asked_at` (monotonic) holds an answer to this very input."""
-    entry = overlay_entry(record_key, overlay, asked_at)
-    return isinstance(entry, Entry) and isinstance(judge(entry, record_key, "l2"), Hit)
+    def count_rows(
+        self, is_l2: NDArray[np.bool_], result_by_index: Mapping[int, ReadResult]
+    ) -> None:
+        """Adds rows by the tier each is from, but those at the places of `result_by_index` by their outcomes."""
+        l2 = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[index]) for index in result_by_index)
+        self.l2 += l2
+        self.records += len(is_l2) - l2 - len(result_by_index)
+        self.count(list(result_by_index.values()))
 
+    @property
+    def l1(self) -> int:
+        """Number of wants that L1 answered."""
+        return self.records + self.ready
 
-def live_key(key: LocalKey, digest: bytes) -> LocalKey:
-    """Key in L1 of a live answer to this input, which is kept beside the record of the night."""
-    raw = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")
-    return key._replace(key=raw + digest)
-
-
-def check_live(record_key: RecordKey, record: bytes) -> None:
-    """Raises ValueError for anything but a whole live record of the wanted entity."""
-    size_bytes = record_key.table.layout.size_bytes
-    if len(record) != size_bytes:
-        raise ValueError(
-            f"a record of {record_key.table.name} has {size_bytes} bytes, not {len(record)}"
-        )
-    if peek_fingerprint(record) != record_key.fingerprint or not is_live(record):
-        raise ValueError(f"not a live record of the wanted entity in {record_key.table.name}")
+    @property
+    def total(self) -> int:
+        """Number of all outcomes."""
+        return self.l1 + self.l2 + sum(self.missed.values())

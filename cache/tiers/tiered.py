@@ -28,8 +28,8 @@ from cache.tiers.access_sample import AccessTrace
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache, ReadyAnswer
 from cache.tiers.reads import (
     MISS_BY_REASON,
-    OUTAGES,
-    STANDS_IN,
+    OUTAGE_REASONS,
+    STAND_IN_REASONS,
     Counters,
     FlightKey,
     FlightKeys,
@@ -41,326 +41,25 @@ from cache.tiers.reads import (
     RecordKeys,
     Rows,
     View,
-    check_live,
-    is_answer,
-    judge,
+    check_live_record,
+    is_overlay_answer,
+    judge_entry,
     live_key,
     overlay_entry,
     page_reads,
     reads_of,
-    unavailable,
-    unsound,
+    unavailable_miss,
+    unsound_reason,
 )
 from cache.tiers.singleflight import SingleFlight
 
-T = TypeVar("T")
+WriteOverlays = Callable[[Sequence[OverlayWrite]], Awaitable[list[TierUnavailable | None]]]
+_WRITES_AT_ONCE = 256
 
-
-class FlightRecords(Sequence[Entry | Miss]):
-    """Records that a flight of many keys brought: as rows for who asked for them, one by one for who joined.
-
-    `rows[i]` means nothing where `missed` has `i`.
-    """
-
-    def __init__(self, rows: NDArray[Any], missed: dict[int, Miss]) -> None:
-        self.rows = rows
-        self.missed = missed
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Entry | Miss:  # type: ignore[override]
-        if (missed := self.missed.get(index)) is not None:
-            return missed
-        record = self.rows[index].tobytes()
-        return Entry(record, peek_fingerprint(record))
-
-
-class RowReader:
-    """Reads `RecordKeys` through both tiers; its flights are those of single reads too."""
-
-    def __init__(
-        self,
-        local: LocalTier,
-        flights: SingleFlight[FlightKey, Entry | Miss],
-        flight_keys: FlightKeys,
-        remote: DataPlane,
-        counters: Counters,
-    ) -> None:
-        self._local = local
-        self._flights = flights
-        self._flight_keys = flight_keys
-        self._remote = remote
-        self._counters = counters
-
-    async def read(self, view: View, record_keys: RecordKeys, left_s: float | None) -> Rows:
-        """Rows, one per want, or why there is none; `left_s` None: the deadline of L2 itself is the caller's too."""
-        entries = (
-            self._local.get_many(record_keys.local_keys(view.generation)) if self._local else ()
-        )
-        if not any(entries):
-            return await self._read(view, record_keys, left_s)
-        absent = [index for index, entry in enumerate(entries) if entry is None]
-        if not absent:
-            return _checked(
-                record_keys, _rows_of(record_keys, [entry.record for entry in entries if entry])
-            )
-        hit_indexes = [index for index, entry in enumerate(entries) if entry is not None]
-        read = await self._read(view, record_keys.select(absent), left_s)
-        records = np.empty(len(record_keys), record_keys.table.layout.dtype)
-        _put(
-            records,
-            hit_indexes,
-            _rows_of(record_keys, [entry.record for entry in entries if entry]),
-        )
-        _put(records, absent, read.records)
-        rows = _checked(record_keys, records)
-        rows.is_l2[absent] = True
-        for index, read_result in read.result_by_index.items():
-            rows.result_by_index[absent[index]] = read_result
-        return rows
-
-    async def _read(self, view: View, record_keys: RecordKeys, left_s: float | None) -> Rows:
-        """Rows from L2 alone; L2_TIMEOUT for all of them when `left_s` is over."""
-
-        def work(new: Sequence[int]) -> asyncio.Future[Sequence[Entry | Miss]]:
-            return self._fetch(view, record_keys.select(new))
-
-        is_l2 = np.ones(len(record_keys), bool)
-        start = self._flight_keys.start(view.generation, record_keys.table.name)
-        try:
-            new, landed, entry_by_index = await self._wait(
-                list(map(start.__add__, record_keys.keys)), work, left_s
-            )
-        except TimeoutError:
-            late = dict.fromkeys(range(len(record_keys)), MISS_BY_REASON[MissReason.L2_TIMEOUT])
-            return Rows(np.zeros(len(record_keys), record_keys.table.layout.dtype), is_l2, {**late})
-        if type(landed) is not FlightRecords:
-            entry_by_index.update(zip(new, landed, strict=True))
-        elif len(new) == len(record_keys):
-            return Rows(landed.rows, is_l2, {**landed.missed})
-        missed: dict[int, ReadResult] = {}
-        joined: dict[int, bytes] = {}
-        prints = record_keys.fingerprints
-        own_landed: FlightRecords | None = None
-        if type(landed) is FlightRecords:
-            own_landed = landed
-            missed = {new[index]: miss for index, miss in landed.missed.items()}
-        for batch_index, entry in entry_by_index.items():
-            if isinstance(entry, Miss):
-                missed[batch_index] = entry
-            elif entry.fingerprint != prints.item(batch_index):
-                missed[batch_index] = MISS_BY_REASON[MissReason.CORRUPT]
-            else:
-                joined[batch_index] = entry.record
-        return Rows(_spread(record_keys, own_landed, new, joined), is_l2, missed)
-
-    async def _wait(
-        self,
-        keys: Sequence[FlightKey],
-        work: Callable[[Sequence[int]], asyncio.Future[Sequence[Entry | Miss]]],
-        left_s: float | None,
-    ) -> tuple[Sequence[int], Sequence[Entry | Miss], dict[int, Entry | Miss]]:
-        if left_s is None:
-            return await self._flights.do_batch(keys, work)
-        if left_s <= 0:
-            raise TimeoutError
-        async with asyncio.timeout(left_s):
-            return await self._flights.do_batch(keys, work)
-
-    def _fetch(self, view: View, record_keys: RecordKeys) -> asyncio.Future[Sequence[Entry | Miss]]:
-        self._counters.l2_reads += len(record_keys)
-
-        def keep(answers: Sequence[L2Result]) -> Sequence[Entry | Miss]:
-            landed = _landed(record_keys, answers)
-            # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
-            self._fill(view, record_keys, landed, answers)
-            return landed
-
-        return self._remote.submit(page_reads(view, record_keys), keep)
-
-    def _fill(
-        self,
-        view: View,
-        record_keys: RecordKeys,
-        landed: FlightRecords,
-        answers: Sequence[L2Result],
-    ) -> None:
-        missed = landed.missed
-        if not self._local.can_fit(record_keys.table.layout.size_bytes):
-            self._local.too_large += len(record_keys) - len(missed)
-            return
-        prints, keys = record_keys.fingerprints.tolist(), record_keys.local_keys(view.generation)
-        records: Sequence[Any] = answers.payloads() if isinstance(answers, Frames) else answers
-        if missed:
-            hit_indexes = [index for index in range(len(record_keys)) if index not in missed]
-            prints = [prints[index] for index in hit_indexes]
-            keys, records = (
-                [keys[index] for index in hit_indexes],
-                [records[index] for index in hit_indexes],
-            )
-        self._local.fill(keys, records, prints)
-
-
-def _rows_of(record_keys: RecordKeys, records: Sequence[bytes]) -> NDArray[Any]:
-    return np.frombuffer(b"".join(records), record_keys.table.layout.dtype)
-
-
-def _put(records: NDArray[Any], indexes: Sequence[int], rows: NDArray[Any]) -> None:
-    """`records[places] = rows`, without looking at the fields."""
-    opaque_dtype = np.dtype((np.void, records.itemsize))
-    records.view(opaque_dtype)[np.asarray(indexes, np.intp)] = rows.view(opaque_dtype)
-
-
-def _spread(
-    record_keys: RecordKeys,
-    landed: FlightRecords | None,
-    new: Sequence[int],
-    joined: dict[int, bytes],
-) -> NDArray[Any]:
-    """Records of this flight at the places `new`, of others at theirs; else zeros."""
-    dtype = record_keys.table.layout.dtype
-    indexes, rows = ([], b"") if landed is None else (list(new), landed.rows)
-    record_buffer = loader.kernels.spread(len(record_keys), dtype.itemsize, rows, indexes, joined)
-    return np.frombuffer(record_buffer, dtype)
-
-
-def _checked(record_keys: RecordKeys, records: NDArray[Any]) -> Rows:
-    """Rows of L1 and of other flights, corrupt where a record is not its entity's."""
-    result_by_index: dict[int, ReadResult] = {}
-    is_own = records["fingerprint"] == record_keys.fingerprints
-    if np.count_nonzero(is_own) < len(is_own):
-        result_by_index = dict.fromkeys(
-            np.flatnonzero(~is_own).tolist(), MISS_BY_REASON[MissReason.CORRUPT]
-        )
-    return Rows(records, np.zeros(len(record_keys), bool), result_by_index)
-
-
-def _landed(record_keys: RecordKeys, answers: Sequence[L2Result]) -> FlightRecords:
-    """Answers as rows, each of them checked to be its entity's."""
-    layout = record_keys.table.layout
-    missed: dict[int, Miss] = {}
-    if type(answers) is Frames:
-        sound_rows = answers.sound(layout.dtype, record_keys.fingerprints, RECORD_FORMAT)
-        if sound_rows is not None:
-            return FlightRecords(sound_rows, missed)
-        rows = answers.rows(layout.dtype)
-    else:
-        blank = bytes(layout.size_bytes)
-        rows = _rows_of(
-            record_keys, [answer if isinstance(answer, bytes) else blank for answer in answers]
-        )
-        for index, answer in enumerate(answers):
-            if isinstance(answer, TierUnavailable):
-                missed[index] = unavailable(answer)
-            elif not isinstance(answer, bytes):
-                missed[index] = MISS_BY_REASON[MissReason.PAGE_MISSING]
-    sound = are_answers_of(rows, record_keys.fingerprints)
-    if np.count_nonzero(sound) < len(sound):
-        for index in np.flatnonzero(~sound).tolist():
-            record, fingerprint = rows[index].tobytes(), record_keys.fingerprints.item(index)
-            missed.setdefault(index, MISS_BY_REASON[unsound(record, fingerprint)])
-    return FlightRecords(rows, missed)
-
-
-_AT_ONCE = 256
-
-
-_AT_ONCE_S = 0.001
+_WRITTEN_UNCHANGED_S = 0.001
 """Seconds up to which a write that waited is written as it is."""
 
-
-Write = Callable[[Sequence[OverlayWrite]], Awaitable[list[TierUnavailable | None]]]
-
-
-class WriteBehind:
-    """A queue whose writes each end as stored, failed or dropped; none is retried, for each can be recomputed.
-
-    Waiting shortens the life of what is written, so that it ends when the answer's does.
-    """
-
-    def __init__(
-        self,
-        write: Write,
-        max_bytes: int,
-        timer: Callable[[], float] = time.monotonic,
-        loops: BackgroundLoops | None = None,
-    ) -> None:
-        self.stored_count = 0
-        self.failed_count = 0
-        self.dropped_count = 0
-        self._write = write
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._timer = timer
-        self._loops = BackgroundLoops() if loops is None else loops
-        self._queue: deque[tuple[OverlayWrite, float]] = deque()
-        self._task: asyncio.Task[None] | None = None
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def put(self, write: OverlayWrite) -> None:
-        """Queues the write, or drops it when `max_bytes` of payload are already waiting."""
-        if self._bytes + len(write.payload) > self._max_bytes:
-            self.dropped_count += 1
-            return
-        self._bytes += len(write.payload)
-        self._queue.append((write, self._timer() + write.ttl_s))
-        if self._task is None or self._task.done():
-            self._task = self._loops.start(
-                "write_behind", self._write_some, is_due=lambda: bool(self._queue)
-            )
-
-    async def aclose(self, timeout_s: float) -> None:
-        """Stores what is queued as far as `timeout_s` allows and drops the rest."""
-        task = self._task
-        if task is not None:
-            await asyncio.wait({task}, timeout=timeout_s)
-            await stop([task])
-        self.dropped_count += len(self._queue)
-        self._queue.clear()
-        self._bytes = 0
-
-    async def _write_some(self) -> None:
-        """Write what waits longest; whatever is raised, these writes have ended as failed."""
-        writes = self._next()
-        if not writes:
-            return
-        stored_count = 0
-        try:
-            stored_count = (await self._write(writes)).count(None)
-        finally:
-            self.stored_count += stored_count
-            self.failed_count += len(writes) - stored_count
-
-    def _next(self) -> list[OverlayWrite]:
-        """Takes some of the queue's writes, with what is left of their lives; what has none left is dropped."""
-        writes: list[OverlayWrite] = []
-        now_s = self._timer()
-        for _ in range(min(_AT_ONCE, len(self._queue))):
-            write, ends_at = self._queue.popleft()
-            self._bytes -= len(write.payload)
-            left_s = ends_at - now_s
-            if left_s <= 0:
-                self.dropped_count += 1
-            elif left_s >= write.ttl_s - _AT_ONCE_S:
-                writes.append(write)
-            else:
-                writes.append(write._replace(ttl_s=left_s))
-        return writes
-
-
-__all__ = [
-    "Counters",
-    "Hit",
-    "Miss",
-    "MissReason",
-    "ReadResult",
-    "RecordKey",
-    "TieredCache",
-    "View",
-]
+T = TypeVar("T")
 
 
 class TieredCache:
@@ -393,7 +92,9 @@ class TieredCache:
     def peek(self, view: View, record_key: RecordKey) -> Hit | None:
         """The record if L1 has it, without awaiting; counts a hit, and leaves a miss to `get`."""
         entry = self.local.get(LocalKey(view.generation, record_key.table.name, record_key.key))
-        if entry is None or not isinstance(read_result := judge(entry, record_key, "l1"), Hit):
+        if entry is None or not isinstance(
+            read_result := judge_entry(entry, record_key, "l1"), Hit
+        ):
             return None
         self.counters.records += 1
         self.trace.note_read(view.generation, record_key, read_result)
@@ -402,7 +103,7 @@ class TieredCache:
     def inspect(self, view: View, record_key: RecordKey) -> Hit | None:
         """The record if L1 has it, for somebody who only looks: nothing is counted, and what goes first stays."""
         entry = self.local.inspect(LocalKey(view.generation, record_key.table.name, record_key.key))
-        read_result = None if entry is None else judge(entry, record_key, "l1")
+        read_result = None if entry is None else judge_entry(entry, record_key, "l1")
         return read_result if isinstance(read_result, Hit) else None
 
     async def get(
@@ -478,7 +179,7 @@ class TieredCache:
 
         def keep(answers: Sequence[L2Result]) -> None:
             if (answer := answers[0]) is None or isinstance(answer, Overlay):
-                on_reply(answer is not None and is_answer(record_key, answer, asked_at))
+                on_reply(answer is not None and is_overlay_answer(record_key, answer, asked_at))
 
         self._remote.submit(reads_of(view, (record_key,)), keep)
 
@@ -496,7 +197,7 @@ class TieredCache:
         `lease_mark` is the lease that ends when the answer is stored. Raises ValueError for anything but a whole live
         record of this entity: defaults and partial answers are never stored.
         """
-        check_live(record_key, record)
+        check_live_record(record_key, record)
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         entry = Entry(record, record_key.fingerprint, digest, self._timer() + ttl_s)
         if record_key.position >= 0:
@@ -547,7 +248,7 @@ class TieredCache:
     def _read_local(self, key: LocalKey, record_key: RecordKey) -> ReadResult | None:
         """The outcome without L2; None if L2 has to be asked."""
         if (entry := self.local.get(key)) is not None:
-            return judge(entry, record_key, "l1")
+            return judge_entry(entry, record_key, "l1")
         if record_key.skips_overlay:
             return MISS_BY_REASON[MissReason.UNREAD]
         if record_key.position < 0 and key in self.negative:
@@ -557,15 +258,19 @@ class TieredCache:
     def _judged(self, key: LocalKey, entry: Entry | Miss, record_key: RecordKey) -> ReadResult:
         """The outcome of a read of L2; a live answer kept beside the page counts only while that gives none."""
         if isinstance(entry, Entry):
-            return judge(entry, record_key, "l2")
-        if record_key.position < 0 or record_key.digest is None or entry.reason not in STANDS_IN:
+            return judge_entry(entry, record_key, "l2")
+        if (
+            record_key.position < 0
+            or record_key.digest is None
+            or entry.reason not in STAND_IN_REASONS
+        ):
             return entry
         live_entry = self.local.get(live_key(key, record_key.digest))
-        outcome = entry if live_entry is None else judge(live_entry, record_key, "l1")
+        outcome = entry if live_entry is None else judge_entry(live_entry, record_key, "l1")
         if not isinstance(outcome, Hit):
             return entry
         # Without a record of the night it is what is stored of this id, and no substitute.
-        reason = entry.reason if entry.reason in OUTAGES else None
+        reason = entry.reason if entry.reason in OUTAGE_REASONS else None
         return outcome._replace(reason=reason)
 
     async def _read_one(
@@ -631,10 +336,10 @@ class TieredCache:
     ) -> Entry | Miss:
         if type(answer) is bytes:
             if not is_answer_of(answer, record_key.fingerprint):
-                return MISS_BY_REASON[unsound(answer, record_key.fingerprint)]
+                return MISS_BY_REASON[unsound_reason(answer, record_key.fingerprint)]
             entry: Entry | Miss = Entry(answer, record_key.fingerprint)
         elif isinstance(answer, TierUnavailable):
-            return unavailable(answer)
+            return unavailable_miss(answer)
         elif record_key.position >= 0:
             return MISS_BY_REASON[MissReason.PAGE_MISSING]
         # Written by this process while the read was under way: newer than what the read found.
@@ -648,3 +353,288 @@ class TieredCache:
         if isinstance(entry, Entry):
             self.local.put(key, entry)
         return entry
+
+
+class FlightRecords(Sequence[Entry | Miss]):
+    """Records that a flight of many keys brought: as rows for who asked for them, one by one for who joined.
+
+    `rows[i]` means nothing where `missed` has `i`.
+    """
+
+    def __init__(self, rows: NDArray[Any], missed: dict[int, Miss]) -> None:
+        self.rows = rows
+        self.missed = missed
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Entry | Miss:  # type: ignore[override]
+        if (missed := self.missed.get(index)) is not None:
+            return missed
+        record = self.rows[index].tobytes()
+        return Entry(record, peek_fingerprint(record))
+
+
+class RowReader:
+    """Reads `RecordKeys` through both tiers; its flights are those of single reads too."""
+
+    def __init__(
+        self,
+        local: LocalTier,
+        flights: SingleFlight[FlightKey, Entry | Miss],
+        flight_keys: FlightKeys,
+        remote: DataPlane,
+        counters: Counters,
+    ) -> None:
+        self._local = local
+        self._flights = flights
+        self._flight_keys = flight_keys
+        self._remote = remote
+        self._counters = counters
+
+    async def read(self, view: View, record_keys: RecordKeys, left_s: float | None) -> Rows:
+        """Rows, one per want, or why there is none; `left_s` None: the deadline of L2 itself is the caller's too."""
+        entries = (
+            self._local.get_many(record_keys.local_keys(view.generation)) if self._local else ()
+        )
+        if not any(entries):
+            return await self._read(view, record_keys, left_s)
+        absent = [index for index, entry in enumerate(entries) if entry is None]
+        if not absent:
+            return _checked_rows(
+                record_keys, _rows_of(record_keys, [entry.record for entry in entries if entry])
+            )
+        hit_indexes = [index for index, entry in enumerate(entries) if entry is not None]
+        read = await self._read(view, record_keys.select(absent), left_s)
+        records = np.empty(len(record_keys), record_keys.table.layout.dtype)
+        _put_rows(
+            records,
+            hit_indexes,
+            _rows_of(record_keys, [entry.record for entry in entries if entry]),
+        )
+        _put_rows(records, absent, read.records)
+        rows = _checked_rows(record_keys, records)
+        rows.is_l2[absent] = True
+        for index, read_result in read.result_by_index.items():
+            rows.result_by_index[absent[index]] = read_result
+        return rows
+
+    async def _read(self, view: View, record_keys: RecordKeys, left_s: float | None) -> Rows:
+        """Rows from L2 alone; L2_TIMEOUT for all of them when `left_s` is over."""
+
+        def work(new: Sequence[int]) -> asyncio.Future[Sequence[Entry | Miss]]:
+            return self._fetch(view, record_keys.select(new))
+
+        is_l2 = np.ones(len(record_keys), bool)
+        start = self._flight_keys.start(view.generation, record_keys.table.name)
+        try:
+            new, landed, entry_by_index = await self._wait(
+                list(map(start.__add__, record_keys.keys)), work, left_s
+            )
+        except TimeoutError:
+            late = dict.fromkeys(range(len(record_keys)), MISS_BY_REASON[MissReason.L2_TIMEOUT])
+            return Rows(np.zeros(len(record_keys), record_keys.table.layout.dtype), is_l2, {**late})
+        if type(landed) is not FlightRecords:
+            entry_by_index.update(zip(new, landed, strict=True))
+        elif len(new) == len(record_keys):
+            return Rows(landed.rows, is_l2, {**landed.missed})
+        missed: dict[int, ReadResult] = {}
+        joined: dict[int, bytes] = {}
+        prints = record_keys.fingerprints
+        own_landed: FlightRecords | None = None
+        if type(landed) is FlightRecords:
+            own_landed = landed
+            missed = {new[index]: miss for index, miss in landed.missed.items()}
+        for batch_index, entry in entry_by_index.items():
+            if isinstance(entry, Miss):
+                missed[batch_index] = entry
+            elif entry.fingerprint != prints.item(batch_index):
+                missed[batch_index] = MISS_BY_REASON[MissReason.CORRUPT]
+            else:
+                joined[batch_index] = entry.record
+        return Rows(_spread_rows(record_keys, own_landed, new, joined), is_l2, missed)
+
+    async def _wait(
+        self,
+        keys: Sequence[FlightKey],
+        work: Callable[[Sequence[int]], asyncio.Future[Sequence[Entry | Miss]]],
+        left_s: float | None,
+    ) -> tuple[Sequence[int], Sequence[Entry | Miss], dict[int, Entry | Miss]]:
+        if left_s is None:
+            return await self._flights.do_batch(keys, work)
+        if left_s <= 0:
+            raise TimeoutError
+        async with asyncio.timeout(left_s):
+            return await self._flights.do_batch(keys, work)
+
+    def _fetch(self, view: View, record_keys: RecordKeys) -> asyncio.Future[Sequence[Entry | Miss]]:
+        self._counters.l2_reads += len(record_keys)
+
+        def keep(answers: Sequence[L2Result]) -> Sequence[Entry | Miss]:
+            landed = _flight_records(record_keys, answers)
+            # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
+            self._fill(view, record_keys, landed, answers)
+            return landed
+
+        return self._remote.submit(page_reads(view, record_keys), keep)
+
+    def _fill(
+        self,
+        view: View,
+        record_keys: RecordKeys,
+        landed: FlightRecords,
+        answers: Sequence[L2Result],
+    ) -> None:
+        missed = landed.missed
+        if not self._local.can_fit(record_keys.table.layout.size_bytes):
+            self._local.too_large += len(record_keys) - len(missed)
+            return
+        prints, keys = record_keys.fingerprints.tolist(), record_keys.local_keys(view.generation)
+        records: Sequence[Any] = answers.payloads() if isinstance(answers, Frames) else answers
+        if missed:
+            hit_indexes = [index for index in range(len(record_keys)) if index not in missed]
+            prints = [prints[index] for index in hit_indexes]
+            keys, records = (
+                [keys[index] for index in hit_indexes],
+                [records[index] for index in hit_indexes],
+            )
+        self._local.fill(keys, records, prints)
+
+
+def _rows_of(record_keys: RecordKeys, records: Sequence[bytes]) -> NDArray[Any]:
+    return np.frombuffer(b"".join(records), record_keys.table.layout.dtype)
+
+
+def _put_rows(records: NDArray[Any], indexes: Sequence[int], rows: NDArray[Any]) -> None:
+    """`records[indexes] = rows`, without looking at the fields."""
+    opaque_dtype = np.dtype((np.void, records.itemsize))
+    records.view(opaque_dtype)[np.asarray(indexes, np.intp)] = rows.view(opaque_dtype)
+
+
+def _spread_rows(
+    record_keys: RecordKeys,
+    landed: FlightRecords | None,
+    new: Sequence[int],
+    joined: dict[int, bytes],
+) -> NDArray[Any]:
+    """Records of this flight at the places `new`, of others at theirs; else zeros."""
+    dtype = record_keys.table.layout.dtype
+    indexes, rows = ([], b"") if landed is None else (list(new), landed.rows)
+    record_buffer = loader.kernels.spread(len(record_keys), dtype.itemsize, rows, indexes, joined)
+    return np.frombuffer(record_buffer, dtype)
+
+
+def _checked_rows(record_keys: RecordKeys, records: NDArray[Any]) -> Rows:
+    """Rows of L1 and of other flights, corrupt where a record is not its entity's."""
+    result_by_index: dict[int, ReadResult] = {}
+    is_own = records["fingerprint"] == record_keys.fingerprints
+    if np.count_nonzero(is_own) < len(is_own):
+        result_by_index = dict.fromkeys(
+            np.flatnonzero(~is_own).tolist(), MISS_BY_REASON[MissReason.CORRUPT]
+        )
+    return Rows(records, np.zeros(len(record_keys), bool), result_by_index)
+
+
+def _flight_records(record_keys: RecordKeys, answers: Sequence[L2Result]) -> FlightRecords:
+    """Answers as rows, each of them checked to be its entity's."""
+    layout = record_keys.table.layout
+    missed: dict[int, Miss] = {}
+    if type(answers) is Frames:
+        sound_rows = answers.sound(layout.dtype, record_keys.fingerprints, RECORD_FORMAT)
+        if sound_rows is not None:
+            return FlightRecords(sound_rows, missed)
+        rows = answers.rows(layout.dtype)
+    else:
+        blank = bytes(layout.size_bytes)
+        rows = _rows_of(
+            record_keys, [answer if isinstance(answer, bytes) else blank for answer in answers]
+        )
+        for index, answer in enumerate(answers):
+            if isinstance(answer, TierUnavailable):
+                missed[index] = unavailable_miss(answer)
+            elif not isinstance(answer, bytes):
+                missed[index] = MISS_BY_REASON[MissReason.PAGE_MISSING]
+    sound = are_answers_of(rows, record_keys.fingerprints)
+    if np.count_nonzero(sound) < len(sound):
+        for index in np.flatnonzero(~sound).tolist():
+            record, fingerprint = rows[index].tobytes(), record_keys.fingerprints.item(index)
+            missed.setdefault(index, MISS_BY_REASON[unsound_reason(record, fingerprint)])
+    return FlightRecords(rows, missed)
+
+
+class WriteBehind:
+    """A queue whose writes each end as stored, failed or dropped; none is retried, for each can be recomputed.
+
+    Waiting shortens the life of what is written, so that it ends when the answer's does.
+    """
+
+    def __init__(
+        self,
+        write: WriteOverlays,
+        max_bytes: int,
+        timer: Callable[[], float] = time.monotonic,
+        loops: BackgroundLoops | None = None,
+    ) -> None:
+        self.stored_count = 0
+        self.failed_count = 0
+        self.dropped_count = 0
+        self._write = write
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._timer = timer
+        self._loops = BackgroundLoops() if loops is None else loops
+        self._queue: deque[tuple[OverlayWrite, float]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def put(self, write: OverlayWrite) -> None:
+        """Queues the write, or drops it when `max_bytes` of payload are already waiting."""
+        if self._bytes + len(write.payload) > self._max_bytes:
+            self.dropped_count += 1
+            return
+        self._bytes += len(write.payload)
+        self._queue.append((write, self._timer() + write.ttl_s))
+        if self._task is None or self._task.done():
+            self._task = self._loops.start(
+                "write_behind", self._write_some, is_due=lambda: bool(self._queue)
+            )
+
+    async def aclose(self, timeout_s: float) -> None:
+        """Stores what is queued as far as `timeout_s` allows and drops the rest."""
+        task = self._task
+        if task is not None:
+            await asyncio.wait({task}, timeout=timeout_s)
+            await stop([task])
+        self.dropped_count += len(self._queue)
+        self._queue.clear()
+        self._bytes = 0
+
+    async def _write_some(self) -> None:
+        """Write what waits longest; whatever is raised, these writes have ended as failed."""
+        writes = self._next()
+        if not writes:
+            return
+        stored_count = 0
+        try:
+            stored_count = (await self._write(writes)).count(None)
+        finally:
+            self.stored_count += stored_count
+            self.failed_count += len(writes) - stored_count
+
+    def _next(self) -> list[OverlayWrite]:
+        """Takes some of the queue's writes, with what is left of their lives; what has none left is dropped."""
+        writes: list[OverlayWrite] = []
+        now_s = self._timer()
+        for _ in range(min(_WRITES_AT_ONCE, len(self._queue))):
+            write, ends_at = self._queue.popleft()
+            self._bytes -= len(write.payload)
+            left_s = ends_at - now_s
+            if left_s <= 0:
+                self.dropped_count += 1
+            elif left_s >= write.ttl_s - _WRITTEN_UNCHANGED_S:
+                writes.append(write)
+            else:
+                writes.append(write._replace(ttl_s=left_s))
+        return writes

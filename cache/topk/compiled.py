@@ -18,31 +18,39 @@ from cache.model.ranking import score
 from cache.model.tower import Histories
 from cache.topk.flat import ComparableItems, Top, lengths
 
+K_MAX = 1000
+"""Largest k that a list may have."""
+
 LANES = 16
-
-
 TILE_GROUPS = 32
-
-
 TILE = LANES * TILE_GROUPS
-
-
 _PADDED_GROUPS = 4
-
-
 _STEP_TILES = 2
-
-
-_SLACK = 1e-5
-
+_BOUND_SLACK = 1e-5
 
 _LENGTH_FLOOR = 1e-12
 """Relative to the longest item; shorter ones are all error, no code."""
 
+_DIMS_MAX = 16_384  # sums of code products stay within 32 bits
+_ITEMS_MAX = 1 << 31
+_PORTABLE, _AVX2, _AMX = 0, 1, 3
+
+# A pair of products fits 16 bits; VNNI needs no such care.
+_LARGEST_CODES = {_PORTABLE: 127, _AVX2: 63}
+
+# Between these nothing overflows, and what underflows is far below the rounding of the rest.
+_PRODUCT_LIMITS = (1e-25, 1e37)
+
+_LENGTH_LIMITS = (1e-15, 1e18)
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedItems:
-    """Items as `native/state.h` lays them out; places are positions by falling length, -1 and 0 pad the last group."""
+    """Items as `native/state.h` lays them out: longest first, in groups of 16, as 8-bit codes with certified errors.
+
+    Places are positions by falling length, -1 and 0 pad the last group.
+    """
 
     vectors: NDArray[np.float32]
     lengths: NDArray[np.float32] | None
@@ -78,7 +86,7 @@ class PackedItems:
         """
         items, dims = compared.shape
         unit = 1.0 if lengths is not None else float(sizes.max(initial=0)) or 1.0
-        order = _order(compared, sizes)
+        order = _packing_order(compared, sizes)
         groups = -(-items // (LANES * _PADDED_GROUPS)) * _PADDED_GROUPS
         width = -(-dims // multiple) * multiple
         codes = np.full((groups, width // 4, LANES, 4), largest_code + 1, np.uint8)
@@ -92,11 +100,11 @@ class PackedItems:
             peaks = np.maximum(grouped_vectors.max(axis=(1, 2)), -grouped_vectors.min(axis=(1, 2)))
             scale[step] = np.maximum(peaks, _LENGTH_FLOOR) / largest_code
             steps = scale[step].astype(np.float64)[:, None, None]
-            longest[step] = _above(_lengths(grouped_vectors))
+            longest[step] = _upper_bounds(_group_lengths(grouped_vectors))
             rounded = np.rint(grouped_vectors / steps)
             np.clip(rounded, -largest_code, largest_code, out=rounded)
             grouped_vectors -= rounded * steps
-            residual[step] = _above(_lengths(grouped_vectors))
+            residual[step] = _upper_bounds(_group_lengths(grouped_vectors))
             rounded += largest_code + 1
             shifted = rounded.astype(np.uint8)
             codes[step] = shifted.reshape(-1, LANES, width // 4, 4).swapaxes(1, 2)
@@ -120,7 +128,7 @@ class PackedItems:
         return np.packbits(bits, bitorder="little").view("<u2").astype(np.uint16)
 
 
-def _order(compared: NDArray[np.float32], sizes: NDArray[np.float64]) -> NDArray[np.int64]:
+def _packing_order(compared: NDArray[np.float32], sizes: NDArray[np.float64]) -> NDArray[np.int64]:
     """Ordinals by falling length; within a tile by largest component, so that a group shares its scale well."""
     order = np.argsort(-sizes, kind="stable")
     peaks = np.abs(compared).max(axis=1)[order]
@@ -128,7 +136,7 @@ def _order(compared: NDArray[np.float32], sizes: NDArray[np.float64]) -> NDArray
     return order[np.lexsort((-peaks, tiles))]
 
 
-def _lengths(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
+def _group_lengths(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
     """Length of the longest vector of each group, [groups]."""
     longest_lengths: NDArray[np.float64] = np.sqrt(
         np.einsum("glw,glw->gl", vectors, vectors).max(axis=1)
@@ -136,36 +144,11 @@ def _lengths(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
     return longest_lengths
 
 
-def _above(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    return values * (1 + _SLACK) + _LENGTH_FLOOR
+def _upper_bounds(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return values * (1 + _BOUND_SLACK) + _LENGTH_FLOOR
 
 
-K_MAX = 1000
-
-
-_DIMS_MAX = 16_384  # sums of code products stay within 32 bits
-
-
-_ITEMS_MAX = 1 << 31
-
-
-_PORTABLE, _AVX2, _AMX = 0, 1, 3
-
-
-_CODES = {_PORTABLE: 127, _AVX2: 63}  # a pair of products fits 16 bits; VNNI needs no such care
-
-
-# Between these nothing overflows, and what underflows is far below the rounding of the rest.
-_PRODUCT = (1e-25, 1e37)
-
-
-_LENGTH = (1e-15, 1e18)
-
-
-_log = logging.getLogger(__name__)
-
-
-class _Items(ctypes.Structure):
+class _LarderItems(ctypes.Structure):
     """`larder_items` of native/state.h."""
 
     _fields_ = (
@@ -179,7 +162,10 @@ class _Items(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """The library at one level of instructions: 0 any processor, 1 AVX2, 2 AVX-512 VNNI, 3 AMX."""
+    """The library at one level of instructions: 0 any processor, 1 AVX2, 2 AVX-512 VNNI, 3 AMX.
+
+    It is called without the GIL.
+    """
 
     library: ctypes.CDLL
     level: int
@@ -192,9 +178,9 @@ class Kernel:
         sizes = lengths(compared.vectors) if cosine else compared.sizes
         if not 0 < items < _ITEMS_MAX or dims > _DIMS_MAX or not self.same_bits(dims):
             return None
-        if cosine and not _within(sizes, _LENGTH).all():
+        if cosine and not _within(sizes, _LENGTH_LIMITS).all():
             return None
-        largest = _CODES.get(self.level, 127)
+        largest = _LARGEST_CODES.get(self.level, 127)
         multiple = 64 if self.level == _AMX else 4
         return PackedItems.of(
             compared.vectors, compared.filtering, compared.sizes, score_lengths, largest, multiple
@@ -213,9 +199,9 @@ class Kernel:
         """Fills `rows` of `top_arrays`; shapes as `Scorer.top` checked them, all contiguous."""
         arrays = ("vectors", "lengths", "codes", "ordinals", "rank_by_ordinal", "scale", "residual",
                   "longest", "reach")  # fmt: skip
-        items = _Items(
-            *(_at(getattr(packed, name)) for name in arrays),
-            _at(allowed),
+        items = _LarderItems(
+            *(_address(getattr(packed, name)) for name in arrays),
+            _address(allowed),
             len(packed.vectors),
             len(packed.scale),
             packed.vectors.shape[1],
@@ -227,14 +213,14 @@ class Kernel:
         excluded_ordinals = np.ascontiguousarray(excluded.indices)
         failed = self.library.larder_topk(
             ctypes.byref(items),
-            _at(users[rows]),
+            _address(users[rows]),
             rows.stop - rows.start,
-            _at(starts),
-            _at(excluded_ordinals),
+            _address(starts),
+            _address(excluded_ordinals),
             k,
             self.level,
-            _at(top_arrays[0][rows]),
-            _at(top_arrays[1][rows]),
+            _address(top_arrays[0][rows]),
+            _address(top_arrays[1][rows]),
         )
         if failed:
             raise MemoryError(f"no memory for the candidates of {rows.stop - rows.start} users")
@@ -245,7 +231,9 @@ class Kernel:
         users = rng.standard_normal((1, dims), np.float32)
         items = rng.standard_normal((64, dims), np.float32)
         kernel_scores = np.empty(64, np.float32)
-        self.library.larder_dots(_at(users), _at(items), 64, dims, _at(kernel_scores))
+        self.library.larder_dots(
+            _address(users), _address(items), 64, dims, _address(kernel_scores)
+        )
         numpy_scores = score(users, items, np.arange(64)[None])[0]
         is_equal = np.array_equal(kernel_scores.view(np.uint32), numpy_scores.view(np.uint32))
         if not is_equal:
@@ -273,7 +261,7 @@ def load(environ: Mapping[str, str], folder: Path = Path(__file__).parent) -> Ke
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.larder_topk.argtypes = [
-        ctypes.POINTER(_Items), pointer, number, pointer, pointer, number, ctypes.c_int, pointer,
+        ctypes.POINTER(_LarderItems), pointer, number, pointer, pointer, number, ctypes.c_int, pointer,
         pointer,
     ]  # fmt: skip
     library.larder_dots.argtypes = [pointer, pointer, number, number, pointer]
@@ -301,9 +289,9 @@ def fits(compared: ComparableItems, users: NDArray[np.float32]) -> NDArray[np.bo
 def long_enough(compared: ComparableItems, sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Mask of users of such lengths [n] whose scores neither overflow nor vanish."""
     if compared.metric == "cosine":
-        return _within(sizes, _LENGTH)
+        return _within(sizes, _LENGTH_LIMITS)
     longest = compared.longest or 1.0
-    return _within(sizes * longest, _PRODUCT)
+    return _within(sizes * longest, _PRODUCT_LIMITS)
 
 
 def own_lengths(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -318,5 +306,5 @@ def _within(values: NDArray[np.float64], limits: tuple[float, float]) -> NDArray
     return inside
 
 
-def _at(array: NDArray[Any] | None) -> int | None:
+def _address(array: NDArray[Any] | None) -> int | None:
     return None if array is None else array.ctypes.data

@@ -1,11 +1,4 @@
-"""Experiments of a namespace: which arms take which keys, and the interval of the ratio of two arms' rates.
-
-Events are Poisson counts, so the logarithm of the ratio of two rates has about the variance v = 1/a + 1/b. Mixed over
-effects of a normal distribution with the deviation `EFFECT`, the likelihood ratio is a martingale where the ratio is
-the true one, and exceeds 1/alpha with at most the probability alpha, ever (Robbins, "Statistical methods related to the
-law of the iterated logarithm", 1970; Johari, Koomen, Pekelis and Walsh, "Always valid inference", 2022). Events of one
-key that hang together vary more than that.
-"""
+"""Experiments of a namespace: which arms take which keys, and the interval of the ratio of two arms' rates."""
 
 import math
 import re
@@ -22,57 +15,30 @@ from cache.store.artefacts import ArtefactStore
 from cache.store.write_once import Versioned, Versions
 from cache.traffic.split import BUCKETS, Owners, Ranges
 
-EFFECT = 0.1
-"""Deviation of the logarithm of a ratio for which intervals are shortest: effects of about 10 %."""
-
-
-ALPHA = 0.05
-
-
-class RateRatio(NamedTuple):
-    """Rate of one arm over that of another, with the bounds that hold at all looks with probability 1 - alpha."""
-
-    ratio: float
-    low: float
-    high: float
-
-
-def rate_ratio(
-    events: float, requests: float, base_events: float, base_requests: float, alpha: float = ALPHA
-) -> RateRatio | None:
-    """Events per request over those of a base; None while either has none: then nothing bounds the ratio."""
-    if min(events, requests, base_events, base_requests) <= 0:
-        return None
-    ratio = (events / requests) / (base_events / base_requests)
-    variance, effect = 1 / events + 1 / base_events, EFFECT * EFFECT
-    spread = 1 + effect / variance
-    wide = math.sqrt(
-        variance * spread / (effect / variance) * (math.log(spread) - 2 * math.log(alpha))
-    )
-    return RateRatio(ratio, ratio * math.exp(-wide), ratio * math.exp(wide))
-
-
-FOLDER = "experiments"
-
-
-NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+EXPERIMENT_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 """Names of experiments and arms: they are labels of metrics and names of folders."""
-
 
 RUNNING_MAX = 8
 """Experiments that run at once."""
 
-
 ARMS_MAX = 8
 """Arms of one experiment."""
-
 
 NAMESPACES_MAX = 8
 """Namespaces that a replica holds beside its own, for all experiments together."""
 
-
 ENDED_MAX = 64
 """Ended experiments that a version lists, the latest; versions before it have them all."""
+
+EXPERIMENTS_FOLDER = "experiments"
+
+EXPOSURES_FOLDER = "exposures"
+"""Folder of the exposure log: parts as replicas write them, and a folder for each experiment."""
+
+RATE_RATIO_ALPHA = 0.05
+
+RATE_RATIO_EFFECT = 0.1
+"""Deviation of the logarithm of a ratio for which intervals are shortest: effects of about 10 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +146,10 @@ class Experiments(Versioned):
                 int(data["version"]),
                 str(data["salt"]),
                 float(data["holdout_share"]),
-                _ranges(data["holdout"]),
-                tuple(_experiment(raw_experiment) for raw_experiment in data["experiments"]),
+                _ranges_from_json(data["holdout"]),
+                tuple(
+                    _experiment_from_json(raw_experiment) for raw_experiment in data["experiments"]
+                ),
             )
             experiments._check()
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -195,19 +163,22 @@ class Experiments(Versioned):
             _demand_apart([arm.buckets for arm in experiment.arms])
 
 
-def _experiment(data: Mapping[str, Any]) -> Experiment:
+def _experiment_from_json(data: Mapping[str, Any]) -> Experiment:
     arms = tuple(
         ExperimentArm(
-            _name(raw_arm["name"]), str(raw_arm["namespace"]), float(raw_arm["share"]), _ranges(raw_arm["buckets"])
+            _checked_name(raw_arm["name"]),
+            str(raw_arm["namespace"]),
+            float(raw_arm["share"]),
+            _ranges_from_json(raw_arm["buckets"]),
         )
         for raw_arm in data["arms"]
-    )  # fmt: skip
+    )
     started, stopped = data["started_at"], data["stopped_at"]
     return Experiment(
-        _name(data["name"]),
+        _checked_name(data["name"]),
         str(data["salt"]),
         float(data["share"]),
-        _ranges(data["buckets"]),
+        _ranges_from_json(data["buckets"]),
         arms,
         float(data["created_at"]),
         None if started is None else float(started),
@@ -216,13 +187,13 @@ def _experiment(data: Mapping[str, Any]) -> Experiment:
     )
 
 
-def _name(value: object) -> str:
-    if not isinstance(value, str) or not NAME.fullmatch(value):
+def _checked_name(value: object) -> str:
+    if not isinstance(value, str) or not EXPERIMENT_NAME.fullmatch(value):
         raise ValueError(f"{value!r} is no name of an experiment or an arm")
     return value
 
 
-def _ranges(value: Any) -> Ranges:
+def _ranges_from_json(value: Any) -> Ranges:
     ranges = tuple((int(start), int(stop)) for start, stop in value)
     if any(not 0 <= start < stop <= BUCKETS for start, stop in ranges):
         raise ValueError(f"{value} are no ranges of {BUCKETS} buckets")
@@ -236,7 +207,7 @@ def _demand_apart(all_ranges: list[Ranges]) -> None:
             raise ValueError(f"bucket {start} has two owners")
 
 
-VERSIONS = Versions(FOLDER, Experiments(), Experiments.from_bytes)
+VERSIONS = Versions(EXPERIMENTS_FOLDER, Experiments(), Experiments.from_bytes)
 
 
 def latest_experiments(store: ArtefactStore) -> Experiments:
@@ -263,10 +234,41 @@ def change_experiments(
     return VERSIONS.change(store, apply_change)
 
 
-EXPOSURES = "exposures"
-"""Folder of the exposure log: parts as replicas write them, and a folder for each experiment."""
-
-
 def exposure_part(hour: int, replica: str, number: int) -> str:
     """Store path of a part of an hour (since 1970), the `number`th of a replica."""
-    return f"{EXPOSURES}/parts/{hour}.{replica}-{number}.json"
+    return f"{EXPOSURES_FOLDER}/parts/{hour}.{replica}-{number}.json"
+
+
+class RateRatio(NamedTuple):
+    """Rate of one arm over that of another, with the bounds that hold at all looks with probability 1 - alpha."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def rate_ratio(
+    events: float,
+    requests: float,
+    base_events: float,
+    base_requests: float,
+    alpha: float = RATE_RATIO_ALPHA,
+) -> RateRatio | None:
+    """Events per request over those of a base; None while either has none: then nothing bounds the ratio.
+
+    The interval holds at every look at once: whoever looks each hour is not fooled more. Events are Poisson counts, so
+    the logarithm of the ratio of two rates has about the variance v = 1/a + 1/b. Mixed over effects of a normal
+    distribution with the deviation RATE_RATIO_EFFECT, the likelihood ratio is a martingale where the ratio is the true
+    one, and exceeds 1/alpha with at most the probability alpha, ever (Robbins, "Statistical methods related to the law
+    of the iterated logarithm", 1970; Johari, Koomen, Pekelis and Walsh, "Always valid inference", 2022). Events of one
+    key that hang together vary more than that.
+    """
+    if min(events, requests, base_events, base_requests) <= 0:
+        return None
+    ratio = (events / requests) / (base_events / base_requests)
+    variance, effect = 1 / events + 1 / base_events, RATE_RATIO_EFFECT * RATE_RATIO_EFFECT
+    spread = 1 + effect / variance
+    wide = math.sqrt(
+        variance * spread / (effect / variance) * (math.log(spread) - 2 * math.log(alpha))
+    )
+    return RateRatio(ratio, ratio * math.exp(-wide), ratio * math.exp(wide))

@@ -5,99 +5,19 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice
 
-_BITS = 7
-
-
-_BLOCK = 1 << _BITS
-
-
-class RecencyStack:
-    """An LRU stack (Mattson et al., 1970) of at most `keys_max` keys, each with its bytes.
-
-    A touch takes the next of `2 * keys_max` slots, whose bytes are also summed by blocks: so the bytes above a key cost
-    two short sums, near the top of the stack almost nothing. When no slots are `remaining_slots`, `close_up` moves the
-    keys together; it takes 0.2 us per key.
-    """
-
-    def __init__(self, keys_max: int) -> None:
-        blocks = max(2, -(-2 * keys_max // _BLOCK))
-        self._slots: dict[int, int] = {}  # oldest touch first
-        self._sizes = [0] * (blocks * _BLOCK)
-        self._blocks = [0] * blocks
-        self._next = 0
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._slots)
-
-    @property
-    def remaining_slots(self) -> int:
-        """Touches until the next `close_up`."""
-        return len(self._sizes) - self._next
-
-    def move_to_top(self, key: int, size: int) -> int | None:
-        """Put the key on top; return the bytes that were above it, its own left out, or None if it was not there."""
-        slots, sizes, blocks, at = self._slots, self._sizes, self._blocks, self._next
-        slot, above = slots.pop(key, None), None
-        if slot is not None:
-            block = slot >> _BITS
-            if block == at >> _BITS:
-                above = sum(sizes[slot + 1 : at])
-            else:
-                above = sum(sizes[slot + 1 : (block + 1) << _BITS])
-                above += sum(blocks[block + 1 : (at >> _BITS) + 1])
-            blocks[block] -= sizes[slot]
-            sizes[slot] = 0
-        slots[key] = at
-        sizes[at] = size
-        blocks[at >> _BITS] += size
-        self._next = at + 1
-        return above
-
-    def forget(self, key: int) -> None:
-        """Take out a key that is there."""
-        slot = self._slots.pop(key)
-        self._blocks[slot >> _BITS] -= self._sizes[slot]
-        self._sizes[slot] = 0
-
-    def close_up(self, depth: float) -> None:
-        """Free the slots of old touches; drop keys with more than `depth` bytes above them."""
-        sizes = list(map(self._sizes.__getitem__, self._slots.values()))
-        start = 0
-        if sum(self._blocks) > depth:
-            through = list(accumulate(reversed(sizes)))
-            start = max(0, len(sizes) - bisect_right(through, depth) - 1)
-        kept_sizes = sizes[start:]
-        self._slots = dict(
-            zip(islice(self._slots, start, None), range(len(kept_sizes)), strict=True)
-        )
-        self._sizes = kept_sizes + [0] * (len(self._sizes) - len(kept_sizes))
-        self._blocks = [
-            sum(self._sizes[at : at + _BLOCK]) for at in range(0, len(self._sizes), _BLOCK)
-        ]
-        self._next = len(kept_sizes)
-
-    def within(self, depths: Sequence[float]) -> list[int]:
-        """Number of keys that the top of the stack holds within each number of bytes."""
-        newest_first = [self._sizes[slot] for slot in reversed(self._slots.values())]
-        through = list(accumulate(newest_first))
-        return [bisect_right(through, depth) for depth in depths]
-
-
-SPACE = 1 << 64
-
-
 Access = tuple[int, int]
 """A key's spot, and its size; the size is negative if the key was stored, or moved, without a read that counts."""
 
+HASH_SPACE = 1 << 64
 
-_STEP = 1 << 32
+_THRESHOLD_STEP = 1 << 32
 """Step of the threshold, a multiple of it: the upper half of a spot decides, the lower half only tells keys apart."""
 
+_BLOCK_BITS = 7
+_BLOCK = 1 << _BLOCK_BITS
 
-class Shards:
+
+class MissRatioCurve:
     """Hit ratios of LRU caches of the given `capacities` (ascending), in whatever unit sizes are given in.
 
     A key is known by its spot, a uniform hash in [0, 2^64): it is in the sample if its spot is at most `last`. At the
@@ -108,7 +28,7 @@ class Shards:
     """
 
     def __init__(self, capacities: Sequence[int], keys_max: int) -> None:
-        self.last = SPACE - 1
+        self.last = HASH_SPACE - 1
         self.sampled = 0
         self._capacities = tuple(capacities)
         self._keys_max = keys_max
@@ -170,13 +90,13 @@ class Shards:
     def lower(self, rate: float) -> None:
         """Sample at most this share of the keys from now on."""
         if rate < self.rate:
-            self._fall(int(rate * SPACE))
+            self._fall(int(rate * HASH_SPACE))
 
     def restart(self) -> None:
         """Forget the keys and sample all that come; the reads so far stay counted."""
         self._stack = RecencyStack(self._keys_max)
         self._greatest = []
-        self.last, self.rate = SPACE - 1, 1.0
+        self.last, self.rate = HASH_SPACE - 1, 1.0
 
     def hit_ratios(self) -> list[float]:
         """Hit ratio of all reads for each capacity; 0 before the first read."""
@@ -192,9 +112,9 @@ class Shards:
         return [round(count / self.rate) for count in self._stack.within(depths)]
 
     def _fall(self, spot: int) -> None:
-        """Sample only what is below the spot's multiple of `_STEP`."""
-        self.last = max(_STEP, spot // _STEP * _STEP) - 1
-        self.rate = (self.last + 1) / SPACE
+        """Sample only what is below the spot's multiple of `_THRESHOLD_STEP`."""
+        self.last = max(_THRESHOLD_STEP, spot // _THRESHOLD_STEP * _THRESHOLD_STEP) - 1
+        self.rate = (self.last + 1) / HASH_SPACE
         greatest = self._greatest
         while greatest and -greatest[0] > self.last:
             self._stack.forget(-heappop(greatest))
@@ -205,3 +125,78 @@ class Shards:
         if len(self._stack) < previous_count:
             self._greatest = [-spot for spot in self._stack]
             heapify(self._greatest)
+
+
+class RecencyStack:
+    """An LRU stack (Mattson et al., 1970) of at most `keys_max` keys, each with its bytes.
+
+    A touch takes the next of `2 * keys_max` slots, whose bytes are also summed by blocks: so the bytes above a key cost
+    two short sums, near the top of the stack almost nothing. When no slots are `remaining_slots`, `close_up` moves the
+    keys together; it takes 0.2 us per key.
+    """
+
+    def __init__(self, keys_max: int) -> None:
+        blocks = max(2, -(-2 * keys_max // _BLOCK))
+        self._slots: dict[int, int] = {}  # oldest touch first
+        self._sizes = [0] * (blocks * _BLOCK)
+        self._blocks = [0] * blocks
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._slots)
+
+    @property
+    def remaining_slots(self) -> int:
+        """Touches until the next `close_up`."""
+        return len(self._sizes) - self._next
+
+    def move_to_top(self, key: int, size: int) -> int | None:
+        """Put the key on top; return the bytes that were above it, its own left out, or None if it was not there."""
+        slots, sizes, blocks, at = self._slots, self._sizes, self._blocks, self._next
+        slot, above = slots.pop(key, None), None
+        if slot is not None:
+            block = slot >> _BLOCK_BITS
+            if block == at >> _BLOCK_BITS:
+                above = sum(sizes[slot + 1 : at])
+            else:
+                above = sum(sizes[slot + 1 : (block + 1) << _BLOCK_BITS])
+                above += sum(blocks[block + 1 : (at >> _BLOCK_BITS) + 1])
+            blocks[block] -= sizes[slot]
+            sizes[slot] = 0
+        slots[key] = at
+        sizes[at] = size
+        blocks[at >> _BLOCK_BITS] += size
+        self._next = at + 1
+        return above
+
+    def forget(self, key: int) -> None:
+        """Take out a key that is there."""
+        slot = self._slots.pop(key)
+        self._blocks[slot >> _BLOCK_BITS] -= self._sizes[slot]
+        self._sizes[slot] = 0
+
+    def close_up(self, depth: float) -> None:
+        """Free the slots of old touches; drop keys with more than `depth` bytes above them."""
+        sizes = list(map(self._sizes.__getitem__, self._slots.values()))
+        start = 0
+        if sum(self._blocks) > depth:
+            through = list(accumulate(reversed(sizes)))
+            start = max(0, len(sizes) - bisect_right(through, depth) - 1)
+        kept_sizes = sizes[start:]
+        self._slots = dict(
+            zip(islice(self._slots, start, None), range(len(kept_sizes)), strict=True)
+        )
+        self._sizes = kept_sizes + [0] * (len(self._sizes) - len(kept_sizes))
+        self._blocks = [
+            sum(self._sizes[at : at + _BLOCK]) for at in range(0, len(self._sizes), _BLOCK)
+        ]
+        self._next = len(kept_sizes)
+
+    def within(self, depths: Sequence[float]) -> list[int]:
+        """Number of keys that the top of the stack holds within each number of bytes."""
+        newest_first = [self._sizes[slot] for slot in reversed(self._slots.values())]
+        through = list(accumulate(newest_first))
+        return [bisect_right(through, depth) for depth in depths]

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from cache.errors import ConfigError, LarderError
-from cache.process.command_line import never_swallowed
+from cache.process.command_line import interrupts_never_swallowed
 from cache.process.redis_server import redis_url
 from infra.celery.airflow import (
     QUEUES,
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, signal.default_int_handler)
     try:
-        with never_swallowed():
+        with interrupts_never_swallowed():
             _serve(args)
     except KeyboardInterrupt:
         print("stopped; nothing is left running")

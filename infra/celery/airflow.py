@@ -16,7 +16,7 @@ from cache.errors import ConfigError
 from cache.process.child_process import GuardedCommand
 from cache.process.command_line import install_command
 from cache.process.redis_server import find_server, server
-from infra.local.airflow import AirflowFailed, LocalAirflow, alone
+from infra.local.airflow import AirflowFailed, LocalAirflow, hold_lock
 
 DEBIAN = Path("/usr/lib/postgresql")
 
@@ -236,7 +236,7 @@ def celery_airflow(state: Path, *, environment: Mapping[str, str]) -> Iterator[C
     folder.mkdir(parents=True, exist_ok=True)
     lock_error = AirflowFailed(f"another command already runs Airflow in {state}")
     with (
-        alone(state / "celery.lock", lock_error),
+        hold_lock(state / "celery.lock", lock_error),
         server(folder / "broker") as broker,
         postgres(folder) as database,
         LocalAirflow(

@@ -11,7 +11,7 @@ from pathlib import Path
 from cache.errors import LarderError
 from cache.formats import RELEASE
 from cache.process.command_line import printable_lines
-from infra.cli.commands import BY_NAME, FILE, lacking, page
+from infra.cli.commands import BY_NAME, SETTINGS_FILE, help_page, lacking
 
 FAILED = 1
 USAGE = 2
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     argv, config = _without_config(argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(page())
+        print(help_page())
         return 0 if argv else USAGE
     name, command_argv = argv[0], argv[1:]
     if name == "--version":
@@ -57,14 +57,14 @@ def _run(argv: list[str]) -> int:
     if line := lacking(entry):
         print(f"larder: {line}", file=sys.stderr)
         return USAGE
-    if config is None and not os.environ.get("LARDER_CONFIG") and Path(FILE).is_file():
-        config = FILE
+    if config is None and not os.environ.get("LARDER_CONFIG") and Path(SETTINGS_FILE).is_file():
+        config = SETTINGS_FILE
     if config is not None:
         os.environ["LARDER_CONFIG"] = config
     elif entry.reads_settings and not os.environ.get("LARDER_CONFIG"):
         print(
-            f"larder: there is no {FILE} in this folder (larder init writes one): settings are the defaults and those "
-            "of the environment",
+            f"larder: there is no {SETTINGS_FILE} in this folder (larder init writes one): settings are the defaults "
+            "and those of the environment",
             file=sys.stderr,
         )
     exit_code: int = import_module(entry.module).main(command_argv, prog=f"larder {name}")

@@ -1,6 +1,6 @@
 """`larder check`: what a night and the service need, each thing `ok`, `to do` with a remedy, or `not used`.
 
-Imports precompute, serving and cache where a look runs, never before. Start at `command`.
+What a look needs of precompute, serving and cache is imported where it runs: extras may be missing.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from cache.errors import LarderError
 from cache.process.command_line import (
     NOT_WELL,
-    PRECOMPUTE,
+    PRECOMPUTE_MODULES,
     install_command,
     json_text,
-    missing,
+    missing_extra,
     printable_lines,
 )
 from infra.cli.commands import night_settings
@@ -27,31 +27,117 @@ from infra.cli.dags import airflow_refusal, airflow_version, dags_folder, files_
 from infra.cli.redis import place_of
 
 if TYPE_CHECKING:
-    from cache.config.night import NightConfig
-if TYPE_CHECKING:
-    from cache.config.night import NightConfig
-if TYPE_CHECKING:
     import redis
-if TYPE_CHECKING:
+
     from cache.config.night import NightConfig
     from serving.events.connection import FoundDurability
-if TYPE_CHECKING:
-    from cache.config.night import NightConfig
 
-State = Literal["ok", "to do", "not used"]
+CheckState = Literal["ok", "to do", "not used"]
 
-
-CheckResult = tuple[State, str]
+CheckResult = tuple[CheckState, str]
 """State, and in words what was found or is to be done."""
-
 
 FILES_COMPARED = 1_000
 """Number of files whose columns a look compares; a night compares all."""
 
+REDIS_TIMEOUT_S = 3.0
+
+NEEDED_COMMANDS: Final = tuple(
+    """del eval evalsha exists expire get getrange hdel hget hgetall hlen hset incr info memory mget pexpire pfadd
+    pfcount ping pttl publish script set setrange strlen subscribe time unlink unsubscribe wait xack xadd xautoclaim
+    xdel xgroup xinfo xlen xrange xread xreadgroup xrevrange xtrim zadd zincrby zrangebyscore zrem zremrangebyrank
+    zremrangebyscore zrevrange""".split()  # noqa: SIM905  # fifty words, one a line
+)
+"""Commands that nights, the service or events cannot do without."""
+
+DISPENSABLE_COMMANDS: Final = {
+    "config": "settings are read from INFO, and how durable events are is tried out",
+    "waitaof": "without CONFIG, too, no event is known to be durable",
+}
+"""Commands that are done without, and what follows."""
+
+FLAGGED_SCRIPT: Final = "#!lua flags=allow-oom\nreturn 1"
+"""Such scripts move the pointer and say that a replica lives, also at maxmemory."""
+
+_SCRIPT_REFUSED: Final = re.compile("compil|flag|shebang|unknown command", re.IGNORECASE)
+"""In the error of a server that cannot read such a script."""
+
+LINEAGE_TRANSPORTS = (
+    "AIRFLOW__OPENLINEAGE__TRANSPORT", "AIRFLOW__OPENLINEAGE__CONFIG_PATH", "OPENLINEAGE_URL", "OPENLINEAGE_CONFIG",
+)  # fmt: skip
+"""Settings that name a transport for events."""
+
+_LINEAGE_PROVIDER = "apache-airflow-providers-openlineage"
+_LINEAGE_EXTRACTORS = "AIRFLOW__OPENLINEAGE__EXTRACTORS"
+_LINEAGE_EXTRACTOR = "infra.lineage.extractor.NightExtractor"
+
+_DAG_FILE_STATES = {
+    "missing": "not there",
+    "older": "of another release",
+    "changed": "changed by hand",
+    "foreign": "not ours",
+}
+
+
+class CheckLine(NamedTuple):
+    """State of one thing that was looked at, and in words what was found or is to be done."""
+
+    what: str
+    state: CheckState
+    told: str
+
+
+def main(argv: Sequence[str], *, prog: str) -> int:
+    """Exit code: 0 nothing is to be done, 3 something is."""
+    args = argument_parser(prog).parse_args(argv)
+    findings = [_run_check("settings", _settings)]
+    if findings[0].state == "ok":
+        config = night_settings()
+        findings += [_run_check(name, partial(check, config)) for name, check in CHECKS.items()]
+    if args.json:
+        print(printable_lines(json_text([finding._asdict() for finding in findings])))
+    else:
+        for finding in findings:
+            print(printable_lines(f"{finding.state:<9} {finding.what:<9} {finding.told}"))
+    return NOT_WELL if any(finding.state == "to do" for finding in findings) else 0
+
+
+def argument_parser(prog: str) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Look at settings, sources, bundle, Redis, that of events, the provider of live models, the "
+        "artefact store, Airflow and lineage, and say of each whether it is ok, or what to do. Nothing is changed but "
+        "that the store's folder is made. Exit code: 0 nothing is to be done, 3 something is.",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _run_check(subject: str, check: Callable[[], CheckResult]) -> CheckLine:
+    try:
+        return CheckLine(subject, *check())
+    except LarderError as error:
+        return CheckLine(subject, "to do", error.message)
+    except OSError as error:
+        return CheckLine(subject, "to do", f"this machine refused: {error}")
+
+
+def _settings() -> CheckResult:
+    """The file and the environment, for night and service alike."""
+    from cache.config.serving import ServingConfig
+
+    night_settings()
+    ServingConfig.load(os.environ)
+    file = os.environ.get("LARDER_CONFIG")
+    if not file:
+        return "to do", "no larder.toml here, and no LARDER_CONFIG: `larder init` writes one"
+    return "ok", file
+
 
 def look_at_sources(config: "NightConfig") -> CheckResult:
     """Look at the files of sources, and at their first rows."""
-    if line := missing("a look at sources", "precompute", *PRECOMPUTE):
+    if line := missing_extra("a look at sources", "precompute", *PRECOMPUTE_MODULES):
         return "not used", f"by the service; {line}"
     from precompute.sources.files import all_files, find_copy_remarks, source_file, source_files
     from precompute.sources.plausibility import Shape, demand_least, remarks
@@ -111,7 +197,7 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
 
 def look_at_bundle(config: "NightConfig") -> CheckResult:
     """Look at the bundle: its checksums, whether its models open, and whether the sources have its features."""
-    if line := missing("a look at bundles", "precompute", *PRECOMPUTE):
+    if line := missing_extra("a look at bundles", "precompute", *PRECOMPUTE_MODULES):
         return "not used", f"by the service; {line}"
     from precompute.bundles.bundle import Bundle
     from precompute.bundles.bundle_store import handed_over
@@ -129,203 +215,6 @@ def look_at_bundle(config: "NightConfig") -> CheckResult:
     return "to do", f"none at {folder}: set `bundle`, or run `larder train`"
 
 
-def look_at_store(config: "NightConfig") -> CheckResult:
-    """Look at the artefact store: whether it takes a name once only."""
-    store = config.store()
-    store.demand_write_once()
-    count = len(store.names("generations"))
-    return (
-        "ok",
-        f"{config.artifacts}: {count} generation{'s' * (count != 1)} in namespace {config.namespace}",
-    )
-
-
-TRANSPORTS = (
-    "AIRFLOW__OPENLINEAGE__TRANSPORT", "AIRFLOW__OPENLINEAGE__CONFIG_PATH", "OPENLINEAGE_URL", "OPENLINEAGE_CONFIG",
-)  # fmt: skip
-"""Settings that name a transport for events."""
-
-
-_PROVIDER = "apache-airflow-providers-openlineage"
-
-
-_EXTRACTORS = "AIRFLOW__OPENLINEAGE__EXTRACTORS"
-
-
-_EXTRACTOR = "infra.lineage.extractor.NightExtractor"
-
-
-_AIRFLOW = {
-    "missing": "not there",
-    "older": "of another release",
-    "changed": "changed by hand",
-    "foreign": "not ours",
-}
-
-
-def look_at_live(_config: "NightConfig") -> CheckResult:
-    """Look for the provider that live models are to run by."""
-    from cache.config.serving import ServingConfig
-
-    provider = ServingConfig.load(os.environ).live_provider
-    if provider == "cpu":
-        return "not used", "live_provider is cpu: live models run on the processor"
-    from cache.model.runtime import Accelerator
-
-    if (missing_reason := Accelerator(provider).missing()) is not None:
-        return (
-            "to do",
-            f"live models would run on the processor: {missing_reason}, or set live_provider to cpu",
-        )
-    return (
-        "ok",
-        f"{provider}; whether models could be loaded there, `fallback` of /v1/generations says",
-    )
-
-
-def look_at_airflow(_config: "NightConfig") -> CheckResult:
-    """Look at the DAG files of an Airflow."""
-    if missing("a night", "airflow", "airflow"):
-        return (
-            "not used",
-            "Airflow is not installed here: `larder night` runs a night, from cron for instance",
-        )
-    installed = airflow_version()
-    refusal = None if installed is None else airflow_refusal(installed)
-    try:
-        folder = dags_folder(None)
-    except LarderError:
-        return (
-            "not used",
-            refusal
-            or "no AIRFLOW_HOME: `larder dags install FOLDER` adds the nights to an Airflow",
-        )
-    if refusal is not None:
-        return "to do", refusal
-    states = {file.target: file.state() for file in files_in(folder)}
-    for target, state in states.items():
-        if state in ("older", "changed", "foreign", "missing"):
-            return "to do", f"{target}: {_AIRFLOW[state]}; `larder dags install`"
-    return (
-        "ok",
-        f"{len(states)} DAGs in {Path(folder)}, Airflow {installed or 'of unknown version'}",
-    )
-
-
-def look_at_lineage(_config: "NightConfig") -> CheckResult:
-    """Look at the settings of OpenLineage."""
-    if not any(os.environ.get(name) for name in TRANSPORTS):
-        return "not used", f"no transport for OpenLineage's events, such as {TRANSPORTS[0]}"
-    try:
-        version(_PROVIDER)  # its module could only be found by importing Airflow
-    except PackageNotFoundError:
-        return (
-            "to do",
-            f"lineage needs {_PROVIDER}, not installed here: {install_command('lineage')}",
-        )
-    if _EXTRACTOR not in map(str.strip, os.environ.get(_EXTRACTORS, "").split(";")):
-        return "to do", f"events say nothing of data: set {_EXTRACTORS}={_EXTRACTOR}"
-    return (
-        "ok",
-        "each task of a night sends OpenLineage's events, where Airflow has this environment",
-    )
-
-
-FLAGGED: Final = "#!lua flags=allow-oom\nreturn 1"
-"""Such scripts move the pointer and say that a replica lives, also at maxmemory."""
-
-
-_UNREADABLE: Final = re.compile("compil|flag|shebang|unknown command", re.IGNORECASE)
-"""In the error of a server that cannot read such a script."""
-
-
-NEEDED: Final = tuple(
-    """del eval evalsha exists expire get getrange hdel hget hgetall hlen hset incr info memory mget pexpire pfadd
-    pfcount ping pttl publish script set setrange strlen subscribe time unlink unsubscribe wait xack xadd xautoclaim
-    xdel xgroup xinfo xlen xrange xread xreadgroup xrevrange xtrim zadd zincrby zrangebyscore zrem zremrangebyrank
-    zremrangebyscore zrevrange""".split()  # noqa: SIM905  # fifty words, one a line
-)
-"""Commands that nights, the service or events cannot do without."""
-
-
-USED: Final = {
-    "config": "settings are read from INFO, and how durable events are is tried out",
-    "waitaof": "without CONFIG, too, no event is known to be durable",
-}
-"""Commands that are done without, and what follows."""
-
-
-class RedisKind(NamedTuple):
-    """Server as it describes itself, what is missing for Larder, and what Larder does without."""
-
-    name: str
-    version: str
-    missing: tuple[str, ...]
-    without: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.version}".strip()
-
-
-def kind_of(server: "redis.Redis") -> RedisKind:
-    """Looks at one server by INFO, a script and COMMAND INFO; whatever this user may not ask is taken to be there.
-
-    Raises redis.ResponseError where the server refuses to run scripts at the moment.
-    """
-    from redis.exceptions import NoPermissionError, ResponseError
-
-    from cache.l2.resp import WrongReply, refuse
-
-    server_info: dict[str, Any] = server.info("server")
-    name, version = _named(server_info)
-    missing = []
-    try:
-        server.eval(FLAGGED, 0)
-    except NoPermissionError:
-        pass
-    except ResponseError as error:
-        # All else (a read-only replica, a disk that is full) is no matter of its version: who asked tells it.
-        if type(error) is not ResponseError or not _UNREADABLE.search(str(error)):
-            raise
-        missing.append("scripts with flags (Redis 7.0, Valkey and newer have them)")
-    names = (*NEEDED, *USED)
-    try:
-        command_infos: Any = server.execute_command("COMMAND INFO", *names)  # type: ignore[no-untyped-call]
-        if len(command_infos) != len(names):
-            refuse("COMMAND INFO", command_infos, "as many commands as were asked for")
-    except WrongReply:
-        raise
-    except ResponseError:
-        command_infos = names
-    known_commands = {
-        name for name, command_info in zip(names, command_infos, strict=True) if command_info
-    }
-    missing += [command.upper() for command in NEEDED if command not in known_commands]
-    # Events wait for the disk only where no setting tells how durable they are.
-    lacking = (
-        ()
-        if "config" in known_commands
-        else [command for command in USED if command not in known_commands]
-    )
-    without = [f"{command.upper()} ({USED[command]})" for command in lacking]
-    return RedisKind(name, version, tuple(missing), tuple(without))
-
-
-def _named(server_info: dict[str, Any]) -> tuple[str, str]:
-    if "dragonfly_version" in server_info:
-        return "Dragonfly", str(server_info["dragonfly_version"]).removeprefix("df-").removeprefix(
-            "v"
-        )
-    if server_info.get("server_name") == "valkey":
-        return "Valkey", str(server_info.get("valkey_version", ""))
-    # KeyDB calls itself Redis in all but the name of its program.
-    is_keydb = "keydb" in str(server_info.get("executable", ""))
-    return "KeyDB" if is_keydb else "Redis", str(server_info.get("redis_version", ""))
-
-
-REDIS_S = 3.0
-
-
 def look_at_redis(config: "NightConfig") -> CheckResult:
     """Look at the Redis of pages: what it is, what it lacks, and what it may evict."""
     from redis import RedisError
@@ -341,13 +230,13 @@ def look_at_redis(config: "NightConfig") -> CheckResult:
             f"none is configured: each command runs {find_server()} for as long as it lasts (`larder redis`)",
         )
     try:
-        client = open_client(url, protocol=2, socket_timeout=REDIS_S)
+        client = open_client(url, protocol=2, socket_timeout=REDIS_TIMEOUT_S)
         try:
             servers = masters(client).values()
             policies = {
                 str(server.info("memory").get("maxmemory_policy", "")) for server in servers
             }
-            kinds = sorted({kind_of(server) for server in servers})
+            kinds = sorted({redis_kind_of(server) for server in servers})
         finally:
             client.close()
     except (RedisError, ValueError, OSError) as error:
@@ -379,7 +268,7 @@ def look_at_events(config: "NightConfig") -> CheckResult:
     if not url:
         return "ok", "in the Redis that each command runs for as long as it lasts: gone with it"
     try:
-        durability, policy = asyncio.run(_looked_at(url, config))
+        durability, policy = asyncio.run(_look_at_durability(url, config))
     except LarderError as error:
         return (
             "to do",
@@ -407,7 +296,7 @@ def look_at_events(config: "NightConfig") -> CheckResult:
     )
 
 
-async def _looked_at(url: str, config: "NightConfig") -> "tuple[FoundDurability, str]":
+async def _look_at_durability(url: str, config: "NightConfig") -> "tuple[FoundDurability, str]":
     from serving.events.connection import EventsRedis
 
     redis = EventsRedis(url, config.events.durability)
@@ -419,60 +308,86 @@ async def _looked_at(url: str, config: "NightConfig") -> "tuple[FoundDurability,
     return durability, policy
 
 
-class CheckLine(NamedTuple):
-    """State of one thing that was looked at, and in words what was found or is to be done."""
-
-    what: str
-    state: State
-    told: str
-
-
-def main(argv: Sequence[str], *, prog: str) -> int:
-    """Exit code: 0 nothing is to be done, 3 something is."""
-    args = argument_parser(prog).parse_args(argv)
-    findings = [_run_check("settings", _settings)]
-    if findings[0].state == "ok":
-        config = night_settings()
-        findings += [_run_check(name, partial(check, config)) for name, check in CHECKS.items()]
-    if args.json:
-        print(printable_lines(json_text([finding._asdict() for finding in findings])))
-    else:
-        for finding in findings:
-            print(printable_lines(f"{finding.state:<9} {finding.what:<9} {finding.told}"))
-    return NOT_WELL if any(finding.state == "to do" for finding in findings) else 0
-
-
-def argument_parser(prog: str) -> argparse.ArgumentParser:
-    """Parser of this command's arguments."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Look at settings, sources, bundle, Redis, that of events, the provider of live models, the "
-        "artefact store, Airflow and lineage, and say of each whether it is ok, or what to do. Nothing is changed but "
-        "that the store's folder is made. Exit code: 0 nothing is to be done, 3 something is.",
-    )
-    parser.add_argument("--json", action="store_true", help="for programs")
-    return parser
-
-
-def _run_check(subject: str, check: Callable[[], CheckResult]) -> CheckLine:
-    try:
-        return CheckLine(subject, *check())
-    except LarderError as error:
-        return CheckLine(subject, "to do", error.message)
-    except OSError as error:
-        return CheckLine(subject, "to do", f"this machine refused: {error}")
-
-
-def _settings() -> CheckResult:
-    """The file and the environment, for night and service alike."""
+def look_at_live(_config: "NightConfig") -> CheckResult:
+    """Look for the provider that live models are to run by."""
     from cache.config.serving import ServingConfig
 
-    night_settings()
-    ServingConfig.load(os.environ)
-    file = os.environ.get("LARDER_CONFIG")
-    if not file:
-        return "to do", "no larder.toml here, and no LARDER_CONFIG: `larder init` writes one"
-    return "ok", file
+    provider = ServingConfig.load(os.environ).live_provider
+    if provider == "cpu":
+        return "not used", "live_provider is cpu: live models run on the processor"
+    from cache.model.runtime import Accelerator
+
+    if (missing_reason := Accelerator(provider).missing()) is not None:
+        return (
+            "to do",
+            f"live models would run on the processor: {missing_reason}, or set live_provider to cpu",
+        )
+    return (
+        "ok",
+        f"{provider}; whether models could be loaded there, `fallback` of /v1/generations says",
+    )
+
+
+def look_at_store(config: "NightConfig") -> CheckResult:
+    """Look at the artefact store: whether it takes a name once only."""
+    store = config.store()
+    store.demand_write_once()
+    count = len(store.names("generations"))
+    return (
+        "ok",
+        f"{config.artifacts}: {count} generation{'s' * (count != 1)} in namespace {config.namespace}",
+    )
+
+
+def look_at_airflow(_config: "NightConfig") -> CheckResult:
+    """Look at the DAG files of an Airflow."""
+    if missing_extra("a night", "airflow", "airflow"):
+        return (
+            "not used",
+            "Airflow is not installed here: `larder night` runs a night, from cron for instance",
+        )
+    installed = airflow_version()
+    refusal = None if installed is None else airflow_refusal(installed)
+    try:
+        folder = dags_folder(None)
+    except LarderError:
+        return (
+            "not used",
+            refusal
+            or "no AIRFLOW_HOME: `larder dags install FOLDER` adds the nights to an Airflow",
+        )
+    if refusal is not None:
+        return "to do", refusal
+    states = {file.target: file.state() for file in files_in(folder)}
+    for target, state in states.items():
+        if state in ("older", "changed", "foreign", "missing"):
+            return "to do", f"{target}: {_DAG_FILE_STATES[state]}; `larder dags install`"
+    return (
+        "ok",
+        f"{len(states)} DAGs in {Path(folder)}, Airflow {installed or 'of unknown version'}",
+    )
+
+
+def look_at_lineage(_config: "NightConfig") -> CheckResult:
+    """Look at the settings of OpenLineage."""
+    if not any(os.environ.get(name) for name in LINEAGE_TRANSPORTS):
+        return "not used", f"no transport for OpenLineage's events, such as {LINEAGE_TRANSPORTS[0]}"
+    try:
+        version(_LINEAGE_PROVIDER)  # its module could only be found by importing Airflow
+    except PackageNotFoundError:
+        return (
+            "to do",
+            f"lineage needs {_LINEAGE_PROVIDER}, not installed here: {install_command('lineage')}",
+        )
+    if _LINEAGE_EXTRACTOR not in map(str.strip, os.environ.get(_LINEAGE_EXTRACTORS, "").split(";")):
+        return (
+            "to do",
+            f"events say nothing of data: set {_LINEAGE_EXTRACTORS}={_LINEAGE_EXTRACTOR}",
+        )
+    return (
+        "ok",
+        "each task of a night sends OpenLineage's events, where Airflow has this environment",
+    )
 
 
 CHECKS: dict[str, Callable[["NightConfig"], CheckResult]] = {
@@ -485,3 +400,71 @@ CHECKS: dict[str, Callable[["NightConfig"], CheckResult]] = {
     "airflow": look_at_airflow,
     "lineage": look_at_lineage,
 }
+
+
+class RedisKind(NamedTuple):
+    """Server as it describes itself, what is missing for Larder, and what Larder does without."""
+
+    name: str
+    version: str
+    missing: tuple[str, ...]
+    without: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}".strip()
+
+
+def redis_kind_of(server: "redis.Redis") -> RedisKind:
+    """Looks at one server by INFO, a script and COMMAND INFO; whatever this user may not ask is taken to be there.
+
+    Raises redis.ResponseError where the server refuses to run scripts at the moment.
+    """
+    from redis.exceptions import NoPermissionError, ResponseError
+
+    from cache.l2.resp import WrongReply, refuse_reply
+
+    server_info: dict[str, Any] = server.info("server")
+    name, version = _product_and_version(server_info)
+    missing = []
+    try:
+        server.eval(FLAGGED_SCRIPT, 0)
+    except NoPermissionError:
+        pass
+    except ResponseError as error:
+        # All else (a read-only replica, a disk that is full) is no matter of its version: who asked tells it.
+        if type(error) is not ResponseError or not _SCRIPT_REFUSED.search(str(error)):
+            raise
+        missing.append("scripts with flags (Redis 7.0, Valkey and newer have them)")
+    names = (*NEEDED_COMMANDS, *DISPENSABLE_COMMANDS)
+    try:
+        command_infos: Any = server.execute_command("COMMAND INFO", *names)  # type: ignore[no-untyped-call]
+        if len(command_infos) != len(names):
+            refuse_reply("COMMAND INFO", command_infos, "as many commands as were asked for")
+    except WrongReply:
+        raise
+    except ResponseError:
+        command_infos = names
+    known_commands = {
+        name for name, command_info in zip(names, command_infos, strict=True) if command_info
+    }
+    missing += [command.upper() for command in NEEDED_COMMANDS if command not in known_commands]
+    # Events wait for the disk only where no setting tells how durable they are.
+    lacking = (
+        ()
+        if "config" in known_commands
+        else [command for command in DISPENSABLE_COMMANDS if command not in known_commands]
+    )
+    without = [f"{command.upper()} ({DISPENSABLE_COMMANDS[command]})" for command in lacking]
+    return RedisKind(name, version, tuple(missing), tuple(without))
+
+
+def _product_and_version(server_info: dict[str, Any]) -> tuple[str, str]:
+    if "dragonfly_version" in server_info:
+        return "Dragonfly", str(server_info["dragonfly_version"]).removeprefix("df-").removeprefix(
+            "v"
+        )
+    if server_info.get("server_name") == "valkey":
+        return "Valkey", str(server_info.get("valkey_version", ""))
+    # KeyDB calls itself Redis in all but the name of its program.
+    is_keydb = "keydb" in str(server_info.get("executable", ""))
+    return "KeyDB" if is_keydb else "Redis", str(server_info.get("redis_version", ""))

@@ -7,30 +7,40 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from cache.process.command_line import PRECOMPUTE, SERVING, missing
+from cache.process.command_line import PRECOMPUTE_MODULES, SERVING_MODULES, missing_extra
 
 if TYPE_CHECKING:
     from cache.config.night import NightConfig
 
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
-    "precompute": PRECOMPUTE,
-    "serving": SERVING,
-    "airflow": ("airflow", *PRECOMPUTE),
+    "precompute": PRECOMPUTE_MODULES,
+    "serving": SERVING_MODULES,
+    "airflow": ("airflow", *PRECOMPUTE_MODULES),
     "client": ("httpx",),
     "completion": ("shtab",),
     "top": ("rich",),
 }
 """Extra -> modules that tell whether it is installed."""
 
-
 DEMO: Final = ("airflow", "client", "serving")
-
-
 PRECOMPUTES: Final = ("precompute",)
-
 
 NIGHT: Final = "infra.cli.night_commands"
 """Module of the commands that are those of `python -m precompute`, under the same names."""
+
+SETTINGS_FILE = "larder.toml"
+"""Settings in the current folder, where neither --config nor LARDER_CONFIG names another file."""
+
+GROUPS: Final = ("Start", "Night", "Day", "Releases", "Care", "Steps")
+"""Groups of the help, in its order."""
+
+HELP_COLUMNS = 79
+_GROUP_COLUMNS, _NAME_COLUMNS = 10, 9
+_HELP_START = "usage: larder [--config FILE] COMMAND ...      larder COMMAND --help tells more"
+
+_HELP_END = """\
+Settings: --config, else LARDER_CONFIG, else larder.toml in this folder.
+larder --version; larder completion bash, zsh or fish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +65,6 @@ class CommandEntry:
     def needs(self) -> tuple[str, ...]:
         """Extras without which it does not run."""
         return ("precompute",) if self.module == NIGHT else self.extras
-
-
-GROUPS: Final = ("Start", "Night", "Day", "Releases", "Care", "Steps")
-"""Groups of the help, in its order."""
 
 
 ENTRIES: Final = (
@@ -105,52 +111,35 @@ ENTRIES: Final = (
 )  # fmt: skip
 """All commands, in the order of the help; one more is one more line."""
 
-
 BY_NAME: Final = {entry.name: entry for entry in ENTRIES}
 
 
 def lacking(entry: CommandEntry) -> str | None:
     """Line about the extras that a command needs and that are not installed; None if all are."""
     command_name, extras = f"larder {entry.name}", entry.needs
-    absent = [extra for extra in extras if missing(command_name, extra, *EXTRAS[extra])]
+    absent = [extra for extra in extras if missing_extra(command_name, extra, *EXTRAS[extra])]
     modules = (name for extra in absent for name in EXTRAS[extra])
-    return missing(command_name, ",".join(absent), *modules)
+    return missing_extra(command_name, ",".join(absent), *modules)
 
 
-COLUMNS = 79
-
-
-_GROUP, _NAME = 10, 9
-
-
-_START = "usage: larder [--config FILE] COMMAND ...      larder COMMAND --help tells more"
-
-
-_END = """\
-Settings: --config, else LARDER_CONFIG, else larder.toml in this folder.
-larder --version; larder completion bash, zsh or fish."""
-
-
-def page() -> str:
-    """The help as text."""
+def help_page() -> str:
+    """The help as text; it fits a screen of 24 lines by 80 columns, and each command has a longer one of its own."""
     groups = {
         name: list(group_entries)
         for name, group_entries in groupby(ENTRIES, lambda entry: entry.group)
     }
-    lines = [line for name in GROUPS for line in _lines(name, groups[name])]
-    return "\n".join([_START, "", *lines, "", _END])
+    lines = [line for name in GROUPS for line in _group_lines(name, groups[name])]
+    return "\n".join([_HELP_START, "", *lines, "", _HELP_END])
 
 
-def _lines(group: str, entries: list[CommandEntry]) -> Iterator[str]:
-    rows = [f"{entry.name:<{_NAME}} {entry.text}" for entry in entries if entry.text]
+def _group_lines(group: str, entries: list[CommandEntry]) -> Iterator[str]:
+    rows = [f"{entry.name:<{_NAME_COLUMNS}} {entry.text}" for entry in entries if entry.text]
     if names_without_text := ", ".join(entry.name for entry in entries if not entry.text):
-        rows += textwrap.wrap(names_without_text, COLUMNS - _GROUP, break_on_hyphens=False)
+        rows += textwrap.wrap(
+            names_without_text, HELP_COLUMNS - _GROUP_COLUMNS, break_on_hyphens=False
+        )
     for number, row in enumerate(rows):
-        yield f"{'' if number else group:<{_GROUP}}{row}"
-
-
-FILE = "larder.toml"
-"""Settings in the current folder, where neither --config nor LARDER_CONFIG names another file."""
+        yield f"{'' if number else group:<{_GROUP_COLUMNS}}{row}"
 
 
 def night_settings() -> "NightConfig":

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from cache.errors import ConfigError
-from cache.process.command_line import never_swallowed
+from cache.process.command_line import interrupts_never_swallowed
 from infra.cli.commands import night_settings
 
 LOOK_S = 1.0
@@ -33,7 +33,10 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.default_int_handler)
     try:
-        with never_swallowed(), server(state, password=secrets.token_urlsafe(24)) as running:
+        with (
+            interrupts_never_swallowed(),
+            server(state, password=secrets.token_urlsafe(24)) as running,
+        ):
             print(f"Redis runs at {place_of(running.url)}", flush=True)
             print(
                 f"Commands with the same settings use it (its password is in {state / 'redis.json'}). It keeps"

@@ -11,7 +11,7 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
-from cache.process.command_line import never_swallowed
+from cache.process.command_line import interrupts_never_swallowed
 
 PROG = "python -m infra.demo"
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, signal.default_int_handler)
     try:
-        with never_swallowed():
+        with interrupts_never_swallowed():
             return _run(args, console)
     except KeyboardInterrupt:
         _say_stopped(console)

@@ -29,6 +29,12 @@ from infra.demo.http import ServiceCounts
 from infra.demo.traffic import Latencies
 from serving.requests.answers import Source
 
+ENTITY_COLUMNS = 70
+
+LATENCY_SCOPE = """\
+The dashboard's latencies are inside the service: from the start of a request
+there, without network and client."""
+
 
 @dataclass(slots=True)
 class Step:
@@ -119,14 +125,6 @@ class Steps:
         self.console.print(table)
 
 
-ENTITY_COLUMNS = 70
-
-
-SCOPE = """\
-The dashboard's latencies are inside the service: from the start of a request
-there, without network and client."""
-
-
 @dataclass(slots=True)
 class Findings:
     """Findings that the summary tells."""
@@ -187,7 +185,7 @@ def summarize(
             summary_rows.append((name, f"{served:.4f} through HTTP, {offline:.4f} offline"))
     summary_rows.append(("seconds", f"{time.monotonic() - steps.started_at:.0f}"))
     steps.table("Summary", ("what", "result"), summary_rows, figures=False)
-    steps.console.print(SCOPE, highlight=False)
+    steps.console.print(LATENCY_SCOPE, highlight=False)
 
 
 def invite(console: Console, url: str, airflow: str, home: Path, data: Dataset) -> None:

@@ -1,11 +1,4 @@
-"""Features in the demo: towers that take them beside a history, and requests that have nothing else.
-
-`profiles` makes the features, `towers` adds them to the reference bundle, `cold_start` asks for those without history.
-
-An item that the reference model was trained on keeps its vector, and a user with a history theirs. For all others, a
-vector is predicted from a label and a number: v = base[label] + slope[label] * z(log(number)), fitted by ridge
-regression onto the reference model's own vectors. A label that was never seen gets the mean of all.
-"""
+"""Features in the demo: towers that take them beside a history, and requests that have nothing else."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,95 +15,15 @@ from infra.demo.checks import Judge, Question
 from infra.demo.evaluate import answer_to_json
 from infra.demo.synthetic import Features, Profiles
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
-from precompute.bundles.bundle_store import put_in_place
+from precompute.bundles.bundle_store import swap_in
 from precompute.bundles.onnx_model import IR_VERSION, OPSET, OnnxModel, read_model
 from serving.client import Answer, Client, Entity, Options, Policy
 from serving.requests.answers import Source
 
 ITEMS_SHOWN = 2
-
-
 DEADLINE_MS = 5_000
-
-
-NEW = ("new user", "new item")
-
-
-class ColdStart(NamedTuple):
-    """Answer as a table shows it."""
-
-    entity_kind: str
-    table: str
-    source: str
-    producer: str
-    answer: str
-
-
-def ask_cold(
-    url: str,
-    profiles: Profiles,
-    histories: Mapping[str, Sequence[str]],
-    judge: Judge,
-) -> list[ColdStart]:
-    """Answers for a user with a history, for one and an item without a click, and for two that are in no table.
-
-    `judge` sees them as they came. Raises Unanswered, and ValueError where what is in no table was not answered live.
-    """
-    new_user, new_item = profiles.new_user, profiles.new_item
-    known_user = next(iter(histories))
-    quiet_user = next(user for user in profiles.users if user not in histories)
-    entity_by_kind_and_table = {
-        ("known user", "user_topk"): Entity(known_user),
-        ("known user", "user_affinity"): Entity(known_user),
-        ("quiet user", "user_topk"): Entity(quiet_user, features=profiles.users[quiet_user]),
-        ("unseen item", "item_similar"): Entity(profiles.unseen[0]),
-        ("new item", "item_similar"): Entity(str(new_item["item"]), features=new_item),
-        ("new user", "user_topk"): Entity("new-user", features=new_user),
-        ("new user", "user_affinity"): Entity("new-user", features=new_user),
-    }
-    entities = [
-        Entity(entity.id, features=entity.features, table=table)
-        for (_, table), entity in entity_by_kind_and_table.items()
-    ]
-    # Sent once, so that what the service counted is what was asked.
-    with Client(url, policy=Policy(attempts=1)) as larder:
-        options = Options(k=ITEMS_SHOWN, deadline_ms=DEADLINE_MS)
-        answers = larder.lookup_tables(entities, options)
-    questions = [Question(str(entity.table), str(entity.id), ITEMS_SHOWN) for entity in entities]
-    judge.request(questions, [answer_to_json(lookup_answer) for lookup_answer in answers])
-    for (entity_kind, table), answer in zip(entity_by_kind_and_table, answers, strict=True):
-        if entity_kind in NEW and answer.source != Source.LIVE:
-            raise ValueError(f"{entity_kind}, {table}: {answer.source} ({answer.reason}), not live")
-    return [
-        ColdStart(
-            entity_kind,
-            table,
-            answer.source,
-            str(answer.producer),
-            _describe_answer(answer, profiles),
-        )
-        for (entity_kind, table), answer in zip(entity_by_kind_and_table, answers, strict=True)
-    ]
-
-
-def describe_features(features: Mapping[str, Any]) -> str:
-    """Features in a few words."""
-    return ", ".join(f"{name} {value}" for name, value in features.items())
-
-
-def _describe_answer(answer: Answer, profiles: Profiles) -> str:
-    if answer.items is not None:
-        kinds = [str(profiles.items[item]["category"]) for item in answer.items]
-        return ", ".join(kinds)
-    values, labels = answer.values, answer.labels
-    if values is None or labels is None:
-        return "nothing"
-    top_position = max(range(len(labels)), key=lambda position: float(values[position]))
-    return f"{labels[top_position]} {values[top_position]:.2f}"
-
-
+NEW_ENTITIES = ("new user", "new item")
 RIDGE = 1.0
-
 
 FITTED_USERS = 4_000
 """Users that the regression looks at: enough for two coefficients per country."""
@@ -118,7 +31,12 @@ FITTED_USERS = 4_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """Coefficients [labels + 1, dims] of one regression; the last row is for labels that were never seen."""
+    """Coefficients [labels + 1, dims] of one regression; the last row is for labels that were never seen.
+
+    An item that the reference model was trained on keeps its vector, and a user with a history theirs. For all others,
+    a vector is predicted from a label and a number: v = base[label] + slope[label] * z(log(number)), fitted by ridge
+    regression onto the reference model's own vectors. A label that was never seen gets the mean of all.
+    """
 
     labels: tuple[str, ...]
     base: NDArray[np.float32]
@@ -156,7 +74,9 @@ class Fit:
         }
 
 
-def fit(labels: Sequence[str], numbers: NDArray[np.float64], vectors: NDArray[np.float32]) -> Fit:
+def fit_ridge(
+    labels: Sequence[str], numbers: NDArray[np.float64], vectors: NDArray[np.float32]
+) -> Fit:
     """Ridge regression of vectors [n, dims] on a label and a positive number each."""
     names, label_indices = np.unique(np.array(labels), return_inverse=True)
     logged = np.log(numbers)
@@ -186,12 +106,15 @@ def add_features(
     """
     reference = Bundle.read(folder)
     table, centroids = (
-        _constant(reference.values["user_affinity"].path, name) for name in ("table", "centroids")
+        _read_constant(reference.values["user_affinity"].path, name)
+        for name in ("table", "centroids")
     )
-    vectors = _constant(reference.item_tower.path, "table")
+    vectors = _read_constant(reference.item_tower.path, "table")
     ids = [raw.decode() for raw in reference.item_ids]
     prices = np.array([float(profiles.items[item_id]["price"]) for item_id in ids])
-    of_items = fit([str(profiles.items[item_id]["category"]) for item_id in ids], prices, vectors)
+    of_items = fit_ridge(
+        [str(profiles.items[item_id]["category"]) for item_id in ids], prices, vectors
+    )
     of_users = _fit_users(table, ids, histories, profiles.users)
     staging_folder = folder.with_name(f"{folder.name}-with-features")
     write_bundle(
@@ -205,7 +128,7 @@ def add_features(
         values={"user_affinity": _user_model(reference, of_users, table, centroids)},
         training={**reference.training, "features": "ridge regression", "ridge": RIDGE},
     )
-    put_in_place(staging_folder, folder)
+    swap_in(staging_folder, folder)
     return Bundle.read(folder)
 
 
@@ -222,7 +145,7 @@ def _fit_users(
     )
     # Directions alone: a long history must not count for more.
     directions = unit(sums) * np.float32(np.linalg.norm(sums, axis=1).mean())
-    return fit(
+    return fit_ridge(
         [str(users[user_id]["country"]) for user_id in sampled_users],
         np.array([float(users[user_id]["age"]) for user_id in sampled_users]),
         directions,
@@ -307,7 +230,7 @@ def _model(
     graph = helper.make_graph(
         nodes,
         "tower",
-        [_input(input_spec) for input_spec in spec.inputs],
+        [_model_input(input_spec) for input_spec in spec.inputs],
         [output],
     )
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("ai.onnx.ml", 2)]
@@ -317,16 +240,89 @@ def _model(
     return OnnxModel.of(model, constants)
 
 
-def _input(spec: InputSpec) -> ValueInfoProto:
+def _model_input(spec: InputSpec) -> ValueInfoProto:
     kinds = {"string": TensorProto.STRING, "float32": TensorProto.FLOAT, "int32": TensorProto.INT32}
     shape = ["rows", "length"] if spec.bind == "history" else ["rows"]
     return helper.make_tensor_value_info(spec.name, kinds[spec.dtype], shape)
 
 
-def _constant(model: Path, name: str) -> NDArray[np.float32]:
+def _read_constant(model: Path, name: str) -> NDArray[np.float32]:
     initializers = read_model(model).graph.initializer
     return np.array(
         numpy_helper.to_array(
             next(initializer for initializer in initializers if initializer.name == name)
         )
     )
+
+
+class ColdStart(NamedTuple):
+    """Answer as a table shows it."""
+
+    entity_kind: str
+    table: str
+    source: str
+    producer: str
+    answer: str
+
+
+def ask_cold(
+    url: str,
+    profiles: Profiles,
+    histories: Mapping[str, Sequence[str]],
+    judge: Judge,
+) -> list[ColdStart]:
+    """Answers for a user with a history, for one and an item without a click, and for two that are in no table.
+
+    `judge` sees them as they came. Raises Unanswered, and ValueError where what is in no table was not answered live.
+    """
+    new_user, new_item = profiles.new_user, profiles.new_item
+    known_user = next(iter(histories))
+    quiet_user = next(user for user in profiles.users if user not in histories)
+    entity_by_kind_and_table = {
+        ("known user", "user_topk"): Entity(known_user),
+        ("known user", "user_affinity"): Entity(known_user),
+        ("quiet user", "user_topk"): Entity(quiet_user, features=profiles.users[quiet_user]),
+        ("unseen item", "item_similar"): Entity(profiles.unseen[0]),
+        ("new item", "item_similar"): Entity(str(new_item["item"]), features=new_item),
+        ("new user", "user_topk"): Entity("new-user", features=new_user),
+        ("new user", "user_affinity"): Entity("new-user", features=new_user),
+    }
+    entities = [
+        Entity(entity.id, features=entity.features, table=table)
+        for (_, table), entity in entity_by_kind_and_table.items()
+    ]
+    # Sent once, so that what the service counted is what was asked.
+    with Client(url, policy=Policy(attempts=1)) as larder:
+        options = Options(k=ITEMS_SHOWN, deadline_ms=DEADLINE_MS)
+        answers = larder.lookup_tables(entities, options)
+    questions = [Question(str(entity.table), str(entity.id), ITEMS_SHOWN) for entity in entities]
+    judge.request(questions, [answer_to_json(lookup_answer) for lookup_answer in answers])
+    for (entity_kind, table), answer in zip(entity_by_kind_and_table, answers, strict=True):
+        if entity_kind in NEW_ENTITIES and answer.source != Source.LIVE:
+            raise ValueError(f"{entity_kind}, {table}: {answer.source} ({answer.reason}), not live")
+    return [
+        ColdStart(
+            entity_kind,
+            table,
+            answer.source,
+            str(answer.producer),
+            _describe_answer(answer, profiles),
+        )
+        for (entity_kind, table), answer in zip(entity_by_kind_and_table, answers, strict=True)
+    ]
+
+
+def describe_features(features: Mapping[str, Any]) -> str:
+    """Features in a few words."""
+    return ", ".join(f"{name} {value}" for name, value in features.items())
+
+
+def _describe_answer(answer: Answer, profiles: Profiles) -> str:
+    if answer.items is not None:
+        kinds = [str(profiles.items[item]["category"]) for item in answer.items]
+        return ", ".join(kinds)
+    values, labels = answer.values, answer.labels
+    if values is None or labels is None:
+        return "nothing"
+    top_position = max(range(len(labels)), key=lambda position: float(values[position]))
+    return f"{labels[top_position]} {values[top_position]:.2f}"

@@ -1,7 +1,4 @@
-"""The demo itself: two nights through Airflow, traffic, a click, a swap and a rollback under it, all checked.
-
-Imports the demo's judge, data and steps. Start at `click`.
-"""
+"""The demo itself: two nights through Airflow, traffic, a click, a swap and a rollback under it, all checked."""
 
 import asyncio
 import gc
@@ -32,7 +29,7 @@ from infra.demo.evaluate import TOP, answer_to_json, offline_lists, quality, ser
 from infra.demo.features import add_features, ask_cold, describe_features
 from infra.demo.http import ServiceCounts, get, scrape
 from infra.demo.traffic import Background, Stream, replay
-from infra.local.airflow import NEVER, LocalAirflow, RunReport, alone
+from infra.local.airflow import MANUAL_SCHEDULE, LocalAirflow, RunReport, hold_lock
 from infra.local.service import ServiceProcess
 from precompute.bulk.load import unlink_pages
 from precompute.config.settings import night_config
@@ -40,23 +37,124 @@ from precompute.events.stores import connect_events
 from serving.client import Answer, Client, EventReceipt, NewEvent, Options, Policy, Unanswered
 
 TABLE = "user_topk"
-
-
 ITEMS_SHOWN = 4
+DEADLINE_MS = 5_000
+COUNTED_WITHIN_S = 10.0
 
-
-COUNTED_S = 10.0
-
-
-SHOWN_S = 3.0
+SHOWN_WITHIN_S = 3.0
 """Seconds that the dashboard may lag behind answers: its document is made again each second, its counts each two."""
 
+FOLLOW_S = 10.0
+NIGHT_DAG = "nightly_precompute"
+BUNDLE_ASSET = "larder_bundle"
+RUN_TIMEOUT_S = 900.0
+SHARDS = 4
 
-DEADLINE_MS = 5_000
+SCORERS = 2
+"""Scoring tasks at a time, the slots of the pool: together they fill the machine."""
+
+REPLAY_RATE = 600.0
+"""Requests per second of the measured replay: below what one worker can do, so that no time is spent queueing."""
+
+_SUBFOLDERS = (
+    "data",
+    "artifacts",
+    "bundle",
+    "bundle-with-features",
+    "host-cache",
+    "larder.toml",
+    "service.log",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoFolder:
+    """Paths under `home`, and the namespace that keeps this run apart from others in the same Redis."""
+
+    home: Path
+    namespace: str
+
+    @property
+    def config(self) -> Path:
+        """The settings of nights and service."""
+        return self.home / "larder.toml"
+
+    @property
+    def bundle(self) -> Path:
+        """The model that nights score with."""
+        return self.home / "bundle"
+
+    @property
+    def artifacts(self) -> Path:
+        """The artefact store."""
+        return self.home / "artifacts"
+
+    def write_config(self, dataset: Dataset) -> None:
+        """Write the settings that differ from the defaults."""
+        lines = [
+            f'namespace = "{self.namespace}"',
+            'artifacts = "artifacts"',
+            'bundle = "bundle"',
+            'state = "."',
+            f'data_until = "{dataset.first_cut.isoformat()}"',
+            f"shards = {SHARDS}",
+            f"threads = {max(1, usable_cores() // SCORERS)}",
+            "",
+            "[sources]",
+            'interactions = ["data/interactions"]',
+        ]
+        lines += [f'{name} = "data/{file}"' for name, file in dataset.feature_tables.items()]
+        lines += ["", "[events]", "enabled = true"]
+        self.config.write_text("\n".join(lines) + "\n")
+
+    def environment(
+        self, redis_url: str, environ: Mapping[str, str] = os.environ
+    ) -> dict[str, str]:
+        """Environment of nights and service; settings of the surrounding shell do not reach them."""
+        blank = {name: "" for name in environ if name.startswith("LARDER_")}
+        return {
+            **blank,
+            "LARDER_CONFIG": str(self.config),
+            "LARDER_NAMESPACE": self.namespace,
+            "LARDER_ARTIFACTS": str(self.artifacts),
+            "LARDER_STATE": str(self.home),
+            "LARDER_SCHEDULE": MANUAL_SCHEDULE,
+            "LARDER_EVENTS_URL": environ.get("LARDER_EVENTS_URL", ""),
+            "REDIS_URL": redis_url,
+        }
+
+    def forget(self, redis_url: str) -> None:
+        """Leave nothing of this run in a Redis that is not ours."""
+        config = night_config(str(self.config), self.environment(redis_url))
+        keys = Keyspace(self.namespace)
+        with connect(redis_url, config.redis_timeout_s) as client:
+            for generation in config.store().names("generations"):
+                unlink_pages(client, keys, read_manifest(config.store(), generation))
+            client.unlink(keys.live, keys.generations, keys.replicas)
+        with connect_events(config) as client:  # ids of events go by themselves, within `keep_s`
+            client.unlink(keys.events, keys.inbox, keys.rejected_events)
+
+
+@contextmanager
+def prepare_demo_folder(state: Path) -> Iterator[DemoFolder]:
+    """An emptied place that no other run uses meanwhile; raises ConfigError when one does."""
+    home = state.resolve() / "demo"
+    home.mkdir(parents=True, exist_ok=True)
+    lock_error = ConfigError(f"another demo runs in {home}; choose another --state")
+    with hold_lock(home / "demo.lock", lock_error):
+        for name in _SUBFOLDERS:
+            path = home / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        yield DemoFolder(home, f"demo-{secrets.token_hex(4)}")
 
 
 class Click:
-    """Click of a user for whom nothing else changes, so that the next list is the one that was answered live.
+    """Click of a user, followed from the event that is sent to the night that takes it over; every answer is judged.
+
+    Nothing else changes for this user, so that the next list is the one that was answered live.
 
     Raises Unanswered, and ValueError with what does not hold. `judge`, which is for one thread at a time, hears of all
     answers when `judged` is called.
@@ -148,13 +246,13 @@ class Click:
 
     def _until_counted(self, larder: Client) -> Answer:
         started_at = time.perf_counter()
-        while time.perf_counter() < started_at + COUNTED_S:
+        while time.perf_counter() < started_at + COUNTED_WITHIN_S:
             answer = self._look_up(larder)
             if answer.events:
                 self.counted_ms = (time.perf_counter() - started_at) * 1000
                 return answer
             time.sleep(0.005)
-        raise ValueError(f"the click of {self.user} is not counted after {COUNTED_S:.0f} s")
+        raise ValueError(f"the click of {self.user} is not counted after {COUNTED_WITHIN_S:.0f} s")
 
     def _dashboard(self, receipt: EventReceipt) -> str:
         started_at = time.perf_counter()
@@ -165,131 +263,13 @@ class Click:
             accepted = events["results"].get("accepted") if events else None
             if events and accepted and events["counted_until"] == receipt.position:
                 return f"dashboard: {accepted} accepted, {events['lag_s'] or 0:.1f} s behind"
-            if time.perf_counter() > started_at + SHOWN_S:
+            if time.perf_counter() > started_at + SHOWN_WITHIN_S:
                 raise ValueError(f"the dashboard does not show event {receipt.position}: {events}")
             time.sleep(0.1)
 
 
 def _format_items(answer: Answer) -> str:
     return ", ".join((answer.items or ())[:ITEMS_SHOWN])
-
-
-SHARDS = 4
-
-
-SCORERS = 2
-"""Scoring tasks at a time, the slots of the pool: together they fill the machine."""
-
-
-_SUBFOLDERS = (
-    "data",
-    "artifacts",
-    "bundle",
-    "bundle-with-features",
-    "host-cache",
-    "larder.toml",
-    "service.log",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class DemoFolder:
-    """Paths under `home`, and the namespace that keeps this run apart from others in the same Redis."""
-
-    home: Path
-    namespace: str
-
-    @property
-    def config(self) -> Path:
-        """The settings of nights and service."""
-        return self.home / "larder.toml"
-
-    @property
-    def bundle(self) -> Path:
-        """The model that nights score with."""
-        return self.home / "bundle"
-
-    @property
-    def artifacts(self) -> Path:
-        """The artefact store."""
-        return self.home / "artifacts"
-
-    def write_config(self, dataset: Dataset) -> None:
-        """Write the settings that differ from the defaults."""
-        lines = [
-            f'namespace = "{self.namespace}"',
-            'artifacts = "artifacts"',
-            'bundle = "bundle"',
-            'state = "."',
-            f'data_until = "{dataset.first_cut.isoformat()}"',
-            f"shards = {SHARDS}",
-            f"threads = {max(1, usable_cores() // SCORERS)}",
-            "",
-            "[sources]",
-            'interactions = ["data/interactions"]',
-        ]
-        lines += [f'{name} = "data/{file}"' for name, file in dataset.feature_tables.items()]
-        lines += ["", "[events]", "enabled = true"]
-        self.config.write_text("\n".join(lines) + "\n")
-
-    def environment(
-        self, redis_url: str, environ: Mapping[str, str] = os.environ
-    ) -> dict[str, str]:
-        """Environment of nights and service; settings of the surrounding shell do not reach them."""
-        blank = {name: "" for name in environ if name.startswith("LARDER_")}
-        return {
-            **blank,
-            "LARDER_CONFIG": str(self.config),
-            "LARDER_NAMESPACE": self.namespace,
-            "LARDER_ARTIFACTS": str(self.artifacts),
-            "LARDER_STATE": str(self.home),
-            "LARDER_SCHEDULE": NEVER,
-            "LARDER_EVENTS_URL": environ.get("LARDER_EVENTS_URL", ""),
-            "REDIS_URL": redis_url,
-        }
-
-    def forget(self, redis_url: str) -> None:
-        """Leave nothing of this run in a Redis that is not ours."""
-        config = night_config(str(self.config), self.environment(redis_url))
-        keys = Keyspace(self.namespace)
-        with connect(redis_url, config.redis_timeout_s) as client:
-            for generation in config.store().names("generations"):
-                unlink_pages(client, keys, read_manifest(config.store(), generation))
-            client.unlink(keys.live, keys.generations, keys.replicas)
-        with connect_events(config) as client:  # ids of events go by themselves, within `keep_s`
-            client.unlink(keys.events, keys.inbox, keys.rejected_events)
-
-
-@contextmanager
-def prepare_demo_folder(state: Path) -> Iterator[DemoFolder]:
-    """An emptied place that no other run uses meanwhile; raises ConfigError when one does."""
-    home = state.resolve() / "demo"
-    home.mkdir(parents=True, exist_ok=True)
-    lock_error = ConfigError(f"another demo runs in {home}; choose another --state")
-    with alone(home / "demo.lock", lock_error):
-        for name in _SUBFOLDERS:
-            path = home / name
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        yield DemoFolder(home, f"demo-{secrets.token_hex(4)}")
-
-
-NIGHTLY = "nightly_precompute"
-
-
-RUN_TIMEOUT_S = 900.0
-
-
-FOLLOW_S = 10.0
-
-
-BUNDLE = "larder_bundle"
-
-
-RATE = 600.0
-"""Requests per second of the measured replay: below what one worker can do, so that no time is spent queueing."""
 
 
 class Demo:
@@ -364,8 +344,8 @@ class Demo:
         return url
 
     def _first_night(self, airflow: LocalAirflow, demo_folder: DemoFolder, data: Dataset) -> None:
-        earlier_run_ids = airflow.run_ids(NIGHTLY)
-        airflow.pause(NIGHTLY, data.profiles is not None)
+        earlier_run_ids = airflow.run_ids(NIGHT_DAG)
+        airflow.pause(NIGHT_DAG, data.profiles is not None)
         with self.steps.step("DAG train_reference: the model bundle") as step:
             self._wait(airflow, "train_reference", airflow.trigger("train_reference"), step)
         if data.profiles is not None:
@@ -373,11 +353,11 @@ class Demo:
                 add_features(demo_folder.bundle, data.histories, data.profiles)
                 step.note("an item in no interaction gets its vector from category and price,")
                 step.note("a user without a history from country and age")
-            airflow.pause(NIGHTLY, False)
-            airflow.announce(BUNDLE)
-        with self.steps.step(f"DAG {NIGHTLY}: started by the new bundle") as step:
-            run = airflow.wait_new(NIGHTLY, earlier_run_ids)
-            self._wait(airflow, NIGHTLY, run, step)
+            airflow.pause(NIGHT_DAG, False)
+            airflow.announce(BUNDLE_ASSET)
+        with self.steps.step(f"DAG {NIGHT_DAG}: started by the new bundle") as step:
+            run = airflow.wait_new(NIGHT_DAG, earlier_run_ids)
+            self._wait(airflow, NIGHT_DAG, run, step)
 
     def _cold_start(self, service: ServiceProcess, data: Dataset) -> None:
         if data.profiles is None:
@@ -451,7 +431,7 @@ class Demo:
                 self.judge,
                 requests=self.plan.requests,
                 concurrency=8,
-                rate=RATE,
+                rate=REPLAY_RATE,
                 progress=step.advance,
             )
             self.findings.quiet = asyncio.run(work)
@@ -502,9 +482,9 @@ class Demo:
         findings = self.findings
         data.write_second(demo_folder.home / "data")
         with Background(service.url, stream, self.judge, rate=150.0) as traffic:
-            with self.steps.step(f"DAG {NIGHTLY}: a day later, under traffic") as step:
-                run = airflow.trigger(NIGHTLY, {"data_until": data.second_cut.isoformat()})
-                self._wait(airflow, NIGHTLY, run, step)
+            with self.steps.step(f"DAG {NIGHT_DAG}: a day later, under traffic") as step:
+                run = airflow.trigger(NIGHT_DAG, {"data_until": data.second_cut.isoformat()})
+                self._wait(airflow, NIGHT_DAG, run, step)
                 findings.second = self._follow(service, unlike=findings.first)
                 step.note(f"generation {findings.second}")
                 with translate_errors("fresh events"):

@@ -10,20 +10,27 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-DAYS = 60.0
-
-
-GROUPS_PER_CATEGORY = 5
-
-
-TASTES = (0.6, 0.3, 0.1)
-"""Share of a user's clicks that goes to the first, second and third group of items that the user likes."""
-
+Features = Mapping[str, str | float]
+"""Features of one user or item by column, as a caller sends them."""
 
 CATEGORIES = (
     "bags", "books", "coats", "coffee", "garden", "games", "knits", "lamps", "music", "outdoor",
     "paper", "shoes", "tea", "tools", "toys", "travel", "watches", "wool", "wood", "workwear",
 )  # fmt: skip
+
+COUNTRIES = ("AT", "BR", "CA", "DE", "ES", "FR", "IN", "JP", "MX", "NL", "PL", "SE", "US", "ZA")
+USER_FEATURES, ITEM_FEATURES = "user_features.parquet", "item_features.parquet"
+DAYS = 60.0
+GROUPS_PER_CATEGORY = 5
+
+TASTES = (0.6, 0.3, 0.1)
+"""Share of a user's clicks that goes to the first, second and third group of items that the user likes."""
+
+AT_HOME_SHARE = 0.7
+"""Share of users who live where their favourite category is bought most."""
+
+UNSEEN_SHARE = 0.01
+"""Items in no interaction yet, as a share of the others: the catalogue has their features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,8 @@ def synthesize(world: World) -> Clicks:
     popularity = rng.permutation(1.0 / np.arange(1, world.items + 1) ** 0.9)
     clicks_of_user = 8 + rng.lognormal(2.7, 0.8, world.users).astype(np.int64).clip(1, 400)
     users = np.repeat(np.arange(world.users), clicks_of_user)
-    items = _choose(rng, users, group_of_item, popularity, groups)
-    times = _when(rng, world, users)
+    items = _choose_items(rng, users, group_of_item, popularity, groups)
+    times = _click_times(rng, world, users)
     if world.drift:
         items, times = _in_fashion(world, users, items, times)
     order = np.argsort(times, kind="stable")
@@ -80,7 +87,7 @@ def synthesize(world: World) -> Clicks:
     )
 
 
-def _choose(
+def _choose_items(
     rng: np.random.Generator,
     users: NDArray[np.int64],
     group_of_item: NDArray[np.int64],
@@ -102,7 +109,9 @@ def _choose(
     return item_rows
 
 
-def _when(rng: np.random.Generator, world: World, users: NDArray[np.int64]) -> NDArray[np.int64]:
+def _click_times(
+    rng: np.random.Generator, world: World, users: NDArray[np.int64]
+) -> NDArray[np.int64]:
     joined = rng.random(world.users) * 0.7 * DAYS
     new = rng.random(world.users) < world.newcomers
     joined[new] = DAYS - 5.0 * rng.random(int(new.sum()))
@@ -149,24 +158,6 @@ def _item_id(number: int) -> str:
     return f"i-{number:05d}"
 
 
-COUNTRIES = ("AT", "BR", "CA", "DE", "ES", "FR", "IN", "JP", "MX", "NL", "PL", "SE", "US", "ZA")
-
-
-USER_FEATURES, ITEM_FEATURES = "user_features.parquet", "item_features.parquet"
-
-
-AT_HOME = 0.7
-"""Share of users who live where their favourite category is bought most."""
-
-
-UNSEEN_SHARE = 0.01
-"""Items in no interaction yet, as a share of the others: the catalogue has their features."""
-
-
-Features = Mapping[str, str | float]
-"""Features of one user or item by column, as a caller sends them."""
-
-
 @dataclass(frozen=True, slots=True)
 class Profiles:
     """Features by id; `unseen` items are in no interaction, and `new_user` and `new_item` in no table either."""
@@ -179,8 +170,8 @@ class Profiles:
 
     def write(self, folder: Path) -> None:
         """Both feature tables, as a night reads them."""
-        users = {"user": list(self.users), **_columns(self.users, ("country", "age"))}
-        items = _columns(self.items, ("item", "category", "price"))
+        users = {"user": list(self.users), **_feature_columns(self.users, ("country", "age"))}
+        items = _feature_columns(self.items, ("item", "category", "price"))
         pq.write_table(pa.table(users), folder / USER_FEATURES)
         pq.write_table(pa.table(items), folder / ITEM_FEATURES)
 
@@ -206,7 +197,7 @@ def profiles_of(clicks: Clicks, seed: int = 0) -> Profiles:
         rng.integers(len(COUNTRIES), size=len(CATEGORIES)), rng.uniform(22, 65, len(CATEGORIES))
     )  # fmt: skip
     anywhere = rng.integers(len(COUNTRIES), size=len(favourite))
-    lives = np.where(rng.random(len(favourite)) < AT_HOME, homes[favourite], anywhere)
+    lives = np.where(rng.random(len(favourite)) < AT_HOME_SHARE, homes[favourite], anywhere)
     old = rng.normal(ages[favourite], 9.0).round().clip(16, 90)
     users: dict[str, Features] = {
         name: {"country": COUNTRIES[country_index], "age": age}
@@ -232,5 +223,7 @@ def _favourites(clicks: Clicks, kinds: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.asarray(counts.argmax(axis=1))
 
 
-def _columns(of: Mapping[str, Features], names: tuple[str, ...]) -> dict[str, list[str | float]]:
+def _feature_columns(
+    of: Mapping[str, Features], names: tuple[str, ...]
+) -> dict[str, list[str | float]]:
     return {name: [features[name] for features in of.values()] for name in names}

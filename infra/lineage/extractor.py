@@ -15,7 +15,7 @@ from openlineage.client.facet_v2 import (
     symlinks_dataset,
 )
 
-from cache.config.timetable import NIGHT, PRELIMINARY_STEPS
+from cache.config.timetable import NIGHT_STEPS, PRELIMINARY_STEPS
 from infra.lineage.step_datasets import Check, FinishedStep, StepDataset, datasets_of
 from precompute.builds.build import Build
 from precompute.config.settings import night_config
@@ -65,7 +65,10 @@ class NightExtractor(BaseExtractor):
     def _step(self) -> str | None:
         """Name of the step that the task is; None for a task of another DAG, or one that is no step."""
         name = _RENAMED.get(self.operator.task_id, self.operator.task_id)
-        is_night_step = self.operator.dag_id == NIGHTLY and name in (*PRELIMINARY_STEPS, *NIGHT)
+        is_night_step = self.operator.dag_id == NIGHTLY and name in (
+            *PRELIMINARY_STEPS,
+            *NIGHT_STEPS,
+        )
         return name if is_night_step else None
 
 

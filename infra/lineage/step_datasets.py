@@ -14,15 +14,17 @@ from redis.connection import parse_url
 
 from cache.format.manifest import Manifest
 from cache.format.redis_keys import KEYSPACE_VERSION
-from cache.l2.sentinel import is_sentinel, read_url
+from cache.l2.sentinel import is_sentinel, read_sentinel_url
 from cache.l2.slots import is_cluster, seed_urls
 from cache.store.artefacts import generation_path
 from cache.store.object_store import without_secrets
 from precompute.builds.build import Build, shard_report
 from precompute.partitions import catalogue
 
-REDIS_PORT = 6379
+SOURCES: Final = ("interactions", "user_features", "item_features", "user_vectors", "item_vectors")
+"""Sources of a night, as `[sources]` and the counts of unusable rows name them."""
 
+REDIS_PORT = 6379
 
 _AZURE = re.compile(r"abfss?://[^/@:]+@")
 """Container of an Azure account: it stands where elsewhere a name and a password stand."""
@@ -67,7 +69,7 @@ class DatasetName:
         The first of several nodes or sentinels stands for all; a service under Sentinel belongs to the system.
         """
         if is_sentinel(url):
-            group, connection_options = read_url(url)
+            group, connection_options = read_sentinel_url(url)
             host, port = group.addresses[0]
             address = f"{host}:{port}/{group.service}"
         else:
@@ -82,10 +84,6 @@ class DatasetName:
 def _without_query(url: str) -> str:
     """Cut what follows `?` in an address of the web, where it is no wildcard."""
     return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
-
-
-SOURCES: Final = ("interactions", "user_features", "item_features", "user_vectors", "item_vectors")
-"""Sources of a night, as `[sources]` and the counts of unusable rows name them."""
 
 
 @dataclass(frozen=True, slots=True)

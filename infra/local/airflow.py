@@ -19,6 +19,15 @@ import httpx
 
 from cache.process.child_process import GuardedCommand
 
+ROOT = Path(__file__).parents[2]
+DAGS = ROOT / "dags"
+
+MANUAL_SCHEDULE = "0 0 29 2 *"
+"""Schedule for nights started by hand: none may come by the clock, at once even where one was due a while ago."""
+
+NEW_RUN_S = 60.0
+TERMINAL_STATES = frozenset({"success", "failed"})
+
 
 class AirflowFailed(RuntimeError):
     """Airflow did not come up, or a run did not end as it should; the message holds the log's end."""
@@ -131,29 +140,6 @@ class AirflowClient:
         return answer.json()
 
 
-@contextmanager
-def alone(lock: Path, lock_error: Exception) -> Iterator[None]:
-    """Hold the lock file; raises `lock_error` at once while another process does."""
-    with lock.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise lock_error from None
-        yield
-
-
-ROOT = Path(__file__).parents[2]
-
-
-DAGS = ROOT / "dags"
-
-
-NEW_RUN_S = 60.0
-
-
-TERMINAL_STATES = frozenset({"success", "failed"})
-
-
 class LocalAirflow(AirflowClient):
     """Airflow for as long as the `with` block lasts; everything it writes is under `state`/airflow."""
 
@@ -255,7 +241,7 @@ class LocalAirflow(AirflowClient):
     def _start(self) -> None:
         self.home.parent.mkdir(parents=True, exist_ok=True)
         lock_error = AirflowFailed(f"another command already runs Airflow in {self.home}")
-        self._stack.enter_context(alone(self.home.parent / "airflow.lock", lock_error))
+        self._stack.enter_context(hold_lock(self.home.parent / "airflow.lock", lock_error))
         # A run that an interrupted command left behind would be taken up again otherwise.
         shutil.rmtree(self.home, ignore_errors=True)
         self.home.mkdir()
@@ -376,5 +362,12 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-NEVER = "0 0 29 2 *"
-"""Schedule for nights started by hand: none may come by the clock, at once even where one was due a while ago."""
+@contextmanager
+def hold_lock(lock: Path, lock_error: Exception) -> Iterator[None]:
+    """Hold the lock file; raises `lock_error` at once while another process does."""
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise lock_error from None
+        yield

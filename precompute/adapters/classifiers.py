@@ -22,9 +22,9 @@ from cache.model.tower_spec import Dtype, InputSpec, TowerSpec
 from cache.process.command_line import json_text
 from cache.store.artefacts import write_atomically
 from precompute.adapters.folder import BUNDLE, REPORT, SETTINGS, open_import_folder
-from precompute.adapters.inputs import ids_of, table_of
+from precompute.adapters.inputs import feature_table, ids_of
 from precompute.bundles.bundle import ModelFile, write_bundle
-from precompute.bundles.bundle_store import put_in_place
+from precompute.bundles.bundle_store import swap_in
 from precompute.bundles.onnx_model import OnnxModel, item_tower
 
 FEATURES = "user_features.parquet"
@@ -129,7 +129,7 @@ def from_classifier(
     naming what is wrong and the remedy; nothing is written then.
     """
     started_at, to = time.perf_counter(), Path(to)
-    rows = table_of(features, "features")
+    rows = feature_table(features, "features")
     if id_column not in rows.column_names:
         raise SourceError(
             f"features has no column {id_column!r} of ids; it has {', '.join(rows.column_names)}: name it by id_column"
@@ -159,7 +159,7 @@ def from_classifier(
         tower = Tower.open(bundle.values[table].path, spec)
         is_usable = np.stack([_usable(column) for column in inputs.values()]).all(axis=0)
         difference = _largest_difference(tower, inputs, expected, ids, np.flatnonzero(is_usable))
-        put_in_place(staging_folder, to / BUNDLE)
+        swap_in(staging_folder, to / BUNDLE)
     except BaseException:
         if is_new:
             shutil.rmtree(to, ignore_errors=True)

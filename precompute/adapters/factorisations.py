@@ -1,8 +1,7 @@
 """Models whose scores are products of vectors: implicit, LightFM, scikit-learn, RecTools.
 
-The fitted attributes are read, or the .npz file that `model.save` writes; implicit itself need not be installed.
-
-The fitted objects' attributes and methods are used; no library is imported here.
+No library is imported: the attributes and methods of fitted objects are used, or, of implicit, the .npz file that
+`model.save` writes.
 """
 
 import inspect
@@ -20,7 +19,9 @@ from precompute.adapters.folder import ImportReport
 from precompute.adapters.inputs import ClickMatrix, Vectors, ids_of
 from precompute.adapters.vectors import NO_NEW_ITEM, import_vectors
 
-_NAMES = ("user_factors", "item_factors", "regularization", "alpha")
+_IMPLICIT_PARTS = ("user_factors", "item_factors", "regularization", "alpha")
+
+_FEATURES_LIMIT = "use features of a user or item live: they are in the vectors, as of this import"
 
 
 def from_implicit(
@@ -38,7 +39,11 @@ def from_implicit(
     factors, exactly as `recommend(filter_already_liked_items=True)` does; a stranger's history is folded into ALS as
     `recalculate_user` would, by the usual confidence of a click. Raises SourceError for a model that was not fitted.
     """
-    parts = _saved(Path(model)) if isinstance(model, str | Path) else _attributes(model)
+    parts = (
+        _saved_implicit(Path(model))
+        if isinstance(model, str | Path)
+        else _implicit_attributes(model)
+    )
     users, items = parts.get("user_factors"), parts.get("item_factors")
     if users is None or items is None or not np.size(users) or not np.size(items):
         model_name = model if isinstance(model, str | Path) else type(model).__name__
@@ -49,7 +54,7 @@ def from_implicit(
     folds, limits = [], [NO_NEW_ITEM]
     if parts.get("alpha") is not None:  # only ALS has confidences
         confidence = float(parts["alpha"]) * clicks.usual_weight
-        folds.append(_als(of_items.rows, float(parts["regularization"]), confidence))
+        folds.append(_als_fold(of_items.rows, float(parts["regularization"]), confidence))
         if clicks.is_weighted:
             limits.append(
                 f"weigh the clicks of a stranger's history: each counts {confidence:g}, alpha times the median weight"
@@ -57,49 +62,6 @@ def from_implicit(
     return import_vectors(
         Path(to), of_items, of_users, clicks, folds=folds, model=name, cannot=limits, seed=seed
     )
-
-
-def _als(items: NDArray[np.float32], regularization: float, confidence: float) -> Fold:
-    """Fold of ALS for implicit feedback, with one confidence for every click."""
-    wide = items.astype(np.float64)
-    values, vectors = np.linalg.eigh(wide.T @ wide + regularization * np.eye(wide.shape[1]))
-    if values[0] <= 0:
-        raise SourceError(
-            "the items' factors span less than their dimensions, and regularization is 0: set it above 0"
-        )
-    root = (vectors / np.sqrt(values)) @ vectors.T
-    return Fold(
-        "the model's own equations",
-        (wide @ root).astype(np.float32),
-        confidence - 1.0,
-        (confidence * root).astype(np.float32),
-        np.zeros(wide.shape[1], np.float32),
-    )
-
-
-def _attributes(model: Any) -> Mapping[str, Any]:
-    attribute_by_name: dict[str, Any] = {name: getattr(model, name, None) for name in _NAMES}
-    on_gpu = {
-        name: attribute.to_numpy()
-        for name, attribute in attribute_by_name.items()
-        if hasattr(attribute, "to_numpy")
-    }
-    return attribute_by_name | on_gpu
-
-
-def _saved(path: Path) -> Mapping[str, Any]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in _NAMES if name in file.files}
-    except (OSError, ValueError, EOFError) as error:
-        if "pickle" in str(error).lower():  # numpy says how it would be read all the same
-            raise SourceError(
-                f"{path} is pickled, and would run whatever code is in it: give the .npz file that `model.save` writes"
-            ) from None
-        raise SourceError(f"{path}: {error}; give the .npz file that `model.save` writes") from None
-
-
-_FEATURES = "use features of a user or item live: they are in the vectors, as of this import"
 
 
 def from_lightfm(
@@ -130,7 +92,7 @@ def from_lightfm(
     users = np.column_stack([user_rows, np.ones(len(user_rows), np.float32), user_bias])
     items = np.column_stack([item_rows, item_bias, np.ones(len(item_rows), np.float32)])
     return _of_pair(
-        to, "LightFM", users, items, interactions, (user_ids, item_ids), [NO_NEW_ITEM, _FEATURES], seed
+        to, "LightFM", users, items, interactions, (user_ids, item_ids), [NO_NEW_ITEM, _FEATURES_LIMIT], seed
     )  # fmt: skip
 
 
@@ -209,7 +171,7 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
     has_features = dataset.user_features is not None or dataset.item_features is not None
     if getattr(inner, "alpha", None) is not None and not has_features:
         return from_implicit(inner, clicks, to=to, user_ids=ids[0], item_ids=ids[1], seed=seed)
-    limits = [NO_NEW_ITEM, *([_FEATURES] if has_features else [])]
+    limits = [NO_NEW_ITEM, *([_FEATURES_LIMIT] if has_features else [])]
     distance = getattr(getattr(model, "u2i_dist", None), "name", "DOT")
     if distance == "EUCLIDEAN":
         items = np.asarray(items)
@@ -219,6 +181,48 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
     elif distance != "DOT":
         raise SourceError(f"{name} ranks by {distance}: give its vectors to from_vectors")
     return _of_pair(to, f"RecTools {name}", users, items, clicks, ids, limits, seed)
+
+
+def _als_fold(items: NDArray[np.float32], regularization: float, confidence: float) -> Fold:
+    """Fold of ALS for implicit feedback, with one confidence for every click."""
+    wide = items.astype(np.float64)
+    values, vectors = np.linalg.eigh(wide.T @ wide + regularization * np.eye(wide.shape[1]))
+    if values[0] <= 0:
+        raise SourceError(
+            "the items' factors span less than their dimensions, and regularization is 0: set it above 0"
+        )
+    root = (vectors / np.sqrt(values)) @ vectors.T
+    return Fold(
+        "the model's own equations",
+        (wide @ root).astype(np.float32),
+        confidence - 1.0,
+        (confidence * root).astype(np.float32),
+        np.zeros(wide.shape[1], np.float32),
+    )
+
+
+def _implicit_attributes(model: Any) -> Mapping[str, Any]:
+    attribute_by_name: dict[str, Any] = {
+        name: getattr(model, name, None) for name in _IMPLICIT_PARTS
+    }
+    on_gpu = {
+        name: attribute.to_numpy()
+        for name, attribute in attribute_by_name.items()
+        if hasattr(attribute, "to_numpy")
+    }
+    return attribute_by_name | on_gpu
+
+
+def _saved_implicit(path: Path) -> Mapping[str, Any]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in _IMPLICIT_PARTS if name in file.files}
+    except (OSError, ValueError, EOFError) as error:
+        if "pickle" in str(error).lower():  # numpy says how it would be read all the same
+            raise SourceError(
+                f"{path} is pickled, and would run whatever code is in it: give the .npz file that `model.save` writes"
+            ) from None
+        raise SourceError(f"{path}: {error}; give the .npz file that `model.save` writes") from None
 
 
 def _of_pair(

@@ -1,11 +1,4 @@
-"""Folding a history into a vector: the towers that do it, as ONNX graphs, and the choice among them.
-
-With Z the rows of a history's items, x is what `steps` steps of conjugate gradients (Hestenes and Stiefel, 1952) from 0
-make of (I + strength Z'Z) x = Z'1, and the vector is x B + offset. Without strength one step is exact, and x is the sum
-of the rows. With Z = Y W, W = (Y'Y + reg I)^-1/2, strength c - 1 and B = c W, the vector is that of ALS for implicit
-feedback (Hu, Koren and Volinsky, ICDM 2008) with confidence c. Every product has one row of the batch in it, so that an
-answer does not depend on the rows beside it.
-"""
+"""Folding a history into a vector: the towers that do it, as ONNX graphs, and the choice among them."""
 
 import tempfile
 from collections.abc import Sequence
@@ -23,10 +16,33 @@ from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.adapters.inputs import ClickMatrix
 from precompute.bundles.held_out import recall
-from precompute.bundles.onnx_model import OnnxModel, floats, ints, model_of
+from precompute.bundles.onnx_model import OnnxModel, float32_info, int32_info, model_of
 
 TINY = np.float32(1e-30)
 """Keeps 0 / 0 from being no number: a row that is solved stays as it is."""
+
+HISTORY_MAX = 1024
+
+USERS_MAX = 1_000
+
+HISTORY_ITEMS_MIN = 5
+"""Items of a user whose history is cut: four fifths are folded, one fifth is to be found."""
+
+RIDGES = (0.1, 1.0, 10.0)
+"""Regularisation of the ridges that are tried, in mean squared lengths of an item's row."""
+
+STEPS = (1, 2, 4, 8, 16, 32, 64)
+
+TOLERANCE = 1e-6
+"""Error of a vector, relative to its largest number, at which no more steps are taken."""
+
+CHANCE = 0.55
+"""Share of pairs in which what a user clicked scores above a random item; below it, ids and rows do not belong."""
+
+DEVIATIONS = 3.0
+
+USERS_LEAST = 20
+"""Users with a click below whom nothing is judged: one user's clicks are alike."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +50,12 @@ class Fold:
     """Fold of a history: `rows` float32 [items, dims], `back` [dims, dims] (None: as it is), `offset` [dims].
 
     `is_mean`: divided by the length of the history.
+
+    With Z the rows of a history's items, x is what `steps` steps of conjugate gradients (Hestenes and Stiefel, 1952)
+    from 0 make of (I + strength Z'Z) x = Z'1, and the vector is x B + offset. Without strength one step is exact, and x
+    is the sum of the rows. With Z = Y W, W = (Y'Y + reg I)^-1/2, strength c - 1 and B = c W, the vector is that of ALS
+    for implicit feedback (Hu, Koren and Volinsky, ICDM 2008) with confidence c. Every product has one row of the batch
+    in it, so that an answer does not depend on the rows beside it.
     """
 
     name: str
@@ -98,8 +120,8 @@ class Fold:
         nodes += [helper.make_node("Add", ["flat", "offset"], ["vector"])]
         return model_of(
             nodes,
-            [ints("history", ["rows_of_batch", "length_of_history"])],
-            [floats("vector", self.rows.shape[1])],
+            [int32_info("history", ["rows_of_batch", "length_of_history"])],
+            [float32_info("vector", self.rows.shape[1])],
             constants,
         )
 
@@ -110,7 +132,7 @@ def _conjugate_gradients(steps: int) -> list[NodeProto]:
         helper.make_node("Sub", ["target", "target"], ["x0"]),
         helper.make_node("Identity", ["target"], ["r0"]),
         helper.make_node("Identity", ["target"], ["p0"]),
-        *_dot("r0", "r0", "rr0"),
+        *_dot_nodes("r0", "r0", "rr0"),
     ]
     for step in range(steps):
         previous_step, after = str(step), str(step + 1)
@@ -125,80 +147,50 @@ def _conjugate_gradients(steps: int) -> list[NodeProto]:
             helper.make_node(
                 "Add", [f"weighed{previous_step}", f"p{previous_step}"], [f"ap{previous_step}"]
             ),
-            *_dot(f"p{previous_step}", f"ap{previous_step}", f"pap{previous_step}"),
-            *_ratio(f"rr{previous_step}", f"pap{previous_step}", f"alpha{previous_step}"),
-            *_moved(
+            *_dot_nodes(f"p{previous_step}", f"ap{previous_step}", f"pap{previous_step}"),
+            *_ratio_nodes(f"rr{previous_step}", f"pap{previous_step}", f"alpha{previous_step}"),
+            *_moved_nodes(
                 f"x{previous_step}",
                 f"alpha{previous_step}",
                 f"p{previous_step}",
                 f"x{after}",
                 "Add",
             ),
-            *_moved(
+            *_moved_nodes(
                 f"r{previous_step}",
                 f"alpha{previous_step}",
                 f"ap{previous_step}",
                 f"r{after}",
                 "Sub",
             ),
-            *_dot(f"r{after}", f"r{after}", f"rr{after}"),
-            *_ratio(f"rr{after}", f"rr{previous_step}", f"beta{previous_step}"),
-            *_moved(f"r{after}", f"beta{previous_step}", f"p{previous_step}", f"p{after}", "Add"),
+            *_dot_nodes(f"r{after}", f"r{after}", f"rr{after}"),
+            *_ratio_nodes(f"rr{after}", f"rr{previous_step}", f"beta{previous_step}"),
+            *_moved_nodes(
+                f"r{after}", f"beta{previous_step}", f"p{previous_step}", f"p{after}", "Add"
+            ),
         ]
     return nodes
 
 
-def _dot(left_name: str, right_name: str, output_name: str) -> list[NodeProto]:
+def _dot_nodes(left_name: str, right_name: str, output_name: str) -> list[NodeProto]:
     return [
         helper.make_node("Transpose", [right_name], [f"{output_name}_column"], perm=[0, 2, 1]),
         helper.make_node("MatMul", [left_name, f"{output_name}_column"], [output_name]),
     ]
 
 
-def _ratio(above: str, below: str, output_name: str) -> list[NodeProto]:
+def _ratio_nodes(above: str, below: str, output_name: str) -> list[NodeProto]:
     return [
         helper.make_node("Max", [below, "tiny"], [f"{output_name}_below"]),
         helper.make_node("Div", [above, f"{output_name}_below"], [output_name]),
     ]
 
 
-def _moved(start: str, by: str, along: str, output_name: str, how: str) -> list[NodeProto]:
+def _moved_nodes(start: str, by: str, along: str, output_name: str, how: str) -> list[NodeProto]:
     return [
         helper.make_node("Mul", [by, along], [f"{output_name}_step"]),
         helper.make_node(how, [start, f"{output_name}_step"], [output_name]),
     ]
-
-
-HISTORY_MAX = 1024
-
-
-USERS_MAX = 1_000
-
-
-HISTORY_ITEMS_MIN = 5
-"""Items of a user whose history is cut: four fifths are folded, one fifth is to be found."""
-
-
-RIDGES = (0.1, 1.0, 10.0)
-"""Regularisation of the ridges that are tried, in mean squared lengths of an item's row."""
-
-
-STEPS = (1, 2, 4, 8, 16, 32, 64)
-
-
-TOLERANCE = 1e-6
-"""Error of a vector, relative to its largest number, at which no more steps are taken."""
-
-
-CHANCE = 0.55
-"""Share of pairs in which what a user clicked scores above a random item; below it, ids and rows do not belong."""
-
-
-DEVIATIONS = 3.0
-
-
-USERS_LEAST = 20
-"""Users with a click below whom nothing is judged: one user's clicks are alike."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from cache.store.artefacts import write_atomically
 from precompute.adapters.inputs import ClickMatrix, Vectors
 from precompute.bundles.agreement import agreement
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
-from precompute.bundles.bundle_store import put_in_place
+from precompute.bundles.bundle_store import swap_in
 from precompute.bundles.onnx_model import OnnxModel, item_tower
 from precompute.bundles.quantize import quantize_tower
 
@@ -188,7 +188,7 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
         bundle = bundle_of(imported, staging_folder)
         compared = _agreement(bundle, imported)
         size_bytes = sum(bundle_file.stat().st_size for bundle_file in staging_folder.iterdir())
-        put_in_place(staging_folder, to / BUNDLE)
+        swap_in(staging_folder, to / BUNDLE)
     finally:
         shutil.rmtree(staging_folder, ignore_errors=True)
     _write_tables(to, imported)

@@ -39,9 +39,9 @@ class Vectors:
         Raises SourceError, which names what is wrong and the remedy.
         """
         if isinstance(rows, str | Path):
-            named, rows = _from_file(Path(rows), entity_kind)
+            named, rows = _read_vectors_file(Path(rows), entity_kind)
             ids = named if ids is None else ids
-        matrix = _numbers(rows, entity_kind)
+        matrix = _vector_matrix(rows, entity_kind)
         texts = ids_of(range(len(matrix)) if ids is None else ids, entity_kind)
         if len(texts) != len(matrix):
             raise SourceError(
@@ -56,63 +56,8 @@ class Vectors:
         return int(self.rows.shape[1])
 
 
-def ids_of(ids: Any, entity_kind: str) -> Any:
-    """Arrow strings of ids (texts or integers, or the path of a file with one a line); SourceError for others."""
-    if isinstance(ids, str | Path):
-        path = Path(ids)
-        try:
-            # Only a line break ends a line: `splitlines` knows eight more signs, which ids may hold.
-            lines = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
-            ids = [line.strip(BLANKS) for line in lines]
-        except (OSError, UnicodeDecodeError) as error:
-            raise SourceError(
-                f"{entity_kind} ids {path}: {error}; it holds one id a line, in UTF-8"
-            ) from None
-    values = ids.tolist() if isinstance(ids, np.ndarray) else ids
-    try:
-        column = (
-            values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(list(values))
-        )
-    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError) as error:
-        raise SourceError(
-            f"{entity_kind} ids: {error}; ids are texts or integers, all of one kind"
-        ) from None
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-    if not len(column):
-        raise SourceError(f"there is no {entity_kind}: give at least one")
-    id_column, invalid_mask_by_reason = read_ids(column, Path("the ids given"), entity_kind)
-    if invalid_mask_by_reason:
-        reason, rows = next(iter(invalid_mask_by_reason.items()))
-        raise SourceError(
-            f"{entity_kind} ids: {reason}, first in row {int(rows.argmax())}{unusable.remedy(reason)}"
-        )
-    texts = id_column.texts()
-    repeated = repeats_in(texts)
-    if len(repeated):
-        at = int(repeated[0])
-        raise SourceError(
-            f"{entity_kind} id {texts[at].as_py()!r} is there twice, the second time in row {at}: keep one row for "
-            "each",
-            row=at,
-        )
-    return texts
-
-
 class NothingKnown(SourceError):
     """No click is of a known user on a known item."""
-
-
-def _ids_remedy(users: Any, items: Any) -> str:
-    """What to do where no id of the clicks is known: most often the model's rows were given no ids."""
-    unnamed = [
-        f"{entity_kind}_ids (--{entity_kind}-ids)"
-        for entity_kind, ids in (("user", users), ("item", items))
-        if ids is not None and len(ids) and ids[len(ids) - 1].as_py() == str(len(ids) - 1)
-    ]
-    if not unnamed:
-        return "are the ids the same?"
-    return f"the model's rows are called by their numbers: give {' and '.join(unnamed)}, one id a line in their order"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -258,7 +203,62 @@ class ClickMatrix:
                 )
 
 
-def _from_file(path: Path, entity_kind: str) -> tuple[Any, Any]:
+def _ids_remedy(users: Any, items: Any) -> str:
+    """What to do where no id of the clicks is known: most often the model's rows were given no ids."""
+    unnamed = [
+        f"{entity_kind}_ids (--{entity_kind}-ids)"
+        for entity_kind, ids in (("user", users), ("item", items))
+        if ids is not None and len(ids) and ids[len(ids) - 1].as_py() == str(len(ids) - 1)
+    ]
+    if not unnamed:
+        return "are the ids the same?"
+    return f"the model's rows are called by their numbers: give {' and '.join(unnamed)}, one id a line in their order"
+
+
+def ids_of(ids: Any, entity_kind: str) -> Any:
+    """Arrow strings of ids (texts or integers, or the path of a file with one a line); SourceError for others."""
+    if isinstance(ids, str | Path):
+        path = Path(ids)
+        try:
+            # Only a line break ends a line: `splitlines` knows eight more signs, which ids may hold.
+            lines = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
+            ids = [line.strip(BLANKS) for line in lines]
+        except (OSError, UnicodeDecodeError) as error:
+            raise SourceError(
+                f"{entity_kind} ids {path}: {error}; it holds one id a line, in UTF-8"
+            ) from None
+    values = ids.tolist() if isinstance(ids, np.ndarray) else ids
+    try:
+        column = (
+            values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(list(values))
+        )
+    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError) as error:
+        raise SourceError(
+            f"{entity_kind} ids: {error}; ids are texts or integers, all of one kind"
+        ) from None
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    if not len(column):
+        raise SourceError(f"there is no {entity_kind}: give at least one")
+    id_column, invalid_mask_by_reason = read_ids(column, Path("the ids given"), entity_kind)
+    if invalid_mask_by_reason:
+        reason, rows = next(iter(invalid_mask_by_reason.items()))
+        raise SourceError(
+            f"{entity_kind} ids: {reason}, first in row {int(rows.argmax())}{unusable.remedy(reason)}"
+        )
+    texts = id_column.texts()
+    repeated = repeats_in(texts)
+    if len(repeated):
+        at = int(repeated[0])
+        raise SourceError(
+            f"{entity_kind} id {texts[at].as_py()!r} is there twice, the second time in row {at}: keep one row for "
+            "each",
+            row=at,
+        )
+    return texts
+
+
+def _read_vectors_file(path: Path, entity_kind: str) -> tuple[Any, Any]:
     """(ids if the file has them, rows)."""
     try:
         if path.suffix == ".npy":
@@ -291,12 +291,7 @@ def _from_file(path: Path, entity_kind: str) -> tuple[Any, Any]:
     return ids, table.column(names[0])
 
 
-def _is_list(kind: Any) -> bool:
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_list_type(kind) for is_list_type in lists)
-
-
-def _numbers(rows: Any, entity_kind: str) -> NDArray[np.float32]:
+def _vector_matrix(rows: Any, entity_kind: str) -> NDArray[np.float32]:
     if isinstance(rows, pa.Array | pa.ChunkedArray):
         if isinstance(rows, pa.ChunkedArray):
             rows = rows.combine_chunks()
@@ -353,6 +348,11 @@ def _numbers(rows: Any, entity_kind: str) -> NDArray[np.float32]:
     return matrix
 
 
+def _is_list(kind: Any) -> bool:
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_list_type(kind) for is_list_type in lists)
+
+
 def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str, Any]:
     """Columns by name, each with a row for each id, in their order.
 
@@ -365,11 +365,11 @@ def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str
         return {}
     if isinstance(feature_source, Mapping):
         return dict(feature_source)
-    table = table_of(feature_source, f"{entity_kind}_features")
+    table = feature_table(feature_source, f"{entity_kind}_features")
     if ids is None:
         pass  # of entities that nobody names, the values are examples
     elif entity_kind in table.column_names:
-        table = _in_order(table, ids, entity_kind)
+        table = _rows_of_ids(table, ids, entity_kind)
     elif table.num_rows != len(ids):
         raise SourceError(
             f"{entity_kind}_features has {table.num_rows:,} rows for {len(ids):,} {entity_kind} ids, and no column "
@@ -383,13 +383,13 @@ def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str
             f"or, if these are no {entity_kind} ids, give arrays by name, with a row for each id, in their order"
         )
     return {
-        name: _values(table[name].combine_chunks())
+        name: _column_values(table[name].combine_chunks())
         for name in table.column_names
         if name != entity_kind
     }
 
 
-def table_of(table_source: Any, setting: str) -> Any:
+def feature_table(table_source: Any, setting: str) -> Any:
     """The Arrow table that an argument, called `setting` in errors, is or names; raises SourceError."""
     try:
         if isinstance(table_source, str | Path):
@@ -413,7 +413,7 @@ def table_of(table_source: Any, setting: str) -> Any:
     )
 
 
-def _in_order(table: Any, ids: Any, entity_kind: str) -> Any:
+def _rows_of_ids(table: Any, ids: Any, entity_kind: str) -> Any:
     """The rows of the ids, in their order."""
     texts = ids_of(table[entity_kind], entity_kind)
     row_indices = pc.index_in(ids, value_set=texts)
@@ -445,7 +445,7 @@ def _misnamed_ids(table: Any, ids: Any) -> str | None:
     return None
 
 
-def _values(column: Any) -> Any:
+def _column_values(column: Any) -> Any:
     """Numbers as numpy has them, a row of a list column each; texts and all else stay in Arrow."""
     kind = column.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):

@@ -14,7 +14,7 @@ from cache.errors import SourceError
 from cache.model.ranking import Metric
 from precompute.adapters.folder import ImportReport
 from precompute.adapters.inputs import ClickMatrix, Vectors, feature_columns, ids_of
-from precompute.adapters.torch_export import TOLERANCE, Example, first_line
+from precompute.adapters.torch_export import PARITY_TOLERANCE, Example, first_line
 from precompute.adapters.torch_towers import from_torch
 from precompute.adapters.vectors import NO_NEW_ITEM, import_vectors
 
@@ -217,7 +217,7 @@ def _factors(model: Any) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
             f"RecBole's {name} gives no vectors of users and items ({first_line(error)}): import a model "
             "like BPR, LightGCN or SASRec"
         ) from None
-    if not off <= TOLERANCE:
+    if not off <= PARITY_TOLERANCE:
         raise SourceError(
             f"RecBole's {name} scores by something else than products of its embeddings (off by {off:.1g}): only "
             "such models become vectors, like BPR and LightGCN"

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
-from cache.events.new_items import OUTPUT_MAX
+from cache.events.new_items import NEW_VECTOR_ABS_MAX
 from cache.model.tower_spec import InputSpec
 from precompute.adapters.folder import bundle_of
 from precompute.adapters.inputs import ClickMatrix, NothingKnown, Vectors
@@ -148,9 +148,10 @@ def _items(config: NightConfig, erased: ErasedEntities) -> Vectors:
 def _with_brought(items: Vectors, event_vectors: Mapping[bytes, Sequence[float]]) -> Vectors:
     """Behind the rows of the table, which wins, those of items that it lacks.
 
-    Anybody sends events: a number beyond OUTPUT_MAX, and beyond all of the table's, would spoil the fold and the lists.
+    Anybody sends events: a number beyond NEW_VECTOR_ABS_MAX, and beyond all of the table's, would spoil the fold and
+    the lists.
     """
-    max_magnitude = max(OUTPUT_MAX, float(np.abs(items.rows).max(initial=0)))
+    max_magnitude = max(NEW_VECTOR_ABS_MAX, float(np.abs(items.rows).max(initial=0)))
     fitting = {
         raw.decode(): vector
         for raw, vector in event_vectors.items()

@@ -1,4 +1,4 @@
-"""Build of a generation: where its files lie while the night makes it, and what is swept before and after.
+"""Builds: a generation while a night makes it, with its files, reports, tables and seal.
 
 Start at `build`.
 """

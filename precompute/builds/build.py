@@ -39,133 +39,16 @@ from precompute.releases.release_log import ReleaseLog
 from precompute.sources.erasures import ErasedEntities, all_erasures
 
 P = ParamSpec("P")
-
-
 R = TypeVar("R")
-
-
-def on_this_host(
-    step: Callable[Concatenate[NightConfig, Mapping[str, Any], P], R],
-) -> Callable[Concatenate[NightConfig, Mapping[str, Any], P], R]:
-    """A step that first removes this host's old copies, and records that it will have some of its generation.
-
-    One whose generation is retired meanwhile, by a night of newer data, ends with Refused, not with a missing file.
-    """
-
-    @functools.wraps(step)
-    def run(
-        config: NightConfig, build: Mapping[str, Any], /, *arguments: P.args, **options: P.kwargs
-    ) -> R:
-        store, generation = config.store(), str(build["generation"])
-        sweep_copies(store, in_use=[generation])
-        record_copies(store, generation)
-        try:
-            return step(config, build, *arguments, **options)
-        except (LarderError, FileNotFoundError) as error:
-            demand_not_retired(store, generation, error)
-            raise
-
-    return run
-
-
-def demand_not_retired(store: ArtefactStore, generation: str, error: Exception) -> None:
-    """Raise Refused from `error` if the generation was retired while a step worked on it: its files are gone then."""
-    try:
-        records = [release for release in all_releases(store) if release.generation == generation]
-    except (LarderError, OSError):
-        return  # the store does not answer: the error itself is what can be told
-    is_retired = bool(records) and records[-1].action == "retire"
-    if is_retired and GENERATION.fullmatch(
-        records[-1].attempt
-    ):  # by a night: any other retirement is a person's
-        newer_generation = records[-1].attempt
-        raise Refused(
-            f"{generation} was retired while it was being made, by {newer_generation}, which is of newer data: nothing "
-            "is left to "
-            "do here",
-            rule="retired", value=generation, threshold=newer_generation,
-        ) from error  # fmt: skip
-
-
-def sweep_copies(store: ArtefactStore, *, in_use: Collection[str] = ()) -> None:
-    """Remove copies of generations that the store no longer has; a store that does not answer is the step's affair."""
-    with contextlib.suppress(StoreError, OSError):
-        store.sweep_host_copies(in_use, cutoff_at=time.time() - COPY_IDLE_S)
-
-
-def record_copies(store: ArtefactStore, generation: str) -> None:
-    """Tell the store, if it is a remote one, that this host is about to have files of a generation."""
-    if store.copies is not None:
-        store.copies.record(generation)
-
 
 AttributeFiles = tuple[AttributeKind, dict[str, str]]
 """Kind of an attribute, and paths of its files by the names that `cache.format.manifest.Attribute` has for them."""
 
-
-def attribute_paths(attributes: Mapping[str, AttributeFiles]) -> Iterator[str]:
-    """Paths of all files of these attributes."""
-    for _, files in attributes.values():
-        yield from files.values()
-
-
 CUT_FORMAT: Final = "%Y%m%dT%H%M%SZ"
 """Format of a generation id's beginning: its cut, in UTC, so older data sorts first."""
 
-
 CLOCKS_DIFFER_S: Final = 300.0
 """Seconds by which the clock of whoever chose a cut may be ahead of Redis'."""
-
-
-def demand_publishable(releases: ReleaseLog, cut: datetime, *, is_chosen: bool) -> None:
-    """Raises ConfigError for a cut that no publish would accept, or that would keep all nights after it from theirs.
-
-    A scheduler's time is never far ahead, and if its clock is wrong its nights are better than none.
-    """
-    ahead_s = cut.timestamp() - releases.clock()
-    if is_chosen and ahead_s > CLOCKS_DIFFER_S:
-        raise ConfigError(
-            f"data_until {cut.isoformat()} is {ahead_s:,.0f} s ahead of Redis' clock: until then no night could be "
-            "published after this one; give a time that has passed",
-            field="data_until",
-        )
-    live = releases.ledger().live
-    if live is not None and f"{cut:{CUT_FORMAT}}" < live[:CUT_CHARS]:
-        raise ConfigError(
-            f"data_until {cut.isoformat()} is older than {live}, which is live, so it could not be published: give a "
-            "newer one, or go back with `larder roll-back`",
-            field="data_until",
-            live=live,
-        )
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """A small report, atomically; numpy numbers allowed."""
-    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2
-    write_atomically(path, orjson.dumps(value, option=options))
-
-
-def generation_id(
-    cut: datetime, config: NightConfig, bundle_digest: str, inputs_digest: str
-) -> str:
-    """`data_until` in UTC and a digest of everything that decides the result: a retry finds its own work."""
-    hasher = hashlib.sha256(config.semantic())
-    hasher.update(f"|{bundle_digest}|{inputs_digest}".encode())
-    if (stages := FORMATS[STAGES].written) > 1:  # a release with other stages begins anew
-        hasher.update(f"|stages {stages}".encode())
-    return f"{cut.astimezone(UTC):{CUT_FORMAT}}-{hasher.hexdigest()[:12]}"
-
-
-def cut_of(generation: str) -> int:
-    """`data_until` of a generation id, Unix seconds."""
-    return int(
-        datetime.strptime(generation[:CUT_CHARS], CUT_FORMAT).replace(tzinfo=UTC).timestamp()
-    )
-
-
-def shard_report(shard: int) -> str:
-    """Name of the report of a scored shard."""
-    return f"shard-{shard:04d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,14 +137,6 @@ def fetch_model(build: Build, model: BundleModel) -> Path:
     return paths[0]
 
 
-def erased_from(build: Build) -> ErasedEntities:
-    """Erased entities that `begin` left out of this build."""
-    numbers = set(build.need("begin").get("erased", ()))
-    return ErasedEntities.of(
-        erasure for erasure in all_erasures(build.store) if erasure.number in numbers
-    )
-
-
 def model_entry(
     build: Build, bundle: Bundle, name: str, int8: bool, agreement: Mapping[str, Any]
 ) -> Model:
@@ -293,9 +168,74 @@ def fetch_partition(build: Build, shard: int) -> None:
         build.fetch(f"work/partition/{shard:04d}.{kind}")
 
 
+def erased_from(build: Build) -> ErasedEntities:
+    """Erased entities that `begin` left out of this build."""
+    numbers = set(build.need("begin").get("erased", ()))
+    return ErasedEntities.of(
+        erasure for erasure in all_erasures(build.store) if erasure.number in numbers
+    )
+
+
+def generation_id(
+    cut: datetime, config: NightConfig, bundle_digest: str, inputs_digest: str
+) -> str:
+    """`data_until` in UTC and a digest of everything that decides the result: a retry finds its own work."""
+    hasher = hashlib.sha256(config.semantic())
+    hasher.update(f"|{bundle_digest}|{inputs_digest}".encode())
+    if (stages := FORMATS[STAGES].written) > 1:  # a release with other stages begins anew
+        hasher.update(f"|stages {stages}".encode())
+    return f"{cut.astimezone(UTC):{CUT_FORMAT}}-{hasher.hexdigest()[:12]}"
+
+
+def cut_of(generation: str) -> int:
+    """`data_until` of a generation id, Unix seconds."""
+    return int(
+        datetime.strptime(generation[:CUT_CHARS], CUT_FORMAT).replace(tzinfo=UTC).timestamp()
+    )
+
+
+def demand_publishable_cut(releases: ReleaseLog, cut: datetime, *, is_chosen: bool) -> None:
+    """Raises ConfigError for a cut that no publish would accept, or that would keep all nights after it from theirs.
+
+    A scheduler's time is never far ahead, and if its clock is wrong its nights are better than none.
+    """
+    ahead_s = cut.timestamp() - releases.clock()
+    if is_chosen and ahead_s > CLOCKS_DIFFER_S:
+        raise ConfigError(
+            f"data_until {cut.isoformat()} is {ahead_s:,.0f} s ahead of Redis' clock: until then no night could be "
+            "published after this one; give a time that has passed",
+            field="data_until",
+        )
+    live = releases.ledger().live
+    if live is not None and f"{cut:{CUT_FORMAT}}" < live[:CUT_CHARS]:
+        raise ConfigError(
+            f"data_until {cut.isoformat()} is older than {live}, which is live, so it could not be published: give a "
+            "newer one, or go back with `larder roll-back`",
+            field="data_until",
+            live=live,
+        )
+
+
+def shard_report(shard: int) -> str:
+    """Name of the report of a scored shard."""
+    return f"shard-{shard:04d}"
+
+
+def attribute_paths(attributes: Mapping[str, AttributeFiles]) -> Iterator[str]:
+    """Paths of all files of these attributes."""
+    for _, files in attributes.values():
+        yield from files.values()
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """A small report, atomically; numpy numbers allowed."""
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2
+    write_atomically(path, orjson.dumps(value, option=options))
+
+
 @contextmanager
 def timed(build: Build, step: str) -> Iterator[None]:
-    """Writes when the block began (Unix seconds) and the seconds it took, if it ends well; a step of `TIMED_APART`.
+    """Writes when the block began (Unix seconds) and its seconds, if it ends well; a step of `STEPS_TIMED_APART`.
 
     A repeat that found the work done is shorter, and does not replace what the work took.
     """
@@ -308,3 +248,58 @@ def timed(build: Build, step: str) -> Iterator[None]:
         if earlier_times is None or float(orjson.loads(earlier_times)["seconds"]) < seconds:
             times = {"began_at": round(began_at, 3), "seconds": round(seconds, 3)}
             build.store.write(path, orjson.dumps(times))
+
+
+def on_this_host(
+    step: Callable[Concatenate[NightConfig, Mapping[str, Any], P], R],
+) -> Callable[Concatenate[NightConfig, Mapping[str, Any], P], R]:
+    """A step that first removes this host's old copies, and records that it will have some of its generation.
+
+    One whose generation is retired meanwhile, by a night of newer data, ends with Refused, not with a missing file.
+    """
+
+    @functools.wraps(step)
+    def run(
+        config: NightConfig, build: Mapping[str, Any], /, *arguments: P.args, **options: P.kwargs
+    ) -> R:
+        store, generation = config.store(), str(build["generation"])
+        sweep_copies(store, in_use=[generation])
+        record_copies(store, generation)
+        try:
+            return step(config, build, *arguments, **options)
+        except (LarderError, FileNotFoundError) as error:
+            demand_not_retired(store, generation, error)
+            raise
+
+    return run
+
+
+def demand_not_retired(store: ArtefactStore, generation: str, error: Exception) -> None:
+    """Raise Refused from `error` if the generation was retired while a step worked on it: its files are gone then."""
+    try:
+        records = [release for release in all_releases(store) if release.generation == generation]
+    except (LarderError, OSError):
+        return  # the store does not answer: the error itself is what can be told
+    is_retired = bool(records) and records[-1].action == "retire"
+    if is_retired and GENERATION.fullmatch(
+        records[-1].attempt
+    ):  # by a night: any other retirement is a person's
+        newer_generation = records[-1].attempt
+        raise Refused(
+            f"{generation} was retired while it was being made, by {newer_generation}, which is of newer data: nothing "
+            "is left to "
+            "do here",
+            rule="retired", value=generation, threshold=newer_generation,
+        ) from error  # fmt: skip
+
+
+def sweep_copies(store: ArtefactStore, *, in_use: Collection[str] = ()) -> None:
+    """Remove copies of generations that the store no longer has; a store that does not answer is the step's affair."""
+    with contextlib.suppress(StoreError, OSError):
+        store.sweep_host_copies(in_use, cutoff_at=time.time() - COPY_IDLE_S)
+
+
+def record_copies(store: ArtefactStore, generation: str) -> None:
+    """Tell the store, if it is a remote one, that this host is about to have files of a generation."""
+    if store.copies is not None:
+        store.copies.record(generation)

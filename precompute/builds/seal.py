@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cache.config.timetable import NIGHT, SEALED_BY, TIMED_APART
+from cache.config.timetable import NIGHT_STEPS, SEALING_STEP, STEPS_TIMED_APART
 from cache.events.new_items import ITEM_VECTORS
 from cache.format.manifest import (
     FACET,
@@ -69,7 +69,7 @@ WRITERS = {
 }
 """Version of a manifest above the first -> words for who writes it."""
 
-REPORTED = tuple(name for name in NIGHT[: NIGHT.index(SEALED_BY)] if name != "score")
+REPORTED = tuple(name for name in NIGHT_STEPS[: NIGHT_STEPS.index(SEALING_STEP)] if name != "score")
 """Steps whose reports, under their names, the manifest is made from; `score` leaves one for each shard instead."""
 
 
@@ -134,7 +134,7 @@ def seal(build: Build) -> Manifest:
         },
         defaults=build.describe("defaults.json"),
         timings={
-            **{name: report["seconds"] for name, report in steps.items() if name not in TIMED_APART},
+            **{name: report["seconds"] for name, report in steps.items() if name not in STEPS_TIMED_APART},
             "score": scoring_seconds(reports),
         },
         gates=(),  # `verify` adds its verdicts

@@ -8,59 +8,27 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import redis
 
-from cache.config.night import DISK_HEADROOM, REDIS_HEADROOM, NightConfig
+from cache.config.night import DISK_HEADROOM_RULE, REDIS_HEADROOM_RULE, NightConfig
 from cache.control.control_keys import Control
 from cache.control.states import State
 from cache.errors import Refused
 from cache.format.manifest import Manifest
-from cache.l2.resp import info_number, refusing
+from cache.l2.resp import info_number, refusing_unreadable
 from cache.l2.sync_clients import compute_keyspace_shares, masters
 from cache.store.artefacts import ArtefactStore, disk_errors, generation_path
 from precompute.bulk.load import total_bytes
 from precompute.config.settings import GateThresholds
 
 P = ParamSpec("P")
-
-
 R = TypeVar("R")
 
+MIB: Final = 1 << 20
 
 REDIS_USED_MAX = GateThresholds().redis_headroom
 """Share of `maxmemory` that may be in use after a load, whatever the gate is set to."""
 
-
 OVERLAY_EXTRA_BYTES = 256
 """Bytes that an overlay's key, its expiry and Redis' own bookkeeping add to its record."""
-
-
-def unevictable_bytes(
-    control: Control, server: "redis.Redis", *, pages_bytes: float, record_bytes: int
-) -> int:
-    """Memory of one server that no pressure frees: all of it but overlays, whichever namespace they are of.
-
-    Redis does not say what its expiring keys take, so each is taken for one overlay of the largest record
-    (`record_bytes`): other namespaces' pages stay in the sum. `pages_bytes` are known to stay in any case.
-    """
-    info: Any = server.info("memory")
-    keyspace: Any = server.info("keyspace")
-    used = info_number(info, "used_memory")
-    with refusing("INFO", "counts of keys by database"):
-        expiring = sum(int(database["expires"]) for database in keyspace.values())
-    if not expiring or not control.check_policy().startswith("volatile-"):
-        return used
-    dataset = info_number(info, "used_memory_dataset", used)
-    overlays = expiring * (record_bytes + OVERLAY_EXTRA_BYTES)
-    return min(used, used - dataset + max(round(pages_bytes), dataset - overlays))
-
-
-def held_bytes(store: ArtefactStore, control: Control, *, but: str | None = None) -> int:
-    """Payload of this namespace's generations, other than `but`, of which Redis may hold pages."""
-    total = 0
-    for generation, row in control.rows().items():
-        if generation != but and row.state is not State.RETIRED:
-            raw = store.read(generation_path(generation, "manifest.json"))
-            total += 0 if raw is None else total_bytes(Manifest.from_bytes(raw))
-    return total
 
 
 def demand_redis(
@@ -86,10 +54,40 @@ def demand_redis(
                 f"loading {generation} needs {more:,} bytes{where} beside {used:,} in use, more than "
                 f"{REDIS_USED_MAX:.0%} of Redis' maxmemory {limit:,}, after what nobody needs was swept: raise it, or "
                 "unpin generations and end a canary (`larder status` lists them)",
-                rule=REDIS_HEADROOM,
+                rule=REDIS_HEADROOM_RULE,
                 value=used + more,
                 threshold=int(REDIS_USED_MAX * limit),
             )
+
+
+def unevictable_bytes(
+    control: Control, server: "redis.Redis", *, pages_bytes: float, record_bytes: int
+) -> int:
+    """Memory of one server that no pressure frees: all of it but overlays, whichever namespace they are of.
+
+    Redis does not say what its expiring keys take, so each is taken for one overlay of the largest record
+    (`record_bytes`): other namespaces' pages stay in the sum. `pages_bytes` are known to stay in any case.
+    """
+    info: Any = server.info("memory")
+    keyspace: Any = server.info("keyspace")
+    used = info_number(info, "used_memory")
+    with refusing_unreadable("INFO", "counts of keys by database"):
+        expiring = sum(int(database["expires"]) for database in keyspace.values())
+    if not expiring or not control.check_policy().startswith("volatile-"):
+        return used
+    dataset = info_number(info, "used_memory_dataset", used)
+    overlays = expiring * (record_bytes + OVERLAY_EXTRA_BYTES)
+    return min(used, used - dataset + max(round(pages_bytes), dataset - overlays))
+
+
+def held_bytes(store: ArtefactStore, control: Control, *, but: str | None = None) -> int:
+    """Payload of this namespace's generations, other than `but`, of which Redis may hold pages."""
+    total = 0
+    for generation, row in control.rows().items():
+        if generation != but and row.state is not State.RETIRED:
+            raw = store.read(generation_path(generation, "manifest.json"))
+            total += 0 if raw is None else total_bytes(Manifest.from_bytes(raw))
+    return total
 
 
 def demand_disk(folder: Path, size_bytes: int) -> None:
@@ -100,7 +98,7 @@ def demand_disk(folder: Path, size_bytes: int) -> None:
         raise Refused(
             f"{size_bytes:,} bytes are about to be written to {existing_folder}, which has {free:,} left; "
             "free space, retire generations or move `artifacts`, then run the step again",
-            rule=DISK_HEADROOM,
+            rule=DISK_HEADROOM_RULE,
             value=free,
             threshold=size_bytes,
         )
@@ -117,9 +115,6 @@ def writes_files(
             return step(config, *arguments, **options)
 
     return run
-
-
-MIB: Final = 1 << 20
 
 
 def floor_seconds(config: NightConfig, size_bytes: float) -> float:

@@ -12,13 +12,15 @@ import xxhash
 from cache.errors import CorruptArtefact
 from cache.format.manifest import Manifest
 from cache.format.redis_keys import Keyspace
-from cache.l2.resp import checked
+from cache.l2.resp import checked_reply
 from cache.l2.sync_clients import OwnConnections, by_server
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import BytesProgress, Part
 
-UNANSWERED = 8
+UNANSWERED_PIECES = 8
 """Pieces that may wait for their replies: without, the rate ends at a piece per round trip (16 KiB at 2 ms: 8 MB/s)."""
+
+LENGTHS_AT_ONCE = 500
 
 
 class PageDigest(NamedTuple):
@@ -27,72 +29,6 @@ class PageDigest(NamedTuple):
     page: int
     digest: int | None
     size_bytes: int
-
-
-class _PieceRequest(NamedTuple):
-    connection: Any
-    page: int
-    name: bytes
-    start: int
-    end: int
-    ends_page: bool
-
-
-class PieceReader(OwnConnections):
-    """Pages in order of asking; a page comes back once its last piece is there."""
-
-    def __init__(self, client: "redis.Redis", governor: Governor) -> None:
-        super().__init__()
-        self._client, self._governor = client, governor
-        self._waiting: deque[_PieceRequest] = deque()
-        self._digest, self._size_bytes = xxhash.xxh3_64(), 0
-
-    def request_page(
-        self, page: int, name: bytes, size_bytes: int, piece: int
-    ) -> Iterator[PageDigest]:
-        """Ask for a page of that many bytes; yields what came back meanwhile."""
-        ((server, _),) = by_server(self._client, [name])
-        connection = self.to(server)
-        for start in range(0, size_bytes, piece):
-            is_last = start + piece >= size_bytes
-            # One byte too many of the last piece: a page that is longer than it should be is seen by it.
-            end = size_bytes if is_last else start + piece - 1
-            self._governor.pace(min(piece, size_bytes - start))
-            self._governor.own_reads(1)
-            connection.send_packed_command([_getrange(name, start, end)], check_health=False)
-            self._waiting.append(_PieceRequest(connection, page, name, start, end, is_last))
-            if len(self._waiting) > UNANSWERED:
-                yield from self._receive_piece()
-
-    def read_remaining(self) -> Iterator[PageDigest]:
-        """Yields the pages that have been asked for and are not back yet."""
-        while self._waiting:
-            yield from self._receive_piece()
-
-    def _receive_piece(self) -> Iterator[PageDigest]:
-        piece_request = self._waiting.popleft()
-        try:
-            value: Any = checked("GETRANGE", piece_request.connection.read_response())
-        except redis.exceptions.AskError:  # MOVED is one, too
-            value = self._client.getrange(
-                piece_request.name.decode(), piece_request.start, piece_request.end
-            )
-        self._digest.update(value)
-        self._size_bytes += len(value)
-        if piece_request.ends_page:
-            digest, size_bytes = self._digest.intdigest(), self._size_bytes
-            self._digest, self._size_bytes = xxhash.xxh3_64(), 0
-            yield PageDigest(piece_request.page, digest if size_bytes else None, size_bytes)
-
-
-def _getrange(name: bytes, start: int, end: int) -> bytes:
-    first, last = b"%d" % start, b"%d" % end
-    return b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
-        len(name), name, len(first), first, len(last), last,
-    )  # fmt: skip
-
-
-AT_ONCE_MAX = 500
 
 
 class BadPage(CorruptArtefact):
@@ -140,7 +76,7 @@ def bad_pages(
 ) -> Generator[tuple[int, str]]:
     """(number within the part, complaint) of each page that is not as its checksum says."""
     sums = part.read_sums(root)
-    pages = _read(client, keys, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
+    pages = _read_pages(client, keys, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
     with closing(pages):
         for page, digest, size_bytes in pages:
             if digest is None:
@@ -150,7 +86,7 @@ def bad_pages(
             progress(size_bytes)
 
 
-def _read(
+def _read_pages(
     client: "redis.Redis",
     keys: Keyspace,
     manifest: Manifest,
@@ -192,8 +128,8 @@ def lengths(
     client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part
 ) -> Iterator[tuple[int, int]]:
     """(number within the part, bytes in Redis) of every page; 0 for one that is not there."""
-    for first in range(0, part.pages.pages, AT_ONCE_MAX):
-        numbers = range(first, min(first + AT_ONCE_MAX, part.pages.pages))
+    for first in range(0, part.pages.pages, LENGTHS_AT_ONCE):
+        numbers = range(first, min(first + LENGTHS_AT_ONCE, part.pages.pages))
         names = [
             part.key(keys, manifest.generation, page_number).encode() for page_number in numbers
         ]
@@ -226,6 +162,69 @@ def _strlens(client: "redis.Redis", server: "redis.Redis", names: list[bytes]) -
 def _reply(connection: Any) -> int | None:
     """Reads an integer reply, None where another node of the cluster has to be asked."""
     try:
-        return int(checked("STRLEN", connection.read_response()))
+        return int(checked_reply("STRLEN", connection.read_response()))
     except redis.exceptions.AskError:  # MOVED is one, too
         return None
+
+
+class _PieceRequest(NamedTuple):
+    connection: Any
+    page: int
+    name: bytes
+    start: int
+    end: int
+    ends_page: bool
+
+
+class PieceReader(OwnConnections):
+    """Pages in order of asking; a page comes back once its last piece is there."""
+
+    def __init__(self, client: "redis.Redis", governor: Governor) -> None:
+        super().__init__()
+        self._client, self._governor = client, governor
+        self._waiting: deque[_PieceRequest] = deque()
+        self._digest, self._size_bytes = xxhash.xxh3_64(), 0
+
+    def request_page(
+        self, page: int, name: bytes, size_bytes: int, piece: int
+    ) -> Iterator[PageDigest]:
+        """Ask for a page of that many bytes; yields what came back meanwhile."""
+        ((server, _),) = by_server(self._client, [name])
+        connection = self.to(server)
+        for start in range(0, size_bytes, piece):
+            is_last = start + piece >= size_bytes
+            # One byte too many of the last piece: a page that is longer than it should be is seen by it.
+            end = size_bytes if is_last else start + piece - 1
+            self._governor.pace(min(piece, size_bytes - start))
+            self._governor.own_reads(1)
+            connection.send_packed_command([_getrange(name, start, end)], check_health=False)
+            self._waiting.append(_PieceRequest(connection, page, name, start, end, is_last))
+            if len(self._waiting) > UNANSWERED_PIECES:
+                yield from self._receive_piece()
+
+    def read_remaining(self) -> Iterator[PageDigest]:
+        """Yields the pages that have been asked for and are not back yet."""
+        while self._waiting:
+            yield from self._receive_piece()
+
+    def _receive_piece(self) -> Iterator[PageDigest]:
+        piece_request = self._waiting.popleft()
+        try:
+            value: Any = checked_reply("GETRANGE", piece_request.connection.read_response())
+        except redis.exceptions.AskError:  # MOVED is one, too
+            value = self._client.getrange(
+                piece_request.name.decode(), piece_request.start, piece_request.end
+            )
+        self._digest.update(value)
+        self._size_bytes += len(value)
+        if piece_request.ends_page:
+            digest, size_bytes = self._digest.intdigest(), self._size_bytes
+            self._digest, self._size_bytes = xxhash.xxh3_64(), 0
+            yield PageDigest(piece_request.page, digest if size_bytes else None, size_bytes)
+
+
+def _getrange(name: bytes, start: int, end: int) -> bytes:
+    first, last = b"%d" % start, b"%d" % end
+    return b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
+        len(name), name, len(first), first, len(last), last,
+    )  # fmt: skip

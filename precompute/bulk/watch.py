@@ -16,7 +16,7 @@ from redis.retry import Retry
 
 from cache.control.control_keys import Control
 from cache.errors import LarderError
-from cache.l2.resp import info_number, refusing
+from cache.l2.resp import info_number, refusing_unreadable
 from cache.l2.sync_clients import OwnConnections, another, by_server, disconnect, masters
 
 log = logging.getLogger(__name__)
@@ -266,12 +266,12 @@ def lag_bytes(info: Mapping[str, Any]) -> int:
 
 def reads_of(info: Mapping[str, Any]) -> int:
     """Number of commands that read (READS) a server has answered."""
-    with refusing("INFO", "statistics of commands"):
+    with refusing_unreadable("INFO", "statistics of commands"):
         return sum(int(info[name]["calls"]) for name in READS if name in info)
 
 
 def cpu_s(info: Mapping[str, Any]) -> float:
     """Processor time of the thread that answers."""
     used = info.get("used_cpu_user_main_thread", 0), info.get("used_cpu_sys_main_thread", 0)
-    with refusing("INFO", "processor times"):
+    with refusing_unreadable("INFO", "processor times"):
         return float(sum(used))

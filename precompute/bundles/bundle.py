@@ -28,55 +28,19 @@ from precompute.bundles.onnx_model import WEIGHTS_BYTES_MAX, OnnxModel, demand_w
 from precompute.sources.columns import raws_of, strings_of
 from precompute.sources.vocabulary import Vocabulary, as_strings
 
+BUNDLE_FILE = "bundle.json"
+ITEMS_FILE = "items.parquet"
+
+FileStamp = tuple[int, int, int, int, int]
+"""Device, inode, size and times of a file: see `sha256_unchanged`."""
+
 SETTLED_NS = 2_000_000_000
 """Nanoseconds after a change from which on another one surely gets a new time stamp, whose grain is a clock tick."""
 
+DIGESTS_KEPT = 256
+"""Files whose digests a process remembers."""
 
-FILES_MAX = 256
-
-
-Stamp = tuple[int, int, int, int, int]
-
-
-_digest_by_stamp: LRUCache[Stamp, str] = LRUCache(FILES_MAX)
-
-
-def sha256_unchanged(path: Path) -> str:
-    """SHA-256 of a file, as `sha256_of` gives it; not read again where this process has read these very bytes.
-
-    Device, inode, size, time of modification and of the last change of the inode tell. The latter is the kernel's:
-    writing to a file or putting another in its place changes it, whatever times a program sets.
-    """
-    file_stat = path.stat()
-    stamp = (
-        file_stat.st_dev,
-        file_stat.st_ino,
-        file_stat.st_size,
-        file_stat.st_mtime_ns,
-        file_stat.st_ctime_ns,
-    )
-    is_settled = time.time_ns() - file_stat.st_ctime_ns > SETTLED_NS
-    return _sha256_once(path, stamp) if is_settled else sha256_of(path)
-
-
-def demand_sha256(path: Path, expected_sha256: str) -> None:
-    """Raises BundleError for a file of a bundle that holds anything else than `bundle.json` says."""
-    if (actual_sha256 := sha256_unchanged(path)) != expected_sha256:
-        raise BundleError(
-            f"{path.name} has SHA-256 {actual_sha256}, bundle.json says {expected_sha256}",
-            path=path.name,
-        )
-
-
-@cached(_digest_by_stamp, key=lambda _path, stamp: stamp, lock=threading.Lock())
-def _sha256_once(path: Path, _stamp: Stamp) -> str:
-    return sha256_of(path)
-
-
-FILE = "bundle.json"
-
-
-ITEMS_FILE = "items.parquet"
+_digest_by_stamp: LRUCache[FileStamp, str] = LRUCache(DIGESTS_KEPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +131,11 @@ class Bundle:
     def read(cls, path: Path) -> Self:
         """Reads what the bundle says of itself (`bundle.json`); neither its items nor the models' files are read."""
         try:
-            raw = (path / FILE).read_bytes()
+            raw = (path / BUNDLE_FILE).read_bytes()
             data = orjson.loads(raw)
         except (OSError, orjson.JSONDecodeError) as error:
-            raise BundleError(f"{path} holds no readable {FILE}: {error}") from error
-        if (reason := unread(BUNDLE, data.get("format"), FILE)) is not None:
+            raise BundleError(f"{path} holds no readable {BUNDLE_FILE}: {error}") from error
+        if (reason := unread(BUNDLE, data.get("format"), BUNDLE_FILE)) is not None:
             raise BundleError(reason)
         try:
             dims, metric = int(data["dims"]), data["metric"]
@@ -193,13 +157,15 @@ class Bundle:
             )
             name, version = str(data["name"]), str(data["version"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BundleError(f"{FILE} lacks or misuses {error}") from error
+            raise BundleError(f"{BUNDLE_FILE} lacks or misuses {error}") from error
         if metric not in ("inner_product", "cosine"):
-            raise BundleError(f"{FILE} says metric {metric!r}; it is inner_product or cosine")
+            raise BundleError(
+                f"{BUNDLE_FILE} says metric {metric!r}; it is inner_product or cosine"
+            )
         for tower in (user, item):
             if tower.spec.output_dims != dims:
                 raise BundleError(
-                    f"{tower.name} gives {tower.spec.output_dims} dimensions, {FILE} says {dims}",
+                    f"{tower.name} gives {tower.spec.output_dims} dimensions, {BUNDLE_FILE} says {dims}",
                     dims=dims,
                 )
         digest = hashlib.sha256(raw).hexdigest()
@@ -253,23 +219,6 @@ class Bundle:
         return hasher.hexdigest()
 
 
-def _verify_model(model: BundleModel) -> None:
-    for path, _, sha256 in model.files:
-        demand_sha256(path, sha256)
-    if model.program is not None:
-        demand_sha256(model.program, model.program_sha256)
-
-
-def _file(path: Path, data: Mapping[str, Any]) -> Path:
-    folder = path.resolve()
-    file = (folder / str(data["path"])).resolve()
-    if not file.is_relative_to(folder):
-        raise BundleError(f"{FILE} names {data['path']}, which lies outside the bundle")
-    if not file.is_file():
-        raise BundleError(f"{FILE} names {data['path']}, which is missing", path=str(data["path"]))
-    return file
-
-
 def _model(
     path: Path, name: str, entity: Literal["user", "item"], data: Mapping[str, Any]
 ) -> BundleModel:
@@ -279,7 +228,7 @@ def _model(
     labels = tuple(str(label) for label in data.get("labels", ()))
     if labels and len(labels) != spec.output_dims:
         raise BundleError(
-            f"{name} gives {spec.output_dims} numbers, {FILE} has {len(labels)} labels for them",
+            f"{name} gives {spec.output_dims} numbers, {BUNDLE_FILE} has {len(labels)} labels for them",
             model=name,
         )
     program, weights = data.get("program"), data.get("weights")
@@ -307,31 +256,24 @@ def _weights(path: Path, name: str, file: Path, data: Mapping[str, Any]) -> Path
     return weights
 
 
+def _file(path: Path, data: Mapping[str, Any]) -> Path:
+    folder = path.resolve()
+    file = (folder / str(data["path"])).resolve()
+    if not file.is_relative_to(folder):
+        raise BundleError(f"{BUNDLE_FILE} names {data['path']}, which lies outside the bundle")
+    if not file.is_file():
+        raise BundleError(
+            f"{BUNDLE_FILE} names {data['path']}, which is missing", path=str(data["path"])
+        )
+    return file
+
+
 def _demand_own_names(models: Sequence[BundleModel]) -> None:
     """Raises BundleError for two files of one name in a generation, where all models lie in one folder."""
     sha256_by_name: dict[str, str] = {}
     for _, name, sha256 in (file for model in models for file in model.files):
         if sha256_by_name.setdefault(name, sha256) != sha256:
             raise BundleError(f"two files would be {name} of a generation: rename the weights")
-
-
-def _check_model(model: BundleModel, path: Path, items: int) -> None:
-    """Open the model once; refuse weights that are not listed, and a padding index that is one of the items."""
-    demand_weights(model.name, path, model.weights)
-    try:
-        Tower.open(path, model.spec)
-    except BundleError:
-        if path != model.path:
-            Tower.open(
-                model.path, model.spec
-            )  # what is wrong with the model is told under its own name
-        raise
-    history = model.spec.history
-    if history is not None and history.pad is not None and 0 <= history.pad < items:
-        raise BundleError(
-            f"{model.name} pads with {history.pad}, which is one of the {items} items",
-            model=model.name,
-        )
 
 
 def _read_items(items: ItemsFile) -> Vocabulary:
@@ -355,11 +297,39 @@ def _read_items(items: ItemsFile) -> Vocabulary:
             f"{sizes['max']}: ids have 1 to {ID_BYTES_MAX} bytes"
         )
     if (count := len(column)) != items.count:
-        raise BundleError(f"{name} holds {count} items, {FILE} says {items.count}", count=count)
+        raise BundleError(
+            f"{name} holds {count} items, {BUNDLE_FILE} says {items.count}", count=count
+        )
     vocabulary = Vocabulary.of(as_strings(column))
     if vocabulary is None:
         raise BundleError(f"{name} names an item twice")
     return vocabulary
+
+
+def _verify_model(model: BundleModel) -> None:
+    for path, _, sha256 in model.files:
+        demand_sha256(path, sha256)
+    if model.program is not None:
+        demand_sha256(model.program, model.program_sha256)
+
+
+def _check_model(model: BundleModel, path: Path, items: int) -> None:
+    """Open the model once; refuse weights that are not listed, and a padding index that is one of the items."""
+    demand_weights(model.name, path, model.weights)
+    try:
+        Tower.open(path, model.spec)
+    except BundleError:
+        if path != model.path:
+            Tower.open(
+                model.path, model.spec
+            )  # what is wrong with the model is told under its own name
+        raise
+    history = model.spec.history
+    if history is not None and history.pad is not None and 0 <= history.pad < items:
+        raise BundleError(
+            f"{model.name} pads with {history.pad}, which is one of the {items} items",
+            model=model.name,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +358,7 @@ def write_bundle(
 ) -> Bundle:
     """Write a bundle (`bundle.json` last, so that half a bundle never opens) and open it; ids may be Arrow strings."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / FILE).unlink(missing_ok=True)
+    (path / BUNDLE_FILE).unlink(missing_ok=True)
     pq.write_table(pa.table({"id": strings_of(item_ids)}), path / ITEMS_FILE)
     data: dict[str, Any] = {
         "format": FORMATS[BUNDLE].written,
@@ -413,7 +383,7 @@ def write_bundle(
         },
         "training": dict(training or {}),
     }
-    write_atomically(path / FILE, orjson.dumps(data, option=orjson.OPT_INDENT_2))
+    write_atomically(path / BUNDLE_FILE, orjson.dumps(data, option=orjson.OPT_INDENT_2))
     return Bundle.open(path)
 
 
@@ -428,3 +398,35 @@ def _write_model(path: Path, name: str, model: ModelFile) -> dict[str, Any]:
         write_atomically(program_path, model.program)
         written["program"] = {"path": program_path.name, "sha256": sha256_of(program_path)}
     return written
+
+
+def demand_sha256(path: Path, expected_sha256: str) -> None:
+    """Raises BundleError for a file of a bundle that holds anything else than `bundle.json` says."""
+    if (actual_sha256 := sha256_unchanged(path)) != expected_sha256:
+        raise BundleError(
+            f"{path.name} has SHA-256 {actual_sha256}, bundle.json says {expected_sha256}",
+            path=path.name,
+        )
+
+
+def sha256_unchanged(path: Path) -> str:
+    """SHA-256 of a file, as `sha256_of` gives it; not read again where this process has read these very bytes.
+
+    Device, inode, size, time of modification and of the last change of the inode tell. The latter is the kernel's:
+    writing to a file or putting another in its place changes it, whatever times a program sets.
+    """
+    file_stat = path.stat()
+    stamp = (
+        file_stat.st_dev,
+        file_stat.st_ino,
+        file_stat.st_size,
+        file_stat.st_mtime_ns,
+        file_stat.st_ctime_ns,
+    )
+    is_settled = time.time_ns() - file_stat.st_ctime_ns > SETTLED_NS
+    return _sha256_once(path, stamp) if is_settled else sha256_of(path)
+
+
+@cached(_digest_by_stamp, key=lambda _path, stamp: stamp, lock=threading.Lock())
+def _sha256_once(path: Path, _stamp: FileStamp) -> str:
+    return sha256_of(path)

@@ -1,4 +1,4 @@
-"""Bundles on their way: in the artefact store by digest, and swapped whole into the folder that a night reads.
+"""Bundles in the artefact store, by digest, and swapped whole into the folder that a night reads.
 
 bundles/<digest>/...                 the files, never changed
 bundles/<unix ms>-<digest>.json      one for each time a bundle was handed over; the last one counts
@@ -23,89 +23,24 @@ import pyarrow.parquet as pq
 
 from cache.errors import BundleError, ConfigError, StoreError
 from cache.store.artefacts import ArtefactStore, last_change, open_draft, sha256_of, take_file
-from precompute.bundles.bundle import FILE, ITEMS_FILE, Bundle
+from precompute.bundles.bundle import BUNDLE_FILE, ITEMS_FILE, Bundle
 from precompute.config.settings import NightConfig
 
-SWAPS = 3
-
-
-def put_in_place(new: Path, target: Path) -> None:
-    """Swap a whole folder in by renames; if that fails, the old one is back, and `heal` brings it back after a kill.
-
-    A night that copies the bundle meanwhile sees the old one or the new one, or copies again.
-    """
-    for remaining_attempts in reversed(range(SWAPS)):
-        old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
-        had_one = target.exists()
-        if had_one:
-            target.replace(old)
-        try:
-            new.replace(target)
-        except BaseException as error:
-            if had_one and old.exists():
-                old.replace(target)
-            elif remaining_attempts and isinstance(error, OSError) and target.exists():
-                continue  # a night that found no bundle has put the old one back: once more
-            raise
-        break
-    for leftover in _left_over(target, "old"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def heal(target: Path) -> bool:
-    """Put the bundle back that a `train` killed between its two renames had moved aside; whether there was one."""
-    if target.exists():
-        return False
-    for old in _left_over(target, "old"):
-        try:
-            old.rename(target)
-        except OSError:
-            continue
-        return True
-    return False
-
-
-def sweep_training(target: Path, *, changed_before_s: float) -> int:
-    """Remove what killed trainings left beside a whole bundle before that time (Unix seconds); folders removed."""
-    if not target.exists():
-        return 0
-    leftovers = [
-        leftover
-        for kind in ("old", "part")
-        for leftover in _left_over(target, kind)
-        if last_change(leftover) < changed_before_s
-    ]
-    for leftover in leftovers:
-        shutil.rmtree(leftover, ignore_errors=True)
-    return len(leftovers)
-
-
-def _left_over(target: Path, kind: str) -> list[Path]:
-    """Folders of killed swaps, the newest first."""
-    dated_folders = [
-        (last_change(folder), folder)
-        for folder in target.parent.glob(f".{glob.escape(target.name)}.????????.{kind}")
-    ]
-    return [folder for _, folder in sorted(dated_folders, reverse=True)]
-
-
-COPIES = 3
-
-
-COPY_PAUSE_S = 0.5
-
+_log = logging.getLogger(__name__)
 
 BUNDLES_KEPT = 3
 """Bundles of which the store keeps the files: a generation has its own."""
 
+COPY_TRIES = 3
+"""Copies of the folder that are tried: it may be replaced meanwhile."""
+
+COPY_PAUSE_S = 0.5
+
+SWAP_TRIES = 3
+"""Swaps that are tried: a night may put the old bundle back meanwhile."""
 
 _RECORD = re.compile(r"(\d{13})-([0-9a-f]{64})\.json")
-
-
 _FROM_TABLES_RECORD = re.compile(r"(\d{13})-([0-9a-f]{64})-([0-9a-f]{64})\.json")
-
-
-_log = logging.getLogger(__name__)
 
 
 class BundleHandover(NamedTuple):
@@ -156,21 +91,14 @@ def hand_over(
     return new
 
 
-def _put(store: ArtefactStore, bundle: Bundle, record: BundleHandover | BundleFromTables) -> None:
-    """The files, then the record, which proves that they are whole."""
-    names = sorted(
-        file.relative_to(bundle.path).as_posix()
-        for file in bundle.path.rglob("*")
-        if file.is_file()
+def made_of_tables(store: ArtefactStore) -> list[BundleFromTables]:
+    """Records of all bundles that nights made of tables, the last one last."""
+    name_matches = map(_FROM_TABLES_RECORD.fullmatch, store.names("bundles"))
+    return sorted(
+        BundleFromTables(int(name_match[1]), name_match[2], name_match[3])
+        for name_match in name_matches
+        if name_match
     )
-    for name in names:
-        path = _file(bundle.digest, name)
-        with open_draft(store.local(path)) as part_path:
-            shutil.copyfile(bundle.path / name, part_path)
-        store.put(path)
-    _forget_copies(store, bundle.digest)
-    record_content = {"name": bundle.name, "version": bundle.version, "files": names}
-    store.write_once(record.path, orjson.dumps(record_content))
 
 
 @contextmanager
@@ -183,7 +111,7 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
     store, source = config.store(), config.path(config.bundle)
     # Hidden, so that nothing that lists the store sees it.
     private_folder = store.local(f".bundle.{secrets.token_hex(4)}.part")
-    heal(source)
+    heal_swap(source)
     try:
         handovers = handed_over(store)
         if (superseding_handover := _superseding(source, handovers)) is not None:
@@ -200,14 +128,13 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
         shutil.rmtree(private_folder, ignore_errors=True)
 
 
-def made_of_tables(store: ArtefactStore) -> list[BundleFromTables]:
-    """Records of all bundles that nights made of tables, the last one last."""
-    name_matches = map(_FROM_TABLES_RECORD.fullmatch, store.names("bundles"))
-    return sorted(
-        BundleFromTables(int(name_match[1]), name_match[2], name_match[3])
-        for name_match in name_matches
-        if name_match
-    )
+def chosen_at(config: NightConfig) -> float | None:
+    """Time at which the bundle for a night came, Unix seconds; None where there is none."""
+    source = config.path(config.bundle)
+    superseding_handover = _superseding(source, handed_over(config.store()))
+    if superseding_handover is not None:
+        return superseding_handover.unix_ms / 1000
+    return (source / BUNDLE_FILE).stat().st_mtime if (source / BUNDLE_FILE).is_file() else None
 
 
 @contextmanager
@@ -238,15 +165,6 @@ def bundle_made_of(
             yield bundle
     finally:
         shutil.rmtree(private_folder, ignore_errors=True)
-
-
-def chosen_at(config: NightConfig) -> float | None:
-    """Time at which the bundle for a night came, Unix seconds; None where there is none."""
-    source = config.path(config.bundle)
-    superseding_handover = _superseding(source, handed_over(config.store()))
-    if superseding_handover is not None:
-        return superseding_handover.unix_ms / 1000
-    return (source / FILE).stat().st_mtime if (source / FILE).is_file() else None
 
 
 def sweep_bundles(store: ArtefactStore) -> int:
@@ -306,7 +224,7 @@ def _may_hold(store: ArtefactStore, digest: str, named: Any) -> bool:
 
 def _superseding(source: Path, handovers: list[BundleHandover]) -> BundleHandover | None:
     """Bundle that the store has instead of a folder; None if the folder is new, or the same, or all that there is."""
-    digest = sha256_of(source / FILE) if (source / FILE).is_file() else None
+    digest = sha256_of(source / BUNDLE_FILE) if (source / BUNDLE_FILE).is_file() else None
     digests = [handover.digest for handover in handovers]
     if not handovers or (source.exists() and (digest not in digests or digest == digests[-1])):
         return None
@@ -316,6 +234,23 @@ def _superseding(source: Path, handovers: list[BundleHandover]) -> BundleHandove
             source, digest[:12], digests[-1][:12], source,
         )  # fmt: skip
     return handovers[-1]
+
+
+def _put(store: ArtefactStore, bundle: Bundle, record: BundleHandover | BundleFromTables) -> None:
+    """The files, then the record, which proves that they are whole."""
+    names = sorted(
+        file.relative_to(bundle.path).as_posix()
+        for file in bundle.path.rglob("*")
+        if file.is_file()
+    )
+    for name in names:
+        path = _file(bundle.digest, name)
+        with open_draft(store.local(path)) as part_path:
+            shutil.copyfile(bundle.path / name, part_path)
+        store.put(path)
+    _forget_copies(store, bundle.digest)
+    record_content = {"name": bundle.name, "version": bundle.version, "files": names}
+    store.write_once(record.path, orjson.dumps(record_content))
 
 
 def _fetched(
@@ -337,7 +272,7 @@ def _fetched(
 
 
 def _copied(source: Path, private_folder: Path) -> Bundle:
-    for remaining_attempts in reversed(range(COPIES)):
+    for remaining_attempts in reversed(range(COPY_TRIES)):
         changed_at = last_change(source)
         try:
             shutil.copytree(source, private_folder)
@@ -364,3 +299,63 @@ def _forget_copies(store: ArtefactStore, digest: str) -> None:
     """Removes this host's copy of a remote store's bundle: what is needed of it lies in the generation."""
     if store.folder is None:
         shutil.rmtree(store.local(f"bundles/{digest}"), ignore_errors=True)
+
+
+def swap_in(new: Path, target: Path) -> None:
+    """Swap a whole folder in by renames; if that fails, the old one is back. After a kill `heal_swap` brings it back.
+
+    A night that copies the bundle meanwhile sees the old one or the new one, or copies again.
+    """
+    for remaining_attempts in reversed(range(SWAP_TRIES)):
+        old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
+        had_one = target.exists()
+        if had_one:
+            target.replace(old)
+        try:
+            new.replace(target)
+        except BaseException as error:
+            if had_one and old.exists():
+                old.replace(target)
+            elif remaining_attempts and isinstance(error, OSError) and target.exists():
+                continue  # a night that found no bundle has put the old one back: once more
+            raise
+        break
+    for leftover in _swap_leftovers(target, "old"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def heal_swap(target: Path) -> bool:
+    """Put the bundle back that a `train` killed between its two renames had moved aside; whether there was one."""
+    if target.exists():
+        return False
+    for old in _swap_leftovers(target, "old"):
+        try:
+            old.rename(target)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def sweep_training(target: Path, *, changed_before_s: float) -> int:
+    """Remove what killed trainings left beside a whole bundle before that time (Unix seconds); folders removed."""
+    if not target.exists():
+        return 0
+    leftovers = [
+        leftover
+        for kind in ("old", "part")
+        for leftover in _swap_leftovers(target, kind)
+        if last_change(leftover) < changed_before_s
+    ]
+    for leftover in leftovers:
+        shutil.rmtree(leftover, ignore_errors=True)
+    return len(leftovers)
+
+
+def _swap_leftovers(target: Path, kind: str) -> list[Path]:
+    """Folders of killed swaps, the newest first."""
+    dated_folders = [
+        (last_change(folder), folder)
+        for folder in target.parent.glob(f".{glob.escape(target.name)}.????????.{kind}")
+    ]
+    return [folder for _, folder in sorted(dated_folders, reverse=True)]

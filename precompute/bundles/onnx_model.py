@@ -1,4 +1,4 @@
-"""ONNX models: a graph, its weights in a file beside it, and the graphs of plain towers node by node."""
+"""ONNX models: a graph, its weights in a file beside it, and the graphs of plain towers, written node by node."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,20 +18,18 @@ from cache.store.artefacts import open_draft, write_atomically
 GRAPH_BYTES_MAX = (1 << 31) - (1 << 20)
 """Maximum bytes of weights inside an ONNX file: Protocol Buffers end at 2 GiB, and the graph wants some."""
 
-
 WEIGHTS_BYTES_MAX = 1 << 36
 """Maximum bytes of a file of weights."""
 
-
-SUFFIX = ".weights"
-
-
+WEIGHTS_SUFFIX = ".weights"
 _ALIGNED = 4096
 """Pages begin there, which is what ONNX asks of tensors that are mapped."""
 
-
-_SMALL = 1 << 16
+_SMALL_BYTES = 1 << 16
 """Bytes of tensors that stay in the graph, since shapes and axes among them are read before anything runs."""
+
+OPSET = 21
+IR_VERSION = 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +45,9 @@ class OnnxModel:
         if sum(array.nbytes for array in constants.values()) <= GRAPH_BYTES_MAX:
             inside, outside = constants, {}
         else:
-            outside = {name: array for name, array in constants.items() if array.nbytes > _SMALL}
+            outside = {
+                name: array for name, array in constants.items() if array.nbytes > _SMALL_BYTES
+            }
             inside = {name: array for name, array in constants.items() if name not in outside}
         tensors = [numpy_helper.from_array(array, name) for name, array in inside.items()]
         offset = 0
@@ -64,7 +64,7 @@ class OnnxModel:
         if not self.weights:
             write_atomically(path, self.graph)
             return None
-        weights_path = path.with_suffix(SUFFIX)
+        weights_path = path.with_suffix(WEIGHTS_SUFFIX)
         with open_draft(weights_path) as part, part.open("wb") as file:
             for array in self.weights:
                 file.seek(_aligned(file.tell()))
@@ -114,11 +114,6 @@ def demand_weights(name: str, path: Path, listed_weights: Path | None) -> None:
         )
 
 
-def _aligned(offset: int) -> int:
-    """The first place from there on where a tensor may begin."""
-    return -(-offset // _ALIGNED) * _ALIGNED
-
-
 def _pointer(name: str, array: NDArray[Any], offset: int) -> TensorProto:
     """Tensor whose bytes are in the file of weights."""
     tensor = TensorProto(
@@ -127,9 +122,14 @@ def _pointer(name: str, array: NDArray[Any], offset: int) -> TensorProto:
         dims=array.shape,
         data_location=TensorProto.EXTERNAL,
     )
-    for key, value in (("location", SUFFIX), ("offset", offset), ("length", array.nbytes)):
+    for key, value in (("location", WEIGHTS_SUFFIX), ("offset", offset), ("length", array.nbytes)):
         tensor.external_data.add(key=key, value=str(value))
     return tensor
+
+
+def _aligned(offset: int) -> int:
+    """The first place from there on where a tensor may begin."""
+    return -(-offset // _ALIGNED) * _ALIGNED
 
 
 def _external(model: onnx.ModelProto) -> Iterator[TensorProto]:
@@ -161,18 +161,12 @@ def _tensors(
                 yield from _tensors(graph.node, graph.initializer, graph.sparse_initializer)
 
 
-OPSET = 21
-
-
-IR_VERSION = 10
-
-
 def history_tower(rows: NDArray[np.float32]) -> OnnxModel:
     """history int32 [n, length] -> vector [n, dims]: the sum of the table's rows; the last row is the padding."""
     return model_of(
         _sum_of_rows("vector"),
-        [ints("history", ["rows", "length"])],
-        [floats("vector", rows.shape[1])],
+        [int32_info("history", ["rows", "length"])],
+        [float32_info("vector", rows.shape[1])],
         {"table": rows, "axes": np.array([1], np.int64)},
     )
 
@@ -181,8 +175,8 @@ def item_tower(rows: NDArray[np.float32]) -> OnnxModel:
     """item_index int32 [n] -> vector [n, dims]: a row of the table."""
     return model_of(
         [helper.make_node("Gather", ["table", "item_index"], ["vector"], name="rows", axis=0)],
-        [ints("item_index", ["rows"])],
-        [floats("vector", rows.shape[1])],
+        [int32_info("item_index", ["rows"])],
+        [float32_info("vector", rows.shape[1])],
         {"table": rows},
     )
 
@@ -198,8 +192,8 @@ def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) ->
     ]
     return model_of(
         nodes,
-        [ints("history", ["rows", "length"])],
-        [floats("probabilities", len(centroids))],
+        [int32_info("history", ["rows", "length"])],
+        [float32_info("probabilities", len(centroids))],
         {
             "table": rows,
             "axes": np.array([1], np.int64),
@@ -215,12 +209,12 @@ def _sum_of_rows(output: str) -> list[onnx.NodeProto]:
     ]
 
 
-def ints(name: str, shape: list[str]) -> onnx.ValueInfoProto:
+def int32_info(name: str, shape: list[str]) -> onnx.ValueInfoProto:
     """An input or output int32 of this shape."""
     return helper.make_tensor_value_info(name, TensorProto.INT32, shape)
 
 
-def floats(name: str, width: int) -> onnx.ValueInfoProto:
+def float32_info(name: str, width: int) -> onnx.ValueInfoProto:
     """An input or output float32 [rows, width]."""
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", width])
 

@@ -1,8 +1,6 @@
 """Commands of the shell, a function for each; a step without a function here is run as a night runs it.
 
-A step's module is imported by the command that runs it: each brings libraries that the others do without.
-
-Each imports what it alone needs: libraries that the others do without.
+Each imports what it alone needs when it runs: libraries that the others do without.
 """
 
 import argparse
@@ -37,49 +35,6 @@ from precompute.releases.release_log import demand_reason
 from precompute.steps.night import Night, run_night, step_in_night
 
 
-def audit(
-    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
-) -> OutputContent | CommandOutput:
-    """All records, or those since a time or about one entity."""
-    earliest_at = 0.0 if arguments.since is None else _moment(arguments.since)
-    about = "" if arguments.entity is None else entity_digest(canonical_id(arguments.entity))
-    records = [
-        record
-        for record in audit_records(config.store())
-        # One that cannot be read has no time, and is never left out.
-        if (record.at >= earliest_at or record.outcome in ("missing", "unreadable"))
-        and about in record.subject
-    ]
-    if arguments.json:
-        return CommandOutput(json_text(list(map(asdict, records))))
-    return [_table(records)] if records else ["nothing was written down"]
-
-
-def _moment(text: str) -> float:
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise ConfigError(f"--since is a time in ISO 8601, not {text!r}", field="since") from None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-def _table(records: list[AuditRecord]) -> Table:
-    table = Table("number", "time", "who", "what", "of", "why", "ended")
-    for record in records:
-        outcome_text = f"{record.outcome}: {record.error}" if record.error else record.outcome
-        at = iso(record.at) if record.at else ""
-        table.add_row(
-            str(record.number),
-            at,
-            record.actor,
-            record.action,
-            record.subject,
-            record.reason,
-            outcome_text,
-        )
-    return table
-
-
 def step(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """A step as a night runs it, by its name there."""
     attempt = getattr(arguments, "attempt", None) or new_attempt()
@@ -91,6 +46,17 @@ def step(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
 
 def _build(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"generation": arguments.generation}
+
+
+def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """A generation named, its inputs pinned."""
+    from precompute.steps import begin as begin_step
+
+    return begin_step.run(
+        config, data_until=arguments.data_until, run_after=None,
+        named=standing_name(config, arguments.data_until), events_until=arguments.events_until,
+        progress=progress,
+    )  # fmt: skip
 
 
 def standing_name(config: NightConfig, data_until: str | None) -> str:
@@ -106,17 +72,6 @@ def standing_name(config: NightConfig, data_until: str | None) -> str:
         return datetime.now(UTC).isoformat(timespec="seconds")  # not the name, or an error soon
     latest_change_at = max(bundle_at, *map(changed_at, all_files(config)))
     return datetime.fromtimestamp(int(latest_change_at), UTC).isoformat()
-
-
-def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """A generation named, its inputs pinned."""
-    from precompute.steps import begin as begin_step
-
-    return begin_step.run(
-        config, data_until=arguments.data_until, run_after=None,
-        named=standing_name(config, arguments.data_until), events_until=arguments.events_until,
-        progress=progress,
-    )  # fmt: skip
 
 
 def take_events(
@@ -336,13 +291,56 @@ def status(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> CommandOutput:
     """Status of everything; its code is 3 where something is not well."""
-    from precompute.cli.status import LOCATION_VARIABLES, read_state, render_status, report
+    from precompute.cli.status import LOCATION_VARIABLES, read_state, render_status, report_status
 
     is_placed = (
         arguments.config or arguments.artifacts or any(map(os.environ.get, LOCATION_VARIABLES))
     )
-    status_report = report(config, read_state(config), has_settings=bool(is_placed))
+    status_report = report_status(config, read_state(config), has_settings=bool(is_placed))
     code = 0 if status_report["well"] else NOT_WELL
     if arguments.json:
         return CommandOutput(json_text(status_report), code)
     return CommandOutput(render_status(status_report), code)
+
+
+def audit(
+    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
+) -> OutputContent | CommandOutput:
+    """All records, or those since a time or about one entity."""
+    earliest_at = 0.0 if arguments.since is None else _moment(arguments.since)
+    about = "" if arguments.entity is None else entity_digest(canonical_id(arguments.entity))
+    records = [
+        record
+        for record in audit_records(config.store())
+        # One that cannot be read has no time, and is never left out.
+        if (record.at >= earliest_at or record.outcome in ("missing", "unreadable"))
+        and about in record.subject
+    ]
+    if arguments.json:
+        return CommandOutput(json_text(list(map(asdict, records))))
+    return [_audit_table(records)] if records else ["nothing was written down"]
+
+
+def _moment(text: str) -> float:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(f"--since is a time in ISO 8601, not {text!r}", field="since") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _audit_table(records: list[AuditRecord]) -> Table:
+    table = Table("number", "time", "who", "what", "of", "why", "ended")
+    for record in records:
+        outcome_text = f"{record.outcome}: {record.error}" if record.error else record.outcome
+        at = iso(record.at) if record.at else ""
+        table.add_row(
+            str(record.number),
+            at,
+            record.actor,
+            record.action,
+            record.subject,
+            record.reason,
+            outcome_text,
+        )
+    return table

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from cache.config.timetable import NIGHT
+from cache.config.timetable import NIGHT_STEPS
 from precompute.cli.temporary_redis import load_again, prepare_nothing, verify_again
 from precompute.config.console import CommandPlace
 from precompute.evaluation import options as freshness
@@ -58,8 +58,8 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
         (
             "night",
             "cli.commands.night",
-            f"the whole night: {', '.join(NIGHT).replace('_', ' ')}",
-            tuple(f"steps.{step}" for step in NIGHT),
+            f"the whole night: {', '.join(NIGHT_STEPS).replace('_', ' ')}",
+            tuple(f"steps.{step}" for step in NIGHT_STEPS),
         ),
         (
             "train",
@@ -89,8 +89,8 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
         if name == "night":
             command.add_argument(
                 "--until",
-                choices=NIGHT,
-                default=NIGHT[-1],
+                choices=NIGHT_STEPS,
+                default=NIGHT_STEPS[-1],
                 metavar="STEP",
                 help="last step to run, such as verify for a generation that a canary is to try (default: retire)",
             )
@@ -256,7 +256,7 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     command = add("freshness", "evaluation.freshness.command", freshness.DESCRIPTION)
     freshness.add_options(command)
     command.set_defaults(redis="none")
-    for name in NIGHT:
+    for name in NIGHT_STEPS:
         if name not in commands.choices and name not in INSIDE_SCORE:
             add_step(name, f"run the step {name}")
     return parser

@@ -29,15 +29,15 @@ from precompute.sources.erasures import all_erasures
 
 REDIS_UNREACHABLE, REDIS_NOT_CONFIGURED, REDIS_REACHABLE = "away", "absent", "there"
 
-
 NO_SETTINGS = (
     "there is no larder.toml in this folder and no setting in the environment, so there is nothing to look at: go to "
     "the project's folder, or name its file with --config or LARDER_CONFIG (`larder init` writes one)"
 )
 
-
 LOCATION_VARIABLES = ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "REDIS_URL")
 """Variables of the environment of which each says where a namespace is."""
+
+_TABLE_COLUMNS = ("generation", "state", "data until", "Redis", "store", "copied", "gates", "notes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _memory(client: Any) -> dict[str, Any]:
         return {}
 
 
-def report(
+def report_status(
     config: NightConfig, namespace_state: NamespaceState, *, has_settings: bool = True
 ) -> dict[str, Any]:
     """Report of all of it as JSON-able values; `problems` is empty if all is well.
@@ -288,20 +288,17 @@ def _iso(at: float | None) -> str | None:
     return None if at is None else iso(at)
 
 
-_COLUMNS = ("generation", "state", "data until", "Redis", "store", "copied", "gates", "notes")
-
-
 def render_status(status: Mapping[str, Any]) -> list[Table | str | Text]:
     """A verdict, the generations, then everything else in a line each."""
-    table = Table(*_COLUMNS, title=f"namespace {status['namespace']}")
+    table = Table(*_TABLE_COLUMNS, title=f"namespace {status['namespace']}")
     for generation_status in status["generations"]:
-        table.add_row(*_row(generation_status))
-    lines = [f"not well: {problem}" for problem in status["problems"]] or [_well(status)]
-    lines += list(_lines(status))
+        table.add_row(*_generation_row(generation_status))
+    lines = [f"not well: {problem}" for problem in status["problems"]] or [_well_line(status)]
+    lines += list(_detail_lines(status))
     return [table, *map(Text, lines)]
 
 
-def _well(status: Mapping[str, Any]) -> str:
+def _well_line(status: Mapping[str, Any]) -> str:
     """The verdict where no problem was found; it says so where nobody serves what is live."""
     is_served = status["replicas"] or status["redis"]["state"] != REDIS_REACHABLE
     return (
@@ -309,7 +306,7 @@ def _well(status: Mapping[str, Any]) -> str:
     )
 
 
-def _row(generation_status: Mapping[str, Any]) -> tuple[str, ...]:
+def _generation_row(generation_status: Mapping[str, Any]) -> tuple[str, ...]:
     notes = list(generation_status["roles"])
     if generation_status["pinned"]:
         pinned_until = generation_status["pinned_until"]
@@ -321,7 +318,7 @@ def _row(generation_status: Mapping[str, Any]) -> tuple[str, ...]:
         _size(generation_status["redis_bytes"]),
         _size(generation_status["store_bytes"]),
         _format_copied_share(generation_status["reuse"]),
-        _gates(generation_status["gates"]),
+        _gates_text(generation_status["gates"]),
         " ".join(notes),
     )
 
@@ -335,7 +332,7 @@ def _format_copied_share(reuse: Mapping[str, Any] | None) -> str:
     return "-" if copied_fraction is None else f"{copied_fraction:.1%}"
 
 
-def _copies(status: Mapping[str, Any]) -> list[str]:
+def _copy_lines(status: Mapping[str, Any]) -> list[str]:
     """Copies of the live generation, and of the last nights up to it."""
     reuse = next(
         (
@@ -363,13 +360,13 @@ def _copies(status: Mapping[str, Any]) -> list[str]:
 def _event_lines(status: Mapping[str, Any]) -> list[str]:
     if (events := status["events"]) is None:
         return []
-    live, taken_until = (_position(events[name]) for name in ("live_until", "taken_until"))
+    live, taken_until = (_position_text(events[name]) for name in ("live_until", "taken_until"))
     return [
         f"events: the live one has them up to {live}; nights took them over up to {taken_until}"
     ]
 
 
-def _position(position: str | None) -> str:
+def _position_text(position: str | None) -> str:
     """Time that a position of an event tells, with the position; "none" before the first."""
     event_position = BEGINNING if position is None else Position.parse(position)
     return (
@@ -379,7 +376,7 @@ def _position(position: str | None) -> str:
     )
 
 
-def _gates(gates: Mapping[str, Any] | None) -> str:
+def _gates_text(gates: Mapping[str, Any] | None) -> str:
     if gates is None:
         return "-"
     if not gates["run"]:
@@ -389,7 +386,7 @@ def _gates(gates: Mapping[str, Any] | None) -> str:
     return (f"failed: {', '.join(failed)}" if failed else f"{gates['run']} passed") + waived
 
 
-def _lines(status: Mapping[str, Any]) -> list[str]:
+def _detail_lines(status: Mapping[str, Any]) -> list[str]:
     schedule, redis = status["schedule"], status["redis"]
     state = "missing" if schedule["missing"] else "there"
     due = f"due: the generation of {schedule['due']} is {state}"
@@ -414,7 +411,7 @@ def _lines(status: Mapping[str, Any]) -> list[str]:
             lines.append(f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit)}")
     if (canary := status["canary"]) is not None:
         lines.append(f"canary {canary['generation']} on {canary['percent']:g} %")
-    lines += _copies(status)
+    lines += _copy_lines(status)
     lines += _event_lines(status)
     replicas = len(status["replicas"])
     replicas_text = (

@@ -29,9 +29,11 @@ from precompute.config.settings import NightConfig
 
 PLAIN_COLUMNS = 1_000
 
-
 BYTES = ("load pages", "restore pages")
 
+out_console = SafeConsole()
+
+err_console = SafeConsole(stderr=True, soft_wrap=True)
 
 OutputContent = dict[str, Any] | Sequence[Table | str | Text]
 
@@ -44,10 +46,66 @@ class CommandOutput:
     code: int = 0
 
 
-out_console = SafeConsole()
+Command = Callable[[NightConfig, argparse.Namespace, Progress], OutputContent | CommandOutput]
+"""A command of the shell: what it does, and what it found to show."""
 
 
-err_console = SafeConsole(stderr=True, soft_wrap=True)
+@dataclass(frozen=True, slots=True)
+class CommandPlace:
+    """Dotted place of a command below `precompute`, and of modules that it imports only when it runs.
+
+    All commands together need every library there is, which takes a second or two to load; each alone needs few.
+    """
+
+    name: str
+    loads: tuple[str, ...] = ()
+
+    def load(self) -> Command:
+        """Imports the command and all that it will need."""
+        for dependency in self.loads:
+            import_module(f"precompute.{dependency}")
+        module, _, name = self.name.rpartition(".")
+        command: Command = getattr(import_module(f"precompute.{module}"), name)
+        return command
+
+
+def show(output: OutputContent | str, stdout_console: Console) -> None:
+    """Prints what a command found; where nobody looks, plain and never wrapped."""
+    if isinstance(output, str):
+        stdout_console.file.write(f"{printable_lines(output)}\n")
+        return
+    if isinstance(output, dict):
+        output = [table_of(output)]
+    console = (
+        stdout_console
+        if stdout_console.is_terminal
+        else SafeConsole(width=PLAIN_COLUMNS, no_color=True)
+    )
+    for renderable in output:
+        if isinstance(renderable, Table) and not stdout_console.is_terminal:
+            renderable.box = None
+        console.print(renderable, highlight=False)
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    """A row for each name that has a value; what has names of its own is one row, or a row for each of them."""
+    table = Table(show_header=False, box=None)
+    for name, text in _rows(report):
+        table.add_row(name, Text(printable(text)))
+    return table
+
+
+def _rows(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in report.items():
+        name = f"{prefix}{key}"
+        if value is None or value in ([], {}):
+            continue
+        if not isinstance(value, Mapping):
+            yield name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        elif any(isinstance(inner_value, Mapping | list) for inner_value in value.values()):
+            yield from _rows(value, f"{name} ")
+        else:
+            yield name, ", ".join(f"{inner} {inner_value}" for inner, inner_value in value.items())
 
 
 @contextmanager
@@ -95,68 +153,6 @@ class _Rate(ProgressColumn):
             return Text("")
         rate = size_text(task.speed) if task.description in BYTES else f"{task.speed:,.0f}"
         return Text(f"{rate}/s", style="progress.data.speed")
-
-
-Command = Callable[[NightConfig, argparse.Namespace, Progress], OutputContent | CommandOutput]
-"""A command of the shell: what it does, and what it found to show."""
-
-
-@dataclass(frozen=True, slots=True)
-class CommandPlace:
-    """Dotted place of a command below `precompute`, and of modules that it imports only when it runs.
-
-    All commands together need every library there is, which takes a second or two to load; each alone needs few.
-    """
-
-    name: str
-    loads: tuple[str, ...] = ()
-
-    def load(self) -> Command:
-        """Imports the command and all that it will need."""
-        for dependency in self.loads:
-            import_module(f"precompute.{dependency}")
-        module, _, name = self.name.rpartition(".")
-        command: Command = getattr(import_module(f"precompute.{module}"), name)
-        return command
-
-
-def table_of(report: dict[str, Any]) -> Table:
-    """A row for each name that has a value; what has names of its own is one row, or a row for each of them."""
-    table = Table(show_header=False, box=None)
-    for name, text in _rows(report):
-        table.add_row(name, Text(printable(text)))
-    return table
-
-
-def _rows(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in report.items():
-        name = f"{prefix}{key}"
-        if value is None or value in ([], {}):
-            continue
-        if not isinstance(value, Mapping):
-            yield name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        elif any(isinstance(inner_value, Mapping | list) for inner_value in value.values()):
-            yield from _rows(value, f"{name} ")
-        else:
-            yield name, ", ".join(f"{inner} {inner_value}" for inner, inner_value in value.items())
-
-
-def show(output: OutputContent | str, stdout_console: Console) -> None:
-    """Prints what a command found; where nobody looks, plain and never wrapped."""
-    if isinstance(output, str):
-        stdout_console.file.write(f"{printable_lines(output)}\n")
-        return
-    if isinstance(output, dict):
-        output = [table_of(output)]
-    console = (
-        stdout_console
-        if stdout_console.is_terminal
-        else SafeConsole(width=PLAIN_COLUMNS, no_color=True)
-    )
-    for renderable in output:
-        if isinstance(renderable, Table) and not stdout_console.is_terminal:
-            renderable.box = None
-        console.print(renderable, highlight=False)
 
 
 def iso(at: float) -> str:

@@ -25,8 +25,10 @@ __all__ = [
     "ReferenceConfig",
     "Sources",
     "TableConfig",
+    "generations_at_peak",
     "night_config",
     "parse_time",
+    "retained",
 ]
 
 

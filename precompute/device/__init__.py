@@ -1,4 +1,4 @@
-"""Towers and the exact top-K on GPUs, by kernels of its own and by torch.
+"""Exact top-K on GPUs, by kernels of its own and by torch, and `torch.export` programs of towers.
 
 Start at `scorer`; `fused` and `search` are two ways to the same lists.
 """

@@ -8,19 +8,14 @@ import torch
 LANES = 64
 """Groups of a block."""
 
-
 ABREAST, PAIR = 4, 2
 """Neighbouring columns are a pair of one group, then of the next, four groups in turn: what a thread of a GPU holds of
 a row of a product is then of one group, whose largest needs no other thread."""
 
-
 SPLITS = 8
 """Programs that share the items of the same users."""
 
-
 _GROUP_MOST, _GROUP_LEAST = 64, 4
-
-
 _CANDIDATES = 128
 
 
@@ -64,39 +59,6 @@ class Columns:
         return rows.view(len(product), -1, PAIR).amax(2)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStage:
-    """The blocks that one stage of a search looks at: `blocks` of those at `offset`, `offset + stride` and so on.
-
-    Where `skip` is not 0, of every skip + 1 of them the `hole`-th was looked at by an earlier stage, and is left out.
-    """
-
-    blocks: int
-    stride: int
-    offset: int = 0
-    skip: int = 0
-    hole: int = 0
-
-    def block(self, at: int) -> int:
-        """The block that is looked at as the `at`-th."""
-        if self.skip:
-            full, remainder = divmod(at, self.skip)
-            at = full * (self.skip + 1) + remainder + (remainder >= self.hole)
-        return at * self.stride + self.offset
-
-
-def group_of(count: int) -> int:
-    """Items of a group, of so many: reading a group's K best costs about as much as its column is wide."""
-    ideal_size = max(1, count // _CANDIDATES) ** 0.5  # where both are small
-    return min(_GROUP_MOST, max(_GROUP_LEAST, 1 << round(float(np.log2(ideal_size)))))
-
-
-def _count_for(count: int, size: int) -> int:
-    """Columns of so many items, in whole blocks."""
-    block = size * LANES
-    return -(-max(1, count) // block) * block
-
-
 def columns_by_rank(
     codes: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor, items: int, size: int,
 ) -> Columns:  # fmt: skip
@@ -121,6 +83,39 @@ def columns_by_rank(
         laid, ordinals, column_by_ordinal, longest, group_residual, (~is_item).nonzero()[:, 0], size,
         *(group_values.view(-1, LANES).amax(1) for group_values in (longest, group_residual)),
     )  # fmt: skip
+
+
+def group_of(count: int) -> int:
+    """Items of a group, of so many: reading a group's K best costs about as much as its column is wide."""
+    ideal_size = max(1, count // _CANDIDATES) ** 0.5  # where both are small
+    return min(_GROUP_MOST, max(_GROUP_LEAST, 1 << round(float(np.log2(ideal_size)))))
+
+
+def _count_for(count: int, size: int) -> int:
+    """Columns of so many items, in whole blocks."""
+    block = size * LANES
+    return -(-max(1, count) // block) * block
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStage:
+    """The blocks that one stage of a search looks at: `blocks` of those at `offset`, `offset + stride` and so on.
+
+    Where `skip` is not 0, of every skip + 1 of them the `hole`-th was looked at by an earlier stage, and is left out.
+    """
+
+    blocks: int
+    stride: int
+    offset: int = 0
+    skip: int = 0
+    hole: int = 0
+
+    def block(self, at: int) -> int:
+        """The block that is looked at as the `at`-th."""
+        if self.skip:
+            full, remainder = divmod(at, self.skip)
+            at = full * (self.skip + 1) + remainder + (remainder >= self.hole)
+        return at * self.stride + self.offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)

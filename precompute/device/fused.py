@@ -3,7 +3,7 @@
 For every group of a few items a product has a bound. Users first see few of all blocks, and what they find there is the
 limit that groups of the next, larger share have to reach to be written down at all; so a user keeps a few hundred of
 them. Their items are scored in float32, and what was left out has the last limit as its bound. The few lists that this
-does not make certain (masses of ties, scores too close for half precision) are left to `search`.
+does not make certain (masses of ties, scores too close for half precision) are left to `precompute.device.search`.
 """
 
 import math
@@ -26,192 +26,60 @@ from precompute.device.kernels import above, keep
 from precompute.device.kernels import keys as kernels_of_keys
 from precompute.device.search import SearchShape, best_of, certain
 
+GROUP = 4
+"""Items of a group: few, as all of a kept group are scored."""
+
+NO_GROUP = -1
+"""Number of no group."""
+
 FETCH_MOST = 1 << 11
 """Groups of a user that are scored: for longer lists torch's operators do."""
 
+WIDTH_MOST = 512
 
 SEGMENTS = SPLITS * ABREAST
 """Parts of a user's entries, each written by threads of one program."""
 
-
-_RATIO, _LAST_RATIO = 6, 4
-"""Blocks that have been looked at after a stage, of those before it: five times as many groups reach the limit, and
-fewer in the last, which has most of the blocks."""
-
-
-_ESTIMATING_RATIO = 16
-"""The most that such a ratio is where limits are estimated."""
-
-
-def stages_of(blocks: int, room: int) -> Iterator[BlockStage]:
-    """Stages that look at every block once: first at no more than have room if all their groups are written."""
-    ratios: list[int] = []
-    while -(-blocks // math.prod(ratios)) > _first_of(room):
-        ratios.insert(0, _RATIO if ratios else _LAST_RATIO)
-    return _stages(blocks, ratios, [0] * len(ratios))
-
-
-def estimating_stages_of(blocks: int, room: int) -> Iterator[BlockStage]:
-    """As `stages_of`, for limits that are estimated: fewer stages, and a first one that writes fewer entries.
-
-    Blocks are ordered by the length of their items. Each stage takes the middle one of so many, so that what it finds
-    is neither better nor worse than what is left.
-    """
-    if blocks <= _first_of(room):
-        return _stages(blocks, [], [])
-    part = max(2, -(-blocks // SPLITS))
-    count = max(1, math.ceil(math.log(part, _ESTIMATING_RATIO)))
-    ratios = [math.ceil(part ** (1 / count))] * count
-    return _stages(blocks, ratios, [ratio // 2 for ratio in ratios])
-
-
-def _first_of(room: int) -> int:
-    """Blocks of which all groups have room."""
-    return SEGMENTS * room // LANES
-
-
-def _stages(blocks: int, ratios: list[int], holes: list[int]) -> Iterator[BlockStage]:
-    """Yield the stages of a search, each of which looks at `ratio` - 1 times as many blocks as all before it.
-
-    Of every `ratio` blocks the `hole`-th was looked at by an earlier stage.
-    """
-    stride = math.prod(ratios)
-    offset = sum(math.prod(ratios[at + 1 :]) * hole for at, hole in enumerate(holes))
-    searched_block_count = max(0, -(-(blocks - offset) // stride))
-    yield BlockStage(searched_block_count, stride, offset)
-    for ratio, hole in zip(ratios, holes, strict=True):
-        stride //= ratio
-        offset -= stride * hole
-        count = -(-(blocks - offset) // stride)
-        yield BlockStage(count - searched_block_count, stride, offset, ratio - 1, hole)
-        searched_block_count = count
-
-
-_REGISTERS = 1 << 16
-"""Registers of a multiprocessor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Shares of one program: `users` by `columns` of a product, `selected` users' bounds or keys, `scored` groups.
-
-    The first in so many `warps`, while `stages` tiles of items are on their way; `resident` of them on a multiprocessor
-    at once: one multiplies while another looks at what it found.
-    """
-
-    users: int
-    columns: int
-    warps: int
-    stages: int
-    resident: int
-    selected: int = 1
-    scored: int = 64
-    hopper: HopperKernels | None = None
-    """Kernels in CUDA C++ for some of the work, where the device has them."""
-
-    @property
-    def registers(self) -> int:
-        """Registers that a thread of a product may have, so that `resident` programs fit."""
-        return min(255, _REGISTERS // (32 * self.warps * self.resident))
-
-
-def tiles_of(users: int, width: int, device: torch.device) -> Tiles:
-    """Tiles for codes of some width: users stay in registers, wide ones in shared memory, while all items pass."""
-    if device.type == "cpu":  # the interpreter takes the same time for many users as for one
-        tile_users = power(min(64, users))
-        return Tiles(max(16, tile_users), 256, 4, 1, 4, selected=tile_users, scored=1 << 15)
-    if (kernels := hopper.kernels_for(width, device)) is not None:
-        return Tiles(hopper.USERS, hopper.TILE, 12, 1, 1, hopper=kernels)
-    return triton_tiles_of(width)
-
-
-def triton_tiles_of(width: int) -> Tiles:
-    """Tiles of the Triton kernels on a GPU."""
-    if width <= 128:
-        return Tiles(128, 128, 8, 3, 2)
-    return Tiles(128, 128, 8, 3, 1) if width <= 256 else Tiles(64, 64, 4, 2, 1)
-
-
-def units_of(device: torch.device) -> int:
-    """Multiprocessors of a device."""
-    if device.type == "cpu":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def capacity_of(fetch: int) -> int:
-    """Groups of a user that are kept: with room for a quarter more, where a history has the best."""
-    return min(FETCH_MOST, power(fetch + fetch // 4))
-
-
-def room_of(capacity: int, *, estimating: bool = False) -> int:
-    """Entries of a segment: a stage is expected to write less than half as many."""
-    return max(32, capacity // (8 if estimating else 4))
-
-
-def power(count: int) -> int:
-    """The least power of two that is no smaller."""
-    return 1 << (max(1, count) - 1).bit_length()
-
-
-GROUP = 4
-"""Items of a group: few, as all of a kept group are scored."""
-
-
-WIDTH_MOST = 512
-
-
-_NEAR_MOST = 256
-"""Numbers of a user's code that stay in registers."""
-
-
-_ROWS_MOST = 1 << 16
-
-
-_ROUNDS = 4
-"""Programs of a search, of as many as there are at once: preparing the next one takes less than running it."""
-
-
-_LEADING_MOST = 1 << 10
-"""Keys that the kernel sorts: for more torch is as fast."""
-
-
 HALVINGS = 12
 """Halvings of a span of bounds, after which few groups are left between its ends."""
-
 
 EXACT_REGISTERS = 64
 """Registers of a thread that adds exact sums: with more the compiler reads all ahead, and keeps most in memory."""
 
+_STAGE_RATIO, _LAST_STAGE_RATIO = 6, 4
+"""Blocks that have been looked at after a stage, of those before it: five times as many groups reach the limit, and
+fewer in the last, which has most of the blocks."""
+
+_ESTIMATING_RATIO = 16
+"""The most that such a ratio is where limits are estimated."""
+
+_REGISTERS = 1 << 16
+"""Registers of a multiprocessor."""
+
+_NEAR_MOST = 256
+"""Numbers of a user's code that stay in registers."""
+
+_ROWS_MOST = 1 << 16
+_ROUNDS = 4
+"""Programs of a search, of as many as there are at once: preparing the next one takes less than running it."""
+
+_LEADING_MOST = 1 << 10
+"""Keys that the kernel sorts: for more torch is as fast."""
 
 _UNROLLED = 8
 """Steps of an exact sum whose numbers are read at once."""
 
-
 _ROUND_UP = 1 + 1e-6
-
-
 _DEVIATIONS = 3
 """Standard deviations that the rank of an estimated limit lies above the number expected in the sample."""
 
-
-NONE = -1
-"""Number of no group."""
-
-
 _ENTRY_BYTES = 16
-
-
 _NO_SCORE = float("-inf")
-
-
 _PROBED = 9000
 """Items, of two stages."""
 
-
 _SHORTEST = 0.25
 """Users that are scaled are at least half as long as one."""
-
 
 _ROUNDED = 2.0**-9
 """More than a bound of at most one and a little may be above its product and the margin."""
@@ -265,6 +133,30 @@ def search(
     return best_keys, certain(items, queries, best_keys, left_out)
 
 
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Shares of one program: `users` by `columns` of a product, `selected` users' bounds or keys, `scored` groups.
+
+    The first in so many `warps`, while `stages` tiles of items are on their way; `resident` of them on a multiprocessor
+    at once: one multiplies while another looks at what it found.
+    """
+
+    users: int
+    columns: int
+    warps: int
+    stages: int
+    resident: int
+    selected: int = 1
+    scored: int = 64
+    hopper: HopperKernels | None = None
+    """Kernels in CUDA C++ for some of the work, where the device has them."""
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread of a product may have, so that `resident` programs fit."""
+        return min(255, _REGISTERS // (32 * self.warps * self.resident))
+
+
 def kept_of(
     items: DeviceItems,
     columns: Columns,
@@ -285,7 +177,7 @@ def kept_of(
     room = room_of(capacity, estimating=estimating)
     blocks, searched_block_count = len(columns.ordinals) // columns.block, 0
     entries = torch.empty((users, SEGMENTS, room, 4), dtype=torch.int32, device=device)
-    kept_entries = torch.full((users, capacity, 4), NONE, dtype=torch.int32, device=device)
+    kept_entries = torch.full((users, capacity, 4), NO_GROUP, dtype=torch.int32, device=device)
     counts = torch.empty((users, SEGMENTS), dtype=torch.int32, device=device)
     limits, left_out = (torch.full((users,), _NO_SCORE, device=device) for _ in range(2))
     weight = weight_of(items, columns, queries)
@@ -354,7 +246,7 @@ def write_entries(
     real = len(columns.longest) - len(columns.padding) // columns.size
     tile, depth = (
         max(ABREAST * columns.size, min(tiles.columns, columns.block)),
-        max(16, power(width)),
+        max(16, power_of_two(width)),
     )
     is_gpu = queries.codes.device.type == "cuda"
     writing, constraints = (
@@ -402,7 +294,8 @@ def keys_of(
         )
         return keys
     part = min(
-        tiles.scored, capacity if kept_entries.device.type == "cuda" else power(users * capacity)
+        tiles.scored,
+        capacity if kept_entries.device.type == "cuda" else power_of_two(users * capacity),
     )
     steps = items.exact.shape[1]
     placeholder_lengths = queries.exact  # where there are no lengths none are read
@@ -425,9 +318,19 @@ def leading_of(keys: torch.Tensor, k: int, tiles: Tiles) -> torch.Tensor:
         return best_of(keys.flatten(1), k)
     best_keys = torch.empty((users, k), dtype=torch.int64, device=keys.device)
     kernels_of_keys.leading[-(-users // tiles.selected),](
-        keys, best_keys, users, k, height=tiles.selected, size=size, wide=wide, padded_k=max(2, power(k)), num_warps=1
+        keys, best_keys, users, k, height=tiles.selected, size=size, wide=wide,
+        padded_k=max(2, power_of_two(k)), num_warps=1,
     )  # fmt: skip
     return best_keys
+
+
+def hidden_of(
+    excluded_pairs: tuple[torch.Tensor, torch.Tensor], users: int, items: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(starts int64 [users + 1], ordinals int64 ascending in each row) of pairs (row, ordinal up to `items`)."""
+    pairs = (excluded_pairs[0] * (items + 1) + excluded_pairs[1]).sort()[0]
+    edges = torch.arange(users + 1, device=pairs.device) * (items + 1)
+    return torch.searchsorted(pairs, edges), pairs % (items + 1)
 
 
 def agrees(dims: int, device: torch.device) -> bool:
@@ -492,10 +395,84 @@ def _has_valid_bounds(items: DeviceItems, queries: Queries) -> bool:
     return bool(((over >= -allowed) & (over <= allowed + _ROUNDED))[:, columns.longest > 0].all())
 
 
-def hidden_of(
-    excluded_pairs: tuple[torch.Tensor, torch.Tensor], users: int, items: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(starts int64 [users + 1], ordinals int64 ascending in each row) of pairs (row, ordinal up to `items`)."""
-    pairs = (excluded_pairs[0] * (items + 1) + excluded_pairs[1]).sort()[0]
-    edges = torch.arange(users + 1, device=pairs.device) * (items + 1)
-    return torch.searchsorted(pairs, edges), pairs % (items + 1)
+def stages_of(blocks: int, room: int) -> Iterator[BlockStage]:
+    """Stages that look at every block once: first at no more than have room if all their groups are written."""
+    ratios: list[int] = []
+    while -(-blocks // math.prod(ratios)) > _first_stage_blocks(room):
+        ratios.insert(0, _STAGE_RATIO if ratios else _LAST_STAGE_RATIO)
+    return _stages(blocks, ratios, [0] * len(ratios))
+
+
+def estimating_stages_of(blocks: int, room: int) -> Iterator[BlockStage]:
+    """As `stages_of`, for limits that are estimated: fewer stages, and a first one that writes fewer entries.
+
+    Blocks are ordered by the length of their items. Each stage takes the middle one of so many, so that what it finds
+    is neither better nor worse than what is left.
+    """
+    if blocks <= _first_stage_blocks(room):
+        return _stages(blocks, [], [])
+    part = max(2, -(-blocks // SPLITS))
+    count = max(1, math.ceil(math.log(part, _ESTIMATING_RATIO)))
+    ratios = [math.ceil(part ** (1 / count))] * count
+    return _stages(blocks, ratios, [ratio // 2 for ratio in ratios])
+
+
+def _first_stage_blocks(room: int) -> int:
+    """Blocks of which all groups have room."""
+    return SEGMENTS * room // LANES
+
+
+def _stages(blocks: int, ratios: list[int], holes: list[int]) -> Iterator[BlockStage]:
+    """Yield the stages of a search, each of which looks at `ratio` - 1 times as many blocks as all before it.
+
+    Of every `ratio` blocks the `hole`-th was looked at by an earlier stage.
+    """
+    stride = math.prod(ratios)
+    offset = sum(math.prod(ratios[at + 1 :]) * hole for at, hole in enumerate(holes))
+    searched_block_count = max(0, -(-(blocks - offset) // stride))
+    yield BlockStage(searched_block_count, stride, offset)
+    for ratio, hole in zip(ratios, holes, strict=True):
+        stride //= ratio
+        offset -= stride * hole
+        count = -(-(blocks - offset) // stride)
+        yield BlockStage(count - searched_block_count, stride, offset, ratio - 1, hole)
+        searched_block_count = count
+
+
+def tiles_of(users: int, width: int, device: torch.device) -> Tiles:
+    """Tiles for codes of some width: users stay in registers, wide ones in shared memory, while all items pass."""
+    if device.type == "cpu":  # the interpreter takes the same time for many users as for one
+        tile_users = power_of_two(min(64, users))
+        return Tiles(max(16, tile_users), 256, 4, 1, 4, selected=tile_users, scored=1 << 15)
+    if (kernels := hopper.kernels_for(width, device)) is not None:
+        return Tiles(hopper.USERS, hopper.TILE, 12, 1, 1, hopper=kernels)
+    return triton_tiles_of(width)
+
+
+def triton_tiles_of(width: int) -> Tiles:
+    """Tiles of the Triton kernels on a GPU."""
+    if width <= 128:
+        return Tiles(128, 128, 8, 3, 2)
+    return Tiles(128, 128, 8, 3, 1) if width <= 256 else Tiles(64, 64, 4, 2, 1)
+
+
+def units_of(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    if device.type == "cpu":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def capacity_of(fetch: int) -> int:
+    """Groups of a user that are kept: with room for a quarter more, where a history has the best."""
+    return min(FETCH_MOST, power_of_two(fetch + fetch // 4))
+
+
+def room_of(capacity: int, *, estimating: bool = False) -> int:
+    """Entries of a segment: a stage is expected to write less than half as many."""
+    return max(32, capacity // (8 if estimating else 4))
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that is no smaller."""
+    return 1 << (max(1, count) - 1).bit_length()

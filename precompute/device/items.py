@@ -15,101 +15,26 @@ from cache.topk.flat import ComparableItems
 from precompute.device.columns import Columns, Queries, columns_by_rank, group_of
 from precompute.device.hopper import ROUND_UP, ROUND_UP_SUMMAND, kernels_for
 
-SUMS = 4
-"""Sums beside each other, of every fourth number."""
-
-
-_DIMS_PER_GROUP = 16
-
-
 WORST = torch.iinfo(torch.int64).min
 """The key of no pair at all."""
 
+SUM_LANES = 4
+"""Sums beside each other, of every fourth number."""
 
-def in_order(vectors: torch.Tensor) -> torch.Tensor:
-    """float32 [n, dims] as [n, steps, 4]: the numbers in the order in which numpy's einsum adds their products.
+UNDERFLOW = 2.0**-24
 
-    Four lanes; of each sixteen numbers the last four first, then what is left, padded with zeros. The same order stands
-    in `native/exact.h`.
-    """
-    dims = vectors.shape[1]
-    padded = torch.nn.functional.pad(vectors, (0, -dims % SUMS))
-    order = _order(dims, vectors.device)
-    return padded.view(len(padded), len(order), SUMS)[:, order].contiguous()
-
-
-@cache
-def _order(dims: int, device: torch.device) -> torch.Tensor:
-    """Places of the steps, int64: on the device once, as copying them there waits for all that is under way."""
-    turned = [
-        step
-        for start in range(0, dims // _DIMS_PER_GROUP * SUMS, SUMS)
-        for step in range(start + SUMS - 1, start - 1, -1)
-    ]
-    return torch.tensor([*turned, *range(len(turned), -(-dims // SUMS))], device=device)
-
-
-def dots(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-    """float32 [n, c]: users [n, steps, 4] by their candidates [n, c, steps, 4], both `in_order`.
-
-    Products and sums are steps of their own: a multiply-add that is fused rounds once where numpy rounds twice.
-    """
-    sums = torch.zeros((*items.shape[:2], SUMS), device=items.device)
-    for step in range(items.shape[2]):
-        sums += items[:, :, step] * users[:, None, step]
-    return (sums[..., 0] + sums[..., 1]) + (sums[..., 2] + sums[..., 3])
-
-
-def keys_of(scores: torch.Tensor, ordinals: torch.Tensor) -> torch.Tensor:
-    """`cache.model.ranking.pack` as int64, its highest bit turned over: torch compares signed numbers."""
-    bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(torch.int64) << 32) | (0xFFFFFFFF - ordinals)
-
-
-def scores_of(keys: torch.Tensor) -> torch.Tensor:
-    """The float32 scores of `keys_of`."""
-    ordered = (keys >> 32).to(torch.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
-
-
-def unpacked(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cache.model.ranking.unpack` of keys int64 [n, k]: (ordinals int32, the bits of NO_ITEM for WORST; scores)."""
-    low = keys.view(torch.int32).view(*keys.shape, 2)[..., 0]  # of two halves the lower comes first
-    return ~low, scores_of(keys).masked_fill(keys == WORST, 0.0)
-
-
-def same_bits(dims: int, device: torch.device) -> bool:
-    """True if this device's sums have the bits of this numpy."""
-    rng = np.random.default_rng(dims)
-    users = rng.standard_normal((3, dims), np.float32)
-    items = rng.standard_normal((64, dims), np.float32)
-    expected_scores = score(users, items, np.tile(np.arange(64), (3, 1)))
-    ordered_items = in_order(torch.from_numpy(items).to(device)).expand(3, -1, -1, -1)
-    device_scores = dots(in_order(torch.from_numpy(users).to(device)), ordered_items).cpu().numpy()
-    return bool(np.array_equal(device_scores.view(np.uint32), expected_scores.view(np.uint32)))
-
+_DIMS_PER_GROUP = 16
 
 _NORMAL = {torch.float16: 2.0**-14}
 """Smaller numbers are left to the residual: not every GPU multiplies them."""
 
-
 _ROUNDING_BY_DTYPE = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
-
-
-UNDERFLOW = 2.0**-24
-
 
 _POWER_MOST = 126
 """With it what is shorter than float32's normal numbers is still short, and no number of it infinite."""
 
-
-_MULTIPLE = 8
-
-
-_PART = 1 << 16
-
-
+_WIDTH_MULTIPLE = 8
+_ITEMS_AT_ONCE = 1 << 16
 _PROBED = 256
 
 
@@ -117,8 +42,8 @@ _PROBED = 256
 class DeviceItems:
     """All items; `order` int64 [items] holds ordinals by falling length, `codes`, `length`, `residual` follow it.
 
-    By ordinal are `exact` float32 [items, steps, 4], their vectors `in_order`, and `cosine_lengths` float32 [items],
-    the lengths of items that are compared by the cosine.
+    By ordinal are `exact` float32 [items, steps, 4], their vectors `in_sum_order`, and `cosine_lengths` float32
+    [items], the lengths of items that are compared by the cosine.
     """
 
     exact: torch.Tensor
@@ -147,13 +72,13 @@ class DeviceItems:
         scale = float(np.ldexp(1.0, -int(np.frexp(compared.longest)[1])))
         order = np.argsort(-compared.sizes, kind="stable")
         size = group or group_of(len(order))
-        exact = torch.empty((len(order), -(-dims // SUMS), SUMS), device=device)
+        exact = torch.empty((len(order), -(-dims // SUM_LANES), SUM_LANES), device=device)
         parts = []
-        for start in range(0, len(order), _PART):  # so that copies on their way stay small
-            part = order[start : start + _PART]
+        for start in range(0, len(order), _ITEMS_AT_ONCE):  # so that copies on their way stay small
+            part = order[start : start + _ITEMS_AT_ONCE]
             parts.append(encoded(moved(compared.filtering[part], device), scale, dtype))
-            exact[start : start + _PART] = in_order(
-                moved(compared.vectors[start : start + _PART], device)
+            exact[start : start + _ITEMS_AT_ONCE] = in_sum_order(
+                moved(compared.vectors[start : start + _ITEMS_AT_ONCE], device)
             )
         codes, length, residual = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
         item_lengths = own_lengths(compared.vectors) if compared.metric == "cosine" else None
@@ -209,7 +134,7 @@ class DeviceItems:
         power = (-torch.frexp(length).exponent).clamp(max=_POWER_MOST)
         scale = torch.ldexp(torch.ones_like(length), power).to(torch.float32)
         return Queries(
-            in_order(scored_users),
+            in_sum_order(scored_users),
             user_lengths,
             *encoded(theirs, scale[:, None], self.codes.dtype),
             scale,
@@ -264,7 +189,7 @@ def encoded(
     length, residual = (
         _above(matrix.square().sum(1).sqrt()) for matrix in (scaled.double(), rounding_error)
     )
-    return torch.nn.functional.pad(codes, (0, -codes.shape[1] % _MULTIPLE)), length, residual
+    return torch.nn.functional.pad(codes, (0, -codes.shape[1] % _WIDTH_MULTIPLE)), length, residual
 
 
 def moved(array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
@@ -293,3 +218,69 @@ def slice_of(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
 
 def _above(lengths: torch.Tensor) -> torch.Tensor:
     return (lengths * ROUND_UP + ROUND_UP_SUMMAND).to(torch.float32)
+
+
+def in_sum_order(vectors: torch.Tensor) -> torch.Tensor:
+    """float32 [n, dims] as [n, steps, 4]: the numbers in the order in which numpy's einsum adds their products.
+
+    Four lanes; of each sixteen numbers the last four first, then what is left, padded with zeros. The same order stands
+    in `native/exact.h`.
+    """
+    dims = vectors.shape[1]
+    padded = torch.nn.functional.pad(vectors, (0, -dims % SUM_LANES))
+    order = _sum_order(dims, vectors.device)
+    return padded.view(len(padded), len(order), SUM_LANES)[:, order].contiguous()
+
+
+@cache
+def _sum_order(dims: int, device: torch.device) -> torch.Tensor:
+    """Places of the steps, int64: on the device once, as copying them there waits for all that is under way."""
+    turned = [
+        step
+        for start in range(0, dims // _DIMS_PER_GROUP * SUM_LANES, SUM_LANES)
+        for step in range(start + SUM_LANES - 1, start - 1, -1)
+    ]
+    return torch.tensor([*turned, *range(len(turned), -(-dims // SUM_LANES))], device=device)
+
+
+def exact_dots(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    """float32 [n, c]: users [n, steps, 4] by their candidates [n, c, steps, 4], both `in_sum_order`.
+
+    Products and sums are steps of their own: a multiply-add that is fused rounds once where numpy rounds twice.
+    """
+    sums = torch.zeros((*items.shape[:2], SUM_LANES), device=items.device)
+    for step in range(items.shape[2]):
+        sums += items[:, :, step] * users[:, None, step]
+    return (sums[..., 0] + sums[..., 1]) + (sums[..., 2] + sums[..., 3])
+
+
+def keys_of(scores: torch.Tensor, ordinals: torch.Tensor) -> torch.Tensor:
+    """`cache.model.ranking.pack` as int64, its highest bit turned over: torch compares signed numbers."""
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(torch.int64) << 32) | (0xFFFFFFFF - ordinals)
+
+
+def scores_of(keys: torch.Tensor) -> torch.Tensor:
+    """The float32 scores of `keys_of`."""
+    ordered = (keys >> 32).to(torch.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+def unpacked(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cache.model.ranking.unpack` of keys int64 [n, k]: (ordinals int32, the bits of NO_ITEM for WORST; scores)."""
+    low = keys.view(torch.int32).view(*keys.shape, 2)[..., 0]  # of two halves the lower comes first
+    return ~low, scores_of(keys).masked_fill(keys == WORST, 0.0)
+
+
+def same_bits(dims: int, device: torch.device) -> bool:
+    """True if this device's sums have the bits of this numpy."""
+    rng = np.random.default_rng(dims)
+    users = rng.standard_normal((3, dims), np.float32)
+    items = rng.standard_normal((64, dims), np.float32)
+    expected_scores = score(users, items, np.tile(np.arange(64), (3, 1)))
+    ordered_items = in_sum_order(torch.from_numpy(items).to(device)).expand(3, -1, -1, -1)
+    device_scores = (
+        exact_dots(in_sum_order(torch.from_numpy(users).to(device)), ordered_items).cpu().numpy()
+    )
+    return bool(np.array_equal(device_scores.view(np.uint32), expected_scores.view(np.uint32)))

@@ -26,58 +26,15 @@ from precompute.device.search import SearchShape, search, shape_of
 
 _log = logging.getLogger(__name__)
 
-
-def kernels_for(dims: int, device: torch.device, use_kernels: bool | None) -> ModuleType | None:
-    """`precompute.device.fused` if it works on this device; else None, and why in the log.
-
-    `use_kernels` None is on GPUs only: elsewhere Triton has nothing but its interpreter. Raises torch.OutOfMemoryError
-    and torch.AcceleratorError.
-    """
-    if not (device.type == "cuda" if use_kernels is None else use_kernels):
-        return None
-    try:
-        from precompute.device import fused, hopper
-
-        if dims > fused.WIDTH_MOST:
-            reason = (
-                f"the kernels take vectors of up to {fused.WIDTH_MOST} numbers, these have {dims}"
-            )
-        else:
-            with torch.cuda.device(
-                device if device.type == "cuda" else -1
-            ):  # Triton's is the current one
-                if fused.agrees(dims, device):
-                    return fused
-                if hopper.disable(device) and fused.agrees(dims, device):
-                    _log.warning(
-                        "%s: the CUDA kernels' lists differ from the operators': Triton's are used",
-                        device,
-                    )
-                    return fused
-            reason = "its kernels' lists differ from the operators'"
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except Exception as error:  # a compiler, a driver, a missing package: each has its own
-        reason = f"its kernels cannot be run ({type(error).__name__}: {error})"
-    _log.warning("%s scores by torch's operators, several times slower: %s", device, reason)
-    return None
-
-
 UNDER_WAY = 3
 """Slabs under way with a GPU: one is searched for, one is loaded or waits, and one is fetched. Searches run in one
 stream: side by side they would end together, and the GPU would then wait for all to be fetched."""
 
-
 _FETCHED = ((8, 16), (4, 480))
 """Candidates beside k, a share of it and some: at first, and again for the few whose list was not certain."""
 
-
 _MEMORY_FRACTION = 0.5
-
-
 _PROCESSOR_BYTES = 256 << 20
-
-
 _SIZES = (1e-36, 1e36)
 """Lengths that a power of two scales to one."""
 
@@ -149,7 +106,7 @@ class DeviceScorer:
                 _log.warning("%s adds in another order than this numpy: not used", device)
                 return None
             faster = (
-                kernels_for(vectors.shape[1], where, fused)
+                probed_kernels(vectors.shape[1], where, fused)
                 if product_dtype == torch.float16
                 else None
             )
@@ -380,3 +337,39 @@ def _settle(device: torch.device) -> None:
     """Waits for this thread's stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def probed_kernels(dims: int, device: torch.device, use_kernels: bool | None) -> ModuleType | None:
+    """`precompute.device.fused` if it works on this device; else None, and why in the log.
+
+    `use_kernels` None is on GPUs only: elsewhere Triton has nothing but its interpreter. Raises torch.OutOfMemoryError
+    and torch.AcceleratorError.
+    """
+    if not (device.type == "cuda" if use_kernels is None else use_kernels):
+        return None
+    try:
+        from precompute.device import fused, hopper
+
+        if dims > fused.WIDTH_MOST:
+            reason = (
+                f"the kernels take vectors of up to {fused.WIDTH_MOST} numbers, these have {dims}"
+            )
+        else:
+            with torch.cuda.device(
+                device if device.type == "cuda" else -1
+            ):  # Triton's is the current one
+                if fused.agrees(dims, device):
+                    return fused
+                if hopper.disable(device) and fused.agrees(dims, device):
+                    _log.warning(
+                        "%s: the CUDA kernels' lists differ from the operators': Triton's are used",
+                        device,
+                    )
+                    return fused
+            reason = "its kernels' lists differ from the operators'"
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # a compiler, a driver, a missing package: each has its own
+        reason = f"its kernels cannot be run ({type(error).__name__}: {error})"
+    _log.warning("%s scores by torch's operators, several times slower: %s", device, reason)
+    return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from precompute.device.columns import Columns, Queries
-from precompute.device.items import WORST, DeviceItems, dots, keys_of, scores_of
+from precompute.device.items import WORST, DeviceItems, exact_dots, keys_of, scores_of
 
 _FIRST = 8
 """The longest items, one part of so many, are multiplied first; each tile then doubles what was done."""
@@ -214,7 +214,7 @@ def _exact(
         rows = slice(start, start + step)
         ordinals = columns.ordinals[candidates.column[rows]]
         ordinals = ordinals.clamp(max=len(items.order) - 1)  # of columns that are no items
-        scores = dots(queries.exact[rows], items.exact[ordinals])
+        scores = exact_dots(queries.exact[rows], items.exact[ordinals])
         if items.cosine_lengths is not None and queries.cosine_lengths is not None:
             lengths = items.cosine_lengths[ordinals] * queries.cosine_lengths[rows, None]
             scores = torch.where(lengths > 0, scores / lengths, torch.zeros_like(scores))

@@ -27,7 +27,7 @@ from precompute.erasure.erasing import (
     look_without_redis,
     settle,
 )
-from precompute.erasure.holders import EntityHolder, declare_gone, holders
+from precompute.erasure.holders import EntityHolder, declare_hosts_gone, holders
 from precompute.releases.moves import open_releases
 from precompute.sources.erasures import Erasure
 
@@ -42,7 +42,7 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
     )
     if arguments.gone:
         with audit_action("declare_gone", f"host {arguments.gone}"):
-            forgotten_copies = declare_gone(store, arguments.gone)
+            forgotten_copies = declare_hosts_gone(store, arguments.gone)
         for copy in forgotten_copies:
             err_console.print(
                 f"forgotten: copies of {copy.generation} on {copy.host}", markup=False

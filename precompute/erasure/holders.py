@@ -17,7 +17,7 @@ from cache.errors import Conflict, CorruptArtefact, StoreError
 from cache.format.directory import map_file
 from cache.format.ids import hash_ids
 from cache.format.manifest import GENERATION, EntityKind, Manifest
-from cache.store.artefacts import FOLDER, ArtefactStore, generation_path, record_path
+from cache.store.artefacts import COPIES_FOLDER, ArtefactStore, copies_record_path, generation_path
 from precompute.partitions import holdout
 from precompute.partitions.catalogue import directory_file
 from precompute.partitions.shard_files import kinds_of, naming, shard_of
@@ -26,6 +26,9 @@ from precompute.sources.unusable import ids_in
 
 _LEFT_OUT_FILE = "begun.json"
 """File beside the records of a generation: what it left out, kept for when its own files are gone."""
+
+Fetch = Callable[[str], Path]
+"""Path of a finished file of the generation on this host; raises StoreError when there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,76 +46,6 @@ class EntityHolder:
     def is_copy(self) -> bool:
         """True if only a host has it."""
         return bool(self.host)
-
-
-def note_left_out(store: ArtefactStore, generation: str, numbers: Iterable[int]) -> None:
-    """Keep the numbers of the erasures that a generation leaves out, before any host has a copy of it."""
-    if store.copies is not None:
-        body = orjson.dumps({"erased": list(numbers)})
-        store.write(f"{FOLDER}/{generation}/{_LEFT_OUT_FILE}", body)
-
-
-def left_out(store: ArtefactStore, generation: str) -> set[int]:
-    """Numbers of the erasures a generation leaves out; none where that cannot be told: every erasure counts as held."""
-    raw = store.read(f"{FOLDER}/{generation}/{_LEFT_OUT_FILE}")
-    try:
-        return set() if raw is None else set(orjson.loads(raw)["erased"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return set()
-
-
-def copies_on_hosts(store: ArtefactStore, *, but: Collection[str] = ()) -> list[EntityHolder]:
-    """Copies that are recorded, of generations other than `but`; of a local store nothing is a copy."""
-    if store.copies is None:
-        return []
-    hosts = [
-        (generation, name.removesuffix(".json"))
-        for generation in store.names(FOLDER)
-        if generation not in but
-        for name in store.names(f"{FOLDER}/{generation}")
-        if name.endswith(".json") and name != _LEFT_OUT_FILE
-    ]
-    bodies = store.read_many([record_path(*generation_and_host) for generation_and_host in hosts])
-    return [
-        EntityHolder(*generation_and_host, _at(bodies[path]))
-        for generation_and_host in hosts
-        if (path := record_path(*generation_and_host)) in bodies
-    ]
-
-
-def _at(raw: bytes) -> float:
-    try:
-        return float(orjson.loads(raw)["at"])
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-        return 0.0  # the name says all that matters
-
-
-def declare_gone(store: ArtefactStore, pattern: str) -> list[EntityHolder]:
-    """Forget the copies of hosts that will never run again, by name or pattern; raises Conflict when none has any."""
-    copies = copies_on_hosts(store)
-    gone_copies = [copy for copy in copies if fnmatchcase(copy.host, pattern)]
-    if not gone_copies:
-        hosts_text = ", ".join(sorted({copy.host for copy in copies})) or "no host"
-        raise Conflict(f"no copy is recorded of a host {pattern!r}; {hosts_text} has some")
-    for copy in gone_copies:
-        store.delete(record_path(copy.generation, copy.host))
-    return gone_copies
-
-
-def sweep_notes(store: ArtefactStore, needed_generations: Collection[str]) -> None:
-    """Remove what was noted of generations that no host, and not the store, has any more."""
-    if store.copies is None:
-        return
-    existing_generations = {*store.names("generations"), *needed_generations}
-    for generation in store.names(FOLDER):
-        if generation not in existing_generations and store.names(f"{FOLDER}/{generation}") == [
-            _LEFT_OUT_FILE
-        ]:
-            store.delete(f"{FOLDER}/{generation}")
-
-
-Fetch = Callable[[str], Path]
-"""Path of a finished file of the generation on this host; raises StoreError when there is none."""
 
 
 def holders(
@@ -138,7 +71,7 @@ def holders(
             holders_by_number[number].append(EntityHolder(generation))
     copies = _copies(store, but={*stored_generations, *unfinished_generations})
     spared = {
-        generation_id: left_out(store, generation_id)
+        generation_id: left_out_erasures(store, generation_id)
         for generation_id in {copy.generation for copy in copies}
     }
     for copy in copies:
@@ -252,3 +185,71 @@ def _beyond_cut(kind: EntityKind, erasures: Sequence[Erasure], fetch: Fetch) -> 
         else {item for items in items_by_user.values() for item in items}
     )
     return {erasure.number for erasure in erasures if erasure.entity in names}
+
+
+def copies_on_hosts(store: ArtefactStore, *, but: Collection[str] = ()) -> list[EntityHolder]:
+    """Copies that are recorded, of generations other than `but`; of a local store nothing is a copy."""
+    if store.copies is None:
+        return []
+    hosts = [
+        (generation, name.removesuffix(".json"))
+        for generation in store.names(COPIES_FOLDER)
+        if generation not in but
+        for name in store.names(f"{COPIES_FOLDER}/{generation}")
+        if name.endswith(".json") and name != _LEFT_OUT_FILE
+    ]
+    bodies = store.read_many(
+        [copies_record_path(*generation_and_host) for generation_and_host in hosts]
+    )
+    return [
+        EntityHolder(*generation_and_host, _copied_at(bodies[path]))
+        for generation_and_host in hosts
+        if (path := copies_record_path(*generation_and_host)) in bodies
+    ]
+
+
+def _copied_at(raw: bytes) -> float:
+    try:
+        return float(orjson.loads(raw)["at"])
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return 0.0  # the name says all that matters
+
+
+def declare_hosts_gone(store: ArtefactStore, pattern: str) -> list[EntityHolder]:
+    """Forget the copies of hosts that will never run again, by name or pattern; raises Conflict when none has any."""
+    copies = copies_on_hosts(store)
+    gone_copies = [copy for copy in copies if fnmatchcase(copy.host, pattern)]
+    if not gone_copies:
+        hosts_text = ", ".join(sorted({copy.host for copy in copies})) or "no host"
+        raise Conflict(f"no copy is recorded of a host {pattern!r}; {hosts_text} has some")
+    for copy in gone_copies:
+        store.delete(copies_record_path(copy.generation, copy.host))
+    return gone_copies
+
+
+def note_left_out(store: ArtefactStore, generation: str, numbers: Iterable[int]) -> None:
+    """Keep the numbers of the erasures that a generation leaves out, before any host has a copy of it."""
+    if store.copies is not None:
+        body = orjson.dumps({"erased": list(numbers)})
+        store.write(f"{COPIES_FOLDER}/{generation}/{_LEFT_OUT_FILE}", body)
+
+
+def left_out_erasures(store: ArtefactStore, generation: str) -> set[int]:
+    """Numbers of the erasures a generation leaves out; none where that cannot be told: every erasure counts as held."""
+    raw = store.read(f"{COPIES_FOLDER}/{generation}/{_LEFT_OUT_FILE}")
+    try:
+        return set() if raw is None else set(orjson.loads(raw)["erased"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return set()
+
+
+def sweep_left_out_notes(store: ArtefactStore, needed_generations: Collection[str]) -> None:
+    """Remove what was noted of generations that no host, and not the store, has any more."""
+    if store.copies is None:
+        return
+    existing_generations = {*store.names("generations"), *needed_generations}
+    for generation in store.names(COPIES_FOLDER):
+        if generation not in existing_generations and store.names(
+            f"{COPIES_FOLDER}/{generation}"
+        ) == [_LEFT_OUT_FILE]:
+            store.delete(f"{COPIES_FOLDER}/{generation}")

@@ -34,67 +34,55 @@ from precompute.sources.readers import read_interactions
 from precompute.sources.times import MICROSECONDS
 from precompute.sources.vocabulary import HashedIds, NumberedIds, as_strings
 
-ROUNDS: Final = 1_000
+HOUR_S: Final = 3_600
 
+DAY_S: Final = 24 * HOUR_S
 
-COVERED: Final = 0.95
+_DAY_US = DAY_S * MICROSECONDS
 
+HOUR_BOUNDS: Final = (0, 1, 3, 6, 12, 24)
+"""Bounds of the bins of hours since the night."""
 
-_AT_ONCE: Final = 50
+CHUNK_ROWS: Final = 1 << 20
+"""Rows of histories that are grouped at once."""
+
+CHUNK_LISTS: Final = 4_096
+
+LISTS_TIMED_ALONE: Final = 200
+"""Lists that are timed one at a time."""
+
+BOOTSTRAP_ROUNDS: Final = 1_000
+
+INTERVAL_COVERAGE: Final = 0.95
+
+_ROUNDS_AT_ONCE: Final = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean, and the bounds between which 95 % of the means of drawn users lie."""
+class RefreshStrategy:
+    """Way of keeping lists fresh: every `period_s` they are computed from all that happened before, 0: at once.
 
-    value: float
-    low: float
-    high: float
-
-    def to_json(self) -> dict[str, float]:
-        """JSON-able form, rounded to five decimals."""
-        return {
-            name: round(statistic, 5)
-            for name, statistic in (("value", self.value), ("low", self.low), ("high", self.high))
-        }
-
-
-def estimates(
-    users: NDArray[np.int64],
-    values: NDArray[np.float64],
-    groups: NDArray[np.bool_],
-    rng: np.random.Generator,
-    rounds: int = ROUNDS,
-) -> list[list[Estimate]]:
-    """By group and column the mean of `values` [n, columns] over the rows of `groups` [groups, n].
-
-    A row belongs to one of `users`, numbered from 0; all rows of a user are drawn together, with the same draws for all
-    groups and columns. A group has a row at least.
+    With `leaves_out` a list is answered less the items that its user has had since.
     """
-    count, columns = int(users.max()) + 1, values.shape[1]
-    sums = np.zeros((count, len(groups), columns + 1))
-    for group_index, rows in enumerate(groups):
-        for column in range(columns):
-            sums[:, group_index, column] = np.bincount(users[rows], values[rows, column], count)
-        sums[:, group_index, columns] = np.bincount(users[rows], minlength=count)
-    flat = sums.reshape(count, -1)
-    drawn = np.empty((rounds, len(groups), columns + 1))
-    for start in range(0, rounds, _AT_ONCE):
-        size = min(_AT_ONCE, rounds - start)
-        weights = rng.multinomial(count, np.full(count, 1 / count), size).astype(np.float64)
-        drawn[start : start + size] = (weights @ flat).reshape(size, len(groups), -1)
-    means = sums.sum(axis=0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        drawn_means = drawn[..., :columns] / drawn[..., columns:]
-    bounds = np.nanquantile(drawn_means, [(1 - COVERED) / 2, (1 + COVERED) / 2], axis=0)
-    value = means[:, :columns] / means[:, columns:]
-    return [
-        [
-            Estimate(float(value[group_index, column]), *map(float, bounds[:, group_index, column]))
-            for column in range(columns)
-        ]
-        for group_index in range(len(groups))
-    ]
+
+    name: str
+    text: str
+    period_s: int
+    leaves_out: bool = False
+
+
+NIGHT: Final = RefreshStrategy("night", "a night a day", DAY_S)
+
+NIGHT_LESS_SEEN: Final = RefreshStrategy(
+    "night_less", "a night a day, less newer items", DAY_S, leaves_out=True
+)
+
+HOURLY: Final = RefreshStrategy("hourly", "a night an hour", HOUR_S)
+
+EVENTS: Final = RefreshStrategy("events", "events", 0)
+
+STRATEGIES: Final = (NIGHT, NIGHT_LESS_SEEN, HOURLY, EVENTS)
+"""All ways; the first is what the others are compared with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,46 +140,6 @@ def read_log(config: NightConfig, progress: Progress = quiet) -> tuple[TimedLog,
         )
     timed = when != 0
     return TimedLog.of(users.codes()[0][timed], items.codes()[timed], when[timed]), items.names
-
-
-HOUR_S: Final = 3_600
-
-
-DAY_S: Final = 24 * HOUR_S
-
-
-@dataclass(frozen=True, slots=True)
-class RefreshStrategy:
-    """Way of keeping lists fresh: every `period_s` they are computed from all that happened before, 0: at once.
-
-    With `leaves_out` a list is answered less the items that its user has had since.
-    """
-
-    name: str
-    text: str
-    period_s: int
-    leaves_out: bool = False
-
-
-NIGHT: Final = RefreshStrategy("night", "a night a day", DAY_S)
-
-
-NIGHT_LESS_SEEN: Final = RefreshStrategy(
-    "night_less", "a night a day, less newer items", DAY_S, leaves_out=True
-)
-
-
-HOURLY: Final = RefreshStrategy("hourly", "a night an hour", HOUR_S)
-
-
-EVENTS: Final = RefreshStrategy("events", "events", 0)
-
-
-STRATEGIES: Final = (NIGHT, NIGHT_LESS_SEEN, HOURLY, EVENTS)
-"""All ways; the first is what the others are compared with."""
-
-
-_DAY_US = DAY_S * MICROSECONDS
 
 
 def cut_before_days(log: TimedLog, days: int) -> int:
@@ -314,17 +262,6 @@ def lists_per_day(
     return changed_per_day, float(first_times.searchsorted(nights).sum()) / days
 
 
-CHUNK_ROWS: Final = 1 << 20
-"""Rows of histories that are grouped at once."""
-
-
-CHUNK_LISTS: Final = 4_096
-
-
-ALONE: Final = 200
-"""Lists that are timed one at a time."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedTargets:
     """Ranks of each target in its way's list, -1 where it is not in it; lists made of a history, and seconds of all."""
@@ -409,7 +346,7 @@ def rank_targets(
     order = np.argsort(list_indices, kind="stable")
     firsts = np.searchsorted(list_indices[order], np.arange(lists.shape[1] + 1))
     ranks, seconds = np.full(len(targets), -1, np.int64), 0.0
-    for part in _chunks(lists[2] - lists[0]):
+    for part in _list_chunks(lists[2] - lists[0]):
         starts, ends, outs = lists[:, part]
         input_histories, excluded = histories(log, starts, ends), histories(log, starts, outs)
         started_at = time.perf_counter()
@@ -422,12 +359,14 @@ def rank_targets(
     return RankedTargets(ranks, int((lists[1] > lists[0]).sum()), seconds)
 
 
-def alone_s(
+def seconds_alone(
     model: ListModel, log: TimedLog, targets: Targets, k: int, rng: np.random.Generator
 ) -> float:
     """Median seconds of a list that is computed by itself from all events, its history grouped first; 0 without any."""
     rows = np.flatnonzero(targets.ends[EVENTS] > targets.starts)
-    drawn = rng.choice(rows, min(ALONE, len(rows)), replace=False) if len(rows) else rows
+    drawn = (
+        rng.choice(rows, min(LISTS_TIMED_ALONE, len(rows)), replace=False) if len(rows) else rows
+    )
     spent = []
     for row in drawn:
         starts, ends = targets.starts[[row]], targets.ends[EVENTS][[row]]
@@ -460,7 +399,7 @@ def keep_newest_items(input_histories: Histories, limit: int) -> Histories:
     return Histories(indptr, input_histories.indices[from_end <= limit])
 
 
-def _chunks(rows: NDArray[np.int64]) -> Iterator[slice]:
+def _list_chunks(rows: NDArray[np.int64]) -> Iterator[slice]:
     """Lists that are computed at once: of at most CHUNK_ROWS rows, one at least."""
     ends, start = np.cumsum(rows), 0
     while start < len(rows):
@@ -471,8 +410,60 @@ def _chunks(rows: NDArray[np.int64]) -> Iterator[slice]:
         start = stop
 
 
-HOURS: Final = (0, 1, 3, 6, 12, 24)
-"""Bounds of the bins of hours since the night."""
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean, and the bounds between which 95 % of the means of drawn users lie."""
+
+    value: float
+    low: float
+    high: float
+
+    def to_json(self) -> dict[str, float]:
+        """JSON-able form, rounded to five decimals."""
+        return {
+            name: round(statistic, 5)
+            for name, statistic in (("value", self.value), ("low", self.low), ("high", self.high))
+        }
+
+
+def bootstrap_means(
+    users: NDArray[np.int64],
+    values: NDArray[np.float64],
+    groups: NDArray[np.bool_],
+    rng: np.random.Generator,
+    rounds: int = BOOTSTRAP_ROUNDS,
+) -> list[list[Estimate]]:
+    """By group and column the mean of `values` [n, columns] over the rows of `groups` [groups, n].
+
+    A row belongs to one of `users`, numbered from 0; all rows of a user are drawn together, with the same draws for all
+    groups and columns (Efron's bootstrap, by clusters). A group has a row at least.
+    """
+    count, columns = int(users.max()) + 1, values.shape[1]
+    sums = np.zeros((count, len(groups), columns + 1))
+    for group_index, rows in enumerate(groups):
+        for column in range(columns):
+            sums[:, group_index, column] = np.bincount(users[rows], values[rows, column], count)
+        sums[:, group_index, columns] = np.bincount(users[rows], minlength=count)
+    flat = sums.reshape(count, -1)
+    drawn = np.empty((rounds, len(groups), columns + 1))
+    for start in range(0, rounds, _ROUNDS_AT_ONCE):
+        size = min(_ROUNDS_AT_ONCE, rounds - start)
+        weights = rng.multinomial(count, np.full(count, 1 / count), size).astype(np.float64)
+        drawn[start : start + size] = (weights @ flat).reshape(size, len(groups), -1)
+    means = sums.sum(axis=0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        drawn_means = drawn[..., :columns] / drawn[..., columns:]
+    bounds = np.nanquantile(
+        drawn_means, [(1 - INTERVAL_COVERAGE) / 2, (1 + INTERVAL_COVERAGE) / 2], axis=0
+    )
+    value = means[:, :columns] / means[:, columns:]
+    return [
+        [
+            Estimate(float(value[group_index, column]), *map(float, bounds[:, group_index, column]))
+            for column in range(columns)
+        ]
+        for group_index in range(len(groups))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,7 +509,7 @@ def replay(
     named, names = read_log(config, progress)
     cut = cut_before_days(named, options.days)
     of_users, of_means, of_times = np.random.default_rng(options.seed).spawn(3)
-    with _model(config, options, named, names, cut, progress) as bundle:
+    with _replayed_bundle(config, options, named, names, cut, progress) as bundle:
         log = named.renamed(bundle.vocabulary.find_positions(as_strings(pa.chunked_array([names]))))
         if not len(log):
             raise SourceError(f"the bundle {bundle.name} knows no item of the log")
@@ -530,7 +521,7 @@ def replay(
             refresh_policy: rank_targets(model, log, targets, refresh_policy, options.k, progress)
             for refresh_policy in STRATEGIES
         }
-        alone = alone_s(model, log, targets, options.k, of_times)
+        alone = seconds_alone(model, log, targets, options.k, of_times)
     costs, of_events = [], ranked[EVENTS]
     batched = of_events.seconds / max(1, of_events.lists)
     for refresh_policy in (
@@ -570,7 +561,7 @@ def replay(
 
 
 @contextmanager
-def _model(
+def _replayed_bundle(
     config: NightConfig,
     options: ReplayOptions,
     log: TimedLog,
@@ -606,7 +597,7 @@ def _groups(
         "user known to the night": targets.is_known,
         "user new since the night": ~targets.is_known,
     }
-    for start, end in pairwise(HOURS):
+    for start, end in pairwise(HOUR_BOUNDS):
         masks[f"{start} to {end} h since the night"] = (hours >= start) & (hours < end)
     masks = {name: rows for name, rows in masks.items() if rows.any()}
     hits = np.stack([policy_ranks >= 0 for policy_ranks in ranks.values()], axis=1).astype(
@@ -614,7 +605,7 @@ def _groups(
     )
     discounts = 1 / np.log2(np.maximum(np.stack(list(ranks.values()), axis=1), 0) + 2.0)
     values = np.concatenate([hits, hits * discounts, hits - hits[:, :1]], axis=1)
-    group_estimates = estimates(targets.users, values, np.stack(list(masks.values())), rng)
+    group_estimates = bootstrap_means(targets.users, values, np.stack(list(masks.values())), rng)
     for (name, rows), means in zip(masks.items(), group_estimates, strict=True):
         recall, ndcg, gain = (
             dict(zip(ranks, means[start : start + len(ranks)], strict=True))
@@ -648,10 +639,10 @@ def command(
         arguments.days, arguments.k, arguments.users, arguments.seed, arguments.configured_bundle
     )
     report = replay(config, options, progress)
-    return to_json(report) if arguments.json else tables(report)
+    return report_to_json(report) if arguments.json else report_tables(report)
 
 
-def to_json(report: FreshnessReport) -> dict[str, Any]:
+def report_to_json(report: FreshnessReport) -> dict[str, Any]:
     """JSON-able form of a report."""
     return {
         **report.facts,
@@ -682,7 +673,7 @@ def to_json(report: FreshnessReport) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tables(report: FreshnessReport) -> list[Table | str]:
+def report_tables(report: FreshnessReport) -> list[Table | str]:
     """Tables of a report: all targets by way, groups of targets, costs."""
     facts, everything = report.facts, report.groups[0]
     k = facts["k"]
@@ -696,16 +687,16 @@ def tables(report: FreshnessReport) -> list[Table | str]:
         f"{everything.targets:,} items that {facts['users_evaluated']:,} users took up, {everything.with_newer:,} of "
         "them after something else since the night."
     )
-    by_way = _table(
+    by_way = _number_table(
         "lists by", f"recall@{k}", "95 %", f"NDCG@{k}", "95 %", "more than nights", "95 %"
     )
     for refresh_policy in STRATEGIES:
         gain = (everything.gain[refresh_policy],) if refresh_policy in everything.gain else ()
         means = (everything.recall[refresh_policy], everything.ndcg[refresh_policy], *gain)
         by_way.add_row(
-            refresh_policy.text, *(text for estimate in means for text in _texts(estimate))
+            refresh_policy.text, *(text for estimate in means for text in _estimate_texts(estimate))
         )
-    groups = _table(
+    groups = _number_table(
         "items taken up", "number", "newer events", *(refresh_policy.text for refresh_policy in STRATEGIES),
         "events more than nights", "95 %",
     )  # fmt: skip
@@ -717,9 +708,9 @@ def tables(report: FreshnessReport) -> list[Table | str]:
             f"{group.targets:,}",
             newer_percentage,
             *recalls,
-            *_texts(group.gain[EVENTS]),
+            *_estimate_texts(group.gain[EVENTS]),
         )
-    costs = _table(
+    costs = _number_table(
         "lists by", "lists a day, where inputs changed", "of all users", "ms a list", "s a day"
     )
     for cost in report.costs:
@@ -731,12 +722,12 @@ def tables(report: FreshnessReport) -> list[Table | str]:
     return [log, model, by_way, f"Recall@{k} of parts:", groups, costs]
 
 
-def _table(first: str, *numbers: str) -> Table:
+def _number_table(first: str, *numbers: str) -> Table:
     table = Table(first, *numbers)
     for column in table.columns[1:]:
         column.justify = "right"
     return table
 
 
-def _texts(estimate: Estimate) -> tuple[str, str]:
+def _estimate_texts(estimate: Estimate) -> tuple[str, str]:
     return f"{estimate.value:.4f}", f"{estimate.low:.4f} to {estimate.high:.4f}"

@@ -17,7 +17,6 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -31,17 +30,15 @@ from cache.format.manifest import EntityKind
 from cache.store.artefacts import ArtefactStore, write_atomically
 from precompute.config.settings import NightConfig
 from precompute.sources.columns import Ids
-from precompute.sources.features import NO_VALUES, EntityValues, Kind
+from precompute.sources.features import NO_VALUES, EntityValues
 from precompute.sources.files import SourceFile, readable, source_file
 from precompute.sources.readers import BATCH_ROWS, INTERACTIONS, Interactions, reading
 from precompute.sources.unusable import EVENTS, UnusableRows
 
 FOLDER: Final = "events"
 
-
-END: Final = b"larder.until"
+END_KEY: Final = b"larder.until"
 """Key of a file's metadata that holds the position of its last event."""
-
 
 SCHEMA: Final = pa.schema([
     ("user", pa.string()), ("item", pa.string()), ("time", pa.timestamp("us", tz="UTC")), ("id", pa.string()),
@@ -49,9 +46,12 @@ SCHEMA: Final = pa.schema([
 ])  # fmt: skip
 """Columns of a file; `position` is `Position.number`, `event` the JSON of what is no interaction."""
 
+EVENT_ROWS: Final = f"{EVENTS}.{INTERACTIONS}"
+"""Name of the interactions that events brought in reports."""
+
+_INTERACTION_COLUMNS: Final = ["user", "item", "time", "weight", "position"]
 
 _POSITION = r"([0-9]{13})-([0-9]{7})"
-
 
 _NAME = re.compile(rf"{_POSITION}(?:_{_POSITION})?\.parquet")
 
@@ -156,14 +156,14 @@ def to_bytes(rows: Iterable[tuple[Position, Event]], end_position: Position) -> 
 def parquet(table: Any, end_position: Position) -> bytes:
     """Bytes of a file with these rows."""
     buffer = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({END: str(end_position).encode()}), buffer)
+    pq.write_table(table.replace_schema_metadata({END_KEY: str(end_position).encode()}), buffer)
     return buffer.getvalue()
 
 
 def until_of(raw: bytes, path: str) -> Position:
     """Position of a file's last event; raises CorruptArtefact for what is no such file."""
     with _translate_damage(path):
-        return Position.parse((pq.read_schema(io.BytesIO(raw)).metadata or {})[END])
+        return Position.parse((pq.read_schema(io.BytesIO(raw)).metadata or {})[END_KEY])
 
 
 def table_of(raw: bytes, path: str) -> Any:
@@ -234,7 +234,7 @@ def _source(config: NightConfig, store: ArtefactStore, path: str) -> SourceFile:
 
 
 def marks_file(kind: EntityKind) -> str:
-    """Path of the sorted fingerprints of users, or items, in a generation's folder."""
+    """Path, in a generation's folder, of the sorted fingerprints of users, or items, that events set values for."""
     return f"work/set_by_events/{kind}.u64"
 
 
@@ -251,14 +251,9 @@ def are_marked(path: Path, entity_fingerprints: NDArray[np.uint64]) -> NDArray[n
     return is_marked
 
 
-EVENT_ROWS: Final = f"{EVENTS}.{INTERACTIONS}"
-"""Name of the interactions that events brought in reports."""
-
-
-_COLUMNS: Final = ["user", "item", "time", "weight", "position"]
-
-
-def read_events(files: Sequence[SourceFile], unusable: UnusableRows) -> Iterator[Interactions]:
+def read_event_interactions(
+    files: Sequence[SourceFile], unusable: UnusableRows
+) -> Iterator[Interactions]:
     """Batches of the interactions of positive weight; no cut is asked for, since their position decided.
 
     Their ids were checked when they were accepted. They count as rows of events, so that they hide no share of bad rows
@@ -266,7 +261,7 @@ def read_events(files: Sequence[SourceFile], unusable: UnusableRows) -> Iterator
     """
     for path in files:
         with reading(path), readable(path) as raw, pq.ParquetFile(raw) as file:
-            for batch in file.iter_batches(BATCH_ROWS, columns=_COLUMNS):
+            for batch in file.iter_batches(BATCH_ROWS, columns=_INTERACTION_COLUMNS):
                 unusable.looked_at(EVENT_ROWS, len(batch))
                 yield _interactions(batch)
 
@@ -296,8 +291,8 @@ class EventValues(NamedTuple):
     def read(
         cls,
         files: Sequence[SourceFile],
-        without: Mapping[Kind, Iterable[bytes]],
-        attributes_by_kind: Mapping[Kind, Collection[str]],
+        without: Mapping[EntityKind, Iterable[bytes]],
+        attributes_by_kind: Mapping[EntityKind, Collection[str]],
         behind: int = 0,
     ) -> Self:
         """Reads files of events, in the order of their positions, but for who was erased.
@@ -307,11 +302,11 @@ class EventValues(NamedTuple):
         read, CorruptArtefact for what is no event.
         """
         attribute_events, event_item_ids = AttributeEvents(), set()
-        for position, event in _read_events(files):
+        for position, event in _read_value_events(files):
             if event.item is not None and position.number > behind and brings_item(event):
                 event_item_ids.add(event.item)
             if position.number > behind:  # older ones count for nothing, so they take no memory
-                attribute_events.add(position, _only(event, attributes_by_kind))
+                attribute_events.add(position, _only_attributes(event, attributes_by_kind))
         for kind, raws in without.items():
             for raw in raws:
                 attribute_events.forget(kind, raw)
@@ -335,16 +330,16 @@ def brought_vectors(files: Sequence[SourceFile], behind: int = 0) -> dict[bytes,
     """
     vector_by_item = {
         event.item: event.vector
-        for position, event in _read_events(files)
+        for position, event in _read_value_events(files)
         if event.item is not None and event.vector is not None and position.number > behind
     }
     return dict(sorted(vector_by_item.items()))
 
 
-def _read_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, Event]]:
+def _read_value_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, Event]]:
     """Events that are no interactions, in the order of their positions."""
     for path in files:
-        with reading(path), readable(path) as raw, pa.parquet.ParquetFile(raw) as file:
+        with reading(path), readable(path) as raw, pq.ParquetFile(raw) as file:
             for batch in file.iter_batches(BATCH_ROWS, columns=["position", "event"]):
                 event_batch = batch.filter(batch.column("event").is_valid())
                 numbers, texts = (
@@ -354,7 +349,9 @@ def _read_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, Event]
                     yield Position.of_number(number), Event.from_bytes(text.encode())
 
 
-def _only(event: Event, attributes_by_kind: Mapping[Kind, Collection[str]]) -> Event:
+def _only_attributes(
+    event: Event, attributes_by_kind: Mapping[EntityKind, Collection[str]]
+) -> Event:
     """The event with these values alone, features as attributes."""
     kind = event.kind
     if kind == "interaction" or not (values := event.values):

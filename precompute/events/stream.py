@@ -1,7 +1,4 @@
-"""Stream of events at night: taken over into files, these merged and erased from, and the stream trimmed.
-
-A merged file's name tells both its ends: from the moment it is there, those within count no more, and are removed.
-"""
+"""Stream of events at night: taken over into files, these merged and erased from, and the stream trimmed."""
 
 import io
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -16,8 +13,8 @@ import pyarrow.parquet as pq
 import redis
 
 from cache.errors import CorruptArtefact, InvalidInput, UnknownGeneration
-from cache.events.event import BEGINNING, FIELD, Event, Position
-from cache.events.stream import entry_of, note_taken
+from cache.events.event import BEGINNING, EVENT_FIELD, Event, Position
+from cache.events.stream import event_of_entry, note_taken
 from cache.format.ids import canonical_id
 from cache.format.manifest import GENERATION
 from cache.format.redis_keys import Keyspace
@@ -25,7 +22,7 @@ from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.traffic.experiments import latest_experiments
 from precompute.config.settings import NightConfig
 from precompute.events.files import (
-    END,
+    END_KEY,
     SCHEMA,
     TakenFile,
     last_taken,
@@ -43,132 +40,22 @@ from precompute.sources.erasures import NO_ERASURES, ErasedEntities, Erasure, al
 ENTRIES_AT_ONCE: Final = 1_000
 """Entries of a batch: a millisecond or two of Redis' time."""
 
+FILE_EVENTS: Final = 200_000
+"""Events of a file; what is more goes into another one."""
+
+FILE_BYTES: Final = 64 << 20
+"""Bytes of events, as they lie in the stream, of a file."""
+
+FILES_MERGED: Final = 24
+"""Files that become one: a day of hourly nights. The night after that copies no partition, as its files are others."""
+
+MERGED_BYTES: Final = 32 << 20
+"""Bytes of files that become one; larger ones cost their rows, whoever reads them, and stay."""
+
+_GROUPS_PER_NIGHT: Final = 2
+"""Groups that a night looks at, the newest first: what is too large is not read again by each."""
 
 Entry = tuple[bytes, dict[bytes, bytes]]
-
-
-def entries(
-    client: "redis.Redis", stream: str, *, behind: str | None = None, end_id: str = "+"
-) -> list[Entry]:
-    """The next entries behind a position (from the first one on without), up to another; none at the end."""
-    first = "-" if behind is None else f"({behind}"
-    reply = client.xrange(stream, first, end_id, count=ENTRIES_AT_ONCE)
-    return cast(list[Entry], reply)
-
-
-def read_newest_id(client: "redis.Redis", stream: str) -> bytes | None:
-    """Position of the newest entry, None of an empty stream."""
-    last_entries = cast(list[Entry], client.xrevrange(stream, count=1))
-    return last_entries[0][0] if last_entries else None
-
-
-def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
-    """Remove the events of erased entities, from the stream first: a night that takes it over leaves them out.
-
-    Also where no events are taken in any more, or another namespace's count: what came before may lie there still.
-    Never those of the other one, whose erasures are its own.
-    """
-    erased, store = ErasedEntities.of(erasures), config.store()
-    if config.events.enabled or config.events_url or list_taken_files(store):
-        with connect_events(config) as client:
-            forget_in_stream(client, config.keyspace(), erased)
-    forget_in_files(store, erased)
-
-
-def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased: ErasedEntities) -> int:
-    """Remove entries of the stream, of the inbox, and of what was rejected, that name somebody; how many.
-
-    Also what is no event. Who takes an entry out of the inbox meanwhile refuses it: by then the blocklist has them.
-    """
-    removed_count, streams = (
-        0,
-        ((keys.events, _names), (keys.inbox, _is_sent_of), (keys.rejected_events, _names)),
-    )
-    for stream, is_of in streams:
-        behind = None
-        while batch := entries(client, stream, behind=behind):
-            entry_ids = [entry_id for entry_id, fields in batch if is_of(fields, erased)]
-            removed_count += int(client.xdel(stream, *entry_ids)) if entry_ids else 0
-            behind = batch[-1][0].decode()
-    return removed_count
-
-
-def _names(fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
-    """True if an entry is of an erased entity; one without an event may be, whoever reads it."""
-    try:
-        event = entry_of(fields)
-    except CorruptArtefact:
-        return True
-    return event.user in erased.users or event.item in erased.items
-
-
-def _is_sent_of(fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
-    """True if an entry of the inbox names an erased entity, in texts or in JSON, or cannot be read."""
-    if (raw := fields.get(FIELD)) is None:
-        return fields.get(b"user") in erased.users or fields.get(b"item") in erased.items
-    try:
-        payload = orjson.loads(raw)
-        user, item = (
-            b"" if payload.get(name) is None else canonical_id(payload[name])
-            for name in ("user", "item")
-        )
-    except (AttributeError, InvalidInput, ValueError):
-        return True
-    return user in erased.users or item in erased.items
-
-
-def forget_in_files(
-    store: ArtefactStore,
-    erased: ErasedEntities,
-    *,
-    newest_alone: bool = False,
-    keep_superseded: bool = False,
-) -> int:
-    """Write the files that name somebody again, without, until nobody else was erased meanwhile; how many writes.
-
-    Of two hosts that write one file at a time the later brings those back whom only the other one left out; whom that
-    was, it sees by looking at all erasures behind its own writing. Files that a merged one has the events of go, unless
-    a night reads them (`keep_superseded`).
-    """
-    write_count, applied_erased = 0, None
-    while erased != applied_erased:
-        old = [] if newest_alone else superseded(store)
-        if old:  # a merge that was killed may have brought back who was erased before it wrote
-            erased = ErasedEntities.of(all_erasures(store))
-        files = list_taken_files(store)[-1 if newest_alone else 0 :]
-        written = _write_without(store, erased, files)
-        write_count, applied_erased = write_count + written, erased
-        if written:
-            erased = ErasedEntities.of(all_erasures(store))
-        for superseded_file in () if keep_superseded else old:
-            store.delete(superseded_file.path)
-        if not newest_alone and list_taken_files(store)[: len(files)] != files:
-            applied_erased = None  # merged meanwhile, perhaps of what was not written yet
-    return write_count
-
-
-def _write_without(store: ArtefactStore, erased: ErasedEntities, files: Sequence[TakenFile]) -> int:
-    write_count = 0
-    for file in files if erased.users or erased.items else ():
-        if (raw := store.read(file.path)) is None:
-            continue
-        end_position, table = until_of(raw, file.path), table_of(raw, file.path)
-        remaining_rows = without(table, erased)
-        if len(remaining_rows) < len(table):
-            store.write(file.path, parquet(remaining_rows, end_position))
-            write_count += 1
-    return write_count
-
-
-def without(table: Any, erased: ErasedEntities) -> Any:
-    """Rows of a file that name nobody who was erased."""
-    stays = pc.and_(_stays(table, "user", erased.users), _stays(table, "item", erased.items))
-    return table.filter(stays)
-
-
-def _stays(table: Any, column: str, without: Collection[bytes]) -> Any:
-    texts = pa.array(sorted(raw_id.decode() for raw_id in without), pa.string())
-    return pc.invert(pc.is_in(table.column(column), value_set=texts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,21 +106,89 @@ class EventStores:
         )
 
 
-FILES_MERGED: Final = 24
-"""Files that become one: a day of hourly nights. The night after that copies no partition, as its files are others."""
+class TakenEvents(NamedTuple):
+    """Events of the stream that are in files now: up to which position, and how many of them this time.
+
+    `left_out` are those of who was erased, `unreadable` what is no event.
+    """
+
+    until_position: Position
+    events: int = 0
+    left_out: int = 0
+    unreadable: int = 0
 
 
-MERGED_BYTES: Final = 32 << 20
-"""Bytes of files that become one; larger ones cost their rows, whoever reads them, and stay."""
+def take_events(
+    store: ArtefactStore,
+    client: "redis.Redis",
+    keys: Keyspace,
+    *,
+    erased: ErasedEntities = NO_ERASURES,
+) -> TakenEvents:
+    """Write what the stream has now, behind what the files have, as further files.
+
+    Safe to repeat after a crash anywhere, and side by side with another: a file that another one wrote stands.
+    """
+    last = read_newest_id(client, keys.events)
+    taken_events = TakenEvents(last_taken(store))
+    end_position = taken_events.until_position if last is None else Position.parse(last)
+    while taken_events.until_position < end_position:
+        read = _read_stream(client, keys.events, taken_events.until_position, end_position, erased)
+        if store.write_once(
+            path_of(taken_events.until_position), to_bytes(read.rows, read.until_position)
+        ):
+            taken_events = TakenEvents(
+                read.until_position,
+                taken_events.events + len(read.rows),
+                taken_events.left_out + read.left_out,
+                taken_events.unreadable + read.unreadable,
+            )
+        else:  # another one did, perhaps of more of them
+            taken_events = taken_events._replace(until_position=last_taken(store))
+    note_taken(store, taken_events.until_position)
+    return taken_events
 
 
-_GROUPS_PER_NIGHT: Final = 2
-"""Groups that a night looks at, the newest first: what is too large is not read again by each."""
+class _StreamRead(NamedTuple):
+    rows: list[tuple[Position, Event]]
+    until_position: Position
+    left_out: int
+    unreadable: int
 
 
-def merge(stores: EventStores) -> int:
+def _read_stream(
+    client: "redis.Redis",
+    stream: str,
+    after: Position,
+    end_position: Position,
+    erased: ErasedEntities,
+) -> _StreamRead:
+    """Events behind `after` up to `end_position`, or as many as a file takes."""
+    rows: list[tuple[Position, Event]] = []
+    left_out = unreadable = size_bytes = 0
+    while len(rows) < FILE_EVENTS and size_bytes < FILE_BYTES:
+        batch = read_entries(client, stream, behind=str(after), end_id=str(end_position))
+        if not batch:  # the last one was removed since
+            return _StreamRead(rows, end_position, left_out, unreadable)
+        for raw, fields in batch:
+            after = Position.parse(raw)
+            size_bytes += sum(map(len, fields.values()))
+            try:
+                event = event_of_entry(fields)
+            except CorruptArtefact:
+                unreadable += 1
+                continue
+            if event.user in erased.users or event.item in erased.items:
+                left_out += 1
+            else:
+                rows.append((after, event))
+    return _StreamRead(rows, after, left_out, unreadable)
+
+
+def merge_files(stores: EventStores) -> int:
     """Merge old files that no night wrote merged, `FILES_MERGED` of them into one; how many became others.
 
+    A merged file's name tells both its ends: from the moment it is there, those within count no more, and are removed.
     Of those alone that lie before every generation in the stores: up to where any has events a file has to end. None
     while one is in the making: its retry finds its work by its files. Safe to repeat after a crash anywhere, and side
     by side with another: groups follow from the names of files, so both make the same. Who is erased is left out.
@@ -241,8 +196,8 @@ def merge(stores: EventStores) -> int:
     merged_count, store = 0, stores.home_store
     if not stores.is_any_in_the_making():
         erased = ErasedEntities.of(all_erasures(store))
-        for group in _groups(stores)[: -_GROUPS_PER_NIGHT - 1 : -1]:
-            if (merged := _merged(store, group, erased)) is not None:
+        for group in _mergeable_groups(stores)[: -_GROUPS_PER_NIGHT - 1 : -1]:
+            if (merged := _merge_group(store, group, erased)) is not None:
                 file, data = merged
                 store.write_once(file.path, data)
                 merged_count += len(group)
@@ -253,7 +208,7 @@ def merge(stores: EventStores) -> int:
     return merged_count
 
 
-def _groups(stores: EventStores) -> list[list[TakenFile]]:
+def _mergeable_groups(stores: EventStores) -> list[list[TakenFile]]:
     """Consecutive files that may become one, by position.
 
     Counted from where a merged file ends, so that everybody finds the same; never with the newest file, which says
@@ -274,7 +229,7 @@ def _groups(stores: EventStores) -> list[list[TakenFile]]:
     return groups
 
 
-def _merged(
+def _merge_group(
     store: ArtefactStore, files: Sequence[TakenFile], erased: ErasedEntities
 ) -> tuple[TakenFile, bytes] | None:
     """The file that others become, and its bytes; None where they are too large, or another one merges them."""
@@ -287,102 +242,128 @@ def _merged(
         raws.append(raw)
     end_position, buffer = until_of(raws[-1], files[-1].path), io.BytesIO()
     with pq.ParquetWriter(
-        buffer, SCHEMA.with_metadata({END: str(end_position).encode()})
+        buffer, SCHEMA.with_metadata({END_KEY: str(end_position).encode()})
     ) as writer:
         for file, raw in zip(files, raws, strict=True):
-            if len(rows := without(table_of(raw, file.path), erased)):
+            if len(rows := without_erased(table_of(raw, file.path), erased)):
                 writer.write_table(rows.replace_schema_metadata(writer.schema.metadata))
     return TakenFile(files[0].after, end_position), buffer.getvalue()
 
 
-FILE_EVENTS: Final = 200_000
-"""Events of a file; what is more goes into another one."""
+def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
+    """Remove the events of erased entities, from the stream first: a night that takes it over leaves them out.
 
-
-FILE_BYTES: Final = 64 << 20
-"""Bytes of events, as they lie in the stream, of a file."""
-
-
-class TakenEvents(NamedTuple):
-    """Events of the stream that are in files now: up to which position, and how many of them this time.
-
-    `left_out` are those of who was erased, `unreadable` what is no event.
+    Also where no events are taken in any more, or another namespace's count: what came before may lie there still.
+    Never those of the other one, whose erasures are its own.
     """
-
-    until_position: Position
-    events: int = 0
-    left_out: int = 0
-    unreadable: int = 0
-
-
-class _StreamRead(NamedTuple):
-    rows: list[tuple[Position, Event]]
-    until_position: Position
-    left_out: int
-    unreadable: int
+    erased, store = ErasedEntities.of(erasures), config.store()
+    if config.events.enabled or config.events_url or list_taken_files(store):
+        with connect_events(config) as client:
+            forget_in_stream(client, config.keyspace(), erased)
+    forget_in_files(store, erased)
 
 
-def take_events(
+def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased: ErasedEntities) -> int:
+    """Remove entries of the stream, of the inbox, and of what was rejected, that name somebody; how many.
+
+    Also what is no event. Who takes an entry out of the inbox meanwhile refuses it: by then the blocklist has them.
+    """
+    removed_count, streams = (
+        0,
+        (
+            (keys.events, _names_erased),
+            (keys.inbox, _is_sent_of),
+            (keys.rejected_events, _names_erased),
+        ),
+    )
+    for stream, is_of in streams:
+        behind = None
+        while batch := read_entries(client, stream, behind=behind):
+            entry_ids = [entry_id for entry_id, fields in batch if is_of(fields, erased)]
+            removed_count += int(client.xdel(stream, *entry_ids)) if entry_ids else 0
+            behind = batch[-1][0].decode()
+    return removed_count
+
+
+def _names_erased(fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
+    """True if an entry is of an erased entity; one without an event may be, whoever reads it."""
+    try:
+        event = event_of_entry(fields)
+    except CorruptArtefact:
+        return True
+    return event.user in erased.users or event.item in erased.items
+
+
+def _is_sent_of(fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
+    """True if an entry of the inbox names an erased entity, in texts or in JSON, or cannot be read."""
+    if (raw := fields.get(EVENT_FIELD)) is None:
+        return fields.get(b"user") in erased.users or fields.get(b"item") in erased.items
+    try:
+        payload = orjson.loads(raw)
+        user, item = (
+            b"" if payload.get(name) is None else canonical_id(payload[name])
+            for name in ("user", "item")
+        )
+    except (AttributeError, InvalidInput, ValueError):
+        return True
+    return user in erased.users or item in erased.items
+
+
+def forget_in_files(
     store: ArtefactStore,
-    client: "redis.Redis",
-    keys: Keyspace,
-    *,
-    erased: ErasedEntities = NO_ERASURES,
-) -> TakenEvents:
-    """Write what the stream has now, behind what the files have, as further files.
-
-    Safe to repeat after a crash anywhere, and side by side with another: a file that another one wrote stands.
-    """
-    last = read_newest_id(client, keys.events)
-    taken_events = TakenEvents(last_taken(store))
-    end_position = taken_events.until_position if last is None else Position.parse(last)
-    while taken_events.until_position < end_position:
-        read = _read(client, keys.events, taken_events.until_position, end_position, erased)
-        if store.write_once(
-            path_of(taken_events.until_position), to_bytes(read.rows, read.until_position)
-        ):
-            taken_events = TakenEvents(
-                read.until_position,
-                taken_events.events + len(read.rows),
-                taken_events.left_out + read.left_out,
-                taken_events.unreadable + read.unreadable,
-            )
-        else:  # another one did, perhaps of more of them
-            taken_events = taken_events._replace(until_position=last_taken(store))
-    note_taken(store, taken_events.until_position)
-    return taken_events
-
-
-def _read(
-    client: "redis.Redis",
-    stream: str,
-    after: Position,
-    end_position: Position,
     erased: ErasedEntities,
-) -> _StreamRead:
-    """Events behind `after` up to `end_position`, or as many as a file takes."""
-    rows: list[tuple[Position, Event]] = []
-    left_out = unreadable = size_bytes = 0
-    while len(rows) < FILE_EVENTS and size_bytes < FILE_BYTES:
-        batch = entries(client, stream, behind=str(after), end_id=str(end_position))
-        if not batch:  # the last one was removed since
-            return _StreamRead(rows, end_position, left_out, unreadable)
-        for raw, fields in batch:
-            after = Position.parse(raw)
-            size_bytes += sum(map(len, fields.values()))
-            try:
-                event = entry_of(fields)
-            except CorruptArtefact:
-                unreadable += 1
-                continue
-            if event.user in erased.users or event.item in erased.items:
-                left_out += 1
-            else:
-                rows.append((after, event))
-    return _StreamRead(rows, after, left_out, unreadable)
+    *,
+    newest_alone: bool = False,
+    keep_superseded: bool = False,
+) -> int:
+    """Write the files that name somebody again, without, until nobody else was erased meanwhile; how many writes.
+
+    Of two hosts that write one file at a time the later brings those back whom only the other one left out; whom that
+    was, it sees by looking at all erasures behind its own writing. Files that a merged one has the events of go, unless
+    a night reads them (`keep_superseded`).
+    """
+    write_count, applied_erased = 0, None
+    while erased != applied_erased:
+        old = [] if newest_alone else superseded(store)
+        if old:  # a merge that was killed may have brought back who was erased before it wrote
+            erased = ErasedEntities.of(all_erasures(store))
+        files = list_taken_files(store)[-1 if newest_alone else 0 :]
+        written = _write_without(store, erased, files)
+        write_count, applied_erased = write_count + written, erased
+        if written:
+            erased = ErasedEntities.of(all_erasures(store))
+        for superseded_file in () if keep_superseded else old:
+            store.delete(superseded_file.path)
+        if not newest_alone and list_taken_files(store)[: len(files)] != files:
+            applied_erased = None  # merged meanwhile, perhaps of what was not written yet
+    return write_count
 
 
-def trim(
+def _write_without(store: ArtefactStore, erased: ErasedEntities, files: Sequence[TakenFile]) -> int:
+    write_count = 0
+    for file in files if erased.users or erased.items else ():
+        if (raw := store.read(file.path)) is None:
+            continue
+        end_position, table = until_of(raw, file.path), table_of(raw, file.path)
+        remaining_rows = without_erased(table, erased)
+        if len(remaining_rows) < len(table):
+            store.write(file.path, parquet(remaining_rows, end_position))
+            write_count += 1
+    return write_count
+
+
+def without_erased(table: Any, erased: ErasedEntities) -> Any:
+    """Rows of a file that name nobody who was erased."""
+    stays = pc.and_(_stays(table, "user", erased.users), _stays(table, "item", erased.items))
+    return table.filter(stays)
+
+
+def _stays(table: Any, column: str, without: Collection[bytes]) -> Any:
+    texts = pa.array(sorted(raw_id.decode() for raw_id in without), pa.string())
+    return pc.invert(pc.is_in(table.column(column), value_set=texts))
+
+
+def trim_stream(
     stores: EventStores, client: "redis.Redis", keys: Keyspace, *, keep_s: float, stream_bytes: int
 ) -> int:
     """Remove events that files have, that all generations in the stores have, and that are older than `keep_s`.
@@ -400,3 +381,18 @@ def trim(
     # What is below the id goes, and the bound itself is had.
     behind = Position.of_number(bound.number + 1)
     return int(client.xtrim(keys.events, minid=str(behind), approximate=False))
+
+
+def read_entries(
+    client: "redis.Redis", stream: str, *, behind: str | None = None, end_id: str = "+"
+) -> list[Entry]:
+    """The next entries behind a position (from the first one on without), up to another; none at the end."""
+    first = "-" if behind is None else f"({behind}"
+    reply = client.xrange(stream, first, end_id, count=ENTRIES_AT_ONCE)
+    return cast(list[Entry], reply)
+
+
+def read_newest_id(client: "redis.Redis", stream: str) -> bytes | None:
+    """Position of the newest entry, None of an empty stream."""
+    last_entries = cast(list[Entry], client.xrevrange(stream, count=1))
+    return last_entries[0][0] if last_entries else None

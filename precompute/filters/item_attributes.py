@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
 from cache.filters.attributes import (
-    BEYOND,
     DTYPES,
     NO_CODE,
     NO_FLAG,
     NO_TIME,
-    TOO_LONG,
+    NUMBER_TOO_LARGE,
+    TEXT_TOO_LONG,
     AttributeColumn,
     ItemAttributes,
     ItemValue,
     Names,
-    with_values,
+    set_item_values,
 )
 from cache.filters.expression import TEXT_BYTES_MAX, Filter, InvalidFilter, read_filter
 from cache.filters.filtering import FilterMask, mask_of
@@ -38,10 +38,11 @@ from precompute.sources.files import SourceFile, feature_file
 from precompute.sources.times import microseconds
 from precompute.sources.unusable import EVENTS, NOT_FINITE, UnusableRows
 
-FOLDER: Final = "items/attributes"
-
-
+ATTRIBUTES_FOLDER: Final = "items/attributes"
 _EXACT: Final = 2**53
+
+Arrays = dict[str, NDArray[Any]]
+"""Arrays of an attribute by the names that `cache.format.manifest.Attribute` has for their files."""
 
 
 def write_item_attributes(
@@ -78,9 +79,6 @@ def write_item_attributes(
     return files_by_attribute
 
 
-Arrays = dict[str, NDArray[Any]]
-
-
 def _with_values(
     columns: Mapping[str, tuple[AttributeKind, Arrays]],
     items: ItemTable,
@@ -100,7 +98,7 @@ def _with_values(
     if not item_values:
         return columns
     count = items.count
-    changed_columns = with_values(
+    changed_columns = set_item_values(
         ItemAttributes(
             count, {n: _as_column(*typed_arrays) for n, typed_arrays in columns.items()}
         ),
@@ -146,7 +144,7 @@ def _column(
     typed_arrays: tuple[AttributeKind, Arrays]
     if is_text(kind):
         long = as_rows(pc.fill_null(pc.greater(pc.binary_length(column), TEXT_BYTES_MAX), False))
-        bad_mask_by_reason = {TOO_LONG: long}
+        bad_mask_by_reason = {TEXT_TOO_LONG: long}
         codes, names = _coded(column, missing | long)
         typed_arrays = "text", {"values": codes, **names}
     elif (
@@ -161,7 +159,7 @@ def _column(
     elif pa.types.is_integer(kind):
         numbers = np.asarray(pc.fill_null(column, 0))
         beyond = ((numbers > _EXACT) | (numbers < -_EXACT)) & ~missing
-        bad_mask_by_reason = {BEYOND: beyond}
+        bad_mask_by_reason = {NUMBER_TOO_LARGE: beyond}
         typed_arrays = (
             "number",
             {"values": np.where(missing | beyond, np.nan, numbers.astype(np.float64))},
@@ -222,7 +220,7 @@ def _write(root: Path, number: int, column: tuple[AttributeKind, Arrays]) -> Att
     files = {}
     dtypes = {"values": DTYPES[kind], "offsets": "<u8", "names": "u1", "name_offsets": "<u8"}
     for part, array in arrays.items():
-        files[part] = f"{FOLDER}/{number:04d}.{part}"
+        files[part] = f"{ATTRIBUTES_FOLDER}/{number:04d}.{part}"
         write_atomically(root / files[part], array.astype(dtypes[part]).tobytes())
     return kind, files
 

@@ -73,70 +73,6 @@ from precompute.gates.rules.records import (
 )
 from precompute.gates.rules.skew import skew, skew_cosine
 
-
-class GateConnections:
-    """All connections of one gate; once it is over there are none, however long its thread goes on."""
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self.pools: list[OwnPool] = []
-
-    def end(self) -> None:
-        """Close what is open and open nothing more."""
-        self.is_over = True
-        for pool in tuple(self.pools):
-            pool.disconnect(inuse_connections=True)
-
-
-class OwnPool(redis.ConnectionPool):
-    """Connections of one gate to one server."""
-
-    def __init__(self, leash: GateConnections, **settings: Any) -> None:
-        self._leash = leash
-        super().__init__(**settings)
-        leash.pools.append(self)
-
-    def get_connection(self, *arguments: Any, **named: Any) -> Any:
-        """Raises ConnectionError once the gate's time is over."""
-        self._demand_time(None)
-        return super().get_connection(*arguments, **named)
-
-    def make_connection(self) -> Any:
-        """A connection that does not come back by itself once the gate's time is over."""
-        connection = super().make_connection()
-        connection.register_connect_callback(self._demand_time)  # type: ignore[no-untyped-call]
-        return connection
-
-    def _demand_time(self, connection: Any) -> None:
-        if self._leash.is_over:
-            if connection is not None:
-                connection.disconnect()
-            raise redis.exceptions.ConnectionError("the gate's time is over")
-
-
-MIB: Final = 1 << 20
-
-
-PASSES: Final = 3
-"""Passes over all bytes: files against their checksums, records one by one, pages in Redis."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimeLimits:
-    """Seconds that one gate, and that all of them, may take."""
-
-    gate_s: float
-    total_s: float
-
-    @classmethod
-    def of(cls, thresholds: GateThresholds, governor: GovernorConfig, size_bytes: int) -> Self:
-        """Limits for a generation of `size_bytes`, which no gate needs to read faster than the governor promises."""
-        reading_s = size_bytes / (governor.floor_mib_s * MIB)
-        return cls(
-            thresholds.timeout_s + reading_s, thresholds.total_timeout_s + PASSES * reading_s
-        )
-
-
 GATES: Final[tuple[Gate, ...]] = (
     maxmemory_policy,
     redis_headroom,
@@ -185,22 +121,21 @@ GATES: Final[tuple[Gate, ...]] = (
 )
 """All rules that need an opened generation, in the order in which they are run."""
 
+MIB: Final = 1 << 20
+READ_PASSES: Final = 3
+"""Passes over all bytes: files against their checksums, records one by one, pages in Redis."""
 
 FILES: Final = "files"
 """The rule that every file is as the manifest states: where it fails nothing can be opened."""
 
-
 OPENS: Final = "opens"
 """The rule that the generation can be opened."""
-
 
 LIVE_FILES: Final = "live_files"
 """The rule that the live generation's own manifest is there to be compared with."""
 
-
 INTEGRITY: Final = frozenset(gate.rule for gate in GATES if gate.is_integrity) | {FILES, OPENS}
 """Rules on what is simply wrong: nobody may wave it through."""
-
 
 UNANSWERED: Final = (
     redis.exceptions.RedisError,
@@ -212,14 +147,11 @@ UNANSWERED: Final = (
 )
 """Errors of Redis, the store, a disk or this host when they do not answer; they say nothing of the generation."""
 
-
 OVERRIDABLE: Final = frozenset(gate.rule for gate in GATES if not gate.is_integrity) | {LIVE_FILES}
 """Rules on what is unusual: a person may know why it is right."""
 
-
 NO_ERROR: Final = "no error"
 """Threshold of a gate that failed by an error of Larder's own, which is its value."""
-
 
 _PACKAGES: Final = ("cache", "precompute")
 """Packages whose code gates run."""
@@ -229,33 +161,20 @@ class GateRaised(NotJudged):
     """A gate raised an error that says nothing of the generation; the gates behind it can be asked all the same."""
 
 
-def asked_of(manifest: Manifest) -> tuple[Gate, ...]:
-    """The rules of GATES that have something to ask: without interactions not those on what users did since."""
-    if not manifest.facts.get(WITHOUT_INTERACTIONS):
-        return GATES
-    return tuple(gate for gate in GATES if not gate.wants_interactions)
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """Seconds that one gate, and that all of them, may take."""
 
+    gate_s: float
+    total_s: float
 
-def demand_overridable(rule: str) -> None:
-    """Raises Refused for a rule that protects integrity, or that is none."""
-    if rule in INTEGRITY:
-        raise Refused(
-            f"{rule} protects integrity and cannot be overridden: repair the generation", rule=rule
+    @classmethod
+    def of(cls, thresholds: GateThresholds, governor: GovernorConfig, size_bytes: int) -> Self:
+        """Limits for a generation of `size_bytes`, which no gate needs to read faster than the governor promises."""
+        reading_s = size_bytes / (governor.floor_mib_s * MIB)
+        return cls(
+            thresholds.timeout_s + reading_s, thresholds.total_timeout_s + READ_PASSES * reading_s
         )
-    if rule not in OVERRIDABLE:
-        raise Refused(
-            f"there is no rule {rule!r}; known are {', '.join(sorted(OVERRIDABLE))}", rule=rule
-        )
-
-
-def overridden(verdicts: Sequence[Verdict], reasons: Mapping[str, str]) -> list[Verdict]:
-    """The verdicts, failures that may be and were overridden let pass with the reason."""
-    return [
-        replace(verdict, passed=True, overridden=reasons[verdict.rule])
-        if not verdict.passed and verdict.rule in reasons and verdict.rule in OVERRIDABLE
-        else verdict
-        for verdict in verdicts
-    ]
 
 
 def run_gates(
@@ -286,7 +205,7 @@ def run_gates(
 def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
     """Verdict of one gate, run with a Redis connection of its own, of which nothing is left when its time is over."""
     leash = GateConnections()
-    client = another(candidate.control.client, partial(OwnPool, leash))
+    client = another(candidate.control.client, partial(GateConnectionPool, leash))
     own_candidate = replace(candidate, control=Control(client, candidate.control.keys))
     try:
         return run_within(gate.rule, lambda: gate(own_candidate), timeout_s)
@@ -369,3 +288,72 @@ def _not_judged(rule: str, reason: str) -> NotJudged:
         "verify again once that is over",
         rule=rule,
     )
+
+
+def asked_of(manifest: Manifest) -> tuple[Gate, ...]:
+    """The rules of GATES that have something to ask: without interactions not those on what users did since."""
+    if not manifest.facts.get(WITHOUT_INTERACTIONS):
+        return GATES
+    return tuple(gate for gate in GATES if not gate.wants_interactions)
+
+
+def demand_overridable(rule: str) -> None:
+    """Raises Refused for a rule that protects integrity, or that is none."""
+    if rule in INTEGRITY:
+        raise Refused(
+            f"{rule} protects integrity and cannot be overridden: repair the generation", rule=rule
+        )
+    if rule not in OVERRIDABLE:
+        raise Refused(
+            f"there is no rule {rule!r}; known are {', '.join(sorted(OVERRIDABLE))}", rule=rule
+        )
+
+
+def overridden(verdicts: Sequence[Verdict], reasons: Mapping[str, str]) -> list[Verdict]:
+    """The verdicts, failures that may be and were overridden let pass with the reason."""
+    return [
+        replace(verdict, passed=True, overridden=reasons[verdict.rule])
+        if not verdict.passed and verdict.rule in reasons and verdict.rule in OVERRIDABLE
+        else verdict
+        for verdict in verdicts
+    ]
+
+
+class GateConnections:
+    """All connections of one gate; once it is over there are none, however long its thread goes on."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.pools: list[GateConnectionPool] = []
+
+    def end(self) -> None:
+        """Close what is open and open nothing more."""
+        self.is_over = True
+        for pool in tuple(self.pools):
+            pool.disconnect(inuse_connections=True)
+
+
+class GateConnectionPool(redis.ConnectionPool):
+    """Connections of one gate to one server."""
+
+    def __init__(self, leash: GateConnections, **settings: Any) -> None:
+        self._leash = leash
+        super().__init__(**settings)
+        leash.pools.append(self)
+
+    def get_connection(self, *arguments: Any, **named: Any) -> Any:
+        """Raises ConnectionError once the gate's time is over."""
+        self._demand_time(None)
+        return super().get_connection(*arguments, **named)
+
+    def make_connection(self) -> Any:
+        """A connection that does not come back by itself once the gate's time is over."""
+        connection = super().make_connection()
+        connection.register_connect_callback(self._demand_time)  # type: ignore[no-untyped-call]
+        return connection
+
+    def _demand_time(self, connection: Any) -> None:
+        if self._leash.is_over:
+            if connection is not None:
+                connection.disconnect()
+            raise redis.exceptions.ConnectionError("the gate's time is over")

@@ -52,12 +52,12 @@ IDS, OFFSETS, MODEL_INDEX, VECTORS, ITEM_FEATURES = (
     "work/item_features.arrow",
 )
 
-
 ITEM_TOWER = "item_tower"
-
-
 ITEM_ROWS = "item_features"
 """Name of the feature table of items in reports."""
+
+FEATURE_ROWS_AT_ONCE = 1 << 14
+"""Items whose values are read at once: a text becomes a Python object, of which no step holds one for each item."""
 
 
 def feature_inputs(bundle: Bundle, entity: EntityKind) -> list[InputSpec]:
@@ -345,10 +345,6 @@ def popular(
     ]
 
 
-ROWS_AT_ONCE = 1 << 14
-"""Items whose values are read at once: a text becomes a Python object, of which no step holds one for each item."""
-
-
 class ItemFeatures:
     """Inputs that one model of items takes from feature columns, as `write_item_features` left these."""
 
@@ -382,7 +378,7 @@ class ItemFeatures:
 
     def usable(self) -> NDArray[np.bool_]:
         """bool [items]: the items that have every input."""
-        usable_masks = [self.of(rows)[1] for rows in _pieces(self._count)]
+        usable_masks = [self.of(rows)[1] for rows in _row_pieces(self._count)]
         return np.concatenate([np.empty(0, np.bool_), *usable_masks])
 
 
@@ -467,25 +463,25 @@ def _note_unusable(
     items: ItemTable, column: Any, spec: InputSpec, unusable: UnusableRows, text_bytes: int
 ) -> None:
     unusable.looked_at(source := f"{ITEM_ROWS}.{spec.column}", len(column))
-    for rows in _pieces(len(column)):
+    for rows in _row_pieces(len(column)):
         first = int(rows[0])
         values = column.slice(first, len(rows))
         bad_mask_by_reason = read_values(values, spec).unusable_mask_by_reason
         if spec.dtype == "string" and (is_long := without_long_texts(values, text_bytes)[1]).any():
             bad_mask_by_reason[f"{spec.column}: {TOO_LONG}"] = is_long
         if bad_mask_by_reason:
-            unusable.note_rows(source, bad_mask_by_reason, partial(_case, items, first))
+            unusable.note_rows(source, bad_mask_by_reason, partial(_item_case, items, first))
 
 
-def _case(items: ItemTable, first: int, row: int) -> Case:
+def _item_case(items: ItemTable, first: int, row: int) -> Case:
     return {"item": items.id_of(first + row)}
 
 
 def _ordinals(items: ItemTable, texts: Any) -> NDArray[np.int64]:
-    pieces = [texts.slice(int(rows[0]), len(rows)) for rows in _pieces(len(texts))]
+    pieces = [texts.slice(int(rows[0]), len(rows)) for rows in _row_pieces(len(texts))]
     return ordinals_of_texts(items, pa.chunked_array(pieces, pa.string()))
 
 
-def _pieces(count: int) -> Iterator[NDArray[np.int64]]:
-    for start in range(0, count, ROWS_AT_ONCE):
-        yield np.arange(start, min(start + ROWS_AT_ONCE, count))
+def _row_pieces(count: int) -> Iterator[NDArray[np.int64]]:
+    for start in range(0, count, FEATURE_ROWS_AT_ONCE):
+        yield np.arange(start, min(start + FEATURE_ROWS_AT_ONCE, count))

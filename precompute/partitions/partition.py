@@ -21,7 +21,7 @@ from cache.format.item_table import ItemTable
 from cache.model.tower_spec import InputSpec
 from cache.store.artefacts import take_file, write_atomically
 from precompute.config.settings import NightConfig
-from precompute.events.files import read_events
+from precompute.events.files import read_event_interactions
 from precompute.partitions.grouping import DistinctHashes
 from precompute.partitions.shard_files import (
     HASH,
@@ -66,12 +66,21 @@ from precompute.sources.unusable import CASES, LISTED_BEFORE, UnusableRows, merg
 POPULARITY = "work/popularity.i64"
 """Number of interactions with each item, int64 [items]."""
 
-
-UNKNOWN = "work/unknown_items.u64"
+UNKNOWN_ITEMS = "work/unknown_items.u64"
 """Hashes of the item ids that interactions named and the catalogue did not have, sorted uint64."""
 
+UNKNOWN_ITEMS_SEED = 0
+"""Seed of these hashes."""
 
-UNKNOWN_SEED = 0
+COUNTED_AT_ONCE = 2
+"""Shards whose entities are counted at once: each takes COUNTED_ROWS of memory."""
+
+FILES_AT_ONCE = 2
+"""Files of each shard that are written at the same time: rows and ids (and who is touched)."""
+
+_ROWS = pa.schema([(HASH, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
+_PLACED_ROWS = _ROWS.append(pa.field(POSITION, pa.int64()))
+_TOUCHED = pa.schema([(HASH, pa.uint64())])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,11 +98,18 @@ class InteractionCounts:
     rows: RowCounts | None
 
 
-def write_counts(root: Path, interaction_counts: InteractionCounts) -> list[str]:
-    """Counts of interactions by item, and which unknown ones there were, for a night that takes this one over."""
-    write_atomically(root / POPULARITY, interaction_counts.popularity.astype("<i8").tobytes())
-    write_atomically(root / UNKNOWN, interaction_counts.unknown.astype("<u8").tobytes())
-    return [POPULARITY, UNKNOWN]
+@dataclass(frozen=True, slots=True, eq=False)
+class PartitionResult:
+    """Result of the pass: its seed, counts of what it saw, and the rows that cannot be used."""
+
+    seed: int
+    users: int
+    featured: int
+    """Users among these whom the feature table alone names."""
+    interaction_counts: InteractionCounts
+    unusable: Mapping[str, Any]
+    """By source, as `Unusable.to_json` has it."""
+    took_over: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,37 +184,6 @@ class EarlierPartition:
                     for partition_folder in (folder, self.folder)
                 )
                 take_file(theirs, target_path)
-
-
-COUNTED_AT_ONCE = 2
-"""Shards whose entities are counted at once: each takes COUNTED_ROWS of memory."""
-
-
-FILES_AT_ONCE = 2
-"""Files of each shard that are written at the same time: rows and ids (and who is touched)."""
-
-
-_ROWS = pa.schema([(HASH, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
-
-
-_PLACED_ROWS = _ROWS.append(pa.field(POSITION, pa.int64()))
-
-
-_TOUCHED = pa.schema([(HASH, pa.uint64())])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PartitionResult:
-    """Result of the pass: its seed, counts of what it saw, and the rows that cannot be used."""
-
-    seed: int
-    users: int
-    featured: int
-    """Users among these whom the feature table alone names."""
-    interaction_counts: InteractionCounts
-    unusable: Mapping[str, Any]
-    """By source, as `Unusable.to_json` has it."""
-    took_over: bool
 
 
 class UserCounts(NamedTuple):
@@ -291,6 +276,98 @@ def partition(
         restart()
 
 
+def _write(
+    config: NightConfig,
+    items: ItemTable,
+    folder: Path,
+    cutoff_at: datetime | None,
+    seed: int,
+    progress: Callable[[int], None],
+    late: Callable[[Interactions], None],
+    hasher: Hasher,
+    erased: ErasedEntities,
+    unusable: UnusableRows,
+    earlier: EarlierPartition | None,
+    files: Sequence[SourceFile] | None,
+    events: Sequence[SourceFile],
+) -> InteractionCounts:
+    popularity, unknown = np.zeros(items.count, np.int64), DistinctHashes()
+    count = without_item = late_count = 0
+    row_counts: RowCounts | None = RowCounts()
+
+    def note_late_batch(batch: Interactions) -> None:
+        nonlocal late_count
+        late_count += len(batch.times)
+        late(erased.leave_out(batch))
+
+    schema = _PLACED_ROWS if config.events.enabled else _ROWS
+    with (
+        _shard_files(folder, "rows", config.shards, schema) as rows,
+        _shard_files(folder, "ids", config.shards, IDS) as ids,
+        ExitStack() as exit_stack,
+        Stages() as stages,
+    ):
+        touched = None
+        if earlier is not None:
+            count = earlier.interactions
+            row_counts = copy.deepcopy(earlier.row_counts)
+            popularity, without_item, unknown_hashes = earlier.remap_counts(items.count)
+            unknown.add(unknown_hashes)
+            touched = exit_stack.enter_context(
+                _shard_files(folder, TOUCHED, config.shards, _TOUCHED)
+            )
+            earlier.take_over(config.shards, folder, rows, ids, touched)
+        read = read_interactions(
+            config.sources,
+            Path(config.base),
+            cutoff_at=cutoff_at,
+            late=note_late_batch,
+            unusable=unusable,
+            skip=0 if earlier is None else earlier.files,
+            files=files,
+        )
+        more = events[0 if earlier is None else earlier.event_files :]
+        batches = chain(read, read_event_interactions(more, unusable))
+
+        def placed(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
+            """A batch with the hashes of its users' names and an ordinal, -1 = unknown, for each name of an item."""
+            hashes = hashes_of_names(batch.users, seed, hasher)
+            return batch, hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
+
+        placed_batches = stages.ahead(map(placed, stages.ahead(map(erased.leave_out, batches))))
+        for batch, hashes, name_ordinals in placed_batches:
+            ordinals = name_ordinals[batch.items.codes]
+            known_ordinals = ordinals[ordinals >= 0]
+            popularity += np.bincount(known_ordinals, minlength=items.count)
+            if (name_ordinals < 0).any():
+                nameless = batch.items.names.filter(pa.array(name_ordinals < 0))
+                unknown.add(text_hashes(nameless, UNKNOWN_ITEMS_SEED))
+            count += len(ordinals)
+            without_item += len(ordinals) - len(known_ordinals)
+            progress(count)
+            if batch.positions is not None and len(known_ordinals) < len(ordinals):
+                # Anybody sends events: users of items that nobody knows would make the coverage as low as they like.
+                batch = batch.only(ordinals >= 0)
+                hashes, ordinals = hashes_of_names(batch.users, seed, hasher), known_ordinals
+            if row_counts is not None:
+                row_counts.add(hashes[batch.users.codes], batch.times)
+            codes, ranges = batch.users.codes, range_of(hashes, config.shards)
+            ids.write(pa.table([batch.users.names, hashes], schema=IDS), ranges)
+            placed_rows = [hashes[codes], ordinals, batch.times]
+            if config.events.enabled:
+                zero_positions = np.zeros(len(codes), np.int64)
+                placed_rows.append(zero_positions if batch.positions is None else batch.positions)
+            rows.write(pa.table(placed_rows, schema=schema), ranges[codes])
+            if touched is not None:
+                touched.write(pa.table([hashes], schema=_TOUCHED), ranges)
+    return InteractionCounts(count, without_item, popularity, unknown.all(), late_count, row_counts)
+
+
+def _shard_files(folder: Path, kind: str, shards: int, schema: Any) -> ShardFiles:
+    paths = [folder / f"{shard:04d}.{kind}" for shard in range(shards)]
+    return ShardFiles(paths, schema, ranges=ranges_of_a_shard(shards))
+
+
 def _count_users(
     folder: Path, shard: int, shards: int, unusable: UnusableRows, set_by_events: NDArray[np.uint64]
 ) -> UserCounts | None:
@@ -330,91 +407,8 @@ def _note_again(source: str, table: Any, unusable: UnusableRows) -> None:
         )
 
 
-def _write(
-    config: NightConfig,
-    items: ItemTable,
-    folder: Path,
-    cutoff_at: datetime | None,
-    seed: int,
-    progress: Callable[[int], None],
-    late: Callable[[Interactions], None],
-    hasher: Hasher,
-    erased: ErasedEntities,
-    unusable: UnusableRows,
-    earlier: EarlierPartition | None,
-    files: Sequence[SourceFile] | None,
-    events: Sequence[SourceFile],
-) -> InteractionCounts:
-    popularity, unknown = np.zeros(items.count, np.int64), DistinctHashes()
-    count = without_item = late_count = 0
-    row_counts: RowCounts | None = RowCounts()
-
-    def note_late_batch(batch: Interactions) -> None:
-        nonlocal late_count
-        late_count += len(batch.times)
-        late(erased.leave_out(batch))
-
-    schema = _PLACED_ROWS if config.events.enabled else _ROWS
-    with (
-        _files(folder, "rows", config.shards, schema) as rows,
-        _files(folder, "ids", config.shards, IDS) as ids,
-        ExitStack() as exit_stack,
-        Stages() as stages,
-    ):
-        touched = None
-        if earlier is not None:
-            count = earlier.interactions
-            row_counts = copy.deepcopy(earlier.row_counts)
-            popularity, without_item, unknown_hashes = earlier.remap_counts(items.count)
-            unknown.add(unknown_hashes)
-            touched = exit_stack.enter_context(_files(folder, TOUCHED, config.shards, _TOUCHED))
-            earlier.take_over(config.shards, folder, rows, ids, touched)
-        read = read_interactions(
-            config.sources,
-            Path(config.base),
-            cutoff_at=cutoff_at,
-            late=note_late_batch,
-            unusable=unusable,
-            skip=0 if earlier is None else earlier.files,
-            files=files,
-        )
-        more = events[0 if earlier is None else earlier.event_files :]
-        batches = chain(read, read_events(more, unusable))
-
-        def placed(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
-            """A batch with the hashes of its users' names and an ordinal, -1 = unknown, for each name of an item."""
-            hashes = hashes_of_names(batch.users, seed, hasher)
-            return batch, hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
-
-        placed_batches = stages.ahead(map(placed, stages.ahead(map(erased.leave_out, batches))))
-        for batch, hashes, name_ordinals in placed_batches:
-            ordinals = name_ordinals[batch.items.codes]
-            known_ordinals = ordinals[ordinals >= 0]
-            popularity += np.bincount(known_ordinals, minlength=items.count)
-            if (name_ordinals < 0).any():
-                nameless = batch.items.names.filter(pa.array(name_ordinals < 0))
-                unknown.add(text_hashes(nameless, UNKNOWN_SEED))
-            count += len(ordinals)
-            without_item += len(ordinals) - len(known_ordinals)
-            progress(count)
-            if batch.positions is not None and len(known_ordinals) < len(ordinals):
-                # Anybody sends events: users of items that nobody knows would make the coverage as low as they like.
-                batch = batch.only(ordinals >= 0)
-                hashes, ordinals = hashes_of_names(batch.users, seed, hasher), known_ordinals
-            if row_counts is not None:
-                row_counts.add(hashes[batch.users.codes], batch.times)
-            codes, ranges = batch.users.codes, range_of(hashes, config.shards)
-            ids.write(pa.table([batch.users.names, hashes], schema=IDS), ranges)
-            placed_rows = [hashes[codes], ordinals, batch.times]
-            if config.events.enabled:
-                zero_positions = np.zeros(len(codes), np.int64)
-                placed_rows.append(zero_positions if batch.positions is None else batch.positions)
-            rows.write(pa.table(placed_rows, schema=schema), ranges[codes])
-            if touched is not None:
-                touched.write(pa.table([hashes], schema=_TOUCHED), ranges)
-    return InteractionCounts(count, without_item, popularity, unknown.all(), late_count, row_counts)
-
-
-def _files(folder: Path, kind: str, shards: int, schema: Any) -> ShardFiles:
-    paths = [folder / f"{shard:04d}.{kind}" for shard in range(shards)]
-    return ShardFiles(paths, schema, ranges=ranges_of_a_shard(shards))
+def write_counts(root: Path, interaction_counts: InteractionCounts) -> list[str]:
+    """Counts of interactions by item, and which unknown ones there were, for a night that takes this one over."""
+    write_atomically(root / POPULARITY, interaction_counts.popularity.astype("<i8").tobytes())
+    write_atomically(root / UNKNOWN_ITEMS, interaction_counts.unknown.astype("<u8").tobytes())
+    return [POPULARITY, UNKNOWN_ITEMS]

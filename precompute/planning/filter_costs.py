@@ -22,7 +22,7 @@ from precompute.partitions.catalogue import open_items
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
 from precompute.planning.sizes import NightShape, Pages
-from precompute.planning.trial import SEARCHED, Trial, timed
+from precompute.planning.trial import SEARCHED_USERS, Trial, timed
 from precompute.scoring.shard_work import ShardWork
 from precompute.scoring.user_reading import read_users
 
@@ -126,12 +126,12 @@ def _users(trial: Trial) -> Sampled:
     work = ShardWork.of(trial.build, trial.bundle, 0, trial.scorers)
     with scratch_folder(trial.build.root / PARTITION) as scratch:
         chunk = work.encode(next(read_users(work, scratch)))
-    rows = np.flatnonzero(chunk.answered["user_tower"])[:SEARCHED]
+    rows = np.flatnonzero(chunk.answered["user_tower"])[:SEARCHED_USERS]
     return chunk.outputs["user_tower"][rows], chunk.seen_items.select_rows(rows)
 
 
 def _items(vectors: NDArray[np.float32]) -> Sampled:
-    rows = np.sort(np.random.default_rng(0).permutation(len(vectors))[:SEARCHED])
+    rows = np.sort(np.random.default_rng(0).permutation(len(vectors))[:SEARCHED_USERS])
     return vectors[rows], Histories(np.arange(len(rows) + 1), rows)
 
 

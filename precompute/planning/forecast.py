@@ -1,9 +1,4 @@
-"""Forecast of a night and its service from a sample of the inputs: bytes, minutes, copied users, L1 hit rates.
-
-A least-recently-used cache behaves as if each entry stayed for one characteristic time T after its last use, T being
-what makes the expected contents fill the cache (Che, Tung, Wang: Hierarchical Web Caching Systems, IEEE JSAC 2002; why
-it is so exact: Fricker, Robert, Roberts, ITC 2012). Times are counted in requests, which are independent of each other.
-"""
+"""Forecast of a night and its service from a sample of the inputs: bytes, minutes, copied users, L1 hit rates."""
 
 import functools
 import math
@@ -63,12 +58,30 @@ from precompute.sources.times import MICROSECONDS
 ITEMS_CHANGED: Final = (0.0, 0.001, 0.01)
 """Shares of the items for which a plan shows a night, where none is stated."""
 
-
 USERS_CHANGED: Final = 0.1
 """Share of the users that is taken where none is stated and the sources have no times."""
 
+BUSY = 2.0
+"""Times the cores by the clock over processor time: a quiet machine has 1 to 1.5."""
+
+COPIED_BYTES = 17
+"""Bytes on disk for each user of which a later night may copy: a hash, a digest, a reason."""
+
+ANSWER_BYTES, ANSWER_ITEM_BYTES = 250, 14
+"""Approximate bytes of an answer in JSON besides its item ids: as a whole; a score, quotes and commas for each."""
+
+DAY_S = 86_400.0
+
+MIB = 1 << 20
 
 _DAY_US = 86_400 * MICROSECONDS
+
+EXACT_RANKS = 10_000
+
+BIN_GROWTH = 1.002
+
+_CHURNED_ENTRIES = (24_000, 28_000, 34_000, 40_000)
+"""Entries of the small L1: over one octave, since tables double, and large enough for four-byte places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,135 +110,6 @@ class CopyingNight:
         return {**fields, "copied": self.copied, "scoring_s": wall_s, "scoring_cpu_s": cpu_s}
 
 
-def users_changed(
-    stated: float | None, sample: Sample, cutoff_at: datetime | None
-) -> tuple[float, str]:
-    """(share of the users that a night finds changed, in words how it is known)."""
-    if stated is not None:
-        return stated, f"{stated:.1%} of the users changed, as stated"
-    active_share = active_lately(sample, cutoff_at)
-    if active_share is None:
-        return (
-            USERS_CHANGED,
-            f"{USERS_CHANGED:.1%} of the users changed: assumed, nothing has a time",
-        )
-    return (
-        active_share,
-        f"{active_share:.1%} of the users did something in the last day before the cut",
-    )
-
-
-def active_lately(sample: Sample, cutoff_at: datetime | None) -> float | None:
-    """Share of the sample's users with an interaction in the last day before the cut; None where there are no times.
-
-    Without a cut the day ends with the newest interaction.
-    """
-    if not (sample.times > 0).any():
-        return None
-    data_end_us = int(sample.times.max()) + 1
-    end = data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS)
-    lately = sample.owners[sample.times >= end - _DAY_US]
-    return len(np.unique(lately)) / len(sample.ids)
-
-
-def touched(items: int, changed_share: float, width: int) -> float:
-    """Share of the lists of `width` items that hold an item of any `changed_share` of all `items`.
-
-    1 - C(items - changed, width) / C(items, width): 1 - (1 - changed) ** width where a list is short beside the items.
-    """
-    changed_count, width = changed_share * items, min(width, items)
-    if changed_count + width > items:
-        return 1.0 if changed_count and width else 0.0
-    log_unchanged_ways = lgamma(items - changed_count + 1) - lgamma(
-        items - changed_count - width + 1
-    )
-    return 1 - exp(log_unchanged_ways + lgamma(items - width + 1) - lgamma(items + 1))
-
-
-def copying_night(
-    timings: Timings,
-    shape: NightShape,
-    users_changed: float,
-    items_changed: float,
-    histories: NDArray[np.int64],
-) -> CopyingNight:
-    """The night after one that it copies from, in which these shares of the users and of the items changed.
-
-    `histories` int64 are the numbers of different items that some users had: with one that is gone, inputs differ.
-    """
-    lost_share, entered = _computed(shape, "user", items_changed)
-    touched_history_share = _mean_touched(shape.items, items_changed, histories)
-    stay = (1 - users_changed) * (1 - touched_history_share)
-    inputs, lost_share, entered = 1 - stay, stay * lost_share, stay * entered
-    computed = inputs + lost_share + entered
-    # Who an item may enter is told by the vectors of all users.
-    remaining_share_by_stage = {
-        "tower": 1.0 if items_changed else inputs,
-        "topk": min(1.0, computed + items_changed * (1 - computed)),
-    }
-    busy = timings.stages
-    of_users = sum(remaining_share_by_stage.get(name, 1.0) * busy[name] for name in busy) / max(
-        sum(busy.values()), 1e-9
-    )
-    of_items = min(1.0, items_changed + sum(_computed(shape, "item", items_changed)))
-    scoring = timings.prepare.and_(timings.shards).and_(timings.embed.times(items_changed))
-    scoring = scoring.and_(timings.users.times(of_users)).and_(timings.items.times(of_items))
-    return CopyingNight(items_changed, inputs, lost_share, entered, scoring)
-
-
-def copying_nights(
-    timings: Timings,
-    shape: NightShape,
-    users_changed: float,
-    items_changed: float | None,
-    histories: NDArray[np.int64],
-) -> Sequence[CopyingNight]:
-    """The night for the share of items that is stated, else one for each of ITEMS_CHANGED."""
-    changed_shares = ITEMS_CHANGED if items_changed is None else (items_changed,)
-    return [
-        copying_night(timings, shape, users_changed, changed_share, histories)
-        for changed_share in changed_shares
-    ]
-
-
-def lengths(sample: Sample) -> NDArray[np.int64]:
-    """Numbers of different items that each user of the sample had; int64 [users]."""
-    if not len(sample.owners):
-        return np.zeros(len(sample.ids), np.int64)
-    items = np.asarray(pc.dictionary_encode(sample.items).indices, np.int64)
-    pairs = np.unique(sample.owners * (int(items.max()) + 1) + items)
-    return np.bincount(pairs // (int(items.max()) + 1), minlength=len(sample.ids))
-
-
-def _mean_touched(items: int, changed_share: float, widths: NDArray[np.int64]) -> float:
-    distinct_widths, counts = np.unique(widths, return_counts=True)
-    touched_shares = [touched(items, changed_share, width) for width in distinct_widths.tolist()]
-    return float(np.dot(touched_shares, counts)) / max(1, len(widths))
-
-
-def _computed(shape: NightShape, entity: str, changed_share: float) -> tuple[float, float]:
-    """(lists that lose an item, lists besides that one may enter) as shares of the lists of users, or of items."""
-    width = sum(
-        layout.width
-        for of, layout in shape.layouts.values()
-        if of == entity and layout.kind == "topk"
-    )
-    lost_share = touched(shape.items, changed_share, width)
-    # A new item is as likely in a list as any, so as many lists are entered as are left.
-    entered = 1.0 if changed_share > ENTERING_MAX and width else lost_share
-    return lost_share, (1 - lost_share) * entered
-
-
-EXACT_RANKS = 10_000
-
-
-BIN_GROWTH = 1.002
-
-
-_CHURNED = (24_000, 28_000, 34_000, 40_000)
-"""Entries of the small L1: over one octave, since tables double, and large enough for four-byte places."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Popularity:
     """`keys[i]` keys are asked for with probability `shares[i]` each; all together 1."""
@@ -242,132 +126,6 @@ class HitRates:
     entries: float
     steady: float
     from_cold: float | None
-
-
-def zipf(users: int, exponent: float) -> Popularity:
-    """The user of rank r is asked for in proportion to r ** -exponent; far ranks share bins of 0.2 %."""
-    exact = min(users, EXACT_RANKS)
-    edges = [exact]
-    while edges[-1] < users:
-        edges.append(min(users, max(edges[-1] + 1, int(edges[-1] * BIN_GROWTH))))
-    # The midpoint rule: the sum over ranks a+1..b is the integral from a+1/2 to b+1/2.
-    low, high = np.array(edges[:-1], np.float64) + 0.5, np.array(edges[1:], np.float64) + 0.5
-    power = 1 - exponent
-    sums = np.log(high / low) if power == 0 else (high**power - low**power) / power
-    keys = np.concatenate([np.ones(exact), high - low])
-    mass = np.concatenate([np.arange(1, exact + 1, dtype=np.float64) ** -exponent, sums])
-    return Popularity(mass / mass.sum() / keys, keys)
-
-
-def popularity_of(counts: NDArray[np.int64], users: int) -> Popularity:
-    """Popularity from how often each user seen in a log was asked for, of `users` in all.
-
-    Those never seen have together about the share of the log that users seen once have (Good, Biometrika 1953); each
-    user seen gives up the same part of a request for it.
-    """
-    times, keys = np.unique(counts, return_counts=True)
-    requests, seen_count = int(counts.sum()), len(counts)
-    seen_once_count, unseen = int(keys[0]) if times[0] == 1 else 0, max(0, users - seen_count)
-    if not seen_once_count or not unseen:
-        return Popularity(times / requests, keys.astype(np.float64))
-    discount = min(seen_once_count / seen_count, 0.9)
-    request_shares = np.concatenate([times - discount, [discount * seen_count / unseen]]) / requests
-    return Popularity(request_shares, np.concatenate([keys, [unseen]]).astype(np.float64))
-
-
-def hits(
-    popularity: Popularity,
-    max_bytes: int,
-    *,
-    record_bytes: int,
-    answer_bytes: int = 0,
-    requests: float | None = None,
-) -> HitRates:
-    """Hit rates of an L1 of `max_bytes` for one table of records.
-
-    `answer_bytes`: what the finished answer of a single lookup takes that is kept beside its record from the second
-    request on (0: none is, as for batches).
-    """
-    table = table_bytes()
-    record = record_bytes + OVERHEAD_BYTES + table
-    answer = answer_bytes + READY_BYTES + table if answer_bytes else 0.0
-
-    def contents(time: float) -> tuple[float, float]:
-        """(entries, bytes) expected."""
-        x = popularity.probabilities * time
-        absent_probability = np.exp(-x)
-        if not answer:
-            entries = float(popularity.keys @ (1 - absent_probability))
-            return entries, record * entries
-        # The record is used when it comes and when the answer is made of it; then only the answer is.
-        records = float(popularity.keys @ ((1 + x) * absent_probability * (1 - absent_probability)))
-        answers = float(popularity.keys @ (1 - absent_probability) ** 2)
-        return records + answers, record * records + answer * answers
-
-    time = _characteristic(lambda time: contents(time)[1], max_bytes)
-    everything = float(popularity.keys.sum()) * (2 if answer else 1)
-    entries = everything if math.isinf(time) else contents(time)[0]
-    return HitRates(
-        max_bytes, entries, _steady(popularity, time), _from_cold(popularity, time, requests)
-    )
-
-
-def _characteristic(bytes_at: Callable[[float], float], max_bytes: int) -> float:
-    low, high = 0.0, 60.0  # log2 of requests
-    if bytes_at(2**high) <= max_bytes:
-        return math.inf
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if bytes_at(2**middle) <= max_bytes else (low, middle)
-    return float(2**low)
-
-
-def _steady(popularity: Popularity, time: float) -> float:
-    if math.isinf(time):
-        return 1.0
-    mass = popularity.probabilities * popularity.keys
-    return float(mass @ -np.expm1(-popularity.probabilities * time))
-
-
-def _from_cold(popularity: Popularity, time: float, requests: float | None) -> float | None:
-    """The mean over the first requests: until T the cache has seen as much as it was asked for, then it is full."""
-    if requests is None or requests < 1:
-        return None
-    filling = min(time, requests)
-    first = filling - float(popularity.keys @ -np.expm1(-popularity.probabilities * filling))
-    return (first + (requests - filling) * _steady(popularity, filling)) / requests
-
-
-@functools.cache
-def table_bytes() -> float:
-    """Bytes of an entry in the table of an L1 under churn, beside what `size_of` counts; measured on small ones."""
-    return fmean(_table_bytes(entries) for entries in _CHURNED)
-
-
-def _table_bytes(entries: int) -> float:
-    entry = Entry(b"", 0)
-    tier = LocalTier(entries * (size_of(entry) + 150))
-    for key in range(4 * entries):
-        tier.put(LocalKey("", "", key), entry)
-    return tier.size_bytes / len(tier) - size_of(entry)
-
-
-DAY_S = 86_400.0
-
-
-MIB = 1 << 20
-
-
-BUSY = 2.0
-"""Times the cores by the clock over processor time: a quiet machine has 1 to 1.5."""
-
-
-COPIED_BYTES = 17
-"""Bytes on disk for each user of which a later night may copy: a hash, a digest, a reason."""
-
-
-ANSWER_BYTES, ANSWER_ITEM_BYTES = 250, 14
-"""Approximate bytes of an answer in JSON besides its item ids: as a whole; a score, quotes and commas for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,8 +201,8 @@ def forecast(
 ) -> Forecast:
     """Draws the sample, scores it, loads pages of that size into a Redis of our own, and adds up.
 
-    `requests`: how often each user in a log was asked for; None: `asked.zipf`. Nothing of the namespace is read or
-    written.
+    `requests`: how often each user in a log was asked for; None: by `parameters.zipf`. Nothing of the namespace is read
+    or written.
     """
     data_until = parameters.data_until or config.data_until
     cutoff_at = parse_time(data_until) if data_until else None
@@ -482,7 +240,7 @@ def forecast(
                 loading = time_load(trial.build.config, shape, client)
             rate = _gpu_rate(config, trial, shape, parameters)
     popularity = (
-        zipf(source_users, parameters.zipf)
+        zipf_popularity(source_users, parameters.zipf)
         if requests is None
         else popularity_of(requests, source_users)
     )
@@ -491,8 +249,9 @@ def forecast(
         len(sample.ids), source_users, sample.interactions, shape, redis_bytes, timings,
         timings.seal.and_(loading),
         floor_seconds(config, shape.payload_bytes),
-        gpu_seconds(timings, rate.users_per_s, shape), rate.how, _hits(shape, parameters, popularity), filters,
-        copying_nights(timings, shape, changed_share, parameters.items_changed, lengths(sample)), note,
+        gpu_seconds(timings, rate.users_per_s, shape), rate.how, _hit_rates_by_size(shape, parameters, popularity),
+        filters,
+        copying_nights(timings, shape, changed_share, parameters.items_changed, items_per_user(sample)), note,
         [remark] if (remark := time_limit_remark(config, shape.payload_bytes)) else [],
     )  # fmt: skip
 
@@ -596,7 +355,9 @@ def _gpu_rate(
     return trial.on_devices(config.device, shape, max(widths, default=1))
 
 
-def _hits(shape: NightShape, parameters: PlanParameters, popularity: Popularity) -> list[HitRates]:
+def _hit_rates_by_size(
+    shape: NightShape, parameters: PlanParameters, popularity: Popularity
+) -> list[HitRates]:
     lists = [
         layout
         for entity, layout in shape.layouts.values()
@@ -608,10 +369,247 @@ def _hits(shape: NightShape, parameters: PlanParameters, popularity: Popularity)
         item_id_bytes = shape.item_id_bytes if layout.kind == "topk" else 0.0
         answer = round(ANSWER_BYTES + layout.width * (item_id_bytes + ANSWER_ITEM_BYTES))
     return [
-        hits(
+        l1_hit_rates(
             popularity, mib * MIB, record_bytes=layout.size_bytes,
             answer_bytes=answer,
             requests=None if parameters.qps is None else parameters.qps / parameters.processes * DAY_S,
         )
         for mib in parameters.l1_mib
     ]  # fmt: skip
+
+
+def users_changed(
+    stated: float | None, sample: Sample, cutoff_at: datetime | None
+) -> tuple[float, str]:
+    """(share of the users that a night finds changed, in words how it is known)."""
+    if stated is not None:
+        return stated, f"{stated:.1%} of the users changed, as stated"
+    active_share = active_lately(sample, cutoff_at)
+    if active_share is None:
+        return (
+            USERS_CHANGED,
+            f"{USERS_CHANGED:.1%} of the users changed: assumed, nothing has a time",
+        )
+    return (
+        active_share,
+        f"{active_share:.1%} of the users did something in the last day before the cut",
+    )
+
+
+def active_lately(sample: Sample, cutoff_at: datetime | None) -> float | None:
+    """Share of the sample's users with an interaction in the last day before the cut; None where there are no times.
+
+    Without a cut the day ends with the newest interaction.
+    """
+    if not (sample.times > 0).any():
+        return None
+    data_end_us = int(sample.times.max()) + 1
+    end = data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS)
+    lately = sample.owners[sample.times >= end - _DAY_US]
+    return len(np.unique(lately)) / len(sample.ids)
+
+
+def touched_share(items: int, changed_share: float, width: int) -> float:
+    """Share of the lists of `width` items that hold an item of any `changed_share` of all `items`.
+
+    1 - C(items - changed, width) / C(items, width): 1 - (1 - changed) ** width where a list is short beside the items.
+    """
+    changed_count, width = changed_share * items, min(width, items)
+    if changed_count + width > items:
+        return 1.0 if changed_count and width else 0.0
+    log_unchanged_ways = lgamma(items - changed_count + 1) - lgamma(
+        items - changed_count - width + 1
+    )
+    return 1 - exp(log_unchanged_ways + lgamma(items - width + 1) - lgamma(items + 1))
+
+
+def copying_night(
+    timings: Timings,
+    shape: NightShape,
+    users_changed: float,
+    items_changed: float,
+    histories: NDArray[np.int64],
+) -> CopyingNight:
+    """The night after one that it copies from, in which these shares of the users and of the items changed.
+
+    `histories` int64 are the numbers of different items that some users had: with one that is gone, inputs differ.
+    """
+    lost_share, entered = _lost_and_entered(shape, "user", items_changed)
+    touched_history_share = _mean_touched(shape.items, items_changed, histories)
+    stay = (1 - users_changed) * (1 - touched_history_share)
+    inputs, lost_share, entered = 1 - stay, stay * lost_share, stay * entered
+    computed = inputs + lost_share + entered
+    # Who an item may enter is told by the vectors of all users.
+    remaining_share_by_stage = {
+        "tower": 1.0 if items_changed else inputs,
+        "topk": min(1.0, computed + items_changed * (1 - computed)),
+    }
+    busy = timings.stages
+    of_users = sum(remaining_share_by_stage.get(name, 1.0) * busy[name] for name in busy) / max(
+        sum(busy.values()), 1e-9
+    )
+    of_items = min(1.0, items_changed + sum(_lost_and_entered(shape, "item", items_changed)))
+    scoring = timings.prepare.and_(timings.shards).and_(timings.embed.times(items_changed))
+    scoring = scoring.and_(timings.users.times(of_users)).and_(timings.items.times(of_items))
+    return CopyingNight(items_changed, inputs, lost_share, entered, scoring)
+
+
+def copying_nights(
+    timings: Timings,
+    shape: NightShape,
+    users_changed: float,
+    items_changed: float | None,
+    histories: NDArray[np.int64],
+) -> Sequence[CopyingNight]:
+    """The night for the share of items that is stated, else one for each of ITEMS_CHANGED."""
+    changed_shares = ITEMS_CHANGED if items_changed is None else (items_changed,)
+    return [
+        copying_night(timings, shape, users_changed, changed_share, histories)
+        for changed_share in changed_shares
+    ]
+
+
+def items_per_user(sample: Sample) -> NDArray[np.int64]:
+    """Numbers of different items that each user of the sample had; int64 [users]."""
+    if not len(sample.owners):
+        return np.zeros(len(sample.ids), np.int64)
+    items = np.asarray(pc.dictionary_encode(sample.items).indices, np.int64)
+    pairs = np.unique(sample.owners * (int(items.max()) + 1) + items)
+    return np.bincount(pairs // (int(items.max()) + 1), minlength=len(sample.ids))
+
+
+def _mean_touched(items: int, changed_share: float, widths: NDArray[np.int64]) -> float:
+    distinct_widths, counts = np.unique(widths, return_counts=True)
+    touched_shares = [
+        touched_share(items, changed_share, width) for width in distinct_widths.tolist()
+    ]
+    return float(np.dot(touched_shares, counts)) / max(1, len(widths))
+
+
+def _lost_and_entered(shape: NightShape, entity: str, changed_share: float) -> tuple[float, float]:
+    """(lists that lose an item, lists besides that one may enter) as shares of the lists of users, or of items."""
+    width = sum(
+        layout.width
+        for of, layout in shape.layouts.values()
+        if of == entity and layout.kind == "topk"
+    )
+    lost_share = touched_share(shape.items, changed_share, width)
+    # A new item is as likely in a list as any, so as many lists are entered as are left.
+    entered = 1.0 if changed_share > ENTERING_MAX and width else lost_share
+    return lost_share, (1 - lost_share) * entered
+
+
+def zipf_popularity(users: int, exponent: float) -> Popularity:
+    """The user of rank r is asked for in proportion to r ** -exponent; far ranks share bins of 0.2 %."""
+    exact = min(users, EXACT_RANKS)
+    edges = [exact]
+    while edges[-1] < users:
+        edges.append(min(users, max(edges[-1] + 1, int(edges[-1] * BIN_GROWTH))))
+    # The midpoint rule: the sum over ranks a+1..b is the integral from a+1/2 to b+1/2.
+    low, high = np.array(edges[:-1], np.float64) + 0.5, np.array(edges[1:], np.float64) + 0.5
+    power = 1 - exponent
+    sums = np.log(high / low) if power == 0 else (high**power - low**power) / power
+    keys = np.concatenate([np.ones(exact), high - low])
+    mass = np.concatenate([np.arange(1, exact + 1, dtype=np.float64) ** -exponent, sums])
+    return Popularity(mass / mass.sum() / keys, keys)
+
+
+def popularity_of(counts: NDArray[np.int64], users: int) -> Popularity:
+    """Popularity from how often each user seen in a log was asked for, of `users` in all.
+
+    Those never seen have together about the share of the log that users seen once have (Good, Biometrika 1953); each
+    user seen gives up the same part of a request for it.
+    """
+    times, keys = np.unique(counts, return_counts=True)
+    requests, seen_count = int(counts.sum()), len(counts)
+    seen_once_count, unseen = int(keys[0]) if times[0] == 1 else 0, max(0, users - seen_count)
+    if not seen_once_count or not unseen:
+        return Popularity(times / requests, keys.astype(np.float64))
+    discount = min(seen_once_count / seen_count, 0.9)
+    request_shares = np.concatenate([times - discount, [discount * seen_count / unseen]]) / requests
+    return Popularity(request_shares, np.concatenate([keys, [unseen]]).astype(np.float64))
+
+
+def l1_hit_rates(
+    popularity: Popularity,
+    max_bytes: int,
+    *,
+    record_bytes: int,
+    answer_bytes: int = 0,
+    requests: float | None = None,
+) -> HitRates:
+    """Hit rates of an L1 of `max_bytes` for one table of records.
+
+    `answer_bytes`: what the finished answer of a single lookup takes that is kept beside its record from the second
+    request on (0: none is, as for batches).
+
+    A least-recently-used cache behaves as if each entry stayed for one characteristic time T after its last use, T
+    being what makes the expected contents fill the cache (Che, Tung, Wang: Hierarchical Web Caching Systems, IEEE JSAC
+    2002; why it is so exact: Fricker, Robert, Roberts, ITC 2012). Times are counted in requests, which are independent
+    of each other.
+    """
+    table = l1_table_bytes()
+    record = record_bytes + OVERHEAD_BYTES + table
+    answer = answer_bytes + READY_BYTES + table if answer_bytes else 0.0
+
+    def contents(time: float) -> tuple[float, float]:
+        """(entries, bytes) expected."""
+        x = popularity.probabilities * time
+        absent_probability = np.exp(-x)
+        if not answer:
+            entries = float(popularity.keys @ (1 - absent_probability))
+            return entries, record * entries
+        # The record is used when it comes and when the answer is made of it; then only the answer is.
+        records = float(popularity.keys @ ((1 + x) * absent_probability * (1 - absent_probability)))
+        answers = float(popularity.keys @ (1 - absent_probability) ** 2)
+        return records + answers, record * records + answer * answers
+
+    time = _characteristic_time(lambda time: contents(time)[1], max_bytes)
+    everything = float(popularity.keys.sum()) * (2 if answer else 1)
+    entries = everything if math.isinf(time) else contents(time)[0]
+    return HitRates(
+        max_bytes,
+        entries,
+        _steady_rate(popularity, time),
+        _rate_from_cold(popularity, time, requests),
+    )
+
+
+def _characteristic_time(bytes_at: Callable[[float], float], max_bytes: int) -> float:
+    low, high = 0.0, 60.0  # log2 of requests
+    if bytes_at(2**high) <= max_bytes:
+        return math.inf
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if bytes_at(2**middle) <= max_bytes else (low, middle)
+    return float(2**low)
+
+
+def _steady_rate(popularity: Popularity, time: float) -> float:
+    if math.isinf(time):
+        return 1.0
+    mass = popularity.probabilities * popularity.keys
+    return float(mass @ -np.expm1(-popularity.probabilities * time))
+
+
+def _rate_from_cold(popularity: Popularity, time: float, requests: float | None) -> float | None:
+    """The mean over the first requests: until T the cache has seen as much as it was asked for, then it is full."""
+    if requests is None or requests < 1:
+        return None
+    filling = min(time, requests)
+    first = filling - float(popularity.keys @ -np.expm1(-popularity.probabilities * filling))
+    return (first + (requests - filling) * _steady_rate(popularity, filling)) / requests
+
+
+@functools.cache
+def l1_table_bytes() -> float:
+    """Bytes of an entry in the table of an L1 under churn, beside what `size_of` counts; measured on small ones."""
+    return fmean(_measured_table_bytes(entries) for entries in _CHURNED_ENTRIES)
+
+
+def _measured_table_bytes(entries: int) -> float:
+    entry = Entry(b"", 0)
+    tier = LocalTier(entries * (size_of(entry) + 150))
+    for key in range(4 * entries):
+        tier.put(LocalKey("", "", key), entry)
+    return tier.size_bytes / len(tier) - size_of(entry)

@@ -1,7 +1,4 @@
-"""Options of the command `plan`, and its answer for a measured GPU, which needs no sample and few libraries.
-
-A line that says all numbers is answered in milliseconds, before settings and libraries are read (`quick_answer`).
-"""
+"""Options of the command `plan`, and its answer for a measured GPU, which needs no sample and few libraries."""
 
 import argparse
 import json
@@ -24,6 +21,12 @@ DESCRIPTION = (
     "would not fit; with --card, only how long lists take on a GPU that was measured, at once and from a table"
 )
 
+SAMPLE_OPTIONS = (
+    "qps", "processes", "requests", "zipf", "answer_bytes", "gpu_users_per_s", "users_changed", "items_changed",
+    "redis_gb", "redis_nodes", "host_gb", "disk_gb", "sample", "seconds", "data_until", "l1_mb",
+)  # fmt: skip
+"""Options that have no meaning without a sample, and so not with --card."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanParameters:
@@ -44,27 +47,6 @@ class PlanParameters:
     gpu_users_per_s: float | None = None
     users_changed: float | None = None
     items_changed: float | None = None
-
-
-SAMPLE_OPTIONS = (
-    "qps", "processes", "requests", "zipf", "answer_bytes", "gpu_users_per_s", "users_changed", "items_changed",
-    "redis_gb", "redis_nodes", "host_gb", "disk_gb", "sample", "seconds", "data_until", "l1_mb",
-)  # fmt: skip
-"""Options that have no meaning without a sample, and so not with --card."""
-
-
-class _ChooseCard(argparse.Action):
-    """Stores --card, and has another command answer, which needs neither a sample nor Redis."""
-
-    def __call__(
-        self,
-        _parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        _option: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, values)
-        namespace.run, namespace.redis = self.const, "none"
 
 
 def add_options(command: argparse.ArgumentParser, card_command: object) -> None:
@@ -111,21 +93,18 @@ def add_options(command: argparse.ArgumentParser, card_command: object) -> None:
     )  # fmt: skip
 
 
-def demand_card_options(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for an option that --card leaves without a meaning, or without the number of users."""
-    default = PlanParameters()
-    for name in SAMPLE_OPTIONS:
-        unset = list(default.l1_mib) if name == "l1_mb" else getattr(default, name, None)
-        if getattr(arguments, name) != unset:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{option} does not go with --card, which predicts from a table: leave one of them out",
-                field=name,
-            )
-    if arguments.users is None:
-        raise ConfigError(
-            "--card counts nothing: say with --users how many users get lists", field="users"
-        )
+class _ChooseCard(argparse.Action):
+    """Stores --card, and has another command answer, which needs neither a sample nor Redis."""
+
+    def __call__(
+        self,
+        _parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        _option: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.run, namespace.redis = self.const, "none"
 
 
 def parameters(arguments: argparse.Namespace) -> PlanParameters:
@@ -162,10 +141,28 @@ def parameters(arguments: argparse.Namespace) -> PlanParameters:
     )  # fmt: skip
 
 
+def demand_card_options(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for an option that --card leaves without a meaning, or without the number of users."""
+    default = PlanParameters()
+    for name in SAMPLE_OPTIONS:
+        unset = list(default.l1_mib) if name == "l1_mb" else getattr(default, name, None)
+        if getattr(arguments, name) != unset:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} does not go with --card, which predicts from a table: leave one of them out",
+                field=name,
+            )
+    if arguments.users is None:
+        raise ConfigError(
+            "--card counts nothing: say with --users how many users get lists", field="users"
+        )
+
+
 def quick_answer(argv: Sequence[str]) -> str | None:
     """The answer to the words behind `plan`, if they are --card with all its numbers.
 
-    None where the settings are needed, or something is wrong, which the parser of all commands tells.
+    It takes milliseconds, for neither settings nor libraries are read. None where the settings are needed, or something
+    is wrong, which the parser of all commands tells.
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--card", default="")
@@ -180,7 +177,7 @@ def quick_answer(argv: Sequence[str]) -> str | None:
         return None
     if unknown_arguments or min(options.users, options.items, options.dims, options.k) < 1:
         return None
-    return _text(
+    return _card_text(
         card.night(options.users, options.items, options.dims, options.k), is_json=options.json
     )
 
@@ -193,12 +190,12 @@ def plan_on_card(
 
     demand_card_options(arguments)
     card, plan_parameters = find_card(arguments.card), parameters(arguments)
-    items, dims = _size(config, plan_parameters.items, plan_parameters.dims)
+    items, dims = _card_size(config, plan_parameters.items, plan_parameters.dims)
     forecast = card.night(plan_parameters.users or 0, items, dims, plan_parameters.k or MEASURED_K)
-    return CommandOutput(_text(forecast, is_json=arguments.json))
+    return CommandOutput(_card_text(forecast, is_json=arguments.json))
 
 
-def _size(config: "NightConfig", items: int | None, dims: int | None) -> tuple[int, int]:
+def _card_size(config: "NightConfig", items: int | None, dims: int | None) -> tuple[int, int]:
     """(items, dimensions) as they were asked for, else of the bundle."""
     if items is not None and dims is not None:
         return items, dims
@@ -214,7 +211,7 @@ def _size(config: "NightConfig", items: int | None, dims: int | None) -> tuple[i
     return items or bundle.items.count, dims or bundle.dims
 
 
-def _text(forecast: CardForecast, *, is_json: bool) -> str:
+def _card_text(forecast: CardForecast, *, is_json: bool) -> str:
     if is_json:
         return json.dumps({**asdict(forecast), "night_s": forecast.night_s}, indent=2)
     rows: tuple[tuple[str, float | None, str], ...] = (

@@ -42,51 +42,22 @@ from precompute.scoring.users import score_users
 from precompute.steps import begin, embed_items, load
 from precompute.steps.score import SHARDS_AT_ONCE
 
-_REPEATS = 3
+PROBE_COUNT = 256
 
+REPEATS = 3
 
-@dataclass(frozen=True, slots=True)
-class DeviceRate:
-    """Lists per second of the GPUs that a night scores on, and in words how that is known."""
+SEARCHED_USERS = 1024
 
-    users_per_s: float
-    how: str
+TIMED_USERS_MAX = 1 << 16
 
+LOADED_BYTES_MAX = 256 << 20
 
-def by_table(items: int, dims: int, k: int) -> DeviceRate:
-    """Rate of one GPU that was measured, for lists of so many items and dimensions.
+_RATE_REPEATS = 3
 
-    What another K costs was not measured: it counts for nothing, and `how` says so.
-    """
-    card = CARDS[DEFAULT_CARD]
-    return DeviceRate(1 / card.list_seconds(items, dims), f"a table: {card.how(k)}")
+TRIAL_CUT = "2000-01-01T00:00:00Z"
+"""Cut that names the trial's generation; nothing is cut off by it."""
 
-
-def by_rehearsal(
-    device: str,
-    users: NDArray[np.float32],
-    items: NDArray[np.float32],
-    metric: Metric,
-    k: int,
-) -> DeviceRate | None:
-    """Rate of a device of torch for some real users and all items; None where it cannot hold them, or without users."""
-    if not len(users):
-        return None
-    import torch
-
-    from precompute.device.scorer import DeviceScorer
-
-    scorer = DeviceScorer.of(items, metric, device)
-    if scorer is None:
-        return None
-    measured_rates = []
-    for _ in range(_REPEATS):  # the first warms it
-        started = time.perf_counter()
-        scorer.top(users, min(k, len(items)))
-        measured_rates.append(len(users) / (time.perf_counter() - started))
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    return DeviceRate(max(measured_rates), f"a rehearsal on {name} here, {len(users):,} users")
-
+REHEARSED_GENERATION = "20000101T000000Z-000000000000"
 
 Result = TypeVar("Result")
 
@@ -117,48 +88,12 @@ class TimedRun(NamedTuple):
     spent: TimeSpent
 
 
-def timed(
-    run: Callable[[], Result], other_cpu_s: Callable[[], float] = lambda: 0.0
-) -> tuple[TimeSpent, Result]:
-    """Time of a run, and what it found; `other_cpu_s` is the processor time of another process that works for it."""
-    wall, cpu = time.perf_counter(), time.process_time() + other_cpu_s()
-    result = run()
-    ended_at = time.perf_counter()
-    return TimeSpent(ended_at - wall, time.process_time() + other_cpu_s() - cpu), result
+@dataclass(frozen=True, slots=True)
+class DeviceRate:
+    """Lists per second of the GPUs that a night scores on, and in words how that is known."""
 
-
-def middle(run_times: Sequence[TimeSpent]) -> TimeSpent:
-    """The median of several runs of the same, each clock by itself."""
-    return TimeSpent(*(median(clock_seconds) for clock_seconds in zip(*run_times, strict=True)))
-
-
-def grown(small: TimedRun, large: TimedRun, amount: float) -> TimeSpent:
-    """Extrapolation along the line through two runs, from the larger one on; fixed costs are in both."""
-    step = large.amount - small.amount
-    if step <= 0:
-        return large.spent.times(amount / large.amount)
-
-    def on_line(small_run_s: float, after: float) -> float:
-        slope = max(0.0, after - small_run_s) / step
-        return max(0.0, after + slope * (amount - large.amount))
-
-    return TimeSpent(*map(on_line, small.spent, large.spent))
-
-
-PROBE = 256
-
-
-REPEATS = 3
-
-
-SEARCHED = 1024
-
-
-LARGEST = 1 << 16
-
-
-EVER = "2000-01-01T00:00:00Z"
-"""Cut that names the trial's generation; nothing is cut off by it."""
+    users_per_s: float
+    how: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +205,7 @@ class Trial:
 
     def on_devices(self, device_setting: str, shape: NightShape, k: int) -> DeviceRate:
         """Rate of the lists on the GPUs of this host, tried on one of them; without any, of one that was measured."""
-        rate, table = None, by_table(shape.items, shape.dims, k)
+        rate, table = None, rate_by_table(shape.items, shape.dims, k)
         try:
             device_names = devices(device_setting)
         except ConfigError:  # a plan is made elsewhere than the nights run
@@ -279,7 +214,7 @@ class Trial:
             )
         if device_names:
             users, vectors = self.encoded()
-            rate = by_rehearsal(device_names[0], users, vectors, self.bundle.metric, k)
+            rate = rate_by_rehearsal(device_names[0], users, vectors, self.bundle.metric, k)
         if rate is None:
             return table
         grows = shape.items * shape.dims / vectors.size
@@ -289,7 +224,7 @@ class Trial:
     def half_the_items(self, k: int) -> float:
         """The time that all items take over that of a random half of them, for some users."""
         users, vectors = self.encoded()
-        users = users[:SEARCHED]
+        users = users[:SEARCHED_USERS]
         half_ordinals = np.random.default_rng(0).permutation(len(vectors))[: len(vectors) // 2]
         spent = []
         for searched_vectors in (vectors, vectors[np.sort(half_ordinals)]):
@@ -303,12 +238,6 @@ class Trial:
         return spent[0] / spent[1]
 
 
-def feature_columns(bundle: Bundle) -> list[str]:
-    """Columns of the user features that the models want."""
-    models = [model for model in bundle.models if model.entity == "user"]
-    return sorted({str(feature.column) for model in models for feature in model.spec.features})
-
-
 def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str) -> Trial:
     """Begins the sample's build in a store of its own, in one shard, and embeds the items."""
     sources = sample.write(folder / "sources", len(sample.ids), config.sources)
@@ -316,7 +245,7 @@ def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str
         config, sources=sources, artifacts=str(folder / "artifacts"), state=str(folder / "state"),
         redis_url=redis_url, shards=1, data_until=None, device=OFF,
     )  # fmt: skip
-    begin_report = begin.run(trial, data_until=None, run_after=None, named=EVER)
+    begin_report = begin.run(trial, data_until=None, run_after=None, named=TRIAL_CUT)
     build = Build.of(trial, begin_report)
     embedded, _ = timed(lambda: embed_items.run(trial, begin_report))
     at_once = min(SHARDS_AT_ONCE, config.shards)
@@ -342,8 +271,8 @@ def time_scoring(
         return spent
 
     progress("time the scoring", 0, 2)
-    score(min(PROBE, per_shard))  # the first opens what later ones find open
-    users = _of_one_shard(score, per_shard, seconds, LARGEST).times(shape.shards)
+    score(min(PROBE_COUNT, per_shard))  # the first opens what later ones find open
+    users = _of_one_shard(score, per_shard, seconds, TIMED_USERS_MAX).times(shape.shards)
     progress("time the scoring", 1, 2)
     items = _of_one_shard(trial.items, -(-shape.items // shape.shards), seconds, trial_item_count)
     items = items.times(shape.shards)
@@ -358,7 +287,7 @@ def time_scoring(
         exponent, growth = _growth(trial, shape, trial_item_count)
         topk_share = stages["topk"] / max(sum(stages.values()), 1e-9)
         at_most = users.times(1 + topk_share * (grows - 1)).and_(items.times(grows))
-        note = _note(shape, trial, trial_item_count, exponent, at_most)
+        note = _extrapolation_note(shape, trial, trial_item_count, exponent, at_most)
         users = users.times(1 + topk_share * (growth - 1))
         items = items.times(growth)
         stages["topk"] *= growth
@@ -373,12 +302,12 @@ def time_scoring(
 def _of_one_shard(
     run: Callable[[int], TimeSpent], count: int, seconds: float, at_most: int
 ) -> TimeSpent:
-    probe_count = min(PROBE, count, at_most)
+    probe_count = min(PROBE_COUNT, count, at_most)
     small = large = TimedRun(probe_count, run(probe_count))
     rate = probe_count / max(small.spent.wall_s, 1e-6)
     if (more := int(min(count, at_most, rate * seconds))) > probe_count:
         large = TimedRun(more, run(more))
-    return grown(small, large, count)
+    return extrapolate(small, large, count)
 
 
 def _growth(trial: Trial, shape: NightShape, trial_item_count: int) -> tuple[float, float]:
@@ -389,7 +318,7 @@ def _growth(trial: Trial, shape: NightShape, trial_item_count: int) -> tuple[flo
     return exponent, (shape.items / trial_item_count) ** exponent * shape.dims / trial.bundle.dims
 
 
-def _note(
+def _extrapolation_note(
     shape: NightShape, trial: Trial, trial_item_count: int, exponent: float, at_most: TimeSpent
 ) -> str:
     unmeasured = "; dimensions count in proportion, which was not measured"
@@ -401,10 +330,45 @@ def _note(
     )
 
 
-GENERATION = "20000101T000000Z-000000000000"
+def feature_columns(bundle: Bundle) -> list[str]:
+    """Columns of the user features that the models want."""
+    models = [model for model in bundle.models if model.entity == "user"]
+    return sorted({str(feature.column) for model in models for feature in model.spec.features})
 
 
-LARGEST_BYTES = 256 << 20
+def rate_by_table(items: int, dims: int, k: int) -> DeviceRate:
+    """Rate of one GPU that was measured, for lists of so many items and dimensions.
+
+    What another K costs was not measured: it counts for nothing, and `how` says so.
+    """
+    card = CARDS[DEFAULT_CARD]
+    return DeviceRate(1 / card.list_seconds(items, dims), f"a table: {card.how(k)}")
+
+
+def rate_by_rehearsal(
+    device: str,
+    users: NDArray[np.float32],
+    items: NDArray[np.float32],
+    metric: Metric,
+    k: int,
+) -> DeviceRate | None:
+    """Rate of a device of torch for some real users and all items; None where it cannot hold them, or without users."""
+    if not len(users):
+        return None
+    import torch
+
+    from precompute.device.scorer import DeviceScorer
+
+    scorer = DeviceScorer.of(items, metric, device)
+    if scorer is None:
+        return None
+    measured_rates = []
+    for _ in range(_RATE_REPEATS):  # the first warms it
+        started = time.perf_counter()
+        scorer.top(users, min(k, len(items)))
+        measured_rates.append(len(users) / (time.perf_counter() - started))
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    return DeviceRate(max(measured_rates), f"a rehearsal on {name} here, {len(users):,} users")
 
 
 def page_costs(client: "redis.Redis", keys: Keyspace, sizes: Iterable[int]) -> dict[int, int]:
@@ -412,7 +376,7 @@ def page_costs(client: "redis.Redis", keys: Keyspace, sizes: Iterable[int]) -> d
     costs = {}
     for size in sorted(set(sizes)):
         # As long a key as any: allocators round up.
-        name = keys.page(GENERATION, "user_topk", 100)
+        name = keys.page(REHEARSED_GENERATION, "user_topk", 100)
         client.set(name, bytes(size))
         memory_bytes: Any = client.memory_usage(name)
         costs[size] = int(memory_bytes)
@@ -423,34 +387,37 @@ def page_costs(client: "redis.Redis", keys: Keyspace, sizes: Iterable[int]) -> d
 def time_load(config: NightConfig, shape: NightShape, client: "redis.Redis") -> TimeSpent:
     """The night's own step, flat out, over pages of zeros; `config` has a store and a Redis that are for this alone.
 
-    As many parts as the night will have, at most LARGEST_BYTES; beyond that on the line through that and a quarter.
+    As many parts as the night will have, at most LOADED_BYTES_MAX; beyond that on the line through that and a quarter.
     """
-    payload_share = min(1.0, LARGEST_BYTES / max(1, shape.payload_bytes))
+    payload_share = min(1.0, LOADED_BYTES_MAX / max(1, shape.payload_bytes))
     small, large = (
-        _load(config, shape, run_share, client) for run_share in (payload_share / 4, payload_share)
+        _time_load_of(config, shape, run_share, client)
+        for run_share in (payload_share / 4, payload_share)
     )
-    return grown(small, large, shape.payload_bytes)
+    return extrapolate(small, large, shape.payload_bytes)
 
 
-def _load(
+def _time_load_of(
     config: NightConfig, shape: NightShape, payload_share: float, client: "redis.Redis"
 ) -> TimedRun:
-    build = Build.of(config, {"generation": GENERATION})
-    manifest = _manifest(config.namespace, shape, payload_share, build.root)
-    build.store.write(generation_path(GENERATION, "manifest.json"), manifest.to_bytes())
+    build = Build.of(config, {"generation": REHEARSED_GENERATION})
+    manifest = _manifest_of_zeros(config.namespace, shape, payload_share, build.root)
+    build.store.write(generation_path(REHEARSED_GENERATION, "manifest.json"), manifest.to_bytes())
     run_times = []
     for _ in range(REPEATS):
         client.flushall(asynchronous=False)
         spent, _ = timed(
-            lambda: load.run(config, {"generation": GENERATION}),
+            lambda: load.run(config, {"generation": REHEARSED_GENERATION}),
             lambda: cpu_s(cast(Any, client.info("cpu"))),
         )
         run_times.append(spent)
     client.flushall(asynchronous=False)
-    return TimedRun(total_bytes(manifest), middle(run_times))
+    return TimedRun(total_bytes(manifest), median_spent(run_times))
 
 
-def _manifest(namespace: str, shape: NightShape, payload_share: float, folder: Path) -> Manifest:
+def _manifest_of_zeros(
+    namespace: str, shape: NightShape, payload_share: float, folder: Path
+) -> Manifest:
     """All tables in all their parts, each with this share of its records, in files that take no room."""
     tables = {}
     folder.mkdir(parents=True, exist_ok=True)
@@ -468,4 +435,34 @@ def _manifest(namespace: str, shape: NightShape, payload_share: float, folder: P
         tables[name] = Table(name, entity, Producer("none"), layout, per_page, parts, ())
     none = Artefact("none", 0, "")
     items = ItemFiles(none, none, none, none, 0, 0)
-    return Manifest(namespace, GENERATION, 0, 0, "", "", {}, items, tables, {}, {}, none, ())
+    return Manifest(
+        namespace, REHEARSED_GENERATION, 0, 0, "", "", {}, items, tables, {}, {}, none, ()
+    )
+
+
+def timed(
+    run: Callable[[], Result], other_cpu_s: Callable[[], float] = lambda: 0.0
+) -> tuple[TimeSpent, Result]:
+    """Time of a run, and what it found; `other_cpu_s` is the processor time of another process that works for it."""
+    wall, cpu = time.perf_counter(), time.process_time() + other_cpu_s()
+    result = run()
+    ended_at = time.perf_counter()
+    return TimeSpent(ended_at - wall, time.process_time() + other_cpu_s() - cpu), result
+
+
+def median_spent(run_times: Sequence[TimeSpent]) -> TimeSpent:
+    """The median of several runs of the same, each clock by itself."""
+    return TimeSpent(*(median(clock_seconds) for clock_seconds in zip(*run_times, strict=True)))
+
+
+def extrapolate(small: TimedRun, large: TimedRun, amount: float) -> TimeSpent:
+    """Extrapolation along the line through two runs, from the larger one on; fixed costs are in both."""
+    step = large.amount - small.amount
+    if step <= 0:
+        return large.spent.times(amount / large.amount)
+
+    def on_line(small_run_s: float, after: float) -> float:
+        slope = max(0.0, after - small_run_s) / step
+        return max(0.0, after + slope * (amount - large.amount))
+
+    return TimeSpent(*map(on_line, small.spent, large.spent))

@@ -1,20 +1,4 @@
-"""Factorisations of the user-item matrix, spectral and alternating: vectors of the reference model. Pure.
-
-With R the 0/1 matrix of users and items and D their degrees, V and s are the top right singular vectors and values of
-D_u^-a R D_i^-b. A user is the sum of D_i^-b V f(s) over the history, an item is D_i^b V: the row is normalised,
-projected onto the subspace, damped and brought back (PureSVD, Cremonesi et al., RecSys 2010, with the degree
-normalisation of GF-CF, Shen et al., CIKM 2021). The damping f(s) = s^2 / (s^2 + ridge s_1^2) is that of a linear
-autoencoder with a ridge penalty. One linear layer over the history, so any user folds in.
-
-Vectors u of users and v of items minimise, over interactions, the sum of (1 - u.v)^2; over all pairs, `others` times
-that of (u.v)^2; and the regularisation times the squared length of each vector, times the weight of all its terms (Hu,
-Koren and Volinsky, ICDM 2008, weighed as by Rendle et al., RecSys 2022). A half round betters the vectors of one side
-by some steps of conjugate gradients from where they were (Takacs et al., RecSys 2011).
-
-With V the items' vectors, a user is the sum of D_i^-b V (others V'V + ridge reg w I)^-1 over the history, w the mean
-weight of a user: the ridge regression that has seen nothing of the user but `others`, so that any user folds in by one
-linear layer. The exponent b makes up for what it leaves out.
-"""
+"""Factorisations of the user-item matrix, spectral and alternating: vectors of the reference model. Pure."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,33 +13,92 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories
 from cache.process.host import usable_cores
 
-PARTS = 8
+USER_PARTS = 8
 """Parts of the users whose products are added up in this order, so that the bits do not depend on the cores."""
 
-
-CHUNK = 32_768
+CHUNK_USERS = 32_768
 """Users whose product with a basis is held at once by a thread."""
 
-
-STRIP = 8192
+STRIP_ROWS = 8192
 """Rows of a tall matrix that are turned, or held in float64, at once."""
-
 
 SPECTRAL_ROUNDS = 5
 """Products with which a random basis becomes that of the largest singular values."""
 
-
 _OVERSAMPLE = 32
+
+ALTERNATING_ROUNDS = 6
+"""Rounds of a training; with more, shapes that hold back less would find less."""
+
+CONJUGATE_GRADIENT_STEPS = 2
+"""Steps of conjugate gradients in a half round."""
+
+USER_NUMBERS_MAX = 1 << 28
+"""Numbers in all users' vectors at most, 1 GiB; of more users a random part trains the items' vectors."""
+
+BLOCK_NUMBERS = 1 << 20
+"""Numbers in the padded vectors of rows that are solved together: they stay in a core's cache."""
+
+TINY = np.float32(1e-30)
+"""Keeps 0 / 0 from being no number: a row that is solved stays as it is."""
+
+USER_EXPONENTS = (0.5, 0.25)
+
+ITEM_EXPONENTS = (0.5, 0.4, 0.3, 0.2)
+
+UNOBSERVED_WEIGHTS = (0.003, 0.02, 0.1)
+
+REGULARIZATIONS = (0.003, 0.01, 0.03)
+
+SPECTRAL_RIDGES = (0.3, 0.1, 0.03, 0.01)
+
+FOLD_RIDGES = (0.3, 1.0, 3.0)
+
+FOLD_EXPONENTS = (0.0, 0.2)
 
 
 @dataclass(frozen=True, slots=True)
 class SpectralShape:
-    """Numbers that are chosen of a model: exponents of users' and items' degrees, the ridge, and the dimensions."""
+    """Numbers of a model by the damped spectrum: exponents of users' and items' degrees, the ridge, and the dimensions.
+
+    With R the 0/1 matrix of users and items and D their degrees, V and s are the top right singular vectors and values
+    of D_u^-a R D_i^-b. A user is the sum of D_i^-b V f(s) over the history, an item is D_i^b V: the row is normalised,
+    projected onto the subspace, damped and brought back (PureSVD, Cremonesi et al., RecSys 2010, with the degree
+    normalisation of GF-CF, Shen et al., CIKM 2021). The damping f(s) = s^2 / (s^2 + ridge s_1^2) is that of a linear
+    autoencoder with a ridge penalty. One linear layer over the history, so any user folds in.
+    """
 
     user_exponent: float = 0.5
     item_exponent: float = 0.4
     ridge: float = 0.03
     dims: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AlternatingShape:
+    """Numbers of a model by alternating least squares: weights, the ridge and the exponent of the fold, the dimensions.
+
+    Vectors u of users and v of items minimise, over interactions, the sum of (1 - u.v)^2; over all pairs, `others`
+    times that of (u.v)^2; and the regularisation times the squared length of each vector, times the weight of all its
+    terms (Hu, Koren and Volinsky, ICDM 2008, weighed as by Rendle et al., RecSys 2022). A half round betters the
+    vectors of one side by some steps of conjugate gradients from where they were (Takacs et al., RecSys 2011).
+
+    With V the items' vectors and D_i their degrees, a user is the sum of D_i^-b V (others V'V + ridge reg w I)^-1 over
+    the history, w the mean weight of a user: the ridge regression that has seen nothing of the user but `others`, so
+    that any user folds in by one linear layer. The exponent b makes up for what it leaves out.
+    """
+
+    others: float = 0.01
+    regularization: float = 0.01
+    ridge: float = 1.0
+    item_exponent: float = 0.0
+    dims: int = 256
+
+
+ModelShape = SpectralShape | AlternatingShape
+
+Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""Rows whose sum over a history is the user, and the items' vectors, [items, dims] each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,16 +125,16 @@ class UserItemMatrix:
 
     def gram_times(self, basis: NDArray[np.float32], shape: SpectralShape) -> NDArray[np.float32]:
         """float32 [items, width]: N'N basis of the normalised matrix N, which is never made."""
-        right = power(self.item_degrees, -shape.item_exponent).astype(np.float32)[:, None]
-        user_weights = power(self.user_degrees, -2 * shape.user_exponent).astype(np.float32)
+        right = degree_power(self.item_degrees, -shape.item_exponent).astype(np.float32)[:, None]
+        user_weights = degree_power(self.user_degrees, -2 * shape.user_exponent).astype(np.float32)
         scaled = np.ascontiguousarray(basis * right)
         users = len(user_weights)
-        bounds = np.linspace(0, users, min(PARTS, users) + 1).astype(np.int64)
+        bounds = np.linspace(0, users, min(USER_PARTS, users) + 1).astype(np.int64)
 
         def product(bounds: tuple[int, int]) -> NDArray[np.float32]:
             total = np.zeros_like(scaled)
-            for start in range(*bounds, CHUNK):
-                end = min(start + CHUNK, bounds[1])
+            for start in range(*bounds, CHUNK_USERS):
+                end = min(start + CHUNK_USERS, bounds[1])
                 rows = self.matrix[start:end]
                 total += rows.T @ ((rows @ scaled) * user_weights[start:end, None])
             return total
@@ -103,12 +146,45 @@ class UserItemMatrix:
         return total * right
 
 
+def matrix_of(
+    user_rows: NDArray[np.int64], item_rows: NDArray[np.int64], size: Sequence[int]
+) -> sp.csr_matrix:
+    """0/1 CSR matrix of pairs; repeated ones count once, columns ascend."""
+    ones = np.ones(len(user_rows), np.float32)
+    matrix = sp.csr_matrix((ones, (user_rows, item_rows)), shape=tuple(size))
+    matrix.sum_duplicates()
+    matrix.data[:] = 1
+    return matrix
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Spectrum:
     """Right singular vectors float64 [items, width] and values [width], largest first; more than were asked for."""
 
     vectors: NDArray[np.float64]
     values: NDArray[np.float64]
+
+
+def tables_of(
+    data: UserItemMatrix, shapes: Iterable[ModelShape], rng: np.random.Generator
+) -> Iterator[tuple[ModelShape, Tables]]:
+    """Tables of each shape; neighbours of one training are trained once."""
+    start: Spectrum | None = None
+    for training, training_shapes in groupby(shapes, training_of):
+        if isinstance(training, SpectralShape):
+            spectrum = singular_vectors(data, training, rng, rounds=SPECTRAL_ROUNDS)
+            for shape in training_shapes:
+                assert isinstance(shape, SpectralShape)  # noqa: S101 - as its training is
+                yield shape, spectral_tables(spectrum, data.item_degrees, shape)
+        else:
+            if start is None or start.vectors.shape[1] < training.dims:
+                start = singular_vectors(
+                    data, SpectralShape(dims=training.dims), rng, rounds=SPECTRAL_ROUNDS
+                )
+            vectors = alternating_item_vectors(data, start, training, rng)
+            for shape in training_shapes:
+                assert isinstance(shape, AlternatingShape)  # noqa: S101 - as its training is
+                yield shape, (fold_rows(vectors, data, shape), vectors)
 
 
 def singular_vectors(
@@ -148,72 +224,30 @@ def orthonormal(basis: NDArray[np.float32]) -> NDArray[np.float32]:
 def gram(rows: NDArray[np.float32]) -> NDArray[np.float64]:
     """Z'Z in float64 of a tall matrix, [width, width], over its rows once."""
     total = np.zeros((rows.shape[1],) * 2)
-    for start in range(0, len(rows), STRIP):
-        strip_rows = rows[start : start + STRIP].astype(np.float64)
+    for start in range(0, len(rows), STRIP_ROWS):
+        strip_rows = rows[start : start + STRIP_ROWS].astype(np.float64)
         total += strip_rows.T @ strip_rows
     return total
 
 
-def tables(
+def spectral_tables(
     spectrum: Spectrum, item_degrees: NDArray[np.float64], shape: SpectralShape
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """(rows whose sum over a history is the user, vectors of the items), float32 [items, dims] each."""
     vectors, values = spectrum.vectors[:, : shape.dims], spectrum.values[: shape.dims]
     squares = np.square(values)
     damped = squares / np.maximum(squares + shape.ridge * squares[0], 1e-30)
-    rows = power(item_degrees, -shape.item_exponent)[:, None] * vectors * damped
-    items = power(item_degrees, shape.item_exponent)[:, None] * vectors
+    rows = degree_power(item_degrees, -shape.item_exponent)[:, None] * vectors * damped
+    items = degree_power(item_degrees, shape.item_exponent)[:, None] * vectors
     return rows.astype(np.float32), items.astype(np.float32)
 
 
-def power(degrees: NDArray[np.float64], exponent: float) -> NDArray[np.float64]:
+def degree_power(degrees: NDArray[np.float64], exponent: float) -> NDArray[np.float64]:
     """Degrees to an exponent; 0 stays 0."""
     return np.power(degrees, exponent, out=np.zeros_like(degrees), where=degrees > 0)
 
 
-def matrix_of(
-    user_rows: NDArray[np.int64], item_rows: NDArray[np.int64], size: Sequence[int]
-) -> sp.csr_matrix:
-    """0/1 CSR matrix of pairs; repeated ones count once, columns ascend."""
-    ones = np.ones(len(user_rows), np.float32)
-    matrix = sp.csr_matrix((ones, (user_rows, item_rows)), shape=tuple(size))
-    matrix.sum_duplicates()
-    matrix.data[:] = 1
-    return matrix
-
-
-ALTERNATING_ROUNDS = 6
-"""Rounds of a training; with more, shapes that hold back less would find less."""
-
-
-STEPS = 2
-"""Steps of conjugate gradients in a half round."""
-
-
-USERS_NUMBERS = 1 << 28
-"""Numbers in all users' vectors at most, 1 GiB; of more users a random part trains the items' vectors."""
-
-
-TINY = np.float32(1e-30)
-"""Keeps 0 / 0 from being no number: a row that is solved stays as it is."""
-
-
-BLOCK = 1 << 20
-"""Numbers in the padded vectors of rows that are solved together: they stay in a core's cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class AlternatingShape:
-    """Numbers that are chosen of a model: weights, the ridge and the exponent of the fold, and the dimensions."""
-
-    others: float = 0.01
-    regularization: float = 0.01
-    ridge: float = 1.0
-    item_exponent: float = 0.0
-    dims: int = 256
-
-
-def item_vectors(
+def alternating_item_vectors(
     data: UserItemMatrix,
     start: Spectrum,
     shape: AlternatingShape,
@@ -221,11 +255,11 @@ def item_vectors(
     rounds: int = ALTERNATING_ROUNDS,
 ) -> NDArray[np.float32]:
     """float32 [items, dims] after some rounds, from where the usual spectral shape has the items."""
-    matrix, user_limit = data.matrix, USERS_NUMBERS // shape.dims
+    matrix, user_limit = data.matrix, USER_NUMBERS_MAX // shape.dims
     if matrix.shape[0] > user_limit:
         matrix = matrix[np.sort(rng.choice(matrix.shape[0], user_limit, replace=False))]
     by_user, by_item = _Side.of(matrix, shape), _Side.of(matrix.T.tocsr(), shape)
-    _, items = tables(start, data.item_degrees, SpectralShape(dims=shape.dims))
+    _, items = spectral_tables(start, data.item_degrees, SpectralShape(dims=shape.dims))
     items /= np.sqrt(np.square(items).sum(axis=1).mean())
     users = np.zeros((matrix.shape[0], items.shape[1]), np.float32)
     for _ in range(rounds):
@@ -234,14 +268,14 @@ def item_vectors(
     return items
 
 
-def fold(
+def fold_rows(
     vectors: NDArray[np.float32], data: UserItemMatrix, shape: AlternatingShape
 ) -> NDArray[np.float32]:
     """Rows whose sum over a history is the user, float32 [items, dims]."""
     weight = data.user_degrees.mean() + shape.others * data.items
     square = shape.others * gram(vectors)
     square += shape.ridge * shape.regularization * weight * np.eye(len(square))
-    scaled = power(data.item_degrees, -shape.item_exponent)[:, None] * vectors
+    scaled = degree_power(data.item_degrees, -shape.item_exponent)[:, None] * vectors
     return (scaled @ np.linalg.inv(square)).astype(np.float32)
 
 
@@ -269,17 +303,17 @@ class _Side:
         """
         squares, rotation = np.linalg.eigh(gram(theirs))
         for rows in (mine, theirs):
-            for start in range(0, len(rows), STRIP):
-                rows[start : start + STRIP] = rows[start : start + STRIP] @ rotation.astype(
-                    np.float32
-                )
+            for start in range(0, len(rows), STRIP_ROWS):
+                rows[start : start + STRIP_ROWS] = rows[
+                    start : start + STRIP_ROWS
+                ] @ rotation.astype(np.float32)
         diagonal = (self.unobserved_weight * np.maximum(squares, 0)).astype(np.float32)
         padded = np.concatenate([theirs, np.zeros((1, theirs.shape[1]), np.float32)])
         blocks, cores = self._blocks(theirs.shape[1]), usable_cores()
 
         def solve(first: int) -> None:
             dims = theirs.shape[1]
-            space = np.empty(max(BLOCK, int(self.lengths.max()) * dims), np.float32)
+            space = np.empty(max(BLOCK_NUMBERS, int(self.lengths.max()) * dims), np.float32)
             for rows in blocks[first::cores]:
                 longest = int(self.lengths[rows[-1]])
                 padded_indexes = self.histories.padded(rows, longest, len(theirs), "int64")
@@ -291,14 +325,14 @@ class _Side:
             list(pool.map(solve, range(cores)))
 
     def _blocks(self, dims: int) -> list[NDArray[np.int64]]:
-        """Rows of about one length, as many as fit into BLOCK when padded, one at least."""
+        """Rows of about one length, as many as fit into BLOCK_NUMBERS when padded, one at least."""
         order = np.argsort(self.lengths, kind="stable")
         order = order[np.searchsorted(self.lengths[order], 1) :]
         blocks, start = [], 0
         while start < len(order):
-            ahead = order[start : start + max(1, BLOCK // dims)]
+            ahead = order[start : start + max(1, BLOCK_NUMBERS // dims)]
             sizes = self.lengths[ahead] * np.arange(1, len(ahead) + 1) * dims
-            count = max(1, int(np.searchsorted(sizes, BLOCK, side="right")))
+            count = max(1, int(np.searchsorted(sizes, BLOCK_NUMBERS, side="right")))
             blocks.append(ahead[:count])
             start += count
         return blocks
@@ -315,52 +349,26 @@ def _solved(
 
     residual = np.einsum("nld->nd", clicked) - times(x)
     p = residual / diagonal
-    squared = _dot(residual, p)
-    for _ in range(STEPS):
+    squared = _row_products(residual, p)
+    for _ in range(CONJUGATE_GRADIENT_STEPS):
         product = times(p)
-        ahead = squared / np.maximum(_dot(p, product), TINY)
+        ahead = squared / np.maximum(_row_products(p, product), TINY)
         x = x + ahead * p
         residual = residual - ahead * product
         scaled = residual / diagonal
-        previous_squared, squared = squared, _dot(residual, scaled)
+        previous_squared, squared = squared, _row_products(residual, scaled)
         p = scaled + squared / np.maximum(previous_squared, TINY) * p
     return x
 
 
-def _dot(left_rows: NDArray[np.float32], right_rows: NDArray[np.float32]) -> NDArray[np.float32]:
+def _row_products(
+    left_rows: NDArray[np.float32], right_rows: NDArray[np.float32]
+) -> NDArray[np.float32]:
     """Products of the rows, [n, 1]."""
     return np.asarray(np.einsum("nd,nd->n", left_rows, right_rows)[:, None])
 
 
-Shape = SpectralShape | AlternatingShape
-
-
-Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
-"""Rows whose sum over a history is the user, and the items' vectors, [items, dims] each."""
-
-
-USER_EXPONENTS = (0.5, 0.25)
-
-
-ITEM_EXPONENTS = (0.5, 0.4, 0.3, 0.2)
-
-
-UNOBSERVED_WEIGHTS = (0.003, 0.02, 0.1)
-
-
-REGULARIZATIONS = (0.003, 0.01, 0.03)
-
-
-SPECTRAL_RIDGES = (0.3, 0.1, 0.03, 0.01)
-
-
-FOLD_RIDGES = (0.3, 1.0, 3.0)
-
-
-FOLD_EXPONENTS = (0.0, 0.2)
-
-
-def first_tried(dims: int) -> list[Shape]:
+def first_shapes(dims: int) -> list[ModelShape]:
     """Shapes that each take a training of their own, spectral ones first; alternating ones of one regularisation."""
     exponents = product(USER_EXPONENTS, ITEM_EXPONENTS)
     return [
@@ -369,14 +377,14 @@ def first_tried(dims: int) -> list[Shape]:
     ]
 
 
-def regularized(shape: Shape) -> list[Shape]:
+def shapes_by_regularization(shape: ModelShape) -> list[ModelShape]:
     """An alternating shape with each regularisation; of a spectral one itself."""
     if isinstance(shape, SpectralShape):
         return [shape]
     return [replace(shape, regularization=regularization) for regularization in REGULARIZATIONS]
 
 
-def folded(shape: Shape) -> list[Shape]:
+def shapes_by_fold(shape: ModelShape) -> list[ModelShape]:
     """Shapes that one training gives, this one among them."""
     if isinstance(shape, SpectralShape):
         return [replace(shape, ridge=ridge) for ridge in SPECTRAL_RIDGES]
@@ -386,7 +394,7 @@ def folded(shape: Shape) -> list[Shape]:
     ]
 
 
-def training_of(shape: Shape) -> Shape:
+def training_of(shape: ModelShape) -> ModelShape:
     """The same training with the usual fold."""
     if isinstance(shape, SpectralShape):
         return replace(shape, ridge=SpectralShape().ridge)
@@ -394,32 +402,10 @@ def training_of(shape: Shape) -> Shape:
     return replace(shape, ridge=usual.ridge, item_exponent=usual.item_exponent)
 
 
-def distance(shape: Shape) -> float:
+def distance_from_usual(shape: ModelShape) -> float:
     """Distance of a spectral shape's exponents from the usual ones; 0 for an alternating shape."""
     if isinstance(shape, AlternatingShape):
         return 0.0
     usual = SpectralShape()
     moved = abs(shape.user_exponent - usual.user_exponent)
     return round(moved + abs(shape.item_exponent - usual.item_exponent), 6)
-
-
-def tables_of(
-    data: UserItemMatrix, shapes: Iterable[Shape], rng: np.random.Generator
-) -> Iterator[tuple[Shape, Tables]]:
-    """Tables of each shape; neighbours of one training are trained once."""
-    start: Spectrum | None = None
-    for training, training_shapes in groupby(shapes, training_of):
-        if isinstance(training, SpectralShape):
-            spectrum = singular_vectors(data, training, rng, rounds=SPECTRAL_ROUNDS)
-            for shape in training_shapes:
-                assert isinstance(shape, SpectralShape)  # noqa: S101 - as its training is
-                yield shape, tables(spectrum, data.item_degrees, shape)
-        else:
-            if start is None or start.vectors.shape[1] < training.dims:
-                start = singular_vectors(
-                    data, SpectralShape(dims=training.dims), rng, rounds=SPECTRAL_ROUNDS
-                )
-            vectors = item_vectors(data, start, training, rng)
-            for shape in training_shapes:
-                assert isinstance(shape, AlternatingShape)  # noqa: S101 - as its training is
-                yield shape, (fold(vectors, data, shape), vectors)

@@ -1,9 +1,4 @@
-"""Training of the reference bundle: its shape chosen by held-out histories, its towers and affinities written.
-
-Of some users a fifth of the items is held out: the latest where times are known, else at random, and more than once
-where that is little. What the rest of the interactions gives with each shape is judged by recall@20 of that fifth. A
-large data set is judged on a sample of its users.
-"""
+"""Training of the reference bundle: its shape chosen by held-out histories, its towers and affinities written."""
 
 import secrets
 import shutil
@@ -26,20 +21,20 @@ from cache.model.tower import Histories
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles import held_out, onnx_model
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
-from precompute.bundles.bundle_store import hand_over, put_in_place
+from precompute.bundles.bundle_store import hand_over, swap_in
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.reference.matrix_factorisation import (
     AlternatingShape,
-    Shape,
+    ModelShape,
     SpectralShape,
     Tables,
     UserItemMatrix,
-    distance,
-    first_tried,
-    folded,
+    distance_from_usual,
+    first_shapes,
     matrix_of,
-    regularized,
+    shapes_by_fold,
+    shapes_by_regularization,
     tables_of,
     training_of,
 )
@@ -50,349 +45,49 @@ from precompute.sources.plausibility import LEAST_ITEMS, LEAST_USERS, demand_lea
 from precompute.sources.readers import feature_schema, read_features, read_interactions
 from precompute.sources.vocabulary import HashedIds, NumberedIds, Vocabulary, as_strings
 
-CLUSTERS = 16
+HISTORY_MAX = 1024
 
+AFFINITY_SHARPNESS = 8.0
+
+AFFINITY_CLUSTERS = 16
 
 _CLUSTER_ROUNDS = 20
 
+UNKNOWN_CATEGORY = "unknown"
+"""Category of an item that has none."""
 
-def affinities(
-    vectors: NDArray[np.float32],
-    degrees: NDArray[np.float64],
-    item_ids: Sequence[str] | pa.Array,
-    categories: Sequence[str] | pa.Array | None,
-    rng: np.random.Generator,
-) -> tuple[NDArray[np.float32], tuple[str, ...]]:
-    """Unit centroids [n, dims] and their labels: the given categories, or clusters named by their top item."""
-    directions = unit(vectors)
-    if categories is not None:
-        coded = pc.dictionary_encode(strings_of(categories))
-        names, name_indexes = np.unique(
-            coded.dictionary.to_numpy(zero_copy_only=False).astype(str), return_inverse=True
-        )
-        groups = name_indexes[np.asarray(coded.indices)]
-        blank = np.zeros((len(names), vectors.shape[1]), np.float32)
-        return _centroids(directions, groups, len(names), blank), tuple(str(name) for name in names)
-    cluster_count = min(CLUSTERS, len(vectors))
-    groups = spherical_clusters(directions, cluster_count, rng)
-    used = np.unique(groups)
-    order = np.lexsort((np.arange(len(degrees)), -degrees))
-    labels = [str(item_ids[order[groups[order] == cluster][0]]) for cluster in used]
-    blank = np.zeros((cluster_count, vectors.shape[1]), np.float32)
-    return _centroids(directions, groups, cluster_count, blank)[used], tuple(labels)
-
-
-def spherical_clusters(
-    directions: NDArray[np.float32], clusters: int, rng: np.random.Generator
-) -> NDArray[np.int64]:
-    """Cluster of each unit vector by spherical k-means (Dhillon and Modha, 2001)."""
-    centres = directions[rng.choice(len(directions), clusters, replace=False)]
-    assigned = np.zeros(len(directions), np.int64)
-    for _ in range(_CLUSTER_ROUNDS):
-        nearest = (directions @ centres.T).argmax(axis=1)
-        if np.array_equal(nearest, assigned):
-            break
-        assigned = nearest
-        centres = _centroids(directions, assigned, clusters, centres)
-    return assigned
-
-
-def _centroids(
-    directions: NDArray[np.float32],
-    groups: NDArray[np.int64],
-    count: int,
-    otherwise: NDArray[np.float32],
-) -> NDArray[np.float32]:
-    """Unit mean of each group; an empty group keeps what it had."""
-    size = len(directions)
-    member = sp.csr_matrix((np.ones(size, np.float32), (groups, np.arange(size))), (count, size))
-    filled = np.bincount(groups, minlength=count) > 0
-    return np.where(filled[:, None], unit(member @ directions), otherwise)
-
-
-USERS = 8_000
+CUT_USERS = 8_000
 """Users whose histories are cut: on Gowalla 3,000 chose other exponents with another seed."""
 
-
-SAMPLE = 1_500_000
+SAMPLE_INTERACTIONS = 1_500_000
 """Interactions at most on which shapes are compared."""
-
 
 HISTORY_ITEMS_MIN = 5
 """Items of a user whose history is cut."""
 
-
-Interactions = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]
-"""Rows of users and of items, and times."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cut:
-    """Interactions without what is held out, and for the users of `rows` what is kept and what is to be found."""
-
-    data: UserItemMatrix
-    rows: NDArray[np.int64]
-    input_histories: Histories
-    targets: Histories
-
-    @classmethod
-    def of(cls, sample: Interactions, items: int, rng: np.random.Generator) -> Self:
-        """Holds out a fifth of the items of at most USERS users."""
-        users, columns, when = sample
-        # By user, then as they happened (of a pair that comes twice the latest), or at random.
-        if when is None:
-            users, columns = np.divmod(np.unique(users * items + columns), items)
-            columns = columns[np.lexsort((rng.permutation(len(users)), users))]
-        else:
-            order = np.lexsort((when, users))[::-1]
-            pairs = users[order] * items + columns[order]
-            order = order[np.sort(np.unique(pairs, return_index=True)[1])][::-1]
-            users, columns = users[order], columns[order]
-        counts = np.bincount(users)
-        enough = np.flatnonzero(counts >= HISTORY_ITEMS_MIN)
-        rows = np.sort(rng.choice(enough, min(USERS, len(enough)), replace=False))
-        ends = np.cumsum(counts)
-        is_held = np.zeros(len(users), bool)
-        for row in rows:
-            is_held[ends[row] - max(1, counts[row] // 5) : ends[row]] = True
-        size = len(counts), items
-        kept_matrix = matrix_of(users[~is_held], columns[~is_held], size)
-        held_out_matrix = matrix_of(users[is_held], columns[is_held], size)
-        return cls(
-            UserItemMatrix.of(kept_matrix),
-            rows,
-            _histories(kept_matrix[rows]),
-            _histories(held_out_matrix[rows]),
-        )
-
-    def recalls(self, tables: Tables) -> NDArray[np.float64]:
-        """Recall@20 of each user by these tables."""
-        ones = np.ones(len(self.input_histories.indices), np.float32)
-        histories = sp.csr_matrix(
-            (ones, self.input_histories.indices, self.input_histories.indptr),
-            (len(self.input_histories), self.data.items),
-        )
-        rows, vectors = tables
-        return held_out.recalls(
-            histories @ rows, vectors, self.input_histories, self.targets, "inner_product"
-        )
-
-
-def sample_of(
-    user_rows: NDArray[np.int64],
-    item_rows: NDArray[np.int64],
-    times: NDArray[np.int64] | None,
-    rng: np.random.Generator,
-) -> Interactions:
-    """All interactions of as many users, drawn at random and numbered anew, as come to SAMPLE."""
-    if len(user_rows) <= SAMPLE:
-        return user_rows, item_rows, times
-    counts = np.bincount(user_rows)
-    mixed = rng.permutation(len(counts))
-    drawn = mixed[np.cumsum(counts[mixed]) <= SAMPLE]
-    numbers = np.full(len(counts), -1, np.int64)
-    numbers[drawn] = np.arange(len(drawn))
-    user_numbers = numbers[user_rows]
-    sampled_rows = np.flatnonzero(user_numbers >= 0)
-    return (
-        user_numbers[sampled_rows],
-        item_rows[sampled_rows],
-        None if times is None else times[sampled_rows],
-    )
-
-
-def _histories(matrix: Any) -> Histories:
-    return Histories(matrix.indptr.astype(np.int64), matrix.indices.astype(np.int64))
-
-
 PARTS_OF_DIMS = (1, 2, 4, 8)
 """Divisors of the dimensions that are tried with the training that won."""
-
 
 TARGET_ITEMS_MIN = 15_000
 """Items that are to be found; where one cut at random holds out fewer, there are more cuts."""
 
-
-CUTS = 3
+CUTS_MAX = 3
 """Cuts at most."""
-
 
 STANDARD_ERRORS = 2.0
 """Standard errors of the users' differences within which a trial cannot tell two shapes apart."""
 
-
-MARGIN = 0.06
+ALTERNATING_MARGIN = 0.06
 """Recall that alternating vectors must find more, relative to spectral ones: with less they may lose on later data."""
-
 
 FEWER_DIMS_LOSE = 0.002
 """Recall that fewer dimensions may lose, relative to the best: less than the trial can tell apart."""
 
+Interactions = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]
+"""Rows of users and of items, and times."""
 
-@dataclass(frozen=True, slots=True)
-class ShapeTrial:
-    """A shape, and the recall@20 of what was held out."""
-
-    shape: Shape
-    recall: float
-
-
-@dataclass(frozen=True, slots=True)
-class ShapeChoice:
-    """The shape that won, all trials, and what they were made on; without trials it is the default."""
-
-    shape: Shape
-    trials: tuple[ShapeTrial, ...] = ()
-    users: int = 0
-    cuts: int = 0
-    interactions: int = 0
-    is_by_time: bool = False
-
-    @property
-    def recall(self) -> float | None:
-        """That of the chosen shape; None without trials."""
-        return next((trial.recall for trial in self.trials if trial.shape == self.shape), None)
-
-    @property
-    def method(self) -> str:
-        """Name of the chosen shape's method."""
-        return "spectral" if isinstance(self.shape, SpectralShape) else "alternating"
-
-    def row(self) -> dict[str, Any]:
-        """For a report."""
-        return {
-            "method": self.method,
-            **asdict(self.shape),
-            "recall_at_20": None if self.recall is None else round(self.recall, 4),
-            "shapes_tried": len(self.trials),
-            "users_held_out": self.users,
-            "cuts": self.cuts,
-            "interactions_tried_on": self.interactions,
-            "held_out": "latest" if self.is_by_time else "random",
-        }
-
-
-Recalls = dict[Shape, list[NDArray[np.float64]]]
+Recalls = dict[ModelShape, list[NDArray[np.float64]]]
 """Recall of each user, by shape and cut."""
-
-
-def choose(
-    user_rows: NDArray[np.int64],
-    item_rows: NDArray[np.int64],
-    items: int,
-    dims: int,
-    rng: np.random.Generator,
-    *,
-    times: NDArray[np.int64] | None = None,
-    progress: Progress = quiet,
-) -> ShapeChoice:
-    """The shape with the highest recall; `dims` is the most that its vectors may have. Pairs and times are [n] each.
-
-    One thing after the other, each for the best so far of both methods: exponents and weights, regularisations, folds.
-    The method that won is tried with fewer dimensions.
-    """
-    sample = sample_of(user_rows, item_rows, times, rng)
-    cuts = [Cut.of(sample, items, rng)]
-    if not len(cuts[0].rows):
-        return ShapeChoice(SpectralShape(dims=dims))
-    if times is None:  # what is latest can be held out only once
-        more = min(CUTS, -(-TARGET_ITEMS_MIN // len(cuts[0].targets.indices))) - 1
-        cuts += [Cut.of(sample, items, rng) for _ in range(more)]
-    recalls_by_shape: Recalls = {}
-    _try(recalls_by_shape, first_tried(dims), cuts, rng, progress)
-    for vary_shape in (regularized, folded):
-        _try(
-            recalls_by_shape,
-            [
-                variant
-                for shape in _best_of_methods(recalls_by_shape)
-                for variant in vary_shape(shape)
-            ],
-            cuts,
-            rng,
-            progress,
-        )
-    spectral, alternating = _best_of_methods(recalls_by_shape)
-    wins = _mean(recalls_by_shape[alternating]) > (1 + MARGIN) * _mean(recalls_by_shape[spectral])
-    training = training_of(alternating if wins else spectral)
-    narrow = [replace(training, dims=dims // part) for part in PARTS_OF_DIMS if dims >= part]
-    _try(
-        recalls_by_shape,
-        [variant for shape in narrow for variant in folded(shape)],
-        cuts,
-        rng,
-        progress,
-    )
-    progress("choose", 1, 1)
-    trials = tuple(
-        ShapeTrial(shape, _mean(cut_recalls)) for shape, cut_recalls in recalls_by_shape.items()
-    )
-    like_it = [trial for trial in trials if training_of(trial.shape) in narrow]
-    enough = (1 - FEWER_DIMS_LOSE) * max(trial.recall for trial in like_it)
-    won = min(
-        (trial for trial in like_it if trial.recall >= enough),
-        key=lambda trial: (trial.shape.dims, -trial.recall),
-    )
-    users = len(cuts[0].rows)
-    return ShapeChoice(won.shape, trials, users, len(cuts), len(sample[0]), times is not None)
-
-
-def _try(
-    recalls_by_shape: Recalls,
-    shapes: Sequence[Shape],
-    cuts: Sequence[Cut],
-    rng: np.random.Generator,
-    progress: Progress,
-) -> None:
-    """Adds the recalls of shapes that were not tried yet."""
-    fresh = [shape for shape in shapes if shape not in recalls_by_shape]
-    for cut_index, cut in enumerate(cuts):
-        for tried_count, (shape, tables) in enumerate(tables_of(cut.data, fresh, rng)):
-            progress("choose", cut_index * len(fresh) + tried_count, len(cuts) * len(fresh))
-            recalls_by_shape.setdefault(shape, []).append(cut.recalls(tables))
-
-
-def _mean(recalls: Sequence[NDArray[np.float64]]) -> float:
-    return float(np.concatenate(recalls).mean())
-
-
-def _best_of_methods(recalls_by_shape: Recalls) -> list[Shape]:
-    """The first of each method, spectral before alternating."""
-    return [
-        _first(
-            {
-                shape: cut_recalls
-                for shape, cut_recalls in recalls_by_shape.items()
-                if isinstance(shape, kind)
-            }
-        )
-        for kind in (SpectralShape, AlternatingShape)
-    ]
-
-
-def _first(recalls_by_shape: Mapping[Shape, Sequence[NDArray[np.float64]]]) -> Shape:
-    """The best shape; one nearer to the usual is taken where it loses less than the trial can tell.
-
-    That is STANDARD_ERRORS of the differences user by user.
-    """
-    recalls = {
-        shape: np.concatenate(cut_recalls) for shape, cut_recalls in recalls_by_shape.items()
-    }
-    best_shape = max(recalls, key=lambda shape: float(recalls[shape].mean()))
-    tied = []
-    for shape, user_recalls in recalls.items():
-        recall_losses = recalls[best_shape] - user_recalls
-        if recall_losses.mean() <= STANDARD_ERRORS * recall_losses.std() / np.sqrt(
-            len(recall_losses)
-        ):
-            tied.append(shape)
-    return min(tied, key=lambda shape: (distance(shape), -float(recalls[shape].mean())))
-
-
-AFFINITY_SHARPNESS = 8.0
-
-
-HISTORY_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -409,6 +104,93 @@ class ReferenceData:
     times: NDArray[np.int64] | None = None
 
 
+def train_reference(
+    config: NightConfig, *, data_until: str | None = None, progress: Progress = quiet
+) -> dict[str, Any]:
+    """Train on all interactions and put the bundle where the night reads it.
+
+    With `data_until`, else that of the settings, only on older ones: what the night is judged by is not learnt.
+    """
+    started = time.perf_counter()
+    if not config.sources.interactions:
+        raise ConfigError("sources.interactions is empty: name the files to train on")
+    users, items, times, rows = HashedIds(), NumberedIds(), [], 0
+    data_until = data_until or config.data_until
+    cutoff_at = parse_time(data_until) if data_until else None
+    erased = ErasedEntities.of(all_erasures(config.store()))
+    read = read_interactions(config.sources, Path(config.base), cutoff_at=cutoff_at)
+    for batch in map(erased.leave_out, read):
+        users.add(batch.users)
+        items.add(batch.items)
+        times.append(batch.times)
+        rows += len(batch.times)
+        progress("read interactions", rows, 0)
+    if not rows:
+        raise SourceError("the sources hold no interaction to train on")
+    user_rows, user_count = users.codes()
+    item_rows, item_ids = items.codes(), items.names
+    demand_least(user_count, len(item_ids))
+    last_item = np.empty(user_count, np.int64)
+    last_item[user_rows] = item_rows
+    categories = _categories(config, item_ids)
+    if categories is None and (last_item[user_rows] == item_rows).all():
+        raise SourceError(
+            f"too little data: each of the {user_count:,} users has one item, so no item is like another; at least "
+            f"{LEAST_USERS} users need {LEAST_ITEMS} items or more. Is the right column named for users?",
+            users=user_count,
+            items=len(item_ids),
+        )
+    when = np.concatenate(times)
+    is_timed = bool((when != when[0]).any())
+    data = ReferenceData(user_rows, item_rows, item_ids, categories, when if is_timed else None)
+    target = config.path(config.bundle)
+    staging_folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        reference_config = config.reference
+        bundle = train(
+            data, staging_folder, dims=reference_config.dims, seed=reference_config.seed,
+            programs=reference_config.programs,
+            shape=None if reference_config.choose else SpectralShape(), progress=progress,
+        )  # fmt: skip
+        hand_over(config.store(), bundle)
+        swap_in(staging_folder, target)
+    finally:
+        shutil.rmtree(staging_folder, ignore_errors=True)
+    progress("train", 1, 1)
+    return {
+        **bundle.training,
+        "bundle": str(target),
+        "digest": bundle.digest,
+        "users": user_count,
+        "items": len(item_ids),
+        "interactions": rows,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+
+
+def _categories(config: NightConfig, item_ids: Any) -> Any:
+    """Category of each item from the item features, as Arrow strings; None where they have no such column."""
+    sources, column = config.sources, config.sources.category_column
+    if not sources.item_features:
+        return None
+    path = source_file(sources.item_features, config.path("."))
+    if column not in feature_schema(path).names:
+        return None
+    vocabulary = Vocabulary.of(as_strings(pa.chunked_array([item_ids])))
+    assert vocabulary is not None  # noqa: S101 - each id was numbered once
+    named, row_parts = NumberedIds(), [np.empty(0, np.int64)]
+    for ids, columns in read_features(path, sources.item_column, (column,)):
+        texts = pc.fill_null(columns[column].cast(pa.string()), "")
+        named.add(Ids.of(texts))
+        row_parts.append(vocabulary.find_positions(ids.texts()))
+    codes, rows = named.codes(), np.concatenate(row_parts)
+    category_codes = np.full(len(item_ids), -1, np.int64)
+    matched_indexes = np.flatnonzero(rows >= 0)[::-1]  # of an item that comes twice, its first row
+    category_codes[rows[matched_indexes]] = codes[matched_indexes]
+    texts = pc.fill_null(named.names.take(pa.array(category_codes, mask=category_codes < 0)), "")
+    return pc.if_else(pc.equal(texts, ""), pa.scalar(UNKNOWN_CATEGORY, texts.type), texts)
+
+
 def train(
     data: ReferenceData,
     bundle_folder: Path,
@@ -416,13 +198,13 @@ def train(
     dims: int = 256,
     seed: int = 0,
     programs: bool = False,
-    shape: Shape | None = None,
+    shape: ModelShape | None = None,
     progress: Progress = quiet,
 ) -> Bundle:
     """Train and write a bundle; the same data and seed give the same bytes on the same machine.
 
-    The shape is chosen (see `choice`) unless it is given; `dims` is the most that a vector may have, and shrinks to the
-    smaller side of the matrix. Repeated interactions count once. `programs` writes each model as a torch.export
+    The shape is chosen (see `choose_shape`) unless it is given; `dims` is the most that a vector may have, and shrinks
+    to the smaller side of the matrix. Repeated interactions count once. `programs` writes each model as a torch.export
     program too; raises ConfigError where torch is not installed.
     """
     if not len(data.user_rows):
@@ -431,7 +213,7 @@ def train(
     dims = min(dims, users, items)
     rng, of_choice = np.random.default_rng(seed).spawn(2)
     choice = (
-        choose(
+        choose_shape(
             data.user_rows,
             data.item_rows,
             items,
@@ -490,11 +272,6 @@ def train(
     )
 
 
-def _iso(microseconds: int) -> str:
-    """Time of the newest interaction that was learnt from, in UTC."""
-    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=microseconds)).isoformat()
-
-
 def _programs(
     padded: NDArray[np.float32],
     item_vectors: NDArray[np.float32],
@@ -514,92 +291,302 @@ def _programs(
     }
 
 
-UNKNOWN = "unknown"
-"""Category of an item that has none."""
+def _iso(microseconds: int) -> str:
+    """Time of the newest interaction that was learnt from, in UTC."""
+    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=microseconds)).isoformat()
 
 
-def train_reference(
-    config: NightConfig, *, data_until: str | None = None, progress: Progress = quiet
-) -> dict[str, Any]:
-    """Train on all interactions and put the bundle where the night reads it.
+@dataclass(frozen=True, slots=True)
+class ShapeTrial:
+    """A shape, and the recall@20 of what was held out."""
 
-    With `data_until`, else that of the settings, only on older ones: what the night is judged by is not learnt.
-    """
-    started = time.perf_counter()
-    if not config.sources.interactions:
-        raise ConfigError("sources.interactions is empty: name the files to train on")
-    users, items, times, rows = HashedIds(), NumberedIds(), [], 0
-    data_until = data_until or config.data_until
-    cutoff_at = parse_time(data_until) if data_until else None
-    erased = ErasedEntities.of(all_erasures(config.store()))
-    read = read_interactions(config.sources, Path(config.base), cutoff_at=cutoff_at)
-    for batch in map(erased.leave_out, read):
-        users.add(batch.users)
-        items.add(batch.items)
-        times.append(batch.times)
-        rows += len(batch.times)
-        progress("read interactions", rows, 0)
-    if not rows:
-        raise SourceError("the sources hold no interaction to train on")
-    user_rows, user_count = users.codes()
-    item_rows, item_ids = items.codes(), items.names
-    demand_least(user_count, len(item_ids))
-    last_item = np.empty(user_count, np.int64)
-    last_item[user_rows] = item_rows
-    categories = _categories(config, item_ids)
-    if categories is None and (last_item[user_rows] == item_rows).all():
-        raise SourceError(
-            f"too little data: each of the {user_count:,} users has one item, so no item is like another; at least "
-            f"{LEAST_USERS} users need {LEAST_ITEMS} items or more. Is the right column named for users?",
-            users=user_count,
-            items=len(item_ids),
+    shape: ModelShape
+    recall: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeChoice:
+    """The shape that won, all trials, and what they were made on; without trials it is the default."""
+
+    shape: ModelShape
+    trials: tuple[ShapeTrial, ...] = ()
+    users: int = 0
+    cuts: int = 0
+    interactions: int = 0
+    is_by_time: bool = False
+
+    @property
+    def recall(self) -> float | None:
+        """That of the chosen shape; None without trials."""
+        return next((trial.recall for trial in self.trials if trial.shape == self.shape), None)
+
+    @property
+    def method(self) -> str:
+        """Name of the chosen shape's method."""
+        return "spectral" if isinstance(self.shape, SpectralShape) else "alternating"
+
+    def row(self) -> dict[str, Any]:
+        """For a report."""
+        return {
+            "method": self.method,
+            **asdict(self.shape),
+            "recall_at_20": None if self.recall is None else round(self.recall, 4),
+            "shapes_tried": len(self.trials),
+            "users_held_out": self.users,
+            "cuts": self.cuts,
+            "interactions_tried_on": self.interactions,
+            "held_out": "latest" if self.is_by_time else "random",
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Interactions without what is held out, and for the users of `rows` what is kept and what is to be found."""
+
+    data: UserItemMatrix
+    rows: NDArray[np.int64]
+    input_histories: Histories
+    targets: Histories
+
+    @classmethod
+    def of(cls, sample: Interactions, items: int, rng: np.random.Generator) -> Self:
+        """Holds out a fifth of the items of at most CUT_USERS users."""
+        users, columns, when = sample
+        # By user, then as they happened (of a pair that comes twice the latest), or at random.
+        if when is None:
+            users, columns = np.divmod(np.unique(users * items + columns), items)
+            columns = columns[np.lexsort((rng.permutation(len(users)), users))]
+        else:
+            order = np.lexsort((when, users))[::-1]
+            pairs = users[order] * items + columns[order]
+            order = order[np.sort(np.unique(pairs, return_index=True)[1])][::-1]
+            users, columns = users[order], columns[order]
+        counts = np.bincount(users)
+        enough = np.flatnonzero(counts >= HISTORY_ITEMS_MIN)
+        rows = np.sort(rng.choice(enough, min(CUT_USERS, len(enough)), replace=False))
+        ends = np.cumsum(counts)
+        is_held = np.zeros(len(users), bool)
+        for row in rows:
+            is_held[ends[row] - max(1, counts[row] // 5) : ends[row]] = True
+        size = len(counts), items
+        kept_matrix = matrix_of(users[~is_held], columns[~is_held], size)
+        held_out_matrix = matrix_of(users[is_held], columns[is_held], size)
+        return cls(
+            UserItemMatrix.of(kept_matrix),
+            rows,
+            _histories(kept_matrix[rows]),
+            _histories(held_out_matrix[rows]),
         )
-    when = np.concatenate(times)
-    is_timed = bool((when != when[0]).any())
-    data = ReferenceData(user_rows, item_rows, item_ids, categories, when if is_timed else None)
-    target = config.path(config.bundle)
-    staging_folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    try:
-        reference_config = config.reference
-        bundle = train(
-            data, staging_folder, dims=reference_config.dims, seed=reference_config.seed,
-            programs=reference_config.programs,
-            shape=None if reference_config.choose else SpectralShape(), progress=progress,
-        )  # fmt: skip
-        hand_over(config.store(), bundle)
-        put_in_place(staging_folder, target)
-    finally:
-        shutil.rmtree(staging_folder, ignore_errors=True)
-    progress("train", 1, 1)
-    return {
-        **bundle.training,
-        "bundle": str(target),
-        "digest": bundle.digest,
-        "users": user_count,
-        "items": len(item_ids),
-        "interactions": rows,
-        "seconds": round(time.perf_counter() - started, 3),
+
+    def recalls(self, tables: Tables) -> NDArray[np.float64]:
+        """Recall@20 of each user by these tables."""
+        ones = np.ones(len(self.input_histories.indices), np.float32)
+        histories = sp.csr_matrix(
+            (ones, self.input_histories.indices, self.input_histories.indptr),
+            (len(self.input_histories), self.data.items),
+        )
+        rows, vectors = tables
+        return held_out.recalls(
+            histories @ rows, vectors, self.input_histories, self.targets, "inner_product"
+        )
+
+
+def choose_shape(
+    user_rows: NDArray[np.int64],
+    item_rows: NDArray[np.int64],
+    items: int,
+    dims: int,
+    rng: np.random.Generator,
+    *,
+    times: NDArray[np.int64] | None = None,
+    progress: Progress = quiet,
+) -> ShapeChoice:
+    """The shape with the highest recall; `dims` is the most that its vectors may have. Pairs and times are [n] each.
+
+    Of some users a fifth of the items is held out: the latest where times are known, else at random, and more than once
+    where that is little. What the rest of the interactions gives with each shape is judged by recall@20 of that fifth.
+    A large data set is judged on a sample of its users.
+
+    One thing after the other, each for the best so far of both methods: exponents and weights, regularisations, folds.
+    The method that won is tried with fewer dimensions.
+    """
+    sample = sample_of(user_rows, item_rows, times, rng)
+    cuts = [Cut.of(sample, items, rng)]
+    if not len(cuts[0].rows):
+        return ShapeChoice(SpectralShape(dims=dims))
+    if times is None:  # what is latest can be held out only once
+        more = min(CUTS_MAX, -(-TARGET_ITEMS_MIN // len(cuts[0].targets.indices))) - 1
+        cuts += [Cut.of(sample, items, rng) for _ in range(more)]
+    recalls_by_shape: Recalls = {}
+    _try_shapes(recalls_by_shape, first_shapes(dims), cuts, rng, progress)
+    for vary_shape in (shapes_by_regularization, shapes_by_fold):
+        _try_shapes(
+            recalls_by_shape,
+            [
+                variant
+                for shape in _best_of_methods(recalls_by_shape)
+                for variant in vary_shape(shape)
+            ],
+            cuts,
+            rng,
+            progress,
+        )
+    spectral, alternating = _best_of_methods(recalls_by_shape)
+    wins = _mean_recall(recalls_by_shape[alternating]) > (1 + ALTERNATING_MARGIN) * _mean_recall(
+        recalls_by_shape[spectral]
+    )
+    training = training_of(alternating if wins else spectral)
+    narrow = [replace(training, dims=dims // part) for part in PARTS_OF_DIMS if dims >= part]
+    _try_shapes(
+        recalls_by_shape,
+        [variant for shape in narrow for variant in shapes_by_fold(shape)],
+        cuts,
+        rng,
+        progress,
+    )
+    progress("choose", 1, 1)
+    trials = tuple(
+        ShapeTrial(shape, _mean_recall(cut_recalls))
+        for shape, cut_recalls in recalls_by_shape.items()
+    )
+    like_it = [trial for trial in trials if training_of(trial.shape) in narrow]
+    enough = (1 - FEWER_DIMS_LOSE) * max(trial.recall for trial in like_it)
+    won = min(
+        (trial for trial in like_it if trial.recall >= enough),
+        key=lambda trial: (trial.shape.dims, -trial.recall),
+    )
+    users = len(cuts[0].rows)
+    return ShapeChoice(won.shape, trials, users, len(cuts), len(sample[0]), times is not None)
+
+
+def _try_shapes(
+    recalls_by_shape: Recalls,
+    shapes: Sequence[ModelShape],
+    cuts: Sequence[Cut],
+    rng: np.random.Generator,
+    progress: Progress,
+) -> None:
+    """Adds the recalls of shapes that were not tried yet."""
+    fresh = [shape for shape in shapes if shape not in recalls_by_shape]
+    for cut_index, cut in enumerate(cuts):
+        for tried_count, (shape, tables) in enumerate(tables_of(cut.data, fresh, rng)):
+            progress("choose", cut_index * len(fresh) + tried_count, len(cuts) * len(fresh))
+            recalls_by_shape.setdefault(shape, []).append(cut.recalls(tables))
+
+
+def _mean_recall(recalls: Sequence[NDArray[np.float64]]) -> float:
+    return float(np.concatenate(recalls).mean())
+
+
+def _best_of_methods(recalls_by_shape: Recalls) -> list[ModelShape]:
+    """The first of each method, spectral before alternating."""
+    return [
+        _best_shape(
+            {
+                shape: cut_recalls
+                for shape, cut_recalls in recalls_by_shape.items()
+                if isinstance(shape, kind)
+            }
+        )
+        for kind in (SpectralShape, AlternatingShape)
+    ]
+
+
+def _best_shape(recalls_by_shape: Mapping[ModelShape, Sequence[NDArray[np.float64]]]) -> ModelShape:
+    """The best shape; one nearer to the usual is taken where it loses less than the trial can tell.
+
+    That is STANDARD_ERRORS of the differences user by user.
+    """
+    recalls = {
+        shape: np.concatenate(cut_recalls) for shape, cut_recalls in recalls_by_shape.items()
     }
+    best_shape = max(recalls, key=lambda shape: float(recalls[shape].mean()))
+    tied = []
+    for shape, user_recalls in recalls.items():
+        recall_losses = recalls[best_shape] - user_recalls
+        if recall_losses.mean() <= STANDARD_ERRORS * recall_losses.std() / np.sqrt(
+            len(recall_losses)
+        ):
+            tied.append(shape)
+    return min(tied, key=lambda shape: (distance_from_usual(shape), -float(recalls[shape].mean())))
 
 
-def _categories(config: NightConfig, item_ids: Any) -> Any:
-    """Category of each item from the item features, as Arrow strings; None where they have no such column."""
-    sources, column = config.sources, config.sources.category_column
-    if not sources.item_features:
-        return None
-    path = source_file(sources.item_features, config.path("."))
-    if column not in feature_schema(path).names:
-        return None
-    vocabulary = Vocabulary.of(as_strings(pa.chunked_array([item_ids])))
-    assert vocabulary is not None  # noqa: S101 - each id was numbered once
-    named, row_parts = NumberedIds(), [np.empty(0, np.int64)]
-    for ids, columns in read_features(path, sources.item_column, (column,)):
-        texts = pc.fill_null(columns[column].cast(pa.string()), "")
-        named.add(Ids.of(texts))
-        row_parts.append(vocabulary.find_positions(ids.texts()))
-    codes, rows = named.codes(), np.concatenate(row_parts)
-    category_codes = np.full(len(item_ids), -1, np.int64)
-    matched_indexes = np.flatnonzero(rows >= 0)[::-1]  # of an item that comes twice, its first row
-    category_codes[rows[matched_indexes]] = codes[matched_indexes]
-    texts = pc.fill_null(named.names.take(pa.array(category_codes, mask=category_codes < 0)), "")
-    return pc.if_else(pc.equal(texts, ""), pa.scalar(UNKNOWN, texts.type), texts)
+def sample_of(
+    user_rows: NDArray[np.int64],
+    item_rows: NDArray[np.int64],
+    times: NDArray[np.int64] | None,
+    rng: np.random.Generator,
+) -> Interactions:
+    """All interactions of as many users, drawn at random and numbered anew, as come to SAMPLE_INTERACTIONS."""
+    if len(user_rows) <= SAMPLE_INTERACTIONS:
+        return user_rows, item_rows, times
+    counts = np.bincount(user_rows)
+    mixed = rng.permutation(len(counts))
+    drawn = mixed[np.cumsum(counts[mixed]) <= SAMPLE_INTERACTIONS]
+    numbers = np.full(len(counts), -1, np.int64)
+    numbers[drawn] = np.arange(len(drawn))
+    user_numbers = numbers[user_rows]
+    sampled_rows = np.flatnonzero(user_numbers >= 0)
+    return (
+        user_numbers[sampled_rows],
+        item_rows[sampled_rows],
+        None if times is None else times[sampled_rows],
+    )
+
+
+def _histories(matrix: Any) -> Histories:
+    return Histories(matrix.indptr.astype(np.int64), matrix.indices.astype(np.int64))
+
+
+def affinities(
+    vectors: NDArray[np.float32],
+    degrees: NDArray[np.float64],
+    item_ids: Sequence[str] | pa.Array,
+    categories: Sequence[str] | pa.Array | None,
+    rng: np.random.Generator,
+) -> tuple[NDArray[np.float32], tuple[str, ...]]:
+    """Unit centroids [n, dims] and their labels: the given categories, or clusters named by their top item."""
+    directions = unit(vectors)
+    if categories is not None:
+        coded = pc.dictionary_encode(strings_of(categories))
+        names, name_indexes = np.unique(
+            coded.dictionary.to_numpy(zero_copy_only=False).astype(str), return_inverse=True
+        )
+        groups = name_indexes[np.asarray(coded.indices)]
+        blank = np.zeros((len(names), vectors.shape[1]), np.float32)
+        return _centroids(directions, groups, len(names), blank), tuple(str(name) for name in names)
+    cluster_count = min(AFFINITY_CLUSTERS, len(vectors))
+    groups = spherical_clusters(directions, cluster_count, rng)
+    used = np.unique(groups)
+    order = np.lexsort((np.arange(len(degrees)), -degrees))
+    labels = [str(item_ids[order[groups[order] == cluster][0]]) for cluster in used]
+    blank = np.zeros((cluster_count, vectors.shape[1]), np.float32)
+    return _centroids(directions, groups, cluster_count, blank)[used], tuple(labels)
+
+
+def spherical_clusters(
+    directions: NDArray[np.float32], clusters: int, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """Cluster of each unit vector by spherical k-means (Dhillon and Modha, 2001)."""
+    centres = directions[rng.choice(len(directions), clusters, replace=False)]
+    assigned = np.zeros(len(directions), np.int64)
+    for _ in range(_CLUSTER_ROUNDS):
+        nearest = (directions @ centres.T).argmax(axis=1)
+        if np.array_equal(nearest, assigned):
+            break
+        assigned = nearest
+        centres = _centroids(directions, assigned, clusters, centres)
+    return assigned
+
+
+def _centroids(
+    directions: NDArray[np.float32],
+    groups: NDArray[np.int64],
+    count: int,
+    otherwise: NDArray[np.float32],
+) -> NDArray[np.float32]:
+    """Unit mean of each group; an empty group keeps what it had."""
+    size = len(directions)
+    member = sp.csr_matrix((np.ones(size, np.float32), (groups, np.arange(size))), (count, size))
+    filled = np.bincount(groups, minlength=count) > 0
+    return np.where(filled[:, None], unit(member @ directions), otherwise)

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from cache.control.control_keys import MOVES as MOVE_FORMATS
-from cache.control.control_keys import Control, RegistryRow, demand_readers
+from cache.control.control_keys import MOVE_FORMATS, Control, RegistryRow, demand_readers
 from cache.control.states import ALLOWED, State, demand, fold
 from cache.errors import ConfigError, Conflict, UnknownGeneration
 from cache.format.manifest import CUT_CHARS
@@ -21,8 +20,12 @@ from precompute.bulk.reload import load_missing, repair
 from precompute.config.settings import NightConfig
 from precompute.releases.release_log import LOOK_TRIES, Judgements, ReleaseView, standing
 
-Report = Mapping[str, Any]
+VerifyReport = Mapping[str, Any]
 """Report of verify: `baseline`, the generation that was live then (null: none), beside what others look at."""
+
+RepeatableAction = Literal["publish", "roll_back", "canary", "end_canary"]
+
+_PUBLISHED_STATES = (State.LIVE, State.SUPERSEDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,9 @@ class MoveResult:
 class Moves(Judgements):
     """Checks and commits that publishes, roll backs and canaries share."""
 
-    def _demand_gates(self, generation: str, live: str | None, verified: Report | None) -> None:
+    def _demand_gates(
+        self, generation: str, live: str | None, verified: VerifyReport | None
+    ) -> None:
         """Raises Conflict unless all gates passed, and, with verify's report, in comparison with what is live."""
         with files_of(generation):
             gates = read_manifest(self.store, generation).gates
@@ -118,6 +123,265 @@ class Moves(Judgements):
             demand(action, about, standing(about, ledger, view.rows.get(about)))
 
 
+class Canaries(Moves):
+    """Starts and ends the one canary that a namespace may have."""
+
+    def start_canary(
+        self,
+        generation: str,
+        percent: float,
+        attempt: str,
+        *,
+        verified: VerifyReport | None = None,
+        event: str = "",
+        governor: Governor | None = None,
+    ) -> MoveResult:
+        """Let a verified generation answer `percent` of the requests beside the live one; again: change its share.
+
+        `verified`: see `prepare`.
+
+        Raises Conflict when nothing is live, another canary runs, or the generation could not be published.
+        """
+        if not 0 < percent <= 100:
+            raise ConfigError(f"a canary's share is above 0 and at most 100 %, not {percent}")
+        view = self.view()
+        if pointer_of_attempt(view.history, "canary", attempt, generation, percent) is not None:
+            return MoveResult(_followed_pointer(view), has_moved=False)
+        live = self._demand_canary(generation, view, verified)
+        if view.ledger.canary is not None and view.ledger.canary.percent == percent:
+            return MoveResult(live, has_moved=False)
+        with files_of(generation):
+            load_missing(self.control, self.store, generation, governor=governor)
+        view = self.view()
+        live = self._demand_canary(generation, view, verified)
+        release = self.record(
+            "canary",
+            generation,
+            attempt=attempt,
+            previous=live.previous,
+            percent=percent,
+            rule=event,
+            expected=view.epoch,
+        )
+        to = replace(
+            live, epoch=release.epoch, attempt=attempt,
+            canary=Canary(generation, percent, release.at, event),
+        )  # fmt: skip
+        return self._commit(to, view, {}, "canary", live=False)
+
+    def _demand_canary(
+        self, generation: str, view: ReleaseView, verified: VerifyReport | None
+    ) -> Pointer:
+        view.demand_agreement()
+        running = view.ledger.canary
+        if running is not None and running.generation != generation:
+            raise Conflict(
+                f"{running.generation} is being tried out: end that canary first",
+                generation=running.generation,
+            )
+        if view.pointer is None:
+            raise Conflict("nothing is live that a canary could be compared with: publish it")
+        demand("canary", generation, view.state(generation))
+        self._demand_newer(generation, view.ledger.live)
+        self._demand_gates(generation, view.ledger.live, verified)
+        self._demand_readers(generation)
+        self._know(generation, view)
+        return view.pointer
+
+    def end_canary(self, attempt: str, reason: str = "", abandon: bool = False) -> MoveResult:
+        """Let the live generation answer every request again; an abandoned canary needs another verification."""
+        view = self.view()
+        running = view.ledger.canary
+        if pointer_of_attempt(view.history, "end_canary", attempt, None) is not None:
+            return MoveResult(_followed_pointer(view), has_moved=False)
+        if running is None:
+            raise Conflict("no generation is being tried out")
+        return self._end_canary(running, view, attempt=attempt, reason=reason, abandon=abandon)
+
+    def _end_canary(
+        self, running: Canary, view: ReleaseView, *, attempt: str, reason: str, abandon: bool
+    ) -> MoveResult:
+        view.demand_agreement()
+        live, generation = _followed_pointer(view), running.generation
+        release = self.record(
+            "end_canary",
+            generation,
+            attempt=attempt,
+            reason=reason,
+            previous=live.previous,
+            abandoned=abandon,
+            expected=view.epoch,
+        )
+        rows = {generation: RegistryRow(State.ABANDONED, release.at, reason)} if abandon else {}
+        to = replace(live, epoch=release.epoch, attempt=attempt, canary=None)
+        return self._commit(to, view, rows, "end_canary", live=False)
+
+    def refuse(self, generation: str, *, reason: str, attempt: str) -> None:
+        """Refuses as any refusal does; a canary ends first, so that no request is answered from it any more."""
+        for _ in range(LOOK_TRIES):
+            view = self.view()
+            running = view.ledger.canary
+            try:
+                if running is not None and running.generation == generation:
+                    self._end_canary(running, view, attempt=attempt, reason=reason, abandon=True)
+                return super().refuse(generation, reason=reason, attempt=attempt)
+            except Conflict:
+                canary = self.view().ledger.canary
+                if canary is None or canary.generation != generation:
+                    raise  # it is no canary that stands in the way
+        raise Conflict(
+            f"{generation} was tried out again each time it was to be refused; try again"
+        )
+
+
+class Releases(Canaries):
+    """The release history of one namespace and the moves that add to it."""
+
+    def prepare(
+        self,
+        generation: str,
+        *,
+        attempt: str,
+        verified: VerifyReport | None = None,
+        governor: Governor | None = None,
+    ) -> MoveResult | None:
+        """Stream what Redis misses of a generation to be published; what happened if it was published already.
+
+        With verify's report (`verified`), Conflict when something else is live than what it was compared with.
+        """
+        view = self.view()
+        if (
+            earlier_pointer := pointer_of_attempt(view.history, "publish", attempt, generation)
+        ) is not None:
+            return MoveResult(earlier_pointer, has_moved=False)
+        if (live := self._demand_publish(generation, view, verified)) is not None:
+            return MoveResult(live, has_moved=False)
+        with files_of(generation):
+            load_missing(self.control, self.store, generation, governor=governor)
+        return None
+
+    def publish(
+        self,
+        generation: str,
+        *,
+        attempt: str,
+        verified: VerifyReport | None = None,
+        governor: Governor | None = None,
+    ) -> MoveResult:
+        """Make a verified generation live; a repeat of the same publish changes nothing. `verified`: see `prepare`."""
+        moved = self.prepare(generation, attempt=attempt, verified=verified, governor=governor)
+        if moved is not None:
+            return moved
+        view = self.view()
+        if (live := self._demand_publish(generation, view, verified)) is not None:
+            return MoveResult(live, has_moved=False)
+        return self._move("publish", generation, view, attempt=attempt, governor=governor)
+
+    def _demand_publish(
+        self, generation: str, view: ReleaseView, verified: VerifyReport | None
+    ) -> Pointer | None:
+        if view.pointer is not None and view.pointer.generation == generation:
+            return view.pointer
+        view.demand_agreement()
+        demand("publish", generation, view.state(generation))
+        self._demand_newer(generation, view.ledger.live)
+        self._demand_gates(generation, view.ledger.live, verified)
+        self._demand_readers(generation)
+        # No page may belong to a generation that the registry does not know.
+        self._know(generation, view)
+        return None
+
+    def roll_back(self, *, to: str | None, reason: str, attempt: str) -> MoveResult:
+        """Make an earlier generation live again; the one rolled back can never return without re-verification.
+
+        Before the move only its marks and the lengths of a sample of its pages are looked at, so readers see it within
+        a second however large it is; `mend` is to be called after it.
+        """
+        view = self.view()
+        if (
+            earlier_pointer := pointer_of_attempt(view.history, "roll_back", attempt, to)
+        ) is not None:
+            return MoveResult(earlier_pointer, has_moved=False)
+        target = to or view.ledger.previous
+        if target is None:
+            raise Conflict("there is no earlier generation to roll back to")
+        if (live := self._demand_roll_back(target, view)) is not None:
+            return MoveResult(live, has_moved=False)
+        rolled_back_id = view.ledger.live
+        with files_of(target):
+            self.check_manifest(target, view.history)
+            load_missing(self.control, self.store, target, is_urgent=True)
+        view = self.view()
+        if view.ledger.live != rolled_back_id:
+            raise Conflict(
+                f"{view.ledger.live} became live while {target} was being checked; is it to be rolled back as well?"
+            )
+        if (live := self._demand_roll_back(target, view)) is not None:
+            return MoveResult(live, has_moved=False)
+        return self._move("roll_back", target, view, attempt=attempt, reason=reason)
+
+    def mend(self, generation: str, *, governor: Governor | None = None) -> list[str]:
+        """Read the pages of the live generation back and repair what is damaged; the keys of the pages repaired.
+
+        Does nothing for a generation that is not live by now.
+        """
+        if (pointer := self.control.pointer()) is None or pointer.generation != generation:
+            return []
+        return repair(self.control, self.store, generation, governor=governor)
+
+    def _demand_roll_back(self, target: str, view: ReleaseView) -> Pointer | None:
+        if view.pointer is not None and view.pointer.generation == target:
+            return view.pointer
+        view.demand_agreement()
+        demand("roll_back", target, view.ledger.state(target))
+        self._demand_readers(target)
+        self._know(target, view)
+        return None
+
+    def _move(
+        self,
+        action: Action,
+        generation: str,
+        view: ReleaseView,
+        *,
+        attempt: str,
+        reason: str = "",
+        governor: Governor | None = None,
+    ) -> MoveResult:
+        with files_of(generation):
+            manifest = read_manifest(self.store, generation)
+        after, rows = self.outcome(action, generation, view, attempt=attempt, reason=reason)
+        previous, published_at = after.previous, self.clock()
+        release = self.record(
+            action,
+            generation,
+            attempt=attempt,
+            reason=reason,
+            previous=previous,
+            expected=view.epoch,
+        )
+        to = Pointer(generation, release.epoch, previous, attempt, published_at=published_at)
+        try:
+            return self._commit(to, view, rows, action)
+        except Conflict as error:
+            if error.details.get("state") == State.RETIRED:
+                # Pages loaded for this move while a retirement removed them: nobody else would remove them.
+                unlink_pages(self.control.client, self.control.keys, manifest, governor=governor)
+            raise
+
+
+@contextmanager
+def open_releases(config: NightConfig) -> Iterator[Releases]:
+    """Opens the release history for the length of a step, over a connection of its own."""
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        yield Releases(config.store(), Control(client, config.keyspace()))
+
+
+def new_attempt() -> str:
+    """Names an attempt made from a shell."""
+    return f"shell-{uuid.uuid4().hex[:12]}"
+
+
 @contextmanager
 def files_of(generation: str) -> Iterator[None]:
     """Missing files become a Conflict that says so."""
@@ -130,15 +394,15 @@ def files_of(generation: str) -> Iterator[None]:
         ) from error
 
 
-Repeatable = Literal["publish", "roll_back", "canary", "end_canary"]
+def _followed_pointer(view: ReleaseView) -> Pointer:
+    if view.pointer is None:
+        raise Conflict("Redis has lost its pointer: run `larder restore` first")
+    return view.pointer
 
 
-_PUBLISHED = (State.LIVE, State.SUPERSEDED)
-
-
-def earlier(
+def pointer_of_attempt(
     history: Sequence[Release],
-    action: Repeatable,
+    action: RepeatableAction,
     attempt: str,
     generation: str | None,
     percent: float | None = None,
@@ -240,13 +504,13 @@ def _taken_back(
         ]
         return fold(about).state(own_release.generation)
 
-    if not later or state_until(later[-1].epoch) in _PUBLISHED:
+    if not later or state_until(later[-1].epoch) in _PUBLISHED_STATES:
         return None
     return next(
         (
             release
             for release in reversed(later)
-            if release.action == "roll_back" and state_until(release.epoch - 1) in _PUBLISHED
+            if release.action == "roll_back" and state_until(release.epoch - 1) in _PUBLISHED_STATES
             and state_until(release.epoch) is State.ROLLED_BACK
         ),
         None,
@@ -255,264 +519,3 @@ def _taken_back(
 
 def _retires(release: Release, own_release: Release) -> bool:
     return release.action == "retire" and release.generation == own_release.generation
-
-
-def new_attempt() -> str:
-    """Names an attempt made from a shell."""
-    return f"shell-{uuid.uuid4().hex[:12]}"
-
-
-class Canaries(Moves):
-    """Starts and ends the one canary that a namespace may have."""
-
-    def start_canary(
-        self,
-        generation: str,
-        percent: float,
-        attempt: str,
-        *,
-        verified: Report | None = None,
-        event: str = "",
-        governor: Governor | None = None,
-    ) -> MoveResult:
-        """Let a verified generation answer `percent` of the requests beside the live one; again: change its share.
-
-        `verified`: see `prepare`.
-
-        Raises Conflict when nothing is live, another canary runs, or the generation could not be published.
-        """
-        if not 0 < percent <= 100:
-            raise ConfigError(f"a canary's share is above 0 and at most 100 %, not {percent}")
-        view = self.view()
-        if earlier(view.history, "canary", attempt, generation, percent) is not None:
-            return MoveResult(_followed(view), has_moved=False)
-        live = self._demand_canary(generation, view, verified)
-        if view.ledger.canary is not None and view.ledger.canary.percent == percent:
-            return MoveResult(live, has_moved=False)
-        with files_of(generation):
-            load_missing(self.control, self.store, generation, governor=governor)
-        view = self.view()
-        live = self._demand_canary(generation, view, verified)
-        release = self.record(
-            "canary",
-            generation,
-            attempt=attempt,
-            previous=live.previous,
-            percent=percent,
-            rule=event,
-            expected=view.epoch,
-        )
-        to = replace(
-            live, epoch=release.epoch, attempt=attempt,
-            canary=Canary(generation, percent, release.at, event),
-        )  # fmt: skip
-        return self._commit(to, view, {}, "canary", live=False)
-
-    def _demand_canary(
-        self, generation: str, view: ReleaseView, verified: Report | None
-    ) -> Pointer:
-        view.demand_agreement()
-        running = view.ledger.canary
-        if running is not None and running.generation != generation:
-            raise Conflict(
-                f"{running.generation} is being tried out: end that canary first",
-                generation=running.generation,
-            )
-        if view.pointer is None:
-            raise Conflict("nothing is live that a canary could be compared with: publish it")
-        demand("canary", generation, view.state(generation))
-        self._demand_newer(generation, view.ledger.live)
-        self._demand_gates(generation, view.ledger.live, verified)
-        self._demand_readers(generation)
-        self._know(generation, view)
-        return view.pointer
-
-    def end_canary(self, attempt: str, reason: str = "", abandon: bool = False) -> MoveResult:
-        """Let the live generation answer every request again; an abandoned canary needs another verification."""
-        view = self.view()
-        running = view.ledger.canary
-        if earlier(view.history, "end_canary", attempt, None) is not None:
-            return MoveResult(_followed(view), has_moved=False)
-        if running is None:
-            raise Conflict("no generation is being tried out")
-        return self._end_canary(running, view, attempt=attempt, reason=reason, abandon=abandon)
-
-    def _end_canary(
-        self, running: Canary, view: ReleaseView, *, attempt: str, reason: str, abandon: bool
-    ) -> MoveResult:
-        view.demand_agreement()
-        live, generation = _followed(view), running.generation
-        release = self.record(
-            "end_canary",
-            generation,
-            attempt=attempt,
-            reason=reason,
-            previous=live.previous,
-            abandoned=abandon,
-            expected=view.epoch,
-        )
-        rows = {generation: RegistryRow(State.ABANDONED, release.at, reason)} if abandon else {}
-        to = replace(live, epoch=release.epoch, attempt=attempt, canary=None)
-        return self._commit(to, view, rows, "end_canary", live=False)
-
-    def refuse(self, generation: str, *, reason: str, attempt: str) -> None:
-        """Refuses as any refusal does; a canary ends first, so that no request is answered from it any more."""
-        for _ in range(LOOK_TRIES):
-            view = self.view()
-            running = view.ledger.canary
-            try:
-                if running is not None and running.generation == generation:
-                    self._end_canary(running, view, attempt=attempt, reason=reason, abandon=True)
-                return super().refuse(generation, reason=reason, attempt=attempt)
-            except Conflict:
-                canary = self.view().ledger.canary
-                if canary is None or canary.generation != generation:
-                    raise  # it is no canary that stands in the way
-        raise Conflict(
-            f"{generation} was tried out again each time it was to be refused; try again"
-        )
-
-
-def _followed(view: ReleaseView) -> Pointer:
-    if view.pointer is None:
-        raise Conflict("Redis has lost its pointer: run `larder restore` first")
-    return view.pointer
-
-
-class Releases(Canaries):
-    """The release history of one namespace and the moves that add to it."""
-
-    def prepare(
-        self,
-        generation: str,
-        *,
-        attempt: str,
-        verified: Report | None = None,
-        governor: Governor | None = None,
-    ) -> MoveResult | None:
-        """Stream what Redis misses of a generation to be published; what happened if it was published already.
-
-        With verify's report (`verified`), Conflict when something else is live than what it was compared with.
-        """
-        view = self.view()
-        if (earlier_pointer := earlier(view.history, "publish", attempt, generation)) is not None:
-            return MoveResult(earlier_pointer, has_moved=False)
-        if (live := self._demand_publish(generation, view, verified)) is not None:
-            return MoveResult(live, has_moved=False)
-        with files_of(generation):
-            load_missing(self.control, self.store, generation, governor=governor)
-        return None
-
-    def publish(
-        self,
-        generation: str,
-        *,
-        attempt: str,
-        verified: Report | None = None,
-        governor: Governor | None = None,
-    ) -> MoveResult:
-        """Make a verified generation live; a repeat of the same publish changes nothing. `verified`: see `prepare`."""
-        moved = self.prepare(generation, attempt=attempt, verified=verified, governor=governor)
-        if moved is not None:
-            return moved
-        view = self.view()
-        if (live := self._demand_publish(generation, view, verified)) is not None:
-            return MoveResult(live, has_moved=False)
-        return self._move("publish", generation, view, attempt=attempt, governor=governor)
-
-    def _demand_publish(
-        self, generation: str, view: ReleaseView, verified: Report | None
-    ) -> Pointer | None:
-        if view.pointer is not None and view.pointer.generation == generation:
-            return view.pointer
-        view.demand_agreement()
-        demand("publish", generation, view.state(generation))
-        self._demand_newer(generation, view.ledger.live)
-        self._demand_gates(generation, view.ledger.live, verified)
-        self._demand_readers(generation)
-        # No page may belong to a generation that the registry does not know.
-        self._know(generation, view)
-        return None
-
-    def roll_back(self, *, to: str | None, reason: str, attempt: str) -> MoveResult:
-        """Make an earlier generation live again; the one rolled back can never return without re-verification.
-
-        Before the move only its marks and the lengths of a sample of its pages are looked at, so readers see it within
-        a second however large it is; `mend` is to be called after it.
-        """
-        view = self.view()
-        if (earlier_pointer := earlier(view.history, "roll_back", attempt, to)) is not None:
-            return MoveResult(earlier_pointer, has_moved=False)
-        target = to or view.ledger.previous
-        if target is None:
-            raise Conflict("there is no earlier generation to roll back to")
-        if (live := self._demand_roll_back(target, view)) is not None:
-            return MoveResult(live, has_moved=False)
-        rolled_back_id = view.ledger.live
-        with files_of(target):
-            self.check_manifest(target, view.history)
-            load_missing(self.control, self.store, target, is_urgent=True)
-        view = self.view()
-        if view.ledger.live != rolled_back_id:
-            raise Conflict(
-                f"{view.ledger.live} became live while {target} was being checked; is it to be rolled back as well?"
-            )
-        if (live := self._demand_roll_back(target, view)) is not None:
-            return MoveResult(live, has_moved=False)
-        return self._move("roll_back", target, view, attempt=attempt, reason=reason)
-
-    def mend(self, generation: str, *, governor: Governor | None = None) -> list[str]:
-        """Read the pages of the live generation back and repair what is damaged; the keys of the pages repaired.
-
-        Does nothing for a generation that is not live by now.
-        """
-        if (pointer := self.control.pointer()) is None or pointer.generation != generation:
-            return []
-        return repair(self.control, self.store, generation, governor=governor)
-
-    def _demand_roll_back(self, target: str, view: ReleaseView) -> Pointer | None:
-        if view.pointer is not None and view.pointer.generation == target:
-            return view.pointer
-        view.demand_agreement()
-        demand("roll_back", target, view.ledger.state(target))
-        self._demand_readers(target)
-        self._know(target, view)
-        return None
-
-    def _move(
-        self,
-        action: Action,
-        generation: str,
-        view: ReleaseView,
-        *,
-        attempt: str,
-        reason: str = "",
-        governor: Governor | None = None,
-    ) -> MoveResult:
-        with files_of(generation):
-            manifest = read_manifest(self.store, generation)
-        after, rows = self.outcome(action, generation, view, attempt=attempt, reason=reason)
-        previous, published_at = after.previous, self.clock()
-        release = self.record(
-            action,
-            generation,
-            attempt=attempt,
-            reason=reason,
-            previous=previous,
-            expected=view.epoch,
-        )
-        to = Pointer(generation, release.epoch, previous, attempt, published_at=published_at)
-        try:
-            return self._commit(to, view, rows, action)
-        except Conflict as error:
-            if error.details.get("state") == State.RETIRED:
-                # Pages loaded for this move while a retirement removed them: nobody else would remove them.
-                unlink_pages(self.control.client, self.control.keys, manifest, governor=governor)
-            raise
-
-
-@contextmanager
-def open_releases(config: NightConfig) -> Iterator[Releases]:
-    """Opens the release history for the length of a step, over a connection of its own."""
-    with connect(config.redis_url, config.redis_timeout_s) as client:
-        yield Releases(config.store(), Control(client, config.keyspace()))

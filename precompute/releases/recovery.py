@@ -11,7 +11,7 @@ from cache.control.states import UNFINISHED, Ledger, State, fold
 from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownGeneration
 from cache.format.manifest import GENERATION
 from cache.l2.errors import translated
-from cache.l2.resp import COUNT, checked
+from cache.l2.resp import COUNT_SHAPE, checked_reply
 from cache.store.artefacts import read_manifest
 from cache.store.audit import audited
 from cache.store.releases import Pointer, Release
@@ -29,6 +29,8 @@ from precompute.releases.release_log import (
     without_retired,
 )
 from precompute.releases.sweep import is_back, overlays_live_s, unlink_recorded
+
+log = logging.getLogger(__name__)
 
 
 def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str) -> Step:
@@ -64,6 +66,35 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
                 "that is possible, run `larder restore`"
             )
     return report
+
+
+def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
+    """Rebuild a lost Redis from the artefact store: registry, pages, pointer under a new epoch."""
+    started, restored_bytes = time.perf_counter(), 0
+
+    def advance(more: int) -> None:
+        nonlocal restored_bytes
+        restored_bytes += more
+        progress("restore pages", restored_bytes, 0)
+
+    with (
+        open_releases(config) as releases,
+        open_governor(config.governor, releases.control) as governor,
+    ):
+        prior_view = releases.view()
+        pointer, loaded, size_bytes = restore_redis(
+            releases,
+            attempt=attempt,
+            chunk_bytes=config.load_chunk_bytes,
+            overlay_ttl_s=config.overlay_ttl_s,
+            progress=advance,
+            governor=governor,
+        )
+        notes = forgotten_in_words(releases, prior_view, pointer)
+    return {
+        "generation": pointer.generation, "epoch": pointer.epoch, "loaded": loaded, "bytes": size_bytes,
+        "seconds": round(time.perf_counter() - started, 3), **({"notes": notes} if notes else {}),
+    }  # fmt: skip
 
 
 def restore_redis(
@@ -103,7 +134,9 @@ def restore_redis(
             aim = without_retired(carried_out, view.rows)
         present = _restorable(releases, view, aim)
         # Rows first: no page may belong to a generation that the registry does not know.
-        if not control.write_rows(_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch):
+        if not control.write_rows(
+            _registry_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch
+        ):
             continue
         # An older snapshot brings pages back. What is only marked as retired may still have readers.
         for generation_id, state in fold(view.history).states.items():
@@ -131,7 +164,7 @@ def restore_redis(
             continue
         if view.pointer is not None and view.epoch == ledger.live_epoch and not _in_doubt(view):
             return view.pointer, present, loaded_bytes
-        moved = _point(releases, view, present, doubt, attempt=attempt)
+        moved = _move_pointer(releases, view, present, doubt, attempt=attempt)
         if moved is not None:
             return moved, present, loaded_bytes
     raise Conflict(
@@ -139,7 +172,9 @@ def restore_redis(
     )
 
 
-def forgotten(releases: ReleaseLog, prior_view: ReleaseView, pointer: Pointer) -> list[str]:
+def forgotten_in_words(
+    releases: ReleaseLog, prior_view: ReleaseView, pointer: Pointer
+) -> list[str]:
     """Facts that a Redis lost with its registry and that no release record says; in words, with the remedy.
 
     `prior_view`: the view before the restore, `pointer`: what the restore made of it.
@@ -187,7 +222,9 @@ def _roll_back_in_doubt(view: ReleaseView) -> Release | None:
     return None
 
 
-def _rows(releases: ReleaseLog, view: ReleaseView, overlay_ttl_s: float) -> dict[str, RegistryRow]:
+def _registry_rows(
+    releases: ReleaseLog, view: ReleaseView, overlay_ttl_s: float
+) -> dict[str, RegistryRow]:
     """Registry rows that releases prove, and one for every unfinished night with files: its loader may be at work.
 
     A row that says more than they prove stays: somebody may be about to write that refusal down.
@@ -253,7 +290,7 @@ def _published_at(view: ReleaseView, generation: str) -> float | None:
     return max(times, default=None)
 
 
-def _point(
+def _move_pointer(
     releases: ReleaseLog,
     view: ReleaseView,
     present: list[str],
@@ -291,40 +328,8 @@ def _point(
     return moved
 
 
-def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
-    """Rebuild a lost Redis from the artefact store: registry, pages, pointer under a new epoch."""
-    started, restored_bytes = time.perf_counter(), 0
-
-    def advance(more: int) -> None:
-        nonlocal restored_bytes
-        restored_bytes += more
-        progress("restore pages", restored_bytes, 0)
-
-    with (
-        open_releases(config) as releases,
-        open_governor(config.governor, releases.control) as governor,
-    ):
-        prior_view = releases.view()
-        pointer, loaded, size_bytes = restore_redis(
-            releases,
-            attempt=attempt,
-            chunk_bytes=config.load_chunk_bytes,
-            overlay_ttl_s=config.overlay_ttl_s,
-            progress=advance,
-            governor=governor,
-        )
-        notes = forgotten(releases, prior_view, pointer)
-    return {
-        "generation": pointer.generation, "epoch": pointer.epoch, "loaded": loaded, "bytes": size_bytes,
-        "seconds": round(time.perf_counter() - started, 3), **({"notes": notes} if notes else {}),
-    }  # fmt: skip
-
-
-log = logging.getLogger(__name__)
-
-
 # Only what was looked at is removed: a pointer that moved meanwhile is somebody's.
-_REMOVE = """#!lua flags=allow-oom
+_REMOVE_POINTER = """#!lua flags=allow-oom
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('DEL', KEYS[1])
 """
@@ -344,7 +349,7 @@ def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress 
             raise Conflict(
                 f"{keys.live} holds no pointer, so there is nothing to adopt: run `larder restore`"
             )
-        stray = _pointer(raw)
+        stray = _parsed_pointer(raw)
         ledger = releases.ledger() if stray is not None else fold(releases.history())
         if stray is not None and stray.epoch <= ledger.live_epoch:
             raise Conflict(
@@ -360,7 +365,7 @@ def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress 
                 "restore", about, attempt=attempt, reason=f"adopted: {reason}",
                 expected=stray.epoch,
             )  # fmt: skip
-        if not checked("EVAL", client.eval(_REMOVE, 1, keys.live, raw), COUNT):
+        if not checked_reply("EVAL", client.eval(_REMOVE_POINTER, 1, keys.live, raw), COUNT_SHAPE):
             raise Conflict(
                 f"the pointer in {keys.live} moved while it was looked at; look at `status`"
             )
@@ -372,7 +377,7 @@ def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress 
     return {"removed": removed, **restore(config, attempt=attempt, progress=progress)}
 
 
-def _pointer(raw: bytes) -> Pointer | None:
+def _parsed_pointer(raw: bytes) -> Pointer | None:
     try:
         return Pointer.from_bytes(raw)
     except CorruptArtefact:

@@ -27,20 +27,14 @@ from cache.store.releases import (
 )
 
 EPOCH_TRIES = 100
-
-
 NOTE_TRIES = 10
-
-
 LOOK_TRIES = 5
 """Attempts to read something that changed underneath."""
-
 
 # What the release records say about these outranks the registry, which may be lost or old.
 _PROVEN = frozenset(
     {State.LIVE, State.SUPERSEDED, State.ROLLED_BACK, State.REFUSED, State.RETIRED, State.ABANDONED}
 )
-
 
 # What a row may say before a record does, or without one; anything else in it is of an older Redis.
 _AHEAD = UNFINISHED | {State.REFUSED}
@@ -270,38 +264,6 @@ class ReleaseLog:
         return self.store.read(generation_path(generation, "manifest.json"))
 
 
-def without_retired(ledger: Ledger, rows: Mapping[str, RegistryRow]) -> Ledger:
-    """A retirement marks its row before it is written down; from then on nothing may land on it."""
-    retired_ids = {
-        generation_id for generation_id, row in rows.items() if row.state is State.RETIRED
-    } - {ledger.live}
-    states = {
-        generation_id: State.RETIRED if generation_id in retired_ids else state
-        for generation_id, state in ledger.states.items()
-    }
-    return replace(ledger, states=states)
-
-
-def standing(generation: str, ledger: Ledger, row: RegistryRow | None) -> State | None:
-    """State of a generation: what releases prove, else what its registry row says, None when neither knows it."""
-    proven = ledger.state(generation)
-    if row is not None and row.state is State.RETIRED and proven is not State.LIVE:
-        return State.RETIRED
-    # A refused or rolled-back generation that was loaded again stays what it is until it is verified.
-    if row is None or proven in _PROVEN:
-        return proven
-    return row.state if proven is None or row.state in _AHEAD else proven
-
-
-def demand_reason(action: str, reason: str | None) -> str:
-    """The reason without space around it; raises ConfigError for one that says nothing."""
-    if not (reason or "").strip():
-        raise ConfigError(
-            f"{action} demands a reason (--reason): it is kept in the record", field="reason"
-        )
-    return str(reason).strip()
-
-
 class Judgements(ReleaseLog):
     """The history of one namespace and the entries that judge a generation or hold it."""
 
@@ -376,3 +338,35 @@ class Judgements(ReleaseLog):
     def unpin(self, generation: str, *, attempt: str) -> None:
         """Lift a pin."""
         self.record("unpin", generation, attempt=attempt)
+
+
+def without_retired(ledger: Ledger, rows: Mapping[str, RegistryRow]) -> Ledger:
+    """A retirement marks its row before it is written down; from then on nothing may land on it."""
+    retired_ids = {
+        generation_id for generation_id, row in rows.items() if row.state is State.RETIRED
+    } - {ledger.live}
+    states = {
+        generation_id: State.RETIRED if generation_id in retired_ids else state
+        for generation_id, state in ledger.states.items()
+    }
+    return replace(ledger, states=states)
+
+
+def standing(generation: str, ledger: Ledger, row: RegistryRow | None) -> State | None:
+    """State of a generation: what releases prove, else what its registry row says, None when neither knows it."""
+    proven = ledger.state(generation)
+    if row is not None and row.state is State.RETIRED and proven is not State.LIVE:
+        return State.RETIRED
+    # A refused or rolled-back generation that was loaded again stays what it is until it is verified.
+    if row is None or proven in _PROVEN:
+        return proven
+    return row.state if proven is None or row.state in _AHEAD else proven
+
+
+def demand_reason(action: str, reason: str | None) -> str:
+    """The reason without space around it; raises ConfigError for one that says nothing."""
+    if not (reason or "").strip():
+        raise ConfigError(
+            f"{action} demands a reason (--reason): it is kept in the record", field="reason"
+        )
+    return str(reason).strip()

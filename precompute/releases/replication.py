@@ -11,7 +11,7 @@ from redis.retry import Retry
 
 from cache.errors import Conflict
 from cache.format.manifest import GENERATION
-from cache.l2.resp import bound_replies, check_replies, info_number, refusing
+from cache.l2.resp import bound_replies, check_replies, info_number, refusing_unreadable
 from cache.l2.sync_clients import masters
 from precompute.bulk.governor import Governor
 from precompute.bulk.reload import reload
@@ -120,7 +120,7 @@ def _replicas(client: "redis.Redis") -> dict[str, dict[str, Any]]:
     info: Any = client.info("replication")
     count = info_number(info, "connected_slaves", 0)
     replica_infos = (info.get(f"slave{number}") for number in range(count))
-    with refusing("INFO", "replicas with their ip and port"):
+    with refusing_unreadable("INFO", "replicas with their ip and port"):
         return {
             f"{replica_info['ip']}:{replica_info['port']}": replica_info
             for replica_info in replica_infos

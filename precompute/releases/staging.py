@@ -12,7 +12,7 @@ import redis
 from cache.config.night import FlipConfig
 from cache.control.control_keys import REPLICA_DEAD_S, Control, Replica, Staging
 from cache.errors import Conflict
-from cache.l2.resp import TEXT_OR_NOTHING, checked
+from cache.l2.resp import TEXT_OR_NOTHING_SHAPE, checked_reply
 from precompute.config.progress import Progress, quiet
 
 LEASE_S = 60.0
@@ -92,7 +92,7 @@ class StagingNote:
             _STAGE, 3, keys.next, keys.channel, keys.live,
             attempt, generation, str(noted_at), note.to_bytes(),
         )  # fmt: skip
-        checked("EVAL", blocking_note, TEXT_OR_NOTHING)
+        checked_reply("EVAL", blocking_note, TEXT_OR_NOTHING_SHAPE)
         return None if blocking_note is None else Staging.from_bytes(blocking_note)
 
     def clear(self, attempt: str, generation: str = "") -> None:

@@ -18,10 +18,62 @@ from precompute.config.settings import NightConfig, retained
 from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, ReleaseView
 
 ABANDON_AFTER_S = 86_400.0
-
-
 ROW_KEPT_S = 2 * 86_400.0
 """Seconds that a row is kept: far above any step's time-out, so who was loading it while it was retired has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """Generations removed, those spared because somebody came to need them meanwhile, and Redis keys removed."""
+
+    retired: tuple[str, ...] = ()
+    spared: tuple[str, ...] = ()
+    keys: int = 0
+
+
+def sweep(
+    config: NightConfig,
+    releases: ReleaseLog,
+    *,
+    attempt: str,
+    making: str | None = None,
+    progress: Progress = quiet,
+) -> SweepResult:
+    """Retire every generation that nobody needs; `making` replaces older ones that were never published."""
+    sweepable_generations = sweepable(
+        releases,
+        keep=config.keep,
+        grace_s=config.superseded_grace_s,
+        abandon_after_s=config.abandon_after_s,
+        making=making,
+    )
+    if not sweepable_generations:
+        return SweepResult()
+    removed, spared = 0, []
+    with open_governor(config.governor, releases.control) as governor:
+        for number, generation in enumerate(sweepable_generations):
+            try:
+                removed += retire(
+                    releases,
+                    generation,
+                    attempt=attempt,
+                    grace_s=config.superseded_grace_s,
+                    abandon_after_s=config.abandon_after_s,
+                    making=making,
+                    governor=governor,
+                )
+            except Conflict:  # pinned, held or live again since it was looked at: another time
+                spared.append(generation)
+            progress("retire", number + 1, len(sweepable_generations))
+    return SweepResult(
+        tuple(
+            retired_generation
+            for retired_generation in sweepable_generations
+            if retired_generation not in spared
+        ),
+        tuple(spared),
+        removed,
+    )
 
 
 def sweepable(
@@ -333,57 +385,3 @@ def drop_old_rows(
         releases.control.drop_row(generation)
         dropped_count += 1
     return dropped_count
-
-
-@dataclass(frozen=True, slots=True)
-class SweepResult:
-    """Generations removed, those spared because somebody came to need them meanwhile, and Redis keys removed."""
-
-    retired: tuple[str, ...] = ()
-    spared: tuple[str, ...] = ()
-    keys: int = 0
-
-
-def sweep(
-    config: NightConfig,
-    releases: ReleaseLog,
-    *,
-    attempt: str,
-    making: str | None = None,
-    progress: Progress = quiet,
-) -> SweepResult:
-    """Retire every generation that nobody needs; `making` replaces older ones that were never published."""
-    sweepable_generations = sweepable(
-        releases,
-        keep=config.keep,
-        grace_s=config.superseded_grace_s,
-        abandon_after_s=config.abandon_after_s,
-        making=making,
-    )
-    if not sweepable_generations:
-        return SweepResult()
-    removed, spared = 0, []
-    with open_governor(config.governor, releases.control) as governor:
-        for number, generation in enumerate(sweepable_generations):
-            try:
-                removed += retire(
-                    releases,
-                    generation,
-                    attempt=attempt,
-                    grace_s=config.superseded_grace_s,
-                    abandon_after_s=config.abandon_after_s,
-                    making=making,
-                    governor=governor,
-                )
-            except Conflict:  # pinned, held or live again since it was looked at: another time
-                spared.append(generation)
-            progress("retire", number + 1, len(sweepable_generations))
-    return SweepResult(
-        tuple(
-            retired_generation
-            for retired_generation in sweepable_generations
-            if retired_generation not in spared
-        ),
-        tuple(spared),
-        removed,
-    )

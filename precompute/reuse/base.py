@@ -16,7 +16,7 @@ from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from cache.format.manifest import GENERATION, Artefact, Manifest, SeenPart, Table
 from cache.model.tower import Histories
-from cache.records import ABSENT
+from cache.records import ABSENT_FLAGS
 from cache.store.artefacts import fetch_checked, generation_path
 from precompute.builds.build import Build, shard_report
 from precompute.bundles.bundle import Bundle, BundleModel
@@ -25,21 +25,20 @@ from precompute.filters.item_attributes import allowed_items
 from precompute.releases.release_log import ReleaseLog
 from precompute.reuse.digests import Digests
 
-VERIFIED: Final = frozenset({State.VERIFIED, State.LIVE, State.SUPERSEDED, State.ROLLED_BACK})
+VERIFIED_STATES: Final = frozenset(
+    {State.VERIFIED, State.LIVE, State.SUPERSEDED, State.ROLLED_BACK}
+)
 """States of a generation whose gates have passed; one that was rolled back holds what its inputs gave all the same."""
 
-
-OFF, NONE, SETTINGS, BUNDLE = (
+REUSE_OFF, NO_VERIFIED_BASE, OTHER_SETTINGS, OTHER_BUNDLE = (
     "[night] reuse is off",
     "there is no verified generation to copy from",
     "other settings than the last nights'",
     "another bundle than the last nights'",
 )
 
-
-def settings_digest(config: NightConfig) -> str:
-    """Digest of the settings that decide what a generation holds."""
-    return hashlib.sha256(config.semantic()).hexdigest()
+HASH_AND_DIGEST = np.dtype([("hash", "<u8"), ("digest", "<u8")])
+"""A user and the digest of the input: 16 bytes for each, in hash order."""
 
 
 @dataclass(frozen=True, eq=False)  # no slots: the item table is kept beside the fields
@@ -63,7 +62,7 @@ class BaseGeneration:
         """The base that `begin` chose, by its report; None where it chose none, or what is left of it does not do."""
         base_entry = begin_report.get("base") or {}
         generation = base_entry.get("generation")
-        generation_parts = None if generation is None else _read(config, str(generation))
+        generation_parts = None if generation is None else _read_generation(config, str(generation))
         if generation_parts is None:
             return None
         return cls(*generation_parts, has_lists=bool(base_entry["has_lists"]))
@@ -128,7 +127,7 @@ def choose_base(
     Where none is of the same bundle, the newest of the same settings: vectors of items and values may still fit.
     """
     if config.reuse == "off":
-        return None, OFF
+        return None, REUSE_OFF
     config_digest, fallback_base, has_verified = settings_digest(config), None, False
     ledger, rows = releases.ledger(), releases.control.rows()
     stored_ids = sorted(
@@ -137,10 +136,10 @@ def choose_base(
     for generation in stored_ids:
         row = rows.get(generation)
         state = ledger.state(generation) or (row and row.state)
-        if generation == making or state not in VERIFIED:
+        if generation == making or state not in VERIFIED_STATES:
             continue
         has_verified = True
-        generation_parts = _read(config, generation)
+        generation_parts = _read_generation(config, generation)
         if generation_parts is None or generation_parts[1].get("settings") != config_digest:
             continue
         base = BaseGeneration(
@@ -150,11 +149,18 @@ def choose_base(
             return base, ""
         fallback_base = fallback_base or base
     if fallback_base is not None:
-        return fallback_base, BUNDLE
-    return None, SETTINGS if has_verified else NONE
+        return fallback_base, OTHER_BUNDLE
+    return None, OTHER_SETTINGS if has_verified else NO_VERIFIED_BASE
 
 
-def _read(config: NightConfig, generation: str) -> tuple[Build, Mapping[str, Any], Manifest] | None:
+def settings_digest(config: NightConfig) -> str:
+    """Digest of the settings that decide what a generation holds."""
+    return hashlib.sha256(config.semantic()).hexdigest()
+
+
+def _read_generation(
+    config: NightConfig, generation: str
+) -> tuple[Build, Mapping[str, Any], Manifest] | None:
     """A generation's build, report and manifest; None where one of them is gone, damaged or of another Larder."""
     build = Build(config, config.store(), generation)
     try:
@@ -167,20 +173,6 @@ def _read(config: NightConfig, generation: str) -> tuple[Build, Mapping[str, Any
         raise
     except (LarderError, ValueError):
         return None
-
-
-PAIR = np.dtype([("hash", "<u8"), ("digest", "<u8")])
-"""A user and the digest of the input: 16 bytes for each, in hash order."""
-
-
-def inputs_file(shard: int) -> str:
-    """Path of the digests of a shard's users."""
-    return f"work/inputs/{shard:04d}.u64"
-
-
-def reasons_file(shard: int) -> str:
-    """Path of the reasons for which a shard's records were computed, or copied: a byte each, in hash order."""
-    return f"work/reasons/{shard:04d}.u1"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,10 +205,10 @@ class BaseShard:
             users = report.get("users", {})
             if report.get("computed_by") != computed_by or users.get("short"):
                 return None
-            pairs = map_file(base.fetch(Artefact(**users["inputs"])), "<u8").view(PAIR)
+            pairs = map_file(base.fetch(Artefact(**users["inputs"])), "<u8").view(HASH_AND_DIGEST)
             directory = map_file(base.fetch(Artefact(**users["directory"])), "<u8")
             records = {name: table_records(base, shard, table) for name, table in tables.items()}
-            published = _published(base, users["seen"])
+            published = _published_fields(base, users["seen"])
         except (CorruptArtefact, UnknownGeneration, FileNotFoundError, KeyError, TypeError):
             return None
         at = np.minimum(directory.searchsorted(pairs["hash"]), max(0, len(directory) - 1))
@@ -225,13 +217,13 @@ class BaseShard:
         )
         is_complete = np.ones(len(directory), np.bool_)
         for stored_records in records.values():
-            is_complete &= stored_records["flags"] != ABSENT
+            is_complete &= stored_records["flags"] != ABSENT_FLAGS
         return cls(pairs, np.where(has_record, at, -1), records, is_complete, **published)
 
     def between(self, hashes: range) -> slice:
         """Users whose hashes are in a range."""
         user_hashes = self.pairs["hash"]
-        return slice(_first(user_hashes, hashes.start), _first(user_hashes, hashes.stop))
+        return slice(_first_at(user_hashes, hashes.start), _first_at(user_hashes, hashes.stop))
 
     def find(self, hashes: Digests) -> NDArray[np.int64]:
         """int64 [n]: which of the users has each hash, -1 for none."""
@@ -242,7 +234,7 @@ class BaseShard:
         return np.where(user_hashes[at] == hashes, at, -1)
 
 
-def _first(hashes: Digests, bound: int) -> int:
+def _first_at(hashes: Digests, bound: int) -> int:
     return len(hashes) if bound >= 1 << 64 else int(hashes.searchsorted(np.uint64(bound)))
 
 
@@ -255,7 +247,7 @@ def table_records(base: BaseGeneration, shard: int, table: Table) -> NDArray[Any
     return np.asarray(np.memmap(path, table.layout.dtype, "r", shape=(part.count,)))
 
 
-def _published(base: BaseGeneration, files: list[dict[str, Any]]) -> dict[str, Any]:
+def _published_fields(base: BaseGeneration, files: list[dict[str, Any]]) -> dict[str, Any]:
     """Fields of what the base published of the users with records; None for what it did not."""
     if not files:
         return {}
@@ -280,3 +272,13 @@ def _published(base: BaseGeneration, files: list[dict[str, Any]]) -> dict[str, A
 
 def _starting(ends: Digests) -> NDArray[np.int64]:
     return np.concatenate([[0], ends.astype(np.int64)])
+
+
+def inputs_file(shard: int) -> str:
+    """Path of the digests of a shard's users."""
+    return f"work/inputs/{shard:04d}.u64"
+
+
+def reasons_file(shard: int) -> str:
+    """Path of the reasons for which a shard's records were computed, or copied: a byte each, in hash order."""
+    return f"work/reasons/{shard:04d}.u1"

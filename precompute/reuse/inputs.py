@@ -12,7 +12,12 @@ from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, parse_time
 from precompute.events.files import EVENT_ROWS
 from precompute.partitions.catalogue import item_texts
-from precompute.partitions.partition import POPULARITY, UNKNOWN, UNKNOWN_SEED, EarlierPartition
+from precompute.partitions.partition import (
+    POPULARITY,
+    UNKNOWN_ITEMS,
+    UNKNOWN_ITEMS_SEED,
+    EarlierPartition,
+)
 from precompute.partitions.shard_files import (
     PARTITION,
     POSITION,
@@ -48,7 +53,7 @@ def partition_files(begin_report: Mapping[str, Any], shards: int) -> list[str]:
             for kind in kinds_of(begin_report)
         ),
         POPULARITY,
-        UNKNOWN,
+        UNKNOWN_ITEMS,
     ]
 
 
@@ -143,7 +148,7 @@ def _reuse_partition(
     for name in partition_files(begin_report, config.shards):
         base.fetch_noted(name)
     new_ordinals = places_of_items(items, base_items)
-    unknown = map_file(base.build.root / UNKNOWN, "<u8")
+    unknown = map_file(base.build.root / UNKNOWN_ITEMS, "<u8")
     is_new = turned(new_ordinals, items.count) < 0
     if is_new.any() and np.isin(_hashes(items, is_new), unknown).any():
         return None, BACK
@@ -192,7 +197,7 @@ def _hashes(items: ItemTable, item_mask: NDArray[np.bool_]) -> NDArray[np.uint64
     """Hashes, as a partition keeps those of unknown items, of the ids of some items."""
     if not item_mask.any():
         return np.empty(0, np.uint64)
-    return text_hashes(item_texts(items), UNKNOWN_SEED)[item_mask]
+    return text_hashes(item_texts(items), UNKNOWN_ITEMS_SEED)[item_mask]
 
 
 def _is_later(cut: str | None, base_cut: str | None) -> bool:

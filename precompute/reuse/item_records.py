@@ -10,7 +10,7 @@ from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from cache.model.tower import Histories
-from cache.records import ABSENT
+from cache.records import ABSENT_FLAGS
 from precompute.builds.build import Build, shard_report
 from precompute.builds.tables import layout_of, metric_of
 from precompute.bundles.bundle import Bundle
@@ -93,7 +93,7 @@ def item_records(
             records[name] = table_records(base, shard, base_table)
             copy_positions = np.where(may, base_positions, -1)
             has_any = copy_positions >= 0
-            has_any[has_any] = records[name]["flags"][copy_positions[has_any]] != ABSENT
+            has_any[has_any] = records[name]["flags"][copy_positions[has_any]] != ABSENT_FLAGS
             copy_positions[~has_any] = -1
             if table.kind == "item_similar":
                 rule = ListRule.of(

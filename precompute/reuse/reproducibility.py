@@ -16,12 +16,17 @@ from cache.topk.compiled import kernel
 
 _LIBRARIES = ("numpy", "onnxruntime", "onnxruntime-gpu", "faiss-cpu", "pyarrow")
 
+_DEVICE_LIBRARIES = ("torch", "triton")
 
-_ON_A_DEVICE = ("torch", "triton")
-
-
-_FLAGS = ("flags", "Features")
+_INSTRUCTION_LINES = ("flags", "Features")
 """Names of the line of instructions in /proc/cpuinfo, by architecture."""
+
+REGROUPED_ROWS = 512
+"""Rows of a sample that are computed once more in other company."""
+
+_GROUP_SIZES = (1, 2, 3, 7, 33, 130)
+
+_REGROUPING_SEED = 0
 
 
 def computed_by(device: str | None = None) -> str:
@@ -29,18 +34,18 @@ def computed_by(device: str | None = None) -> str:
 
     Results of two nights may be put beside each other where these are the same.
     """
-    names = (*_LIBRARIES, *(_ON_A_DEVICE if device else ()))
+    names = (*_LIBRARIES, *(_DEVICE_LIBRARIES if device else ()))
     versions = [
         f"{name} {library_version}" for name in names if (library_version := _version(name))
     ]
     engine = kernel()
     level = "faiss" if engine is None else f"kernel {engine.level}"
-    processor = f"processor {instructions()}"
-    return ", ".join([level, processor, *_device(device), f"larder {RELEASE}", *versions])
+    processor = f"processor {instructions_digest()}"
+    return ", ".join([level, processor, *_device_names(device), f"larder {RELEASE}", *versions])
 
 
 @functools.cache
-def instructions() -> str:
+def instructions_digest() -> str:
     """Digest of the instructions that this processor has: libraries choose their code by them."""
     processor_name = platform.processor() or platform.machine()
     try:
@@ -48,12 +53,13 @@ def instructions() -> str:
     except OSError:
         lines = []
     flags_line = next(
-        (line for line in lines if line.partition(":")[0].strip() in _FLAGS), processor_name
+        (line for line in lines if line.partition(":")[0].strip() in _INSTRUCTION_LINES),
+        processor_name,
     )
     return blake2b(" ".join(sorted(flags_line.split())).encode(), digest_size=4).hexdigest()
 
 
-def _device(device: str | None) -> list[str]:
+def _device_names(device: str | None) -> list[str]:
     if device is None:
         return []
     import torch
@@ -71,23 +77,16 @@ def _version(name: str) -> str | None:
         return None
 
 
-ROWS = 512
-"""Rows of a sample that are computed once more in other company."""
-
-
-_GROUPS = (1, 2, 3, 7, 33, 130)
-
-
-_SEED = 0
-
-
 def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inputs) -> bool:
-    """True if the first rows have the same bits together, in another order, and in groups of several sizes."""
-    count = min(ROWS, rows_of(inputs))
+    """True if the first rows have the same bits together, in another order, and in groups of several sizes.
+
+    A model's rows must not depend on which others they are computed beside, or nothing of it is copied.
+    """
+    count = min(REGROUPED_ROWS, rows_of(inputs))
     batch_outputs = run(rows_taken(inputs, np.arange(count)))
-    order = np.random.default_rng(_SEED).permutation(count)
+    order = np.random.default_rng(_REGROUPING_SEED).permutation(count)
     shuffled, start = [], 0
-    for size in (*_GROUPS, count):
+    for size in (*_GROUP_SIZES, count):
         rows = order[start : start + size]
         if len(rows):
             shuffled.append(run(rows_taken(inputs, rows)))

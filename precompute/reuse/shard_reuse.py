@@ -21,7 +21,7 @@ from precompute.config.settings import TableConfig
 from precompute.filters.item_attributes import allowed_items
 from precompute.partitions.shard_files import HASH, TOUCHED, read_stream
 from precompute.partitions.shard_input import ShardInput
-from precompute.reuse.base import PAIR, BaseGeneration, BaseShard
+from precompute.reuse.base import HASH_AND_DIGEST, BaseGeneration, BaseShard
 from precompute.reuse.digests import Digests
 from precompute.reuse.items import ItemChanges
 from precompute.reuse.lists import ENTERING_MAX, could_enter, floors, holds_lost, renumbered
@@ -52,107 +52,12 @@ class CopyDecisions:
         nowhere, none = np.full(count, -1), np.zeros(count, np.bool_)
         return cls(
             np.arange(count), nowhere, none, np.empty(0, np.int64), np.empty(0, np.uint64),
-            paired(entities, digests),
+            pair_with_digests(entities, digests),
         )  # fmt: skip
 
     def inputs_of(self, entities: ShardInput) -> ShardInput:
         """Inputs of the users that are looked at."""
         return entities if len(self.rows) == len(entities.ids) else entities.select_rows(self.rows)
-
-
-def paired(entities: ShardInput, digests: Digests) -> NDArray[Any]:
-    """Users with their digests, PAIR [n]."""
-    pairs = np.empty(len(entities.ids), PAIR)
-    pairs["hash"], pairs["digest"] = entities.hashes, digests
-    return pairs
-
-
-@dataclass(slots=True, eq=False)
-class CopiedUsers:
-    """Places of a hash range's users: `hashes` [m] of all, `rows` [n] of the chunk's own among them, ascending.
-
-    `copied_positions` int64 [m] are the base's records of the others, -1 for the chunk's own. `unchanged_positions`
-    int64 [n] are the base's records of those of its own whose inputs did not change, -1 for the others.
-    """
-
-    hashes: Digests
-    copied_positions: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    unchanged_positions: NDArray[np.int64]
-    could_stay: NDArray[np.bool_]
-    """Own users that are copied unless an item enters a list of theirs, bool [n]."""
-    entered: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
-
-    @classmethod
-    def of(cls, decisions: CopyDecisions, hashes: Digests, own_rows: NDArray[np.int64]) -> Self:
-        """Places int64 of the `own_rows` among those looked at, which have these `hashes`, and of the kept."""
-        all_hashes = np.concatenate([hashes[own_rows], decisions.copied_hashes])
-        order = np.argsort(all_hashes, kind="stable")
-        turned = np.empty(len(order), np.int64)
-        turned[order] = np.arange(len(order))
-        base_positions = np.concatenate([np.full(len(own_rows), -1), decisions.copied_positions])[
-            order
-        ]
-        return cls(
-            all_hashes[order],
-            base_positions,
-            turned[: len(own_rows)],
-            decisions.unchanged_positions[own_rows],
-            decisions.could_stay[own_rows],
-        )
-
-    def parts(self, users_max: int) -> Iterator[tuple[Self, slice]]:
-        """Pieces of at most so many users, with the own ones of each."""
-        for start in range(0, len(self.hashes), users_max):
-            end = min(start + users_max, len(self.hashes))
-            own_slice = slice(*np.searchsorted(self.rows, [start, end]).tolist())
-            yield type(self)(
-                self.hashes[start:end], self.copied_positions[start:end], self.rows[own_slice] - start,
-                self.unchanged_positions[own_slice], self.could_stay[own_slice],
-            ), own_slice  # fmt: skip
-
-    def stay(self, stay_mask: NDArray[np.bool_]) -> None:
-        """Own users of a mask are copied after all; of the others that could have been, an item entered a list."""
-        self.copied_positions[self.rows[stay_mask]] = self.unchanged_positions[stay_mask]
-        computed_mask = ~stay_mask
-        self.entered = self.could_stay[computed_mask]
-        self.rows, self.unchanged_positions = (
-            self.rows[computed_mask],
-            self.unchanged_positions[computed_mask],
-        )
-        self.could_stay = self.could_stay[computed_mask]
-
-    def reasons(self) -> NDArray[np.uint8]:
-        """Reasons [m] by number."""
-        reason_numbers = np.full(len(self.hashes), COPIED, np.uint8)
-        entered = self.entered if len(self.entered) else np.zeros(len(self.rows), np.bool_)
-        reason_numbers[self.rows] = np.where(
-            self.unchanged_positions < 0, INPUTS, np.where(entered, ENTERED, ITEM_LOST)
-        )
-        return reason_numbers
-
-    @property
-    def copied_rows(self) -> NDArray[np.int64]:
-        """Rows of all that are copied."""
-        return np.flatnonzero(self.copied_positions >= 0)
-
-    def merge_values(self, own_values: NDArray[Any], copied_values: NDArray[Any]) -> NDArray[Any]:
-        """A value for each of all, from those of the chunk's own and of the others."""
-        merged_values = np.empty(len(self.hashes), own_values.dtype)
-        merged_values[self.rows], merged_values[self.copied_rows] = own_values, copied_values
-        return merged_values
-
-    def merge_histories(self, own_histories: Histories, copied_histories: Histories) -> Histories:
-        """Histories of all, from those of the chunk's own and of the others."""
-        ends = np.concatenate(
-            [own_histories.indptr, own_histories.indptr[-1] + copied_histories.indptr[1:]]
-        )
-        order = np.empty(len(self.hashes), np.int64)
-        order[self.rows] = np.arange(len(self.rows))
-        order[self.copied_rows] = len(self.rows) + np.arange(len(self.copied_rows))
-        return Histories(
-            ends, np.concatenate([own_histories.indices, copied_histories.indices])
-        ).select_rows(order)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -295,7 +200,7 @@ class ShardReuse:
         copied_positions, kept_hashes, all_pairs = (
             matched_positions[is_copied],
             entities.hashes[is_copied],
-            paired(entities, digests),
+            pair_with_digests(entities, digests),
         )
         if self.touched is not None:  # the others were not even read
             is_unread = ~np.isin(pairs["hash"], entities.hashes)
@@ -391,3 +296,98 @@ def _touched(build: Build, shard: int, broken: Digests) -> Digests | None:
     except (CorruptArtefact, UnknownGeneration):
         return None
     return np.union1d(np.asarray(read_stream(path).column(HASH)), broken)
+
+
+@dataclass(slots=True, eq=False)
+class CopiedUsers:
+    """Places of a hash range's users: `hashes` [m] of all, `rows` [n] of the chunk's own among them, ascending.
+
+    `copied_positions` int64 [m] are the base's records of the others, -1 for the chunk's own. `unchanged_positions`
+    int64 [n] are the base's records of those of its own whose inputs did not change, -1 for the others.
+    """
+
+    hashes: Digests
+    copied_positions: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    unchanged_positions: NDArray[np.int64]
+    could_stay: NDArray[np.bool_]
+    """Own users that are copied unless an item enters a list of theirs, bool [n]."""
+    entered: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+
+    @classmethod
+    def of(cls, decisions: CopyDecisions, hashes: Digests, own_rows: NDArray[np.int64]) -> Self:
+        """Places int64 of the `own_rows` among those looked at, which have these `hashes`, and of the kept."""
+        all_hashes = np.concatenate([hashes[own_rows], decisions.copied_hashes])
+        order = np.argsort(all_hashes, kind="stable")
+        turned = np.empty(len(order), np.int64)
+        turned[order] = np.arange(len(order))
+        base_positions = np.concatenate([np.full(len(own_rows), -1), decisions.copied_positions])[
+            order
+        ]
+        return cls(
+            all_hashes[order],
+            base_positions,
+            turned[: len(own_rows)],
+            decisions.unchanged_positions[own_rows],
+            decisions.could_stay[own_rows],
+        )
+
+    def parts(self, users_max: int) -> Iterator[tuple[Self, slice]]:
+        """Pieces of at most so many users, with the own ones of each."""
+        for start in range(0, len(self.hashes), users_max):
+            end = min(start + users_max, len(self.hashes))
+            own_slice = slice(*np.searchsorted(self.rows, [start, end]).tolist())
+            yield type(self)(
+                self.hashes[start:end], self.copied_positions[start:end], self.rows[own_slice] - start,
+                self.unchanged_positions[own_slice], self.could_stay[own_slice],
+            ), own_slice  # fmt: skip
+
+    def stay(self, stay_mask: NDArray[np.bool_]) -> None:
+        """Own users of a mask are copied after all; of the others that could have been, an item entered a list."""
+        self.copied_positions[self.rows[stay_mask]] = self.unchanged_positions[stay_mask]
+        computed_mask = ~stay_mask
+        self.entered = self.could_stay[computed_mask]
+        self.rows, self.unchanged_positions = (
+            self.rows[computed_mask],
+            self.unchanged_positions[computed_mask],
+        )
+        self.could_stay = self.could_stay[computed_mask]
+
+    def reasons(self) -> NDArray[np.uint8]:
+        """Reasons [m] by number."""
+        reason_numbers = np.full(len(self.hashes), COPIED, np.uint8)
+        entered = self.entered if len(self.entered) else np.zeros(len(self.rows), np.bool_)
+        reason_numbers[self.rows] = np.where(
+            self.unchanged_positions < 0, INPUTS, np.where(entered, ENTERED, ITEM_LOST)
+        )
+        return reason_numbers
+
+    @property
+    def copied_rows(self) -> NDArray[np.int64]:
+        """Rows of all that are copied."""
+        return np.flatnonzero(self.copied_positions >= 0)
+
+    def merge_values(self, own_values: NDArray[Any], copied_values: NDArray[Any]) -> NDArray[Any]:
+        """A value for each of all, from those of the chunk's own and of the others."""
+        merged_values = np.empty(len(self.hashes), own_values.dtype)
+        merged_values[self.rows], merged_values[self.copied_rows] = own_values, copied_values
+        return merged_values
+
+    def merge_histories(self, own_histories: Histories, copied_histories: Histories) -> Histories:
+        """Histories of all, from those of the chunk's own and of the others."""
+        ends = np.concatenate(
+            [own_histories.indptr, own_histories.indptr[-1] + copied_histories.indptr[1:]]
+        )
+        order = np.empty(len(self.hashes), np.int64)
+        order[self.rows] = np.arange(len(self.rows))
+        order[self.copied_rows] = len(self.rows) + np.arange(len(self.copied_rows))
+        return Histories(
+            ends, np.concatenate([own_histories.indices, copied_histories.indices])
+        ).select_rows(order)
+
+
+def pair_with_digests(entities: ShardInput, digests: Digests) -> NDArray[Any]:
+    """Users with their digests, HASH_AND_DIGEST [n]."""
+    pairs = np.empty(len(entities.ids), HASH_AND_DIGEST)
+    pairs["hash"], pairs["digest"] = entities.hashes, digests
+    return pairs

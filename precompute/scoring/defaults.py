@@ -23,7 +23,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
 from precompute.partitions.catalogue import directory_file
 from precompute.partitions.grouping import sort_unique
-from precompute.scoring.pages import GrowingFile, PageFile, described
+from precompute.scoring.pages import GrowingFile, PageFile, describe_pages
 
 FILE = "defaults.json"
 VALUES_MAX: Final = 1_000_000
@@ -174,6 +174,6 @@ def _write_facet(
             )
             value_fingerprints = fingerprints([raws[row] for row in batch_indexes.tolist()])
             file.append(encode_topk(layout, value_fingerprints, list_ordinals, numbers, at))
-    table = described(build, file)
+    table = describe_pages(build, file)
     build.finish(directory, *(table[kind]["path"] for kind in ("file", "sums")))
     return {"seed": seed, "directory": asdict(build.describe(directory)), "table": table}

@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.events.new_items import OUTPUT_MAX
+from cache.events.new_items import NEW_VECTOR_ABS_MAX
+from cache.format.manifest import EntityKind
 from cache.model.tower import Histories, Tower, run_apart
 from cache.process.host import usable_cores
-from cache.records import Layout, unfit
+from cache.records import Layout, unfit_rows
 from precompute.builds.tables import layout_of, producer_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
@@ -26,8 +27,7 @@ from precompute.sources.columns import Ids, UnusableMaskByReason, as_rows
 from precompute.sources.erasures import ErasedEntities
 from precompute.sources.features import (
     EntityValues,
-    Kind,
-    digest_of,
+    digest_of_values,
     read_values,
     with_event_values,
 )
@@ -38,12 +38,12 @@ from precompute.sources.unusable import EVENTS, NOT_FINITE, Case, UnusableRows
 AT_ONCE: Final = 4_096
 """Users, or items, that are tried together."""
 RAISES: Final = "the model cannot be run on it"
-BEYOND: Final = f"an output beyond {OUTPUT_MAX:,.0f}"
+BEYOND: Final = f"an output beyond {NEW_VECTOR_ABS_MAX:,.0f}"
 UNFIT: Final = "an output that does not fit its table's precision"
 VECTORS: Final = f"{EVENTS}.item_vectors"
 """Name of the vectors that events brought in reports."""
 WIDTH: Final = "a vector of more or fewer numbers than the table's"
-BEYOND_TABLE: Final = f"a number beyond {OUTPUT_MAX:,.0f} and all of the table's"
+BEYOND_TABLE: Final = f"a number beyond {NEW_VECTOR_ABS_MAX:,.0f} and all of the table's"
 _TABLE_ROWS: Final = 64
 
 
@@ -75,7 +75,7 @@ def values_of_night(
     Of whom it cannot use one, the table's count; so it does once a value was set `keep_values_days` before the cut
     (Unix seconds).
     """
-    inputs: dict[Kind, set[str]] = {
+    inputs: dict[EntityKind, set[str]] = {
         kind: {str(input_spec.column) for input_spec in feature_inputs(bundle, kind)} for kind in ("user", "item")
     }  # fmt: skip
     behind = counted_behind(config.events.keep_values_days, cut_s)
@@ -92,7 +92,7 @@ def values_of_night(
     items = _usable(config, bundle, "item", event_values.items, unusable)
     return NightValues(
         users, items, event_values.items, event_values.event_item_ids, _unlisted(config, event_values.event_item_ids),
-        digest_of(users, inputs["user"]),
+        digest_of_values(users, inputs["user"]),
     )  # fmt: skip
 
 
@@ -136,7 +136,11 @@ def _note_left_out(
 
 
 def _usable(
-    config: NightConfig, bundle: Bundle, kind: Kind, values: EntityValues, unusable: UnusableRows
+    config: NightConfig,
+    bundle: Bundle,
+    kind: EntityKind,
+    values: EntityValues,
+    unusable: UnusableRows,
 ) -> EntityValues:
     for model in bundle.models:
         if not values or model.entity != kind or not model.spec.features:
@@ -195,8 +199,12 @@ class _Trial:
                 row = {
                     name: column.take(pa.array(rows[good[:1]])) for name, column in table.items()
                 }
-                is_bounded = model is bundle.item_tower and _largest(outputs[good]) <= OUTPUT_MAX
-                return replace(blank, row=row, output_abs_max=OUTPUT_MAX if is_bounded else np.inf)
+                is_bounded = (
+                    model is bundle.item_tower and _largest(outputs[good]) <= NEW_VECTOR_ABS_MAX
+                )
+                return replace(
+                    blank, row=row, output_abs_max=NEW_VECTOR_ABS_MAX if is_bounded else np.inf
+                )
         return blank
 
     @property
@@ -256,7 +264,7 @@ class _Trial:
             np.abs(finite_outputs).max(axis=1) > self.output_abs_max
         )
         for layout in self.layouts:
-            bad_mask_by_reason[UNFIT] = bad_mask_by_reason.get(UNFIT, raised) | unfit(
+            bad_mask_by_reason[UNFIT] = bad_mask_by_reason.get(UNFIT, raised) | unfit_rows(
                 layout, outputs
             )
 

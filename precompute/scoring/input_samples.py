@@ -36,7 +36,7 @@ from precompute.partitions.shard_input import (
     users_alone,
 )
 from precompute.reuse.base import BaseGeneration
-from precompute.reuse.reproducibility import ROWS, is_regrouped_alike
+from precompute.reuse.reproducibility import REGROUPED_ROWS, is_regrouped_alike
 from precompute.scoring.items import item_inputs, open_item_features
 from precompute.scoring.towers import (
     DeviceTower,
@@ -46,96 +46,20 @@ from precompute.scoring.towers import (
     usable_inputs,
 )
 
-DRAWN_USERS_MAX: Final = 512
+SAMPLE_ROWS = 512
+"""Entities on which a model is calibrated and compared, at most."""
 
-
-DRAWN_LONGEST: Final = 50
-
-
-def with_drawn_histories(
-    entities: ShardInput, items: ItemTable, metric: Metric, *, seed: int
-) -> ShardInput:
-    """At most 512 of the users with a vector, spread evenly, each with 1 to 50 of the 100 items that suit it best.
-
-    Not any items: those of one history are alike, and a model calibrated on means of unlike ones would meet larger
-    numbers than it was made for.
-    """
-    with_vector = np.flatnonzero(entities.has_vector)
-    sample_points = np.linspace(0, len(with_vector) - 1, min(DRAWN_USERS_MAX, len(with_vector)))
-    rows = with_vector[np.unique(sample_points.astype(np.int64))]
-    user_vectors = entities.vectors
-    assert user_vectors is not None  # noqa: S101 - else none had one
-    rng = np.random.default_rng(seed)
-    histories = [
-        rng.permutation(best_ordinals)[: rng.integers(1, DRAWN_LONGEST, endpoint=True)]
-        for best_ordinals in exact_neighbours(np.asarray(items.vectors), user_vectors[rows], metric)
-    ]
-    return ShardInput(
-        ids=entities.ids.take(pa.array(rows)),
-        hashes=entities.hashes[rows],
-        indptr=np.cumsum([0, *map(len, histories)]),
-        ordinals=np.concatenate(histories),
-        features={name: column.take(pa.array(rows)) for name, column in entities.features.items()},
-        history_limit=entities.history_limit,
-        vectors=user_vectors[rows],
-    )
-
-
-SEED = 0
+SAMPLE_SEED = 0
 """Seed of histories that are drawn; the gates draw others."""
 
+DRAWN_USERS_MAX: Final = 512
+"""Users with drawn histories, at most."""
+
+DRAWN_LONGEST: Final = 50
+"""Items of a drawn history, at most."""
 
 FIRST_SLICES = 4
 """Slices written before more of a shard is: they nearly always hold the samples that are wanted."""
-
-
-def _slices(build: Build) -> Iterator[ShardInput]:
-    """All users in hash order (so: at random), a slice at a time; for the first few a shard is not rewritten."""
-    config, folder = build.config, build.root / PARTITION
-    for shard in range(config.shards):
-        fetch_partition(build, shard)
-        read_count = 0
-        for first in (FIRST_SLICES, None):
-            with scratch_folder(folder) as scratch:
-                slices = slice_shard(folder, shard, config.shards, scratch, first=first)
-                for number in slices.numbers[read_count:]:
-                    yield read_shard(
-                        slices.folder,
-                        number,
-                        history_limit=config.history_limit,
-                        answers_without_history=computes_featured(build),
-                    )
-            read_count = len(slices.numbers)
-            if read_count < FIRST_SLICES:
-                break
-
-
-def lacks_histories(build: Build, model: BundleModel) -> bool:
-    """True for a model of histories in a night where users bring vectors and nobody has a history.
-
-    Users of the feature table alone are asked about as they are: their history is empty.
-    """
-    sources = build.config.sources
-    return (
-        not sources.interactions and bool(sources.user_vectors) and model.spec.history is not None
-    )
-
-
-def users_with_vectors(build: Build) -> ShardInput:
-    """Users of the first slice in which any brings a vector; there is one, or `begin` had refused."""
-    return next(entities for entities in _slices(build) if entities.has_vector.any())
-
-
-def given_vectors(build: Build) -> NDArray[np.float32]:
-    """float32 [n, dims]: vectors of all users that bring one, or of 8,192 with the lowest hashes (so: at random)."""
-    parts, count = [], 0
-    for entities in _slices(build):
-        if entities.vectors is not None:
-            parts.append(entities.vectors[entities.has_vector][: USERS_MAX - count])
-            count += len(parts[-1])
-        if count >= USERS_MAX:
-            break
-    return np.concatenate(parts)
 
 
 def sample_inputs(
@@ -146,7 +70,7 @@ def sample_inputs(
     `metric` is the bundle's, by which they are drawn.
     """
     if lacks_histories(build, model):
-        return with_drawn_histories(users_with_vectors(build), items, metric, seed=SEED)
+        return with_drawn_histories(users_with_vectors(build), items, metric, seed=SAMPLE_SEED)
     for entities in _slices(build):
         if len(usable_inputs(items, entities, {model.name: model.spec})[0]):
             return entities
@@ -185,6 +109,95 @@ def probe_inputs(
     return sample, parts
 
 
+def sample_user_vectors(build: Build, bundle: Bundle, items: ItemTable) -> NDArray[np.float32]:
+    """float32 [n, dims]: vectors of real users, those they bring or up to 512 of the user tower in full precision."""
+    tower = bundle.user_tower
+    if lacks_histories(build, tower):
+        return given_vectors(build)
+    fetch_model(build, tower)
+    inputs, _ = _user_inputs(tower, items, sample_inputs(build, items, tower))
+    vectors = Tower.open(build.root / f"models/{tower.name}.fp32.onnx", tower.spec).run(inputs)
+    return vectors[np.isfinite(vectors).all(axis=1)]
+
+
+def given_vectors(build: Build) -> NDArray[np.float32]:
+    """float32 [n, dims]: vectors of all users that bring one, or of 8,192 with the lowest hashes (so: at random)."""
+    parts, count = [], 0
+    for entities in _slices(build):
+        if entities.vectors is not None:
+            parts.append(entities.vectors[entities.has_vector][: USERS_MAX - count])
+            count += len(parts[-1])
+        if count >= USERS_MAX:
+            break
+    return np.concatenate(parts)
+
+
+def lacks_histories(build: Build, model: BundleModel) -> bool:
+    """True for a model of histories in a night where users bring vectors and nobody has a history.
+
+    Users of the feature table alone are asked about as they are: their history is empty.
+    """
+    sources = build.config.sources
+    return (
+        not sources.interactions and bool(sources.user_vectors) and model.spec.history is not None
+    )
+
+
+def users_with_vectors(build: Build) -> ShardInput:
+    """Users of the first slice in which any brings a vector; there is one, or `begin` had refused."""
+    return next(entities for entities in _slices(build) if entities.has_vector.any())
+
+
+def _slices(build: Build) -> Iterator[ShardInput]:
+    """All users in hash order (so: at random), a slice at a time; for the first few a shard is not rewritten."""
+    config, folder = build.config, build.root / PARTITION
+    for shard in range(config.shards):
+        fetch_partition(build, shard)
+        read_count = 0
+        for first in (FIRST_SLICES, None):
+            with scratch_folder(folder) as scratch:
+                slices = slice_shard(folder, shard, config.shards, scratch, first=first)
+                for number in slices.numbers[read_count:]:
+                    yield read_shard(
+                        slices.folder,
+                        number,
+                        history_limit=config.history_limit,
+                        answers_without_history=computes_featured(build),
+                    )
+            read_count = len(slices.numbers)
+            if read_count < FIRST_SLICES:
+                break
+
+
+def with_drawn_histories(
+    entities: ShardInput, items: ItemTable, metric: Metric, *, seed: int
+) -> ShardInput:
+    """At most 512 of the users with a vector, spread evenly, each with 1 to 50 of the 100 items that suit it best.
+
+    Not any items: those of one history are alike, and a model calibrated on means of unlike ones would meet larger
+    numbers than it was made for.
+    """
+    with_vector = np.flatnonzero(entities.has_vector)
+    sample_points = np.linspace(0, len(with_vector) - 1, min(DRAWN_USERS_MAX, len(with_vector)))
+    rows = with_vector[np.unique(sample_points.astype(np.int64))]
+    user_vectors = entities.vectors
+    assert user_vectors is not None  # noqa: S101 - else none had one
+    rng = np.random.default_rng(seed)
+    histories = [
+        rng.permutation(best_ordinals)[: rng.integers(1, DRAWN_LONGEST, endpoint=True)]
+        for best_ordinals in exact_neighbours(np.asarray(items.vectors), user_vectors[rows], metric)
+    ]
+    return ShardInput(
+        ids=entities.ids.take(pa.array(rows)),
+        hashes=entities.hashes[rows],
+        indptr=np.cumsum([0, *map(len, histories)]),
+        ordinals=np.concatenate(histories),
+        features={name: column.take(pa.array(rows)) for name, column in entities.features.items()},
+        history_limit=entities.history_limit,
+        vectors=user_vectors[rows],
+    )
+
+
 def regrouped_alike(
     build: Build, base: BaseGeneration, bundle: Bundle, items: ItemTable, device: str | None
 ) -> dict[str, bool]:
@@ -203,7 +216,7 @@ def regrouped_alike(
             continue
         if model.entity == "item":
             features = open_item_features(build, model.spec, items.count)
-            rows = np.flatnonzero(features.of(np.arange(min(ROWS, items.count)))[1])
+            rows = np.flatnonzero(features.of(np.arange(min(REGROUPED_ROWS, items.count)))[1])
             inputs, _ = item_inputs(model.spec, items, features, rows)
         else:
             rows, histories, columns = usable_inputs(items, users, {model.name: model.spec})
@@ -221,7 +234,7 @@ def _some_users(build: Build) -> ShardInput:
         hashes = [np.empty(0, np.uint64)]
         for path in shard_paths(folder, shard, naming(kinds_in(folder, shard))):
             for batch in read_batches(path, fields=[0, 1]):
-                hashes.append(np.asarray(batch.column(HASH))[:ROWS])
+                hashes.append(np.asarray(batch.column(HASH))[:REGROUPED_ROWS])
                 break
         alone = users_alone(folder, shard, np.unique(np.concatenate(hashes)), scratch)
         return read_shard(
@@ -230,9 +243,6 @@ def _some_users(build: Build) -> ShardInput:
             history_limit=build.config.history_limit,
             answers_without_history=computes_featured(build),
         )
-
-
-SAMPLE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,17 +301,6 @@ def quantize_models(
     return live_model_by_name
 
 
-def sample_user_vectors(build: Build, bundle: Bundle, items: ItemTable) -> NDArray[np.float32]:
-    """float32 [n, dims]: vectors of real users, those they bring or up to 512 of the user tower in full precision."""
-    tower = bundle.user_tower
-    if lacks_histories(build, tower):
-        return given_vectors(build)
-    fetch_model(build, tower)
-    inputs, _ = _user_inputs(tower, items, sample_inputs(build, items, tower))
-    vectors = Tower.open(build.root / f"models/{tower.name}.fp32.onnx", tower.spec).run(inputs)
-    return vectors[np.isfinite(vectors).all(axis=1)]
-
-
 def _user_inputs(
     model: BundleModel, items: ItemTable, sample: ShardInput
 ) -> tuple[Inputs, Histories]:
@@ -310,7 +309,7 @@ def _user_inputs(
         raise BundleError(
             f"no entity of the sample has the inputs that {model.name} wants", model=model.name
         )
-    rows = _spread(usable)
+    rows = _spread_rows(usable)
     inputs = bind(
         model.spec,
         histories=histories.select_rows(rows),
@@ -319,9 +318,17 @@ def _user_inputs(
     return inputs, Histories(sample.indptr, sample.ordinals).select_rows(rows)
 
 
-def _spread(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """At most SAMPLE of the rows, spread evenly."""
-    sample_points = np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows)))
+def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -> Inputs:
+    usable_ordinals = np.flatnonzero(features.usable())
+    if not len(usable_ordinals):
+        raise BundleError(f"no item has the inputs that {model.name} wants", model=model.name)
+    rows = _spread_rows(usable_ordinals)
+    return bind(model.spec, features=features.of(rows)[0], index=items.to_model(Ordinals(rows)))
+
+
+def _spread_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """At most SAMPLE_ROWS of the rows, spread evenly."""
+    sample_points = np.linspace(0, len(rows) - 1, min(SAMPLE_ROWS, len(rows)))
     return rows[np.unique(sample_points.astype(np.int64))]
 
 
@@ -333,11 +340,3 @@ def _with_answers(
     if len(rows) == rows_of(inputs):
         return inputs, exclusions
     return select_rows(inputs, rows), None if exclusions is None else exclusions.select_rows(rows)
-
-
-def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -> Inputs:
-    usable_ordinals = np.flatnonzero(features.usable())
-    if not len(usable_ordinals):
-        raise BundleError(f"no item has the inputs that {model.name} wants", model=model.name)
-    rows = _spread(usable_ordinals)
-    return bind(model.spec, features=features.of(rows)[0], index=items.to_model(Ordinals(rows)))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cache.errors import UnfitValue
 from cache.format.manifest import Artefact
-from cache.records import Flags, Layout, absent, encode_numbers, encode_topk, unfit
+from cache.records import Flags, Layout, absent_records, encode_numbers, encode_topk, unfit_rows
 from cache.store.artefacts import disk_errors, sync_folder, write_atomically
 from precompute.builds.build import Build
 from precompute.builds.tables import records_per_page
@@ -24,12 +24,14 @@ from precompute.builds.tables import records_per_page
 Answers = tuple[NDArray[np.uint32], NDArray[np.float32]] | NDArray[np.float32]
 """(ordinals, scores) of lists, or the numbers of vectors and values; a row for each entity."""
 
-
-AT_ONCE = 2048
+RECORDS_AT_ONCE = 2048
 """Records encoded at once."""
 
+PIECES_BEHIND = 2
+"""Pieces of a page file that wait for their checksums at most."""
 
-def encode(
+
+def encode_records(
     layout: Layout,
     fingerprints: NDArray[np.uint64],
     answers: Answers,
@@ -49,33 +51,24 @@ def encode(
         except UnfitValue:
             pass
     numbers = answers[1] if isinstance(answers, tuple) else answers
-    is_unfit = unfit(layout, numbers) & has_answer
+    is_unfit = unfit_rows(layout, numbers) & has_answer
     rows = np.flatnonzero(has_answer & ~is_unfit)
     row_answers = (answers[0][rows], numbers[rows]) if isinstance(answers, tuple) else numbers[rows]
-    records = absent(layout, fingerprints, at)
+    records = absent_records(layout, fingerprints, at)
     some_flags = flags if isinstance(flags, int) else flags[rows]
     records[rows] = _encode(layout, fingerprints[rows], row_answers, at, some_flags)
     return records, is_unfit
 
 
-def finite_rows(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """bool [n]; a sum is finite only if all are, so only the rare row whose sum is not is looked at closely."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        finite: NDArray[np.bool_] = np.isfinite(numbers.sum(axis=1))
-    suspects = np.flatnonzero(~finite)
-    finite[suspects] = np.isfinite(numbers[suspects]).all(axis=1)
-    return finite
-
-
 def _encode(
     layout: Layout, fingerprints: NDArray[np.uint64], answers: Answers, at: int, flags: Flags
 ) -> NDArray[Any]:
-    """Records of rows that all have answers, AT_ONCE at a time: what is between stays in a core's caches."""
-    if len(fingerprints) <= AT_ONCE:
+    """Records of rows that all have answers, RECORDS_AT_ONCE at a time: what is between stays in a core's caches."""
+    if len(fingerprints) <= RECORDS_AT_ONCE:
         return _encode_some(layout, fingerprints, answers, at, flags)
     records = np.empty(len(fingerprints), layout.dtype)
-    for start in range(0, len(fingerprints), AT_ONCE):
-        rows = slice(start, start + AT_ONCE)
+    for start in range(0, len(fingerprints), RECORDS_AT_ONCE):
+        rows = slice(start, start + RECORDS_AT_ONCE)
         row_answers = (
             (answers[0][rows], answers[1][rows]) if isinstance(answers, tuple) else answers[rows]
         )
@@ -94,8 +87,13 @@ def _encode_some(
     return encode_numbers(layout, fingerprints, answers, at, flags=flags)
 
 
-BEHIND = 2
-"""Pieces of a page file that wait for their checksums at most."""
+def finite_rows(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """bool [n]; a sum is finite only if all are, so only the rare row whose sum is not is looked at closely."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite: NDArray[np.bool_] = np.isfinite(numbers.sum(axis=1))
+    suspects = np.flatnonzero(~finite)
+    finite[suspects] = np.isfinite(numbers[suspects]).all(axis=1)
+    return finite
 
 
 class GrowingFile:
@@ -145,7 +143,7 @@ class PageFile(GrowingFile):
 
     A page is a slice of the file: records are appended back to back, and every `records_per_page` of them a
     checksum (xxh3-64) is kept for the `.sums` file. Threads behind the writer compute the checksums of pages and of the
-    file, and have the disk write what there is; they keep at most BEHIND pieces.
+    file, and have the disk write what there is; they keep at most PIECES_BEHIND pieces.
     """
 
     def __init__(self, path: Path, layout: Layout, page_bytes: int) -> None:
@@ -167,7 +165,7 @@ class PageFile(GrowingFile):
         data = np.ascontiguousarray(records).view(np.uint8).data
         self.write(data)
         self._size_bytes += len(data)
-        while len(self._unsummed) >= BEHIND:
+        while len(self._unsummed) >= PIECES_BEHIND:
             self._unsummed.popleft().result()
         self._unsummed.append(self._summing.submit(self._add_to_sums, data))
         if self._synced is None or self._synced.done():
@@ -222,7 +220,7 @@ def sums_path(pages: Path) -> Path:
     return pages.with_suffix(".sums")
 
 
-def described(build: Build, pages: PageFile) -> dict[str, Any]:
+def describe_pages(build: Build, pages: PageFile) -> dict[str, Any]:
     """Manifest entries of a finished page file of the build and its checksums."""
     file, sums = (str(path.relative_to(build.root)) for path in (pages.path, sums_path(pages.path)))
     return {

@@ -34,6 +34,26 @@ from precompute.scoring.towers import bind, run_named
 from precompute.sources.columns import text_hashes
 from precompute.sources.unusable import NOT_FINITE, Case, UnusableRows
 
+CHUNK_USERS = 16_384
+"""Users scored at once: enough for the matrix product."""
+
+CHUNK_BYTES = 32 << 20
+"""Bytes that the results of a chunk may take on the processor."""
+
+CORES_OF_A_WORKER, WORKERS_MOST = 5, 4
+"""A stage whose chunks are worked on side by side has at most so many threads, each for so many cores of the host."""
+
+CHUNKS_MOST = 7 + 2 * WORKERS_MOST + 2
+"""Chunks of a shard under way at most: two being read, two compared, as many in the making or waiting as there are
+workers, twice, one in each thread that hands them on and the one that writes; and the records of two, unsummed."""
+
+SIDE_BY_SIDE = ("tower", "records")
+"""Stages of several threads."""
+
+ON_DEVICE = 4
+"""Chunks of a device are so many times larger, in users and bytes: it is idle before a chunk's first product and after
+its last."""
+
 
 @dataclass(slots=True, eq=False)
 class Chunk:
@@ -116,32 +136,6 @@ class Chunk:
         self.outputs["user_tower"] = np.where(has_vector[:, None], self.vectors, tower_outputs)
         self.answered["user_tower"] |= has_vector
         self.vectors = None
-
-
-CHUNK_USERS = 16_384
-"""Users scored at once: enough for the matrix product."""
-
-
-CHUNK_BYTES = 32 << 20
-"""Bytes that the results of a chunk may take on the processor."""
-
-
-CORES_OF_A_WORKER, WORKERS_MOST = 5, 4
-"""A stage whose chunks are worked on side by side has at most so many threads, each for so many cores of the host."""
-
-
-CHUNKS_MOST = 7 + 2 * WORKERS_MOST + 2
-"""Chunks of a shard under way at most: two being read, two compared, as many in the making or waiting as there are
-workers, twice, one in each thread that hands them on and the one that writes; and the records of two, unsummed."""
-
-
-SIDE_BY_SIDE = ("tower", "records")
-"""Stages of several threads."""
-
-
-ON_DEVICE = 4
-"""Chunks of a device are so many times larger, in users and bytes: it is idle before a chunk's first product and after
-its last."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

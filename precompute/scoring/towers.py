@@ -34,52 +34,171 @@ from precompute.sources.files import feature_file
 from precompute.sources.readers import feature_schema
 from precompute.sources.unusable import format_case_value
 
-AGREEMENT = 1e-4
+_log = logging.getLogger(__name__)
+
+FeaturesByModel = dict[str, dict[str, NDArray[Any]]]
+"""Features by model and input name: two models may give one input name to different columns."""
+
+DEVICE_AGREEMENT = 1e-4
 """Largest deviation of a tower on a device from its ONNX file on the processor, relative to the largest number of the
 row: what the gates `exact_numbers` and `item_vectors` allow."""
 
-
-LENGTH_AGREEMENT = 8e-6
+DEVICE_LENGTH_AGREEMENT = 8e-6
 """Length of the deviation of a user's vector, relative to the vector's. Two scores of a list then differ by twice this
 at most, which together with the rounding of their sums is what the gate `exact_lists` allows."""
 
-
-OF_DEVICE = Tile(1 << 14, 1 << 27)
+DEVICE_TILE = Tile(1 << 14, 1 << 27)
 """Tile of a GPU: a whole chunk of users with short histories, 512 MiB of float32 for what is gathered."""
 
-
-_OF_VECTORS = "user_tower"
-
-
-_COMPARED = 64
+_VECTOR_TOWER = "user_tower"
+_COMPARED_ROWS = 64
 
 
-_log = logging.getLogger(__name__)
+def bind(
+    spec: TowerSpec,
+    *,
+    histories: Histories | None = None,
+    features: Mapping[str, NDArray[Any]] | None = None,
+    index: NDArray[np.int64] | None = None,
+) -> Inputs:
+    """A tower's inputs by name; `features` are by input name already."""
+    bound: dict[str, Histories | NDArray[Any]] = {}
+    for input_spec in spec.inputs:
+        if input_spec.bind == "history":
+            if histories is None:
+                raise ConfigError(
+                    f"input {input_spec.name!r} wants a history, which this entity does not have"
+                )
+            bound[input_spec.name] = histories
+        elif input_spec.bind == "item_index":
+            if index is None:
+                raise ConfigError(
+                    f"input {input_spec.name!r} wants an item index, which this entity does not have"
+                )
+            bound[input_spec.name] = index
+        else:
+            bound[input_spec.name] = (features or {})[input_spec.name]
+    return bound
 
 
-class OnTheDevice(Protocol):
+def inputs_of(
+    items: ItemTable, entities: ShardInput, specs: Mapping[str, TowerSpec]
+) -> tuple[dict[str, NDArray[np.bool_]], Histories, FeaturesByModel]:
+    """(which rows have every input of each model, histories in model indices, features).
+
+    Feature values of rows that are not usable mean nothing.
+    """
+    indices = items.to_model(Ordinals(entities.ordinals))
+    is_usable_item = (indices >= 0) & _recent(entities)
+    running_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_usable_item)])
+    histories = Histories(running_counts[entities.indptr], indices[is_usable_item])
+    usable: dict[str, NDArray[np.bool_]] = {}
+    features: FeaturesByModel = {name: {} for name in specs}
+    for model, spec in specs.items():
+        usable[model] = np.ones(len(entities.ids), np.bool_)
+        if spec.history is not None and not (entities.answers_without_history and spec.features):
+            usable[model] &= np.diff(histories.indptr) > 0
+        for feature in spec.features:
+            values = read_values(entities.features[str(feature.column)], feature)
+            usable[model] &= values.usable
+            features[model][feature.name] = values.numbers
+    return usable, histories, features
+
+
+def usable_inputs(
+    items: ItemTable, entities: ShardInput, specs: Mapping[str, TowerSpec]
+) -> tuple[NDArray[np.int64], Histories, FeaturesByModel]:
+    """(rows with every input of all these models, the rest as `inputs_of`)."""
+    usable, histories, features = inputs_of(items, entities, specs)
+    rows = np.logical_and.reduce([np.ones(len(entities.ids), np.bool_), *usable.values()])
+    return np.flatnonzero(rows), histories, features
+
+
+def _recent(entities: ShardInput) -> NDArray[np.bool_]:
+    """Mask of the history items that are new enough to be given to a model, bool [len(ordinals)]."""
+    lengths = np.diff(entities.indptr)
+    from_end = repeated(entities.indptr[1:], lengths) - np.arange(len(entities.ordinals))
+    return np.asarray(from_end <= entities.history_limit, np.bool_)
+
+
+def computes_featured(build: Build) -> bool:
+    """True if the night computes users whom the feature table alone names; its `begin` decided."""
+    return bool(build.need("begin").get(FEATURED_USERS, False))
+
+
+def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
+    """Raises SourceError for the first feature column that is not there, or whose type an input cannot be read from."""
+    for model in bundle.models:
+        for feature in model.spec.features:
+            path = feature_file(config, model.entity, str(feature.column))
+            kind = feature_schema(path, (str(feature.column),)).field(str(feature.column)).type
+            demand_type(kind, feature, f"{path}, for {model.name}")
+
+
+def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower:
+    """A model of the build, on the device of torch that is named or (None) the processor.
+
+    On a device the bundle's program runs, without one ONNX Runtime's CUDA provider; without either the processor does.
+    """
+    path, threads = fetch_model(build, model), build.config.threads or usable_cores()
+    tower = Tower.open(path, model.spec, threads=threads)
+    if device is None:
+        return tower
+    running = _on_device(build, model, device)
+    if isinstance(running, str):
+        _log.info("%s stays on the processor: %s", model.name, running)
+        return tower
+    may_stay = build.config.device == AUTO and model.program is None
+    return DeviceTower(model.name, tower, running, may_stay=may_stay)
+
+
+def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> NDArray[np.float32]:
+    """Outputs float32 [n, output_dims]; raises SourceError naming the first row on which the model cannot be run.
+
+    `name` is of a row, such as "user 'ann'".
+    """
+    try:
+        return tower.run(inputs)
+    except LarderError:
+        raise
+    except Exception as error:
+        rows = np.arange(rows_of(inputs))
+        while len(rows) > 1:
+            half = rows[: len(rows) // 2]
+            rows = half if _raises(tower, inputs, half) else rows[len(rows) // 2 :]
+        if not _raises(tower, inputs, rows):
+            raise  # it was not of a row: no memory, say
+        row = int(rows[0])
+        values = {
+            str(feature.column): np.asarray(inputs[feature.name])[row]
+            for feature in tower.spec.features
+        }
+        inputs_text = ", ".join(
+            f"{column} {format_case_value(value)}" for column, value in values.items()
+        )
+        error_lines = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        raise SourceError(
+            f"{name(row)}: the model cannot be run on {inputs_text or 'its input'} "
+            f"({format_case_value(error_lines[0])}); correct "
+            "the table, or "
+            "leave the value out of it",
+            columns=sorted(values),
+        ) from error
+
+
+def _raises(tower: AnyTower, inputs: Inputs, rows: NDArray[np.int64]) -> bool:
+    try:
+        tower.run(rows_taken(inputs, rows))
+    except Exception:
+        return True
+    return False
+
+
+class DeviceModel(Protocol):
     """A form of a model on its device."""
 
     def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
         """Outputs of each batch of inputs, in its own order; raises MemoryError where the device has no room."""
-
-
-class OnnxOnGpu:
-    """The ONNX file itself, by ONNX Runtime's provider for the GPU."""
-
-    def __init__(self, tower: Tower) -> None:
-        self._tower = tower
-        self._names = [input_spec.name for input_spec in tower.spec.inputs]
-
-    def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
-        """Outputs of each batch; raises MemoryError where the provider's arena is full."""
-        for feed in feeds:
-            try:
-                yield self._tower.fed(dict(zip(self._names, feed, strict=True)))
-            except Exception as error:  # ONNX Runtime's errors share no base class of their own
-                if "allocate" not in str(error) and "out of memory" not in str(error):
-                    raise
-                raise MemoryError(str(error)) from error
 
 
 class DeviceTower:
@@ -89,14 +208,14 @@ class DeviceTower:
     """
 
     def __init__(
-        self, name: str, tower: Tower, running: OnTheDevice, *, may_stay: bool = False
+        self, name: str, tower: Tower, running: DeviceModel, *, may_stay: bool = False
     ) -> None:
         self.spec = tower.spec
         self._name = name
         self._tower = tower
         self._running = running
         self._names = [input_spec.name for input_spec in tower.spec.inputs]
-        self._tile = OF_DEVICE
+        self._tile = DEVICE_TILE
         self._is_compared = False
         self._may_stay = may_stay
         self._stays = False
@@ -154,7 +273,7 @@ class DeviceTower:
 
     def _compare(self, inputs: Inputs) -> None:
         """Compares a few rows, but for those that are finite on neither: they get no answer."""
-        rows = np.arange(min(_COMPARED, rows_of(inputs)))
+        rows = np.arange(min(_COMPARED_ROWS, rows_of(inputs)))
         probe_inputs = rows_taken(inputs, rows)
         expected_outputs, device_outputs = self._tower.run(probe_inputs), self._tried(probe_inputs)
         if device_outputs is None:
@@ -165,13 +284,17 @@ class DeviceTower:
             expected_outputs[finite],
             device_outputs[finite] - expected_outputs[finite],
         )
-        largest = _worst(np.abs(off).max(axis=1), np.abs(expected_outputs).max(axis=1))
+        largest = _worst_deviation(np.abs(off).max(axis=1), np.abs(expected_outputs).max(axis=1))
         self._demand(
-            largest if has_same_finite_rows else float("nan"), AGREEMENT, "a row's largest number"
+            largest if has_same_finite_rows else float("nan"),
+            DEVICE_AGREEMENT,
+            "a row's largest number",
         )
-        if self._name == _OF_VECTORS:
-            lengths = _worst(np.linalg.norm(off, axis=1), np.linalg.norm(expected_outputs, axis=1))
-            self._demand(lengths, LENGTH_AGREEMENT, "a vector's length")
+        if self._name == _VECTOR_TOWER:
+            lengths = _worst_deviation(
+                np.linalg.norm(off, axis=1), np.linalg.norm(expected_outputs, axis=1)
+            )
+            self._demand(lengths, DEVICE_LENGTH_AGREEMENT, "a vector's length")
         self._is_compared = len(expected_outputs) > 0
 
     def _demand(self, error: float, threshold: float, of: str) -> None:
@@ -186,28 +309,25 @@ class DeviceTower:
         )
 
 
-def _worst(errors: NDArray[np.float32], sizes: NDArray[np.float32]) -> float:
-    return float((errors / np.maximum(sizes, np.float32(1e-30))).max(initial=0))
+class OnnxOnGpu:
+    """The ONNX file itself, by ONNX Runtime's provider for the GPU."""
+
+    def __init__(self, tower: Tower) -> None:
+        self._tower = tower
+        self._names = [input_spec.name for input_spec in tower.spec.inputs]
+
+    def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
+        """Outputs of each batch; raises MemoryError where the provider's arena is full."""
+        for feed in feeds:
+            try:
+                yield self._tower.fed(dict(zip(self._names, feed, strict=True)))
+            except Exception as error:  # ONNX Runtime's errors share no base class of their own
+                if "allocate" not in str(error) and "out of memory" not in str(error):
+                    raise
+                raise MemoryError(str(error)) from error
 
 
-def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower:
-    """A model of the build, on the device of torch that is named or (None) the processor.
-
-    On a device the bundle's program runs, without one ONNX Runtime's CUDA provider; without either the processor does.
-    """
-    path, threads = fetch_model(build, model), build.config.threads or usable_cores()
-    tower = Tower.open(path, model.spec, threads=threads)
-    if device is None:
-        return tower
-    running = _on_device(build, model, device)
-    if isinstance(running, str):
-        _log.info("%s stays on the processor: %s", model.name, running)
-        return tower
-    may_stay = build.config.device == AUTO and model.program is None
-    return DeviceTower(model.name, tower, running, may_stay=may_stay)
-
-
-def _on_device(build: Build, model: BundleModel, device: str) -> OnTheDevice | str:
+def _on_device(build: Build, model: BundleModel, device: str) -> DeviceModel | str:
     """The form of a model that runs on a device, or why none does."""
     if model.program is not None:
         demand_sha256(model.program, model.program_sha256)
@@ -234,128 +354,5 @@ def _on_device(build: Build, model: BundleModel, device: str) -> OnTheDevice | s
     return OnnxOnGpu(gpu_tower)
 
 
-def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> NDArray[np.float32]:
-    """Outputs float32 [n, output_dims]; raises SourceError naming the first row on which the model cannot be run.
-
-    `name` is of a row, such as "user 'ann'".
-    """
-    try:
-        return tower.run(inputs)
-    except LarderError:
-        raise
-    except Exception as error:
-        rows = np.arange(rows_of(inputs))
-        while len(rows) > 1:
-            half = rows[: len(rows) // 2]
-            rows = half if _raises(tower, inputs, half) else rows[len(rows) // 2 :]
-        if not _raises(tower, inputs, rows):
-            raise  # it was not of a row: no memory, say
-        row = int(rows[0])
-        values = {
-            str(feature.column): np.asarray(inputs[feature.name])[row]
-            for feature in tower.spec.features
-        }
-        inputs_text = ", ".join(
-            f"{column} {format_case_value(value)}" for column, value in values.items()
-        )
-        error_lines = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-        raise SourceError(
-            f"{name(row)}: the model cannot be run on {inputs_text or 'its input'} "
-            f"({format_case_value(error_lines[0])}); correct "
-            "the table, or "
-            "leave the value out of it",
-            columns=sorted(values),
-        ) from error
-
-
-def _raises(tower: AnyTower, inputs: Inputs, rows: NDArray[np.int64]) -> bool:
-    try:
-        tower.run(rows_taken(inputs, rows))
-    except Exception:
-        return True
-    return False
-
-
-def bind(
-    spec: TowerSpec,
-    *,
-    histories: Histories | None = None,
-    features: Mapping[str, NDArray[Any]] | None = None,
-    index: NDArray[np.int64] | None = None,
-) -> Inputs:
-    """A tower's inputs by name; `features` are by input name already."""
-    bound: dict[str, Histories | NDArray[Any]] = {}
-    for input_spec in spec.inputs:
-        if input_spec.bind == "history":
-            if histories is None:
-                raise ConfigError(
-                    f"input {input_spec.name!r} wants a history, which this entity does not have"
-                )
-            bound[input_spec.name] = histories
-        elif input_spec.bind == "item_index":
-            if index is None:
-                raise ConfigError(
-                    f"input {input_spec.name!r} wants an item index, which this entity does not have"
-                )
-            bound[input_spec.name] = index
-        else:
-            bound[input_spec.name] = (features or {})[input_spec.name]
-    return bound
-
-
-def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
-    """Raises SourceError for the first feature column that is not there, or whose type an input cannot be read from."""
-    for model in bundle.models:
-        for feature in model.spec.features:
-            path = feature_file(config, model.entity, str(feature.column))
-            kind = feature_schema(path, (str(feature.column),)).field(str(feature.column)).type
-            demand_type(kind, feature, f"{path}, for {model.name}")
-
-
-def computes_featured(build: Build) -> bool:
-    """True if the night computes users whom the feature table alone names; its `begin` decided."""
-    return bool(build.need("begin").get(FEATURED_USERS, False))
-
-
-Features = dict[str, dict[str, NDArray[Any]]]
-"""Features by model and input name: two models may give one input name to different columns."""
-
-
-def inputs_of(
-    items: ItemTable, entities: ShardInput, specs: Mapping[str, TowerSpec]
-) -> tuple[dict[str, NDArray[np.bool_]], Histories, Features]:
-    """(which rows have every input of each model, histories in model indices, features).
-
-    Feature values of rows that are not usable mean nothing.
-    """
-    indices = items.to_model(Ordinals(entities.ordinals))
-    is_usable_item = (indices >= 0) & _recent(entities)
-    running_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_usable_item)])
-    histories = Histories(running_counts[entities.indptr], indices[is_usable_item])
-    usable: dict[str, NDArray[np.bool_]] = {}
-    features: Features = {name: {} for name in specs}
-    for model, spec in specs.items():
-        usable[model] = np.ones(len(entities.ids), np.bool_)
-        if spec.history is not None and not (entities.answers_without_history and spec.features):
-            usable[model] &= np.diff(histories.indptr) > 0
-        for feature in spec.features:
-            values = read_values(entities.features[str(feature.column)], feature)
-            usable[model] &= values.usable
-            features[model][feature.name] = values.numbers
-    return usable, histories, features
-
-
-def usable_inputs(
-    items: ItemTable, entities: ShardInput, specs: Mapping[str, TowerSpec]
-) -> tuple[NDArray[np.int64], Histories, Features]:
-    """(rows with every input of all these models, the rest as `inputs_of`)."""
-    usable, histories, features = inputs_of(items, entities, specs)
-    rows = np.logical_and.reduce([np.ones(len(entities.ids), np.bool_), *usable.values()])
-    return np.flatnonzero(rows), histories, features
-
-
-def _recent(entities: ShardInput) -> NDArray[np.bool_]:
-    """Mask of the history items that are new enough to be given to a model, bool [len(ordinals)]."""
-    lengths = np.diff(entities.indptr)
-    from_end = repeated(entities.indptr[1:], lengths) - np.arange(len(entities.ordinals))
-    return np.asarray(from_end <= entities.history_limit, np.bool_)
+def _worst_deviation(errors: NDArray[np.float32], sizes: NDArray[np.float32]) -> float:
+    return float((errors / np.maximum(sizes, np.float32(1e-30))).max(initial=0))

@@ -1,4 +1,4 @@
-"""Reading of the users of a shard: slice by slice, into chunks of who is computed and who is copied."""
+"""Reading of the users of a shard: slice by slice, into chunks of users that are computed or copied."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -34,37 +34,126 @@ from precompute.scoring.shard_work import Chunk, ShardWork
 from precompute.scoring.towers import computes_featured, inputs_of
 from precompute.sources.features import read_values
 
-
-def given_features(
-    spec: TowerSpec, features: Mapping[str, Any], published: NDArray[np.bool_]
-) -> Histories:
-    """Columns of features as rows of JSON by column, as callers send them; a value that cannot be used is left out.
-
-    The row is empty of who is not `published`, or has no such value.
-    """
-    row_features: list[dict[str, Any]] = [{} for _ in published]
-    # Two inputs may read one column: a whole number is what both take.
-    for feature in sorted(spec.features, key=lambda feature: feature.dtype != "float32"):
-        name = str(feature.column)
-        values = read_values(features[name], feature)
-        numbers = values.numbers.tolist()
-        for row in np.flatnonzero(values.usable & published).tolist():
-            row_features[row][name] = numbers[row]
-    rows = [orjson.dumps(row) if row else b"" for row in row_features]
-    ends = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-    bytes_: Any = np.frombuffer(b"".join(rows), np.uint8)
-    return Histories(ends, bytes_)
-
-
 Read = TypeVar("Read")
-
 
 CORES_OF_A_READER, READERS_MOST = 3, 5
 """A shard is read by at most so many threads, each of which stands for so many cores of the host."""
 
-
 PIECES_AHEAD = 3
 """Pieces of a shard under way, or waiting, for each reader; of slices, which are larger, there is one."""
+
+
+def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None) -> Iterator[Chunk]:
+    """The shard's users for whom a model has its input; raises Refused where the disk has no room for them.
+
+    Whoever lacks the history that a model wants is left out whole, unless the night computes featured users and a model
+    answers by features alone. An unusable feature costs the tables of the models that want it. Where events are taken
+    in, a user with any history is there, even without an answer. Digests of the inputs go into `pairs`.
+    """
+    prior_count = 0
+    for slice_number, (entities, digests, hashes, slices_left) in enumerate(
+        slices_of(work, scratch), 1
+    ):
+        decisions = CopyDecisions.without_copies(entities, digests)
+        if work.reuse is not None:
+            decisions = work.reuse.decide(entities, digests, hashes)
+        _note_kept(work, len(decisions.copied_positions), decisions.with_vector)
+        if pairs is not None:
+            pairs.write_array(decisions.pairs)
+        count = len(decisions.pairs)
+        work.counts["entities"] = prior_count + count
+        chunks, users = chunks_of(work, decisions, decisions.inputs_of(entities))
+        demand_disk(work.build.root, users * work.record_bytes * (slices_left + 1))
+        for chunk, reached_share in chunks:
+            chunk.entities = prior_count + int(reached_share * count)
+            chunk.total = (prior_count + count) * (slice_number + slices_left) // slice_number
+            yield chunk
+        prior_count += count
+
+
+def timed_reads(work: ShardWork, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """Yield the chunks of `read_users`; the time that each takes to come is that of reading."""
+    while True:
+        with work.busy("read"):
+            chunk = next(chunks, None)
+        if chunk is None:
+            return
+        yield chunk
+        del chunk  # kept by nobody here, however long it is used
+
+
+def chunks_of(
+    work: ShardWork, decisions: CopyDecisions, entities: ShardInput
+) -> tuple[Iterator[tuple[Chunk, float]], int]:
+    """(chunks of those with an input, and of those that are kept, each with how far it reaches; users in all)."""
+    specs = {name: model.spec for name, model in work.models.items()}
+    usable, histories, features = inputs_of(work.items, entities, specs)
+    # Whoever brings a vector along needs no tower for it.
+    usable["user_tower"] &= ~entities.has_vector
+    is_any = _of_any(usable, histories, specs) | entities.has_vector
+    if work.build.config.events.enabled:  # events are added to what such a user had, too
+        is_any |= np.diff(entities.indptr) > 0
+    rows_of_any = np.flatnonzero(is_any)
+    copied = CopiedUsers.of(decisions, entities.hashes, rows_of_any)
+    seen_items, users = Histories(entities.indptr, entities.ordinals), len(copied.hashes)
+    times = None if entities.times is None else Histories(entities.indptr, entities.times)
+
+    def chunks() -> Iterator[tuple[Chunk, float]]:
+        reached = 0
+        for part, own_slice in copied.parts(work.chunk_users):
+            rows = rows_of_any[own_slice]
+            arrow_rows = pa.array(rows)
+            reached += len(part.hashes)
+            own_features = {
+                model: {name: column[rows] for name, column in columns.items()}
+                for model, columns in features.items()
+            }
+            feature_json = None
+            if work.publishes_features:
+                tower = work.models["user_tower"].spec
+                columns_given = {
+                    name: column.take(arrow_rows) for name, column in entities.features.items()
+                }
+                feature_json = feature_json_rows(tower, columns_given, ~entities.has_vector[rows])
+            yield (
+                Chunk(
+                    ids=entities.ids.take(arrow_rows),
+                    hashes=entities.hashes[rows],
+                    histories=histories.select_rows(rows),
+                    features=own_features,
+                    usable={model: mask[rows] for model, mask in usable.items()},
+                    seen_items=seen_items.select_rows(rows),
+                    vectors=None if entities.vectors is None else entities.vectors[rows],
+                    copied=part,
+                    times=None if times is None else times.select_rows(rows),
+                    feature_json=feature_json,
+                    has_own_vector=entities.has_vector[rows]
+                    if "brought" in work.seen_files
+                    else None,
+                ),
+                reached / users,
+            )
+
+    return chunks(), users
+
+
+def _of_any(
+    usable: Mapping[str, NDArray[np.bool_]], histories: Histories, specs: Mapping[str, TowerSpec]
+) -> NDArray[np.bool_]:
+    """bool [users]: a model can answer for the user; where one wants a history, the user has it or it does without."""
+    is_answerable: NDArray[np.bool_] = np.logical_or.reduce(list(usable.values()))
+    wanting = [usable[name] for name, spec in specs.items() if spec.history is not None]
+    if wanting:
+        is_answerable &= np.logical_or.reduce([np.diff(histories.indptr) > 0, *wanting])
+    return is_answerable
+
+
+def _note_kept(work: ShardWork, users: int, with_vector: int) -> None:
+    """Counts outputs of users that are copied without being looked at: they were, for the base."""
+    if users:
+        for name in work.models:
+            looked_at = users - (with_vector if name == "user_tower" else 0)
+            work.unusable.looked_at(f"outputs of {name}", looked_at)
 
 
 class Slice(NamedTuple):
@@ -137,114 +226,22 @@ def _in_order(read: Callable[[int], Read], numbers: range, ahead: int = 1) -> Ge
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None) -> Iterator[Chunk]:
-    """The shard's users for whom a model has its input; raises Refused where the disk has no room for them.
+def feature_json_rows(
+    spec: TowerSpec, features: Mapping[str, Any], published: NDArray[np.bool_]
+) -> Histories:
+    """Columns of features as rows of JSON by column, as callers send them; a value that cannot be used is left out.
 
-    Whoever lacks the history that a model wants is left out whole, unless the night computes featured users and a model
-    answers by features alone. An unusable feature costs the tables of the models that want it. Where events are taken
-    in, a user with any history is there, even without an answer. Digests of the inputs go into `pairs`.
+    The row is empty of who is not `published`, or has no such value.
     """
-    prior_count = 0
-    for slice_number, (entities, digests, hashes, slices_left) in enumerate(
-        slices_of(work, scratch), 1
-    ):
-        decisions = CopyDecisions.without_copies(entities, digests)
-        if work.reuse is not None:
-            decisions = work.reuse.decide(entities, digests, hashes)
-        _note_kept(work, len(decisions.copied_positions), decisions.with_vector)
-        if pairs is not None:
-            pairs.write_array(decisions.pairs)
-        count = len(decisions.pairs)
-        work.counts["entities"] = prior_count + count
-        chunks, users = chunks_of(work, decisions, decisions.inputs_of(entities))
-        demand_disk(work.build.root, users * work.record_bytes * (slices_left + 1))
-        for chunk, reached_share in chunks:
-            chunk.entities = prior_count + int(reached_share * count)
-            chunk.total = (prior_count + count) * (slice_number + slices_left) // slice_number
-            yield chunk
-        prior_count += count
-
-
-def chunks_of(
-    work: ShardWork, decisions: CopyDecisions, entities: ShardInput
-) -> tuple[Iterator[tuple[Chunk, float]], int]:
-    """(chunks of those with an input, and of those that are kept, each with how far it reaches; users in all)."""
-    specs = {name: model.spec for name, model in work.models.items()}
-    usable, histories, features = inputs_of(work.items, entities, specs)
-    # Whoever brings a vector along needs no tower for it.
-    usable["user_tower"] &= ~entities.has_vector
-    is_any = _of_any(usable, histories, specs) | entities.has_vector
-    if work.build.config.events.enabled:  # events are added to what such a user had, too
-        is_any |= np.diff(entities.indptr) > 0
-    rows_of_any = np.flatnonzero(is_any)
-    copied = CopiedUsers.of(decisions, entities.hashes, rows_of_any)
-    seen_items, users = Histories(entities.indptr, entities.ordinals), len(copied.hashes)
-    times = None if entities.times is None else Histories(entities.indptr, entities.times)
-
-    def chunks() -> Iterator[tuple[Chunk, float]]:
-        reached = 0
-        for part, own_slice in copied.parts(work.chunk_users):
-            rows = rows_of_any[own_slice]
-            arrow_rows = pa.array(rows)
-            reached += len(part.hashes)
-            own_features = {
-                model: {name: column[rows] for name, column in columns.items()}
-                for model, columns in features.items()
-            }
-            feature_json = None
-            if work.publishes_features:
-                tower = work.models["user_tower"].spec
-                columns_given = {
-                    name: column.take(arrow_rows) for name, column in entities.features.items()
-                }
-                feature_json = given_features(tower, columns_given, ~entities.has_vector[rows])
-            yield (
-                Chunk(
-                    ids=entities.ids.take(arrow_rows),
-                    hashes=entities.hashes[rows],
-                    histories=histories.select_rows(rows),
-                    features=own_features,
-                    usable={model: mask[rows] for model, mask in usable.items()},
-                    seen_items=seen_items.select_rows(rows),
-                    vectors=None if entities.vectors is None else entities.vectors[rows],
-                    copied=part,
-                    times=None if times is None else times.select_rows(rows),
-                    feature_json=feature_json,
-                    has_own_vector=entities.has_vector[rows]
-                    if "brought" in work.seen_files
-                    else None,
-                ),
-                reached / users,
-            )
-
-    return chunks(), users
-
-
-def _note_kept(work: ShardWork, users: int, with_vector: int) -> None:
-    """Counts outputs of users that are copied without being looked at: they were, for the base."""
-    if users:
-        for name in work.models:
-            looked_at = users - (with_vector if name == "user_tower" else 0)
-            work.unusable.looked_at(f"outputs of {name}", looked_at)
-
-
-def _of_any(
-    usable: Mapping[str, NDArray[np.bool_]], histories: Histories, specs: Mapping[str, TowerSpec]
-) -> NDArray[np.bool_]:
-    """bool [users]: a model can answer for the user; where one wants a history, the user has it or it does without."""
-    is_answerable: NDArray[np.bool_] = np.logical_or.reduce(list(usable.values()))
-    wanting = [usable[name] for name, spec in specs.items() if spec.history is not None]
-    if wanting:
-        is_answerable &= np.logical_or.reduce([np.diff(histories.indptr) > 0, *wanting])
-    return is_answerable
-
-
-def timed_reads(work: ShardWork, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-    """Yield the chunks of `read_users`; the time that each takes to come is that of reading."""
-    while True:
-        with work.busy("read"):
-            chunk = next(chunks, None)
-        if chunk is None:
-            return
-        yield chunk
-        del chunk  # kept by nobody here, however long it is used
+    row_features: list[dict[str, Any]] = [{} for _ in published]
+    # Two inputs may read one column: a whole number is what both take.
+    for feature in sorted(spec.features, key=lambda feature: feature.dtype != "float32"):
+        name = str(feature.column)
+        values = read_values(features[name], feature)
+        numbers = values.numbers.tolist()
+        for row in np.flatnonzero(values.usable & published).tolist():
+            row_features[row][name] = numbers[row]
+    rows = [orjson.dumps(row) if row else b"" for row in row_features]
+    ends = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    bytes_: Any = np.frombuffer(b"".join(rows), np.uint8)
+    return Histories(ends, bytes_)

@@ -25,158 +25,12 @@ from precompute.partitions.stages import Stages
 from precompute.reuse.base import BaseGeneration, inputs_file, reasons_file
 from precompute.reuse.digests import of_users
 from precompute.reuse.shard_reuse import CopyDecisions
-from precompute.scoring.pages import Answers, GrowingFile, PageFile, described, encode
+from precompute.scoring.pages import Answers, GrowingFile, PageFile, describe_pages, encode_records
 from precompute.scoring.scorers import Scorers
 from precompute.scoring.shard_work import Chunk, ShardWork
 from precompute.scoring.towers import computes_featured
 from precompute.scoring.user_reading import chunks_of, read_users, timed_reads
 from precompute.sources.unusable import UNFIT
-
-
-def write_inputs(work: ShardWork, chunk: Chunk, files: Mapping[str, GrowingFile]) -> None:
-    """Writes the inputs of the users of a chunk's range, in hash order, copied ones among them."""
-    copied, reuse = chunk.copied, work.reuse
-    copied_rows, base_positions = copied.copied_rows, copied.copied_positions
-    seen_items, times, feature_json, has_vector = (
-        chunk.seen_items,
-        chunk.times,
-        chunk.feature_json,
-        chunk.has_own_vector,
-    )
-    if reuse is not None and len(copied_rows):
-        seen_items = copied.merge_histories(
-            seen_items, reuse.read_seen_items(base_positions[copied_rows])
-        )
-        if times is not None:
-            times = copied.merge_histories(times, reuse.read_times(base_positions[copied_rows]))
-        if feature_json is not None:
-            feature_json = copied.merge_histories(
-                feature_json, reuse.read_feature_json(base_positions[copied_rows])
-            )
-        if has_vector is not None:
-            has_vector = copied.merge_values(
-                has_vector, reuse.read_own_vector_mask(base_positions[copied_rows])
-            )
-    _grow(work, "seen", seen_items, files["ends"])
-    files["items"].write_array(seen_items.indices.astype("<u4"))
-    if times is not None:
-        files["times"].write_array(times.indices.astype("<i8"))
-    if feature_json is not None:
-        _grow(work, "given", feature_json, files["feature_ends"])
-        files["features"].write_array(feature_json.indices.astype("u1"))
-    if has_vector is not None:
-        files["brought"].write_array(has_vector.astype("u1"))
-
-
-def _grow(work: ShardWork, count: str, rows: Histories, ends: GrowingFile) -> None:
-    """Writes where each row ends among those of all chunks."""
-    ends.write_array((work.counts[count] + rows.indptr[1:]).astype("<u8"))
-    work.counts[count] += int(rows.indptr[-1])
-
-
-def add_records(work: ShardWork, chunk: Chunk) -> Chunk:
-    """Adds the records of each table to a chunk; its outputs and lists are dropped, nothing needs them after."""
-    with work.busy("records"):
-        for name, table in work.tables.items():
-            chunk_records = own_records(work, name, table, chunk)
-            chunk.records[name] = _with_copies(work, name, chunk, chunk_records)
-    chunk.outputs, chunk.lists = {}, {}
-    return chunk
-
-
-def write_records(
-    work: ShardWork,
-    chunk: Chunk,
-    files: Mapping[str, PageFile],
-    directory: GrowingFile,
-    reasons: GrowingFile | None,
-) -> None:
-    """Writes the records of a chunk and the reasons, in hash order; counts what the chunk noted."""
-    for name in work.tables:
-        files[name].append(chunk.records.pop(name))
-    copied = chunk.copied
-    directory.write_array(copied.hashes.astype("<u8", copy=False))
-    work.unusable.take_in(chunk.unusable.to_json())
-    work.counts["scored"] += len(copied.hashes)
-    work.counts["short"] += chunk.short
-    reason_numbers = copied.reasons()
-    for number, name in enumerate(REASONS):
-        work.counts[name] += int((reason_numbers == number).sum())
-    if reasons is not None:
-        reasons.write_array(reason_numbers)
-
-
-def own_records(work: ShardWork, name: str, table: TableConfig, chunk: Chunk) -> NDArray[Any]:
-    """Records of the chunk's own users."""
-    model = str(table.value) if table.kind == "value" else "user_tower"
-    answers: Answers = chunk.outputs[model]
-    has_answer = chunk.answered[model]
-    if table.kind == "user_topk":
-        if not len(chunk.ids):
-            return np.empty(0, work.layouts[name].dtype)
-        answers = chunk.lists.pop(name)
-        if name not in work.allowed:  # under a filter lists are short, and a gate knows how short
-            possible = np.minimum(table.k, work.items.count - np.diff(chunk.seen_items.indptr))
-            is_short = (answers[0] != NO_ITEM).sum(axis=1) < possible
-            chunk.short += int((is_short & has_answer).sum())
-    at = cut_of(work.build.generation)
-    records, unfit = encode(work.layouts[name], chunk.fingerprints, answers, has_answer, at)
-    if unfit.any():
-        of_events = work.are_set_by_events(chunk)
-        chunk.unusable.note_rows(f"records of {name}", {UNFIT: unfit}, chunk.case, of_events)
-    if (
-        table.kind != "user_topk"
-        and work.reuse is not None
-        and name in work.reuse.base_shard.tables
-    ):
-        rows = np.flatnonzero(chunk.copied.unchanged_positions >= 0)
-        records[rows] = work.reuse.records(name, chunk.copied.unchanged_positions[rows], at)
-        has_answer = has_answer | (chunk.copied.unchanged_positions >= 0)
-    chunk.unusable.looked_at(f"records of {name}", int(has_answer.sum()))
-    return records
-
-
-def _with_copies(
-    work: ShardWork, name: str, chunk: Chunk, chunk_records: NDArray[Any]
-) -> NDArray[Any]:
-    """Records of all users of a chunk's range."""
-    copied = chunk.copied
-    copied_rows = copied.copied_rows
-    if work.reuse is None or not len(copied_rows):
-        return chunk_records
-    chunk.unusable.looked_at(f"records of {name}", len(copied_rows))
-    at = cut_of(work.build.generation)
-    if len(copied_rows) == len(copied.hashes):
-        return work.reuse.records(name, copied.copied_positions, at)
-    records = np.empty(len(copied.hashes), chunk_records.dtype)
-    records[copied.rows] = chunk_records
-    records[copied_rows] = work.reuse.records(name, copied.copied_positions[copied_rows], at)
-    return records
-
-
-def recompute_users(
-    work: ShardWork, hashes: NDArray[np.uint64], scratch: Path
-) -> dict[int, dict[str, bytes]]:
-    """Records of the users with these sorted hashes by hash and table, computed as if there were no base."""
-    folder = users_alone(work.build.root / PARTITION, work.number, hashes, scratch)
-    limit, records_by_hash = work.build.config.history_limit, dict[int, dict[str, bytes]]()
-    entities = read_shard(
-        folder,
-        work.number,
-        history_limit=limit,
-        answers_without_history=computes_featured(work.build),
-    )
-    digests = of_users(entities, work.items.directory.hashes())
-    for chunk, _ in chunks_of(work, CopyDecisions.without_copies(entities, digests), entities)[0]:
-        chunk = work.score(work.encode(chunk))
-        tables = {
-            name: own_records(work, name, table, chunk) for name, table in work.tables.items()
-        }
-        for row, user_hash in enumerate(chunk.hashes.tolist()):
-            records_by_hash[user_hash] = {
-                name: records[row].tobytes() for name, records in tables.items()
-            }
-    return records_by_hash
 
 
 def score_users(
@@ -230,5 +84,151 @@ def score_users(
         "directory": asdict(build.describe(directory_path)),
         "inputs": asdict(build.describe(inputs)),
         "seen": [asdict(build.describe(path)) for path in work.seen_files.values()],
-        "tables": {name: described(build, file) for name, file in files.items()},
+        "tables": {name: describe_pages(build, file) for name, file in files.items()},
     }
+
+
+def add_records(work: ShardWork, chunk: Chunk) -> Chunk:
+    """Adds the records of each table to a chunk; its outputs and lists are dropped, nothing needs them after."""
+    with work.busy("records"):
+        for name, table in work.tables.items():
+            chunk_records = own_records(work, name, table, chunk)
+            chunk.records[name] = _with_copies(work, name, chunk, chunk_records)
+    chunk.outputs, chunk.lists = {}, {}
+    return chunk
+
+
+def own_records(work: ShardWork, name: str, table: TableConfig, chunk: Chunk) -> NDArray[Any]:
+    """Records of the chunk's own users."""
+    model = str(table.value) if table.kind == "value" else "user_tower"
+    answers: Answers = chunk.outputs[model]
+    has_answer = chunk.answered[model]
+    if table.kind == "user_topk":
+        if not len(chunk.ids):
+            return np.empty(0, work.layouts[name].dtype)
+        answers = chunk.lists.pop(name)
+        if name not in work.allowed:  # under a filter lists are short, and a gate knows how short
+            possible = np.minimum(table.k, work.items.count - np.diff(chunk.seen_items.indptr))
+            is_short = (answers[0] != NO_ITEM).sum(axis=1) < possible
+            chunk.short += int((is_short & has_answer).sum())
+    at = cut_of(work.build.generation)
+    records, unfit = encode_records(work.layouts[name], chunk.fingerprints, answers, has_answer, at)
+    if unfit.any():
+        of_events = work.are_set_by_events(chunk)
+        chunk.unusable.note_rows(f"records of {name}", {UNFIT: unfit}, chunk.case, of_events)
+    if (
+        table.kind != "user_topk"
+        and work.reuse is not None
+        and name in work.reuse.base_shard.tables
+    ):
+        rows = np.flatnonzero(chunk.copied.unchanged_positions >= 0)
+        records[rows] = work.reuse.records(name, chunk.copied.unchanged_positions[rows], at)
+        has_answer = has_answer | (chunk.copied.unchanged_positions >= 0)
+    chunk.unusable.looked_at(f"records of {name}", int(has_answer.sum()))
+    return records
+
+
+def _with_copies(
+    work: ShardWork, name: str, chunk: Chunk, chunk_records: NDArray[Any]
+) -> NDArray[Any]:
+    """Records of all users of a chunk's range."""
+    copied = chunk.copied
+    copied_rows = copied.copied_rows
+    if work.reuse is None or not len(copied_rows):
+        return chunk_records
+    chunk.unusable.looked_at(f"records of {name}", len(copied_rows))
+    at = cut_of(work.build.generation)
+    if len(copied_rows) == len(copied.hashes):
+        return work.reuse.records(name, copied.copied_positions, at)
+    records = np.empty(len(copied.hashes), chunk_records.dtype)
+    records[copied.rows] = chunk_records
+    records[copied_rows] = work.reuse.records(name, copied.copied_positions[copied_rows], at)
+    return records
+
+
+def write_records(
+    work: ShardWork,
+    chunk: Chunk,
+    files: Mapping[str, PageFile],
+    directory: GrowingFile,
+    reasons: GrowingFile | None,
+) -> None:
+    """Writes the records of a chunk and the reasons, in hash order; counts what the chunk noted."""
+    for name in work.tables:
+        files[name].append(chunk.records.pop(name))
+    copied = chunk.copied
+    directory.write_array(copied.hashes.astype("<u8", copy=False))
+    work.unusable.take_in(chunk.unusable.to_json())
+    work.counts["scored"] += len(copied.hashes)
+    work.counts["short"] += chunk.short
+    reason_numbers = copied.reasons()
+    for number, name in enumerate(REASONS):
+        work.counts[name] += int((reason_numbers == number).sum())
+    if reasons is not None:
+        reasons.write_array(reason_numbers)
+
+
+def write_inputs(work: ShardWork, chunk: Chunk, files: Mapping[str, GrowingFile]) -> None:
+    """Writes the inputs of the users of a chunk's range, in hash order, copied ones among them."""
+    copied, reuse = chunk.copied, work.reuse
+    copied_rows, base_positions = copied.copied_rows, copied.copied_positions
+    seen_items, times, feature_json, has_vector = (
+        chunk.seen_items,
+        chunk.times,
+        chunk.feature_json,
+        chunk.has_own_vector,
+    )
+    if reuse is not None and len(copied_rows):
+        seen_items = copied.merge_histories(
+            seen_items, reuse.read_seen_items(base_positions[copied_rows])
+        )
+        if times is not None:
+            times = copied.merge_histories(times, reuse.read_times(base_positions[copied_rows]))
+        if feature_json is not None:
+            feature_json = copied.merge_histories(
+                feature_json, reuse.read_feature_json(base_positions[copied_rows])
+            )
+        if has_vector is not None:
+            has_vector = copied.merge_values(
+                has_vector, reuse.read_own_vector_mask(base_positions[copied_rows])
+            )
+    _write_ends(work, "seen", seen_items, files["ends"])
+    files["items"].write_array(seen_items.indices.astype("<u4"))
+    if times is not None:
+        files["times"].write_array(times.indices.astype("<i8"))
+    if feature_json is not None:
+        _write_ends(work, "given", feature_json, files["feature_ends"])
+        files["features"].write_array(feature_json.indices.astype("u1"))
+    if has_vector is not None:
+        files["brought"].write_array(has_vector.astype("u1"))
+
+
+def _write_ends(work: ShardWork, count: str, rows: Histories, ends: GrowingFile) -> None:
+    """Writes where each row ends among those of all chunks."""
+    ends.write_array((work.counts[count] + rows.indptr[1:]).astype("<u8"))
+    work.counts[count] += int(rows.indptr[-1])
+
+
+def recompute_users(
+    work: ShardWork, hashes: NDArray[np.uint64], scratch: Path
+) -> dict[int, dict[str, bytes]]:
+    """Records of the users with these sorted hashes by hash and table, computed as if there were no base."""
+    folder = users_alone(work.build.root / PARTITION, work.number, hashes, scratch)
+    limit, records_by_hash = work.build.config.history_limit, dict[int, dict[str, bytes]]()
+    entities = read_shard(
+        folder,
+        work.number,
+        history_limit=limit,
+        answers_without_history=computes_featured(work.build),
+    )
+    digests = of_users(entities, work.items.directory.hashes())
+    for chunk, _ in chunks_of(work, CopyDecisions.without_copies(entities, digests), entities)[0]:
+        chunk = work.score(work.encode(chunk))
+        tables = {
+            name: own_records(work, name, table, chunk) for name, table in work.tables.items()
+        }
+        for row, user_hash in enumerate(chunk.hashes.tolist()):
+            records_by_hash[user_hash] = {
+                name: records[row].tobytes() for name, records in tables.items()
+            }
+    return records_by_hash

@@ -21,7 +21,7 @@ from cache.format.ids import canonical_id
 from cache.format.manifest import EntityKind
 from cache.formats import ERASURE, FIELD, demand, stamp, version_of
 from cache.store.artefacts import ArtefactStore
-from cache.store.write_once import pack, read_files
+from cache.store.write_once import pack_files, read_files
 from precompute.sources.columns import Ids
 from precompute.sources.readers import Interactions
 
@@ -138,7 +138,7 @@ def all_erasures(store: ArtefactStore) -> list[Erasure]:
                 erasure, forgotten_at=closing_record["at"], reason=closing_record["reason"]
             )
         erasures.append(erasure)
-    pack(store, FOLDER, {name: files[name] for name in loose})
+    pack_files(store, FOLDER, {name: files[name] for name in loose})
     return erasures
 
 

@@ -1,11 +1,11 @@
-"""Feature columns as the arrays that models want, and values set later put into them."""
+"""Feature columns as the arrays that models want, and values that events set put into them."""
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import orjson
@@ -15,11 +15,19 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
+from cache.format.manifest import EntityKind
 from cache.model.tower_spec import InputSpec
 from precompute.sources.columns import Ids, UnusableMaskByReason, as_rows, is_text, is_utf_8
 from precompute.sources.unusable import EVENTS, UnusableRows
 
-_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+EntityValues = Mapping[bytes, Mapping[str, Any]]
+"""Newest values by id and attribute, None for one that was cleared."""
+
+NO_VALUES: Final[EntityValues] = MappingProxyType({})
+
+_LIST_TYPES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+_FeatureBatch = tuple[Ids, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,55 +45,6 @@ class FeatureValues:
             [self.missing, *self.unusable_mask_by_reason.values()]
         )
         return is_usable
-
-
-def demand_type(kind: Any, spec: InputSpec, where: str) -> None:
-    """Raises SourceError unless a column of this Arrow type can hold what the input wants."""
-    is_list = _is_list(kind)
-    value = kind.value_type if is_list else kind
-    fits = {
-        "string": is_text(value),
-        "float32": pa.types.is_floating(value) or pa.types.is_integer(value),
-        "int32": pa.types.is_integer(value),
-        "int64": pa.types.is_integer(value),
-    }
-    width = kind.list_size if pa.types.is_fixed_size_list(kind) else spec.width
-    is_shaped = width == spec.width is not None if is_list else spec.width in (None, 1)
-    if not fits[spec.dtype] or not is_shaped:
-        shape = "" if spec.width is None else f", lists of width {spec.width}"
-        raise SourceError(
-            f"{where}: column {spec.column!r} is {kind}, the model's input {spec.name!r} wants {spec.dtype}{shape}",
-            column=spec.column,
-        )
-
-
-def wide(column: Any) -> Any:
-    """The column with offsets of 64 bits: all rows of a catalogue hold more numbers than 32 bits can count."""
-    kind = column.type
-    if pa.types.is_list(kind):
-        return column.cast(pa.large_list(kind.value_type))
-    if pa.types.is_string(kind) or pa.types.is_binary(kind):
-        return column.cast(pa.large_string() if pa.types.is_string(kind) else pa.large_binary())
-    return column
-
-
-def without_long_texts(column: Any, text_bytes: int) -> tuple[Any, NDArray[np.bool_]]:
-    """(The column with null for each row that holds a text of over `text_bytes`, mask of these rows, bool [n])."""
-    is_list = _is_list(column.type)
-    if not is_text(column.type.value_type if is_list else column.type):
-        return column, np.zeros(len(column), np.bool_)
-    texts = column.flatten() if is_list else column
-    is_long = as_rows(pc.fill_null(pc.greater(pc.binary_length(texts), text_bytes), False))
-    if not is_long.any():
-        return column, np.zeros(len(column), np.bool_)
-    rows = np.asarray(pc.list_parent_indices(column))[is_long] if is_list else is_long
-    has_long_text = np.zeros(len(column), np.bool_)
-    has_long_text[rows] = True
-    return pc.if_else(pa.array(has_long_text), pa.scalar(None, column.type), column), has_long_text
-
-
-def _is_list(kind: Any) -> bool:
-    return any(is_kind(kind) for is_kind in _LISTS)
 
 
 def read_values(column: Any, spec: InputSpec) -> FeatureValues:
@@ -120,12 +79,6 @@ def read_values(column: Any, spec: InputSpec) -> FeatureValues:
     )
 
 
-def _spread(partial_mask: NDArray[np.bool_], where: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    full_mask = np.zeros(len(where), np.bool_)
-    full_mask[where] = partial_mask
-    return full_mask
-
-
 def _scalars(column: Any, spec: InputSpec) -> FeatureValues:
     missing = as_rows(column.is_null())
     if spec.dtype == "string":
@@ -146,20 +99,62 @@ def _scalars(column: Any, spec: InputSpec) -> FeatureValues:
     )
 
 
-Kind = Literal["user", "item"]
+def _spread(partial_mask: NDArray[np.bool_], where: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    full_mask = np.zeros(len(where), np.bool_)
+    full_mask[where] = partial_mask
+    return full_mask
 
 
-EntityValues = Mapping[bytes, Mapping[str, Any]]
-"""Newest values by id and attribute, None for one that was cleared."""
+def demand_type(kind: Any, spec: InputSpec, where: str) -> None:
+    """Raises SourceError unless a column of this Arrow type can hold what the input wants."""
+    is_list = _is_list(kind)
+    value = kind.value_type if is_list else kind
+    fits = {
+        "string": is_text(value),
+        "float32": pa.types.is_floating(value) or pa.types.is_integer(value),
+        "int32": pa.types.is_integer(value),
+        "int64": pa.types.is_integer(value),
+    }
+    width = kind.list_size if pa.types.is_fixed_size_list(kind) else spec.width
+    is_shaped = width == spec.width is not None if is_list else spec.width in (None, 1)
+    if not fits[spec.dtype] or not is_shaped:
+        shape = "" if spec.width is None else f", lists of width {spec.width}"
+        raise SourceError(
+            f"{where}: column {spec.column!r} is {kind}, the model's input {spec.name!r} wants {spec.dtype}{shape}",
+            column=spec.column,
+        )
 
 
-NO_VALUES: Final[EntityValues] = MappingProxyType({})
+def _is_list(kind: Any) -> bool:
+    return any(is_kind(kind) for is_kind in _LIST_TYPES)
 
 
-_FeatureBatch = tuple[Ids, dict[str, Any]]
+def wide(column: Any) -> Any:
+    """The column with offsets of 64 bits: all rows of a catalogue hold more numbers than 32 bits can count."""
+    kind = column.type
+    if pa.types.is_list(kind):
+        return column.cast(pa.large_list(kind.value_type))
+    if pa.types.is_string(kind) or pa.types.is_binary(kind):
+        return column.cast(pa.large_string() if pa.types.is_string(kind) else pa.large_binary())
+    return column
 
 
-def digest_of(values: EntityValues, columns: Iterable[str]) -> str:
+def without_long_texts(column: Any, text_bytes: int) -> tuple[Any, NDArray[np.bool_]]:
+    """(The column with null for each row that holds a text of over `text_bytes`, mask of these rows, bool [n])."""
+    is_list = _is_list(column.type)
+    if not is_text(column.type.value_type if is_list else column.type):
+        return column, np.zeros(len(column), np.bool_)
+    texts = column.flatten() if is_list else column
+    is_long = as_rows(pc.fill_null(pc.greater(pc.binary_length(texts), text_bytes), False))
+    if not is_long.any():
+        return column, np.zeros(len(column), np.bool_)
+    rows = np.asarray(pc.list_parent_indices(column))[is_long] if is_list else is_long
+    has_long_text = np.zeros(len(column), np.bool_)
+    has_long_text[rows] = True
+    return pc.if_else(pa.array(has_long_text), pa.scalar(None, column.type), column), has_long_text
+
+
+def digest_of_values(values: EntityValues, columns: Iterable[str]) -> str:
     """Digest of the values of some attributes; empty where none was set."""
     attribute_names = set(columns)
     values_by_id = {
@@ -179,7 +174,7 @@ def with_event_values(
     batches: Iterable[_FeatureBatch],
     values: EntityValues,
     *,
-    kind: Kind,
+    kind: EntityKind,
     unusable: UnusableRows,
     inputs: Iterable[InputSpec] = (),
     adds: Collection[bytes] = (),
@@ -206,7 +201,7 @@ def with_event_values(
         yield (
             ids,
             {
-                name: _set(column, rows, raws, columns[name])
+                name: _with_set_values(column, rows, raws, columns[name])
                 for name, column in column_by_name.items()
             },
         )
@@ -236,7 +231,7 @@ def _rows_of_new(
 def read_set_values(
     types: Mapping[str, Any],
     values: EntityValues,
-    kind: Kind,
+    kind: EntityKind,
     inputs: Sequence[InputSpec],
     unusable: UnusableRows,
 ) -> dict[str, dict[bytes, Any]]:
@@ -266,7 +261,9 @@ def read_set_values(
     return columns
 
 
-def _set(column: Any, rows: Any, raws: Sequence[bytes], value_by_id: Mapping[bytes, Any]) -> Any:
+def _with_set_values(
+    column: Any, rows: Any, raws: Sequence[bytes], value_by_id: Mapping[bytes, Any]
+) -> Any:
     """The column with the values of these ids; `rows` has the place of each row's id among them, -1 for another."""
     changed_rows = [
         row for row in np.flatnonzero(rows >= 0).tolist() if raws[rows[row]] in value_by_id

@@ -25,246 +25,76 @@ from cache.format.manifest import EntityKind
 from cache.store.object_store import without_secrets
 from precompute.config.settings import NightConfig
 
+COPY_BYTES_LEAST = 4096
+"""Bytes of a file from which on another one with the same bytes is a copy of it."""
+
+COPIES_LOOKED_AT = 20
+"""Files of equal sizes that a look before a night compares."""
+
 _NOTE_BEGINNINGS: Final = (".", "~", "#")
 """Hidden files and folders, lock files of office programs (`~$a.csv`), recovery files of editors (`#a.csv#`)."""
-
 
 _NOTE_ENDINGS: Final = (
     "~", ".bak", ".crc", ".crdownload", ".lck", ".lock", ".part", ".partial", ".swp", ".temp", ".tmp", "._COPYING_",
 )  # fmt: skip
 """Endings of backups, locks, checksums, and of files that are still being written."""
 
-
 _NOTE_FOLDERS: Final = frozenset({"lost+found"})
-
-
 _WILDCARD: Final = re.compile(r"[*?\[]")
-
-
 _RECURSIVE: Final = "**"
 
+_TABLE_MARKERS: Final = {
+    "_delta_log": "a Delta table", ".hoodie": "a Hudi table", "_spark_metadata": "the output of a Spark stream",
+}  # fmt: skip
+"""Folders that only a table of this kind has."""
 
 _ICEBERG_METADATA: Final = re.compile(
     r"(v\d+|\d{5}-[0-9a-f-]{36})(\.gz)?\.metadata\.json|version-hint\.text"
 )
 
+UTF_8_MARK: Final = b"\xef\xbb\xbf"
+IS_UTF_16: Final = "is UTF-16: convert it to UTF-8, e.g. with iconv -f utf-16 -t utf-8"
+NOT_GZIP: Final = (
+    "is not compressed with gzip, as its name says: give it another name, or compress it"
+)
+IS_JSON: Final = "JSON is not read: write it as Parquet or CSV"
+_CONVERT_REMEDY: Final = "write it as Parquet or CSV"
+_UNPACK_REMEDY: Final = "this compression is not read: unpack it, or compress it with gzip"
 
-_MARKERS: Final = {
-    "_delta_log": "a Delta table", ".hoodie": "a Hudi table", "_spark_metadata": "the output of a Spark stream",
+_REASON_BY_ENDING: Final = {
+    **dict.fromkeys((".json", ".jsonl", ".ndjson", ".jl", ".geojson"), IS_JSON),
+    **dict.fromkeys(
+        (".orc", ".avro", ".feather", ".arrow"), f"only Parquet, CSV and lines are read: {_CONVERT_REMEDY}"
+    ),
+    **dict.fromkeys((".xls", ".xlsx", ".xlsm", ".ods"), "spreadsheets are not read: save the sheet as CSV in UTF-8"),
+    **dict.fromkeys(
+        (".pkl", ".pickle", ".h5", ".hdf5", ".sqlite", ".sqlite3", ".db", ".duckdb", ".npy", ".npz", ".mat", ".rds",
+         ".xml", ".html", ".yaml", ".yml", ".sql"),
+        f"it is not read: {_CONVERT_REMEDY}",
+    ),
+    **dict.fromkeys(
+        (".zst", ".zstd", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".rar", ".br", ".snappy"),
+        _UNPACK_REMEDY,
+    ),
 }  # fmt: skip
-"""Folders that only a table of this kind has."""
+"""Ending -> why files of such names are not read, and what to do."""
 
-
-class Entry(NamedTuple):
-    """File or folder by its path below the folder that was listed, with slashes."""
-
-    path: str
-    is_folder: bool
-
-
-class Storage(Protocol):
-    """What lists folders: this host's file system, or one behind a URL. Paths are the storage's own, with slashes."""
-
-    def children(self, folder: str) -> Iterable[Entry]:
-        """Files and folders right in a folder; none where there is no such folder."""
-        ...
-
-    def descendants(self, folder: str) -> Iterable[Entry]:
-        """Files and folders at any depth of a folder; what lies in notes of other programs may be left out."""
-        ...
-
-    def exists(self, path: str) -> bool:
-        """True if there is a file or a folder of this path."""
-        ...
-
-
-def is_data(name: str, *, is_folder: bool = False) -> bool:
-    """True if a file, or a folder, of this name holds data: names of notes begin or end as such notes do.
-
-    Folders such as `_day=1` are values of a partition.
-    """
-    if name.startswith("_"):
-        return is_folder and "=" in name
-    if name.startswith(_NOTE_BEGINNINGS):
-        return False
-    return name not in _NOTE_FOLDERS if is_folder else not name.endswith(_NOTE_ENDINGS)
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Paths below `folder` that a pattern names, sorted; `notes` matched it, too, but are no data."""
-
-    folder: str
-    paths: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-
-
-def select(storage: Storage, folder: str, pattern: str) -> Selection:
-    """The data files below a folder that a pattern of parts with slashes names; no wildcard: all of that folder's.
-
-    Raises SourceError for a table whose log says which of its files count.
-    """
-    parts = [part for part in pattern.split("/") if part not in ("", ".")]
-    folder, parts = _without_fixed(storage, folder, parts)
-    tables: dict[str, str] = {}
-    literal = frozenset(part for part in parts if not _WILDCARD.search(part))
-    data_paths: set[str] = set()
-    notes: set[str] = set()
-    for entry in _walk(storage, folder, "", parts):
-        if (marked := _marked_table(entry)) is not None:
-            tables[marked[0]] = marked[1]
-        *folders, name = path = entry.path.split("/")
-        if entry.is_folder or not _is_named(path, parts):
-            continue
-        holds_data = (name in literal or is_data(name)) and all(
-            part in literal or is_data(part, is_folder=True) for part in folders
-        )
-        (data_paths if holds_data else notes).add(entry.path)
-    for table, kind in tables.items():
-        if any(_is_within(path, table) for path in data_paths):
-            raise refused_table(f"{folder}/{table}".rstrip("/"), kind)
-    by_parts = sorted(data_paths, key=lambda path: path.split("/"))
-    return Selection(folder, tuple(by_parts), tuple(sorted(notes)))
-
-
-def demand_plain_folder(storage: Storage, folder: str, *, checked_folders: set[str]) -> None:
-    """Raises SourceError if a folder, or one above it, is a table whose log says which of its files count.
-
-    Folders that are `checked_folders` are not looked at again, and those looked at become so.
-    """
-    path = PurePosixPath(folder)
-    for folder_path in (path, *path.parents):
-        if str(folder_path) in checked_folders:
-            return
-        checked_folders.add(str(folder_path))
-        try:
-            kind = _kind_of_table(storage, str(folder_path))
-        except Exception:  # who may read the files may not be allowed to look at folders above them
-            return
-        if kind is not None:
-            raise refused_table(str(folder_path), kind)
-
-
-def refused_table(folder: str, kind: str) -> SourceError:
-    """Error for a table whose log says which of its files count."""
-    return SourceError(
-        f"{folder} is {kind}: its log says which of its files count, and Larder does not read that log. Write its rows "
-        "as Parquet files into a folder of their own (Spark: df.write.parquet(...)) and name that",
-        path=folder,
-    )
-
-
-def tables_among(entries: Iterable[Entry]) -> dict[str, str]:
-    """Folder -> kind of each table that entries show by its log."""
-    return dict(filter(None, map(_marked_table, entries)))
-
-
-def _without_fixed(storage: Storage, folder: str, parts: Sequence[str]) -> tuple[str, list[str]]:
-    """(folder that a pattern's first parts name, parts behind them); a name with brackets may be that of a folder."""
-    remaining_parts = list(parts)
-    while remaining_parts:
-        part = remaining_parts[0]
-        joined = part if not folder else f"{folder.rstrip('/')}/{part}"
-        if _WILDCARD.search(part) and ("*" in part or not storage.exists(joined)):
-            break
-        folder, remaining_parts = joined, remaining_parts[1:]
-    return folder, remaining_parts or [_RECURSIVE]
-
-
-def _is_named(path: Sequence[str], parts: Sequence[str]) -> bool:
-    """True if a path, or a folder above it, is what a pattern's parts name."""
-    if not parts or not path:
-        return not parts
-    if parts[0] == _RECURSIVE:
-        return any(_is_named(path[skipped:], parts[1:]) for skipped in range(len(path)))
-    return fnmatchcase(path[0], parts[0]) and _is_named(path[1:], parts[1:])
-
-
-def _walk(storage: Storage, root: str, below: str, parts: Sequence[str]) -> Iterator[Entry]:
-    """What may be named by the rest of a pattern, and beside it what tells a table by its log."""
-    folder = f"{root.rstrip('/')}/{below}".rstrip("/") or root
-    prefix = f"{below}/" if below else ""
-    if not parts or parts[0] == _RECURSIVE:
-        for entry in storage.descendants(folder):
-            yield Entry(prefix + entry.path, entry.is_folder)
-        return
-    for entry in storage.children(folder):
-        yield Entry(prefix + entry.path, entry.is_folder)
-        if entry.is_folder and entry.path == "metadata":
-            for metadata_entry in storage.children(f"{folder}/metadata"):
-                yield Entry(f"{prefix}metadata/{metadata_entry.path}", metadata_entry.is_folder)
-        if entry.is_folder and fnmatchcase(entry.path, parts[0]):
-            yield from _walk(storage, root, prefix + entry.path, parts[1:])
-
-
-def _marked_table(entry: Entry) -> tuple[str, str] | None:
-    """(folder of the table, its kind) if an entry belongs to the log of one."""
-    *above, name = entry.path.split("/")
-    if entry.is_folder and name in _MARKERS:
-        return "/".join(above), _MARKERS[name]
-    if not entry.is_folder and above[-1:] == ["metadata"] and _ICEBERG_METADATA.fullmatch(name):
-        return "/".join(above[:-1]), "an Iceberg table"
-    return None
-
-
-def _kind_of_table(storage: Storage, folder: str) -> str | None:
-    for name, kind in _MARKERS.items():
-        if storage.exists(f"{folder}/{name}"):
-            return kind
-    metadata = storage.children(f"{folder}/metadata")
-    is_iceberg = any(_ICEBERG_METADATA.fullmatch(entry.path) for entry in metadata)
-    return "an Iceberg table" if is_iceberg else None
-
-
-def _is_within(path: str, folder: str) -> bool:
-    return not folder or path.startswith(f"{folder}/")
-
-
-class LocalStorage:
-    """File system of this host; links are followed, but for one to a folder above it."""
-
-    def children(self, folder: str) -> Iterator[Entry]:
-        """Files and folders right in a folder."""
-        yield from (Entry(dir_entry.name, dir_entry.is_dir()) for dir_entry in _scan(folder))
-
-    def descendants(self, folder: str) -> Iterator[Entry]:
-        """Files and folders at any depth; what lies in notes of other programs is left out."""
-        return self._below(folder, "", frozenset({os.path.realpath(folder)}))
-
-    def exists(self, path: str) -> bool:
-        """True if there is a file or a folder of this path."""
-        return Path(path).exists()
-
-    def _below(self, folder: str, prefix: str, above: frozenset[str]) -> Iterator[Entry]:
-        for dir_entry in sorted(_scan(folder), key=lambda dir_entry: dir_entry.name):
-            path, is_folder = prefix + dir_entry.name, dir_entry.is_dir()
-            if not is_folder and not dir_entry.is_file():
-                continue
-            yield Entry(path, is_folder)
-            if is_folder and is_data(dir_entry.name, is_folder=True):
-                real = os.path.realpath(dir_entry.path)
-                if real not in above:  # a link to a folder above it
-                    yield from self._below(dir_entry.path, f"{path}/", above | {real})
-
-
-def _scan(folder: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except PermissionError as error:
-        raise SourceError(
-            f"{folder} cannot be listed: {error.strerror}; may this user read it?", path=folder
-        ) from None
-
-
-COPY_BYTES_LEAST = 4096
-"""Bytes of a file from which on another one with the same bytes is a copy of it."""
-
-
-COPIES_LOOKED_AT = 20
-"""Files of equal sizes that a look before a night compares."""
+_MAGIC: Final = (
+    (b"PAR1\x15", "is Parquet by its first bytes: rename it to end in .parquet"),
+    (b"\x1f\x8b", "is compressed with gzip by its first bytes: rename it to end in .gz, such as .csv.gz"),
+    (b"\x28\xb5\x2f\xfd", "is compressed as zstd: unpack it, or compress it with gzip"),
+    (b"BZh91AY&SY", "is compressed as bzip2: unpack it, or compress it with gzip"),
+    (b"\xfd7zXZ\x00", "is compressed as xz: unpack it, or compress it with gzip"),
+    (b"\x04\x22\x4d\x18", "is compressed as lz4: unpack it, or compress it with gzip"),
+    (b"PK\x03\x04", "is an archive or a spreadsheet by its first bytes: unpack it, or save the sheet as CSV in UTF-8"),
+    (b"ARROW1\x00", f"is an Arrow file by its first bytes: {_CONVERT_REMEDY}"),
+    (b"Obj\x01", f"is Avro by its first bytes: {_CONVERT_REMEDY}"),
+    (b"SQLite format 3\x00", f"is an SQLite database by its first bytes: {_CONVERT_REMEDY}"),
+)  # fmt: skip
+_UTF_32_MARKS: Final = (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")
+_UTF_16_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
+_PAGE_STARTS: Final = (b"<!doctype", b"<html", b"<?xml")
+_BLANKS: Final = b" \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +164,7 @@ def feature_file(config: NightConfig, entity: EntityKind, column: str) -> Source
 def source_files(patterns: Sequence[str], base: Path) -> list[SourceFile]:
     """The files that the patterns name, sorted within each, and a file that is named twice once.
 
-    `folders.select` says which files of a folder are data, and which tables are refused. Raises SourceError for a
+    `select_files` says which files of a folder are data, and which tables are refused. Raises SourceError for a
     pattern without a file.
     """
     file_by_identity: dict[str, SourceFile] = {}
@@ -342,7 +172,9 @@ def source_files(patterns: Sequence[str], base: Path) -> list[SourceFile]:
     for pattern in patterns:
         is_remote = "://" in pattern
         named = (
-            _remote(pattern, plain_folders) if is_remote else _local(pattern, base, plain_folders)
+            _remote_files(pattern, plain_folders)
+            if is_remote
+            else _local_files(pattern, base, plain_folders)
         )
         for identity, file in named:
             file_by_identity.setdefault(identity, file)
@@ -438,14 +270,183 @@ def changed_at(file: SourceFile) -> float:
         return written.timestamp()
 
 
-def _local(pattern: str, base: Path, plain_folders: set[str]) -> Iterator[tuple[str, SourceFile]]:
+class FolderEntry(NamedTuple):
+    """File or folder by its path below the folder that was listed, with slashes."""
+
+    path: str
+    is_folder: bool
+
+
+class Storage(Protocol):
+    """What lists folders: this host's file system, or one behind a URL. Paths are the storage's own, with slashes."""
+
+    def children(self, folder: str) -> Iterable[FolderEntry]:
+        """Files and folders right in a folder; none where there is no such folder."""
+        ...
+
+    def descendants(self, folder: str) -> Iterable[FolderEntry]:
+        """Files and folders at any depth of a folder; what lies in notes of other programs may be left out."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """True if there is a file or a folder of this path."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Paths below `folder` that a pattern names, sorted; `notes` matched it, too, but are no data."""
+
+    folder: str
+    paths: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def select_files(storage: Storage, folder: str, pattern: str) -> Selection:
+    """The data files below a folder that a pattern of parts with slashes names; no wildcard: all of that folder's.
+
+    Raises SourceError for a table whose log says which of its files count.
+    """
+    parts = [part for part in pattern.split("/") if part not in ("", ".")]
+    folder, parts = _without_fixed(storage, folder, parts)
+    tables: dict[str, str] = {}
+    literal = frozenset(part for part in parts if not _WILDCARD.search(part))
+    data_paths: set[str] = set()
+    notes: set[str] = set()
+    for entry in _walk(storage, folder, "", parts):
+        if (marked := _marked_table(entry)) is not None:
+            tables[marked[0]] = marked[1]
+        *folders, name = path = entry.path.split("/")
+        if entry.is_folder or not _is_named(path, parts):
+            continue
+        holds_data = (name in literal or is_data(name)) and all(
+            part in literal or is_data(part, is_folder=True) for part in folders
+        )
+        (data_paths if holds_data else notes).add(entry.path)
+    for table, kind in tables.items():
+        if any(_is_within(path, table) for path in data_paths):
+            raise refused_table(f"{folder}/{table}".rstrip("/"), kind)
+    by_parts = sorted(data_paths, key=lambda path: path.split("/"))
+    return Selection(folder, tuple(by_parts), tuple(sorted(notes)))
+
+
+def _without_fixed(storage: Storage, folder: str, parts: Sequence[str]) -> tuple[str, list[str]]:
+    """(folder that a pattern's first parts name, parts behind them); a name with brackets may be that of a folder."""
+    remaining_parts = list(parts)
+    while remaining_parts:
+        part = remaining_parts[0]
+        joined = part if not folder else f"{folder.rstrip('/')}/{part}"
+        if _WILDCARD.search(part) and ("*" in part or not storage.exists(joined)):
+            break
+        folder, remaining_parts = joined, remaining_parts[1:]
+    return folder, remaining_parts or [_RECURSIVE]
+
+
+def _walk(storage: Storage, root: str, below: str, parts: Sequence[str]) -> Iterator[FolderEntry]:
+    """What may be named by the rest of a pattern, and beside it what tells a table by its log."""
+    folder = f"{root.rstrip('/')}/{below}".rstrip("/") or root
+    prefix = f"{below}/" if below else ""
+    if not parts or parts[0] == _RECURSIVE:
+        for entry in storage.descendants(folder):
+            yield FolderEntry(prefix + entry.path, entry.is_folder)
+        return
+    for entry in storage.children(folder):
+        yield FolderEntry(prefix + entry.path, entry.is_folder)
+        if entry.is_folder and entry.path == "metadata":
+            for metadata_entry in storage.children(f"{folder}/metadata"):
+                yield FolderEntry(
+                    f"{prefix}metadata/{metadata_entry.path}", metadata_entry.is_folder
+                )
+        if entry.is_folder and fnmatchcase(entry.path, parts[0]):
+            yield from _walk(storage, root, prefix + entry.path, parts[1:])
+
+
+def _is_named(path: Sequence[str], parts: Sequence[str]) -> bool:
+    """True if a path, or a folder above it, is what a pattern's parts name."""
+    if not parts or not path:
+        return not parts
+    if parts[0] == _RECURSIVE:
+        return any(_is_named(path[skipped:], parts[1:]) for skipped in range(len(path)))
+    return fnmatchcase(path[0], parts[0]) and _is_named(path[1:], parts[1:])
+
+
+def _marked_table(entry: FolderEntry) -> tuple[str, str] | None:
+    """(folder of the table, its kind) if an entry belongs to the log of one."""
+    *above, name = entry.path.split("/")
+    if entry.is_folder and name in _TABLE_MARKERS:
+        return "/".join(above), _TABLE_MARKERS[name]
+    if not entry.is_folder and above[-1:] == ["metadata"] and _ICEBERG_METADATA.fullmatch(name):
+        return "/".join(above[:-1]), "an Iceberg table"
+    return None
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return not folder or path.startswith(f"{folder}/")
+
+
+def is_data(name: str, *, is_folder: bool = False) -> bool:
+    """True if a file, or a folder, of this name holds data: names of notes begin or end as such notes do.
+
+    Folders such as `_day=1` are values of a partition.
+    """
+    if name.startswith("_"):
+        return is_folder and "=" in name
+    if name.startswith(_NOTE_BEGINNINGS):
+        return False
+    return name not in _NOTE_FOLDERS if is_folder else not name.endswith(_NOTE_ENDINGS)
+
+
+def tables_among(entries: Iterable[FolderEntry]) -> dict[str, str]:
+    """Folder -> kind of each table that entries show by its log."""
+    return dict(filter(None, map(_marked_table, entries)))
+
+
+def demand_plain_folder(storage: Storage, folder: str, *, checked_folders: set[str]) -> None:
+    """Raises SourceError if a folder, or one above it, is a table whose log says which of its files count.
+
+    Folders that are `checked_folders` are not looked at again, and those looked at become so.
+    """
+    path = PurePosixPath(folder)
+    for folder_path in (path, *path.parents):
+        if str(folder_path) in checked_folders:
+            return
+        checked_folders.add(str(folder_path))
+        try:
+            kind = _kind_of_table(storage, str(folder_path))
+        except Exception:  # who may read the files may not be allowed to look at folders above them
+            return
+        if kind is not None:
+            raise refused_table(str(folder_path), kind)
+
+
+def _kind_of_table(storage: Storage, folder: str) -> str | None:
+    for name, kind in _TABLE_MARKERS.items():
+        if storage.exists(f"{folder}/{name}"):
+            return kind
+    metadata = storage.children(f"{folder}/metadata")
+    is_iceberg = any(_ICEBERG_METADATA.fullmatch(entry.path) for entry in metadata)
+    return "an Iceberg table" if is_iceberg else None
+
+
+def refused_table(folder: str, kind: str) -> SourceError:
+    """Error for a table whose log says which of its files count."""
+    return SourceError(
+        f"{folder} is {kind}: its log says which of its files count, and Larder does not read that log. Write its rows "
+        "as Parquet files into a folder of their own (Spark: df.write.parquet(...)) and name that",
+        path=folder,
+    )
+
+
+def _local_files(
+    pattern: str, base: Path, plain_folders: set[str]
+) -> Iterator[tuple[str, SourceFile]]:
     """Files of this host that a pattern names, each behind what tells it from others, whatever it is called by."""
     storage, full = LocalStorage(), base / pattern
     if full.is_file():
         paths = [full]
     else:
         root = Path(full.anchor) if Path(pattern).is_absolute() else base
-        selected = select(storage, str(root), str(full.relative_to(root)))
+        selected = select_files(storage, str(root), str(full.relative_to(root)))
         paths = [Path(selected.folder, path) for path in selected.paths]
         _demand_some(selected, str(full))
     for path in paths:
@@ -454,7 +455,7 @@ def _local(pattern: str, base: Path, plain_folders: set[str]) -> Iterator[tuple[
         yield os.path.realpath(path), path
 
 
-def _remote(url: str, plain_folders: set[str]) -> Iterator[tuple[str, SourceFile]]:
+def _remote_files(url: str, plain_folders: set[str]) -> Iterator[tuple[str, SourceFile]]:
     """Files behind a URL that a pattern names, each behind what tells it from others."""
     fs, path = _file_system(url)
     with _driver_errors(url):
@@ -466,7 +467,7 @@ def _remote(url: str, plain_folders: set[str]) -> Iterator[tuple[str, SourceFile
             names = [name for name in names if is_data(PurePosixPath(name).name)]
             _demand_some(Selection("", tuple(names)), without_secrets(url))
         else:
-            selected = select(RemoteStorage(fs), "/" if path.startswith("/") else "", path)
+            selected = select_files(RemoteStorage(fs), "/" if path.startswith("/") else "", path)
             _demand_some(selected, without_secrets(url))
             folder = selected.folder
             names = [f"{folder.rstrip('/')}/{below}" for below in selected.paths]
@@ -488,13 +489,52 @@ def _demand_some(selected: Selection, pattern_text: str) -> None:
     raise SourceError(f"no source file matches {pattern_text}{notes}", pattern=pattern_text)
 
 
+class LocalStorage:
+    """File system of this host; links are followed, but for one to a folder above it."""
+
+    def children(self, folder: str) -> Iterator[FolderEntry]:
+        """Files and folders right in a folder."""
+        yield from (FolderEntry(dir_entry.name, dir_entry.is_dir()) for dir_entry in _scan(folder))
+
+    def descendants(self, folder: str) -> Iterator[FolderEntry]:
+        """Files and folders at any depth; what lies in notes of other programs is left out."""
+        return self._below(folder, "", frozenset({os.path.realpath(folder)}))
+
+    def exists(self, path: str) -> bool:
+        """True if there is a file or a folder of this path."""
+        return Path(path).exists()
+
+    def _below(self, folder: str, prefix: str, above: frozenset[str]) -> Iterator[FolderEntry]:
+        for dir_entry in sorted(_scan(folder), key=lambda dir_entry: dir_entry.name):
+            path, is_folder = prefix + dir_entry.name, dir_entry.is_dir()
+            if not is_folder and not dir_entry.is_file():
+                continue
+            yield FolderEntry(path, is_folder)
+            if is_folder and is_data(dir_entry.name, is_folder=True):
+                real = os.path.realpath(dir_entry.path)
+                if real not in above:  # a link to a folder above it
+                    yield from self._below(dir_entry.path, f"{path}/", above | {real})
+
+
+def _scan(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except PermissionError as error:
+        raise SourceError(
+            f"{folder} cannot be listed: {error.strerror}; may this user read it?", path=folder
+        ) from None
+
+
 class RemoteStorage:
     """Storage behind an fsspec URL, whose paths have no protocol."""
 
     def __init__(self, fs: Any) -> None:
         self.fs = fs
 
-    def children(self, folder: str) -> Iterator[Entry]:
+    def children(self, folder: str) -> Iterator[FolderEntry]:
         """Files and folders right in a folder; none where there is no such folder."""
         try:
             entries = self.fs.ls(folder, detail=True)
@@ -503,15 +543,15 @@ class RemoteStorage:
         for entry in entries:
             name = entry["name"].rstrip("/")
             if name != folder.rstrip("/"):
-                yield Entry(PurePosixPath(name).name, entry["type"] == "directory")
+                yield FolderEntry(PurePosixPath(name).name, entry["type"] == "directory")
 
-    def descendants(self, folder: str) -> Iterator[Entry]:
+    def descendants(self, folder: str) -> Iterator[FolderEntry]:
         """Files and folders at any depth, by one listing."""
         entry_by_path = self.fs.find(folder, withdirs=True, detail=True)
         above = folder.strip("/")
         for name, entry in entry_by_path.items():
             if path := name.strip("/").removeprefix(above).strip("/"):
-                yield Entry(path, entry["type"] == "directory")
+                yield FolderEntry(path, entry["type"] == "directory")
 
     def exists(self, path: str) -> bool:
         """True if there is a file or a folder of this path."""
@@ -538,90 +578,11 @@ def _file_system(url: str) -> tuple[Any, str]:
     return fs, path
 
 
-UTF_8_MARK: Final = b"\xef\xbb\xbf"
-
-
-IS_UTF_16: Final = "is UTF-16: convert it to UTF-8, e.g. with iconv -f utf-16 -t utf-8"
-
-
-NOT_GZIP: Final = (
-    "is not compressed with gzip, as its name says: give it another name, or compress it"
-)
-
-
-IS_JSON: Final = "JSON is not read: write it as Parquet or CSV"
-
-
-_CONVERT: Final = "write it as Parquet or CSV"
-
-
-_UNPACK: Final = "this compression is not read: unpack it, or compress it with gzip"
-
-
-_OF_ENDINGS: Final = {
-    **dict.fromkeys((".json", ".jsonl", ".ndjson", ".jl", ".geojson"), IS_JSON),
-    **dict.fromkeys((".orc", ".avro", ".feather", ".arrow"), f"only Parquet, CSV and lines are read: {_CONVERT}"),
-    **dict.fromkeys((".xls", ".xlsx", ".xlsm", ".ods"), "spreadsheets are not read: save the sheet as CSV in UTF-8"),
-    **dict.fromkeys(
-        (".pkl", ".pickle", ".h5", ".hdf5", ".sqlite", ".sqlite3", ".db", ".duckdb", ".npy", ".npz", ".mat", ".rds",
-         ".xml", ".html", ".yaml", ".yml", ".sql"),
-        f"it is not read: {_CONVERT}",
-    ),
-    **dict.fromkeys(
-        (".zst", ".zstd", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".rar", ".br", ".snappy"), _UNPACK
-    ),
-}  # fmt: skip
-"""Ending -> why files of such names are not read, and what to do."""
-
-
-_MAGIC: Final = (
-    (b"PAR1\x15", "is Parquet by its first bytes: rename it to end in .parquet"),
-    (b"\x1f\x8b", "is compressed with gzip by its first bytes: rename it to end in .gz, such as .csv.gz"),
-    (b"\x28\xb5\x2f\xfd", "is compressed as zstd: unpack it, or compress it with gzip"),
-    (b"BZh91AY&SY", "is compressed as bzip2: unpack it, or compress it with gzip"),
-    (b"\xfd7zXZ\x00", "is compressed as xz: unpack it, or compress it with gzip"),
-    (b"\x04\x22\x4d\x18", "is compressed as lz4: unpack it, or compress it with gzip"),
-    (b"PK\x03\x04", "is an archive or a spreadsheet by its first bytes: unpack it, or save the sheet as CSV in UTF-8"),
-    (b"ARROW1\x00", f"is an Arrow file by its first bytes: {_CONVERT}"),
-    (b"Obj\x01", f"is Avro by its first bytes: {_CONVERT}"),
-    (b"SQLite format 3\x00", f"is an SQLite database by its first bytes: {_CONVERT}"),
-)  # fmt: skip
-
-
-_UTF_32_MARKS: Final = (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")
-
-
-_UTF_16_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
-
-
-_PAGE_STARTS: Final = (b"<!doctype", b"<html", b"<?xml")
-
-
-_BLANKS: Final = b" \t\r\n"
-
-
-def is_gzip(path: Path) -> bool:
-    """True if a file begins as those do that gzip wrote."""
-    with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
-
-
 def unreadable_by_name(name: str) -> str | None:
     """Reason why files of this name are not read, None if the name does not say that."""
     base_name = name.lower().removesuffix(".gz")
     return next(
-        (reason for ending, reason in _OF_ENDINGS.items() if base_name.endswith(ending)), None
-    )
-
-
-def holds_data_unread(name: str) -> bool:
-    """True if a file is one of data by its name, though it is not read: others, such as settings, may be JSON, too."""
-    base_name = name.lower().removesuffix(".gz")
-    if base_name.endswith((".jsonl", ".ndjson", ".jl", ".orc", ".avro", ".feather", ".arrow")):
-        return True
-    stem = base_name.rpartition(".")[0]
-    return _OF_ENDINGS.get(f".{base_name.rpartition('.')[2]}") == _UNPACK and stem.endswith(
-        (".csv", ".tsv", ".parquet", ".txt", ".json", ".jsonl", ".ndjson")
+        (reason for ending, reason in _REASON_BY_ENDING.items() if base_name.endswith(ending)), None
     )
 
 
@@ -649,6 +610,19 @@ def unreadable_by_text(head: bytes) -> str | None:
     return None
 
 
+def holds_data_unread(name: str) -> bool:
+    """True if a file is one of data by its name, though it is not read: others, such as settings, may be JSON, too."""
+    base_name = name.lower().removesuffix(".gz")
+    if base_name.endswith((".jsonl", ".ndjson", ".jl", ".orc", ".avro", ".feather", ".arrow")):
+        return True
+    stem = base_name.rpartition(".")[0]
+    return _REASON_BY_ENDING.get(
+        f".{base_name.rpartition('.')[2]}"
+    ) == _UNPACK_REMEDY and stem.endswith(
+        (".csv", ".tsv", ".parquet", ".txt", ".json", ".jsonl", ".ndjson")
+    )
+
+
 def looks_like_rows(head: bytes) -> str | None:
     """Sign between the fields of text whose first lines all have it equally often, None if there is none."""
     lines = [line for line in head.split(b"\n")[:20] if line.strip()]
@@ -659,3 +633,9 @@ def looks_like_rows(head: bytes) -> str | None:
         if len(counts) == 1 and counts != {0} and (len(lines) > 1 or sign == b"\t"):
             return sign.decode()
     return None
+
+
+def is_gzip(path: Path) -> bool:
+    """True if a file begins as those do that gzip wrote."""
+    with path.open("rb") as file:
+        return file.read(2) == b"\x1f\x8b"

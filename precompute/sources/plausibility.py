@@ -1,6 +1,6 @@
 """Plausibility of interactions: figures that `begin` counts once, and what looks odd about them.
 
-Nothing of this refuses a night: a person may know why it is right.
+What looks odd refuses no night: a person may know why it is right.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,46 +23,31 @@ from precompute.sources.unusable import HEADER, UnusableRows, remedy
 JUDGED_ROWS: Final = 20
 """Rows below which shares of rows say nothing."""
 
-
 ONE_ID_SHARE: Final = 0.2
 """Share of all rows that one user, or one item, seldom has: such an id often stands for a missing one."""
-
 
 ONCE_SHARE: Final = 0.9
 """Share of distinct items among rows from which on nearly each item comes once."""
 
-
 LISTS_SHARE: Final = 0.5
 """Share of fields with several words from which on a column may hold lists."""
-
 
 OLDEST_US: Final = int(datetime(1990, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000
 """Times that are all older were written in another unit than they are read in."""
 
-
 FEW_USERS: Final = 100
-
-
 FEW_ITEMS: Final = 20
 """Numbers of users and items below which the shares that gates judge vary by chance."""
 
-
 LEAST_USERS: Final = 2
-
-
 LEAST_ITEMS: Final = 2
 """Numbers of users and items below which there is nothing to learn and nothing to recommend."""
 
-
 _SEVERAL_WORDS: Final = r"\S[\s,;|]+\S"
 
-
 _NO_TIME_US: Final = int(np.iinfo(np.int64).min)
-
-
 _BUCKETS: Final = 1024
 """Counters of users' rows, by the first bits of the hash: another user seldom shares that of one with many rows."""
-
 
 _BUCKET_SHIFT: Final = np.uint64(64 - 10)
 

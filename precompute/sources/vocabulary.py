@@ -11,6 +11,13 @@ from cache.format.ids import FINGERPRINT_SEED
 from precompute.sources.columns import Ids, text_hashes
 
 VOCABULARY_ROWS = 1 << 18
+"""Ids that are handled at once; their texts fit offsets of 32 bits."""
+
+HASHES_KEPT = 1 << 16
+"""Smallest hashes that a count of distinct ones keeps."""
+
+BATCHES_MERGED_AT_ONCE: Final = 64
+"""Batches whose names wait to be merged."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +71,7 @@ def repeats_in(texts: Any) -> NDArray[np.int64]:
 
 
 def as_strings(column: Any) -> Any:
-    """A column of strings or large strings as chunks of AT_ONCE strings at most, each with offsets of 32 bits."""
+    """A column of strings or large strings in chunks of VOCABULARY_ROWS at most, each with offsets of 32 bits."""
     chunks = [
         chunk.slice(start, VOCABULARY_ROWS).cast(pa.string())
         for chunk in column.chunks
@@ -73,16 +80,13 @@ def as_strings(column: Any) -> Any:
     return pa.chunked_array(chunks, pa.string())
 
 
-SMALLEST = 1 << 16
-
-
 class Distinct:
-    """Count of different 64-bit hashes, from the smallest of them: exact up to SMALLEST, then within 0.4 %.
+    """Count of different 64-bit hashes, from the smallest of them: exact up to HASHES_KEPT, then within 0.4 %.
 
     The estimator is that of the k minimum values (Beyer et al., SIGMOD 2007).
     """
 
-    def __init__(self, keep: int = SMALLEST) -> None:
+    def __init__(self, keep: int = HASHES_KEPT) -> None:
         self._keep = keep
         self.smallest: NDArray[np.uint64] = np.empty(0, np.uint64)
 
@@ -99,10 +103,6 @@ class Distinct:
         if hash_count < self._keep:
             return hash_count
         return round((hash_count - 1) / (float(self.smallest[-1]) / 2.0**64))
-
-
-MERGED_AT_ONCE: Final = 64
-"""Batches whose names wait to be merged."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +124,7 @@ class NumberedIds:
         self._waiting.append(
             pa.DictionaryArray.from_arrays(pa.array(rank_by_code[ids.codes]), names)
         )
-        if len(self._waiting) >= MERGED_AT_ONCE:
+        if len(self._waiting) >= BATCHES_MERGED_AT_ONCE:
             self._merge()
 
     def codes(self) -> NDArray[np.int64]:

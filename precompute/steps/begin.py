@@ -20,7 +20,7 @@ from precompute.builds.build import (
     Build,
     attribute_paths,
     cut_of,
-    demand_publishable,
+    demand_publishable_cut,
     generation_id,
     record_copies,
     sweep_copies,
@@ -56,61 +56,6 @@ from precompute.sources.readers import INTERACTIONS
 from precompute.sources.unusable import UnusableRows, merged
 from precompute.steps import take_events
 from precompute.steps.night import Night, StepRow
-
-
-@contextmanager
-def unchanged_sources(digest: str, files: Sequence[SourceFile]) -> Iterator[None]:
-    """Raises StoreError if one of the files became another meanwhile, whatever their reader made of it.
-
-    Files that arrive meanwhile are none of them: they are for the next night.
-    """
-    with changed_or_broken(digest, files):
-        yield
-    if not _are_same(digest, files):
-        raise _sources_changed_error()
-
-
-@contextmanager
-def changed_or_broken(digest: str, files: Sequence[SourceFile]) -> Iterator[None]:
-    """Raises StoreError in place of an error of files that became others meanwhile: what is written over passes."""
-    try:
-        yield
-    except (SourceError, Refused, StoreError) as error:  # what is written over reads like damage
-        if _are_same(digest, files):
-            raise
-        raise _sources_changed_error() from error
-
-
-def _are_same(digest: str, files: Sequence[SourceFile]) -> bool:
-    try:
-        return pin(files)[0] == digest
-    except (SourceError, OSError):
-        return False
-
-
-def _sources_changed_error() -> StoreError:
-    return StoreError("the source files changed while the night read them; run the night again")
-
-
-def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
-    """The copied bundle, once tried, becomes part of the generation, its models also by their own names.
-
-    Returns its files, sorted; raises BundleError for a model that is not what the bundle says.
-    """
-    for model in bundle.models:
-        for source, name, _ in model.files:
-            take_file(source, build.path(name))
-    # From where all other steps open them: what does not open there fails here, not hours later.
-    bundle.try_models(lambda model: build.path(f"models/{model.name}.fp32.onnx"))
-    names = sorted(
-        path.relative_to(bundle.path).as_posix()
-        for path in bundle.path.rglob("*")
-        if path.is_file()
-    )
-    for name in names:
-        take_file(bundle.path / name, build.path(f"bundle/{name}"))
-    return names
-
 
 ERASURE_LOOKS = 10
 
@@ -157,7 +102,7 @@ def run(
         demand_readers_of_night(releases.control)
         releases.store.demand_write_once()
         releases.demand_agreement()
-        demand_publishable(releases, cut, is_chosen=data_until is not None)
+        demand_publishable_cut(releases, cut, is_chosen=data_until is not None)
     cut_text = data_until or run_after
     files = InputFiles.of(config, events.files)
     if not config.sources.item_vectors:
@@ -183,121 +128,6 @@ def run(
         return _begin(
             config, bundle, cut, events, files, cut_text=cut_text, progress=progress, pinned=pinned
         )
-
-
-def _moment_of(position: Position) -> datetime:
-    return datetime.fromtimestamp(position.ms // 1000, UTC)
-
-
-def in_night(night: Night) -> StepRow:
-    """The step with its row in a night's table."""
-    events_result = take_events.for_night(night) if night.config.events.enabled else {}
-    step_result = run(
-        night.config, data_until=night.data_until, run_after=night.run_after, named=night.named,
-        events_until=events_result.get("events_until"), progress=night.progress,
-    )  # fmt: skip
-    name, notes_text = (
-        step_result["generation"],
-        f"\n{take_events.in_words(events_result)}" if events_result else "",
-    )
-    if step_result["already_live"]:
-        return StepRow(step_result, f"{name} is live already{notes_text}")
-    begin_report = Build(night.config, night.config.store(), name).need("begin")
-    notes_text = (
-        unlisted_in_words(begin_report, night.config)
-        + _featured_in_words(begin_report)
-        + notes_text
-    )
-    odd = "".join(f"\nnote: {remark}" for remark in begin_report.get("remarks", []))
-    return StepRow(
-        step_result,
-        f"{name} ({_read(begin_report)})\n{base_in_words(begin_report.get('base') or {})}{notes_text}{odd}",
-    )
-
-
-def _demand_histories(config: NightConfig, bundle: Bundle) -> None:
-    """Raise ConfigError where users have features alone, and the model answers by a history alone."""
-    sources = config.sources
-    has_features_alone = not sources.interactions and not sources.user_vectors
-    if has_features_alone and bundle.needs_history and not bundle.answers_without_history:
-        raise ConfigError(
-            "sources.interactions is empty, and so is sources.user_vectors, and the model takes a history and no "
-            "features: name the files of interactions, or those of vectors of users"
-        )
-
-
-def _featured_in_words(begin_report: Mapping[str, Any]) -> str:
-    """What becomes of users whom the feature table alone names; empty where there are none or all are computed."""
-    count = begin_report.get("featured", 0)
-    if not count or begin_report[FEATURED_USERS] or not begin_report["answers_without_history"]:
-        return ""
-    other_user_count = begin_report["users"]
-    return (
-        f"\n{count:,} users of the feature table alone get no records, beside {other_user_count:,} others"
-        " (featured_users = true computes them)"
-    )
-
-
-def _computes_featured(config: NightConfig, bundle: Bundle, partitioned: PartitionResult) -> bool:
-    """Whether users whom the feature table alone names are computed by a model that also takes histories."""
-    if not bundle.answers_without_history:
-        return False
-    if config.featured_users == "auto":
-        other_user_count = partitioned.users - partitioned.featured
-        return not other_user_count or partitioned.featured <= other_user_count
-    return config.featured_users
-
-
-def _read(begin_report: Mapping[str, Any]) -> str:
-    """Number of interactions that were read, and of rows that were left out, in words."""
-    names = (INTERACTIONS, EVENT_ROWS)
-    source_reports = [
-        begin_report["unusable"][name] for name in names if name in begin_report["unusable"]
-    ]
-    if not source_reports:
-        return "no interactions"
-    reasons = ", ".join(
-        f"{reason_report['rows']:,} {reason}"
-        for source in source_reports
-        for reason, reason_report in source["reasons"].items()
-    )
-    rows = sum(source["rows"] for source in source_reports)
-    summary = f"{begin_report['interactions']:,} interactions of {rows:,} rows"
-    summary = f"{summary}; left out: {reasons}" if reasons else summary
-    return "; ".join(
-        [summary, *(text for source in source_reports for text in source.get("remarks", ()))]
-    )
-
-
-def _shape(partitioned: PartitionResult, items: int) -> Shape:
-    """Shape of all rows that were read; no id is named, since reports outlive an erasure."""
-    counts, rows = (
-        partitioned.interaction_counts,
-        partitioned.interaction_counts.rows or RowCounts(),
-    )
-    named = int((counts.popularity > 0).sum()) + len(counts.unknown)
-    return Shape(
-        rows=int(rows.user_rows.sum()),
-        users=partitioned.users,
-        items=named if counts.interactions else items,
-        most_of_user=int(rows.user_rows.max(initial=0)),
-        most_of_item=int(counts.popularity.max(initial=0)),
-        untimed=rows.untimed,
-        newest_us=rows.newest_us,
-    )
-
-
-def _learnt_too_much(bundle: Bundle, cut: str | None) -> list[str]:
-    """Remark on a model that has learnt from what the night is judged by: what users did after its cut."""
-    trained_until = bundle.training.get("trained_until")
-    if cut is None or trained_until is None or parse_time(trained_until) < parse_time(cut):
-        return []
-    remark = (
-        f"the model has learnt from interactions up to {trained_until}, and `heldout_recall` judges by those after "
-        f"{cut}, so "
-        f"it says too much: train it with `larder train --data-until {cut}`"
-    )
-    return [remark]
 
 
 def _begin(
@@ -485,3 +315,172 @@ def _prepare(
         },
         "seconds": time.perf_counter() - started,
     })  # fmt: skip
+
+
+def in_night(night: Night) -> StepRow:
+    """The step with its row in a night's table."""
+    events_result = take_events.for_night(night) if night.config.events.enabled else {}
+    step_result = run(
+        night.config, data_until=night.data_until, run_after=night.run_after, named=night.named,
+        events_until=events_result.get("events_until"), progress=night.progress,
+    )  # fmt: skip
+    name, notes_text = (
+        step_result["generation"],
+        f"\n{take_events.in_words(events_result)}" if events_result else "",
+    )
+    if step_result["already_live"]:
+        return StepRow(step_result, f"{name} is live already{notes_text}")
+    begin_report = Build(night.config, night.config.store(), name).need("begin")
+    notes_text = (
+        unlisted_in_words(begin_report, night.config)
+        + _featured_in_words(begin_report)
+        + notes_text
+    )
+    odd = "".join(f"\nnote: {remark}" for remark in begin_report.get("remarks", []))
+    return StepRow(
+        step_result,
+        f"{name} ({_read_in_words(begin_report)})\n{base_in_words(begin_report.get('base') or {})}{notes_text}{odd}",
+    )
+
+
+@contextmanager
+def unchanged_sources(digest: str, files: Sequence[SourceFile]) -> Iterator[None]:
+    """Raises StoreError if one of the files became another meanwhile, whatever their reader made of it.
+
+    Files that arrive meanwhile are none of them: they are for the next night.
+    """
+    with changed_or_broken(digest, files):
+        yield
+    if not _are_same(digest, files):
+        raise _sources_changed_error()
+
+
+@contextmanager
+def changed_or_broken(digest: str, files: Sequence[SourceFile]) -> Iterator[None]:
+    """Raises StoreError in place of an error of files that became others meanwhile: what is written over passes."""
+    try:
+        yield
+    except (SourceError, Refused, StoreError) as error:  # what is written over reads like damage
+        if _are_same(digest, files):
+            raise
+        raise _sources_changed_error() from error
+
+
+def _are_same(digest: str, files: Sequence[SourceFile]) -> bool:
+    try:
+        return pin(files)[0] == digest
+    except (SourceError, OSError):
+        return False
+
+
+def _sources_changed_error() -> StoreError:
+    return StoreError("the source files changed while the night read them; run the night again")
+
+
+def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
+    """The copied bundle, once tried, becomes part of the generation, its models also by their own names.
+
+    Returns its files, sorted; raises BundleError for a model that is not what the bundle says.
+    """
+    for model in bundle.models:
+        for source, name, _ in model.files:
+            take_file(source, build.path(name))
+    # From where all other steps open them: what does not open there fails here, not hours later.
+    bundle.try_models(lambda model: build.path(f"models/{model.name}.fp32.onnx"))
+    names = sorted(
+        path.relative_to(bundle.path).as_posix()
+        for path in bundle.path.rglob("*")
+        if path.is_file()
+    )
+    for name in names:
+        take_file(bundle.path / name, build.path(f"bundle/{name}"))
+    return names
+
+
+def _moment_of(position: Position) -> datetime:
+    return datetime.fromtimestamp(position.ms // 1000, UTC)
+
+
+def _demand_histories(config: NightConfig, bundle: Bundle) -> None:
+    """Raise ConfigError where users have features alone, and the model answers by a history alone."""
+    sources = config.sources
+    has_features_alone = not sources.interactions and not sources.user_vectors
+    if has_features_alone and bundle.needs_history and not bundle.answers_without_history:
+        raise ConfigError(
+            "sources.interactions is empty, and so is sources.user_vectors, and the model takes a history and no "
+            "features: name the files of interactions, or those of vectors of users"
+        )
+
+
+def _featured_in_words(begin_report: Mapping[str, Any]) -> str:
+    """What becomes of users whom the feature table alone names; empty where there are none or all are computed."""
+    count = begin_report.get("featured", 0)
+    if not count or begin_report[FEATURED_USERS] or not begin_report["answers_without_history"]:
+        return ""
+    other_user_count = begin_report["users"]
+    return (
+        f"\n{count:,} users of the feature table alone get no records, beside {other_user_count:,} others"
+        " (featured_users = true computes them)"
+    )
+
+
+def _computes_featured(config: NightConfig, bundle: Bundle, partitioned: PartitionResult) -> bool:
+    """Whether users whom the feature table alone names are computed by a model that also takes histories."""
+    if not bundle.answers_without_history:
+        return False
+    if config.featured_users == "auto":
+        other_user_count = partitioned.users - partitioned.featured
+        return not other_user_count or partitioned.featured <= other_user_count
+    return config.featured_users
+
+
+def _read_in_words(begin_report: Mapping[str, Any]) -> str:
+    """Number of interactions that were read, and of rows that were left out, in words."""
+    names = (INTERACTIONS, EVENT_ROWS)
+    source_reports = [
+        begin_report["unusable"][name] for name in names if name in begin_report["unusable"]
+    ]
+    if not source_reports:
+        return "no interactions"
+    reasons = ", ".join(
+        f"{reason_report['rows']:,} {reason}"
+        for source in source_reports
+        for reason, reason_report in source["reasons"].items()
+    )
+    rows = sum(source["rows"] for source in source_reports)
+    summary = f"{begin_report['interactions']:,} interactions of {rows:,} rows"
+    summary = f"{summary}; left out: {reasons}" if reasons else summary
+    return "; ".join(
+        [summary, *(text for source in source_reports for text in source.get("remarks", ()))]
+    )
+
+
+def _shape(partitioned: PartitionResult, items: int) -> Shape:
+    """Shape of all rows that were read; no id is named, since reports outlive an erasure."""
+    counts, rows = (
+        partitioned.interaction_counts,
+        partitioned.interaction_counts.rows or RowCounts(),
+    )
+    named = int((counts.popularity > 0).sum()) + len(counts.unknown)
+    return Shape(
+        rows=int(rows.user_rows.sum()),
+        users=partitioned.users,
+        items=named if counts.interactions else items,
+        most_of_user=int(rows.user_rows.max(initial=0)),
+        most_of_item=int(counts.popularity.max(initial=0)),
+        untimed=rows.untimed,
+        newest_us=rows.newest_us,
+    )
+
+
+def _learnt_too_much(bundle: Bundle, cut: str | None) -> list[str]:
+    """Remark on a model that has learnt from what the night is judged by: what users did after its cut."""
+    trained_until = bundle.training.get("trained_until")
+    if cut is None or trained_until is None or parse_time(trained_until) < parse_time(cut):
+        return []
+    remark = (
+        f"the model has learnt from interactions up to {trained_until}, and `heldout_recall` judges by those after "
+        f"{cut}, so "
+        f"it says too much: train it with `larder train --data-until {cut}`"
+    )
+    return [remark]

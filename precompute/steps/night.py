@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 
-from cache.config.timetable import NIGHT
+from cache.config.timetable import NIGHT_STEPS
 from precompute.config.devices import devices
 from precompute.config.progress import Progress, Step, quiet, size_text
 from precompute.config.settings import NightConfig
@@ -57,11 +57,11 @@ def step_in_night(name: str) -> Callable[[Night], StepRow]:
     return run
 
 
-def run_night(night: Night, last_step: str = NIGHT[-1]) -> list[tuple[str, StepRow, float]]:
+def run_night(night: Night, last_step: str = NIGHT_STEPS[-1]) -> list[tuple[str, StepRow, float]]:
     """Begin to `last_step`, each step with its row and seconds; ends early if this generation is live."""
     devices(night.config.device)  # what is not there is said before anything is read
     finished_steps: list[tuple[str, StepRow, float]] = []
-    for name in NIGHT:
+    for name in NIGHT_STEPS:
         started = time.perf_counter()
         row = step_in_night(name)(night)
         finished_steps.append((name, row, time.perf_counter() - started))

@@ -1,17 +1,17 @@
-"""Step `retire`: what no reader and no roll back needs any more removed, leftovers of killed programs with it."""
+"""Step `retire`: removes what no reader and no roll back needs any more, and leftovers of killed programs."""
 
 from dataclasses import replace
 
 from cache.control.states import UNFINISHED
 from cache.store.artefacts import COPY_IDLE_S
 from precompute.bulk.governor import open_governor
-from precompute.bundles.bundle_store import heal, sweep_bundles, sweep_training
+from precompute.bundles.bundle_store import heal_swap, sweep_bundles, sweep_training
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.erasure.erasing import settle
-from precompute.erasure.holders import sweep_notes
+from precompute.erasure.holders import sweep_left_out_notes
 from precompute.events.stores import connect_events
-from precompute.events.stream import EventStores, trim
+from precompute.events.stream import EventStores, trim_stream
 from precompute.releases.moves import open_releases
 from precompute.releases.release_log import ReleaseLog
 from precompute.releases.sweep import drop_old_rows, sweep
@@ -20,33 +20,6 @@ from precompute.traffic.exposures import erased_users, gather
 
 UNFINISHED_S = 86_400.0
 """Seconds that nothing must have touched an unfinished file before it counts as left over."""
-
-
-def sweep_leftovers(config: NightConfig, releases: ReleaseLog) -> int:
-    """Remove leftovers, by this host's own clock; their number. Nothing readers hold or a night makes is touched."""
-    store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
-    view = releases.view()
-    held_generations = {
-        generation
-        for replica in releases.control.replicas()
-        for generation in replica.held_generations
-    }
-    needed_generations = {
-        generation for generation, row in view.rows.items() if row.state in UNFINISHED
-    }
-    needed_generations |= {
-        *held_generations,
-        *filter(None, (view.ledger.live, view.ledger.previous)),
-    }
-    heal(bundle)
-    swept = len(store.sweep_host_copies(needed_generations, cutoff_at=now_s - COPY_IDLE_S))
-    sweep_notes(store, needed_generations)
-    return (
-        swept
-        + store.sweep_unfinished(cutoff_at=now_s - UNFINISHED_S)
-        + sweep_bundles(store)
-        + sweep_training(bundle, changed_before_s=now_s - UNFINISHED_S)
-    )
 
 
 def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
@@ -71,7 +44,7 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
         # Its own stream, also where another namespace's counts since: that one is trimmed by its own nights.
         own_events_config = replace(config, events=replace(config.events, namespace=""))
         with connect_events(own_events_config) as client:
-            trimmed = trim(
+            trimmed = trim_stream(
                 EventStores.of(own_events_config), client, own_events_config.keyspace(),
                 keep_s=config.events.keep_s, stream_bytes=config.events.stream_bytes,
             )  # fmt: skip
@@ -87,4 +60,31 @@ def in_night(night: Night) -> StepRow:
     step_result = run(night.config, attempt=night.attempt, progress=night.progress)
     return StepRow(
         step_result, f"{len(step_result['retired'])} generations, {step_result['keys']:,} keys"
+    )
+
+
+def sweep_leftovers(config: NightConfig, releases: ReleaseLog) -> int:
+    """Remove leftovers, by this host's own clock; their number. Nothing readers hold or a night makes is touched."""
+    store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
+    view = releases.view()
+    held_generations = {
+        generation
+        for replica in releases.control.replicas()
+        for generation in replica.held_generations
+    }
+    needed_generations = {
+        generation for generation, row in view.rows.items() if row.state in UNFINISHED
+    }
+    needed_generations |= {
+        *held_generations,
+        *filter(None, (view.ledger.live, view.ledger.previous)),
+    }
+    heal_swap(bundle)
+    swept = len(store.sweep_host_copies(needed_generations, cutoff_at=now_s - COPY_IDLE_S))
+    sweep_left_out_notes(store, needed_generations)
+    return (
+        swept
+        + store.sweep_unfinished(cutoff_at=now_s - UNFINISHED_S)
+        + sweep_bundles(store)
+        + sweep_training(bundle, changed_before_s=now_s - UNFINISHED_S)
     )

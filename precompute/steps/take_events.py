@@ -16,7 +16,7 @@ from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
 from precompute.events.files import event_files
 from precompute.events.stores import connect_events
-from precompute.events.stream import EventStores, forget_in_files, merge, take_events
+from precompute.events.stream import EventStores, forget_in_files, merge_files, take_events
 from precompute.releases.moves import open_releases
 from precompute.reuse.base import settings_digest
 from precompute.sources.erasures import ErasedEntities, all_erasures
@@ -44,7 +44,7 @@ def run(config: NightConfig) -> Step:
     )  # who wrote it may have been killed before it looked again
     with connect_events(config) as client:
         taken_events = take_events(store, client, keys, erased=erased)
-    merge(stores)
+    merge_files(stores)
     if (
         latest_erased := ErasedEntities.of(all_erasures(store))
     ) != erased:  # written down while files were

@@ -18,7 +18,7 @@ from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.audit import audited
 from cache.traffic.experiments import (
     ARMS_MAX,
-    NAME,
+    EXPERIMENT_NAME,
     NAMESPACES_MAX,
     RUNNING_MAX,
     Experiment,
@@ -27,13 +27,18 @@ from cache.traffic.experiments import (
     change_experiments,
     latest_experiments,
 )
-from cache.traffic.split import allotted
+from cache.traffic.split import allot_buckets
 from precompute.bulk.load import total_bytes, total_pages
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 
-_HOLDOUT = ""
+ACTIONS = ("start", "status", "share", "stop", "exposures", "retire")
 
+DESCRIPTION = "let bundles live beside each other for weeks, each answering the keys of its arm"
+
+POLL_S = 0.05
+
+_HOLDOUT = ""
 
 _SUM_TOLERANCE = 1e-6
 
@@ -60,7 +65,7 @@ class ExperimentOption:
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
         for name in (self.name, *names):
-            if not NAME.fullmatch(name):
+            if not EXPERIMENT_NAME.fullmatch(name):
                 raise ConfigError(
                     f"{name!r} is no name: a letter, then up to 31 of a-z, 0-9, - and _",
                     field="name",
@@ -92,275 +97,6 @@ class ExperimentOption:
         )
 
 
-def add(
-    all_experiments: Experiments,
-    option: ExperimentOption,
-    *,
-    holdout: float | None = None,
-    at: float,
-) -> Experiments:
-    """Experiments with the one asked for, not started yet; as they were if it is there already.
-
-    Raises Conflict for a name in use, too few free keys, or more than replicas may hold.
-    """
-    if (existing_experiment := all_experiments.find(option.name)) is not None:
-        if existing_experiment.is_over:
-            raise Conflict(
-                f"experiment {existing_experiment.name} is over, and a name is used once: take another"
-            )
-        if not option.is_same(existing_experiment):
-            raise Conflict(
-                f"experiment {existing_experiment.name} is there with other arms or shares: change these by "
-                "`experiment share`, or "
-                "take another name",
-                experiment=existing_experiment.name,
-            )
-        return all_experiments
-    if len(all_experiments.current) >= RUNNING_MAX:
-        raise Conflict(f"{RUNNING_MAX} experiments run already: stop one first")
-    namespaces = {arm.namespace for arm in option.arms} | set(
-        all_experiments.namespaces(option.own_namespace)
-    )
-    if len(namespaces - {option.own_namespace}) > NAMESPACES_MAX:
-        raise Conflict(
-            f"replicas would have to hold {len(namespaces - {option.own_namespace})} namespaces beside their own, "
-            f"{NAMESPACES_MAX} "
-            "are allowed: stop an experiment first"
-        )
-    buckets = allotted({}, {arm.name: arm.share for arm in option.arms})
-    arms = tuple(
-        ExperimentArm(arm.name, arm.namespace, arm.share, buckets[arm.name]) for arm in option.arms
-    )
-    salt = f"{option.own_namespace}/{option.name}"
-    new = Experiment(option.name, salt, option.share, (), arms, at, sample=option.sample)
-    all_experiments = replace(
-        all_experiments,
-        salt=all_experiments.salt or option.own_namespace,
-        experiments=(*all_experiments.experiments, new),
-    )
-    return share_keys(all_experiments, {option.name: option.share}, holdout)
-
-
-def share_keys(
-    all_experiments: Experiments, key_shares: Mapping[str, float], holdout: float | None = None
-) -> Experiments:
-    """Experiments with these shares of all keys, the others as they were; Conflict where too few keys are free."""
-    for name, key_share in key_shares.items():
-        current(all_experiments, name)
-        _demand_share("--share", key_share)
-    if holdout is not None and not 0 <= holdout < 1:
-        raise ConfigError(f"--holdout is from 0 to below 1, not {holdout:g}", field="holdout")
-    target_shares = {_HOLDOUT: all_experiments.holdout_share if holdout is None else holdout}
-    target_shares |= {
-        experiment.name: key_shares.get(experiment.name, experiment.share)
-        for experiment in all_experiments.current
-    }
-    buckets_by_name = {_HOLDOUT: all_experiments.holdout} | {
-        experiment.name: experiment.buckets for experiment in all_experiments.current
-    }
-    try:
-        buckets = allotted(buckets_by_name, target_shares)
-    except ValueError:
-        changed_names = {*key_shares, *([] if holdout is None else [_HOLDOUT])}
-        free = max(
-            0.0,
-            1
-            - sum(
-                target_share
-                for name, target_share in target_shares.items()
-                if name not in changed_names
-            ),
-        )
-        raise Conflict(
-            f"experiments and holdout would have {sum(target_shares.values()):g} of all keys: {free:g} are "
-            "free", free=free
-        ) from None  # fmt: skip
-    experiments = tuple(
-        experiment
-        if experiment.is_over
-        else replace(
-            experiment, share=target_shares[experiment.name], buckets=buckets[experiment.name]
-        )
-        for experiment in all_experiments.experiments
-    )
-    return replace(
-        all_experiments,
-        holdout_share=target_shares[_HOLDOUT],
-        holdout=buckets[_HOLDOUT],
-        experiments=experiments,
-    )
-
-
-def share_arms(
-    all_experiments: Experiments, name: str, arm_shares: Mapping[str, float]
-) -> Experiments:
-    """Experiments where the arms of one have these shares of it; those not named keep theirs."""
-    experiment = current(all_experiments, name)
-    for arm in arm_shares:
-        if experiment.arm(arm) is None:
-            names = ", ".join(experiment_arm.name for experiment_arm in experiment.arms)
-            raise Conflict(f"experiment {name} has no arm {arm!r}: it has {names}")
-    target_shares = {
-        experiment_arm.name: arm_shares.get(experiment_arm.name, experiment_arm.share)
-        for experiment_arm in experiment.arms
-    }
-    _demand_whole(target_shares)
-    buckets = allotted(
-        {experiment_arm.name: experiment_arm.buckets for experiment_arm in experiment.arms},
-        target_shares,
-    )
-    arms = tuple(
-        replace(
-            experiment_arm,
-            share=target_shares[experiment_arm.name],
-            buckets=buckets[experiment_arm.name],
-        )
-        for experiment_arm in experiment.arms
-    )
-    return _with(all_experiments, replace(experiment, arms=arms))
-
-
-def begin(all_experiments: Experiments, name: str, *, at: float) -> Experiments:
-    """Experiments where that one answers requests."""
-    experiment = current(all_experiments, name)
-    return (
-        all_experiments
-        if experiment.is_running
-        else _with(all_experiments, replace(experiment, started_at=at))
-    )
-
-
-def end(all_experiments: Experiments, name: str, *, at: float) -> Experiments:
-    """Experiments where that one is over; its keys are free."""
-    experiment = _require_experiment(all_experiments, name)
-    return (
-        all_experiments
-        if experiment.is_over
-        else _with(all_experiments, replace(experiment, stopped_at=at))
-    )
-
-
-def current(all_experiments: Experiments, name: str) -> Experiment:
-    """The experiment of that name; raises Conflict where there is none, or it is over."""
-    experiment = _require_experiment(all_experiments, name)
-    if experiment.is_over:
-        raise Conflict(f"experiment {name} is over: start another one")
-    return experiment
-
-
-def _require_experiment(all_experiments: Experiments, name: str) -> Experiment:
-    experiment = all_experiments.find(name)
-    if experiment is None:
-        names = (
-            ", ".join(known_experiment.name for known_experiment in all_experiments.experiments)
-            or "none"
-        )
-        raise Conflict(f"there is no experiment {name!r}: known are {names}")
-    return experiment
-
-
-def _with(all_experiments: Experiments, changed_experiment: Experiment) -> Experiments:
-    experiments = tuple(
-        changed_experiment if experiment.name == changed_experiment.name else experiment
-        for experiment in all_experiments.experiments
-    )
-    return replace(all_experiments, experiments=experiments)
-
-
-def _demand_share(option: str, fraction: float) -> None:
-    if not 0 < fraction <= 1:
-        raise ConfigError(
-            f"{option} is above 0 and at most 1, not {fraction:g}", field=option.lstrip("-")
-        )
-
-
-def _demand_whole(arm_shares: Mapping[str, float]) -> None:
-    total = sum(arm_shares.values())
-    if (
-        not all(0 <= arm_share <= 1 for arm_share in arm_shares.values())
-        or abs(total - 1) > _SUM_TOLERANCE
-    ):
-        raise ConfigError(
-            f"shares of arms are parts of their experiment and sum to 1, not to {total:g}",
-            field="arm",
-        )
-
-
-def published(store: ArtefactStore, control: Control) -> Manifest:
-    """Manifest of what is live in a namespace; raises Conflict where nothing is."""
-    namespace = control.keys.namespace
-    pointer = control.pointer()
-    if pointer is None:
-        raise Conflict(
-            f"nothing is published in namespace {namespace!r} (no generation is live in its Redis keys, its files "
-            f"would lie in {store.url}): check its name, or run `larder night` with its own settings first",
-            namespace=namespace,
-        )
-    return read_manifest(store, pointer.generation)
-
-
-def demand_match(own_manifest: Manifest, arm: Manifest) -> None:
-    """Raises Conflict unless an arm has each table of the service's own namespace, alike for callers.
-
-    Kind, entity, width (k of a list, dimensions of a vector) and labels must be equal, and the attributes that
-    filters name, and the filters that are called by name, must be there: callers do not know which arm answers.
-    Precision, model and items may differ, and so may what a name means. Where newer events count in one arm, those of
-    the same stream count in all.
-    """
-    for name, table in own_manifest.tables.items():
-        expected, arm_shape = _shape(table), _shape(arm.tables.get(name))
-        if expected != arm_shape:
-            raise Conflict(
-                f"table {name!r} is {_text(expected)} in namespace {own_manifest.namespace!r} and {_text(arm_shape)} "
-                "in "
-                f"{arm.namespace!r}: tables of all arms must match in kind, entity, width and labels",
-                namespace=arm.namespace, table=name,
-            )  # fmt: skip
-    if lacking := sorted(own_manifest.items.attributes.keys() - arm.items.attributes.keys()):
-        raise Conflict(
-            f"items of namespace {arm.namespace!r} have no attributes {', '.join(lacking)}, by which requests may "
-            "filter: name them in [sources] item_attributes of its settings",
-            namespace=arm.namespace, attributes=lacking,
-        )  # fmt: skip
-    if lacking := sorted(own_manifest.filters.keys() - arm.filters.keys()):
-        raise Conflict(
-            f"namespace {arm.namespace!r} has no filters {', '.join(lacking)}, which requests call by name: declare "
-            "them as [filters.NAME] of its settings",
-            namespace=arm.namespace, filters=lacking,
-        )  # fmt: skip
-    event_namespace = _stream(own_manifest)
-    if event_namespace is not None and _stream(arm) != event_namespace:
-        raise Conflict(
-            f"what is live in namespace {arm.namespace!r} was made without the events of {event_namespace!r}, so its "
-            "answers "
-            f'would count none: set enabled = true and namespace = "{event_namespace}" in [events] of its settings, '
-            "and run "
-            "its night again",
-            namespace=arm.namespace, events=event_namespace,
-        )  # fmt: skip
-
-
-def _stream(manifest: Manifest) -> str | None:
-    """Namespace of the stream of events that a generation has; None where it has none."""
-    return None if manifest.events is None else manifest.events.namespace or manifest.namespace
-
-
-def _shape(table: Table | None) -> Mapping[str, Any] | None:
-    if table is None:
-        return None
-    shape = {"kind": table.kind, "entity": table.entity, "width": table.layout.width}
-    return shape | ({"labels": list(table.labels)} if table.labels else {})
-
-
-def _text(shape: Mapping[str, Any] | None) -> str:
-    if shape is None:
-        return "absent"
-    return " ".join(f"{name} {value}" for name, value in shape.items())
-
-
-POLL_S = 0.05
-
-
 def start(
     config: NightConfig,
     option: ExperimentOption,
@@ -377,25 +113,29 @@ def start(
     with connect(config.redis_url, config.redis_timeout_s) as client:
         own_control = Control(client, config.keyspace())
         controls = {arm.namespace: Control(client, Keyspace(arm.namespace)) for arm in option.arms}
-        live = published(store, own_control)
+        live = published_manifest(store, own_control)
         for namespace, control in controls.items():
             if namespace != config.namespace:
-                demand_match(live, published(settings_of(config, namespace).store(), control))
+                demand_match(
+                    live, published_manifest(settings_of(config, namespace).store(), control)
+                )
         with audited(
             store, "experiment", f"start {option.name}", actor=config.actor
         ) as audit_details:
             added = change_experiments(
                 store,
-                lambda experiments: add(
+                lambda experiments: add_experiment(
                     experiments, option, holdout=holdout, at=own_control.time()
                 ),
             )
             audit_details["version"] = added.version
             own_control.announce("experiments")
-            _wait(own_control, controls, option.name, config.flip.wait_s, progress)
+            _wait_for_replicas(own_control, controls, option.name, config.flip.wait_s, progress)
             started = change_experiments(
                 store,
-                lambda experiments: begin(experiments, option.name, at=own_control.time()),
+                lambda experiments: begin_experiment(
+                    experiments, option.name, at=own_control.time()
+                ),
             )
             audit_details["version"] = started.version
         own_control.announce("experiments")
@@ -438,7 +178,7 @@ def stop(config: NightConfig, name: str, *, reason: str = "") -> Experiments:
             store, "experiment", subject, actor=config.actor, reason=reason
         ) as audit_details:
             ended_experiments = change_experiments(
-                store, lambda experiments: end(experiments, name, at=own_control.time())
+                store, lambda experiments: end_experiment(experiments, name, at=own_control.time())
             )
             audit_details["version"] = ended_experiments.version
         own_control.announce("experiments")
@@ -450,7 +190,7 @@ def settings_of(config: NightConfig, namespace: str) -> NightConfig:
     return config if namespace == config.namespace else replace(config, namespace=namespace)
 
 
-def _wait(
+def _wait_for_replicas(
     own_control: Control,
     controls: Mapping[str, Control],
     name: str,
@@ -459,7 +199,7 @@ def _wait(
 ) -> None:
     """Returns once every live replica answers from all namespaces; raises Conflict, naming those that do not."""
     started_at = time.monotonic()
-    while lacking := _lacking(own_control, controls):
+    while lacking := _lacking_replicas(own_control, controls):
         if time.monotonic() - started_at >= wait_s:
             lacking_text = "; ".join(f"{replica}: {namespace}" for replica, namespace in lacking)
             raise Conflict(
@@ -471,7 +211,9 @@ def _wait(
         time.sleep(POLL_S)
 
 
-def _lacking(own_control: Control, controls: Mapping[str, Control]) -> list[tuple[str, str]]:
+def _lacking_replicas(
+    own_control: Control, controls: Mapping[str, Control]
+) -> list[tuple[str, str]]:
     """Replicas, with the namespace that each does not answer from."""
     names = sorted(replica.name for replica in own_control.replicas())
     lacking_pairs = []
@@ -481,37 +223,270 @@ def _lacking(own_control: Control, controls: Mapping[str, Control]) -> list[tupl
     return lacking_pairs
 
 
-ACTIONS = ("start", "status", "share", "stop", "exposures", "retire")
+def add_experiment(
+    all_experiments: Experiments,
+    option: ExperimentOption,
+    *,
+    holdout: float | None = None,
+    at: float,
+) -> Experiments:
+    """Experiments with the one asked for, not started yet; as they were if it is there already.
+
+    Raises Conflict for a name in use, too few free keys, or more than replicas may hold.
+    """
+    if (existing_experiment := all_experiments.find(option.name)) is not None:
+        if existing_experiment.is_over:
+            raise Conflict(
+                f"experiment {existing_experiment.name} is over, and a name is used once: take another"
+            )
+        if not option.is_same(existing_experiment):
+            raise Conflict(
+                f"experiment {existing_experiment.name} is there with other arms or shares: change these by "
+                "`experiment share`, or "
+                "take another name",
+                experiment=existing_experiment.name,
+            )
+        return all_experiments
+    if len(all_experiments.current) >= RUNNING_MAX:
+        raise Conflict(f"{RUNNING_MAX} experiments run already: stop one first")
+    namespaces = {arm.namespace for arm in option.arms} | set(
+        all_experiments.namespaces(option.own_namespace)
+    )
+    if len(namespaces - {option.own_namespace}) > NAMESPACES_MAX:
+        raise Conflict(
+            f"replicas would have to hold {len(namespaces - {option.own_namespace})} namespaces beside their own, "
+            f"{NAMESPACES_MAX} "
+            "are allowed: stop an experiment first"
+        )
+    buckets = allot_buckets({}, {arm.name: arm.share for arm in option.arms})
+    arms = tuple(
+        ExperimentArm(arm.name, arm.namespace, arm.share, buckets[arm.name]) for arm in option.arms
+    )
+    salt = f"{option.own_namespace}/{option.name}"
+    new = Experiment(option.name, salt, option.share, (), arms, at, sample=option.sample)
+    all_experiments = replace(
+        all_experiments,
+        salt=all_experiments.salt or option.own_namespace,
+        experiments=(*all_experiments.experiments, new),
+    )
+    return share_keys(all_experiments, {option.name: option.share}, holdout)
 
 
-DESCRIPTION = "let bundles live beside each other for weeks, each answering the keys of its arm"
+def share_keys(
+    all_experiments: Experiments, key_shares: Mapping[str, float], holdout: float | None = None
+) -> Experiments:
+    """Experiments with these shares of all keys, the others as they were; Conflict where too few keys are free."""
+    for name, key_share in key_shares.items():
+        current_experiment(all_experiments, name)
+        _demand_share("--share", key_share)
+    if holdout is not None and not 0 <= holdout < 1:
+        raise ConfigError(f"--holdout is from 0 to below 1, not {holdout:g}", field="holdout")
+    target_shares = {_HOLDOUT: all_experiments.holdout_share if holdout is None else holdout}
+    target_shares |= {
+        experiment.name: key_shares.get(experiment.name, experiment.share)
+        for experiment in all_experiments.current
+    }
+    buckets_by_name = {_HOLDOUT: all_experiments.holdout} | {
+        experiment.name: experiment.buckets for experiment in all_experiments.current
+    }
+    try:
+        buckets = allot_buckets(buckets_by_name, target_shares)
+    except ValueError:
+        changed_names = {*key_shares, *([] if holdout is None else [_HOLDOUT])}
+        free = max(
+            0.0,
+            1
+            - sum(
+                target_share
+                for name, target_share in target_shares.items()
+                if name not in changed_names
+            ),
+        )
+        raise Conflict(
+            f"experiments and holdout would have {sum(target_shares.values()):g} of all keys: {free:g} are "
+            "free", free=free
+        ) from None  # fmt: skip
+    experiments = tuple(
+        experiment
+        if experiment.is_over
+        else replace(
+            experiment, share=target_shares[experiment.name], buckets=buckets[experiment.name]
+        )
+        for experiment in all_experiments.experiments
+    )
+    return replace(
+        all_experiments,
+        holdout_share=target_shares[_HOLDOUT],
+        holdout=buckets[_HOLDOUT],
+        experiments=experiments,
+    )
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds actions and options of the command."""
-    command.add_argument("action", choices=ACTIONS)
-    command.add_argument("name", nargs="?", help="of the experiment: a-z, 0-9, - and _")
-    command.add_argument(
-        "--arm",
-        action="append",
-        default=[],
-        metavar="NAME=NAMESPACE:SHARE",
-        help="arm, as often as there are arms, one of them with the service's own namespace; shares sum to 1. "
-        "For `share`: NAME=SHARE",
+def share_arms(
+    all_experiments: Experiments, name: str, arm_shares: Mapping[str, float]
+) -> Experiments:
+    """Experiments where the arms of one have these shares of it; those not named keep theirs."""
+    experiment = current_experiment(all_experiments, name)
+    for arm in arm_shares:
+        if experiment.arm(arm) is None:
+            names = ", ".join(experiment_arm.name for experiment_arm in experiment.arms)
+            raise Conflict(f"experiment {name} has no arm {arm!r}: it has {names}")
+    target_shares = {
+        experiment_arm.name: arm_shares.get(experiment_arm.name, experiment_arm.share)
+        for experiment_arm in experiment.arms
+    }
+    _demand_whole(target_shares)
+    buckets = allot_buckets(
+        {experiment_arm.name: experiment_arm.buckets for experiment_arm in experiment.arms},
+        target_shares,
     )
-    command.add_argument(
-        "--share", type=float, help="share of all keys, above 0 to 1 (start: default 1)"
+    arms = tuple(
+        replace(
+            experiment_arm,
+            share=target_shares[experiment_arm.name],
+            buckets=buckets[experiment_arm.name],
+        )
+        for experiment_arm in experiment.arms
     )
-    command.add_argument(
-        "--holdout", type=float, help="share of all keys that no experiment may take"
+    return _with_changed(all_experiments, replace(experiment, arms=arms))
+
+
+def begin_experiment(all_experiments: Experiments, name: str, *, at: float) -> Experiments:
+    """Experiments where that one answers requests."""
+    experiment = current_experiment(all_experiments, name)
+    return (
+        all_experiments
+        if experiment.is_running
+        else _with_changed(all_experiments, replace(experiment, started_at=at))
     )
-    command.add_argument(
-        "--sample",
-        type=float,
-        default=1.0,
-        help="share of its keys whose exposures are written down (default: all)",
+
+
+def end_experiment(all_experiments: Experiments, name: str, *, at: float) -> Experiments:
+    """Experiments where that one is over; its keys are free."""
+    experiment = _require_experiment(all_experiments, name)
+    return (
+        all_experiments
+        if experiment.is_over
+        else _with_changed(all_experiments, replace(experiment, stopped_at=at))
     )
-    command.add_argument("--reason", default="", help="of stop; kept in the audit log")
+
+
+def current_experiment(all_experiments: Experiments, name: str) -> Experiment:
+    """The experiment of that name; raises Conflict where there is none, or it is over."""
+    experiment = _require_experiment(all_experiments, name)
+    if experiment.is_over:
+        raise Conflict(f"experiment {name} is over: start another one")
+    return experiment
+
+
+def _require_experiment(all_experiments: Experiments, name: str) -> Experiment:
+    experiment = all_experiments.find(name)
+    if experiment is None:
+        names = (
+            ", ".join(known_experiment.name for known_experiment in all_experiments.experiments)
+            or "none"
+        )
+        raise Conflict(f"there is no experiment {name!r}: known are {names}")
+    return experiment
+
+
+def _with_changed(all_experiments: Experiments, changed_experiment: Experiment) -> Experiments:
+    experiments = tuple(
+        changed_experiment if experiment.name == changed_experiment.name else experiment
+        for experiment in all_experiments.experiments
+    )
+    return replace(all_experiments, experiments=experiments)
+
+
+def _demand_share(option: str, fraction: float) -> None:
+    if not 0 < fraction <= 1:
+        raise ConfigError(
+            f"{option} is above 0 and at most 1, not {fraction:g}", field=option.lstrip("-")
+        )
+
+
+def _demand_whole(arm_shares: Mapping[str, float]) -> None:
+    total = sum(arm_shares.values())
+    if (
+        not all(0 <= arm_share <= 1 for arm_share in arm_shares.values())
+        or abs(total - 1) > _SUM_TOLERANCE
+    ):
+        raise ConfigError(
+            f"shares of arms are parts of their experiment and sum to 1, not to {total:g}",
+            field="arm",
+        )
+
+
+def published_manifest(store: ArtefactStore, control: Control) -> Manifest:
+    """Manifest of what is live in a namespace; raises Conflict where nothing is."""
+    namespace = control.keys.namespace
+    pointer = control.pointer()
+    if pointer is None:
+        raise Conflict(
+            f"nothing is published in namespace {namespace!r} (no generation is live in its Redis keys, its files "
+            f"would lie in {store.url}): check its name, or run `larder night` with its own settings first",
+            namespace=namespace,
+        )
+    return read_manifest(store, pointer.generation)
+
+
+def demand_match(own_manifest: Manifest, arm: Manifest) -> None:
+    """Raises Conflict unless an arm has each table of the service's own namespace, alike for callers.
+
+    Kind, entity, width (k of a list, dimensions of a vector) and labels must be equal, and the attributes that
+    filters name, and the filters that are called by name, must be there: callers do not know which arm answers.
+    Precision, model and items may differ, and so may what a name means. Where newer events count in one arm, those of
+    the same stream count in all.
+    """
+    for name, table in own_manifest.tables.items():
+        expected, arm_shape = _table_shape(table), _table_shape(arm.tables.get(name))
+        if expected != arm_shape:
+            raise Conflict(
+                f"table {name!r} is {_shape_text(expected)} in namespace {own_manifest.namespace!r} and "
+                f"{_shape_text(arm_shape)} in {arm.namespace!r}: tables of all arms must match in kind, "
+                "entity, width and labels",
+                namespace=arm.namespace, table=name,
+            )  # fmt: skip
+    if lacking := sorted(own_manifest.items.attributes.keys() - arm.items.attributes.keys()):
+        raise Conflict(
+            f"items of namespace {arm.namespace!r} have no attributes {', '.join(lacking)}, by which requests may "
+            "filter: name them in [sources] item_attributes of its settings",
+            namespace=arm.namespace, attributes=lacking,
+        )  # fmt: skip
+    if lacking := sorted(own_manifest.filters.keys() - arm.filters.keys()):
+        raise Conflict(
+            f"namespace {arm.namespace!r} has no filters {', '.join(lacking)}, which requests call by name: declare "
+            "them as [filters.NAME] of its settings",
+            namespace=arm.namespace, filters=lacking,
+        )  # fmt: skip
+    event_namespace = _event_namespace(own_manifest)
+    if event_namespace is not None and _event_namespace(arm) != event_namespace:
+        raise Conflict(
+            f"what is live in namespace {arm.namespace!r} was made without the events of {event_namespace!r}, so its "
+            "answers "
+            f'would count none: set enabled = true and namespace = "{event_namespace}" in [events] of its settings, '
+            "and run "
+            "its night again",
+            namespace=arm.namespace, events=event_namespace,
+        )  # fmt: skip
+
+
+def _event_namespace(manifest: Manifest) -> str | None:
+    """Namespace of the stream of events that a generation has; None where it has none."""
+    return None if manifest.events is None else manifest.events.namespace or manifest.namespace
+
+
+def _table_shape(table: Table | None) -> Mapping[str, Any] | None:
+    if table is None:
+        return None
+    shape = {"kind": table.kind, "entity": table.entity, "width": table.layout.width}
+    return shape | ({"labels": list(table.labels)} if table.labels else {})
+
+
+def _shape_text(shape: Mapping[str, Any] | None) -> str:
+    if shape is None:
+        return "absent"
+    return " ".join(f"{name} {value}" for name, value in shape.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -548,7 +523,9 @@ def arms_room(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]
             for arm in experiment.arms
             if arm.namespace == namespace
         )
-        manifests = _manifests(settings_of(config, namespace), Control(client, Keyspace(namespace)))
+        manifests = _generation_manifests(
+            settings_of(config, namespace), Control(client, Keyspace(namespace))
+        )
         sizes = [total_bytes(manifest) for manifest in manifests]
         pages = sum(map(total_pages, manifests))
         mapped = [sum(file.size_bytes for file in manifest.artefacts()) for manifest in manifests]
@@ -564,7 +541,7 @@ def sum_mapped_bytes(arms: Iterable[ArmRoom], generations: int) -> int:
     return sum(generations * arm.mapped_bytes for arm in arms)
 
 
-def _manifests(config: NightConfig, control: Control) -> list[Manifest]:
+def _generation_manifests(config: NightConfig, control: Control) -> list[Manifest]:
     manifests = []
     for generation, row in control.rows().items():
         if row.state is not State.RETIRED:
@@ -573,3 +550,30 @@ def _manifests(config: NightConfig, control: Control) -> list[Manifest]:
             except LarderError:  # one in the making has no pages yet
                 continue
     return manifests
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds actions and options of the command."""
+    command.add_argument("action", choices=ACTIONS)
+    command.add_argument("name", nargs="?", help="of the experiment: a-z, 0-9, - and _")
+    command.add_argument(
+        "--arm",
+        action="append",
+        default=[],
+        metavar="NAME=NAMESPACE:SHARE",
+        help="arm, as often as there are arms, one of them with the service's own namespace; shares sum to 1. "
+        "For `share`: NAME=SHARE",
+    )
+    command.add_argument(
+        "--share", type=float, help="share of all keys, above 0 to 1 (start: default 1)"
+    )
+    command.add_argument(
+        "--holdout", type=float, help="share of all keys that no experiment may take"
+    )
+    command.add_argument(
+        "--sample",
+        type=float,
+        default=1.0,
+        help="share of its keys whose exposures are written down (default: all)",
+    )
+    command.add_argument("--reason", default="", help="of stop; kept in the audit log")

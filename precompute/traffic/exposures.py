@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore
-from cache.traffic.experiments import EXPOSURES, NAME
+from cache.traffic.experiments import EXPERIMENT_NAME, EXPOSURES_FOLDER
 from cache.usage.hot_keys import HOUR_S
 from precompute.sources.erasures import all_erasures
 
@@ -26,7 +26,7 @@ LATE_S = 900.0
 """Seconds after an hour's end in which parts of it may still come; later ones are added to what is there."""
 
 SCHEMA = pa.schema([("key", pa.string()), ("arm", pa.string()), ("at", pa.timestamp("ms", tz="UTC"))])  # fmt: skip
-_PARTS = f"{EXPOSURES}/parts"
+_PARTS = f"{EXPOSURES_FOLDER}/parts"
 # Whatever else somebody leaves in the folder is no part.
 _PART = re.compile(r"([0-9]{1,12})\..*\.json")
 
@@ -90,7 +90,7 @@ def erased_users(store: ArtefactStore) -> frozenset[bytes]:
 def totals(store: ArtefactStore, experiment: str) -> dict[str, ArmTotals]:
     """Totals by arm over all hours, those included of which there are parts only; keys of those are counted by part."""
     totals_by_arm: dict[str, ArmTotals] = {}
-    folder, merged = f"{EXPOSURES}/{experiment}", set[str]()
+    folder, merged = f"{EXPOSURES_FOLDER}/{experiment}", set[str]()
     names = [summary_name for summary_name in store.names(folder) if summary_name.endswith(".json")]
     for path, raw in sorted(
         store.read_many([f"{folder}/{summary_name}" for summary_name in names]).items()
@@ -122,8 +122,8 @@ def forget_keys(store: ArtefactStore, keys: Collection[bytes]) -> int:
         return 0
     texts, changed_count = {key.decode() for key in keys}, 0
     for experiment in _experiments(store):
-        for name in store.names(f"{EXPOSURES}/{experiment}"):
-            path = f"{EXPOSURES}/{experiment}/{name}"
+        for name in store.names(f"{EXPOSURES_FOLDER}/{experiment}"):
+            path = f"{EXPOSURES_FOLDER}/{experiment}/{name}"
             if name.endswith(".parquet") and (raw := store.read(path)) is not None:
                 changed_count += _without(store, path, raw, keys)
     for name, lines in _read(
@@ -155,7 +155,7 @@ def _merge(
     erased: Collection[bytes],
 ) -> None:
     """Add parts to an experiment's file of an hour, then to its summary: adding to the file twice adds nothing."""
-    path = f"{EXPOSURES}/{experiment}/{hour}"
+    path = f"{EXPOSURES_FOLDER}/{experiment}/{hour}"
     raw = store.read(f"{path}.json")
     summary = {"parts": [], "arms": {}} if raw is None else _document(f"{path}.json", raw)
     arms: dict[str, ArmTotals] = {}
@@ -225,8 +225,8 @@ def _parquet(table: pa.Table) -> bytes:
 def _experiments(store: ArtefactStore) -> list[str]:
     return [
         experiment
-        for experiment in store.names(EXPOSURES)
-        if experiment != "parts" and NAME.fullmatch(experiment)
+        for experiment in store.names(EXPOSURES_FOLDER)
+        if experiment != "parts" and EXPERIMENT_NAME.fullmatch(experiment)
     ]
 
 

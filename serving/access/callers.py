@@ -1,8 +1,4 @@
-"""Callers: who sent a request, by the tokens in force, and what each may ask for.
-
-Each token is judged by its SHA-256, compared with that of every known token in constant time: how long that takes tells
-nothing of any of them, nor which was nearly met.
-"""
+"""Callers: who sent a request, by the tokens in force, and what each may ask for."""
 
 import asyncio
 import contextlib
@@ -23,31 +19,33 @@ from prometheus_client.registry import Collector
 from cache.errors import ConfigError
 from cache.process.background_loops import BackgroundLoops, stop
 from cache.store.artefacts import file_version
-from serving.access.quota import Quota, QuotaRows, Shortage, exceeded, key_of
-from serving.access.token_file import DEFAULT, SCOPES, Scope, Tokens, read_tokens
-from serving.requests.context import CALLER
+from serving.access.quota import Quota, QuotaRows, Shortage, quota_exceeded, row_key
+from serving.access.token_file import DEFAULT_NAME, SCOPES, Scope, Tokens, read_tokens
+from serving.requests.context import CALLER_KEY
 from serving.requests.errors import Problem
 
-_OF_CALLERS = ("/v1/", "/dashboard/data")
-"""Beginnings of the paths that ask for a scope; no route elsewhere may, for nobody is identified there."""
+log = logging.getLogger(__name__)
 
-
-_OF_ONE = ("/v1/lookup/", "/v1/explain/")
-"""Beginnings of the paths that, asked for by GET, name the one entity that they are about."""
-
-
-_SPENT = "larder.spent"
-
-
-_BEARER = b"bearer "
-
+TOKENS_LOOK_S = 0.5
+"""Seconds between looks at the tokens file."""
 
 TOKEN_BYTES_MAX = 4_096
 """Bytes of a token; a longer one is nobody's."""
 
+_BEARER = b"bearer "
 
-REASONS = ("expired", "scope_missing", "requests_per_s", "entities_per_s", "in_flight")
+_CALLER_PATHS = ("/v1/", "/dashboard/data")
+"""Beginnings of the paths that ask for a scope; no route elsewhere may, for nobody is identified there."""
+
+_ENTITY_PATHS = ("/v1/lookup/", "/v1/explain/")
+"""Beginnings of the paths that, asked for by GET, name the one entity that they are about."""
+
+_SPENT_KEY = "larder.spent"
+
+REFUSAL_REASONS = ("expired", "scope_missing", "requests_per_s", "entities_per_s", "in_flight")
 """Reasons for which a request with a known token is refused."""
+
+FileVersion = tuple[int, int, int] | None
 
 
 class CallerCounts:
@@ -57,7 +55,7 @@ class CallerCounts:
 
     def __init__(self) -> None:
         self.requests = 0
-        self.refused = dict.fromkeys(REASONS, 0)
+        self.refused = dict.fromkeys(REFUSAL_REASONS, 0)
 
 
 class Caller:
@@ -110,16 +108,23 @@ class Caller:
     def refused(self, short: Shortage) -> Problem:
         """Refusal of a request that the quota has no room for, counted."""
         self.counts.refused[short.kind] += 1
-        return exceeded(short)
+        return quota_exceeded(short)
+
+
+ANYBODY = Caller("", SCOPES, CallerCounts())
+"""Whoever asks a service that knows no tokens."""
+
+STRANGER = Caller("", (), CallerCounts())
+"""Whoever sends no token, or one that is nobody's."""
 
 
 def caller_of(scope: Mapping[str, Any]) -> Caller:
     """Caller of a request that was identified where it came in; a stranger where nobody did."""
-    caller: Caller = scope.get(CALLER, STRANGER)
+    caller: Caller = scope.get(CALLER_KEY, STRANGER)
     return caller
 
 
-def enter(scope: MutableMapping[str, Any]) -> AbstractContextManager[object]:
+def enter_quota(scope: MutableMapping[str, Any]) -> AbstractContextManager[object]:
     """Takes a request from its caller's quota, with its entity if that is known; raises Problem (429).
 
     The request is in flight until the context ends.
@@ -128,25 +133,29 @@ def enter(scope: MutableMapping[str, Any]) -> AbstractContextManager[object]:
     quota = caller.quota
     if quota is None or caller.is_expired:
         return contextlib.nullcontext()
-    is_of_one = scope["method"] == "GET" and scope["path"].startswith(_OF_ONE)
+    is_of_one = scope["method"] == "GET" and scope["path"].startswith(_ENTITY_PATHS)
     if (short := quota.enter(int(is_of_one))) is not None:
         raise caller.refused(short)
     if is_of_one:
-        scope[_SPENT] = True
+        scope[_SPENT_KEY] = True
     return contextlib.closing(quota)
 
 
-def spend(scope: MutableMapping[str, Any], entities: int) -> None:
+def spend_quota(scope: MutableMapping[str, Any], entities: int) -> None:
     """Takes a request's entities from its caller's quota, once, whoever reads it first; raises Problem (429)."""
     quota = caller_of(scope).quota
-    if quota is not None and _SPENT not in scope:
+    if quota is not None and _SPENT_KEY not in scope:
         if (short := quota.spend(entities)) is not None:
             raise caller_of(scope).refused(short)
-        scope[_SPENT] = True
+        scope[_SPENT_KEY] = True
 
 
 class Callers:
-    """Owners of all tokens in force. Immutable: a changed file makes another one, so caches tell by identity."""
+    """Owners of all tokens in force. Immutable: a changed file makes another one, so caches tell by identity.
+
+    Each token is judged by its SHA-256, compared with that of every known token in constant time: how long that takes
+    tells nothing of any of them, nor which was nearly met.
+    """
 
     def __init__(
         self, token_owners: Iterable[tuple[bytes, Caller]] = (), *, is_open: bool = False
@@ -173,11 +182,13 @@ class Callers:
         token_owners: list[tuple[bytes, Caller]] = []
         if token:
             default = Caller(
-                DEFAULT, SCOPES, request_counts_by_name.setdefault(DEFAULT, CallerCounts())
+                DEFAULT_NAME,
+                SCOPES,
+                request_counts_by_name.setdefault(DEFAULT_NAME, CallerCounts()),
             )
-            token_owners += [(digest, default) for digest in digests(token)]
+            token_owners += [(digest, default) for digest in token_digests(token)]
         for name, entry in (tokens or {}).items():
-            quota = Quota(key_of(name), entry.limits, rows, timer) if entry.limits else None
+            quota = Quota(row_key(name), entry.limits, rows, timer) if entry.limits else None
             counts = request_counts_by_name.setdefault(name, CallerCounts())
             caller = Caller(name, entry.scopes, counts, entry.expires_s, quota, clock)
             token_owners.append((bytes.fromhex(entry.sha256), caller))
@@ -185,10 +196,10 @@ class Callers:
 
     def note(self, scope: MutableMapping[str, Any]) -> None:
         """Notes in a request who sent it, unless that was done or its path asks for no scope."""
-        if scope["path"].startswith(_OF_CALLERS):
-            if CALLER not in scope:
-                scope[CALLER] = self.identify(scope["headers"])
-            scope[CALLER].counts.requests += 1
+        if scope["path"].startswith(_CALLER_PATHS):
+            if CALLER_KEY not in scope:
+                scope[CALLER_KEY] = self.identify(scope["headers"])
+            scope[CALLER_KEY].counts.requests += 1
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
         """Owner of the token in these headers (names in lower case), the first one counts; a stranger without one."""
@@ -211,30 +222,12 @@ class Callers:
         return owner if is_token else STRANGER
 
 
-def digests(token: str) -> tuple[bytes, ...]:
+def token_digests(token: str) -> tuple[bytes, ...]:
     """SHA-256 of a token in each encoding that clients use; only one beyond ASCII has two."""
     forms = {token.encode()}
     with contextlib.suppress(UnicodeEncodeError):
         forms.add(token.encode("latin-1"))
     return tuple(sorted(hashlib.sha256(form).digest() for form in forms))
-
-
-ANYBODY = Caller("", SCOPES, CallerCounts())
-"""Whoever asks a service that knows no tokens."""
-
-
-STRANGER = Caller("", (), CallerCounts())
-"""Whoever sends no token, or one that is nobody's."""
-
-
-LOOK_S = 0.5
-"""Seconds between looks at the file."""
-
-
-log = logging.getLogger(__name__)
-
-
-FileVersion = tuple[int, int, int] | None
 
 
 class TokenWatch(Collector):
@@ -261,7 +254,7 @@ class TokenWatch(Collector):
     async def followed(
         self, loops: BackgroundLoops, on_change: Callable[[Callers], None]
     ) -> AsyncIterator[None]:
-        """Look at the file every LOOK_S for as long as the context is open, and pass on other callers."""
+        """Look at the file every TOKENS_LOOK_S for as long as the context is open, and pass on other callers."""
         if self._path is None:
             yield
             return
@@ -276,7 +269,7 @@ class TokenWatch(Collector):
             if version_and_tokens is not None and self._apply(*version_and_tokens):
                 on_change(self.callers)
 
-        task = loops.start("tokens", keep_up, wait=lambda: asyncio.sleep(LOOK_S))
+        task = loops.start("tokens", keep_up, wait=lambda: asyncio.sleep(TOKENS_LOOK_S))
         try:
             yield
         finally:
@@ -334,7 +327,7 @@ class TokenWatch(Collector):
         )  # fmt: skip
 
     def _build_callers(self, tokens: Tokens | None) -> Callers:
-        for name in self._counts_by_name.keys() - {DEFAULT} - set(tokens or {}):
+        for name in self._counts_by_name.keys() - {DEFAULT_NAME} - set(tokens or {}):
             del self._counts_by_name[name]  # names that come and go must not fill metrics
         return Callers.of(
             self._token,

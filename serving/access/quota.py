@@ -18,19 +18,27 @@ from typing import Literal, NamedTuple, Protocol, Self
 from cache.errors import ConfigError
 from serving.requests.errors import Problem
 
+QuotaKind = Literal["requests_per_s", "entities_per_s", "in_flight"]
+
 BURST_S = 1.0
 """Seconds of its rate that a token may take at once after it has rested; over T seconds it gets rate x (T + this)."""
-
-
-Kind = Literal["requests_per_s", "entities_per_s", "in_flight"]
-
 
 _SLACK_S = 1e-9
 """Seconds: sums of binary fractions must not cost whoever asks exactly at its rate every other request."""
 
-
 _SLOT_WAIT_S = 1.0
 """Seconds that whoever has too many requests in flight is told to wait: nobody knows when one of them ends."""
+
+TABLE_ROWS = 512
+"""Places for tokens, twice as many as a file may hold. One whose token is gone is used again once it is fresh."""
+
+_TABLE_HEADER = struct.Struct("<8sI")
+_TABLE_MAGIC = b"larderq1"
+_TABLE_HEADER_BYTES = 64
+_ROW_KEY_BYTES = 16
+
+_ROW_FIXED_BYTES = 32
+"""Bytes of a row before its counts: the key, and two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,7 @@ class QuotaLimits:
 class Shortage(NamedTuple):
     """Quota that has no room, its limit, and the seconds after which there may be."""
 
-    kind: Kind
+    kind: QuotaKind
     limit: float
     wait_s: float
 
@@ -78,43 +86,6 @@ class QuotaRows(Protocol):
 
     def leave(self, key: bytes) -> None:
         """Ends one request in flight."""
-
-
-def after_taking(
-    standing: QuotaState, limits: QuotaLimits, now_s: float, requests: int, entities: int
-) -> QuotaState | Shortage:
-    """The standing after so much more was taken; all of it or nothing.
-
-    What alone is more than a burst is taken once a whole burst is there, and is paid for afterwards.
-    """
-    in_flight_max = limits.in_flight
-    if in_flight_max is not None and requests and standing.in_flight + requests > in_flight_max:
-        return Shortage("in_flight", in_flight_max, _SLOT_WAIT_S)
-    for_requests = _paid(standing.requests_until, now_s, requests, limits.requests_per_s)
-    if isinstance(for_requests, _Wait):
-        return Shortage("requests_per_s", limits.requests_per_s or 0.0, for_requests.seconds)
-    for_entities = _paid(standing.entities_until, now_s, entities, limits.entities_per_s)
-    if isinstance(for_entities, _Wait):
-        return Shortage("entities_per_s", limits.entities_per_s or 0.0, for_entities.seconds)
-    return QuotaState(for_requests, for_entities, standing.in_flight + requests)
-
-
-class _Wait(NamedTuple):
-    seconds: float
-
-
-def burst_s(per_s: float) -> float:
-    """Seconds of a rate that may be taken at once: one that is below one a second has room for one."""
-    return max(BURST_S, 1.0 / per_s)
-
-
-def _paid(paid_until_s: float, now_s: float, amount: int, per_s: float | None) -> float | _Wait:
-    if not amount or per_s is None:
-        return paid_until_s
-    begin, burst_limit_s = max(paid_until_s, now_s), burst_s(per_s)
-    cost = amount / per_s
-    late_s = begin + min(cost, burst_limit_s) - (now_s + burst_limit_s)
-    return _Wait(late_s) if late_s > _SLACK_S else begin + cost
 
 
 class Quota:
@@ -147,7 +118,7 @@ class Quota:
         self._rows.give_back(self._key, self.limits, 1, entities)
 
 
-def exceeded(short: Shortage) -> Problem:
+def quota_exceeded(short: Shortage) -> Problem:
     """Refusal (429) of a request that its quota has no room for."""
     return Problem(
         429, "quota_exceeded",
@@ -156,29 +127,46 @@ def exceeded(short: Shortage) -> Problem:
     )  # fmt: skip
 
 
-ROWS = 512
-"""Places for tokens, twice as many as a file may hold. One whose token is gone is used again once it is fresh."""
+def after_taking(
+    standing: QuotaState, limits: QuotaLimits, now_s: float, requests: int, entities: int
+) -> QuotaState | Shortage:
+    """The standing after so much more was taken; all of it or nothing.
+
+    What alone is more than a burst is taken once a whole burst is there, and is paid for afterwards.
+    """
+    in_flight_max = limits.in_flight
+    if in_flight_max is not None and requests and standing.in_flight + requests > in_flight_max:
+        return Shortage("in_flight", in_flight_max, _SLOT_WAIT_S)
+    for_requests = _pay_rate(standing.requests_until, now_s, requests, limits.requests_per_s)
+    if isinstance(for_requests, _Wait):
+        return Shortage("requests_per_s", limits.requests_per_s or 0.0, for_requests.seconds)
+    for_entities = _pay_rate(standing.entities_until, now_s, entities, limits.entities_per_s)
+    if isinstance(for_entities, _Wait):
+        return Shortage("entities_per_s", limits.entities_per_s or 0.0, for_entities.seconds)
+    return QuotaState(for_requests, for_entities, standing.in_flight + requests)
 
 
-_HEADER = struct.Struct("<8sI")
+class _Wait(NamedTuple):
+    seconds: float
 
 
-_MAGIC = b"larderq1"
+def _pay_rate(paid_until_s: float, now_s: float, amount: int, per_s: float | None) -> float | _Wait:
+    if not amount or per_s is None:
+        return paid_until_s
+    begin, burst_limit_s = max(paid_until_s, now_s), burst_s(per_s)
+    cost = amount / per_s
+    late_s = begin + min(cost, burst_limit_s) - (now_s + burst_limit_s)
+    return _Wait(late_s) if late_s > _SLACK_S else begin + cost
 
 
-_HEADER_BYTES = 64
+def burst_s(per_s: float) -> float:
+    """Seconds of a rate that may be taken at once: one that is below one a second has room for one."""
+    return max(BURST_S, 1.0 / per_s)
 
 
-_KEY_BYTES = 16
-
-
-_FIXED_BYTES = 32
-"""Bytes of a row before its counts: the key, and two moments."""
-
-
-def key_of(name: str) -> bytes:
+def row_key(name: str) -> bytes:
     """Key of a token's row."""
-    return hashlib.sha256(name.encode()).digest()[:_KEY_BYTES]
+    return hashlib.sha256(name.encode()).digest()[:_ROW_KEY_BYTES]
 
 
 class QuotaTable:
@@ -189,8 +177,8 @@ class QuotaTable:
     """
 
     def __init__(self, memory: mmap.mmap, column: int, file: int | None = None) -> None:
-        magic, self._columns = _HEADER.unpack_from(memory)
-        if magic != _MAGIC or not 0 <= column < self._columns:
+        magic, self._columns = _TABLE_HEADER.unpack_from(memory)
+        if magic != _TABLE_MAGIC or not 0 <= column < self._columns:
             raise ConfigError(f"the table of quotas has no column {column}")
         self._file, self._column = file, column
         self._row_bytes = _row_bytes(self._columns)
@@ -202,15 +190,15 @@ class QuotaTable:
     @classmethod
     def private(cls) -> Self:
         """Table of a service of one process."""
-        return cls(_sized(mmap.mmap(-1, _size(1)), 1), 0)
+        return cls(_with_header(mmap.mmap(-1, _table_bytes(1)), 1), 0)
 
     @classmethod
     def create(cls, path: Path, columns: int) -> None:
         """Creates an empty table for workers with slots below `columns`."""
         with path.open("xb+") as file:
-            file.truncate(_size(columns))
+            file.truncate(_table_bytes(columns))
             with mmap.mmap(file.fileno(), 0) as memory:
-                _sized(memory, columns)
+                _with_header(memory, columns)
 
     @classmethod
     def open(cls, path: Path, column: int) -> Self:
@@ -230,7 +218,7 @@ class QuotaTable:
 
     def clear(self, column: int) -> None:
         """Sets the counts of a column to none."""
-        for row in range(ROWS):
+        for row in range(TABLE_ROWS):
             self._counts[self._count_at(row) + column] = 0
 
     def charge(
@@ -288,11 +276,11 @@ class QuotaTable:
 
     def _find_or_claim_row(self, key: bytes, now_s: float) -> int:
         """The row of this key, else an empty one or one nobody would miss, which it gets."""
-        self._acquire(ROWS)  # finding a place is for one at a time
+        self._acquire(TABLE_ROWS)  # finding a place is for one at a time
         try:
             begin, free = int.from_bytes(key[:4], "little"), list[int]()
-            for step in range(ROWS):
-                row = (begin + step) % ROWS
+            for step in range(TABLE_ROWS):
+                row = (begin + step) % TABLE_ROWS
                 row_key = self._key(row)
                 if row_key == key:
                     return row
@@ -303,8 +291,8 @@ class QuotaTable:
                 if self._is_given(row, key, now_s):
                     return row
         finally:
-            self._release(ROWS)
-        raise ConfigError(f"more than {ROWS} tokens have quotas in use")
+            self._release(TABLE_ROWS)
+        raise ConfigError(f"more than {TABLE_ROWS} tokens have quotas in use")
 
     def _is_given(self, row: int, key: bytes, now_s: float) -> bool:
         """Gives a row to this key; False if it is another's who would miss it."""
@@ -313,7 +301,7 @@ class QuotaTable:
             if not self._read_state(row).is_fresh(now_s):
                 return False
             at = self._at(row)
-            self._memory[at : at + _FIXED_BYTES] = key.ljust(_FIXED_BYTES, b"\0")
+            self._memory[at : at + _ROW_FIXED_BYTES] = key.ljust(_ROW_FIXED_BYTES, b"\0")
             return True
         finally:
             self._release(row)
@@ -338,23 +326,23 @@ class QuotaTable:
 
     def _key(self, row: int) -> bytes:
         at = self._at(row)
-        return self._memory[at : at + _KEY_BYTES]
+        return self._memory[at : at + _ROW_KEY_BYTES]
 
     def _at(self, row: int) -> int:
-        return _HEADER_BYTES + row * self._row_bytes
+        return _TABLE_HEADER_BYTES + row * self._row_bytes
 
     def _count_at(self, row: int) -> int:
-        return (self._at(row) + _FIXED_BYTES) // 4
+        return (self._at(row) + _ROW_FIXED_BYTES) // 4
 
 
 def _row_bytes(columns: int) -> int:
-    return -(-(_FIXED_BYTES + 4 * columns) // 8) * 8
+    return -(-(_ROW_FIXED_BYTES + 4 * columns) // 8) * 8
 
 
-def _size(columns: int) -> int:
-    return _HEADER_BYTES + ROWS * _row_bytes(columns)
+def _table_bytes(columns: int) -> int:
+    return _TABLE_HEADER_BYTES + TABLE_ROWS * _row_bytes(columns)
 
 
-def _sized(memory: mmap.mmap, columns: int) -> mmap.mmap:
-    _HEADER.pack_into(memory, 0, _MAGIC, columns)
+def _with_header(memory: mmap.mmap, columns: int) -> mmap.mmap:
+    _TABLE_HEADER.pack_into(memory, 0, _TABLE_MAGIC, columns)
     return memory

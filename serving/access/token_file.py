@@ -1,4 +1,4 @@
-"""The tokens file: names, hashes, scopes, quotas and expiry, as an operator keeps them.
+"""The tokens file: names, hashes, scopes, quotas and expiry, as an operator keeps them; no token stands in it.
 
 A token is 256 random bits, so its plain SHA-256 can be neither reversed nor guessed: a slow hash protects passwords,
 which people choose.
@@ -23,7 +23,6 @@ from serving.access.quota import QuotaLimits
 
 Scope = Literal["read", "score", "feedback", "events", "explain", "admin"]
 
-
 SCOPES: Mapping[Scope, str] = {
     "read": "lookups, and which generations are served",
     "score": "candidates put in order",
@@ -34,23 +33,13 @@ SCOPES: Mapping[Scope, str] = {
 }
 """Meaning by scope; `/healthz`, `/readyz`, `/metrics`, the dashboard's page and the documentation ask for none."""
 
-
-TOKENS_MAX = 256
-
-
-FILE_BYTES_MAX = 1 << 20
-
-
-VERSION = 1
-
-
-DEFAULT = "default"
+DEFAULT_NAME = "default"
 """Name of the one token of `LARDER_TOKEN`; none in the file may have it."""
 
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
+TOKENS_MAX = 256
+FILE_BYTES_MAX = 1 << 20
+FILE_VERSION = 1
+_TOKEN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -89,12 +78,12 @@ class TokenEntry:
                 f"scopes must name at least one of {', '.join(SCOPES)}", field="scopes"
             )
         for name in ("expires_at", "created_at"):
-            moment(getattr(self, name), name)
+            parse_moment(getattr(self, name), name)
 
     @property
     def expires_s(self) -> float:
         """Unix seconds from which on the token is refused; infinite: never."""
-        return moment(self.expires_at, "expires_at")
+        return parse_moment(self.expires_at, "expires_at")
 
     @property
     def limits(self) -> QuotaLimits:
@@ -103,22 +92,6 @@ class TokenEntry:
 
 
 Tokens = Mapping[str, TokenEntry]
-
-
-def moment(text: str, field: str) -> float:
-    """Unix seconds of a time as the file has it, infinite for ""; raises ConfigError."""
-    if not text:
-        return float("inf")
-    try:
-        parsed_time = datetime.fromisoformat(text)
-    except ValueError:
-        parsed_time = None
-    if parsed_time is None or parsed_time.tzinfo is None:
-        raise ConfigError(
-            f"{field} must be a time like 2027-01-31T00:00:00+00:00, with its offset from UTC, not {text!r}",
-            field=field,
-        )
-    return parsed_time.timestamp()
 
 
 def read_tokens(path: Path) -> Tokens:
@@ -141,9 +114,9 @@ def read_tokens(path: Path) -> Tokens:
         raise ConfigError(
             f"tokens file {path} must be an object of `version` and `tokens`, nothing else"
         )
-    if document["version"] != VERSION:
+    if document["version"] != FILE_VERSION:
         raise ConfigError(
-            f"tokens file {path}: version must be {VERSION}, not {document['version']!r:.40}"
+            f"tokens file {path}: version must be {FILE_VERSION}, not {document['version']!r:.40}"
         )
     raw_entries = document["tokens"]
     if not isinstance(raw_entries, dict) or len(raw_entries) > TOKENS_MAX:
@@ -175,9 +148,9 @@ def _entry(path: Path, name: str, fields: Any) -> TokenEntry:
 
 def check_token_name(name: str, where: str) -> None:
     """Raises ConfigError for a name that no token of the file may have."""
-    if name == DEFAULT:
-        raise ConfigError(f"{where}: {DEFAULT!r} is the name of LARDER_TOKEN", field="name")
-    if not _NAME.fullmatch(name):
+    if name == DEFAULT_NAME:
+        raise ConfigError(f"{where}: {DEFAULT_NAME!r} is the name of LARDER_TOKEN", field="name")
+    if not _TOKEN_NAME.fullmatch(name):
         raise ConfigError(
             f"{where}: a name has 1 to 64 letters, digits, dots, hyphens or underscores, and begins with a letter or "
             "digit",
@@ -191,7 +164,7 @@ def write_tokens(path: Path, tokens: Tokens) -> None:
         raise ConfigError(f"tokens file {path} holds at most {TOKENS_MAX} tokens: revoke some")
     fields_by_name = {name: _entry_to_json(entry) for name, entry in sorted(tokens.items())}
     body = orjson.dumps(
-        {"version": VERSION, "tokens": fields_by_name},
+        {"version": FILE_VERSION, "tokens": fields_by_name},
         option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
     )
     with open_draft(path) as temporary_path:
@@ -205,7 +178,7 @@ def _entry_to_json(entry: TokenEntry) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def changing(path: Path) -> Iterator[None]:
+def lock_tokens(path: Path) -> Iterator[None]:
     """Keeps others that change the same file waiting."""
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
@@ -214,3 +187,19 @@ def changing(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
+
+
+def parse_moment(text: str, field: str) -> float:
+    """Unix seconds of a time as the file has it, infinite for ""; raises ConfigError."""
+    if not text:
+        return float("inf")
+    try:
+        parsed_time = datetime.fromisoformat(text)
+    except ValueError:
+        parsed_time = None
+    if parsed_time is None or parsed_time.tzinfo is None:
+        raise ConfigError(
+            f"{field} must be a time like 2027-01-31T00:00:00+00:00, with its offset from UTC, not {text!r}",
+            field=field,
+        )
+    return parsed_time.timestamp()

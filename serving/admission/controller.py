@@ -15,83 +15,25 @@ from typing import Literal
 from cache.process.background_loops import BackgroundLoops
 from serving.admission.work_pacer import WorkPacer
 
-_CLOSE_MOST, _OPEN = 0.1, 0.1
+ShedKind = Literal["live", "queue", "late", "full", "gone"]
 
-
-_SHUT = 0.001
-
-
-class Valve:
-    """Valve that admits a share, 0 to 1, of some work and follows one queue.
-
-    The signal is CoDel's (RFC 8289): the shortest wait of an interval. Above `target` even the luckiest had to wait, so
-    the queue stands; a burst that drains within the interval does not count. The reaction is of DAGOR's kind (WeChat,
-    SoCC 2018): a share of the work goes on. After an interval with a standing queue the share shrinks as `target` is
-    to the wait (the gradient of Netflix' concurrency-limits). After each other one it grows by a step, which doubles
-    until a queue stands again (TCP's slow start): what is over is over within half a second.
-    """
-
-    def __init__(self, target: float, interval_s: float) -> None:
-        self.target = target
-        self.admitted_share = 1.0
-        self.wait = 0.0
-        """The shortest wait of the interval before, in the unit of `target`."""
-        self._interval_s = interval_s
-        self._shortest_wait, self._interval_began_at = inf, 0.0
-        self._step, self._credit = _OPEN, 0.0
-
-    def observe(self, wait: float, now_s: float) -> None:
-        """Takes one sample of the wait, in the unit of `target`; `now_s` in seconds.
-
-        An interval has two at least, as one long pause is not a queue: the last of one is the first of the next, so
-        that where samples are rare each of them is judged.
-        """
-        if self._shortest_wait == inf:
-            self._interval_began_at = now_s
-        self._shortest_wait = min(self._shortest_wait, wait)
-        if now_s - self._interval_began_at < self._interval_s:
-            return
-        self.wait = self._shortest_wait
-        if self.wait <= self.target:
-            self.admitted_share = min(1.0, self.admitted_share + self._step)
-            self._step = min(1.0, 2 * self._step)
-        else:
-            self._step = _OPEN
-            self.admitted_share *= max(_CLOSE_MOST, self.target / self.wait)
-            if self.admitted_share < _SHUT:
-                self.admitted_share = 0.0
-        self._shortest_wait, self._interval_began_at = wait, now_s
-
-    def admit(self) -> bool:
-        """Returns whether one more piece of work may go on: exactly the share of them, evenly spread."""
-        if self.admitted_share >= 1.0:
-            return True
-        self._credit += self.admitted_share
-        if self._credit < 1.0:
-            return False
-        self._credit -= 1.0
-        return True
-
-
-Stage = Literal["live", "queue", "late", "full", "gone"]
-
-
-STAGES: tuple[Stage, ...] = ("live", "queue", "late", "full", "gone")
+SHED_KINDS: tuple[ShedKind, ...] = ("live", "queue", "late", "full", "gone")
 """Kinds of shed work: an inference; a request that would cost much while leaving live out is not enough; one whose
 deadline is over before its answer; one beyond `requests_max`; one whose client has closed the connection.
 """
 
-
-LEFT_OUT = 0.05
+LIVE_LEFT_OUT_SHARE = 0.05
 """The share of live at which leaving it out has been tried: what stands even then is more than all can be given."""
 
-
-URGENT = 5
+URGENT_MULTIPLE = 5
 """Multiple of the loop's target: a turn that long leaves no time for trying."""
 
-
-MODEL_TARGET = 1 / 3
+MODEL_WAIT_TARGET = 1 / 3
 """Part, 0 to 1, of an input's time for live inference that it may spend in a standing queue of the model."""
+
+_SHRINK_FACTOR_MIN, _FIRST_STEP = 0.1, 0.1
+_SHUT_SHARE = 0.001
+ObserveQueues = Callable[[float, float, float], None]
 
 
 class Admission:
@@ -99,12 +41,12 @@ class Admission:
 
     def __init__(self, *, target_s: float, interval_s: float, requests_max: int) -> None:
         self.loop = Valve(target_s, interval_s)
-        self.model = Valve(MODEL_TARGET, interval_s)
+        self.model = Valve(MODEL_WAIT_TARGET, interval_s)
         self.costly = Valve(target_s, interval_s)
         self.requests_max = requests_max
         self.under_way = 0
         self.work = WorkPacer()
-        self.shed: Counter[Stage] = Counter(dict.fromkeys(STAGES, 0))
+        self.shed: Counter[ShedKind] = Counter(dict.fromkeys(SHED_KINDS, 0))
 
     def enter(self) -> bool:
         """Returns whether a request may go below L1, else counts it as shed; one that may ends with `leave`."""
@@ -164,12 +106,63 @@ class Admission:
         turn_s = max(turn_s, self.work.waited_s())
         self.loop.observe(turn_s, now_s)
         target = self.costly.target
-        is_queue_standing = self.loop.admitted_share <= LEFT_OUT or turn_s > URGENT * target
+        is_queue_standing = (
+            self.loop.admitted_share <= LIVE_LEFT_OUT_SHARE or turn_s > URGENT_MULTIPLE * target
+        )
         self.costly.observe(turn_s if is_queue_standing else min(turn_s, target), now_s)
         self.model.observe(model_wait, now_s)
 
 
-Observe = Callable[[float, float, float], None]
+class Valve:
+    """Valve that admits a share, 0 to 1, of some work and follows one queue.
+
+    The signal is CoDel's (RFC 8289): the shortest wait of an interval. Above `target` even the luckiest had to wait, so
+    the queue stands; a burst that drains within the interval does not count. The reaction is of DAGOR's kind (WeChat,
+    SoCC 2018): a share of the work goes on. After an interval with a standing queue the share shrinks as `target` is
+    to the wait (the gradient of Netflix' concurrency-limits). After each other one it grows by a step, which doubles
+    until a queue stands again (TCP's slow start): what is over is over within half a second.
+    """
+
+    def __init__(self, target: float, interval_s: float) -> None:
+        self.target = target
+        self.admitted_share = 1.0
+        self.wait = 0.0
+        """The shortest wait of the interval before, in the unit of `target`."""
+        self._interval_s = interval_s
+        self._shortest_wait, self._interval_began_at = inf, 0.0
+        self._step, self._credit = _FIRST_STEP, 0.0
+
+    def observe(self, wait: float, now_s: float) -> None:
+        """Takes one sample of the wait, in the unit of `target`; `now_s` in seconds.
+
+        An interval has two at least, as one long pause is not a queue: the last of one is the first of the next, so
+        that where samples are rare each of them is judged.
+        """
+        if self._shortest_wait == inf:
+            self._interval_began_at = now_s
+        self._shortest_wait = min(self._shortest_wait, wait)
+        if now_s - self._interval_began_at < self._interval_s:
+            return
+        self.wait = self._shortest_wait
+        if self.wait <= self.target:
+            self.admitted_share = min(1.0, self.admitted_share + self._step)
+            self._step = min(1.0, 2 * self._step)
+        else:
+            self._step = _FIRST_STEP
+            self.admitted_share *= max(_SHRINK_FACTOR_MIN, self.target / self.wait)
+            if self.admitted_share < _SHUT_SHARE:
+                self.admitted_share = 0.0
+        self._shortest_wait, self._interval_began_at = wait, now_s
+
+    def admit(self) -> bool:
+        """Returns whether one more piece of work may go on: exactly the share of them, evenly spread."""
+        if self.admitted_share >= 1.0:
+            return True
+        self._credit += self.admitted_share
+        if self._credit < 1.0:
+            return False
+        self._credit -= 1.0
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +174,7 @@ class LoopLagSampler:
     a turn that took longer than their distance the next one is looked at as well, or a queue would slow its own judge.
     """
 
-    observe: Observe
+    observe: ObserveQueues
     model_wait: Callable[[], float]
     _: KW_ONLY
     every_s: float

@@ -10,14 +10,19 @@ from starlette.types import Receive, Scope
 
 from serving.access.callers import caller_of
 from serving.admission.controller import Admission
-from serving.requests.bodies import Messages, is_longer, refused, whole_body
+from serving.requests.bodies import Messages, declares_longer_body, refusal_response, whole_body
 from serving.requests.errors import Problem
 from serving.requests.models import Limits
 from serving.requests.negotiation import forms
 from serving.requests.options import body_deadline_s, query_options, text_options
-from serving.requests.parsing import LARGE, HeaderJudge, peek, run_in_thread_if_large
+from serving.requests.parsing import (
+    LARGE_BODY_BYTES,
+    HeaderJudge,
+    peek_content,
+    run_in_thread_if_large,
+)
 
-_MENTION = b"deadline_ms"
+_DEADLINE_FIELD = b"deadline_ms"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,26 +55,15 @@ class DeadlineCheck:
         """Deadline in seconds that a GET has in its query, another request in its body; raises Problem."""
         limits = self.limits
         is_get = scope["method"] == "GET"
-        if _MENTION not in (scope["query_string"] if is_get else body):
+        if _DEADLINE_FIELD not in (scope["query_string"] if is_get else body):
             return limits.deadline_ms / 1000
         if is_get:
             return query_options(scope["query_string"], limits).deadline_s
         form = forms(scope["headers"]).request_form
-        parsed_body = peek(scope, body, form, limits)
+        parsed_body = peek_content(scope, body, form, limits)
         if form == "arrow":
             return text_options(parsed_body.options, limits).deadline_s
         return body_deadline_s(parsed_body, limits)
-
-
-def refusal_of(problem: Problem) -> Messages:
-    """The response that says what is wrong."""
-    response = refused(problem)
-    head = {"status": response.status_code, "headers": response.raw_headers}
-    body = {"type": "http.response.body", "body": response.body}
-    return {"type": "http.response.start", **head}, body
-
-
-OVERLOADED = refusal_of(Problem(503, "overloaded", "more is asked than can be answered in time"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +96,7 @@ class AdmissionGate:
         is_read = scope["method"] == "POST" and caller_of(scope).is_known
         if is_read and self.can_use_fast_path(scope["headers"]):
             body, receive = await self.body(scope, receive)
-            if body is not None and len(body) > LARGE:
+            if body is not None and len(body) > LARGE_BODY_BYTES:
                 await run_in_thread_if_large(
                     body, functools.partial(self.lateness.read, scope, body)
                 )
@@ -110,7 +104,9 @@ class AdmissionGate:
 
     async def body(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:
         """Reads the body within the service's bounds; None if too long or unended, and a `receive` to replay it."""
-        if is_longer(scope["headers"], self.body_bytes):  # told elsewhere, without reading it
+        if declares_longer_body(
+            scope["headers"], self.body_bytes
+        ):  # told elsewhere, without reading it
             return None, receive
         return await whole_body(receive, self.body_bytes, self.body_timeout_s)
 
@@ -119,3 +115,16 @@ class AdmissionGate:
         if (status := answer[0]["status"]) != 200:
             self.requested("any", status)
         return answer
+
+
+def refusal_of(problem: Problem) -> Messages:
+    """The response that says what is wrong."""
+    response = refusal_response(problem)
+    head = {"status": response.status_code, "headers": response.raw_headers}
+    body = {"type": "http.response.body", "body": response.body}
+    return {"type": "http.response.start", **head}, body
+
+
+OVERLOADED_REFUSAL = refusal_of(
+    Problem(503, "overloaded", "more is asked than can be answered in time")
+)

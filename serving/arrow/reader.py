@@ -14,27 +14,84 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving.arrow import schema as arrow
-from serving.arrow.schema import Field, FlatTable, Kind, Malformed, root
+from serving.arrow.schema import ColumnKind, Field, FlatTable, Malformed, read_root
 
-KEPT_MAX = 4_096
+Cutter = Callable[[memoryview, memoryview], list[bytes] | None]
+
+CACHED_METADATA_BYTES_MAX = 4_096
 """Bytes of the longest metadata (schema, message) whose parsed form is cached for the next stream."""
 
+BATCHES_MAX = 64
+"""Greatest number of record batches: each costs as much as dozens of rows, an empty one costs its sender nothing."""
 
 _FIELDS_MAX = 64
+_LIST_DEPTH_MAX = 2
 
-
-_DEPTH_MAX = 2
-
-
-_PARTS_MAX = 512
+_BATCH_PARTS_MAX = 512
 """Greatest number of nodes, and of buffers, in a record batch: enough for so many columns."""
 
+_METADATA_PAIRS_MAX = 64
 
-_METADATA_MAX = 64
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "i4": np.dtype("<i4"),
+    "f4": np.dtype("<f4"),
+    "f8": np.dtype("<f8"),
+}
 
 
 class Unsupported(ValueError):
     """A stream that others could read; the text says what to send instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """All record batches of a stream, one list or array per column."""
+
+    metadata: dict[str, str]
+    fields: dict[str, Field]
+    columns: dict[str, list[Any]]
+    rows: int
+
+
+def read_frame(
+    raw: bytes,
+    rows_max: int,
+    *,
+    as_bytes: bool = False,
+    cutter: Cutter | None = None,
+    check: Callable[[tuple[Field, ...]], None] = lambda _fields: None,
+) -> Frame:
+    """The columns: utf8 as str (or its bytes), lists as tuples or read-only float32 arrays, None for null.
+
+    `cutter` cuts bytes at int32 places, or gives None for what it leaves to others. `check` raises for columns that are
+    not wanted before any of their rows is read.
+    """
+    first = first_message(raw)
+    metadata, fields = (
+        read_schema(first)
+        if len(first) <= CACHED_METADATA_BYTES_MAX
+        else read_schema.__wrapped__(first)
+    )
+    check(fields)
+    columns: dict[str, list[Any]] = {field.name: [] for field in fields}
+    rows = 0
+    for batch_index, (message, body) in enumerate(read_messages(memoryview(raw)[len(first) :])):
+        if batch_index == BATCHES_MAX:
+            raise Unsupported(
+                f"the stream has more than {BATCHES_MAX} record batches: send larger ones"
+            )
+        if message.kind != arrow.RECORD_BATCH:
+            raise Unsupported("only record batches are read: send no dictionaries")
+        described = batch_layout(message)
+        count = described.rows
+        if count < 0 or rows + count > rows_max:
+            raise Malformed(f"the stream has more than {rows_max} rows")
+        rows += count
+        batch = _Batch(described, body, as_bytes, cutter)
+        for field in fields:
+            columns[field.name] += batch.column(field, count)
+        batch.check_end()
+    return Frame(dict(metadata), {field.name: field for field in fields}, columns, rows)
 
 
 def first_message(raw: bytes) -> bytes:
@@ -43,15 +100,15 @@ def first_message(raw: bytes) -> bytes:
 
 
 @functools.lru_cache(maxsize=64)
-def schema(first: bytes) -> tuple[tuple[tuple[str, str], ...], tuple[Field, ...]]:
+def read_schema(first: bytes) -> tuple[tuple[tuple[str, str], ...], tuple[Field, ...]]:
     """Metadata and columns from the message that begins a stream, cached: a caller's streams often share it."""
-    message, body = next(messages(memoryview(first)), (None, b""))
+    message, body = next(read_messages(memoryview(first)), (None, b""))
     if message is None or message.kind != arrow.SCHEMA or body:
         raise Malformed("the stream does not begin with a schema")
-    header = root(message.metadata).table(2)
+    header = read_root(message.metadata).table(2)
     if header.number(0, "<h") != 0:
         raise Unsupported("the stream is big-endian: send it little-endian")
-    metadata = {pair.text(0): pair.text(1) for pair in header.tables(2, _METADATA_MAX)}
+    metadata = {pair.text(0): pair.text(1) for pair in header.tables(2, _METADATA_PAIRS_MAX)}
     fields = tuple([_field(flat, 0) for flat in header.tables(1, _FIELDS_MAX)])
     if len({field.name for field in fields}) != len(fields):
         raise Malformed("two columns have the same name")
@@ -74,13 +131,27 @@ class BatchLayout(NamedTuple):
     buffers: list[tuple[int, int]]
 
 
-def layout(message: Message) -> BatchLayout:
+def batch_layout(message: Message) -> BatchLayout:
     """Layout of a record batch, cached: batches of as many rows and bytes have an equal one."""
-    read = _layout if len(message.metadata) <= KEPT_MAX else _layout.__wrapped__
+    read = (
+        _cached_layout
+        if len(message.metadata) <= CACHED_METADATA_BYTES_MAX
+        else _cached_layout.__wrapped__
+    )
     return read(message.metadata)
 
 
-def messages(raw: memoryview) -> Iterator[tuple[Message, memoryview]]:
+@functools.lru_cache(maxsize=256)
+def _cached_layout(metadata: bytes) -> BatchLayout:
+    header = read_root(metadata).table(2)
+    if header.has(3):
+        raise Unsupported("the stream is compressed: send it without compression")
+    return BatchLayout(
+        header.number(0, "<q"), header.pairs(1, _BATCH_PARTS_MAX), header.pairs(2, _BATCH_PARTS_MAX)
+    )
+
+
+def read_messages(raw: memoryview) -> Iterator[tuple[Message, memoryview]]:
     """Messages of a stream, each with its body."""
     at = 0
     while at < len(raw):
@@ -95,7 +166,9 @@ def messages(raw: memoryview) -> Iterator[tuple[Message, memoryview]]:
         if start > len(raw):
             raise Malformed("the stream ends within a message")
         metadata = bytes(raw[at + 8 : start])
-        message = (_message if size <= KEPT_MAX else _message.__wrapped__)(metadata)
+        message = (
+            _cached_message if size <= CACHED_METADATA_BYTES_MAX else _cached_message.__wrapped__
+        )(metadata)
         at = start + message.body_bytes
         if at > len(raw):
             raise Malformed("the stream ends within a message's body")
@@ -103,8 +176,8 @@ def messages(raw: memoryview) -> Iterator[tuple[Message, memoryview]]:
 
 
 @functools.lru_cache(maxsize=256)
-def _message(metadata: bytes) -> Message:
-    root_table = root(metadata)
+def _cached_message(metadata: bytes) -> Message:
+    root_table = read_root(metadata)
     body_bytes = root_table.number(3, "<q")
     if body_bytes < 0:
         raise Malformed("a message's body has a negative size")
@@ -112,22 +185,12 @@ def _message(metadata: bytes) -> Message:
     return Message(metadata, root_table.number(1, "<B"), body_bytes)
 
 
-@functools.lru_cache(maxsize=256)
-def _layout(metadata: bytes) -> BatchLayout:
-    header = root(metadata).table(2)
-    if header.has(3):
-        raise Unsupported("the stream is compressed: send it without compression")
-    return BatchLayout(
-        header.number(0, "<q"), header.pairs(1, _PARTS_MAX), header.pairs(2, _PARTS_MAX)
-    )
-
-
 def _field(flat: FlatTable, depth: int) -> Field:
     name, nullable, type_ = flat.text(0), bool(flat.number(1, "<B")), flat.number(2, "<B")
     if flat.has(4):
         raise Unsupported(f"column {name!r} is dictionary-encoded: send it plain")
     children = flat.tables(5, _FIELDS_MAX)
-    if type_ in (arrow.LIST, arrow.FIXED_LIST) and len(children) == 1 and depth < _DEPTH_MAX:
+    if type_ in (arrow.LIST, arrow.FIXED_LIST) and len(children) == 1 and depth < _LIST_DEPTH_MAX:
         inner = _field(children[0], depth + 1)
         if type_ == arrow.LIST:
             return Field(name, "list", nullable, inner)
@@ -141,7 +204,7 @@ def _field(flat: FlatTable, depth: int) -> Field:
     return Field(name, kind, nullable)
 
 
-def _kind(flat: FlatTable, type_: int) -> Kind | None:
+def _kind(flat: FlatTable, type_: int) -> ColumnKind | None:
     match type_:
         case arrow.UTF8:
             return "utf8"
@@ -156,67 +219,6 @@ def _kind(flat: FlatTable, type_: int) -> Kind | None:
         case arrow.FLOAT:
             return arrow.FLOAT_KINDS.get(flat.table(3).number(0, "<h"))
     return None
-
-
-_NUMBERS: dict[str, np.dtype[Any]] = {
-    "i4": np.dtype("<i4"),
-    "f4": np.dtype("<f4"),
-    "f8": np.dtype("<f8"),
-}
-
-
-BATCHES_MAX = 64
-"""Greatest number of record batches: each costs as much as dozens of rows, an empty one costs its sender nothing."""
-
-
-Cutter = Callable[[memoryview, memoryview], list[bytes] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """All record batches of a stream, one list or array per column."""
-
-    metadata: dict[str, str]
-    fields: dict[str, Field]
-    columns: dict[str, list[Any]]
-    rows: int
-
-
-def read(
-    raw: bytes,
-    rows_max: int,
-    *,
-    as_bytes: bool = False,
-    cutter: Cutter | None = None,
-    check: Callable[[tuple[Field, ...]], None] = lambda _fields: None,
-) -> Frame:
-    """The columns: utf8 as str (or its bytes), lists as tuples or read-only float32 arrays, None for null.
-
-    `cutter` cuts bytes at int32 places, or gives None for what it leaves to others. `check` raises for columns that are
-    not wanted before any of their rows is read.
-    """
-    first = first_message(raw)
-    metadata, fields = schema(first) if len(first) <= KEPT_MAX else schema.__wrapped__(first)
-    check(fields)
-    columns: dict[str, list[Any]] = {field.name: [] for field in fields}
-    rows = 0
-    for batch_index, (message, body) in enumerate(messages(memoryview(raw)[len(first) :])):
-        if batch_index == BATCHES_MAX:
-            raise Unsupported(
-                f"the stream has more than {BATCHES_MAX} record batches: send larger ones"
-            )
-        if message.kind != arrow.RECORD_BATCH:
-            raise Unsupported("only record batches are read: send no dictionaries")
-        described = layout(message)
-        count = described.rows
-        if count < 0 or rows + count > rows_max:
-            raise Malformed(f"the stream has more than {rows_max} rows")
-        rows += count
-        batch = _Batch(described, body, as_bytes, cutter)
-        for field in fields:
-            columns[field.name] += batch.column(field, count)
-        batch.check_end()
-    return Frame(dict(metadata), {field.name: field for field in fields}, columns, rows)
 
 
 class _Batch:
@@ -257,7 +259,7 @@ class _Batch:
             case "fixed":
                 step = field.width
                 return self._lists(field, np.arange(rows + 1, dtype=np.int64) * step)
-        numbers: list[Any] = self._array(rows, _NUMBERS[field.kind]).tolist()
+        numbers: list[Any] = self._array(rows, _DTYPES[field.kind]).tolist()
         return numbers
 
     def _lists(self, field: Field, ends: NDArray[Any]) -> list[Any]:
@@ -273,7 +275,7 @@ class _Batch:
             texts = self._texts(self._offsets(length, "<i4"))
             return [tuple(texts[a:b]) for a, b in pairwise(cuts)]
         self._no_nulls(node)
-        numbers = self._array(length, _NUMBERS["f4"])
+        numbers = self._array(length, _DTYPES["f4"])
         return [numbers[a:b] for a, b in pairwise(cuts)]
 
     def _utf8(self, rows: int) -> list[Any]:

@@ -10,13 +10,114 @@ from typing import Literal, NamedTuple
 
 import flatbuffers
 
+ARROW_MEDIA_TYPE = "application/vnd.apache.arrow.stream"
+ColumnKind = Literal["utf8", "large_utf8", "bool", "i4", "f4", "f8", "list", "fixed"]
+VERSION_V5 = 4
+SCHEMA, RECORD_BATCH = 1, 3
+CONTINUATION = b"\xff\xff\xff\xff"
+
+END = CONTINUATION + bytes(4)
+"""End-of-stream marker."""
+
+INT, FLOAT, UTF8, BOOL, LIST, FIXED_LIST, LARGE_UTF8 = 2, 3, 5, 6, 12, 16, 20
+
+_TYPES = {
+    "utf8": UTF8, "large_utf8": LARGE_UTF8, "bool": BOOL, "i4": INT, "f4": FLOAT, "f8": FLOAT,
+    "list": LIST, "fixed": FIXED_LIST,
+}  # fmt: skip
+
+FLOAT_KINDS: dict[int, ColumnKind] = {1: "f4", 2: "f8"}
+"""Kinds of float columns by the format's `Precision`."""
+
 _U16 = struct.Struct("<H")
-
-
 _I32 = struct.Struct("<i")
-
-
 _U32 = struct.Struct("<I")
+
+
+class Field(NamedTuple):
+    """A column; a list has a `child`, one of fixed size also its `width`."""
+
+    name: str
+    kind: ColumnKind
+    nullable: bool = False
+    child: "Field | None" = None
+    width: int = 0
+
+
+@functools.lru_cache(maxsize=256)
+def schema_message(fields: tuple[Field, ...], metadata: tuple[tuple[str, str], ...] = ()) -> bytes:
+    """The encapsulated message that begins a stream."""
+    builder = flatbuffers.Builder(1024)
+    fields_at = _offsets(builder, [_field(builder, field) for field in fields])
+    pairs = _offsets(builder, [_pair(builder, *key_value) for key_value in metadata])
+    builder.StartObject(4)
+    builder.PrependUOffsetTRelativeSlot(1, fields_at, 0)
+    builder.PrependUOffsetTRelativeSlot(2, pairs, 0)
+    return encapsulated(message(builder, SCHEMA, builder.EndObject(), 0))
+
+
+def message(builder: flatbuffers.Builder, kind: int, header: int, body_bytes: int) -> bytes:
+    """The finished flatbuffer of a `Message` around its header."""
+    builder.StartObject(5)
+    builder.PrependInt64Slot(3, body_bytes, 0)
+    builder.PrependUOffsetTRelativeSlot(2, header, 0)
+    builder.PrependUint8Slot(1, kind, 0)
+    builder.PrependInt16Slot(0, VERSION_V5, 0)
+    builder.Finish(builder.EndObject())
+    return bytes(builder.Output())
+
+
+def encapsulated(metadata: bytes) -> bytes:
+    """A message's metadata with its length before it, padded so that what follows begins at a multiple of 8."""
+    padded = len(metadata) + -len(metadata) % 8
+    return CONTINUATION + padded.to_bytes(4, "little") + metadata.ljust(padded, b"\0")
+
+
+def _field(builder: flatbuffers.Builder, field: Field) -> int:
+    inner = [] if field.child is None else [_field(builder, field.child)]
+    children = _offsets(builder, inner)
+    name = builder.CreateString(field.name)
+    builder.StartObject(2)
+    _put_type(builder, field)
+    type_ = builder.EndObject()
+    builder.StartObject(7)
+    builder.PrependUOffsetTRelativeSlot(0, name, 0)
+    builder.PrependBoolSlot(1, field.nullable, False)
+    builder.PrependUint8Slot(2, _TYPES[field.kind], 0)
+    builder.PrependUOffsetTRelativeSlot(3, type_, 0)
+    builder.PrependUOffsetTRelativeSlot(5, children, 0)
+    end: int = builder.EndObject()
+    return end
+
+
+def _put_type(builder: flatbuffers.Builder, field: Field) -> None:
+    put: dict[str, Callable[[], None]] = {
+        "i4": lambda: (builder.PrependInt32Slot(0, 32, 0), builder.PrependBoolSlot(1, True, False))[
+            0
+        ],
+        "f4": lambda: builder.PrependInt16Slot(0, 1, 0),
+        "f8": lambda: builder.PrependInt16Slot(0, 2, 0),
+        "fixed": lambda: builder.PrependInt32Slot(0, field.width, 0),
+    }
+    if field.kind in put:
+        put[field.kind]()
+
+
+def _pair(builder: flatbuffers.Builder, key: str, value: str) -> int:
+    key_at, value_at = builder.CreateString(key), builder.CreateString(value)
+    builder.StartObject(2)
+    builder.PrependUOffsetTRelativeSlot(0, key_at, 0)
+    builder.PrependUOffsetTRelativeSlot(1, value_at, 0)
+    end: int = builder.EndObject()
+    return end
+
+
+def _offsets(builder: flatbuffers.Builder, offsets: Sequence[int]) -> int:
+    builder.StartVector(4, len(offsets), 4)
+    for offset in reversed(offsets):
+        builder.PrependUOffsetTRelative(offset)
+    end: int = builder.EndVector()
+    return end
 
 
 class Malformed(ValueError):
@@ -99,126 +200,8 @@ class FlatTable:
         return number
 
 
-def root(raw: bytes | memoryview) -> FlatTable:
+def read_root(raw: bytes | memoryview) -> FlatTable:
     """The outermost table."""
     if len(raw) < _U32.size:
         raise Malformed("a message is too short for what it says it is")
     return FlatTable(raw, _U32.unpack_from(raw)[0])
-
-
-MEDIA_TYPE = "application/vnd.apache.arrow.stream"
-
-
-Kind = Literal["utf8", "large_utf8", "bool", "i4", "f4", "f8", "list", "fixed"]
-
-
-VERSION_V5 = 4
-
-
-SCHEMA, RECORD_BATCH = 1, 3
-
-
-CONTINUATION = b"\xff\xff\xff\xff"
-
-
-END = CONTINUATION + bytes(4)
-"""End-of-stream marker."""
-
-
-INT, FLOAT, UTF8, BOOL, LIST, FIXED_LIST, LARGE_UTF8 = 2, 3, 5, 6, 12, 16, 20
-
-
-_TYPES = {
-    "utf8": UTF8, "large_utf8": LARGE_UTF8, "bool": BOOL, "i4": INT, "f4": FLOAT, "f8": FLOAT,
-    "list": LIST, "fixed": FIXED_LIST,
-}  # fmt: skip
-
-
-FLOAT_KINDS: dict[int, Kind] = {1: "f4", 2: "f8"}
-"""Kinds of float columns by the format's `Precision`."""
-
-
-class Field(NamedTuple):
-    """A column; a list has a `child`, one of fixed size also its `width`."""
-
-    name: str
-    kind: Kind
-    nullable: bool = False
-    child: "Field | None" = None
-    width: int = 0
-
-
-@functools.lru_cache(maxsize=256)
-def schema_message(fields: tuple[Field, ...], metadata: tuple[tuple[str, str], ...] = ()) -> bytes:
-    """The encapsulated message that begins a stream."""
-    builder = flatbuffers.Builder(1024)
-    fields_at = _offsets(builder, [_field(builder, field) for field in fields])
-    pairs = _offsets(builder, [_pair(builder, *key_value) for key_value in metadata])
-    builder.StartObject(4)
-    builder.PrependUOffsetTRelativeSlot(1, fields_at, 0)
-    builder.PrependUOffsetTRelativeSlot(2, pairs, 0)
-    return encapsulated(message(builder, SCHEMA, builder.EndObject(), 0))
-
-
-def message(builder: flatbuffers.Builder, kind: int, header: int, body_bytes: int) -> bytes:
-    """The finished flatbuffer of a `Message` around its header."""
-    builder.StartObject(5)
-    builder.PrependInt64Slot(3, body_bytes, 0)
-    builder.PrependUOffsetTRelativeSlot(2, header, 0)
-    builder.PrependUint8Slot(1, kind, 0)
-    builder.PrependInt16Slot(0, VERSION_V5, 0)
-    builder.Finish(builder.EndObject())
-    return bytes(builder.Output())
-
-
-def encapsulated(metadata: bytes) -> bytes:
-    """A message's metadata with its length before it, padded so that what follows begins at a multiple of 8."""
-    padded = len(metadata) + -len(metadata) % 8
-    return CONTINUATION + padded.to_bytes(4, "little") + metadata.ljust(padded, b"\0")
-
-
-def _field(builder: flatbuffers.Builder, field: Field) -> int:
-    inner = [] if field.child is None else [_field(builder, field.child)]
-    children = _offsets(builder, inner)
-    name = builder.CreateString(field.name)
-    builder.StartObject(2)
-    _put_type(builder, field)
-    type_ = builder.EndObject()
-    builder.StartObject(7)
-    builder.PrependUOffsetTRelativeSlot(0, name, 0)
-    builder.PrependBoolSlot(1, field.nullable, False)
-    builder.PrependUint8Slot(2, _TYPES[field.kind], 0)
-    builder.PrependUOffsetTRelativeSlot(3, type_, 0)
-    builder.PrependUOffsetTRelativeSlot(5, children, 0)
-    end: int = builder.EndObject()
-    return end
-
-
-def _put_type(builder: flatbuffers.Builder, field: Field) -> None:
-    put: dict[str, Callable[[], None]] = {
-        "i4": lambda: (builder.PrependInt32Slot(0, 32, 0), builder.PrependBoolSlot(1, True, False))[
-            0
-        ],
-        "f4": lambda: builder.PrependInt16Slot(0, 1, 0),
-        "f8": lambda: builder.PrependInt16Slot(0, 2, 0),
-        "fixed": lambda: builder.PrependInt32Slot(0, field.width, 0),
-    }
-    if field.kind in put:
-        put[field.kind]()
-
-
-def _pair(builder: flatbuffers.Builder, key: str, value: str) -> int:
-    key_at, value_at = builder.CreateString(key), builder.CreateString(value)
-    builder.StartObject(2)
-    builder.PrependUOffsetTRelativeSlot(0, key_at, 0)
-    builder.PrependUOffsetTRelativeSlot(1, value_at, 0)
-    end: int = builder.EndObject()
-    return end
-
-
-def _offsets(builder: flatbuffers.Builder, offsets: Sequence[int]) -> int:
-    builder.StartVector(4, len(offsets), 4)
-    for offset in reversed(offsets):
-        builder.PrependUOffsetTRelative(offset)
-    end: int = builder.EndVector()
-    return end

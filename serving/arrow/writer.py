@@ -20,7 +20,7 @@ from serving.arrow.schema import (
     Field,
     encapsulated,
     message,
-    root,
+    read_root,
     schema_message,
 )
 
@@ -108,7 +108,7 @@ def _template(nodes: int, buffers: int) -> _Template:
     builder.PrependUOffsetTRelativeSlot(1, vector_offsets[0], 0)
     builder.PrependUOffsetTRelativeSlot(2, vector_offsets[1], 0)
     raw = message(builder, RECORD_BATCH, builder.EndObject(), 1)
-    root_table = root(raw)
+    root_table = read_root(raw)
     batch = root_table.table(2)
     return _Template(
         encapsulated(raw),

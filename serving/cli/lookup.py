@@ -17,35 +17,71 @@ from cache.errors import ConfigError
 from cache.format.redis_keys import NAME
 from cache.process.command_line import json_text, printable, printable_lines
 
+PROG = "python -m serving lookup"
+_BODY_BYTES_MAX = 64 << 20
 
-def add_tls_options(parser: argparse.ArgumentParser) -> None:
-    """Options `--ca`, `--cert` and `--key` of a command that asks a service."""
-    parser.add_argument(
-        "--ca", metavar="FILE", default=os.environ.get("LARDER_CA"),
-        help="PEM of the authority that signed the service's certificate (default: LARDER_CA, else the system's)",
-    )  # fmt: skip
-    parser.add_argument("--cert", metavar="FILE", help="PEM of a client certificate")
-    parser.add_argument("--key", metavar="FILE", help="PEM of its key")
+_NUMBERS_SHOWN = 20
+"""Numbers of a vector that are shown."""
 
-
-def context_of(options: argparse.Namespace) -> ssl.SSLContext | None:
-    """Context of these options, None where none was given; raises ConfigError for a file that cannot be used."""
-    if not (options.ca or options.cert):
-        return None
-    try:
-        context = ssl.create_default_context(cafile=options.ca or None)
-        if options.cert:
-            context.load_cert_chain(options.cert, options.key)
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"--ca, --cert or --key cannot be used: {error}", field="ca") from None
-    return context
-
-
-_BODY_MAX = 64 << 20
-
-
-_ANSWERED = frozenset({"answer", "answers", "source"})
+_ANSWER_FIELDS = frozenset({"answer", "answers", "source"})
 """Fields of which an explanation, a batch of answers and a single answer have one each."""
+
+
+def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
+    """Exit code: 0 answered, 1 not (the reason goes to standard error), 2 wrong usage."""
+    parser = argument_parser(prog)
+    return ask_and_show(parser.parse_args(arguments), parser, "lookup", _show_answer)
+
+
+def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    return question_parser(
+        prog,
+        "The answer of a running service for one entity of a table, and where it came from. --history and "
+        "--features are what to compute from where nothing is stored. Exit code: 0 answered, 1 the service could not "
+        "be asked or refused, 2 wrong usage.",
+    )
+
+
+def _show_answer(document: Mapping[str, Any]) -> None:
+    for line in answer_lines(document["answers"][0] if "answers" in document else document):
+        print(printable(line))
+
+
+def answer_lines(answer: Mapping[str, Any]) -> Iterator[str]:
+    """An answer for eyes: what it is and where it came from, then an item or a number a line."""
+    rows = list(_answer_rows(answer))
+    count_text = f"{len(rows)} items" if "items" in answer else f"{len(rows)} numbers"
+    notes = [f"{name} {answer[name]}" for name in ("reason", "live", "stale") if answer.get(name)]
+    age = f"{answer['age_seconds']:,.0f} s old"
+    about = ", ".join([f"{count_text} from {answer['source']}", *notes, answer["generation"], age])
+    yield f"{answer['table']} {answer['id']}: {about}"
+    if (near := answer.get("near")) is not None:
+        yield f"       the answer to an input {near:.3g} away was reused ([serving.near])"
+    if dropped_count := answer.get("dropped_history"):
+        yield f"       {dropped_count} of the history are no items of this generation, and count for nothing"
+    if answer["source"] == "default" and answer.get("reason") == "not_in_generation":
+        input_clause = (
+            "what was sent is nothing to compute from"
+            if answer.get("live")
+            else "nothing was sent to compute from"
+        )
+        instead = "these items suit most users" if answer.get("items") else "there is no answer"
+        yield f"       nothing is known of this id (is it right?), and {input_clause}: {instead}"
+    for number, (name, value) in enumerate(rows, 1):
+        if "vector" in answer and number > _NUMBERS_SHOWN:
+            yield f"  ... and {len(rows) - _NUMBERS_SHOWN} more (--json)"
+            return
+        yield f"{number:>5}  {name}  {value:.6g}" if name else f"{number:>5}  {value:.6g}"
+
+
+def _answer_rows(answer: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    if "items" in answer:
+        yield from zip(answer["items"], answer["scores"], strict=True)
+    elif "vector" in answer:
+        yield from (("", number) for number in answer["vector"] or ())
+    else:
+        yield from zip(answer.get("labels", ()), answer.get("values") or (), strict=False)
 
 
 class QuestionFailed(Exception):
@@ -80,7 +116,7 @@ def question_parser(prog: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def answer_to(
+def ask_and_show(
     arguments: argparse.Namespace,
     parser: argparse.ArgumentParser,
     route: str,
@@ -88,8 +124,8 @@ def answer_to(
 ) -> int:
     """Asks `/v1/ROUTE/TABLE` and shows the answer: 0; 1 and a line where that failed; ends with 2 for wrong usage."""
     try:
-        target = _target(arguments.url)
-        body, tls = question_of(arguments), context_of(arguments)
+        target = _parse_url(arguments.url)
+        body, tls = question_of(arguments), tls_context(arguments)
     except (ValueError, ConfigError) as error:
         parser.error(str(error))
     try:
@@ -104,7 +140,7 @@ def answer_to(
     return 0
 
 
-def _target(url: str) -> tuple[str, str, int, str]:
+def _parse_url(url: str) -> tuple[str, str, int, str]:
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         port = parts.port
@@ -125,9 +161,9 @@ def question_of(arguments: argparse.Namespace) -> dict[str, Any] | None:
         return None
     entity: dict[str, Any] = {"id": arguments.entity}
     if arguments.history is not None:
-        entity["history"] = _history(arguments.history)
+        entity["history"] = _read_history(arguments.history)
     if arguments.features is not None:
-        entity["features"] = _json(arguments.features, "--features")
+        entity["features"] = _parse_json(arguments.features, "--features")
     options: dict[str, Any] = {
         "k": arguments.k,
         "generation": arguments.generation,
@@ -135,21 +171,25 @@ def question_of(arguments: argparse.Namespace) -> dict[str, Any] | None:
     }
     if arguments.filter is not None:
         is_name = NAME.fullmatch(arguments.filter)
-        options["filter"] = arguments.filter if is_name else _json(arguments.filter, "--filter")
+        options["filter"] = (
+            arguments.filter if is_name else _parse_json(arguments.filter, "--filter")
+        )
     if arguments.rerank is not None:
         is_json = arguments.rerank.startswith("{")
-        options["rerank"] = _json(arguments.rerank, "--rerank") if is_json else arguments.rerank
+        options["rerank"] = (
+            _parse_json(arguments.rerank, "--rerank") if is_json else arguments.rerank
+        )
     return {"entities": [entity]} | {k: v for k, v in options.items() if v is not None}
 
 
-def _json(text: str, option: str) -> Any:
+def _parse_json(text: str, option: str) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"{option} is a JSON object: {error}") from error
 
 
-def _history(text: str) -> list[str]:
+def _read_history(text: str) -> list[str]:
     if not text.startswith("@"):
         return [item_id.strip() for item_id in text.split(",") if item_id.strip()]
     try:
@@ -168,7 +208,7 @@ def send_question(
     *,
     route: str,
 ) -> dict[str, Any]:
-    """Sends the request and returns what the service says of the entity; raises Failed."""
+    """Sends the request and returns what the service says of the entity; raises QuestionFailed."""
     scheme, host, port, root = target
     where = f"{scheme}://{host}:{port}{root}"
     token = arguments.token if arguments.token is not None else os.environ.get("LARDER_TOKEN", "")
@@ -196,7 +236,7 @@ def send_question(
                 headers=headers,
             )
             response = connection.getresponse()
-            raw = response.read(_BODY_MAX)
+            raw = response.read(_BODY_BYTES_MAX)
     except TimeoutError as error:
         raise QuestionFailed(
             f"{where} did not answer within {arguments.timeout:g} s (--timeout)"
@@ -205,15 +245,15 @@ def send_question(
         raise QuestionFailed(
             f"{where} cannot be asked: {error or type(error).__name__}; is --url that of a running service?"
         ) from error
-    return _judged(where, response.status, raw)
+    return _checked_answer(where, response.status, raw)
 
 
-def _judged(where: str, status: int, raw: bytes) -> dict[str, Any]:
+def _checked_answer(where: str, status: int, raw: bytes) -> dict[str, Any]:
     try:
         document = orjson.loads(raw)
     except orjson.JSONDecodeError:
         document = None
-    if status == 200 and isinstance(document, dict) and _ANSWERED & document.keys():
+    if status == 200 and isinstance(document, dict) and _ANSWER_FIELDS & document.keys():
         return document
     error = document.get("error") if isinstance(document, dict) else None
     if not isinstance(error, Mapping):
@@ -245,65 +285,24 @@ def _remedy(error: Mapping[str, Any]) -> str:
             return ""
 
 
-PROG = "python -m serving lookup"
+def add_tls_options(parser: argparse.ArgumentParser) -> None:
+    """Options `--ca`, `--cert` and `--key` of a command that asks a service."""
+    parser.add_argument(
+        "--ca", metavar="FILE", default=os.environ.get("LARDER_CA"),
+        help="PEM of the authority that signed the service's certificate (default: LARDER_CA, else the system's)",
+    )  # fmt: skip
+    parser.add_argument("--cert", metavar="FILE", help="PEM of a client certificate")
+    parser.add_argument("--key", metavar="FILE", help="PEM of its key")
 
 
-_NUMBERS_SHOWN = 20
-"""Numbers of a vector that are shown."""
-
-
-def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
-    """Exit code: 0 answered, 1 not (the reason goes to standard error), 2 wrong usage."""
-    parser = argument_parser(prog)
-    return answer_to(parser.parse_args(arguments), parser, "lookup", _show)
-
-
-def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """Parser of this command's arguments."""
-    return question_parser(
-        prog,
-        "The answer of a running service for one entity of a table, and where it came from. --history and "
-        "--features are what to compute from where nothing is stored. Exit code: 0 answered, 1 the service could not "
-        "be asked or refused, 2 wrong usage.",
-    )
-
-
-def _show(document: Mapping[str, Any]) -> None:
-    for line in lines_of(document["answers"][0] if "answers" in document else document):
-        print(printable(line))
-
-
-def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
-    """An answer for eyes: what it is and where it came from, then an item or a number a line."""
-    rows = list(_rows(answer))
-    count_text = f"{len(rows)} items" if "items" in answer else f"{len(rows)} numbers"
-    notes = [f"{name} {answer[name]}" for name in ("reason", "live", "stale") if answer.get(name)]
-    age = f"{answer['age_seconds']:,.0f} s old"
-    about = ", ".join([f"{count_text} from {answer['source']}", *notes, answer["generation"], age])
-    yield f"{answer['table']} {answer['id']}: {about}"
-    if (near := answer.get("near")) is not None:
-        yield f"       the answer to an input {near:.3g} away was reused ([serving.near])"
-    if dropped_count := answer.get("dropped_history"):
-        yield f"       {dropped_count} of the history are no items of this generation, and count for nothing"
-    if answer["source"] == "default" and answer.get("reason") == "not_in_generation":
-        input_clause = (
-            "what was sent is nothing to compute from"
-            if answer.get("live")
-            else "nothing was sent to compute from"
-        )
-        instead = "these items suit most users" if answer.get("items") else "there is no answer"
-        yield f"       nothing is known of this id (is it right?), and {input_clause}: {instead}"
-    for number, (name, value) in enumerate(rows, 1):
-        if "vector" in answer and number > _NUMBERS_SHOWN:
-            yield f"  ... and {len(rows) - _NUMBERS_SHOWN} more (--json)"
-            return
-        yield f"{number:>5}  {name}  {value:.6g}" if name else f"{number:>5}  {value:.6g}"
-
-
-def _rows(answer: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    if "items" in answer:
-        yield from zip(answer["items"], answer["scores"], strict=True)
-    elif "vector" in answer:
-        yield from (("", number) for number in answer["vector"] or ())
-    else:
-        yield from zip(answer.get("labels", ()), answer.get("values") or (), strict=False)
+def tls_context(options: argparse.Namespace) -> ssl.SSLContext | None:
+    """Context of these options, None where none was given; raises ConfigError for a file that cannot be used."""
+    if not (options.ca or options.cert):
+        return None
+    try:
+        context = ssl.create_default_context(cafile=options.ca or None)
+        if options.cert:
+            context.load_cert_chain(options.cert, options.key)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"--ca, --cert or --key cannot be used: {error}", field="ca") from None
+    return context

@@ -17,8 +17,8 @@ from serving.access.token_file import (
     SCOPES,
     TokenEntry,
     Tokens,
-    changing,
     check_token_name,
+    lock_tokens,
     read_tokens,
     write_tokens,
 )
@@ -106,7 +106,7 @@ def _added(config: "ServingConfig", path: Path, options: argparse.Namespace) -> 
     )
     with (
         audited(config.store(), "token_add", name, actor=config.actor, reason=options.reason),
-        changing(path),
+        lock_tokens(path),
     ):
         tokens = dict(read_tokens(path)) if path.exists() else {}
         if name in tokens:
@@ -122,7 +122,7 @@ def _revoke(config: "ServingConfig", path: Path, options: argparse.Namespace) ->
     check_token_name(name, "tokens revoke")  # a token that was pasted here is not written down
     with (
         audited(config.store(), "token_revoke", name, actor=config.actor, reason=options.reason),
-        changing(path),
+        lock_tokens(path),
     ):
         tokens = dict(read_tokens(path))
         if tokens.pop(name, None) is None:

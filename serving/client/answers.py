@@ -8,13 +8,12 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import orjson
 
-from serving.arrow.reader import Unsupported, read
+from serving.arrow.reader import Unsupported, read_frame
 from serving.arrow.schema import Malformed
 from serving.client.errors import Garbled
 from serving.requests.answers import Answer, Numbers, Origin, Ranking, Source, fields_of
 
 _T = TypeVar("_T", bound=Origin)
-
 
 _ARRAYS = frozenset(
     answer_field.name
@@ -22,7 +21,6 @@ _ARRAYS = frozenset(
     for answer_field in fields_of(declared)
     if answer_field.type is Numbers
 )
-
 
 _SOURCES: Mapping[str, Source] = {source.value: source for source in Source}
 
@@ -62,6 +60,27 @@ class Generations:
     degraded: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class EventRejection:
+    """Event that was not accepted: its place among those sent, why, and in words."""
+
+    index: int
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class EventReceipt:
+    """Numbers of events that were accepted and that were there before; those rejected, how the others are kept
+    (`always`, `everysec`, `none`, `unknown`), and the position of the newest."""
+
+    accepted: int
+    repeated: int
+    rejected: tuple[EventRejection, ...]
+    durability: str
+    position: str | None
+
+
 def read_answers(raw: bytes, count: int) -> list[Answer]:
     """The answers of one batch of `count` entities, in their order. Raises Garbled."""
     body = read_json(raw).get("answers")
@@ -74,6 +93,35 @@ def read_answers(raw: bytes, count: int) -> list[Answer]:
 def read_answer(raw: bytes) -> Answer:
     """The answer of a single lookup. Raises Garbled."""
     return _result(Answer, read_json(raw))
+
+
+def read_arrow_answers(raw: bytes, count: int) -> list[Answer]:
+    """The answers of one batch of `count` entities, in their order. Raises Garbled."""
+    try:
+        frame = read_frame(raw, count)
+    except (Malformed, Unsupported) as error:
+        raise Garbled(
+            f"the body is no Arrow IPC stream: {error}; it begins {raw[:80]!r}"
+        ) from error
+    if frame.rows != count:
+        raise Garbled(f"{count} entities were asked, and {frame.rows} answers came")
+    answer_fields = Answer.__dataclass_fields__
+    names = [name for name in frame.columns if name in answer_fields and name != "id"]
+    table = frame.metadata.get("table")
+
+    def answer(id_: str | None, *values: Any) -> Answer:
+        field_values = {
+            name: value for name, value in zip(names, values, strict=True) if value is not None
+        }
+        field_values["source"] = source_of(field_values["source"])
+        return Answer(id=id_, table=table, **field_values)  # type: ignore[arg-type]
+
+    try:
+        return list(
+            starmap(answer, zip(*(frame.columns[name] for name in ("id", *names)), strict=True))
+        )
+    except (KeyError, TypeError) as error:
+        raise Garbled(f"this is no answer of the service: {error}") from error
 
 
 def read_ranking(raw: bytes) -> Ranking:
@@ -105,6 +153,25 @@ def read_generations(raw: bytes) -> Generations:
         )
     except (KeyError, TypeError) as error:
         raise Garbled(f"this is no overview of generations: {error!r}") from error
+
+
+def read_receipt(raw: bytes) -> EventReceipt:
+    """Outcome of the events of one request. Raises Garbled."""
+    body = read_json(raw)
+    try:
+        rejected = tuple(
+            EventRejection(rejection["index"], rejection["reason"], rejection["detail"])
+            for rejection in body["rejected"]
+        )
+        return EventReceipt(
+            int(body["accepted"]),
+            int(body["repeated"]),
+            rejected,
+            str(body["durability"]),
+            body["position"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Garbled(f"this is no answer to events: {error!r}") from error
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
@@ -145,72 +212,3 @@ def _value(name: str, value: Any) -> Any:
     numbers = np.array(value, np.float32)
     numbers.setflags(write=False)
     return numbers
-
-
-def read_arrow_answers(raw: bytes, count: int) -> list[Answer]:
-    """The answers of one batch of `count` entities, in their order. Raises Garbled."""
-    try:
-        frame = read(raw, count)
-    except (Malformed, Unsupported) as error:
-        raise Garbled(
-            f"the body is no Arrow IPC stream: {error}; it begins {raw[:80]!r}"
-        ) from error
-    if frame.rows != count:
-        raise Garbled(f"{count} entities were asked, and {frame.rows} answers came")
-    answer_fields = Answer.__dataclass_fields__
-    names = [name for name in frame.columns if name in answer_fields and name != "id"]
-    table = frame.metadata.get("table")
-
-    def answer(id_: str | None, *values: Any) -> Answer:
-        field_values = {
-            name: value for name, value in zip(names, values, strict=True) if value is not None
-        }
-        field_values["source"] = source_of(field_values["source"])
-        return Answer(id=id_, table=table, **field_values)  # type: ignore[arg-type]
-
-    try:
-        return list(
-            starmap(answer, zip(*(frame.columns[name] for name in ("id", *names)), strict=True))
-        )
-    except (KeyError, TypeError) as error:
-        raise Garbled(f"this is no answer of the service: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class EventRejection:
-    """Event that was not accepted: its place among those sent, why, and in words."""
-
-    index: int
-    reason: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class EventReceipt:
-    """Numbers of events that were accepted and that were there before; those rejected, how the others are kept
-    (`always`, `everysec`, `none`, `unknown`), and the position of the newest."""
-
-    accepted: int
-    repeated: int
-    rejected: tuple[EventRejection, ...]
-    durability: str
-    position: str | None
-
-
-def read_receipt(raw: bytes) -> EventReceipt:
-    """Outcome of the events of one request. Raises Garbled."""
-    body = read_json(raw)
-    try:
-        rejected = tuple(
-            EventRejection(rejection["index"], rejection["reason"], rejection["detail"])
-            for rejection in body["rejected"]
-        )
-        return EventReceipt(
-            int(body["accepted"]),
-            int(body["repeated"]),
-            rejected,
-            str(body["durability"]),
-            body["position"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise Garbled(f"this is no answer to events: {error!r}") from error

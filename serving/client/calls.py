@@ -9,17 +9,13 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 
-from serving.arrow.schema import MEDIA_TYPE, Field
+from serving.arrow.schema import ARROW_MEDIA_TYPE, Field
 from serving.arrow.writer import stream, whole_texts
 
-
-def write_arrow_ids(ids: Sequence[str], options: Mapping[str, str]) -> bytes:
-    """The body that asks for `ids`; options are the schema's metadata."""
-    column = whole_texts([entity_id.encode() for entity_id in ids])
-    return stream((Field("id", "utf8"),), [column], len(ids), tuple(options.items()))
-
-
 Id = str | int
+
+EVENT_BODY_BYTES: Final = 4 << 20
+"""Bytes of events in one request: the service takes 8 MiB unless it is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +96,36 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class NewEvent:
+    """Event to send: a user did something with an item, or values are set for a user alone or an item alone.
+
+    `id` makes a repetition none: the same one when it is sent again. `time` is ISO 8601, a datetime or Unix seconds.
+    """
+
+    id: Id
+    user: Id | None = None
+    item: Id | None = None
+    time: str | float | datetime | None = None
+    type: str | None = None
+    weight: float | None = None
+    attributes: Mapping[str, Any] | None = None
+    features: Mapping[str, Any] | None = None
+    vector: Sequence[float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON object of the fields that are set."""
+        body: dict[str, Any] = {
+            name: as_id(value)
+            for name in ("id", "user", "item")
+            if (value := getattr(self, name)) is not None
+        }
+        for name in ("time", "type", "weight", "attributes", "features", "vector"):
+            if (value := getattr(self, name)) is not None:
+                body[name] = value
+        return body
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """HTTP request; `is_repeatable` if asking twice does no more than asking once."""
 
@@ -112,18 +138,11 @@ class Call:
     accept: str = "application/json"
 
 
-def as_id(value: object) -> str:
-    """Text of an id, the decimal form of a whole number; raises TypeError for what is no id, True included."""
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise TypeError(f"an id is a str or an int, not {value!r}")
-    return str(value)
+class EventsCall(NamedTuple):
+    """Request with some of the events, the first of them the `at`-th of all."""
 
-
-def as_ids(values: Sequence[Id]) -> list[str]:
-    """Texts of a list of ids; raises TypeError for what is no id, and for a text, a list of its letters."""
-    if isinstance(values, str):
-        raise TypeError(f"a list of ids is wanted, not the text {values!r}")
-    return [as_id(value) for value in values]
+    at: int
+    call: Call
 
 
 def build_get(table: str, entity: Id, options: Options) -> Call:
@@ -148,9 +167,17 @@ def many_binary(table: str, entities: IdsOrEntities, options: Options) -> Call:
     """POST entities of one table for an Arrow IPC stream; the question is one too if plain ids and no `exclude`."""
     ids = [entity for entity in entities if not isinstance(entity, Entity)]
     if len(ids) < len(entities) or options.exclude is not None:
-        return replace(build_post(table, entities, options), accept=MEDIA_TYPE)
+        return replace(build_post(table, entities, options), accept=ARROW_MEDIA_TYPE)
     content = write_arrow_ids(as_ids(ids), _texts(options))
-    return Call("POST", _table(table), None, content, content_type=MEDIA_TYPE, accept=MEDIA_TYPE)
+    return Call(
+        "POST", _table(table), None, content, content_type=ARROW_MEDIA_TYPE, accept=ARROW_MEDIA_TYPE
+    )
+
+
+def write_arrow_ids(ids: Sequence[str], options: Mapping[str, str]) -> bytes:
+    """The body that asks for `ids`; options are the schema's metadata."""
+    column = whole_texts([entity_id.encode() for entity_id in ids])
+    return stream((Field("id", "utf8"),), [column], len(ids), tuple(options.items()))
 
 
 def score(user: Id | Entity, items: Sequence[Id], options: Options) -> Call:
@@ -200,6 +227,43 @@ def split(
         yield entities[begin:]
 
 
+def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
+    """Requests with all events in their order, each of at most `max_batch` events and `EVENT_BODY_BYTES`.
+
+    Raises TypeError, with its place, for an event that JSON cannot hold: nothing is sent.
+    """
+    calls: list[EventsCall] = []
+    bodies: list[bytes] = []
+    size_bytes = 0
+    for index, event in enumerate(events):
+        try:
+            body = orjson.dumps(event.to_json(), option=orjson.OPT_SERIALIZE_NUMPY)
+        except orjson.JSONEncodeError as error:
+            raise TypeError(f"events[{index}] cannot be written as JSON: {error}") from error
+        if bodies and (len(bodies) == max_batch or size_bytes + len(body) > EVENT_BODY_BYTES):
+            calls.append(_events_call(index, bodies))
+            bodies, size_bytes = [], 0
+        bodies.append(body)
+        size_bytes += len(body) + 1
+    if bodies:
+        calls.append(_events_call(len(events), bodies))
+    return calls
+
+
+def as_id(value: object) -> str:
+    """Text of an id, the decimal form of a whole number; raises TypeError for what is no id, True included."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TypeError(f"an id is a str or an int, not {value!r}")
+    return str(value)
+
+
+def as_ids(values: Sequence[Id]) -> list[str]:
+    """Texts of a list of ids; raises TypeError for what is no id, and for a text, a list of its letters."""
+    if isinstance(values, str):
+        raise TypeError(f"a list of ids is wanted, not the text {values!r}")
+    return [as_id(value) for value in values]
+
+
 def _numbers(entity: Entity) -> int:
     values = (entity.features or {}).values()
     sizes = [len(value) if isinstance(value, list | tuple) else np.size(value) for value in values]
@@ -225,70 +289,6 @@ def _post(path: str, body: Mapping[str, Any], *, is_repeatable: bool = True) -> 
     return Call("POST", path, None, content, is_repeatable)
 
 
-BODY_BYTES: Final = 4 << 20
-"""Bytes of events in one request: the service takes 8 MiB unless it is told otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewEvent:
-    """Event to send: a user did something with an item, or values are set for a user alone or an item alone.
-
-    `id` makes a repetition none: the same one when it is sent again. `time` is ISO 8601, a datetime or Unix seconds.
-    """
-
-    id: Id
-    user: Id | None = None
-    item: Id | None = None
-    time: str | float | datetime | None = None
-    type: str | None = None
-    weight: float | None = None
-    attributes: Mapping[str, Any] | None = None
-    features: Mapping[str, Any] | None = None
-    vector: Sequence[float] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON object of the fields that are set."""
-        body: dict[str, Any] = {
-            name: as_id(value)
-            for name in ("id", "user", "item")
-            if (value := getattr(self, name)) is not None
-        }
-        for name in ("time", "type", "weight", "attributes", "features", "vector"):
-            if (value := getattr(self, name)) is not None:
-                body[name] = value
-        return body
-
-
-class EventsCall(NamedTuple):
-    """Request with some of the events, the first of them the `at`-th of all."""
-
-    at: int
-    call: Call
-
-
-def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
-    """Requests with all events in their order, each of at most `max_batch` events and `BODY_BYTES`.
-
-    Raises TypeError, with its place, for an event that JSON cannot hold: nothing is sent.
-    """
-    calls: list[EventsCall] = []
-    bodies: list[bytes] = []
-    size_bytes = 0
-    for index, event in enumerate(events):
-        try:
-            body = orjson.dumps(event.to_json(), option=orjson.OPT_SERIALIZE_NUMPY)
-        except orjson.JSONEncodeError as error:
-            raise TypeError(f"events[{index}] cannot be written as JSON: {error}") from error
-        if bodies and (len(bodies) == max_batch or size_bytes + len(body) > BODY_BYTES):
-            calls.append(_call(index, bodies))
-            bodies, size_bytes = [], 0
-        bodies.append(body)
-        size_bytes += len(body) + 1
-    if bodies:
-        calls.append(_call(len(events), bodies))
-    return calls
-
-
-def _call(end: int, bodies: Sequence[bytes]) -> EventsCall:
+def _events_call(end: int, bodies: Sequence[bytes]) -> EventsCall:
     body = b'{"events":[' + b",".join(bodies) + b"]}"
     return EventsCall(end - len(bodies), Call("POST", "/v1/events", None, body))

@@ -42,179 +42,14 @@ from serving.requests.answers import Answer, Ranking, Source
 
 _T = TypeVar("_T")
 
-
 _Works = list[Coroutine[Any, Any, list[Answer]]]
 
-
-async def lookup_batch(
-    sender: Sender,
-    policy: Policy,
-    table: str | None,
-    entities: IdsOrEntities,
-    options: Options,
-    deadline_at: float,
-    *,
-    binary: bool = False,
-) -> list[Answer]:
-    """The answers, in order; each request has the whole of the deadline. Raises Unanswered, for all of the batch.
-
-    `binary` counts where one table is asked.
-    """
-    parts = list(split(entities, options, policy.max_batch, policy.max_ids, policy.max_numbers))
-    request_slots = asyncio.Semaphore(policy.at_once)
-
-    async def send_part(part: IdsOrEntities, options: Options) -> list[Answer]:
-        if binary and table is not None:
-            call, read = many_binary(table, part, options), read_arrow_answers
-        else:
-            call, read = build_post(table, part, options), read_answers
-        async with request_slots:
-            return read(await sender.send(call, deadline_at), len(part))
-
-    answered = await _all([send_part(part, options) for part in parts])
-    generations = [_generation(part_answers) for part_answers in answered]
-
-    def repeat_parts(generation: str) -> _Works:
-        return [
-            _resolved(part_answers)
-            if name in (generation, None)
-            else send_part(part, options.pinned(generation))
-            for part, part_answers, name in zip(parts, answered, generations, strict=True)
-        ]
-
-    distinct_generations = sorted(
-        {generation_id for generation_id in generations if generation_id is not None}
-    )
-    if len(distinct_generations) > 1:
-        answered = await _agreed(distinct_generations, repeat_parts)
-    return [answer for part_answers in answered for answer in part_answers]
-
-
-def _generation(answers: Sequence[Answer]) -> str | None:
-    """Generation that one request was answered from; None if each of its answers was the previous one's."""
-    return next((answer.generation for answer in answers if answer.source != Source.PREVIOUS), None)
-
-
-async def _agreed(
-    generations: Sequence[str], repeat_parts: Callable[[str], _Works]
-) -> list[list[Answer]]:
-    """Answers all of a batch from one of these generations, oldest first, after a flip fell between its requests.
-
-    The older one is what replicas on both sides of the flip hold. Raises GenerationGone when none holds any.
-    """
-    *older_generations, last = generations
-    for generation in older_generations:
-        try:
-            return await _all(repeat_parts(generation))
-        except GenerationGone:
-            continue
-    return await _all(repeat_parts(last))
-
-
-async def _resolved(ready_result: _T) -> _T:
-    return ready_result
-
-
-async def _all(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Results of all `works`, in order; the first error ends the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def send_events(
-    sender: Sender, calls: Sequence[EventsCall], get_deadline: Callable[[], float]
-) -> EventReceipt:
-    """Sends events, one request behind the other; `get_deadline` is the deadline of one that goes out now.
-
-    Raises Unanswered, after which some may have been accepted: send all of them again.
-    """
-    receipt = EventReceipt(0, 0, (), "unknown", None)
-    for at, call in calls:
-        part_receipt = read_receipt(await sender.send(call, get_deadline()))
-        moved = tuple(
-            replace(rejection, index=rejection.index + at) for rejection in part_receipt.rejected
-        )
-        receipt = EventReceipt(
-            receipt.accepted + part_receipt.accepted,
-            receipt.repeated + part_receipt.repeated,
-            receipt.rejected + moved,
-            part_receipt.durability,
-            part_receipt.position or receipt.position,
-        )
-    return receipt
-
-
 _GRACE_S = 5.0
-
-
-class LoopThread:
-    """Runs coroutines for any number of threads; started at once, ended by `close`."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._pid = os.getpid()
-        self._closing = threading.Lock()
-        self._is_closed = False
-        # A daemon: a client that nobody closed keeps no program from ending.
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="larder-client", daemon=True
-        )
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, _T], within_s: float) -> _T:
-        """Result of `work`, which ends by itself within `within_s`. Raises RuntimeError after `close` or a fork."""
-        with self._closing:  # what is begun before `close` is ended by it
-            if self._is_closed or self._pid != os.getpid():
-                work.close()
-                raise RuntimeError(
-                    "this client is closed: make another one"
-                    if self._is_closed
-                    else "this client was made before the process forked: make one in each process"
-                )
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(within_s + _GRACE_S)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no answer within {within_s:.3f} s, nor after it") from error
-        except CancelledError:
-            raise RuntimeError("this client was closed while it waited for an answer") from None
-        finally:
-            future.cancel()  # Ctrl-C in this thread ends the request in the other one
-
-    def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Ends the coroutines that run, runs `last`, ends the thread; later calls do nothing."""
-        with self._closing:
-            if self._is_closed or self._pid != os.getpid():
-                last.close()
-                return
-            self._is_closed = True
-        ending = asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
-        try:
-            ending.result(_GRACE_S)
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_GRACE_S)
-            if not self._thread.is_alive():
-                self._loop.close()
-
-    async def _end(self, last: Coroutine[Any, Any, None]) -> None:
-        other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in other_tasks:
-            task.cancel()
-        await asyncio.gather(*other_tasks, return_exceptions=True)
-        await last
-
+"""Seconds that a thread waits for the loop's beyond a call's own time, and that closing may take."""
 
 _IDLE_S = 3.0
 
-
 _NONE = Options()
-
 
 _POLICY = Policy()
 
@@ -408,6 +243,167 @@ class Client:
 
     def _run(self, work: Coroutine[Any, Any, _T], options: Options) -> _T:
         return self._thread.run(work, _within_s(self._policy, options))
+
+
+class LoopThread:
+    """Runs coroutines for any number of threads; started at once, ended by `close`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._pid = os.getpid()
+        self._closing = threading.Lock()
+        self._is_closed = False
+        # A daemon: a client that nobody closed keeps no program from ending.
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="larder-client", daemon=True
+        )
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, _T], within_s: float) -> _T:
+        """Result of `work`, which ends by itself within `within_s`. Raises RuntimeError after `close` or a fork."""
+        with self._closing:  # what is begun before `close` is ended by it
+            if self._is_closed or self._pid != os.getpid():
+                work.close()
+                raise RuntimeError(
+                    "this client is closed: make another one"
+                    if self._is_closed
+                    else "this client was made before the process forked: make one in each process"
+                )
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(within_s + _GRACE_S)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no answer within {within_s:.3f} s, nor after it") from error
+        except CancelledError:
+            raise RuntimeError("this client was closed while it waited for an answer") from None
+        finally:
+            future.cancel()  # Ctrl-C in this thread ends the request in the other one
+
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Ends the coroutines that run, runs `last`, ends the thread; later calls do nothing."""
+        with self._closing:
+            if self._is_closed or self._pid != os.getpid():
+                last.close()
+                return
+            self._is_closed = True
+        ending = asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
+        try:
+            ending.result(_GRACE_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_GRACE_S)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    async def _end(self, last: Coroutine[Any, Any, None]) -> None:
+        other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in other_tasks:
+            task.cancel()
+        await asyncio.gather(*other_tasks, return_exceptions=True)
+        await last
+
+
+async def lookup_batch(
+    sender: Sender,
+    policy: Policy,
+    table: str | None,
+    entities: IdsOrEntities,
+    options: Options,
+    deadline_at: float,
+    *,
+    binary: bool = False,
+) -> list[Answer]:
+    """The answers, in order; each request has the whole of the deadline. Raises Unanswered, for all of the batch.
+
+    `binary` counts where one table is asked.
+    """
+    parts = list(split(entities, options, policy.max_batch, policy.max_ids, policy.max_numbers))
+    request_slots = asyncio.Semaphore(policy.at_once)
+
+    async def send_part(part: IdsOrEntities, options: Options) -> list[Answer]:
+        if binary and table is not None:
+            call, read = many_binary(table, part, options), read_arrow_answers
+        else:
+            call, read = build_post(table, part, options), read_answers
+        async with request_slots:
+            return read(await sender.send(call, deadline_at), len(part))
+
+    answered = await _gather_all([send_part(part, options) for part in parts])
+    generations = [_generation(part_answers) for part_answers in answered]
+
+    def repeat_parts(generation: str) -> _Works:
+        return [
+            _resolved(part_answers)
+            if name in (generation, None)
+            else send_part(part, options.pinned(generation))
+            for part, part_answers, name in zip(parts, answered, generations, strict=True)
+        ]
+
+    distinct_generations = sorted(
+        {generation_id for generation_id in generations if generation_id is not None}
+    )
+    if len(distinct_generations) > 1:
+        answered = await _answers_of_one_generation(distinct_generations, repeat_parts)
+    return [answer for part_answers in answered for answer in part_answers]
+
+
+def _generation(answers: Sequence[Answer]) -> str | None:
+    """Generation that one request was answered from; None if each of its answers was the previous one's."""
+    return next((answer.generation for answer in answers if answer.source != Source.PREVIOUS), None)
+
+
+async def _answers_of_one_generation(
+    generations: Sequence[str], repeat_parts: Callable[[str], _Works]
+) -> list[list[Answer]]:
+    """Answers all of a batch from one of these generations, oldest first, after a flip fell between its requests.
+
+    The older one is what replicas on both sides of the flip hold. Raises GenerationGone when none holds any.
+    """
+    *older_generations, last = generations
+    for generation in older_generations:
+        try:
+            return await _gather_all(repeat_parts(generation))
+        except GenerationGone:
+            continue
+    return await _gather_all(repeat_parts(last))
+
+
+async def _resolved(ready_result: _T) -> _T:
+    return ready_result
+
+
+async def _gather_all(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Results of all `works`, in order; the first error ends the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def send_events(
+    sender: Sender, calls: Sequence[EventsCall], get_deadline: Callable[[], float]
+) -> EventReceipt:
+    """Sends events, one request behind the other; `get_deadline` is the deadline of one that goes out now.
+
+    Raises Unanswered, after which some may have been accepted: send all of them again.
+    """
+    receipt = EventReceipt(0, 0, (), "unknown", None)
+    for at, call in calls:
+        part_receipt = read_receipt(await sender.send(call, get_deadline()))
+        moved = tuple(
+            replace(rejection, index=rejection.index + at) for rejection in part_receipt.rejected
+        )
+        receipt = EventReceipt(
+            receipt.accepted + part_receipt.accepted,
+            receipt.repeated + part_receipt.repeated,
+            receipt.rejected + moved,
+            part_receipt.durability,
+            part_receipt.position or receipt.position,
+        )
+    return receipt
 
 
 def _http(

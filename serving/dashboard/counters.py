@@ -1,11 +1,4 @@
-"""Counters of a worker in bins of ten seconds, its view of events, and their publication in Redis.
-
-Fields: `r` requests, `e` entities, `a:<source>` answers, `m:<reason>` misses, `s:<stage>` microseconds spent,
-`h:<source>:<bucket>` answers whose time fell into a bucket (`serving.metrics.collectors`), `x` what was shed under
-overload, `n:<experiment>=<arm>` requests of an arm, `f:<experiment>=<arm>=<event>` what was reported of it,
-`v:<result>` events by what became of them, `y:<reason>` requests and pieces of the inbox refused whole, `w` answers
-with newer events, `c` lists of these compared with the night's, and `d` how much of them was not in it, in millionths.
-"""
+"""Counters of a worker in bins of ten seconds, its view of events, and their publication in Redis."""
 
 import asyncio
 import logging
@@ -27,28 +20,57 @@ from serving.events.intake import EventIntake
 from serving.generations.holder import GenerationHolder
 from serving.metrics.registry import Metrics, counts_of
 
-Counts = dict[str, int]
+log = logging.getLogger(__name__)
 
+Counts = dict[str, int]
+"""Counts by field.
+
+`r` requests, `e` entities, `a:<source>` answers, `m:<reason>` misses, `s:<stage>` microseconds spent,
+`h:<source>:<bucket>` answers whose time fell into a bucket (`serving.metrics.collectors`), `x` what was shed under
+overload, `n:<experiment>=<arm>` requests of an arm, `f:<experiment>=<arm>=<event>` what was reported of it,
+`v:<result>` events by what became of them, `y:<reason>` requests and pieces of the inbox refused whole, `w` answers
+with newer events, `c` lists of these compared with the night's, and `d` how much of them was not in it, in millionths.
+"""
 
 REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, STAGES, TIMES = "r", "e", "x", "a:", "m:", "s:", "h:"
 
-
 ARMS, EVENTS = "n:", "f:"
-
 
 TAKEN_IN, REFUSED, NEWER_EVENT_ANSWERS, COMPARED, CHANGED_PPM = "v:", "y:", "w", "c", "d"
 
-
 _TOTALS = (REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, ARMS, EVENTS)
 
-
-_COUNTS = 2**53
+_COUNT_BOUND = 2**53
 """Bound of a number: sums below it, of however many workers, are JSON that everybody can read."""
 
+BIN_S = 10
 
-def is_count(value: object) -> bool:
-    """Returns whether the value is a number that can be added to others and sent on."""
-    return type(value) in (int, float) and -_COUNTS < cast(float, value) < _COUNTS
+HISTORY_S = 3_600
+
+BINS_MAX = HISTORY_S // BIN_S + 2
+"""Bins kept: an hour of whole ones, the one that runs, and one more for clocks that are apart."""
+
+KEY_LIFE_S = HISTORY_S + 300
+"""Seconds that a key stays in Redis from its last change on."""
+
+GONE_S = 60.0
+"""Seconds without a telling after which a worker is taken out of the table of workers."""
+
+BINS_AT_ONCE = 64
+"""Bins told in one go: all of them are told again when Redis came back empty."""
+
+_SWEEP_EVERY = 30
+"""Tellings between two looks for workers that are gone."""
+
+TIMEOUT_S = 2.0
+
+EVENT_TEXTS: Final = ("durability", "demanded", "counted_until", "published_until")
+"""Fields of a worker's row that are texts; positions are those of Redis."""
+
+EVENT_NUMBERS: Final = (*GAUGES, "lag_s", "users", "held_bytes", "held_max_bytes")
+"""Fields of a worker's row that are numbers."""
+
+_Row = Mapping[str, Any]
 
 
 def collect_counts(metrics: Metrics, shed: int = 0, events: EventCounts | None = None) -> Counts:
@@ -96,7 +118,7 @@ def difference(current_counts: Mapping[str, int], earlier_counts: Mapping[str, i
     }
 
 
-def merged(parts: Iterable[Mapping[str, int]]) -> Counts:
+def merged_counts(parts: Iterable[Mapping[str, int]]) -> Counts:
     """The sum of all parts, by field."""
     sums: dict[str, int] = {}
     for part in parts:
@@ -110,7 +132,7 @@ def totals(counts: Mapping[str, int]) -> Counts:
     return {field: n for field, n in counts.items() if field.startswith(_TOTALS)}
 
 
-def by(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
+def counts_of_kind(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
     """Fields of one kind, by what follows the prefix."""
     return {field[len(prefix) :]: n for field, n in counts.items() if field.startswith(prefix)}
 
@@ -118,7 +140,7 @@ def by(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
 def histograms(counts: Mapping[str, int]) -> dict[str, dict[int, int]]:
     """Answers by source and bucket."""
     buckets_by_source: dict[str, dict[int, int]] = {}
-    for name, n in by(counts, TIMES).items():
+    for name, n in counts_of_kind(counts, TIMES).items():
         source, _, bucket = name.rpartition(":")
         buckets_by_source.setdefault(source, {})[int(bucket)] = n
     return buckets_by_source
@@ -152,14 +174,9 @@ def unpack(blob: bytes) -> Counts:
     return counts if min(buckets, default=0) >= 0 and all(map(is_count, counts.values())) else {}
 
 
-BIN_S = 10
-
-
-HISTORY_S = 3_600
-
-
-BINS_MAX = HISTORY_S // BIN_S + 2
-"""Bins kept: an hour of whole ones, the one that runs, and one more for clocks that are apart."""
+def is_count(value: object) -> bool:
+    """Returns whether the value is a number that can be added to others and sent on."""
+    return type(value) in (int, float) and -_COUNT_BOUND < cast(float, value) < _COUNT_BOUND
 
 
 def start_of(at: float) -> int:
@@ -180,7 +197,7 @@ class TimeBins:
             return
         start = start_of(at)
         earlier_counts: Counts = unpack(self.packed[start]) if start in self.packed else {}
-        self.packed[start] = pack(merged((earlier_counts, delta)))
+        self.packed[start] = pack(merged_counts((earlier_counts, delta)))
         self.unpublished_starts.add(start)
         while len(self.packed) > BINS_MAX:
             oldest = min(self.packed)
@@ -190,28 +207,6 @@ class TimeBins:
     def mark_unpublished(self) -> None:
         """Marks all bins as untold: Redis may have lost all of them."""
         self.unpublished_starts = set(self.packed)
-
-
-log = logging.getLogger(__name__)
-
-
-LIFE_S = HISTORY_S + 300
-"""Seconds that a key stays in Redis from its last change on."""
-
-
-GONE_S = 60.0
-"""Seconds without a telling after which a worker is taken out of the table of workers."""
-
-
-AT_ONCE = 64
-"""Bins told in one go: all of them are told again when Redis came back empty."""
-
-
-_SWEEP = 30
-"""Tellings between two looks for workers that are gone."""
-
-
-TIMEOUT_S = 2.0
 
 
 class MetricsPublisher:
@@ -251,15 +246,15 @@ class MetricsPublisher:
         # A copy: what is noted while Redis answers is not told yet.
         starts = {
             start: bins.packed[start]
-            for start in sorted(bins.unpublished_starts, reverse=True)[:AT_ONCE]
+            for start in sorted(bins.unpublished_starts, reverse=True)[:BINS_AT_ONCE]
         }
         commands: list[tuple[CommandArgument, ...]] = [
             ("HSET", self._keys.workers, self.name, orjson.dumps(row)),
-            ("EXPIRE", self._keys.workers, LIFE_S),
+            ("EXPIRE", self._keys.workers, KEY_LIFE_S),
         ]
         for start, blob in starts.items():
             key = self._keys.bin(start)
-            commands += ("HSET", key, self.name, blob), ("EXPIRE", key, LIFE_S)
+            commands += ("HSET", key, self.name, blob), ("EXPIRE", key, KEY_LIFE_S)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 is_new = (await self._control.execute_all(commands))[0]
@@ -281,7 +276,7 @@ class MetricsPublisher:
 
     async def _sweep(self, now_s: float) -> None:
         self._publish_count += 1
-        if self._publish_count % _SWEEP:
+        if self._publish_count % _SWEEP_EVERY:
             return
         (rows,) = await self._control.execute_all([("HGETALL", self._keys.workers)])
         gone_workers = [name for name, raw in rows.items() if published_at(raw) < now_s - GONE_S]
@@ -303,17 +298,6 @@ def published_at(raw: bytes) -> float:
         return float(orjson.loads(raw)["at"])
     except (ValueError, TypeError, KeyError):
         return 0.0
-
-
-TEXTS: Final = ("durability", "demanded", "counted_until", "published_until")
-"""Fields of a worker's row that are texts; positions are those of Redis."""
-
-
-NUMBERS: Final = (*GAUGES, "lag_s", "users", "held_bytes", "held_max_bytes")
-"""Fields of a worker's row that are numbers."""
-
-
-_Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +337,7 @@ def merge_rows(worker_rows: Sequence[_Row | None]) -> dict[str, Any] | None:
     if not rows:
         return None
     worst = min(rows, key=lambda row: 1.0 if row.get("up") is None else float(row["up"]))
-    numbers = {name: max(_present_values(rows, name), default=None) for name in NUMBERS}
+    numbers = {name: max(_present_values(rows, name), default=None) for name in EVENT_NUMBERS}
     return numbers | {
         "up": None if worst.get("up") is None else bool(worst["up"]),
         "durability": worst.get("durability"),

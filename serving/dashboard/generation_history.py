@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from cache.config.timetable import NIGHT, TIMED_APART
+from cache.config.timetable import NIGHT_STEPS, STEPS_TIMED_APART
 from cache.errors import LarderError
 from cache.format.manifest import GENERATION, Manifest
 from cache.reuse import Reuse
@@ -92,7 +92,7 @@ class GenerationHistory:
         return facts
 
     def _reports(self, name: str) -> Iterable[tuple[str, float, float]]:
-        for step in TIMED_APART:
+        for step in STEPS_TIMED_APART:
             with suppress(LarderError, OSError, ValueError, TypeError, KeyError):
                 raw = self._store.read(generation_path(name, f"times/{step}.json"))
                 if raw is not None:
@@ -123,7 +123,11 @@ def _build_facts(
             "events_until": None if manifest.events is None else manifest.events.until,
         },
         manifest.created_at - before_seal,
-        [{"step": step, "seconds": round(seconds[step], 3)} for step in NIGHT if step in seconds],
+        [
+            {"step": step, "seconds": round(seconds[step], 3)}
+            for step in NIGHT_STEPS
+            if step in seconds
+        ],
         None if reuse is None else reuse.to_json(),
     )
 

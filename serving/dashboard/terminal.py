@@ -16,8 +16,8 @@ from urllib.request import Request, urlopen
 import orjson
 
 from cache.errors import LarderError
-from cache.process.command_line import json_text, missing, printable_lines
-from serving.cli.lookup import add_tls_options, context_of
+from cache.process.command_line import json_text, missing_extra, printable_lines
+from serving.cli.lookup import add_tls_options, tls_context
 
 PROG = "python -m serving top"
 TIMEOUT_S = 5.0
@@ -63,11 +63,11 @@ def fetch(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> dict[
 def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
     """Shows the dashboard until Ctrl-C, or once; 2 for what cannot be shown."""
     options = argument_parser(prog).parse_args(arguments)
-    if line := missing("top", "top", "rich"):
+    if line := missing_extra("top", "top", "rich"):
         print(f"larder: {line}", file=sys.stderr)
         return 2
     try:
-        tls = context_of(options)
+        tls = tls_context(options)
         body = fetch(options.url, options.token, tls)
         if options.json:
             print(printable_lines(json_text(body)))

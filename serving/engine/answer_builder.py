@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cache.filters.filtering import FilterMask
 from cache.filters.reranking import Reranker
 from cache.records import Record
-from cache.tiers.reads import NOWHERE, PUBLIC_BY_INTERNAL_REASON, MissReason
+from cache.tiers.reads import NOWHERE_REASONS, PUBLIC_BY_INTERNAL_REASON, MissReason
 from serving.engine.entity import PartialList, PendingAnswer
 from serving.engine.rendering.answer_fields import (
     Exclusions,
@@ -249,7 +249,7 @@ class AnswerBuilder:
         if (counted_events := case.counted_events) is not None:
             if counted_events.is_approximate or not _counts(case, source):
                 flag_fields = {"approximate": True, **flag_fields}
-            if case.reason in NOWHERE and not case.is_settled:
+            if case.reason in NOWHERE_REASONS and not case.is_settled:
                 case.reason = MissReason.NEWER_EVENTS
         reason = (
             None if case.reason is None else PUBLIC_BY_INTERNAL_REASON.get(case.reason, case.reason)

@@ -9,7 +9,8 @@ import numpy as np
 
 from cache.errors import InvalidInput
 from cache.events.new_items import merged_lists
-from cache.model.predictor import Predictor, PreparedInput
+from cache.model.input_preparation import PreparedInput
+from cache.model.predictor import Predictor
 from serving.engine.micro_batcher import (
     Compute,
     ComputedRecord,

@@ -11,28 +11,48 @@ from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
 from cache.format.ids import fingerprints, hash_ids
-from cache.format.item_table import Named
+from cache.format.item_table import IdBytes
 from cache.format.manifest import Table
 from cache.native import loader
 from cache.tiers.reads import Hit, ReadResult, RecordKey, RecordKeys, Rows, Tier
-from serving.access.callers import spend
+from serving.access.callers import spend_quota
 from serving.admission.work_pacer import go_on
 from serving.engine.answer_builder import RequestContext
 from serving.engine.entity import PendingAnswer, build_plain_pending
 from serving.engine.rendering.answer_fields import JSON, AnswerJson, origin_of
 from serving.engine.rendering.arrow_answers import NO_ITEMS, StoredRows, answers_stream, row_of
-from serving.engine.rendering.json_answers import StaticTail, numbers, plain_record_mask, texts_of
+from serving.engine.rendering.json_answers import (
+    StaticTail,
+    answer_texts,
+    plain_record_mask,
+    record_numbers,
+)
 from serving.engine.service import LookupService
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
-from serving.requests import parsing
 from serving.requests.answers import STORED_SOURCES, Source
-from serving.requests.context import note
+from serving.requests.context import note_stage
 from serving.requests.errors import Problem
 from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
 from serving.requests.negotiation import Form, Forms
-from serving.requests.parsing import LARGE, Scope, lookup_of, peek, refuse, run_in_thread_if_large
+from serving.requests.parsing import (
+    LARGE_BODY_BYTES,
+    IdBatch,
+    RequestScope,
+    id_batch_from_json,
+    id_batch_from_stream,
+    keep_refusal,
+    lookup_from_body,
+    peek_content,
+    run_in_thread_if_large,
+    tighten_deadline,
+)
 from serving.usage.request_observer import AnswerSample
+
+_SLICE_ANSWERS = 128
+"""Answers rendered before others may use the event loop."""
+
+_JSON_FORMS = Forms("json", "json")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,47 +87,87 @@ class ResolvedBatch:
     answers: dict[int, AnswerJson] = field(default_factory=dict)
 
 
-def items_of(lookup: BatchRequest, resolved: ResolvedBatch, part: slice) -> Named:
-    """The ids of each list in a part of the rows; none where the table has no lists."""
-    if lookup.table.kind != "topk":
-        return NO_ITEMS
-    layout, rows, lent = lookup.table.layout, resolved.rows[part], lookup.served.live.items.lent
-    is_half = layout.precision == "f2"
-    data, cuts = loader.kernels.names(rows, layout.width, is_half, lookup.k, *lent)
-    return Named(data, cuts, lookup.k)
+class PostedLookups:
+    """Answers posted lookups as the routes do; None for what is refused, which is theirs to say."""
+
+    def __init__(self, service: LookupService, clock: Callable[[], float]) -> None:
+        self.batches = BatchLookups(service, clock)
+        self._service = service
+
+    async def answer(
+        self,
+        scope: RequestScope,
+        body: bytes,
+        form: Forms,
+        table: Table,
+        deadline_s: float,
+        served: ServedGenerations,
+        started: float,
+    ) -> bytes | None:
+        """The body of the response, in the form that is wanted; `deadline_s` is what the headers allow."""
+        batch = self._batch(scope, body, form.request_form)
+        if batch is None:
+            if form != _JSON_FORMS:
+                return None
+            return await self._from_ladder(scope, body, table.name, deadline_s, served, started)
+        if is_k_too_large(table, batch.k):
+            return None
+        try:
+            spend_quota(scope, len(batch.raws))
+        except Problem as problem:
+            keep_refusal(scope, problem)
+            return None
+        options = RequestOptions(self._service.limits.deadline_ms / 1000, batch.k)
+        options = tighten_deadline(options, deadline_s)
+        lookup = BatchRequest(served, table, batch.raws, options, started)
+        answered = self.batches.stream if form.response_form == "arrow" else self.batches.answer
+        return await answered(lookup)
+
+    def _batch(self, scope: RequestScope, body: bytes, form: Form) -> IdBatch | None:
+        limits = self._service.limits
+        if len(body) > LARGE_BODY_BYTES:  # ids alone hardly ever are
+            return None
+        try:
+            parsed_body = peek_content(scope, body, form, limits)
+        except Problem:
+            return None
+        return (
+            id_batch_from_stream(parsed_body)
+            if form == "arrow"
+            else id_batch_from_json(parsed_body, limits.max_batch)
+        )
+
+    async def _from_ladder(
+        self,
+        scope: RequestScope,
+        body: bytes,
+        table: str,
+        deadline_s: float,
+        served: ServedGenerations,
+        started: float,
+    ) -> bytes | None:
+        service, limits = self._service, self._service.limits
+        try:
+            request = await run_in_thread_if_large(
+                body, lambda: lookup_from_body(scope, body, "json", table, limits)
+            )
+            # No namespace but the own one is known here.
+            if request.options.arm is not None or request.options.generation is not None:
+                return None
+            service.metrics.stage("parse", service.timer() - started)
+            spend_quota(scope, len(request.entities))
+            request = LookupRequest(request.entities, tighten_deadline(request.options, deadline_s))
+            lookup = service.lookup(is_reshaped=request.options.is_reshaped)
+            answers = await lookup(served, request, started)
+        except (Problem, InvalidInput) as error:
+            keep_refusal(scope, error)
+            return None
+        return orjson.dumps({"answers": service.attach_staleness(answers)}, option=JSON)
 
 
-def resolved_stream(
-    lookup: BatchRequest,
-    resolved: ResolvedBatch,
-    items: Sequence[Named],
-    now_s: float,
-    stale: str | None,
-) -> bytes:
-    """The body of the response, from `items_of` all rows; `now_s` in Unix seconds, `stale` as the service says it."""
-    live, table = lookup.served.live, lookup.table
-    # Both tiers say the same but for the source, which is the first of the columns.
-    _, *common_fields = row_of(origin_of(live, Source.L1, "batch", now_s, stale=stale))
-    by_tier = (Source.L1, *common_fields), (Source.L2, *common_fields)
-    row_numbers = numbers(table, resolved.rows, lookup.k)
-    stored_rows = StoredRows(
-        resolved.answer_indices, by_tier, resolved.is_l2, row_numbers, _concatenate(items)
-    )
-    return answers_stream(table, lookup.raws, resolved.answers, stored_rows)
-
-
-def _concatenate(parts: Sequence[Named]) -> Named:
-    if len(parts) == 1:
-        return parts[0]
-    if not parts:
-        return NO_ITEMS
-    return Named.of(
-        b"".join([part.data for part in parts]), np.concatenate([part.sizes for part in parts])
-    )
-
-
-_SLICE = 128
-"""Answers rendered before others may use the event loop."""
+def is_k_too_large(table: Table, k: int | None) -> bool:
+    """Returns whether `k` exceeds the width of a top-k table, which the routes behind report."""
+    return table.kind == "topk" and k is not None and k > table.layout.width
 
 
 class BatchLookups:
@@ -126,10 +186,10 @@ class BatchLookups:
         """The body of the response as JSON."""
         resolved = await self.resolve(lookup)
         texts: list[bytes] = []
-        for start in range(0, len(resolved.answer_indices), _SLICE):
+        for start in range(0, len(resolved.answer_indices), _SLICE_ANSWERS):
             if start:
                 await self._go_on(lookup)
-            texts += self._texts(lookup, resolved, slice(start, start + _SLICE))
+            texts += self._texts(lookup, resolved, slice(start, start + _SLICE_ANSWERS))
         if resolved.answers:
             by_place = dict(zip(resolved.answer_indices.tolist(), texts, strict=True))
             for request_index, answer in resolved.answers.items():
@@ -140,13 +200,13 @@ class BatchLookups:
     async def stream(self, lookup: BatchRequest) -> bytes:
         """The body of the response as an Arrow IPC stream."""
         resolved = await self.resolve(lookup)
-        items: list[Named] = []
-        for start in range(0, len(resolved.answer_indices), _SLICE):
+        items: list[IdBytes] = []
+        for start in range(0, len(resolved.answer_indices), _SLICE_ANSWERS):
             if start:
                 await self._go_on(lookup)
-            items.append(items_of(lookup, resolved, slice(start, start + _SLICE)))
+            items.append(list_items(lookup, resolved, slice(start, start + _SLICE_ANSWERS)))
         stale = self._service.follower.stale
-        return resolved_stream(lookup, resolved, items, self._clock(), stale)
+        return render_stream(lookup, resolved, items, self._clock(), stale)
 
     async def _go_on(self, lookup: BatchRequest) -> None:
         """Let others use the event loop; raises Problem (503) once the deadline of a batch is over."""
@@ -226,7 +286,7 @@ class BatchLookups:
     ) -> ResolvedBatch:
         began_at = self._service.timer()
         rows, is_plain = await self.read(lookup, record_keys)
-        note("stored", self._service.timer() - began_at, len(record_keys))
+        note_stage("stored", self._service.timer() - began_at, len(record_keys))
         if np.count_nonzero(is_plain) == len(is_plain):
             resolved = ResolvedBatch(request_indexes, rows.records, rows.is_l2)
         else:
@@ -246,7 +306,7 @@ class BatchLookups:
                 pending_by_index[request_index] = _build_pending(
                     lookup, request_index, record_keys.record_key_at(at)
                 )
-                pending_by_index[request_index].set_result(outcome_at(rows, at))
+                pending_by_index[request_index].set_result(read_result_at(rows, at))
             resolved.answers.update(await self._resolved(lookup, pending_by_index))
         return resolved
 
@@ -305,7 +365,7 @@ class BatchLookups:
         static_tail = self.get_static_tail(live)
         ends = static_tail.ends(static_tail.age(self._clock()))
         by_tier = ends[Source.L1], ends[Source.L2]
-        return texts_of(
+        return answer_texts(
             live,
             lookup.table,
             [
@@ -333,7 +393,7 @@ def _build_pending(
     return build_plain_pending(lookup.served.live, lookup.table, lookup.k, record_key, entity)
 
 
-def outcome_at(rows: Rows, at: int) -> ReadResult:
+def read_result_at(rows: Rows, at: int) -> ReadResult:
     """The outcome of row `at`, as a single read would have it."""
     read_result = rows.result_by_index.get(at)
     tier: Tier = "l2" if rows.is_l2[at] else "l1"
@@ -342,87 +402,40 @@ def outcome_at(rows: Rows, at: int) -> ReadResult:
     )
 
 
-_JSON_BOTH = Forms("json", "json")
+def list_items(lookup: BatchRequest, resolved: ResolvedBatch, part: slice) -> IdBytes:
+    """The ids of each list in a part of the rows; none where the table has no lists."""
+    if lookup.table.kind != "topk":
+        return NO_ITEMS
+    layout, rows, lent = lookup.table.layout, resolved.rows[part], lookup.served.live.items.lent
+    is_half = layout.precision == "f2"
+    data, cuts = loader.kernels.names(rows, layout.width, is_half, lookup.k, *lent)
+    return IdBytes(data, cuts, lookup.k)
 
 
-class PostedLookups:
-    """Answers posted lookups as the routes do; None for what is refused, which is theirs to say."""
-
-    def __init__(self, service: LookupService, clock: Callable[[], float]) -> None:
-        self.batches = BatchLookups(service, clock)
-        self._service = service
-
-    async def answer(
-        self,
-        scope: Scope,
-        body: bytes,
-        form: Forms,
-        table: Table,
-        deadline_s: float,
-        served: ServedGenerations,
-        started: float,
-    ) -> bytes | None:
-        """The body of the response, in the form that is wanted; `deadline_s` is what the headers allow."""
-        batch = self._batch(scope, body, form.request_form)
-        if batch is None:
-            if form != _JSON_BOTH:
-                return None
-            return await self._from_ladder(scope, body, table.name, deadline_s, served, started)
-        if refuses(table, batch.k):
-            return None
-        try:
-            spend(scope, len(batch.raws))
-        except Problem as problem:
-            refuse(scope, problem)
-            return None
-        options = RequestOptions(self._service.limits.deadline_ms / 1000, batch.k)
-        options = parsing.tighter(options, deadline_s)
-        lookup = BatchRequest(served, table, batch.raws, options, started)
-        answered = self.batches.stream if form.response_form == "arrow" else self.batches.answer
-        return await answered(lookup)
-
-    def _batch(self, scope: Scope, body: bytes, form: Form) -> parsing.IdBatch | None:
-        limits = self._service.limits
-        if len(body) > LARGE:  # ids alone hardly ever are
-            return None
-        try:
-            parsed_body = peek(scope, body, form, limits)
-        except Problem:
-            return None
-        return (
-            parsing.stream_batch(parsed_body)
-            if form == "arrow"
-            else parsing.read_id_batch(parsed_body, limits.max_batch)
-        )
-
-    async def _from_ladder(
-        self,
-        scope: Scope,
-        body: bytes,
-        table: str,
-        deadline_s: float,
-        served: ServedGenerations,
-        started: float,
-    ) -> bytes | None:
-        service, limits = self._service, self._service.limits
-        try:
-            request = await run_in_thread_if_large(
-                body, lambda: lookup_of(scope, body, "json", table, limits)
-            )
-            # No namespace but the own one is known here.
-            if request.options.arm is not None or request.options.generation is not None:
-                return None
-            service.metrics.stage("parse", service.timer() - started)
-            spend(scope, len(request.entities))
-            request = LookupRequest(request.entities, parsing.tighter(request.options, deadline_s))
-            lookup = service.lookup(is_reshaped=request.options.is_reshaped)
-            answers = await lookup(served, request, started)
-        except (Problem, InvalidInput) as error:
-            refuse(scope, error)
-            return None
-        return orjson.dumps({"answers": service.attach_staleness(answers)}, option=JSON)
+def render_stream(
+    lookup: BatchRequest,
+    resolved: ResolvedBatch,
+    items: Sequence[IdBytes],
+    now_s: float,
+    stale: str | None,
+) -> bytes:
+    """The body of the response, with `list_items` of all rows; `now_s` in Unix seconds, `stale` as the service says."""
+    live, table = lookup.served.live, lookup.table
+    # Both tiers say the same but for the source, which is the first of the columns.
+    _, *common_fields = row_of(origin_of(live, Source.L1, "batch", now_s, stale=stale))
+    by_tier = (Source.L1, *common_fields), (Source.L2, *common_fields)
+    row_numbers = record_numbers(table, resolved.rows, lookup.k)
+    stored_rows = StoredRows(
+        resolved.answer_indices, by_tier, resolved.is_l2, row_numbers, _concatenate(items)
+    )
+    return answers_stream(table, lookup.raws, resolved.answers, stored_rows)
 
 
-def refuses(table: Table, k: int | None) -> bool:
-    """Returns whether `k` exceeds the width of a top-k table, which the routes behind report."""
-    return table.kind == "topk" and k is not None and k > table.layout.width
+def _concatenate(parts: Sequence[IdBytes]) -> IdBytes:
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return NO_ITEMS
+    return IdBytes.of(
+        b"".join([part.data for part in parts]), np.concatenate([part.sizes for part in parts])
+    )

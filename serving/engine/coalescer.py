@@ -14,17 +14,30 @@ from numpy.typing import NDArray
 
 from cache.filters.filtering import FilterMask
 from cache.format.manifest import Table
-from cache.tiers.reads import ReadResult, RecordKeys, Rows
-from cache.tiers.tiered import RecordKey
-from serving.engine.batch_lookup import BatchLookups, BatchRequest, outcome_at
+from cache.tiers.reads import ReadResult, RecordKey, RecordKeys, Rows
+from serving.engine.batch_lookup import BatchLookups, BatchRequest, read_result_at
 from serving.engine.entity import PendingAnswer, build_plain_pending
-from serving.engine.rendering.json_answers import texts_of
+from serving.engine.rendering.json_answers import answer_texts
 from serving.engine.service import LookupService
 from serving.generations.served_set import ServedGenerations
 from serving.requests.answers import STORED_SOURCES, Source
 from serving.requests.models import RequestedEntity, RequestOptions
 from serving.requests.parsing import ParsedLookup
 from serving.usage.request_observer import AnswerSample
+
+log = logging.getLogger(__name__)
+
+GROUP_SIZE_MIN = 8
+"""Lookups in a group at least: fewer cost less one by one."""
+
+GROUP_SIZE_MAX = 128
+"""Answers rendered before others may use the event loop."""
+
+ITERATIONS_MAX = 4
+"""Turns of the event loop that a group waits for more while each brings some."""
+
+GroupResult = bytes | ReadResult | None
+"""The body; or how the read of the tiers ended, where that is no plain answer. None: whoever asked goes on alone."""
 
 
 class SingleRequest(NamedTuple):
@@ -56,25 +69,6 @@ class SingleRequest(NamedTuple):
         single_lookup = self.lookup
         entity = RequestedEntity(single_lookup.table, single_lookup.id, single_lookup.raw, "id")
         return build_plain_pending(self.served.live, self.table, self.k, self.record_key, entity)
-
-
-GROUP_SIZE_MIN = 8
-"""Lookups in a group at least: fewer cost less one by one."""
-
-
-GROUP_SIZE_MAX = 128
-"""Answers rendered before others may use the event loop."""
-
-
-ITERATIONS_MAX = 4
-"""Turns of the event loop that a group waits for more while each brings some."""
-
-
-log = logging.getLogger(__name__)
-
-
-GroupResult = bytes | ReadResult | None
-"""The body; or how the read of the tiers ended, where that is no plain answer. None: whoever asked goes on alone."""
 
 
 class _GroupMember(NamedTuple):
@@ -159,7 +153,7 @@ class GetCoalescer:
         try:
             # What was enough when each asked is not if much was sent since: no clock ends the reading of others.
             if self._has_time_for_all(members):
-                await self._resolve_group(_lookup(members), members)
+                await self._resolve_group(_group_lookup(members), members)
         except Exception:  # each goes on alone, and fails alone
             log.exception("answering together failed")
         finally:
@@ -169,7 +163,7 @@ class GetCoalescer:
         record_keys = _build_record_keys(lookup, members)
         read_rows, is_plain = await self._batches.read(lookup, record_keys)
         for index in np.flatnonzero(~is_plain).tolist():
-            members[index].resolve(outcome_at(read_rows, index))
+            members[index].resolve(read_result_at(read_rows, index))
         if np.count_nonzero(is_plain):
             self._resolve_plain(lookup, members, read_rows, is_plain)
 
@@ -191,7 +185,7 @@ class GetCoalescer:
         static_tail = self._batches.get_static_tail(live)
         ends = static_tail.ends(static_tail.age(self._clock()))
         by_tier = ends[Source.L1], ends[Source.L2]
-        bodies = texts_of(
+        bodies = answer_texts(
             live,
             lookup.table,
             [get.lookup.id for get, _ in plain_members],
@@ -231,7 +225,7 @@ class GetCoalescer:
             watch.read_many(live.generation, lookup.table.name, read)
 
 
-def _lookup(members: Sequence[_GroupMember]) -> BatchRequest:
+def _group_lookup(members: Sequence[_GroupMember]) -> BatchRequest:
     first = members[0].get
     options = RequestOptions(min([get.options.deadline_s for get, _ in members]), first.k)
     raws = [get.lookup.raw for get, _ in members]

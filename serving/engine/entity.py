@@ -13,8 +13,8 @@ from cache.events.new_items import NO_NEW_ITEMS, NewItems
 from cache.filters.filtering import FilterMask
 from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
 from cache.format.manifest import Table
-from cache.model.predictor import LiveInput
-from cache.records import Record, decode
+from cache.model.input_preparation import LiveInput
+from cache.records import Record, decode_record
 from cache.tiers.reads import Hit, Miss, MissReason, ReadResult, RecordKey
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.rendering.answer_fields import AnswerJson, Prediction, SentHistory, history_in
@@ -182,7 +182,7 @@ class PendingAnswer:
 
     def decoded(self, snapshot: Snapshot, stored_record: bytes) -> Record:
         """A record of this generation; raises CorruptArtefact."""
-        return decode(self.table.layout, stored_record, snapshot.numbered)
+        return decode_record(self.table.layout, stored_record, snapshot.numbered)
 
     def find_seen_ordinals(self, live: Snapshot) -> NDArray[np.int64]:
         """Ordinals in the live generation of the items that its night knows the user to have had.

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import xxhash
 
-from cache.events.new_items import ITEM_VECTORS, NO_NEW, EligibleNewItems
+from cache.events.new_items import ITEM_VECTORS, NO_ELIGIBLE_NEW_ITEMS, EligibleNewItems
 from cache.tiers.reads import Hit, MissReason, ReadResult, RecordKey
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.entity import PendingAnswer
@@ -20,7 +20,7 @@ ReadRecords = Callable[[Sequence[RecordKey]], Awaitable[Sequence[ReadResult]]]
 def new_items_of(snapshot: Snapshot, case: PendingAnswer) -> EligibleNewItems:
     """New items that the answer of a case may name, without those that it leaves out."""
     if not case.new_items:
-        return NO_NEW
+        return NO_ELIGIBLE_NEW_ITEMS
     raws = list(case.entity.history or ())
     # Whoever settles leaves them out at the answer: the record is everybody's who sends this input.
     if case.counted_events is not None and not case.is_settled:

@@ -15,293 +15,48 @@ import orjson
 from starlette.types import Message, Receive, Scope
 
 from cache.tiers.l1 import LocalKey, ReadyAnswer
-from cache.tiers.tiered import Hit, ReadResult
+from cache.tiers.reads import Hit, ReadResult
 from cache.usage.hot_keys import Name
 from serving.access.callers import caller_of
 from serving.admission.work_pacer import waited_in
-from serving.arrow.schema import MEDIA_TYPE
+from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.engine.answer_builder import RequestContext
-from serving.engine.batch_lookup import BatchLookups, PostedLookups, refuses
+from serving.engine.batch_lookup import BatchLookups, PostedLookups, is_k_too_large
 from serving.engine.coalescer import GetCoalescer, GroupResult, SingleRequest
 from serving.engine.entity import PendingAnswer, find_plain_record_key, with_filter_table
 from serving.engine.rendering.answer_fields import JSON, AnswerJson
-from serving.engine.rendering.json_answers import ready_with_events, start_of
+from serving.engine.rendering.json_answers import answer_start, ready_with_events
 from serving.engine.service import LookupService
 from serving.generations.served_set import ServedGenerations
 from serving.metrics.collectors import GET_ROUTE
-from serving.requests import parsing
 from serving.requests.answers import Source
 from serving.requests.bodies import Messages
-from serving.requests.context import note
+from serving.requests.context import note_stage
 from serving.requests.errors import Problem
 from serving.requests.negotiation import JSON_TYPE, forms
-from serving.requests.parsing import QueryOptions
+from serving.requests.parsing import (
+    LOOKUP_PREFIX,
+    QueryOptions,
+    parse_single,
+    tighten_deadline,
+)
 from serving.usage.request_observer import AnswerSample
 
-FLUSHED = 256
-"""Answers that are counted together: what that costs by itself is paid this seldom."""
-
-
-TIMED = 128
-"""Answers per timed one, which stands for all of them."""
-
-
-_get_table_and_id, _table, _is_newer = itemgetter(4), itemgetter(0), attrgetter("is_newer")
-
-
-class SentAnswers(list[ReadyAnswer]):
-    """Answers of the live generation in their order; `times`: how long those of them took that were timed, in seconds.
-
-    Whoever appends the one that is `due` calls `flush_or_time`, whoever reads a count calls `flush` first. `time_next`
-    hears when the next answer is to be timed.
-    """
-
-    def __init__(
-        self,
-        service: LookupService,
-        clock: Callable[[], float],
-        at_turn: Callable[[], None],
-    ) -> None:
-        super().__init__()
-        self.times: list[float] = []
-        self.time_next = at_turn
-        self._clock = clock
-        self._holder = service.follower.holder
-        self._local = service.tiers.local
-        self._recent, self._observes = service.ladder.recent, service.observes
-        self._counters, self._trace = service.tiers.counters, service.tiers.trace
-        self._tally, self._answer_seconds = service.metrics.tally, service.metrics.answer_seconds
-        self._sampler = service.ladder.watch.sampler
-        self._newer_event_answers = service.metrics.changed_answers.answers
-        self._step = TIMED if self._observes else FLUSHED
-        self.due = self._step
-        self._recent.flush_pending = self._counters.flush = self.flush
-
-    def flush_or_time(self) -> None:
-        """Counts all answers if enough were sent, else has the next one timed; called when one is `due`."""
-        if len(self) >= FLUSHED:
-            self.flush()
-        else:
-            self.due += self._step
-            self.time_next()
-
-    def flush(self) -> None:
-        """Counts all answers in the list, and begins anew."""
-        if not self:
-            return
-        entity_names = list(map(_get_table_and_id, self))
-        self._recent.extend(entity_names)
-        if self._observes:
-            self._count(entity_names)
-        self.clear()
-        self.times.clear()
-        self.due = self._step
-        self.time_next()
-
-    def _count(self, entity_names: list[Name]) -> None:
-        count = len(entity_names)
-        self._counters.ready += count
-        self._tally.requests[GET_ROUTE] += count
-        times = self.times or [0.0]
-        for at, seconds in enumerate(times):
-            stands_for = count * (at + 1) // len(times) - count * at // len(times)
-            self._answer_seconds.observe(Source.L1, seconds, stands_for)
-        if any(map(_is_newer, self)):
-            self._newer_event_answers.update(
-                [
-                    _table(ready_answer.table_and_id)
-                    for ready_answer in self
-                    if ready_answer.is_newer
-                ]
-            )
-        tables = self._local.ready_tables
-        count_by_table = (
-            dict.fromkeys(tables, count) if len(tables) == 1 else Counter(map(_table, entity_names))
-        )
-        for name, answer_count in count_by_table.items():
-            self._tally.answers[name, Source.L1] += answer_count
-        sampler = self._sampler
-        sampler.countdown -= count
-        if sampler.countdown < 0:
-            for index in sampler.draw_indices(count):
-                if sampler.has_room():
-                    self._sample(self[index])
-
-    def touched(self, ready: ReadyAnswer) -> None:
-        """Records that an answer of the sample is about to be sent."""
-        trace_entry = ready.access
-        if trace_entry is not None and trace_entry[0] <= self._trace.last:
-            self._trace.append(trace_entry)
-        else:  # since its answer was kept the sample shrank
-            self._local.unsampled(ready)
-
-    def _sample(self, ready: ReadyAnswer) -> None:
-        """Samples an answer as it was sent, but with its age as of now; one from before a flip is passed over."""
-        served, now_s = self._holder.served, self._clock()
-        stamps = () if served is None else (served.live.stamp, served.live.values_stamp)
-        if served is not None and ready.stamp in stamps and not ready.is_newer:
-            age = orjson.dumps(round(now_s - ready.data_until, 3))
-            body = b"".join((ready.head, age, ready.tail))
-            self._sampler.put(
-                AnswerSample(
-                    served.live.generation,
-                    *ready.table_and_id,
-                    Source.L1,
-                    "batch",
-                    now_s,
-                    body=body,
-                )
-            )
-
-
-class SingleLookups:
-    """Answers lookups of one id; whatever is no plain record is the ladder's to answer."""
-
-    def __init__(
-        self, service: LookupService, batches: BatchLookups, clock: Callable[[], float]
-    ) -> None:
-        self._service = service
-        self._tiers = service.tiers
-        self._ladder = service.ladder
-        self._metrics = service.metrics
-        self._watch = service.ladder.watch
-        self._batches = batches
-        self._clock = clock
-        self._coalescer = GetCoalescer(service, batches, clock)
-
-    async def answer(self, get: SingleRequest) -> bytes | None:
-        """The body of the response; None if under its filter more than L1 is needed."""
-        if get.filter_mask is not None:
-            return self._filtered(get) if get.is_plain else None
-        if not get.is_plain:
-            self._metrics.stage("parse", self._service.timer() - get.started)
-            return await self._resolved(get, None)
-        outcome: ReadResult | bytes | None = self._tiers.peek(get.served.live.view, get.record_key)
-        if outcome is None:
-            coalescer, started_at = self._coalescer, self._service.timer()
-            if coalescer.has_time(get) and coalescer.note_arrival():
-                outcome = await coalescer.join(get)
-            if outcome is None:
-                outcome = await self._read(get)
-            note("stored", self._service.timer() - started_at, 1)
-        return await self._finished(get, outcome)
-
-    def try_join(self, get: SingleRequest) -> asyncio.Future[GroupResult] | None:
-        """The future answer of a lookup that goes along with others, which needs no task; None if it does not.
-
-        With 32 in flight a task for each costs 2 of 24 us: 7 % of what L2 lookups take, by processor time.
-        """
-        coalescer, live = self._coalescer, get.served.live
-        is_plain = get.is_plain and get.filter_mask is None
-        if not (is_plain and coalescer.is_busy and coalescer.has_time(get)):
-            return None
-        key = LocalKey(live.generation, get.lookup.table, get.record_key.key)
-        if self._tiers.local.inspect(key) is not None:
-            return None  # what is here waits for no read of others
-        coalescer.note_arrival()
-        return coalescer.join(get)
-
-    async def answer_after_join(self, get: SingleRequest, group_result: GroupResult) -> bytes:
-        """The body for who joined others and was told no answer."""
-        return await self._finished(
-            get, await self._read(get) if group_result is None else group_result
-        )
-
-    async def _finished(self, get: SingleRequest, outcome: ReadResult | bytes) -> bytes:
-        if isinstance(outcome, bytes):
-            return outcome
-        rendered = self._rendered(get, outcome) if isinstance(outcome, Hit) else None
-        return await self._resolved(get, outcome) if rendered is None else rendered
-
-    async def _read(self, get: SingleRequest) -> ReadResult:
-        """Reads L2; under a deadline of its own if the request has less time than L2 may take."""
-        deadline = None
-        if not self._coalescer.has_time(get):
-            deadline = self._ladder.l2_deadline(get.options, get.started)  # a clock of its own
-        return await self._tiers.get(get.served.live.view, get.record_key, deadline)
-
-    def _filtered(self, get: SingleRequest) -> bytes | None:
-        """The body made of the list in L1, if enough of it passes the filter; else nothing is counted."""
-        view, record_key = get.served.live.view, get.record_key
-        hit = self._tiers.inspect(view, record_key)
-        if hit is None or (start := self._start(get, hit)) is None:
-            return None
-        self._tiers.peek(view, record_key)  # now it is a hit
-        return self._count_and_finish(get, hit, start)
-
-    def _rendered(self, get: SingleRequest, hit: Hit) -> bytes | None:
-        """The body made of a stored record, counted; None if that is no plain answer."""
-        start = self._start(get, hit)
-        return None if start is None else self._count_and_finish(get, hit, start)
-
-    def _start(self, get: SingleRequest, hit: Hit) -> bytes | None:
-        return start_of(get.served.live, get.table, hit, get.lookup.id, get.k, get.filter_mask)
-
-    def _count_and_finish(self, get: SingleRequest, hit: Hit, start: bytes) -> bytes:
-        live, single_lookup = get.served.live, get.lookup
-        name = single_lookup.table, single_lookup.raw
-        self._ladder.recent.append(name)
-        source = Source(hit.tier)
-        self._metrics.count_fast_answers(
-            single_lookup.table, source, self._service.timer() - get.started
-        )
-        if source is Source.L2:
-            self._watch.read(live.generation, single_lookup.table, get.record_key.key)
-        sampler = self._watch.sampler
-        sampler.countdown -= 1
-        if sampler.countdown < 0:
-            sampler.draw_indices(1)
-            sampler.put(AnswerSample(
-                live.generation, *name, source, "batch", self._clock(), get.k, hit.record
-            ))  # fmt: skip
-        static_tail = self._batches.get_static_tail(live)
-        if source is Source.L1 and static_tail.stale is None:
-            by_attributes = get.filter_mask is not None or get.table.is_facet
-            ready = static_tail.ready(
-                start, name, get.request, get.events, by_attributes=by_attributes
-            )
-            self._tiers.keep(live.view, get.record_key, ready)
-        return start + static_tail.end(source, self._clock())
-
-    async def _resolved(self, get: SingleRequest, outcome: ReadResult | None) -> bytes:
-        """The body with the ladder's answer, which knows how the read of the tiers ended, if there was one."""
-        case = get.pending_answer
-        if outcome is not None:
-            case.set_result(outcome)
-        context = RequestContext.of(get.options, get.started)
-        answers = await self._ladder.resolve(get.served, [case], context)
-        answer = self._service.attach_staleness(answers)[0]
-        self._keep_newer(get, case, answer)
-        return orjson.dumps(answer, option=JSON)
-
-    def _keep_newer(self, get: SingleRequest, case: PendingAnswer, answer: AnswerJson) -> None:
-        """Keeps an answer with newer events that L1 gave; one that settled for less is made again."""
-        live, events = get.served.live, get.events
-        is_whole = case.counted_events is not None and not case.is_settled
-        if events is None or not is_whole or answer["source"] is not Source.L1:
-            return
-        if "stale" in answer or self._ladder.newer_events.packed.get(get.lookup.raw) is not events:
-            return
-        ready = ready_with_events(live, answer, get.lookup.raw, get.request, events)
-        self._tiers.keep(live.view, get.record_key, ready)
-
-
-_STARTS_MAX = 8_192
-
-
-_START = {"type": "http.response.start", "status": 200}
-
-
-_JSON_TYPE = b"content-type", JSON_TYPE.encode()
-
-
-_ARROW_TYPE = b"content-type", MEDIA_TYPE.encode()
-
+log = logging.getLogger(__name__)
 
 POST_ROUTE = "POST /v1/lookup/{table}"
 
+FLUSH_ANSWERS = 256
+"""Answers that are counted together: what that costs by itself is paid this seldom."""
 
-log = logging.getLogger(__name__)
+TIMED_EVERY = 128
+"""Answers per timed one, which stands for all of them."""
+
+_CACHED_STARTS_MAX = 8_192
+_RESPONSE_START = {"type": "http.response.start", "status": 200}
+_JSON_HEADER = b"content-type", JSON_TYPE.encode()
+_ARROW_HEADER = b"content-type", ARROW_MEDIA_TYPE.encode()
+_get_table_and_id, _table, _is_newer = itemgetter(4), itemgetter(0), attrgetter("is_newer")
 
 
 class FastLookups:
@@ -398,12 +153,12 @@ class FastLookups:
         deadline_s, served = self._gate.headers.deadline_s(scope["headers"]), self._get_served()
         if deadline_s is None or served is None:
             return None
-        single_lookup = parsing.single(scope.get("raw_path") or b"")
+        single_lookup = parse_single(scope.get("raw_path") or b"")
         if single_lookup is None or (options := self._queries.of(scope["query_string"])) is None:
             return None
         live = served.live
         table = live.manifest.tables.get(single_lookup.table)
-        if table is None or refuses(table, options.k):
+        if table is None or is_k_too_large(table, options.k):
             return None
         record_key, filter_mask = find_plain_record_key(live, table, single_lookup.raw), None
         if options.filter is not None:
@@ -413,7 +168,7 @@ class FastLookups:
             if filter_mask is None:
                 return None
             record_key = with_filter_table(live, record_key, options)
-        options = parsing.tighter(options, deadline_s)
+        options = tighten_deadline(options, deadline_s)
         query = scope["query_string"]
         request = scope["raw_path"] + (b"?" + query if query else b"")
         is_plain = (
@@ -469,12 +224,12 @@ class FastLookups:
     async def post(self, scope: Scope, receive: Receive) -> tuple[Messages | None, Receive]:
         """The answer to a batch for one table, and from where the request can still be read if there is none."""
         started, path = self._timer() - waited_in(scope), scope.get("raw_path") or b""
-        if not path.startswith(parsing.PREFIX) or not caller_of(scope).may("read"):
+        if not path.startswith(LOOKUP_PREFIX) or not caller_of(scope).may("read"):
             return None, receive
         if (served := self._get_served()) is None:
             return None, receive
         try:
-            table = served.live.manifest.tables.get(path[len(parsing.PREFIX) :].decode("ascii"))
+            table = served.live.manifest.tables.get(path[len(LOOKUP_PREFIX) :].decode("ascii"))
         except UnicodeDecodeError:
             return None, receive
         deadline_s = self._gate.headers.deadline_s(scope["headers"])
@@ -500,7 +255,7 @@ class FastLookups:
         if response_body is None:
             return None, replay_receive
         self._requests[POST_ROUTE] += 1
-        return _arrow(response_body) if form.response_form == "arrow" else self._messages(
+        return _arrow_messages(response_body) if form.response_form == "arrow" else self._messages(
             response_body
         ), replay_receive
 
@@ -512,11 +267,11 @@ class FastLookups:
         length = len(body)
         start = self._starts.get(length)
         if start is None:
-            if len(self._starts) >= _STARTS_MAX:
+            if len(self._starts) >= _CACHED_STARTS_MAX:
                 self._starts.clear()
             start = self._starts[length] = {
-                **_START,
-                "headers": [(b"content-length", b"%d" % length), _JSON_TYPE],
+                **_RESPONSE_START,
+                "headers": [(b"content-length", b"%d" % length), _JSON_HEADER],
             }
         return start, {"type": "http.response.body", "body": body}
 
@@ -525,6 +280,243 @@ def _skip_timing() -> None:
     """Times no answer."""
 
 
-def _arrow(stream: bytes) -> Messages:
-    headers = [(b"content-length", b"%d" % len(stream)), _ARROW_TYPE]
-    return {**_START, "headers": headers}, {"type": "http.response.body", "body": stream}
+def _arrow_messages(stream: bytes) -> Messages:
+    headers = [(b"content-length", b"%d" % len(stream)), _ARROW_HEADER]
+    return {**_RESPONSE_START, "headers": headers}, {"type": "http.response.body", "body": stream}
+
+
+class SingleLookups:
+    """Answers lookups of one id; whatever is no plain record is the ladder's to answer."""
+
+    def __init__(
+        self, service: LookupService, batches: BatchLookups, clock: Callable[[], float]
+    ) -> None:
+        self._service = service
+        self._tiers = service.tiers
+        self._ladder = service.ladder
+        self._metrics = service.metrics
+        self._watch = service.ladder.watch
+        self._batches = batches
+        self._clock = clock
+        self._coalescer = GetCoalescer(service, batches, clock)
+
+    async def answer(self, get: SingleRequest) -> bytes | None:
+        """The body of the response; None if under its filter more than L1 is needed."""
+        if get.filter_mask is not None:
+            return self._filtered(get) if get.is_plain else None
+        if not get.is_plain:
+            self._metrics.stage("parse", self._service.timer() - get.started)
+            return await self._resolved(get, None)
+        outcome: ReadResult | bytes | None = self._tiers.peek(get.served.live.view, get.record_key)
+        if outcome is None:
+            coalescer, started_at = self._coalescer, self._service.timer()
+            if coalescer.has_time(get) and coalescer.note_arrival():
+                outcome = await coalescer.join(get)
+            if outcome is None:
+                outcome = await self._read(get)
+            note_stage("stored", self._service.timer() - started_at, 1)
+        return await self._finished(get, outcome)
+
+    def try_join(self, get: SingleRequest) -> asyncio.Future[GroupResult] | None:
+        """The future answer of a lookup that goes along with others, which needs no task; None if it does not.
+
+        With 32 in flight a task for each costs 2 of 24 us: 7 % of what L2 lookups take, by processor time.
+        """
+        coalescer, live = self._coalescer, get.served.live
+        is_plain = get.is_plain and get.filter_mask is None
+        if not (is_plain and coalescer.is_busy and coalescer.has_time(get)):
+            return None
+        key = LocalKey(live.generation, get.lookup.table, get.record_key.key)
+        if self._tiers.local.inspect(key) is not None:
+            return None  # what is here waits for no read of others
+        coalescer.note_arrival()
+        return coalescer.join(get)
+
+    async def answer_after_join(self, get: SingleRequest, group_result: GroupResult) -> bytes:
+        """The body for who joined others and was told no answer."""
+        return await self._finished(
+            get, await self._read(get) if group_result is None else group_result
+        )
+
+    async def _finished(self, get: SingleRequest, outcome: ReadResult | bytes) -> bytes:
+        if isinstance(outcome, bytes):
+            return outcome
+        rendered = self._rendered(get, outcome) if isinstance(outcome, Hit) else None
+        return await self._resolved(get, outcome) if rendered is None else rendered
+
+    async def _read(self, get: SingleRequest) -> ReadResult:
+        """Reads L2; under a deadline of its own if the request has less time than L2 may take."""
+        deadline = None
+        if not self._coalescer.has_time(get):
+            deadline = self._ladder.l2_deadline(get.options, get.started)  # a clock of its own
+        return await self._tiers.get(get.served.live.view, get.record_key, deadline)
+
+    def _filtered(self, get: SingleRequest) -> bytes | None:
+        """The body made of the list in L1, if enough of it passes the filter; else nothing is counted."""
+        view, record_key = get.served.live.view, get.record_key
+        hit = self._tiers.inspect(view, record_key)
+        if hit is None or (start := self._start(get, hit)) is None:
+            return None
+        self._tiers.peek(view, record_key)  # now it is a hit
+        return self._count_and_finish(get, hit, start)
+
+    def _rendered(self, get: SingleRequest, hit: Hit) -> bytes | None:
+        """The body made of a stored record, counted; None if that is no plain answer."""
+        start = self._start(get, hit)
+        return None if start is None else self._count_and_finish(get, hit, start)
+
+    def _start(self, get: SingleRequest, hit: Hit) -> bytes | None:
+        return answer_start(get.served.live, get.table, hit, get.lookup.id, get.k, get.filter_mask)
+
+    def _count_and_finish(self, get: SingleRequest, hit: Hit, start: bytes) -> bytes:
+        live, single_lookup = get.served.live, get.lookup
+        name = single_lookup.table, single_lookup.raw
+        self._ladder.recent.append(name)
+        source = Source(hit.tier)
+        self._metrics.count_fast_answers(
+            single_lookup.table, source, self._service.timer() - get.started
+        )
+        if source is Source.L2:
+            self._watch.read(live.generation, single_lookup.table, get.record_key.key)
+        sampler = self._watch.sampler
+        sampler.countdown -= 1
+        if sampler.countdown < 0:
+            sampler.draw_indices(1)
+            sampler.put(AnswerSample(
+                live.generation, *name, source, "batch", self._clock(), get.k, hit.record
+            ))  # fmt: skip
+        static_tail = self._batches.get_static_tail(live)
+        if source is Source.L1 and static_tail.stale is None:
+            by_attributes = get.filter_mask is not None or get.table.is_facet
+            ready = static_tail.ready(
+                start, name, get.request, get.events, by_attributes=by_attributes
+            )
+            self._tiers.keep(live.view, get.record_key, ready)
+        return start + static_tail.end(source, self._clock())
+
+    async def _resolved(self, get: SingleRequest, outcome: ReadResult | None) -> bytes:
+        """The body with the ladder's answer, which knows how the read of the tiers ended, if there was one."""
+        case = get.pending_answer
+        if outcome is not None:
+            case.set_result(outcome)
+        context = RequestContext.of(get.options, get.started)
+        answers = await self._ladder.resolve(get.served, [case], context)
+        answer = self._service.attach_staleness(answers)[0]
+        self._keep_newer(get, case, answer)
+        return orjson.dumps(answer, option=JSON)
+
+    def _keep_newer(self, get: SingleRequest, case: PendingAnswer, answer: AnswerJson) -> None:
+        """Keeps an answer with newer events that L1 gave; one that settled for less is made again."""
+        live, events = get.served.live, get.events
+        is_whole = case.counted_events is not None and not case.is_settled
+        if events is None or not is_whole or answer["source"] is not Source.L1:
+            return
+        if "stale" in answer or self._ladder.newer_events.packed.get(get.lookup.raw) is not events:
+            return
+        ready = ready_with_events(live, answer, get.lookup.raw, get.request, events)
+        self._tiers.keep(live.view, get.record_key, ready)
+
+
+class SentAnswers(list[ReadyAnswer]):
+    """Answers of the live generation in their order; `times`: how long those of them took that were timed, in seconds.
+
+    Whoever appends the one that is `due` calls `flush_or_time`, whoever reads a count calls `flush` first. `time_next`
+    hears when the next answer is to be timed. Counted many at a time, answers cost a third of what they do one by one.
+    """
+
+    def __init__(
+        self,
+        service: LookupService,
+        clock: Callable[[], float],
+        at_turn: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self.times: list[float] = []
+        self.time_next = at_turn
+        self._clock = clock
+        self._holder = service.follower.holder
+        self._local = service.tiers.local
+        self._recent, self._observes = service.ladder.recent, service.observes
+        self._counters, self._trace = service.tiers.counters, service.tiers.trace
+        self._tally, self._answer_seconds = service.metrics.tally, service.metrics.answer_seconds
+        self._sampler = service.ladder.watch.sampler
+        self._newer_event_answers = service.metrics.changed_answers.answers
+        self._step = TIMED_EVERY if self._observes else FLUSH_ANSWERS
+        self.due = self._step
+        self._recent.flush_pending = self._counters.flush = self.flush
+
+    def flush_or_time(self) -> None:
+        """Counts all answers if enough were sent, else has the next one timed; called when one is `due`."""
+        if len(self) >= FLUSH_ANSWERS:
+            self.flush()
+        else:
+            self.due += self._step
+            self.time_next()
+
+    def flush(self) -> None:
+        """Counts all answers in the list, and begins anew."""
+        if not self:
+            return
+        entity_names = list(map(_get_table_and_id, self))
+        self._recent.extend(entity_names)
+        if self._observes:
+            self._count(entity_names)
+        self.clear()
+        self.times.clear()
+        self.due = self._step
+        self.time_next()
+
+    def _count(self, entity_names: list[Name]) -> None:
+        count = len(entity_names)
+        self._counters.ready += count
+        self._tally.requests[GET_ROUTE] += count
+        times = self.times or [0.0]
+        for at, seconds in enumerate(times):
+            stands_for = count * (at + 1) // len(times) - count * at // len(times)
+            self._answer_seconds.observe(Source.L1, seconds, stands_for)
+        if any(map(_is_newer, self)):
+            self._newer_event_answers.update(
+                [
+                    _table(ready_answer.table_and_id)
+                    for ready_answer in self
+                    if ready_answer.is_newer
+                ]
+            )
+        tables = self._local.ready_tables
+        count_by_table = (
+            dict.fromkeys(tables, count) if len(tables) == 1 else Counter(map(_table, entity_names))
+        )
+        for name, answer_count in count_by_table.items():
+            self._tally.answers[name, Source.L1] += answer_count
+        sampler = self._sampler
+        sampler.countdown -= count
+        if sampler.countdown < 0:
+            for index in sampler.draw_indices(count):
+                if sampler.has_room():
+                    self._sample(self[index])
+
+    def touched(self, ready: ReadyAnswer) -> None:
+        """Records that an answer of the sample is about to be sent."""
+        trace_entry = ready.access
+        if trace_entry is not None and trace_entry[0] <= self._trace.last:
+            self._trace.append(trace_entry)
+        else:  # since its answer was kept the sample shrank
+            self._local.unsampled(ready)
+
+    def _sample(self, ready: ReadyAnswer) -> None:
+        """Samples an answer as it was sent, but with its age as of now; one from before a flip is passed over."""
+        served, now_s = self._holder.served, self._clock()
+        stamps = () if served is None else (served.live.stamp, served.live.values_stamp)
+        if served is not None and ready.stamp in stamps and not ready.is_newer:
+            age = orjson.dumps(round(now_s - ready.data_until, 3))
+            body = b"".join((ready.head, age, ready.tail))
+            self._sampler.put(
+                AnswerSample(
+                    served.live.generation,
+                    *ready.table_and_id,
+                    Source.L1,
+                    "batch",
+                    now_s,
+                    body=body,
+                )
+            )

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 
 from cache.errors import CorruptArtefact
 from cache.l2.commands import LeaseMark
-from cache.tiers.reads import STANDS_IN, MissReason
+from cache.tiers.reads import STAND_IN_REASONS, Hit, MissReason, RecordKey
 from cache.tiers.singleflight import FlightSeat, SingleFlight
-from cache.tiers.tiered import Hit, RecordKey, TieredCache
+from cache.tiers.tiered import TieredCache
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.entity import PendingAnswer
 from serving.engine.event_counting import new_items_of
@@ -22,27 +22,64 @@ from serving.generations.snapshot import Snapshot
 from serving.metrics.collectors import ChangedAnswers
 from serving.requests.reasons import LiveReason
 
-WINDOW = 1_024
+log = logging.getLogger(__name__)
+
+FlightKey = tuple[str, str, int | bytes, bytes, bool, bool]
+"""Generation, table, entity and digest of the input, and if another's answer will do: what one inference answers."""
+
+SHARED_REASONS = frozenset(
+    {
+        MissReason.NOT_IN_GENERATION,
+        MissReason.NEGATIVE,
+        MissReason.EXPIRED,
+        MissReason.INPUT_CHANGED,
+    }
+)
+"""Misses that another process may have at this moment, too, and whose answer is stored for both.
+
+Not `fresh` and `too_old`: what another process has stored may be older than what was asked for.
+"""
+
+_LOOKED_UP_REASONS = SHARED_REASONS | {MissReason.UNREAD}
+
+REPEAT_WINDOW = 1_024
 """Inputs after which is judged; then each that was counted counts for half as much."""
 
-
-RARELY = 0.01
+RARE_SHARE = 0.01
 """Share of inputs that came again below which overlays are left unread."""
 
-
-OFTEN = 0.02
+FREQUENT_SHARE = 0.02
 """Share of a window's inputs that came again above which all overlays are read again, at once."""
-
 
 PROBE_EVERY = 16
 """Inputs whose overlays are left unread, per probe: one is looked up all the same, and nobody waits for it."""
 
 
-class RepeatRate:
-    """Counts inputs while all overlays are read, and probes while they are not.
+class InferenceBatcher(Protocol):
+    """Protocol of the batcher that computes live answers."""
 
-    Answers are stored either way, so a probe finds whatever any process has answered before, and 20 of them are enough
-    to read everything again.
+    def infer(self, job: InferenceJob) -> Awaitable[ComputedRecord]:
+        """Outcome of one job; raises LiveUnavailable where there is none."""
+
+
+class InferenceTarget(NamedTuple):
+    """Answer that an inference gives: of which record and input, and if it stands in for one of the night.
+
+    `key_without_new_items` is the record request of the same input without new items, by the id.
+    """
+
+    record_key: RecordKey
+    digest: bytes
+    stands_in: bool
+    is_kept: bool = True
+    key_without_new_items: RecordKey | None = None
+
+
+class RepeatRate:
+    """Repeat rate of inputs of ids that the night does not know: where none comes again, looking up is in vain.
+
+    It counts inputs while all overlays are read, and probes while they are not. Answers are stored either way, so a
+    probe finds whatever any process has answered before, and 20 of them are enough to read everything again.
     """
 
     def __init__(self) -> None:
@@ -70,58 +107,14 @@ class RepeatRate:
     def _count(self, is_repeat: bool) -> None:
         self._inputs += 1
         self._repeat_weight += is_repeat
-        if self.are_rare and self._repeat_weight >= OFTEN * WINDOW:
+        if self.are_rare and self._repeat_weight >= FREQUENT_SHARE * REPEAT_WINDOW:
             self.are_rare = False
-        elif self._inputs >= WINDOW:
-            self.are_rare = self._repeat_weight < RARELY * self._inputs
+        elif self._inputs >= REPEAT_WINDOW:
+            self.are_rare = self._repeat_weight < RARE_SHARE * self._inputs
         else:
             return
         self._inputs /= 2
         self._repeat_weight /= 2
-
-
-SHARED = frozenset(
-    {
-        MissReason.NOT_IN_GENERATION,
-        MissReason.NEGATIVE,
-        MissReason.EXPIRED,
-        MissReason.INPUT_CHANGED,
-    }
-)
-"""Misses that another process may have at this moment, too, and whose answer is stored for both.
-
-Not `fresh` and `too_old`: what another process has stored may be older than what was asked for.
-"""
-
-
-_LOOKED_UP = SHARED | {MissReason.UNREAD}
-
-
-log = logging.getLogger(__name__)
-
-
-class InferenceBatcher(Protocol):
-    """Protocol of the batcher that computes live answers."""
-
-    def infer(self, job: InferenceJob) -> Awaitable[ComputedRecord]:
-        """Outcome of one job; raises LiveUnavailable where there is none."""
-
-
-Key = tuple[str, str, int | bytes, bytes, bool, bool]
-"""Generation, table, entity and digest of the input, and if another's answer will do: what one inference answers."""
-
-
-class InferenceTarget(NamedTuple):
-    """Answer that an inference gives: of which record and input, and if it stands in for one of the night.
-
-    `key_without_new_items` is the record request of the same input without new items, by the id.
-    """
-
-    record_key: RecordKey
-    digest: bytes
-    stands_in: bool
-    is_kept: bool = True
-    key_without_new_items: RecordKey | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -140,8 +133,10 @@ class LiveInferences:
     reuses: frozenset[str] = frozenset()
     """Tables whose answers to inputs close by may be reused."""
     repeats: RepeatRate = field(init=False, default_factory=RepeatRate)
-    flights: SingleFlight[Key, ComputedRecord] = field(init=False, default_factory=SingleFlight)
-    _jobs: dict[Key, InferenceJob] = field(init=False, default_factory=dict)
+    flights: SingleFlight[FlightKey, ComputedRecord] = field(
+        init=False, default_factory=SingleFlight
+    )
+    _jobs: dict[FlightKey, InferenceJob] = field(init=False, default_factory=dict)
 
     def note_repeat(self) -> None:
         """Counts an input that was answered from an overlay."""
@@ -154,7 +149,7 @@ class LiveInferences:
         if snapshot.predictor is None:
             return [LiveUnavailable(LiveReason.NO_MODEL)] * len(cases)
         give_up = time.monotonic() + limit_s
-        boarded: list[FlightSeat[Key, ComputedRecord] | None] = []
+        boarded: list[FlightSeat[FlightKey, ComputedRecord] | None] = []
         pace = YieldPacer()
         try:
             for case in cases:
@@ -179,15 +174,15 @@ class LiveInferences:
 
     def _board(
         self, snapshot: Snapshot, case: PendingAnswer, deadline: float
-    ) -> FlightSeat[Key, ComputedRecord] | None:
+    ) -> FlightSeat[FlightKey, ComputedRecord] | None:
         """A place in the one flight for this input, None if it is left out under overload.
 
         A future per entity, and no task unless others may compute it.
         """
         record_key, table = case.record_key, case.table.name
-        may_reuse = table in self.reuses and case.may_reuse and case.reason in _LOOKED_UP
+        may_reuse = table in self.reuses and case.may_reuse and case.reason in _LOOKED_UP_REASONS
         digest = case.digest + case.new_items.digest
-        is_led = record_key.position < 0 and case.reason in SHARED
+        is_led = record_key.position < 0 and case.reason in SHARED_REASONS
         lead, key = (
             self.leases,
             (snapshot.generation, table, record_key.key, digest, may_reuse, is_led),
@@ -195,7 +190,7 @@ class LiveInferences:
         if (job := self._jobs.get(key)) is not None:
             job.deadline = max(job.deadline, deadline)
         joins = key in self.flights
-        if record_key.position < 0 and case.reason in _LOOKED_UP:
+        if record_key.position < 0 and case.reason in _LOOKED_UP_REASONS:
             self.repeats.saw(joins)
         if not joins and not self.admit():  # who joins a flight costs nothing
             return None
@@ -214,7 +209,7 @@ class LiveInferences:
                 case.nightly_key if case.new_items and case.entity.raw is not None else None
             )
             inference_target = InferenceTarget(
-                record_key, case.digest, case.reason in STANDS_IN, is_kept, night_record_key
+                record_key, case.digest, case.reason in STAND_IN_REASONS, is_kept, night_record_key
             )
             if lead is None or not is_led:
                 computing = self._infer(job, inference_target)
@@ -336,13 +331,13 @@ class LiveInferences:
                     if items is not None and night_items is not None:
                         changed_answers.compare(case.table.name, items, night_items)
 
-    def _forget(self, key: Key, job: InferenceJob) -> None:
+    def _forget(self, key: FlightKey, job: InferenceJob) -> None:
         if self._jobs.get(key) is job:
             del self._jobs[key]
 
 
 def _outcome(
-    case: PendingAnswer, flight_seat: FlightSeat[Key, ComputedRecord] | None
+    case: PendingAnswer, flight_seat: FlightSeat[FlightKey, ComputedRecord] | None
 ) -> ComputedRecord | LiveUnavailable:
     if flight_seat is None:
         return LiveUnavailable(LiveReason.OVERLOADED)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cache.tiers.tiered import Hit, ReadResult, RecordKey, View
+from cache.tiers.reads import Hit, ReadResult, RecordKey, View
 from cache.usage.hot_keys import Name
 from serving.engine.entity import find_record_key
 from serving.generations.snapshot import Snapshot

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from cache.l2.commands import OVERLAY_COMMANDS
 from cache.l2.pool import deadline_for
-from cache.records import Record, decode
-from cache.tiers.tiered import Hit, MissReason, ReadResult, RecordKey, View
+from cache.records import Record, decode_record
+from cache.tiers.reads import Hit, MissReason, ReadResult, RecordKey, View
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.answer_builder import AnswerBuilder, RequestContext
 from serving.engine.entity import (
@@ -181,7 +181,7 @@ class Ladder:
     def _take_stored(
         self, case: PendingAnswer, snapshot: Snapshot, hit: Hit, context: RequestContext
     ) -> None:
-        record = decode(case.table.layout, hit.record, snapshot.numbered)
+        record = decode_record(case.table.layout, hit.record, snapshot.numbered)
         case.reason = hit.reason
         if self._too_old(snapshot, record, context.options.max_age_s):
             case.reason = MissReason.TOO_OLD
@@ -319,7 +319,9 @@ class Ladder:
             await pace.step(case.entity)
             missed = case.reason
             try:
-                record = decode(record_key.table.layout, outcome.record, previous.items.count)
+                record = decode_record(
+                    record_key.table.layout, outcome.record, previous.items.count
+                )
                 seen_ordinals = _had_in(previous, case, served.live)
                 self.answer_builder.answer(
                     case, previous, record, Source.PREVIOUS, context, seen_ordinals=seen_ordinals

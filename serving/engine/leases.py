@@ -10,9 +10,10 @@ from typing import TypeVar
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace, hash_hex
-from cache.l2.commands import DONE_PREFIX, GIVEN_BACK, LeaseMark, LeaseSwap, LeaseTake
+from cache.l2.commands import LEASE_DONE_PREFIX, LEASE_GIVEN_BACK, LeaseMark, LeaseSwap, LeaseTake
 from cache.l2.data_plane import DataPlane
-from cache.tiers.tiered import Hit, RecordKey, TieredCache, View
+from cache.tiers.reads import Hit, RecordKey, View
+from cache.tiers.tiered import TieredCache
 
 REST_S = 1.0
 """Seconds without leases after Redis was slow or refused one."""
@@ -139,7 +140,7 @@ class LeaseManager:
 
     def give_back(self, lease_mark: LeaseMark) -> None:
         """Ends a lease under which nothing was stored: somebody else may try at once."""
-        self._leases.lease(LeaseSwap(lease_mark.key, lease_mark.token, GIVEN_BACK, 1))
+        self._leases.lease(LeaseSwap(lease_mark.key, lease_mark.token, LEASE_GIVEN_BACK, 1))
 
     async def _follow(
         self,
@@ -158,7 +159,7 @@ class LeaseManager:
             if isinstance(latest_state, TierUnavailable):
                 self.counts.unavailable += 1
                 return False
-            if latest_state.startswith(DONE_PREFIX):
+            if latest_state.startswith(LEASE_DONE_PREFIX):
                 if (hit := await self._tiers.read_overlay_again(view, record_key)) is not None:
                     self.counts.adopted += 1
                     return hit

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.events.event_predictor import EventInput
-from cache.events.new_items import NO_NEW, EligibleNewItems
-from cache.model.predictor import LiveInput
+from cache.events.new_items import NO_ELIGIBLE_NEW_ITEMS, EligibleNewItems
+from cache.model.input_preparation import LiveInput
 from serving.generations.snapshot import Snapshot
 from serving.requests.reasons import LiveReason
 
-_FORGET = 0.95
+_COST_DECAY = 0.95
 """Weight that each further batch leaves to those before it: about the last twenty count."""
 
 
@@ -35,11 +35,11 @@ class BatchCost:
         if self._faded < 1 and seconds < self.of(size) / self._faded / 2:
             self._weight = self._sizes = self._seconds = self._squares = self._products = 0.0
         self._faded = 1.0
-        self._weight = self._weight * _FORGET + 1
-        self._sizes = self._sizes * _FORGET + size
-        self._seconds = self._seconds * _FORGET + seconds
-        self._squares = self._squares * _FORGET + size * size
-        self._products = self._products * _FORGET + size * seconds
+        self._weight = self._weight * _COST_DECAY + 1
+        self._sizes = self._sizes * _COST_DECAY + size
+        self._seconds = self._seconds * _COST_DECAY + seconds
+        self._squares = self._squares * _COST_DECAY + size * size
+        self._products = self._products * _COST_DECAY + size * seconds
 
     def fade(self) -> None:
         """Believe the estimate a little less: what it keeps from running could never prove it wrong."""
@@ -93,7 +93,7 @@ class InferenceJob:
     """True if the answer to an input close by will do."""
     event_input: EventInput | None = None
     """Newer events to compute from, in place of `source`."""
-    new: EligibleNewItems = NO_NEW
+    new: EligibleNewItems = NO_ELIGIBLE_NEW_ITEMS
     """New items that its list may name."""
     seen_ordinals: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """Ordinals of items that its list leaves out beside those of `source`: the user had them by the night."""
@@ -121,11 +121,7 @@ class ComputedRecord:
 
 
 InferenceOutcome = ComputedRecord | Exception
-
-
 Compute = Callable[[Sequence[InferenceJob]], list[InferenceOutcome]]
-
-
 QueuedJob = tuple[InferenceJob, asyncio.Future[ComputedRecord]]
 
 

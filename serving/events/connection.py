@@ -15,22 +15,51 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, Respon
 
 from cache.config.events import Durability
 from cache.errors import ConfigError, LarderError
-from cache.events.stream import FULL, SCRIPT
+from cache.events.stream import ACCEPT_SCRIPT, STREAM_FULL
 from cache.l2.errors import HANDLER_CLOSED
-from cache.l2.resp import ASYNC_BOUNDED, TEXTS, WrongReply, check_replies, checked
+from cache.l2.resp import (
+    ASYNC_BOUNDED_POOL_SETTINGS,
+    TEXTS_SHAPE,
+    WrongReply,
+    check_replies,
+    checked_reply,
+)
+
+CONNECTIONS_MAX: Final = 8
+"""Connections of a process: the acceptor's, the inbox's, those of looks and of rejected events."""
+
+CONNECT_S: Final = 1.0
+
+REPLY_S: Final = 3.0
+"""Seconds for a reply: a disk that is to have an event first may take long, a lookup never waits for it."""
 
 Persistence = Literal["always", "everysec", "none", "unknown"]
 """State of an event when it is accepted: on disk; there within a second; in memory alone; or nobody tells."""
 
-
-_RANKS: Final = {"always": 2, "everysec": 1, "none": 0, "unknown": 0}
-
-
-_AOF = re.compile(rb"aof_enabled:([01])")
-
-
 CommandSender = Callable[..., Awaitable[Any]]
 """Sends the words of a command, and gives its reply; raises redis-py's errors."""
+
+Command = tuple[bytes | str | int | float, ...]
+_RANKS: Final = {"always": 2, "everysec": 1, "none": 0, "unknown": 0}
+_AOF = re.compile(rb"aof_enabled:([01])")
+_POLICY: Final = re.compile(rb"maxmemory_policy:(\S+)")
+
+
+class EventsUnavailable(LarderError):
+    """The Redis of events did not answer, or keeps less than is demanded; the same events may be sent again."""
+
+    code = "events_unavailable"
+
+    @property
+    def outside(self) -> str:
+        """What callers may hear: an error of the connection names host and port, which are for the log."""
+        return self.message if self.__cause__ is None else "the Redis of events cannot be reached"
+
+
+class EventsFull(LarderError):
+    """The stream takes no more until it is trimmed, or its Redis is at its maxmemory."""
+
+    code = "events_full"
 
 
 class FoundDurability(NamedTuple):
@@ -42,6 +71,159 @@ class FoundDurability(NamedTuple):
     def suffices(self, demanded: Durability) -> bool:
         """True if nothing less than what is demanded is promised."""
         return demanded == "any" or _RANKS[self.persistence] >= _RANKS[demanded]
+
+
+class EventsRedis:
+    """The Redis that a namespace's events lie in, for one event loop.
+
+    Everything here raises EventsUnavailable, and EventsFull where a command needs memory and Redis has no more.
+    No command is sent twice by itself: whoever sends an event again does so under its id.
+    """
+
+    def __init__(self, url: str, demanded: Durability) -> None:
+        self.demanded = demanded
+        self.found_durability: FoundDurability | None = None
+        """Durability found by the last look; None before any."""
+        try:
+            self._pool = ConnectionPool.from_url(
+                url,
+                protocol=2,
+                socket_connect_timeout=CONNECT_S,
+                socket_timeout=REPLY_S,
+                max_connections=CONNECTIONS_MAX,
+                retry=Retry(NoBackoff(), 0),
+                redis_connect_func=self._greet,
+                **ASYNC_BOUNDED_POOL_SETTINGS,
+            )
+        except ValueError as error:
+            raise ConfigError(f"events_url cannot be used: {error}", field="events_url") from error
+        self._client: Redis = Redis(connection_pool=self._pool)
+        self._client.response_callbacks.clear()  # replies as they come: what differs by protocol is not wanted here
+        check_replies(self._client)
+
+    async def execute(self, *command_parts: Any) -> Any:
+        """The reply to one command."""
+        with _as_unavailable():
+            return await self._client.execute_command(*command_parts)  # type: ignore[no-untyped-call]
+
+    async def execute_all(self, commands: Sequence[Command]) -> list[Any]:
+        """Replies to all commands, in one round trip; the first refusal is raised when all have been sent."""
+        with _as_unavailable():
+            async with self._client.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                return await pipeline.execute()
+
+    async def accept(
+        self, keys: Sequence[bytes], arguments: Sequence[Any], script: str = ACCEPT_SCRIPT
+    ) -> list[bytes]:
+        """Replies of a script of acceptance, once they are as durable as demanded."""
+        call = (len(keys), *keys, *arguments)
+        with _as_unavailable():
+            # A connection of its own, not the client: one that is opened only now may have met another server.
+            connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+            try:
+                await self._demand_of(connection)
+                try:
+                    return await self._called(connection, ("EVALSHA", _script_id(script), *call))
+                except NoScriptError:
+                    return await self._called(connection, ("EVAL", script, *call))
+            except ResponseError as error:
+                if not str(error).startswith(STREAM_FULL):
+                    raise
+                raise EventsFull("the stream of events is full") from error
+            finally:
+                await self._pool.release(connection)
+
+    async def demand_durability(self) -> None:
+        """Looks at the settings of this Redis; raises EventsUnavailable unless it keeps events as demanded."""
+        _demand(await self.look_at_durability(), self.demanded)
+
+    async def look_at_durability(self) -> FoundDurability:
+        """Durability that this Redis has now."""
+        with _as_unavailable():
+            durability = await durability_of(self._client.execute_command, self.demanded)
+        self.found_durability = durability
+        return durability
+
+    async def eviction_policy(self) -> str:
+        """The maxmemory-policy of this Redis, "" where it does not tell."""
+        policy_match = _POLICY.search(await self.execute("INFO", "memory"))
+        return policy_match[1].decode() if policy_match else ""
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose(close_connection_pool=True)
+
+    async def _demand_of(self, connection: AbstractConnection) -> None:
+        if self.found_durability is None or not self.found_durability.suffices(self.demanded):
+            # It may have been mended since.
+            self.found_durability = await durability_of(
+                partial(_execute_on, connection), self.demanded
+            )
+        _demand(self.found_durability, self.demanded)
+
+    async def _called(self, connection: AbstractConnection, command: Command) -> list[bytes]:
+        commands = [command]
+        if self.found_durability is not None and self.found_durability.waits:
+            commands.append(("WAITAOF", 1, 0, int(REPLY_S * 900)))
+        await connection.send_packed_command(connection.pack_commands(commands))
+        replies = [await _reply(connection) for _ in commands]
+        for reply in replies:
+            if isinstance(reply, ResponseError):
+                raise reply
+        if len(replies) > 1 and not checked_reply("WAITAOF", replies[1])[0]:
+            raise EventsUnavailable("the Redis of events did not write to its disk in time")
+        accepted: list[bytes] = checked_reply(str(command[0]), replies[0], TEXTS_SHAPE)
+        return accepted
+
+    async def _greet(self, connection: AbstractConnection) -> None:
+        """Opens a connection as redis-py does, and looks at what may be another server than before."""
+        await connection.on_connect()
+        self.found_durability = await durability_of(partial(_execute_on, connection), self.demanded)
+
+
+@cache
+def _script_id(script: str) -> str:
+    return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+
+
+def _demand(durability: FoundDurability, demanded: Durability) -> None:
+    if not durability.suffices(demanded):
+        raise EventsUnavailable(
+            f"[events] durability demands {demanded!r}, and the Redis of events has {durability.persistence!r}: set "
+            "appendonly yes "
+            "and appendfsync there, or let its user read them (CONFIG GET)",
+            demanded=demanded,
+            found=durability.persistence,
+        )
+
+
+async def _execute_on(connection: AbstractConnection, *command_parts: str) -> Any:
+    await connection.send_command(*command_parts)
+    return checked_reply(command_parts[0], await connection.read_response())
+
+
+async def _reply(connection: AbstractConnection) -> Any:
+    """The next reply; an error of the server is one, so that what comes behind it is read, too."""
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error
+
+
+@contextlib.contextmanager
+def _as_unavailable() -> Iterator[None]:
+    try:
+        yield
+    except OutOfMemoryError as error:
+        raise EventsFull("the Redis of events is at its maxmemory") from error
+    except (RedisError, OSError) as error:
+        raise EventsUnavailable(f"the Redis of events: {error or type(error).__name__}") from error
+    except RuntimeError as error:
+        if not str(error).endswith(HANDLER_CLOSED):
+            raise
+        raise EventsUnavailable("the Redis of events closed the connection") from error
 
 
 async def durability_of(send_command: CommandSender, demanded: Durability) -> FoundDurability:
@@ -87,190 +269,3 @@ async def durability_of(send_command: CommandSender, demanded: Durability) -> Fo
     except ResponseError:  # Redis 7.0 has none
         return FoundDurability("unknown")
     return FoundDurability("always", waits=True)
-
-
-Command = tuple[bytes | str | int | float, ...]
-
-
-CONNECTIONS_MAX: Final = 8
-"""Connections of a process: the acceptor's, the inbox's, those of looks and of rejected events."""
-
-
-CONNECT_S: Final = 1.0
-
-
-REPLY_S: Final = 3.0
-"""Seconds for a reply: a disk that is to have an event first may take long, a lookup never waits for it."""
-
-
-_POLICY: Final = re.compile(rb"maxmemory_policy:(\S+)")
-
-
-class EventsUnavailable(LarderError):
-    """The Redis of events did not answer, or keeps less than is demanded; the same events may be sent again."""
-
-    code = "events_unavailable"
-
-    @property
-    def outside(self) -> str:
-        """What callers may hear: an error of the connection names host and port, which are for the log."""
-        return self.message if self.__cause__ is None else "the Redis of events cannot be reached"
-
-
-class EventsFull(LarderError):
-    """The stream takes no more until it is trimmed, or its Redis is at its maxmemory."""
-
-    code = "events_full"
-
-
-class EventsRedis:
-    """The Redis that a namespace's events lie in, for one event loop.
-
-    Everything here raises EventsUnavailable, and EventsFull where a command needs memory and Redis has no more.
-    No command is sent twice by itself: whoever sends an event again does so under its id.
-    """
-
-    def __init__(self, url: str, demanded: Durability) -> None:
-        self.demanded = demanded
-        self.found_durability: FoundDurability | None = None
-        """Durability found by the last look; None before any."""
-        try:
-            self._pool = ConnectionPool.from_url(
-                url,
-                protocol=2,
-                socket_connect_timeout=CONNECT_S,
-                socket_timeout=REPLY_S,
-                max_connections=CONNECTIONS_MAX,
-                retry=Retry(NoBackoff(), 0),
-                redis_connect_func=self._greet,
-                **ASYNC_BOUNDED,
-            )
-        except ValueError as error:
-            raise ConfigError(f"events_url cannot be used: {error}", field="events_url") from error
-        self._client: Redis = Redis(connection_pool=self._pool)
-        self._client.response_callbacks.clear()  # replies as they come: what differs by protocol is not wanted here
-        check_replies(self._client)
-
-    async def execute(self, *command_parts: Any) -> Any:
-        """The reply to one command."""
-        with _as_unavailable():
-            return await self._client.execute_command(*command_parts)  # type: ignore[no-untyped-call]
-
-    async def execute_all(self, commands: Sequence[Command]) -> list[Any]:
-        """Replies to all commands, in one round trip; the first refusal is raised when all have been sent."""
-        with _as_unavailable():
-            async with self._client.pipeline(transaction=False) as pipeline:
-                for command in commands:
-                    pipeline.execute_command(*command)
-                return await pipeline.execute()
-
-    async def accept(
-        self, keys: Sequence[bytes], arguments: Sequence[Any], script: str = SCRIPT
-    ) -> list[bytes]:
-        """Replies of a script of acceptance, once they are as durable as demanded."""
-        call = (len(keys), *keys, *arguments)
-        with _as_unavailable():
-            # A connection of its own, not the client: one that is opened only now may have met another server.
-            connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
-            try:
-                await self._demand_of(connection)
-                try:
-                    return await self._called(connection, ("EVALSHA", _script_id(script), *call))
-                except NoScriptError:
-                    return await self._called(connection, ("EVAL", script, *call))
-            except ResponseError as error:
-                if not str(error).startswith(FULL):
-                    raise
-                raise EventsFull("the stream of events is full") from error
-            finally:
-                await self._pool.release(connection)
-
-    async def demand_durability(self) -> None:
-        """Looks at the settings of this Redis; raises EventsUnavailable unless it keeps events as demanded."""
-        _demand(await self.look_at_durability(), self.demanded)
-
-    async def look_at_durability(self) -> FoundDurability:
-        """Durability that this Redis has now."""
-        with _as_unavailable():
-            durability = await durability_of(self._client.execute_command, self.demanded)
-        self.found_durability = durability
-        return durability
-
-    async def eviction_policy(self) -> str:
-        """The maxmemory-policy of this Redis, "" where it does not tell."""
-        policy_match = _POLICY.search(await self.execute("INFO", "memory"))
-        return policy_match[1].decode() if policy_match else ""
-
-    async def aclose(self) -> None:
-        """Closes the connections."""
-        await self._client.aclose(close_connection_pool=True)
-
-    async def _demand_of(self, connection: AbstractConnection) -> None:
-        if self.found_durability is None or not self.found_durability.suffices(self.demanded):
-            # It may have been mended since.
-            self.found_durability = await durability_of(
-                partial(_execute_on, connection), self.demanded
-            )
-        _demand(self.found_durability, self.demanded)
-
-    async def _called(self, connection: AbstractConnection, command: Command) -> list[bytes]:
-        commands = [command]
-        if self.found_durability is not None and self.found_durability.waits:
-            commands.append(("WAITAOF", 1, 0, int(REPLY_S * 900)))
-        await connection.send_packed_command(connection.pack_commands(commands))
-        replies = [await _reply(connection) for _ in commands]
-        for reply in replies:
-            if isinstance(reply, ResponseError):
-                raise reply
-        if len(replies) > 1 and not checked("WAITAOF", replies[1])[0]:
-            raise EventsUnavailable("the Redis of events did not write to its disk in time")
-        accepted: list[bytes] = checked(str(command[0]), replies[0], TEXTS)
-        return accepted
-
-    async def _greet(self, connection: AbstractConnection) -> None:
-        """Opens a connection as redis-py does, and looks at what may be another server than before."""
-        await connection.on_connect()
-        self.found_durability = await durability_of(partial(_execute_on, connection), self.demanded)
-
-
-@cache
-def _script_id(script: str) -> str:
-    return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-
-
-def _demand(durability: FoundDurability, demanded: Durability) -> None:
-    if not durability.suffices(demanded):
-        raise EventsUnavailable(
-            f"[events] durability demands {demanded!r}, and the Redis of events has {durability.persistence!r}: set "
-            "appendonly yes "
-            "and appendfsync there, or let its user read them (CONFIG GET)",
-            demanded=demanded,
-            found=durability.persistence,
-        )
-
-
-async def _execute_on(connection: AbstractConnection, *command_parts: str) -> Any:
-    await connection.send_command(*command_parts)
-    return checked(command_parts[0], await connection.read_response())
-
-
-async def _reply(connection: AbstractConnection) -> Any:
-    """The next reply; an error of the server is one, so that what comes behind it is read, too."""
-    try:
-        return await connection.read_response()
-    except ResponseError as error:
-        return error
-
-
-@contextlib.contextmanager
-def _as_unavailable() -> Iterator[None]:
-    try:
-        yield
-    except OutOfMemoryError as error:
-        raise EventsFull("the Redis of events is at its maxmemory") from error
-    except (RedisError, OSError) as error:
-        raise EventsUnavailable(f"the Redis of events: {error or type(error).__name__}") from error
-    except RuntimeError as error:
-        if not str(error).endswith(HANDLER_CLOSED):
-            raise
-        raise EventsUnavailable("the Redis of events closed the connection") from error

@@ -16,9 +16,9 @@ from redis.exceptions import RedisError
 
 from cache.errors import CorruptArtefact, LarderError
 from cache.events.event import BEGINNING, Event, Position
-from cache.events.stream import entry_of, read_taken
+from cache.events.stream import event_of_entry, read_taken
 from cache.format.redis_keys import Keyspace
-from cache.l2.resp import ASYNC_BOUNDED, check_replies
+from cache.l2.resp import ASYNC_BOUNDED_POOL_SETTINGS, check_replies
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from serving.events.newer_events import NO_LIMIT, NewerEvents
@@ -29,34 +29,28 @@ from serving.requests.reasons import StaleReason
 
 log = logging.getLogger(__name__)
 
-
-BEHIND: Final = StaleReason.EVENTS_BEHIND
+EVENTS_BEHIND: Final = StaleReason.EVENTS_BEHIND
 """Reason why answers may lag: events were accepted that are not counted here."""
 
-
-_AT_ONCE = 256
-"""Events taken in, or users looked through, before others may use the event loop."""
-
-
-_WAIT_MS = 1_000
-
-
-_SILENT_S = 5.0
-"""Seconds without a reply after which the connection counts as lost."""
-
-
-_IDLE_S = 0.2
-
-
-_AGAIN_S = 0.5
-
+NoteStale = Callable[[str | None], None]
+"""Takes a reason why answers may lag behind, None when it has passed."""
 
 _LAG_MAX_S = 1.0
 """Seconds that counting may be behind acceptance before answers say so."""
 
+_ENTRIES_AT_ONCE = 256
+"""Events taken in, or users looked through, before others may use the event loop."""
 
-Note = Callable[[str | None], None]
-"""Takes a reason why answers may lag behind, None when it has passed."""
+_READ_WAIT_MS = 1_000
+
+_SILENT_S = 5.0
+"""Seconds without a reply after which the connection counts as lost."""
+
+_IDLE_S = 0.2
+_RECONNECT_S = 0.5
+
+_STORE_WAIT_S: Final = 2.0
+"""Seconds that a start waits for the store: answers need none of this."""
 
 
 class EventFollower:
@@ -72,7 +66,7 @@ class EventFollower:
         keyspace: Keyspace,
         newer_events: NewerEvents,
         holder: GenerationHolder,
-        note: Note,
+        note: NoteStale,
         *,
         limit_bytes: int,
         timer: Callable[[], float] = time.monotonic,
@@ -102,7 +96,7 @@ class EventFollower:
             try:
                 async with self.connected() as client:
                     while True:
-                        if not await self.step(client, _WAIT_MS):
+                        if not await self.step(client, _READ_WAIT_MS):
                             await asyncio.sleep(_IDLE_S)
             except (RedisError, OSError) as error:
                 log.warning("events cannot be followed: %s", type(error).__name__)
@@ -110,7 +104,7 @@ class EventFollower:
             except Exception:
                 self._fall_behind()
                 raise
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RECONNECT_S)
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[Redis]:
@@ -121,7 +115,7 @@ class EventFollower:
                 protocol=2,
                 socket_timeout=_SILENT_S,
                 retry=Retry(NoBackoff(), 0),
-                **ASYNC_BOUNDED,
+                **ASYNC_BOUNDED_POOL_SETTINGS,
             )
         )
         try:
@@ -149,7 +143,7 @@ class EventFollower:
             self._fall_behind()
             return False
         wait_ms = wait_ms if self._is_at_end else None
-        if await self._read(client, self.newer_events, wait_ms) < _AT_ONCE:
+        if await self._read(client, self.newer_events, wait_ms) < _ENTRIES_AT_ONCE:
             self._catch_up()
         else:
             self._is_at_end = False
@@ -190,14 +184,16 @@ class EventFollower:
     ) -> int:
         """Takes the next entries in, up to a position's number, of some sources or all; how many there were."""
         last = str(Position.of_number(newer_events.users.last))
-        streams: Any = await client.xread({self._stream: last}, count=_AT_ONCE, block=wait_ms)
+        streams: Any = await client.xread(
+            {self._stream: last}, count=_ENTRIES_AT_ONCE, block=wait_ms
+        )
         entries: list[tuple[bytes, dict[bytes, bytes]]] = streams[0][1] if streams else []
         for id_, fields in entries:
             position = Position.parse(id_)
             if position.number > until_number:
                 return 0
             try:
-                event = entry_of(fields)
+                event = event_of_entry(fields)
             except CorruptArtefact:
                 self.unreadable += 1
                 log.warning("entry %s of the stream is no event", position)
@@ -213,7 +209,7 @@ class EventFollower:
         """Forgets events of who is blocked now, and reads again those of who is no more."""
         newer_events = self.newer_events
         if blocklist is not self._blocklist:
-            previous_sources, self._blocked = self._blocked, _blocked(blocklist)
+            previous_sources, self._blocked = self._blocked, _blocked_owners(blocklist)
             self._blocklist = blocklist
             self._free = _EventOwners(
                 (self._free.users | previous_sources.users) - self._blocked.users,
@@ -245,15 +241,15 @@ class EventFollower:
         Where both do not fit into memory, everything is read again from there, as far as that goes: then False.
         """
         self._fall_behind()
-        aside = _nothing_since(after)
+        aside = _empty_events_since(after)
         while await self._read(client, aside, None, until_number=until_number, of=of):
             if aside.size_bytes + self.newer_events.size_bytes >= self.limit_bytes:
                 await self._read_whole(client, after)
                 return False
             await self._read(client, self.newer_events, None)
         users = list(aside.packed)
-        for start in range(0, len(users), _AT_ONCE):
-            self.newer_events.users.put_before(aside.users, users[start : start + _AT_ONCE])
+        for start in range(0, len(users), _ENTRIES_AT_ONCE):
+            self.newer_events.users.put_before(aside.users, users[start : start + _ENTRIES_AT_ONCE])
             await asyncio.sleep(0)
         for _ in self.newer_events.values.put_before_in_turns(aside.values):
             await asyncio.sleep(0)
@@ -263,7 +259,7 @@ class EventFollower:
     async def _read_whole(self, client: Redis, floor: int) -> None:
         """Reads the stream from a position on; what was known is counted until that is done."""
         self._fall_behind()
-        aside = _nothing_since(floor)
+        aside = _empty_events_since(floor)
         while await self._read(client, aside, None) and aside.size_bytes < self.limit_bytes:
             pass
         for _ in self.newer_events.become_in_turns(aside):
@@ -273,12 +269,12 @@ class EventFollower:
     async def _drop(self, floor: int) -> None:
         """Forgets what all generations held have, some users at a time."""
         users = list(self.newer_events.packed)
-        for start in range(0, len(users), _AT_ONCE):
-            self.newer_events.users.drop_until(floor, users[start : start + _AT_ONCE])
+        for start in range(0, len(users), _ENTRIES_AT_ONCE):
+            self.newer_events.users.drop_until(floor, users[start : start + _ENTRIES_AT_ONCE])
             await asyncio.sleep(0)
         more = True
         while more:
-            more = self.newer_events.values.drop_until(floor, _AT_ONCE) == _AT_ONCE
+            more = self.newer_events.values.drop_until(floor, _ENTRIES_AT_ONCE) == _ENTRIES_AT_ONCE
             await asyncio.sleep(0)
         self.newer_events.items.drop_until(floor)
         self.newer_events.users.last = max(self.newer_events.users.last, floor)
@@ -290,7 +286,7 @@ class EventFollower:
             self._is_at_end = False
             if self._waits_since is None:
                 self._waits_since = self._timer()
-            self._note(BEHIND)
+            self._note(EVENTS_BEHIND)
 
     def _catch_up(self) -> None:
         self._is_at_end, self._at_end_at, self._waits_since = True, self._clock(), None
@@ -307,14 +303,14 @@ class _EventOwners(NamedTuple):
         return event.user in self.users or (event.kind == "item" and event.item in self.items)
 
 
-def _blocked(blocklist: Blocklist) -> _EventOwners:
+def _blocked_owners(blocklist: Blocklist) -> _EventOwners:
     """Those that must not be answered with."""
     return _EventOwners(
         frozenset(blocklist.entities) | frozenset(blocklist.users), frozenset(blocklist.items)
     )
 
 
-def _nothing_since(number: int) -> NewerEvents:
+def _empty_events_since(number: int) -> NewerEvents:
     empty_events = NewerEvents()
     empty_events.users.last = empty_events.users.complete_after_number = (
         empty_events.values.complete_after_number
@@ -355,10 +351,6 @@ class EventMetrics(Collector):
         )
 
 
-_LOOK_S: Final = 2.0
-"""Seconds that a start waits for the store: answers need none of this."""
-
-
 class NewestPosition:
     """Newest position of the stream as it was followed, of the generations held, and of what nights took over.
 
@@ -374,7 +366,7 @@ class NewestPosition:
     async def load_taken_position(self, in_thread: InThread) -> None:
         """Looks what nights took over; once, at the start: whatever comes later is followed."""
         try:
-            async with asyncio.timeout(_LOOK_S):
+            async with asyncio.timeout(_STORE_WAIT_S):
                 self._taken_position = await in_thread(read_taken, self._store)
         except (LarderError, TimeoutError) as error:
             log.warning("what nights took of the stream of events is not known: %s", error)

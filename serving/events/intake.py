@@ -14,13 +14,13 @@ from cache.errors import InvalidInput, LarderError
 from cache.events.event import Position
 from cache.events.new_items import NewItemInputs
 from cache.events.stream import (
-    SCRIPT,
-    SCRIPT_AT_MAXMEMORY,
+    ACCEPT_SCRIPT,
+    ACCEPT_SCRIPT_AT_MAXMEMORY,
     Accepted,
     PackedEvent,
     StreamBounds,
-    call_of,
-    outcomes,
+    accept_call,
+    read_outcomes,
 )
 from cache.format.redis_keys import Keyspace
 from cache.process.background_loops import BackgroundLoops, stop
@@ -38,12 +38,73 @@ from serving.events.reading import (
 from serving.generations.refresher import Refresher
 from serving.requests.errors import Problem
 
-PIECE: Final = 250
-"""Events in one call, about 2 ms of a Redis that others may wait for."""
+log = logging.getLogger(__name__)
 
+EVENTS_PER_CALL: Final = 250
+"""Events in one call, about 2 ms of a Redis that others may wait for."""
 
 WAITING_BYTES_MAX: Final = 16 << 20
 """Bytes of events that wait for their call; more are refused."""
+
+INLINE_EVENTS_MAX: Final = 100
+"""Events of one request beyond which they are read in a thread: 100 take about 1 ms."""
+
+FULL_WAIT_S: Final = 30.0
+"""Seconds that whoever meets a full stream is told to wait."""
+
+_TOO_MANY_DETAIL: Final = "its user, or the item alone, has sent as many as [events] of_one allows"
+
+REJECTIONS_FLUSH_S: Final = 1.0
+"""Seconds between writes of rejected events that came over HTTP; a killed process loses as much of them."""
+
+EXCERPT_BYTES: Final = 1_024
+"""Bytes of a rejected event that are kept."""
+
+REJECTIONS_WAITING_MAX: Final = 1_000
+INBOX_GROUP: Final = "larder"
+INBOX_BLOCK_MS: Final = 1_000
+CLAIM_EVERY_S: Final = 10.0
+
+CLAIM_AFTER_MS: Final = 30_000
+"""Milliseconds after which an entry that some consumer took and did not finish is taken by another one."""
+
+FORGET_AFTER_MS: Final = 3_600_000
+"""Milliseconds of silence after which a consumer without entries is forgotten: each start is a new one."""
+
+INBOX_PAUSE_S: Final = 1.0
+"""Seconds until the next try where Redis is away or the stream is full."""
+
+_CURSOR_BEGIN: Final = b"0-0"
+
+# In one script: an entry that a consumer took between a look and DELCONSUMER would be lost with it.
+_FORGET_CONSUMERS = """
+local gone = 0
+for _, each in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
+  local told = {}
+  for i = 1, #each, 2 do told[each[i]] = each[i + 1] end
+  if told['pending'] == 0 and told['idle'] > tonumber(ARGV[2]) then
+    redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], told['name'])
+    gone = gone + 1
+  end
+end
+return gone
+"""
+
+# Both or neither: an entry that is no longer pending and still there would count as lag for ever. No MULTI: at its
+# maxmemory Redis refuses whatever is queued.
+_FINISH_ENTRIES = """
+local ids = {unpack(ARGV, 2)}
+redis.call('XACK', KEYS[1], ARGV[1], unpack(ids))
+return redis.call('XDEL', KEYS[1], unpack(ids))
+"""
+
+_START_WAIT_S = 2.0
+"""Seconds that a start waits for the Redis of events: lookups need none."""
+
+_EVICTION_WARNING = (
+    "maxmemory-policy %s of the Redis of events may evict ids, and repetitions count: "
+    "set noeviction there"
+)
 
 
 class _Piece(NamedTuple):
@@ -59,7 +120,10 @@ class EventsBusy(LarderError):
 
 
 class Acceptor:
-    """Acceptor of one process. While a call is under way the events of all requests gather for the next one."""
+    """Acceptor of one process, with one call at a time, so in the order in which events came.
+
+    While a call is under way the events of all requests gather for the next one.
+    """
 
     def __init__(
         self,
@@ -67,7 +131,7 @@ class Acceptor:
         keyspace: Keyspace,
         bounds: StreamBounds,
         newest_position: Callable[[], Position],
-        script: str = SCRIPT,
+        script: str = ACCEPT_SCRIPT,
         loops: BackgroundLoops | None = None,
     ) -> None:
         """`newest_position` tells the newest position that is known, whatever has become of the stream since."""
@@ -91,8 +155,12 @@ class Acceptor:
             raise EventsBusy(f"{self._waiting_bytes} bytes of events wait already")
         loop = asyncio.get_running_loop()
         pieces = [
-            _Piece(events[at : at + PIECE], sum(sizes[at : at + PIECE]), loop.create_future())
-            for at in range(0, len(events), PIECE)
+            _Piece(
+                events[at : at + EVENTS_PER_CALL],
+                sum(sizes[at : at + EVENTS_PER_CALL]),
+                loop.create_future(),
+            )
+            for at in range(0, len(events), EVENTS_PER_CALL)
         ]
         self._waiting.extend(pieces)
         self._waiting_bytes += sum(sizes)
@@ -125,11 +193,11 @@ class Acceptor:
     async def _call(self, pieces: list[_Piece]) -> None:
         events = [event for piece in pieces for event in piece.events]
         try:
-            keys, arguments = call_of(
+            keys, arguments = accept_call(
                 self._keyspace, self._bounds, events, self._get_newest_position()
             )
             replies = await self._redis.accept(keys, arguments, self._script)
-            found = _outcomes(replies, len(events))
+            found = _parse_outcomes(replies, len(events))
         except Exception as error:
             # What waits behind an outage would wait as long in vain.
             behind = self._take_all() if isinstance(error, EventsUnavailable) else []
@@ -142,7 +210,7 @@ class Acceptor:
                 at += len(piece.events)
 
     def _next(self) -> list[_Piece]:
-        pieces, room = [], PIECE
+        pieces, room = [], EVENTS_PER_CALL
         while self._waiting and len(self._waiting[0].events) <= room:
             piece = self._waiting.popleft()
             self._waiting_bytes -= piece.size_bytes
@@ -163,10 +231,10 @@ class Acceptor:
                 piece.outcome.set_exception(error)
 
 
-def _outcomes(replies: Sequence[bytes], count: int) -> list[Accepted]:
+def _parse_outcomes(replies: Sequence[bytes], count: int) -> list[Accepted]:
     """Outcomes of so many events; raises EventsUnavailable for replies that are none, or not as many."""
     try:
-        found = outcomes(replies)
+        found = read_outcomes(replies)
     except InvalidInput as error:
         raise EventsUnavailable(f"the Redis of events: {error.message}") from error
     if len(found) != count:
@@ -174,17 +242,6 @@ def _outcomes(replies: Sequence[bytes], count: int) -> list[Accepted]:
             f"the Redis of events told the outcome of {len(found)} events, not of {count}"
         )
     return found
-
-
-FLUSH_S: Final = 1.0
-"""Seconds between writes of what came over HTTP; a process that is killed loses as much of it."""
-
-
-WAITING_MAX: Final = 1_000
-
-
-SHOWN_BYTES: Final = 1_024
-"""Bytes of a rejected event that are kept."""
 
 
 class _Rejection(NamedTuple):
@@ -209,7 +266,7 @@ class Rejections:
     def add(self, reason: str, detail: str, event: Any) -> None:
         """Counts a rejected event, and takes it in; `event` is what was sent."""
         self._counts.results[reason] += 1
-        if len(self._waiting) >= WAITING_MAX:
+        if len(self._waiting) >= REJECTIONS_WAITING_MAX:
             self._counts.dropped_count += 1
             return
         event_excerpt = b"" if reason == ERASED else _event_excerpt(event)
@@ -249,20 +306,9 @@ def _event_excerpt(event: Any) -> bytes:
             for name, field_value in event.items()
         }
     try:
-        return orjson.dumps(event)[:SHOWN_BYTES]
+        return orjson.dumps(event)[:EXCERPT_BYTES]
     except orjson.JSONEncodeError:  # it reads JSON that is nested deeper than what it writes
         return b""
-
-
-log = logging.getLogger(__name__)
-
-
-INLINE_EVENTS_MAX: Final = 100
-"""Events of one request beyond which they are read in a thread: 100 take about 1 ms."""
-
-
-FULL_WAIT_S: Final = 30.0
-"""Seconds that whoever meets a full stream is told to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +398,7 @@ class EventIntake:
             if outcome.position is not None:
                 last = max(last, outcome.position)
             elif outcome.reason == TOO_MANY:
-                rejected.append(RejectedEvent(index, TOO_MANY, _TOO_MANY))
+                rejected.append(RejectedEvent(index, TOO_MANY, _TOO_MANY_DETAIL))
         durability = self.redis.found_durability
         return {
             ACCEPTED: counts[ACCEPTED],
@@ -371,60 +417,9 @@ class EventIntake:
 
     def _count(self, outcome: Accepted, raw_event: Any) -> None:
         if outcome.reason == TOO_MANY:
-            self.rejections.add(TOO_MANY, _TOO_MANY, raw_event)
+            self.rejections.add(TOO_MANY, _TOO_MANY_DETAIL, raw_event)
         else:
             self.counts.results[outcome.reason or ACCEPTED] += 1
-
-
-_TOO_MANY: Final = "its user, or the item alone, has sent as many as [events] of_one allows"
-
-
-GROUP: Final = "larder"
-
-
-BLOCK_MS: Final = 1_000
-
-
-CLAIM_AFTER_MS: Final = 30_000
-"""Milliseconds after which an entry that some consumer took and did not finish is taken by another one."""
-
-
-CLAIM_EVERY_S: Final = 10.0
-
-
-FORGET_AFTER_MS: Final = 3_600_000
-"""Milliseconds of silence after which a consumer without entries is forgotten: each start is a new one."""
-
-
-PAUSE_S: Final = 1.0
-"""Seconds until the next try where Redis is away or the stream is full."""
-
-
-_BEGIN: Final = b"0-0"
-
-
-# In one script: an entry that a consumer took between a look and DELCONSUMER would be lost with it.
-_FORGET = """
-local gone = 0
-for _, each in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
-  local told = {}
-  for i = 1, #each, 2 do told[each[i]] = each[i + 1] end
-  if told['pending'] == 0 and told['idle'] > tonumber(ARGV[2]) then
-    redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], told['name'])
-    gone = gone + 1
-  end
-end
-return gone
-"""
-
-
-# Both or neither: an entry that is no longer pending and still there would count as lag for ever. No MULTI: at its
-# maxmemory Redis refuses whatever is queued.
-_FINISH = """
-local ids = {unpack(ARGV, 2)}
-redis.call('XACK', KEYS[1], ARGV[1], unpack(ids))
-return redis.call('XDEL', KEYS[1], unpack(ids))
-"""
 
 
 class InboxEntry(NamedTuple):
@@ -454,7 +449,7 @@ class Inbox:
         self._has_unfinished = True
         """True while entries may be left that this consumer took and did not finish."""
         self._claimed_at = float("-inf")
-        self._cursor: bytes = _BEGIN
+        self._cursor: bytes = _CURSOR_BEGIN
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -468,12 +463,12 @@ class Inbox:
     async def consume(self) -> None:
         """Take entries in until that fails; return where its Redis is full or away, after a pause."""
         try:
-            await self._redis.execute("XGROUP CREATE", self._key, GROUP, "0", "MKSTREAM")
+            await self._redis.execute("XGROUP CREATE", self._key, INBOX_GROUP, "0", "MKSTREAM")
         except EventsFull:
             pass  # at maxmemory no group is made, nor looked for: the one that may be there empties the inbox
         except EventsUnavailable as error:
             if "BUSYGROUP" not in str(error):
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(INBOX_PAUSE_S)
                 return
         try:
             while True:
@@ -482,7 +477,7 @@ class Inbox:
             log.warning("the inbox of events waits: %s", error.message)
         finally:
             self._has_unfinished = True
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(INBOX_PAUSE_S)
 
     async def _next(self) -> list[InboxEntry]:
         """Entries left from before, else those of consumers that fell silent, else new ones."""
@@ -492,19 +487,30 @@ class Inbox:
             self._has_unfinished = False
         now_s = asyncio.get_running_loop().time()
         if now_s - self._claimed_at >= CLAIM_EVERY_S:
-            claim = (self._key, GROUP, self._name, CLAIM_AFTER_MS, self._cursor, "COUNT", PIECE)
+            claim = (
+                self._key,
+                INBOX_GROUP,
+                self._name,
+                CLAIM_AFTER_MS,
+                self._cursor,
+                "COUNT",
+                EVENTS_PER_CALL,
+            )
             self._cursor, claimed = (await self._redis.execute("XAUTOCLAIM", *claim))[:2]
-            if claimed or self._cursor != _BEGIN:
-                return _entries(claimed)
+            if claimed or self._cursor != _CURSOR_BEGIN:
+                return _inbox_entries(claimed)
             self._claimed_at = now_s
-            await self._redis.execute("EVAL", _FORGET, 1, self._key, GROUP, FORGET_AFTER_MS)
-        return await self._read(">", "BLOCK", BLOCK_MS)
+            await self._redis.execute(
+                "EVAL", _FORGET_CONSUMERS, 1, self._key, INBOX_GROUP, FORGET_AFTER_MS
+            )
+        return await self._read(">", "BLOCK", INBOX_BLOCK_MS)
 
     async def _read(self, after: str, *options: Any) -> list[InboxEntry]:
         reply = await self._redis.execute(
-            "XREADGROUP", "GROUP", GROUP, self._name, "COUNT", PIECE, *options, "STREAMS", self._key, after
+            "XREADGROUP", "GROUP", INBOX_GROUP, self._name, "COUNT", EVENTS_PER_CALL, *options,
+            "STREAMS", self._key, after,
         )  # fmt: skip
-        return _entries(reply[0][1]) if reply else []
+        return _inbox_entries(reply[0][1]) if reply else []
 
     async def _take_in(self, entries: list[InboxEntry]) -> None:
         if not entries:
@@ -512,22 +518,15 @@ class Inbox:
         present_entries = [(entry.id.decode(), entry.fields) for entry in entries if entry.fields]
         await self._intake.accept_entries(present_entries)
         ids = [entry.id for entry in entries]
-        await self._redis.execute("EVAL", _FINISH, 1, self._key, GROUP, *ids)
+        await self._redis.execute("EVAL", _FINISH_ENTRIES, 1, self._key, INBOX_GROUP, *ids)
 
 
-def _entries(raw_entries: list[Any]) -> list[InboxEntry]:
+def _inbox_entries(raw_entries: list[Any]) -> list[InboxEntry]:
     """Entries of a reply; one that was deleted meanwhile has no fields, and is finished with the others."""
     return [
         InboxEntry(entry, dict(zip(flat[::2], flat[1::2], strict=True)) if flat else {})
         for entry, flat in filter(None, raw_entries)
     ]
-
-
-_START_S = 2.0
-"""Seconds that a start waits for the Redis of events: lookups need none."""
-
-
-_MAY_EVICT = "maxmemory-policy %s of the Redis of events may evict ids, and repetitions count: set noeviction there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,25 +559,25 @@ class EventParts:
         intake = EventIntake(
             redis, EventReader(keyspace, events, new_item_inputs),
             Acceptor(redis, keyspace, bounds, newest_position, loops=loops),
-            Acceptor(redis, keyspace, bounds, newest_position, SCRIPT_AT_MAXMEMORY, loops),
+            Acceptor(redis, keyspace, bounds, newest_position, ACCEPT_SCRIPT_AT_MAXMEMORY, loops),
             Rejections(redis, keyspace, counts, events.rejected), counts, blocklist, time.time, time.monotonic,
         )  # fmt: skip
         return cls(redis, intake, Inbox(redis, keyspace, intake, name, loops))
 
     def also(self, refresher: Refresher, figures_s: float) -> None:
         """Has the replica's background write rejected events, and look at stream and inbox."""
-        refresher.add_periodic("event_rejections", FLUSH_S, self.intake.rejections.step)
+        refresher.add_periodic("event_rejections", REJECTIONS_FLUSH_S, self.intake.rejections.step)
         refresher.add_periodic("event_figures", figures_s, self.intake.counts.refresh)
 
     async def start(self) -> None:
         """Looks at the Redis of events, says in the log what is wrong with it, and begins to empty the inbox."""
         try:
-            async with asyncio.timeout(_START_S):
+            async with asyncio.timeout(_START_WAIT_S):
                 await self.redis.demand_durability()
                 await self.intake.counts.refresh()
                 policy = await self.redis.eviction_policy()
                 if self.redis.demanded != "any" and policy.startswith(("volatile", "allkeys")):
-                    log.warning(_MAY_EVICT, policy)
+                    log.warning(_EVICTION_WARNING, policy)
         except LarderError as error:  # whatever is wrong with events, lookups are answered
             log.warning("no events are accepted for now: %s", error.message)
         except TimeoutError:

@@ -11,7 +11,7 @@ import xxhash
 from cache.events.event import Event, Position
 from cache.events.event_predictor import EventInput
 from cache.events.new_items import NewItemEvents
-from cache.events.newer_events import AttributeEvents, UserEvent, UserEvents, takes_any
+from cache.events.newer_events import AttributeEvents, UserEvent, UserEvents, takes_any_attribute
 from cache.format.manifest import Table
 from cache.model.input_preparation import LiveInput
 from serving.generations.snapshot import Snapshot
@@ -102,7 +102,7 @@ class NewerEvents:
             return False
         if not self.users.has_newer(raw, events.until_number):
             return False
-        return self.users.has_newer_item(raw, events.until_number) or takes_any(
+        return self.users.has_newer_item(raw, events.until_number) or takes_any_attribute(
             self.values.of_user(raw, events.until_number), features
         )
 
@@ -131,7 +131,7 @@ class NewerEvents:
         features = events_of_night.tables[table.name]
         newer_events = self.users.list_events_after(raw, events_of_night.until_number)
         values = self.values.of_user(raw, events_of_night.until_number)
-        is_of_values = takes_any(values, features)
+        is_of_values = takes_any_attribute(values, features)
         events = tuple(
             [
                 event

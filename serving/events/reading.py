@@ -14,7 +14,7 @@ from cache.config.events import EventsConfig
 from cache.errors import InvalidId
 from cache.events.event import Event
 from cache.events.new_items import NewItemInputs, UnfitNewItem, brings_item
-from cache.events.stream import PackedEvent, packed
+from cache.events.stream import PackedEvent, pack_event
 from cache.format.ids import canonical_id
 from cache.format.iso_times import iso_time
 from cache.format.redis_keys import Keyspace
@@ -22,142 +22,45 @@ from cache.store.blocklist import Blocklist
 from serving.requests.errors import Problem, from_input, unprocessable
 from serving.requests.json_fields import check_length, read_features, read_id, read_object
 
-_HEAD: Final = re.compile(rb'\s*\{\s*"events"\s*:\s*\[')
-
-
-_TAIL: Final = re.compile(rb"\s*\}\s*")
-
-
-# Possessive: a text that is never closed is read once, and then ends the search.
-_TOKEN: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
-
-
-class UnreadableEvent(NamedTuple):
-    """An event of a body that is no JSON, and why; nothing of it is kept, since nobody knows whose it is."""
-
-    reason: str
-
-
-def read_separately(body: bytes, events_max: int) -> dict[str, object] | None:
-    """The body with each event read alone; None where they cannot be told apart, or each is JSON.
-
-    At most `most + 1` events are read. `body` as a whole is no JSON.
-    """
-    try:
-        pieces = list(islice(_pieces(body), events_max + 1))
-    except _NoListError:
-        return None
-    events = [_read(piece) for piece in pieces]
-    return (
-        {"events": events} if any(isinstance(event, UnreadableEvent) for event in events) else None
-    )
-
-
-class _NoListError(ValueError):
-    """A body that is no object with a list of events alone, or whose texts and brackets do not end."""
-
-
-def _pieces(body: bytes) -> Iterator[bytes]:
-    """The text of each event of the list; raises _NoListError, perhaps behind the first of them."""
-    head = _HEAD.match(body)
-    if head is None:
-        raise _NoListError
-    start, depth = head.end(), 0
-    for token in _TOKEN.finditer(body, start):
-        symbol = token[0]
-        if symbol == b'"':
-            raise _NoListError
-        if symbol in b"[{":
-            depth += 1
-        elif symbol in b"]}":
-            depth -= 1
-        if depth < 0 or (depth == 0 and symbol == b","):
-            piece = body[start : token.start()]
-            if not piece.strip():
-                raise _NoListError
-            yield piece
-            start = token.end()
-        if depth < 0:
-            if symbol != b"]" or not _TAIL.fullmatch(body, start):
-                raise _NoListError
-            return
-    raise _NoListError
-
-
-def _read(piece: bytes) -> object:
-    try:
-        return orjson.loads(piece)
-    except orjson.JSONDecodeError as error:
-        return UnreadableEvent(str(error))
-
-
-def read_body_of_events(problem: Problem, body: bytes, events_max: int) -> object:
-    """The contents of a body that was refused with `problem`; raises it where its events cannot be told apart."""
-    contents = read_separately(body, events_max) if problem.reason == "invalid_json" else None
-    if contents is None:
-        raise problem
-    return contents
-
-
-ID_BYTES_MAX: Final = 128
-
-
-TYPE_BYTES_MAX: Final = 64
-
-
+EVENT_ID_BYTES_MAX: Final = 128
+EVENT_TYPE_BYTES_MAX: Final = 64
 ATTRIBUTES_MAX: Final = 64
-
-
 ATTRIBUTE_NAME_BYTES_MAX: Final = 64
-
-
 TEXT_BYTES_MAX: Final = 1_024
-
-
 TEXTS_MAX: Final = 64
-
-
 VECTOR_MAX: Final = 8_192
-
 
 EVENT_BYTES_MAX: Final = 4_096
 """Largest setting of `event_bytes`: no text of an event is longer."""
 
+DETAIL_CHARS: Final = 400
+"""Characters of a rejection in words that are told and kept: what was sent may stand in it."""
 
-_FIELDS = frozenset(
+_EVENT_FIELDS = frozenset(
     {"user", "item", "time", "id", "type", "weight", "attributes", "features", "vector"}
 )
 
+_ITEM_FIELDS = ("features", "vector")
 
-_OF_ITEMS = ("features", "vector")
-
+_JSON_FIELD = b"e"
+"""Field of an inbox entry that holds all of an event as JSON."""
 
 _FLOAT_MAX = 3.4e38
 """Largest weight or part of a vector: nights hold both as float32."""
 
+_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
 
 _SECONDS_MAX = 10**11
 """Bound of Unix seconds: what is beyond it was meant in milliseconds."""
 
-
-_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
-
-
 _TIME_CHARS_MAX = 64
-
-
-_BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
-
-
+_UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
+_LIST_HEAD: Final = re.compile(rb'\s*\{\s*"events"\s*:\s*\[')
+_LIST_TAIL: Final = re.compile(rb"\s*\}\s*")
 
-
-DETAIL_CHARS: Final = 400
-"""Characters of a rejection in words that are told and kept: what was sent may stand in it."""
-
-
-_JSON_FIELD = b"e"
-"""Field of an inbox entry that holds all of an event as JSON."""
+# Possessive: a text that is never closed is read once, and then ends the search.
+_JSON_TOKEN: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
 
 
 class RejectedEvent(NamedTuple):
@@ -174,6 +77,12 @@ class ReadEvents(NamedTuple):
     event_indices: list[int]
     packed: list[PackedEvent]
     rejected: list[RejectedEvent]
+
+
+class UnreadableEvent(NamedTuple):
+    """An event of a body that is no JSON, and why; nothing of it is kept, since nobody knows whose it is."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +127,7 @@ class EventReader:
         """Reads an entry of the inbox, whose id is the event's where it has none; raises Problem."""
         try:
             raw = fields.get(_JSON_FIELD)
-            raw_event = _of_texts(fields) if raw is None else orjson.loads(raw)
+            raw_event = _parse_texts(fields) if raw is None else orjson.loads(raw)
         except (UnicodeDecodeError, orjson.JSONDecodeError) as error:
             _refuse_erased(fields.get(b"user", b"").decode(errors="replace"), blocklist)
             raise unprocessable("invalid_json", f"the entry is no event: {error}", "e") from error
@@ -245,23 +154,23 @@ class EventReader:
                 inputs.check(event)
             except UnfitNewItem as error:
                 raise from_input(error, field) from error
-        packed_event, event_bytes_max = packed(self.keyspace, event), self.config.event_bytes
+        packed_event, event_bytes_max = pack_event(self.keyspace, event), self.config.event_bytes
         if len(packed_event.body) > event_bytes_max:
             detail = f"the event has {len(packed_event.body)} bytes, {event_bytes_max} are allowed"
             raise unprocessable("too_large", detail, None, limit=event_bytes_max)
         return packed_event
 
     def _event(self, raw_event: object, field: str, now_us: int) -> Event:
-        data = read_object(raw_event, field, _FIELDS)
+        data = read_object(raw_event, field, _EVENT_FIELDS)
         user, item, id_ = (data.get(name) for name in ("user", "item", "id"))
         if id_ is None:
             raise unprocessable("missing_field", f"{field}.id is missing", f"{field}.id")
         if user is None and item is None:
             raise unprocessable("missing_field", f"{field} has neither user nor item", field)
         id_raw = read_id(id_, f"{field}.id")
-        if len(id_raw) > ID_BYTES_MAX:
-            detail = f"{field}.id has {len(id_raw)} bytes, {ID_BYTES_MAX} are allowed"
-            raise unprocessable("invalid_id", detail, f"{field}.id", limit=ID_BYTES_MAX)
+        if len(id_raw) > EVENT_ID_BYTES_MAX:
+            detail = f"{field}.id has {len(id_raw)} bytes, {EVENT_ID_BYTES_MAX} are allowed"
+            raise unprocessable("invalid_id", detail, f"{field}.id", limit=EVENT_ID_BYTES_MAX)
         at_us = read_time(data["time"], f"{field}.time") if "time" in data else now_us
         if at_us > now_us + self.config.ahead_s * 1e6:
             ahead_s = (at_us - now_us) / 1e6
@@ -269,12 +178,14 @@ class EventReader:
             raise unprocessable("in_future", detail, f"{field}.time")
         raw_features, vector, weight = data.get("features"), data.get("vector"), data.get("weight")
         if user is not None and item is not None:
-            _refuse(data, field, ("attributes", *_OF_ITEMS), "a user alone or an item alone")
+            _refuse_fields(
+                data, field, ("attributes", *_ITEM_FIELDS), "a user alone or an item alone"
+            )
         else:
-            _refuse(data, field, ("weight",), "a user and an item")
+            _refuse_fields(data, field, ("weight",), "a user and an item")
             if user is not None:
-                _refuse(data, field, _OF_ITEMS, "an item alone")
-            if not {"attributes", *_OF_ITEMS} & data.keys():
+                _refuse_fields(data, field, _ITEM_FIELDS, "an item alone")
+            if not {"attributes", *_ITEM_FIELDS} & data.keys():
                 detail = f"{field} tells nothing: an event of {'a user' if item is None else 'an item'} alone has"
                 detail += " attributes" + ("" if item is None else ", features or a vector")
                 raise unprocessable("missing_field", detail, field)
@@ -308,7 +219,7 @@ def read_time(value: object, field: str) -> int:
         except ValueError as error:
             detail = f"{field} is no time of ISO 8601, such as 2026-01-31T12:00:00Z"
             raise unprocessable("invalid_field", detail, field) from error
-        return _since_1970((parsed_time - _BEGIN) // _MICROSECOND, field)
+        return _since_1970((parsed_time - _UNIX_EPOCH) // _MICROSECOND, field)
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not abs(value) < _SECONDS_MAX:
             raise unprocessable("invalid_field", f"{field} is in seconds since 1970", field)
@@ -323,7 +234,7 @@ def _since_1970(at_us: int, field: str) -> int:
     return at_us
 
 
-def _refuse(data: Mapping[str, Any], field: str, names: Sequence[str], of: str) -> None:
+def _refuse_fields(data: Mapping[str, Any], field: str, names: Sequence[str], of: str) -> None:
     for name in names:
         if name in data:
             where = f"{field}.{name}"
@@ -331,8 +242,8 @@ def _refuse(data: Mapping[str, Any], field: str, names: Sequence[str], of: str) 
 
 
 def _type(value: object, field: str) -> str:
-    if not isinstance(value, str) or not 1 <= len(value.encode()) <= TYPE_BYTES_MAX:
-        detail = f"{field} is a text of 1 to {TYPE_BYTES_MAX} bytes"
+    if not isinstance(value, str) or not 1 <= len(value.encode()) <= EVENT_TYPE_BYTES_MAX:
+        detail = f"{field} is a text of 1 to {EVENT_TYPE_BYTES_MAX} bytes"
         raise unprocessable("invalid_field", detail, field)
     return value
 
@@ -379,7 +290,7 @@ def _is_attribute(value: object) -> bool:
     return value is None or isinstance(value, bool | int) or is_finite
 
 
-def _of_texts(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
+def _parse_texts(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
     """An event's fields where each is a text; what is no number stays one, and is refused where it stands."""
     event_fields: dict[str, Any] = {name.decode(): value.decode() for name, value in fields.items()}
     for name in ("time", "weight"):
@@ -387,3 +298,64 @@ def _of_texts(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
         if isinstance(text, str) and _NUMBER.fullmatch(text):
             event_fields[name] = float(text)
     return event_fields
+
+
+def read_body_of_events(problem: Problem, body: bytes, events_max: int) -> object:
+    """The contents of a body that was refused with `problem`; raises it where its events cannot be told apart."""
+    contents = read_separately(body, events_max) if problem.reason == "invalid_json" else None
+    if contents is None:
+        raise problem
+    return contents
+
+
+def read_separately(body: bytes, events_max: int) -> dict[str, object] | None:
+    """The body with each event read alone; None where they cannot be told apart, or each is JSON.
+
+    At most `most + 1` events are read. `body` as a whole is no JSON.
+    """
+    try:
+        pieces = list(islice(_event_pieces(body), events_max + 1))
+    except _NoListError:
+        return None
+    events = [_read_piece(piece) for piece in pieces]
+    return (
+        {"events": events} if any(isinstance(event, UnreadableEvent) for event in events) else None
+    )
+
+
+class _NoListError(ValueError):
+    """A body that is no object with a list of events alone, or whose texts and brackets do not end."""
+
+
+def _event_pieces(body: bytes) -> Iterator[bytes]:
+    """The text of each event of the list; raises _NoListError, perhaps behind the first of them."""
+    head = _LIST_HEAD.match(body)
+    if head is None:
+        raise _NoListError
+    start, depth = head.end(), 0
+    for token in _JSON_TOKEN.finditer(body, start):
+        symbol = token[0]
+        if symbol == b'"':
+            raise _NoListError
+        if symbol in b"[{":
+            depth += 1
+        elif symbol in b"]}":
+            depth -= 1
+        if depth < 0 or (depth == 0 and symbol == b","):
+            piece = body[start : token.start()]
+            if not piece.strip():
+                raise _NoListError
+            yield piece
+            start = token.end()
+        if depth < 0:
+            if symbol != b"]" or not _LIST_TAIL.fullmatch(body, start):
+                raise _NoListError
+            return
+    raise _NoListError
+
+
+def _read_piece(piece: bytes) -> object:
+    try:
+        return orjson.loads(piece)
+    except orjson.JSONDecodeError as error:
+        return UnreadableEvent(str(error))

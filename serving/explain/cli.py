@@ -7,14 +7,31 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cache.process.command_line import printable
-from serving.cli.lookup import answer_to, question_parser
+from serving.cli.lookup import ask_and_show, question_parser
 from serving.requests.answers import STORED_SOURCES
 
 Section = tuple[str, list[tuple[str, str]]]
 
-
 _VALUES_SHOWN = 10
 """Items of a list, or numbers of a vector, that are shown."""
+
+PROG = "python -m serving explain"
+
+
+def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
+    """Exit code: 0 explained, 1 not (the reason goes to standard error), 2 wrong usage."""
+    parser = argument_parser(prog)
+    return ask_and_show(parser.parse_args(arguments), parser, "explain", show)
+
+
+def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    return question_parser(
+        prog,
+        "Why a running service answers an entity as it does: which rung would answer, what each holds, the "
+        "record with its page and checksums, what the model says now, and the difference. Nothing is changed by "
+        "asking. Exit code: 0 explained, 1 the service could not be asked or refused, 2 wrong usage.",
+    )
 
 
 def show(explanation: Mapping[str, Any]) -> None:
@@ -156,22 +173,3 @@ def _or(value: object, otherwise: str = "-") -> str:
 def _age(seconds: float) -> str:
     hours, minutes = divmod(int(seconds) // 60, 60)
     return f"{hours} h {minutes} min"
-
-
-PROG = "python -m serving explain"
-
-
-def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
-    """Exit code: 0 explained, 1 not (the reason goes to standard error), 2 wrong usage."""
-    parser = argument_parser(prog)
-    return answer_to(parser.parse_args(arguments), parser, "explain", show)
-
-
-def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """Parser of this command's arguments."""
-    return question_parser(
-        prog,
-        "Why a running service answers an entity as it does: which rung would answer, what each holds, the "
-        "record with its page and checksums, what the model says now, and the difference. Nothing is changed by "
-        "asking. Exit code: 0 explained, 1 the service could not be asked or refused, 2 wrong usage.",
-    )

@@ -23,24 +23,24 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.commands import L2Result, Overlay, PageRead
 from cache.l2.data_plane import DataPlane
 from cache.model.agreement import absolute_errors, cosine, overlap
-from cache.records import Record, decode, is_answer_of, is_live, peek_format
+from cache.records import Record, decode_record, is_answer_of, is_live, peek_format
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.tiers.l1 import LocalKey
 from cache.tiers.reads import (
     MISS_BY_REASON,
-    OUTAGES,
+    OUTAGE_REASONS,
     Hit,
     Miss,
     MissReason,
     ReadResult,
     RecordKey,
     View,
-    judge,
+    judge_entry,
     live_key,
     overlay_entry,
     reads_of,
-    unavailable,
-    unsound,
+    unavailable_miss,
+    unsound_reason,
 )
 from cache.tiers.tiered import TieredCache
 from serving.admission.controller import Admission
@@ -59,7 +59,7 @@ from serving.events.newer_events import CountedEvents, NewerEvents, iso_of
 from serving.filters.filtered_lookup import Filters
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.served_set import ServedGenerations
-from serving.generations.snapshot import Snapshot, vector_table
+from serving.generations.snapshot import Snapshot, user_vector_table
 from serving.metrics.registry import Metrics
 from serving.process.resources import InThread
 from serving.requests.answers import FALLBACKS, STORED_SOURCES, Source
@@ -67,12 +67,33 @@ from serving.requests.errors import Problem, unprocessable
 from serving.requests.models import LookupRequest, RequestOptions
 from serving.requests.reasons import LiveReason
 
-_PAGE_S = 3.0
+log = logging.getLogger(__name__)
+
+_PAGE_TIMEOUT_S = 3.0
 """Seconds that a whole page may take, which has megabytes where a record has hundreds of bytes."""
+
+_SUMS_TIMEOUT_S = 2.0
+"""Seconds that the artefact store may take to hand over the checksums."""
+
+_SUM_READS_MAX = 2
+"""Reads of checksums, those included that nobody waits for any more."""
+
+RESCORE_TIMEOUT_S = 2.0
+"""Seconds that one inference may take, its wait included."""
+
+_PLENTY_S = 3_600.0
+
+EXPLANATIONS_MAX = 2
+"""Explanations under way: each reads a whole page, and runs the model."""
+
+RescoreInput = Literal["sent", "own", "events", "stored_vector"]
 
 
 class TierInspector:
-    """An inspector whose reads of records are real ones: they count for the breaker, and fail as any read does."""
+    """Inspector of both tiers, for somebody who only looks: nothing is filled, moved or counted.
+
+    Its reads of records are real ones: they count for the breaker, and fail as any read does.
+    """
 
     def __init__(
         self, tiers: TieredCache, remote: DataPlane, timer: Callable[[], float] = time.monotonic
@@ -87,7 +108,7 @@ class TierInspector:
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         entry = self._local.inspect(key)
         if entry is not None:
-            return judge(entry, record_key, "l1")
+            return judge_entry(entry, record_key, "l1")
         if record_key.position < 0 and key in self._negative:
             return MISS_BY_REASON[MissReason.NEGATIVE]
         return None
@@ -98,7 +119,7 @@ class TierInspector:
             return None
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         entry = self._local.inspect(live_key(key, record_key.digest))
-        return None if entry is None else judge(entry, record_key, "l1")
+        return None if entry is None else judge_entry(entry, record_key, "l1")
 
     async def record(self, view: View, record_key: RecordKey) -> ReadResult:
         """The record of L1, else the outcome of a read of L2."""
@@ -110,103 +131,28 @@ class TierInspector:
         asked_at = self._timer()
         answer: L2Result = await self._remote.submit(reads_of(view, (record_key,)), itemgetter(0))
         if isinstance(answer, TierUnavailable):
-            return unavailable(answer)
+            return unavailable_miss(answer)
         if record_key.position < 0:
             if answer is None:
                 return MISS_BY_REASON[MissReason.NOT_IN_GENERATION]
             entry = overlay_entry(record_key, cast(Overlay, answer), asked_at)
-            return entry if isinstance(entry, Miss) else judge(entry, record_key, "l2")
+            return entry if isinstance(entry, Miss) else judge_entry(entry, record_key, "l2")
         if not isinstance(answer, bytes):
             return MISS_BY_REASON[MissReason.PAGE_MISSING]
         if not is_answer_of(answer, record_key.fingerprint):
-            return MISS_BY_REASON[unsound(answer, record_key.fingerprint)]
+            return MISS_BY_REASON[unsound_reason(answer, record_key.fingerprint)]
         return Hit(answer, "l2", False, None)
 
     async def page(self, read: PageRead) -> bytes | Miss:
         """A whole page, or why it cannot be had."""
         try:
-            async with asyncio.timeout(_PAGE_S):
+            async with asyncio.timeout(_PAGE_TIMEOUT_S):
                 page_payload = await self._remote.page(read)
         except TierUnavailable as error:
-            return unavailable(error)
+            return unavailable_miss(error)
         except TimeoutError:
             return MISS_BY_REASON[MissReason.L2_TIMEOUT]
         return MISS_BY_REASON[MissReason.PAGE_MISSING] if page_payload is None else page_payload
-
-
-ComparedPrediction = Mapping[str, Any]
-
-
-def difference(stored_prediction: ComparedPrediction, live: ComparedPrediction) -> dict[str, Any]:
-    """Difference of two predictions of one kind: lists, vectors or values.
-
-    `exact`: the same items in the same order, or numbers equal to the bit. Scores have deltas (live minus stored) where
-    an item stands in both lists; `overlap` is the share of the longer list that stands in both.
-    """
-    if "items" in stored_prediction:
-        return _of_lists(
-            stored_prediction["items"], stored_prediction["scores"], live["items"], live["scores"]
-        )
-    name = "vector" if "vector" in stored_prediction else "values"
-    return _of_numbers(np.asarray(stored_prediction[name]), np.asarray(live[name]))
-
-
-def _of_lists(
-    stored_items: Sequence[str],
-    stored_scores: NDArray[np.float32],
-    live: Sequence[str],
-    live_scores: NDArray[np.float32],
-) -> dict[str, Any]:
-    stored_score_by_item = dict(zip(stored_items, map(float, stored_scores), strict=True))
-    after = dict(zip(live, map(float, live_scores), strict=True))
-    common_items = [item for item in stored_items if item in after]
-    scores = (
-        np.array([scored[item] for item in common_items])
-        for scored in (after, stored_score_by_item)
-    )
-    k = max(len(stored_items), len(live))
-    live_rank_by_item = {item: number for number, item in enumerate(live)}
-    moved = [
-        abs(number - live_rank_by_item[item])
-        for number, item in enumerate(stored_items)
-        if item in live_rank_by_item
-    ]
-    return {
-        "exact": list(stored_items) == list(live),
-        "k": k,
-        "overlap": overlap(stored_items, live, k),
-        "only_stored": [item for item in stored_items if item not in after],
-        "only_live": [item for item in live if item not in stored_score_by_item],
-        "places_moved_max": max(moved, default=0),
-        **_deltas(*scores),
-    }
-
-
-def _of_numbers(stored_numbers: NDArray[np.float32], live: NDArray[np.float32]) -> dict[str, Any]:
-    if stored_numbers.shape != live.shape:
-        return {"exact": False, "sizes": [len(stored_numbers), len(live)]}
-    return {
-        "exact": bool(np.array_equal(stored_numbers, live)),
-        "cosine": cosine(stored_numbers, live),
-        **_deltas(live.astype(np.float64), stored_numbers),
-    }
-
-
-def _deltas(
-    live: NDArray[np.float64], stored_numbers: NDArray[np.floating]
-) -> dict[str, float | None]:
-    if not len(live):
-        return {"delta_max": None, "delta_mean": None}
-    errors = absolute_errors(live, stored_numbers)
-    return {"delta_max": errors.largest, "delta_mean": errors.mean}
-
-
-_SUMS_S = 2.0
-"""Seconds that the artefact store may take to hand over the checksums."""
-
-
-_AT_ONCE = 2
-"""Reads of checksums, those included that nobody waits for any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -256,14 +202,14 @@ class PageChecks:
     async def _expected(
         self, generation: str, part: TablePart, within: int
     ) -> tuple[str | None, str | None]:
-        late = f"the artefact store did not hand over the checksums within {_SUMS_S:g} s"
-        if len(self._reading) >= _AT_ONCE:
+        late = f"the artefact store did not hand over the checksums within {_SUMS_TIMEOUT_S:g} s"
+        if len(self._reading) >= _SUM_READS_MAX:
             return None, late
         task = asyncio.create_task(self.in_thread(self._read, generation, part, within))
         self._reading.add(task)
         task.add_done_callback(self._discard_task)
         # Not ended with its caller: its thread would go on, and the next caller would take one more.
-        if not (await asyncio.wait({task}, timeout=_SUMS_S))[0]:
+        if not (await asyncio.wait({task}, timeout=_SUMS_TIMEOUT_S))[0]:
             return None, late
         try:
             return task.result(), None
@@ -282,16 +228,6 @@ class PageChecks:
         return f"{int(np.frombuffer(raw, '<u8')[within]):016x}"
 
 
-LIVE_S = 2.0
-"""Seconds that one inference may take, its wait included."""
-
-
-log = logging.getLogger(__name__)
-
-
-Input = Literal["sent", "own", "events", "stored_vector"]
-
-
 @dataclass(frozen=True, slots=True)
 class RescoreResult:
     """Result of a rescore: a record, or `reason` why there is none.
@@ -303,7 +239,7 @@ class RescoreResult:
 
     record: Record | None
     reason: str | None
-    computed_from: Input | None
+    computed_from: RescoreInput | None
     seconds: float
     precision: str | None
     computed: bytes | None = None
@@ -337,13 +273,13 @@ class Rescorer:
     ) -> RescoreResult:
         """Computes from the input of the case, else from the stored vector for the items of the stored list."""
         began_at = time.monotonic()
-        precision = "fp32" if _input(case) == "events" else _precision(snapshot, case.table)
+        precision = "fp32" if _rescore_input(case) == "events" else _precision(snapshot, case.table)
         if snapshot.predictor is None:
-            return RescoreResult(None, LiveReason.NO_MODEL, _input(case), 0.0, None)
+            return RescoreResult(None, LiveReason.NO_MODEL, _rescore_input(case), 0.0, None)
         record: Record | None = None
         computed: bytes | None = None
         reason: str | None = "nothing_to_compute_from"
-        computed_from = _input(case)
+        computed_from = _rescore_input(case)
         if case.may_compute(snapshot):
             record, computed, reason = await self._live(snapshot, case)
         elif computed_from is not None:  # blocked, or without a producer
@@ -363,12 +299,12 @@ class Rescorer:
             return None, None, LiveReason.OVERLOADED
         job = InferenceJob(
             snapshot, case.table.name, case.live_input, case.record_key.fingerprint, case.size_bytes,
-            time.monotonic() + LIVE_S,
+            time.monotonic() + RESCORE_TIMEOUT_S,
             event_input=None if case.is_settled else case.counted_events and case.counted_events.input,
             new=new_items_of(snapshot, case), seen_ordinals=case.find_seen_ordinals(snapshot),
         )  # fmt: skip
         try:
-            computed = await asyncio.wait_for(self.batcher.infer(job), LIVE_S)
+            computed = await asyncio.wait_for(self.batcher.infer(job), RESCORE_TIMEOUT_S)
             return case.decoded(snapshot, computed.record), computed.record, None
         except LiveUnavailable as error:
             return None, None, error.reason
@@ -388,7 +324,7 @@ class Rescorer:
         if not predictor.supports(case.table.name):
             return None
         try:
-            table = vector_table(snapshot)
+            table = user_vector_table(snapshot)
         except Problem:
             return None
         record_key = find_record_key(snapshot, table, raw)
@@ -409,7 +345,7 @@ class Rescorer:
         return stored_record._replace(numbers=scores[order], items=items[order])
 
 
-def _input(case: PendingAnswer) -> Input | None:
+def _rescore_input(case: PendingAnswer) -> RescoreInput | None:
     if case.counted_events is not None and not case.is_settled:
         return "events"
     if case.entity.has_input:
@@ -422,9 +358,6 @@ def _precision(snapshot: Snapshot, table: Table) -> str | None:
     return None if predictor is None else predictor.precisions.get(str(table.producer.model))
 
 
-_PLENTY_S = 3_600.0
-
-
 class UncountedMetrics(Metrics):
     """Metrics of lookups that no caller asked for."""
 
@@ -435,7 +368,8 @@ class UncountedMetrics(Metrics):
 class LadderReplay:
     """Tiers and inference of a ladder that answers one case from what was seen.
 
-    `l1`, `l2` and `beside` (a live answer that stands in while a page is out of reach) are of the live generation.
+    Nothing is kept, counted or asked again. `l1`, `l2` and `live_result` (a live answer that stands in while a page is
+    out of reach) are of the live generation.
     """
 
     def __init__(
@@ -452,7 +386,7 @@ class LadderReplay:
         stored_result = l2 if l1 is None else l1
         if (
             isinstance(stored_result, Miss)
-            and stored_result.reason in OUTAGES
+            and stored_result.reason in OUTAGE_REASONS
             and isinstance(live_result, Hit)
         ):
             stored_result = live_result._replace(reason=stored_result.reason)
@@ -520,81 +454,51 @@ class LadderReplay:
         ]
 
 
-_OUTAGE_TEXTS = {
-    MissReason.L2_DOWN: "Redis cannot be reached",
-    MissReason.L2_TIMEOUT: "Redis does not answer in time",
-    MissReason.BREAKER_OPEN: "Redis failed several times in a row and is left alone for a moment",
-}
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordDecoder:
+    """Records that were seen of one case, as they would be answered."""
 
+    snapshot: Snapshot
+    case: PendingAnswer
+    exclusions: frozenset[int]
 
-_REASONS = _OUTAGE_TEXTS | {
-    MissReason.NOT_IN_GENERATION: "the night did not know it and no live answer is stored",
-    MissReason.NEGATIVE: "the night did not know it and no live answer is stored",
-    MissReason.EXPIRED: "its stored live answer is over",
-    MissReason.INPUT_CHANGED: "what is stored was computed from another input",
-    MissReason.PAGE_MISSING: "its page is not in Redis",
-    MissReason.CORRUPT: "its record in Redis is damaged or of another entity",
-    MissReason.ENTITY_BLOCKED: "it is on the blocklist",
-    MissReason.NEWER_EVENTS: "the user has newer events, and no answer with them is stored",
-    MissReason.EXHAUSTED: "nothing of its list is left to show",
-}
+    def find_nightly_record(self, *outcomes: ReadResult | None) -> tuple[Record, Hit] | None:
+        """The record that the night computed, from the first tier that has it."""
+        return next(
+            (
+                record_and_hit
+                for record_and_hit in self._readable(outcomes)
+                if not record_and_hit[1].live
+            ),
+            None,
+        )
 
+    def find_readable_record(self, *outcomes: ReadResult | None) -> tuple[Record, Hit] | None:
+        """The first record that can be read."""
+        return next(iter(self._readable(outcomes)), None)
 
-_TIERS = {
-    Source.L1: "this process would answer from its own memory (L1)",
-    Source.L2: "Redis would answer (L2)",
-    Source.LIVE: "live inference would answer",
-    Source.PREVIOUS: "the previous generation would answer",
-    Source.DEFAULT: "the default that holds for everybody would answer",
-}
+    def prediction(
+        self,
+        record: Record,
+        filter_mask: FilterMask | None = None,
+        reranker: Reranker | None = None,
+    ) -> Prediction:
+        """Prediction as it would be answered: without what is blocked, seen, filtered out or beyond `k`."""
+        case, exclusions = self.case, (self.exclusions,)
+        return from_record(
+            self.snapshot, case.table, record, case.k, exclusions, filter_mask, reranker
+        )
 
+    def _readable(self, outcomes: tuple[ReadResult | None, ...]) -> list[tuple[Record, Hit]]:
+        hits = [read_result for read_result in outcomes if isinstance(read_result, Hit)]
+        decoded = [(self._decoded(hit), hit) for hit in hits]
+        return [(record, hit) for record, hit in decoded if record is not None]
 
-def sentence(explanation: Mapping[str, Any]) -> str:
-    """Sentence on which rung would answer, why not a higher one, and what is wrong with what is stored, if anything."""
-    answer = explanation["answer"]
-    parts = [_TIERS[answer["tier"]]]
-    if (reason := answer["reason"]) is not None:
-        parts[0] += f", since {_REASONS.get(reason, reason)}"
-    if answer["live"]:
-        parts.append(f"live inference could not: {answer['live']}")
-    elif answer["tier"] in FALLBACKS and not explanation["model"]["computed_from"]:
-        parts.append("live inference needs a history or features")
-    l2_reason = explanation["l2"].get("reason")
-    if answer["tier"] == Source.L1 and l2_reason in _OUTAGE_TEXTS and reason is None:
-        parts.append(_OUTAGE_TEXTS[l2_reason])
-    if (explanation["page"] or {}).get("state") == "damaged":
-        parts.append("its page in Redis is not the one that the night made: restore it")
-    if (
-        explanation["same_bytes"] is False
-        and explanation["record"]
-        and explanation["record"]["by"] == "batch"
-    ):
-        parts.append("L1 and Redis hold different records")
-    difference = explanation["difference"]
-    if difference is not None:
-        parts.append(_compared(difference, explanation["model"]["computed_from"]))
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _compared(difference: Mapping[str, Any], computed_from: str) -> str:
-    by = {
-        "sent": "the model, from what was sent,",
-        "own": "the model",
-        "events": "the model, from the night's input and newer events,",
-        "stored_vector": "the stored vector",
-    }[computed_from]
-    if difference["exact"]:
-        return f"{by} says the same now"
-    if "overlap" not in difference:
-        return f"{by} differs by up to {difference.get('delta_max')} now"
-    if difference["overlap"] == 1.0:
-        return f"{by} has the same items in another order now"
-    return f"{by} shares {difference['overlap']:.0%} of the items now"
-
-
-AT_ONCE = 2
-"""Explanations under way: each reads a whole page, and runs the model."""
+    def _decoded(self, hit: Hit) -> Record | None:
+        try:
+            return self.case.decoded(self.snapshot, hit.record)
+        except CorruptArtefact:
+            return None
 
 
 class Explainer:
@@ -626,8 +530,8 @@ class Explainer:
         """Explains the one entity asked; raises Problem for several, for what never can be answered, and when busy."""
         if len(request.entities) != 1:
             raise unprocessable("batch_too_long", "one entity is explained at a time", "entities")
-        if self._under_way >= AT_ONCE:
-            raise Problem(503, "overloaded", f"{AT_ONCE} explanations are under way here")
+        if self._under_way >= EXPLANATIONS_MAX:
+            raise Problem(503, "overloaded", f"{EXPLANATIONS_MAX} explanations are under way here")
         self._under_way += 1
         try:
             return await self._build_explanation(served.pinned(request.options.generation), request)
@@ -727,7 +631,7 @@ class Explainer:
                 within = records.prediction(shown_record_and_hit[0], filter_mask, reranker)
                 explanation["rerank"] |= {"items_of_list": within["items"]}
             if live_prediction is not None and night_key.table is table:
-                explanation["difference"] = difference(prediction, live_prediction)
+                explanation["difference"] = prediction_difference(prediction, live_prediction)
         if answer["tier"] == Source.DEFAULT and raw is not None:
             history_ordinals = frozenset(answered.find_seen_ordinals(snapshot).tolist())
             explanation["default"] = from_defaults(
@@ -777,7 +681,7 @@ class Explainer:
         if isinstance(outcome, Miss):
             return previous_report | {"reason": outcome.reason.value}
         try:
-            decode(record_key.table.layout, outcome.record, previous.items.count)
+            decode_record(record_key.table.layout, outcome.record, previous.items.count)
         except CorruptArtefact:
             return previous_report | {"reason": MissReason.CORRUPT}
         return previous_report | {"found": True}
@@ -821,53 +725,6 @@ def _answer(case: PendingAnswer, rescore_result: RescoreResult) -> dict[str, Any
     return {"tier": source, "reason": reason and str(reason), "live": live}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RecordDecoder:
-    """Records that were seen of one case, as they would be answered."""
-
-    snapshot: Snapshot
-    case: PendingAnswer
-    exclusions: frozenset[int]
-
-    def find_nightly_record(self, *outcomes: ReadResult | None) -> tuple[Record, Hit] | None:
-        """The record that the night computed, from the first tier that has it."""
-        return next(
-            (
-                record_and_hit
-                for record_and_hit in self._readable(outcomes)
-                if not record_and_hit[1].live
-            ),
-            None,
-        )
-
-    def find_readable_record(self, *outcomes: ReadResult | None) -> tuple[Record, Hit] | None:
-        """The first record that can be read."""
-        return next(iter(self._readable(outcomes)), None)
-
-    def prediction(
-        self,
-        record: Record,
-        filter_mask: FilterMask | None = None,
-        reranker: Reranker | None = None,
-    ) -> Prediction:
-        """Prediction as it would be answered: without what is blocked, seen, filtered out or beyond `k`."""
-        case, exclusions = self.case, (self.exclusions,)
-        return from_record(
-            self.snapshot, case.table, record, case.k, exclusions, filter_mask, reranker
-        )
-
-    def _readable(self, outcomes: tuple[ReadResult | None, ...]) -> list[tuple[Record, Hit]]:
-        hits = [read_result for read_result in outcomes if isinstance(read_result, Hit)]
-        decoded = [(self._decoded(hit), hit) for hit in hits]
-        return [(record, hit) for record, hit in decoded if record is not None]
-
-    def _decoded(self, hit: Hit) -> Record | None:
-        try:
-            return self.case.decoded(self.snapshot, hit.record)
-        except CorruptArtefact:
-            return None
-
-
 def _within(prediction: Prediction, record: Record, table: Table) -> dict[str, Any]:
     """Items of the stored list that pass the filter, and what a lookup answers from: that, or vectors."""
     source = "vectors" if is_cut(prediction, record, table) else "list"
@@ -891,3 +748,145 @@ def _has_same_record(l1: ReadResult | None, l2: ReadResult) -> bool | None:
     if not isinstance(l1, Hit) or not isinstance(l2, Hit):
         return None
     return l1.record == l2.record
+
+
+ComparedPrediction = Mapping[str, Any]
+
+
+def prediction_difference(
+    stored_prediction: ComparedPrediction, live: ComparedPrediction
+) -> dict[str, Any]:
+    """Difference of two predictions of one kind: lists, vectors or values.
+
+    `exact`: the same items in the same order, or numbers equal to the bit. Scores have deltas (live minus stored) where
+    an item stands in both lists; `overlap` is the share of the longer list that stands in both.
+    """
+    if "items" in stored_prediction:
+        return _list_difference(
+            stored_prediction["items"], stored_prediction["scores"], live["items"], live["scores"]
+        )
+    name = "vector" if "vector" in stored_prediction else "values"
+    return _number_difference(np.asarray(stored_prediction[name]), np.asarray(live[name]))
+
+
+def _list_difference(
+    stored_items: Sequence[str],
+    stored_scores: NDArray[np.float32],
+    live: Sequence[str],
+    live_scores: NDArray[np.float32],
+) -> dict[str, Any]:
+    stored_score_by_item = dict(zip(stored_items, map(float, stored_scores), strict=True))
+    after = dict(zip(live, map(float, live_scores), strict=True))
+    common_items = [item for item in stored_items if item in after]
+    scores = (
+        np.array([scored[item] for item in common_items])
+        for scored in (after, stored_score_by_item)
+    )
+    k = max(len(stored_items), len(live))
+    live_rank_by_item = {item: number for number, item in enumerate(live)}
+    moved = [
+        abs(number - live_rank_by_item[item])
+        for number, item in enumerate(stored_items)
+        if item in live_rank_by_item
+    ]
+    return {
+        "exact": list(stored_items) == list(live),
+        "k": k,
+        "overlap": overlap(stored_items, live, k),
+        "only_stored": [item for item in stored_items if item not in after],
+        "only_live": [item for item in live if item not in stored_score_by_item],
+        "places_moved_max": max(moved, default=0),
+        **_deltas(*scores),
+    }
+
+
+def _number_difference(
+    stored_numbers: NDArray[np.float32], live: NDArray[np.float32]
+) -> dict[str, Any]:
+    if stored_numbers.shape != live.shape:
+        return {"exact": False, "sizes": [len(stored_numbers), len(live)]}
+    return {
+        "exact": bool(np.array_equal(stored_numbers, live)),
+        "cosine": cosine(stored_numbers, live),
+        **_deltas(live.astype(np.float64), stored_numbers),
+    }
+
+
+def _deltas(
+    live: NDArray[np.float64], stored_numbers: NDArray[np.floating]
+) -> dict[str, float | None]:
+    if not len(live):
+        return {"delta_max": None, "delta_mean": None}
+    errors = absolute_errors(live, stored_numbers)
+    return {"delta_max": errors.largest, "delta_mean": errors.mean}
+
+
+_OUTAGE_TEXTS = {
+    MissReason.L2_DOWN: "Redis cannot be reached",
+    MissReason.L2_TIMEOUT: "Redis does not answer in time",
+    MissReason.BREAKER_OPEN: "Redis failed several times in a row and is left alone for a moment",
+}
+
+_REASON_TEXTS = _OUTAGE_TEXTS | {
+    MissReason.NOT_IN_GENERATION: "the night did not know it and no live answer is stored",
+    MissReason.NEGATIVE: "the night did not know it and no live answer is stored",
+    MissReason.EXPIRED: "its stored live answer is over",
+    MissReason.INPUT_CHANGED: "what is stored was computed from another input",
+    MissReason.PAGE_MISSING: "its page is not in Redis",
+    MissReason.CORRUPT: "its record in Redis is damaged or of another entity",
+    MissReason.ENTITY_BLOCKED: "it is on the blocklist",
+    MissReason.NEWER_EVENTS: "the user has newer events, and no answer with them is stored",
+    MissReason.EXHAUSTED: "nothing of its list is left to show",
+}
+
+_TIER_TEXTS = {
+    Source.L1: "this process would answer from its own memory (L1)",
+    Source.L2: "Redis would answer (L2)",
+    Source.LIVE: "live inference would answer",
+    Source.PREVIOUS: "the previous generation would answer",
+    Source.DEFAULT: "the default that holds for everybody would answer",
+}
+
+
+def sentence(explanation: Mapping[str, Any]) -> str:
+    """Sentence on which rung would answer, why not a higher one, and what is wrong with what is stored, if anything."""
+    answer = explanation["answer"]
+    parts = [_TIER_TEXTS[answer["tier"]]]
+    if (reason := answer["reason"]) is not None:
+        parts[0] += f", since {_REASON_TEXTS.get(reason, reason)}"
+    if answer["live"]:
+        parts.append(f"live inference could not: {answer['live']}")
+    elif answer["tier"] in FALLBACKS and not explanation["model"]["computed_from"]:
+        parts.append("live inference needs a history or features")
+    l2_reason = explanation["l2"].get("reason")
+    if answer["tier"] == Source.L1 and l2_reason in _OUTAGE_TEXTS and reason is None:
+        parts.append(_OUTAGE_TEXTS[l2_reason])
+    if (explanation["page"] or {}).get("state") == "damaged":
+        parts.append("its page in Redis is not the one that the night made: restore it")
+    if (
+        explanation["same_bytes"] is False
+        and explanation["record"]
+        and explanation["record"]["by"] == "batch"
+    ):
+        parts.append("L1 and Redis hold different records")
+    difference = explanation["difference"]
+    if difference is not None:
+        parts.append(_difference_text(difference, explanation["model"]["computed_from"]))
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _difference_text(difference: Mapping[str, Any], computed_from: str) -> str:
+    by = {
+        "sent": "the model, from what was sent,",
+        "own": "the model",
+        "events": "the model, from the night's input and newer events,",
+        "stored_vector": "the stored vector",
+    }[computed_from]
+    if difference["exact"]:
+        return f"{by} says the same now"
+    if "overlap" not in difference:
+        return f"{by} differs by up to {difference.get('delta_max')} now"
+    if difference["overlap"] == 1.0:
+        return f"{by} has the same items in another order now"
+    return f"{by} shares {difference['overlap']:.0%} of the items now"

@@ -14,7 +14,7 @@ from serving.engine.ladder import Ladder
 from serving.engine.rendering.answer_fields import AnswerJson, history_in
 from serving.filters.filtered_lookup import Filters
 from serving.generations.served_set import ServedGenerations
-from serving.generations.snapshot import Snapshot, metric_of, vector_table
+from serving.generations.snapshot import Snapshot, ranking_metric, user_vector_table
 from serving.requests.errors import Problem
 from serving.requests.models import LookupRequest, RequestOptions, ScoreRequest
 
@@ -41,7 +41,7 @@ async def rank_candidates(
     reranker = await filters.reranker(served.live, sought.rerank, deadline)
     if not await _can_shape(filters, served.previous, sought, deadline):
         served = replace(served, previous=None)  # it cannot answer this, and the live one can
-    table = vector_table(served.live)
+    table = user_vector_table(served.live)
     user = score_request.user.of_table(table.name)
     options = replace(sought, fresh=sought.fresh or user.has_input, filter=None, rerank=None)
     answer = (await ladder.lookup(served, LookupRequest((user,), options), started))[0]
@@ -85,7 +85,7 @@ def _ranked(
     k: int | None,
     reranker: Reranker | None,
 ) -> dict[str, Any]:
-    metric = metric_of(snapshot)
+    metric = ranking_metric(snapshot)
     scores = score(vector[None, :], snapshot.items.vectors, ordinals[None, :], metric)[0]
     order = np.lexsort((ordinals, -scores))
     if reranker is not None:

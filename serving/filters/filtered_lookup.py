@@ -23,23 +23,20 @@ from serving.engine.event_counting import count_as
 from serving.engine.ladder import Ladder
 from serving.engine.rendering.answer_fields import AnswerJson
 from serving.generations.served_set import ServedGenerations
-from serving.generations.snapshot import Snapshot, metric_of, vector_table
+from serving.generations.snapshot import Snapshot, ranking_metric, user_vector_table
 from serving.requests.answers import Source
 from serving.requests.errors import Problem, from_input, unprocessable
 from serving.requests.models import LookupRequest
 from serving.requests.reasons import LiveReason
 
-THREADS = 2
+FILTER_THREADS = 2
 """Threads that work out what passes filters."""
 
-
-WAITING_MAX = 64
+WAITING_FILTERS_MAX = 64
 """Filters that wait for one of these threads or are in it; a request with another one is refused."""
-
 
 _INLINE_COST = 262_144
 """Comparisons of a number up to which a filter is worked out on the event loop: a hop to a thread takes as long."""
-
 
 _INLINE_ROWS = 4_096
 """Vectors up to which a search is made there."""
@@ -193,7 +190,7 @@ class Filters:
         key = id(filtering), filter_ if isinstance(filter_, str) else filter_.key
         evaluation = self._evaluations.get(key)
         if evaluation is None:
-            if len(self._evaluations) >= WAITING_MAX or not self.admit():
+            if len(self._evaluations) >= WAITING_FILTERS_MAX or not self.admit():
                 raise _overloaded()
             work = executor.submit(filtering.evaluate, filter_)
             evaluation = _Evaluation(filtering, work, asyncio.wrap_future(work))
@@ -367,7 +364,7 @@ class FilteredLookup:
                     case.reason if case.hit is None else None,
                 )  # fmt: skip
         if users:
-            table = vector_table(snapshot).name
+            table = user_vector_table(snapshot).name
             entities = tuple(cases[index].entity.of_table(table) for index in users)
             options = replace(context.options, k=None, filter=None, rerank=None, exclude=())
             of_vectors = await build_pending_answers(snapshot, LookupRequest(entities, options))
@@ -394,5 +391,5 @@ def _search_of(
     """Search that leaves out what a list leaves out; for another order it finds as many as a list has."""
     k = case.k if context.options.rerank is None else case.table.layout.width
     return VectorSearch(
-        vector, left_out(case, snapshot, context), k, metric_of(snapshot, case.table)
+        vector, left_out(case, snapshot, context), k, ranking_metric(snapshot, case.table)
     )

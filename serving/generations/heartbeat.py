@@ -13,9 +13,12 @@ from serving.generations.pointer_follower import PointerFollower
 from serving.metrics.registry import Metrics
 from serving.process.resources import InThread
 
+HOST_LOOK_S = 5.0
+"""Seconds between looks at the host's memory and disk."""
+
 
 class RedisClock:
-    """Unix seconds; this host's own clock until Redis has told its time."""
+    """Redis' clock in Unix seconds, the same for replicas and publishers on all hosts; at first this host's own."""
 
     def __init__(
         self,
@@ -36,10 +39,6 @@ class RedisClock:
     def set(self, redis_time_s: float, asked_at: float) -> None:
         """Sets the clock: Redis said `redis_time_s` half-way between the question, at monotonic `asked_at`, and now."""
         self._offset_s = redis_time_s - (asked_at + self._timer()) / 2
-
-
-LOOK_S = 5.0
-"""Seconds between looks."""
 
 
 @dataclass(slots=True, eq=False)

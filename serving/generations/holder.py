@@ -21,49 +21,15 @@ from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.process.resources import InThread
 
-
-def as_pointer(release: Release) -> Pointer:
-    """The pointer that a completed move wrote."""
-    return Pointer(release.generation, release.epoch, release.previous, release.attempt, release.at)
-
-
 log = logging.getLogger(__name__)
 
-
-Open = Callable[[Pointer, Blocklist], Snapshot]
+OpenSnapshot = Callable[[Pointer, Blocklist], Snapshot]
 """Opens the pointer's generation; slow and blocking, raises when it cannot be loaded."""
 
-
-def newest_pointer(store: ArtefactStore) -> Pointer | None:
-    """The newest completed move; raises LarderError, OSError or ValueError for records that cannot be read."""
-    release = newest_release(store)
-    return None if release is None else as_pointer(release)
-
-
-def open_published(
-    store: ArtefactStore, open_snapshot: Open, generation: str, blocklist: Blocklist
-) -> Snapshot | None:
-    """A generation as it was last released; None, said in the log, when it never was or cannot be opened."""
-    try:
-        made_live = [
-            release
-            for release in all_releases(store)
-            if release.is_done and release.generation == generation and release.action in MOVES
-        ]
-        if made_live:
-            return open_snapshot(as_pointer(made_live[-1]), blocklist)
-    except Exception:
-        log.warning("the previous generation %s is not here", generation, exc_info=True)
-        return None
-    log.warning("no release made %s live: it is not held as previous", generation)
-    return None
-
-
-Warm = Callable[[Snapshot, Snapshot | None], Coroutine[Any, Any, None]]
+WarmSnapshot = Callable[[Snapshot, Snapshot | None], Coroutine[Any, Any, None]]
 """(coming, current): reads ahead for the coming one what callers ask for; nothing is current at the start."""
 
-
-VALUES_S = 0.25
+VALUES_LOOK_S = 0.25
 """Seconds between looks at what events set: each new set of values makes the changed columns anew."""
 
 
@@ -82,10 +48,10 @@ class GenerationHolder:
 
     def __init__(
         self,
-        open_snapshot: Open,
+        open_snapshot: OpenSnapshot,
         metrics: Metrics,
         *,
-        warm: Warm,
+        warm: WarmSnapshot,
         flipped: Callable[[str], None] = lambda _before: None,
         aside: Executor | None = None,
         in_thread: InThread,
@@ -321,3 +287,33 @@ class GenerationHolder:
         if snapshot.filtering is None and not snapshot.new_items:
             return False
         return self.attributes.newest_item > snapshot.values_until
+
+
+def newest_pointer(store: ArtefactStore) -> Pointer | None:
+    """The newest completed move; raises LarderError, OSError or ValueError for records that cannot be read."""
+    release = newest_release(store)
+    return None if release is None else as_pointer(release)
+
+
+def open_published(
+    store: ArtefactStore, open_snapshot: OpenSnapshot, generation: str, blocklist: Blocklist
+) -> Snapshot | None:
+    """A generation as it was last released; None, said in the log, when it never was or cannot be opened."""
+    try:
+        made_live = [
+            release
+            for release in all_releases(store)
+            if release.is_done and release.generation == generation and release.action in MOVES
+        ]
+        if made_live:
+            return open_snapshot(as_pointer(made_live[-1]), blocklist)
+    except Exception:
+        log.warning("the previous generation %s is not here", generation, exc_info=True)
+        return None
+    log.warning("no release made %s live: it is not held as previous", generation)
+    return None
+
+
+def as_pointer(release: Release) -> Pointer:
+    """The pointer that a completed move wrote."""
+    return Pointer(release.generation, release.epoch, release.previous, release.attempt, release.at)

@@ -23,6 +23,13 @@ from serving.generations.served_set import ServedGenerations
 from serving.metrics.collectors import by_label
 from serving.process.resources import InThread
 
+log = logging.getLogger(__name__)
+
+ValueByLabel = Mapping[str, float]
+
+UNKNOWN_GATE = "unknown"
+"""Stand-in for the gate's name where the verdicts of what was refused cannot be read (yet)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Nights:
@@ -61,38 +68,6 @@ class Nights:
             "due": due.isoformat(timespec="seconds").replace("+00:00", "Z"),
             "age_seconds": self.age_s(),
         }
-
-
-class RedisMemory:
-    """Redis memory, asked now and then; `used_bytes`: None while that fails, `max_bytes`: 0 where one has no limit."""
-
-    def __init__(self, control: ControlPlane) -> None:
-        self.used_bytes: int | None = None
-        self.max_bytes = 0
-        self._control = control
-
-    async def refresh(self) -> None:
-        """Looks at all servers together: pages spread evenly over the nodes of a cluster."""
-        try:
-            infos = await self._control.infos()
-        except TierUnavailable:
-            self.used_bytes = None
-            return
-        self.used_bytes, self.max_bytes = memory(infos)
-
-
-def memory(infos: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-    """Bytes used and allowed on all servers together; 0 are allowed where one has no limit."""
-    pairs = [(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))) for info in infos]
-    limits = [limit for _, limit in pairs]
-    return sum(used for used, _ in pairs), sum(limits) if all(limits) else 0
-
-
-log = logging.getLogger(__name__)
-
-
-UNKNOWN = "unknown"
-"""Stand-in for the gate's name where the verdicts of what was refused cannot be read (yet)."""
 
 
 class ReleaseWatch:
@@ -140,13 +115,13 @@ class ReleaseWatch:
         if refusal is None:
             return frozenset()
         # A refusal is written before its verdicts are: what cannot be told yet is looked at again.
-        if self._judged[0] != refusal.stored_number or UNKNOWN in self._judged[1]:
+        if self._judged[0] != refusal.stored_number or UNKNOWN_GATE in self._judged[1]:
             try:
                 gates = read_manifest(self._store, refusal.generation).gates
             except LarderError:
                 gates = ()
             failed = frozenset(str(gate["rule"]) for gate in gates if not gate["passed"])
-            self._judged = refusal.stored_number, failed or frozenset({UNKNOWN})
+            self._judged = refusal.stored_number, failed or frozenset({UNKNOWN_GATE})
         return self._judged[1]
 
 
@@ -163,7 +138,29 @@ def open_refusal(happened: Iterable[Release]) -> Release | None:
     return refusal
 
 
-Samples = Mapping[str, float]
+class RedisMemory:
+    """Redis memory, asked now and then; `used_bytes`: None while that fails, `max_bytes`: 0 where one has no limit."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self.used_bytes: int | None = None
+        self.max_bytes = 0
+        self._control = control
+
+    async def refresh(self) -> None:
+        """Looks at all servers together: pages spread evenly over the nodes of a cluster."""
+        try:
+            infos = await self._control.infos()
+        except TierUnavailable:
+            self.used_bytes = None
+            return
+        self.used_bytes, self.max_bytes = memory_bytes(infos)
+
+
+def memory_bytes(infos: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """Bytes used and allowed on all servers together; 0 are allowed where one has no limit."""
+    pairs = [(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))) for info in infos]
+    limits = [limit for _, limit in pairs]
+    return sum(used for used, _ in pairs), sum(limits) if all(limits) else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,14 +189,14 @@ class NightMetrics(Collector):
             "Up to when the live generation knows data",
             None if live is None else live.data_until,
         )
-        yield from _of(live)
-        yield _by(
+        yield from _manifest_gauges(live)
+        yield _labelled_gauge(
             "larder_last_release_timestamp_seconds",
             "When each action of the release records was last taken",
             "action",
             releases.last,
         )
-        yield _by(
+        yield _labelled_gauge(
             "larder_gate_refused",
             "1 for each gate that refused the last night, while nothing was published since",
             "rule",
@@ -216,29 +213,29 @@ class NightMetrics(Collector):
         )
 
 
-def _of(live: Manifest | None) -> Iterable[GaugeMetricFamily]:
+def _manifest_gauges(live: Manifest | None) -> Iterable[GaugeMetricFamily]:
     tables = {} if live is None else live.tables
     gates = () if live is None else live.gates
-    yield _by(
+    yield _labelled_gauge(
         "larder_night_step_seconds",
         "How long each step of the live generation's night took; score: of all shards together",
         "step",
         {} if live is None else live.timings,
     )
-    yield _by(
+    yield _labelled_gauge(
         "larder_generation_size_bytes",
         "Pages of the live generation, by table",
         "table",
         {name: sum(part.file.size_bytes for part in table.parts) for name, table in tables.items()},
     )
-    yield _by(
+    yield _labelled_gauge(
         "larder_generation_records",
         "Records of the live generation, by table",
         "table",
         {name: sum(part.count for part in table.parts) for name, table in tables.items()},
     )
     reuse = None if live is None else Reuse.of(live.facts)
-    yield _by(
+    yield _labelled_gauge(
         "larder_generation_users",
         "Users of the live generation whose records were copied, or computed for this reason",
         "reason",
@@ -257,9 +254,9 @@ def _of(live: Manifest | None) -> Iterable[GaugeMetricFamily]:
         numbers = {
             rule: float(n) for rule, n in figure_by_rule.items() if isinstance(n, int | float)
         }
-        yield _by(f"larder_gate_{name}", text, "rule", numbers)
+        yield _labelled_gauge(f"larder_gate_{name}", text, "rule", numbers)
     overridden = {str(gate["rule"]): 1.0 for gate in gates if gate.get("overridden") is not None}
-    yield _by(
+    yield _labelled_gauge(
         "larder_gate_overridden",
         "1 for each gate that a person let the live generation pass",
         "rule",
@@ -267,5 +264,5 @@ def _of(live: Manifest | None) -> Iterable[GaugeMetricFamily]:
     )
 
 
-def _by(name: str, text: str, label: str, samples: Samples) -> GaugeMetricFamily:
+def _labelled_gauge(name: str, text: str, label: str, samples: ValueByLabel) -> GaugeMetricFamily:
     return by_label(GaugeMetricFamily(name, text, labels=[label]), samples)

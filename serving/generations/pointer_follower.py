@@ -22,67 +22,32 @@ from serving.requests.reasons import StaleReason
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+ConcernSubject = Literal[
+    "background", "blocklist", "events", "eviction", "experiments", "pointer", "redis"
+]
+PointerVerdict = Literal["same", "newer", "vanished", "backwards", "conflicting"]
 
-_FIRST_S = 10.0
+_REASON_BY_VERDICT: Mapping[PointerVerdict, StaleReason] = {
+    "vanished": StaleReason.POINTER_VANISHED,
+    "backwards": StaleReason.POINTER_BACKWARDS,
+    "conflicting": StaleReason.POINTER_CONFLICTING,
+}
+"""Word for a pointer that is not followed."""
 
+_LOAD_RETRY_S = 10.0
+"""Seconds between tries to load the live generation: each reads and checks every file."""
 
-_LONGEST_S = 640.0
-"""Longest wait in seconds, doubled up to here from try to try; it answers from its pages meanwhile."""
+_STAGE_RETRY_S = 5.0
+"""Seconds between tries to load the staged generation: each reads and checks every file."""
 
+_STAGE_TOP_UP_S = 1.0
+"""Seconds between top-ups of the staged generation: what has been asked since is read ahead too, until the flip."""
 
-class DegradedReopen:
-    """Reopens the live generation beside the follower's looks: a roll-back of a degraded one waits for no load."""
+_REOPEN_FIRST_S = 10.0
 
-    def __init__(self, holder: GenerationHolder, timer: Callable[[], float]) -> None:
-        self._holder = holder
-        self._timer = timer
-        self._at, self._wait_s = 0.0, _FIRST_S
-        self._task: asyncio.Task[None] | None = None
-
-    def begin(self) -> None:
-        """Starts over for another live generation: what was loading is not waited for."""
-        self.drop()
-        self._at, self._wait_s = self._timer() + _FIRST_S, _FIRST_S
-
-    def reopen_if_due(self, pointer: Pointer | None) -> None:
-        """Opens the pointer's generation once more if it is degraded and the time has come; returns at once."""
-        served = self._holder.served
-        if served is None or pointer is None or served.live.degraded is None:
-            return
-        if self._timer() < self._at or (self._task is not None and not self._task.done()):
-            return
-        self._wait_s = min(2 * self._wait_s, _LONGEST_S)
-        self._at = self._timer() + self._wait_s
-        self._task = asyncio.create_task(self._open(pointer))
-
-    def drop(self) -> asyncio.Task[None] | None:
-        """Cancels what is loading; returns its task, on its way to an end."""
-        if self._task is not None:
-            self._task.cancel()
-        return self._task
-
-    async def settled(self) -> None:
-        """Returns once nothing is loading."""
-        if self._task is not None:
-            await asyncio.wait({self._task})
-
-    async def _open(self, pointer: Pointer) -> None:
-        try:
-            reopened_snapshot = await self._holder.load(pointer)
-        except Exception:
-            log.warning("generation %s cannot be mended", pointer.generation, exc_info=True)
-            return
-        served = self._holder.served
-        # Another release may have become live meanwhile, also of this very generation: it has another epoch.
-        if (
-            reopened_snapshot.degraded is None
-            and served is not None
-            and served.live.epoch == pointer.epoch
-        ):
-            self._holder.put(dataclasses.replace(served, live=reopened_snapshot))
-
-
-About = Literal["background", "blocklist", "events", "eviction", "experiments", "pointer", "redis"]
+_REOPEN_MAX_S = 640.0
+"""Longest wait in seconds to reopen a degraded generation, doubled from try to try; its pages answer meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,204 +75,8 @@ class Health:
         }
 
 
-class Concerns:
-    """Reasons why answers may lag behind: at most one word about each thing that is followed."""
-
-    def __init__(self, about: About, reason: str) -> None:
-        self.text: str | None = reason
-        """All reasons, with commas between, or None; what callers and probes read."""
-        self._by_subject: dict[About, str] = {about: reason}
-
-    def note(self, about: About, reason: str | None) -> bool:
-        """Sets a concern, None ends it; returns whether that is news."""
-        if self._by_subject.get(about) == reason:
-            return False
-        if reason is None:
-            del self._by_subject[about]
-        else:
-            self._by_subject[about] = reason
-        self.text = ",".join(reason for _, reason in sorted(self._by_subject.items())) or None
-        return True
-
-
-Verdict = Literal["same", "newer", "vanished", "backwards", "conflicting"]
-
-
-def judge(pointer: Pointer | None, seen_pointer: Pointer | None) -> Verdict:
-    """Verdict on the pointer for a reader that has seen `seen_pointer`."""
-    if pointer is None:
-        return "vanished"
-    if seen_pointer is None or pointer.epoch > seen_pointer.epoch:
-        return "newer"
-    if pointer.epoch < seen_pointer.epoch:
-        return "backwards"
-    return "same" if pointer.generation == seen_pointer.generation else "conflicting"
-
-
-class PointerProgress:
-    """Lag of a replica; `bound_s`: seconds to load what was seen, retries included, before it should not be asked."""
-
-    def __init__(self, bound_s: float, timer: Callable[[], float]) -> None:
-        self.newest_pointer: Pointer | None = None
-        self.followed: Pointer | None = None
-        self.failed: str | None = None
-        self._bound_s = bound_s
-        self._timer = timer
-        self._behind_since = 0.0
-
-    @property
-    def is_behind(self) -> bool:
-        """True if the pointer that was seen is not the one that is served."""
-        return self.newest_pointer is not self.followed
-
-    def note_newer(self, pointer: Pointer) -> None:
-        """Notes a newer pointer; one more while behind does not begin the bound anew."""
-        if not self.is_behind:
-            self._behind_since = self._timer()
-        self.newest_pointer = pointer
-
-    def note_served(self, pointer: Pointer) -> None:
-        """Notes that the pointer's generation is served now."""
-        self.followed, self.failed = pointer, None
-
-    def overdue(self) -> str | None:
-        """Reason why this replica should not be asked, or None; one that has served nothing yet has no time to lose."""
-        if self.newest_pointer is None or not self.is_behind:
-            return None
-        is_first = self.followed is None and self.failed is not None
-        if not is_first and self._timer() - self._behind_since < self._bound_s:
-            return None
-        return self.failed or f"generation {self.newest_pointer.generation} is still loading"
-
-    def outside(self) -> str | None:
-        """Failure as anybody may hear it: `failed` without what the error says."""
-        if self.failed is None or self.newest_pointer is None:
-            return None
-        return f"generation {self.newest_pointer.generation} cannot be loaded"
-
-
-_STAGE_RETRY_S = 5.0
-"""Seconds between tries to load it: each reads and checks every file."""
-
-
-_TOP_UP_S = 1.0
-"""Seconds between top-ups: what has been asked since is read ahead too, until the flip comes."""
-
-
-class StagedGeneration:
-    """Staged generation, at most one at a time; asking for another, or for none, lets go of the one before."""
-
-    def __init__(
-        self, holder: GenerationHolder, clock: Callable[[], float], timer: Callable[[], float]
-    ) -> None:
-        self.requested_generation: str | None = None
-        self.is_ready = False
-        self.failed: str | None = None
-        self.warm_s: float | None = None
-        self._note: Staging | None = None
-        self._holder = holder
-        self._clock = clock
-        self._timer = timer
-        self._task: asyncio.Task[None] | None = None
-        self._next_at = 0.0
-
-    def update_note(self, raw: bytes | None) -> None:
-        """Takes in the staging note as it stands in Redis; one that cannot be read asks for nothing."""
-        try:
-            self._note = None if raw is None else Staging.from_bytes(raw)
-        except CorruptArtefact as error:
-            log.warning("the staging note cannot be read, nothing is held ready: %s", error)
-            self._note = None
-
-    def expected(self, live: str | None) -> str | None:
-        """The generation that the note asks for, until its time (by Redis' clock) is over or it is live."""
-        note = self._note
-        if note is None or note.generation == live or self._clock() >= note.until:
-            return None
-        return note.generation
-
-    def stage(self, generation: str | None) -> None:
-        """Sets what to hold from now on; returns at once. Called at every look, so it also tries again and tops up."""
-        if generation != self.requested_generation:
-            self.drop()
-            self.requested_generation = generation
-            self._begin(self._load)
-        elif generation is not None and self._timer() >= self._next_at:
-            self._begin(self._top_up if self.is_ready else self._load)
-
-    def drop(self) -> asyncio.Task[None] | None:
-        """Lets go of what is held or loading; returns the task of the load, on its way to an end."""
-        task = self._task
-        if task is not None:
-            task.cancel()
-        if self.is_ready:
-            self._holder.hold_staged(None)
-        self._task, self.requested_generation, self.failed, self.is_ready = None, None, None, False
-        return task
-
-    async def settled(self, within_s: float | None = None) -> None:
-        """Returns once nothing is loading, or when that takes too long."""
-        if self._task is not None:
-            await asyncio.wait({self._task}, timeout=within_s)
-
-    def is_loading(self, generation: str) -> bool:
-        """True if a load or a top-up of this very generation is under way."""
-        return (
-            generation == self.requested_generation
-            and self._task is not None
-            and not self._task.done()
-        )
-
-    def _begin(self, work: Callable[[str], Coroutine[Any, Any, None]]) -> None:
-        if self.requested_generation is None or (self._task is not None and not self._task.done()):
-            return
-        self._task = asyncio.create_task(work(self.requested_generation))
-
-    async def _load(self, generation: str) -> None:
-        started_at = self._timer()
-        try:
-            snapshot = self._holder.find_snapshot(generation) or await self._holder.open(generation)
-            if (reason := self._holder.is_worse(snapshot)) is not None:
-                self._fail(generation, reason)
-                return
-            await self._holder.warm(snapshot)
-        except Exception as error:  # whatever is wrong with it, the live one goes on
-            log.exception("generation %s cannot be made ready", generation)
-            self._fail(generation, masked(str(error)) or type(error).__name__)
-            return
-        self.failed, self.is_ready = None, True
-        self.warm_s = self._timer() - started_at
-        self._next_at = self._timer() + _TOP_UP_S
-        self._holder.hold_staged(snapshot)
-        log.info("generation %s is ready after %.3f s", generation, self.warm_s)
-
-    def _fail(self, generation: str, reason: str) -> None:
-        log.warning("generation %s is not ready: %s", generation, reason)
-        self.failed, self._next_at = reason, self._timer() + _STAGE_RETRY_S
-
-    async def _top_up(self, generation: str) -> None:
-        if (snapshot := self._holder.find_snapshot(generation)) is not None:
-            await self._holder.warm(snapshot)
-        self._next_at = self._timer() + _TOP_UP_S
-
-
-_RETRY_S = 10.0
-"""Seconds between tries to load what could not be loaded: each reads and checks every file."""
-
-
-_DISTRUSTED: Mapping[Verdict, StaleReason] = {
-    "vanished": StaleReason.POINTER_VANISHED,
-    "backwards": StaleReason.POINTER_BACKWARDS,
-    "conflicting": StaleReason.POINTER_CONFLICTING,
-}
-"""Word for a pointer that is not followed."""
-
-
-T = TypeVar("T")
-
-
 class PointerFollower:
-    """Decides what the shelf holds; nothing but a greater epoch changes what is served."""
+    """Decides what the holder holds; nothing but a greater epoch changes what is served."""
 
     def __init__(
         self,
@@ -333,7 +102,7 @@ class PointerFollower:
         self._in_thread = in_thread
         self._timer = timer
         self.concerns = Concerns("pointer", StaleReason.STARTING)
-        self._retry_s, self._retry_at = min(_RETRY_S, load_bound_s / 3), 0.0
+        self._retry_s, self._retry_at = min(_LOAD_RETRY_S, load_bound_s / 3), 0.0
         self._degraded_reopen = DegradedReopen(holder, timer)
         self._looking = asyncio.Lock()
         self._fetching: asyncio.Task[None] | None = None
@@ -393,7 +162,7 @@ class PointerFollower:
             reason_by_generation[self.progress.newest_pointer.generation] = self.failed
         return reason_by_generation
 
-    def note(self, about: About, reason: str | None, remedy: str = "") -> None:
+    def note(self, about: ConcernSubject, reason: str | None, remedy: str = "") -> None:
         """Sets a reason to trust this replica less, or None when it has passed; logged when it is news."""
         if self.concerns.note(about, reason) and reason is not None:
             log.warning("stale: %s%s", reason, remedy and f": {remedy}")
@@ -413,11 +182,11 @@ class PointerFollower:
         self.staged.update_note(note)
         # What the release records know and Redis does not was lost with an older Redis.
         await self._start_from_releases(pointer)
-        verdict = judge(pointer, self.progress.newest_pointer)
+        verdict = judge_pointer(pointer, self.progress.newest_pointer)
         if verdict == "newer" and pointer is not None:
             await self._follow(pointer)
         elif verdict != "same":
-            self._note_pointer_concern(_DISTRUSTED[verdict])
+            self._note_pointer_concern(_REASON_BY_VERDICT[verdict])
         elif not self.progress.is_behind:
             self._clear_pointer_concern()
         elif self.progress.newest_pointer is not None and self._timer() >= self._retry_at:
@@ -561,7 +330,7 @@ class PointerFollower:
         if (heard := await self._read_pointer_and_staging()) is None:
             return None
         current_pointer, _ = heard
-        return current_pointer if judge(current_pointer, pointer) == "newer" else None
+        return current_pointer if judge_pointer(current_pointer, pointer) == "newer" else None
 
     async def _fetch(self, pointer: Pointer, generation: str) -> None:
         previous = await self.holder.published(self._store, generation)
@@ -575,3 +344,225 @@ class PointerFollower:
     def _clear_pointer_concern(self) -> None:
         self.note("pointer", None)
         self._metrics.refreshes.labels("in_step").inc()
+
+
+class PointerProgress:
+    """Lag of a replica; `bound_s`: seconds to load what was seen, retries included, before it should not be asked."""
+
+    def __init__(self, bound_s: float, timer: Callable[[], float]) -> None:
+        self.newest_pointer: Pointer | None = None
+        self.followed: Pointer | None = None
+        self.failed: str | None = None
+        self._bound_s = bound_s
+        self._timer = timer
+        self._behind_since = 0.0
+
+    @property
+    def is_behind(self) -> bool:
+        """True if the pointer that was seen is not the one that is served."""
+        return self.newest_pointer is not self.followed
+
+    def note_newer(self, pointer: Pointer) -> None:
+        """Notes a newer pointer; one more while behind does not begin the bound anew."""
+        if not self.is_behind:
+            self._behind_since = self._timer()
+        self.newest_pointer = pointer
+
+    def note_served(self, pointer: Pointer) -> None:
+        """Notes that the pointer's generation is served now."""
+        self.followed, self.failed = pointer, None
+
+    def overdue(self) -> str | None:
+        """Reason why this replica should not be asked, or None; one that has served nothing yet has no time to lose."""
+        if self.newest_pointer is None or not self.is_behind:
+            return None
+        is_first = self.followed is None and self.failed is not None
+        if not is_first and self._timer() - self._behind_since < self._bound_s:
+            return None
+        return self.failed or f"generation {self.newest_pointer.generation} is still loading"
+
+    def outside(self) -> str | None:
+        """Failure as anybody may hear it: `failed` without what the error says."""
+        if self.failed is None or self.newest_pointer is None:
+            return None
+        return f"generation {self.newest_pointer.generation} cannot be loaded"
+
+
+def judge_pointer(pointer: Pointer | None, seen_pointer: Pointer | None) -> PointerVerdict:
+    """Verdict on the pointer for a reader that has seen `seen_pointer`."""
+    if pointer is None:
+        return "vanished"
+    if seen_pointer is None or pointer.epoch > seen_pointer.epoch:
+        return "newer"
+    if pointer.epoch < seen_pointer.epoch:
+        return "backwards"
+    return "same" if pointer.generation == seen_pointer.generation else "conflicting"
+
+
+class Concerns:
+    """Reasons why answers may lag behind: at most one word about each thing that is followed."""
+
+    def __init__(self, about: ConcernSubject, reason: str) -> None:
+        self.text: str | None = reason
+        """All reasons, with commas between, or None; what callers and probes read."""
+        self._by_subject: dict[ConcernSubject, str] = {about: reason}
+
+    def note(self, about: ConcernSubject, reason: str | None) -> bool:
+        """Sets a concern, None ends it; returns whether that is news."""
+        if self._by_subject.get(about) == reason:
+            return False
+        if reason is None:
+            del self._by_subject[about]
+        else:
+            self._by_subject[about] = reason
+        self.text = ",".join(reason for _, reason in sorted(self._by_subject.items())) or None
+        return True
+
+
+class StagedGeneration:
+    """Staged generation, at most one at a time; asking for another, or for none, lets go of the one before."""
+
+    def __init__(
+        self, holder: GenerationHolder, clock: Callable[[], float], timer: Callable[[], float]
+    ) -> None:
+        self.requested_generation: str | None = None
+        self.is_ready = False
+        self.failed: str | None = None
+        self.warm_s: float | None = None
+        self._note: Staging | None = None
+        self._holder = holder
+        self._clock = clock
+        self._timer = timer
+        self._task: asyncio.Task[None] | None = None
+        self._next_at = 0.0
+
+    def update_note(self, raw: bytes | None) -> None:
+        """Takes in the staging note as it stands in Redis; one that cannot be read asks for nothing."""
+        try:
+            self._note = None if raw is None else Staging.from_bytes(raw)
+        except CorruptArtefact as error:
+            log.warning("the staging note cannot be read, nothing is held ready: %s", error)
+            self._note = None
+
+    def expected(self, live: str | None) -> str | None:
+        """The generation that the note asks for, until its time (by Redis' clock) is over or it is live."""
+        note = self._note
+        if note is None or note.generation == live or self._clock() >= note.until:
+            return None
+        return note.generation
+
+    def stage(self, generation: str | None) -> None:
+        """Sets what to hold from now on; returns at once. Called at every look, so it also tries again and tops up."""
+        if generation != self.requested_generation:
+            self.drop()
+            self.requested_generation = generation
+            self._begin(self._load)
+        elif generation is not None and self._timer() >= self._next_at:
+            self._begin(self._top_up if self.is_ready else self._load)
+
+    def drop(self) -> asyncio.Task[None] | None:
+        """Lets go of what is held or loading; returns the task of the load, on its way to an end."""
+        task = self._task
+        if task is not None:
+            task.cancel()
+        if self.is_ready:
+            self._holder.hold_staged(None)
+        self._task, self.requested_generation, self.failed, self.is_ready = None, None, None, False
+        return task
+
+    async def settled(self, within_s: float | None = None) -> None:
+        """Returns once nothing is loading, or when that takes too long."""
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=within_s)
+
+    def is_loading(self, generation: str) -> bool:
+        """True if a load or a top-up of this very generation is under way."""
+        return (
+            generation == self.requested_generation
+            and self._task is not None
+            and not self._task.done()
+        )
+
+    def _begin(self, work: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        if self.requested_generation is None or (self._task is not None and not self._task.done()):
+            return
+        self._task = asyncio.create_task(work(self.requested_generation))
+
+    async def _load(self, generation: str) -> None:
+        started_at = self._timer()
+        try:
+            snapshot = self._holder.find_snapshot(generation) or await self._holder.open(generation)
+            if (reason := self._holder.is_worse(snapshot)) is not None:
+                self._fail(generation, reason)
+                return
+            await self._holder.warm(snapshot)
+        except Exception as error:  # whatever is wrong with it, the live one goes on
+            log.exception("generation %s cannot be made ready", generation)
+            self._fail(generation, masked(str(error)) or type(error).__name__)
+            return
+        self.failed, self.is_ready = None, True
+        self.warm_s = self._timer() - started_at
+        self._next_at = self._timer() + _STAGE_TOP_UP_S
+        self._holder.hold_staged(snapshot)
+        log.info("generation %s is ready after %.3f s", generation, self.warm_s)
+
+    def _fail(self, generation: str, reason: str) -> None:
+        log.warning("generation %s is not ready: %s", generation, reason)
+        self.failed, self._next_at = reason, self._timer() + _STAGE_RETRY_S
+
+    async def _top_up(self, generation: str) -> None:
+        if (snapshot := self._holder.find_snapshot(generation)) is not None:
+            await self._holder.warm(snapshot)
+        self._next_at = self._timer() + _STAGE_TOP_UP_S
+
+
+class DegradedReopen:
+    """Reopens the live generation beside the follower's looks: a roll-back of a degraded one waits for no load."""
+
+    def __init__(self, holder: GenerationHolder, timer: Callable[[], float]) -> None:
+        self._holder = holder
+        self._timer = timer
+        self._at, self._wait_s = 0.0, _REOPEN_FIRST_S
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Starts over for another live generation: what was loading is not waited for."""
+        self.drop()
+        self._at, self._wait_s = self._timer() + _REOPEN_FIRST_S, _REOPEN_FIRST_S
+
+    def reopen_if_due(self, pointer: Pointer | None) -> None:
+        """Opens the pointer's generation once more if it is degraded and the time has come; returns at once."""
+        served = self._holder.served
+        if served is None or pointer is None or served.live.degraded is None:
+            return
+        if self._timer() < self._at or (self._task is not None and not self._task.done()):
+            return
+        self._wait_s = min(2 * self._wait_s, _REOPEN_MAX_S)
+        self._at = self._timer() + self._wait_s
+        self._task = asyncio.create_task(self._open(pointer))
+
+    def drop(self) -> asyncio.Task[None] | None:
+        """Cancels what is loading; returns its task, on its way to an end."""
+        if self._task is not None:
+            self._task.cancel()
+        return self._task
+
+    async def settled(self) -> None:
+        """Returns once nothing is loading."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def _open(self, pointer: Pointer) -> None:
+        try:
+            reopened_snapshot = await self._holder.load(pointer)
+        except Exception:
+            log.warning("generation %s cannot be mended", pointer.generation, exc_info=True)
+            return
+        served = self._holder.served
+        # Another release may have become live meanwhile, also of this very generation: it has another epoch.
+        if (
+            reopened_snapshot.degraded is None
+            and served is not None
+            and served.live.epoch == pointer.epoch
+        ):
+            self._holder.put(dataclasses.replace(served, live=reopened_snapshot))

@@ -1,4 +1,4 @@
-"""Background of a replica: looks at pointer and blocklist, listens for announcements, and beats."""
+"""Background of a replica: looks at pointer and blocklist, listens for announcements, and sends heartbeats."""
 
 import asyncio
 import contextlib
@@ -22,55 +22,13 @@ from serving.generations.pointer_follower import PointerFollower
 from serving.process.resources import InThread
 from serving.requests.reasons import StaleReason
 
-
-def newest_blocklist(store: ArtefactStore, current: int) -> tuple[Blocklist | None, str | None]:
-    """The newest readable version above `current` (-1: none yet), and why it is not the newest of all."""
-    names = store.names("blocklist")
-    stems = [name.removesuffix(".json") for name in names if name.endswith(".json")]
-    versions = sorted(
-        {int(stem): stem for stem in stems if len(stem) == 12 and stem.isdecimal()}.items(),
-        reverse=True,
-    )
-    newest_version = versions[0][0] if versions else 0
-    if newest_version < current:
-        raise StoreError(
-            f"version {newest_version} is the newest in the store, {current} is in force"
-        )
-    if not versions and not store.names(""):
-        # A volume that is not mounted looks like a store in which nothing was ever blocked.
-        raise StoreError(f"there is nothing at all in {store.url}")
-    trouble = None
-    for version, stem in versions:
-        if version <= current:
-            return None, trouble
-        try:
-            return _read(store, version, stem), trouble
-        except (LarderError, OSError, ValueError) as error:
-            trouble = trouble or f"version {version}: {error}"
-    return (Blocklist() if not versions and current < 0 else None), trouble
-
-
-def _read(store: ArtefactStore, version: int, stem: str) -> Blocklist:
-    raw = store.read(f"blocklist/{stem}.json")
-    blocklist = None if raw is None else Blocklist.from_bytes(raw)
-    if blocklist is None or blocklist.version != version:
-        raise CorruptArtefact(
-            "is not there" if blocklist is None else f"calls itself {blocklist.version}"
-        )
-    return blocklist
-
-
 log = logging.getLogger(__name__)
 
-
-_EXPECTING_S = 0.1
+_EXPECTING_POLL_S = 0.1
 """Seconds between looks at the pointer while a generation is staged."""
 
-
-_SWEEP_S = 600.0
-
-
-Step = Callable[[], Coroutine[Any, Any, None]]
+_COPIES_SWEEP_S = 600.0
+BackgroundStep = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Refresher:
@@ -104,19 +62,19 @@ class Refresher:
             asyncio.Event(), asyncio.Event(), asyncio.Event(),
         )  # fmt: skip
         self._wakes = {b"blocklist": self._wake_blocklist}
-        self._steps: list[tuple[str, Callable[[], float], Step, asyncio.Event]] = [
+        self._steps: list[tuple[str, Callable[[], float], BackgroundStep, asyncio.Event]] = [
             ("pointer", self.look_s, follower.poll_pointer, self._wake_pointer),
             ("blocklist", lambda: blocklist_poll_s, self.look_at_blocklist, self._wake_blocklist),
             ("heartbeat", lambda: heartbeat_s, self.beat, self._wake_beat),
-            ("host_copies", lambda: _SWEEP_S, self.sweep_copies, asyncio.Event()),
+            ("host_copies", lambda: _COPIES_SWEEP_S, self.sweep_copies, asyncio.Event()),
         ]
         self._tasks: list[asyncio.Task[None]] = []
-        self._runs: list[tuple[str, Step]] = []
+        self._runs: list[tuple[str, BackgroundStep]] = []
         self._beating = asyncio.Lock()
         self._is_policy_fine = self._is_policy_unknown = False
 
     def add_periodic(
-        self, name: str, pause_s: float, step: Step, wake: bytes | None = None
+        self, name: str, pause_s: float, step: BackgroundStep, wake: bytes | None = None
     ) -> None:
         """Takes another step, every `pause_s` seconds from the start on, and when `wake` is announced.
 
@@ -126,7 +84,7 @@ class Refresher:
         if wake is not None:
             self._wakes[wake] = event
 
-    def add_loop(self, name: str, run: Step) -> None:
+    def add_loop(self, name: str, run: BackgroundStep) -> None:
         """Take a run along, in a background loop with this name, from the start until this is closed."""
         self._runs.append((name, run))
 
@@ -140,7 +98,7 @@ class Refresher:
             self._wake_beat.set
         )  # whoever waits for a swap hears of it at once
         for name, pause_s, step, wake in self._steps:
-            wait = functools.partial(_wait, pause_s, wake)
+            wait = functools.partial(_wait_for_wake, pause_s, wake)
             self._tasks.append(self._loops.start(name, step, wait=wait))
         for name, run in (("announcements", self.listen), *self._runs):
             self._tasks.append(self._loops.start(name, run))
@@ -158,7 +116,7 @@ class Refresher:
 
     def look_s(self) -> float:
         """Seconds to the next look: a replica that a publisher waits for must not be the one that flips late."""
-        return min(self._poll_s, _EXPECTING_S) if self.follower.is_expecting else self._poll_s
+        return min(self._poll_s, _EXPECTING_POLL_S) if self.follower.is_expecting else self._poll_s
 
     async def look_at_blocklist(self) -> None:
         """Take over the newest blocklist that can be read; what cannot be read leaves the last in force, marked.
@@ -242,10 +200,47 @@ class Refresher:
         await asyncio.sleep(self._poll_s)
 
 
-async def _wait(pause_s: Callable[[], float], wake: asyncio.Event) -> None:
+async def _wait_for_wake(pause_s: Callable[[], float], wake: asyncio.Event) -> None:
     """Return after a pause, or as soon as `wake` is set."""
     # Not wait_for: in Python 3.11 it loses a cancellation that meets the event.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(pause_s()):
             await wake.wait()
     wake.clear()
+
+
+def newest_blocklist(store: ArtefactStore, current: int) -> tuple[Blocklist | None, str | None]:
+    """The newest readable version above `current` (-1: none yet), and why it is not the newest of all."""
+    names = store.names("blocklist")
+    stems = [name.removesuffix(".json") for name in names if name.endswith(".json")]
+    versions = sorted(
+        {int(stem): stem for stem in stems if len(stem) == 12 and stem.isdecimal()}.items(),
+        reverse=True,
+    )
+    newest_version = versions[0][0] if versions else 0
+    if newest_version < current:
+        raise StoreError(
+            f"version {newest_version} is the newest in the store, {current} is in force"
+        )
+    if not versions and not store.names(""):
+        # A volume that is not mounted looks like a store in which nothing was ever blocked.
+        raise StoreError(f"there is nothing at all in {store.url}")
+    trouble = None
+    for version, stem in versions:
+        if version <= current:
+            return None, trouble
+        try:
+            return _read_blocklist(store, version, stem), trouble
+        except (LarderError, OSError, ValueError) as error:
+            trouble = trouble or f"version {version}: {error}"
+    return (Blocklist() if not versions and current < 0 else None), trouble
+
+
+def _read_blocklist(store: ArtefactStore, version: int, stem: str) -> Blocklist:
+    raw = store.read(f"blocklist/{stem}.json")
+    blocklist = None if raw is None else Blocklist.from_bytes(raw)
+    if blocklist is None or blocklist.version != version:
+        raise CorruptArtefact(
+            "is not there" if blocklist is None else f"calls itself {blocklist.version}"
+        )
+    return blocklist

@@ -30,9 +30,11 @@ from cache.model.ranking import Metric
 from cache.model.runtime import Accelerator
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import Blocklist
-from cache.tiers.tiered import View
+from cache.tiers.reads import View
 from serving.config.settings import Precision
 from serving.requests.errors import Problem
+
+_STAMPS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,35 +50,6 @@ class DefaultList:
         """The ordinals of those of the ids that stand in it."""
         ordinals = self.ordinals
         return frozenset([ordinals[raw] for raw in raws or () if raw in ordinals])
-
-
-def read_defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str, DefaultList]:
-    """Defaults of a generation by table; raises CorruptArtefact where they do not fit its items.
-
-    Tables of items have none: what is popular suits somebody of whom nothing is known, but is like no item.
-    """
-    raw = (root / manifest.defaults.path).read_bytes()
-    try:
-        document = orjson.loads(raw)
-        defaults = {}
-        for name, default_list in document.items():
-            if name in manifest.tables and manifest.tables[name].entity == "item":
-                continue
-            raws = [id_.encode() for id_ in default_list["items"]]
-            ordinals = items.ordinals_of(raws)
-            if (ordinals < 0).any() or len(ordinals) != len(default_list["scores"]):
-                raise CorruptArtefact(f"the defaults of {name} do not fit the item table")
-            defaults[name] = DefaultList(
-                ordinals.astype(np.uint32),
-                np.array(default_list["scores"], np.float32),
-                dict(zip(raws, ordinals.tolist(), strict=True)),
-            )
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptArtefact(f"{manifest.defaults.path} cannot be read: {error}") from error
-    return defaults
-
-
-_STAMPS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +141,7 @@ class Snapshot:
                 exact_bytes=events.exact_bytes,
             )  # fmt: skip
             has, degraded = open_event_models(store, manifest, opened, has)
-        blocked, blocked_ordinals = _blocked(blocklist, items)
+        blocked, blocked_ordinals = _blocked_items(blocklist, items)
         return cls(
             generation=generation,
             epoch=epoch,
@@ -193,7 +166,7 @@ class Snapshot:
 
     def with_blocklist(self, blocklist: Blocklist) -> Self:
         """Snapshot of this generation under another version of the blocklist."""
-        blocked, ordinals = _blocked(blocklist, self.items, self.new_items)
+        blocked, ordinals = _blocked_items(blocklist, self.items, self.new_items)
         return dataclasses.replace(
             self, blocklist=blocklist, blocked=blocked, blocked_ordinals=ordinals,
             blocked_stamp=next(_STAMPS),
@@ -203,7 +176,7 @@ class Snapshot:
         """Snapshot of this generation that answers with these new items, whose attributes its filters know."""
         if new.digest == self.new_items.digest:
             return self._alike(new_items=new, filtering=filtering, new_items_version=version)
-        blocked, _ = _blocked(self.blocklist, self.items, new)
+        blocked, _ = _blocked_items(self.blocklist, self.items, new)
         return dataclasses.replace(
             self, new_items=new, new_items_version=version, filtering=filtering, blocked=blocked,
         )  # fmt: skip
@@ -309,7 +282,7 @@ def _iso(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def _blocked(
+def _blocked_items(
     blocklist: Blocklist, items: ItemTable, new_items: NewItems = NO_NEW_ITEMS
 ) -> tuple[frozenset[int], NDArray[np.int64]]:
     """(numbers of all blocked items, ordinals of those of the night)."""
@@ -320,7 +293,33 @@ def _blocked(
     return frozenset(numbers[numbers >= 0].tolist()), known_ordinals
 
 
-def vector_table(snapshot: Snapshot) -> Table:
+def read_defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str, DefaultList]:
+    """Defaults of a generation by table; raises CorruptArtefact where they do not fit its items.
+
+    Tables of items have none: what is popular suits somebody of whom nothing is known, but is like no item.
+    """
+    raw = (root / manifest.defaults.path).read_bytes()
+    try:
+        document = orjson.loads(raw)
+        defaults = {}
+        for name, default_list in document.items():
+            if name in manifest.tables and manifest.tables[name].entity == "item":
+                continue
+            raws = [id_.encode() for id_ in default_list["items"]]
+            ordinals = items.ordinals_of(raws)
+            if (ordinals < 0).any() or len(ordinals) != len(default_list["scores"]):
+                raise CorruptArtefact(f"the defaults of {name} do not fit the item table")
+            defaults[name] = DefaultList(
+                ordinals.astype(np.uint32),
+                np.array(default_list["scores"], np.float32),
+                dict(zip(raws, ordinals.tolist(), strict=True)),
+            )
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptArtefact(f"{manifest.defaults.path} cannot be read: {error}") from error
+    return defaults
+
+
+def user_vector_table(snapshot: Snapshot) -> Table:
     """The user vectors whose products with the item vectors mean something; 404 when the generation has none."""
     dims = snapshot.manifest.items.dims
     for table in snapshot.manifest.tables.values():
@@ -331,7 +330,7 @@ def vector_table(snapshot: Snapshot) -> Table:
     )
 
 
-def metric_of(snapshot: Snapshot, table: Table | None = None) -> Metric:
+def ranking_metric(snapshot: Snapshot, table: Table | None = None) -> Metric:
     """Metric that the night ranked a table of lists by, or without one its users' lists; else the inner product."""
     manifest = snapshot.manifest
     for candidate_table in [table] if table is not None else manifest.tables.values():

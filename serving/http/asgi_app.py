@@ -9,11 +9,11 @@ from urllib.parse import unquote
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
-from serving.access.callers import Callers, caller_of, enter
+from serving.access.callers import Callers, caller_of, enter_quota
 from serving.admission.controller import Admission
-from serving.admission.gate import OVERLOADED, AdmissionGate, refusal_of
+from serving.admission.gate import OVERLOADED_REFUSAL, AdmissionGate, refusal_of
 from serving.admission.work_pacer import IS_GONE, PACER, CallerGone, note_wait
-from serving.requests.bodies import BYTES_MAX, BodyBudget, Messages
+from serving.requests.bodies import BODIES_BYTES_MAX, BodyBudget, Messages
 from serving.requests.errors import Problem
 from serving.tracing.observer import RequestObserver
 
@@ -85,7 +85,7 @@ class _Admitted:
 class AsgiApp(FastAPI):
     """FastAPI as its callers meet it: observed, admitted, within bounds. Without a `gate` it is FastAPI alone."""
 
-    def __init__(self, *, bodies_bytes: int = BYTES_MAX, **settings: Any) -> None:
+    def __init__(self, *, bodies_bytes: int = BODIES_BYTES_MAX, **settings: Any) -> None:
         super().__init__(**settings)
         self.bodies = BodyBudget(bodies_bytes)
         self.callers = Callers(is_open=True)
@@ -146,7 +146,7 @@ class AsgiApp(FastAPI):
     ) -> None:
         """Answers a request of a caller with a quota, in flight until its response is sent."""
         try:
-            entered = enter(scope)
+            entered = enter_quota(scope)
         except Problem as problem:
             await _send_messages(gate.count_if_refused(refusal_of(problem)), send)
             return
@@ -165,7 +165,7 @@ class AsgiApp(FastAPI):
         if not scope["path"].startswith(_LIMITED):  # decoded, as the router reads it
             await self._behind(None, scope, receive, send, watch)
             return
-        answer, is_short = OVERLOADED, scope["method"] == "GET"
+        answer, is_short = OVERLOADED_REFUSAL, scope["method"] == "GET"
         if gate.admission.enter():
             admission_slot = _Admitted(gate.admission, send)
             work = gate.admission.work
@@ -176,7 +176,7 @@ class AsgiApp(FastAPI):
                 judged: Receive | None = receive
                 if gate.admission.may_be_late(waited_s):
                     judged = await gate.late(scope, receive, waited_s)
-                response_messages: Messages | None = OVERLOADED
+                response_messages: Messages | None = OVERLOADED_REFUSAL
                 if not is_short and not self.has_room():
                     gate.admission.shed["full"] += 1
                 elif judged is not None:
@@ -206,7 +206,7 @@ class AsgiApp(FastAPI):
         if fast is not None and scope["method"] == "GET" and (parsed_get := fast.parse_get(scope)):
             answer = await fast.get(parsed_get) if parsed_get.is_plain else None
         if answer is None and ADMITTED not in scope and not gate.admission.admit_costly():
-            return OVERLOADED, None, receive
+            return OVERLOADED_REFUSAL, None, receive
         if fast is not None and is_post:
             answer, receive = await fast.post(scope, receive)
         return answer, parsed_get, receive
@@ -274,7 +274,7 @@ class AsgiApp(FastAPI):
         gate, fast = self.gate, self.fast
         if gate is None or fast is None:
             return None
-        answer = OVERLOADED
+        answer = OVERLOADED_REFUSAL
         if gate.admission.enter():
             work = gate.admission.work
             paced = PACER.set(work)
@@ -284,7 +284,7 @@ class AsgiApp(FastAPI):
                 if not (
                     gate.admission.may_be_late(waited_s) and gate.is_late(scope, b"", waited_s)
                 ):
-                    response_messages: Messages | None = OVERLOADED
+                    response_messages: Messages | None = OVERLOADED_REFUSAL
                     if parsed_get.is_plain:
                         response_messages = await fast.get(parsed_get)
                     elif gate.admission.admit_costly():
@@ -316,7 +316,7 @@ class AsgiApp(FastAPI):
         gate = self.gate
         if gate is None or gate.admission.admit_costly():
             return None
-        return gate.count_if_refused(OVERLOADED)
+        return gate.count_if_refused(OVERLOADED_REFUSAL)
 
     def refused(self, problem: Problem) -> Messages:
         """The response to a request that is refused where it came in, counted."""

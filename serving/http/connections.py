@@ -1,8 +1,4 @@
-"""Connections within bounds: their number, what each may send and leave unread, and how long it may stand still.
-
-What each request touches lies together, in slots: with thousands of connections each of them is out of the processor's
-caches when its turn comes, and every object of its own costs more than the lookup.
-"""
+"""Connections within bounds: their number, what each may send and leave unread, and how long it may stand still."""
 
 import asyncio
 import contextlib
@@ -16,17 +12,31 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from cache.config.serving import Bounds
+from cache.config.serving import PeerBounds
 from serving.http.http1_protocol import PIECE, Http1Protocol, ProtocolViolation
 
-BEHIND = 64 << 10
+log = logging.getLogger(__name__)
+
+BEHIND_BYTES_MAX = 64 << 10
 """Bytes of requests that may wait behind one that is not answered."""
 
+SLOW_READER_S: Final = 1.0
+"""Seconds for which a peer may let a large answer wait before its connection counts as slow. One that reads, however
+far away, takes megabytes in less.
+"""
 
+_CHECK_EVERY_S = 1.0
+
+_CHECKED_PER_TURN = 32
+"""Connections that are looked at in one turn of the loop."""
+
+_REFUSED_MAX = 128
+"""Connections beyond `connections_max` that may read why they are refused; the others are closed at once."""
+
+_RESET_LINGER = struct.pack("ii", 1, 0)
 _HEAD_END = b"\r\n\r\n"
 
-
-_REFUSALS = {
+_BOUND_REFUSALS = {
     408: ("head", "the request's head did not arrive in time"),
     413: ("behind", "too much is sent behind a request that is not answered yet"),
     429: ("pipeline", "too many requests of one connection are not answered yet"),
@@ -35,122 +45,75 @@ _REFUSALS = {
 }
 """Status -> what the end is counted as, and what the peer is told."""
 
-
-Kind = Literal["silent", "head", "body", "write", "close"]
-
-
-class ConnectionStage(NamedTuple):
-    """The point at which a connection stands; `progress` differs as soon as it moved on."""
-
-    kind: Kind
-    progress: tuple[int, ...] = ()
+StageKind = Literal["silent", "head", "body", "write", "close"]
 
 
-class BoundViolation(ProtocolViolation):
-    """A bound that a connection has passed, by the status that its peer gets; `kind` is what its end is counted as."""
+class Peer(Protocol):
+    """A connection that can be checked for progress, and dropped."""
 
-    def __init__(self, status: int) -> None:
-        self.kind, message = _REFUSALS[status]
-        super().__init__(status, message)
+    def close_if_stalled(self, now_s: float) -> None:
+        """Ends the connection if it has not moved on in time."""
 
-
-class InboundMeter:
-    """Counters of one connection; beyond a bound they raise Excess."""
-
-    __slots__ = (
-        "_behind",
-        "_bounds",
-        "_fields",
-        "_head",
-        "_quiet",
-        "_stage",
-        "_stage_began_at",
-        "is_head",
-        "is_whole",
-        "message_count",
-    )  # fmt: skip
-
-    def __init__(self, bounds: Bounds) -> None:
-        self._bounds = bounds
-        self.message_count = 0
-        self.is_head, self.is_whole = False, True
-        self._head = self._fields = self._quiet = self._behind = 0
-        self._stage: ConnectionStage | None = None
-        self._stage_began_at = 0.0
-
-    def begin(self, waiting: int) -> None:
-        """Begins a message; raises Excess (429) if `waiting`, the others not answered yet, reaches `pipeline_max`."""
-        self.message_count += 1
-        self.is_head, self.is_whole = True, False
-        self._head = self._fields = self._quiet = 0
-        if waiting >= self._bounds.pipeline_max:
-            raise BoundViolation(429)
-
-    def excess(self, data: bytes) -> int:
-        """Status (431) if `data` begins or goes on with a head of more lines than `head_fields`; 0 otherwise.
-
-        Told field by field, they would cost four times as much as the connection that brings them.
-        """
-        if not self.is_whole and (not self.is_head or data.startswith((b"\r", b"\n"))):
-            return 0  # a body, or a head whose end may have begun before
-        end = data.find(_HEAD_END, 0, PIECE)
-        lines = data.count(b"\n", 0, PIECE if end < 0 else end)
-        return 431 if lines > 1 + self._bounds.head_fields else 0
-
-    def url(self, size: int) -> None:
-        """Adds `size` bytes of the request target; raises Excess (431) beyond `head_bytes`."""
-        self._head += size
-        if self._head > self._bounds.head_bytes:
-            raise BoundViolation(431)
-
-    def field(self, size: int) -> None:
-        """Adds a header field or trailer of `size` bytes; raises Excess (431) beyond `head_fields` or `head_bytes`."""
-        self._fields += 1
-        self._head += size
-        if self._fields > self._bounds.head_fields or self._head > self._bounds.head_bytes:
-            raise BoundViolation(431)
-
-    def body(self, size: int, *, is_behind: bool) -> None:
-        """Adds bytes of a body; of those behind another, which nobody reads as yet, over BEHIND raise Excess (413)."""
-        self._quiet = 0
-        if is_behind:
-            self._behind += size
-            if self._behind > BEHIND:
-                raise BoundViolation(413)
-
-    def answered(self) -> None:
-        """Resets the bytes behind: a request before them has its answer."""
-        self._behind = 0
-
-    def fed(self, size: int) -> bool:
-        """Returns whether `size` more bytes, of which the parser may have told nothing, are still within the bounds.
-
-        A value without an end is told at its end only. Counted by the piece, so up to two pieces more may have come.
-        """
-        if self.is_whole:
-            return True
-        self._quiet += size
-        return self._quiet <= self._bounds.head_bytes + PIECE
-
-    def late(self, stage: ConnectionStage | None, now_s: float) -> Kind | None:
-        """The kind of this stage if the connection has stood there for longer than it may."""
-        if stage != self._stage:
-            self._stage, self._stage_began_at = stage, now_s
-        elif stage is not None and now_s - self._stage_began_at > self._allowed_s(stage.kind):
-            self._stage = None
-            return stage.kind
-        return None
-
-    def _allowed_s(self, kind: Kind) -> float:
-        bounds = self._bounds
-        if kind == "body":
-            return bounds.body_timeout_s
-        return bounds.head_timeout_s if kind in ("silent", "head") else bounds.write_timeout_s
+    def drop(self) -> None:
+        """Ends the connection to make room for another, unless it has a request under way."""
 
 
-SLOW_S: Final = 1.0
-"""Seconds for which a peer may let a large answer wait before its connection counts as slow. One that reads, however
-far away, takes megabytes in less."""
+class Connections:
+    """Bounds the number of connections. One timer serves all: one for each request would cost as much as its answer."""
+
+    def __init__(self, bounds: PeerBounds) -> None:
+        self.bounds = bounds
+        self.unread = UnreadAnswers(bounds.answers_bytes)
+        self.ended_by_reason: Counter[str] = Counter()
+        """Connections ended, by reason; without those that were ended by their peers or for idleness."""
+        self._unasked: dict[Peer, None] = {}  # oldest first
+        self._logged_count = 0
+
+    def admit(self, connection: Peer, count: int) -> bool:
+        """Returns whether one more may stay, itself counted. The oldest that has asked nothing may have to go."""
+        bounds, unasked = self.bounds, self._unasked
+        is_full = count > bounds.connections_max
+        if is_full or len(unasked) >= bounds.connections_new_max:
+            if not unasked:
+                return False
+            oldest = next(iter(unasked))
+            del unasked[oldest]
+            self.ended_by_reason["unasked"] += 1
+            oldest.drop()
+        unasked[connection] = None
+        return True
+
+    def discard_unasked(self, connection: Peer) -> None:
+        """Takes a connection off those that have asked nothing: a head of it is here, or it is gone."""
+        self._unasked.pop(connection, None)
+
+    @property
+    def every_s(self) -> float:
+        """Seconds between two looks at a connection."""
+        bounds = self.bounds
+        shortest = min(bounds.head_timeout_s, bounds.body_timeout_s, bounds.write_timeout_s)
+        return min(_CHECK_EVERY_S, shortest / 4)
+
+    async def close_stalled(self, connections: Collection[Peer], now_s: float) -> None:
+        """Looks at each connection, a few in a turn of the loop."""
+        for number, connection in enumerate(list(connections), 1):
+            connection.close_if_stalled(now_s)
+            if not number % _CHECKED_PER_TURN:
+                await asyncio.sleep(0)
+        self._log_ended()
+
+    def _log_ended(self) -> None:
+        """Logs ended connections in one line for all: who is ended for what it does must not fill the log with it."""
+        if (ended_count := self.ended_by_reason.total()) > self._logged_count:
+            reasons = ", ".join(
+                f"{count} {reason}" for reason, count in self.ended_by_reason.most_common()
+            )
+            log.warning(
+                "%d connections ended (since the start: %s)",
+                ended_count - self._logged_count,
+                reasons,
+            )
+            self._logged_count = ended_count
 
 
 class Reader(Protocol):
@@ -210,102 +173,138 @@ class UnreadAnswers:
         for reader in self._waiting_since_by_reader:
             self._count(reader)
         for reader, full_since_s in list(self._waiting_since_by_reader.items()):
-            if self._held_bytes <= self.bytes_max or now_s - full_since_s < SLOW_S:
+            if self._held_bytes <= self.bytes_max or now_s - full_since_s < SLOW_READER_S:
                 return
             self.remove(reader)
             self.cut += 1
             reader.cut_off()
 
 
-_CHECKED_AT_ONCE = 32
-"""Connections that are looked at in one turn of the loop."""
+class ConnectionStage(NamedTuple):
+    """The point at which a connection stands; `progress` differs as soon as it moved on."""
+
+    kind: StageKind
+    progress: tuple[int, ...] = ()
 
 
-_LOOK_S = 1.0
+class BoundViolation(ProtocolViolation):
+    """A bound that a connection has passed, by the status that its peer gets; `kind` is what its end is counted as."""
+
+    def __init__(self, status: int) -> None:
+        self.kind, message = _BOUND_REFUSALS[status]
+        super().__init__(status, message)
 
 
-log = logging.getLogger(__name__)
+class InboundMeter:
+    """Counters of one connection; beyond a bound they raise BoundViolation."""
 
+    __slots__ = (
+        "_behind",
+        "_bounds",
+        "_fields",
+        "_head",
+        "_quiet",
+        "_stage",
+        "_stage_began_at",
+        "is_head",
+        "is_whole",
+        "message_count",
+    )  # fmt: skip
 
-class Peer(Protocol):
-    """A connection that can be checked for progress, and dropped."""
+    def __init__(self, bounds: PeerBounds) -> None:
+        self._bounds = bounds
+        self.message_count = 0
+        self.is_head, self.is_whole = False, True
+        self._head = self._fields = self._quiet = self._behind = 0
+        self._stage: ConnectionStage | None = None
+        self._stage_began_at = 0.0
 
-    def close_if_stalled(self, now_s: float) -> None:
-        """Ends the connection if it has not moved on in time."""
+    def begin(self, waiting: int) -> None:
+        """Begins a message.
 
-    def drop(self) -> None:
-        """Ends the connection to make room for another, unless it has a request under way."""
+        Raises BoundViolation (429) if `waiting`, the others not answered yet, reaches `pipeline_max`.
+        """
+        self.message_count += 1
+        self.is_head, self.is_whole = True, False
+        self._head = self._fields = self._quiet = 0
+        if waiting >= self._bounds.pipeline_max:
+            raise BoundViolation(429)
 
+    def excess(self, data: bytes) -> int:
+        """Status (431) if `data` begins or goes on with a head of more lines than `head_fields`; 0 otherwise.
 
-class Connections:
-    """Bounds the number of connections. One timer serves all: one for each request would cost as much as its answer."""
+        Told field by field, they would cost four times as much as the connection that brings them.
+        """
+        if not self.is_whole and (not self.is_head or data.startswith((b"\r", b"\n"))):
+            return 0  # a body, or a head whose end may have begun before
+        end = data.find(_HEAD_END, 0, PIECE)
+        lines = data.count(b"\n", 0, PIECE if end < 0 else end)
+        return 431 if lines > 1 + self._bounds.head_fields else 0
 
-    def __init__(self, bounds: Bounds) -> None:
-        self.bounds = bounds
-        self.unread = UnreadAnswers(bounds.answers_bytes)
-        self.ended_by_reason: Counter[str] = Counter()
-        """Connections ended, by reason; without those that were ended by their peers or for idleness."""
-        self._unasked: dict[Peer, None] = {}  # oldest first
-        self._logged_count = 0
+    def url(self, size: int) -> None:
+        """Adds `size` bytes of the request target; raises BoundViolation (431) beyond `head_bytes`."""
+        self._head += size
+        if self._head > self._bounds.head_bytes:
+            raise BoundViolation(431)
 
-    def admit(self, connection: Peer, count: int) -> bool:
-        """Returns whether one more may stay, itself counted. The oldest that has asked nothing may have to go."""
-        bounds, unasked = self.bounds, self._unasked
-        is_full = count > bounds.connections_max
-        if is_full or len(unasked) >= bounds.connections_new_max:
-            if not unasked:
-                return False
-            oldest = next(iter(unasked))
-            del unasked[oldest]
-            self.ended_by_reason["unasked"] += 1
-            oldest.drop()
-        unasked[connection] = None
-        return True
+    def field(self, size: int) -> None:
+        """Adds a header field or trailer of `size` bytes.
 
-    def discard_unasked(self, connection: Peer) -> None:
-        """Takes a connection off those that have asked nothing: a head of it is here, or it is gone."""
-        self._unasked.pop(connection, None)
+        Raises BoundViolation (431) beyond `head_fields` or `head_bytes`.
+        """
+        self._fields += 1
+        self._head += size
+        if self._fields > self._bounds.head_fields or self._head > self._bounds.head_bytes:
+            raise BoundViolation(431)
 
-    @property
-    def every_s(self) -> float:
-        """Seconds between two looks at a connection."""
-        bounds = self.bounds
-        shortest = min(bounds.head_timeout_s, bounds.body_timeout_s, bounds.write_timeout_s)
-        return min(_LOOK_S, shortest / 4)
+    def body(self, size: int, *, is_behind: bool) -> None:
+        """Adds bytes of a body.
 
-    async def close_stalled(self, connections: Collection[Peer], now_s: float) -> None:
-        """Looks at each connection, a few in a turn of the loop."""
-        for number, connection in enumerate(list(connections), 1):
-            connection.close_if_stalled(now_s)
-            if not number % _CHECKED_AT_ONCE:
-                await asyncio.sleep(0)
-        self._log_ended()
+        Of those behind another, which nobody reads as yet, more than BEHIND_BYTES_MAX raise BoundViolation (413).
+        """
+        self._quiet = 0
+        if is_behind:
+            self._behind += size
+            if self._behind > BEHIND_BYTES_MAX:
+                raise BoundViolation(413)
 
-    def _log_ended(self) -> None:
-        """Logs ended connections in one line for all: who is ended for what it does must not fill the log with it."""
-        if (ended_count := self.ended_by_reason.total()) > self._logged_count:
-            reasons = ", ".join(
-                f"{count} {reason}" for reason, count in self.ended_by_reason.most_common()
-            )
-            log.warning(
-                "%d connections ended (since the start: %s)",
-                ended_count - self._logged_count,
-                reasons,
-            )
-            self._logged_count = ended_count
+    def answered(self) -> None:
+        """Resets the bytes behind: a request before them has its answer."""
+        self._behind = 0
 
+    def fed(self, size: int) -> bool:
+        """Returns whether `size` more bytes, of which the parser may have told nothing, are still within the bounds.
 
-_RESET_LINGER = struct.pack("ii", 1, 0)
+        A value without an end is told at its end only. Counted by the piece, so up to two pieces more may have come.
+        """
+        if self.is_whole:
+            return True
+        self._quiet += size
+        return self._quiet <= self._bounds.head_bytes + PIECE
 
+    def late(self, stage: ConnectionStage | None, now_s: float) -> StageKind | None:
+        """The kind of this stage if the connection has stood there for longer than it may."""
+        if stage != self._stage:
+            self._stage, self._stage_began_at = stage, now_s
+        elif stage is not None and now_s - self._stage_began_at > self._allowed_s(stage.kind):
+            self._stage = None
+            return stage.kind
+        return None
 
-_ENDING_MAX = 128
-"""Connections beyond `connections_max` that may read why they are refused; the others are closed at once."""
+    def _allowed_s(self, kind: StageKind) -> float:
+        bounds = self._bounds
+        if kind == "body":
+            return bounds.body_timeout_s
+        return bounds.head_timeout_s if kind in ("silent", "head") else bounds.write_timeout_s
 
 
 class Connection(Http1Protocol):
     """A uvicorn connection that counts open requests, and winds the idle clock for those answered past uvicorn.
 
     What comes is parsed within bounds (`InboundMeter`): beyond them the connection takes no more, and ends.
+
+    What each request touches lies together, in slots: with thousands of connections each of them is out of the
+    processor's caches when its turn comes, and every object of its own costs more than the lookup.
     """
 
     __slots__ = (
@@ -328,7 +327,7 @@ class Connection(Http1Protocol):
         count = len(self.connections)
         if not self._connections.admit(self, count):
             self.refuse(BoundViolation(503))
-            if count > self._connections.bounds.connections_max + _ENDING_MAX:
+            if count > self._connections.bounds.connections_max + _REFUSED_MAX:
                 self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

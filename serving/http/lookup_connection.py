@@ -1,6 +1,6 @@
 """Connections that answer lookups of one table themselves, past uvicorn's parser, cycle and tasks.
 
-parser, what brings a body without uvicorn's cycle.
+What is ready is answered without a task, what is stored without a parser, what brings a body without uvicorn's cycle.
 
 A keep-alive client sends the same headers with every request. Once it has, and they ask for nothing special, the next
 request of that connection is nothing but a request line to look up. Everything else goes to uvicorn as it came.
@@ -18,81 +18,44 @@ from typing import Any, NamedTuple
 import httptools
 from starlette.types import Message, Scope
 
-from cache.config.serving import Bounds
+from cache.config.serving import PeerBounds
 from serving.access.callers import STRANGER, Caller, Callers
 from serving.access.quota import Quota
 from serving.admission.work_pacer import IS_GONE
 from serving.http.asgi_app import ADMITTED, AsgiApp, FastPath, ParsedGet
-from serving.http.connections import BEHIND, Connection, Connections
+from serving.http.connections import BEHIND_BYTES_MAX, Connection, Connections
 from serving.http.http1_protocol import ProtocolViolation, body_length
 from serving.requests.bodies import Messages
-from serving.requests.context import CALLER
+from serving.requests.context import CALLER_KEY
 from serving.requests.negotiation import JSON_TYPE
-from serving.requests.parsing import PREFIX
+from serving.requests.parsing import LOOKUP_PREFIX
 
-
-class AsgiCycle:
-    """The ASGI callables `receive` and `send` of one request."""
-
-    __slots__ = ("_body", "_is_lost", "_is_whole", "_pieces", "_start")
-
-    def __init__(self, body: bytes) -> None:
-        self._body: bytes | None = body
-        self._is_lost: asyncio.Event | None = None
-        self._start: Message | None = None
-        self._pieces: list[bytes] = []
-        self._is_whole = False
-
-    async def receive(self) -> Message:
-        """Returns the body first; then waits for the end of the connection and returns `http.disconnect`."""
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        if self._is_lost is None:
-            self._is_lost = asyncio.Event()
-        await self._is_lost.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Message) -> None:
-        """Keeps the start of the response, or a piece of its body."""
-        if message["type"] == "http.response.start":
-            self._start = message
-        else:
-            self._pieces.append(message.get("body", b""))
-            self._is_whole = not message.get("more_body", False)
-
-    def lose(self) -> None:
-        """Marks the connection as lost, for which `receive` waits."""
-        if self._is_lost is None:
-            self._is_lost = asyncio.Event()
-        self._is_lost.set()
-
-    def answer(self) -> tuple[Message, bytes] | None:
-        """The response's start, with its length, and its body; None if the application left it unfinished."""
-        if self._start is None or not self._is_whole:
-            return None
-        body, headers = b"".join(self._pieces), self._start["headers"]
-        if not any(name == b"content-length" for name, _ in headers):
-            headers = [*headers, (b"content-length", b"%d" % len(body))]
-        return {**self._start, "headers": headers}, body
-
+log = logging.getLogger(__name__)
 
 Headers = list[tuple[bytes, bytes]]
-
-
-BLOCK_BYTES_MAX = 8_192
-
-
-_BLOCKS_MAX = 256
-
-
-_LENGTH = b"content-length"
-
-
-_UNUSUAL = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"})
-
-
+HEADER_BLOCK_BYTES_MAX = 8_192
+_HEADER_BLOCKS_MAX = 256
+_CONTENT_LENGTH = b"content-length"
+_UNUSUAL_HEADERS = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"})
 _LENGTH_LINE = re.compile(rb"\r\ncontent-length: (\d{1,9})\r\n", re.IGNORECASE)
+_OK_STATUS_LINE = b"HTTP/1.1 200 OK\r\n"
+_JSON_HEAD_END = b"\r\ncontent-type: " + JSON_TYPE.encode() + b"\r\n\r\n"
+
+_OWN_HEADER_COUNT = 2
+"""Headers of an answer that nobody watched: its length and its type."""
+
+_TARGET = re.compile(rb'[!"$-~]{1,8192}')
+"""Path and query in visible ASCII: everything else the parser cuts, or refuses. Longer ones are uvicorn's to bound."""
+
+_FAILED_RESPONSE: tuple[Message, bytes] = (
+    {"status": 500, "headers": [
+        (b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"21"), (b"connection", b"close"),
+    ]},
+    b"Internal Server Error",
+)  # fmt: skip
+
+_CLOSE_WAIT = 8
+"""State of a TCP connection, in the kernel's numbers, whose peer has closed its side."""
 
 
 class AllowedHeaders(NamedTuple):
@@ -107,7 +70,7 @@ class AllowedHeaders(NamedTuple):
     def with_length(self, digits: bytes) -> Headers:
         """The headers of the same request with a body of another length."""
         headers = self.headers.copy()
-        headers[self.length_at] = _LENGTH, digits
+        headers[self.length_at] = _CONTENT_LENGTH, digits
         return headers
 
 
@@ -132,11 +95,11 @@ class HeaderCache:
 
     def judged(self, fast: FastPath, block: bytes) -> AllowedHeaders | None:
         """Judges headers that have come twice, and keeps the result; None if very long or not allowed."""
-        if len(block) > BLOCK_BYTES_MAX:
+        if len(block) > HEADER_BLOCK_BYTES_MAX:
             return None
         callers = self._front.callers
         is_current = fast is self._fast and callers is self._callers
-        if not is_current or len(self._allowed_by_block) >= _BLOCKS_MAX:
+        if not is_current or len(self._allowed_by_block) >= _HEADER_BLOCKS_MAX:
             self._fast, self._callers, self._allowed_by_block = fast, callers, {}
         if block not in self._allowed_by_block:
             self._allowed_by_block[block] = self._judge(fast, block)
@@ -151,7 +114,7 @@ class HeaderCache:
             return None
         names = [name for name, _ in headers]
         is_unwatched = watch is None or watch.leaves({"headers": headers})
-        length_at = names.index(_LENGTH) if _LENGTH in names else -1
+        length_at = names.index(_CONTENT_LENGTH) if _CONTENT_LENGTH in names else -1
         return AllowedHeaders(headers, is_unwatched, caller, length_at)
 
 
@@ -206,12 +169,9 @@ def parse_plain_headers(block: bytes) -> Headers | None:
         return None
     return (
         None
-        if any(name in _UNUSUAL for name, _ in parsed_request.headers)
+        if any(name in _UNUSUAL_HEADERS for name, _ in parsed_request.headers)
         else parsed_request.headers
     )
-
-
-_STATUS = b"HTTP/1.1 200 OK\r\n"
 
 
 class ResponseHeads:
@@ -228,42 +188,62 @@ class ResponseHeads:
             self._of, self._count = headers, len(headers)
             lines = b"".join(b"%b: %b\r\n" % header for header in headers)
             closes = any(name == b"connection" for name, _ in headers)
-            self._head = None if closes else _STATUS + lines + b"content-length: "
+            self._head = None if closes else _OK_STATUS_LINE + lines + b"content-length: "
         return self._head
 
 
-_TYPE = b"\r\ncontent-type: " + JSON_TYPE.encode() + b"\r\n\r\n"
+class AsgiCycle:
+    """The ASGI callables `receive` and `send` of one request."""
 
+    __slots__ = ("_body", "_is_lost", "_is_whole", "_pieces", "_start")
 
-_CLOSE_WAIT = 8
-"""State of a TCP connection, in the kernel's numbers, whose peer has closed its side."""
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self._is_lost: asyncio.Event | None = None
+        self._start: Message | None = None
+        self._pieces: list[bytes] = []
+        self._is_whole = False
 
+    async def receive(self) -> Message:
+        """Returns the body first; then waits for the end of the connection and returns `http.disconnect`."""
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        if self._is_lost is None:
+            self._is_lost = asyncio.Event()
+        await self._is_lost.wait()
+        return {"type": "http.disconnect"}
 
-_OWN_HEADERS = 2
-"""Headers of an answer that nobody watched: its length and its type."""
+    async def send(self, message: Message) -> None:
+        """Keeps the start of the response, or a piece of its body."""
+        if message["type"] == "http.response.start":
+            self._start = message
+        else:
+            self._pieces.append(message.get("body", b""))
+            self._is_whole = not message.get("more_body", False)
 
+    def lose(self) -> None:
+        """Marks the connection as lost, for which `receive` waits."""
+        if self._is_lost is None:
+            self._is_lost = asyncio.Event()
+        self._is_lost.set()
 
-_TARGET = re.compile(rb'[!"$-~]{1,8192}')
-"""Path and query in visible ASCII: everything else the parser cuts, or refuses. Longer ones are uvicorn's to bound."""
-
-
-_FAILED: tuple[Message, bytes] = (
-    {"status": 500, "headers": [
-        (b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"21"), (b"connection", b"close"),
-    ]},
-    b"Internal Server Error",
-)  # fmt: skip
-
-
-log = logging.getLogger(__name__)
+    def answer(self) -> tuple[Message, bytes] | None:
+        """The response's start, with its length, and its body; None if the application left it unfinished."""
+        if self._start is None or not self._is_whole:
+            return None
+        body, headers = b"".join(self._pieces), self._start["headers"]
+        if not any(name == b"content-length" for name, _ in headers):
+            headers = [*headers, (b"content-length", b"%d" % len(body))]
+        return {**self._start, "headers": headers}, body
 
 
 class SharedState:
     """State that all connections of a server share: application, bounds, judged header blocks, response heads."""
 
-    def __init__(self, front: AsgiApp, bounds: Bounds | None = None) -> None:
+    def __init__(self, front: AsgiApp, bounds: PeerBounds | None = None) -> None:
         self.app = front
-        self.connections = Connections(bounds or Bounds())
+        self.connections = Connections(bounds or PeerBounds())
         self.blocks = HeaderCache(front)
         self.heads = ResponseHeads()
         front.has_room = self._has_room
@@ -301,7 +281,7 @@ class LookupConnection(Connection):
         """Answers a piece that is one whole lookup past uvicorn; what comes behind one waits, the rest is uvicorn's."""
         if self._is_waited_for:
             self._later += data
-            if len(self._later) > BEHIND:
+            if len(self._later) > BEHIND_BYTES_MAX:
                 self.flow.pause_reading()
         elif self._open or self._unread or not self._try_fast(data):
             super().data_received(data)
@@ -317,7 +297,7 @@ class LookupConnection(Connection):
         if fast is None:
             return False
         is_get = data[:4] == b"GET "
-        if not is_get and data[:16] != b"POST " + PREFIX:
+        if not is_get and data[:16] != b"POST " + LOOKUP_PREFIX:
             return False
         end = data.find(b"\r\n")
         if is_get:
@@ -344,7 +324,7 @@ class LookupConnection(Connection):
         if caller.is_bounded:
             if caller.is_expired:
                 return False
-            if caller.quota is not None and target.startswith(PREFIX):
+            if caller.quota is not None and target.startswith(LOOKUP_PREFIX):
                 return self._try_quota(fast, caller, caller.quota, target, head)
         if (body := fast.answer(target)) is None:
             return self._try_lookup(fast, target, allowed, data)
@@ -372,19 +352,21 @@ class LookupConnection(Connection):
     def _judge_repeated(self, fast: FastPath, block: bytes) -> AllowedHeaders | None:
         """The judgement of headers not known, or known as not allowed, once they came twice in a row; None before."""
         if block != self._block:
-            self._block = block[:BLOCK_BYTES_MAX]
+            self._block = block[:HEADER_BLOCK_BYTES_MAX]
             return None
         return self._shared.blocks.judged(fast, block)
 
     def _try_lookup(
         self, fast: FastPath, target: bytes, allowed: AllowedHeaders, data: bytes
     ) -> bool:
-        if not (allowed.is_unwatched and target.startswith(PREFIX) and _TARGET.fullmatch(target)):
+        if not (
+            allowed.is_unwatched and target.startswith(LOOKUP_PREFIX) and _TARGET.fullmatch(target)
+        ):
             return False
         path, _, query = target.partition(b"?")
         scope = {
             "method": "GET", "raw_path": path, "query_string": query, "headers": allowed.headers,
-            CALLER: allowed.caller, IS_GONE: self.transport.is_closing,
+            CALLER_KEY: allowed.caller, IS_GONE: self.transport.is_closing,
         }  # fmt: skip
         front = self._shared.app
         parsed_get = group_future = None
@@ -416,13 +398,13 @@ class LookupConnection(Connection):
             return
         head = self._shared.heads.of(self.server_state.default_headers)
         if head is None or self._is_ending:
-            self._respond(*answered(body))
+            self._respond(*json_response(body))
         else:
             self._write(head, body)
         self._go_on()
 
     def _write(self, head: bytes, body: bytes) -> None:
-        self.transport.write(b"".join((head, b"%d" % len(body), _TYPE, body)))
+        self.transport.write(b"".join((head, b"%d" % len(body), _JSON_HEAD_END, body)))
         self._finish_request()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -488,7 +470,7 @@ class LookupConnection(Connection):
             "path": self.root_path + path.decode(),
             "raw_path": self.root_path.encode() + path,
             "query_string": query,
-            CALLER: allowed.caller,
+            CALLER_KEY: allowed.caller,
             IS_GONE: self.transport.is_closing,
         }
         if is_judged:
@@ -504,12 +486,12 @@ class LookupConnection(Connection):
             log.exception("a request failed")
         self._is_waited_for, self._cycle = False, None
         if not self.transport.is_closing():
-            self._respond(*(cycle.answer() or _FAILED))
+            self._respond(*(cycle.answer() or _FAILED_RESPONSE))
             self._go_on()
 
     def _send(self, start: Message, end: Message) -> None:
         head, body = self._shared.heads.of(self.server_state.default_headers), end["body"]
-        is_plain = start["status"] == 200 and len(start["headers"]) == _OWN_HEADERS
+        is_plain = start["status"] == 200 and len(start["headers"]) == _OWN_HEADER_COUNT
         if head is not None and is_plain and not self._is_ending:
             self._write(head, body)
         else:
@@ -526,12 +508,12 @@ def has_closed(transport: asyncio.Transport) -> bool:
     return state == _CLOSE_WAIT
 
 
-def answered(body: bytes) -> tuple[Message, bytes]:
+def json_response(body: bytes) -> tuple[Message, bytes]:
     """Start and body of an answer in JSON."""
     headers = [(b"content-length", b"%d" % len(body)), (b"content-type", JSON_TYPE.encode())]
     return {"status": 200, "headers": headers}, body
 
 
-def protocol(shared: SharedState) -> Callable[..., LookupConnection]:
+def connection_factory(shared: SharedState) -> Callable[..., LookupConnection]:
     """Returns the factory that uvicorn makes its connections with."""
     return functools.partial(LookupConnection, shared)

@@ -8,24 +8,12 @@ from cache.formats import RELEASE
 from serving.access.token_file import Scope
 from serving.dashboard.document import DASHBOARD
 from serving.http import schemas
-from serving.http.schemas import (
-    ARROW_ANSWERS,
-    ARROW_LOOKUP,
-    ERROR,
-    HEALTH,
-    LIVENESS,
-    OPTIONS,
-    QUERY,
-)
-from serving.requests.errors import CODES
+from serving.requests.errors import ERROR_CODES
 from serving.requests.models import Limits
 from serving.requests.named_schema import Json, collected
+from serving.requests.negotiation import JSON_TYPE
 
 BEARER = "bearer"
-
-
-JSON_TYPE = "application/json"
-
 
 TAGS: Mapping[str, str] = {
     "lookups": "Answers for entities, each marked with where it came from",
@@ -35,8 +23,7 @@ TAGS: Mapping[str, str] = {
 }
 """Tag -> description of its group."""
 
-
-_HEADERS: Mapping[str, Json] = {
+_HEADER_PARAMETERS: Mapping[str, Json] = {
     "X-Deadline-Ms": {
         "type": "number",
         "exclusiveMinimum": 0,
@@ -48,13 +35,12 @@ _HEADERS: Mapping[str, Json] = {
     },
     "X-Larder-Arm": {
         "type": "string",
-        "pattern": OPTIONS["arm"]["pattern"],
+        "pattern": schemas.OPTIONS["arm"]["pattern"],
         "description": "arm, where the request itself has none",
     },
 }
 
-
-_PATH: Mapping[str, Json] = {
+_PATH_PARAMETERS: Mapping[str, Json] = {
     "table": {
         "description": "Table that is asked; /v1/generations lists them",
         "schema": {"type": "string"},
@@ -67,7 +53,6 @@ _PATH: Mapping[str, Json] = {
     },
 }
 
-
 _RETRY_AFTER: Json = {
     "Retry-After": {
         "description": "Seconds to wait before the next try",
@@ -75,22 +60,15 @@ _RETRY_AFTER: Json = {
     }
 }
 
-
-_REFUSED = "Any other refusal. What is no valid HTTP, or beyond its bounds (400, 408, 431, 501, 505), gets a plain text"
-
+_OTHER_REFUSALS = (
+    "Any other refusal. What is no valid HTTP, or beyond its bounds (400, 408, 431, 501, 505), "
+    "gets a plain text"
+)
 
 _UNANSWERABLE = "The request cannot be answered as sent: `error.code` says why, `error.field` where"
-
-
 _TOKEN_CODES = ("unauthorized", "token_expired", "scope_missing", "quota_exceeded")
-
-
 _TABLE_CODES = ("unknown_table", "generation_gone", "arm_gone")
-
-
 _BODY_CODES = ("disconnected", "body_timeout", "body_too_large", "unsupported_media_type")
-
-
 _COMMON_CODES = ("internal_error", "not_ready", "overloaded")
 
 
@@ -139,18 +117,21 @@ class Operation:
             operation["requestBody"] = {"required": True, "content": {JSON_TYPE: content}}
         if self.has_arrow:
             # Two media types of one answer make its type a union, which a typed client would have to narrow.
-            operation["x-larder-arrow"] = {"requestBody": ARROW_LOOKUP, "response": ARROW_ANSWERS}
+            operation["x-larder-arrow"] = {
+                "requestBody": schemas.ARROW_LOOKUP,
+                "response": schemas.ARROW_ANSWERS,
+            }
         if self.scope is not None and has_tokens:
             operation["security"] = [{BEARER: [self.scope]}]
         return operation
 
     def _parameters(self) -> list[Json]:
         parameters = [
-            {"in": "path", "name": name, "required": True, **_PATH[name]}
+            {"in": "path", "name": name, "required": True, **_PATH_PARAMETERS[name]}
             for name in self.path_names
         ]
-        optional = [("query", QUERY)] if self.has_query else []
-        optional += [("header", dict(_HEADERS))] if self.has_options else []
+        optional = [("query", schemas.QUERY)] if self.has_query else []
+        optional += [("header", dict(_HEADER_PARAMETERS))] if self.has_options else []
         return parameters + [
             {
                 "in": location,
@@ -163,8 +144,8 @@ class Operation:
                     if key != "description"
                 },
             }
-            for location, schemas in optional
-            for name, schema in schemas.items()
+            for location, parameter_schemas in optional
+            for name, schema in parameter_schemas.items()
         ]
 
     def _responses(self, *, has_tokens: bool) -> Json:
@@ -177,7 +158,9 @@ class Operation:
             return responses
         meanings: dict[int, list[str]] = {}
         for code in self._codes(has_tokens=has_tokens):
-            meanings.setdefault(CODES[code].status, []).append(f"`{code}`: {CODES[code].meaning}")
+            meanings.setdefault(ERROR_CODES[code].status, []).append(
+                f"`{code}`: {ERROR_CODES[code].meaning}"
+            )
         description_by_status = {
             str(status): "; ".join(lines) for status, lines in meanings.items()
         }
@@ -188,7 +171,7 @@ class Operation:
         refusals = {
             status: _refusal(text, status) for status, text in sorted(description_by_status.items())
         }
-        return responses | refusals | {"default": _refusal(_REFUSED)}
+        return responses | refusals | {"default": _refusal(_OTHER_REFUSALS)}
 
     def _codes(self, *, has_tokens: bool) -> Iterable[str]:
         if has_tokens:
@@ -207,78 +190,22 @@ def _refusal(description: str, status: str = "") -> Json:
     return {
         "description": description,
         **headers,
-        "content": {JSON_TYPE: {"schema": ERROR}},
+        "content": {JSON_TYPE: {"schema": schemas.ERROR}},
     }
 
 
-_READINESS_EXAMPLE = {
-    "ready": True,
-    "stale": None,
-    "degraded": None,
-    "failed": None,
-    "generation": "20261120T000000Z-4c279bf25f9b",
-    "epoch": 1795174289000,
-    "schedule": {"missing": False, "due": "2026-11-20T03:00:00Z", "age_seconds": 140.6},
-}
-
-
-PROBES = (
-    Operation(
-        method="get",
-        path="/healthz",
-        operation_id="getLiveness",
-        tag="operation",
-        summary="Does the process answer?",
-        description="Answers as long as the process does, under any load, whatever Redis or the store do.",
-        answer=LIVENESS,
-        example={"status": "ok"},
-    ),
-    Operation(
-        method="get",
-        path="/readyz",
-        operation_id="getReadiness",
-        tag="operation",
-        summary="May this replica be asked?",
-        description="For load balancers: whether a generation is served, and why answers may lag behind.",
-        answer=HEALTH,
-        example=_READINESS_EXAMPLE,
-        statuses={
-            "503": {
-                "description": "Should not be asked: starting, stopping or unable to follow",
-                "content": {JSON_TYPE: {"schema": HEALTH}},
-            }
-        },
-    ),
-)
-"""Operations that anybody may call and that are no handlers of a table."""
-
-
-METRICS: Json = {
-    "operationId": "getMetrics",
-    "tags": ["operation"],
-    "summary": "Metrics for Prometheus",
-    "description": "Counters and gauges of this replica, in Prometheus' text format.",
-    "responses": {
-        "200": {
-            "description": "Answered",
-            "content": {"text/plain": {"schema": {"type": "string"}}},
-        }
-    },
-}
-
-
-def document(operations: Iterable[Operation], *, has_tokens: bool) -> Json:
+def openapi_document(operations: Iterable[Operation], *, has_tokens: bool) -> Json:
     """Return the document of a service; `has_tokens`: callers of what has a scope send a token.
 
     Raises ConfigError where two different schemas have one name.
     """
-    schemas: Json = {}
+    schema_by_name: Json = {}
     paths: Json = {}
     for operation in (*operations, *PROBES):
-        described = collected(operation.described(has_tokens=has_tokens), schemas)
+        described = collected(operation.described(has_tokens=has_tokens), schema_by_name)
         paths.setdefault(operation.path, {})[operation.method] = described
-    paths["/metrics"] = {"get": METRICS}
-    components: Json = {"schemas": dict(sorted(schemas.items()))}
+    paths["/metrics"] = {"get": METRICS_OPERATION}
+    components: Json = {"schemas": dict(sorted(schema_by_name.items()))}
     if has_tokens:
         components["securitySchemes"] = {
             BEARER: {
@@ -306,55 +233,104 @@ def document(operations: Iterable[Operation], *, has_tokens: bool) -> Json:
     }
 
 
-_GENERATION = "20261120T000000Z-4c279bf25f9b"
-
-
-_PUBLISHED = "2026-11-20T11:31:29Z"
-
-
-_ORIGIN: Json = {
-    "source": "l2",
-    "producer": "batch",
-    "generation": _GENERATION,
-    "age_seconds": 140.6,
-    "published_at": _PUBLISHED,
+_READINESS_EXAMPLE = {
+    "ready": True,
+    "stale": None,
+    "degraded": None,
+    "failed": None,
+    "generation": "20261120T000000Z-4c279bf25f9b",
+    "epoch": 1795174289000,
+    "schedule": {"missing": False, "due": "2026-11-20T03:00:00Z", "age_seconds": 140.6},
 }
 
+PROBES = (
+    Operation(
+        method="get",
+        path="/healthz",
+        operation_id="getLiveness",
+        tag="operation",
+        summary="Does the process answer?",
+        description="Answers as long as the process does, under any load, whatever Redis or the store do.",
+        answer=schemas.LIVENESS,
+        example={"status": "ok"},
+    ),
+    Operation(
+        method="get",
+        path="/readyz",
+        operation_id="getReadiness",
+        tag="operation",
+        summary="May this replica be asked?",
+        description="For load balancers: whether a generation is served, and why answers may lag behind.",
+        answer=schemas.READINESS,
+        example=_READINESS_EXAMPLE,
+        statuses={
+            "503": {
+                "description": "Should not be asked: starting, stopping or unable to follow",
+                "content": {JSON_TYPE: {"schema": schemas.READINESS}},
+            }
+        },
+    ),
+)
+"""Operations that anybody may call and that are no handlers of a table."""
 
-_LIST: Json = {
+METRICS_OPERATION: Json = {
+    "operationId": "getMetrics",
+    "tags": ["operation"],
+    "summary": "Metrics for Prometheus",
+    "description": "Counters and gauges of this replica, in Prometheus' text format.",
+    "responses": {
+        "200": {
+            "description": "Answered",
+            "content": {"text/plain": {"schema": {"type": "string"}}},
+        }
+    },
+}
+
+_GENERATION_EXAMPLE = "20261120T000000Z-4c279bf25f9b"
+_PUBLISHED_EXAMPLE = "2026-11-20T11:31:29Z"
+
+_ORIGIN_EXAMPLE: Json = {
+    "source": "l2",
+    "producer": "batch",
+    "generation": _GENERATION_EXAMPLE,
+    "age_seconds": 140.6,
+    "published_at": _PUBLISHED_EXAMPLE,
+}
+
+_LIST_EXAMPLE: Json = {
     "id": "u-00042",
     "table": "user_topk",
     "items": ["004257", "i-02618"],
     "scores": [1.48, 0.97],
     "short": False,
-    **_ORIGIN,
+    **_ORIGIN_EXAMPLE,
 }
 
+_VECTOR_EXAMPLE: Json = {
+    "id": "u-00042",
+    "table": "user_vector",
+    "vector": [0.25, -0.5],
+    **_ORIGIN_EXAMPLE,
+}
+_TIER_EXAMPLE: Json = {"found": True, "by": "batch"}
 
-_VECTOR: Json = {"id": "u-00042", "table": "user_vector", "vector": [0.25, -0.5], **_ORIGIN}
-
-
-_TIER: Json = {"found": True, "by": "batch"}
-
-
-_EXPLANATION: Json = {
+_EXPLANATION_EXAMPLE: Json = {
     "table": "user_topk",
     "id": "u-00042",
     "sentence": "L1 would answer: the night computed it and it was asked before",
-    "generation": _GENERATION,
+    "generation": _GENERATION_EXAMPLE,
     "answer": {"tier": "l1", "reason": None, "live": None},
     "directory": {"known": True},
-    "l1": _TIER,
-    "l2": _TIER,
+    "l1": _TIER_EXAMPLE,
+    "l2": _TIER_EXAMPLE,
     "model": {"computed_from": None},
 }
 
-
-_SUMMARIES: Json = {
+_GENERATIONS_EXAMPLE: Json = {
     "live": {
-        "generation": _GENERATION,
+        "generation": _GENERATION_EXAMPLE,
         "epoch": 1795174289000,
-        "published_at": _PUBLISHED,
+        "published_at": _PUBLISHED_EXAMPLE,
         "data_until": 1795132800,
     },
     "previous": None,
@@ -364,8 +340,7 @@ _SUMMARIES: Json = {
     "ready": True,
 }
 
-
-_ORDER = (
+_ORDER_NOTE = (
     "The answers stand in the order of the entities, and are all of one generation, but for those whose `source` is "
     "`previous`."
 )
@@ -384,7 +359,7 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
             description="Looks the entity up, and says in `source` where the answer came from. An id that nobody "
             "knows gets the defaults of a table of lists, or null with a reason: never an error.",
             answer=schemas.ANSWER,
-            example=_LIST,
+            example=_LIST_EXAMPLE,
             path_names=("table", "entity"),
             has_query=True,
             has_options=True,
@@ -396,11 +371,11 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
             operation_id="lookupBatch",
             tag="lookups",
             summary="Answers for several entities of one table",
-            description=f"Entities may bring a history or features to compute from. {_ORDER} Body and answer may also "
-            "be Arrow IPC streams, by Content-Type and Accept: see `x-larder-arrow`.",
+            description=f"Entities may bring a history or features to compute from. {_ORDER_NOTE} Body and answer may "
+            "also be Arrow IPC streams, by Content-Type and Accept: see `x-larder-arrow`.",
             answer=schemas.ANSWERS,
-            example={"answers": [_LIST]},
-            body=schemas.lookup(limits),
+            example={"answers": [_LIST_EXAMPLE]},
+            body=schemas.lookup_body(limits),
             body_example=lookup_body,
             path_names=("table",),
             has_options=True,
@@ -413,10 +388,10 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
             operation_id="lookupTables",
             tag="lookups",
             summary="Answers for entities of several tables",
-            description=f"Each entity names its table. {_ORDER}",
+            description=f"Each entity names its table. {_ORDER_NOTE}",
             answer=schemas.ANSWERS,
-            example={"answers": [_LIST, _VECTOR]},
-            body=schemas.lookup_many(limits),
+            example={"answers": [_LIST_EXAMPLE, _VECTOR_EXAMPLE]},
+            body=schemas.tables_lookup_body(limits),
             body_example={
                 "entities": [
                     {"id": "u-00042", "table": "user_topk"},
@@ -434,7 +409,7 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
             summary="Rank order of candidates for one user",
             description="Ranks items that the caller chose by the user's stored vector, or by one computed from the "
             "history or features that are sent. Candidates that could not be ranked are named.",
-            answer=schemas.SCORES,
+            answer=schemas.RANKED_ITEMS,
             example={
                 "id": "u-00042",
                 "table": "user_vector",
@@ -443,9 +418,9 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
                 "unknown": ["i-99999"],
                 "blocked": [],
                 "excluded": [],
-                **_ORIGIN,
+                **_ORIGIN_EXAMPLE,
             },
-            body=schemas.score(limits),
+            body=schemas.score_body(limits),
             body_example={"user": "u-00042", "items": ["004257", "i-02618", "i-99999"]},
             has_options=True,
             scope="score",
@@ -458,10 +433,10 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
             summary="What came of answers",
             description="Counts an event, such as a click, for the generation or the arm that answered. Send "
             "one of generation, canary_key and arm.",
-            answer=schemas.FEEDBACK,
+            answer=schemas.FEEDBACK_RECEIPT,
             example={"arm": None},
             body=schemas.FEEDBACK_BODY,
-            body_example={"event": "click", "generation": _GENERATION},
+            body_example={"event": "click", "generation": _GENERATION_EXAMPLE},
             scope="feedback",
         ),
         Operation(
@@ -472,7 +447,7 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
             summary="What users do",
             description="Accepts each event once, under its id: sent again after any refusal it counts once. An event "
             "that cannot be accepted is rejected beside the others.",
-            answer=schemas.EVENTS,
+            answer=schemas.EVENTS_RECEIPT,
             example={
                 "accepted": 1,
                 "repeated": 0,
@@ -494,8 +469,8 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
             summary="Why an entity is answered as it is",
             description="Says which rung would answer, what each holds, and what the model says now. Nothing is "
             "changed by asking.",
-            answer=schemas.EXPLAINED,
-            example=_EXPLANATION,
+            answer=schemas.EXPLANATION,
+            example=_EXPLANATION_EXAMPLE,
             path_names=("table", "entity"),
             has_query=True,
             has_options=True,
@@ -508,9 +483,9 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
             tag="explanations",
             summary="Why an entity with an input is answered as it is",
             description="The same for one entity with a history or features.",
-            answer=schemas.EXPLAINED,
-            example=_EXPLANATION,
-            body=schemas.lookup(limits, 1),
+            answer=schemas.EXPLANATION,
+            example=_EXPLANATION_EXAMPLE,
+            body=schemas.lookup_body(limits, 1),
             body_example={"entities": [{"id": "u-00042", "history": ["i-01302"]}]},
             path_names=("table",),
             has_options=True,
@@ -525,7 +500,7 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
             description="The generations that are held, their tables and models, and how far this replica can be "
             "trusted.",
             answer=schemas.GENERATIONS,
-            example=_SUMMARIES,
+            example=_GENERATIONS_EXAMPLE,
             scope="read",
         ),
         Operation(

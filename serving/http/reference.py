@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from serving.config.settings import ServingConfig, limits_of
-from serving.http.openapi import PROBES, Operation, described_operations, document
+from serving.http.openapi import PROBES, Operation, described_operations, openapi_document
 from serving.http.schemas import QUERY
-from serving.requests.errors import CODES
+from serving.requests.errors import ERROR_CODES
 from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
 
 PAGE: Final = Path(__file__).parents[2] / "docs/reference/http-api.md"
@@ -67,7 +67,7 @@ def sections() -> Mapping[str, str]:
             ("status", "code", "meaning"),
             (
                 (str(error.status), f"`{code}`", error.meaning)
-                for code, error in sorted(CODES.items(), key=lambda pair: pair[1].status)
+                for code, error in sorted(ERROR_CODES.items(), key=lambda pair: pair[1].status)
             ),
         ),
     }
@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
     """Exit code: 0 the page is as it should be, or was written; 1 it is not."""
     if arguments == ["--document"]:
         limits = limits_of(ServingConfig())
-        print(json.dumps(document(described_operations(limits), has_tokens=True), indent=1))
+        print(json.dumps(openapi_document(described_operations(limits), has_tokens=True), indent=1))
         return 0
     page = PAGE.read_text()
     current = written(page)

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from cache.errors import InvalidInput, LarderError, TierUnavailable
 from cache.store.releases import Canary
-from serving.access.callers import caller_of, spend
+from serving.access.callers import caller_of, spend_quota
 from serving.access.token_file import Scope
 from serving.admission.work_pacer import waited_in
 from serving.dashboard.service import Dashboard
@@ -29,143 +29,39 @@ from serving.filters.filtered_lookup import Filters
 from serving.generations.nights import Nights
 from serving.generations.pointer_follower import Health
 from serving.generations.served_set import ServedGenerations
-from serving.generations.snapshot import Snapshot, vector_table
-from serving.http.openapi import Operation, described_operations, document
+from serving.generations.snapshot import Snapshot, user_vector_table
+from serving.http.openapi import Operation, described_operations, openapi_document
 from serving.http.static_files import StaticPage, page_routes
 from serving.metrics.registry import CONTENT_TYPE, Metrics
 from serving.quality.monitor import QualityMonitor
-from serving.requests.bodies import as_arrow, as_json, read_body, refused
+from serving.requests.bodies import as_arrow, as_json, read_body, refusal_response
 from serving.requests.errors import Problem, from_input, unprocessable
 from serving.requests.models import LookupRequest, RequestOptions
 from serving.requests.named_schema import Json
 from serving.requests.negotiation import JSON_TYPE, Form, forms
 from serving.requests.options import with_headers
 from serving.requests.parsing import (
-    feedback_of,
-    lookup_of,
-    lookup_url,
+    LOOKUP_PREFIX,
+    feedback_from_json,
+    lookup_from_body,
+    lookup_from_url,
     pop_content,
     run_in_thread_if_large,
-    score_ask,
+    score_from_json,
 )
 from serving.traffic.experiments.router import ExperimentRouter
 
 log = logging.getLogger(__name__)
 
+DOCS_PAGE = StaticPage("/docs", "serving.http", "docs_page")
+"""Page of the routes, drawn from /openapi.json; FastAPI's own loads a script from elsewhere."""
+
+EXPLAIN_PREFIX = b"/v1/explain/"
 
 Handler = Callable[[Request, float], Awaitable[object]]
 """Handler of a route: takes the request and when it began; a response, or what is to be sent as JSON."""
 
-
 Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """Guard of one service's routes."""
-
-    metrics: Metrics
-    timer: Callable[[], float]
-
-    def around(
-        self, route: str, handler: Handler, *, needs: Scope, is_counted: bool = True
-    ) -> Endpoint:
-        """The handler as an endpoint for callers with one scope; `route` is what its requests are counted under."""
-
-        async def answer(request: Request) -> Response:
-            started = self.timer() - waited_in(request.scope)
-            try:
-                caller_of(request.scope).demand(needs)
-                handler_result = await handler(request, started)
-                response = (
-                    handler_result
-                    if isinstance(handler_result, Response)
-                    else as_json(200, handler_result)
-                )
-            except Problem as problem:
-                response = refused(problem)
-            except ClientDisconnect:
-                response = refused(Problem(400, "disconnected", "the body ended early"))
-            except InvalidInput as error:
-                response = refused(from_input(error, "body"))
-            except TierUnavailable as error:
-                log.warning(
-                    "%s failed: %s", route, error.message
-                )  # names the host, which is for the log alone
-                response = refused(Problem(503, error.code, "Redis does not answer"))
-            except LarderError as error:
-                log.exception("%s failed", route)
-                response = refused(Problem(503, error.code, error.message))
-            except Exception:
-                log.exception("%s failed", route)
-                problem_message = "this is a defect; the log has more"
-                response = refused(Problem(500, "internal_error", problem_message))
-            if is_counted:
-                self.metrics.requested(route, response.status_code)
-            return response
-
-        return answer
-
-
-def overview(served: ServedGenerations, health: Health, canary: Canary | None) -> dict[str, Any]:
-    """The body of GET /v1/generations; `next` is held ready, for a publish or as the canary."""
-    previous, next_ = served.previous, served.next
-    return {
-        "live": _snapshot(served.live),
-        "previous": None if previous is None else _snapshot(previous),
-        "next": None if next_ is None else _snapshot(next_),
-        "canary": canary
-        and {"generation": canary.generation, "percent": canary.percent, "since": canary.since},
-        "blocklist": {
-            "version": served.live.blocklist.version,
-            "items": len(served.live.blocklist.items),
-            "entities": len(served.live.blocklist.entities) + len(served.live.blocklist.users),
-        },
-        "ready": health.ready,
-        "stale": health.stale,
-        "degraded": health.degraded,
-        "failed": health.failed,
-    }
-
-
-def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
-    manifest = snapshot.manifest
-    precisions = {} if snapshot.predictor is None else snapshot.predictor.precisions
-    providers = {} if snapshot.predictor is None else snapshot.predictor.providers
-    return {
-        "generation": snapshot.generation,
-        "epoch": snapshot.epoch,
-        "published_at": snapshot.published_at,
-        "data_until": manifest.data_until,
-        "entities": {name: entity_set.count for name, entity_set in manifest.entity_sets.items()},
-        "tables": {
-            name: {
-                "kind": table.kind,
-                "entity": table.entity,
-                "width": table.layout.width,
-                "producer": table.producer.kind,
-                "labels": table.labels,
-            }
-            for name, table in manifest.tables.items()
-        },
-        "models": {
-            name: {
-                "digest": model.digest,
-                # What runs here, which is fp32 where the night could not quantize.
-                "precision": precisions.get(name),
-                "provider": providers.get(name),
-                "fp32_bytes": sum(model_file.size_bytes for model_file in model.fp32_files),
-                "int8_bytes": None if model.int8 is None else model.int8.size_bytes,
-                "agreement": dict(model.agreement),
-            }
-            for name, model in manifest.models.items()
-        },
-        "fallback": snapshot.fallback,
-        "indexes": {
-            name: {"kind": index.kind, "recall": index.recall, "size_bytes": index.file.size_bytes}
-            for name, index in manifest.indexes.items()
-        },
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,47 +81,25 @@ class Service(LookupService):
     filters: Filters
 
 
-DOCS = StaticPage("/docs", "serving.http", "docs_page")
-"""Page of the routes, drawn from /openapi.json; FastAPI's own loads a script from elsewhere."""
-
-
-LOOKUP_PREFIX, EXPLAIN_PREFIX = b"/v1/lookup/", b"/v1/explain/"
-
-
-class _PathRemainder(PathConvertor):
-    """The rest of a path, whatever it holds: Starlette's own ends at a line break, which an id may have."""
-
-    regex = r"[\s\S]*"
-
-
-class _Direct(APIRoute):
-    """A documented route that hands over the request as it is: resolving dependencies would cost a third of a hit."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint itself."""
-        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
-        return handler
-
-
 def routes(service: Service) -> tuple[APIRouter, Json]:
     """Return all routes of the service, and the OpenAPI document of those that it describes."""
     register_url_convertor("rest", _PathRemainder())
-    router = APIRouter(route_class=_Direct)
+    router = APIRouter(route_class=_DirectRoute)
     guard = Guard(service.metrics, service.timer)
 
     async def lookup_one(request: Request, started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
-        lookup_request = lookup_url(
+        lookup_request = lookup_from_url(
             raw_path, LOOKUP_PREFIX, request.scope["query_string"], service.limits
         )
-        return (await _answers(service, request, lookup_request, started))[0][0]
+        return (await _look_up(service, request, lookup_request, started))[0][0]
 
     async def lookup_table(request: Request, started: float) -> object:
         form = forms(request.scope["headers"])
         lookup_request = await _read_lookup(
             service, request, form.request_form, request.path_params["table"]
         )
-        answers, of = await _answers(service, request, lookup_request, started)
+        answers, of = await _look_up(service, request, lookup_request, started)
         if form.response_form == "json":
             return {"answers": answers}
         table = of.table(request.path_params["table"])
@@ -234,15 +108,15 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
 
     async def lookup_tables(request: Request, started: float) -> object:
         lookup_request = await _read_lookup(service, request, "json", None)
-        return {"answers": (await _answers(service, request, lookup_request, started))[0]}
+        return {"answers": (await _look_up(service, request, lookup_request, started))[0]}
 
     async def score(request: Request, started: float) -> object:
-        score_request = score_ask(await _json(service, request), service.limits)
-        spend(request.scope, 1)
+        score_request = score_from_json(await _read_json(service, request), service.limits)
+        spend_quota(request.scope, 1)
         score_request = score_request.with_options(
             _with_headers(service, request, score_request.options)
         )
-        user = score_request.user.of_table(vector_table(service.capture_served().live).name)
+        user = score_request.user.of_table(user_vector_table(service.capture_served().live).name)
         of, assigned = service.experiments.route((user,), score_request.options)
         served, part = of.trial.route(of.capture_served(), (user,), score_request.options)
         answer = await rank_candidates(of.ladder, service.filters, served, score_request, started)
@@ -250,7 +124,7 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
         return of.attach_staleness(service.experiments.attach_arm(assigned, [answer]))[0]
 
     async def feedback(request: Request, _started: float) -> object:
-        reported_feedback = feedback_of(await _json(service, request))
+        reported_feedback = feedback_from_json(await _read_json(service, request))
         return service.experiments.feedback(reported_feedback)
 
     async def events(request: Request, _started: float) -> object:
@@ -259,14 +133,14 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
             problem_message = "this service takes no events in: set enabled = true in [events]"
             raise Problem(409, "events_disabled", problem_message)
         sent_events = intake.reader.extract_events(
-            await _events(service, request, intake.reader.config.batch)
+            await _read_events(service, request, intake.reader.config.batch)
         )
-        spend(request.scope, len(sent_events))
+        spend_quota(request.scope, len(sent_events))
         return as_json(202, await intake.accept_events(sent_events))
 
     async def explain_one(request: Request, _started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
-        lookup_request = lookup_url(
+        lookup_request = lookup_from_url(
             raw_path, EXPLAIN_PREFIX, request.scope["query_string"], service.limits
         )
         return await explained(request, lookup_request)
@@ -288,7 +162,9 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
 
     async def generations(_request: Request, _started: float) -> object:
         holder = service.follower.holder
-        return overview(service.capture_served(), service.follower.health, holder.canary)
+        return generations_overview(
+            service.capture_served(), service.follower.health, holder.canary
+        )
 
     async def dashboard_data(_request: Request, _started: float) -> object:
         body = await service.dashboard.data()
@@ -347,11 +223,11 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
     router.add_api_route("/readyz", readyz, methods=["GET"])
     router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response)
     router.routes.extend(page_routes())
-    router.routes.extend(DOCS.routes())
-    return router, document(operations, has_tokens=service.has_tokens)
+    router.routes.extend(DOCS_PAGE.routes())
+    return router, openapi_document(operations, has_tokens=service.has_tokens)
 
 
-async def _answers(
+async def _look_up(
     service: Service, request: Request, lookup_request: LookupRequest, started: float
 ) -> tuple[list[AnswerJson], Snapshot]:
     """The answers, one per entity, and the snapshot that was asked."""
@@ -373,23 +249,23 @@ async def _answers(
 async def _read_lookup(
     service: Service, request: Request, form: Form, table: str | None
 ) -> LookupRequest:
-    body, limits = await _body(service, request), service.limits
+    body, limits = await _read_body(service, request), service.limits
     lookup_request = await run_in_thread_if_large(
-        body, functools.partial(lookup_of, request.scope, body, form, table, limits)
+        body, functools.partial(lookup_from_body, request.scope, body, form, table, limits)
     )
-    spend(request.scope, len(lookup_request.entities))
+    spend_quota(request.scope, len(lookup_request.entities))
     return lookup_request
 
 
-async def _json(service: Service, request: Request) -> object:
-    body, limits = await _body(service, request), service.limits
+async def _read_json(service: Service, request: Request) -> object:
+    body, limits = await _read_body(service, request), service.limits
     return await run_in_thread_if_large(
         body, functools.partial(pop_content, request.scope, body, "json", limits)
     )
 
 
-async def _events(service: Service, request: Request, events_max: int) -> object:
-    body, limits = await _body(service, request), service.limits
+async def _read_events(service: Service, request: Request, events_max: int) -> object:
+    body, limits = await _read_body(service, request), service.limits
     read = functools.partial(pop_content, request.scope, body, "json", limits)
     try:
         return await run_in_thread_if_large(body, read)
@@ -397,9 +273,134 @@ async def _events(service: Service, request: Request, events_max: int) -> object
         return await asyncio.to_thread(read_body_of_events, problem, body, events_max)
 
 
-async def _body(service: Service, request: Request) -> bytes:
+async def _read_body(service: Service, request: Request) -> bytes:
     return await read_body(request, service.body_bytes, service.body_timeout_s)
 
 
 def _with_headers(service: Service, request: Request, options: RequestOptions) -> RequestOptions:
     return with_headers(options, request.scope["headers"], service.limits)
+
+
+class _PathRemainder(PathConvertor):
+    """The rest of a path, whatever it holds: Starlette's own ends at a line break, which an id may have."""
+
+    regex = r"[\s\S]*"
+
+
+class _DirectRoute(APIRoute):
+    """A documented route that hands over the request as it is: resolving dependencies would cost a third of a hit."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint itself."""
+        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return handler
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Guard of one service's routes."""
+
+    metrics: Metrics
+    timer: Callable[[], float]
+
+    def around(
+        self, route: str, handler: Handler, *, needs: Scope, is_counted: bool = True
+    ) -> Endpoint:
+        """The handler as an endpoint for callers with one scope; `route` is what its requests are counted under."""
+
+        async def answer(request: Request) -> Response:
+            started = self.timer() - waited_in(request.scope)
+            try:
+                caller_of(request.scope).demand(needs)
+                handler_result = await handler(request, started)
+                response = (
+                    handler_result
+                    if isinstance(handler_result, Response)
+                    else as_json(200, handler_result)
+                )
+            except Problem as problem:
+                response = refusal_response(problem)
+            except ClientDisconnect:
+                response = refusal_response(Problem(400, "disconnected", "the body ended early"))
+            except InvalidInput as error:
+                response = refusal_response(from_input(error, "body"))
+            except TierUnavailable as error:
+                log.warning(
+                    "%s failed: %s", route, error.message
+                )  # names the host, which is for the log alone
+                response = refusal_response(Problem(503, error.code, "Redis does not answer"))
+            except LarderError as error:
+                log.exception("%s failed", route)
+                response = refusal_response(Problem(503, error.code, error.message))
+            except Exception:
+                log.exception("%s failed", route)
+                problem_message = "this is a defect; the log has more"
+                response = refusal_response(Problem(500, "internal_error", problem_message))
+            if is_counted:
+                self.metrics.requested(route, response.status_code)
+            return response
+
+        return answer
+
+
+def generations_overview(
+    served: ServedGenerations, health: Health, canary: Canary | None
+) -> dict[str, Any]:
+    """The body of GET /v1/generations; `next` is held ready, for a publish or as the canary."""
+    previous, next_ = served.previous, served.next
+    return {
+        "live": _snapshot_overview(served.live),
+        "previous": None if previous is None else _snapshot_overview(previous),
+        "next": None if next_ is None else _snapshot_overview(next_),
+        "canary": canary
+        and {"generation": canary.generation, "percent": canary.percent, "since": canary.since},
+        "blocklist": {
+            "version": served.live.blocklist.version,
+            "items": len(served.live.blocklist.items),
+            "entities": len(served.live.blocklist.entities) + len(served.live.blocklist.users),
+        },
+        "ready": health.ready,
+        "stale": health.stale,
+        "degraded": health.degraded,
+        "failed": health.failed,
+    }
+
+
+def _snapshot_overview(snapshot: Snapshot) -> dict[str, Any]:
+    manifest = snapshot.manifest
+    precisions = {} if snapshot.predictor is None else snapshot.predictor.precisions
+    providers = {} if snapshot.predictor is None else snapshot.predictor.providers
+    return {
+        "generation": snapshot.generation,
+        "epoch": snapshot.epoch,
+        "published_at": snapshot.published_at,
+        "data_until": manifest.data_until,
+        "entities": {name: entity_set.count for name, entity_set in manifest.entity_sets.items()},
+        "tables": {
+            name: {
+                "kind": table.kind,
+                "entity": table.entity,
+                "width": table.layout.width,
+                "producer": table.producer.kind,
+                "labels": table.labels,
+            }
+            for name, table in manifest.tables.items()
+        },
+        "models": {
+            name: {
+                "digest": model.digest,
+                # What runs here, which is fp32 where the night could not quantize.
+                "precision": precisions.get(name),
+                "provider": providers.get(name),
+                "fp32_bytes": sum(model_file.size_bytes for model_file in model.fp32_files),
+                "int8_bytes": None if model.int8 is None else model.int8.size_bytes,
+                "agreement": dict(model.agreement),
+            }
+            for name, model in manifest.models.items()
+        },
+        "fallback": snapshot.fallback,
+        "indexes": {
+            name: {"kind": index.kind, "recall": index.recall, "size_bytes": index.file.size_bytes}
+            for name, index in manifest.indexes.items()
+        },
+    }

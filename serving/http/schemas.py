@@ -1,10 +1,10 @@
 """JSON schemas of what the routes are sent, and of what they answer. Pure data."""
 
 from cache.filters.reranking import BOOSTS_MAX
-from serving.arrow.schema import MEDIA_TYPE
+from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.requests.answers import (
-    ORIGIN,
-    PREDICTION,
+    ORIGIN_FIELDS,
+    PREDICTION_FIELDS,
     Answer,
     AnswerField,
     Origin,
@@ -12,7 +12,7 @@ from serving.requests.answers import (
     Source,
     fields_of,
 )
-from serving.requests.errors import CODES
+from serving.requests.errors import ERROR_CODES
 from serving.requests.models import Limits
 from serving.requests.named_schema import (
     DETAILS,
@@ -24,9 +24,16 @@ from serving.requests.named_schema import (
 )
 from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
 
+_TEXT_OR_NULL: Json = {"type": ["string", "null"]}
+_DATE_TIME: Json = {"type": "string", "format": "date-time"}
+
 
 def object_of(properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
     return {"type": "object", "properties": properties, "required": list(required), **more}
+
+
+def _named(name: str, properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
+    return NamedSchema(name, object_of(properties, required, **more))
 
 
 def _closed(name: str, properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
@@ -41,6 +48,12 @@ def _nullable_fields(properties: Json) -> Json:
 
 def list_of(of: Json, **more: object) -> Json:
     return {"type": "array", "items": of, **more}
+
+
+def _details(description: str, *, is_null: bool = False) -> Json:
+    if is_null:
+        return {**or_null(DETAILS), "description": description}
+    return with_description(DETAILS, description)
 
 
 ID = NamedSchema(
@@ -205,12 +218,12 @@ QUERY: Json = {
 """Options of a URL, by name."""
 
 
-def _input(limits: Limits) -> Json:
+def _input_fields(limits: Limits) -> Json:
     history = {**HISTORY, "maxItems": limits.max_history}
     return _nullable_fields({"id": ID, "history": history, "features": FEATURES})
 
 
-def _options(limits: Limits) -> Json:
+def _body_options(limits: Limits) -> Json:
     exclude = {**OPTIONS["exclude"], "maxItems": limits.max_exclude}
     return _nullable_fields({**OPTIONS, "exclude": exclude})
 
@@ -235,32 +248,35 @@ _ID_OR_INPUT: list[Json] = [
 
 def _entity(limits: Limits) -> Json:
     about = "An id, or something to compute an answer from, or both"
-    return _closed("EntityInput", _input(limits), allOf=_ID_OR_INPUT, description=about)
+    return _closed("EntityInput", _input_fields(limits), allOf=_ID_OR_INPUT, description=about)
 
 
 def _entity_or_id(limits: Limits) -> Json:
     return NamedSchema("Entity", {"oneOf": [ID, _entity(limits)]})
 
 
-def lookup(limits: Limits, entities_max: int | None = None) -> Json:
+def lookup_body(limits: Limits, entities_max: int | None = None) -> Json:
     """The body of POST /v1/lookup/{table}; `entities_max` entities, if there is a limit of its own."""
     entities = list_of(_entity_or_id(limits), minItems=1, maxItems=entities_max or limits.max_batch)
     name = "LookupRequest" if entities_max is None else "ExplainRequest"
-    return _closed(name, {"entities": entities, **_options(limits)}, ("entities",))
+    return _closed(name, {"entities": entities, **_body_options(limits)}, ("entities",))
 
 
-def lookup_many(limits: Limits) -> Json:
+def tables_lookup_body(limits: Limits) -> Json:
     """The body of POST /v1/lookup."""
     about = "An entity and the table that is asked"
     table = {"type": "string", "description": "Table that is asked"}
     entity = _closed(
-        "TableEntityInput", {"table": table, **_input(limits)}, ("table",), allOf=_ID_OR_INPUT, description=about,
+        "TableEntityInput", {"table": table, **_input_fields(limits)}, ("table",), allOf=_ID_OR_INPUT,
+        description=about,
     )  # fmt: skip
     entities = list_of(entity, minItems=1, maxItems=limits.max_batch)
-    return _closed("TablesLookupRequest", {"entities": entities, **_options(limits)}, ("entities",))
+    return _closed(
+        "TablesLookupRequest", {"entities": entities, **_body_options(limits)}, ("entities",)
+    )
 
 
-def score(limits: Limits) -> Json:
+def score_body(limits: Limits) -> Json:
     """The body of POST /v1/score."""
     return _closed(
         "ScoreRequest",
@@ -276,26 +292,20 @@ def score(limits: Limits) -> Json:
 
 
 ARROW_LOOKUP: Json = {
-    "mediaType": MEDIA_TYPE,
+    "mediaType": ARROW_MEDIA_TYPE,
     "description": "An Arrow IPC stream, uncompressed, of one column `id`: utf8 (or large_utf8) without nulls. Options "
     "go as texts into the schema's metadata, by the names that they have in a query; histories, features and "
     "`exclude` need JSON",
 }
 
 
-_GENERATION: Json = {
+_FEEDBACK_GENERATION: Json = {
     "type": "string",
     "description": "As the answer named it; or canary_key or arm",
 }
-
-
-_CANARY_KEY: Json = with_description(ID, "As the request had it; or generation or arm")
-
-
-_ARM: Json = {**OPTIONS["arm"], "description": "EXPERIMENT=ARM, as the answer had them"}
-
-
-_COUNT: Json = {
+_FEEDBACK_CANARY_KEY: Json = with_description(ID, "As the request had it; or generation or arm")
+_FEEDBACK_ARM: Json = {**OPTIONS["arm"], "description": "EXPERIMENT=ARM, as the answer had them"}
+_FEEDBACK_COUNT: Json = {
     "type": "integer",
     "minimum": 1,
     "maximum": 1_000_000,
@@ -370,7 +380,12 @@ FEEDBACK_BODY: Json = _closed(
             "description": "What came of the answer, such as `click`",
         },
         **_nullable_fields(
-            {"generation": _GENERATION, "canary_key": _CANARY_KEY, "arm": _ARM, "count": _COUNT}
+            {
+                "generation": _FEEDBACK_GENERATION,
+                "canary_key": _FEEDBACK_CANARY_KEY,
+                "arm": _FEEDBACK_ARM,
+                "count": _FEEDBACK_COUNT,
+            }
         ),
     },
     ("event",),
@@ -396,14 +411,14 @@ LIVE_REASON = open_words(
 )
 
 
-STALE = open_words(
+STALE_REASON = open_words(
     "StaleReason",
     ((stale_reason, stale_reason.meaning) for stale_reason in StaleReason),
     "Why this replica may lag behind; where there are several reasons, they stand with commas between",
 )
 
 
-_ENUM_SCHEMAS = {"reason": REASON, "live": LIVE_REASON, "stale": STALE}
+_ENUM_SCHEMAS = {"reason": REASON, "live": LIVE_REASON, "stale": STALE_REASON}
 
 
 SOURCE = NamedSchema(
@@ -416,22 +431,18 @@ SOURCE = NamedSchema(
 )
 
 
-def _named(name: str, properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
-    return NamedSchema(name, object_of(properties, required, **more))
-
-
 def _declared(name: str, of: type[Origin], description: str) -> Json:
     fields = fields_of(of)
     always = [field.name for field in fields if field.declaration.when == "always"]
     return _named(
         name,
-        {field.name: _schema(field) for field in fields},
+        {field.name: _field_schema(field) for field in fields},
         tuple(always),
         description=description,
     )
 
 
-def _schema(field: AnswerField) -> Json:
+def _field_schema(field: AnswerField) -> Json:
     if field.type is Source:
         return SOURCE
     return _ENUM_SCHEMAS.get(field.name, field.schema)
@@ -452,19 +463,19 @@ ANSWERS: Json = _named(
 
 
 ARROW_ANSWERS: Json = {
-    "mediaType": MEDIA_TYPE,
+    "mediaType": ARROW_MEDIA_TYPE,
     "description": "An Arrow IPC stream, one row per entity in the order asked; the schema's metadata names the "
-    f"`table`. Columns as the fields in JSON, null where JSON has none: `id` (utf8), {_columns(ORIGIN)}; then, by the "
-    f"table's kind, {'; or '.join(map(_columns, PREDICTION.values()))}. `vector` and `values` are list<float32> where "
-    "rows from the previous generation have another size",
+    f"`table`. Columns as the fields in JSON, null where JSON has none: `id` (utf8), {_columns(ORIGIN_FIELDS)}; then, "
+    f"by the table's kind, {'; or '.join(map(_columns, PREDICTION_FIELDS.values()))}. `vector` and `values` are "
+    "list<float32> where rows from the previous generation have another size",
 }
 
 
-SCORES = _declared("RankedItems", Ranking, "Candidates of one user in rank order")
+RANKED_ITEMS = _declared("RankedItems", Ranking, "Candidates of one user in rank order")
 
 
 ERROR_CODE = open_words(
-    "ErrorCode", ((code, error.meaning) for code, error in CODES.items()), "What went wrong"
+    "ErrorCode", ((code, error.meaning) for code, error in ERROR_CODES.items()), "What went wrong"
 )
 
 
@@ -488,19 +499,7 @@ ERROR: Json = _named(
 )
 
 
-_TEXT: Json = {"type": ["string", "null"]}
-
-
-_DATE_TIME: Json = {"type": "string", "format": "date-time"}
-
-
-def _details(description: str, *, is_null: bool = False) -> Json:
-    if is_null:
-        return {**or_null(DETAILS), "description": description}
-    return with_description(DETAILS, description)
-
-
-_TIER = _named(
+_EXPLAINED_TIER = _named(
     "ExplainedTier",
     {
         "found": {"type": "boolean"},
@@ -512,18 +511,18 @@ _TIER = _named(
 )
 
 
-EXPLAINED: Json = _named(
+EXPLANATION: Json = _named(
     "Explanation",
     {
         "table": {"type": "string"},
-        "id": _TEXT,
+        "id": _TEXT_OR_NULL,
         "sentence": {"type": "string", "description": "Which rung would answer, and why"},
         "generation": {"type": "string"},
         "epoch": {"type": "integer"},
         "published_at": _DATE_TIME,
         "age_seconds": {"type": "number"},
-        "stale": or_null(STALE),
-        "degraded": _TEXT,
+        "stale": or_null(STALE_REASON),
+        "degraded": _TEXT_OR_NULL,
         "answer": _named(
             "ExplainedAnswer",
             {
@@ -543,8 +542,8 @@ EXPLAINED: Json = _named(
             is_null=True,
         ),
         "page": _details("Its page in Redis with its checksum; null: unknown", is_null=True),
-        "l1": _TIER,
-        "l2": _TIER,
+        "l1": _EXPLAINED_TIER,
+        "l2": _EXPLAINED_TIER,
         "same_bytes": {
             "type": ["boolean", "null"],
             "description": "Whether both tiers hold the same; null: one holds nothing",
@@ -608,22 +607,22 @@ GENERATIONS: Json = _named(
             description="The blocklist that is in force",
         ),
         "ready": {"type": "boolean"},
-        "stale": or_null(STALE),
-        **dict.fromkeys(("degraded", "failed"), _TEXT),
+        "stale": or_null(STALE_REASON),
+        **dict.fromkeys(("degraded", "failed"), _TEXT_OR_NULL),
     },
     ("live", "previous", "next", "canary", "blocklist", "ready"),
     description="What this replica serves from",
 )
 
 
-HEALTH: Json = _named(
+READINESS: Json = _named(
     "Readiness",
     {
         "ready": {"type": "boolean"},
-        "generation": _TEXT,
+        "generation": _TEXT_OR_NULL,
         "epoch": {"type": ["integer", "null"]},
-        "stale": or_null(STALE),
-        **dict.fromkeys(("degraded", "failed"), _TEXT),
+        "stale": or_null(STALE_REASON),
+        **dict.fromkeys(("degraded", "failed"), _TEXT_OR_NULL),
         "schedule": _named(
             "NightSchedule",
             {
@@ -648,7 +647,7 @@ LIVENESS: Json = _named(
 )
 
 
-EVENTS: Json = _named(
+EVENTS_RECEIPT: Json = _named(
     "EventsReceipt",
     {
         "accepted": {"type": "integer", "description": "Events that are in the stream"},
@@ -672,7 +671,7 @@ EVENTS: Json = _named(
             "not tell",
         },
         "position": {
-            **_TEXT,
+            **_TEXT_OR_NULL,
             "description": "Position of the newest accepted one; null: there is none",
         },
     },
@@ -681,7 +680,7 @@ EVENTS: Json = _named(
 )
 
 
-FEEDBACK: Json = _named(
+FEEDBACK_RECEIPT: Json = _named(
     "FeedbackReceipt",
     {
         "arm": {

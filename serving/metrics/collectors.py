@@ -25,6 +25,167 @@ from cache.tiers.l1 import Absence
 from cache.tiers.reads import PUBLIC_BY_INTERNAL_REASON, REASONS_WITH_STORED_ANSWER, MissReason
 from serving.admission.controller import Admission
 
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
+
+HELP_BY_EVENT: Mapping[str, str] = {
+    "l2_reads": "Records asked of Redis",
+    "l2_batches": "Pipelines sent to Redis",
+    "l2_shed": "Reads not sent, because too much was under way",
+    "breaker_opened": "How often Redis was left alone after failures in a row",
+    "flights_shared": "Reads that joined one under way",
+    "inferences_shared": "Inputs that joined an inference under way",
+    "inferences_hopeless": "Inputs that could not have been answered in time",
+    "overlays_spared": "Live answers not looked up in Redis, because inputs hardly come again",
+    "overlays_stored": "Live answers written to Redis",
+    "overlays_failed": "Live answers that Redis did not take",
+    "overlays_dropped": "Live answers not written, because too many waited",
+    "hot_reported": "Ids added to the sketch of what is asked for most",
+    "hot_reports_failed": "Reports to that sketch that failed",
+    "cold_reported": "Ids added to the sketch of those asked for in vain",
+    "cold_reports_failed": "Reports to that sketch that failed",
+    "reads_left_out": "Reads not counted towards who was read at all",
+    "leases_led": "Cold answers computed here while others waited",
+    "leases_waited": "Cold answers that another replica was computing",
+    "leases_adopted": "Cold answers taken over from another replica",
+    "leases_taken_over": "Leases of a replica that fell silent, taken over",
+    "leases_timed_out": "Cold answers computed after waiting in vain",
+    "exposures_written": "Keys of experiments written into the exposure log",
+    "exposures_dropped": "Keys of experiments not written down, because too many waited",
+    "exposure_writes_failed": "Failed tries to write a part of the exposure log",
+    "leases_unavailable": "Cold answers computed without a lease",
+}
+"""Help text by event; each is a family of its own: a sum over all of them would mean nothing."""
+
+MISS_REASONS = tuple(
+    [
+        reason
+        for reason in MissReason
+        if reason not in PUBLIC_BY_INTERNAL_REASON and reason not in REASONS_WITH_STORED_ANSWER
+    ]
+)
+"""Reasons that are counted: no stored tier answered."""
+
+GET_ROUTE = "GET /v1/lookup/{table}"
+
+BUCKET_RATIO = 1.1
+"""Ratio of neighbouring bounds at most: a quantile is the geometric middle of its bucket, so off by 4.9 % at most."""
+
+LOWEST_BOUND_S = 1e-6
+"""Lowest bound in seconds: what is shorter counts as this long, what is longer than the last bound as that."""
+
+
+@dataclass(slots=True)
+class LabelHistogram:
+    """Histogram of one label value, such as the answers of one source: how many by bucket, and seconds in all."""
+
+    counts: list[int]
+    sum: float = 0.0
+
+
+class SecondsHistogram(Collector):
+    """A histogram by one label, without a lock: only the event loop adds to it.
+
+    Counted in finer buckets (`refine_bounds`) than Prometheus is told: one bisect serves both.
+    """
+
+    def __init__(
+        self, name: str, text: str, label: str, values: Sequence[str], bounds: Sequence[float]
+    ) -> None:
+        self.bounds = refine_bounds(bounds)
+        self._name, self._text, self._label = name, text, label
+        self._exposed_bounds = [(bound, self.bounds.index(bound)) for bound in bounds]
+        self.spent = {value: LabelHistogram([0] * (len(self.bounds) + 1)) for value in values}
+
+    def observe(self, value: str, seconds: float, times: int = 1) -> None:
+        """Adds `times` observations of the same length."""
+        spent = self.spent[value]
+        spent.counts[bisect_left(self.bounds, seconds)] += times
+        spent.sum += seconds * times
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        """Histogram family with the buckets that Prometheus is told."""
+        family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
+        for value, spent in self.spent.items():
+            sums = list(accumulate(spent.counts))
+            buckets: list[tuple[str, float]] = []
+            for bound, at in (*self._exposed_bounds, (float("inf"), len(sums) - 1)):
+                name: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
+                buckets.append((name, float(sums[at])))
+            family.add_metric([value], buckets, spent.sum)
+        yield family
+
+
+def refine_bounds(
+    bounds: Sequence[float], *, lowest: float = LOWEST_BOUND_S, ratio: float = BUCKET_RATIO
+) -> tuple[float, ...]:
+    """Bounds from `lowest` to the last of `bounds` (ascending, above `lowest`) that hold all of them exactly."""
+    finer_bounds = [lowest]
+    for bound in bounds:
+        below = finer_bounds[-1]
+        steps = max(1, math.ceil(math.log(bound / below) / math.log(ratio) - 1e-9))
+        finer_bounds += [below * (bound / below) ** (step / steps) for step in range(1, steps)]
+        finer_bounds.append(bound)
+    return tuple(finer_bounds)
+
+
+def bucket_middle(bounds: Sequence[float], bucket: int) -> float:
+    """Value that a bucket's observations are taken for; bucket n ends at bound n, the one after the last has no end."""
+    if bucket == 0 or bucket >= len(bounds):
+        return bounds[min(bucket, len(bounds) - 1)]
+    return math.sqrt(bounds[bucket - 1] * bounds[bucket])
+
+
+def quantile(bounds: Sequence[float], counts: Mapping[int, int], fraction: float) -> float | None:
+    """The value that `fraction` of the observations (counts by bucket) do not exceed; None without any."""
+    total = sum(counts.values())
+    rank, cumulative_count = max(1, math.ceil(fraction * total - 1e-9)), 0
+    for bucket in sorted(counts):
+        cumulative_count += counts[bucket]
+        if cumulative_count >= rank:
+            return bucket_middle(bounds, bucket)
+    return None
+
+
+class FastTally:
+    """Answers and requests of the hot route not yet taken over; who counts elsewhere first adds here, by `flushes`."""
+
+    def __init__(self) -> None:
+        self.answers: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.requests: defaultdict[str, int] = defaultdict(int)
+        self.flushes: list[Callable[[], None]] = []
+
+    def drain(self) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
+        """Answers by (table, source), requests by route, each answered with 200; what is taken is counted no more."""
+        for flush in self.flushes:
+            flush()
+        drained_counts = dict(self.answers), dict(self.requests)
+        self.answers.clear()
+        self.requests.clear()
+        return drained_counts
+
+
+class L1Misses(Collector):
+    """Counter of entities that Redis answered, by why L1 did not: plain numbers, which only the event loop adds to."""
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[tuple[str, Absence], int] = defaultdict(int)
+
+    def add(self, table: str, reasons: Mapping[Absence, int]) -> None:
+        """Adds entities of a table, each counted under its one reason."""
+        for reason, count in reasons.items():
+            self._counts[table, reason] += count
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """Counter family by table and reason."""
+        family = CounterMetricFamily(
+            "larder_l1_misses",
+            "Entities Redis answered, by why L1 did not hold them",
+            labels=["table", "reason"],
+        )
+        for (table, reason), count in self._counts.items():
+            family.add_metric([table, reason], count)
+        yield family
+
 
 class ChangedAnswers(Collector):
     """Counter of answers by table, and summary of shares of lists: plain numbers, which only the event loop adds to."""
@@ -64,46 +225,6 @@ class ChangedAnswers(Collector):
         yield changes
 
 
-TEXTS: Mapping[str, str] = {
-    "l2_reads": "Records asked of Redis",
-    "l2_batches": "Pipelines sent to Redis",
-    "l2_shed": "Reads not sent, because too much was under way",
-    "breaker_opened": "How often Redis was left alone after failures in a row",
-    "flights_shared": "Reads that joined one under way",
-    "inferences_shared": "Inputs that joined an inference under way",
-    "inferences_hopeless": "Inputs that could not have been answered in time",
-    "overlays_spared": "Live answers not looked up in Redis, because inputs hardly come again",
-    "overlays_stored": "Live answers written to Redis",
-    "overlays_failed": "Live answers that Redis did not take",
-    "overlays_dropped": "Live answers not written, because too many waited",
-    "hot_reported": "Ids added to the sketch of what is asked for most",
-    "hot_reports_failed": "Reports to that sketch that failed",
-    "cold_reported": "Ids added to the sketch of those asked for in vain",
-    "cold_reports_failed": "Reports to that sketch that failed",
-    "reads_left_out": "Reads not counted towards who was read at all",
-    "leases_led": "Cold answers computed here while others waited",
-    "leases_waited": "Cold answers that another replica was computing",
-    "leases_adopted": "Cold answers taken over from another replica",
-    "leases_taken_over": "Leases of a replica that fell silent, taken over",
-    "leases_timed_out": "Cold answers computed after waiting in vain",
-    "exposures_written": "Keys of experiments written into the exposure log",
-    "exposures_dropped": "Keys of experiments not written down, because too many waited",
-    "exposure_writes_failed": "Failed tries to write a part of the exposure log",
-    "leases_unavailable": "Cold answers computed without a lease",
-}
-"""Help text by event; each is a family of its own: a sum over all of them would mean nothing."""
-
-
-F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
-
-
-def by_label(family: F, samples: Mapping[str, float]) -> F:
-    """The family of one label, with a sample for each of its values."""
-    for value, number in samples.items():
-        family.add_metric([value], number)
-    return family
-
-
 class InternalCounters(Collector):
     """Collector of what the tiers did besides answering: `larder_<name>_total`."""
 
@@ -113,90 +234,16 @@ class InternalCounters(Collector):
     def collect(self) -> Iterable[CounterMetricFamily]:
         """Counter families, one for each event."""
         for event, count in self._read().items():
-            yield CounterMetricFamily(f"larder_{event}", TEXTS.get(event, event), value=count)
+            yield CounterMetricFamily(
+                f"larder_{event}", HELP_BY_EVENT.get(event, event), value=count
+            )
 
 
-RATIO = 1.1
-"""Ratio of neighbouring bounds at most: a quantile is the geometric middle of its bucket, so off by 4.9 % at most."""
-
-
-LOWEST_S = 1e-6
-"""Lowest bound in seconds: what is shorter counts as this long, what is longer than the last bound as that."""
-
-
-def finer(
-    bounds: Sequence[float], *, lowest: float = LOWEST_S, ratio: float = RATIO
-) -> tuple[float, ...]:
-    """Bounds from `lowest` to the last of `bounds` (ascending, above `lowest`) that hold all of them exactly."""
-    finer_bounds = [lowest]
-    for bound in bounds:
-        below = finer_bounds[-1]
-        steps = max(1, math.ceil(math.log(bound / below) / math.log(ratio) - 1e-9))
-        finer_bounds += [below * (bound / below) ** (step / steps) for step in range(1, steps)]
-        finer_bounds.append(bound)
-    return tuple(finer_bounds)
-
-
-def middle(bounds: Sequence[float], bucket: int) -> float:
-    """Value that a bucket's observations are taken for; bucket n ends at bound n, the one after the last has no end."""
-    if bucket == 0 or bucket >= len(bounds):
-        return bounds[min(bucket, len(bounds) - 1)]
-    return math.sqrt(bounds[bucket - 1] * bounds[bucket])
-
-
-def quantile(bounds: Sequence[float], counts: Mapping[int, int], fraction: float) -> float | None:
-    """The value that `fraction` of the observations (counts by bucket) do not exceed; None without any."""
-    total = sum(counts.values())
-    rank, cumulative_count = max(1, math.ceil(fraction * total - 1e-9)), 0
-    for bucket in sorted(counts):
-        cumulative_count += counts[bucket]
-        if cumulative_count >= rank:
-            return middle(bounds, bucket)
-    return None
-
-
-GET_ROUTE = "GET /v1/lookup/{table}"
-
-
-@dataclass(slots=True)
-class LabelHistogram:
-    """Histogram of one label value, such as the answers of one source: how many by bucket, and seconds in all."""
-
-    counts: list[int]
-    sum: float = 0.0
-
-
-class SecondsHistogram(Collector):
-    """A histogram by one label, without a lock: only the event loop adds to it.
-
-    Counted in finer buckets (`serving.metrics.collectors`) than Prometheus is told: one bisect serves both.
-    """
-
-    def __init__(
-        self, name: str, text: str, label: str, values: Sequence[str], bounds: Sequence[float]
-    ) -> None:
-        self.bounds = finer(bounds)
-        self._name, self._text, self._label = name, text, label
-        self._exposed_bounds = [(bound, self.bounds.index(bound)) for bound in bounds]
-        self.spent = {value: LabelHistogram([0] * (len(self.bounds) + 1)) for value in values}
-
-    def observe(self, value: str, seconds: float, times: int = 1) -> None:
-        """Adds `times` observations of the same length."""
-        spent = self.spent[value]
-        spent.counts[bisect_left(self.bounds, seconds)] += times
-        spent.sum += seconds * times
-
-    def collect(self) -> Iterable[HistogramMetricFamily]:
-        """Histogram family with the buckets that Prometheus is told."""
-        family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
-        for value, spent in self.spent.items():
-            sums = list(accumulate(spent.counts))
-            buckets: list[tuple[str, float]] = []
-            for bound, at in (*self._exposed_bounds, (float("inf"), len(sums) - 1)):
-                name: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
-                buckets.append((name, float(sums[at])))
-            family.add_metric([value], buckets, spent.sum)
-        yield family
+def by_label(family: Family, samples: Mapping[str, float]) -> Family:
+    """The family of one label, with a sample for each of its values."""
+    for value, number in samples.items():
+        family.add_metric([value], number)
+    return family
 
 
 class OverloadCollector(Collector):
@@ -238,24 +285,6 @@ class OverloadCollector(Collector):
             yield GaugeMetricFamily(f"larder_{name}", text, value)
 
 
-class FastTally:
-    """Answers and requests of the hot route not yet taken over; who counts elsewhere first adds here, by `flushes`."""
-
-    def __init__(self) -> None:
-        self.answers: defaultdict[tuple[str, str], int] = defaultdict(int)
-        self.requests: defaultdict[str, int] = defaultdict(int)
-        self.flushes: list[Callable[[], None]] = []
-
-    def drain(self) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
-        """Answers by (table, source), requests by route, each answered with 200; what is taken is counted no more."""
-        for flush in self.flushes:
-            flush()
-        drained_counts = dict(self.answers), dict(self.requests)
-        self.answers.clear()
-        self.requests.clear()
-        return drained_counts
-
-
 class LoopFailures(Collector):
     """Collector of failures by loop, those that never failed included, and of the loops that keep failing."""
 
@@ -278,36 +307,3 @@ class LoopFailures(Collector):
             failing.add_metric([name], float(name in now_failing))
         yield failures
         yield failing
-
-
-REASONS = tuple(
-    [
-        reason
-        for reason in MissReason
-        if reason not in PUBLIC_BY_INTERNAL_REASON and reason not in REASONS_WITH_STORED_ANSWER
-    ]
-)
-"""Reasons that are counted: no stored tier answered."""
-
-
-class L1Misses(Collector):
-    """Counter of entities that Redis answered, by why L1 did not: plain numbers, which only the event loop adds to."""
-
-    def __init__(self) -> None:
-        self._counts: defaultdict[tuple[str, Absence], int] = defaultdict(int)
-
-    def add(self, table: str, reasons: Mapping[Absence, int]) -> None:
-        """Adds entities of a table, each counted under its one reason."""
-        for reason, count in reasons.items():
-            self._counts[table, reason] += count
-
-    def collect(self) -> Iterable[CounterMetricFamily]:
-        """Counter family by table and reason."""
-        family = CounterMetricFamily(
-            "larder_l1_misses",
-            "Entities Redis answered, by why L1 did not hold them",
-            labels=["table", "reason"],
-        )
-        for (table, reason), count in self._counts.items():
-            family.add_metric([table, reason], count)
-        yield family

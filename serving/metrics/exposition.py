@@ -10,9 +10,12 @@ from pathlib import Path
 
 BURST = 20.0
 
-
 PER_S = 5.0
 """Expositions per second at most, a few milliseconds of the event loop each; nobody scrapes more than once a second."""
+
+_PEER_TIMEOUT_S = 1.0
+
+_PEER_TEXT_MAX = 8 << 20
 
 
 class Exposition:
@@ -35,12 +38,6 @@ class Exposition:
             self._tokens -= 1
             self._body = await self._make()
         return self._body
-
-
-_ANSWER_S = 1.0
-
-
-_TEXT_MAX = 8 << 20
 
 
 class WorkerPeers:
@@ -92,12 +89,14 @@ class WorkerPeers:
             if text
         }
         texts[str(self._slot)] = self._expose()
-        return merged(dict(sorted(texts.items(), key=lambda slot_and_text: int(slot_and_text[0]))))
+        return merge_expositions(
+            dict(sorted(texts.items(), key=lambda slot_and_text: int(slot_and_text[0])))
+        )
 
     async def _serve_counts(self, _reader: StreamReader, writer: StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError):
             writer.write(self._expose())
-            async with asyncio.timeout(_ANSWER_S):
+            async with asyncio.timeout(_PEER_TIMEOUT_S):
                 await writer.drain()
         writer.close()
 
@@ -106,10 +105,10 @@ async def _read_counts(path: Path) -> bytes:
     """The counts of a peer; empty for one that died or hangs."""
     writer: StreamWriter | None = None
     try:
-        async with asyncio.timeout(_ANSWER_S):
+        async with asyncio.timeout(_PEER_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(path)
             text = bytearray()
-            while len(text) <= _TEXT_MAX and (part := await reader.read(1 << 16)):
+            while len(text) <= _PEER_TEXT_MAX and (part := await reader.read(1 << 16)):
                 text += part
     except (OSError, TimeoutError):
         return b""
@@ -117,10 +116,10 @@ async def _read_counts(path: Path) -> bytes:
         if writer is not None:
             writer.close()
     # One that died while it told has told half a line.
-    return bytes(text) if len(text) <= _TEXT_MAX and text.endswith(b"\n") else b""
+    return bytes(text) if len(text) <= _PEER_TEXT_MAX and text.endswith(b"\n") else b""
 
 
-def merged(texts: Mapping[str, bytes]) -> bytes:
+def merge_expositions(texts: Mapping[str, bytes]) -> bytes:
     """Merges expositions (text format 0.0.4) by worker into one: each family once, with the series of all."""
     heads: dict[bytes, list[bytes]] = {}
     samples: dict[bytes, list[bytes]] = {}

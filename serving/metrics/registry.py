@@ -13,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from cache.tiers.reads import PUBLIC_BY_INTERNAL_REASON
 from serving.metrics.collectors import ChangedAnswers, FastTally, L1Misses, SecondsHistogram
 from serving.requests.answers import Source
-from serving.requests.context import note
+from serving.requests.context import note_stage
 
 STAGES = ("parse", "stored", "live", "previous", "render", "inference")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -214,7 +214,7 @@ class Metrics:
     def stage(self, stage: str, seconds: float, entities: int = 0) -> None:
         """Records that one stage of the current request has ended."""
         self.stage_seconds.observe(stage, seconds)
-        note(stage, seconds, entities)
+        note_stage(stage, seconds, entities)
 
     def inferred(self, size: int, seconds: float) -> None:
         """Records one inference for `size` inputs."""

@@ -1,41 +1,45 @@
 """Sequential tests and bounds, valid after every sample: drift of answers, and an error rate. Pure.
 
-Hypothesis: whatever came before, a sample's overlap is at least `floor` in the mean. Against it a bet is laid on every
-sample x in [0, 1]: the capital grows by 1 + stake * (floor - x), which is fair at best where the hypothesis holds
-(Waudby-Smith & Ramdas, "Estimating means of bounded random variables by betting", JRSS-B 86(1), 2024). Answers may go
-bad at any moment, so a share 1/(t*(t+1)) of the first capital is kept back for a bet that begins at sample t, which
-makes a Shiryaev-Roberts statistic of it whose expectation never exceeds 1 (Shin, Ramdas & Rinaldo, "E-detectors",
-2023). By Ville's inequality the capital ever reaches 1/alpha with a chance of alpha at most, however long it runs and
-whatever the overlaps are distributed like. No table of numbers, no window, two floats per stake.
-
-For a weight w, each sample x in {0, 1} multiplies a capital by w**x / (1 - p + p*w), which is fair if p is the chance
-that it is wrong, whatever came before. By Ville's inequality the capital ever reaches 1/alpha with a chance of alpha at
-most. log(1 - p + p*w) is concave in p, so the bound that follows holds for the mean of the chances of all samples so
-far, however they changed: no rate that stays, no independence, no number of samples said beforehand (Howard, Ramdas,
-McAuliffe & Sekhon, "Time-uniform Chernoff bounds via nonnegative supermartingales", Probability Surveys 17, 2020).
-Several weights share alpha, and the best of them counts; weight 0 is for no error at all.
+An error rate: for a weight w, each sample x in {0, 1} multiplies a capital by w**x / (1 - p + p*w), which is fair if p
+is the chance that it is wrong, whatever came before. By Ville's inequality the capital ever reaches 1/alpha with a
+chance of alpha at most. log(1 - p + p*w) is concave in p, so the bound that follows holds for the mean of the chances
+of all samples so far, however they changed: no rate that stays, no independence, no number of samples said beforehand
+(Howard, Ramdas, McAuliffe & Sekhon, "Time-uniform Chernoff bounds via nonnegative supermartingales", Probability
+Surveys 17, 2020). Several weights share alpha, and the best of them counts; weight 0 is for no error at all.
 """
 
 import math
 from dataclasses import dataclass, field
 
-ALPHA = 1e-4
+DRIFT_ALPHA = 1e-4
 """Chance of a false alarm, in all of a generation's life and over all tables of one process together."""
 
-
-_STAKES = (0.1, 0.3, 0.6)
+_DRIFT_STAKES = (0.1, 0.3, 0.6)
 """Stakes as parts of the largest that cannot lose everything: small ones find a small drift, large ones a large one."""
+
+_WEIGHTS_BELOW_1 = (0.0, 0.1, 0.3, 0.5, 0.7)
+
+_WEIGHTS_ABOVE_1 = (1.5, 3.0, 10.0, 40.0, 200.0)
 
 
 @dataclass(slots=True)
 class Drift:
-    """Drift test of one table of one release; `alpha` is its own part. An alarm stays."""
+    """Drift test of one table of one release; `alpha` is its own part. An alarm stays.
+
+    Hypothesis: whatever came before, a sample's overlap is at least `floor` in the mean. Against it a bet is laid on
+    every sample x in [0, 1]: the capital grows by 1 + stake * (floor - x), which is fair at best where the hypothesis
+    holds (Waudby-Smith & Ramdas, "Estimating means of bounded random variables by betting", JRSS-B 86(1), 2024).
+    Answers may go bad at any moment, so a share 1/(t*(t+1)) of the first capital is kept back for a bet that begins at
+    sample t, which makes a Shiryaev-Roberts statistic of it whose expectation never exceeds 1 (Shin, Ramdas & Rinaldo,
+    "E-detectors", 2023). By Ville's inequality the capital ever reaches 1/alpha with a chance of alpha at most, however
+    long it runs and whatever the overlaps are distributed like. No table of numbers, no window, two floats per stake.
+    """
 
     floor: float
     alpha: float
     samples: int = 0
     found_after: int | None = None
-    _capital: list[float] = field(default_factory=lambda: [0.0] * len(_STAKES))
+    _capital: list[float] = field(default_factory=lambda: [0.0] * len(_DRIFT_STAKES))
 
     def saw(self, overlap: float) -> bool:
         """Adds a sample's overlap; returns whether the alarm is raised."""
@@ -43,11 +47,11 @@ class Drift:
         reserved_capital = 1.0 / (self.samples * (self.samples + 1))
         largest_stake = 1.0 / max(1.0 - self.floor, 0.05)
         limit = 1.0 / self.alpha
-        for at, stake in enumerate(_STAKES):
+        for at, stake in enumerate(_DRIFT_STAKES):
             grown = (self._capital[at] + reserved_capital) * (
                 1.0 + stake * largest_stake * (self.floor - overlap)
             )
-            self._capital[at] = min(grown, 2 * len(_STAKES) * limit)
+            self._capital[at] = min(grown, 2 * len(_DRIFT_STAKES) * limit)
         if self.found_after is None and self.evidence >= limit:
             self.found_after = self.samples
         return self.is_found
@@ -63,32 +67,26 @@ class Drift:
         return self.found_after is not None
 
 
-_BELOW = (0.0, 0.1, 0.3, 0.5, 0.7)
-
-
-_ABOVE = (1.5, 3.0, 10.0, 40.0, 200.0)
-
-
-def highest(samples: int, wrong: int, alpha: float) -> float:
+def highest_error_rate(samples: int, wrong: int, alpha: float) -> float:
     """The highest that the mean chance may be; too low at any moment, ever, with a chance of `alpha` at most."""
     if not samples:
         return 1.0
-    evidence = math.log(len(_BELOW) / alpha)
+    evidence = math.log(len(_WEIGHTS_BELOW_1) / alpha)
     bounds = [1.0]
-    for weight in _BELOW:
+    for weight in _WEIGHTS_BELOW_1:
         if weight or not wrong:
             grown = wrong * math.log(weight) if wrong else 0.0
             bounds.append((1.0 - math.exp((grown - evidence) / samples)) / (1.0 - weight))
     return min(bounds)
 
 
-def lowest(samples: int, wrong: int, alpha: float) -> float:
+def lowest_error_rate(samples: int, wrong: int, alpha: float) -> float:
     """The lowest that the mean chance may be; too high at any moment, ever, with a chance of `alpha` at most."""
     if not wrong:
         return 0.0
-    evidence = math.log(len(_ABOVE) / alpha)
+    evidence = math.log(len(_WEIGHTS_ABOVE_1) / alpha)
     bounds = [
         math.expm1((wrong * math.log(weight) - evidence) / samples) / (weight - 1.0)
-        for weight in _ABOVE
+        for weight in _WEIGHTS_ABOVE_1
     ]
     return max(0.0, *bounds)

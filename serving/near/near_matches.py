@@ -19,20 +19,50 @@ from prometheus_client.registry import Collector
 
 from cache.config.serving import NearConfig
 from cache.model.candidate_search import ListSearch
-from cache.model.input_preparation import LiveInput
-from cache.model.predictor import Predictor, PreparedInput
+from cache.model.input_preparation import LiveInput, PreparedInput
+from cache.model.predictor import Predictor
 from cache.records import NO_ITEM
 from serving.generations.snapshot import Snapshot
 from serving.near.reuse_policy import Decision, ReusePolicy
 
+log = logging.getLogger(__name__)
+
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
-
-
-Entry = TypeVar("Entry")
-
 
 _QUERIES_PER_CALL = 16
 """Queries per FAISS call: more would change its kernel, and the library that does the sums."""
+
+CLOSENESS_RANGES = 12
+"""Ranges of closeness, which a policy learns about: 0 is the farthest, each is half as wide as the one before."""
+
+FARTHEST_DISTANCE = 0.5
+"""Distance, in lengths of the vector, from which on nothing is near."""
+
+_MARGIN_MIN = 1e-30
+
+SEARCH_DEPTH = 2
+"""Candidates kept of a search, in lengths of a list: the more, the farther away they still hold the best ones."""
+
+SEARCH_DEPTH_MAX = 512
+
+_ULP = 2.0**-23
+
+Entry = TypeVar("Entry")
+
+Answer = TypeVar("Answer")
+
+Ordinals = NDArray[np.int64]
+
+Vectors = NDArray[np.float32]
+
+Numbers = NDArray[np.float32]
+
+InputKind = Literal["history", "features", "both"]
+
+NearOutcome = Decision | Literal["far", "proven"]
+"""Outcome of an input: no recent answer is near, one is shown to be its own, or what the policy decided."""
+
+JUDGED_OUTCOMES: tuple[NearOutcome, ...] = ("learn", "audit")
 
 
 class Nearest(NamedTuple, Generic[Entry]):
@@ -108,37 +138,6 @@ class RecentVectors(Generic[Entry]):
         self._used[:] = 0
 
 
-RANGES = 12
-
-
-FARTHEST = 0.5
-"""Distance, in lengths of the vector, from which on nothing is near."""
-
-
-_MARGIN_MIN = 1e-30
-
-
-def range_of(distance: float, margin: float) -> int:
-    """Number of the range in which a distance over the margin of the answer there lies.
-
-    How likely an answer changes goes by how far away it is and how far it is from changing, not by distance alone.
-    """
-    if distance <= 0:
-        return RANGES - 1
-    halvings = int(math.log2(max(margin, _MARGIN_MIN) * FARTHEST / distance))
-    return min(max(halvings, 0), RANGES - 1)
-
-
-Answer = TypeVar("Answer")
-
-
-NearOutcome = Decision | Literal["far", "proven"]
-"""Outcome of an input: no recent answer is near, one is shown to be its own, or what the policy decided."""
-
-
-JUDGED: tuple[NearOutcome, ...] = ("learn", "audit")
-
-
 @dataclass(slots=True, eq=False)
 class KeptAnswer(Generic[Answer]):
     """A recent answer, its margin, and the least distance at which it proved wrong."""
@@ -171,7 +170,7 @@ class Neighbours(Generic[Answer]):
     def __init__(
         self, error: float, entries: int, dims: int, rng: Random, counts: Counter[NearOutcome]
     ) -> None:
-        self.policy = ReusePolicy(error, RANGES, rng)
+        self.policy = ReusePolicy(error, CLOSENESS_RANGES, rng)
         self._vectors: RecentVectors[KeptAnswer[Answer]] = RecentVectors(entries, dims)
         self._counts = counts
         self._version = 0
@@ -191,7 +190,7 @@ class Neighbours(Generic[Answer]):
             if version < self._version:
                 return [None] * len(vectors)
             nearest_entries = self._vectors.nearest(vectors)
-        return [None if nearest is None else _near(nearest) for nearest in nearest_entries]
+        return [None if nearest is None else _near_answer(nearest) for nearest in nearest_entries]
 
     def may_use(self, near: NearAnswer[Answer]) -> bool:
         """True unless the policy leaves it in any case."""
@@ -221,7 +220,7 @@ class Neighbours(Generic[Answer]):
         """
         limit = math.inf
         with self._lock:
-            if near is not None and outcome in JUDGED:
+            if near is not None and outcome in JUDGED_OUTCOMES:
                 self.policy.judge(near.closeness, is_audit=outcome == "audit", wrong=wrong)
                 if not wrong:
                     return
@@ -240,27 +239,24 @@ class Neighbours(Generic[Answer]):
             self._counts.update(outcomes)
 
 
-def _near(nearest: Nearest[KeptAnswer[Answer]]) -> NearAnswer[Answer] | None:
+def _near_answer(nearest: Nearest[KeptAnswer[Answer]]) -> NearAnswer[Answer] | None:
     kept_answer, distance = nearest.entry, nearest.distance
-    if not distance < min(FARTHEST, kept_answer.limit):
+    if not distance < min(FARTHEST_DISTANCE, kept_answer.limit):
         return None
-    return NearAnswer(kept_answer, distance, nearest.slot, range_of(distance, kept_answer.margin))
+    return NearAnswer(
+        kept_answer, distance, nearest.slot, closeness_range(distance, kept_answer.margin)
+    )
 
 
-DEPTH = 2
-"""Candidates kept of a search, in lengths of a list: the more, the farther away they still hold the best ones."""
+def closeness_range(distance: float, margin: float) -> int:
+    """Number of the range in which a distance over the margin of the answer there lies.
 
-
-DEPTH_MAX = 512
-
-
-_ULP = 2.0**-23
-
-
-Ordinals = NDArray[np.int64]
-
-
-Vectors = NDArray[np.float32]
+    How likely an answer changes goes by how far away it is and how far it is from changing, not by distance alone.
+    """
+    if distance <= 0:
+        return CLOSENESS_RANGES - 1
+    halvings = int(math.log2(max(margin, _MARGIN_MIN) * FARTHEST_DISTANCE / distance))
+    return min(max(halvings, 0), CLOSENESS_RANGES - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -353,7 +349,7 @@ class ListMatches:
             for row, row_outcome in enumerate(outcomes)
             if row_outcome not in ("proven", "reuse")
         ]:
-            depth = min(DEPTH * self._width, DEPTH_MAX, search.searcher.depth_max)
+            depth = min(SEARCH_DEPTH * self._width, SEARCH_DEPTH_MAX, search.searcher.depth_max)
             deep = search.candidates(vectors[rows], np.maximum(needed[rows], depth), blocked)
             needed_candidates = [
                 deep_ordinals[: counts[row]] for row, deep_ordinals in zip(rows, deep, strict=True)
@@ -365,8 +361,8 @@ class ListMatches:
             for row, answer, items in zip(
                 rows, searched_candidate_sets, best_lists[0], strict=True
             ):
-                is_judged = outcomes[row] in JUDGED
-                wrong = is_judged and _overlap(ordinals[row], items) < self._overlap
+                is_judged = outcomes[row] in JUDGED_OUTCOMES
+                wrong = is_judged and _list_overlap(ordinals[row], items) < self._overlap
                 neighbours.settle(
                     directions[row], answer, near.get(row), outcomes[row],
                     wrong=wrong, version=version,
@@ -422,13 +418,10 @@ class ListMatches:
         ]
 
 
-def _overlap(reused_items: NDArray[np.uint32], computed_items: NDArray[np.uint32]) -> float:
+def _list_overlap(reused_items: NDArray[np.uint32], computed_items: NDArray[np.uint32]) -> float:
     """Share of the wanted items that were found; 1 where none are wanted."""
     of = set(computed_items.tolist()) - {NO_ITEM}
     return len(of.intersection(reused_items.tolist())) / len(of) if of else 1.0
-
-
-Numbers = NDArray[np.float32]
 
 
 class ValueMatches:
@@ -476,7 +469,7 @@ class ValueMatches:
                 near_answer is not None
                 and near_answer.answer.argmax() != values_by_row[row].argmax()
             )
-            values_copy, margin = values_by_row[row].copy(), _margin(values_by_row[row])
+            values_copy, margin = values_by_row[row].copy(), _label_margin(values_by_row[row])
             neighbours.settle(
                 sent_vectors[row],
                 values_copy,
@@ -491,16 +484,10 @@ class ValueMatches:
         return predictor.numbers(self._table, np.stack(values), prints, scored_at), distances
 
 
-def _margin(values: Numbers) -> float:
+def _label_margin(values: Numbers) -> float:
     """Lead of the first label over the second."""
     second, first = np.partition(values, -2)[-2:]
     return float(first - second)
-
-
-log = logging.getLogger(__name__)
-
-
-InputKind = Literal["history", "features", "both"]
 
 
 Matches = ListMatches | ValueMatches

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from serving.metrics.sequential import Drift, highest, lowest
+from serving.metrics.sequential import Drift, highest_error_rate, lowest_error_rate
 
 Decision = Literal["reuse", "audit", "learn", "leave"]
 """`reuse` the near answer; `audit` or `learn`: compute, and judge it; `leave`: compute, there is nothing to learn."""
@@ -100,7 +100,8 @@ class ReusePolicy:
                 from_here[range_index].add(wrong=wrong)
             range_samples = samples_by_range[closeness]
             self._is_hopeless[closeness] = (
-                lowest(range_samples.judged, range_samples.wrong, self._alpha) > self.error
+                lowest_error_rate(range_samples.judged, range_samples.wrong, self._alpha)
+                > self.error
             )
         self._trust()
 
@@ -120,7 +121,7 @@ class ReusePolicy:
         if samples.judged * self.error < 1:  # no bound is as low after so few
             return False
         alpha = self._alpha / (samples.starts * (samples.starts + 1))
-        return highest(samples.judged, samples.wrong, alpha) <= self.error
+        return highest_error_rate(samples.judged, samples.wrong, alpha) <= self.error
 
     def _audited(self, *, wrong: bool) -> None:
         self.audits += 1
@@ -138,4 +139,6 @@ class ReusePolicy:
     def interval(self) -> tuple[float, float]:
         """Bounds of the error of what is reused, its mean over all audits; both hold at every moment, at 1 - ALPHA."""
         count, wrong = self.audits, self.wrong_audits
-        return lowest(count, wrong, ALPHA / 2), highest(count, wrong, ALPHA / 2)
+        return lowest_error_rate(count, wrong, ALPHA / 2), highest_error_rate(
+            count, wrong, ALPHA / 2
+        )

@@ -13,58 +13,25 @@ from urllib.parse import unquote, unquote_plus, urlsplit
 import orjson
 
 from cache.errors import SECRET_OPTIONS, masked
-from serving.requests.context import current
+from serving.requests.context import current_record
 
 if TYPE_CHECKING:
     from cache.config.serving import ServingConfig  # pydantic: not for who only asks for help
 
-_MASK = "***"
-
-
-_BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s'\",;]+")
-
-
-LENGTH_MAX = 16_384
+TEXT_LENGTH_MAX = 16_384
 """Characters of one text; a traceback of any depth ends there."""
-
-
-class Redactor:
-    """Masks the secrets it was told of, passwords in any URL, and bearer tokens; cuts what is too long."""
-
-    def __init__(self, secrets: Iterable[str] = ()) -> None:
-        self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
-
-    def __call__(self, text: str) -> str:
-        """The text with secrets masked, cut where it is too long."""
-        for secret in self._secrets:
-            text = text.replace(secret, _MASK)
-        text = _BEARER.sub(rf"\g<1>{_MASK}", masked(text))
-        return text if len(text) <= LENGTH_MAX else f"{text[:LENGTH_MAX]}... (cut)"
-
-
-def passwords_of(*urls: str) -> set[str]:
-    """The passwords of URLs, as written and as meant."""
-    passwords: set[str] = set()
-    for url in urls:
-        netloc = urlsplit(url).netloc if "://" in url else ""
-        password = netloc.rpartition("@")[0].partition(":")[2]
-        passwords |= {password, unquote(password)} - {""}
-        for option in url.partition("?")[2].partition("#")[0].split("&"):
-            name, _, value = option.partition("=")
-            if name in SECRET_OPTIONS:
-                passwords |= {value, unquote_plus(value)} - {""}
-    return passwords
-
 
 BURST = 20.0
 """Records of one place in the program that may come at once."""
 
-
-_PLACES_MAX = 1_024
-
-
 FIELDS = "larder_fields"
 """Attribute of a record: what its line holds beside its message, by name."""
+
+_MASK = "***"
+
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s'\",;]+")
+
+_PLACES_MAX = 1_024
 
 
 def configure_for(settings: "ServingConfig", level: str, *, worker: int | None = None) -> None:
@@ -85,11 +52,39 @@ def configure_for(settings: "ServingConfig", level: str, *, worker: int | None =
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     """The record's own fields, and those that say to which request it belongs."""
     fields = dict(getattr(record, FIELDS, None) or {})
-    if (request_record := current()) is not None and "request_id" not in fields:
+    if (request_record := current_record()) is not None and "request_id" not in fields:
         fields |= request_record.ids()
     if dropped_count := getattr(record, "larder_dropped", 0):
         fields["dropped"] = dropped_count
     return fields
+
+
+class Redactor:
+    """Masks the secrets it was told of, passwords in any URL, and bearer tokens; cuts what is too long."""
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
+
+    def __call__(self, text: str) -> str:
+        """The text with secrets masked, cut where it is too long."""
+        for secret in self._secrets:
+            text = text.replace(secret, _MASK)
+        text = _BEARER.sub(rf"\g<1>{_MASK}", masked(text))
+        return text if len(text) <= TEXT_LENGTH_MAX else f"{text[:TEXT_LENGTH_MAX]}... (cut)"
+
+
+def passwords_of(*urls: str) -> set[str]:
+    """The passwords of URLs, as written and as meant."""
+    passwords: set[str] = set()
+    for url in urls:
+        netloc = urlsplit(url).netloc if "://" in url else ""
+        password = netloc.rpartition("@")[0].partition(":")[2]
+        passwords |= {password, unquote(password)} - {""}
+        for option in url.partition("?")[2].partition("#")[0].split("&"):
+            name, _, value = option.partition("=")
+            if name in SECRET_OPTIONS:
+                passwords |= {value, unquote_plus(value)} - {""}
+    return passwords
 
 
 class JsonFormatter(logging.Formatter):

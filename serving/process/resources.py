@@ -16,6 +16,28 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from cache.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
+NICE_LAST = 19
+
+STORE_THREADS = 16
+"""Threads of the pool: the blocklist, records, archive, sweep, loads, explanations have one or two reads each."""
+
+FILES_HEADROOM = 256
+"""Redis' wires, the files of generations that come and go, whoever scrapes, and connections that are about to end."""
+
+GC_YOUNG_OBJECTS = 25_000
+"""Objects before the young are looked through. By Python's own 700 that happened several times within one batch, whose
+objects are all still in use; by 5,000 batches of 100 still cost 4 % more."""
+
+GC_YOUNG_PASSES = 30
+"""Looks at the young before those that outlived one are looked through as well: 85 ms for 130,000 objects, nearly all
+of them connections and L1 entries, of which at most a few dozen were garbage."""
+
+P = ParamSpec("P")
+
+T = TypeVar("T")
+
 
 def check_cores(cores: tuple[int, ...]) -> None:
     """Raises ConfigError when this process may not run on one of them, or the system cannot pin threads."""
@@ -33,10 +55,7 @@ def check_cores(cores: tuple[int, ...]) -> None:
         )
 
 
-LAST = 19
-
-
-def step_back(nice: int) -> None:
+def lower_thread_priority(nice: int) -> None:
     """Lets other threads go before the calling one and those that it starts: 0 as ever, 19 last in line."""
     if nice and sys.platform == "linux":  # elsewhere a thread has no priority of its own
         with contextlib.suppress(OSError):
@@ -47,17 +66,7 @@ def place_thread(cores: tuple[int, ...], nice: int) -> None:
     """Keeps the calling thread, and the threads that it starts, on these cores, if any, and sets its niceness."""
     if cores:
         os.sched_setaffinity(0, cores)
-    step_back(nice)
-
-
-THREADS = 16
-"""Threads of the pool: the blocklist, records, archive, sweep, loads, explanations have one or two reads each."""
-
-
-P = ParamSpec("P")
-
-
-T = TypeVar("T")
+    lower_thread_priority(nice)
 
 
 class InThread(Protocol):
@@ -73,7 +82,7 @@ class StoreThreads:
     """Thread pool for the store: one that hangs keeps some of these, none of asyncio's, which all else runs in."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(THREADS, "larder-store")
+        self._executor = ThreadPoolExecutor(STORE_THREADS, "larder-store")
 
     async def __call__(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs the work in one of these threads, with the caller's context, and returns or raises what it does."""
@@ -86,23 +95,16 @@ class StoreThreads:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-HEADROOM = 256
-"""Redis' wires, the files of generations that come and go, whoever scrapes, and connections that are about to end."""
-
-
-log = logging.getLogger(__name__)
-
-
-def make_room(connections: int) -> int:
+def raise_file_limit(connections: int) -> int:
     """Raises the soft limit of open files as far as so many connections need it; returns how many have room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    required_files = connections + HEADROOM
+    required_files = connections + FILES_HEADROOM
     if soft == resource.RLIM_INFINITY or soft >= required_files:
         return connections
-    soft = _raised(
+    soft = _raise_soft_limit(
         required_files if hard == resource.RLIM_INFINITY else min(hard, required_files), soft, hard
     )
-    room = min(connections, room_in(soft))
+    room = min(connections, connection_room(soft))
     if room < connections:
         log.warning(
             "room for %d connections instead of %d: only %d files may be open (ulimit -Hn)",
@@ -111,12 +113,12 @@ def make_room(connections: int) -> int:
     return room
 
 
-def room_in(files: int) -> int:
+def connection_room(files: int) -> int:
     """Connections that have room among so many open files."""
-    return max(files - HEADROOM, files // 2)
+    return max(files - FILES_HEADROOM, files // 2)
 
 
-def _raised(new_limit: int, soft: int, hard: int) -> int:
+def _raise_soft_limit(new_limit: int, soft: int, hard: int) -> int:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
     except (OSError, ValueError):  # a system with a lower limit of its own
@@ -124,18 +126,8 @@ def _raised(new_limit: int, soft: int, hard: int) -> int:
     return new_limit
 
 
-YOUNG = 25_000
-"""Objects before the young are looked through. By Python's own 700 that happened several times within one batch, whose
-objects are all still in use; by 5,000 batches of 100 still cost 4 % more."""
-
-
-MIDDLE = 30
-"""Looks at the young before those that outlived one are looked through as well: 85 ms for 130,000 objects, nearly all
-of them connections and L1 entries, of which at most a few dozen were garbage."""
-
-
-def settle() -> None:
+def freeze_objects() -> None:
     """Freezes what exists now, which is never looked at again: walking it held every request for 50 ms."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG, MIDDLE, gc.get_threshold()[2])
+    gc.set_threshold(GC_YOUNG_OBJECTS, GC_YOUNG_PASSES, gc.get_threshold()[2])

@@ -1,8 +1,4 @@
-"""The HTTP server of one process: starts the application, keeps listening, drains it, and stops.
-
-A loop that cannot accept for want of a file descriptor may close its listening socket without a word (uvloop, where
-another thread took the descriptor that libuv keeps for this case): the process would live on, deaf.
-"""
+"""The HTTP server of one process: starts the application, keeps listening, drains it, and stops."""
 
 import asyncio
 import functools
@@ -21,13 +17,179 @@ from starlette.types import ASGIApp
 from cache.process.background_loops import BackgroundLoops
 from serving.config.settings import ServingConfig
 from serving.config.tls import TlsWatch
-from serving.process.resources import settle
+from serving.process.resources import freeze_objects
 
 log = logging.getLogger(__name__)
 
+_BACKLOG = 2_048
+
+_LOOK_S = 0.05
+
+_QUIET_LOOKS = 5
+
+_LISTENING_LOOK_S = 1.0
+
+_SWITCH_S = 0.0005
+"""Seconds that a thread opening the next generation may keep the loop from going on; Python's own 5 ms is felt."""
+
+
+class WatchedConnections(Protocol):
+    """Bounds of a server's connections, which are looked at now and then."""
+
+    @property
+    def every_s(self) -> float:
+        """Seconds between two looks."""
+
+    async def close_stalled(self, connections: Any, now_s: float) -> None:
+        """Ends those that stand still."""
+
+
+class Server(uvicorn.Server):
+    """HTTP server that announces when it serves, and stops when nobody asks any more."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        connections: WatchedConnections | None,
+        drain_s: float,
+        announce: Callable[[], None],
+        tls: TlsWatch | None = None,
+        handshake_s: float = 10.0,
+        loops: BackgroundLoops | None = None,
+    ) -> None:
+        super().__init__(config)
+        self._loops = BackgroundLoops() if loops is None else loops
+        self._connections = connections
+        self._tls = tls
+        self._listening = ListeningSockets(self, tls, handshake_s)
+        self._looking: list[asyncio.Task[None]] = []
+        self._drain_s = drain_s
+        self._announce = announce
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._is_exit_requested = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts, then announces."""
+        self._loop = asyncio.get_running_loop()
+        # A new certificate closes the sockets that the old one was shown on: those are not the caller's.
+        server_sockets = (
+            sockets if self._tls is None else [listener.dup() for listener in sockets or []]
+        )
+        await super().startup(server_sockets)
+        if self.started:
+            self._listening.keep(sockets or [])
+            if self._tls is not None:  # uvicorn has no setting for the time of a handshake
+                await self._listening.renew()
+            every_s = _LISTENING_LOOK_S if self._connections is None else self._connections.every_s
+            self._looking.append(
+                self._loops.start(
+                    "connections", self._maintain_connections, wait=lambda: asyncio.sleep(every_s)
+                )
+            )
+            if self._tls is not None:
+                self._looking.append(
+                    self._loops.start(
+                        "certificate", self._listening.look_at_certificate,
+                        wait=lambda: asyncio.sleep(_LISTENING_LOOK_S),
+                    )
+                )  # fmt: skip
+            freeze_objects()
+            self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stops as uvicorn does; connections are looked at until the last one has gone."""
+        self._listening.leave()
+        try:
+            await super().shutdown(sockets)
+        finally:
+            for looking in self._looking:
+                looking.cancel()
+
+    async def _maintain_connections(self) -> None:
+        """Ends connections that stand still, and listens again where that ended."""
+        if self._connections is not None:
+            now_s = asyncio.get_running_loop().time()
+            await self._connections.close_stalled(self.server_state.connections, now_s)
+        await self._listening.reopen_closed()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drains at the first signal, exits at once at the second."""
+        if self._loop is None or not self.started or self._is_exit_requested:
+            super().handle_exit(sig, frame)
+            self.force_exit = self._is_exit_requested
+            if self.force_exit:
+                self.config.timeout_graceful_shutdown = 0
+                log.warning("told twice to stop: requests under way are cut off")
+                # What uvicorn says of its own parts from here on is a traceback of each.
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            return
+        self._is_exit_requested = True
+        # A signal handler runs between any two instructions, and the loop may be asleep.
+        self._loop.call_soon_threadsafe(self._start_draining, sig)
+
+    def retire(self) -> None:
+        """Leaves new connections to the others that listen on the same socket, and drains; on the event loop only."""
+        if self._draining is None:
+            self._listening.leave()
+            for asyncio_server in self.servers:
+                asyncio_server.close()
+            self._start_draining(signal.SIGTERM)
+
+    def _start_draining(self, sig: int) -> None:
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain(sig))
+
+    async def _drain(self, sig: int) -> None:
+        """Goes on accepting and answering until a while without requests: who was under way is not reset."""
+        loop, state = asyncio.get_running_loop(), self.server_state
+        give_up = loop.time() + self._drain_s
+        app: Any = self.config.app
+        signing_off = asyncio.create_task(app.state.service.drain())
+        for headers in (self.config.encoded_headers, state.default_headers):
+            headers.append((b"connection", b"close"))  # callers go elsewhere for their next request
+        answered, quiet = state.total_requests, 0
+        # Looks, not seconds: a loop that was busy in between has not yet seen what lies in its sockets.
+        while quiet < _QUIET_LOOKS and loop.time() < give_up and not self.should_exit:
+            await asyncio.sleep(_LOOK_S)
+            is_quiet = not state.tasks and state.total_requests == answered
+            answered, quiet = state.total_requests, quiet + 1 if is_quiet else 0
+        await asyncio.wait({signing_off}, timeout=max(0.0, give_up - loop.time()))
+        if not self.should_exit:
+            self.config.timeout_graceful_shutdown = max(1, int(give_up - loop.time()))
+            super().handle_exit(sig, None)
+
+
+def settings_of(
+    app: ASGIApp, config: ServingConfig, log_level: str, http: Any, tls: TlsWatch | None = None
+) -> uvicorn.Config:
+    """uvicorn's settings; `http` names its protocol, or makes connections."""
+    sys.setswitchinterval(_SWITCH_S)
+    uvicorn_config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        ws="none",  # nobody here speaks it, and a connection given to it would be out of bounds
+        timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # seconds, whole or not
+        http=http,
+        lifespan="on",
+        access_log=False,
+        proxy_headers=False,  # nobody here asks who called
+        log_config=None,  # uvicorn's loggers write where all others do
+        log_level=log_level,
+        backlog=_BACKLOG,
+    )
+    if tls is not None:
+        uvicorn_config.load()
+        uvicorn_config.ssl = tls.context
+    return uvicorn_config
+
 
 class ListeningSockets:
-    """The sockets of one server, each with a second descriptor that nobody else knows of."""
+    """Listening sockets of one server, each with a second descriptor, to listen again from.
+
+    A loop that cannot accept for want of a file descriptor may close its listening socket without a word (uvloop, where
+    another thread took the descriptor that libuv keeps for this case): the process would live on, deaf.
+    """
 
     def __init__(
         self, server: uvicorn.Server, tls: TlsWatch | None = None, handshake_s: float = 10.0
@@ -107,170 +269,3 @@ class ListeningSockets:
             protocol_factory, sock=listener, backlog=backlog, ssl=context, **bounds
         )  # type: ignore[call-overload]
         server.servers.append(asyncio_server)
-
-
-_BACKLOG = 2_048
-
-
-_LOOK_S = 0.05
-
-
-_QUIET_LOOKS = 5
-
-
-_LISTENING_LOOK_S = 1.0
-
-
-_SWITCH_S = 0.0005
-"""Seconds that a thread opening the next generation may keep the loop from going on; Python's own 5 ms is felt."""
-
-
-class WatchedConnections(Protocol):
-    """Bounds of a server's connections, which are looked at now and then."""
-
-    @property
-    def every_s(self) -> float:
-        """Seconds between two looks."""
-
-    async def close_stalled(self, connections: Any, now_s: float) -> None:
-        """Ends those that stand still."""
-
-
-def settings_of(
-    app: ASGIApp, config: ServingConfig, log_level: str, http: Any, tls: TlsWatch | None = None
-) -> uvicorn.Config:
-    """uvicorn's settings; `http` names its protocol, or makes connections."""
-    sys.setswitchinterval(_SWITCH_S)
-    uvicorn_config = uvicorn.Config(
-        app,
-        loop="uvloop",
-        ws="none",  # nobody here speaks it, and a connection given to it would be out of bounds
-        timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # seconds, whole or not
-        http=http,
-        lifespan="on",
-        access_log=False,
-        proxy_headers=False,  # nobody here asks who called
-        log_config=None,  # uvicorn's loggers write where all others do
-        log_level=log_level,
-        backlog=_BACKLOG,
-    )
-    if tls is not None:
-        uvicorn_config.load()
-        uvicorn_config.ssl = tls.context
-    return uvicorn_config
-
-
-class Server(uvicorn.Server):
-    """HTTP server that announces when it serves, and stops when nobody asks any more."""
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        connections: WatchedConnections | None,
-        drain_s: float,
-        announce: Callable[[], None],
-        tls: TlsWatch | None = None,
-        handshake_s: float = 10.0,
-        loops: BackgroundLoops | None = None,
-    ) -> None:
-        super().__init__(config)
-        self._loops = BackgroundLoops() if loops is None else loops
-        self._connections = connections
-        self._tls = tls
-        self._listening = ListeningSockets(self, tls, handshake_s)
-        self._looking: list[asyncio.Task[None]] = []
-        self._drain_s = drain_s
-        self._announce = announce
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining: asyncio.Task[None] | None = None
-        self._is_exit_requested = False
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts, then announces."""
-        self._loop = asyncio.get_running_loop()
-        # A new certificate closes the sockets that the old one was shown on: those are not the caller's.
-        server_sockets = (
-            sockets if self._tls is None else [listener.dup() for listener in sockets or []]
-        )
-        await super().startup(server_sockets)
-        if self.started:
-            self._listening.keep(sockets or [])
-            if self._tls is not None:  # uvicorn has no setting for the time of a handshake
-                await self._listening.renew()
-            every_s = _LISTENING_LOOK_S if self._connections is None else self._connections.every_s
-            self._looking.append(
-                self._loops.start(
-                    "connections", self._maintain_connections, wait=lambda: asyncio.sleep(every_s)
-                )
-            )
-            if self._tls is not None:
-                self._looking.append(
-                    self._loops.start(
-                        "certificate", self._listening.look_at_certificate,
-                        wait=lambda: asyncio.sleep(_LISTENING_LOOK_S),
-                    )
-                )  # fmt: skip
-            settle()
-            self._announce()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stops as uvicorn does; connections are looked at until the last one has gone."""
-        self._listening.leave()
-        try:
-            await super().shutdown(sockets)
-        finally:
-            for looking in self._looking:
-                looking.cancel()
-
-    async def _maintain_connections(self) -> None:
-        """Ends connections that stand still, and listens again where that ended."""
-        if self._connections is not None:
-            now_s = asyncio.get_running_loop().time()
-            await self._connections.close_stalled(self.server_state.connections, now_s)
-        await self._listening.reopen_closed()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drains at the first signal, exits at once at the second."""
-        if self._loop is None or not self.started or self._is_exit_requested:
-            super().handle_exit(sig, frame)
-            self.force_exit = self._is_exit_requested
-            if self.force_exit:
-                self.config.timeout_graceful_shutdown = 0
-                log.warning("told twice to stop: requests under way are cut off")
-                # What uvicorn says of its own parts from here on is a traceback of each.
-                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-            return
-        self._is_exit_requested = True
-        # A signal handler runs between any two instructions, and the loop may be asleep.
-        self._loop.call_soon_threadsafe(self._start_draining, sig)
-
-    def retire(self) -> None:
-        """Leaves new connections to the others that listen on the same socket, and drains; on the event loop only."""
-        if self._draining is None:
-            self._listening.leave()
-            for asyncio_server in self.servers:
-                asyncio_server.close()
-            self._start_draining(signal.SIGTERM)
-
-    def _start_draining(self, sig: int) -> None:
-        if self._draining is None:
-            self._draining = asyncio.create_task(self._drain(sig))
-
-    async def _drain(self, sig: int) -> None:
-        """Goes on accepting and answering until a while without requests: who was under way is not reset."""
-        loop, state = asyncio.get_running_loop(), self.server_state
-        give_up = loop.time() + self._drain_s
-        app: Any = self.config.app
-        signing_off = asyncio.create_task(app.state.service.drain())
-        for headers in (self.config.encoded_headers, state.default_headers):
-            headers.append((b"connection", b"close"))  # callers go elsewhere for their next request
-        answered, quiet = state.total_requests, 0
-        # Looks, not seconds: a loop that was busy in between has not yet seen what lies in its sockets.
-        while quiet < _QUIET_LOOKS and loop.time() < give_up and not self.should_exit:
-            await asyncio.sleep(_LOOK_S)
-            is_quiet = not state.tasks and state.total_requests == answered
-            answered, quiet = state.total_requests, quiet + 1 if is_quiet else 0
-        await asyncio.wait({signing_off}, timeout=max(0.0, give_up - loop.time()))
-        if not self.should_exit:
-            self.config.timeout_graceful_shutdown = max(1, int(give_up - loop.time()))
-            super().handle_exit(sig, None)

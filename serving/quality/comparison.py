@@ -15,7 +15,7 @@ from cache.model.agreement import SKEW_DEPTH, cosine, overlap, relative_errors
 from cache.model.input_preparation import LiveInput
 from cache.model.tower_spec import TowerSpec
 from cache.quality.probe import FACT, Probe
-from cache.records import decode
+from cache.records import decode_record
 from cache.store.artefacts import ArtefactStore, fetch_checked
 from serving.engine.batch_inference import compute
 from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
@@ -25,43 +25,17 @@ from serving.usage.request_observer import AnswerSample
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NightInputs:
-    """Inputs of one generation's users."""
-
-    probe: Probe
-    seed: int
-
-    def of(self, raw: bytes) -> LiveInput | None:
-        """Input of a user; None where it is not in the probe."""
-        return self.probe.of(hash_id(raw, self.seed))
-
-
-def open_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputs | None:
-    """Fetches, checks and maps a probe; None where there is none or it is damaged: then user tables go unjudged."""
-    described = snapshot.manifest.facts.get(FACT)
-    if not described:
-        return None
-    try:
-        artefact = Artefact(**described)
-        fetch_checked(store, snapshot.generation, artefact)
-        probe = Probe.open(snapshot.root / artefact.path, snapshot.items)
-        return NightInputs(probe, snapshot.directories["user"].seed)
-    except Exception:
-        log.warning("the probe of %s cannot be read", snapshot.generation, exc_info=True)
-        return None
-
-
 CLOSE = 2.0**-8
 """Numbers that differ by less than this part of the largest are the same: what float16 and int8 round away."""
-
 
 Band = Literal["none", "1-9", "10-99", "100+", "popular", "other"]
 """Band of the entity answered for: how much the model had to go by (items in the history), since a generation keeps
 no count of how often anybody is asked for; of items, whether they are among the popular ones that a generation names as
 defaults.
 """
+
+OrdinalsAndNumbers = tuple[NDArray[np.int64] | None, NDArray[np.float32]]
+"""Ordinals (of lists) and numbers."""
 
 
 class AnswerComparison(NamedTuple):
@@ -100,10 +74,37 @@ class SampleSkipped(Exception):
         self.reason = reason
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NightInputs:
+    """Inputs of one generation's users."""
+
+    probe: Probe
+    seed: int
+
+    def of(self, raw: bytes) -> LiveInput | None:
+        """Input of a user; None where it is not in the probe."""
+        return self.probe.of(hash_id(raw, self.seed))
+
+
+def open_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputs | None:
+    """Fetches, checks and maps a probe; None where there is none or it is damaged: then user tables go unjudged."""
+    described = snapshot.manifest.facts.get(FACT)
+    if not described:
+        return None
+    try:
+        artefact = Artefact(**described)
+        fetch_checked(store, snapshot.generation, artefact)
+        probe = Probe.open(snapshot.root / artefact.path, snapshot.items)
+        return NightInputs(probe, snapshot.directories["user"].seed)
+    except Exception:
+        log.warning("the probe of %s cannot be read", snapshot.generation, exc_info=True)
+        return None
+
+
 def compare(
     sample: AnswerSample, snapshot: Snapshot, inputs: NightInputs | None
 ) -> AnswerComparison:
-    """Compares an answer; raises Skipped: no_input, no_model, blocked (meanwhile), gone (its table) or failed."""
+    """Compares an answer; raises SampleSkipped: no_input, no_model, blocked (meanwhile), gone (its table) or failed."""
     table = snapshot.manifest.tables.get(sample.table)
     if table is None:
         raise SampleSkipped("gone")
@@ -128,7 +129,7 @@ def compare(
         stored_prediction = (
             _decode_stored(sample.record, snapshot, table, SKEW_DEPTH) if sample.record else None
         )
-        live_record = decode(table.layout, outcome.record, snapshot.items.count)
+        live_record = decode_record(table.layout, outcome.record, snapshot.items.count)
     except Exception as damage:  # what a damaged record holds is the read path's to count
         raise SampleSkipped("failed") from damage
     if live_record.items is None or served is None:
@@ -172,12 +173,8 @@ def _source(
     return night_input
 
 
-OrdinalsAndNumbers = tuple[NDArray[np.int64] | None, NDArray[np.float32]]
-"""Ordinals (of lists) and numbers."""
-
-
 def _decode_stored(record: bytes, snapshot: Snapshot, table: Table, k: int) -> OrdinalsAndNumbers:
-    decoded = decode(table.layout, record, snapshot.items.count)
+    decoded = decode_record(table.layout, record, snapshot.items.count)
     if decoded.items is None:
         return None, decoded.numbers
     keep = _allowed(decoded.items, (snapshot.blocked,))[:k]

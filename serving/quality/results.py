@@ -18,23 +18,38 @@ from prometheus_client.registry import Collector
 
 from cache.errors import TierUnavailable
 from cache.l2.control_plane import ControlPlane
-from cache.model.agreement import SKEW, SKEW_COSINE
+from cache.model.agreement import SKEW_COSINE_RULE, SKEW_RULE
 from cache.usage.hot_keys import COLD_WINDOW, Name, hour_of
 from serving.generations.snapshot import Snapshot
 from serving.metrics.collectors import by_label
-from serving.metrics.sequential import ALPHA, Drift
+from serving.metrics.sequential import DRIFT_ALPHA, Drift
 from serving.quality.comparison import AnswerComparison
 from serving.usage.table_usage import GIGABYTE, TableUsage
 
-Key = tuple[str, str, str, str]
+CellKey = tuple[str, str, str, str]
 """Table, source, producer, band."""
 
-
-ERRORS = (0.0, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+ERROR_BOUNDS = (0.0, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Upper bounds of the score error's buckets; one more holds what is above."""
 
-
 _Z = 1.959964  # of 95 %
+
+OVERLAP_FLOOR = 0.5
+"""Overlap that must be reached where the night has measured none."""
+
+LENIENCE = 0.05
+"""Margin below the gate's threshold: whom callers ask for is not whom the gate drew."""
+
+LABELS = ("table", "source", "producer", "band")
+
+REPORT_LIFE_S = 120
+"""Life of the hash in Redis in seconds, from the last report of any replica on."""
+
+REPORT_FRESH_S = 30.0
+"""Age in seconds (plus two report intervals) beyond which a replica's part counts no more."""
+
+_REPORTS_A_COUNT = 6
+"""Reports from one count of the worklist to the next: a count takes the event loop 10 ms and more."""
 
 
 @dataclass(slots=True)
@@ -47,7 +62,7 @@ class SampleTotals:
     squares: float = 0.0
     error: float = 0.0
     age: float = 0.0
-    errors: list[int] = field(default_factory=lambda: [0] * (len(ERRORS) + 1))
+    errors: list[int] = field(default_factory=lambda: [0] * (len(ERROR_BOUNDS) + 1))
 
     def saw(self, sample: AnswerComparison) -> None:
         """Adds a sample to the sums."""
@@ -57,7 +72,7 @@ class SampleTotals:
         self.squares += sample.overlap**2
         self.error += sample.score_error
         self.age += sample.age_s
-        self.errors[bisect_left(ERRORS, sample.score_error)] += 1
+        self.errors[bisect_left(ERROR_BOUNDS, sample.score_error)] += 1
 
     def to_json(self) -> list[Any]:
         """JSON list of the sums and the error buckets, for Redis."""
@@ -80,7 +95,7 @@ class SampleTotals:
 
     def exact_rate(self) -> dict[str, float]:
         """Rate of exact samples, and the bounds of its 95 % interval."""
-        low, high = wilson(self.exact, self.samples)
+        low, high = wilson_interval(self.exact, self.samples)
         return {"rate": self.exact / max(1, self.samples), "low": low, "high": high}
 
     def mean_overlap(self) -> dict[str, float]:
@@ -92,8 +107,8 @@ class SampleTotals:
     def mean_error(self) -> dict[str, float]:
         """Mean score error, and the upper bound of the bucket that holds the 99th percentile."""
         rank, below = math.ceil(0.99 * self.samples), 0
-        p99 = ERRORS[-1]
-        for bound, count in zip(ERRORS, self.errors, strict=False):
+        p99 = ERROR_BOUNDS[-1]
+        for bound, count in zip(ERROR_BOUNDS, self.errors, strict=False):
             below += count
             if below >= rank:
                 p99 = bound
@@ -101,7 +116,7 @@ class SampleTotals:
         return {"mean": self.error / max(1, self.samples), "p99": p99}
 
 
-def wilson(hits: int, of: int) -> tuple[float, float]:
+def wilson_interval(hits: int, of: int) -> tuple[float, float]:
     """The 95 % score interval of a rate (Wilson, JASA 22, 1927): sound at 0, at 1 and for few."""
     if not of:
         return 0.0, 1.0
@@ -125,12 +140,12 @@ def half_width(total: float, squares: float, of: int) -> float:
     return _Z * math.sqrt(variance / of)
 
 
-def packed(cells: Mapping[Key, SampleTotals]) -> dict[str, list[Any]]:
+def pack_cells(cells: Mapping[CellKey, SampleTotals]) -> dict[str, list[Any]]:
     """Cells as JSON; no part of a key holds a tab."""
     return {"\t".join(key): cell.to_json() for key, cell in cells.items()}
 
 
-def merged(parts: Iterable[Mapping[str, Sequence[Any]]]) -> dict[Key, SampleTotals]:
+def merge_cells(parts: Iterable[Mapping[str, Sequence[Any]]]) -> dict[CellKey, SampleTotals]:
     """The cells of all parts, summed."""
     cells_by_name: dict[str, list[Sequence[Any]]] = {}
     for part in parts:
@@ -143,17 +158,6 @@ def merged(parts: Iterable[Mapping[str, Sequence[Any]]]) -> dict[Key, SampleTota
     return cell_by_key
 
 
-FLOOR = 0.5
-"""Overlap that must be reached where the night has measured none."""
-
-
-LENIENCE = 0.05
-"""Margin below the gate's threshold: whom callers ask for is not whom the gate drew."""
-
-
-LABELS = ("table", "source", "producer", "band")
-
-
 class QualityResults(Collector):
     """Sums of all samples, and of the live release's, which alone is judged for drift. For the event loop only."""
 
@@ -161,8 +165,8 @@ class QualityResults(Collector):
         self.skipped: Counter[str] = Counter()
         self.cpu_s = 0.0
         self.judged_since = 0.0
-        self._all: defaultdict[Key, SampleTotals] = defaultdict(SampleTotals)
-        self._live: defaultdict[Key, SampleTotals] = defaultdict(SampleTotals)
+        self._all: defaultdict[CellKey, SampleTotals] = defaultdict(SampleTotals)
+        self._live: defaultdict[CellKey, SampleTotals] = defaultdict(SampleTotals)
         self.release: tuple[str, int] | None = None
         """Generation and epoch that are judged."""
         self._drifts: dict[str, Drift] = {}
@@ -175,13 +179,13 @@ class QualityResults(Collector):
         self.release, self.judged_since = release, now_s
         self._live.clear()
         self._drifts = {
-            name: Drift(_floor(live, table.kind == "topk"), ALPHA / len(tables))
+            name: Drift(_floor(live, table.kind == "topk"), DRIFT_ALPHA / len(tables))
             for name, table in tables.items()
         }
 
     def add(self, sample: AnswerComparison, generation: str) -> None:
         """Adds the comparison of an answer from this generation."""
-        key: Key = sample.table, sample.source, sample.producer, sample.band
+        key: CellKey = sample.table, sample.source, sample.producer, sample.band
         self._all[key].saw(sample)
         if self.release is None or self.release[0] != generation:
             return
@@ -194,7 +198,7 @@ class QualityResults(Collector):
         return {
             "generation": None if self.release is None else self.release[0],
             "since": self.judged_since,
-            "cells": packed(self._live),
+            "cells": pack_cells(self._live),
             "drift": {
                 name: drift.found_after for name, drift in self._drifts.items() if drift.is_found
             },
@@ -250,22 +254,10 @@ class QualityResults(Collector):
 
 
 def _floor(live: Snapshot, is_list: bool) -> float:
-    rule = SKEW if is_list else SKEW_COSINE
+    rule = SKEW_RULE if is_list else SKEW_COSINE_RULE
     gates: Iterable[Mapping[str, Any]] = live.manifest.gates
     threshold = next((gate.get("threshold") for gate in gates if gate.get("rule") == rule), None)
-    return float(threshold) - LENIENCE if isinstance(threshold, int | float) else FLOOR
-
-
-LIFE_S = 120
-"""Life of the hash in Redis in seconds, from the last report of any replica on."""
-
-
-FRESH_S = 30.0
-"""Age in seconds (plus two report intervals) beyond which a replica's part counts no more."""
-
-
-_REPORTS_A_COUNT = 6
-"""Reports from one count of the worklist to the next: a count takes the event loop 10 ms and more."""
+    return float(threshold) - LENIENCE if isinstance(threshold, int | float) else OVERLAP_FLOOR
 
 
 class SharedReport:
@@ -287,7 +279,7 @@ class SharedReport:
         self._usage = usage
         self._live = live
         self._clock = clock
-        self._fresh_s = FRESH_S + 2 * every_s
+        self._fresh_s = REPORT_FRESH_S + 2 * every_s
         self._parts: list[dict[str, Any]] = []
         self._worklist: int | None = None
         self._until_count = 0
@@ -304,8 +296,10 @@ class SharedReport:
         own_part = self._build_own_part(now_s)
         try:
             await send_command("HSET", key, self._name, orjson.dumps(own_part))
-            await send_command("EXPIRE", key, LIFE_S)
-            parts = {n: _part(raw) for n, raw in dict(await send_command("HGETALL", key)).items()}
+            await send_command("EXPIRE", key, REPORT_LIFE_S)
+            parts = {
+                n: _parse_part(raw) for n, raw in dict(await send_command("HGETALL", key)).items()
+            }
             heard = {n: part for n, part in parts.items() if part is not None}
             expired_replicas = [
                 n for n, part in heard.items() if now_s - part["at"] > self._fresh_s
@@ -364,7 +358,7 @@ class SharedReport:
         self._until_count = _REPORTS_A_COUNT - 1
 
 
-def _part(raw: bytes) -> dict[str, Any] | None:
+def _parse_part(raw: bytes) -> dict[str, Any] | None:
     """Parsed part of a replica; None for what cannot be added to others, which another version may have told."""
     try:
         part: dict[str, Any] = orjson.loads(raw)
@@ -391,7 +385,7 @@ def summary(
     size_bytes: int,
 ) -> dict[str, Any]:
     """Summary of the replicas' parts, which `GET /dashboard/data` calls `quality`."""
-    cells = merged(replica_part["cells"] for replica_part in parts)
+    cells = merge_cells(replica_part["cells"] for replica_part in parts)
     total_cell = SampleTotals.of(cell.to_json() for cell in cells.values())
     drift = sorted({table for replica_part in parts for table in replica_part["drift"]})
     gigabytes = size_bytes / GIGABYTE
@@ -410,7 +404,7 @@ def summary(
     }
 
 
-def _row(key: Key, cell: SampleTotals) -> dict[str, Any]:
+def _row(key: CellKey, cell: SampleTotals) -> dict[str, Any]:
     table, source, producer, band = key
     return {
         "table": table,

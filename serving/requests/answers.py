@@ -13,7 +13,22 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import numpy as np
 from numpy.typing import NDArray
 
-from serving.arrow.schema import Field, Kind
+from serving.arrow.schema import ColumnKind, Field
+
+Numbers = NDArray[np.float32]
+ProducedBy = Literal["batch", "live", "defaults"]
+
+When = Literal["always", "told", "topk", "vector", "value"]
+"""Answers that have a field: all; those with something to tell; or all of one kind of tables."""
+
+WHEN_SET: When = "told"
+
+_NO_NUMBERS = np.zeros(0, np.float32)
+_NO_NUMBERS.setflags(write=False)
+
+_JSON_TYPES = {str: "string", float: "number", int: "integer", bool: "boolean"}
+_ARROW_KINDS: Mapping[Any, ColumnKind] = {str: "utf8", float: "f8", int: "i4", bool: "bool"}
+_ARROW_NAMES = {"utf8": "utf8", "f8": "float64", "f4": "float32", "i4": "int32", "bool": "bool"}
 
 
 class Source(StrEnum):
@@ -29,28 +44,8 @@ class Source(StrEnum):
 STORED_SOURCES = (Source.L1, Source.L2)
 """Sources that hold records of the live generation, ready to be read."""
 
-
 FALLBACKS = tuple([source for source in Source if source not in (*STORED_SOURCES, Source.LIVE)])
 """Sources that answer when the live generation cannot."""
-
-
-Numbers = NDArray[np.float32]
-
-
-ProducedBy = Literal["batch", "live", "defaults"]
-
-
-When = Literal["always", "told", "topk", "vector", "value"]
-"""Answers that have a field: all; those with something to tell; or all of one kind of tables."""
-
-
-WHEN_SET: When = "told"
-
-
-_NO_NUMBERS = np.zeros(0, np.float32)
-
-
-_NO_NUMBERS.setflags(write=False)
 
 
 class FieldDeclaration(NamedTuple):
@@ -140,15 +135,6 @@ class Ranking(Origin):
 # fmt: on
 
 
-_JSON = {str: "string", float: "number", int: "integer", bool: "boolean"}
-
-
-_ARROW: Mapping[Any, Kind] = {str: "utf8", float: "f8", int: "i4", bool: "bool"}
-
-
-_ARROW_NAMES = {"utf8": "utf8", "f8": "float64", "f4": "float32", "i4": "int32", "bool": "bool"}
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerField:
     """A declared field; `type` is that of its values when they are not null."""
@@ -169,7 +155,7 @@ class AnswerField:
         if self.type is Numbers or get_origin(self.type) is tuple:
             child = Field("item", "f4" if self.type is Numbers else "utf8")
             return Field(self.name, "list", is_nullable, child)
-        return Field(self.name, _ARROW.get(self.type, "utf8"), is_nullable)
+        return Field(self.name, _ARROW_KINDS.get(self.type, "utf8"), is_nullable)
 
     @property
     def column(self) -> str:
@@ -189,7 +175,7 @@ class AnswerField:
         choices = list(Source) if self.type is Source else get_args(self.type)
         if choices and get_origin(self.type) is not tuple and self.type is not Numbers:
             return value_schema | {"enum": [*map(str, choices), *[None] * self.declaration.null]}
-        type_ = _JSON.get(self.type, "array")
+        type_ = _JSON_TYPES.get(self.type, "array")
         if type_ == "array":
             value_schema["items"] = {"type": "number" if self.type is Numbers else "string"}
         return value_schema | {"type": [type_, "null"] if self.declaration.null else type_}
@@ -211,11 +197,10 @@ def fields_of(declared: type[Origin]) -> tuple[AnswerField, ...]:
     return tuple(answer_fields)
 
 
-ORIGIN = fields_of(Origin)[2:]
+ORIGIN_FIELDS = fields_of(Origin)[2:]
 """Fields of an answer behind its id, its table and its prediction."""
 
-
-PREDICTION: Mapping[str, tuple[AnswerField, ...]] = {
+PREDICTION_FIELDS: Mapping[str, tuple[AnswerField, ...]] = {
     kind: tuple(
         [
             answer_field

@@ -9,15 +9,14 @@ import orjson
 from fastapi import Request, Response
 from starlette.types import Message, Receive
 
-from serving.arrow.schema import MEDIA_TYPE
+from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.requests.errors import Problem
-from serving.requests.negotiation import check_codings
-
-_JSON = "application/json"
-
+from serving.requests.negotiation import JSON_TYPE, check_codings
 
 Messages = tuple[Message, Message]
 """Both ASGI messages of a whole response: its start, its body."""
+
+BODIES_BYTES_MAX = 64 << 20
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
@@ -26,7 +25,7 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     Raises Problem 413, 415 (a body in a content coding) or 408.
     """
     check_codings(request.scope["headers"])
-    if is_longer(request.scope["headers"], limit):
+    if declares_longer_body(request.scope["headers"], limit):
         raise _too_large(limit)
     pieces, size = [], 0
     try:
@@ -46,7 +45,7 @@ def _too_large(limit: int) -> Problem:
     return Problem(413, "body_too_large", problem_message, field="body", limit=limit)
 
 
-def is_longer(headers: Iterable[tuple[bytes, bytes]], limit: int) -> bool:
+def declares_longer_body(headers: Iterable[tuple[bytes, bytes]], limit: int) -> bool:
     """True if the request's Content-Length is above `limit`; header names in lower case."""
     for name, value in headers:
         if name == b"content-length" and value.isdigit():
@@ -86,7 +85,7 @@ def _too_slow(timeout_s: float) -> Problem:
     return Problem(408, "body_timeout", problem_message, field="body", limit=timeout_s)
 
 
-def refused(problem: Problem) -> Response:
+def refusal_response(problem: Problem) -> Response:
     """The response to a request that gets no answer."""
     response = as_json(problem.status, problem.body())
     if problem.status == 401:
@@ -104,21 +103,20 @@ def refused(problem: Problem) -> Response:
 
 def as_json(status: int, body: object) -> Response:
     """JSON response with this body."""
-    return Response(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type=_JSON)
+    return Response(
+        orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type=JSON_TYPE
+    )
 
 
 def as_arrow(stream: bytes) -> Response:
     """Response of status 200 with this Arrow IPC stream."""
-    return Response(stream, 200, media_type=MEDIA_TYPE)
-
-
-BYTES_MAX = 64 << 20
+    return Response(stream, 200, media_type=ARROW_MEDIA_TYPE)
 
 
 class BodyBudget:
     """Budget of request bodies in bytes, for one event loop."""
 
-    def __init__(self, bytes_max: int = BYTES_MAX) -> None:
+    def __init__(self, bytes_max: int = BODIES_BYTES_MAX) -> None:
         self.bytes_max = bytes_max
         self.held_bytes = 0
 

@@ -7,14 +7,23 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+CALLER_KEY = "larder.caller"
+"""Key in the scope of a request: who asks, with a `name` that may be written down."""
+
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_TRACEPARENT_BYTES_MAX = 512
 
-
-_LENGTH_MAX = 512
-
-
-_STATE_BYTES_MAX = 512
+_TRACESTATE_BYTES_MAX = 512
 """Bytes of tracestate that have to be passed on at least; what is longer is left out whole."""
+
+
+class StageTime(NamedTuple):
+    """Time in one stage, which ended then (monotonic), for so many entities (0: not counted)."""
+
+    name: str
+    ended_at: float
+    seconds: float
+    entities: int
 
 
 class ParentSpan(NamedTuple):
@@ -31,39 +40,12 @@ class ParentSpan(NamedTuple):
         return bool(self.flags & 1)
 
 
-def parent_of(
-    traceparents: Iterable[bytes], tracestates: Iterable[bytes] = ()
-) -> ParentSpan | None:
-    """The parent; None where there is none, more than one, or one that is not valid: then a trace starts anew."""
-    header_values = list(traceparents)
-    if len(header_values) != 1 or len(header_values[0]) > _LENGTH_MAX:
-        return None
-    traceparent_match = _TRACEPARENT.fullmatch(header_values[0].strip(b" \t"))
-    if traceparent_match is None:
-        return None
-    version, trace_id, span_id, flags, more = traceparent_match.groups()
-    # A later version may say more after the flags; this one does not.
-    if version == b"ff" or (version == b"00" and more is not None):
-        return None
-    if not trace_id.strip(b"0") or not span_id.strip(b"0"):
-        return None
-    state = b",".join(tracestates)
-    state_text = state.decode("ascii") if state.isascii() and len(state) <= _STATE_BYTES_MAX else ""
-    return ParentSpan(trace_id.decode(), span_id.decode(), int(flags, 16), state_text)
-
-
-class StageTime(NamedTuple):
-    """Time in one stage, which ended then (monotonic), for so many entities (0: not counted)."""
-
-    name: str
-    ended_at: float
-    seconds: float
-    entities: int
-
-
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """Record of one request: `started` is monotonic; `id` names the request in logs and to its caller."""
+    """Record of one request: `started` is monotonic; `id` names the request in logs and to its caller.
+
+    The hottest path, a ready answer, has none.
+    """
 
     started: float
     id: str
@@ -99,6 +81,22 @@ class RequestRecord:
         return seconds_by_stage
 
 
+CURRENT_RECORD: ContextVar[RequestRecord | None] = ContextVar("larder_seen", default=None)
+"""Record of the request that this task answers, also in what it started; never of others answered along with it."""
+
+
+def current_record() -> RequestRecord | None:
+    """Record of the request that is being answered here, if any."""
+    request_record = CURRENT_RECORD.get()
+    return None if request_record is None or request_record.is_over else request_record
+
+
+def note_stage(stage: str, seconds: float, entities: int = 0) -> None:
+    """Records that one stage of the current request, if any, has ended."""
+    if (request_record := current_record()) is not None:
+        request_record.stages.append(StageTime(stage, time.monotonic(), seconds, entities))
+
+
 class RequestFacts(NamedTuple):
     """Facts of a request that may be told; the id of an entity only if somebody asked for that."""
 
@@ -108,21 +106,27 @@ class RequestFacts(NamedTuple):
     entity: str | None
 
 
-CALLER = "larder.caller"
-"""Key in the scope of a request: who asks, with a `name` that may be written down."""
+def parse_parent(
+    traceparents: Iterable[bytes], tracestates: Iterable[bytes] = ()
+) -> ParentSpan | None:
+    """Caller's span by W3C Trace Context (https://www.w3.org/TR/trace-context/), None where a trace starts anew.
 
-
-CURRENT: ContextVar[RequestRecord | None] = ContextVar("larder_seen", default=None)
-"""Record of the request that this task answers, also in what it started; never of others answered along with it."""
-
-
-def current() -> RequestRecord | None:
-    """Record of the request that is being answered here, if any."""
-    request_record = CURRENT.get()
-    return None if request_record is None or request_record.is_over else request_record
-
-
-def note(stage: str, seconds: float, entities: int = 0) -> None:
-    """Records that one stage of the current request, if any, has ended."""
-    if (request_record := current()) is not None:
-        request_record.stages.append(StageTime(stage, time.monotonic(), seconds, entities))
+    That is where there is none, more than one, or one that is not valid.
+    """
+    header_values = list(traceparents)
+    if len(header_values) != 1 or len(header_values[0]) > _TRACEPARENT_BYTES_MAX:
+        return None
+    traceparent_match = _TRACEPARENT.fullmatch(header_values[0].strip(b" \t"))
+    if traceparent_match is None:
+        return None
+    version, trace_id, span_id, flags, more = traceparent_match.groups()
+    # A later version may say more after the flags; this one does not.
+    if version == b"ff" or (version == b"00" and more is not None):
+        return None
+    if not trace_id.strip(b"0") or not span_id.strip(b"0"):
+        return None
+    state = b",".join(tracestates)
+    state_text = (
+        state.decode("ascii") if state.isascii() and len(state) <= _TRACESTATE_BYTES_MAX else ""
+    )
+    return ParentSpan(trace_id.decode(), span_id.decode(), int(flags, 16), state_text)

@@ -52,7 +52,7 @@ class ErrorCode(NamedTuple):
     meaning: str
 
 
-CODES: Final[Mapping[str, ErrorCode]] = {
+ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
     "disconnected": ErrorCode(400, "The body ended early"),
     "unauthorized": ErrorCode(401, "No token was sent, or nobody's"),
     "token_expired": ErrorCode(401, "The token's time is over: ask for a new one"),

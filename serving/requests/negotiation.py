@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from serving.arrow.schema import MEDIA_TYPE
+from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.requests.errors import Problem
 
 JSON_TYPE = "application/json"
 Form = Literal["json", "arrow"]
 
-_ARROW = MEDIA_TYPE.encode()
+_ARROW = ARROW_MEDIA_TYPE.encode()
 _FORM_BY_CONTENT_TYPE: dict[bytes, Form] = {
     _ARROW: "arrow",
     b"application/json": "json",
@@ -23,7 +23,7 @@ _FORM_BY_ACCEPT: dict[bytes, Form] = {
     b"application/*": "json",
     b"*/*": "json",
 }
-_OFFERED = [JSON_TYPE, MEDIA_TYPE]
+_OFFERED = [JSON_TYPE, ARROW_MEDIA_TYPE]
 
 
 class Forms(NamedTuple):

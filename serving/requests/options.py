@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qsl
 
 import orjson
@@ -20,8 +20,11 @@ from serving.requests.errors import from_input, unprocessable
 from serving.requests.json_fields import read_id, read_ids, read_object
 from serving.requests.models import Limits, RequestedArm, RequestOptions
 
-if TYPE_CHECKING:
-    pass
+ARM_HEADER = b"x-larder-arm"
+"""Header that names an arm, as `arm` of a body or a query does."""
+
+TIMING_HEADER = b"x-larder-timing"
+"""Header that makes a single lookup tell where time went, too; it is answered past the ready answers."""
 
 _QUERY_FIELDS = frozenset(
     {
@@ -30,23 +33,10 @@ _QUERY_FIELDS = frozenset(
     }
 )  # fmt: skip
 
-
-ARM = b"x-larder-arm"
-"""Header that names an arm, as `arm` of a body or a query does."""
-
-
-_NAME_CHARS_MAX = 32
-
-
+_ARM_CHARS_MAX = 32
 _JSON_CHARS_MAX = 16_384
-
-
 _WHOLE_NUMBER = re.compile(r"-?[0-9]+")
-
-
 _DIGITS_MAX = 18
-
-
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?")
 
 
@@ -68,7 +58,7 @@ def body_options(data: Mapping[str, Any], limits: Limits) -> RequestOptions:
         fresh=fresh,
         max_age_s=_max_age(data.get("max_age_seconds")),
         generation=generation,
-        canary_key=_key(data.get("canary_key"), "canary_key"),
+        canary_key=_canary_key(data.get("canary_key"), "canary_key"),
         filter=_filter(data.get("filter")),
         rerank=_reranking(data.get("rerank"), limits),
         arm=read_arm(data.get("arm"), "arm"),
@@ -104,7 +94,7 @@ def text_options(pairs: Mapping[str, str], limits: Limits) -> RequestOptions:
         fresh=fresh in ("true", "1"),
         max_age_s=_max_age(_number(data.get("max_age_seconds"), "max_age_seconds")),
         generation=data.get("generation"),
-        canary_key=_key(data.get("canary_key"), "canary_key"),
+        canary_key=_canary_key(data.get("canary_key"), "canary_key"),
         filter=_filter_of_text(data.get("filter")),
         rerank=_reranking_of_text(data.get("rerank"), limits),
         arm=read_arm(data.get("arm"), "arm"),
@@ -127,15 +117,15 @@ def with_headers(
             )
             options = replace(options, deadline_s=min(options.deadline_s, header_deadline_s))
         elif name == b"x-larder-canary-key" and options.canary_key is None:
-            key = _key(value.decode(errors="replace"), "x-larder-canary-key")
+            key = _canary_key(value.decode(errors="replace"), "x-larder-canary-key")
             options = replace(options, canary_key=key)
-        elif name == ARM and options.arm is None:
-            arm = read_arm(value.decode(errors="replace"), ARM.decode())
+        elif name == ARM_HEADER and options.arm is None:
+            arm = read_arm(value.decode(errors="replace"), ARM_HEADER.decode())
             options = replace(options, arm=arm)
     return options
 
 
-def _key(value: object, field: str) -> bytes | None:
+def _canary_key(value: object, field: str) -> bytes | None:
     return None if value is None else read_id(value, field)
 
 
@@ -144,7 +134,7 @@ def read_arm(value: object, field: str) -> RequestedArm | None:
     if value is None:
         return None
     parts = value.split("=") if isinstance(value, str) else []
-    if len(parts) != 2 or not all(0 < len(name) <= _NAME_CHARS_MAX for name in parts):
+    if len(parts) != 2 or not all(0 < len(name) <= _ARM_CHARS_MAX for name in parts):
         raise unprocessable("invalid_field", f"{field} is EXPERIMENT=ARM", field)
     return RequestedArm(*parts)
 
@@ -290,7 +280,3 @@ def _deadline(value: object, field: str, limits: Limits) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise unprocessable("invalid_field", f"{field} is a finite number above 0", field)
     return min(float(value), limits.deadline_max_ms) / 1000
-
-
-TIMING_HEADER = b"x-larder-timing"
-"""Header that makes a single lookup tell where time went, too; it is answered past the ready answers."""

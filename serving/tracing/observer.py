@@ -13,33 +13,41 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Message, Receive, Scope, Send
 
 from serving.process.log_setup import FIELDS
-from serving.requests.context import CALLER, CURRENT, RequestFacts, RequestRecord, parent_of
+from serving.requests.context import (
+    CALLER_KEY,
+    CURRENT_RECORD,
+    RequestFacts,
+    RequestRecord,
+    parse_parent,
+)
 from serving.requests.options import TIMING_HEADER
 from serving.tracing.response_peek import sources_of
 
 if TYPE_CHECKING:
     from serving.tracing.otel_spans import Spans
 
-_VALID = re.compile(rb"[A-Za-z0-9._~:+/=@-]{1,128}")
+log = logging.getLogger("larder.requests")
 
+_VALID_ID = re.compile(rb"[A-Za-z0-9._~:+/=@-]{1,128}")
 
 _process_prefix = secrets.token_hex(6)
 
+_id_numbers = itertools.count(1)
 
-_number = itertools.count(1)
+_WATCHED_HEADERS = frozenset({b"x-request-id", b"traceparent", b"tracestate", TIMING_HEADER})
 
+_TABLE_ROUTES = {
+    "/v1/lookup": "/v1/lookup/{table}",
+    "/v1/explain": "/v1/explain/{table}",
+}
 
-def accepted(sent_id: bytes | None) -> str | None:
-    """A caller's own id: 1 to 128 letters, digits and `._~:+/=@-`; None for anything else, which no log shall hold."""
-    return sent_id.decode("ascii") if sent_id is not None and _VALID.fullmatch(sent_id) else None
+_FIXED_ROUTES = frozenset(
+    {"/v1/lookup", "/v1/score", "/v1/feedback", "/v1/generations", "/healthz", "/readyz", "/metrics"}
+)  # fmt: skip
 
+_METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
 
-def new_id() -> str:
-    """New id that no other process makes: a random part of this one's own, and a number."""
-    return f"{_process_prefix}-{next(_number):x}"
-
-
-log = logging.getLogger("larder.requests")
+Below = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,45 +72,8 @@ class RequestLog:
     ) -> None:
         """Writes one line, unless the request is a readiness probe: that tells a state, as it should."""
         if request.route != "/readyz" and log.isEnabledFor(level):
-            fields = {FIELDS: fields_of(request_record, request, seconds)}
+            fields = {FIELDS: log_fields(request_record, request, seconds)}
             log.log(level, "%s %s", request.method, request.route, extra=fields)
-
-
-def fields_of(
-    request_record: RequestRecord, request: RequestFacts, seconds: float
-) -> dict[str, Any]:
-    """Fields of the request's line; none of them is an entity's id."""
-    fields: dict[str, Any] = dict(request_record.ids())
-    if request.table is not None:
-        fields["table"] = request.table
-    if request_record.caller:
-        fields["token"] = request_record.caller
-    fields |= {"status": request_record.status, "seconds": round(seconds, 6)}
-    if sources := sources_of(request_record.body):
-        fields["sources"] = sources
-    if stages := request_record.by_stage():
-        fields["stages"] = {name: round(stage_s, 6) for name, stage_s in stages.items()}
-    return fields
-
-
-_NAMES = frozenset({b"x-request-id", b"traceparent", b"tracestate", TIMING_HEADER})
-
-
-_ROUTES = {
-    "/v1/lookup": "/v1/lookup/{table}",
-    "/v1/explain": "/v1/explain/{table}",
-}
-
-
-_FIXED_ROUTES = frozenset(
-    {"/v1/lookup", "/v1/score", "/v1/feedback", "/v1/generations", "/healthz", "/readyz", "/metrics"}
-)  # fmt: skip
-
-
-_METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
-
-
-Below = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,30 +88,30 @@ class RequestObserver:
 
     def leaves(self, scope: Scope) -> bool:
         """True if a single lookup may pass by: it asks for nothing, is part of no trace, and costs little itself."""
-        if not _NAMES.isdisjoint([name for name, _ in scope["headers"]]):
+        if not _WATCHED_HEADERS.isdisjoint([name for name, _ in scope["headers"]]):
             return False
         return self.tracer is None or not self.tracer.judged(scope, None)
 
     async def __call__(self, below: Below, scope: Scope, receive: Receive, send: Send) -> None:
         """Has the request answered by `below`, and tells what was seen of it."""
         request_record = RequestRecord(time.monotonic(), "")
-        if (caller := scope.get(CALLER)) is not None:
+        if (caller := scope.get(CALLER_KEY)) is not None:
             request_record.caller = caller.name
         if values_by_header := _watched(scope["headers"]):
             scope = _read_request_headers(request_record, values_by_header, scope)
         if not request_record.id:
-            request_record.id = new_id()
+            request_record.id = new_request_id()
         span: Any = None
         if self.tracer is not None and self.tracer.judged(scope, request_record.parent):
             span = self.tracer.begin(request_record)
-        current = CURRENT.set(request_record)
+        current = CURRENT_RECORD.set(request_record)
         try:
             await below(scope, receive, self._telling(request_record, send))
         except Exception:
             request_record.status = 500
             raise
         finally:
-            CURRENT.reset(current)
+            CURRENT_RECORD.reset(current)
             self._end(request_record, scope, span)
             request_record.end()
 
@@ -153,7 +124,9 @@ class RequestObserver:
                     headers.append(
                         (
                             b"server-timing",
-                            timing(request_record, time.monotonic() - request_record.started),
+                            server_timing(
+                                request_record, time.monotonic() - request_record.started
+                            ),
                         )
                     )
                 message = {**message, "headers": headers}
@@ -180,12 +153,12 @@ def _read_request_headers(
 ) -> Scope:
     """Reads what the request says of itself; the scope that the hot route gets, which takes only headers it knows."""
     request_record.id = (
-        accepted(values_by_header[b"x-request-id"][0]) or ""
+        accepted_id(values_by_header[b"x-request-id"][0]) or ""
         if b"x-request-id" in values_by_header
         else ""
     )
     if traceparents := values_by_header.get(b"traceparent"):
-        request_record.parent = parent_of(traceparents, values_by_header.get(b"tracestate", ()))
+        request_record.parent = parse_parent(traceparents, values_by_header.get(b"tracestate", ()))
     if TIMING_HEADER not in values_by_header:
         return scope
     return {
@@ -194,7 +167,25 @@ def _read_request_headers(
     }
 
 
-def timing(request_record: RequestRecord, total_s: float) -> bytes:
+def accepted_id(sent_id: bytes | None) -> str | None:
+    """A caller's own id: 1 to 128 letters, digits and `._~:+/=@-`; None for anything else, which no log shall hold."""
+    return sent_id.decode("ascii") if sent_id is not None and _VALID_ID.fullmatch(sent_id) else None
+
+
+def new_request_id() -> str:
+    """New id that no other process makes: a random part of this one's own, and a number."""
+    return f"{_process_prefix}-{next(_id_numbers):x}"
+
+
+def _watched(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, list[bytes]]:
+    values_by_header: dict[bytes, list[bytes]] = {}
+    for name, value in headers:
+        if name in _WATCHED_HEADERS:
+            values_by_header.setdefault(name, []).append(value)
+    return values_by_header
+
+
+def server_timing(request_record: RequestRecord, total_s: float) -> bytes:
     """The value of `Server-Timing` (https://www.w3.org/TR/server-timing/), in milliseconds."""
     total = b"total;dur=%.3f" % (total_s * 1000)
     if not request_record.stages:
@@ -212,7 +203,7 @@ def request_of(scope: MutableMapping[str, Any], tables: Container[str]) -> Reque
     if path in _FIXED_ROUTES:
         return RequestFacts(method, path, None, None)
     parts = path.split("/", 3)
-    route = _ROUTES.get("/".join(parts[:3]))
+    route = _TABLE_ROUTES.get("/".join(parts[:3]))
     table, slash, entity = parts[-1].partition("/")
     if route is None or len(parts) < 4 or not table:
         return RequestFacts(method, "other", None, None)
@@ -220,9 +211,18 @@ def request_of(scope: MutableMapping[str, Any], tables: Container[str]) -> Reque
     return RequestFacts(method, route + "/{entity}" * bool(slash), known_table, entity or None)
 
 
-def _watched(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, list[bytes]]:
-    values_by_header: dict[bytes, list[bytes]] = {}
-    for name, value in headers:
-        if name in _NAMES:
-            values_by_header.setdefault(name, []).append(value)
-    return values_by_header
+def log_fields(
+    request_record: RequestRecord, request: RequestFacts, seconds: float
+) -> dict[str, Any]:
+    """Fields of the request's line; none of them is an entity's id."""
+    fields: dict[str, Any] = dict(request_record.ids())
+    if request.table is not None:
+        fields["table"] = request.table
+    if request_record.caller:
+        fields["token"] = request_record.caller
+    fields |= {"status": request_record.status, "seconds": round(seconds, 6)}
+    if sources := sources_of(request_record.body):
+        fields["sources"] = sources
+    if stages := request_record.by_stage():
+        fields["stages"] = {name: round(stage_s, 6) for name, stage_s in stages.items()}
+    return fields

@@ -1,9 +1,4 @@
-"""A canary at work: which requests it answers, and the counts of both arms, in bounded space.
-
-The split is over keys, so each key is counted once, by its first answer: a few busy ones would outweigh all others.
-Beyond `KEYS_MAX` keys a uniform sample of them is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On
-adaptive sampling", 1990): those whose hash ends in `level` zero bits, one more whenever there are too many.
-"""
+"""A canary at work: which requests it answers, and the counts of both arms, in bounded space."""
 
 import math
 from collections import Counter
@@ -22,54 +17,24 @@ from serving.requests.models import RequestedEntity, RequestOptions
 
 Arm = Literal["live", "canary"]
 
-
 ARMS: tuple[Arm, ...] = ("live", "canary")
-
-
-_STEPS_PER_OCTAVE = 8
-
-
-_OCTAVES = 16
-
-
-_MIDDLE = _OCTAVES * _STEPS_PER_OCTAVE
-
 
 EVENTS_MAX = 16
 """Kinds of feedback that are told apart; what comes after them is `other`."""
 
-
 OTHER_EVENT = "other"
-
-
-class EventNames:
-    """Kinds of feedback that a process tells apart: the first `EVENTS_MAX`, and `always`; the rest is `other`."""
-
-    def __init__(self) -> None:
-        self._names: set[str] = set()
-
-    def of(self, event: str, always: str = "") -> str:
-        """Name under which an event is counted; what decides is a setting and no caller's choice: one more of it."""
-        if event not in self._names and (len(self._names) < EVENTS_MAX or event == always != ""):
-            self._names.add(event)
-        return event if event in self._names else OTHER_EVENT
-
 
 KEYS_MAX = 8_192
 """Keys remembered per arm: some 2 MB; at least half as many once there are more."""
 
-
-_SEED = 0x6B657973
+_SAMPLE_SEED = 0x6B657973
 """Hash seed, not the split's: within an arm the sample must not follow it."""
 
+_STEPS_PER_OCTAVE = 8
 
-def bucket(score: float) -> int:
-    """A whole number that grows with the score: eighths of an octave (9 %) between 2**-16 and 2**16, either sign."""
-    size = min(abs(score), 2.0**_OCTAVES)
-    if size < 2.0**-_OCTAVES:
-        return 0
-    step = min(math.floor(math.log2(size) * _STEPS_PER_OCTAVE) + _MIDDLE, 2 * _MIDDLE - 1) + 1
-    return step if score > 0 else -step
+_OCTAVES = 16
+
+_MIDDLE_BUCKET = _OCTAVES * _STEPS_PER_OCTAVE
 
 
 class CanaryAssignment(NamedTuple):
@@ -78,116 +43,6 @@ class CanaryAssignment(NamedTuple):
     arm: Arm
     key: bytes
     canary: Canary
-
-
-class _FirstAnswer(NamedTuple):
-    kind: str
-    top: float | None
-    at: int | None
-
-
-@dataclass(slots=True, eq=False)
-class KeySample:
-    """A uniform sample of the keys of one arm, each with what its first answer was."""
-
-    limit: int = KEYS_MAX
-    level: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
-    scores: Counter[int] = field(default_factory=Counter)
-    score_sum: float = 0.0
-    _first_answer_by_key: dict[int, _FirstAnswer] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self._first_answer_by_key)
-
-    def saw(self, key: bytes, kind: str, top: float | None) -> None:
-        """Adds an answer to a key; only its first one counts."""
-        digest = xxhash.xxh3_64_intdigest(key, _SEED)
-        if digest in self._first_answer_by_key or digest & ((1 << self.level) - 1):
-            return
-        first_answer = self._first_answer_by_key[digest] = _FirstAnswer(
-            kind, top, None if top is None else bucket(top)
-        )
-        self.kinds[kind] += 1
-        if first_answer.top is not None and first_answer.at is not None:
-            self.scores[first_answer.at] += 1
-            self.score_sum += first_answer.top
-        if len(self._first_answer_by_key) > self.limit:
-            self._halve()
-
-    def _halve(self) -> None:
-        while len(self._first_answer_by_key) > self.limit:
-            self.level += 1
-            low_bits = (1 << self.level) - 1
-            self._first_answer_by_key = {
-                key: first_answer
-                for key, first_answer in self._first_answer_by_key.items()
-                if not key & low_bits
-            }
-        first_answers = self._first_answer_by_key.values()
-        self.kinds = Counter([first_answer.kind for first_answer in first_answers])
-        self.scores = Counter(
-            [first_answer.at for first_answer in first_answers if first_answer.at is not None]
-        )
-        self.score_sum = sum(
-            first_answer.top for first_answer in first_answers if first_answer.top is not None
-        )
-
-
-@dataclass(slots=True, eq=False)
-class ArmCounts:
-    """Counts of one arm since its canary began; feedback called `event` is always told apart."""
-
-    event: str = ""
-    requests: int = 0
-    feedback: Counter[str] = field(default_factory=Counter)
-    keys: KeySample = field(default_factory=KeySample)
-
-    def answered(self, key: bytes, answers: Sequence[Mapping[str, Any]]) -> list[float]:
-        """Counts one more request; the top scores of the lists that this very generation gave."""
-        self.requests += 1
-        if answers:
-            self.keys.saw(key, _kind(answers[0]), _top(answers[0]))
-        return [top for answer in answers if (top := _top(answer)) is not None]
-
-    def heard(self, event: str, count: int) -> None:
-        """Counts feedback; kinds beyond `EVENTS_MAX` are counted as `other`."""
-        other_count = len(self.feedback) - (self.event in self.feedback)
-        if event not in self.feedback and event != self.event and other_count >= EVENTS_MAX:
-            event = OTHER_EVENT
-        self.feedback[event] += count
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON object for the heartbeat; buckets as text, for JSON has no other keys.
-
-        `keys` is how many are kept, each of them standing for `weight` keys.
-        """
-        return {
-            "requests": self.requests,
-            "keys": len(self.keys),
-            "weight": 1 << self.keys.level,
-            "kinds": dict(self.keys.kinds),
-            "scores": {
-                str(score_bucket): count for score_bucket, count in sorted(self.keys.scores.items())
-            },
-            "score_sum": self.keys.score_sum,
-            "feedback": dict(self.feedback),
-        }
-
-
-def _kind(answer: Mapping[str, Any]) -> str:
-    """Way in which the answer came about. Whether memory or Redis held a record says nothing of its generation."""
-    source = Source(answer["source"])
-    if source in FALLBACKS:
-        return source.value
-    return "live" if source is Source.LIVE or answer.get("producer") == "live" else "stored"
-
-
-def _top(answer: Mapping[str, Any]) -> float | None:
-    scores = answer.get("scores")
-    if scores is None or not len(scores) or answer["source"] in FALLBACKS:
-        return None
-    return float(scores[0])
 
 
 class CanaryHolder(Protocol):
@@ -305,3 +160,145 @@ def key_of(
         return None
     table = served.live.manifest.tables.get(entities[0].table)
     return entities[0].raw if table is not None and table.entity == "user" else None
+
+
+class EventNames:
+    """Kinds of feedback that a process tells apart: the first `EVENTS_MAX`, and `always`; the rest is `other`."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def of(self, event: str, always: str = "") -> str:
+        """Name under which an event is counted; what decides is a setting and no caller's choice: one more of it."""
+        if event not in self._names and (len(self._names) < EVENTS_MAX or event == always != ""):
+            self._names.add(event)
+        return event if event in self._names else OTHER_EVENT
+
+
+class _FirstAnswer(NamedTuple):
+    kind: str
+    top: float | None
+    at: int | None
+
+
+@dataclass(slots=True, eq=False)
+class KeySample:
+    """A uniform sample of the keys of one arm, each with what its first answer was.
+
+    The split is over keys, so each key is counted once, by its first answer: a few busy ones would outweigh all others.
+    Beyond `limit` keys a uniform sample of them is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On
+    adaptive sampling", 1990): those whose hash ends in `level` zero bits, one more whenever there are too many.
+    """
+
+    limit: int = KEYS_MAX
+    level: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    scores: Counter[int] = field(default_factory=Counter)
+    score_sum: float = 0.0
+    _first_answer_by_key: dict[int, _FirstAnswer] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._first_answer_by_key)
+
+    def saw(self, key: bytes, kind: str, top: float | None) -> None:
+        """Adds an answer to a key; only its first one counts."""
+        digest = xxhash.xxh3_64_intdigest(key, _SAMPLE_SEED)
+        if digest in self._first_answer_by_key or digest & ((1 << self.level) - 1):
+            return
+        first_answer = self._first_answer_by_key[digest] = _FirstAnswer(
+            kind, top, None if top is None else bucket_of_score(top)
+        )
+        self.kinds[kind] += 1
+        if first_answer.top is not None and first_answer.at is not None:
+            self.scores[first_answer.at] += 1
+            self.score_sum += first_answer.top
+        if len(self._first_answer_by_key) > self.limit:
+            self._halve()
+
+    def _halve(self) -> None:
+        while len(self._first_answer_by_key) > self.limit:
+            self.level += 1
+            low_bits = (1 << self.level) - 1
+            self._first_answer_by_key = {
+                key: first_answer
+                for key, first_answer in self._first_answer_by_key.items()
+                if not key & low_bits
+            }
+        first_answers = self._first_answer_by_key.values()
+        self.kinds = Counter([first_answer.kind for first_answer in first_answers])
+        self.scores = Counter(
+            [first_answer.at for first_answer in first_answers if first_answer.at is not None]
+        )
+        self.score_sum = sum(
+            first_answer.top for first_answer in first_answers if first_answer.top is not None
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ArmCounts:
+    """Counts of one arm since its canary began; feedback called `event` is always told apart."""
+
+    event: str = ""
+    requests: int = 0
+    feedback: Counter[str] = field(default_factory=Counter)
+    keys: KeySample = field(default_factory=KeySample)
+
+    def answered(self, key: bytes, answers: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Counts one more request; the top scores of the lists that this very generation gave."""
+        self.requests += 1
+        if answers:
+            self.keys.saw(key, _answer_kind(answers[0]), _top_score(answers[0]))
+        return [top for answer in answers if (top := _top_score(answer)) is not None]
+
+    def heard(self, event: str, count: int) -> None:
+        """Counts feedback; kinds beyond `EVENTS_MAX` are counted as `other`."""
+        other_count = len(self.feedback) - (self.event in self.feedback)
+        if event not in self.feedback and event != self.event and other_count >= EVENTS_MAX:
+            event = OTHER_EVENT
+        self.feedback[event] += count
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON object for the heartbeat; buckets as text, for JSON has no other keys.
+
+        `keys` is how many are kept, each of them standing for `weight` keys.
+        """
+        return {
+            "requests": self.requests,
+            "keys": len(self.keys),
+            "weight": 1 << self.keys.level,
+            "kinds": dict(self.keys.kinds),
+            "scores": {
+                str(score_bucket): count for score_bucket, count in sorted(self.keys.scores.items())
+            },
+            "score_sum": self.keys.score_sum,
+            "feedback": dict(self.feedback),
+        }
+
+
+def _answer_kind(answer: Mapping[str, Any]) -> str:
+    """Way in which the answer came about. Whether memory or Redis held a record says nothing of its generation."""
+    source = Source(answer["source"])
+    if source in FALLBACKS:
+        return source.value
+    return "live" if source is Source.LIVE or answer.get("producer") == "live" else "stored"
+
+
+def _top_score(answer: Mapping[str, Any]) -> float | None:
+    scores = answer.get("scores")
+    if scores is None or not len(scores) or answer["source"] in FALLBACKS:
+        return None
+    return float(scores[0])
+
+
+def bucket_of_score(score: float) -> int:
+    """A whole number that grows with the score: eighths of an octave (9 %) between 2**-16 and 2**16, either sign."""
+    size = min(abs(score), 2.0**_OCTAVES)
+    if size < 2.0**-_OCTAVES:
+        return 0
+    step = (
+        min(
+            math.floor(math.log2(size) * _STEPS_PER_OCTAVE) + _MIDDLE_BUCKET, 2 * _MIDDLE_BUCKET - 1
+        )
+        + 1
+    )
+    return step if score > 0 else -step

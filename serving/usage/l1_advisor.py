@@ -13,19 +13,54 @@ from prometheus_client.registry import Collector
 from cache.tiers.access_sample import TRACE_MAX, AccessTrace
 from cache.tiers.l1 import LocalTier
 from cache.tiers.reads import Counters
-from cache.usage.miss_ratio_curve import Shards
+from cache.usage.miss_ratio_curve import MissRatioCurve
 from serving.generations.snapshot import Snapshot
 
-STEPS = 4
+STEPS_PER_DOUBLING = 4
 """Points of the curve per doubling."""
 
-
-SMALLEST, LARGEST = -6, 3
+SMALLEST_DOUBLING, LARGEST_DOUBLING = -6, 3
 """Doublings from the budget to the ends of the curve."""
 
+SIZES = {"half": -1, "now": 0, "double": 1}
+"""Values of the label `size`, in doublings of the budget."""
 
-_NOTICED = 0.001
+_NOTICED_DIFFERENCE = 0.001
 """Differences below a tenth of a point are none."""
+
+STEP_S = 0.25
+"""Seconds between steps."""
+
+HALF_LIFE_S = 3_600.0
+"""Seconds after which a read counts for half as much."""
+
+TOUCHES_PER_S = 8_000
+"""Touches of sampled keys a second, in the long run, whatever the traffic: about 12 ms of processor time."""
+
+TOUCHES_PER_READ = 0.02
+"""Touches of sampled keys per read, where reads are many: 0.04 microseconds of the 8 that a single L1 hit takes."""
+
+TOUCHES_FREE_PER_S = 500
+"""Touches of sampled keys a second in a service with little to do: 0.8 ms of processor time."""
+
+BUSY_RATE = 0.25
+"""The sampling rate once these bounds are met; each further time it is halved."""
+
+SAMPLED_MIN = 200
+"""Reads of sampled keys before anything is said: then a ratio is off by 7 points at most, 19 times in 20."""
+
+_BURST = 10_000.0
+
+_SLICE = 128
+"""Touches worked off before others may use the event loop: about 0.2 ms."""
+
+
+class AdvisedTiers(Protocol):
+    """Tiers that the advisor watches: L1, the trace of its reads and the counters."""
+
+    local: LocalTier
+    trace: AccessTrace
+    counters: Counters
 
 
 class HitRatioCurve(NamedTuple):
@@ -57,115 +92,24 @@ class HitRatioCurve(NamedTuple):
 
     def ratio(self, doublings: int) -> float:
         """Hit ratio of an L1 with the budget doubled so many times; below 0, halved."""
-        return self.ratios[(doublings - SMALLEST) * STEPS]
+        return self.ratios[(doublings - SMALLEST_DOUBLING) * STEPS_PER_DOUBLING]
 
     def _sentence(self) -> str:
         current_ratio = self.ratio(0)
         more, less = self.ratio(1) - current_ratio, current_ratio - self.ratio(-1)
         sentence = f"L1 of {format_size(self.budget_bytes)} gives {100 * current_ratio:.1f} %"
-        if more >= _NOTICED:
+        if more >= _NOTICED_DIFFERENCE:
             sentence += f", doubling adds {100 * more:.1f} points"
         else:
             sentence += ", doubling adds nothing"
-        if less >= _NOTICED:
+        if less >= _NOTICED_DIFFERENCE:
             return f"{sentence}, halving costs {100 * less:.1f}"
         enough = next(
             size_bytes
             for size_bytes, ratio in zip(self.capacities, self.ratios, strict=True)
-            if current_ratio - ratio < _NOTICED
+            if current_ratio - ratio < _NOTICED_DIFFERENCE
         )
         return f"{sentence}, {format_size(enough)} gives as much"
-
-
-def merge_curves(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """Merged curve of many, each by `HitRatioCurve.to_json`: a worker counts by its reads; None where all are empty.
-
-    Each worker has an L1 of its own, so a size is that of one. Of several budgets, which only a change of settings
-    under way makes, the one that most reads were answered with is told.
-    """
-    curve_reports = [curve_report for curve_report in parts if curve_report]
-    reads = Counter[int]()
-    for curve_report in curve_reports:
-        reads[curve_report["budget_bytes"]] += curve_report["reads"]
-    if not reads:
-        return None
-    budget, total = reads.most_common(1)[0]
-    same_budget_reports = [
-        curve_report for curve_report in curve_reports if curve_report["budget_bytes"] == budget
-    ]
-    weights = [
-        curve_report["reads"] / total if total else 1 / len(same_budget_reports)
-        for curve_report in same_budget_reports
-    ]
-    columns = list(
-        zip(*(curve_report["curve"] for curve_report in same_budget_reports), strict=True)
-    )
-
-    def mean(column: Sequence[Mapping[str, Any]], name: str) -> float:
-        return sum(
-            weight * float(point[name]) for weight, point in zip(weights, column, strict=True)
-        )
-
-    return HitRatioCurve(
-        budget,
-        [column[0]["bytes"] for column in columns],
-        [mean(column, "hit_ratio") for column in columns],
-        [round(mean(column, "entries")) for column in columns],
-        min(curve_report["sampling_rate"] for curve_report in same_budget_reports),
-        sum(curve_report["sampled"] for curve_report in same_budget_reports),
-        total,
-    ).to_json()
-
-
-def format_size(size_bytes: int) -> str:
-    """Size as text, rounded, in the largest binary unit that it fills."""
-    for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if (size := size_bytes / (1 << bits)) >= 1:
-            return f"{size:.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
-    return f"{size_bytes} B"
-
-
-STEP_S = 0.25
-"""Seconds between steps."""
-
-
-HALF_LIFE_S = 3_600.0
-"""Seconds after which a read counts for half as much."""
-
-
-TOUCHES_PER_S = 8_000
-"""Touches of sampled keys a second, in the long run, whatever the traffic: about 12 ms of processor time."""
-
-
-TOUCHES_PER_READ = 0.02
-"""Touches of sampled keys per read, where reads are many: 0.04 microseconds of the 8 that a single L1 hit takes."""
-
-
-TOUCHES_FREE_PER_S = 500
-"""Touches of sampled keys a second in a service with little to do: 0.8 ms of processor time."""
-
-
-BUSY_RATE = 0.25
-"""The sampling rate once these bounds are met; each further time it is halved."""
-
-
-SAMPLED_MIN = 200
-"""Reads of sampled keys before anything is said: then a ratio is off by 7 points at most, 19 times in 20."""
-
-
-_BURST = 10_000.0
-
-
-_SLICE = 128
-"""Touches worked off before others may use the event loop: about 0.2 ms."""
-
-
-class AdvisedTiers(Protocol):
-    """Tiers that the advisor watches: L1, the trace of its reads and the counters."""
-
-    local: LocalTier
-    trace: AccessTrace
-    counters: Counters
 
 
 class L1Advisor(Collector):
@@ -189,9 +133,14 @@ class L1Advisor(Collector):
         self._live = live
         self._timer = timer
         self._budget = budget = tiers.local.max_bytes
-        doublings = [at / STEPS for at in range(SMALLEST * STEPS, LARGEST * STEPS + 1)]
+        doublings = [
+            at / STEPS_PER_DOUBLING
+            for at in range(
+                SMALLEST_DOUBLING * STEPS_PER_DOUBLING, LARGEST_DOUBLING * STEPS_PER_DOUBLING + 1
+            )
+        ]
         self._capacities = [round(budget * 2**doubling) for doubling in doublings]
-        self._shards = Shards(self._capacities, keys_max)
+        self._shards = MissRatioCurve(self._capacities, keys_max)
         self._of: str | None = None
         self._at = timer()
         self._credit = _BURST
@@ -287,10 +236,54 @@ class L1Advisor(Collector):
         )
 
 
-SIZES = {"half": -1, "now": 0, "double": 1}
-"""Values of the label `size`, in doublings of the budget."""
-
-
 def _counts(counters: Counters) -> tuple[int, int]:
     """Reads that found a record, and all reads."""
     return counters.l1 + counters.l2, counters.total
+
+
+def merge_curves(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """Merged curve of many, each by `HitRatioCurve.to_json`: a worker counts by its reads; None where all are empty.
+
+    Each worker has an L1 of its own, so a size is that of one. Of several budgets, which only a change of settings
+    under way makes, the one that most reads were answered with is told.
+    """
+    curve_reports = [curve_report for curve_report in parts if curve_report]
+    reads = Counter[int]()
+    for curve_report in curve_reports:
+        reads[curve_report["budget_bytes"]] += curve_report["reads"]
+    if not reads:
+        return None
+    budget, total = reads.most_common(1)[0]
+    same_budget_reports = [
+        curve_report for curve_report in curve_reports if curve_report["budget_bytes"] == budget
+    ]
+    weights = [
+        curve_report["reads"] / total if total else 1 / len(same_budget_reports)
+        for curve_report in same_budget_reports
+    ]
+    columns = list(
+        zip(*(curve_report["curve"] for curve_report in same_budget_reports), strict=True)
+    )
+
+    def mean(column: Sequence[Mapping[str, Any]], name: str) -> float:
+        return sum(
+            weight * float(point[name]) for weight, point in zip(weights, column, strict=True)
+        )
+
+    return HitRatioCurve(
+        budget,
+        [column[0]["bytes"] for column in columns],
+        [mean(column, "hit_ratio") for column in columns],
+        [round(mean(column, "entries")) for column in columns],
+        min(curve_report["sampling_rate"] for curve_report in same_budget_reports),
+        sum(curve_report["sampled"] for curve_report in same_budget_reports),
+        total,
+    ).to_json()
+
+
+def format_size(size_bytes: int) -> str:
+    """Size as text, rounded, in the largest binary unit that it fills."""
+    for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if (size := size_bytes / (1 << bits)) >= 1:
+            return f"{size:.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
+    return f"{size_bytes} B"

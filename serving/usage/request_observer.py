@@ -1,8 +1,4 @@
-"""Observer of answers on the request path: samples of them, the entities read, and reasons of misses.
-
-Who is read has been read from Redis once per process and generation (or ahead of requests, which the sketch of recent
-requests tells), so hits of L1 add nothing and cost nothing.
-"""
+"""Observer of answers on the request path: samples of them, the entities read, and reasons of misses."""
 
 import math
 import random
@@ -14,21 +10,31 @@ from typing import Any, NamedTuple
 
 from cache.model.input_preparation import LiveInput
 from cache.tiers.l1 import EvictionHistory
-from cache.tiers.reads import NOWHERE, MissReason
+from cache.tiers.reads import NOWHERE_REASONS, MissReason
 from serving.engine.rendering.answer_fields import Exclusions
 from serving.metrics.collectors import L1Misses
 from serving.usage.hot_keys import RecentNames
 
-QUEUE_MAX = 256
+SAMPLE_QUEUE_MAX = 256
 """Picks that may wait; each holds its own answer of some hundred bytes to a few kilobytes."""
 
-
-QUEUE_BYTES = 4 << 20
+SAMPLE_QUEUE_BYTES = 4 << 20
 """Bytes that waiting picks may hold in all: one that was computed from a history of 10,000 ids holds them, too."""
-
 
 _OBJECT_BYTES = 64
 """Bytes of a short text, a number or a place in a set, with what refers to it."""
+
+READ_HASHES_MAX = 1 << 16
+"""Hashes kept between two reports; what comes after them is left out and counted."""
+
+HASHES_PER_PFADD = 512
+"""Hashes in one PFADD: some 0.2 ms of Redis, which readers wait for."""
+
+READ_COUNTS_LIFE_S = 3 * 86_400
+"""Seconds that the counts live, from the last report on."""
+
+HashBatches = Sequence[Sequence[int | bytes]]
+"""Hashes as they were added."""
 
 
 class AnswerSample(NamedTuple):
@@ -99,7 +105,7 @@ class AnswerSampler:
 
     def has_room(self) -> bool:
         """Returns whether one more pick may wait; if not, that one is counted as dropped, and need not be made."""
-        if len(self._queue) < QUEUE_MAX and self._size_bytes < QUEUE_BYTES:
+        if len(self._queue) < SAMPLE_QUEUE_MAX and self._size_bytes < SAMPLE_QUEUE_BYTES:
             return True
         self.dropped_count += 1
         return False
@@ -134,29 +140,17 @@ class AnswerSampler:
         return int(math.log(1.0 - self._rng.random()) / self._log)
 
 
-KEYS_MAX = 1 << 16
-"""Hashes kept between two reports; what comes after them is left out and counted."""
-
-
-AT_ONCE = 512
-"""Hashes in one PFADD: some 0.2 ms of Redis, which readers wait for."""
-
-
-LIFE_S = 3 * 86_400
-"""Seconds that the counts live, from the last report on."""
-
-
-HashBatches = Sequence[Sequence[int | bytes]]
-"""Hashes as they were added."""
-
-
 class ReadHashes:
-    """Hashes of entities by generation and table."""
+    """Hashes of entities that were read, by generation and table; Redis' HyperLogLogs count them over all replicas.
+
+    Who is read has been read from Redis once per process and generation (or ahead of requests, which the sketch of
+    recent requests tells), so hits of L1 add nothing and cost nothing.
+    """
 
     def __init__(self) -> None:
         self.left_out = 0
         self._keys: defaultdict[tuple[str, str], list[Sequence[int | bytes]]] = defaultdict(list)
-        self._room = KEYS_MAX
+        self._room = READ_HASHES_MAX
 
     def add(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
         """Adds the hashes of entities that were read; counts them as left out if there is no room."""
@@ -172,11 +166,11 @@ class ReadHashes:
             table: keys for (of, table), keys in self._keys.items() if of == generation
         }
         self._keys.clear()
-        self._room = KEYS_MAX
+        self._room = READ_HASHES_MAX
         return keys_by_table
 
 
-def packed(added: HashBatches) -> list[bytes]:
+def pack_hashes(added: HashBatches) -> list[bytes]:
     """Hashes as bytes, each once; digests of inputs left out. 20 ms for all that is kept: not for the event loop."""
     keys = set(chain.from_iterable(added))
     return [
@@ -184,9 +178,9 @@ def packed(added: HashBatches) -> list[bytes]:
     ]
 
 
-def pieces(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
+def split_hashes(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
     """Batches of the hashes that travel at once."""
-    return [keys[at : at + AT_ONCE] for at in range(0, len(keys), AT_ONCE)]
+    return [keys[at : at + HASHES_PER_PFADD] for at in range(0, len(keys), HASHES_PER_PFADD)]
 
 
 class UsageObserver:
@@ -208,7 +202,7 @@ class UsageObserver:
         self, generation: str, table: str, key: int | bytes, reason: str | None
     ) -> str:
         """The reason by which a miss is counted: an id that the night lacks may have had a live answer for its life."""
-        if reason in NOWHERE and self._eviction_history.is_over(generation, table, key):
+        if reason in NOWHERE_REASONS and self._eviction_history.is_over(generation, table, key):
             return MissReason.EXPIRED
         return reason or MissReason.INTERNAL_ERROR
 

@@ -16,7 +16,13 @@ from serving.generations.snapshot import Snapshot
 from serving.metrics.collectors import by_label
 from serving.metrics.registry import Metrics, counts_of
 from serving.requests.answers import STORED_SOURCES
-from serving.usage.request_observer import LIFE_S, HashBatches, ReadHashes, packed, pieces
+from serving.usage.request_observer import (
+    READ_COUNTS_LIFE_S,
+    HashBatches,
+    ReadHashes,
+    pack_hashes,
+    split_hashes,
+)
 
 GIGABYTE = 1e9
 
@@ -51,9 +57,9 @@ class TableUsage(Collector):
         send_command, name = self.control.execute, self.control.keyspace.read
         try:
             for table, keys in keys_by_table.items():
-                for piece in pieces(keys):
+                for piece in split_hashes(keys):
                     await send_command("PFADD", name(live.generation, table), *piece)
-                await send_command("EXPIRE", name(live.generation, table), LIFE_S)
+                await send_command("EXPIRE", name(live.generation, table), READ_COUNTS_LIFE_S)
             for table in live.manifest.tables:
                 # An estimate: off by 0.8 % in the standard deviation, so it may exceed what there is.
                 count = int(await send_command("PFCOUNT", name(live.generation, table)))
@@ -65,7 +71,7 @@ class TableUsage(Collector):
         self, live: Snapshot, recent: Sequence[Name], reads: Mapping[str, HashBatches]
     ) -> dict[str, list[bytes]]:
         """Hashes of what was read, and of what was asked for without a read: it was warmed before the first request."""
-        keys_by_table = {table: packed(keys) for table, keys in reads.items()}
+        keys_by_table = {table: pack_hashes(keys) for table, keys in reads.items()}
         named = {(live.generation, entity_name) for entity_name in recent}
         for _, (name, raw) in named - self._reported_names:
             table = live.manifest.tables.get(name)

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.usage.miss_ratio_curve import Shards
+from cache.usage.miss_ratio_curve import MissRatioCurve
 from serving.config.settings import ServingConfig
 from tests.bench.judges.cachesim import judge
 from tests.bench.judges.environment import ABSENT, is_there
@@ -61,7 +61,7 @@ def accuracy(report: Report, options: Options) -> None:
     errors, rates, spent, touches = [], [], 0.0, 0
     seeds = range(2 if options.quick else 8)
     for seed in seeds:
-        shards = Shards(capacities, ServingConfig().advisor_keys)
+        shards = MissRatioCurve(capacities, ServingConfig().advisor_keys)
         cpu_start_s = time.process_time()
         sampled(keys, shards, seed=seed)
         spent += time.process_time() - cpu_start_s
@@ -130,7 +130,7 @@ def public(report: Report, options: Options) -> None:
 
 def off(keys: Keys, capacities: list[int], keys_max: int, exact: Errors, seed: int) -> Errors:
     """How far one sample's hit ratios are from the exact ones, in points, by capacity."""
-    shards = Shards(capacities, keys_max)
+    shards = MissRatioCurve(capacities, keys_max)
     sampled(keys, shards, seed=seed)
     error: Errors = np.abs(np.array(shards.hit_ratios()) - exact) * 100
     return error

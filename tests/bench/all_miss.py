@@ -29,9 +29,9 @@ import uvloop
 from serving.bootstrap import running
 from serving.config.settings import ServingConfig
 from serving.http.routes import Service
-from serving.process.resources import settle
+from serving.process.resources import freeze_objects
 from serving.requests.models import LookupRequest
-from serving.requests.parsing import lookup_of
+from serving.requests.parsing import lookup_from_body
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools.catalogue import make_catalogue
 from tests.bench.tools.harness import Options, Report, alternate, parse
@@ -146,7 +146,7 @@ def in_process(report: Report, case: Case, strangers: Strangers, options: Option
             runner.run(
                 _answer(running_service, strangers.bodies(STRANGERS_BEFORE, 1), IN_FLIGHT[1])
             )
-        settle()
+        freeze_objects()
         for entities, size in ((1, ""), (100, "batch_")):
             count = (800 if options.quick else 4_000) // entities
 
@@ -175,7 +175,7 @@ async def _answer(service: Service, bodies: Sequence[bytes], in_flight: int) -> 
 
     async def caller() -> None:
         for body in waiting:
-            lookup: LookupRequest = lookup_of({}, body, "json", TABLE, service.limits)
+            lookup: LookupRequest = lookup_from_body({}, body, "json", TABLE, service.limits)
             for answer in await service.ladder.lookup(
                 service.capture_served(), lookup, time.monotonic()
             ):

@@ -23,7 +23,7 @@ from urllib.parse import quote
 import redis.asyncio
 import uvloop
 
-from serving.arrow.schema import MEDIA_TYPE
+from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.client.calls import write_arrow_ids
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools.harness import Options, Report, alternate, compare, parse
@@ -64,7 +64,9 @@ def measure(report: Report, case: Case, redis_url: str, options: Options) -> Non
         mget = _mget(runner, redis_url, names, 100 if options.quick else 1_000)
         path, batches = f"/v1/lookup/{TABLE}", _batches(case.users)
         texts = [request(path, json.dumps({"entities": ids, "k": 20}).encode()) for ids in batches]
-        streams = [request(path, write_arrow_ids(ids, {"k": "20"}), MEDIA_TYPE) for ids in batches]
+        streams = [
+            request(path, write_arrow_ids(ids, {"k": "20"}), ARROW_MEDIA_TYPE) for ids in batches
+        ]
         count = 200 if options.quick else 2_000
         forms = {"batch100_json_vs_mget": texts, "batch100_binary_vs_mget": streams}
 

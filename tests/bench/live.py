@@ -24,13 +24,13 @@ from typing import Any
 
 import uvloop
 
-from cache.model.predictor import LiveInput
+from cache.model.input_preparation import LiveInput
 from cache.store.blocklist import Blocklist
 from serving.config.settings import Precision, ServingConfig
 from serving.engine.batch_inference import compute
 from serving.engine.micro_batcher import ComputedRecord, InferenceJob, MicroBatcher
 from serving.generations.snapshot import Snapshot
-from serving.process.resources import settle
+from serving.process.resources import freeze_objects
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools.harness import Options, Report, alternate, parse
 from tests.bench.tools.place import own_server
@@ -170,7 +170,7 @@ def measure(report: Report, case: Case, options: Options) -> None:
     snapshots = {precision: open_snapshot(config, precision) for precision in ("int8", "fp32")}
     count = 768 if options.quick else 8_192
     jobs = {name: make_jobs(snapshot, case, count) for name, snapshot in snapshots.items()}
-    settle()
+    freeze_objects()
     rates = {
         size: count / min(offline(jobs["int8"], size)()[0] for _ in range(3)) for size in SIZES
     }

@@ -27,7 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import quote
 
-from serving.arrow.schema import MEDIA_TYPE
+from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.client.calls import write_arrow_ids
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools import feast_side
@@ -175,7 +175,7 @@ def _ours(user_batches: list[list[str]], batch: int) -> dict[str, tuple[str, str
         return {"": ("L1", "l1", gets), "_l2": ("L2", "l2", gets)}
     texts = [request(path, json.dumps({"entities": ids, "k": K}).encode()) for ids in user_batches]
     streams = [
-        request(path, write_arrow_ids(ids, {"k": str(K)}), MEDIA_TYPE) for ids in user_batches
+        request(path, write_arrow_ids(ids, {"k": str(K)}), ARROW_MEDIA_TYPE) for ids in user_batches
     ]
     return {"": ("L2 binary", "l2", streams), "_json": ("L2 JSON", "l2", texts)}
 

@@ -30,9 +30,10 @@ import uvloop
 
 from cache.format.redis_keys import Keyspace, hash_hex
 from cache.l2.tier import RemoteConfig, RemoteTier
-from cache.model.predictor import LiveInput
+from cache.model.input_preparation import LiveInput
 from cache.tiers.l1 import LocalTier, NegativeCache
-from cache.tiers.tiered import Hit, TieredCache
+from cache.tiers.reads import Hit
+from cache.tiers.tiered import TieredCache
 from precompute.config.settings import NightConfig, TableConfig
 from serving.bootstrap import running
 from serving.engine.batch_inference import compute
@@ -40,7 +41,7 @@ from serving.engine.entity import find_record_key
 from serving.engine.micro_batcher import InferenceJob
 from serving.http.routes import Service
 from serving.requests.models import LookupRequest
-from serving.requests.parsing import lookup_of
+from serving.requests.parsing import lookup_from_body
 from tests.bench.tools.harness import Options, Report, alternate, parse
 from tests.bench.tools.http_load import BUSY, Load, Program, paths_script, place, program, wrk
 from tests.bench.tools.place import own_server, pin, unpin
@@ -213,7 +214,7 @@ def _models(service: Service, case: Case, options: Options) -> tuple[Rate, Calla
         for history in histories_of(count):
             entity = {"id": f"stranger-{next(numbers)}", "history": history}
             body = json.dumps({"entities": [entity], "k": 20}).encode()
-            lookups.append(lookup_of({}, body, "json", TABLE, service.limits))
+            lookups.append(lookup_from_body({}, body, "json", TABLE, service.limits))
         return lookups
 
     async def live() -> float:

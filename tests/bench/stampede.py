@@ -30,7 +30,7 @@ from serving.bootstrap import running
 from serving.config.settings import ServingConfig
 from serving.http.routes import Service
 from serving.requests.models import LookupRequest
-from serving.requests.parsing import lookup_of
+from serving.requests.parsing import lookup_from_body
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools import stampede_peers
 from tests.bench.tools.harness import Options, Ratio, Report, parse
@@ -63,7 +63,7 @@ def asks(service: Service, items: list[str], name: str, keys: int) -> list[Looku
     for number in range(keys):
         entity = {"id": f"{name}-{number}", "history": rng.sample(items, 20)}
         body = json.dumps({"entities": [entity], "k": 20}).encode()
-        lookups.append(lookup_of({}, body, "json", TABLE, service.limits))
+        lookups.append(lookup_from_body({}, body, "json", TABLE, service.limits))
     return lookups
 
 

@@ -25,7 +25,7 @@ import scipy.sparse as sp
 
 from cache.process.redis_server import server
 from precompute.reference.matrix_factorisation import UserItemMatrix, matrix_of, tables_of
-from precompute.reference.train import choose
+from precompute.reference.train import choose_shape
 from tests.bench.tools.harness import Options, Report, parse
 
 ITEMS, CLICKS, DIMS = 20_000, 12, 128
@@ -141,7 +141,7 @@ def gowalla(report: Report, folder: Path) -> None:
     size = [int(max(train_pairs[axis].max(), test_pairs[axis].max())) + 1 for axis in (0, 1)]
     started = time.perf_counter()
     rng = np.random.default_rng(0)
-    choice = choose(*train_pairs, size[1], 256, rng)
+    choice = choose_shape(*train_pairs, size[1], 256, rng)
     data = UserItemMatrix.of(matrix_of(*train_pairs, size))
     [(_, vectors)] = tables_of(data, [choice.shape], rng)
     report.figures["train_s"] = time.perf_counter() - started

@@ -13,7 +13,7 @@ from cache.control.control_keys import Control
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer
 from cache.store.releases import Pointer
-from infra.local.airflow import NEVER, LocalAirflow, RunReport, TaskReport
+from infra.local.airflow import MANUAL_SCHEDULE, LocalAirflow, RunReport, TaskReport
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig, night_config
 from tests.integration.nights import PATIENT_ENVIRON, environment, top_lists
@@ -147,7 +147,7 @@ def airflow_over(
     path.write_text(config)
     airflow_environ = {
         "LARDER_CONFIG": str(path),
-        "LARDER_SCHEDULE": NEVER,
+        "LARDER_SCHEDULE": MANUAL_SCHEDULE,
         "REDIS_URL": server.url,
     }
     airflow_environ |= dict(settings or {})

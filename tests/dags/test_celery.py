@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cache.process.redis_server import RedisServer
-from infra.local.airflow import NEVER, ROOT
+from infra.local.airflow import MANUAL_SCHEDULE, ROOT
 from precompute.config.settings import NightConfig, night_config
 from precompute.reference.train import train_reference
 from precompute.steps import retire
@@ -121,7 +121,11 @@ def celery(folder: Path, redis_url: str, *arguments: str) -> Iterator[Running]:
     state = folder / "s"
     command = [sys.executable, "-u", "-m", "infra.celery", "--state", str(state)]
     command += ["--config", str(folder / "larder.toml"), *arguments]
-    extra_environ = {"UNDER_TEST": process_mark, "LARDER_SCHEDULE": NEVER, "REDIS_URL": redis_url}
+    extra_environ = {
+        "UNDER_TEST": process_mark,
+        "LARDER_SCHEDULE": MANUAL_SCHEDULE,
+        "REDIS_URL": redis_url,
+    }
     with printed.open("wb") as output_file:
         process = subprocess.Popen(
             command,

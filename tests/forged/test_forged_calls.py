@@ -20,7 +20,7 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import open_client
 from cache.store.releases import Pointer
 from cache.usage.hot_keys import COLD_WINDOW, hour_of
-from infra.cli.check import kind_of
+from infra.cli.check import redis_kind_of
 from precompute.bulk import readback, watch
 from precompute.bulk.headroom import unevictable_bytes
 from precompute.bulk.load import mark_loaded
@@ -81,10 +81,10 @@ CALLS: dict[str, Callable[[Control], Any]] = {
     ),
     "limit": lambda control: memory_limit(control.client),
     "sizes": lambda control: readback.sizes(control.client, PAGES),
-    "entries": lambda control: stream.entries(control.client, KEYS.events),
+    "entries": lambda control: stream.read_entries(control.client, KEYS.events),
     "newest entry": lambda control: stream.read_newest_id(control.client, KEYS.events),
     "worklist": worklist.read,
-    "kind of server": lambda control: kind_of(control.client),
+    "kind of server": lambda control: redis_kind_of(control.client),
     "mark of a part": mark,
 }
 

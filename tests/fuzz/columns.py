@@ -14,7 +14,7 @@ import orjson
 import xxhash
 
 from cache.native import pure
-from cache.native.loader import DROPPED_BITS, Numerals
+from cache.native.loader import NUMERAL_DROPPED_BITS, Numerals
 from cache.records import Layout
 from tests.fuzz.given import Given
 
@@ -417,7 +417,7 @@ def answers(columns: ModuleType, fuzz_input: Given) -> None:
 
 
 def _number_of(key: int) -> np.float32:
-    number: np.float32 = np.uint32(key << DROPPED_BITS).view(np.float32)
+    number: np.float32 = np.uint32(key << NUMERAL_DROPPED_BITS).view(np.float32)
     return number
 
 

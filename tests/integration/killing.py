@@ -18,9 +18,9 @@ from typing import Any
 
 import redis
 
-from cache.config.timetable import NIGHT
+from cache.config.timetable import NIGHT_STEPS
 
-PRELOAD = (*(f"precompute.steps.{step}" for step in NIGHT), __name__)
+PRELOAD = (*(f"precompute.steps.{step}" for step in NIGHT_STEPS), __name__)
 """A night imports each step only when it runs it."""
 HANGS_S = 120.0
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
-from cache.records import NO_ITEM, decode
+from cache.records import NO_ITEM, decode_record
 from infra.demo.synthetic import Clicks, World, synthesize
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import hand_over
@@ -190,7 +190,7 @@ def top_lists(
     items = ItemTable.open(root, manifest)
     lists: dict[str, tuple[str, ...]] = {}
     for name, raw in raw_records(config, generation, ids, table).items():
-        record = decode(manifest.tables[table].layout, raw)
+        record = decode_record(manifest.tables[table].layout, raw)
         assert record.items is not None
         ordinals = record.items[record.items != NO_ITEM]
         lists[name] = tuple(items.ids_of(ordinals))

@@ -20,7 +20,7 @@ from precompute.bulk.reload import reload
 from precompute.releases.moves import Releases
 from precompute.releases.recovery import restore_redis
 from precompute.releases.sweep import drop_old_rows, retire, sweepable
-from serving.generations.pointer_follower import judge
+from serving.generations.pointer_follower import judge_pointer
 
 NIGHTS = tuple(
     f"2026{month:02}{day:02}T{hour:02}0000Z-{'c' * 12}"
@@ -164,7 +164,7 @@ def follow(url: str, keys: Keyspace, stop: Any, ready: Any) -> list[tuple[str, i
                 pointer = control.pointer()
             except redis.exceptions.RedisError:
                 continue
-            if pointer is not None and judge(pointer, followed_pointer) == "newer":
+            if pointer is not None and judge_pointer(pointer, followed_pointer) == "newer":
                 followed_pointer = pointer
                 followed.append((pointer.generation, pointer.epoch, pointer.previous))
             time.sleep(0.001)

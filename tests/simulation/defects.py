@@ -42,13 +42,13 @@ def _l1_forgets_the_generation(patch: pytest.MonkeyPatch) -> None:
 
 
 def _an_older_epoch_is_followed(patch: pytest.MonkeyPatch) -> None:
-    real = pointer_follower.judge
+    real = pointer_follower.judge_pointer
 
     def judge(pointer: Any, seen_pointer: Any) -> Any:
         verdict = real(pointer, seen_pointer)
         return "newer" if verdict == "backwards" else verdict
 
-    patch.setattr(pointer_follower, "judge", judge)
+    patch.setattr(pointer_follower, "judge_pointer", judge)
 
 
 def _ready_answers_outlive_their_snapshot(patch: pytest.MonkeyPatch) -> None:
@@ -69,13 +69,13 @@ def _ready_answers_outlive_their_snapshot(patch: pytest.MonkeyPatch) -> None:
 
 
 def _inputs_of_an_overlay_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    real = reads.judge
+    real = reads.judge_entry
 
     def judge(entry: Any, record_key: Any, tier: Any) -> Any:
         return real(entry, record_key._replace(digest=None), tier)
 
     for owner in (reads, tiered):
-        patch.setattr(owner, "judge", judge)
+        patch.setattr(owner, "judge_entry", judge)
 
 
 def _flights_forget_the_input(patch: pytest.MonkeyPatch) -> None:

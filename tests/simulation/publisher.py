@@ -159,15 +159,17 @@ class Publisher:
         own_control = self._control(OWN)
         controls = {arm.namespace: self._control(arm.namespace) for arm in arms}
         option = ExperimentOption(OWN, name, arms, share)
-        self._edit(lambda record: experiments.add(record, option, at=own_control.time()))
-        experiments._wait(own_control, controls, name, FLIP.wait_s, quiet)
-        self._edit(lambda record: experiments.begin(record, name, at=own_control.time()))
+        self._edit(lambda record: experiments.add_experiment(record, option, at=own_control.time()))
+        experiments._wait_for_replicas(own_control, controls, name, FLIP.wait_s, quiet)
+        self._edit(lambda record: experiments.begin_experiment(record, name, at=own_control.time()))
         return f"{name} in {namespaces}"
 
     def stop_experiment(self, position: int) -> str:
         """Stops one of those that are not over."""
         name = self._current(position)
-        self._edit(lambda record: experiments.end(record, name, at=self._control(OWN).time()))
+        self._edit(
+            lambda record: experiments.end_experiment(record, name, at=self._control(OWN).time())
+        )
         return name
 
     def share(self, position: int, share: float, control: float | None) -> str:
@@ -176,7 +178,7 @@ class Publisher:
         if control is None:
             self._edit(lambda record: experiments.share_keys(record, {name: share}))
             return f"{name} {share}"
-        experiment = experiments.current(latest_experiments(self._store), name)
+        experiment = experiments.current_experiment(latest_experiments(self._store), name)
         other_arms = [arm.name for arm in experiment.arms if arm.name != "control"]
         arm_shares = {
             "control": control,

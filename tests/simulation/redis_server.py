@@ -35,10 +35,12 @@ class SimulatedRedis(MemoryRedis):
         self.scripts: dict[bytes, Callable[[list[str], list[bytes]], Any]] = {
             control_plane._BEAT.encode(): self._beat,
             hot_keys.REPORT.encode(): self._report,
-            commands._SWAP: self._swap,
+            commands._LEASE_SWAP_SCRIPT: self._swap,
             staging._STAGE.encode(): self._stage,
             staging._UNSTAGE.encode(): self._unstage,
-            control_keys._MOVE.encode(): lambda keys, argv: self._in(keys[0], self.move, argv),
+            control_keys._MOVE_SCRIPT.encode(): lambda keys, argv: self._in(
+                keys[0], self.move, argv
+            ),
             control_keys._WRITE_ROWS_SCRIPT.encode(): lambda keys, argv: self._in(
                 keys[0], self.mark, argv
             ),

@@ -24,7 +24,7 @@ from cache.store.blocklist import Blocklist
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.namespace import ServedArm
-from serving.process.resources import settle
+from serving.process.resources import freeze_objects
 from tests.simulation import nights, substitution
 from tests.simulation.callers import Call, Client, Reply
 from tests.simulation.faults import Faults, NoThread
@@ -447,7 +447,7 @@ def installed() -> Iterator[None]:
     replaced = {
         **substitution.replacements(_Now()),
         **MODELLED,
-        settle: lambda: None,
+        freeze_objects: lambda: None,
         memory_available_bytes: lambda: 1 << 30,
         disk_free_bytes: lambda _folder: 1 << 30,
     }

@@ -18,7 +18,7 @@ from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Release as ReleaseRecord
 from cache.store.releases import all_releases
 from infra.demo.synthetic import World, synthesize
-from infra.local.airflow import NEVER
+from infra.local.airflow import MANUAL_SCHEDULE
 from infra.local.service import ServiceProcess
 from precompute.config.settings import night_config
 from tests import polling
@@ -119,7 +119,7 @@ class Shop:
             "LARDER_L2_DEADLINE_MS": "1000",
             "LARDER_POLL_S": "0.2",
             "LARDER_BLOCKLIST_POLL_S": "0.5",
-            "LARDER_SCHEDULE": NEVER,
+            "LARDER_SCHEDULE": MANUAL_SCHEDULE,
             **more,
         }
 

@@ -10,30 +10,27 @@ from typing import Any
 
 from cache.errors import ConfigError, LarderError
 from cache.process.command_line import NOT_WELL, json_text, printable, printable_lines
-from infra.cli.commands import FILE
+from infra.cli.commands import SETTINGS_FILE
 from infra.cli.init.guesses import Guesses, Role, guess
 from infra.cli.init.tables import discover_tables
 
-_OPTIONAL: tuple[Role, ...] = ("timestamp", "weight")
+_OPTIONAL_ROLES: tuple[Role, ...] = ("timestamp", "weight")
 
-
-_WITHOUT = {
+_WITHOUT_COLUMN = {
     "timestamp": "none: the order of rows counts",
     "weight": "none: each row is an interaction",
 }
 
+_TEXT_FILE_ENDINGS = (".txt", ".txt.gz")
+_COMMENT_COLUMN = 44
 
-_COLUMN = 44
-
-
-_HEAD = """\
+_TOML_HEAD = """\
 # Settings of Larder, written by `larder init`. Paths are relative to this file. All settings, with their
 # defaults and bounds: `python -m cache.config.reference`, or docs/reference/configuration.md. The environment goes
 # over this file (LARDER_NAMESPACE ...); secrets, such as a Redis URL with a password (REDIS_URL), stand there alone.
 """
 
-
-_MIDDLE = """
+_TOML_MIDDLE = """
 # namespace = "default"                     # keeps several installations apart in one Redis and one store
 # artifacts = ".larder/artifacts"           # the store: a folder, or a URL such as "s3://recs/larder"
 # redis_url = "redis://127.0.0.1:6379/0"    # unset: commands start a server of their own, or join `larder redis`
@@ -42,8 +39,7 @@ _MIDDLE = """
 # shards = 4                                # parts that users are scored in; more need less memory
 """
 
-
-_END = """
+_TOML_END = """
 # [tables.user_topk]                        # leave all tables out to build the five default ones
 # kind = "user_topk"
 # k = 100
@@ -52,86 +48,6 @@ _END = """
 # port = 8000
 # l1_bytes = 268435456                      # memory for answers, of each worker
 """
-
-
-def text_of(guesses: Guesses, bundle: str | None) -> str:
-    """The file; what could not be guessed stands in it as a comment that says what to write."""
-    if bundle is None:
-        model = [
-            '# bundle = ".larder/bundle"                # made by `larder train`; or the folder of a model of your own'
-        ]
-    else:
-        model = [_line("bundle", bundle, "a model that was found here")]
-    lines = [_HEAD, *model, _MIDDLE.strip("\n"), "", "[sources]", *_sources(guesses)]
-    if bundle is None and guesses.items is not None:
-        about = (
-            f"at most, of the model that `larder train` makes: there are only {guesses.items} items"
-        )
-        lines += ["", "[reference]", f"{f'dims = {_dims(guesses.items)}':<{_COLUMN}}# {about}"]
-    return "\n".join(lines) + "\n" + _END
-
-
-def _sources(guesses: Guesses) -> Iterator[str]:
-    for missing in guesses.missing:
-        yield from _comment(f"TO DO: {missing}")
-    table = guesses.interactions
-    if table is None:
-        yield "interactions = []"
-        return
-    rows = f"{table.format}, {table.size_bytes:,} bytes" + (
-        "" if table.rows is None else f", {table.rows:,} rows"
-    )
-    columns = printable(", ".join(table.columns))
-    yield f"# {len(table.files)} file{'s' * (len(table.files) > 1)}, {rows}; columns: {columns}"
-    yield f"interactions = {json.dumps(list(table.pattern), ensure_ascii=False)}"
-    if table.separator != ",":
-        yield _line("separator", table.separator, "between the fields of a row")
-    for role in ("user", "item"):
-        name = guesses.columns.get(role)
-        yield (
-            f'# {role}_column = "..."'
-            if name is None
-            else _line(f"{role}_column", name, f"ids of {role}s")
-        )
-    for role in _OPTIONAL:
-        name = guesses.columns.get(role)
-        about = {"timestamp": "when it happened", "weight": "0 or less: no interaction"}[role]
-        yield _line(f"{role}_column", name or "", about if name else _WITHOUT[role])
-    for entity, features in guesses.features.items():
-        about = "; items that are not in it are in no list" if entity == "item" else ""
-        rows = "" if features.rows is None else f"{features.rows:,} rows, "
-        yield _line(
-            f"{entity}_features", features.pattern[0], f"{rows}one for each {entity}{about}"
-        )
-    if guesses.category is not None:
-        yield _line("category_column", guesses.category, "of items; the reference model uses it")
-    for note in guesses.notes:
-        yield from _comment(f"Note: {note}")
-
-
-def _dims(items: int) -> int:
-    """Largest power of two of at most a quarter of the items, from 4 to 128."""
-    return int(min(128, max(4, 1 << (max(1, items // 4).bit_length() - 1))))
-
-
-def _line(name: str, value: str, about: str) -> str:
-    text = f"{name} = {json.dumps(value, ensure_ascii=False)}"
-    return f"{text:<{_COLUMN}}# {about}"
-
-
-def _comment(text: str) -> Sequence[str]:
-    one_line_text = printable(
-        " ".join(text.split())
-    )  # a name with a line break must not end the comment
-    return [
-        f"# {comment_line}"
-        for comment_line in textwrap.wrap(
-            one_line_text, 108, break_long_words=False, break_on_hyphens=False
-        )
-    ]
-
-
-_TEXTS = (".txt", ".txt.gz")
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
@@ -155,18 +71,37 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     guesses = guess(*discover_tables(folder, target.parent))
     source_notes = _first_rows(guesses, target.parent) or _tables_as_text(guesses, folder)
     guesses.notes += [note.replace(f"{folder}{os.sep}", "") for note in source_notes]
-    bundle = _bundle(folder, target.parent)
+    bundle = _find_bundle(folder, target.parent)
     part_path = target.with_name(f"{target.name}.part")
-    part_path.write_text(text_of(guesses, bundle), encoding="utf-8")
+    part_path.write_text(toml_text(guesses, bundle), encoding="utf-8")
     part_path.replace(target)
     if args.json:
         report = {"file": str(target), "bundle": bundle, **_guesses_to_json(guesses)}
         print(printable_lines(json_text(report)))
     else:
         print(f"{os.path.relpath(target, working_folder)}: written")
-        for line in _lines(guesses, bundle):
+        for line in _guess_lines(guesses, bundle):
             print(printable_lines(line))
     return 0 if guesses.is_complete else NOT_WELL
+
+
+def argument_parser(prog: str) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Write a commented larder.toml from a look at the Parquet and CSV files of a folder: which hold "
+        "interactions and features, which columns are users, items, times and weights. Guesses are told here and in "
+        "the file. Exit code: 0 written, 3 written with something left for you to fill in, 2 not written.",
+    )
+    parser.add_argument(
+        "folder", nargs="?", default=".", metavar="FOLDER", help="default: this one"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", default=SETTINGS_FILE, help="default: %(default)s"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite a file that is there")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
 
 
 def _first_rows(guesses: Guesses, base: Path) -> list[str]:
@@ -196,7 +131,9 @@ def _tables_as_text(guesses: Guesses, folder: Path) -> list[str]:
     from precompute.sources.readers import demand_lines
 
     notes = []
-    for path in sorted(path for path in folder.iterdir() if path.name.lower().endswith(_TEXTS)):
+    for path in sorted(
+        path for path in folder.iterdir() if path.name.lower().endswith(_TEXT_FILE_ENDINGS)
+    ):
         try:
             demand_lines(path)
         except (LarderError, OSError) as error:
@@ -204,24 +141,7 @@ def _tables_as_text(guesses: Guesses, folder: Path) -> list[str]:
     return notes
 
 
-def argument_parser(prog: str) -> argparse.ArgumentParser:
-    """Parser of this command's arguments."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Write a commented larder.toml from a look at the Parquet and CSV files of a folder: which hold "
-        "interactions and features, which columns are users, items, times and weights. Guesses are told here and in "
-        "the file. Exit code: 0 written, 3 written with something left for you to fill in, 2 not written.",
-    )
-    parser.add_argument(
-        "folder", nargs="?", default=".", metavar="FOLDER", help="default: this one"
-    )
-    parser.add_argument("--output", metavar="FILE", default=FILE, help="default: %(default)s")
-    parser.add_argument("--force", action="store_true", help="overwrite a file that is there")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    return parser
-
-
-def _bundle(folder: Path, base: Path) -> str | None:
+def _find_bundle(folder: Path, base: Path) -> str | None:
     """Folder with a model's bundle, at or right below the one that was looked at; relative to `base`."""
     bundle_folder = next(
         (
@@ -248,7 +168,7 @@ def _guesses_to_json(guesses: Guesses) -> dict[str, Any]:
     }
 
 
-def _lines(guesses: Guesses, bundle: str | None) -> Iterator[str]:
+def _guess_lines(guesses: Guesses, bundle: str | None) -> Iterator[str]:
     if (table := guesses.interactions) is not None:
         columns_text = ", ".join(
             f"{role} = {name}" for role, name in guesses.columns.items() if name
@@ -263,3 +183,86 @@ def _lines(guesses: Guesses, bundle: str | None) -> Iterator[str]:
     train = "" if bundle is not None else "larder train, "
     first = "" if guesses.is_complete else "write what is to do into larder.toml; "
     yield f"Next: {first}larder check, then {train}larder night and larder serve."
+
+
+def toml_text(guesses: Guesses, bundle: str | None) -> str:
+    """The file; what could not be guessed stands in it as a comment that says what to write."""
+    if bundle is None:
+        model = [
+            '# bundle = ".larder/bundle"                # made by `larder train`; or the folder of a model of your own'
+        ]
+    else:
+        model = [_toml_line("bundle", bundle, "a model that was found here")]
+    lines = [_TOML_HEAD, *model, _TOML_MIDDLE.strip("\n"), "", "[sources]", *_source_lines(guesses)]
+    if bundle is None and guesses.items is not None:
+        about = (
+            f"at most, of the model that `larder train` makes: there are only {guesses.items} items"
+        )
+        lines += [
+            "",
+            "[reference]",
+            f"{f'dims = {_reference_dims(guesses.items)}':<{_COMMENT_COLUMN}}# {about}",
+        ]
+    return "\n".join(lines) + "\n" + _TOML_END
+
+
+def _source_lines(guesses: Guesses) -> Iterator[str]:
+    for missing in guesses.missing:
+        yield from _comment_lines(f"TO DO: {missing}")
+    table = guesses.interactions
+    if table is None:
+        yield "interactions = []"
+        return
+    rows = f"{table.format}, {table.size_bytes:,} bytes" + (
+        "" if table.rows is None else f", {table.rows:,} rows"
+    )
+    columns = printable(", ".join(table.columns))
+    yield f"# {len(table.files)} file{'s' * (len(table.files) > 1)}, {rows}; columns: {columns}"
+    yield f"interactions = {json.dumps(list(table.pattern), ensure_ascii=False)}"
+    if table.separator != ",":
+        yield _toml_line("separator", table.separator, "between the fields of a row")
+    for role in ("user", "item"):
+        name = guesses.columns.get(role)
+        yield (
+            f'# {role}_column = "..."'
+            if name is None
+            else _toml_line(f"{role}_column", name, f"ids of {role}s")
+        )
+    for role in _OPTIONAL_ROLES:
+        name = guesses.columns.get(role)
+        about = {"timestamp": "when it happened", "weight": "0 or less: no interaction"}[role]
+        yield _toml_line(f"{role}_column", name or "", about if name else _WITHOUT_COLUMN[role])
+    for entity, features in guesses.features.items():
+        about = "; items that are not in it are in no list" if entity == "item" else ""
+        rows = "" if features.rows is None else f"{features.rows:,} rows, "
+        yield _toml_line(
+            f"{entity}_features", features.pattern[0], f"{rows}one for each {entity}{about}"
+        )
+    if guesses.category is not None:
+        yield _toml_line(
+            "category_column", guesses.category, "of items; the reference model uses it"
+        )
+    for note in guesses.notes:
+        yield from _comment_lines(f"Note: {note}")
+
+
+def _reference_dims(items: int) -> int:
+    """Largest power of two of at most a quarter of the items, from 4 to 128."""
+    return int(min(128, max(4, 1 << (max(1, items // 4).bit_length() - 1))))
+
+
+def _toml_line(name: str, value: str, about: str) -> str:
+    text = f"{name} = {json.dumps(value, ensure_ascii=False)}"
+    return f"{text:<{_COMMENT_COLUMN}}# {about}"
+
+
+def _comment_lines(text: str) -> Sequence[str]:
+    one_line_text = printable(
+        " ".join(text.split())
+    )  # a name with a line break must not end the comment
+    return [
+        f"# {comment_line}"
+        for comment_line in textwrap.wrap(
+            one_line_text, 108, break_long_words=False, break_on_hyphens=False
+        )
+    ]

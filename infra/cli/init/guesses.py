@@ -8,13 +8,30 @@ from typing import Any, Final, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.cli.init.tables import ERRORS, FoundTable, Kind, are_unique
+from infra.cli.init.tables import ERRORS, ColumnKind, FoundTable, are_unique
 from precompute.sources.plausibility import hold_lists
 
 Role = Literal["user", "item", "timestamp", "weight", "category"]
 
+KINDS_BY_ROLE: Final[Mapping[Role, tuple[ColumnKind, ...]]] = {
+    "user": ("integer", "text"),
+    "item": ("integer", "text"),
+    "timestamp": ("time", "integer", "float", "text"),
+    "weight": ("integer", "float", "text"),
+    "category": ("text", "integer"),
+}
+"""Role -> kinds that a night can read in it."""
 
-_NAMES: Final[Mapping[Role, tuple[str, ...]]] = {
+FEW_ITEMS = 1_024
+"""Number of items below which 256 dimensions of the reference model hold little but noise."""
+
+TIMES_LEAST = 0.99
+"""Share of a column's texts that are times, or missing, in a column of times: a night leaves the other rows out."""
+
+MILLISECONDS_FROM = 100_000_000_000
+"""Numbers above are no seconds since 1970 (of the year 5138) but milliseconds, or less."""
+
+_COLUMN_NAMES_BY_ROLE: Final[Mapping[Role, tuple[str, ...]]] = {
     "user": (
         "user", "userid", "uid", "username", "customer", "customerid", "cust", "custid", "customernumber", "visitor",
         "visitorid", "member", "memberid", "account", "accountid", "client", "clientid", "reviewer", "reviewerid",
@@ -44,23 +61,10 @@ _NAMES: Final[Mapping[Role, tuple[str, ...]]] = {
 }  # fmt: skip
 """Role -> names without case, underscores and the like; the first is the surest."""
 
-
-_MOMENT: Final = re.compile(r"([\W_](at|ts|date|timestamp)|[a-z](At|Date|Timestamp))$")
+_TIME_NAME: Final = re.compile(r"([\W_](at|ts|date|timestamp)|[a-z](At|Date|Timestamp))$")
 """End of a name of several words that tells when something happened: `ordered_at`, `viewDate`."""
 
-
-_NUMBERED: Final = re.compile(r"(no|nr|num|number|code|key)$")
-
-
-FITS: Final[Mapping[Role, tuple[Kind, ...]]] = {
-    "user": ("integer", "text"),
-    "item": ("integer", "text"),
-    "timestamp": ("time", "integer", "float", "text"),
-    "weight": ("integer", "float", "text"),
-    "category": ("text", "integer"),
-}
-"""Role -> kinds that a night can read in it."""
-
+_NUMBERED_NAME: Final = re.compile(r"(no|nr|num|number|code|key)$")
 
 _NO_ID: Final = frozenset(
     {
@@ -89,16 +93,16 @@ def normalise_name(name: str) -> str:
     return re.sub(r"[\W_]", "", name.lower())
 
 
-def roles_of(columns: Mapping[str, Kind]) -> Roles:
+def roles_of(columns: Mapping[str, ColumnKind]) -> Roles:
     """Roles of a table's columns: by exact name first, then by its end, and at last by what is left over."""
     column_by_role: dict[Role, str] = {}
     remarks: list[str] = []
     unfit: dict[Role, str] = {}
-    for role, names in _NAMES.items():
+    for role, names in _COLUMN_NAMES_BY_ROLE.items():
         for name in _by_name(
             role, names, [column for column in columns if column not in column_by_role.values()]
         ):
-            if columns[name] in FITS[role]:
+            if columns[name] in KINDS_BY_ROLE[role]:
                 column_by_role[role] = name
                 break
             if role in ("user", "item"):
@@ -140,7 +144,7 @@ def _by_name(role: Role, names: Sequence[str], columns: Sequence[str]) -> list[s
         exact += [
             column
             for column in columns
-            if column not in exact and _NUMBERED.sub("", normalise_name(column)) in names
+            if column not in exact and _NUMBERED_NAME.sub("", normalise_name(column)) in names
         ]
         # Of several words: `src_user_id`, `clicked_article`.
         ends = tuple(role_name for role_name in names if len(role_name) > 3)
@@ -150,17 +154,20 @@ def _by_name(role: Role, names: Sequence[str], columns: Sequence[str]) -> list[s
             if column not in exact and normalise_name(column).endswith(ends)
         ]
     if role == "timestamp":
-        exact += [column for column in columns if column not in exact and _MOMENT.search(column)]
+        exact += [column for column in columns if column not in exact and _TIME_NAME.search(column)]
     return exact
 
 
-def _like_an_id(name: str, kind: Kind) -> bool:
+def _like_an_id(name: str, kind: ColumnKind) -> bool:
     normalised_name = normalise_name(name)
-    is_other = any(normalised_name in _NAMES[role] for role in ("timestamp", "weight", "category"))
-    return kind in FITS["user"] and not is_other and normalised_name not in _NO_ID
+    is_other = any(
+        normalised_name in _COLUMN_NAMES_BY_ROLE[role]
+        for role in ("timestamp", "weight", "category")
+    )
+    return kind in KINDS_BY_ROLE["user"] and not is_other and normalised_name not in _NO_ID
 
 
-def unfit_in_words(role: Role, name: str, kind: Kind) -> str:
+def unfit_in_words(role: Role, name: str, kind: ColumnKind) -> str:
     """Remark on a column that is called like a role and holds values of a kind that a night cannot read in it."""
     remedy = "it is left out"
     if role in ("user", "item"):
@@ -171,18 +178,6 @@ def unfit_in_words(role: Role, name: str, kind: Kind) -> str:
             "before it is written, so that CSV has 17850 in place of 17850.0)"
         )
     return f"column {name!r} looks like the {role}, but holds {kind} values: {remedy}"
-
-
-FEW_ITEMS = 1_024
-"""Number of items below which 256 dimensions of the reference model hold little but noise."""
-
-
-TIMES_LEAST = 0.99
-"""Share of a column's texts that are times, or missing, in a column of times: a night leaves the other rows out."""
-
-
-MILLISECONDS_FROM = 100_000_000_000
-"""Numbers above are no seconds since 1970 (of the year 5138) but milliseconds, or less."""
 
 
 @dataclass
@@ -230,7 +225,7 @@ def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
         table = max(
             tables, key=lambda candidate_table: _recognised(roles_by_title[candidate_table.title])
         )
-        _half(guesses, table, roles_by_title[table.title])
+        _half_recognised(guesses, table, roles_by_title[table.title])
     else:
         no_table_reason = (
             "none of the files found can be read (see the notes)"
@@ -318,11 +313,11 @@ def _recognised(roles: Roles) -> int:
     return len({"user", "item"} & {*roles.columns, *roles.unfit})
 
 
-def _has_ids(column: Any, kind: Kind) -> bool:
-    return bool(len(column) > column.null_count and kind in FITS["item"])
+def _has_ids(column: Any, kind: ColumnKind) -> bool:
+    return bool(len(column) > column.null_count and kind in KINDS_BY_ROLE["item"])
 
 
-def _half(guesses: Guesses, table: FoundTable, roles: Roles) -> None:
+def _half_recognised(guesses: Guesses, table: FoundTable, roles: Roles) -> None:
     """The table of the most columns of ids is taken for the interactions; what is not recognised is to be written."""
     guesses.interactions = table
     guesses.columns = {

@@ -15,53 +15,55 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from cache.errors import LarderError, SourceError
-from precompute.sources import files as unread
 from precompute.sources.csv_files import BLANKS
-from precompute.sources.files import Entry, LocalStorage, is_data, source_files, tables_among
+from precompute.sources.files import (
+    NOT_GZIP,
+    UTF_8_MARK,
+    FolderEntry,
+    LocalStorage,
+    holds_data_unread,
+    is_data,
+    is_gzip,
+    looks_like_rows,
+    source_files,
+    tables_among,
+    unreadable_by_name,
+    unreadable_by_text,
+)
 
-Kind = Literal["integer", "float", "text", "time", "vector", "other"]
+ColumnKind = Literal["integer", "float", "text", "time", "vector", "other"]
 """Kind of a column's values; a vector is a list of numbers with a fraction."""
-
-
-_Result = TypeVar("_Result")
-
 
 DEPTH_MAX = 8
 """Folders below the one that is looked at, such as table/year/month/day/hour."""
 
-
 FILES_MAX = 20_000
-
 
 SAMPLE_ROWS = 1 << 16
 """Rows at a table's beginning that are looked at."""
 
+ERRORS = (OSError, pa.ArrowException, ValueError, KeyError, LarderError)
+"""Errors that an odd file raises: it costs one remark, and the look goes on."""
 
 _CSV_BYTES = 4 << 20
-
 
 _ENDINGS = {
     ".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".csv.gz": "csv", ".tsv": "csv", ".tsv.gz": "csv",
 }  # fmt: skip
 
-
 _LEFT_OUT = {"artifacts", "bundle", "node_modules", "__pycache__", "venv"}
-
+"""Names of folders that are not looked at."""
 
 _SEPARATORS = (",", ";", "\t", "|", "\x01")
 """Signs between fields, of which the one that stands most often in the first line is taken."""
 
-
 _SNIFFED_BYTES = 1 << 16
 """Bytes at the beginning of a file whose name says nothing that are looked at."""
-
 
 _NAMED_MOST = 3
 """Files of one kind that a remark names."""
 
-
-ERRORS = (OSError, pa.ArrowException, ValueError, KeyError, LarderError)
-"""Errors that an odd file raises: it costs one remark, and the look goes on."""
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +73,7 @@ class FoundTable:
     pattern: tuple[str, ...]
     files: tuple[Path, ...]
     format: str
-    columns: Mapping[str, Kind]
+    columns: Mapping[str, ColumnKind]
     sample: Any
     rows: int | None
     """Number of rows; None where only reading all would tell."""
@@ -142,7 +144,7 @@ class _Walk:
         root = len(self._folder.parts)
         for dirpath, folders, names in os.walk(self._folder):
             folder = Path(dirpath)
-            entries = [Entry(name, is_folder=True) for name in folders]
+            entries = [FolderEntry(name, is_folder=True) for name in folders]
             entries += _metadata_of(folder) if "metadata" in folders else []
             for kind in tables_among(entries).values():
                 self.remarks.append(
@@ -167,9 +169,9 @@ class _Walk:
             yield from (folder / name for name in sorted(names) if is_data(name))
 
 
-def _metadata_of(folder: Path) -> list[Entry]:
+def _metadata_of(folder: Path) -> list[FolderEntry]:
     entries = LocalStorage().children(str(folder / "metadata"))
-    return [Entry(f"metadata/{entry.path}", entry.is_folder) for entry in entries]
+    return [FolderEntry(f"metadata/{entry.path}", entry.is_folder) for entry in entries]
 
 
 def _one_remark(
@@ -197,7 +199,7 @@ def _about_others(paths: Sequence[Path], base: Path, *, is_all: bool) -> Iterato
     """
     paths_by_reason: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
-        if not _ending(path) and (is_all or unread.holds_data_unread(path.name)):
+        if not _ending(path) and (is_all or holds_data_unread(path.name)):
             paths_by_reason[_why_not_taken(path)].append(path)
     for reason, files in paths_by_reason.items():
         names = ", ".join(_relative(path, base) for path in files[:_NAMED_MOST])
@@ -211,16 +213,16 @@ def _why_not_taken(path: Path) -> str:
             "is text: if its lines are `user item item ...`, name it in [sources] interactions, with "
             'format = "lines"'
         )
-    if reason := unread.unreadable_by_name(path.name):
+    if reason := unreadable_by_name(path.name):
         return f"is not taken: {reason}"
     try:
         with path.open("rb") as file:
             head = file.read(_SNIFFED_BYTES)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if reason := unread.unreadable_by_text(head):
+    if reason := unreadable_by_text(head):
         return reason
-    if (sign := unread.looks_like_rows(head)) == "::":
+    if (sign := looks_like_rows(head)) == "::":
         return "has fields between double colons: write it with commas into a file of a name that ends in .csv"
     if sign is not None:
         ending = ".tsv" if sign == "\t" else ".csv"
@@ -257,16 +259,16 @@ def _look_at(path: Path) -> _FileLook:
 
 def _look_at_csv(path: Path) -> _FileLook:
     file_look, is_packed = _FileLook(path, "csv"), path.name.lower().endswith(".gz")
-    if is_packed and not unread.is_gzip(path):
-        return file_look._replace(remark=unread.NOT_GZIP, is_table=False)
+    if is_packed and not is_gzip(path):
+        return file_look._replace(remark=NOT_GZIP, is_table=False)
     # A part of its bytes, read to its end: no reader is left running behind the look.
     with pa.input_stream(str(path), compression="gzip" if is_packed else None) as raw:
         head: bytes = raw.read(_CSV_BYTES)
         is_cut = len(head) == _CSV_BYTES
-    if reason := unread.unreadable_by_text(head):
+    if reason := unreadable_by_text(head):
         return file_look._replace(remark=reason, is_table=False)
-    while head.startswith(unread.UTF_8_MARK):
-        head = head.removeprefix(unread.UTF_8_MARK)
+    while head.startswith(UTF_8_MARK):
+        head = head.removeprefix(UTF_8_MARK)
     # Without a line break the reader takes the names for no rows of no columns.
     head = head[: head.rfind(b"\n") + 1] if is_cut else head + b"\n"
     header_line = re.split(rb"[\r\n]", head, maxsplit=1)[0]
@@ -441,7 +443,7 @@ def _relative(path: Path, base: Path) -> str:
     return relative_path.encode("utf-8", "backslashreplace").decode()
 
 
-def _kind(kind: Any, values: Any, file_format: str) -> Kind:
+def _kind(kind: Any, values: Any, file_format: str) -> ColumnKind:
     if pa.types.is_integer(kind):
         return "integer"
     if pa.types.is_floating(kind):

@@ -1,12 +1,12 @@
-"""Kernel `above`: the product, of which nothing is written but groups that may be among a user's best.
-
-From Triton's operators come 30 instructions for every group, most of which move nothing but zeros.
-"""
+"""Kernel `above`: the product, of which nothing is written but groups that may be among a user's best."""
 
 from itertools import product
 
 import triton
 import triton.language as tl
+
+ROWS_OF_THREAD = 2
+"""Rows of a tile that a thread has part of."""
 
 
 @triton.jit(do_not_specialize=("count", "real", "blocks", "stride", "offset"))
@@ -24,8 +24,8 @@ def above(
     (`stride`, `offset`, `skip`, `hole`), each by one of a user's `splits` programs. Four groups have sixteen
     neighbouring columns (`Columns.columns_of`), so that a group's are in one thread. `counts` int32 [n, splits, 4] are
     what there was, though only `room` fit. `items` is a descriptor of the codes in tiles; `near` has users' stay in
-    registers; `writing` is PTX (`hits`), on a GPU. A margin is a user's `reach` times the block's `weight`, and
-    `slack`.
+    registers; `writing` is PTX (`entry_instructions`), on a GPU. A margin is a user's `reach` times the block's
+    `weight`, and `slack`.
     """
     rows = tl.program_id(0) * height + tl.arange(0, height)
     split = tl.program_id(1)
@@ -109,7 +109,7 @@ def _reaching(
 ):
     """Number taken int32 [n, 4], after the groups, of `members` (`_members`), that reach the limit are written.
 
-    As `hits.writing`, for the interpreter.
+    As `entry_instructions` say, for the interpreter.
     """
     for group in tl.static_range(group_count):
         zero, score_one = members[4 * group], members[4 * group + 1]
@@ -134,12 +134,10 @@ def _halves(first, second):
     return (high << 16) | (low & 0xFFFF)
 
 
-ROWS_OF_THREAD = 2
-"""Rows of a tile that a thread has part of."""
-
-
 def entry_instructions(groups: int) -> tuple[str, str]:
-    """(instructions, constraints) for `above`, where a thread has so many groups of four scores of two rows.
+    """(PTX, its constraints) for `above`, where a thread has so many groups of four scores of two rows.
+
+    From Triton's operators come 30 instructions for every group, most of which move nothing but zeros.
 
     Given are for each group its scores, one after the other for both rows each, then limit, margin, number taken,
     address, first group's number, how many groups are real and how many have room; out comes the number taken. The

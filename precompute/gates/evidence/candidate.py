@@ -15,10 +15,8 @@ from precompute.gates.evidence.evidence import Evidence
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities
 from precompute.traffic.experiments import ArmRoom
 
-FIRST = "the first generation has nothing to be compared with"
-
-
-UNREADABLE = "live manifest cannot be read, so nothing can be compared with it"
+FIRST_GENERATION_NOTE = "the first generation has nothing to be compared with"
+UNREADABLE_LIVE_NOTE = "live manifest cannot be read, so nothing can be compared with it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,38 +60,6 @@ class Verdict:
         if self.overridden is not None:
             fields["overridden"] = self.overridden
         return fields
-
-
-def at_least(
-    value: float, threshold: float, note: str = "", baseline: str | None = None
-) -> Measurement:
-    """A value and its floor; NaN fails."""
-    return Measurement(bool(value >= threshold), round(float(value), 6), threshold, note, baseline)
-
-
-def at_most(
-    value: float, threshold: float, note: str = "", baseline: str | None = None
-) -> Measurement:
-    """A value and its ceiling; NaN fails."""
-    return Measurement(bool(value <= threshold), round(float(value), 6), threshold, note, baseline)
-
-
-def none_of(count: int, note: str, baseline: str | None = None) -> Measurement:
-    """A count of what must not occur even once; `note` says where it was seen."""
-    return Measurement(not count, count, 0, note if count else "", baseline)
-
-
-def not_measured(threshold: float | None, reason: str) -> Measurement:
-    """A case in which a gate has nothing to measure, by definition and not by failure."""
-    return Measurement(True, None, threshold, reason)
-
-
-def worst_of(figures: Mapping[str, float]) -> tuple[str, float]:
-    """The smallest with its name, or NaN if there is one (`min` alone would depend on the order)."""
-    return min(
-        figures.items(),
-        key=lambda named_figure: -math.inf if math.isnan(named_figure[1]) else named_figure[1],
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +110,8 @@ class Candidate:
     def uncompared(self, threshold: float | str | None) -> Measurement:
         """Result of a gate that has no live manifest to compare with: passed only where nothing was ever live."""
         if self.unreadable is None:
-            return Measurement(True, None, threshold, FIRST)
-        return Measurement(False, None, threshold, UNREADABLE, self.unreadable)
+            return Measurement(True, None, threshold, FIRST_GENERATION_NOTE)
+        return Measurement(False, None, threshold, UNREADABLE_LIVE_NOTE, self.unreadable)
 
     @property
     def is_retrained(self) -> bool:
@@ -181,3 +147,35 @@ def integrity(rule: str) -> Callable[[Measure], Gate]:
 def judgement(rule: str, *, wants_interactions: bool = False) -> Callable[[Measure], Gate]:
     """Decorator of a rule on what is unusual: a person may know why it is right."""
     return lambda measure: Gate(rule, False, measure, wants_interactions)
+
+
+def at_least(
+    value: float, threshold: float, note: str = "", baseline: str | None = None
+) -> Measurement:
+    """A value and its floor; NaN fails."""
+    return Measurement(bool(value >= threshold), round(float(value), 6), threshold, note, baseline)
+
+
+def at_most(
+    value: float, threshold: float, note: str = "", baseline: str | None = None
+) -> Measurement:
+    """A value and its ceiling; NaN fails."""
+    return Measurement(bool(value <= threshold), round(float(value), 6), threshold, note, baseline)
+
+
+def none_of(count: int, note: str, baseline: str | None = None) -> Measurement:
+    """A count of what must not occur even once; `note` says where it was seen."""
+    return Measurement(not count, count, 0, note if count else "", baseline)
+
+
+def not_measured(threshold: float | None, reason: str) -> Measurement:
+    """A case in which a gate has nothing to measure, by definition and not by failure."""
+    return Measurement(True, None, threshold, reason)
+
+
+def worst_of(figures: Mapping[str, float]) -> tuple[str, float]:
+    """The smallest with its name, or NaN if there is one (`min` alone would depend on the order)."""
+    return min(
+        figures.items(),
+        key=lambda named_figure: -math.inf if math.isnan(named_figure[1]) else named_figure[1],
+    )

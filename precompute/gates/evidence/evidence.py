@@ -20,7 +20,7 @@ from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import FEATURED_USERS, Manifest, Table, TablePart
 from cache.model.tower import Histories, Inputs, Tower
 from cache.model.tower_spec import TowerSpec
-from cache.records import ABSENT, NO_ITEM, are_nightly
+from cache.records import ABSENT_FLAGS, NO_ITEM, are_nightly
 from cache.store.artefacts import generation_path
 from precompute.builds.seal import WITHOUT_INTERACTIONS
 from precompute.bundles.bundle import Bundle, BundleModel
@@ -39,9 +39,16 @@ from precompute.scoring.towers import bind, usable_inputs
 from precompute.sources.columns import text_hashes
 
 CHUNK_BYTES: Final = 16 << 20
+"""Bytes of a page file that are read at once."""
 
+FINGERPRINTS_AT_ONCE: Final = 1 << 22
+"""Fingerprints in memory while repeated ones are counted."""
 
-MARKS_AT_ONCE: Final = 1 << 22
+ITEM_STRATUM = 64
+"""Items of a stratum at most."""
+
+DRAWN_SEED = 1
+"""Seed of histories that are drawn, others than those that the night calibrates on."""
 
 
 class FingerprintFile:
@@ -63,21 +70,17 @@ class FingerprintFile:
 
     def repeated(self) -> int:
         """Number of repeated fingerprints, counted in ranges of the 64 bits, so that few are in memory at a time."""
-        ranges = -(-self.count // MARKS_AT_ONCE)
+        ranges = -(-self.count // FINGERPRINTS_AT_ONCE)
         return sum(self._repeated_in(number, ranges) for number in range(ranges))
 
     def _repeated_in(self, number: int, ranges: int) -> int:
-        first, last = (np.uint64(bound) for bound in _bounds(number, ranges))
+        first, last = (np.uint64(bound) for bound in _range_bounds(number, ranges))
         parts_in_range = [np.empty(0, np.uint64)]
-        for start in range(0, self.count, MARKS_AT_ONCE):
-            fingerprints = self.read(start, min(MARKS_AT_ONCE, self.count - start))
+        for start in range(0, self.count, FINGERPRINTS_AT_ONCE):
+            fingerprints = self.read(start, min(FINGERPRINTS_AT_ONCE, self.count - start))
             parts_in_range.append(fingerprints[(fingerprints >= first) & (fingerprints <= last)])
         fingerprints = np.sort(np.concatenate(parts_in_range))
         return int((fingerprints[1:] == fingerprints[:-1]).sum())
-
-
-def _bounds(number: int, ranges: int) -> tuple[int, int]:
-    return (number << 64) // ranges, ((number + 1) << 64) // ranges - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -111,115 +114,6 @@ class Scan:
             )
             self.faults[kind] += count
             self.first_location_by_fault.setdefault(kind, f"{where}{first}")
-
-
-def depth_of(width: int, items: int) -> int:
-    """Slots of a list that are compared: 20, fewer where a list would hold most of a small catalogue anyway."""
-    return max(1, min(width, 20, items // 8))
-
-
-def scan_table(root: Path, manifest: Manifest, table: Table) -> Scan:
-    """Read all page files of a table; memory stays at a chunk, whatever the number of records."""
-    items = manifest.items.count
-    scan = Scan(
-        table,
-        np.zeros(items, np.int64),
-        np.zeros(table.layout.width + 1, np.int64),
-        fingerprints=FingerprintFile(root),
-    )
-    for part in table.parts:
-        _part(root, manifest, part, scan)
-    return scan
-
-
-def read_records(
-    root: Path, table: Table, parts: NDArray[np.int64], positions: NDArray[np.int64]
-) -> NDArray[Any]:
-    """Records at `positions` within `parts`, from the page files."""
-    records = np.zeros(len(parts), table.layout.dtype)
-    for part in np.unique(parts).tolist():
-        rows = np.flatnonzero(parts == part)
-        file = np.memmap(root / table.parts[part].file.path, table.layout.dtype, "r")
-        records[rows] = file[positions[rows]]
-    return records
-
-
-def _part(root: Path, manifest: Manifest, part: TablePart, scan: Scan) -> None:
-    table, path = scan.table, root / part.file.path
-    size, sums = table.layout.size_bytes, np.fromfile(root / part.sums.path, "<u8")
-    found_bytes = path.stat().st_size
-    if found_bytes != part.count * size or part.pages != -(-part.count // table.records_per_page):
-        scan.note("pages", 1, f"{part.file.path}: {found_bytes} bytes for {part.count} records")
-        return
-    if len(sums) != part.pages:
-        scan.note("sums", 1, f"{part.sums.path}: {len(sums)} checksums for {part.pages} pages")
-        return
-    if not part.count:
-        return
-    data = np.memmap(path, np.uint8, "r")
-    pages_at_once = max(1, CHUNK_BYTES // table.page_bytes)
-    for first in range(0, part.pages, pages_at_once):
-        chunk = np.array(
-            data[first * table.page_bytes : (first + pages_at_once) * table.page_bytes]
-        )
-        for page, start in enumerate(range(0, len(chunk), table.page_bytes), first):
-            if xxhash.xxh3_64_intdigest(chunk[start : start + table.page_bytes].data) != int(
-                sums[page]
-            ):
-                scan.note("sums", 1, f"{part.file.path}, page {page}")
-        _records(
-            chunk.view(table.layout.dtype), manifest, f"{part.file.path} from page {first}", scan
-        )
-
-
-def _records(records: NDArray[Any], manifest: Manifest, where: str, scan: Scan) -> None:
-    layout = scan.table.layout
-    scan.records += len(records)
-    scan.fingerprints.append(records["fingerprint"])
-    if (is_absent := records["flags"] == ABSENT).any():
-        scan.note("headers", is_absent & (records["count"] != 0), f"{where}: count")
-        scan.absent += int(is_absent.sum())
-        records = records[~is_absent]
-    flags, counts = records["flags"], records["count"].astype(np.int64)
-    scan.note("headers", ~are_nightly(flags), f"{where}: flags")
-    scan.note(
-        "headers", records["scored_at"] != manifest.data_until, f"{where}: scored at another cut"
-    )
-    numbers = records["numbers"]
-    finite = np.isfinite(numbers).all(axis=1)
-    if layout.precision == "i1":
-        finite &= np.isfinite(records["scale"])
-    scan.note("finite", ~finite, where)
-    if layout.kind != "topk":
-        scan.note("headers", counts != layout.width, f"{where}: count")
-        return
-    items, used = records["items"], np.arange(layout.width) < counts[:, None]
-    scan.note("headers", counts > layout.width, f"{where}: count")
-    scan.note("slots", ((items != NO_ITEM) != used).any(axis=1), f"{where}: unused slots")
-    scan.note("ordinals", ((items >= manifest.items.count) & used).any(axis=1), where)
-    ordered = np.sort(items, axis=1)
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_ITEM)
-    scan.note("twice", twice.any(axis=1), where)
-    # Records of one exponent: the stored numbers sort as the scores do.
-    rising = (numbers[:, 1:] > numbers[:, :-1]) & used[:, 1:]
-    scan.note("order", rising.any(axis=1), where)
-    scan.empty += int((counts == 0).sum())
-    scan.counts += np.bincount(counts.clip(0, layout.width), minlength=layout.width + 1)
-    used_items = items[used]
-    scan.slots += np.bincount(used_items[used_items < len(scan.slots)], minlength=len(scan.slots))
-
-
-ITEM_STRATUM = 64
-
-
-DRAWN_SEED = 1
-"""Seed of histories that are drawn, others than those that the night calibrates on."""
-
-
-def select_spread_rows(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Selects at most `count` of the rows, evenly spread."""
-    picked = np.linspace(0, len(rows) - 1, min(count, len(rows)))
-    return rows[np.unique(picked.astype(np.int64))]
 
 
 class Evidence:
@@ -430,3 +324,109 @@ class Evidence:
         parts = np.searchsorted(ends, positions, "right")
         starts = np.concatenate([[0], ends[:-1]])
         return read_records(self.root, table, parts, positions - starts[parts])
+
+
+def select_spread_rows(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Selects at most `count` of the rows, evenly spread."""
+    picked = np.linspace(0, len(rows) - 1, min(count, len(rows)))
+    return rows[np.unique(picked.astype(np.int64))]
+
+
+def compared_depth(width: int, items: int) -> int:
+    """Slots of a list that are compared: 20, fewer where a list would hold most of a small catalogue anyway."""
+    return max(1, min(width, 20, items // 8))
+
+
+def scan_table(root: Path, manifest: Manifest, table: Table) -> Scan:
+    """Read all page files of a table; memory stays at a chunk, whatever the number of records."""
+    items = manifest.items.count
+    scan = Scan(
+        table,
+        np.zeros(items, np.int64),
+        np.zeros(table.layout.width + 1, np.int64),
+        fingerprints=FingerprintFile(root),
+    )
+    for part in table.parts:
+        _scan_part(root, manifest, part, scan)
+    return scan
+
+
+def read_records(
+    root: Path, table: Table, parts: NDArray[np.int64], positions: NDArray[np.int64]
+) -> NDArray[Any]:
+    """Records at `positions` within `parts`, from the page files."""
+    records = np.zeros(len(parts), table.layout.dtype)
+    for part in np.unique(parts).tolist():
+        rows = np.flatnonzero(parts == part)
+        file = np.memmap(root / table.parts[part].file.path, table.layout.dtype, "r")
+        records[rows] = file[positions[rows]]
+    return records
+
+
+def _scan_part(root: Path, manifest: Manifest, part: TablePart, scan: Scan) -> None:
+    table, path = scan.table, root / part.file.path
+    size, sums = table.layout.size_bytes, np.fromfile(root / part.sums.path, "<u8")
+    found_bytes = path.stat().st_size
+    if found_bytes != part.count * size or part.pages != -(-part.count // table.records_per_page):
+        scan.note("pages", 1, f"{part.file.path}: {found_bytes} bytes for {part.count} records")
+        return
+    if len(sums) != part.pages:
+        scan.note("sums", 1, f"{part.sums.path}: {len(sums)} checksums for {part.pages} pages")
+        return
+    if not part.count:
+        return
+    data = np.memmap(path, np.uint8, "r")
+    pages_at_once = max(1, CHUNK_BYTES // table.page_bytes)
+    for first in range(0, part.pages, pages_at_once):
+        chunk = np.array(
+            data[first * table.page_bytes : (first + pages_at_once) * table.page_bytes]
+        )
+        for page, start in enumerate(range(0, len(chunk), table.page_bytes), first):
+            if xxhash.xxh3_64_intdigest(chunk[start : start + table.page_bytes].data) != int(
+                sums[page]
+            ):
+                scan.note("sums", 1, f"{part.file.path}, page {page}")
+        _scan_records(
+            chunk.view(table.layout.dtype), manifest, f"{part.file.path} from page {first}", scan
+        )
+
+
+def _scan_records(records: NDArray[Any], manifest: Manifest, where: str, scan: Scan) -> None:
+    layout = scan.table.layout
+    scan.records += len(records)
+    scan.fingerprints.append(records["fingerprint"])
+    if (is_absent := records["flags"] == ABSENT_FLAGS).any():
+        scan.note("headers", is_absent & (records["count"] != 0), f"{where}: count")
+        scan.absent += int(is_absent.sum())
+        records = records[~is_absent]
+    flags, counts = records["flags"], records["count"].astype(np.int64)
+    scan.note("headers", ~are_nightly(flags), f"{where}: flags")
+    scan.note(
+        "headers", records["scored_at"] != manifest.data_until, f"{where}: scored at another cut"
+    )
+    numbers = records["numbers"]
+    finite = np.isfinite(numbers).all(axis=1)
+    if layout.precision == "i1":
+        finite &= np.isfinite(records["scale"])
+    scan.note("finite", ~finite, where)
+    if layout.kind != "topk":
+        scan.note("headers", counts != layout.width, f"{where}: count")
+        return
+    items, used = records["items"], np.arange(layout.width) < counts[:, None]
+    scan.note("headers", counts > layout.width, f"{where}: count")
+    scan.note("slots", ((items != NO_ITEM) != used).any(axis=1), f"{where}: unused slots")
+    scan.note("ordinals", ((items >= manifest.items.count) & used).any(axis=1), where)
+    ordered = np.sort(items, axis=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_ITEM)
+    scan.note("twice", twice.any(axis=1), where)
+    # Records of one exponent: the stored numbers sort as the scores do.
+    rising = (numbers[:, 1:] > numbers[:, :-1]) & used[:, 1:]
+    scan.note("order", rising.any(axis=1), where)
+    scan.empty += int((counts == 0).sum())
+    scan.counts += np.bincount(counts.clip(0, layout.width), minlength=layout.width + 1)
+    used_items = items[used]
+    scan.slots += np.bincount(used_items[used_items < len(scan.slots)], minlength=len(scan.slots))
+
+
+def _range_bounds(number: int, ranges: int) -> tuple[int, int]:
+    return (number << 64) // ranges, ((number + 1) << 64) // ranges - 1

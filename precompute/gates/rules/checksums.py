@@ -21,11 +21,14 @@ from precompute.gates.evidence.candidate import Candidate, Measurement, integrit
 
 T = TypeVar("T")
 
-
 FILES_AT_ONCE: Final = 8
-
+"""Files that are checked side by side."""
 
 CHECKED_NOTES: Final = "work/files.checked"
+"""File of this host with the stamps of the files that it has checked."""
+
+CHUNK_BYTES: Final = 1 << 20
+"""Bytes of pages that are sent, or read back, at once while Redis has no readers."""
 
 
 def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) -> Measurement:
@@ -34,31 +37,16 @@ def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) 
 
     def check(artefact: Artefact) -> None:
         path = store.local(generation_path(generation, artefact.path))
-        stamp_before = stamp(path, artefact)
+        stamp_before = file_stamp(path, artefact)
         if stamp_before is not None and stamp_before in checked:
             return
         fetch_checked(store, generation, artefact)
-        if (after := stamp(path, artefact)) is not None and stamp_before in (None, after):
+        if (after := file_stamp(path, artefact)) is not None and stamp_before in (None, after):
             checked.add(after)
 
     in_threads(check, artefacts, FILES_AT_ONCE)
     checked.forget()
     return Measurement(True, len(artefacts), len(artefacts), "files whose checksum matched")
-
-
-def stamp(path: Path, artefact: Artefact) -> str | None:
-    """Stamp of a file when it was checked: whatever writes to the file changes it. None for one that is not there."""
-    try:
-        file_stat = path.stat()
-    except FileNotFoundError:
-        return None
-    stat_values = (
-        file_stat.st_ino,
-        file_stat.st_size,
-        file_stat.st_mtime_ns,
-        file_stat.st_ctime_ns,
-    )
-    return " ".join((artefact.path, artefact.sha256, *map(str, stat_values)))
 
 
 class CheckedFiles:
@@ -83,6 +71,21 @@ class CheckedFiles:
     def forget(self) -> None:
         """Removes all stamps when all files are checked: what is verified again later is checked again."""
         self._path.unlink(missing_ok=True)
+
+
+def file_stamp(path: Path, artefact: Artefact) -> str | None:
+    """Stamp of a file when it was checked: whatever writes to the file changes it. None for one that is not there."""
+    try:
+        file_stat = path.stat()
+    except FileNotFoundError:
+        return None
+    stat_values = (
+        file_stat.st_ino,
+        file_stat.st_size,
+        file_stat.st_mtime_ns,
+        file_stat.st_ctime_ns,
+    )
+    return " ".join((artefact.path, artefact.sha256, *map(str, stat_values)))
 
 
 def in_threads(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
@@ -110,9 +113,6 @@ def in_threads(work: Callable[[T], None], items: Iterable[T], threads: int) -> N
         thread.join()
     if errors:
         raise errors[0]
-
-
-CHUNK_BYTES: Final = 1 << 20
 
 
 @integrity("pages_in_redis")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cache.format.manifest import Table
 from cache.model.tower import Histories
-from cache.records import ABSENT, STEP, Layout, dequantize
+from cache.records import ABSENT_FLAGS, NUMBER_STEP, Layout, dequantize
 from precompute.bundles.bundle import BundleModel
 from precompute.gates.evidence.candidate import (
     Candidate,
@@ -25,11 +25,11 @@ from precompute.gates.evidence.candidate import (
 
 ROUNDING: Final = 2e-5
 """Rounding tolerance of a score, relative to the lengths of both vectors: twice what a user's vector may be off on a
-device (`device.towers.LENGTH_AGREEMENT`), and the rounding of a float32 product."""
+device (`scoring.towers.DEVICE_LENGTH_AGREEMENT`), and the rounding of a float32 product."""
 
 OUTPUT_ROUNDING: Final = 1e-4
 """Rounding tolerance of a model's outputs between batches and devices, relative to the row's largest; as
-`device.towers.AGREEMENT`."""
+`scoring.towers.DEVICE_AGREEMENT`."""
 
 ITEMS_AT_ONCE: Final = 8_192
 ROWS_AT_ONCE: Final = 512
@@ -73,12 +73,12 @@ def exact_numbers(candidate: Candidate) -> Measurement:
         model = models[str(table.producer.model)]
         expected, positions = _outputs(candidate, model)
         records = evidence.records_of(table, positions)
-        is_present = records["flags"] != ABSENT  # how many are not, coverage judges
+        is_present = records["flags"] != ABSENT_FLAGS  # how many are not, coverage judges
         expected, stored_numbers = (
             expected[is_present],
             dequantize(table.layout, records[is_present], np.float64),
         )
-        tolerance = OUTPUT_ROUNDING + STEP[table.layout.precision]
+        tolerance = OUTPUT_ROUNDING + NUMBER_STEP[table.layout.precision]
         right_shares[table.name] = _fraction_true(_rows_equal(expected, stored_numbers, tolerance))
     return _worst(candidate, right_shares)
 
@@ -151,7 +151,7 @@ def _right_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
         vectors = candidate.items.vectors[positions]
         excluded = Histories.of([[row] for row in positions.tolist()])
     records = evidence.records_of(table, positions)
-    present_rows = np.flatnonzero(records["flags"] != ABSENT)
+    present_rows = np.flatnonzero(records["flags"] != ABSENT_FLAGS)
     vectors, excluded, records = (
         vectors[present_rows],
         excluded.select_rows(present_rows),
@@ -215,7 +215,7 @@ def _compare(
     best_scores = -np.sort(-best_scores, axis=1)
     possible = (best_scores > -np.inf).sum(axis=1)
     tolerance = ROUNDING * np.linalg.norm(queries, axis=1, keepdims=True) * longest
-    step = STEP[layout.precision] * np.abs(numbers).max(axis=1, initial=0, keepdims=True)
+    step = NUMBER_STEP[layout.precision] * np.abs(numbers).max(axis=1, initial=0, keepdims=True)
     with np.errstate(invalid="ignore"):
         as_good = ~used | (np.abs(listed_scores - best_scores) <= tolerance)
         as_said = ~used | (np.abs(listed_scores - numbers) <= tolerance + step)

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import redis
 
-from cache.config.night import DISK_HEADROOM, REDIS_HEADROOM
+from cache.config.night import DISK_HEADROOM_RULE, REDIS_HEADROOM_RULE
 from cache.control.control_keys import Replica
 from cache.l2.resp import info_number
 from cache.l2.sync_clients import compute_keyspace_shares, masters
@@ -16,7 +16,72 @@ from precompute.gates.evidence.candidate import Candidate, Measurement, at_least
 from precompute.traffic.experiments import sum_mapped_bytes
 
 
-@integrity(DISK_HEADROOM)
+@integrity("maxmemory_policy")
+def maxmemory_policy(candidate: Candidate) -> Measurement:
+    """Redis may evict overlays only."""
+    return Measurement(True, candidate.control.check_policy(), "volatile-* or noeviction")
+
+
+@integrity(REDIS_HEADROOM_RULE)
+def redis_headroom(candidate: Candidate) -> Measurement:
+    """Room that what cannot be evicted leaves Redis to work, with this generation loaded beside all others."""
+    servers = masters(candidate.control.client)
+    measurements = [_server_headroom(candidate, name, server) for name, server in servers.items()]
+    failed = [measurement for measurement in measurements if not measurement.passed]
+    return (failed or sorted(measurements, key=_share_used))[-1]
+
+
+def _server_headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Measurement:
+    used = info_number(cast(Any, server.info("memory")), "used_memory")
+    if candidate.pages_bytes is not None:
+        used = unevictable_bytes(
+            candidate.control,
+            server,
+            pages_bytes=candidate.pages_bytes
+            * compute_keyspace_shares(candidate.control.client)[name],
+            record_bytes=max(
+                table.layout.size_bytes for table in candidate.manifest.stored_tables.values()
+            ),
+        )
+    room = redis_room(name, used, *memory_limit(server), candidate.thresholds.redis_headroom)
+    if not candidate.arms:
+        return room
+    arms = "; ".join(map(str, candidate.arms))
+    return replace(room, note=f"{room.note}, with arms of experiments: {arms}")
+
+
+def _share_used(measurement: Measurement) -> float:
+    return measurement.value if isinstance(measurement.value, float) else 0.0
+
+
+def redis_room(
+    name: str, used_bytes: int, limit: int, limit_source: str, threshold: float
+) -> Measurement:
+    """Measured on a server's free room; servers have the names of `cache.l2.sync_clients.masters`."""
+    if not limit:
+        return Measurement(
+            False,
+            None,
+            threshold,
+            "Redis states neither maxmemory nor its host's memory",
+        )
+    where = "" if name == "primary" else f" of {name}"
+    return at_most(
+        used_bytes / limit,
+        threshold,
+        f"{used_bytes:,} bytes of {limit:,}, {limit_source}{where}",
+    )
+
+
+def memory_limit(server: "redis.Redis") -> tuple[int, str]:
+    """Bytes that a server may use, 0 where it does not say, and what sets that limit."""
+    info = dict(cast(Any, server.info("memory")))
+    if limit := info_number(info, "maxmemory", 0):
+        return limit, "maxmemory"
+    return info_number(info, "total_system_memory", 0), "its host's memory (maxmemory is not set)"
+
+
+@integrity(DISK_HEADROOM_RULE)
 def disk_headroom(candidate: Candidate) -> Measurement:
     """Room on each replica's disk for its copy of this generation."""
     size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.disk_headroom
@@ -44,23 +109,6 @@ def memory_headroom(candidate: Candidate) -> Measurement:
         )
 
     return _tightest(candidate, threshold, judge)
-
-
-def _tightest(
-    candidate: Candidate, threshold: float, judge: Callable[[Replica], Measurement | None]
-) -> Measurement:
-    """The verdict on the replica with the least room; this host is no reader's, so nobody to ask means passed."""
-    replica_verdicts = [
-        (replica.name, verdict)
-        for replica in candidate.control.replicas()
-        if (verdict := judge(replica)) is not None
-    ]
-    if not replica_verdicts:
-        return Measurement(True, None, threshold, "no live replica says what its host has left")
-    name, verdict = min(
-        replica_verdicts, key=lambda named_verdict: float(named_verdict[1].value or 0)
-    )
-    return replace(verdict, note=f"{verdict.note} on {name}")
 
 
 def disk_room(
@@ -96,70 +144,22 @@ def memory_room(
     )
 
 
+def _tightest(
+    candidate: Candidate, threshold: float, judge: Callable[[Replica], Measurement | None]
+) -> Measurement:
+    """The verdict on the replica with the least room; this host is no reader's, so nobody to ask means passed."""
+    replica_verdicts = [
+        (replica.name, verdict)
+        for replica in candidate.control.replicas()
+        if (verdict := judge(replica)) is not None
+    ]
+    if not replica_verdicts:
+        return Measurement(True, None, threshold, "no live replica says what its host has left")
+    name, verdict = min(
+        replica_verdicts, key=lambda named_verdict: float(named_verdict[1].value or 0)
+    )
+    return replace(verdict, note=f"{verdict.note} on {name}")
+
+
 def _mapped_bytes(candidate: Candidate) -> int:
     return sum(artefact.size_bytes for artefact in candidate.manifest.artefacts())
-
-
-@integrity("maxmemory_policy")
-def maxmemory_policy(candidate: Candidate) -> Measurement:
-    """Redis may evict overlays only."""
-    return Measurement(True, candidate.control.check_policy(), "volatile-* or noeviction")
-
-
-@integrity(REDIS_HEADROOM)
-def redis_headroom(candidate: Candidate) -> Measurement:
-    """Room that what cannot be evicted leaves Redis to work, with this generation loaded beside all others."""
-    servers = masters(candidate.control.client)
-    measurements = [_headroom(candidate, name, server) for name, server in servers.items()]
-    failed = [measurement for measurement in measurements if not measurement.passed]
-    return (failed or sorted(measurements, key=_share_used))[-1]
-
-
-def _share_used(measurement: Measurement) -> float:
-    return measurement.value if isinstance(measurement.value, float) else 0.0
-
-
-def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Measurement:
-    used = info_number(cast(Any, server.info("memory")), "used_memory")
-    if candidate.pages_bytes is not None:
-        used = unevictable_bytes(
-            candidate.control,
-            server,
-            pages_bytes=candidate.pages_bytes
-            * compute_keyspace_shares(candidate.control.client)[name],
-            record_bytes=max(
-                table.layout.size_bytes for table in candidate.manifest.stored_tables.values()
-            ),
-        )
-    room = redis_room(name, used, *memory_limit(server), candidate.thresholds.redis_headroom)
-    if not candidate.arms:
-        return room
-    arms = "; ".join(map(str, candidate.arms))
-    return replace(room, note=f"{room.note}, with arms of experiments: {arms}")
-
-
-def memory_limit(server: "redis.Redis") -> tuple[int, str]:
-    """Bytes that a server may use, 0 where it does not say, and what sets that limit."""
-    info = dict(cast(Any, server.info("memory")))
-    if limit := info_number(info, "maxmemory", 0):
-        return limit, "maxmemory"
-    return info_number(info, "total_system_memory", 0), "its host's memory (maxmemory is not set)"
-
-
-def redis_room(
-    name: str, used_bytes: int, limit: int, limit_source: str, threshold: float
-) -> Measurement:
-    """Measured on a server's free room; servers have the names of `cache.l2.sync_clients.masters`."""
-    if not limit:
-        return Measurement(
-            False,
-            None,
-            threshold,
-            "Redis states neither maxmemory nor its host's memory",
-        )
-    where = "" if name == "primary" else f" of {name}"
-    return at_most(
-        used_bytes / limit,
-        threshold,
-        f"{used_bytes:,} bytes of {limit:,}, {limit_source}{where}",
-    )

@@ -20,76 +20,21 @@ from precompute.gates.evidence.candidate import (
     none_of,
     not_measured,
 )
-from precompute.gates.evidence.evidence import depth_of
+from precompute.gates.evidence.evidence import compared_depth
 from precompute.gates.evidence.user_sample import sampled_shards, seen_by
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.shard_files import shard_of
 
 LIVE_RECORDS_AT_ONCE: Final = 200
+"""Records that are read from Redis in one round trip."""
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LiveLists:
-    """Records of the live generation; `ids` int64[live items] gives its ordinals as this generation's.
-
-    An item that this generation lacks has a negative number of its own, so it equals nothing.
-    """
-
-    records: NDArray[Any]
-    ids: NDArray[np.int64]
-
-
-def matching_table(candidate: Candidate, table: Table) -> Table | None:
-    """The live generation's table of the same name and kind, None when it has none."""
-    live_table = None if candidate.live is None else candidate.live.tables.get(table.name)
-    return (
-        live_table
-        if live_table is not None
-        and (live_table.kind, live_table.entity) == (table.kind, table.entity)
-        else None
-    )
-
-
-def read_live(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> LiveLists:
-    """Records of live users at these positions; raises NotJudged when Redis lacks one of them."""
-    directory = candidate.evidence.live_users
-    if candidate.live is None or directory is None:
-        raise CorruptArtefact("there is no live generation")
-    client, size = candidate.control.client, table.layout.size_bytes
-    raw: list[bytes] = []
-    for start in range(0, len(positions), LIVE_RECORDS_AT_ONCE):
-        pipeline = client.pipeline(transaction=False)
-        for position in positions[start : start + LIVE_RECORDS_AT_ONCE].tolist():
-            page, offset = table.locate(*directory.locate(position))
-            name = candidate.control.keys.page(candidate.live.generation, table.name, page)
-            pipeline.getrange(name, offset, offset + size - 1)
-        raw += pipeline.execute()
-    if any(len(record) != size for record in raw):
-        raise NotJudged(
-            f"Redis lacks records of {table.name} of the live generation, so nothing can be compared with it: run "
-            "`larder restore`, then verify again"
-        )
-    return LiveLists(
-        np.frombuffer(b"".join(raw), table.layout.dtype), candidate.evidence.live_ordinals
-    )
-
-
-BINS: Final = 10
-
-
+PSI_BINS: Final = 10
 TOP_SHARE: Final = 0.01
+ACTIVE_USERS_MIN: Final = 5
+"""Least number of users with interactions since the live generation's cut to judge `stale_lists` by."""
 
-
-MIN_FRESH: Final = 5
-
-
-def lists_of(manifest: Manifest) -> list[Table]:
-    """Tables of lists for users."""
-    return [
-        table
-        for table in manifest.tables.values()
-        if table.kind == "topk" and table.entity == "user"
-    ]
+CHOICES_MIN: Final = 200
+"""Least number of held-out choices to judge by: below it, one user more or less would move the figure by percents."""
 
 
 @judgement("top_items")
@@ -141,7 +86,9 @@ def top_items_of_live(candidate: Candidate) -> Measurement:
     """Ratio of the share of slots that the top 1 % of items hold to that share in the live generation."""
     ratios = {}
     for table, live_table in _pairs(candidate):
-        depth = depth_of(min(table.layout.width, live_table.layout.width), candidate.items.count)
+        depth = compared_depth(
+            min(table.layout.width, live_table.layout.width), candidate.items.count
+        )
         candidate_records = candidate.evidence.records_of(
             table, candidate.evidence.users_in_live[0]
         )
@@ -210,7 +157,7 @@ def stale_lists(candidate: Candidate) -> Measurement:
     for table, live_table in _pairs(candidate):
         candidate_positions, _ = candidate.evidence.users_in_live
         fresh = is_active_since_cut[np.isin(users.positions, candidate_positions)]
-        if fresh.sum() < MIN_FRESH:
+        if fresh.sum() < ACTIVE_USERS_MIN:
             continue
         is_unchanged = _jaccards(candidate, table, live_table, deep=True)[fresh] == 1.0
         stale_shares[table.name] = float(is_unchanged.mean())
@@ -223,11 +170,111 @@ def stale_lists(candidate: Candidate) -> Measurement:
     return at_most(stale_shares[worst], threshold, note, candidate.baseline)
 
 
+@judgement("tables_of_live")
+def tables_of_live(candidate: Candidate) -> Measurement:
+    """Live tables that are gone or became another kind, and tables of lists that nothing live can be compared with.
+
+    A renamed table passes every comparison, for it has none; the lists of the first night with lists are not counted.
+    """
+    if candidate.live is None:
+        return candidate.uncompared(0)
+    live_tables, tables = candidate.live.tables, candidate.manifest.tables
+    notes = [
+        f"{name} is {'gone' if name not in tables else 'of another kind or entity'}"
+        for name, table in live_tables.items()
+        if name not in tables or _sort_of(tables[name]) != _sort_of(table)
+    ]
+    if any(table.kind == "topk" for table in live_tables.values()):
+        notes += [
+            f"{name} has no lists to be compared with"
+            for name, table in tables.items()
+            if table.kind == "topk" and not table.is_facet and name not in live_tables
+        ]
+    return none_of(len(notes), "; ".join(notes), candidate.baseline)
+
+
+@judgement("heldout_recall", wants_interactions=True)
+def heldout_recall(candidate: Candidate) -> Measurement:
+    """Share of sampled users' newer choices that their lists hold, against the live generation's lists.
+
+    Choices that are new to the user: the same question to both generations. Without interactions newer
+    than the cut there is nothing to measure.
+    """
+    thresholds = candidate.thresholds
+    held_out_by_user = read_holdout(candidate.root)
+    tables = [
+        table
+        for table in candidate.manifest.tables.values()
+        if table.kind == "topk" and table.entity == "user"
+    ]
+    if not held_out_by_user or not tables:
+        return not_measured(thresholds.heldout_recall, "no interaction is newer than the cut")
+    measurements = [_measure_table(candidate, table, held_out_by_user) for table in tables]
+    return next(
+        (measurement for measurement in measurements if not measurement.passed), measurements[0]
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveLists:
+    """Records of the live generation; `ids` int64[live items] gives its ordinals as this generation's.
+
+    An item that this generation lacks has a negative number of its own, so it equals nothing.
+    """
+
+    records: NDArray[Any]
+    ids: NDArray[np.int64]
+
+
+def read_live(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> LiveLists:
+    """Records of live users at these positions; raises NotJudged when Redis lacks one of them."""
+    directory = candidate.evidence.live_users
+    if candidate.live is None or directory is None:
+        raise CorruptArtefact("there is no live generation")
+    client, size = candidate.control.client, table.layout.size_bytes
+    raw: list[bytes] = []
+    for start in range(0, len(positions), LIVE_RECORDS_AT_ONCE):
+        pipeline = client.pipeline(transaction=False)
+        for position in positions[start : start + LIVE_RECORDS_AT_ONCE].tolist():
+            page, offset = table.locate(*directory.locate(position))
+            name = candidate.control.keys.page(candidate.live.generation, table.name, page)
+            pipeline.getrange(name, offset, offset + size - 1)
+        raw += pipeline.execute()
+    if any(len(record) != size for record in raw):
+        raise NotJudged(
+            f"Redis lacks records of {table.name} of the live generation, so nothing can be compared with it: run "
+            "`larder restore`, then verify again"
+        )
+    return LiveLists(
+        np.frombuffer(b"".join(raw), table.layout.dtype), candidate.evidence.live_ordinals
+    )
+
+
+def matching_table(candidate: Candidate, table: Table) -> Table | None:
+    """The live generation's table of the same name and kind, None when it has none."""
+    live_table = None if candidate.live is None else candidate.live.tables.get(table.name)
+    return (
+        live_table
+        if live_table is not None
+        and (live_table.kind, live_table.entity) == (table.kind, table.entity)
+        else None
+    )
+
+
+def lists_of(manifest: Manifest) -> list[Table]:
+    """Tables of lists for users."""
+    return [
+        table
+        for table in manifest.tables.values()
+        if table.kind == "topk" and table.entity == "user"
+    ]
+
+
 def psi(candidate_scores: NDArray[np.float64], theirs: NDArray[np.float64]) -> float:
     """Sum of (p - q) ln(p / q) over tenths of `theirs`; an empty bin counts as half an observation."""
     if not len(candidate_scores) or not len(theirs):
         return float("nan")
-    edges = np.unique(np.quantile(theirs, np.linspace(0, 1, BINS + 1)[1:-1]))
+    edges = np.unique(np.quantile(theirs, np.linspace(0, 1, PSI_BINS + 1)[1:-1]))
     p, q = (
         np.maximum(np.bincount(np.searchsorted(edges, scores), minlength=len(edges) + 1), 0.5)
         for scores in (candidate_scores, theirs)
@@ -300,7 +347,7 @@ def _jaccards(
     candidate_records = candidate.evidence.records_of(table, candidate_positions)
     live: LiveLists = read_live(candidate, live_table, then)
     width = min(table.layout.width, live_table.layout.width)
-    depth = width if deep else depth_of(width, candidate.items.count)
+    depth = width if deep else compared_depth(width, candidate.items.count)
     jaccards = np.empty(len(candidate_records))
     for row, (record, live_record) in enumerate(zip(candidate_records, live.records, strict=True)):
         mine = record["items"][: min(depth, record["count"])]
@@ -309,64 +356,15 @@ def _jaccards(
     return jaccards
 
 
-@judgement("tables_of_live")
-def tables_of_live(candidate: Candidate) -> Measurement:
-    """Live tables that are gone or became another kind, and tables of lists that nothing live can be compared with.
-
-    A renamed table passes every comparison, for it has none; the lists of the first night with lists are not counted.
-    """
-    if candidate.live is None:
-        return candidate.uncompared(0)
-    live_tables, tables = candidate.live.tables, candidate.manifest.tables
-    notes = [
-        f"{name} is {'gone' if name not in tables else 'of another kind or entity'}"
-        for name, table in live_tables.items()
-        if name not in tables or _sort_of(tables[name]) != _sort_of(table)
-    ]
-    if any(table.kind == "topk" for table in live_tables.values()):
-        notes += [
-            f"{name} has no lists to be compared with"
-            for name, table in tables.items()
-            if table.kind == "topk" and not table.is_facet and name not in live_tables
-        ]
-    return none_of(len(notes), "; ".join(notes), candidate.baseline)
-
-
 def _sort_of(table: Table) -> tuple[str, str]:
     return table.kind, table.entity
-
-
-PAIRS_MIN: Final = 200
-"""Least number of held-out choices to judge by: below it, one user more or less would move the figure by percents."""
-
-
-@judgement("heldout_recall", wants_interactions=True)
-def heldout_recall(candidate: Candidate) -> Measurement:
-    """Share of sampled users' newer choices that their lists hold, against the live generation's lists.
-
-    Choices that are new to the user: the same question to both generations. Without interactions newer
-    than the cut there is nothing to measure.
-    """
-    thresholds = candidate.thresholds
-    held_out_by_user = read_holdout(candidate.root)
-    tables = [
-        table
-        for table in candidate.manifest.tables.values()
-        if table.kind == "topk" and table.entity == "user"
-    ]
-    if not held_out_by_user or not tables:
-        return not_measured(thresholds.heldout_recall, "no interaction is newer than the cut")
-    measurements = [_measure_table(candidate, table, held_out_by_user) for table in tables]
-    return next(
-        (measurement for measurement in measurements if not measurement.passed), measurements[0]
-    )
 
 
 def _measure_table(candidate: Candidate, table: Table, held_out_by_user: Any) -> Measurement:
     thresholds = candidate.thresholds
     users, positions, choices = _choices(candidate, held_out_by_user)
     pairs = sum(len(user_choices) for user_choices in choices)
-    if pairs < PAIRS_MIN:
+    if pairs < CHOICES_MIN:
         return not_measured(thresholds.heldout_recall, f"only {pairs} newer choices of known users")
     records = candidate.evidence.records_of(table, positions)
     lists = [record["items"][: record["count"]].astype(np.int64) for record in records]
@@ -381,7 +379,7 @@ def _measure_table(candidate: Candidate, table: Table, held_out_by_user: Any) ->
         live.ids[record["items"][: record["count"]].astype(np.int64)] for record in live.records
     ]
     common_choices = [choices[row] for row in common_rows.tolist()]
-    if sum(len(user_choices) for user_choices in common_choices) < PAIRS_MIN:
+    if sum(len(user_choices) for user_choices in common_choices) < CHOICES_MIN:
         return not_measured(
             thresholds.heldout_recall, f"only {pairs} newer choices of users of both"
         )

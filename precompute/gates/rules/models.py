@@ -31,12 +31,20 @@ from precompute.gates.evidence.candidate import (
 from precompute.gates.evidence.evidence import select_spread_rows
 from precompute.partitions.catalogue import item_texts, needs_index
 
-LISTS: Final = 200
-"""Sampled users whose lists are compared."""
+faiss: Any = faiss_module  # its type stubs lag behind what the module has
 
+LISTS_COMPARED: Final = 200
+"""Sampled users whose lists are compared."""
 
 _ERROR_CHARS: Final = 400
 """Characters of ONNX Runtime's error that a verdict keeps."""
+
+QUERIES_AT_ONCE: Final = 16
+QUERIES_OF_STRATUM: Final = 32
+"""Queries of a stratum."""
+
+DISTANCE_ERROR: Final = 1e-3
+"""Relative tolerance: vectors are stored in full, so only the order of a float32 sum may differ."""
 
 
 @integrity("bundle")
@@ -191,7 +199,7 @@ def int8_overlap(candidate: Candidate) -> Measurement:
     overlaps = {}
     for model, entry in _quantized(candidate):
         if model.name == candidate.evidence.bundle.user_tower.name:
-            overlaps[model.name] = _lists(candidate, model, entry)
+            overlaps[model.name] = _list_overlap(candidate, model, entry)
         elif model.labels:
             exact, approximate, _ = _outputs(candidate, model, entry)
             is_same_label = exact.argmax(axis=1) == approximate.argmax(axis=1)
@@ -219,6 +227,58 @@ def int8_cosine(candidate: Candidate) -> Measurement:
         return not_measured(threshold, "no model is quantized")
     named, worst = worst_of(cosines)
     return at_least(worst, threshold, f"{named}, measured again{_of_what(candidate, named)}")
+
+
+@judgement("index_recall")
+def index_recall(candidate: Candidate) -> Measurement:
+    """The worst recall of the indexes against the exact pass: as the night measured it, and now in every stratum.
+
+    Strata of users (head, tail, new, ...) for an index that serves users, of items for one that serves items.
+    """
+    manifest, threshold = candidate.manifest, candidate.thresholds.index_recall
+    if not manifest.indexes:
+        return not_measured(threshold, "no table uses an index")
+    recalls: dict[str, float] = {}
+    for name, index in manifest.indexes.items():
+        recalls[f"{name} as the night measured it"] = (
+            float("nan") if index.recall is None else index.recall
+        )
+        searcher = Searcher.open(
+            candidate.root / index.file.path, index.metric, count=candidate.items.count
+        )
+        widths = {
+            entity: max(table_widths)
+            for entity in ("user", "item")
+            if (table_widths := [
+                table.layout.width for table in manifest.tables.values()
+                if table.kind == "topk" and table.producer.index == name and table.entity == entity
+            ])
+        }  # fmt: skip
+        for entity, width in widths.items():
+            for stratum, queries in _stratum_queries(candidate, entity).items():
+                recalls[f"{name}, {stratum} {entity}s"] = _recall(
+                    candidate, searcher, queries, width
+                )
+    named, worst = worst_of(recalls)
+    return at_least(worst, threshold, named)
+
+
+@integrity("index_vectors")
+def index_vectors(candidate: Candidate) -> Measurement:
+    """The indexes hold tonight's item vectors: what they answer as distance is the product of query and vector."""
+    errors: dict[str, float] = {}
+    for name, index in candidate.manifest.indexes.items():
+        errors[name] = _distance_error(candidate, index)
+    if not errors:
+        return not_measured(DISTANCE_ERROR, "no table uses an index")
+    worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
+    passed = bool(errors[worst] <= DISTANCE_ERROR)
+    return Measurement(
+        passed,
+        round(errors[worst], 9),
+        DISTANCE_ERROR,
+        f"relative error in {worst}",
+    )
 
 
 def _of_what(candidate: Candidate, model: str) -> str:
@@ -252,13 +312,13 @@ def _outputs(
     return exact[answered], approximate[answered], rows[answered]
 
 
-def _lists(candidate: Candidate, model: BundleModel, entry: Model) -> float:
+def _list_overlap(candidate: Candidate, model: BundleModel, entry: Model) -> float:
     exact, approximate, rows = _outputs(candidate, model, entry)
     if not len(exact):
         return float("nan")
     users = candidate.evidence.compared(model)
     exclusions = Histories(users.indptr, users.ordinals).select_rows(rows)
-    sample_rows = select_spread_rows(np.arange(len(exact)), LISTS)
+    sample_rows = select_spread_rows(np.arange(len(exact)), LISTS_COMPARED)
     exact, approximate, exclusions = (
         exact[sample_rows],
         approximate[sample_rows],
@@ -270,77 +330,11 @@ def _lists(candidate: Candidate, model: BundleModel, entry: Model) -> float:
     return float(overlaps.mean())
 
 
-faiss: Any = faiss_module  # its type stubs lag behind what the module has
-
-
-QUERIES_AT_ONCE: Final = 16
-
-
-QUERIES: Final = 32
-"""Queries of a stratum."""
-
-
-DISTANCE_ERROR: Final = 1e-3
-"""Relative tolerance: vectors are stored in full, so only the order of a float32 sum may differ."""
-
-
-@judgement("index_recall")
-def index_recall(candidate: Candidate) -> Measurement:
-    """The worst recall of the indexes against the exact pass: as the night measured it, and now in every stratum.
-
-    Strata of users (head, tail, new, ...) for an index that serves users, of items for one that serves items.
-    """
-    manifest, threshold = candidate.manifest, candidate.thresholds.index_recall
-    if not manifest.indexes:
-        return not_measured(threshold, "no table uses an index")
-    recalls: dict[str, float] = {}
-    for name, index in manifest.indexes.items():
-        recalls[f"{name} as the night measured it"] = (
-            float("nan") if index.recall is None else index.recall
-        )
-        searcher = Searcher.open(
-            candidate.root / index.file.path, index.metric, count=candidate.items.count
-        )
-        widths = {
-            entity: max(table_widths)
-            for entity in ("user", "item")
-            if (table_widths := [
-                table.layout.width for table in manifest.tables.values()
-                if table.kind == "topk" and table.producer.index == name and table.entity == entity
-            ])
-        }  # fmt: skip
-        for entity, width in widths.items():
-            for stratum, queries in _strata(candidate, entity).items():
-                recalls[f"{name}, {stratum} {entity}s"] = _recall(
-                    candidate, searcher, queries, width
-                )
-    named, worst = worst_of(recalls)
-    return at_least(worst, threshold, named)
-
-
-@integrity("index_vectors")
-def index_vectors(candidate: Candidate) -> Measurement:
-    """The indexes hold tonight's item vectors: what they answer as distance is the product of query and vector."""
-    errors: dict[str, float] = {}
-    for name, index in candidate.manifest.indexes.items():
-        errors[name] = _distance_error(candidate, index)
-    if not errors:
-        return not_measured(DISTANCE_ERROR, "no table uses an index")
-    worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
-    passed = bool(errors[worst] <= DISTANCE_ERROR)
-    return Measurement(
-        passed,
-        round(errors[worst], 9),
-        DISTANCE_ERROR,
-        f"relative error in {worst}",
-    )
-
-
-def _strata(candidate: Candidate, entity: str) -> dict[str, NDArray[np.float32]]:
+def _stratum_queries(candidate: Candidate, entity: str) -> dict[str, NDArray[np.float32]]:
     evidence = candidate.evidence
     if entity == "item":
         return {
-            name: candidate.items.vectors[select_spread_rows(rows, QUERIES)]
+            name: candidate.items.vectors[select_spread_rows(rows, QUERIES_OF_STRATUM)]
             for name, rows in evidence.item_strata.items()
         }
     vectors, rows = evidence.user_vectors
@@ -348,7 +342,7 @@ def _strata(candidate: Candidate, entity: str) -> dict[str, NDArray[np.float32]]
     for name, members in evidence.users.rows.items():
         member_rows = np.flatnonzero(np.isin(rows, members))
         if len(member_rows):
-            queries_by_stratum[name] = vectors[select_spread_rows(member_rows, QUERIES)]
+            queries_by_stratum[name] = vectors[select_spread_rows(member_rows, QUERIES_OF_STRATUM)]
     return queries_by_stratum
 
 
@@ -391,7 +385,7 @@ def _nearest(
 
 def _distance_error(candidate: Candidate, index: Index) -> float:
     """The largest difference between answered and computed, relative to the lengths of query and longest vector."""
-    rows = select_spread_rows(candidate.evidence.item_rows, QUERIES)
+    rows = select_spread_rows(candidate.evidence.item_rows, QUERIES_OF_STRATUM)
     # One answer each: an index that stores vectors returns the product with what it stores.
     item_vectors = candidate.items.vectors
     queries = np.ascontiguousarray(item_vectors[rows], np.float32)

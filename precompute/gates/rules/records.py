@@ -1,4 +1,4 @@
-"""Gates on records: who has one, none lost, doubled or exchanged, and each whole."""
+"""Gates on records: every entity has its own, once, and each record is whole."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cache.format.directory import Directory
 from cache.format.ids import FINGERPRINT_SEED, hash_ids
 from cache.format.manifest import Table
-from cache.records import ABSENT
+from cache.records import ABSENT_FLAGS
 from precompute.gates.evidence.candidate import (
     Candidate,
     Measurement,
@@ -28,7 +28,6 @@ from precompute.sources.unusable import EVENTS
 from precompute.sources.vocabulary import VOCABULARY_ROWS
 
 VECTORS_AT_ONCE: Final = 16_384
-
 
 _LIST_FAULTS = {
     "slots": "lists with a hole, or with items after their end",
@@ -100,7 +99,7 @@ def short_lists(candidate: Candidate) -> Measurement:
         width, count = scan.table.layout.width, candidate.items.count
         if scan.table.entity == "user":
             records = evidence.records_of(scan.table, evidence.users.positions)
-            is_present = records["flags"] != ABSENT
+            is_present = records["flags"] != ABSENT_FLAGS
             list_lengths, possible = (
                 records["count"][is_present],
                 (count - seen_counts[is_present]).clip(0, width),
@@ -268,7 +267,7 @@ def record_ids(candidate: Candidate) -> Measurement:
     complete_tables = [table for table in tables if not faults[table.name]]
     for table in complete_tables:
         faults[table.name] = candidate.evidence.scans[table.name].fingerprints.repeated()
-    for entity, start, expected in _expected(candidate):
+    for entity, start, expected in _expected_fingerprints(candidate):
         for table in complete_tables:
             if table.entity == entity:
                 fingerprints = candidate.evidence.scans[table.name].fingerprints.read(
@@ -296,7 +295,7 @@ def _out_of_place(candidate: Candidate, table: Table) -> int:
     return 0
 
 
-def _expected(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint64]]]:
+def _expected_fingerprints(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint64]]]:
     """(entity, first position, fingerprints from there on), a shard of users at a time; 0 where nobody says whose."""
     yield "item", 0, text_hashes(item_texts(candidate.items), FINGERPRINT_SEED)
     parts = candidate.evidence.directories["user"].parts

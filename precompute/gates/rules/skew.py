@@ -7,10 +7,11 @@ from numpy.typing import NDArray
 
 from cache.format.ids import FeatureValue, fingerprint
 from cache.format.manifest import Table
-from cache.model.agreement import SKEW, SKEW_COSINE, SKEW_DEPTH, overlap, row_cosines
-from cache.model.predictor import LiveInput, Predictor, PreparedInput
+from cache.model.agreement import SKEW_COSINE_RULE, SKEW_DEPTH, SKEW_RULE, overlap, row_cosines
+from cache.model.input_preparation import LiveInput, PreparedInput
+from cache.model.predictor import Predictor
 from cache.model.tower_spec import TowerSpec
-from cache.records import decode, is_absent
+from cache.records import decode_record, is_absent
 from precompute.gates.evidence.candidate import (
     Candidate,
     Measurement,
@@ -30,14 +31,14 @@ Pairs = list[tuple[bytes, bytes]]
 """(stored record, live record) of one entity each."""
 
 
-@judgement(SKEW)
+@judgement(SKEW_RULE)
 def skew(candidate: Candidate) -> Measurement:
     """Mean overlap of the best 20 of stored and live lists, in the worst table of lists."""
     measure_name, threshold = f"top-{SKEW_DEPTH} overlap", candidate.thresholds.skew_overlap
     return _compared(candidate, ("topk", "similar"), measure_name, threshold)
 
 
-@judgement(SKEW_COSINE)
+@judgement(SKEW_COSINE_RULE)
 def skew_cosine(candidate: Candidate) -> Measurement:
     """Mean cosine of stored and live vectors and values, in the worst of their tables."""
     return _compared(candidate, ("tower", "value"), "cosine", candidate.thresholds.skew_cosine)
@@ -89,7 +90,7 @@ def _pairs(candidate: Candidate, predictor: Predictor, table: Table) -> tuple[Pa
     batch = [prepared_input for _, _, prepared_input in comparable_entities]
     live = predictor.predict(table.name, batch, fingerprints, 0) if batch else []
     for row, record, expected_fingerprint in zip(usable, stored_records, fingerprints, strict=True):
-        if decode(table.layout, record).fingerprint != expected_fingerprint:
+        if decode_record(table.layout, record).fingerprint != expected_fingerprint:
             return [], raws[row].decode()
     return list(zip(stored_records, live, strict=True)), ""
 
@@ -166,7 +167,7 @@ def _overlap(table: Table, pairs: Pairs) -> float:
     overlaps = []
     for stored_record, live in pairs:
         stored_items, theirs = (
-            decode(table.layout, record).items for record in (stored_record, live)
+            decode_record(table.layout, record).items for record in (stored_record, live)
         )
         if stored_items is None or theirs is None:
             return float("nan")
@@ -178,7 +179,8 @@ def _overlap(table: Table, pairs: Pairs) -> float:
 
 def _cosine(table: Table, pairs: Pairs) -> float:
     stored_numbers, theirs = (
-        np.array([decode(table.layout, pair[side]).numbers for pair in pairs]) for side in (0, 1)
+        np.array([decode_record(table.layout, pair[side]).numbers for pair in pairs])
+        for side in (0, 1)
     )
     return float(row_cosines(stored_numbers, theirs).mean())
 

@@ -1,18 +1,4 @@
-"""Canary: a verified generation tried on a share of the requests, judged beside live, then published or abandoned.
-
-The split is over keys, so keys are what is counted: each once, by its first answer. Counted by request, a handful of
-busy keys would be most of either arm, and two arms of one generation would differ by who is among them. A measure
-speaks against the canary where it is above its limit and above what two arms of one generation come to by chance
-(`ALPHA` of all such canaries at most); above its limit only, it leaves the question open. With n and m keys,
-
-- score_psi by chance is (1/n + 1/m) times a chi-square with bins - 1 degrees of freedom (Yurdakul and Naranjo,
-  "Statistical properties of the population stability index", 2020; its quantile after Wilson and Hilferty, 1931),
-- each share that source_shift sums differs by chance by at most what Bernstein's inequality allows,
-- events are a Poisson count given how often they came under live; events of one key that hang together vary more.
-
-n is smaller than the number of keys counted, as one key may have been counted by every replica and replicas keep
-samples of different rates (Kish's effective sample size).
-"""
+"""Canary: a verified generation tried on a share of the requests, judged beside live, then published or abandoned."""
 
 import argparse
 import math
@@ -38,235 +24,36 @@ from precompute.steps import publish as publish_step
 
 Verdict = Literal["publish", "abandon", "undecided"]
 
-
 ALPHA = 1e-4
 """Highest probability that a measure of two arms of one generation is taken for more than chance."""
 
-
 KEYS_FOR_EVIDENCE = 100
-"""Least number of keys for evidence: the approximations above need some."""
-
+"""Least number of keys for evidence: the approximations of `ArmComparison` need some."""
 
 _Z = NormalDist().inv_cdf(1 - ALPHA)
 
+_PSI_BINS = 10
 
-_BINS = 10
-
-
-_SMOOTHING = 0.5
+_PSI_SMOOTHING = 0.5
 
 
-@dataclass(slots=True)
-class Totals:
-    """Totals of one arm over all replicas: requests, feedback; per key, once, what answered and top scores by bucket.
-
-    `keys`, `kinds`, `scores` and `score_sum` are estimates for all keys; `certain`: how many independent keys they
-    are worth.
-    """
-
-    requests: int = 0
-    keys: float = 0.0
-    kinds: Counter[str] = field(default_factory=Counter)
-    scores: Counter[int] = field(default_factory=Counter)
-    score_sum: float = 0.0
-    feedback: Counter[str] = field(default_factory=Counter)
-    _squares: float = 0.0
-    _replicas: int = 0
-
-    @classmethod
-    def of(cls, heartbeat_counts: Iterable[Mapping[str, Any]]) -> Self:
-        """The sum of what heartbeats carry of this arm."""
-        total = cls()
-        for replica_counts in heartbeat_counts:
-            total.requests += int(replica_counts["requests"])
-            total.feedback.update(replica_counts["feedback"])
-            keys, weight = int(replica_counts["keys"]), int(replica_counts["weight"])
-            if not keys:
-                continue
-            total._replicas += 1
-            total._squares += weight * weight * keys
-            total.keys += weight * keys
-            total.kinds.update(
-                {kind: weight * count for kind, count in replica_counts["kinds"].items()}
-            )
-            total.scores.update(
-                {int(at): weight * count for at, count in replica_counts["scores"].items()}
-            )
-            total.score_sum += weight * float(replica_counts["score_sum"])
-        return total
-
-    @property
-    def certain(self) -> float:
-        """Keys as independent as if each had been counted once and alike."""
-        return self.keys**2 / self._squares / self._replicas if self.keys else 0.0
-
-    @property
-    def mean_score(self) -> float | None:
-        """Mean over the best score of each key's first list; None without lists."""
-        lists = self.scores.total()
-        return self.score_sum / lists if lists else None
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """`source_shift`: half the sum of the differences of shares, 0 to 1; `score_psi`: 0 = the same distribution.
-
-    `chance`: how large each of them may be between two arms of one generation. `feedback`: event -> its rate per
-    request under the canary over that under live, None without any under live; `feedback_chance`: how far below 1 that
-    may be by chance.
-    """
-
-    requests: Mapping[str, int]
-    keys: Mapping[str, int]
-    source_shift: float
-    score_psi: float
-    chance: Mapping[str, float]
-    mean_scores: Mapping[str, float | None]
-    feedback: Mapping[str, float | None]
-    feedback_chance: Mapping[str, float]
-
-    @classmethod
-    def of(cls, live: Totals, canary: Totals) -> Self:
-        """Compares the two arms, each measure with what it may be by chance."""
-        events = sorted({*live.feedback, *canary.feedback})
-        ratios = {event: _ratio(event, live, canary) for event in events}
-        return cls(
-            {"live": live.requests, "canary": canary.requests},
-            {"live": int(live.certain), "canary": int(canary.certain)},
-            shift(live.kinds, canary.kinds),
-            psi(live.scores, canary.scores),
-            {
-                "source_shift": shift_by_chance(live, canary),
-                "score_psi": psi_by_chance(live, canary),
-            },
-            {"live": live.mean_score, "canary": canary.mean_score},
-            {event: ratio for event, (ratio, _) in ratios.items()},
-            {event: chance for event, (_, chance) in ratios.items()},
-        )
-
-
-def shift(first_counts: Mapping[str, int], second_counts: Mapping[str, int]) -> float:
-    """Total variation distance of two mixes."""
-    all_one, all_other = sum(first_counts.values()), sum(second_counts.values())
-    if not all_one or not all_other:
-        return 0.0 if all_one == all_other else 1.0
-    names = {*first_counts, *second_counts}
-    return 0.5 * sum(
-        abs(first_counts.get(name, 0) / all_one - second_counts.get(name, 0) / all_other)
-        for name in names
-    )
-
-
-def psi(expected: Mapping[int, int], actual_counts: Mapping[int, int]) -> float:
-    """Population stability index over at most ten bins of about equal weight in `expected`; inf if one is empty."""
-    all_expected, all_found = sum(expected.values()), sum(actual_counts.values())
-    if not all_expected or not all_found:
-        return 0.0 if all_expected == all_found else math.inf
-    bins: list[list[float]] = [[0.0, 0.0]]
-    for at in sorted({*expected, *actual_counts}):
-        if bins[-1][0] >= all_expected / _BINS:
-            bins.append([0.0, 0.0])
-        bins[-1][0] += expected.get(at, 0)
-        bins[-1][1] += actual_counts.get(at, 0)
-    total = 0.0
-    for expected_count, actual_count in bins:
-        expected_share = (expected_count + _SMOOTHING) / (all_expected + _SMOOTHING * len(bins))
-        share_found = (actual_count + _SMOOTHING) / (all_found + _SMOOTHING * len(bins))
-        total += (share_found - expected_share) * math.log(share_found / expected_share)
-    return total
-
-
-def shift_by_chance(live: Totals, canary: Totals) -> float:
-    """The source_shift that two arms of one generation exceed at most `ALPHA` of the time."""
-    if not live.certain or not canary.certain:
-        return math.inf
-    kinds = {*live.kinds, *canary.kinds}
-    deviation = math.log(2 * len(kinds) / ALPHA)
-    apart = 1 / live.certain + 1 / canary.certain
-    allowed = deviation / (3 * min(live.certain, canary.certain)) * len(kinds)
-    for kind in kinds:
-        pooled_share = (live.kinds[kind] + canary.kinds[kind]) / (live.keys + canary.keys)
-        allowed += math.sqrt(2 * pooled_share * (1 - pooled_share) * deviation * apart)
-    return min(1.0, 0.5 * allowed)
-
-
-def psi_by_chance(live: Totals, canary: Totals) -> float:
-    """The score_psi that two arms of one generation exceed at most `ALPHA` of the time."""
-    if not live.certain or not canary.certain:
-        return math.inf
-    apart = 0.0
-    for arm in (live, canary):
-        lists = (
-            arm.scores.total() or arm.keys
-        )  # an arm without a single list is as sure as its keys are many
-        apart += arm.keys / (lists * arm.certain)
-    free = _BINS - 1
-    spread = 2 / (9 * free)
-    quantile: float = free * (1 - spread + _Z * math.sqrt(spread)) ** 3
-    return apart * quantile
-
-
-def _ratio(event: str, live: Totals, canary: Totals) -> tuple[float | None, float]:
-    """(rate under the canary over that under live, how far below 1 that may be by chance)."""
-    if not live.feedback[event] or not live.requests or not canary.requests:
-        return None, math.inf
-    expected = live.feedback[event] * canary.requests / live.requests
-    chance = _Z * math.sqrt(1 / expected + 1 / live.feedback[event])
-    under_live = live.feedback[event] / live.requests
-    return canary.feedback[event] / canary.requests / under_live, chance
-
-
-def decide(comparison: Comparison, limits: CanaryConfig) -> tuple[Verdict, list[str]]:
-    """Publish when every measure is there and within its limit, abandon on evidence against; the reasons for either.
-
-    What was counted too seldom to tell leaves it undecided, with what is missing.
-    """
-    against: list[str] = []
-    missing: list[str] = []
-    for unit_name, count_by_arm, min_count in (
-        ("requests", comparison.requests, limits.requests_min),
-        ("keys", comparison.keys, limits.keys_min),
-    ):
-        missing += [
-            f"{arm} answered {count} {unit_name}, at least {min_count} are needed"
-            for arm, count in count_by_arm.items()
-            if count < min_count
-        ]
-    for name, value, limit in (
-        ("source_shift", comparison.source_shift, limits.source_shift_max),
-        ("score_psi", comparison.score_psi, limits.score_psi_max),
-    ):
-        chance = comparison.chance[name]
-        if value > limit:
-            finding = f"{name} {value:.4f} is above {limit:g}"
-            if value > chance:
-                against.append(finding)
-            else:
-                missing.append(f"{finding}, but up to {chance:.4f} may be chance with so few keys")
-        elif not value <= limit:
-            missing.append(f"{name} is not known")
-    if limits.feedback_event:
-        _weigh_feedback(comparison, limits, against, missing)
-    # Two keys can differ by anything.
-    if against and min(comparison.keys.values()) >= min(limits.keys_min, KEYS_FOR_EVIDENCE):
-        return "abandon", against
-    return ("undecided", against + missing) if against or missing else ("publish", [])
-
-
-def _weigh_feedback(
-    comparison: Comparison, limits: CanaryConfig, against: list[str], missing: list[str]
-) -> None:
-    event, min_ratio = limits.feedback_event, limits.feedback_ratio_min
-    ratio = comparison.feedback.get(event)
-    if ratio is None:
-        missing.append(f"nothing was reported as {event}")
-    elif not ratio >= min_ratio:
-        finding = f"{event} per request is {ratio:.4f} of live's, at least {min_ratio:g} is needed"
-        chance = comparison.feedback_chance[event]
-        if ratio < 1 - chance:
-            against.append(finding)
-        else:
-            missing.append(f"{finding}, but it may be chance down to {max(0.0, 1 - chance):.4f}")
+def command(
+    config: NightConfig, arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
+    """`canary start|status|publish|abandon`."""
+    attempt: str = arguments.attempt or new_attempt()
+    match arguments.action:
+        case "start":
+            return start(
+                config, arguments.generation, percent=arguments.percent, attempt=attempt,
+                progress=progress,
+            )  # fmt: skip
+        case "publish":
+            return publish(config, arguments.generation, attempt=attempt, progress=progress)
+        case "abandon":
+            reason = arguments.reason
+            return abandon(config, arguments.generation, reason=reason, attempt=attempt)
+    return status(config)
 
 
 def start(
@@ -326,55 +113,6 @@ def start(
     }
 
 
-def has_live(config: NightConfig) -> bool:
-    """True if something is live that a canary could be compared with."""
-    with open_releases(config) as releases:
-        return releases.ledger().live is not None
-
-
-def _newest_verified(control: Control) -> str:
-    if (canary := _canary(control)) is not None:
-        return canary.generation  # a retry of the start
-    rows = control.rows()
-    verified = sorted(
-        generation_id for generation_id, row in rows.items() if row.state is State.VERIFIED
-    )
-    if not verified:
-        raise Conflict("no generation is verified and waiting: run the night up to `verify` first")
-    return verified[-1]
-
-
-def _canary(control: Control) -> Canary | None:
-    pointer = control.pointer()
-    return None if pointer is None else pointer.canary
-
-
-def _running(control: Control, generation: str | None = None) -> Canary:
-    if (canary := _canary(control)) is None:
-        generation_clause = "" if generation is None else f" of {generation}"
-        raise Conflict(
-            f"no canary{generation_clause} is running: start one with `canary start GENERATION`"
-        )
-    if generation not in (None, canary.generation):
-        raise Conflict(
-            f"no canary of {generation} is running: the one that runs is {canary.generation}",
-            generation=canary.generation,
-        )
-    return canary
-
-
-def compare(replicas: Sequence[Replica], canary: Canary) -> Comparison:
-    """Both arms, over the replicas that live; those that have counted nothing yet add nothing."""
-    arm_counts = [
-        replica.canary["arms"]
-        for replica in replicas
-        if replica.canary is not None and replica.canary["since"] == canary.since
-    ]
-    return Comparison.of(
-        *(Totals.of(arms[arm] for arms in arm_counts) for arm in ("live", "canary"))
-    )
-
-
 def status(config: NightConfig) -> Step:
     """The canary that is running, both arms compared, and what would follow from it now."""
     with open_releases(config) as releases:
@@ -431,19 +169,6 @@ def abandon(
     return {"generation": generation_id, "abandoned": reason}
 
 
-def _ended_by(releases: Releases, attempt: str, generation: str | None) -> Release | None:
-    """The record of the canary that this very attempt abandoned."""
-    return next(
-        (
-            release
-            for release in reversed(releases.settle())
-            if release.action == "end_canary" and release.attempt == attempt and release.is_done
-            and release.abandoned and generation in (None, release.generation)
-        ),
-        None,
-    )  # fmt: skip
-
-
 def is_over(config: NightConfig, generation: str) -> bool:
     """True if the canary has run for `wait_s` and can be decided about, or `wait_max_s`, or does not run any more."""
     with open_releases(config) as releases:
@@ -490,20 +215,296 @@ def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
     return {"generation": generation, "published": True, **asdict(comparison)}
 
 
-def command(
-    config: NightConfig, arguments: argparse.Namespace, progress: Progress
-) -> dict[str, Any]:
-    """`canary start|status|publish|abandon`."""
-    attempt: str = arguments.attempt or new_attempt()
-    match arguments.action:
-        case "start":
-            return start(
-                config, arguments.generation, percent=arguments.percent, attempt=attempt,
-                progress=progress,
-            )  # fmt: skip
-        case "publish":
-            return publish(config, arguments.generation, attempt=attempt, progress=progress)
-        case "abandon":
-            reason = arguments.reason
-            return abandon(config, arguments.generation, reason=reason, attempt=attempt)
-    return status(config)
+def has_live(config: NightConfig) -> bool:
+    """True if something is live that a canary could be compared with."""
+    with open_releases(config) as releases:
+        return releases.ledger().live is not None
+
+
+def _newest_verified(control: Control) -> str:
+    if (canary := _canary(control)) is not None:
+        return canary.generation  # a retry of the start
+    rows = control.rows()
+    verified = sorted(
+        generation_id for generation_id, row in rows.items() if row.state is State.VERIFIED
+    )
+    if not verified:
+        raise Conflict("no generation is verified and waiting: run the night up to `verify` first")
+    return verified[-1]
+
+
+def _canary(control: Control) -> Canary | None:
+    pointer = control.pointer()
+    return None if pointer is None else pointer.canary
+
+
+def _running(control: Control, generation: str | None = None) -> Canary:
+    if (canary := _canary(control)) is None:
+        generation_clause = "" if generation is None else f" of {generation}"
+        raise Conflict(
+            f"no canary{generation_clause} is running: start one with `canary start GENERATION`"
+        )
+    if generation not in (None, canary.generation):
+        raise Conflict(
+            f"no canary of {generation} is running: the one that runs is {canary.generation}",
+            generation=canary.generation,
+        )
+    return canary
+
+
+def _ended_by(releases: Releases, attempt: str, generation: str | None) -> Release | None:
+    """The record of the canary that this very attempt abandoned."""
+    return next(
+        (
+            release
+            for release in reversed(releases.settle())
+            if release.action == "end_canary" and release.attempt == attempt and release.is_done
+            and release.abandoned and generation in (None, release.generation)
+        ),
+        None,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class CanaryArmTotals:
+    """Totals of one arm over all replicas: requests, feedback; per key, once, what answered and top scores by bucket.
+
+    `keys`, `kinds`, `scores` and `score_sum` are estimates for all keys; `certain`: how many independent keys they
+    are worth.
+    """
+
+    requests: int = 0
+    keys: float = 0.0
+    kinds: Counter[str] = field(default_factory=Counter)
+    scores: Counter[int] = field(default_factory=Counter)
+    score_sum: float = 0.0
+    feedback: Counter[str] = field(default_factory=Counter)
+    _squares: float = 0.0
+    _replicas: int = 0
+
+    @classmethod
+    def of(cls, heartbeat_counts: Iterable[Mapping[str, Any]]) -> Self:
+        """The sum of what heartbeats carry of this arm."""
+        total = cls()
+        for replica_counts in heartbeat_counts:
+            total.requests += int(replica_counts["requests"])
+            total.feedback.update(replica_counts["feedback"])
+            keys, weight = int(replica_counts["keys"]), int(replica_counts["weight"])
+            if not keys:
+                continue
+            total._replicas += 1
+            total._squares += weight * weight * keys
+            total.keys += weight * keys
+            total.kinds.update(
+                {kind: weight * count for kind, count in replica_counts["kinds"].items()}
+            )
+            total.scores.update(
+                {int(at): weight * count for at, count in replica_counts["scores"].items()}
+            )
+            total.score_sum += weight * float(replica_counts["score_sum"])
+        return total
+
+    @property
+    def certain(self) -> float:
+        """Keys as independent as if each had been counted once and alike."""
+        return self.keys**2 / self._squares / self._replicas if self.keys else 0.0
+
+    @property
+    def mean_score(self) -> float | None:
+        """Mean over the best score of each key's first list; None without lists."""
+        lists = self.scores.total()
+        return self.score_sum / lists if lists else None
+
+
+@dataclass(frozen=True, slots=True)
+class ArmComparison:
+    """Measures of the canary's arm beside live's, each with what chance may make of it.
+
+    `source_shift`: half the sum of the differences of shares, 0 to 1; `score_psi`: 0 = the same distribution.
+    `chance`: how large each of them may be between two arms of one generation. `feedback`: event -> its rate per
+    request under the canary over that under live, None without any under live; `feedback_chance`: how far below 1 that
+    may be by chance.
+
+    The split is over keys, so keys are what is counted: each once, by its first answer. Counted by request, a handful
+    of busy keys would be most of either arm, and two arms of one generation would differ by who is among them. A
+    measure speaks against the canary where it is above its limit and above what two arms of one generation come to by
+    chance (`ALPHA` of all such canaries at most); above its limit only, it leaves the question open. With n and m keys,
+
+    - score_psi by chance is (1/n + 1/m) times a chi-square with bins - 1 degrees of freedom (Yurdakul and Naranjo,
+      "Statistical properties of the population stability index", 2020; its quantile after Wilson and Hilferty, 1931),
+    - each share that source_shift sums differs by chance by at most what Bernstein's inequality allows,
+    - events are a Poisson count given how often they came under live; events of one key that hang together vary more.
+
+    n is smaller than the number of keys counted, as one key may have been counted by every replica and replicas keep
+    samples of different rates (Kish's effective sample size).
+    """
+
+    requests: Mapping[str, int]
+    keys: Mapping[str, int]
+    source_shift: float
+    score_psi: float
+    chance: Mapping[str, float]
+    mean_scores: Mapping[str, float | None]
+    feedback: Mapping[str, float | None]
+    feedback_chance: Mapping[str, float]
+
+    @classmethod
+    def of(cls, live: CanaryArmTotals, canary: CanaryArmTotals) -> Self:
+        """Compares the two arms, each measure with what it may be by chance."""
+        events = sorted({*live.feedback, *canary.feedback})
+        ratios = {event: _feedback_ratio(event, live, canary) for event in events}
+        return cls(
+            {"live": live.requests, "canary": canary.requests},
+            {"live": int(live.certain), "canary": int(canary.certain)},
+            mix_shift(live.kinds, canary.kinds),
+            population_stability_index(live.scores, canary.scores),
+            {
+                "source_shift": shift_by_chance(live, canary),
+                "score_psi": psi_by_chance(live, canary),
+            },
+            {"live": live.mean_score, "canary": canary.mean_score},
+            {event: ratio for event, (ratio, _) in ratios.items()},
+            {event: chance for event, (_, chance) in ratios.items()},
+        )
+
+
+def compare(replicas: Sequence[Replica], canary: Canary) -> ArmComparison:
+    """Both arms, over the replicas that live; those that have counted nothing yet add nothing."""
+    arm_counts = [
+        replica.canary["arms"]
+        for replica in replicas
+        if replica.canary is not None and replica.canary["since"] == canary.since
+    ]
+    return ArmComparison.of(
+        *(CanaryArmTotals.of(arms[arm] for arms in arm_counts) for arm in ("live", "canary"))
+    )
+
+
+def decide(comparison: ArmComparison, limits: CanaryConfig) -> tuple[Verdict, list[str]]:
+    """Publish when every measure is there and within its limit, abandon on evidence against; the reasons for either.
+
+    What was counted too seldom to tell leaves it undecided, with what is missing.
+    """
+    against: list[str] = []
+    missing: list[str] = []
+    for unit_name, count_by_arm, min_count in (
+        ("requests", comparison.requests, limits.requests_min),
+        ("keys", comparison.keys, limits.keys_min),
+    ):
+        missing += [
+            f"{arm} answered {count} {unit_name}, at least {min_count} are needed"
+            for arm, count in count_by_arm.items()
+            if count < min_count
+        ]
+    for name, value, limit in (
+        ("source_shift", comparison.source_shift, limits.source_shift_max),
+        ("score_psi", comparison.score_psi, limits.score_psi_max),
+    ):
+        chance = comparison.chance[name]
+        if value > limit:
+            finding = f"{name} {value:.4f} is above {limit:g}"
+            if value > chance:
+                against.append(finding)
+            else:
+                missing.append(f"{finding}, but up to {chance:.4f} may be chance with so few keys")
+        elif not value <= limit:
+            missing.append(f"{name} is not known")
+    if limits.feedback_event:
+        _weigh_feedback(comparison, limits, against, missing)
+    # Two keys can differ by anything.
+    if against and min(comparison.keys.values()) >= min(limits.keys_min, KEYS_FOR_EVIDENCE):
+        return "abandon", against
+    return ("undecided", against + missing) if against or missing else ("publish", [])
+
+
+def _weigh_feedback(
+    comparison: ArmComparison, limits: CanaryConfig, against: list[str], missing: list[str]
+) -> None:
+    event, min_ratio = limits.feedback_event, limits.feedback_ratio_min
+    ratio = comparison.feedback.get(event)
+    if ratio is None:
+        missing.append(f"nothing was reported as {event}")
+    elif not ratio >= min_ratio:
+        finding = f"{event} per request is {ratio:.4f} of live's, at least {min_ratio:g} is needed"
+        chance = comparison.feedback_chance[event]
+        if ratio < 1 - chance:
+            against.append(finding)
+        else:
+            missing.append(f"{finding}, but it may be chance down to {max(0.0, 1 - chance):.4f}")
+
+
+def mix_shift(first_counts: Mapping[str, int], second_counts: Mapping[str, int]) -> float:
+    """Total variation distance of two mixes."""
+    all_one, all_other = sum(first_counts.values()), sum(second_counts.values())
+    if not all_one or not all_other:
+        return 0.0 if all_one == all_other else 1.0
+    names = {*first_counts, *second_counts}
+    return 0.5 * sum(
+        abs(first_counts.get(name, 0) / all_one - second_counts.get(name, 0) / all_other)
+        for name in names
+    )
+
+
+def shift_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
+    """The source_shift that two arms of one generation exceed at most `ALPHA` of the time."""
+    if not live.certain or not canary.certain:
+        return math.inf
+    kinds = {*live.kinds, *canary.kinds}
+    deviation = math.log(2 * len(kinds) / ALPHA)
+    apart = 1 / live.certain + 1 / canary.certain
+    allowed = deviation / (3 * min(live.certain, canary.certain)) * len(kinds)
+    for kind in kinds:
+        pooled_share = (live.kinds[kind] + canary.kinds[kind]) / (live.keys + canary.keys)
+        allowed += math.sqrt(2 * pooled_share * (1 - pooled_share) * deviation * apart)
+    return min(1.0, 0.5 * allowed)
+
+
+def population_stability_index(
+    expected: Mapping[int, int], actual_counts: Mapping[int, int]
+) -> float:
+    """Population stability index over at most ten bins of about equal weight in `expected`; inf if one is empty."""
+    all_expected, all_found = sum(expected.values()), sum(actual_counts.values())
+    if not all_expected or not all_found:
+        return 0.0 if all_expected == all_found else math.inf
+    bins: list[list[float]] = [[0.0, 0.0]]
+    for at in sorted({*expected, *actual_counts}):
+        if bins[-1][0] >= all_expected / _PSI_BINS:
+            bins.append([0.0, 0.0])
+        bins[-1][0] += expected.get(at, 0)
+        bins[-1][1] += actual_counts.get(at, 0)
+    total = 0.0
+    for expected_count, actual_count in bins:
+        expected_share = (expected_count + _PSI_SMOOTHING) / (
+            all_expected + _PSI_SMOOTHING * len(bins)
+        )
+        share_found = (actual_count + _PSI_SMOOTHING) / (all_found + _PSI_SMOOTHING * len(bins))
+        total += (share_found - expected_share) * math.log(share_found / expected_share)
+    return total
+
+
+def psi_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
+    """The score_psi that two arms of one generation exceed at most `ALPHA` of the time."""
+    if not live.certain or not canary.certain:
+        return math.inf
+    apart = 0.0
+    for arm in (live, canary):
+        lists = (
+            arm.scores.total() or arm.keys
+        )  # an arm without a single list is as sure as its keys are many
+        apart += arm.keys / (lists * arm.certain)
+    free = _PSI_BINS - 1
+    spread = 2 / (9 * free)
+    quantile: float = free * (1 - spread + _Z * math.sqrt(spread)) ** 3
+    return apart * quantile
+
+
+def _feedback_ratio(
+    event: str, live: CanaryArmTotals, canary: CanaryArmTotals
+) -> tuple[float | None, float]:
+    """(rate under the canary over that under live, how far below 1 that may be by chance)."""
+    if not live.feedback[event] or not live.requests or not canary.requests:
+        return None, math.inf
+    expected = live.feedback[event] * canary.requests / live.requests
+    chance = _Z * math.sqrt(1 / expected + 1 / live.feedback[event])
+    under_live = live.feedback[event] / live.requests
+    return canary.feedback[event] / canary.requests / under_live, chance

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.format.item_table import Named
+from cache.format.item_table import IdBytes
 from cache.format.manifest import Table
 from cache.native import loader
 from serving.arrow.schema import Field
@@ -28,16 +28,17 @@ from serving.arrow.writer import (
     whole_texts,
 )
 from serving.engine.rendering.answer_fields import AnswerJson
-from serving.requests.answers import ORIGIN, PREDICTION, Origin, fields_of
+from serving.requests.answers import ORIGIN_FIELDS, PREDICTION_FIELDS, Origin, fields_of
 
 TABLE = "table"
 """Schema metadata key whose value names the table that was asked."""
 
 _ID = fields_of(Origin)[0].arrow
-_ORIGIN = tuple([answer_field.arrow for answer_field in ORIGIN])
+_ORIGIN = tuple([answer_field.arrow for answer_field in ORIGIN_FIELDS])
 _FIELDS = (_ID, *_ORIGIN)
 _PREDICTION = {
-    kind: tuple([answer_field.arrow for answer_field in PREDICTION[kind]]) for kind in PREDICTION
+    kind: tuple([answer_field.arrow for answer_field in PREDICTION_FIELDS[kind]])
+    for kind in PREDICTION_FIELDS
 }
 _PACKED = {"f8": "<d", "i4": "<i"}
 
@@ -53,11 +54,11 @@ class StoredRows(NamedTuple):
     """Origin of rows from L1, and of rows from L2."""
     is_l2: NDArray[np.bool_]
     numbers: NDArray[np.float32]
-    items: Named
+    items: IdBytes
     """Item ids of the lists, if the rows are lists."""
 
 
-NO_ITEMS = Named.of(b"", np.zeros((0, 0), np.int32))
+NO_ITEMS = IdBytes.of(b"", np.zeros((0, 0), np.int32))
 _NO_STORED_ROWS = StoredRows(
     np.zeros(0, np.int64), ((), ()), np.zeros(0, bool), np.zeros((0, 0), np.float32), NO_ITEMS
 )
@@ -174,11 +175,11 @@ def _top_columns(
     for row, answer in answers.items():
         row_slice = slice(ends[row], ends[row + 1])
         sizes[row_slice], flat[row_slice] = list(map(len, names_by_row[row])), answer["scores"]
-    named = _names(Named.of(b"".join(items), sizes))
+    named = _names(IdBytes.of(b"".join(items), sizes))
     return lists(ends, named), lists(ends, numbers(flat)), flags(short)
 
 
-def _names(named: Named) -> Column:
+def _names(named: IdBytes) -> Column:
     return Column(((len(named.cuts) // 4 - 1, 0),), (b"", named.cuts, named.data))
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from cache.errors import LarderError
 from cache.store.artefacts import ArtefactStore
 from cache.traffic.experiments import VERSIONS, Experiment, Experiments
-from cache.traffic.split import BUCKETS, KeySplit, Owners, size_of
+from cache.traffic.split import BUCKETS, KeySplit, Owners, bucket_count
 from serving.engine.service import LookupService
 from serving.process.resources import InThread
 from serving.requests.reasons import StaleReason
@@ -214,13 +214,13 @@ class Arms:
             arms = sorted(experiment.arms, key=lambda arm: arm.namespace != self.namespace)
             experiment_rows.append({
                 "experiment": experiment.name,
-                "share": size_of(experiment.buckets) / BUCKETS,
+                "share": bucket_count(experiment.buckets) / BUCKETS,
                 "started_at": experiment.started_at,
                 "arms": [
                     {
                         "arm": arm.name,
                         "namespace": arm.namespace,
-                        "share": size_of(arm.buckets) / BUCKETS,
+                        "share": bucket_count(arm.buckets) / BUCKETS,
                         "generation": self._live(arm.namespace),
                     }
                     for arm in arms

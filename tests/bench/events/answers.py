@@ -14,7 +14,7 @@ from cache.events.event import Event, Position
 from serving.access.callers import Callers
 from serving.engine.hot_route import FastLookups
 from serving.http.routes import Service
-from serving.requests.context import CALLER
+from serving.requests.context import CALLER_KEY
 from tests.bench.events.in_process import in_process
 from tests.bench.tools.harness import Options, Report, alternate, parse
 from tests.integration.fresh.events_world import EventWorld
@@ -56,7 +56,7 @@ class Bench:
     async def _asked(self, fast_lookups: FastLookups, path: bytes) -> None:
         caller = Callers(is_open=True).identify([])
         get = fast_lookups.parse_get(
-            {"raw_path": path, "query_string": b"", "headers": [], CALLER: caller}
+            {"raw_path": path, "query_string": b"", "headers": [], CALLER_KEY: caller}
         )
         if get is None or await fast_lookups.get(get) is None:
             raise RuntimeError(f"{path!r} is not answered on the fast way")

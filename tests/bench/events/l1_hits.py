@@ -20,7 +20,7 @@ from urllib.request import urlopen
 import redis
 
 from cache.events.event import Event
-from cache.events.stream import SCRIPT, StreamBounds, call_of, packed
+from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_call, pack_event
 from tests.bench.events.fresh import SETTINGS, make_case
 from tests.bench.hostile import interval
 from tests.bench.observe import served
@@ -52,10 +52,10 @@ def accept(case: Case, count: int) -> None:
                 Event(f"{number}", 1, b"another-%d" % number, case.items[number % len(case.items)].encode())
                 for number in range(start, start + 1_000)
             ]  # fmt: skip
-            keys, arguments = call_of(
-                keyspace, bounds, [packed(keyspace, event) for event in events]
+            keys, arguments = accept_call(
+                keyspace, bounds, [pack_event(keyspace, event) for event in events]
             )
-            client.eval(SCRIPT, len(keys), *keys, *arguments)
+            client.eval(ACCEPT_SCRIPT, len(keys), *keys, *arguments)
 
 
 def counts_others(target: Program) -> bool:

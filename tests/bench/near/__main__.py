@@ -23,7 +23,7 @@ import numpy as np
 import uvloop
 
 from cache.config.serving import NearConfig
-from cache.records import decode
+from cache.records import decode_record
 from precompute.config.settings import NightConfig, ReferenceConfig, TableConfig
 from precompute.reference.train import train_reference
 from serving.config.settings import ServingConfig
@@ -31,7 +31,7 @@ from serving.engine.batch_inference import compute
 from serving.engine.micro_batcher import Compute, ComputedRecord, InferenceJob, MicroBatcher
 from serving.generations.snapshot import Snapshot
 from serving.near.near_matches import NearMatches
-from serving.process.resources import settle
+from serving.process.resources import freeze_objects
 from tests.bench.live import Measured, compare, open_snapshot
 from tests.bench.near.stream import HistoryStream
 from tests.bench.tools.harness import Options, Report, parse
@@ -118,7 +118,8 @@ def true_error(
                 and near_answer.near is not None
             ):
                 lists = [
-                    decode(layout, answer.record).items for answer in (near_answer, live_answer)
+                    decode_record(layout, answer.record).items
+                    for answer in (near_answer, live_answer)
                 ]
                 reused += 1
                 wrong += len(np.intersect1d(*lists)) < overlap * len(lists[1])  # type: ignore[call-overload, arg-type]
@@ -135,7 +136,7 @@ def measure(report: Report, night: NightConfig, options: Options) -> None:
     report.figures["inputs learned from before"] = learn(near, stream)
     report.figures["items"] = snapshot.items.count
     count = 1_024 if options.quick else 4_096
-    settle()
+    freeze_objects()
     near.counts[TABLE].clear()
     with (
         ThreadPoolExecutor(1, "larder-live") as pool,

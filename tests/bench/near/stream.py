@@ -4,7 +4,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from cache.model.predictor import LiveInput
+from cache.model.input_preparation import LiveInput
 from serving.engine.micro_batcher import InferenceJob
 from serving.generations.snapshot import Snapshot
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache.format.item_table import ItemTable
-from cache.records import decode
+from cache.records import decode_record
 from tests.bench.read_path import TABLE, Case
 from tests.bench.tools import feast_store
 from tests.bench.tools.http_load import Program, program
@@ -54,7 +54,7 @@ def rows_of(case: Case, k: int) -> dict[str, Row]:
     items = ItemTable.open(root, manifest)
     rows = {}
     for user, raw in raw_records(case.night, case.generation, case.users, TABLE).items():
-        record = decode(manifest.tables[TABLE].layout, raw)
+        record = decode_record(manifest.tables[TABLE].layout, raw)
         if record.items is None:
             raise RuntimeError(f"{TABLE} holds no lists")
         scores = tuple(record.numbers[:k].tolist())

@@ -26,7 +26,7 @@ DEEDS = {
         "cache.model.tower.Tower.run": "the tower makes vectors of them",
         "cache.topk.topk.Scorer.top": "each is compared with all items",
         "cache.topk.compiled.Kernel.top": "by the kernel, a tile of items at a time",
-        "precompute.scoring.pages.encode": "the best become records",
+        "precompute.scoring.pages.encode_records": "the best become records",
         "precompute.scoring.pages.PageFile.append": "records become pages of a file",
         "precompute.builds.build.Build.finish": "files are handed to the store",
         "precompute.builds.build.Build.report": "the report proves that they are whole",

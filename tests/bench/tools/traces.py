@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from cache.usage.miss_ratio_curve import Shards
+from cache.usage.miss_ratio_curve import MissRatioCurve
 from tests.bench.tools.topk_cases import DATA
 
 Keys = NDArray[np.int64]
@@ -86,7 +86,7 @@ def spots_of(keys: Keys, seed: int) -> NDArray[np.uint64]:
     return np.array([xxhash.xxh3_64_intdigest(raw, seed) for raw in raws], np.uint64)
 
 
-def sampled(keys: Keys, shards: Shards, *, seed: int = 0) -> None:
+def sampled(keys: Keys, shards: MissRatioCurve, *, seed: int = 0) -> None:
     """Let the sample see a stream of keys of size 1 as a service does: only what is in the sample gets there."""
     spots = spots_of(keys, seed)
     for start in range(0, len(keys), 4_096):

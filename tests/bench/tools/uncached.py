@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import serving.namespace
 from cache.l2.commands import LeaseMark
-from cache.tiers.reads import Miss, MissReason, ReadResult, RecordKey, View
-from cache.tiers.tiered import Hit, TieredCache
+from cache.tiers.reads import Hit, Miss, MissReason, ReadResult, RecordKey, View
+from cache.tiers.tiered import TieredCache
 from serving.__main__ import main
 
 _NOWHERE = Miss(MissReason.NOT_IN_GENERATION)

@@ -86,9 +86,9 @@ def _user_tower(rows: np.ndarray, projection: np.ndarray) -> OnnxModel:
         helper.make_node("Add", ["summed", "turned"], ["vector"], name="vector"),
     ]
     taste = helper.make_tensor_value_info("taste", TensorProto.FLOAT, ["rows", len(projection)])
-    inputs = [onnx_model.ints("history", ["rows", "length"]), taste]
+    inputs = [onnx_model.int32_info("history", ["rows", "length"]), taste]
     constants = {"table": padded, "axes": np.array([1], np.int64), "projection": projection}
-    return onnx_model.model_of(nodes, inputs, [onnx_model.floats("vector", DIMS)], constants)
+    return onnx_model.model_of(nodes, inputs, [onnx_model.float32_info("vector", DIMS)], constants)
 
 
 def config_of(folder: Path, redis_url: str) -> NightConfig:

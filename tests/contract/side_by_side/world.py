@@ -19,7 +19,7 @@ import redis
 from cache.process.redis_server import server
 from cache.store.blocklist import change_blocklist
 from infra.demo.synthetic import World, synthesize
-from infra.local.airflow import NEVER
+from infra.local.airflow import MANUAL_SCHEDULE
 from precompute.bundles.bundle import write_bundle
 from precompute.config.settings import NightConfig, night_config
 from precompute.traffic import experiments
@@ -158,7 +158,7 @@ CALM: Final[Mapping[str, str]] = {
     "LARDER_LOG_SHARE": "0",
     "LARDER_POLL_S": "0.2",
     "LARDER_BLOCKLIST_POLL_S": "0.1",
-    "LARDER_SCHEDULE": NEVER,
+    "LARDER_SCHEDULE": MANUAL_SCHEDULE,
 }
 """Settings under which no answer depends on how fast the machine is, or on what ends while a run goes on."""
 
@@ -265,7 +265,7 @@ class Shop:
             ("bare", NAMESPACE, ""),
         ):
             text = _SETTINGS.format(
-                namespace=namespace, never=NEVER, events=events, gates="\n".join(gates), of_one=OF_ONE,
+                namespace=namespace, never=MANUAL_SCHEDULE, events=events, gates="\n".join(gates), of_one=OF_ONE,
                 text_bytes=FEATURE_TEXT_BYTES,
             )  # fmt: skip
             (self.folder / f"{name}.toml").write_text(text)

@@ -13,7 +13,7 @@ from airflow.providers.openlineage.extractors.base import OperatorLineage
 from openlineage.client.event_v2 import Job, Run, RunEvent, RunState
 from openlineage.client.serde import Serde
 
-from cache.config.timetable import NIGHT, PRELIMINARY_STEPS
+from cache.config.timetable import NIGHT_STEPS, PRELIMINARY_STEPS
 
 RUN_ID = "01a21a7d-03e6-767c-8abb-abc1316261be"
 EVENTS = {"events": 3, "events_until": "1769731200000-0", "left_out": 0, "unreadable": 0}
@@ -53,7 +53,7 @@ def event(task_id: str, build: dict[str, Any], dag_id: str = "nightly_precompute
 def main(build: dict[str, Any]) -> None:
     """One line for each task."""
     renamed = {"score": "score_shard", "index": "build_index"}
-    for step in (*PRELIMINARY_STEPS, *NIGHT):
+    for step in (*PRELIMINARY_STEPS, *NIGHT_STEPS):
         print(event(renamed.get(step, step), build))
     print(event("verify", build, dag_id="somebody_elses"))
 

@@ -12,10 +12,17 @@ import redis
 
 from cache.config.events import EventsConfig
 from cache.events.event import Event, Position
-from cache.events.stream import SCRIPT, StreamBounds, call_of, entry_of, outcomes, packed
+from cache.events.stream import (
+    ACCEPT_SCRIPT,
+    StreamBounds,
+    accept_call,
+    event_of_entry,
+    pack_event,
+    read_outcomes,
+)
 from cache.format.redis_keys import Keyspace
 from precompute.config.settings import FilterConfig
-from serving.generations.holder import VALUES_S
+from serving.generations.holder import VALUES_LOOK_S
 from tests.integration.http.hot_way import Asked, Ways, running
 from tests.integration.http.shop import Shop, filter_of, make_shop, wanted_of
 from tests.integration.serving_app import Running, eventually, serving
@@ -46,17 +53,17 @@ class Stream:
 
     def accept(self, *events: Event) -> list[Position | None]:
         """Positions of events, as the script accepts them."""
-        keys, args = call_of(
-            self.keyspace, BOUNDS, [packed(self.keyspace, event) for event in events]
+        keys, args = accept_call(
+            self.keyspace, BOUNDS, [pack_event(self.keyspace, event) for event in events]
         )
-        replies: Any = self.client.eval(SCRIPT, len(keys), *keys, *args)
-        return [outcome.position for outcome in outcomes(replies)]
+        replies: Any = self.client.eval(ACCEPT_SCRIPT, len(keys), *keys, *args)
+        return [outcome.position for outcome in read_outcomes(replies)]
 
     def follow(self, service: Any) -> None:
         """Gives on what is new in it."""
         entries: Any = self.client.xrange(self.keyspace.events, self._last)
         for id_, fields in entries:
-            service.follower.holder.attributes.add(Position.parse(id_), entry_of(fields))
+            service.follower.holder.attributes.add(Position.parse(id_), event_of_entry(fields))
             self._last = f"({id_.decode()}"
 
 
@@ -114,7 +121,7 @@ async def test_filters_see_what_events_set_as_a_night_would_have_it(
             )
 
         # Then with the next look of the background
-        assert await eventually(is_seen) and VALUES_S <= 0.25
+        assert await eventually(is_seen) and VALUES_LOOK_S <= 0.25
         for filter_ in filters:
             assert await filtered(running, users, filter_) == expected(
                 updated_shop, users, filter_

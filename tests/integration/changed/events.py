@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 from cache.format.manifest import EntityKind
 from precompute.builds.reuse_fact import ENTERED, INPUTS, ITEM_LOST, REASONS
 from precompute.config.settings import TableConfig
-from precompute.filters.item_attributes import FOLDER
+from precompute.filters.item_attributes import ATTRIBUTES_FOLDER
 from precompute.reference.train import train_reference
-from precompute.reuse.base import BUNDLE, SETTINGS, inputs_file
+from precompute.reuse.base import OTHER_BUNDLE, OTHER_SETTINGS, inputs_file
 from precompute.reuse.inputs import BACK, DAMAGED, ERASED, FILES, LATE, TABLES
 from precompute.reuse.items import digests_file
 from tests.integration import nights
@@ -238,13 +238,13 @@ ERASED_USER = Event(erased("user"), reads=ERASED)
 ERASED_ITEM = Event(erased("item"), reads=ERASED)
 STOCK = Event(other_column("items.parquet", "stock", 0.02, stock))
 ROLLED_BACK = Event(rolled_back)
-RETRAINED = Event(retrained, why=BUNDLE, copies=False)
-RETRAINED_BESIDE_TABLES = Event(retrained, reads=TABLES, why=BUNDLE, copies=False)
-OTHER_K = Event(other_k, why=SETTINGS, copies=False)
+RETRAINED = Event(retrained, why=OTHER_BUNDLE, copies=False)
+RETRAINED_BESIDE_TABLES = Event(retrained, reads=TABLES, why=OTHER_BUNDLE, copies=False)
+OTHER_K = Event(other_k, why=OTHER_SETTINGS, copies=False)
 BAD_PAGES = Event(damaged("tables/user_topk/0000.pages"))
 BAD_PARTITION = Event(damaged("work/partition/0001.rows"), reads=DAMAGED)
 BAD_DIGESTS = Event(damaged(inputs_file(1), digests_file("item_tower")))
-BAD_ATTRIBUTES = Event(damaged(f"{FOLDER}/0000.values"), copies=False)
+BAD_ATTRIBUTES = Event(damaged(f"{ATTRIBUTES_FOLDER}/0000.values"), copies=False)
 LOOKS = Event(
     other_column("items.parquet", "looks", 0.02, whole_vectors), computed=(ITEM_LOST, ENTERED)
 )
@@ -257,9 +257,9 @@ MOOD = Event(other_column("users.parquet", "mood", 0.1, drawn_vectors(2)), reads
 COUNTRY = Event(
     other_column("users.parquet", "country", 0.05, countries), reads=TABLES, computed=(INPUTS,)
 )
-OTHER_TOWER = Event(other_user_tower, reads=TABLES, why=BUNDLE, copies=False)
-OTHER_VALUES = Event(other_values, reads=TABLES, why=BUNDLE, copies=False)
-SHORTER_HISTORIES = Event(shorter_histories, reads=TABLES, why=BUNDLE, copies=False)
+OTHER_TOWER = Event(other_user_tower, reads=TABLES, why=OTHER_BUNDLE, copies=False)
+OTHER_VALUES = Event(other_values, reads=TABLES, why=OTHER_BUNDLE, copies=False)
+SHORTER_HISTORIES = Event(shorter_histories, reads=TABLES, why=OTHER_BUNDLE, copies=False)
 VECTORS = Event(
     other_column("user_vectors.parquet", "vector", 0.1, drawn_vectors(16)),
     reads=TABLES, computed=(INPUTS,),
@@ -272,7 +272,7 @@ def check(month: Month, generation: str, events: Sequence[Event]) -> None:
     expected_reason = next((event.why for event in events if event.why), "")
     reads = {event.reads for event in events if event.reads}
     assert base_note["why"] == expected_reason
-    if expected_reason == SETTINGS:
+    if expected_reason == OTHER_SETTINGS:
         assert base_note["generation"] is None and base_note["read_because"] == expected_reason
     else:
         assert base_note["generation"] == month.made[-2]

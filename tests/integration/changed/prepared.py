@@ -19,7 +19,7 @@ from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import ShardInput, read_shard
 from precompute.reuse.base import inputs_file
 from precompute.reuse.digests import Digests
-from precompute.reuse.shard_reuse import paired
+from precompute.reuse.shard_reuse import pair_with_digests
 from precompute.steps import assemble
 from tests.integration.changed.events import Event
 from tests.integration.changed.month import Month
@@ -77,7 +77,9 @@ def redigested(month: Month, digests: Any) -> None:
             base.root / PARTITION, shard, history_limit=month.config.history_limit
         )
         user_digests: Digests = digests(entities, items)
-        base.path(inputs_file(shard)).write_bytes(paired(entities, user_digests).tobytes())
+        base.path(inputs_file(shard)).write_bytes(
+            pair_with_digests(entities, user_digests).tobytes()
+        )
         report = base.need(shard_report(shard))
         report["users"]["inputs"] = asdict(base.describe(inputs_file(shard)))
         base.report(shard_report(shard), report)

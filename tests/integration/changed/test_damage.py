@@ -7,9 +7,9 @@ import pytest
 
 from cache.store.artefacts import generation_path
 from precompute.builds.build import shard_report
-from precompute.filters.item_attributes import FOLDER
+from precompute.filters.item_attributes import ATTRIBUTES_FOLDER
 from precompute.partitions.catalogue import IDS, VECTORS, directory_file
-from precompute.partitions.partition import POPULARITY, UNKNOWN
+from precompute.partitions.partition import POPULARITY, UNKNOWN_ITEMS
 from precompute.reuse.base import inputs_file
 from precompute.reuse.items import digests_file
 from tests.integration.changed import events
@@ -20,8 +20,8 @@ from tests.integration.changed.worlds import reference
 FILES = (
     "tables/user_topk/0000.pages", "tables/user_topk.in_stock/0001.pages", "tables/item_similar/0000.pages",
     "tables/item_vector/0001.pages", "tables/user_affinity/0001.pages", "directory/user/0000.u64",
-    directory_file("item", 1), "seen/0000.ends", "seen/0001.items", f"{FOLDER}/0000.values", VECTORS, IDS,
-    inputs_file(0), digests_file("item_tower"), POPULARITY, UNKNOWN, "work/partition/0000.rows",
+    directory_file("item", 1), "seen/0000.ends", "seen/0001.items", f"{ATTRIBUTES_FOLDER}/0000.values", VECTORS, IDS,
+    inputs_file(0), digests_file("item_tower"), POPULARITY, UNKNOWN_ITEMS, "work/partition/0000.rows",
     "work/partition/0001.ids", "work/partition/0001.features",
 )  # fmt: skip
 REPORTS = (

@@ -11,7 +11,7 @@ from rich.console import Console
 from cache.process.redis_server import RedisServer
 from cache.reuse import FACT, Reuse
 from cache.store.artefacts import read_manifest
-from precompute.cli.status import read_state, render_status, report
+from precompute.cli.status import read_state, render_status, report_status
 from precompute.steps.night import Night, run_night
 from serving.dashboard.generation_history import GenerationHistory
 from serving.generations.nights import ReleaseWatch
@@ -35,7 +35,7 @@ def night(month: Month, number: int) -> dict[str, str]:
 def status_lines(month: Month) -> str:
     """Status as a terminal shows it, as one text without line breaks."""
     console = Console(width=400, file=io.StringIO())
-    for renderable in render_status(report(month.config, read_state(month.config))):
+    for renderable in render_status(report_status(month.config, read_state(month.config))):
         console.print(renderable)
     return " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
 
@@ -87,7 +87,7 @@ def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_night
         and fact.night.copied_share > 0.8
     )
 
-    status_report = report(month.config, read_state(month.config))
+    status_report = report_status(month.config, read_state(month.config))
     newest_generation, previous_generation = status_report["generations"][:2]
     assert newest_generation["reuse"] == fact.to_json()
     assert (

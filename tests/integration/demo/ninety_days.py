@@ -28,7 +28,7 @@ from precompute.bulk.reload import reload
 from precompute.releases.moves import Releases
 from precompute.releases.recovery import restore_redis
 from precompute.releases.sweep import drop_old_rows, retire, sweepable
-from serving.generations.pointer_follower import judge
+from serving.generations.pointer_follower import judge_pointer
 from tests.integration.release_world import World
 
 MINUTE, HOUR, DAY = 60.0, 3_600.0, 86_400.0
@@ -350,7 +350,7 @@ class Simulation:
 
     def _follow(self, reader: Reader) -> None:
         pointer = self.control.pointer()
-        verdict, previous_pointer = judge(pointer, reader.seen), reader.seen
+        verdict, previous_pointer = judge_pointer(pointer, reader.seen), reader.seen
         reader.verdict = verdict
         self.count(f"reader: {verdict}")
         if verdict == "newer" and pointer is not None:

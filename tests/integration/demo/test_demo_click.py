@@ -166,6 +166,6 @@ def test_a_dashboard_that_somebody_has_open_is_asked_again_until_it_shows_the_cl
     receipt = EventReceipt(1, 0, (), "everysec", "2-0")
 
     assert click._dashboard(receipt) == "dashboard: 1 accepted, 0.0 s behind"
-    monkeypatch.setattr(click_module, "SHOWN_S", 0.2)
+    monkeypatch.setattr(click_module, "SHOWN_WITHIN_S", 0.2)
     with pytest.raises(ValueError, match="does not show event 2-0"):
         click._dashboard(receipt)

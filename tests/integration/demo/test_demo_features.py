@@ -8,7 +8,7 @@ import numpy as np
 from infra.demo.checks import Judge
 from infra.demo.dataset import Dataset, synthetic
 from infra.demo.evaluate import TOP, offline_lists
-from infra.demo.features import add_features, ask_cold, fit
+from infra.demo.features import add_features, ask_cold, fit_ridge
 from infra.demo.http import scrape
 from infra.demo.synthetic import Profiles, World, profiles_of, synthesize
 from precompute.bundles.bundle import Bundle
@@ -61,7 +61,7 @@ def test_a_regression_finds_what_labels_and_numbers_say() -> None:
     vectors = np.stack([is_a * 2.0, np.where(is_a, 1, -1) * np.log(numbers)], axis=1)
 
     # when
-    regression = fit(labels, numbers, vectors.astype(np.float32))
+    regression = fit_ridge(labels, numbers, vectors.astype(np.float32))
 
     # then
     scaled = (np.log(numbers) - regression.mean) / regression.deviation

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from cache.events.stream import StreamBounds, call_of
+from cache.events.stream import StreamBounds, accept_call
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
 from serving.events import intake as inbox_module
 from serving.events.connection import EventsRedis
-from serving.events.intake import GROUP
+from serving.events.intake import INBOX_GROUP
 from tests.integration.events.durable_redis import DurableRedis, durable_redis, stream_of
 from tests.integration.events.intakes import intake, rejected
 from tests.integration.serving_app import eventually
@@ -37,7 +37,8 @@ def write(client: Any, keyspace: Keyspace, *numbers: int, user: str = "u") -> No
 
 async def is_empty(client: Any, keyspace: Keyspace) -> bool:
     return (
-        client.xlen(keyspace.inbox) == 0 and not client.xpending(keyspace.inbox, GROUP)["pending"]
+        client.xlen(keyspace.inbox) == 0
+        and not client.xpending(keyspace.inbox, INBOX_GROUP)["pending"]
     )
 
 
@@ -148,8 +149,8 @@ async def test_what_a_killed_consumer_took_counts_once(
     # Killed right after it had taken entries, or right after the script had accepted them.
     write(client, keyspace, *range(10))
     client.xadd(keyspace.inbox, {"user": "u", "item": "unnamed", "time": "1"})
-    client.xgroup_create(keyspace.inbox, GROUP, "0")
-    claimed_entries = client.xreadgroup(GROUP, "killed", {keyspace.inbox: ">"})[0][1]
+    client.xgroup_create(keyspace.inbox, INBOX_GROUP, "0")
+    claimed_entries = client.xreadgroup(INBOX_GROUP, "killed", {keyspace.inbox: ">"})[0][1]
     assert len(claimed_entries) == 11
     if is_accepted:
         async with intake(server.url, keyspace) as dead:
@@ -159,7 +160,7 @@ async def test_what_a_killed_consumer_took_counts_once(
                 for entry, fields in claimed_entries
             ]
             calls = EventsRedis(server.url, "any")
-            await calls.accept(*call_of(keyspace, StreamBounds(1 << 30, 10**6, 100), packed))
+            await calls.accept(*accept_call(keyspace, StreamBounds(1 << 30, 10**6, 100), packed))
             await calls.aclose()
 
     async with intake(server.url, keyspace, inbox=True) as successor_intake:
@@ -177,8 +178,8 @@ async def test_an_entry_that_was_deleted_while_a_consumer_had_it_holds_nobody_up
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
     write(client, keyspace, 1, 2)
-    client.xgroup_create(keyspace.inbox, GROUP, "0")
-    claimed_entries = client.xreadgroup(GROUP, "one", {keyspace.inbox: ">"})[0][1]
+    client.xgroup_create(keyspace.inbox, INBOX_GROUP, "0")
+    claimed_entries = client.xreadgroup(INBOX_GROUP, "one", {keyspace.inbox: ">"})[0][1]
     client.xdel(keyspace.inbox, claimed_entries[0][0])
 
     async with intake(server.url, keyspace, "one", inbox=True):
@@ -219,7 +220,7 @@ async def test_an_inbox_is_emptied_at_redis_maxmemory_whoever_starts(
     tmp_path: Path, keyspace: Keyspace
 ) -> None:
     with durable_redis(tmp_path, maxmemory="100mb") as small, small.client() as client:
-        client.xgroup_create(keyspace.inbox, GROUP, "0", mkstream=True)
+        client.xgroup_create(keyspace.inbox, INBOX_GROUP, "0", mkstream=True)
         client.xadd(keyspace.inbox, {"user": "u"})
         write(client, keyspace, *range(300))
         client.config_set("maxmemory", "1")
@@ -258,12 +259,14 @@ async def test_consumers_without_entries_are_forgotten_after_a_while(
     monkeypatch.setattr(inbox_module, "FORGET_AFTER_MS", 200)
     monkeypatch.setattr(inbox_module, "CLAIM_AFTER_MS", 60_000)
     write(client, keyspace, 1)
-    client.xgroup_create(keyspace.inbox, GROUP, "0")
-    client.xgroup_createconsumer(keyspace.inbox, GROUP, "idle")
-    client.xreadgroup(GROUP, "holds", {keyspace.inbox: ">"})
+    client.xgroup_create(keyspace.inbox, INBOX_GROUP, "0")
+    client.xgroup_createconsumer(keyspace.inbox, INBOX_GROUP, "idle")
+    client.xreadgroup(INBOX_GROUP, "holds", {keyspace.inbox: ">"})
 
     async def names() -> set[bytes]:
-        return {consumer["name"] for consumer in client.xinfo_consumers(keyspace.inbox, GROUP)}
+        return {
+            consumer["name"] for consumer in client.xinfo_consumers(keyspace.inbox, INBOX_GROUP)
+        }
 
     async def forgotten() -> bool:
         return b"idle" not in await names()

@@ -9,7 +9,7 @@ import pytest
 from cache.errors import CorruptArtefact
 from cache.events.event import BEGINNING, Event, Position
 from cache.events.newer_events import UserEvents
-from cache.events.stream import FILE, read_taken
+from cache.events.stream import TAKEN_FILE, read_taken
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from precompute.events.files import last_taken
@@ -113,8 +113,8 @@ async def test_what_the_store_cannot_tell_is_told_by_what_is_held(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = ArtefactStore(str(tmp_path))
-    store.write(FILE, b'{"until": "noon"}')
-    with pytest.raises(CorruptArtefact, match=FILE):
+    store.write(TAKEN_FILE, b'{"until": "noon"}')
+    with pytest.raises(CorruptArtefact, match=TAKEN_FILE):
         read_taken(store)
     newest_position = newest_of(store, Position(5, 0))
 

@@ -20,10 +20,10 @@ from cache.process.child_process import GuardedCommand
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
 from precompute.events.stores import connect_events
-from precompute.events.stream import EventStores, forget_in_stream, take_events, trim
+from precompute.events.stream import EventStores, forget_in_stream, take_events, trim_stream
 from precompute.sources.erasures import ErasedEntities
 from serving.events import intake as inbox_module
-from serving.events.intake import GROUP
+from serving.events.intake import INBOX_GROUP
 from tests.conftest import redis_binary
 from tests.integration.events.intakes import event, intake
 from tests.integration.events.test_check import told
@@ -128,7 +128,7 @@ def test_the_night_takes_over_trims_and_forgets_with_the_loaders_rights(
                 loader, KEYS, ErasedEntities(frozenset([b"goes"]), frozenset())
             )
             taken_events = take_events(store, loader, KEYS)
-            trimmed = trim(
+            trimmed = trim_stream(
                 EventStores(store, KEYS.namespace), loader, KEYS, keep_s=0.0, stream_bytes=1
             )
 
@@ -209,7 +209,7 @@ def test_what_the_runbook_says_to_run_the_user_that_it_names_may_run(
     with client(socket, "larder-reader", "reads") as reader:
         reader.xadd(KEYS.rejected_events, {"reason": "in_future"})
         with contextlib.suppress(redis.exceptions.ResponseError):  # it is there
-            reader.xgroup_create(KEYS.inbox, GROUP, "0")
+            reader.xgroup_create(KEYS.inbox, INBOX_GROUP, "0")
     streams = {"$INBOX": KEYS.inbox, "$REJECTED": KEYS.rejected_events}
     command_parts = [streams.get(part, part) for part in shlex.split(command)]
 
@@ -229,7 +229,7 @@ def test_the_runbook_tells_to_run_something_on_either_server() -> None:
         ("XADD", "larder:1:{other}:events:inbox", "*", "e", "{}"),
         ("XLEN", KEYS.inbox),
         ("XRANGE", KEYS.inbox, "-", "+"),
-        ("XREADGROUP", "GROUP", GROUP, "x", "STREAMS", KEYS.inbox, ">"),
+        ("XREADGROUP", "GROUP", INBOX_GROUP, "x", "STREAMS", KEYS.inbox, ">"),
         ("DEL", KEYS.inbox),
         ("GET", KEYS.live),
         ("EVAL", "return 1", "0"),

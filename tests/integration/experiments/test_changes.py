@@ -18,7 +18,7 @@ from precompute.cli.parser import parser_of_commands
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.traffic import experiments
-from precompute.traffic.experiments import demand_match, published
+from precompute.traffic.experiments import demand_match, published_manifest
 from tests.integration.fleet import control_of
 from tests.integration.nights import UNTIL, build_night, publish_night
 
@@ -191,7 +191,7 @@ def test_an_arm_must_have_the_filters_that_are_called_by_name(
 
 def manifest_of(config: NightConfig) -> Manifest:
     with connect(str(config.redis_url), 5.0) as client:
-        return published(config.store(), Control(client, config.keyspace()))
+        return published_manifest(config.store(), Control(client, config.keyspace()))
 
 
 def test_an_arm_must_count_the_events_that_the_control_counts(

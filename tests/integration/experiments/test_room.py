@@ -17,7 +17,7 @@ from precompute.config.settings import NightConfig, generations_at_peak
 from precompute.planning.capacity import limits_of
 from precompute.releases.recovery import restore
 from precompute.traffic import experiments
-from precompute.traffic.experiment_command import free
+from precompute.traffic.experiment_command import free_namespaces
 from precompute.traffic.experiments import ArmOption, ExperimentOption, arms_room
 from tests.integration.experiments.arms import arms, live_of
 from tests.integration.fleet import control_of
@@ -86,17 +86,19 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
     )
 
     with pytest.raises(Conflict, match="not over"):
-        free(own_config, "ranker")
+        free_namespaces(own_config, "ranker")
     start("also", first_arm_config)
     experiments.stop(own_config, "ranker")
-    assert free(own_config, "ranker")["freed"] == [] and pages_of(first_arm_config)[0] > 0
+    assert (
+        free_namespaces(own_config, "ranker")["freed"] == [] and pages_of(first_arm_config)[0] > 0
+    )
     experiments.stop(own_config, "also")
     with control_of(own_config) as control:
         assert [arm_room.namespace for arm_room in arms_room(own_config, control.client)] == [
             two.namespace
         ]
     live = live_of(first_arm_config)
-    freed = free(own_config, "ranker")
+    freed = free_namespaces(own_config, "ranker")
     assert freed == {
         "experiment": "ranker",
         "freed": [first_arm_config.namespace],
@@ -132,6 +134,6 @@ def test_pages_are_freed_at_the_pace_of_the_governor(
     paced: list[int] = []
     monkeypatch.setattr(Governor, "pace", lambda _governor, size: paced.append(size))
 
-    free(own_config, "ranker")
+    free_namespaces(own_config, "ranker")
 
     assert sum(paced) == size_bytes > 0

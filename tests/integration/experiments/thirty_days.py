@@ -28,7 +28,7 @@ from cache.traffic.split import BUCKETS, Ranges
 from precompute.config.settings import NightConfig
 from precompute.releases.sweep import retire, sweepable
 from precompute.traffic import experiments
-from precompute.traffic.experiment_command import free
+from precompute.traffic.experiment_command import free_namespaces
 from precompute.traffic.experiments import ArmOption, ExperimentOption
 from precompute.traffic.exposures import gather
 from serving.engine.service import LookupService
@@ -317,7 +317,7 @@ class ThirtyDays:
             experiments.stop(self.config, "second")
 
         def freed() -> None:
-            free_report = free(self.config, "second")
+            free_report = free_namespaces(self.config, "second")
             assert (
                 free_report["freed"] == [two]
                 and self.pages(two) == 0
@@ -444,7 +444,7 @@ class ThirtyDays:
         for replica in self.replicas:
             await replica.stop()
         for experiment_name in ("first", "third"):
-            free(self.config, experiment_name)
+            free_namespaces(self.config, experiment_name)
         for namespace in self.namespaces:
             assert (self.pages(namespace) > 0) == (namespace == self.namespaces[0])
         self.clock.now += 2 * HOUR_S

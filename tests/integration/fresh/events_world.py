@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cache.config.events import EventsConfig
 from cache.events.event import BEGINNING, Event, Position
-from cache.events.stream import SCRIPT, StreamBounds, call_of, outcomes, packed
+from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_call, pack_event, read_outcomes
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import WITH_EVENTS, Artefact, EventsRead, Manifest, SeenPart
@@ -79,10 +79,12 @@ class EventWorld:
         """Has Redis accept events as the service does; those accepted, with their positions."""
         sent_events = list(events)
         keyspace = self.config.of_events().keyspace()
-        keys, args = call_of(keyspace, BOUNDS, [packed(keyspace, event) for event in sent_events])
+        keys, args = accept_call(
+            keyspace, BOUNDS, [pack_event(keyspace, event) for event in sent_events]
+        )
         with redis.Redis.from_url(str(self.config.redis_url), protocol=2) as client:
-            replies = client.eval(SCRIPT, len(keys), *keys, *args)
-        accept_outcomes = outcomes(replies)
+            replies = client.eval(ACCEPT_SCRIPT, len(keys), *keys, *args)
+        accept_outcomes = read_outcomes(replies)
         placed = [
             (outcome.position, event)
             for outcome, event in zip(accept_outcomes, sent_events, strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 import redis
 
 from cache.events.event import BEGINNING, Event, Position
-from cache.events.stream import SCRIPT, StreamBounds, call_of, outcomes, packed
+from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_call, pack_event, read_outcomes
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer
 from cache.store.blocklist import Blocklist
@@ -64,8 +64,8 @@ class Stream:
 
     def accept(self, event: Event) -> Position:
         """An event, accepted."""
-        keys, args = call_of(self.keyspace, BOUNDS, [packed(self.keyspace, event)])
-        (outcome,) = outcomes(self.client.eval(SCRIPT, len(keys), *keys, *args))
+        keys, args = accept_call(self.keyspace, BOUNDS, [pack_event(self.keyspace, event)])
+        (outcome,) = read_outcomes(self.client.eval(ACCEPT_SCRIPT, len(keys), *keys, *args))
         assert outcome.position is not None
         return outcome.position
 

@@ -12,7 +12,7 @@ from cache.events.event import BEGINNING, Event
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer
 from cache.store.blocklist import Blocklist
-from serving.events.follower import BEHIND, EventMetrics
+from serving.events.follower import EVENTS_BEHIND, EventMetrics
 from tests.integration.fresh.followed_stream import Stream
 from tests.integration.serving_app import eventually
 
@@ -28,7 +28,7 @@ async def test_events_behind_the_oldest_generation_are_read_in_their_order(strea
 
     assert stream.items("u") == [b"a", b"c"] and stream.items("v") == [b"b"]
     assert stream.newer.users.last == newest_position.number
-    assert stream.notes == [BEHIND, None] and stream.follower.lag_s() == 0.0
+    assert stream.notes == [EVENTS_BEHIND, None] and stream.follower.lag_s() == 0.0
 
 
 async def test_nothing_is_followed_before_a_generation_tells_of_events(stream: Stream) -> None:
@@ -38,7 +38,7 @@ async def test_nothing_is_followed_before_a_generation_tells_of_events(stream: S
 
     assert not await stream.steps()
 
-    assert not stream.newer.packed and BEHIND not in stream.notes
+    assert not stream.newer.packed and EVENTS_BEHIND not in stream.notes
 
 
 async def test_what_all_generations_have_is_forgotten_and_read_again_for_an_older_one(
@@ -99,7 +99,7 @@ async def test_a_full_memory_takes_no_more_in_says_so_and_goes_on_when_there_is_
         "attribute": len(newer_events.values.all_values("item", 0)),
         "new item": len(newer_events.items),
     }[kind]
-    assert 0 < held_count <= 256 and stream.notes[-1] == BEHIND  # one read beyond the bound
+    assert 0 < held_count <= 256 and stream.notes[-1] == EVENTS_BEHIND  # one read beyond the bound
     assert newer_events.users.last < last.number
     assert newer_events.users.size_bytes < 256 * 300
     assert stream.follower.lag_s() > 0.0
@@ -136,7 +136,7 @@ async def test_a_worker_that_has_read_nothing_yet_is_behind_since_there_is_somet
     await asyncio.wait([following])
     families = EventMetrics(stream.follower).collect()
     values = {family.name: family.samples[0].value for family in families}
-    assert values["larder_events_lag_seconds"] == 7.0 and {*stream.notes} == {BEHIND}
+    assert values["larder_events_lag_seconds"] == 7.0 and {*stream.notes} == {EVENTS_BEHIND}
 
     redis_client = Redis.from_url(redis_server.url, protocol=2)
     await stream.follower.step(redis_client, 1)

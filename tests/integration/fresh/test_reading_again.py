@@ -8,7 +8,7 @@ from redis.exceptions import RedisError
 from cache.events.event import BEGINNING
 from cache.store.blocklist import Blocklist
 from serving.events import follower
-from serving.events.follower import BEHIND
+from serving.events.follower import EVENTS_BEHIND
 from serving.events.newer_events import NewerEvents
 from tests.integration.fresh.followed_stream import Stream
 
@@ -34,7 +34,7 @@ async def test_who_is_free_again_costs_nobody_else_anything_and_the_newest_go_on
     ]
     assert while_reading[-1] == [b"new"] and stream.newer.users.last > last_number
     assert stream.newer.packed[b"v"] is packed
-    assert stream.notes[-2:] == [BEHIND, None]
+    assert stream.notes[-2:] == [EVENTS_BEHIND, None]
 
 
 async def test_for_an_older_generation_only_what_lacks_is_read_and_put_in_front(
@@ -96,13 +96,13 @@ async def test_a_blocklist_is_looked_through_once(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocklists: list[Blocklist] = []
-    union = follower._blocked
+    union = follower._blocked_owners
 
     def record_blocklist(blocklist: Blocklist) -> Any:
         blocklists.append(blocklist)
         return union(blocklist)
 
-    monkeypatch.setattr(follower, "_blocked", record_blocklist)
+    monkeypatch.setattr(follower, "_blocked_owners", record_blocklist)
     stream.shelf.blocklist = blocklist = Blocklist(users=frozenset([b"u"]))
     stream.hold(BEGINNING)
     for _ in range(5):

@@ -13,7 +13,7 @@ from serving.engine.hot_route import FastLookups
 from serving.http.asgi_app import AsgiApp
 from serving.http.routes import Service
 from serving.requests.bodies import Messages
-from serving.requests.context import CALLER
+from serving.requests.context import CALLER_KEY
 from tests.integration.serving_app import PATIENT, settings
 
 NOW = 1_800_000_000.125
@@ -105,7 +105,7 @@ class Ways:
         return await _call(app, request)
 
     def _identified(self, scope: dict[str, Any]) -> dict[str, Any]:
-        return {**scope, CALLER: self.app.callers.identify(scope["headers"])}
+        return {**scope, CALLER_KEY: self.app.callers.identify(scope["headers"])}
 
     async def alone(self, scope: dict[str, Any]) -> Messages | None:
         """The fast way's own answer to a GET of one id."""

@@ -14,7 +14,7 @@ from cache.filters.expression import read_filter
 from cache.format.item_table import ItemTable
 from cache.format.manifest import WITH_ATTRIBUTES, WITH_FILTERS
 from cache.model.ranking import Metric, rank
-from cache.records import decode
+from cache.records import decode_record
 from precompute.adapters.vectors import from_vectors
 from precompute.config.settings import FacetConfig, FilterConfig, NightConfig
 from tests.integration.nights import UNTIL, histories, prepare, publish_night, raw_records
@@ -110,7 +110,7 @@ def make_shop(
     clicked = histories(config)
     layout = manifest.tables["user_vector"].layout
     vectors = {
-        user: decode(layout, raw).numbers
+        user: decode_record(layout, raw).numbers
         for user, raw in raw_records(config, generation, sorted(clicked), "user_vector").items()
     }
     ordinals = {id_: at for at, id_ in enumerate(ids)}

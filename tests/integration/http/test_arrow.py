@@ -14,7 +14,7 @@ import redis
 from cache.store.blocklist import Blocklist
 from precompute.config.settings import NightConfig
 from serving.app import create_app
-from serving.arrow.schema import MEDIA_TYPE
+from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.client import AsyncClient, Entity, InvalidRequest, Options, Policy
 from serving.client.calls import write_arrow_ids
 from serving.requests.answers import Answer
@@ -22,7 +22,7 @@ from tests.integration.http.hot_way import Asked, Sent, Ways
 from tests.integration.nights import K, build_night, histories, publish_night
 from tests.integration.serving_app import BASE, eventually, serving, settings
 
-ARROW = MEDIA_TYPE.encode()
+ARROW = ARROW_MEDIA_TYPE.encode()
 ACCEPT = ((b"accept", ARROW),)
 NEXT_DAY = "2026-02-02T00:00:00Z"
 NOBODY = ["no-such", "用户 157", "a/b", 'q"\\', "0000007"]
@@ -321,6 +321,6 @@ def test_openapi_names_both_forms(ways: Ways) -> None:
     assert route["responses"]["200"]["content"].keys() == {"application/json"}
     arrow = route["x-larder-arrow"]
     assert {arrow[direction]["mediaType"] for direction in ("requestBody", "response")} == {
-        MEDIA_TYPE
+        ARROW_MEDIA_TYPE
     }
     assert {"406", "415"} <= route["responses"].keys()

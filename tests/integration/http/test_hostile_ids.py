@@ -12,13 +12,13 @@ import pytest
 from infra.demo.synthetic import World, synthesize
 from precompute.config.settings import NightConfig
 from precompute.reference.train import train_reference
-from serving.arrow.schema import MEDIA_TYPE
+from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.client.calls import write_arrow_ids
 from tests import hostile
 from tests.integration.http.hot_way import Asked, Ways, running
 from tests.integration.nights import UNTIL, prepare, publish_night, top_lists, write_clicks
 
-ARROW = MEDIA_TYPE.encode()
+ARROW = ARROW_MEDIA_TYPE.encode()
 K = 5
 KNOWN = tuple(hostile_id for hostile_id in hostile.EVERY if hostile_id != "null")
 """Ids that a source may have: `null` is what programs write for nothing."""

@@ -17,7 +17,7 @@ from cache.store.releases import Canary
 from cache.tiers.l1 import LocalKey
 from precompute.config.settings import NightConfig
 from serving.admission import gate
-from serving.arrow.schema import MEDIA_TYPE
+from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.client.calls import write_arrow_ids
 from serving.engine import batch_lookup
 from serving.engine.entity import find_record_key
@@ -404,7 +404,7 @@ def to(path: bytes, body: bytes) -> Asked:
     return replace(post(body), path=path)
 
 
-SENT_AS_ARROW = ((b"content-type", MEDIA_TYPE.encode()),)
+SENT_AS_ARROW = ((b"content-type", ARROW_MEDIA_TYPE.encode()),)
 
 
 @pytest.mark.parametrize("is_behind", [False, True])
@@ -435,7 +435,7 @@ def test_a_large_body_is_read_in_no_turn_of_the_loop(
     for name in "read_json", "read_stream":
         monkeypatch.setattr(parsing, name, noting(getattr(parsing, name)))
     for module in parsing, batch_lookup, gate:
-        monkeypatch.setattr(module, "LARGE", len(http_request.pieces[0]) - 1)
+        monkeypatch.setattr(module, "LARGE_BODY_BYTES", len(http_request.pieces[0]) - 1)
     monkeypatch.setattr(long_lived.service.admission.loop, "wait", 0.1 if is_behind else 0.0)
 
     response = long_lived.ask(http_request, is_fast=is_fast)

@@ -244,7 +244,7 @@ def test_what_fails_together_is_answered_alone(
     def broken(*_: object) -> list[bytes]:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("serving.engine.coalescer.texts_of", broken)
+    monkeypatch.setattr("serving.engine.coalescer.answer_texts", broken)
     bodies = [
         json.loads(response.body) for response in ways.ask_at_once([get(u) for u in users[:20]])
     ]

@@ -23,7 +23,7 @@ from precompute.config.settings import NightConfig
 from serving.app import create_app
 from serving.engine.hot_route import FastLookups
 from serving.http.http1_protocol import Http1Protocol
-from serving.http.lookup_connection import SharedState, protocol
+from serving.http.lookup_connection import SharedState, connection_factory
 from tests import hostile
 from tests.integration.http.hot_way import NOW
 from tests.integration.nights import build_night, histories
@@ -155,7 +155,7 @@ def court(night: NightConfig) -> Iterator[Court]:
         app, ws="none", lifespan="off", access_log=False, proxy_headers=False, log_config=None
     )
     config.load()
-    protocol_factory = protocol(shared)
+    protocol_factory = connection_factory(shared)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         life = app.router.lifespan_context(app)
         runner.run(life.__aenter__())

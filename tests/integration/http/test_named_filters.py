@@ -18,7 +18,7 @@ from cache.filters.expression import read_filter
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
 from precompute.bulk.load import total_bytes
-from precompute.cli.status import read_state, report
+from precompute.cli.status import read_state, report_status
 from precompute.config.settings import FilterConfig
 from precompute.filters.item_attributes import allowed_items
 from precompute.planning.command import _tables
@@ -217,7 +217,7 @@ def test_lists_of_what_does_not_pass_are_never_published(
 
 
 def test_status_tells_what_it_takes(shop: Shop) -> None:
-    (generation_report,) = report(shop.night, read_state(shop.night))["generations"]
+    (generation_report,) = report_status(shop.night, read_state(shop.night))["generations"]
     manifest = read_manifest(shop.night.store(), generation_report["generation"])
 
     assert set(manifest.stored_tables) - set(manifest.tables) == {
@@ -360,7 +360,7 @@ def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
-    (generation_report,) = report(shop.night, read_state(shop.night))["generations"]
+    (generation_report,) = report_status(shop.night, read_state(shop.night))["generations"]
     manifest = read_manifest(shop.night.store(), generation_report["generation"])
     lists = top_lists(shop.night, manifest.generation, sorted(shop.users))
     parameters = PlanParameters(sample=1.0, seconds=0.1, data_until=UNTIL, qps=50.0)

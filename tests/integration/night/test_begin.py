@@ -15,8 +15,9 @@ import pytest
 from cache.errors import BundleError, Refused, StoreError
 from cache.format.item_table import ItemTable
 from cache.format.manifest import CUT_CHARS
-from cache.model.predictor import LiveInput, Predictor
-from cache.records import NO_ITEM, decode
+from cache.model.input_preparation import LiveInput
+from cache.model.predictor import Predictor
+from cache.records import NO_ITEM, decode_record
 from precompute.builds.build import CUT_FORMAT, Build
 from precompute.cli.commands import standing_name
 from precompute.config.settings import GateThresholds, NightConfig
@@ -145,7 +146,7 @@ def test_a_night_of_models_with_weights_beside_them_is_the_night_without(config,
         prepared = predictor.prepare("user_topk", live_input)
         assert prepared is not None
         record = predictor.predict("user_topk", [prepared], [1], 0)[0]
-        item_ordinals = decode(manifest.tables["user_topk"].layout, record).items
+        item_ordinals = decode_record(manifest.tables["user_topk"].layout, record).items
         assert (
             item_ordinals is not None
             and items.ids_of(item_ordinals[item_ordinals != NO_ITEM])[:5] == list(item_ids)[:5]

@@ -12,7 +12,7 @@ from cache.store.artefacts import generation_path
 from precompute.config.devices import devices
 from precompute.config.settings import NightConfig
 from precompute.reference.train import train_reference
-from precompute.scoring.towers import LENGTH_AGREEMENT, DeviceTower
+from precompute.scoring.towers import DEVICE_LENGTH_AGREEMENT, DeviceTower
 from precompute.steps import begin, embed_items, score
 from tests.devices import DEVICE
 from tests.integration.night.test_streaming import elsewhere, files_of
@@ -110,7 +110,7 @@ def test_a_shard_whose_towers_moved_between_device_and_processor_passes_the_gate
         if self._name == "user_tower" and vectors is not None:
             lengths = np.linalg.norm(vectors[::2], axis=1)
             off = np.random.default_rng(len(vectors)).standard_normal(vectors[::2].shape)
-            off *= (0.9 * LENGTH_AGREEMENT * lengths / np.linalg.norm(off, axis=1))[:, None]
+            off *= (0.9 * DEVICE_LENGTH_AGREEMENT * lengths / np.linalg.norm(off, axis=1))[:, None]
             moved.append(
                 int((vectors[::2] + off.astype(np.float32) != vectors[::2]).any(axis=1).sum())
             )

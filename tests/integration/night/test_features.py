@@ -10,8 +10,9 @@ import pytest
 
 from cache.errors import Refused, SourceError
 from cache.format.item_table import ItemTable, Ordinals
-from cache.model.predictor import LiveInput, Predictor
-from cache.records import NO_ITEM, decode
+from cache.model.input_preparation import LiveInput
+from cache.model.predictor import Predictor
+from cache.records import NO_ITEM, decode_record
 from cache.store.artefacts import sha256_of
 from precompute.builds.build import Build
 from precompute.config.settings import TableConfig
@@ -78,7 +79,9 @@ def opened(config, generation):
 
 def answer(manifest, items, predictor, table, source):
     prepared = predictor.prepare(table, source)
-    record = decode(manifest.tables[table].layout, predictor.predict(table, [prepared], [1], 0)[0])
+    record = decode_record(
+        manifest.tables[table].layout, predictor.predict(table, [prepared], [1], 0)[0]
+    )
     assert record.items is not None
     return items.ids_of(record.items[record.items != NO_ITEM])
 

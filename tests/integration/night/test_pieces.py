@@ -18,7 +18,13 @@ from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Pointer
 from precompute.bulk.governor import Governor, IdlePriority, open_governor
 from precompute.bulk.load import Part, load_part, page_keys, parts_of, unlink_pages
-from precompute.bulk.readback import UNANSWERED, PageDigest, PieceReader, lengths, verify_part
+from precompute.bulk.readback import (
+    UNANSWERED_PIECES,
+    PageDigest,
+    PieceReader,
+    lengths,
+    verify_part,
+)
 from precompute.bulk.reload import load_missing, repair
 from precompute.bulk.watch import FOREIGN_READS_S, Watcher
 from tests.integration.release_world import A, World
@@ -127,7 +133,9 @@ def test_pieces_are_asked_for_ahead_of_their_replies(world, small, monkeypatch):
 
     pieces = 5 * 4 + 3
     assert len(ahead) == pieces
-    assert ahead[: pieces - UNANSWERED] == [UNANSWERED + 1] * (pieces - UNANSWERED)
+    assert ahead[: pieces - UNANSWERED_PIECES] == [UNANSWERED_PIECES + 1] * (
+        pieces - UNANSWERED_PIECES
+    )
 
 
 def test_reading_that_ends_within_a_page_leaves_no_reply_to_the_next_command(world, small):

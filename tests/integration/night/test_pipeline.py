@@ -634,7 +634,7 @@ def test_a_bundle_that_is_replaced_all_the_time_is_worth_another_try(config, mon
     monkeypatch.setattr("precompute.bundles.bundle_store.time.sleep", pauses.append)
     with pytest.raises(StoreError, match="cannot copy the bundle"):
         begin.run(config, data_until=UNTIL, run_after=None)
-    assert pauses == [bundle_store.COPY_PAUSE_S] * (bundle_store.COPIES - 1)
+    assert pauses == [bundle_store.COPY_PAUSE_S] * (bundle_store.COPY_TRIES - 1)
 
 
 def test_a_bundle_that_is_torn_and_stays_so_is_refused(config, monkeypatch):

@@ -15,7 +15,7 @@ from cache.format.manifest import CUT_CHARS
 from cache.l2.sync_clients import connect
 from cache.process.redis_server import RedisServer
 from precompute import __main__ as shell
-from precompute.cli.status import read_state, render_status, report
+from precompute.cli.status import read_state, render_status, report_status
 from precompute.config.settings import NightConfig
 from precompute.releases.moves import open_releases
 from precompute.steps import take_events
@@ -31,7 +31,7 @@ def config(tmp_path: Path, own_redis: RedisServer) -> NightConfig:
 
 def told_of(config: NightConfig) -> dict[str, Any]:
     """The report, as JSON has it, also shown once."""
-    status_report = report(config, read_state(config))
+    status_report = report_status(config, read_state(config))
     render_status(status_report)
     report_json: dict[str, Any] = orjson.loads(orjson.dumps(status_report))
     return report_json
@@ -100,7 +100,7 @@ def test_a_refused_newest_and_a_missing_one_are_problems(config: NightConfig) ->
     )
 
     later_state = replace(read_state(config), read_at=read_state(config).read_at + 3 * 86_400)
-    problems = report(config, later_state)["problems"]
+    problems = report_status(config, later_state)["problems"]
     assert any("is missing" in problem for problem in problems)
 
 

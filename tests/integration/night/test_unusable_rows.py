@@ -13,7 +13,7 @@ from onnx import numpy_helper
 
 from cache.control.states import State
 from cache.errors import Refused, SourceError
-from cache.records import ABSENT
+from cache.records import ABSENT_FLAGS
 from precompute.bundles.bundle import Bundle, write_bundle
 from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import TableConfig
@@ -196,7 +196,7 @@ def test_a_value_that_cannot_be_used_costs_its_user_one_table(
     generation = nights.publish_night(config, nights.UNTIL)
 
     moods = nights.raw_records(config, generation, users, "user_mood")
-    assert [user for user in users if moods[user][14] == ABSENT] == [users[7]]
+    assert [user for user in users if moods[user][14] == ABSENT_FLAGS] == [users[7]]
     assert list(nights.raw_records(config, generation, users)) == users
     assert nights.top_lists(config, generation, [users[7]])[users[7]]
     unusable_counts = open_generation(config.store(), generation)[0].facts["unusable"][source]
@@ -230,7 +230,9 @@ def test_a_vector_that_is_not_finite_costs_its_users_their_lists(config, tmp_pat
     lost_users = {user for user, history in histories.items() if rare in history[-64:]}
     for name in ("user_topk", "user_vector"):
         records = nights.raw_records(config, generation, sorted(histories), name)
-        assert {user for user, record in records.items() if record[14] == ABSENT} == lost_users
+        assert {
+            user for user, record in records.items() if record[14] == ABSENT_FLAGS
+        } == lost_users
     unusable_counts = open_generation(config.store(), generation)[0].facts["unusable"][
         "outputs of user_tower"
     ]

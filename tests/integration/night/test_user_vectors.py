@@ -11,9 +11,9 @@ from cache.errors import SourceError
 from cache.format.ids import hash_id
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Artefact
-from cache.model.agreement import SKEW
+from cache.model.agreement import SKEW_RULE
 from cache.quality.probe import FACT, Probe
-from cache.records import decode
+from cache.records import decode_record
 from precompute.builds.build import Build
 from precompute.planning.sampling import draw
 from precompute.steps import begin
@@ -56,7 +56,7 @@ def test_users_are_answered_from_their_vectors_and_the_others_by_the_tower(confi
     histories = nights.histories(config)
     for user, vector in given.items():
         assert np.allclose(
-            decode(layout, stored_records[user]).numbers, vector, rtol=2**-10, atol=1e-6
+            decode_record(layout, stored_records[user]).numbers, vector, rtol=2**-10, atol=1e-6
         )
         scores = np.asarray(items.vectors) @ vector
         ranked_items = [names[at] for at in np.argsort(-scores, kind="stable")]
@@ -66,7 +66,7 @@ def test_users_are_answered_from_their_vectors_and_the_others_by_the_tower(confi
             == tuple(item for item in ranked_items if item not in seen_items)[: nights.K]
         )
     assert set(histories) <= lists.keys()
-    assert SKEW in {gate["rule"] for gate in manifest.gates if gate["passed"]}
+    assert SKEW_RULE in {gate["rule"] for gate in manifest.gates if gate["passed"]}
 
 
 def test_the_probe_holds_those_who_were_scored_by_the_tower_and_no_others(config, given):

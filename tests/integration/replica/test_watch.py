@@ -54,7 +54,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
         memory_exporter._stopped = False  # by the service before
         return Spans(processor, trace_share=sampled_share, with_ids=with_ids, instance=instance)
 
-    monkeypatch.setattr(app, "_spans", make)
+    monkeypatch.setattr(app, "_open_spans", make)
     return memory_exporter
 
 

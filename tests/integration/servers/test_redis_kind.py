@@ -11,7 +11,7 @@ import redis
 
 from cache.process.redis_server import RedisServer
 from infra.cli import check
-from infra.cli.check import CHECKS, NEEDED, USED, kind_of
+from infra.cli.check import CHECKS, DISPENSABLE_COMMANDS, NEEDED_COMMANDS, redis_kind_of
 from precompute.config.settings import NightConfig
 from tests.integration.events.durable_redis import DurableRedis
 from tests.integration.program import ROOT
@@ -37,7 +37,7 @@ def lacking(folder: Path, *commands: str) -> Iterator[redis.Redis]:
 
 def test_a_server_that_has_all_is_named_with_its_version(redis_server: RedisServer) -> None:
     with redis.Redis.from_url(redis_server.url, protocol=2) as client:
-        server_kind = kind_of(client)
+        server_kind = redis_kind_of(client)
 
     assert server_kind.name in ("Redis", "Valkey") and re.fullmatch(
         r"\d+\.\d+\.\d+", server_kind.version
@@ -49,11 +49,11 @@ def test_a_server_that_has_all_is_named_with_its_version(redis_server: RedisServ
 
 def test_what_is_missing_is_to_be_done_and_what_is_done_without_is_told(tmp_path: Path) -> None:
     with lacking(tmp_path / "eval", "EVAL", "XAUTOCLAIM") as client:
-        server_kind = kind_of(client)
+        server_kind = redis_kind_of(client)
         port = client.connection_pool.connection_kwargs["port"]
         state, check_message = CHECKS["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
     with lacking(tmp_path / "config", "CONFIG") as client:
-        without = kind_of(client)
+        without = redis_kind_of(client)
 
     assert server_kind.missing[0].startswith("scripts with flags")
     assert set(server_kind.missing[1:]) == {"EVAL", "XAUTOCLAIM"}
@@ -94,7 +94,7 @@ def test_a_server_that_refuses_writes_is_not_taken_for_an_old_one(
 def test_servers_that_call_themselves_redis_are_told_apart(
     server_info: dict[str, Any], expected: str
 ) -> None:
-    name, version = check._named(server_info)
+    name, version = check._product_and_version(server_info)
 
     assert f"{name} {version}".strip() == expected
 
@@ -109,4 +109,6 @@ def test_the_commands_looked_for_are_those_that_the_users_may_send() -> None:
     }
 
     # Where a user may read settings, no event has to wait for the disk.
-    assert granted - CONNECTING - OF_THE_RUNBOOK == {*NEEDED, *USED} - {"waitaof"}
+    assert granted - CONNECTING - OF_THE_RUNBOOK == {*NEEDED_COMMANDS, *DISPENSABLE_COMMANDS} - {
+        "waitaof"
+    }

@@ -11,7 +11,7 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import another, open_client
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.child_process import GuardedCommand
-from precompute.gates.judge import GateConnections, OwnPool
+from precompute.gates.judge import GateConnectionPool, GateConnections
 from tests.certificates import self_signed
 from tests.conftest import redis_binary
 from tests.polling import until
@@ -63,7 +63,7 @@ async def test_both_are_asked_over_tls_each_with_its_own_password(tmp_path: Path
 
         client = open_client(url, protocol=2)
         leash = GateConnections()
-        gate = another(client, lambda **settings: OwnPool(leash, **settings))
+        gate = another(client, lambda **settings: GateConnectionPool(leash, **settings))
         gate.set("larder:1:{x}:live", b"{}")
         tier = RemoteTier(RemoteConfig(url, control_timeout_s=5.0), Keyspace("x"))
         assert await tier.control.watch() == (b"{}", None)

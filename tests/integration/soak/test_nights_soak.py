@@ -17,7 +17,7 @@ import redis.asyncio
 from numpy.typing import NDArray
 
 from cache.config.events import EventsConfig
-from cache.config.timetable import NIGHT
+from cache.config.timetable import NIGHT_STEPS
 from cache.process.redis_server import RedisServer
 from infra.demo.http import get
 from infra.local.service import ServiceProcess
@@ -63,7 +63,7 @@ class Soak:
         night = Night(self.night, f"soak-{uuid.uuid4().hex[:8]}", cut.isoformat())
         if self.nights:
             take_events.run(self.night)
-        for name in NIGHT:
+        for name in NIGHT_STEPS:
             if name == "publish":
                 generation = str(night.build["generation"])
                 self.load.lists = {**self.load.lists, generation: self._lists(generation)}

@@ -9,7 +9,7 @@ import redis
 from cache.events.event import Event, Position
 from cache.store.artefacts import read_manifest
 from precompute.events.files import event_files
-from precompute.events.stream import entries
+from precompute.events.stream import read_entries
 from precompute.sources.erasures import all_erasures, request
 from precompute.steps import retire, take_events
 from tests.integration.changed.month import Month
@@ -40,7 +40,7 @@ def test_retire_trims_what_every_generation_has(featured: Month) -> None:
     stream = month.config.keyspace().events
     client = redis.Redis.from_url(month.config.events_redis, protocol=3)
     remaining_positions = [
-        Position.parse(raw_position) for raw_position, _ in entries(client, stream)
+        Position.parse(raw_position) for raw_position, _ in read_entries(client, stream)
     ]
     assert len(generation_events) == 2 and oldest == positions[1]
     assert len(remaining_positions) == 4 and remaining_positions[-1] == positions[2]

@@ -6,7 +6,7 @@ import pytest
 
 from cache.errors import Refused
 from cache.events.event import Event, Position
-from cache.events.event_predictor import TimedItems, merge
+from cache.events.event_predictor import TimedItems, merge_histories
 from cache.format.directory import Directory
 from cache.format.ids import hash_id
 from cache.format.item_table import ItemTable
@@ -73,7 +73,7 @@ def test_published_inputs_and_newer_events_are_what_the_next_night_publishes(mon
         earlier, events = earlier_input_by_hash.get(user, empty_input), by_user.get(user, [])
         ordinals = table.ordinals_of([event.item or b"" for event in events])
         at = np.array([event.at_us for event in events], np.int64)
-        (expected,) = merge(
+        (expected,) = merge_histories(
             [TimedItems(earlier.items, earlier.times)],
             [TimedItems(np.asarray(ordinals, np.int64), at)],
             limit,

@@ -11,7 +11,7 @@ import pytest
 
 from cache.format.ids import hash_id
 from cache.format.manifest import Manifest
-from cache.records import ABSENT
+from cache.records import ABSENT_FLAGS
 from cache.store.artefacts import read_manifest
 from tests.integration import nights
 from tests.integration.changed.month import Month, scored
@@ -45,7 +45,9 @@ def test_whoever_has_a_history_is_there_without_an_answer(featured: Month) -> No
         assert set(table.ids_of(published.items.astype("u4"))) == {*histories[user]}
         assert published.features == {}
     records = nights.raw_records(month.config, generation, users_without_features, "user_topk")
-    assert {raw_record[14] for raw_record in records.values()} == {ABSENT} and len(records) == 3
+    assert {raw_record[14] for raw_record in records.values()} == {ABSENT_FLAGS} and len(
+        records
+    ) == 3
     # and: the next night, which copies, says the same
     month.night = 1
     full = scored(month.full, month.cut)

@@ -15,7 +15,7 @@ from cache.errors import ConfigError, TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.cluster import ClusterTier
 from cache.l2.commands import (
-    DONE_PREFIX,
+    LEASE_DONE_PREFIX,
     LeaseMark,
     LeaseTake,
     Overlay,
@@ -133,7 +133,7 @@ async def test_overlays_and_leases_on_their_own_nodes(tier: ClusterTier) -> None
     for write in writes:
         assert write.lease_mark is not None
         lease_reply = await tier.lease(LeaseTake(write.lease_mark.key, b"you/1", 60_000))
-        assert lease_reply == DONE_PREFIX + b"me/1"
+        assert lease_reply == LEASE_DONE_PREFIX + b"me/1"
 
 
 async def test_an_overlay_on_its_way_is_read_where_it_is(

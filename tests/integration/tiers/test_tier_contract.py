@@ -12,7 +12,8 @@ from cache.l2.commands import Overlay, OverlayRead, OverlayWrite
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.records import pack_overlay, peek_fingerprint, unpack_overlay
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache
-from cache.tiers.tiered import Hit, TieredCache
+from cache.tiers.reads import Hit
+from cache.tiers.tiered import TieredCache
 from tests.fakes import DIGEST_A, GENERATION, NEXT_GENERATION, FakeRemote, Night
 from tests.l2_reads import answers_of
 

@@ -14,7 +14,7 @@ from cache.tiers.l1 import Absence
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
 from serving.dashboard.document import INBOX_WARN_S, REJECTED_WARN, STREAM_WARN
 from serving.events.counts import ACCEPTED, ERASED, REFUSALS, REPEATED
-from serving.metrics.collectors import REASONS
+from serving.metrics.collectors import MISS_REASONS
 from serving.metrics.registry import OUTCOMES, STAGES
 from serving.requests.answers import FALLBACKS, STORED_SOURCES, Source
 from serving.traffic.canary import ARMS
@@ -41,7 +41,7 @@ VALUES: dict[str, set[str]] = {
     "role": {"live", "previous", "next", "canary"},
     "arm": {*ARMS, "pinned", "no_key", "not_held"},
     "outcome": set(OUTCOMES),
-    "reason": {*REASONS, *get_args(Absence), *REFUSALS},
+    "reason": {*MISS_REASONS, *get_args(Absence), *REFUSALS},
     "result": {ACCEPTED, REPEATED, ERASED},
     "rule": set(INTEGRITY | OVERRIDABLE),
     "producer": {"batch", "live"},

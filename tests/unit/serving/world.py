@@ -22,7 +22,7 @@ from cache.format.manifest import (
     Table,
     TablePart,
 )
-from cache.model.predictor import LiveInput, PreparedInput
+from cache.model.input_preparation import LiveInput, PreparedInput
 from cache.records import FLAG_LIVE, Layout, encode_numbers, encode_topk
 from cache.store.blocklist import Blocklist
 from cache.tiers.l1 import LocalTier, NegativeCache

@@ -6,7 +6,14 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.traffic.split import BUCKETS, Owners, Ranges, allotted, counts_of, size_of
+from cache.traffic.split import (
+    BUCKETS,
+    Owners,
+    Ranges,
+    allot_buckets,
+    bucket_count,
+    whole_bucket_counts,
+)
 
 KEYS = [f"key-{number}".encode() for number in range(20_000)]
 NAMES = ("a", "b", "c", "d")
@@ -30,12 +37,15 @@ def test_a_change_of_shares_moves_only_as_many_buckets_as_shares_grow_by(
     ranges_by_name: dict[str, Ranges] = {}
     for step in steps:
         fraction_by_name = {name: number / 160 for name, number in step.items()}
-        previous_owner_by_bucket, counts = owners_of(ranges_by_name), counts_of(fraction_by_name)
+        previous_owner_by_bucket, counts = (
+            owners_of(ranges_by_name),
+            whole_bucket_counts(fraction_by_name),
+        )
 
-        ranges_by_name = allotted(ranges_by_name, fraction_by_name)
+        ranges_by_name = allot_buckets(ranges_by_name, fraction_by_name)
 
         after = owners_of(ranges_by_name)
-        assert {name: size_of(ranges) for name, ranges in ranges_by_name.items()} == counts
+        assert {name: bucket_count(ranges) for name, ranges in ranges_by_name.items()} == counts
         gained = Counter(
             name for bucket, name in after.items() if previous_owner_by_bucket.get(bucket) != name
         )
@@ -54,7 +64,7 @@ def test_a_change_of_shares_moves_only_as_many_buckets_as_shares_grow_by(
 def test_shares_of_a_whole_are_all_buckets(weights: list[int]) -> None:
     fraction_by_name = {str(at): weight / sum(weights) for at, weight in enumerate(weights)}
 
-    counts = counts_of(fraction_by_name)
+    counts = whole_bucket_counts(fraction_by_name)
 
     assert sum(counts.values()) == BUCKETS
     assert all(
@@ -64,7 +74,7 @@ def test_shares_of_a_whole_are_all_buckets(weights: list[int]) -> None:
 
 
 def test_keys_follow_their_buckets_and_two_salts_draw_apart() -> None:
-    ranges_by_name = allotted({}, {"a": 0.25, "b": 0.5})
+    ranges_by_name = allot_buckets({}, {"a": 0.25, "b": 0.5})
 
     key_count_by_owner = Counter(Owners("salt", ranges_by_name).of(key) for key in KEYS)
 
@@ -78,7 +88,7 @@ def test_keys_follow_their_buckets_and_two_salts_draw_apart() -> None:
 
 
 def test_the_draw_is_fixed_for_it_must_agree_between_versions_of_the_service() -> None:
-    ranges_by_name = allotted({}, {"a": 0.1, "b": 0.1})
+    ranges_by_name = allot_buckets({}, {"a": 0.1, "b": 0.1})
 
     key_owners = [Owners("default/ranker", ranges_by_name).of(key) for key in KEYS[:40]]
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from cache.traffic.experiments import ALPHA, rate_ratio
+from cache.traffic.experiments import RATE_RATIO_ALPHA, rate_ratio
 
 LOOKS = 60
 RUNS = 1_500
@@ -35,7 +35,9 @@ def test_the_true_ratio_leaves_the_interval_in_at_most_alpha_of_all_runs(
     missed = sum(misses for misses, _ in runs(7, rate, base, 400))
 
     # Five standard deviations above what is allowed.
-    assert missed <= RUNS * ALPHA + 5 * math.sqrt(RUNS * ALPHA * (1 - ALPHA))
+    assert missed <= RUNS * RATE_RATIO_ALPHA + 5 * math.sqrt(
+        RUNS * RATE_RATIO_ALPHA * (1 - RATE_RATIO_ALPHA)
+    )
 
 
 def test_an_effect_that_is_there_is_found_and_looking_on_is_no_way_to_find_one_that_is_not() -> (

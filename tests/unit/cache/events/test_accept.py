@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.events.event import Event
-from cache.events.stream import packed
+from cache.events.stream import pack_event
 from cache.format.redis_keys import Keyspace
 
 KEYS = Keyspace("test")
@@ -15,7 +15,7 @@ _EVENTS = st.tuples(st.sampled_from(["user", "item"]), _IDS, _IDS)
 def keys(kind: str, source: str, id_: str) -> tuple[bytes, bytes]:
     raw = source.encode()
     event = Event(id_, 0, user=raw) if kind == "user" else Event(id_, 0, item=raw)
-    return packed(KEYS, event)[:2]
+    return pack_event(KEYS, event)[:2]
 
 
 def test_a_user_and_an_item_of_one_id_are_two_sources() -> None:
@@ -25,7 +25,7 @@ def test_a_user_and_an_item_of_one_id_are_two_sources() -> None:
 
 
 def test_an_interaction_is_its_users() -> None:
-    packed_event = packed(KEYS, Event("e", 0, b"7", b"8"))
+    packed_event = pack_event(KEYS, Event("e", 0, b"7", b"8"))
 
     assert packed_event[:2] == keys("user", "7", "e")
 

@@ -9,7 +9,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cache.events.event import Event, Position
-from cache.events.newer_events import VALUES_MAX, AttributeEvents, features_with, takes_any
+from cache.events.newer_events import (
+    VALUES_MAX,
+    AttributeEvents,
+    features_with,
+    takes_any_attribute,
+)
 from cache.model.tower_spec import InputSpec
 
 COUNTRY = InputSpec("home", "feature", "int64", column="country")
@@ -172,7 +177,9 @@ def test_a_users_features_are_those_of_the_night_with_what_events_set() -> None:
     for taste in ([1], ["a", "b"], [], 1.0):
         assert features_with(row, {"taste": taste}, inputs) is None
     assert features_with({"country": None}, {}, (COUNTRY,)) is None
-    assert takes_any({"country": None}, inputs) and not takes_any({"other": 1}, inputs)
+    assert takes_any_attribute({"country": None}, inputs) and not takes_any_attribute(
+        {"other": 1}, inputs
+    )
 
 
 def test_values_survive_the_bytes_of_the_stream() -> None:

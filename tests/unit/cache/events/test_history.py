@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.events.event_predictor import TimedItems, merge
+from cache.events.event_predictor import TimedItems, merge_histories
 
 Row = tuple[int, int]
 """Item, and when."""
@@ -44,7 +44,7 @@ def rows_of(rows: Sequence[Row]) -> TimedItems:
 def test_each_history_is_what_it_is_alone(
     users: list[tuple[list[Row], list[Row]]], limit: int
 ) -> None:
-    merged_histories = merge(
+    merged_histories = merge_histories(
         [rows_of(published_rows) for published_rows, _ in users],
         [rows_of(new) for _, new in users],
         limit,
@@ -60,7 +60,7 @@ def test_each_history_is_what_it_is_alone(
 def test_of_one_time_what_came_later_stands_later() -> None:
     published_history, events = rows_of([(1, 5), (2, 5)]), rows_of([(3, 5), (1, 5), (9, 4)])
 
-    (merged_history,) = merge([published_history], [events], 2)
+    (merged_history,) = merge_histories([published_history], [events], 2)
 
     assert merged_history.seen_items.tolist() == [9, 2, 3, 1]
     assert merged_history.model_history.tolist() == [3, 1]

@@ -12,8 +12,8 @@ import pytest
 from cache.events.event import Event
 from cache.events.new_items import (
     ITEM_VECTORS,
-    OUTPUT_MAX,
-    RETRIES_S,
+    NEW_VECTOR_ABS_MAX,
+    TOWER_RETRIES_S,
     FixedItems,
     NewItem,
     NewItemInputs,
@@ -238,13 +238,13 @@ def test_what_the_tower_always_raises_on_is_tried_again_a_few_times_and_then_ref
         embedded_items = new_item_tower.items(table, new_items, values, embedded_items, now_s=now_s)
         assert [item.raw for item in embedded_items.items] == [b"fine"]
 
-    assert tuple(tried) == RETRIES_S and calls == [1] * len(RETRIES_S)
+    assert tuple(tried) == TOWER_RETRIES_S and calls == [1] * len(TOWER_RETRIES_S)
     assert len(embedded_items.refused) == 1 and embedded_items.retry_at == math.inf
     assert (
         new_item_tower.items(table, new_items, values, embedded_items, now_s=1e9).refused
         == embedded_items.refused
     )
-    assert calls == [1] * len(RETRIES_S)
+    assert calls == [1] * len(TOWER_RETRIES_S)
     # Another value of it is another input.
     changed_values = {**values, b"bad": {"category": 2}}
     taken_items = new_item_tower.items(
@@ -277,13 +277,13 @@ def test_vectors_are_bounded_by_those_of_the_generation_where_these_go_beyond(
 ) -> None:
     new_items = [
         NewItem(b"new-%d" % at, at + 1, np.full(4, size, np.float32))
-        for at, size in enumerate([OUTPUT_MAX, -65_505, 1e30])
+        for at, size in enumerate([NEW_VECTOR_ABS_MAX, -65_505, 1e30])
     ]
     of = manifest(INDEX, **{ITEM_VECTORS: True})
     for size, fit in ((1.0, 1), (1e5, 2)):
         generation_items: Any = SimpleNamespace(vectors=np.full((3, 4), size, np.float32))
         new_item_tower = NewItemTower.open(of, tmp_path, generation_items, threads=1, cores=())
         assert len(new_item_tower.items(table, new_items, {})) == fit
-        new_item_tower.inputs.check(brings(vector=(max(OUTPUT_MAX, size),) * 4))
+        new_item_tower.inputs.check(brings(vector=(max(NEW_VECTOR_ABS_MAX, size),) * 4))
         with pytest.raises(UnfitNewItem):
-            new_item_tower.inputs.check(brings(vector=(max(OUTPUT_MAX, size) * 1.01,) * 4))
+            new_item_tower.inputs.check(brings(vector=(max(NEW_VECTOR_ABS_MAX, size) * 1.01,) * 4))

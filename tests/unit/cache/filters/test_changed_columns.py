@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.filters.attributes import BEYOND, TOO_LONG, ItemAttributes, ItemValue, with_values
+from cache.filters.attributes import (
+    NUMBER_TOO_LARGE,
+    TEXT_TOO_LONG,
+    ItemAttributes,
+    ItemValue,
+    set_item_values,
+)
 from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
 from tests.unit.cache.filters.columns import KINDS, attributes_of, passes
@@ -84,7 +90,7 @@ def test_it_says_which_attributes_differ_and_copies_no_other(drawn: Any) -> None
     items, (batch, *_) = drawn
     original_attributes = attributes_of(items)
 
-    changed_columns = with_values(original_attributes, batch)
+    changed_columns = set_item_values(original_attributes, batch)
 
     unchanged_names = {
         name
@@ -101,10 +107,10 @@ def test_it_says_which_attributes_differ_and_copies_no_other(drawn: Any) -> None
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("brand", 7, "not a text"), ("brand", ["a"], "not a text"), ("brand", "x" * 257, TOO_LONG),
+        ("brand", 7, "not a text"), ("brand", ["a"], "not a text"), ("brand", "x" * 257, TEXT_TOO_LONG),
         ("tags", "a", "not a list of texts"), ("tags", ["a", 1], "not a list of texts"),
         ("price", "7", "not a finite number"), ("price", True, "not a finite number"),
-        ("price", 2**53 + 1, BEYOND), ("price", float("inf"), "not a finite number"),
+        ("price", 2**53 + 1, NUMBER_TOO_LARGE), ("price", float("inf"), "not a finite number"),
         ("stock", 1, "not true or false"), ("stock", "yes", "not true or false"),
         ("since", "yesterday", "not a time"), ("since", 1e15, "not a time"), ("since", True, "not a time"),
     ],

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.filters.expression import InvalidFilter, read_filter
-from cache.filters.filtering import FilterMask, Masks, UnknownAttribute, cost_of, mask_of
+from cache.filters.filtering import FilterMask, Masks, UnknownAttribute, mask_cost, mask_of
 from tests.unit.cache.filters.columns import KINDS, attributes_of, passes
 
 TEXTS = ["", "a", "b", "ä", "aa", "z"]
@@ -136,7 +136,7 @@ def test_what_a_filter_costs_grows_with_items_comparisons_and_values() -> None:
     )
 
     def cost(expression: Any, attributes: Any = large_attributes) -> int:
-        return cost_of(read_filter(expression).root, attributes)
+        return mask_cost(read_filter(expression).root, attributes)
 
     cheap_expression, heavy = {"<": ["price", 2]}, {"in": ["price", list(range(31))]}
     assert cost(cheap_expression, small_attributes) == 10 and cost(cheap_expression) == 1_000

@@ -12,7 +12,7 @@ from cache.filters.attributes import (
     AttributeColumn,
     ItemAttributes,
     Names,
-    of_new_items,
+    attributes_of_new_items,
 )
 from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
@@ -53,7 +53,7 @@ def nothing_of() -> ItemAttributes:
 
 
 def attributes_of(rows: list[dict[str, Any]]) -> ItemAttributes:
-    return of_new_items(nothing_of(), rows)
+    return attributes_of_new_items(nothing_of(), rows)
 
 
 def test_an_item_without_values_lacks_every_attribute() -> None:

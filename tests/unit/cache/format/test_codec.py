@@ -9,18 +9,18 @@ from hypothesis.extra import numpy as hnp
 from cache.errors import ConfigError, CorruptArtefact, UnfitValue
 from cache.records import (
     FLAG_LIVE,
-    NIGHTLY,
+    NIGHTLY_FLAGS,
     NO_ITEM,
     Layout,
-    absent,
-    decode,
+    absent_records,
+    decode_record,
     encode_numbers,
     encode_topk,
     is_absent,
     pack_overlay,
     peek_fingerprint,
     peek_format,
-    unfit,
+    unfit_rows,
     unpack_overlay,
 )
 
@@ -41,7 +41,7 @@ def test_scores_come_back_within_half_precision_and_items_exactly(scores, precis
     records = encode_topk(layout, MARKS, items, scores, 1_700_000_000)
 
     for row, fingerprint in enumerate(MARKS.tolist()):
-        record = decode(layout, records[row].tobytes())
+        record = decode_record(layout, records[row].tobytes())
         assert (record.fingerprint, record.scored_at, record.live) == (
             fingerprint,
             1_700_000_000,
@@ -58,7 +58,7 @@ def test_the_shared_exponent_keeps_precision_at_any_scale(power):
     scores = np.ldexp(np.array([[3.25, 1.5, -0.75]], np.float32), power)
     layout = Layout("topk", 3, "f2")
     items = np.array([[5, 6, 7]], np.uint32)
-    record = decode(layout, encode_topk(layout, MARKS[:1], items, scores, 0)[0].tobytes())
+    record = decode_record(layout, encode_topk(layout, MARKS[:1], items, scores, 0)[0].tobytes())
     assert record.numbers.tolist() == scores[0].tolist()
 
 
@@ -85,7 +85,7 @@ def test_a_number_is_rounded_once_to_its_record_s_range(numbers, power):
 def test_unused_slots_never_come_back():
     layout = Layout("topk", 4, "f2")
     items = np.array([[9, NO_ITEM, NO_ITEM]], np.uint32)
-    record = decode(
+    record = decode_record(
         layout, encode_topk(layout, MARKS[:1], items, np.ones((1, 3), "f4"), 0)[0].tobytes()
     )
     assert record.items is not None and record.items.tolist() == [9]
@@ -115,14 +115,14 @@ def test_int8_vectors_keep_the_direction_within_half_a_step(vectors):
     records = encode_numbers(layout, MARKS, vectors, 0)
     for row in range(2):
         step = np.abs(vectors[row]).max() / 127
-        decoded_vector = decode(layout, records[row].tobytes()).numbers
+        decoded_vector = decode_record(layout, records[row].tobytes()).numbers
         assert np.abs(decoded_vector - vectors[row]).max() <= step * 0.5001
 
 
 def test_a_tiny_component_of_a_vector_is_rounded_but_a_vanishing_vector_refused():
     layout = Layout("vector", 2, "f2")
     record = encode_numbers(layout, MARKS[:1], np.array([[1.0, 1e-20]], "f4"), 0)[0]
-    assert decode(layout, record.tobytes()).numbers.tolist() == [1.0, 0.0]
+    assert decode_record(layout, record.tobytes()).numbers.tolist() == [1.0, 0.0]
     with pytest.raises(UnfitValue):
         encode_numbers(Layout("vector", 1, "f2"), MARKS[:1], np.array([[np.float32(1e-45)]]), 0)
 
@@ -131,7 +131,7 @@ def test_a_zero_vector_stays_zero():
     for precision in ("f2", "f4", "i1"):
         layout = Layout("vector", 3, precision)
         record = encode_numbers(layout, MARKS[:1], np.zeros((1, 3), "f4"), 0)[0]
-        assert decode(layout, record.tobytes()).numbers.tolist() == [0, 0, 0]
+        assert decode_record(layout, record.tobytes()).numbers.tolist() == [0, 0, 0]
 
 
 @given(
@@ -156,17 +156,17 @@ def test_a_row_is_unfit_where_its_record_would_be_refused(kind, precision, numbe
             return True
         return False
 
-    assert unfit(layout, numbers).tolist() == [is_refused(row) for row in range(4)]
+    assert unfit_rows(layout, numbers).tolist() == [is_refused(row) for row in range(4)]
 
 
 def test_a_record_without_an_answer_is_no_record_to_decode():
     for kind in ("topk", "vector", "value"):
         layout = Layout(kind, 2, "f2")
-        raw = absent(layout, MARKS[:1], 7)[0].tobytes()
+        raw = absent_records(layout, MARKS[:1], 7)[0].tobytes()
         assert is_absent(raw, int(MARKS[0])) and not is_absent(raw, int(MARKS[0]) ^ 1)
         assert not is_absent(b"", 0)
         with pytest.raises(CorruptArtefact):
-            decode(layout, raw)
+            decode_record(layout, raw)
 
 
 def test_c17_another_format_or_length_is_corrupt():
@@ -175,22 +175,22 @@ def test_c17_another_format_or_length_is_corrupt():
     raw = encode_numbers(layout, MARKS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
     assert peek_format(raw) == 1 and peek_fingerprint(raw) == 1
     with pytest.raises(CorruptArtefact):
-        decode(layout, raw[:14] + bytes([0x20]) + raw[15:])
+        decode_record(layout, raw[:14] + bytes([0x20]) + raw[15:])
     with pytest.raises(CorruptArtefact):
-        decode(layout, raw[:-1])
+        decode_record(layout, raw[:-1])
 
 
 def test_a_count_beyond_the_width_is_corrupt():
     layout = Layout("value", 2, "f4")
     raw = encode_numbers(layout, MARKS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
     with pytest.raises(CorruptArtefact):
-        decode(layout, raw[:12] + b"\xff\xff" + raw[14:])
+        decode_record(layout, raw[:12] + b"\xff\xff" + raw[14:])
 
 
 def test_the_live_flag_travels():
     layout = Layout("value", 1, "f4")
     raw = encode_numbers(layout, MARKS[:1], np.ones((1, 1), "f4"), 0, flags=FLAG_LIVE)[0].tobytes()
-    assert decode(layout, raw).live
+    assert decode_record(layout, raw).live
 
 
 def test_an_overlay_is_a_record_and_the_digest_of_its_input():
@@ -228,13 +228,13 @@ def test_an_impossible_layout_is_refused(kind, width, precision):
 )
 def test_a_number_that_is_not_finite_is_damage_and_no_answer(layout, damage):
     record = np.zeros(1, layout.dtype)
-    record["flags"], record["count"] = NIGHTLY, 2
-    decode(layout, record[0].tobytes())
+    record["flags"], record["count"] = NIGHTLY_FLAGS, 2
+    decode_record(layout, record[0].tobytes())
 
     record["numbers"][0, 1] = damage
 
     with pytest.raises(CorruptArtefact, match="not finite"):
-        decode(layout, record[0].tobytes())
+        decode_record(layout, record[0].tobytes())
 
 
 def test_an_ordinal_beyond_the_catalogue_is_damage_to_whoever_knows_the_catalogue():
@@ -242,7 +242,7 @@ def test_an_ordinal_beyond_the_catalogue_is_damage_to_whoever_knows_the_catalogu
     items = np.array([[4, 9]], np.uint32)
     raw = encode_topk(layout, MARKS[:1], items, np.ones((1, 2), np.float32), 0)[0].tobytes()
 
-    decoded_items = decode(layout, raw, 10).items
+    decoded_items = decode_record(layout, raw, 10).items
     assert decoded_items is not None and decoded_items.tolist() == [4, 9]
     with pytest.raises(CorruptArtefact, match="item 9 of 9"):
-        decode(layout, raw, 9)
+        decode_record(layout, raw, 9)

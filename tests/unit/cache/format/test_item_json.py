@@ -22,7 +22,7 @@ def test_each_ordinal_has_its_own_json_whatever_was_asked_before() -> None:
 
 
 def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_table, "TEXTS_MAX", 10)
+    monkeypatch.setattr(item_table, "JSON_TEXTS_MAX", 10)
     texts = ItemJsonTexts(100, names)
 
     for first in range(0, 100, 5):

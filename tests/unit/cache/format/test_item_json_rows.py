@@ -38,7 +38,7 @@ def test_lines_are_the_json_of_the_ids_whatever_these_hold(
 
 
 def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_table, "KEPT_MAX", 10)
+    monkeypatch.setattr(item_table, "TEXT_ROWS_MAX", 10)
     read: list[int] = []
 
     def names(ordinals: Sequence[int] | np.ndarray[Any, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from cache.records import (
     OFFSETS,
     RECORD_FORMAT,
     Layout,
-    absent,
+    absent_records,
     are_answers_of,
     encode_numbers,
     is_answer_of,
@@ -68,7 +68,11 @@ def test_what_peeks_at_bytes_sees_what_the_fields_say() -> None:
     numbers = np.ones((2, 2), np.float32)
     live = encode_numbers(record_layout, prints, numbers, 1, flags=FLAG_LIVE)
     records = np.concatenate(
-        [encode_numbers(record_layout, prints, numbers, 1), live, absent(record_layout, prints, 1)]
+        [
+            encode_numbers(record_layout, prints, numbers, 1),
+            live,
+            absent_records(record_layout, prints, 1),
+        ]
     )
     prints = np.tile(prints, 3)
     for fingerprints in (prints, prints + np.uint64(1)):

@@ -11,7 +11,7 @@ from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.control_plane import ServerControl
 from cache.l2.errors import translated
-from cache.l2.resp import checked
+from cache.l2.resp import checked_reply
 
 CLOSED = RuntimeError(
     "unable to perform operation on <TCPTransport closed=True reading=False 0x1>; the handler is closed"
@@ -82,7 +82,7 @@ async def test_another_defect_is_no_outage(control: ServerControl, call: Any) ->
 
 def test_a_server_that_answers_otherwise_than_redis_is_named_with_what_to_do() -> None:
     with pytest.raises(TierUnavailable) as raised, translated("redis://host:6379/0"):
-        checked("TIME", 1.5)
+        checked_reply("TIME", 1.5)
 
     assert raised.value.message == (
         "the server at REDIS_URL redis://host:6379/0 does not answer as Redis does: TIME was answered by 1.5, not by "

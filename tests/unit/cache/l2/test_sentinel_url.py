@@ -10,13 +10,19 @@ from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
 from cache.config.events import EventsConfig
 from cache.config.serving import ServingConfig
 from cache.errors import ConfigError
-from cache.l2.sentinel import PrimarySSLConnection, async_pool_of, is_sentinel, pool_of, read_url
+from cache.l2.sentinel import (
+    PrimarySSLConnection,
+    async_primary_pool,
+    is_sentinel,
+    primary_pool,
+    read_sentinel_url,
+)
 
 URL = "redis+sentinel://larder-reader:p%40ss@a:1,[::1]:2,c/my%2Fmaster/3?sentinel_password=q&client_name=x"
 
 
 def test_a_url_names_sentinels_a_service_and_the_servers_settings() -> None:
-    group, settings = read_url(URL)
+    group, settings = read_sentinel_url(URL)
 
     assert is_sentinel(URL) and not is_sentinel("redis://a:1")
     assert group.addresses == (("a", 1), ("::1", 2), ("c", 26_379))
@@ -29,12 +35,12 @@ def test_a_url_names_sentinels_a_service_and_the_servers_settings() -> None:
 
 def test_with_tls_servers_and_sentinels_are_asked_by_the_same_options() -> None:
     url = "rediss+sentinel://u:p@a/m?ssl_ca_certs=/ca.pem&sentinel_username=s"
-    group, settings = read_url(url)
+    group, settings = read_sentinel_url(url)
 
     assert group.settings == {"ssl": True, "ssl_ca_certs": "/ca.pem", "username": "s"}
     assert settings == {"username": "u", "password": "p", "ssl_ca_certs": "/ca.pem"}
-    assert pool_of(url).connection_class is PrimarySSLConnection
-    assert issubclass(async_pool_of(url).connection_class, AsyncSSLConnection)
+    assert primary_pool(url).connection_class is PrimarySSLConnection
+    assert issubclass(async_primary_pool(url).connection_class, AsyncSSLConnection)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +75,9 @@ def test_sentinels_that_do_not_answer_are_named_in_one_line() -> None:
     url = "redis+sentinel://u:secret@127.0.0.1:1,127.0.0.1:2/mymaster?sentinel_password=topsecret"
 
     async def connect() -> None:
-        await async_pool_of(url).get_connection()
+        await async_primary_pool(url).get_connection()
 
-    for connecting in (lambda: pool_of(url).get_connection(), lambda: asyncio.run(connect())):
+    for connecting in (lambda: primary_pool(url).get_connection(), lambda: asyncio.run(connect())):
         with pytest.raises(redis.ConnectionError) as caught:
             connecting()
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from cache.errors import InvalidInput
-from cache.model.input_preparation import PreparedInput, prepare_all
-from cache.model.predictor import LiveInput
+from cache.model.input_preparation import LiveInput, PreparedInput, prepare_all
 from cache.model.tower import Histories, Tower
 from tests.models import ITEMS, histories_of, make_predictor, train_small
 

@@ -5,9 +5,9 @@ import pytest
 from onnx import load, numpy_helper
 
 from cache.errors import InvalidInput
-from cache.model.predictor import LiveInput
+from cache.model.input_preparation import LiveInput
 from cache.model.tower import Histories
-from cache.records import decode
+from cache.records import decode_record
 from cache.topk.topk import Scorer
 from precompute.bundles import onnx_model
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
@@ -36,7 +36,7 @@ def answer(world, table, *inputs, blocked=()):
     fingerprints = list(range(1, len(batch) + 1))
     records = predictor.predict(table, batch, fingerprints, AT, blocked=np.array(blocked, np.int64))
     layout = predictor._tables[table].layout
-    return [decode(layout, record) for record in records]
+    return [decode_record(layout, record) for record in records]
 
 
 def test_a_list_has_the_users_best_items_in_order_and_is_marked_live(world):

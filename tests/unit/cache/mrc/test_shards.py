@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.usage.miss_ratio_curve import SPACE, RecencyStack, Shards
+from cache.usage.miss_ratio_curve import HASH_SPACE, MissRatioCurve, RecencyStack
 from tests.bench.tools.traces import (
     capacities_of,
     lru_hit_ratio,
@@ -24,10 +24,10 @@ LARGE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 def spot(number: int) -> int:
     """Of a key, spread over the space as a hash is."""
-    return number * 0x9E3779B97F4A7C15 % SPACE
+    return number * 0x9E3779B97F4A7C15 % HASH_SPACE
 
 
-def read(shards: Shards, keys: Sequence[int], sizes: Sequence[int] | None = None) -> None:
+def read(shards: MissRatioCurve, keys: Sequence[int], sizes: Sequence[int] | None = None) -> None:
     shards.count(len(keys), len(keys))
     for key in keys:
         shards.record_accesses([(spot(key), 1 if sizes is None else sizes[key])])
@@ -41,7 +41,7 @@ def read(shards: Shards, keys: Sequence[int], sizes: Sequence[int] | None = None
 def test_with_everything_sampled_it_is_the_exact_curve_of_lru(
     keys: list[int], sizes: list[int], capacities: list[int]
 ) -> None:
-    shards = Shards(capacities, keys_max=20)
+    shards = MissRatioCurve(capacities, keys_max=20)
 
     read(shards, keys, sizes)
 
@@ -54,7 +54,7 @@ def test_with_everything_sampled_it_is_the_exact_curve_of_lru(
 def test_slots_that_run_out_and_keys_out_of_reach_change_nothing(seed: int, capacity: int) -> None:
     rng = random.Random(seed)
     keys = [int(rng.paretovariate(0.7)) % 300 for _ in range(3_000)]
-    shards = Shards([capacity], keys_max=300)
+    shards = MissRatioCurve([capacity], keys_max=300)
 
     read(shards, keys)
 
@@ -97,10 +97,10 @@ def test_the_bytes_above_a_key_are_those_touched_since(script: list[tuple[str, i
 @given(st.integers(0, 1 << 32), st.sampled_from([1, 2, 300, 900]))
 def test_memory_is_bounded_whatever_comes(seed: int, keys_max: int) -> None:
     rng = random.Random(seed)
-    shards = Shards([1_000, 2_000], keys_max)
+    shards = MissRatioCurve([1_000, 2_000], keys_max)
     previous_rate = shards.rate
     for _ in range(40):
-        spots = [rng.randrange(SPACE) for _ in range(50)] * 2
+        spots = [rng.randrange(HASH_SPACE) for _ in range(50)] * 2
         for key_spot in spots:
             shards.record_accesses([(key_spot, rng.choice((1, -1)) * rng.randint(1, 9))])
 
@@ -116,7 +116,7 @@ def test_memory_is_bounded_whatever_comes(seed: int, keys_max: int) -> None:
 def test_a_stream_of_zipf_is_within_a_point_of_exact(seed: int) -> None:
     keys = zipf(40_000, 400_000, seed=seed)
     capacities = capacities_of(keys, SMALL + LARGE)
-    shards = Shards(capacities, keys_max=16_384)
+    shards = MissRatioCurve(capacities, keys_max=16_384)
 
     sampled(keys, shards, seed=seed)
 
@@ -134,7 +134,7 @@ def test_a_real_trace_is_within_a_point_of_exact() -> None:
     assert file is not None
     keys = orm_busy(file)
     capacities = capacities_of(keys, SMALL + LARGE)
-    shards = Shards(capacities, keys_max=16_384)
+    shards = MissRatioCurve(capacities, keys_max=16_384)
 
     sampled(keys, shards)
 
@@ -146,12 +146,14 @@ def test_a_real_trace_is_within_a_point_of_exact() -> None:
     assert error[len(SMALL) :].max() <= 1.0, error
 
 
-@pytest.mark.parametrize("hot_key_spot", [1, SPACE - 1], ids=["in the sample", "not in the sample"])
+@pytest.mark.parametrize(
+    "hot_key_spot", [1, HASH_SPACE - 1], ids=["in the sample", "not in the sample"]
+)
 def test_a_key_that_is_asked_for_all_the_time_is_counted_for_what_it_is(hot_key_spot: int) -> None:
     """SHARDS-adj: without it one key would count for as many as the rate says, or for none at all."""
     rng = random.Random(0)
-    shards = Shards([100, 20_000], keys_max=500)
-    cold = [rng.randrange(SPACE) for _ in range(5_000)]
+    shards = MissRatioCurve([100, 20_000], keys_max=500)
+    cold = [rng.randrange(HASH_SPACE) for _ in range(5_000)]
     for cold_spot in cold * 2:
         for touched_spot in (cold_spot, hot_key_spot):
             shards.count(1, 1)
@@ -165,7 +167,7 @@ def test_a_key_that_is_asked_for_all_the_time_is_counted_for_what_it_is(hot_key_
 
 
 def test_what_is_found_nowhere_is_a_miss_at_every_size() -> None:
-    shards = Shards([10, 20], keys_max=100)
+    shards = MissRatioCurve([10, 20], keys_max=100)
     read(shards, [1, 2, 1, 2])
 
     shards.count(hit_count=0, reads=4)
@@ -174,7 +176,7 @@ def test_what_is_found_nowhere_is_a_miss_at_every_size() -> None:
 
 
 def test_a_store_moves_its_key_and_counts_for_nothing() -> None:
-    shards = Shards([2], keys_max=100)
+    shards = MissRatioCurve([2], keys_max=100)
     read(shards, [1, 2, 3])
     shards.record_accesses([(spot(1), -1), (spot(4), -1)])
 
@@ -185,7 +187,7 @@ def test_a_store_moves_its_key_and_counts_for_nothing() -> None:
 
 
 def test_reads_of_long_ago_count_for_less() -> None:
-    shards = Shards([1, 10], keys_max=100)
+    shards = MissRatioCurve([1, 10], keys_max=100)
     read(shards, [1, 2] * 500)
     previous_hit_ratios = shards.hit_ratios()
     shards.age(0.001)
@@ -197,7 +199,7 @@ def test_reads_of_long_ago_count_for_less() -> None:
 
 
 def test_a_restart_forgets_keys_and_keeps_what_was_counted() -> None:
-    shards = Shards([10], keys_max=2)
+    shards = MissRatioCurve([10], keys_max=2)
     read(shards, [1, 2, 1, 2, 3, 4, 5])
     read_count, rate = shards.reads, shards.rate
     shards.restart()
@@ -209,7 +211,7 @@ def test_a_restart_forgets_keys_and_keeps_what_was_counted() -> None:
 
 
 def test_a_lower_rate_samples_fewer_keys() -> None:
-    shards = Shards([10_000], keys_max=10_000)
+    shards = MissRatioCurve([10_000], keys_max=10_000)
     read(shards, list(range(1_000)))
 
     shards.lower(0.25)
@@ -222,7 +224,7 @@ def test_a_lower_rate_samples_fewer_keys() -> None:
 
 
 def test_the_entries_of_a_capacity_are_those_that_fit() -> None:
-    shards = Shards([25, 100, 1_000], keys_max=100)
+    shards = MissRatioCurve([25, 100, 1_000], keys_max=100)
 
     read(shards, [0, 1, 2, 3, 4], sizes=[500, 10, 10, 20, 5])
 
@@ -230,4 +232,4 @@ def test_the_entries_of_a_capacity_are_those_that_fit() -> None:
 
 
 def test_before_the_first_read_every_ratio_is_none() -> None:
-    assert Shards([1, 2], keys_max=1).hit_ratios() == [0.0, 0.0]
+    assert MissRatioCurve([1, 2], keys_max=1).hit_ratios() == [0.0, 0.0]

@@ -16,7 +16,7 @@ from cache.errors import ConfigError
 from cache.format.directory import Directory
 from cache.format.ids import are_ids, hash_ids
 from cache.format.redis_keys import Keyspace
-from cache.l2.commands import Frames, Packer, PageReads, stride
+from cache.l2.commands import Frames, Packer, PageReads, frame_stride
 from cache.native import loader, pure
 from cache.records import RECORD_FORMAT, Layout, encode_numbers
 from cache.tiers import tiered
@@ -203,12 +203,12 @@ def test_records_of_several_flights_come_to_their_places(data: st.DataObject, co
     landed = FlightRecords(records[own_indexes], {})
     record_by_index = {index: records[index].tobytes() for index in joined}
 
-    spread_records = tiered._spread(record_keys, landed, own_indexes, record_by_index)
+    spread_records = tiered._spread_rows(record_keys, landed, own_indexes, record_by_index)
 
     with interpreted():
         assert (
             spread_records.tobytes()
-            == tiered._spread(record_keys, landed, own_indexes, record_by_index).tobytes()
+            == tiered._spread_rows(record_keys, landed, own_indexes, record_by_index).tobytes()
         )
     for index in (*own_indexes, *joined):
         assert spread_records[index].tobytes() == records[index].tobytes()
@@ -308,7 +308,7 @@ def test_it_can_be_switched_off_and_other_sources_are_left_alone(
         loader.load({"LARDER_COLUMNS": "maybe"})
     monkeypatch.setattr(loader, "VERSION", -1)
     assert loader.load({}) is pure and "install again" in caplog.text
-    assert stride(3) == 9
+    assert frame_stride(3) == 9
 
 
 @pytest.mark.parametrize("name", ["fingerprint", "flags", "payload", "format_shift", "numeral"])

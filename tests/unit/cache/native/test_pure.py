@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cache.format.item_table import Named
+from cache.format.item_table import IdBytes
 from cache.native import loader, pure
 from cache.records import Layout
 
@@ -35,7 +35,7 @@ def test_names_are_the_bytes_of_the_ids_whatever_their_length(
     records = np.zeros(len(rows), Layout("topk", 3, "f2").dtype)
     records["items"][:, :2] = rows
 
-    named = Named(*pure.names(records, 3, True, 2, *lent), 2)
+    named = IdBytes(*pure.names(records, 3, True, 2, *lent), 2)
 
     cuts = np.frombuffer(named.cuts, np.int32).tolist()
     assert [named.data[a:b] for a, b in pairwise(cuts)] == [

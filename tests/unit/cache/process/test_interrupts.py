@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cache.process.command_line import never_swallowed
+from cache.process.command_line import interrupts_never_swallowed
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def be_interrupted() -> None:
 
 
 def test_an_interrupt_inside_a_destructor_arrives_after_it(capsys):
-    with pytest.raises(KeyboardInterrupt), never_swallowed():
+    with pytest.raises(KeyboardInterrupt), interrupts_never_swallowed():
         be_interrupted()
     assert capsys.readouterr().err == ""
 
@@ -59,14 +59,14 @@ def test_another_failure_of_a_destructor_is_told_as_ever(monkeypatch):
     monkeypatch.setattr(
         sys, "unraisablehook", lambda ignored: exception_types.append(ignored.exc_type)
     )
-    with never_swallowed():
+    with interrupts_never_swallowed():
         Broken()
     assert exception_types == [ZeroDivisionError]
 
 
 def test_everything_is_as_it_was_afterwards():
     previous_handlers = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
-    with never_swallowed():
+    with interrupts_never_swallowed():
         assert sys.unraisablehook is not previous_handlers[0]
         signal.setitimer(signal.ITIMER_REAL, 60.0)
     assert (sys.unraisablehook, signal.getsignal(signal.SIGALRM)) == previous_handlers

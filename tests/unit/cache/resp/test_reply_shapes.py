@@ -13,9 +13,17 @@ import redis
 import redis.asyncio
 from redis.commands.core import CoreCommands
 
-from cache.l2.resp import MEMBERS, SHAPES, WrongReply, check_replies, checked, excerpt, info_number
+from cache.l2.resp import (
+    MEMBERS_SHAPE,
+    REPLY_SHAPES,
+    WrongReply,
+    check_replies,
+    checked_reply,
+    info_number,
+    reply_excerpt,
+)
 from cache.l2.sync_clients import another, open_client
-from infra.cli.check import NEEDED, USED
+from infra.cli.check import DISPENSABLE_COMMANDS, NEEDED_COMMANDS
 from tests.forged.proxy import Order, forging
 from tests.forged_redis import forged_redis
 
@@ -132,7 +140,7 @@ def client_of(protocol: int, *, is_async: bool = False) -> Any:
 
 @pytest.mark.parametrize("protocol", [2, 3])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("command", SHAPES)
+@pytest.mark.parametrize("command", REPLY_SHAPES)
 def test_a_right_reply_passes(command: str, protocol: int, is_async: bool) -> None:
     callbacks = client_of(protocol, is_async=is_async).response_callbacks
     for reply in right_replies(command, protocol):
@@ -140,11 +148,14 @@ def test_a_right_reply_passes(command: str, protocol: int, is_async: bool) -> No
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
-@pytest.mark.parametrize("command", SHAPES)
+@pytest.mark.parametrize("command", REPLY_SHAPES)
 def test_every_other_reply_is_refused_by_the_name_of_its_command(
     command: str, protocol: int
 ) -> None:
-    callback, description = client_of(protocol).response_callbacks[command], SHAPES[command].words
+    callback, description = (
+        client_of(protocol).response_callbacks[command],
+        REPLY_SHAPES[command].words,
+    )
     accepted_names = PASSING.get(description, set())
     if protocol == 3:
         accepted_names = PASSING_RESP3.get(description, accepted_names)
@@ -155,15 +166,15 @@ def test_every_other_reply_is_refused_by_the_name_of_its_command(
             named = "EXEC" if command == "_" else command
             assert (
                 str(raised.value)
-                == f"{named} was answered by {excerpt(reply)}, not by {description}"
+                == f"{named} was answered by {reply_excerpt(reply)}, not by {description}"
             )
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
-@pytest.mark.parametrize("command", SHAPES)
+@pytest.mark.parametrize("command", REPLY_SHAPES)
 def test_no_reply_ends_as_an_error_of_python(command: str, protocol: int) -> None:
     callback = client_of(protocol).response_callbacks[command]
-    for options in [{}, {"withscores": True}] if SHAPES[command] is MEMBERS else [{}]:
+    for options in [{}, {"withscores": True}] if REPLY_SHAPES[command] is MEMBERS_SHAPE else [{}]:
         for reply in STRANGE.values():
             with suppress(redis.InvalidResponse):
                 callback(deepcopy(reply), **options)
@@ -188,7 +199,7 @@ def test_a_masters_row_without_its_flags_is_refused() -> None:
 
 def test_what_is_shown_is_short_and_one_line() -> None:
     with pytest.raises(WrongReply) as raised:
-        checked("TIME", b"\r\n\x00\xff" * 1_000)
+        checked_reply("TIME", b"\r\n\x00\xff" * 1_000)
     assert str(raised.value).startswith(r"TIME was answered by b'\r\n\x00\xff")
     assert len(str(raised.value)) < 140
     for reply in (
@@ -198,10 +209,10 @@ def test_what_is_shown_is_short_and_one_line() -> None:
         "\x1b[31m",
         10**70,
     ):
-        assert len(excerpt(reply)) <= 83
-        assert excerpt(reply).isprintable()
-    assert excerpt(1.5) == "1.5"
-    assert excerpt(None) == "nothing"
+        assert len(reply_excerpt(reply)) <= 83
+        assert reply_excerpt(reply).isprintable()
+    assert reply_excerpt(1.5) == "1.5"
+    assert reply_excerpt(None) == "nothing"
 
 
 def test_a_number_of_info_is_a_number() -> None:
@@ -356,11 +367,13 @@ def allowed_by(file: str) -> set[str]:
 
 def test_every_command_that_is_allowed_or_needed_has_a_shape() -> None:
     allowed = allowed_by("infra/redis.conf") | allowed_by("infra/redis-events.conf")
-    needed = {FAMILIES.get(command, command) for command in (*NEEDED, *USED)}
+    needed = {
+        FAMILIES.get(command, command) for command in (*NEEDED_COMMANDS, *DISPENSABLE_COMMANDS)
+    }
     exempt = HANDSHAKE | READ_PATH | SUBSCRIBED | IN_SCRIPTS | BY_HAND | {"multi", "exec"}
     sent_commands = {command.replace("|", " ").upper() for command in (allowed | needed) - exempt}
     assert len(sent_commands) > 45
-    assert sent_commands - SHAPES.keys() == set()
+    assert sent_commands - REPLY_SHAPES.keys() == set()
 
 
 def test_every_command_that_the_code_names_has_a_shape() -> None:
@@ -372,7 +385,7 @@ def test_every_command_that_the_code_names_has_a_shape() -> None:
         for line, command in commands_in(ast.parse(file.read_text()))
     }
     assert len(named) > 30
-    unshaped = {where: name for name, where in named.items() if name not in SHAPES}
+    unshaped = {where: name for name, where in named.items() if name not in REPLY_SHAPES}
     assert unshaped == {}
 
 

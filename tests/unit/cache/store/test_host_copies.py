@@ -2,7 +2,7 @@
 
 import pytest
 
-from cache.store.artefacts import FOLDER, ArtefactStore
+from cache.store.artefacts import COPIES_FOLDER, ArtefactStore
 from tests.object_stores import Counting, Odd, PreconditionFailed, failing, requests, store_of
 
 OLD, LIVE = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2))
@@ -23,7 +23,7 @@ def hosts(tmp_path):
 
 
 def recorded(store: ArtefactStore, generation: str) -> list[str]:
-    return store.names(f"{FOLDER}/{generation}")
+    return store.names(f"{COPIES_FOLDER}/{generation}")
 
 
 def test_each_host_is_recorded_before_its_copies_come_and_until_they_are_gone(hosts):
@@ -72,7 +72,7 @@ def test_mapped_files_outlive_the_sweep(hosts):
 def test_copies_of_an_earlier_version_are_recorded_by_the_next_sweep(hosts):
     first, _ = hosts
     name = f"{first.copies.host}.json"
-    first.delete(f"{FOLDER}/{LIVE}/{name}")
+    first.delete(f"{COPIES_FOLDER}/{LIVE}/{name}")
     first.local(f"generations/{LIVE}/.recorded").unlink()
 
     first.sweep_host_copies([], cutoff_at=LATER)

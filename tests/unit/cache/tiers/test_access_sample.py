@@ -15,9 +15,9 @@ from cache.tiers.l1 import (
     ReadyAnswer,
     size_of,
 )
-from cache.tiers.reads import RecordKeys
-from cache.tiers.tiered import RecordKey, TieredCache
-from cache.usage.miss_ratio_curve import SPACE, Access
+from cache.tiers.reads import RecordKey, RecordKeys
+from cache.tiers.tiered import TieredCache
+from cache.usage.miss_ratio_curve import HASH_SPACE, Access
 from tests.fakes import DIGEST_A, GENERATION, NEXT_GENERATION, FakeClock, FakeRemote, Night
 
 NIGHT = Night()
@@ -40,7 +40,7 @@ class Bench:
             self.remote,
             timer=self.clock,
         )
-        self.cache.trace.sample(SPACE - 1)
+        self.cache.trace.sample(HASH_SPACE - 1)
 
     def taken(self) -> list[Access]:
         touches = list(self.cache.trace)
@@ -164,7 +164,7 @@ def test_a_new_generation_is_sampled_from_its_first_answer_on() -> None:
     after = trace.attach_access(NEXT_GENERATION, 1 << 40, READY)
 
     assert unsampled_ready.access is None and after.access is not None
-    assert trace.last == SPACE - 1
+    assert trace.last == HASH_SPACE - 1
 
 
 async def test_nothing_is_written_unless_somebody_samples(bench: Bench) -> None:

@@ -14,7 +14,7 @@ from cache.format.directory import Directory
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Packer, PageReads
 from cache.native import loader, pure
-from cache.records import absent
+from cache.records import absent_records
 from cache.tiers.l1 import OVERHEAD_BYTES, LocalTier, NegativeCache
 from cache.tiers.reads import (
     Hit,
@@ -259,7 +259,7 @@ async def test_records_without_an_answer_are_of_entities_that_the_night_did_not_
     bench = Bench()
     for name, page in bench.remote.pages.items():
         records = np.frombuffer(page, NIGHT.layout.dtype).copy()
-        records[::2] = absent(NIGHT.layout, records["fingerprint"][::2], 0)
+        records[::2] = absent_records(NIGHT.layout, records["fingerprint"][::2], 0)
         bench.remote.pages[name] = records.tobytes()
     record_keys = [NIGHT.want(entity_id) for entity_id in NIGHT.ids]
 

@@ -53,7 +53,7 @@ async def test_a_whole_page_does_not_travel_with_records() -> None:
 async def test_a_page_that_cannot_be_had_says_why_within_its_time(
     remote: Paged, reason: MissReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serving.explain.explainer._PAGE_S", 0.01)
+    monkeypatch.setattr("serving.explain.explainer._PAGE_TIMEOUT_S", 0.01)
 
     miss = await looking(remote).page(READ)
 

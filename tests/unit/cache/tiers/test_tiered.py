@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import hash_hex
-from cache.records import absent, pack_overlay
+from cache.records import absent_records, pack_overlay
 from cache.tiers.l1 import LocalTier, NegativeCache
-from cache.tiers.tiered import Hit, Miss, MissReason, RecordKey, TieredCache
+from cache.tiers.reads import Hit, Miss, MissReason, RecordKey
+from cache.tiers.tiered import TieredCache
 from tests.fakes import (
     DIGEST_A,
     DIGEST_B,
@@ -162,8 +163,8 @@ async def test_a_record_of_another_format_is_not_read(bench: Bench) -> None:
 def without_answers(bench: Bench) -> None:
     for name, page in bench.remote.pages.items():
         records = np.frombuffer(page, NIGHT.layout.dtype)
-        absent_records = absent(NIGHT.layout, records["fingerprint"], 0)
-        bench.remote.pages[name] = absent_records.tobytes()
+        blank_records = absent_records(NIGHT.layout, records["fingerprint"], 0)
+        bench.remote.pages[name] = blank_records.tobytes()
 
 
 async def test_a_record_without_an_answer_is_of_an_entity_that_the_night_did_not_know(

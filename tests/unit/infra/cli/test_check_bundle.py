@@ -7,7 +7,7 @@ import pytest
 
 from cache.errors import BundleError
 from infra.cli.check import look_at_bundle
-from precompute.bundles.bundle import FILE
+from precompute.bundles.bundle import BUNDLE_FILE
 from precompute.config.settings import NightConfig
 from tests.models import train_small
 
@@ -23,9 +23,9 @@ def test_a_bundle_whose_models_open_is_ok(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_what_the_bundle_says_is_named(tmp_path: Path) -> None:
     train_small(tmp_path / "bundle")
-    bundle_json = orjson.loads((tmp_path / "bundle" / FILE).read_bytes())
+    bundle_json = orjson.loads((tmp_path / "bundle" / BUNDLE_FILE).read_bytes())
     bundle_json["item_tower"]["inputs"][0]["dtype"] = "int64"
-    (tmp_path / "bundle" / FILE).write_bytes(orjson.dumps(bundle_json))
+    (tmp_path / "bundle" / BUNDLE_FILE).write_bytes(orjson.dumps(bundle_json))
 
     with pytest.raises(BundleError, match="item_tower"):
         look_at_bundle(NightConfig(base=str(tmp_path), bundle="bundle"))

@@ -37,7 +37,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 def test_what_is_missing_is_named(
     environ: dict[str, str], state: str, expected_message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (*check.TRANSPORTS, EXTRACTORS):
+    for name in (*check.LINEAGE_TRANSPORTS, EXTRACTORS):
         monkeypatch.delenv(name, raising=False)
     installed(monkeypatch, PROVIDER)
     for name, value in environ.items():

@@ -13,7 +13,7 @@ import pytest
 
 from cache.formats import RELEASE
 from infra.cli.__main__ import main
-from infra.cli.commands import BY_NAME, ENTRIES, EXTRAS, GROUPS, NIGHT, page
+from infra.cli.commands import BY_NAME, ENTRIES, EXTRAS, GROUPS, NIGHT, help_page
 from infra.cli.night_commands import commands_of
 from serving.__main__ import _COMMANDS
 from tests.unit.test_layering import ROOT
@@ -59,7 +59,7 @@ def test_the_help_fits_a_screen_and_names_every_command(capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
-    page_words = page().replace(",", " ").split()
+    page_words = help_page().replace(",", " ").split()
     assert [entry.name for entry in ENTRIES if entry.name not in page_words] == []
 
 

@@ -16,7 +16,7 @@ import pytest
 from cache.errors import SourceError
 from infra.cli.__main__ import main
 from infra.cli.init.guesses import roles_of
-from infra.cli.init.tables import Kind
+from infra.cli.init.tables import ColumnKind
 from precompute.config.settings import night_config
 from precompute.sources.readers import read_interactions
 
@@ -103,7 +103,7 @@ def test_usual_names_are_recognised_and_can_be_read(
 
 
 def test_a_length_of_time_is_no_moment() -> None:
-    kinds: dict[str, Kind] = {"user": "text", "item": "text", "watch_time": "integer"}
+    kinds: dict[str, ColumnKind] = {"user": "text", "item": "text", "watch_time": "integer"}
 
     assert roles_of(kinds).columns == {"user": "user", "item": "item"}
 

@@ -10,7 +10,7 @@ import scipy.sparse as sp
 from cache.errors import SourceError
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.adapters.factorisations import _als
+from precompute.adapters.factorisations import _als_fold
 from precompute.adapters.fold_in import (
     HISTORY_MAX,
     Fold,
@@ -34,7 +34,7 @@ SPEC = TowerSpec(
     (InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=COUNT),), "vector", DIMS
 )
 FOLDS = {
-    "ALS": _als(ITEMS, REGULARIZATION, CONFIDENCE),
+    "ALS": _als_fold(ITEMS, REGULARIZATION, CONFIDENCE),
     **{fold.name: fold for fold in ridges(ITEMS, ZERO + 0.25, 1.5)},
     "sum": Fold("sum", ITEMS, 0.0, None, ZERO),
     "turned sum": Fold("turned", ITEMS, 0.0, np.diag(np.arange(DIMS)).astype("f4"), ZERO),

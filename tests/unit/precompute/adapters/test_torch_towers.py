@@ -316,7 +316,7 @@ def test_weights_that_no_file_holds_stand_beside_it(monkeypatch, tmp_path):
     spec_of, tower = {}, bound(towers.Mean(), example())
     for name, limit in (("inside", onnx_model.GRAPH_BYTES_MAX), ("outside", 0)):
         monkeypatch.setattr(onnx_model, "GRAPH_BYTES_MAX", limit)
-        monkeypatch.setattr(onnx_model, "_SMALL", 64)
+        monkeypatch.setattr(onnx_model, "_SMALL_BYTES", 64)
         model, spec_of[name], error = export(tower)
         weights_file = model.write(tmp_path / f"{name}.onnx")
         assert error < 1e-6 and (weights_file is None) == (name == "inside")

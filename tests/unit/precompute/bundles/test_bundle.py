@@ -10,7 +10,7 @@ import pytest
 from cache.errors import BundleError
 from cache.store.artefacts import sha256_of
 from precompute.bundles import bundle as bundles
-from precompute.bundles.bundle import FILE, Bundle
+from precompute.bundles.bundle import BUNDLE_FILE, Bundle
 from tests.models import ITEMS, put_weights_beside, train_small
 
 
@@ -20,9 +20,9 @@ def bundle(tmp_path):
 
 
 def edit(bundle, change):
-    data = orjson.loads((bundle.path / FILE).read_bytes())
+    data = orjson.loads((bundle.path / BUNDLE_FILE).read_bytes())
     change(data)
-    (bundle.path / FILE).write_bytes(orjson.dumps(data))
+    (bundle.path / BUNDLE_FILE).write_bytes(orjson.dumps(data))
 
 
 def test_a_written_bundle_opens_with_everything_in_it(bundle):

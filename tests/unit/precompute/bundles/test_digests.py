@@ -73,10 +73,10 @@ def test_what_was_written_just_now_is_not_taken_for_granted(
 
 
 def test_only_so_many_are_remembered(tmp_path: Path, reads: list[Path]) -> None:
-    paths = [tmp_path / str(number) for number in range(bundle.FILES_MAX + 1)]
+    paths = [tmp_path / str(number) for number in range(bundle.DIGESTS_KEPT + 1)]
     for path in paths:
         path.write_bytes(path.name.encode())
         sha256_unchanged(path)
-    assert len(bundle._digest_by_stamp) == bundle.FILES_MAX
+    assert len(bundle._digest_by_stamp) == bundle.DIGESTS_KEPT
     sha256_unchanged(paths[0])
     assert reads == [*paths, paths[0]]

@@ -137,7 +137,7 @@ class Small:
 
 
 def test_a_device_without_room_takes_smaller_batches_from_then_on(bundle, monkeypatch):
-    monkeypatch.setattr(device_tower, "OF_DEVICE", Tile(32, 1 << 27))
+    monkeypatch.setattr(device_tower, "DEVICE_TILE", Tile(32, 1 << 27))
     model, inputs = bundle.user_tower, inputs_of(bundle.user_tower, 60)
     small = Small(model, 9)
     tower = tower_of(model, small)
@@ -427,6 +427,6 @@ def test_the_comparison_is_made_once(bundle, monkeypatch):
     tower = tower_of(bundle.item_tower)
     inputs = inputs_of(bundle.item_tower)
     tower.run(inputs)
-    monkeypatch.setattr(device_tower, "AGREEMENT", -1.0)
+    monkeypatch.setattr(device_tower, "DEVICE_AGREEMENT", -1.0)
 
     tower.run(inputs)

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from cache.config.night import CanaryConfig
-from precompute.traffic.canary.trial import Comparison, Totals, decide, psi, shift
-from serving.traffic.canary import ArmCounts, KeySample, bucket
+from precompute.traffic.canary.trial import (
+    ArmComparison,
+    CanaryArmTotals,
+    decide,
+    mix_shift,
+    population_stability_index,
+)
+from serving.traffic.canary import ArmCounts, KeySample, bucket_of_score
 
 SEED = 1_703
 LIMITS = CanaryConfig(requests_min=100, feedback_event="click")
@@ -22,18 +28,18 @@ def arm(
     mean: float = 4.0,
     clicks: int = 400,
     keys: int = 2_000,
-) -> Totals:
+) -> CanaryArmTotals:
     """As one replica counts it: keys with log-normal top scores around `mean`, some answered by defaults."""
     rng = np.random.default_rng(SEED)
     scores = mean * np.exp(rng.normal(0, 0.3, keys - defaults))
-    return Totals.of(
+    return CanaryArmTotals.of(
         [
             {
                 "requests": requests,
                 "keys": keys,
                 "weight": 1,
                 "kinds": {"stored": keys - defaults, "default": defaults},
-                "scores": Counter(bucket(float(score)) for score in scores),
+                "scores": Counter(bucket_of_score(float(score)) for score in scores),
                 "score_sum": float(scores.sum()),
                 "feedback": {"click": clicks},
             }
@@ -42,7 +48,7 @@ def arm(
 
 
 def test_a_canary_like_the_live_one_is_published() -> None:
-    comparison = Comparison.of(arm(), arm(requests=2_000, keys=1_000, defaults=43, clicks=208))
+    comparison = ArmComparison.of(arm(), arm(requests=2_000, keys=1_000, defaults=43, clicks=208))
 
     verdict, against = decide(comparison, LIMITS)
 
@@ -60,9 +66,9 @@ def test_a_canary_like_the_live_one_is_published() -> None:
     ],
 )
 def test_a_canary_that_differs_is_abandoned_and_the_reason_says_by_how_much(
-    canary: Totals, says: str
+    canary: CanaryArmTotals, says: str
 ) -> None:
-    verdict, against = decide(Comparison.of(arm(), canary), LIMITS)
+    verdict, against = decide(ArmComparison.of(arm(), canary), LIMITS)
 
     assert verdict == "abandon" and any(says in reason for reason in against)
 
@@ -74,18 +80,18 @@ def test_a_canary_that_differs_is_abandoned_and_the_reason_says_by_how_much(
         (arm(keys=150, defaults=6), "150 keys, at least 200 are needed"),
         (arm(keys=250, defaults=25), "may be chance with so few keys"),
         (arm(clicks=350), "it may be chance down to"),
-        (Totals(), "canary answered 0 requests"),
+        (CanaryArmTotals(), "canary answered 0 requests"),
         (arm(keys=20, defaults=20), "at least 200 are needed"),
     ],
 )
-def test_what_was_counted_too_seldom_decides_nothing(canary: Totals, says: str) -> None:
-    verdict, against = decide(Comparison.of(arm(), canary), LIMITS)
+def test_what_was_counted_too_seldom_decides_nothing(canary: CanaryArmTotals, says: str) -> None:
+    verdict, against = decide(ArmComparison.of(arm(), canary), LIMITS)
 
     assert verdict == "undecided" and any(says in reason for reason in against)
 
 
 def test_feedback_that_was_asked_for_and_never_came_is_no_consent() -> None:
-    comparison = Comparison.of(arm(clicks=0), arm(clicks=0))
+    comparison = ArmComparison.of(arm(clicks=0), arm(clicks=0))
 
     assert decide(comparison, LIMITS)[0] == "undecided"
     assert decide(comparison, CanaryConfig(requests_min=100))[0] == "publish"
@@ -93,7 +99,7 @@ def test_feedback_that_was_asked_for_and_never_came_is_no_consent() -> None:
 
 def test_a_measure_that_is_not_a_number_is_no_consent() -> None:
     enough, chance = {"live": 1_000, "canary": 1_000}, {"source_shift": 0.01, "score_psi": 0.01}
-    comparison = Comparison(enough, enough, math.nan, math.nan, chance, {}, {}, {})
+    comparison = ArmComparison(enough, enough, math.nan, math.nan, chance, {}, {}, {})
 
     assert decide(comparison, CanaryConfig(requests_min=1))[0] == "undecided"
 
@@ -106,7 +112,7 @@ def test_a_key_that_every_replica_counted_makes_nothing_more_certain() -> None:
         for replica_counts in counts:
             replica_counts.answered(b"key-%d" % number, [{"source": "l2", "scores": top}])
 
-    total = Totals.of(replica_counts.to_json() for replica_counts in counts)
+    total = CanaryArmTotals.of(replica_counts.to_json() for replica_counts in counts)
 
     assert total.certain == pytest.approx(300)
 
@@ -120,28 +126,31 @@ def test_more_keys_than_are_kept_are_sampled_without_regard_to_how_busy_they_are
 
     assert keys.level > 0 and 400 < len(keys) <= 1_000
     assert keys.kinds == {"stored": len(keys)} and keys.scores.total() == len(keys)
-    assert keys.score_sum == keys.scores[bucket(1.0)] + 2.0 * keys.scores[bucket(2.0)]
+    assert (
+        keys.score_sum
+        == keys.scores[bucket_of_score(1.0)] + 2.0 * keys.scores[bucket_of_score(2.0)]
+    )
 
 
 def test_the_mix_and_the_distribution_are_compared_by_share() -> None:
-    assert shift({"l1": 90, "l2": 10}, {"l1": 9, "l2": 1}) == pytest.approx(0)
-    assert shift({"l1": 10}, {"default": 10}) == 1 and shift({}, {"l1": 1}) == 1
+    assert mix_shift({"l1": 90, "l2": 10}, {"l1": 9, "l2": 1}) == pytest.approx(0)
+    assert mix_shift({"l1": 10}, {"default": 10}) == 1 and mix_shift({}, {"l1": 1}) == 1
     rng = np.random.default_rng(SEED)
     large_histogram, small_histogram = (
         Counter(rng.poisson(40, size).tolist()) for size in (20_000, 1_000)
     )
     assert (
-        psi(large_histogram, large_histogram) == pytest.approx(0)
-        and psi(large_histogram, small_histogram) < 0.03
+        population_stability_index(large_histogram, large_histogram) == pytest.approx(0)
+        and population_stability_index(large_histogram, small_histogram) < 0.03
     )
     assert (
-        psi(
+        population_stability_index(
             large_histogram,
             {bucket_index + 8: count for bucket_index, count in small_histogram.items()},
         )
         > 0.25
     )
-    assert psi(large_histogram, {}) == math.inf
+    assert population_stability_index(large_histogram, {}) == math.inf
 
 
 def test_arms_of_several_replicas_add_up_after_a_trip_through_json() -> None:
@@ -153,12 +162,12 @@ def test_arms_of_several_replicas_add_up_after_a_trip_through_json() -> None:
     counts.answered(b"c", [{"source": "previous", "scores": [9.0]}])
     counts.heard("click", 3)
 
-    total = Totals.of([counts.to_json(), counts.to_json()])
+    total = CanaryArmTotals.of([counts.to_json(), counts.to_json()])
 
     assert total.requests == 8 and total.feedback == {"click": 6}
     assert total.kinds == {"stored": 2, "live": 2, "previous": 2}
     # Only scores of the arm's own generation.
-    assert total.scores == {bucket(3.5): 2} and total.mean_score == 3.5
+    assert total.scores == {bucket_of_score(3.5): 2} and total.mean_score == 3.5
 
 
 def test_buckets_grow_with_the_score_and_are_bounded() -> None:
@@ -167,10 +176,10 @@ def test_buckets_grow_with_the_score_and_are_bounded() -> None:
         + [sign * 2.0**power for sign in (-1, 1) for power in range(-20, 21)]
     )
 
-    buckets = [bucket(score) for score in scores]
+    buckets = [bucket_of_score(score) for score in scores]
 
     assert buckets == sorted(buckets) and -256 <= buckets[0] <= buckets[-1] <= 256
-    assert len({bucket(score) for score in (1.0, 1.1, 1.2, 1.3)}) == 4
+    assert len({bucket_of_score(score) for score in (1.0, 1.1, 1.2, 1.3)}) == 4
 
 
 def test_kinds_of_feedback_are_bounded_and_the_one_that_decides_is_never_among_the_others() -> None:

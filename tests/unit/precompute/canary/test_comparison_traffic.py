@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from cache.config.night import CanaryConfig
 from cache.traffic.split import KeySplit
-from precompute.traffic.canary.trial import Comparison, Totals, decide
+from precompute.traffic.canary.trial import ArmComparison, CanaryArmTotals, decide
 from serving.traffic.canary import ArmCounts
 
 USERS, REQUESTS, SPLITS, PERCENT = 20_000, 200_000, 25, 5.0
@@ -46,10 +46,10 @@ def tried(seed: int, skew: float, *, scale: float = 1.0, defaults: float = 0.0) 
                 counts.answered(key, [answer])
                 counts.requests += times - 1  # what is known by now changes no more than this
     totals = [
-        Totals.of(replica_counts.to_json() for replica_counts in arms[name])
+        CanaryArmTotals.of(replica_counts.to_json() for replica_counts in arms[name])
         for name in ("live", "canary")
     ]
-    comparison = Comparison.of(*totals)
+    comparison = ArmComparison.of(*totals)
     verdict, against = decide(comparison, CanaryConfig())
     print(seed, skew, verdict, against, comparison.keys, comparison.score_psi, comparison.chance)
     return verdict

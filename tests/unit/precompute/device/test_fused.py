@@ -299,7 +299,7 @@ def check_kept_groups(data, item_counts):
 
     bounds = fused.bounds_of(device_items, columns, queries, tiles)
     for row in range(3):
-        kept_groups = kept_entries[row, :, 1][kept_entries[row, :, 1] != fused.NONE]
+        kept_groups = kept_entries[row, :, 1][kept_entries[row, :, 1] != fused.NO_GROUP]
         remaining_bounds = np.delete(bounds[row].cpu().numpy(), kept_groups.cpu().numpy())
         limit, real = left_out[row].item(), (count + 3) // 4
         assert len(set(kept_groups.tolist())) == len(kept_groups)
@@ -333,7 +333,7 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
         for array in (entries, counts, required_counts.astype("i4"))
     ]
     guard = torch.full((6, capacity, 4), -7, dtype=torch.int32, device=WHERE)
-    guard[1:5] = fused.NONE
+    guard[1:5] = fused.NO_GROUP
     limits, left_out = (torch.full((4,), -torch.inf, device=WHERE) for _ in range(2))
 
     keep[1,](
@@ -343,7 +343,7 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
 
     assert (guard[[0, 5]] == -7).all()
     for row in range(4):
-        kept_entries = guard[1 + row][guard[1 + row, :, 1] != fused.NONE].cpu().numpy()
+        kept_entries = guard[1 + row][guard[1 + row, :, 1] != fused.NO_GROUP].cpu().numpy()
         kept_numbers = kept_entries[:, 1]
         assert np.array_equal(kept_entries, entries[row][kept_numbers])
         remaining_bounds = np.delete(
@@ -372,7 +372,7 @@ def test_a_member_whose_product_was_rounded_down_is_scored():
     users = np.ones((1, 1), np.float32)
     scores, margin = np.array([0.001, -0.50026, -0.9, -0.9], np.float32), np.float32(0.01)
     assert np.float16(scores[1]) < scores[1] - 2e-4
-    entry = np.full((1, 32, 4), fused.NONE, np.int32)
+    entry = np.full((1, 32, 4), fused.NO_GROUP, np.int32)
     entry[0, 0, 0] = (scores.max() + margin).view(np.int32)
     entry[0, 0, 1] = 0
     entry[0, 0, 2:] = scores.astype(np.float16).view(np.int32)

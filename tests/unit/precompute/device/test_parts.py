@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch", reason="scoring on a device needs torch: ma
 from precompute.device.items import (  # noqa: E402
     WORST,
     DeviceItems,
-    dots,
-    in_order,
+    exact_dots,
+    in_sum_order,
     keys_of,
     same_bits,
     scores_of,
@@ -35,9 +35,11 @@ def test_sums_have_the_bits_of_numpy(dims, seed):
     items = (rng.standard_normal((9, dims)) * np.exp(rng.standard_normal((9, 1)) * 5)).astype("f4")
     candidate_ordinals = rng.integers(0, 9, (5, 7))
 
-    dot_products = dots(
-        in_order(torch.from_numpy(users).to(WHERE)),
-        in_order(torch.from_numpy(items).to(WHERE))[torch.from_numpy(candidate_ordinals).to(WHERE)],
+    dot_products = exact_dots(
+        in_sum_order(torch.from_numpy(users).to(WHERE)),
+        in_sum_order(torch.from_numpy(items).to(WHERE))[
+            torch.from_numpy(candidate_ordinals).to(WHERE)
+        ],
     )
 
     assert (
@@ -49,7 +51,7 @@ def test_sums_have_the_bits_of_numpy(dims, seed):
 
 def test_another_order_of_summation_is_noticed(monkeypatch):
     monkeypatch.setattr(
-        "precompute.device.items.dots",
+        "precompute.device.items.exact_dots",
         lambda users, items: (items * users[:, None]).sum((2, 3)),
     )
 

@@ -10,22 +10,22 @@ from cache.errors import ConfigError
 from cache.topk.compiled import K_MAX
 from precompute.planning import trial
 from precompute.planning.cards import CARDS, MEASURED_ITEMS
-from precompute.planning.trial import DeviceRate, Trial, by_rehearsal, by_table
+from precompute.planning.trial import DeviceRate, Trial, rate_by_rehearsal, rate_by_table
 from tests.devices import DEVICE
 
 
 def test_the_table_grows_with_items_and_dimensions() -> None:
     for cost in CARDS["h200"].lists:
-        rate = by_table(MEASURED_ITEMS, cost.dims, 100).users_per_s
+        rate = rate_by_table(MEASURED_ITEMS, cost.dims, 100).users_per_s
         assert rate == pytest.approx(cost.users_per_s)
-        fewer = by_table(MEASURED_ITEMS // 4, cost.dims, 100).users_per_s
+        fewer = rate_by_table(MEASURED_ITEMS // 4, cost.dims, 100).users_per_s
         assert fewer == pytest.approx(cost.users_per_s / (1 - 0.75 * cost.item_share))
-    at = [by_table(1_000_000, dims, 100).users_per_s for dims in (32, 128, 200, 256, 1024)]
+    at = [rate_by_table(1_000_000, dims, 100).users_per_s for dims in (32, 128, 200, 256, 1024)]
     assert at == sorted(at, reverse=True) and min(at) > 0
     measured = f"{CARDS['h200'].lists[0].users_per_s:,}"
     measurement_text = f"NVIDIA H200 did {measured} users/s with 1,000,000 items of 128, K = 100"
-    assert by_table(9, 8, 100).how.endswith(measurement_text)
-    assert by_table(9, 8, 1000).how.endswith(f"{measurement_text} (not 1000)")
+    assert rate_by_table(9, 8, 100).how.endswith(measurement_text)
+    assert rate_by_table(9, 8, 1000).how.endswith(f"{measurement_text} (not 1000)")
 
 
 def vectors(count: int) -> Any:
@@ -35,11 +35,11 @@ def vectors(count: int) -> Any:
 def test_a_rehearsal_is_of_the_device_itself() -> None:
     pytest.importorskip("torch", reason="make torch-env")
 
-    rate = by_rehearsal(DEVICE, vectors(64), vectors(300), "inner_product", 500)
+    rate = rate_by_rehearsal(DEVICE, vectors(64), vectors(300), "inner_product", 500)
 
     assert rate is not None and rate.users_per_s > 0 and "64 users" in rate.how
-    assert by_rehearsal(DEVICE, vectors(4), np.zeros((3, 16), np.float32), "cosine", 2) is None
-    assert by_rehearsal(DEVICE, vectors(4)[:0], vectors(300), "inner_product", 500) is None
+    assert rate_by_rehearsal(DEVICE, vectors(4), np.zeros((3, 16), np.float32), "cosine", 2) is None
+    assert rate_by_rehearsal(DEVICE, vectors(4)[:0], vectors(300), "inner_product", 500) is None
 
 
 def on(
@@ -47,7 +47,7 @@ def on(
 ) -> DeviceRate:
     """What a plan for 2,000 items of 32 numbers goes by, from a sample with 500 items of 16."""
     monkeypatch.setattr(trial, "devices", lambda device_setting: device_names)
-    monkeypatch.setattr(trial, "by_rehearsal", lambda *_: rate)
+    monkeypatch.setattr(trial, "rate_by_rehearsal", lambda *_: rate)
     fake_trial: Any = SimpleNamespace(
         encoded=lambda: (vectors(8), vectors(500)), bundle=SimpleNamespace(metric="cosine")
     )
@@ -58,7 +58,7 @@ def on(
 def test_a_plan_goes_by_the_gpus_here_and_else_by_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    table = by_table(2_000, 32, 100)
+    table = rate_by_table(2_000, 32, 100)
 
     assert on(monkeypatch, (), None) == table
     assert on(monkeypatch, ("cuda:0",), None) == table
@@ -79,7 +79,7 @@ def test_a_gpu_that_is_demanded_and_not_on_this_host_leaves_the_plan_to_the_tabl
 
     rate = Trial.on_devices(fake_trial, "cuda", shape, 100)  # type: ignore[arg-type]
 
-    table = by_table(2_000, 32, 100)
+    table = rate_by_table(2_000, 32, 100)
     assert rate.users_per_s == table.users_per_s
     assert rate.how == f"{table.how}; device 'cuda' cannot be used on this host"
 

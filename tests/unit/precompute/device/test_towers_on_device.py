@@ -14,7 +14,12 @@ from cache.records import NO_ITEM, Layout
 from cache.topk.topk import Scorer
 from precompute.gates.rules import exact
 from precompute.scoring import towers
-from precompute.scoring.towers import AGREEMENT, LENGTH_AGREEMENT, DeviceTower, OnnxOnGpu
+from precompute.scoring.towers import (
+    DEVICE_AGREEMENT,
+    DEVICE_LENGTH_AGREEMENT,
+    DeviceTower,
+    OnnxOnGpu,
+)
 
 DIMS = 48
 K = 30
@@ -77,7 +82,9 @@ def test_a_tower_at_the_edge_of_its_tolerance_passes_the_gate_of_lists(
     items = np.concatenate([half, half + 2e-5 * apart / np.linalg.norm(apart, axis=1)[:, None]])
     best_ordinals = Scorer.of(items, metric, engine=False).top(users, 1)[0][:, 0].astype(np.int64)
     moved = off_by(
-        users, items[(best_ordinals + 400) % 800] - items[best_ordinals], 0.98 * LENGTH_AGREEMENT
+        users,
+        items[(best_ordinals + 400) % 800] - items[best_ordinals],
+        0.98 * DEVICE_LENGTH_AGREEMENT,
     )
     moved[::2] = users[::2]  # half of them by the processor
 
@@ -95,17 +102,17 @@ def test_a_tower_at_the_edge_of_its_tolerance_passes_the_gate_of_lists(
 
 def test_the_gates_allow_what_a_device_may_be_off() -> None:
     worst_sum = DIMS * 2.0**-24
-    assert 2 * LENGTH_AGREEMENT + worst_sum <= exact.ROUNDING
-    assert AGREEMENT <= exact.OUTPUT_ROUNDING
+    assert 2 * DEVICE_LENGTH_AGREEMENT + worst_sum <= exact.ROUNDING
+    assert DEVICE_AGREEMENT <= exact.OUTPUT_ROUNDING
 
 
 @pytest.mark.parametrize(
     ("name", "length_share", "is_taken"),
     [
-        ("user_tower", 0.9 * LENGTH_AGREEMENT, True),
-        ("user_tower", 1.2 * LENGTH_AGREEMENT, False),
-        ("item_tower", 1.2 * LENGTH_AGREEMENT, True),
-        ("item_tower", 8 * AGREEMENT, False),
+        ("user_tower", 0.9 * DEVICE_LENGTH_AGREEMENT, True),
+        ("user_tower", 1.2 * DEVICE_LENGTH_AGREEMENT, False),
+        ("item_tower", 1.2 * DEVICE_LENGTH_AGREEMENT, True),
+        ("item_tower", 8 * DEVICE_AGREEMENT, False),
     ],
 )
 def test_a_tower_beyond_its_tolerance_is_refused_before_it_scores(
@@ -139,7 +146,7 @@ def test_rows_that_are_finite_on_neither_are_no_disagreement(non_finite: float) 
 
 def test_a_device_without_room_is_compared_when_it_has_some() -> None:
     vectors = np.random.default_rng(6).standard_normal((20, DIMS)).astype(np.float32)
-    moved, is_full = off_by(vectors, vectors, 8 * AGREEMENT), True
+    moved, is_full = off_by(vectors, vectors, 8 * DEVICE_AGREEMENT), True
 
     class Running(Known):
         def outputs(self, feeds: Any) -> Any:
@@ -192,7 +199,7 @@ def test_a_form_that_nobody_asked_for_and_is_off_leaves_the_model_to_the_process
     may_stay: bool,
 ) -> None:
     vectors = np.random.default_rng(4).standard_normal((20, DIMS)).astype(np.float32)
-    moved = off_by(vectors, vectors, 8 * AGREEMENT)
+    moved = off_by(vectors, vectors, 8 * DEVICE_AGREEMENT)
     processor_tower = Known(vectors)
     monkeypatch.setattr(towers, "fetch_model", lambda *_: None)
     monkeypatch.setattr(towers, "_on_device", lambda *_: Known(moved))

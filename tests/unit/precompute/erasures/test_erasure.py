@@ -13,7 +13,12 @@ from cache.errors import ConfigError, Conflict, CorruptArtefact
 from cache.store.artefacts import ArtefactStore
 from precompute.builds.build import record_copies
 from precompute.erasure.erasing import forget
-from precompute.erasure.holders import declare_gone, holders, note_left_out, sweep_notes
+from precompute.erasure.holders import (
+    declare_hosts_gone,
+    holders,
+    note_left_out,
+    sweep_left_out_notes,
+)
 from precompute.sources.columns import Ids
 from precompute.sources.erasures import (
     NO_ERASURES,
@@ -184,12 +189,12 @@ def test_a_host_that_is_gone_for_good_is_declared_gone(store, tmp_path):
         record_copies(pod, G1)
     note_left_out(store, G2, [])
     with pytest.raises(Conflict, match="no copy is recorded of a host 'worker-9'"):
-        declare_gone(store, "worker-9")
+        declare_hosts_gone(store, "worker-9")
 
-    gone_copies = declare_gone(store, "*")
+    gone_copies = declare_hosts_gone(store, "*")
 
     assert {copy.host for copy in gone_copies} == {host_of(pod) for pod in pods}
     assert not holders(store, [erasure], {})[erasure.number]
     note_left_out(store, G1, [])
-    sweep_notes(store, needed_generations=[G2])
+    sweep_left_out_notes(store, needed_generations=[G2])
     assert store.names("copies") == [G2]

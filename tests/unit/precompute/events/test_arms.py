@@ -13,7 +13,7 @@ from cache.store.artefacts import generation_path
 from cache.traffic.experiments import Experiment, ExperimentArm, change_experiments
 from precompute.config.settings import NightConfig
 from precompute.events.files import event_files
-from precompute.events.stream import EventStores, forget_events, take_events, trim
+from precompute.events.stream import EventStores, forget_events, take_events, trim_stream
 from precompute.sources.erasures import request
 from precompute.steps import retire
 from precompute.steps import take_events as take_events_step
@@ -70,7 +70,7 @@ def test_events_stay_until_the_generations_of_arms_have_them(
     published(arm, positions[0], control_config.namespace)
 
     def trimmed() -> int:
-        return trim(
+        return trim_stream(
             EventStores.of(control_config),
             stream.client,
             stream.keys,

@@ -13,12 +13,12 @@ from cache.errors import TierUnavailable
 from cache.events.event import Event, Position
 from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.events.stream import (
-    entries,
     forget_events,
     forget_in_files,
     forget_in_stream,
+    read_entries,
     take_events,
-    trim,
+    trim_stream,
 )
 from precompute.sources.erasures import ErasedEntities, Erasure, request
 from precompute.steps import take_events as take_events_step
@@ -49,11 +49,15 @@ def begun(stream: Stream, until_position: Position | None) -> None:
 
 
 def left(stream: Stream) -> list[Position]:
-    return [Position.parse(position) for position, _ in entries(stream.client, stream.keys.events)]
+    return [
+        Position.parse(position) for position, _ in read_entries(stream.client, stream.keys.events)
+    ]
 
 
 def trimmed(stream: Stream, keep_s: float = -60.0, stream_bytes: int = 1 << 30) -> int:
-    return trim(stream.stores, stream.client, stream.keys, keep_s=keep_s, stream_bytes=stream_bytes)
+    return trim_stream(
+        stream.stores, stream.client, stream.keys, keep_s=keep_s, stream_bytes=stream_bytes
+    )
 
 
 def test_what_no_file_has_stays(stream: Stream) -> None:

@@ -20,7 +20,7 @@ from precompute.events.files import (
     path_of,
     superseded,
 )
-from precompute.events.stream import EventStores, forget_in_files, merge
+from precompute.events.stream import EventStores, forget_in_files, merge_files
 from precompute.sources.erasures import ErasedEntities
 from tests.unit.precompute.events.merging_nights import (
     MANY,
@@ -70,11 +70,11 @@ def killed_and_gone_on(
         killed.left, killed.is_behind = at, is_behind
 
         with suppress(Crash):
-            merge(EventStores(killed, stream.keys.namespace))
+            merge_files(EventStores(killed, stream.keys.namespace))
 
         assert stream.rows() == stream.all_rows() and last_taken(stream.store) == ends[-1]
         nights(stream, later_nights)
-        merge(stream.stores)
+        merge_files(stream.stores)
         assert stream.rows() == stream.all_rows() and superseded(stream.store) == []
         assert any(file.until_position for file in list_taken_files(stream.store))
         assert stream.store.names("events") == sorted(
@@ -85,16 +85,16 @@ def killed_and_gone_on(
 def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
     ends = nights(stream, MANY)
-    assert merge(stream.stores) == 0  # nobody says that a night had them
+    assert merge_files(stream.stores) == 0  # nobody says that a night had them
     published(stream, ends[-2])
-    assert merge(stream.stores) == 0  # one of them has to be told from those before
+    assert merge_files(stream.stores) == 0  # one of them has to be told from those before
     published(stream, ends[-1])
     assert (
-        merge(stream.stores) == 0
+        merge_files(stream.stores) == 0
     )  # the newest is never among them: it says where the next begins
     later = nights(stream, 1)
 
-    assert merge(stream.stores) == MANY
+    assert merge_files(stream.stores) == MANY
 
     assert [file.until_position for file in list_taken_files(stream.store)] == [ends[-1], None]
     config = stream.config(redis_url)
@@ -102,10 +102,10 @@ def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: 
         assert event_files(config, str(until_position)).until_position == until_position
     with pytest.raises(ConfigError, match="no file of"):
         event_files(config, str(ends[0]))
-    assert merge(stream.stores) == 0
+    assert merge_files(stream.stores) == 0
     nights(stream, MANY)
     published(stream, last_taken(stream.store))
-    assert merge(stream.stores) == MANY  # merged ones stay as they are
+    assert merge_files(stream.stores) == MANY  # merged ones stay as they are
     assert [file.until_position is None for file in list_taken_files(stream.store)] == [
         False,
         False,
@@ -121,7 +121,7 @@ def test_who_is_erased_is_in_no_merged_file(redis_url: str, tmp_path: Path) -> N
     all_event_rows = stream.rows()
 
     erase(stream, "u1")
-    merge(stream.stores)
+    merge_files(stream.stores)
 
     erased_event_ids = {event.id for event in stream.added.values() if event.user == b"u1"}
     assert (
@@ -148,7 +148,7 @@ def test_an_erasure_beside_a_merge_reaches_the_merged_file(redis_url: str, tmp_p
         def read(self, path: str) -> bytes | None:
             if path.startswith("events/") and not self.is_done:
                 self.is_done = True
-                assert merge(stream.stores) == MANY
+                assert merge_files(stream.stores) == MANY
             return super().read(path)
 
     forget_in_files(Beside(stream.store.url), ErasedEntities(frozenset({b"u1"}), frozenset()))
@@ -169,12 +169,14 @@ def test_an_erasure_while_a_killed_merge_was_writing_reaches_both_forms(
     killed.left, killed.is_behind = 1, True
     killed.beside = lambda: erase(stream, "u1")
     with suppress(Crash):
-        merge(EventStores(killed, stream.keys.namespace))
+        merge_files(EventStores(killed, stream.keys.namespace))
     assert len(superseded(stream.store)) == MANY and erased_event_ids & {
         name for _, name in stream.rows()
     }
 
-    merge(stream.stores)  # as the next `take-events` does, and an erasure that is still under way
+    merge_files(
+        stream.stores
+    )  # as the next `take-events` does, and an erasure that is still under way
 
     assert superseded(stream.store) == [] and not erased_event_ids & {
         name for _, name in stream.rows()
@@ -188,10 +190,10 @@ def test_while_a_night_is_in_the_making_its_files_stay(redis_url: str, tmp_path:
     begin_path = generation_path("20260201T000000Z-0123456789ab", "work/begin.json")
     stream.store.write(begin_path, b"{}")
 
-    assert merge(stream.stores) == 0
+    assert merge_files(stream.stores) == 0
 
     stream.store.delete(generation_path("20260201T000000Z-0123456789ab"))
-    assert merge(stream.stores) == MANY
+    assert merge_files(stream.stores) == MANY
 
 
 def test_two_that_merge_make_the_same_file_though_one_of_them_sees_more(
@@ -209,10 +211,10 @@ def test_two_that_merge_make_the_same_file_though_one_of_them_sees_more(
             if path.startswith("events/") and not merged_counts:
                 merged_counts.append(0)
                 published(stream, nights(stream, MANY)[-2])
-                merged_counts.append(merge(stream.stores))
+                merged_counts.append(merge_files(stream.stores))
             return super().read(path)
 
-    merge(EventStores(Beside(stream.store.url), stream.keys.namespace))
+    merge_files(EventStores(Beside(stream.store.url), stream.keys.namespace))
 
     assert merged_counts == [0, 2 * MANY] and superseded(stream.store) == []
     assert stream.rows() == stream.all_rows()
@@ -234,7 +236,7 @@ def test_large_files_stay_and_cost_no_night_more_than_two_looks(
             read.extend([path] if path.startswith("events/") else [])
             return super().read(path)
 
-    assert merge(EventStores(Counting(stream.store.url), stream.keys.namespace)) == 0
+    assert merge_files(EventStores(Counting(stream.store.url), stream.keys.namespace)) == 0
 
     assert len(read) == 2
 
@@ -248,6 +250,6 @@ def test_files_that_overlap_are_refused_and_none_is_removed(redis_url: str, tmp_
     initial_names = stream.store.names("events")
 
     with pytest.raises(CorruptArtefact, match="overlap"):
-        merge(stream.stores)
+        merge_files(stream.stores)
 
     assert stream.store.names("events") == initial_names

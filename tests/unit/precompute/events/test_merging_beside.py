@@ -13,7 +13,7 @@ from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.events import stream as merging
 from precompute.events.files import last_taken, list_taken_files, superseded
-from precompute.events.stream import EventStores, forget_in_files, merge
+from precompute.events.stream import EventStores, forget_in_files, merge_files
 from precompute.releases.moves import open_releases
 from precompute.reuse.base import settings_digest
 from precompute.sources.erasures import ErasedEntities, all_erasures, request
@@ -43,7 +43,7 @@ def test_who_was_erased_while_a_killed_merge_was_writing_goes_with_the_next_eras
 
     killed.beside = erased_whole
     with suppress(Crash):
-        merge(EventStores(killed, stream.keys.namespace))
+        merge_files(EventStores(killed, stream.keys.namespace))
     erased_event_ids = {event.id for event in stream.added.values() if event.user == b"u1"}
     assert erased_event_ids & {name for _, name in stream.rows()}
     unrelated_erasure = request(stream.store, b"somebody", "user", at=0.0)  # in none of them
@@ -71,11 +71,11 @@ def test_a_night_that_begins_beside_a_merge_keeps_the_files_that_it_reads(
             super().write(begin_path, b"{}")
             return super().write_once(path, data)
 
-    assert merge(EventStores(Beside(stream.store.url), stream.keys.namespace)) == MANY
+    assert merge_files(EventStores(Beside(stream.store.url), stream.keys.namespace)) == MANY
 
     assert all(stream.store.read(path) for path in paths) and stream.rows() == stream.all_rows()
     stream.store.delete(generation_path("20260201T000000Z-0123456789ab"))
-    assert merge(stream.stores) == 0
+    assert merge_files(stream.stores) == 0
     assert superseded(stream.store) == [] and stream.rows() == stream.all_rows()
 
 
@@ -101,7 +101,7 @@ def test_a_night_whose_files_were_merged_since_is_no_one_to_go_on_with(
     )
     with open_releases(arm) as releases:
         releases.note(begun_generation, State.BEGUN)
-    assert merge(stream.stores) == MANY
+    assert merge_files(stream.stores) == MANY
 
     assert for_night(Night(arm, "try", data_until="2026-02-01"))["events_until"] == str(ends[-1])
 
@@ -118,6 +118,6 @@ def test_a_damaged_file_is_named(redis_url: str, tmp_path: Path, damage: bytes |
     stream.store.write(path, raw[:100] if damage is None else damage + raw[len(damage) :])
 
     with pytest.raises(CorruptArtefact, match=path):
-        merge(stream.stores)
+        merge_files(stream.stores)
     with pytest.raises(CorruptArtefact, match=path):
         forget_in_files(stream.store, ErasedEntities(frozenset({b"u1"})))

@@ -15,7 +15,7 @@ from cache.errors import ConfigError, CorruptArtefact, TierUnavailable
 from cache.events.event import BEGINNING, Event, Position
 from precompute.config.settings import NightConfig
 from precompute.events import stream as stream_of_entries
-from precompute.events.files import event_files, last_taken, path_of, read_events
+from precompute.events.files import event_files, last_taken, path_of, read_event_interactions
 from precompute.events.stream import take_events
 from precompute.sources.erasures import ErasedEntities, request
 from precompute.sources.unusable import UnusableRows
@@ -136,7 +136,7 @@ def test_a_night_reads_interactions_of_positive_weight_at_their_time(
     old = stream.add(Event("e", -8, b"u2", b"i2"))
     take_events(stream.store, stream.client, stream.keys)
 
-    (batch,) = read_events(event_files(config).files, unusable := UnusableRows())
+    (batch,) = read_event_interactions(event_files(config).files, unusable := UnusableRows())
 
     assert [batch.users.name_of(row) for row in range(2)] == ["ü", "u2"]
     assert [batch.items.name_of(row) for row in range(2)] == ["i1", "i2"]

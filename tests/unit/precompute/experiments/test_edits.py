@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cache.errors import ConfigError, Conflict
 from cache.traffic.experiments import NAMESPACES_MAX, RUNNING_MAX, Experiments
-from cache.traffic.split import BUCKETS, size_of
+from cache.traffic.split import BUCKETS, bucket_count
 from precompute.traffic import experiments as edits
 from precompute.traffic.experiments import ArmOption, ExperimentOption
 
@@ -33,23 +33,25 @@ def assigned(experiments: Experiments) -> dict[bytes, tuple[str, str | None] | N
 
 
 def test_a_repeat_is_the_same_and_anything_else_of_that_name_is_refused() -> None:
-    experiments = edits.add(Experiments(), asked(), at=1.0)
+    experiments = edits.add_experiment(Experiments(), asked(), at=1.0)
 
-    assert edits.add(experiments, asked(), at=2.0) == experiments
+    assert edits.add_experiment(experiments, asked(), at=2.0) == experiments
     with pytest.raises(Conflict, match="other arms or shares"):
-        edits.add(experiments, asked(key_share=0.3), at=2.0)
-    over = edits.end(edits.begin(experiments, "ranker", at=3.0), "ranker", at=4.0)
-    assert edits.end(over, "ranker", at=5.0) == over
+        edits.add_experiment(experiments, asked(key_share=0.3), at=2.0)
+    over = edits.end_experiment(
+        edits.begin_experiment(experiments, "ranker", at=3.0), "ranker", at=4.0
+    )
+    assert edits.end_experiment(over, "ranker", at=5.0) == over
     for change in (
-        lambda: edits.add(over, asked(), at=5.0),
-        lambda: edits.begin(over, "ranker", at=5.0),
+        lambda: edits.add_experiment(over, asked(), at=5.0),
+        lambda: edits.begin_experiment(over, "ranker", at=5.0),
         lambda: edits.share_keys(over, {"ranker": 0.3}),
         lambda: edits.share_arms(over, "ranker", {"other": 1.0}),
     ):
         with pytest.raises(Conflict, match="is over"):
             change()
     with pytest.raises(Conflict, match="no experiment 'nobody'"):
-        edits.end(over, "nobody", at=5.0)
+        edits.end_experiment(over, "nobody", at=5.0)
 
 
 @pytest.mark.parametrize(
@@ -74,16 +76,16 @@ def test_what_can_be_no_experiment_is_refused(
 
 
 def test_keys_are_nobodys_twice_and_too_few_are_refused_with_how_many_are_free() -> None:
-    experiments = edits.add(Experiments(), asked(key_share=0.6), holdout=0.1, at=1.0)
+    experiments = edits.add_experiment(Experiments(), asked(key_share=0.6), holdout=0.1, at=1.0)
 
     with pytest.raises(Conflict, match=r"would have 1\.1 of all keys: 0\.3 are free"):
-        edits.add(experiments, asked("second", key_share=0.4), at=2.0)
+        edits.add_experiment(experiments, asked("second", key_share=0.4), at=2.0)
     with pytest.raises(Conflict, match=r"0\.4 are free"):
         edits.share_keys(experiments, {}, holdout=0.5)
     with pytest.raises(ConfigError, match="--holdout"):
         edits.share_keys(experiments, {}, holdout=1.0)
-    experiments = edits.add(experiments, asked("second", key_share=0.3), at=2.0)
-    assert size_of(experiments.holdout) == 1_000 and None not in {
+    experiments = edits.add_experiment(experiments, asked("second", key_share=0.3), at=2.0)
+    assert bucket_count(experiments.holdout) == 1_000 and None not in {
         assignment and assignment[1]
         for assignment in assigned(experiments).values()
         if assignment is not None
@@ -93,20 +95,22 @@ def test_keys_are_nobodys_twice_and_too_few_are_refused_with_how_many_are_free()
 def test_no_more_run_and_no_more_namespaces_are_held_than_replicas_can_hold() -> None:
     experiments = Experiments()
     for number in range(NAMESPACES_MAX):
-        experiments = edits.add(experiments, asked(f"e{number}", 0.05, f"n{number}"), at=1.0)
+        experiments = edits.add_experiment(
+            experiments, asked(f"e{number}", 0.05, f"n{number}"), at=1.0
+        )
 
     with pytest.raises(Conflict, match=f"{RUNNING_MAX} experiments run already"):
-        edits.add(experiments, asked("more", 0.05, "n0"), at=1.0)
-    experiments = edits.end(experiments, "e0", at=2.0)
+        edits.add_experiment(experiments, asked("more", 0.05, "n0"), at=1.0)
+    experiments = edits.end_experiment(experiments, "e0", at=2.0)
     arms = (*asked().arms[:1], ArmOption("b", "x", 0.2), ArmOption("c", "y", 0.3))
     with pytest.raises(Conflict, match="9 namespaces beside their own, 8 are allowed"):
-        edits.add(experiments, ExperimentOption("default", "more", arms, 0.05), at=3.0)
+        edits.add_experiment(experiments, ExperimentOption("default", "more", arms, 0.05), at=3.0)
 
 
 @given(st.data())
 def test_keys_move_only_by_the_share_that_changes(data: st.DataObject) -> None:
-    experiments = edits.add(Experiments(), asked("one", 0.3), holdout=0.1, at=1.0)
-    experiments = edits.add(experiments, asked("two", 0.3), at=1.0)
+    experiments = edits.add_experiment(Experiments(), asked("one", 0.3), holdout=0.1, at=1.0)
+    experiments = edits.add_experiment(experiments, asked("two", 0.3), at=1.0)
     initial_assignments = assigned(experiments)
     holdout = experiments.holdout
 
@@ -122,7 +126,7 @@ def test_keys_move_only_by_the_share_that_changes(data: st.DataObject) -> None:
                 if after[key] != initial_assignments[key]
             }
             assert moved <= ({(None, "one")} if drawn_share > 0.3 else {("one", None)})
-            assert size_of(experiments.current[0].buckets) == round(drawn_share * BUCKETS)
+            assert bucket_count(experiments.current[0].buckets) == round(drawn_share * BUCKETS)
         case "arms":
             drawn_share = data.draw(st.integers(0, 100)) / 100
             experiments = edits.share_arms(
@@ -135,13 +139,13 @@ def test_keys_move_only_by_the_share_that_changes(data: st.DataObject) -> None:
             grown_arm = "control" if drawn_share > 0.5 else "other"
             assert {after[key] for key in moved_keys} <= {("one", grown_arm)}
         case "end":
-            experiments = edits.end(experiments, "one", at=9.0)
+            experiments = edits.end_experiment(experiments, "one", at=9.0)
             after = assigned(experiments)
             assert {key for key in KEYS if after[key] != initial_assignments[key]} == {
                 key for key in KEYS if _name(initial_assignments[key]) == "one"
             }
         case "add":
-            experiments = edits.add(experiments, asked("three", 0.3), at=2.0)
+            experiments = edits.add_experiment(experiments, asked("three", 0.3), at=2.0)
             after = assigned(experiments)
             assert {
                 _name(initial_assignments[key])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from precompute.evaluation.freshness import estimates
+from precompute.evaluation.freshness import bootstrap_means
 
 ALL = np.ones((1, 600), np.bool_)
 
@@ -13,7 +13,7 @@ def test_means_are_over_the_rows_of_a_group():
     values = np.array([[1.0, 0.5], [0.0, 0.5], [1.0, 0.5], [1.0, 0.5]])
     groups = np.array([[True] * 4, [False, True, True, False]])
 
-    group_estimates = estimates(users, values, groups, np.random.default_rng(0))
+    group_estimates = bootstrap_means(users, values, groups, np.random.default_rng(0))
 
     assert [[estimate.value for estimate in row] for row in group_estimates] == [
         [0.75, 0.5],
@@ -27,7 +27,7 @@ def test_an_interval_is_as_wide_as_the_normal_one_where_each_user_has_a_row():
     rng = np.random.default_rng(0)
     values = (rng.random((600, 1)) < 0.3).astype(np.float64)
 
-    estimate = estimates(np.arange(600), values, ALL, rng)[0][0]
+    estimate = bootstrap_means(np.arange(600), values, ALL, rng)[0][0]
 
     error = values.std() / np.sqrt(600)
     assert estimate.high - estimate.low == pytest.approx(2 * 1.96 * error, rel=0.1)
@@ -39,8 +39,8 @@ def test_rows_of_a_user_are_no_evidence_of_their_own():
     values = np.repeat(np.arange(20) % 2, 30).astype(np.float64)[:, None]
     users = np.repeat(np.arange(20), 30)
 
-    alone = estimates(np.arange(600), values, ALL, np.random.default_rng(0))[0][0]
-    grouped_estimate = estimates(users, values, ALL, np.random.default_rng(0))[0][0]
+    alone = bootstrap_means(np.arange(600), values, ALL, np.random.default_rng(0))[0][0]
+    grouped_estimate = bootstrap_means(users, values, ALL, np.random.default_rng(0))[0][0]
 
     assert grouped_estimate.high - grouped_estimate.low > 4 * (alone.high - alone.low)
 
@@ -51,7 +51,7 @@ def test_the_interval_of_a_difference_is_that_of_pairs():
     improved_values = np.where(rng.random(600) < 0.02, 1.0, base_values)
     values = np.stack([base_values, improved_values, improved_values - base_values], axis=1)
 
-    first, second, gain = estimates(np.arange(600), values, ALL, rng)[0]
+    first, second, gain = bootstrap_means(np.arange(600), values, ALL, rng)[0]
 
     assert gain.value == pytest.approx(second.value - first.value)
     assert gain.high - gain.low < (first.high - first.low) / 2
@@ -62,7 +62,7 @@ def test_nineteen_of_twenty_intervals_hold_the_mean(seed):
     rng = np.random.default_rng(seed)
     values = (rng.random((600, 200)) < 0.3).astype(np.float64)
 
-    column_estimates = estimates(np.arange(600), values, ALL, rng)[0]
+    column_estimates = bootstrap_means(np.arange(600), values, ALL, rng)[0]
 
     coverage = np.mean([estimate.low <= 0.3 <= estimate.high for estimate in column_estimates])
     assert 0.9 <= coverage <= 0.99
@@ -71,6 +71,8 @@ def test_nineteen_of_twenty_intervals_hold_the_mean(seed):
 def test_the_same_seed_draws_the_same():
     values = np.random.default_rng(0).random((600, 2))
 
-    first, second = (estimates(np.arange(600), values, ALL, np.random.default_rng(4)) for _ in "ab")
+    first, second = (
+        bootstrap_means(np.arange(600), values, ALL, np.random.default_rng(4)) for _ in "ab"
+    )
 
     assert first == second

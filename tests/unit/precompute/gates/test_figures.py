@@ -13,7 +13,7 @@ from cache.format.ids import fingerprints
 from cache.format.manifest import Artefact, Producer, Table, TablePart
 from cache.model.tower import Histories
 from cache.records import NO_ITEM, Layout, dequantize, encode_topk
-from precompute.gates.evidence.evidence import Scan, depth_of, scan_table
+from precompute.gates.evidence.evidence import Scan, compared_depth, scan_table
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.gates.rules.exact import _compare, _rows_equal
 from precompute.gates.rules.live import psi
@@ -37,8 +37,8 @@ def test_a_constant_baseline_still_notices_a_shift() -> None:
 
 
 def test_small_catalogues_are_compared_less_deep() -> None:
-    assert [depth_of(100, items) for items in (4, 80, 41_000)] == [1, 10, 20]
-    assert depth_of(5, 41_000) == 5
+    assert [compared_depth(100, items) for items in (4, 80, 41_000)] == [1, 10, 20]
+    assert compared_depth(5, 41_000) == 5
 
 
 def test_many_shards_are_sampled_over_the_whole_range() -> None:

@@ -12,7 +12,11 @@ import pytest
 from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from precompute.config.settings import GateThresholds
-from precompute.gates.evidence.candidate import FIRST, UNREADABLE, Candidate
+from precompute.gates.evidence.candidate import (
+    FIRST_GENERATION_NOTE,
+    UNREADABLE_LIVE_NOTE,
+    Candidate,
+)
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
 from precompute.gates.rules.live import tables_of_live
 from precompute.gates.rules.models import bundle, defaults, dimension
@@ -105,13 +109,15 @@ def test_a_catalogue_that_shrinks_or_grows_by_much_is_judged(
 
 def test_the_first_lists_and_the_first_generation_are_compared_with_nothing() -> None:
     assert judged({"lists": "topk", "v": "vector"}, {"v": "vector"}).passed
-    assert judged(LIVE, None).note == FIRST
+    assert judged(LIVE, None).note == FIRST_GENERATION_NOTE
 
 
 def test_a_live_generation_without_a_readable_manifest_is_no_first_one() -> None:
     measurement = judged(LIVE, None, unreadable="live")
     assert (
-        not measurement.passed and measurement.note == UNREADABLE and measurement.baseline == "live"
+        not measurement.passed
+        and measurement.note == UNREADABLE_LIVE_NOTE
+        and measurement.baseline == "live"
     )
 
 

@@ -133,7 +133,7 @@ def test_rows_of_users_whom_the_partition_does_not_name_are_no_evidence(tmp_path
 
 def test_repeated_fingerprints_are_counted_a_range_at_a_time(tmp_path: Path, monkeypatch) -> None:
     """All fingerprints of a table in memory, twice, were 16 bytes for each user and table."""
-    monkeypatch.setattr("precompute.gates.evidence.evidence.MARKS_AT_ONCE", 1000)
+    monkeypatch.setattr("precompute.gates.evidence.evidence.FINGERPRINTS_AT_ONCE", 1000)
     fingerprints = np.random.default_rng(8).integers(0, 2**64 - 1, 20_000, np.uint64, endpoint=True)
     fingerprints[[5, 17_000]] = fingerprints[9]
     fingerprints[[0, 19_999]] = 2**64 - 1

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache.errors import ConfigError, SourceError
-from cache.filters.attributes import BEYOND, TOO_LONG, ItemAttributes
+from cache.filters.attributes import NUMBER_TOO_LARGE, TEXT_TOO_LONG, ItemAttributes
 from cache.filters.expression import read_filter
 from cache.filters.filtering import FilterMask, mask_of
 from cache.format.manifest import Artefact, Attribute, Manifest
@@ -86,8 +86,8 @@ def test_a_column_is_kept_in_its_kind(
 @pytest.mark.parametrize(
     ("column", "reason", "exists_filter"),
     [
-        (pa.array(["x" * 257, "y", "y", "y", "y", "y"]), TOO_LONG, {"exists": "a"}),
-        (pa.array([2**53 + 1, 1, 1, 1, 1, 1], pa.int64()), BEYOND, {"exists": "a"}),
+        (pa.array(["x" * 257, "y", "y", "y", "y", "y"]), TEXT_TOO_LONG, {"exists": "a"}),
+        (pa.array([2**53 + 1, 1, 1, 1, 1, 1], pa.int64()), NUMBER_TOO_LARGE, {"exists": "a"}),
         (pa.array([float("inf"), 1, 1, 1, 1, 1]), NOT_FINITE, {"exists": "a"}),
     ],
 )

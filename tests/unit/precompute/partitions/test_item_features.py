@@ -87,7 +87,7 @@ def test_values_and_notes_are_the_same_however_many_are_read_at_once(
     config = write_features(tmp_path, {"item": names, "title": titles, "price": prices})
     bundle, unusable = bundle_of(names), UnusableRows()
     items = open_items(tmp_path, write_catalogue(config, bundle, tmp_path))
-    monkeypatch.setattr(catalogue, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(catalogue, "FEATURE_ROWS_AT_ONCE", at_once)
 
     write_item_features(config, bundle, items, tmp_path, unusable=unusable)
     features = ItemFeatures.open(tmp_path / ITEM_FEATURES, SPEC, items.count)

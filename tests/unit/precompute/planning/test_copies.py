@@ -14,7 +14,7 @@ from precompute.planning.forecast import (
     active_lately,
     copying_night,
     copying_nights,
-    touched,
+    touched_share,
     users_changed,
 )
 from precompute.planning.trial import TimeSpent, Timings
@@ -41,16 +41,19 @@ def sample(times: list[int], owners: list[int], users: int) -> Any:
 
 
 def test_one_percent_of_the_items_touches_most_lists_of_100_and_a_thousandth_a_tenth() -> None:
-    assert touched(1_000_000, 0.01, 100) == pytest.approx(1 - 0.99**100, abs=1e-4)
-    assert touched(1_000_000, 0.001, 100) == pytest.approx(1 - 0.999**100, abs=1e-4)
-    assert 0.6 < touched(40_000, 0.01, 100) < 0.7 and 0.09 < touched(40_000, 0.001, 100) < 0.1
+    assert touched_share(1_000_000, 0.01, 100) == pytest.approx(1 - 0.99**100, abs=1e-4)
+    assert touched_share(1_000_000, 0.001, 100) == pytest.approx(1 - 0.999**100, abs=1e-4)
+    assert (
+        0.6 < touched_share(40_000, 0.01, 100) < 0.7
+        and 0.09 < touched_share(40_000, 0.001, 100) < 0.1
+    )
 
 
 def test_a_list_of_most_items_is_touched_as_often_as_drawing_says() -> None:
-    assert touched(120, 1 / 120, 50) == pytest.approx(50 / 120)
-    assert touched(120, 2 / 120, 50) == pytest.approx(1 - 70 / 120 * 69 / 119)
-    assert touched(50, 0.5, 50) == 1.0 and touched(50, 0.0, 50) == 0.0
-    assert touched(50, 0.5, 0) == pytest.approx(0.0)
+    assert touched_share(120, 1 / 120, 50) == pytest.approx(50 / 120)
+    assert touched_share(120, 2 / 120, 50) == pytest.approx(1 - 70 / 120 * 69 / 119)
+    assert touched_share(50, 0.5, 50) == 1.0 and touched_share(50, 0.0, 50) == 0.0
+    assert touched_share(50, 0.5, 0) == pytest.approx(0.0)
 
 
 def test_where_no_item_changed_only_the_users_who_did_something_are_computed() -> None:
@@ -70,8 +73,8 @@ def test_items_that_change_cost_lists_histories_and_the_towers_of_all() -> None:
     assert [forecast.items_changed for forecast in (none, few_changed, many_changed)] == list(
         ITEMS_CHANGED
     )
-    lost_share = touched(40_000, 0.001, 100)
-    stay = 0.9 * (1 - touched(40_000, 0.001, 10))
+    lost_share = touched_share(40_000, 0.001, 100)
+    stay = 0.9 * (1 - touched_share(40_000, 0.001, 10))
     assert few_changed.inputs == pytest.approx(1 - stay)
     assert few_changed.lost == pytest.approx(stay * lost_share)
     assert few_changed.entered == pytest.approx(stay * (1 - lost_share) * lost_share)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, ReadyAnswer
-from precompute.planning.forecast import hits, popularity_of, zipf
+from precompute.planning.forecast import l1_hit_rates, popularity_of, zipf_popularity
 
 MIB = 1 << 20
 RECORD = 616
@@ -44,8 +44,8 @@ def served(users, max_bytes, answer_bytes):
 def test_the_service_own_l1_hits_as_foretold_within_two_points(exponent, answer_bytes, mib):
     users = drawn(exponent)
 
-    foretold = hits(
-        zipf(USERS, exponent), mib * MIB, record_bytes=RECORD, answer_bytes=answer_bytes,
+    foretold = l1_hit_rates(
+        zipf_popularity(USERS, exponent), mib * MIB, record_bytes=RECORD, answer_bytes=answer_bytes,
         requests=REQUESTS,
     )  # fmt: skip
 
@@ -58,13 +58,13 @@ def test_the_service_own_l1_hits_as_foretold_within_two_points(exponent, answer_
 def test_a_log_foretells_requests_that_are_not_in_it():
     log = np.bincount(drawn(1.0, seed=1), minlength=USERS)
 
-    foretold = hits(popularity_of(log[log > 0], USERS), 4 * MIB, record_bytes=RECORD)
+    foretold = l1_hit_rates(popularity_of(log[log > 0], USERS), 4 * MIB, record_bytes=RECORD)
 
     assert foretold.steady == pytest.approx(served(drawn(1.0), 4 * MIB, 0)[1], abs=0.02)
 
 
 def test_an_l1_that_holds_everybody_misses_each_of_them_once():
-    hit_rates = hits(zipf(100, 0.0), MIB, record_bytes=RECORD, requests=1000)
+    hit_rates = l1_hit_rates(zipf_popularity(100, 0.0), MIB, record_bytes=RECORD, requests=1000)
 
     assert (hit_rates.steady, hit_rates.entries) == (1.0, 100)
     # Expected: 100 users uniformly at random in 1,000 requests; all but e**-10 of them come at all.
@@ -72,13 +72,13 @@ def test_an_l1_that_holds_everybody_misses_each_of_them_once():
 
 
 def test_without_a_number_of_requests_there_is_no_first_day():
-    assert hits(zipf(100, 1.0), MIB, record_bytes=RECORD).from_cold is None
+    assert l1_hit_rates(zipf_popularity(100, 1.0), MIB, record_bytes=RECORD).from_cold is None
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 50_000), st.floats(0, 3))
 def test_bins_of_far_ranks_hold_what_their_ranks_would(users, exponent):
-    popularity = zipf(users, exponent)
+    popularity = zipf_popularity(users, exponent)
 
     weights = np.arange(1, users + 1.0) ** -exponent
     assert popularity.keys.sum() == pytest.approx(users)
@@ -102,10 +102,10 @@ def test_a_log_gives_every_user_a_share(counts, unseen):
 @settings(deadline=None, max_examples=30)
 @given(st.floats(0.2, 2), st.integers(1, 40), st.booleans())
 def test_more_memory_never_hits_less(exponent, mib, has_answers):
-    popularity, answer = zipf(200_000, exponent), 900 if has_answers else 0
+    popularity, answer = zipf_popularity(200_000, exponent), 900 if has_answers else 0
 
     small, large = (
-        hits(popularity, size * MIB, record_bytes=RECORD, answer_bytes=answer, requests=1e6)
+        l1_hit_rates(popularity, size * MIB, record_bytes=RECORD, answer_bytes=answer, requests=1e6)
         for size in (mib, 2 * mib)
     )
 

@@ -14,7 +14,7 @@ from precompute.config.settings import GateThresholds, NightConfig, generations_
 from precompute.planning.capacity import CapacityLimits, RedisNode, demand_room, verdicts
 from precompute.planning.forecast import gpu_seconds, resized
 from precompute.planning.sizes import REPORTS_BYTES, NightShape, Pages
-from precompute.planning.trial import TimedRun, TimeSpent, Timings, grown, timed
+from precompute.planning.trial import TimedRun, TimeSpent, Timings, extrapolate, timed
 from precompute.scoring.pages import PageFile, sums_path
 
 LAYOUT = Layout("topk", 10, "f2")
@@ -82,15 +82,15 @@ def test_an_inverted_file_keeps_ids_and_centroids():
 def test_time_grows_along_the_line_of_two_runs():
     small, large = TimedRun(100, TimeSpent(2.0, 3.0)), TimedRun(300, TimeSpent(3.0, 5.0))
 
-    assert grown(small, large, 300) == large.spent
-    assert grown(small, large, 1300) == TimeSpent(8.0, 15.0)
-    assert grown(large, large, 600) == TimeSpent(6.0, 10.0)
+    assert extrapolate(small, large, 300) == large.spent
+    assert extrapolate(small, large, 1300) == TimeSpent(8.0, 15.0)
+    assert extrapolate(large, large, 600) == TimeSpent(6.0, 10.0)
 
 
 @settings(deadline=None)
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(200, 1e9))
 def test_noise_never_makes_more_work_cost_less(first, second, amount):
-    time_spent = grown(
+    time_spent = extrapolate(
         TimedRun(100, TimeSpent(first, first)), TimedRun(200, TimeSpent(second, second)), amount
     )
 

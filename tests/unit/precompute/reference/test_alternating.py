@@ -9,8 +9,8 @@ from precompute.reference.matrix_factorisation import (
     AlternatingShape,
     SpectralShape,
     UserItemMatrix,
-    fold,
-    item_vectors,
+    alternating_item_vectors,
+    fold_rows,
     matrix_of,
     singular_vectors,
 )
@@ -48,36 +48,36 @@ def solved(clicks: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 def test_after_many_rounds_each_side_is_best_beside_the_other(data, start):
     clicks = data.matrix.toarray().astype(np.float64)
 
-    items = item_vectors(data, start, SHAPE, RNG, rounds=300).astype(np.float64)
+    items = alternating_item_vectors(data, start, SHAPE, RNG, rounds=300).astype(np.float64)
 
     np.testing.assert_allclose(solved(clicks.T, solved(clicks, items)), items, atol=2e-3)
     assert np.abs(items).max() > 0.5
 
 
 def test_an_item_that_nobody_clicked_has_no_vector_and_scores_nothing(data, start):
-    items = item_vectors(data, start, SHAPE, RNG)
+    items = alternating_item_vectors(data, start, SHAPE, RNG)
 
     assert not items[7].any() and items[:7].any(axis=1).all()
-    assert not fold(items, data, SHAPE)[7].any()
+    assert not fold_rows(items, data, SHAPE)[7].any()
 
 
 def test_the_bits_do_not_depend_on_cores_and_hardly_on_blocks(data, start, monkeypatch):
-    usual = item_vectors(data, start, SHAPE, RNG)
+    usual = alternating_item_vectors(data, start, SHAPE, RNG)
 
     for cores in (1, 5):
         monkeypatch.setattr(matrix_factorisation, "usable_cores", lambda cores=cores: cores)
-        assert item_vectors(data, start, SHAPE, RNG).tobytes() == usual.tobytes()
-    monkeypatch.setattr(matrix_factorisation, "BLOCK", 1)
-    np.testing.assert_allclose(item_vectors(data, start, SHAPE, RNG), usual, atol=1e-4)
+        assert alternating_item_vectors(data, start, SHAPE, RNG).tobytes() == usual.tobytes()
+    monkeypatch.setattr(matrix_factorisation, "BLOCK_NUMBERS", 1)
+    np.testing.assert_allclose(alternating_item_vectors(data, start, SHAPE, RNG), usual, atol=1e-4)
 
 
 def test_of_more_users_than_fit_a_random_part_trains_vectors_much_like_all(
     data, start, monkeypatch
 ):
-    usual = item_vectors(data, start, SHAPE, RNG)
-    monkeypatch.setattr(matrix_factorisation, "USERS_NUMBERS", 8 * USERS * 2 // 3)
+    usual = alternating_item_vectors(data, start, SHAPE, RNG)
+    monkeypatch.setattr(matrix_factorisation, "USER_NUMBERS_MAX", 8 * USERS * 2 // 3)
 
-    sampled_vectors = item_vectors(data, start, SHAPE, np.random.default_rng(0))
+    sampled_vectors = alternating_item_vectors(data, start, SHAPE, np.random.default_rng(0))
 
     is_popular, scores = data.item_degrees > 5, sampled_vectors @ sampled_vectors.T
     likeness = np.corrcoef(
@@ -88,10 +88,10 @@ def test_of_more_users_than_fit_a_random_part_trains_vectors_much_like_all(
 
 
 def test_a_fold_is_the_ridge_regression_that_knows_only_the_other_items(data, start):
-    items = item_vectors(data, start, SHAPE, RNG)
+    items = alternating_item_vectors(data, start, SHAPE, RNG)
     shape = AlternatingShape(0.05, 0.02, ridge=3.0, item_exponent=0.2, dims=8)
 
-    rows = fold(items, data, shape)
+    rows = fold_rows(items, data, shape)
 
     wide = items.astype(np.float64)
     mean = data.matrix.nnz / USERS + 0.05 * ITEMS
@@ -109,7 +109,9 @@ def test_rows_are_solved_together_with_rows_of_about_their_length():
     matrix = sp.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), (7, 1_000))
 
     blocks = list(
-        matrix_factorisation._Side.of(matrix, SHAPE)._blocks(matrix_factorisation.BLOCK // 6)
+        matrix_factorisation._Side.of(matrix, SHAPE)._blocks(
+            matrix_factorisation.BLOCK_NUMBERS // 6
+        )
     )
 
     assert [block.tolist() for block in blocks] == [[2, 6, 5], [0, 4], [3]]

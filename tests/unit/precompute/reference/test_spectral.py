@@ -11,7 +11,7 @@ from precompute.reference.matrix_factorisation import (
     matrix_of,
     orthonormal,
     singular_vectors,
-    tables,
+    spectral_tables,
 )
 
 USERS, ITEMS = 300, 120
@@ -79,7 +79,7 @@ def test_scores_are_those_of_the_ridge_regression_of_the_normalised_matrix(matri
     data = UserItemMatrix.of(matrix)
     spectrum = singular_vectors(data, shape, np.random.default_rng(0), rounds=30)
 
-    rows, items = tables(spectrum, data.item_degrees, shape)
+    rows, items = spectral_tables(spectrum, data.item_degrees, shape)
 
     wide = normalised(matrix, shape)
     gram = wide.T @ wide
@@ -114,6 +114,6 @@ def test_an_item_that_nobody_clicked_scores_nothing(matrix):
     data = UserItemMatrix.of(matrix)
     spectrum = singular_vectors(data, SpectralShape(dims=8), np.random.default_rng(0), rounds=5)
 
-    rows, items = tables(spectrum, data.item_degrees, SpectralShape(dims=8))
+    rows, items = spectral_tables(spectrum, data.item_degrees, SpectralShape(dims=8))
 
     assert not rows[7].any() and not items[7].any()

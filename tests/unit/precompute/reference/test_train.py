@@ -7,7 +7,7 @@ from cache.errors import SourceError
 from cache.model.tower import Tower
 from precompute.bundles import onnx_model
 from precompute.reference.matrix_factorisation import SpectralShape
-from precompute.reference.train import CLUSTERS, ReferenceData, train
+from precompute.reference.train import AFFINITY_CLUSTERS, ReferenceData, train
 from tests.models import ITEMS, USERS, histories_of, interactions, train_small
 
 
@@ -50,7 +50,7 @@ def test_given_categories_become_the_labels(tmp_path):
 def test_clusters_are_named_by_one_of_their_items(tmp_path):
     labels = train_small(tmp_path).values["user_affinity"].labels
 
-    assert len(set(labels)) == len(labels) == CLUSTERS
+    assert len(set(labels)) == len(labels) == AFFINITY_CLUSTERS
     assert all(label.startswith("item-") for label in labels)
 
 
@@ -112,7 +112,7 @@ def test_repeated_interactions_count_once(tmp_path):
 def test_tables_that_no_model_file_holds_stand_beside_it(tmp_path, monkeypatch):
     """2.1 M items of 256 dimensions failed when they were written, after hours."""
     monkeypatch.setattr(onnx_model, "GRAPH_BYTES_MAX", 4 * 5 * (8 + 1))
-    monkeypatch.setattr(onnx_model, "_SMALL", 128)
+    monkeypatch.setattr(onnx_model, "_SMALL_BYTES", 128)
     rows = np.arange(8)
     data = ReferenceData(rows, rows, [str(row) for row in rows])
 

@@ -14,11 +14,11 @@ from precompute.config.settings import NightConfig
 from precompute.releases.release_log import ReleaseLog
 from precompute.reuse import base
 from precompute.reuse.base import (
-    BUNDLE,
-    NONE,
-    OFF,
-    SETTINGS,
-    VERIFIED,
+    NO_VERIFIED_BASE,
+    OTHER_BUNDLE,
+    OTHER_SETTINGS,
+    REUSE_OFF,
+    VERIFIED_STATES,
     BaseGeneration,
     choose_base,
     settings_digest,
@@ -66,14 +66,14 @@ def test_the_base_is_the_newest_that_fits(stored_generations: list[Stored], maki
     )  # fmt: skip
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "_read", lambda config, name: reads.get(name))
+        patch.setattr(base, "_read_generation", lambda config, name: reads.get(name))
         base_generation, no_base_reason = choose_base(
             cast(ReleaseLog, releases), CONFIG, OURS, making=name_of(making)
         )  # fmt: skip
 
     verified = [
         name for name, (ledger_state, row, *_) in sorted(named.items(), reverse=True)
-        if (ledger_state or row) in VERIFIED and name != name_of(making)
+        if (ledger_state or row) in VERIFIED_STATES and name != name_of(making)
     ]  # fmt: skip
     fitting = [name for name in verified if named[name][2] and named[name][3]]
     same_bundle_names = [name for name in fitting if named[name][4]]
@@ -88,9 +88,11 @@ def test_the_base_is_the_newest_that_fits(stored_generations: list[Stored], maki
             base_generation.generation,
             base_generation.has_lists,
         ) == (fitting[0], False)
-        assert no_base_reason == BUNDLE
+        assert no_base_reason == OTHER_BUNDLE
     else:
-        assert base_generation is None and no_base_reason == (SETTINGS if verified else NONE)
+        assert base_generation is None and no_base_reason == (
+            OTHER_SETTINGS if verified else NO_VERIFIED_BASE
+        )
 
 
 def test_nothing_is_looked_at_where_it_is_off() -> None:
@@ -98,7 +100,7 @@ def test_nothing_is_looked_at_where_it_is_off() -> None:
         cast(ReleaseLog, None), replace(CONFIG, reuse="off"), OURS, making=MAKING
     )
 
-    assert base_and_reason == (None, OFF)
+    assert base_and_reason == (None, REUSE_OFF)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from precompute.reuse.reproducibility import computed_by, instructions
+from precompute.reuse.reproducibility import computed_by, instructions_digest
 
 Says = Callable[[str | None], str]
 
@@ -22,7 +22,7 @@ def digest_of(monkeypatch: pytest.MonkeyPatch) -> Says:
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_text", read_text)
-            return instructions.__wrapped__()
+            return instructions_digest.__wrapped__()
 
     return digest
 
@@ -42,4 +42,4 @@ def test_a_machine_that_does_not_list_them_goes_by_its_name(digest_of: Says) -> 
 
 def test_the_digest_is_short_enough_for_a_line(digest_of: Says) -> None:
     assert len(digest_of("flags\t: fpu\n")) == 8
-    assert f"processor {instructions()}" in computed_by()
+    assert f"processor {instructions_digest()}" in computed_by()

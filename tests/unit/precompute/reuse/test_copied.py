@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cache.model.tower import Histories
 from precompute.builds.reuse_fact import COPIED, ENTERED, INPUTS, ITEM_LOST
 from precompute.partitions.shard_input import ShardInput
-from precompute.reuse.base import PAIR, BaseShard
+from precompute.reuse.base import HASH_AND_DIGEST, BaseShard
 from precompute.reuse.shard_reuse import CopiedUsers, CopyDecisions, ShardReuse
 
 
@@ -45,7 +45,7 @@ def copied_of(all_users: list[User]) -> CopiedUsers:
         could_stay=np.array([user.could_stay and user.place >= 0 for user in read], np.bool_),
         copied_positions=np.array([max(0, user.place) for user in kept_users], np.int64),
         copied_hashes=np.array([user.hash_ for user in kept_users], np.uint64),
-        pairs=np.empty(0, PAIR),
+        pairs=np.empty(0, HASH_AND_DIGEST),
     )
     own_rows = np.array([row for row, user in enumerate(read) if user.has_input], np.int64)
     return CopiedUsers.of(decisions, np.array([user.hash_ for user in read], np.uint64), own_rows)
@@ -123,7 +123,9 @@ def test_histories_are_put_together_in_hash_order(found: list[User], seed: int) 
 
 def test_a_user_of_a_shard_that_had_nobody_is_computed() -> None:
     # Given a base of few users, none of whom had a hash of this shard
-    kept_shard = BaseShard(np.empty(0, PAIR), np.empty(0, np.int64), {}, np.empty(0, np.bool_))
+    kept_shard = BaseShard(
+        np.empty(0, HASH_AND_DIGEST), np.empty(0, np.int64), {}, np.empty(0, np.bool_)
+    )
     reuse = ShardReuse(
         kept_shard, None, {}, np.empty(0, np.bool_), np.empty((0, 2), np.float32), True, None
     )
@@ -140,7 +142,7 @@ def test_a_user_of_a_shard_that_had_nobody_is_computed() -> None:
 
 def test_every_user_of_the_base_with_the_same_input_is_copied_the_first_included() -> None:
     # Given a base of two users with records, and no item that could enter a list
-    pairs = np.array([(3, 30), (7, 70)], PAIR)
+    pairs = np.array([(3, 30), (7, 70)], HASH_AND_DIGEST)
     kept_shard = BaseShard(pairs, np.array([0, 1]), {}, np.ones(2, np.bool_))
     reuse = ShardReuse(
         kept_shard, None, {}, np.zeros(2, np.bool_), np.empty((0, 2), np.float32), True, None

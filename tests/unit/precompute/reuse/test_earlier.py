@@ -16,7 +16,7 @@ from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.partitions.partition import (
-    UNKNOWN_SEED,
+    UNKNOWN_ITEMS_SEED,
     EarlierPartition,
     PartitionResult,
     partition,
@@ -25,7 +25,7 @@ from precompute.partitions.shard_files import HASH, TOUCHED, read_stream, shard_
 from precompute.partitions.shard_input import read_shard
 from precompute.partitions.user_tables import USER_ROWS
 from precompute.reuse.digests import of_users
-from precompute.reuse.shard_reuse import paired
+from precompute.reuse.shard_reuse import pair_with_digests
 from precompute.sources.columns import text_hashes
 from precompute.sources.readers import INTERACTIONS
 
@@ -68,7 +68,7 @@ class Night:
         inputs_by_user: dict[str, Any] = {}
         for shard in range(SHARDS):
             part = read_shard(self.folder, shard, history_limit=5)
-            pairs = paired(part, of_users(part, self.items.directory.hashes()))
+            pairs = pair_with_digests(part, of_users(part, self.items.directory.hashes()))
             for row, name in enumerate(part.ids.to_pylist()):
                 history = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
                 inputs_by_user[name] = (
@@ -116,7 +116,7 @@ def taken_over(night: Night, files: int, items: ItemTable) -> EarlierPartition:
     )
     return EarlierPartition(
         folder=night.folder, seed=night.found.seed, files=files, new_ordinals=None if stayed else new_ordinals,
-        lost_item_hashes=text_hashes(pa.array(lost_item_ids, pa.string()), UNKNOWN_SEED),
+        lost_item_hashes=text_hashes(pa.array(lost_item_ids, pa.string()), UNKNOWN_ITEMS_SEED),
         popularity=interaction_counts.popularity,
         unknown=interaction_counts.unknown, interactions=interaction_counts.interactions,
         unknown_items=interaction_counts.unknown_items,

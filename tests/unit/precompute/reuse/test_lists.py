@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from cache.model.ranking import Metric, rank
 from cache.model.tower import Histories
-from cache.records import ABSENT, NO_ITEM, Layout, Precision, encode_topk
+from cache.records import ABSENT_FLAGS, NO_ITEM, Layout, Precision, encode_topk
 from precompute.reuse.lists import could_enter, floors, holds_lost, renumbered
-from precompute.scoring.pages import encode
+from precompute.scoring.pages import encode_records
 
 METRICS: tuple[Metric, ...] = ("inner_product", "cosine")
 PRECISIONS: tuple[Precision, ...] = ("f2", "f4")
@@ -62,10 +62,10 @@ def test_a_no_is_certain(
         )
     layout = Layout("topk", k, precision)
     with np.errstate(all="ignore"):
-        records, _ = encode(
+        records, _ = encode_records(
             layout, np.zeros(users, np.uint64), earlier_lists, np.ones(users, np.bool_), 0
         )
-    present_rows = np.flatnonzero(records["flags"] != ABSENT)
+    present_rows = np.flatnonzero(records["flags"] != ABSENT_FLAGS)
 
     with np.errstate(all="ignore"):
         yes = could_enter(
@@ -178,10 +178,10 @@ def assert_below(scores: NDArray[np.float32], precision: Precision) -> None:
     full_items, short = items.copy(), items.copy()
     short[:, -1] = NO_ITEM
     fingerprints, has_answer = np.zeros(count, np.uint64), np.ones(count, np.bool_)
-    records, _ = encode(layout, fingerprints, (full_items, scores), has_answer, 0)
-    is_present = records["flags"] != ABSENT
+    records, _ = encode_records(layout, fingerprints, (full_items, scores), has_answer, 0)
+    is_present = records["flags"] != ABSENT_FLAGS
 
     assert is_present.any()
     assert (floors(layout, records[is_present]) <= scores[is_present, -1].astype(np.float64)).all()
-    records, _ = encode(layout, fingerprints, (short, scores), has_answer, 0)
-    assert np.isneginf(floors(layout, records[records["flags"] != ABSENT])).all()
+    records, _ = encode_records(layout, fingerprints, (short, scores), has_answer, 0)
+    assert np.isneginf(floors(layout, records[records["flags"] != ABSENT_FLAGS])).all()

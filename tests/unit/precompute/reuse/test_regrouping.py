@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cache.model.tower import Histories, Inputs, rows_of
-from precompute.reuse.reproducibility import ROWS, is_regrouped_alike
+from precompute.reuse.reproducibility import REGROUPED_ROWS, is_regrouped_alike
 
 Run = Callable[[Inputs], NDArray[np.float32]]
 
@@ -52,7 +52,7 @@ def with_neighbour(tower_inputs: Inputs) -> NDArray[np.float32]:
     return outputs
 
 
-@pytest.mark.parametrize("count", [1, 2, 40, ROWS, ROWS + 300])
+@pytest.mark.parametrize("count", [1, 2, 40, REGROUPED_ROWS, REGROUPED_ROWS + 300])
 def test_rows_that_depend_on_nothing_else_are_alike(count: int) -> None:
     assert is_regrouped_alike(alone, inputs(count))
 
@@ -62,7 +62,7 @@ def test_rows_that_depend_on_nothing_else_are_alike(count: int) -> None:
     ids=lambda run: str(run.__name__),
 )  # fmt: skip
 def test_rows_that_depend_on_their_neighbours_are_caught(run: Run) -> None:
-    assert not is_regrouped_alike(run, inputs(ROWS))
+    assert not is_regrouped_alike(run, inputs(REGROUPED_ROWS))
 
 
 def test_no_more_than_a_sample_is_run() -> None:
@@ -72,5 +72,5 @@ def test_no_more_than_a_sample_is_run() -> None:
         row_counts.append(rows_of(tower_inputs))
         return alone(tower_inputs)
 
-    assert is_regrouped_alike(count_and_run, inputs(ROWS + 300))
-    assert row_counts[0] == ROWS and sum(row_counts[1:]) == ROWS
+    assert is_regrouped_alike(count_and_run, inputs(REGROUPED_ROWS + 300))
+    assert row_counts[0] == REGROUPED_ROWS and sum(row_counts[1:]) == REGROUPED_ROWS

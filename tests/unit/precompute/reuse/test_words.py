@@ -2,7 +2,7 @@
 
 import pytest
 
-from precompute.reuse.base import BUNDLE, NONE
+from precompute.reuse.base import NO_VERIFIED_BASE, OTHER_BUNDLE
 from precompute.reuse.reasons import base_in_words, users_in_words
 
 
@@ -25,10 +25,16 @@ def test_users_are_told_by_reason(users: dict[str, int], expected_text: str) -> 
     ("base_entry", "expected_text"),
     [
         ({}, "no copies"),
-        ({"generation": None, "why": NONE, "read_because": NONE}, f"no copies: {NONE}"),
+        (
+            {"generation": None, "why": NO_VERIFIED_BASE, "read_because": NO_VERIFIED_BASE},
+            f"no copies: {NO_VERIFIED_BASE}",
+        ),
         ({"generation": "g", "why": "", "read_because": ""}, "copies from g"),
         ({"generation": "g", "why": "", "read_because": "x changed"}, "copies from g; all files read: x changed"),
-        ({"generation": "g", "why": BUNDLE, "read_because": ""}, f"no lists copied, items and values from g: {BUNDLE}"),
+        (
+            {"generation": "g", "why": OTHER_BUNDLE, "read_because": ""},
+            f"no lists copied, items and values from g: {OTHER_BUNDLE}",
+        ),
     ],
 )  # fmt: skip
 def test_the_base_is_told_or_why_there_is_none(

@@ -7,7 +7,7 @@ import orjson
 import pyarrow as pa
 
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.scoring.user_reading import given_features
+from precompute.scoring.user_reading import feature_json_rows
 
 
 def test_a_value_that_cannot_be_used_costs_no_other() -> None:
@@ -24,7 +24,7 @@ def test_a_value_that_cannot_be_used_costs_no_other() -> None:
     }  # fmt: skip
     published = np.array([True, True, True, False, True])
 
-    feature_json = given_features(TowerSpec(inputs, "vector", 2), columns, published)
+    feature_json = feature_json_rows(TowerSpec(inputs, "vector", 2), columns, published)
 
     ends = feature_json.indptr.tolist()
     rows = [feature_json.indices[start:end].tobytes() for start, end in pairwise(ends)]

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from cache.errors import CorruptArtefact, SourceError
 from cache.events.event import Event, Position
 from cache.events.newer_events import VALUES_MAX
+from cache.format.manifest import EntityKind
 from precompute.events.files import EventValues, brought_vectors
 from precompute.sources.columns import Ids
-from precompute.sources.features import NO_VALUES, EntityValues, Kind, digest_of, with_event_values
+from precompute.sources.features import NO_VALUES, EntityValues, digest_of_values, with_event_values
 from precompute.sources.unusable import UnusableRows
 
 TYPES = {
@@ -27,7 +28,7 @@ FITTING: dict[str, st.SearchStrategy[Any]] = {
     "coded": st.sampled_from(["x", "y", "z"]), "taste": st.lists(st.sampled_from([0.5, 2]), max_size=2),
 }  # fmt: skip
 ROW = st.fixed_dictionaries({name: st.none() | strategy for name, strategy in FITTING.items()})
-WANTED: dict[Kind, Collection[str]] = {"user": {"country"}, "item": {"price", "stock"}}
+WANTED: dict[EntityKind, Collection[str]] = {"user": {"country"}, "item": {"price", "stock"}}
 VALUES = st.dictionaries(
     st.sampled_from([b"a", b"b", b"c", b"d"]),
     st.fixed_dictionaries(
@@ -201,7 +202,11 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
 def test_the_digest_is_of_what_models_take_alone() -> None:
     values: EntityValues = {b"u": {"country": 1, "mood": "x"}, b"v": {"mood": "y"}}
 
-    assert digest_of(NO_VALUES, ["country"]) == digest_of(values, ["age"]) == ""
-    assert digest_of(values, ["country"]) == digest_of({b"u": {"country": 1}}, ["country", "age"])
-    assert digest_of(values, ["country"]) != digest_of({b"u": {"country": None}}, ["country"])
-    assert digest_of(values, ["mood"]) != digest_of({b"u": {"mood": "x"}}, ["mood"])
+    assert digest_of_values(NO_VALUES, ["country"]) == digest_of_values(values, ["age"]) == ""
+    assert digest_of_values(values, ["country"]) == digest_of_values(
+        {b"u": {"country": 1}}, ["country", "age"]
+    )
+    assert digest_of_values(values, ["country"]) != digest_of_values(
+        {b"u": {"country": None}}, ["country"]
+    )
+    assert digest_of_values(values, ["mood"]) != digest_of_values({b"u": {"mood": "x"}}, ["mood"])

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cache.config.timetable import NIGHT, PRELIMINARY_STEPS, SEALED_BY, STAGES, TIMED_APART
+from cache.config.timetable import (
+    NIGHT_STEPS,
+    PRELIMINARY_STEPS,
+    SEALING_STEP,
+    STAGES,
+    STEPS_TIMED_APART,
+)
 from precompute.builds.seal import REPORTED
 from precompute.cli.parser import INSIDE_SCORE, parser_of_commands
 
@@ -17,16 +23,16 @@ STEPS = ROOT / "precompute/steps"
 
 def test_each_step_is_a_module_named_after_it() -> None:
     assert {file.stem for file in STEPS.glob("*.py")} == {
-        "__init__", "night", *PRELIMINARY_STEPS, *NIGHT,
+        "__init__", "night", *PRELIMINARY_STEPS, *NIGHT_STEPS,
     }  # fmt: skip
-    for name in NIGHT:
+    for name in NIGHT_STEPS:
         step = import_module(f"precompute.steps.{name}")
         assert callable(step.run) and callable(step.in_night), name
 
 
 def test_no_step_stands_twice_and_only_publish_follows_verify() -> None:
-    assert len(set(NIGHT)) == len(NIGHT)
-    assert NIGHT[NIGHT.index("verify") + 1] == "publish"
+    assert len(set(NIGHT_STEPS)) == len(NIGHT_STEPS)
+    assert NIGHT_STEPS[NIGHT_STEPS.index("verify") + 1] == "publish"
     assert ("verify",) in STAGES and ("publish",) in STAGES
 
 
@@ -40,16 +46,18 @@ def test_what_is_timed_apart_is_what_the_steps_time() -> None:
         and call.func.id == "timed"
     }
 
-    assert timed == set(TIMED_APART)
+    assert timed == set(STEPS_TIMED_APART)
 
 
 def test_the_manifest_is_made_from_the_reports_of_the_steps_before() -> None:
-    steps_before_seal = NIGHT[: NIGHT.index(SEALED_BY)]
+    steps_before_seal = NIGHT_STEPS[: NIGHT_STEPS.index(SEALING_STEP)]
 
     assert [*REPORTED] == [name for name in steps_before_seal if name != "score"]
 
 
-@pytest.mark.parametrize("name", [*NIGHT, *(step.replace("_", "-") for step in PRELIMINARY_STEPS)])
+@pytest.mark.parametrize(
+    "name", [*NIGHT_STEPS, *(step.replace("_", "-") for step in PRELIMINARY_STEPS)]
+)
 def test_each_step_has_a_command(name: str) -> None:
     about = [] if name in ("begin", "retire", "take-events") else ["20260131T000000Z-0123456789ab"]
 
@@ -67,8 +75,8 @@ def test_each_step_has_a_command(name: str) -> None:
 def test_documents_name_the_steps_in_their_order(file: str, after: str) -> None:
     text = (ROOT / file).read_text().partition(after)[2].partition("retire")[0] + "retire"
     normalised_text = re.sub(r"\W+", " ", text.lower())
-    positions = [normalised_text.find(name.replace("_", " ")) for name in NIGHT]
+    positions = [normalised_text.find(name.replace("_", " ")) for name in NIGHT_STEPS]
 
     assert -1 not in positions and positions == sorted(positions), dict(
-        zip(NIGHT, positions, strict=True)
+        zip(NIGHT_STEPS, positions, strict=True)
     )

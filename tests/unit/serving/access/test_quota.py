@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cache.errors import ConfigError
 from serving.access.quota import (
     BURST_S,
-    ROWS,
+    TABLE_ROWS,
     Quota,
     QuotaLimits,
     QuotaState,
@@ -20,8 +20,8 @@ from serving.access.quota import (
     Shortage,
     after_taking,
     burst_s,
-    exceeded,
-    key_of,
+    quota_exceeded,
+    row_key,
 )
 from tests.fakes import FakeClock
 
@@ -106,7 +106,7 @@ def test_in_flight_has_its_own_bound() -> None:
 
 def test_what_is_given_back_can_be_taken_again() -> None:
     clock = FakeClock()
-    quota = Quota(key_of("a"), LIMITED, QuotaTable.private(), lambda: clock.now)
+    quota = Quota(row_key("a"), LIMITED, QuotaTable.private(), lambda: clock.now)
     clock.now = 50.0
 
     for _ in range(100):
@@ -121,11 +121,11 @@ def test_tokens_have_rows_of_their_own_and_workers_share_them(tmp_path: Path) ->
     QuotaTable.create(tmp_path / "quotas", 4)
     first_table, second_table = (QuotaTable.open(tmp_path / "quotas", column) for column in (0, 3))
 
-    assert [first_table.charge(key_of("a"), LIMITED, 7.0, 1, 0) for _ in range(5)] == [None] * 5
-    assert [second_table.charge(key_of("a"), LIMITED, 7.0, 1, 0) for _ in range(5)] == [None] * 5
-    assert isinstance(first_table.charge(key_of("a"), LIMITED, 7.0, 1, 0), Shortage)
-    assert second_table.charge(key_of("b"), LIMITED, 7.0, 1, 0) is None
-    assert first_table.read_state(key_of("a"), 7.0).in_flight == 10
+    assert [first_table.charge(row_key("a"), LIMITED, 7.0, 1, 0) for _ in range(5)] == [None] * 5
+    assert [second_table.charge(row_key("a"), LIMITED, 7.0, 1, 0) for _ in range(5)] == [None] * 5
+    assert isinstance(first_table.charge(row_key("a"), LIMITED, 7.0, 1, 0), Shortage)
+    assert second_table.charge(row_key("b"), LIMITED, 7.0, 1, 0) is None
+    assert first_table.read_state(row_key("a"), 7.0).in_flight == 10
 
 
 def test_a_worker_that_is_gone_holds_nothing(tmp_path: Path) -> None:
@@ -133,39 +133,39 @@ def test_a_worker_that_is_gone_holds_nothing(tmp_path: Path) -> None:
     QuotaTable.create(path, 4)
     killed, surviving_table = QuotaTable.open(path, 0), QuotaTable.open(path, 1)
     for table in (killed, killed, surviving_table):
-        assert table.charge(key_of("a"), limits, 1.0, 1, 0) is None
-    assert isinstance(surviving_table.charge(key_of("a"), limits, 1.0, 1, 0), Shortage)
+        assert table.charge(row_key("a"), limits, 1.0, 1, 0) is None
+    assert isinstance(surviving_table.charge(row_key("a"), limits, 1.0, 1, 0), Shortage)
 
     QuotaTable.clear_in(path, 0)
 
-    assert surviving_table.read_state(key_of("a"), 1.0).in_flight == 1
-    assert surviving_table.charge(key_of("a"), limits, 1.0, 1, 0) is None
+    assert surviving_table.read_state(row_key("a"), 1.0).in_flight == 1
+    assert surviving_table.charge(row_key("a"), limits, 1.0, 1, 0) is None
     QuotaTable.open(path, 1)  # its successor begins with none
-    assert killed.read_state(key_of("a"), 1.0).in_flight == 0
+    assert killed.read_state(row_key("a"), 1.0).in_flight == 0
 
 
 def test_rows_of_tokens_that_rest_are_used_again() -> None:
     table, limits = QuotaTable.private(), QuotaLimits(requests_per_s=1.0)
-    held_key = key_of("held")
+    held_key = row_key("held")
     assert table.charge(held_key, QuotaLimits(in_flight=5), 0.0, 1, 0) is None
 
-    for number in range(3 * ROWS):
-        key = key_of(str(number))
+    for number in range(3 * TABLE_ROWS):
+        key = row_key(str(number))
         now_s = 10.0 * number
         assert table.charge(key, limits, now_s, 1, 0) is None
         table.leave(key)
 
     assert table.read_state(held_key, 1e9).in_flight == 1
-    assert table.read_state(key_of(str(3 * ROWS - 1)), 0.0).requests_until > 0
+    assert table.read_state(row_key(str(3 * TABLE_ROWS - 1)), 0.0).requests_until > 0
 
 
 def test_a_table_that_is_full_says_so() -> None:
     table, limits = QuotaTable.private(), QuotaLimits(in_flight=1)
-    for number in range(ROWS):
-        assert table.charge(key_of(str(number)), limits, 0.0, 1, 0) is None
+    for number in range(TABLE_ROWS):
+        assert table.charge(row_key(str(number)), limits, 0.0, 1, 0) is None
 
     with pytest.raises(ConfigError, match="512"):
-        table.charge(key_of("one more"), limits, 0.0, 1, 0)
+        table.charge(row_key("one more"), limits, 0.0, 1, 0)
 
 
 def test_a_column_beyond_the_table_is_refused(tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def _takes(path: str, column: int, begin: Any, count_queue: "multiprocessing.Que
     begin.wait(60)
     deadline = time.monotonic() + 2.0
     while (now_s := time.monotonic()) < deadline:
-        if table.charge(key_of("a"), limits, now_s, 1, 0) is None:
-            table.leave(key_of("a"))
+        if table.charge(row_key("a"), limits, now_s, 1, 0) is None:
+            table.leave(row_key("a"))
             count += 1
     count_queue.put(count)
 
@@ -206,7 +206,7 @@ def test_four_processes_take_exactly_what_there_is(tmp_path: Path) -> None:
     # Each was paid for once, or the moment until which all is paid for would be another one: none was lost between two
     # processes, however they came into each other's way.
     paid_from = (
-        QuotaTable.open(path, 4).read_state(key_of("a"), ended_at).requests_until
+        QuotaTable.open(path, 4).read_state(row_key("a"), ended_at).requests_until
         - total_count / 5_000
     )
     assert total_count > 5_000 and began_at - 0.2 <= paid_from <= began_at + 0.2
@@ -215,6 +215,6 @@ def test_four_processes_take_exactly_what_there_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("wait_s", "said_s"), [(0.0002, 0.001), (0.25, 0.25), (0.2501, 0.251)])
 def test_the_wait_that_a_refusal_names_is_never_too_short(wait_s: float, said_s: float) -> None:
-    refusal = exceeded(Shortage("requests_per_s", 10.0, wait_s))
+    refusal = quota_exceeded(Shortage("requests_per_s", 10.0, wait_s))
 
     assert refusal.details["retry_after_seconds"] == said_s

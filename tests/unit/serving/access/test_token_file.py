@@ -12,7 +12,7 @@ from serving.access.token_file import (
     FILE_BYTES_MAX,
     TOKENS_MAX,
     TokenEntry,
-    changing,
+    lock_tokens,
     read_tokens,
     write_tokens,
 )
@@ -118,7 +118,7 @@ def test_changes_of_one_file_wait_for_each_other(tmp_path: Path) -> None:
     write_tokens(path, {})
 
     def add(number: int) -> None:
-        with changing(path):
+        with lock_tokens(path):
             tokens = dict(read_tokens(path))
             entry = TokenEntry(sha256=f"{number:064x}", scopes=("read",))
             write_tokens(path, tokens | {f"t{number}": entry})

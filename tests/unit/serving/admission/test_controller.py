@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from starlette.types import Message, Scope
 
-from cache.model.predictor import LiveInput
+from cache.model.input_preparation import LiveInput
 from serving.admission.controller import Admission, LoopLagSampler, Valve
 from serving.engine.batch_inference import compute
 from serving.engine.inference import LiveInferences

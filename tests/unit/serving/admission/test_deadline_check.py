@@ -8,15 +8,15 @@ import pytest
 from serving.access.callers import ANYBODY, STRANGER, Caller
 from serving.admission.controller import Admission
 from serving.admission.gate import DeadlineCheck
-from serving.arrow.schema import MEDIA_TYPE
+from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.client.calls import write_arrow_ids
-from serving.requests.context import CALLER
+from serving.requests.context import CALLER_KEY
 from serving.requests.models import Limits
 from serving.requests.parsing import HeaderJudge
 
 LIMITS = Limits(1_000, 100, 100, deadline_ms=300.0, deadline_max_ms=10_000.0)
 WAIT_S = 0.5
-ARROW = (b"content-type", MEDIA_TYPE.encode())
+ARROW = (b"content-type", ARROW_MEDIA_TYPE.encode())
 
 
 def judged(
@@ -31,7 +31,7 @@ def judged(
     gate.loop.wait = WAIT_S
     scope: dict[str, Any] = {
         "method": "GET" if body is None else "POST", "headers": headers, "query_string": query,
-        CALLER: caller,
+        CALLER_KEY: caller,
     }  # fmt: skip
     is_late = DeadlineCheck(gate, HeaderJudge(LIMITS), LIMITS).is_late(scope, body or b"")
     assert gate.shed["late"] == is_late

@@ -14,8 +14,8 @@ from serving.client.answers import read_answers
 from serving.http import schemas
 from serving.requests.answers import (
     FALLBACKS,
-    ORIGIN,
-    PREDICTION,
+    ORIGIN_FIELDS,
+    PREDICTION_FIELDS,
     STORED_SOURCES,
     Answer,
     AnswerField,
@@ -58,7 +58,7 @@ def test_the_reference_page_has_every_field_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("declared", "schema"), [(Answer, schemas.ANSWER), (Ranking, schemas.SCORES)]
+    ("declared", "schema"), [(Answer, schemas.ANSWER), (Ranking, schemas.RANKED_ITEMS)]
 )
 def test_the_schema_has_every_field_and_demands_what_is_always_there(
     declared: type[Origin], schema: dict[str, Any]
@@ -70,9 +70,9 @@ def test_the_schema_has_every_field_and_demands_what_is_always_there(
 
 
 def test_every_field_of_an_answer_is_of_all_or_of_one_kind_of_tables() -> None:
-    predicted = [field for kind in PREDICTION.values() for field in kind]
+    predicted = [field for kind in PREDICTION_FIELDS.values() for field in kind]
 
-    assert fields_of(Answer) == (*fields_of(Origin)[:2], *ORIGIN, *predicted)
+    assert fields_of(Answer) == (*fields_of(Origin)[:2], *ORIGIN_FIELDS, *predicted)
     assert {field.declaration.when for field in (*fields_of(Origin), *fields_of(Ranking))} == {
         "always", "told",
     }  # fmt: skip

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from cache.tiers.reads import NOWHERE, PUBLIC_BY_INTERNAL_REASON, DescribedEnum, MissReason
-from serving.metrics.collectors import REASONS
+from cache.tiers.reads import NOWHERE_REASONS, PUBLIC_BY_INTERNAL_REASON, DescribedEnum, MissReason
+from serving.metrics.collectors import MISS_REASONS
 from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
 from tests.unit.test_layering import ROOT
 
@@ -27,8 +27,8 @@ def test_the_reference_page_lists_every_word_with_its_meaning(
 
 
 def test_metrics_count_the_words_that_answers_tell() -> None:
-    assert set(REASONS) < set(PUBLIC_REASONS)
-    assert {*PUBLIC_BY_INTERNAL_REASON} == NOWHERE - {MissReason.NOT_IN_GENERATION}
+    assert set(MISS_REASONS) < set(PUBLIC_REASONS)
+    assert {*PUBLIC_BY_INTERNAL_REASON} == NOWHERE_REASONS - {MissReason.NOT_IN_GENERATION}
     assert {*PUBLIC_REASONS} == {*MissReason} - {*PUBLIC_BY_INTERNAL_REASON}
-    assert {"l2_timeout", "breaker_open"} <= set(map(str, REASONS))
+    assert {"l2_timeout", "breaker_open"} <= set(map(str, MISS_REASONS))
     assert "deadline" not in set(MissReason)

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from serving.arrow.reader import Unsupported, read
+from serving.arrow.reader import Unsupported, read_frame
 from serving.arrow.schema import Field, Malformed
 from serving.arrow.writer import Column, fixed_lists, flags, lists, numbers, stream, texts
 from serving.client.answers import read_arrow_answers
@@ -20,7 +20,7 @@ from serving.client.errors import Garbled
 from serving.requests.errors import Problem
 from serving.requests.models import Limits
 from serving.requests.negotiation import Forms, forms
-from serving.requests.parsing import lookup_of, read_stream, stream_batch
+from serving.requests.parsing import id_batch_from_stream, lookup_from_body, read_stream
 
 LIMITS = Limits(max_batch=50, max_history=8, max_exclude=8, deadline_ms=100, deadline_max_ms=1_000)
 FIELDS = (
@@ -82,7 +82,7 @@ def test_pyarrow_reads_what_is_written_and_so_do_we(rows: list[tuple[Any, ...]])
 
     table = pa.ipc.open_stream(raw).read_all()
     table.validate(full=True)
-    frame = read(raw, len(rows))
+    frame = read_frame(raw, len(rows))
 
     assert table.schema.metadata == {b"table": b"t", "ü".encode(): b""}
     for name, at in zip(table.column_names, range(7), strict=True):
@@ -121,7 +121,7 @@ def test_ids_from_pyarrow_are_read_from_slices_and_many_batches(
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=cut + 1)
 
-    id_batch = stream_batch(read_stream(sink.getvalue().to_pybytes(), LIMITS))
+    id_batch = id_batch_from_stream(read_stream(sink.getvalue().to_pybytes(), LIMITS))
 
     assert id_batch == ([id_.encode() for id_ in ids], 7)
 
@@ -131,7 +131,7 @@ def test_the_clients_question_is_what_pyarrow_would_send(ids: list[str]) -> None
     raw = write_arrow_ids(ids, {"k": "3", "deadline_ms": "20.5"})
 
     assert pa.ipc.open_stream(raw).read_all()["id"].to_pylist() == ids
-    lookup = lookup_of({}, raw, "arrow", "t", LIMITS)
+    lookup = lookup_from_body({}, raw, "arrow", "t", LIMITS)
     assert [entity.id for entity in lookup.entities] == ids
     assert (lookup.options.k, lookup.options.deadline_s) == (3, 0.0205)
 
@@ -175,7 +175,7 @@ def test_what_is_not_read_is_refused_with_its_reason(name: str) -> None:
     raw, code = REFUSED[name]
 
     with pytest.raises(Problem) as refused:
-        lookup_of({}, raw, "arrow", "t", LIMITS)
+        lookup_from_body({}, raw, "arrow", "t", LIMITS)
 
     assert (refused.value.status, refused.value.reason) == (422, code)
 
@@ -210,7 +210,7 @@ def test_numbers_that_do_not_agree_are_refused(name: str) -> None:
     column, rows = LIES[name]
 
     with pytest.raises(Malformed):
-        read(stream(ID, [column], rows), 50)
+        read_frame(stream(ID, [column], rows), 50)
 
 
 VALID = body(pa.array(["u-1", "用户", "a/b"]), k="5")
@@ -227,7 +227,7 @@ def test_a_damaged_stream_is_read_or_refused_and_nothing_else(data: st.DataObjec
     end = data.draw(st.integers(0, len(raw)) | st.just(len(raw)))
 
     with contextlib.suppress(Problem):  # any other error fails
-        lookup = lookup_of({}, bytes(raw[:end]), "arrow", "t", LIMITS)
+        lookup = lookup_from_body({}, bytes(raw[:end]), "arrow", "t", LIMITS)
         assert 1 <= len(lookup.entities) <= LIMITS.max_batch
         assert all(entity.raw and len(entity.raw) <= 256 for entity in lookup.entities)
 
@@ -238,7 +238,7 @@ def test_what_anybody_answers_is_garbled_at_worst(raw: bytes, rows: int) -> None
         with pytest.raises(Garbled):
             read_arrow_answers(answer_body, rows)
         with pytest.raises((Malformed, Unsupported)):
-            read(b"\xff\xff\xff\xff" + answer_body, rows)
+            read_frame(b"\xff\xff\xff\xff" + answer_body, rows)
 
 
 @pytest.mark.parametrize(

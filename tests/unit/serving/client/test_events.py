@@ -50,7 +50,7 @@ def test_requests_have_all_events_in_their_order(count: int, max_batch: int) -> 
 def test_a_request_has_as_many_bytes_as_the_service_takes() -> None:
     assert sizes(10, 1_000, text_bytes=1 << 20) == [3, 3, 3, 1]
     # What is too large alone goes alone: the service says so.
-    assert sizes(2, 1_000, text_bytes=events_module.BODY_BYTES + 1) == [1, 1]
+    assert sizes(2, 1_000, text_bytes=events_module.EVENT_BODY_BYTES + 1) == [1, 1]
 
 
 async def test_each_request_has_a_deadline_of_its_own() -> None:

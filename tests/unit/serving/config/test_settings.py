@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.config.serving import Bounds
+from cache.config.serving import PeerBounds
 from cache.config.timetable import Schedule, Timetable
 from cache.errors import ConfigError
 from precompute.config.settings import NightConfig
@@ -51,8 +51,8 @@ def test_a_setting_that_makes_no_sense_is_refused(environ: dict[str, str]) -> No
 def test_bounds_of_peers_are_settings() -> None:
     config = ServingConfig.load({"LARDER_HEAD_BYTES": "9", "LARDER_WRITE_TIMEOUT_S": "2.5"})
 
-    assert config.bounds(7) == Bounds(head_bytes=9, write_timeout_s=2.5, connections_max=7)
-    assert ServingConfig().bounds(Bounds().connections_max) == Bounds()
+    assert config.bounds(7) == PeerBounds(head_bytes=9, write_timeout_s=2.5, connections_max=7)
+    assert ServingConfig().bounds(PeerBounds().connections_max) == PeerBounds()
 
 
 def test_an_unknown_setting_of_the_section_is_refused(tmp_path: Path) -> None:

@@ -12,21 +12,21 @@ from serving.dashboard.aggregator import (
     FleetView,
 )
 from serving.dashboard.counters import (
-    _SWEEP,
-    AT_ONCE,
+    _SWEEP_EVERY,
     BIN_S,
+    BINS_AT_ONCE,
     BINS_MAX,
     GONE_S,
     Counts,
     MetricsPublisher,
-    merged,
+    merged_counts,
 )
-from serving.metrics.collectors import finer
+from serving.metrics.collectors import refine_bounds
 from tests.fakes import FakeClock
 from tests.unit.serving.dashboard.hashes import FakeRedis
 
 KEYS = Keyspace("test")
-BOUNDS = finer((0.001, 1.0))
+BOUNDS = refine_bounds((0.001, 1.0))
 
 
 class Worker:
@@ -39,7 +39,7 @@ class Worker:
         self.whole = FleetView(redis, self.teller, BOUNDS, clock, clock)
 
     def count(self, n: int) -> None:
-        self.counts = merged((self.counts, {"r": n, "h:l1:50": n}))
+        self.counts = merged_counts((self.counts, {"r": n, "h:l1:50": n}))
 
 
 class World:
@@ -114,7 +114,7 @@ async def test_without_redis_it_is_the_workers_own_and_afterwards_the_whole(worl
 
 
 async def test_a_redis_that_came_back_empty_is_told_the_whole_hour_again(world: World) -> None:
-    bins = AT_ONCE + 10
+    bins = BINS_AT_ONCE + 10
     for _ in range(bins):
         world.one.count(1)
         world.clock.tick(BIN_S)
@@ -159,7 +159,7 @@ async def test_a_silent_worker_is_not_shown_and_later_taken_out(world: World) ->
     world.clock.tick(SILENT_S)
     assert set((await world.one.whole.read()).workers) == {"one"}
     world.clock.tick(GONE_S)
-    for _ in range(_SWEEP):
+    for _ in range(_SWEEP_EVERY):
         await world.one.teller.publish()
 
     assert set(world.redis.hashes[KEYS.workers]) == {b"one"}

@@ -14,7 +14,7 @@ from serving.dashboard.counters import (
     TimeBins,
     collect_counts,
     difference,
-    merged,
+    merged_counts,
     pack,
     start_of,
     totals,
@@ -45,10 +45,10 @@ def test_what_another_version_wrote_counts_nothing() -> None:
 
 @given(tables, tables)
 def test_a_difference_is_what_has_to_be_added(before: dict[str, int], more: dict[str, int]) -> None:
-    current_counts = merged((before, more))
+    current_counts = merged_counts((before, more))
 
     assert difference(current_counts, before) == more
-    assert merged((before, difference(current_counts, before))) == current_counts
+    assert merged_counts((before, difference(current_counts, before))) == current_counts
 
 
 def test_counts_are_those_of_metrics_those_of_the_hot_route_included() -> None:

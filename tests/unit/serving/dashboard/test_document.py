@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from serving.dashboard.aggregator import FleetReading, row
+from serving.dashboard.aggregator import FleetReading, draw_bin
 from serving.dashboard.document import DASHBOARD, SETTLED_S, document, redis, replicas
-from serving.metrics.collectors import finer
+from serving.metrics.collectors import refine_bounds
 
-BOUNDS = finer((0.001, 1.0))
+BOUNDS = refine_bounds((0.001, 1.0))
 NOW = 1_000_000.0
 KNOWN = {"generation": "g2", "state": "live", "gates": []}
 
@@ -34,8 +34,8 @@ def test_workers_add_up() -> None:
     workers = {"w1": worker(), "w2": worker(breaker="open"), "w3": worker("b", counts=None)}
     counts = {"r": 8, "e": 6, "a:l1": 4, "a:default": 2, "m:cold": 2, "x": 2, "h:l1:10": 4}
     bins = {999_980: counts, 999_990: {"r": 1}}
-    rows = {start: row(bin_counts, BOUNDS) for start, bin_counts in bins.items()} | {
-        999_000: row({"a:l2": 7}, BOUNDS)
+    rows = {start: draw_bin(bin_counts, BOUNDS) for start, bin_counts in bins.items()} | {
+        999_000: draw_bin({"a:l2": 7}, BOUNDS)
     }
     dashboard_document = made(
         FleetReading(NOW, None, workers, rows, bins),
@@ -109,7 +109,7 @@ def test_events_are_those_of_all_workers_and_of_the_last_minutes() -> None:
         999_980: {"a:l1": 6, "a:live": 4, "w": 5, "c": 2, "d": 300_000, "v:accepted": 7, "v:in_future": 1},
         999_990: {"v:accepted": 2, "y:events_full": 3, "c": 1},
     }  # fmt: skip
-    rows = {start: row(bin_counts, BOUNDS) for start, bin_counts in bins.items()}
+    rows = {start: draw_bin(bin_counts, BOUNDS) for start, bin_counts in bins.items()}
     generations = [
         KNOWN | {"events_until": "9-0"},
         KNOWN | {"events_until": "20-1"},

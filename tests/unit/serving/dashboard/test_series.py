@@ -1,17 +1,19 @@
 """Bins as columns."""
 
-from serving.dashboard.aggregator import REASONS_MAX, row, series
+from serving.dashboard.aggregator import REASONS_MAX, draw_bin, series
 from serving.dashboard.counters import BIN_S
-from serving.metrics.collectors import finer
+from serving.metrics.collectors import refine_bounds
 
-BOUNDS = finer((0.001, 1.0))
+BOUNDS = refine_bounds((0.001, 1.0))
 
 
 def test_columns_have_one_place_per_bin_and_zeros_where_nothing_was_told() -> None:
     rows = {
-        100: row({"r": 2, "a:l1": 1, "a:live": 1, "s:live": 1_500_000, "h:live:90": 1}, BOUNDS),
-        120: row({"r": 1, "m:evicted": 4}, BOUNDS),
-        130: row({"r": 7}, BOUNDS),
+        100: draw_bin(
+            {"r": 2, "a:l1": 1, "a:live": 1, "s:live": 1_500_000, "h:live:90": 1}, BOUNDS
+        ),
+        120: draw_bin({"r": 1, "m:evicted": 4}, BOUNDS),
+        130: draw_bin({"r": 7}, BOUNDS),
     }
     columns = series(rows, end_bin_start=130)
 
@@ -32,7 +34,7 @@ def test_nothing_is_known_yet() -> None:
 
 def test_rare_reasons_are_summed_up() -> None:
     counts = {f"m:reason-{number:02}": 100 - number for number in range(REASONS_MAX + 3)}
-    miss_columns = series({0: row(counts, BOUNDS)}, end_bin_start=10)["misses"]
+    miss_columns = series({0: draw_bin(counts, BOUNDS)}, end_bin_start=10)["misses"]
 
     assert len(miss_columns) == REASONS_MAX + 1
     assert miss_columns["other"] == [sum(sorted(counts.values())[:3])]

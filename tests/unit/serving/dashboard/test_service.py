@@ -15,7 +15,7 @@ from cache.store.artefacts import ArtefactStore
 from serving.dashboard.generation_history import GenerationHistory
 from serving.dashboard.service import ARCHIVE_S, READ_S, Dashboard
 from serving.generations.nights import Nights, ReleaseWatch
-from serving.metrics.collectors import finer
+from serving.metrics.collectors import refine_bounds
 from serving.requests.errors import Problem
 from tests.fakes import FakeClock
 from tests.unit.serving.dashboard.hashes import FakeRedis
@@ -37,7 +37,7 @@ class Board:
         history = GenerationHistory(self.store, ReleaseWatch(self.store, asyncio.to_thread).records)
         self.dashboard = Dashboard(
             self.redis, history, name="a", read_counts=lambda: {"r": 1},
-            about=lambda: about, bounds=finer((0.1,)), nights=Nights(Schedule(), follower, self.clock),
+            about=lambda: about, bounds=refine_bounds((0.1,)), nights=Nights(Schedule(), follower, self.clock),
             clock=self.clock, timer=self.clock, **{"in_thread": asyncio.to_thread} | more,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from cache.events.stream import PackedEvent, StreamBounds
 from cache.format.redis_keys import Keyspace
 from serving.events import intake as acceptor_module
 from serving.events.connection import EventsFull, EventsUnavailable
-from serving.events.intake import PIECE, Acceptor, EventsBusy
+from serving.events.intake import EVENTS_PER_CALL, Acceptor, EventsBusy
 
 BOUNDS = StreamBounds(1 << 20, 1_000, 10)
 
@@ -83,11 +83,11 @@ async def test_what_comes_during_a_call_goes_with_the_next_one() -> None:
 
 async def test_a_large_request_goes_in_pieces_and_keeps_its_order() -> None:
     redis = FakeEventsRedis()
-    bodies = [b"%d" % number for number in range(2 * PIECE + 7)]
+    bodies = [b"%d" % number for number in range(2 * EVENTS_PER_CALL + 7)]
 
     outcomes = await made(redis).accept(events(*bodies))
 
-    assert [len(call) for call in redis.calls] == [PIECE, PIECE, 7]
+    assert [len(call) for call in redis.calls] == [EVENTS_PER_CALL, EVENTS_PER_CALL, 7]
     assert [body for call in redis.calls for body in call] == bodies
     positions = [outcome.position for outcome in outcomes if outcome.position]
     assert positions == sorted(positions) and len(positions) == len(bodies)
@@ -98,7 +98,7 @@ async def test_an_outage_ends_all_that_wait_and_the_next_one_is_tried_anew() -> 
     redis.gate.clear()
     redis.fails_with = EventsUnavailable("gone")
     acceptor = made(redis)
-    large = [b"x"] * PIECE
+    large = [b"x"] * EVENTS_PER_CALL
     tasks = [asyncio.create_task(acceptor.accept(events(*large))) for _ in range(5)]
     await asyncio.sleep(0)
     redis.gate.set()
@@ -116,7 +116,8 @@ async def test_a_full_stream_refuses_the_call_and_others_are_tried_for_themselve
     acceptor = made(redis)
 
     errors = await asyncio.gather(
-        *(acceptor.accept(events(*[b"x"] * PIECE)) for _ in range(2)), return_exceptions=True
+        *(acceptor.accept(events(*[b"x"] * EVENTS_PER_CALL)) for _ in range(2)),
+        return_exceptions=True,
     )
 
     assert [type(error) for error in errors] == [EventsFull] * 2 and len(redis.calls) == 2

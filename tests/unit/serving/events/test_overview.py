@@ -7,13 +7,13 @@ import pytest
 
 from cache.errors import InvalidInput
 from cache.events.event import Position
-from serving.dashboard.counters import NUMBERS, TEXTS, EventOverview, merge_rows
+from serving.dashboard.counters import EVENT_NUMBERS, EVENT_TEXTS, EventOverview, merge_rows
 from serving.events.counts import TEXTS as GAUGES
 
 
 def row(**changes: Any) -> dict[str, Any]:
     """A worker that is fine."""
-    numbers = dict.fromkeys(NUMBERS, 1.0)
+    numbers = dict.fromkeys(EVENT_NUMBERS, 1.0)
     texts = {
         "durability": "everysec", "demanded": "everysec", "counted_until": "20-1", "published_until": "10-0",
     }  # fmt: skip
@@ -45,7 +45,7 @@ def overview(
 def test_a_worker_tells_all_that_is_shown_of_several() -> None:
     worker_row = overview("everysec", "10-0").to_json()
 
-    assert set(worker_row) == {*NUMBERS, *TEXTS}
+    assert set(worker_row) == {*EVENT_NUMBERS, *EVENT_TEXTS}
     assert (worker_row["lag_s"], worker_row["users"]) == (0.123, 3)
     assert (worker_row["held_bytes"], worker_row["held_max_bytes"]) == (900, 1_000)
     assert (worker_row["durability"], worker_row["demanded"]) == ("everysec", "always")
@@ -70,7 +70,7 @@ def test_each_figure_is_that_of_the_last_worker() -> None:
     late = row(lag_s=7.5, held_bytes=900.0, counted_until="9-9", published_until="3-0")
     merged_row = merge_rows([row(), None, late, row(stream_bytes=50.0)])
 
-    assert merged_row is not None and set(merged_row) == {*NUMBERS, *TEXTS}
+    assert merged_row is not None and set(merged_row) == {*EVENT_NUMBERS, *EVENT_TEXTS}
     assert (merged_row["lag_s"], merged_row["held_bytes"], merged_row["stream_bytes"]) == (
         7.5,
         900.0,

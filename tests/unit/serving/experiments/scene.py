@@ -9,7 +9,7 @@ from cache.errors import ConfigError
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.traffic.experiments import Experiment, ExperimentArm, change_experiments
-from cache.traffic.split import allotted
+from cache.traffic.split import allot_buckets
 from serving.engine.service import LookupService
 from serving.metrics.registry import Metrics
 from serving.traffic.experiments.arms import Arms
@@ -22,7 +22,7 @@ LASTS_S = 5.0
 
 
 def experiment(name: str = "e", other_namespace: str = "second", sample: float = 1.0) -> Experiment:
-    halves = allotted({}, {"a": 0.5, "b": 0.5})
+    halves = allot_buckets({}, {"a": 0.5, "b": 0.5})
     arms = (
         ExperimentArm("a", "own", 0.5, halves["a"]),
         ExperimentArm("b", other_namespace, 0.5, halves["b"]),

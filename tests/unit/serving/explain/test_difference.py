@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from serving.explain.explainer import difference
+from serving.explain.explainer import prediction_difference
 
 
 def listed(*items: str, first: float = 1.0) -> dict[str, object]:
@@ -11,14 +11,14 @@ def listed(*items: str, first: float = 1.0) -> dict[str, object]:
 
 
 def test_equal_lists_are_exact() -> None:
-    comparison = difference(listed("a", "b"), listed("a", "b", first=1.5))
+    comparison = prediction_difference(listed("a", "b"), listed("a", "b", first=1.5))
 
     assert comparison["exact"] and comparison["overlap"] == 1.0 and comparison["delta_max"] == 0.5
     assert comparison["places_moved_max"] == 0
 
 
 def test_items_in_one_list_only_are_named() -> None:
-    comparison = difference(listed("a", "b", "c"), listed("b", "a", "d", "e"))
+    comparison = prediction_difference(listed("a", "b", "c"), listed("b", "a", "d", "e"))
 
     assert not comparison["exact"] and comparison["k"] == 4 and comparison["overlap"] == 0.5
     assert (comparison["only_stored"], comparison["only_live"]) == (["c"], ["d", "e"])
@@ -26,8 +26,10 @@ def test_items_in_one_list_only_are_named() -> None:
 
 
 def test_lists_with_nothing_in_common_have_no_deltas() -> None:
-    assert difference(listed("a"), listed("b"))["delta_max"] is None
-    assert difference(listed(), listed()) == difference(listed(), listed()) | {
+    assert prediction_difference(listed("a"), listed("b"))["delta_max"] is None
+    assert prediction_difference(listed(), listed()) == prediction_difference(
+        listed(), listed()
+    ) | {
         "exact": True,
         "overlap": 1.0,
     }
@@ -36,18 +38,18 @@ def test_lists_with_nothing_in_common_have_no_deltas() -> None:
 @pytest.mark.parametrize("name", ["vector", "values"])
 def test_numbers_are_compared_one_by_one(name: str) -> None:
     stored_record = {name: np.array([3.0, 4.0], np.float32)}
-    comparison = difference(stored_record, {name: np.array([3.0, 4.5], np.float32)})
+    comparison = prediction_difference(stored_record, {name: np.array([3.0, 4.5], np.float32)})
 
     assert (
         not comparison["exact"]
         and comparison["delta_max"] == 0.5
         and comparison["delta_mean"] == 0.25
     )
-    assert difference(stored_record, stored_record)["cosine"] == pytest.approx(1.0)
-    assert difference(stored_record, stored_record)["exact"]
+    assert prediction_difference(stored_record, stored_record)["cosine"] == pytest.approx(1.0)
+    assert prediction_difference(stored_record, stored_record)["exact"]
 
 
 def test_vectors_of_two_sizes_are_not_compared() -> None:
-    comparison = difference({"vector": np.zeros(2)}, {"vector": np.zeros(3)})
+    comparison = prediction_difference({"vector": np.zeros(2)}, {"vector": np.zeros(3)})
 
     assert comparison == {"exact": False, "sizes": [2, 3]}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.cli.lookup import argument_parser, lines_of, question_of
+from serving.cli.lookup import answer_lines, argument_parser, question_of
 
 ANSWER = {
     "table": "user_topk", "id": "c42", "source": "l2", "generation": "g", "age_seconds": 7.0,
@@ -31,7 +31,7 @@ ANSWER = {
 def test_what_may_be_a_mistake_is_said_below_the_answer(
     answer_fields: dict[str, object], expected_remark: str | None
 ) -> None:
-    lines = list(lines_of({**ANSWER, **answer_fields}))
+    lines = list(answer_lines({**ANSWER, **answer_fields}))
 
     assert lines[0].startswith("user_topk c42: 1 items from ")
     assert len(lines) == (2 if expected_remark is None else 3)
@@ -41,7 +41,7 @@ def test_what_may_be_a_mistake_is_said_below_the_answer(
 def test_no_items_are_not_said_to_suit_anybody() -> None:
     answer_fields = {"source": "default", "reason": "not_in_generation", "items": [], "scores": []}
 
-    lines = list(lines_of({**ANSWER, **answer_fields}))
+    lines = list(answer_lines({**ANSWER, **answer_fields}))
 
     assert lines[1].endswith("nothing was sent to compute from: there is no answer")
 

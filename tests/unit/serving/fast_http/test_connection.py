@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from cache.config.serving import Bounds
+from cache.config.serving import PeerBounds
 from serving.access.callers import Callers
 from serving.http import http1_protocol
 from serving.http.asgi_app import ADMITTED
@@ -23,7 +23,7 @@ from serving.http.lookup_connection import (
     parse_plain_headers,
     without_length,
 )
-from serving.requests.context import CALLER
+from serving.requests.context import CALLER_KEY
 
 READY = {b"/ready": b'{"a":1}', b"/ready?k=2": b"{}", b"/long": b"x" * 70_000}
 STORED = {
@@ -194,7 +194,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 class Connection:
     """One, of either protocol."""
 
-    def __init__(self, front: Front | None, bounds: Bounds | None = None) -> None:
+    def __init__(self, front: Front | None, bounds: PeerBounds | None = None) -> None:
         served: Any = app if front is None else front
         config = uvicorn.Config(served, log_config=None, access_log=False, lifespan="off")
         self.state, self.transport = ServerState(), Transport()
@@ -536,7 +536,7 @@ def test_an_application_is_told_of_a_body_as_by_uvicorn() -> None:
     scopes: list[dict[str, Any]] = []
 
     async def keeping(scope: Any, receive: Any, send: Any) -> None:
-        added_keys = (ADMITTED, CALLER)
+        added_keys = (ADMITTED, CALLER_KEY)
         scopes.append(
             {name: scope_value for name, scope_value in scope.items() if name not in added_keys}
         )

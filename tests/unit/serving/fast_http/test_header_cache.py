@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from serving.access.callers import Callers
-from serving.http.lookup_connection import BLOCK_BYTES_MAX, HeaderCache
+from serving.http.lookup_connection import HEADER_BLOCK_BYTES_MAX, HeaderCache
 
 PLAIN = b"\r\nHost: a\r\n\r\n"
 
@@ -63,7 +63,7 @@ def test_another_service_judges_anew() -> None:
 
 def test_a_bounded_number_is_kept_and_nothing_long() -> None:
     header_cache, fast_lookups = blocks(), Hot()
-    long = b"\r\nHost: a\r\nA: " + b"b" * BLOCK_BYTES_MAX + b"\r\n\r\n"
+    long = b"\r\nHost: a\r\nA: " + b"b" * HEADER_BLOCK_BYTES_MAX + b"\r\n\r\n"
     assert (
         header_cache.judged(fast_lookups, long) is header_cache.of(fast_lookups, long) is None
         and fast_lookups.asked == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.http.connections import SLOW_S, UnreadAnswers
+from serving.http.connections import SLOW_READER_S, UnreadAnswers
 
 KIB = 1 << 10
 
@@ -43,10 +43,10 @@ def test_peers_that_have_waited_longest_are_cut_off_until_there_is_room(
 ) -> None:
     peers = [Peer() for _ in range(6)]
     for number, peer in enumerate(peers):
-        unread.add(peer, number * SLOW_S)
+        unread.add(peer, number * SLOW_READER_S)
     assert [peer.is_cut for peer in peers] == [True] + [False] * 5
 
-    unread.add(Peer(25 * KIB), 6 * SLOW_S)
+    unread.add(Peer(25 * KIB), 6 * SLOW_READER_S)
     assert [peer.is_cut for peer in peers] == [True] * 4 + [False] * 2 and unread.cut == 4
     assert unread.held_bytes == 45 * KIB
 
@@ -55,9 +55,9 @@ def test_peers_that_came_just_now_are_left_and_no_more_is_begun(unread: UnreadAn
     peers = [Peer() for _ in range(7)]
     for peer in peers:
         unread.add(peer, 0.0)
-    assert unread.is_full(0.9 * SLOW_S) and not any(peer.is_cut for peer in peers)
+    assert unread.is_full(0.9 * SLOW_READER_S) and not any(peer.is_cut for peer in peers)
 
-    assert not unread.is_full(SLOW_S)
+    assert not unread.is_full(SLOW_READER_S)
     assert [peer.is_cut for peer in peers] == [True] * 2 + [False] * 5
 
 
@@ -68,5 +68,5 @@ def test_what_was_taken_since_is_seen_before_anybody_is_cut_off(unread: UnreadAn
     for peer in peers:
         peer.left = 5 * KIB
 
-    assert not unread.is_full(10 * SLOW_S) and not any(peer.is_cut for peer in peers)
+    assert not unread.is_full(10 * SLOW_READER_S) and not any(peer.is_cut for peer in peers)
     assert unread.held_bytes == 35 * KIB

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from cache.config.serving import Bounds
-from serving.http.connections import BEHIND
+from cache.config.serving import PeerBounds
+from serving.http.connections import BEHIND_BYTES_MAX
 from serving.http.http1_protocol import PIECE
 from tests.unit.serving.fast_http.test_connection import KEPT, Connection, Front, Transport, get
 
-BOUNDS = Bounds(head_bytes=2_000, head_fields=10, connections_max=4, connections_new_max=3)
+BOUNDS = PeerBounds(head_bytes=2_000, head_fields=10, connections_max=4, connections_new_max=3)
 LINE = b"GET /other HTTP/1.1\r\n"
 HOST = b"Host: a\r\n"
 CHUNKED = b"POST /other HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -44,7 +44,7 @@ class Unread(Transport):
         self.is_aborted = self.is_closed = True
 
 
-def opened(front: Front | None = None, bounds: Bounds = BOUNDS) -> Connection:
+def opened(front: Front | None = None, bounds: PeerBounds = BOUNDS) -> Connection:
     """A new connection within these bounds."""
     connection = Connection(front or Front(), bounds)
     connection.transport = connection.protocol.transport = Unread()
@@ -315,10 +315,10 @@ def test_an_idle_connection_keeps_nothing_of_the_request_that_it_answered() -> N
 def test_what_waits_behind_an_unanswered_request_is_bounded() -> None:
     async def test() -> None:
         connection = opened()
-        body = b"x" * (4 * BEHIND)
+        body = b"x" * (4 * BEHIND_BYTES_MAX)
         connection.protocol.data_received(get(b"/other") + post_of(body))
         buffered_bytes = sum(len(cycle.body) for cycle, _ in connection.protocol.pipeline)
-        assert buffered_bytes <= BEHIND
+        assert buffered_bytes <= BEHIND_BYTES_MAX
         await connection.take(b"")
         await connection.take(b"x")
         assert statuses(connection) == [b"200", b"413"]
@@ -336,8 +336,8 @@ def test_who_does_not_read_is_not_read_from() -> None:
     async def test() -> None:
         connection = opened()
         connection.protocol.pause_writing()
-        connection.protocol.data_received(post_of(b"x" * (4 * BEHIND)))
-        assert len(connection.protocol.cycle.body) <= BEHIND
+        connection.protocol.data_received(post_of(b"x" * (4 * BEHIND_BYTES_MAX)))
+        assert len(connection.protocol.cycle.body) <= BEHIND_BYTES_MAX
         assert connection.transport.is_closed
 
     run(test)
@@ -496,7 +496,7 @@ def test_answers_that_a_peer_does_not_take_count_until_it_is_gone_and_cost_it_it
     None
 ):
     async def test() -> None:
-        slow = opened(bounds=Bounds(answers_bytes=100))
+        slow = opened(bounds=PeerBounds(answers_bytes=100))
         wire: Any = slow.protocol
         unread_answers = wire._connections.unread
         unread(slow).left = 90

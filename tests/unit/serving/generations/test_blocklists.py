@@ -8,7 +8,7 @@ import pytest
 
 from cache.store.blocklist import Blocklist, change_blocklist
 from serving.generations.served_set import ServedGenerations
-from serving.http.routes import overview
+from serving.http.routes import generations_overview
 from tests.unit.serving.scene import A, Scene, pointer
 
 
@@ -175,7 +175,7 @@ def in_force(scene: Scene) -> int:
     served = scene.follower.served
     assert served is not None
     served_without_model = replace(served, live=replace(served.live, predictor=None))
-    version: int = overview(served_without_model, scene.follower.health, None)["blocklist"][
-        "version"
-    ]
+    version: int = generations_overview(served_without_model, scene.follower.health, None)[
+        "blocklist"
+    ]["version"]
     return version

@@ -12,7 +12,7 @@ import pytest
 
 from cache.events.event import Event, Position
 from cache.events.event_predictor import GenerationEvents
-from cache.events.new_items import RETRIES_S, NewItemInputs, NewItemTower
+from cache.events.new_items import TOWER_RETRIES_S, NewItemInputs, NewItemTower
 from cache.events.newer_events import AttributeEvents
 from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
@@ -272,7 +272,7 @@ async def test_a_new_item_on_which_the_tower_raised_is_tried_again_when_it_is_ti
     is_full = False
     await scene.shelf.take_values()
     snapshot_before = scene.shelf.live
-    scene.timer.tick(RETRIES_S[0])
+    scene.timer.tick(TOWER_RETRIES_S[0])
     await scene.shelf.take_values()
 
     live = scene.shelf.live

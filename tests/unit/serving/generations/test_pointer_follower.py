@@ -14,7 +14,7 @@ from cache.control.control_keys import Replica, Staging
 from cache.errors import StoreError
 from cache.store.blocklist import Blocklist, change_blocklist
 from cache.store.releases import Pointer, Release, intent_path
-from serving.generations.pointer_follower import judge
+from serving.generations.pointer_follower import judge_pointer
 from serving.generations.snapshot import Snapshot
 from tests.unit.serving.scene import BOUND_S, A, B, C, Scene, pointer
 
@@ -22,12 +22,17 @@ from tests.unit.serving.scene import BOUND_S, A, B, C, Scene, pointer
 def test_only_a_greater_epoch_is_followed() -> None:
     seen_pointer = pointer(A, 5)
 
-    assert judge(pointer(B, 6), seen_pointer) == "newer" and judge(pointer(B, 1), None) == "newer"
-    assert judge(None, seen_pointer) == "vanished" and judge(None, None) == "vanished"
-    assert judge(pointer(B, 4), seen_pointer) == "backwards"
     assert (
-        judge(pointer(B, 5), seen_pointer) == "conflicting"
-        and judge(pointer(A, 5), seen_pointer) == "same"
+        judge_pointer(pointer(B, 6), seen_pointer) == "newer"
+        and judge_pointer(pointer(B, 1), None) == "newer"
+    )
+    assert (
+        judge_pointer(None, seen_pointer) == "vanished" and judge_pointer(None, None) == "vanished"
+    )
+    assert judge_pointer(pointer(B, 4), seen_pointer) == "backwards"
+    assert (
+        judge_pointer(pointer(B, 5), seen_pointer) == "conflicting"
+        and judge_pointer(pointer(A, 5), seen_pointer) == "same"
     )
 
 

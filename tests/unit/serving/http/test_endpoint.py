@@ -12,7 +12,7 @@ from cache.errors import TierUnavailable
 from serving.access.callers import ANYBODY
 from serving.http.routes import Guard
 from serving.metrics.registry import Metrics
-from serving.requests.context import CALLER
+from serving.requests.context import CALLER_KEY
 
 
 async def test_an_outage_of_redis_does_not_tell_callers_where_it_is(
@@ -22,7 +22,7 @@ async def test_an_outage_of_redis_does_not_tell_callers_where_it_is(
         where = "Redis: Error 111 connecting to redis.internal:6379. Connection refused."
         raise TierUnavailable(where, reason="connection")
 
-    request: Any = SimpleNamespace(scope={CALLER: ANYBODY})
+    request: Any = SimpleNamespace(scope={CALLER_KEY: ANYBODY})
     answer = Guard(Metrics(), time.monotonic).around("GET /v1/explain", explain, needs="explain")
 
     with caplog.at_level(logging.WARNING):

@@ -10,7 +10,7 @@ from cache.errors import InvalidInput
 from serving.access.token_file import SCOPES
 from serving.http.reference import PAGE, sections, written
 from serving.http.schemas import OPTIONS, QUERY
-from serving.requests.errors import CODES
+from serving.requests.errors import ERROR_CODES
 from serving.requests.options import _QUERY_FIELDS
 from tests.unit.test_layering import ROOT
 
@@ -58,8 +58,8 @@ def test_every_option_of_a_url_is_told() -> None:
 def test_every_refusal_has_its_code_on_the_page(code: str, file: str, status: int) -> None:
     if file == "reading.py" and code in FOUND_ELSEWHERE:
         return  # of one event, which is rejected beside the others
-    assert code in CODES, file
-    assert CODES[code].status == status
+    assert code in ERROR_CODES, file
+    assert ERROR_CODES[code].status == status
 
 
 def subclasses(base: type[InvalidInput]) -> Iterator[type[InvalidInput]]:
@@ -73,4 +73,6 @@ def test_codes_of_errors_are_those_of_their_classes() -> None:
     import_module("serving.filters.filtered_lookup")  # defines what a request's filter may raise
 
     of_events = {"unfit_item", "fixed_items"}
-    assert {error_class.code for error_class in subclasses(InvalidInput)} - of_events <= set(CODES)
+    assert {error_class.code for error_class in subclasses(InvalidInput)} - of_events <= set(
+        ERROR_CODES
+    )

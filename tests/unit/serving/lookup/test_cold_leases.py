@@ -7,7 +7,7 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
-from cache.l2.commands import DONE_PREFIX, GIVEN_BACK, LeaseSwap, LeaseTake, OverlayRead
+from cache.l2.commands import LEASE_DONE_PREFIX, LEASE_GIVEN_BACK, LeaseSwap, LeaseTake, OverlayRead
 from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
 from serving.engine.leases import REST_S, LeaseManager
@@ -85,7 +85,7 @@ async def test_a_cold_answer_is_led_after_one_question(service: Service) -> None
     assert [type(lease_command) for lease_command in service.asked] == [LeaseTake]
     assert len(service.world.remote.calls) == 1 and service.lead.counts.led == 1
     ((lease_value, _),) = service.world.remote.leases.values()
-    assert lease_value == DONE_PREFIX + service.asked[0][1]
+    assert lease_value == LEASE_DONE_PREFIX + service.asked[0][1]
 
 
 async def test_every_stranger_of_a_batch_has_its_own_lease_and_known_ids_have_none(
@@ -156,7 +156,7 @@ async def test_a_lease_without_an_answer_ends_at_once(service: Service) -> None:
     lease_take, back = service.asked
     assert (
         isinstance(back, LeaseSwap)
-        and back.value == GIVEN_BACK
+        and back.value == LEASE_GIVEN_BACK
         and back.expected_value == lease_take[1]
     )
 

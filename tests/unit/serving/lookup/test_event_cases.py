@@ -17,9 +17,9 @@ from cache.filters.expression import read_filter
 from cache.filters.filtering import FilterMask
 from cache.format.ids import fingerprint, fingerprints, hash_id
 from cache.l2.commands import OverlayRead, PageRead
-from cache.model.predictor import LiveInput, PreparedInput
+from cache.model.input_preparation import LiveInput, PreparedInput
 from cache.model.tower_spec import InputSpec
-from cache.records import FLAG_APPROXIMATE, FLAG_LIVE, absent, decode, encode_topk
+from cache.records import FLAG_APPROXIMATE, FLAG_LIVE, absent_records, decode_record, encode_topk
 from cache.tiers.reads import ReadResult, RecordKey
 from serving.engine.answer_builder import RequestContext
 from serving.engine.batch_inference import with_events as with_events_batch
@@ -227,7 +227,7 @@ async def test_part_of_a_list_that_is_approximate_says_so_under_a_filter(world: 
     context = RequestContext.of(options, 0.0)
     context.set_filter_mask(snapshot, FilterMask.of(passes))
 
-    record = decode(case.table.layout, rows.tobytes(), len(ITEMS))
+    record = decode_record(case.table.layout, rows.tobytes(), len(ITEMS))
     world.ladder.answer_builder.answer(case, snapshot, record, Source.LIVE, context)
     assert case.partial is not None
     world.ladder.answer_builder.answer_partial(case, snapshot, context)
@@ -333,7 +333,7 @@ def with_values(world: World, *without_record: str) -> Snapshot:
     for user in without_record:
         raw = user.encode()
         start = world.users.find(hash_id(raw, world.users.seed)) * layout.size_bytes
-        row = absent(layout, np.array([fingerprint(raw)], np.uint64), SCORED_AT).tobytes()
+        row = absent_records(layout, np.array([fingerprint(raw)], np.uint64), SCORED_AT).tobytes()
         page[start : start + layout.size_bytes] = row
     world.remote.pages[GENERATION, VALUES, 0] = bytes(page)
     return snapshot

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from cache.format.ids import fingerprint
 from cache.store.blocklist import Blocklist
-from cache.tiers.tiered import Hit, ReadResult, RecordKey, View
+from cache.tiers.reads import Hit, ReadResult, RecordKey, View
 from cache.usage.hot_keys import Name
 from serving.engine.l1_warmup import L1Warmup
 from tests.fakes import FakeClock

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cache.model.predictor import LiveInput
+from cache.model.input_preparation import LiveInput
 from serving.engine.batch_inference import compute
 from serving.engine.micro_batcher import (
     ComputedRecord,

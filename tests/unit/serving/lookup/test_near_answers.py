@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cache.format.redis_keys import Keyspace
-from cache.l2.commands import GIVEN_BACK, LeaseSwap, LeaseTake
+from cache.l2.commands import LEASE_GIVEN_BACK, LeaseSwap, LeaseTake
 from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
 from serving.engine.leases import LeaseManager
@@ -70,7 +70,7 @@ async def test_its_lease_is_given_back_so_that_nobody_waits_for_what_is_not_stor
 
     lease_take, back = world.remote.asked
     assert isinstance(lease_take, LeaseTake) and isinstance(back, LeaseSwap)
-    assert GIVEN_BACK in back
+    assert LEASE_GIVEN_BACK in back
 
 
 @pytest.mark.parametrize(

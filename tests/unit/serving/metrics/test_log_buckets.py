@@ -4,17 +4,23 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
-from serving.metrics.collectors import LOWEST_S, RATIO, SecondsHistogram, finer, quantile
+from serving.metrics.collectors import (
+    BUCKET_RATIO,
+    LOWEST_BOUND_S,
+    SecondsHistogram,
+    quantile,
+    refine_bounds,
+)
 
 COARSE = (0.0001, 0.00025, 0.001, 0.05, 2.5, 10)
-BOUNDS = finer(COARSE)
+BOUNDS = refine_bounds(COARSE)
 
 
 def test_finer_bounds_hold_the_coarse_ones_and_are_nowhere_further_apart_than_stated() -> None:
     steps = np.array(BOUNDS[1:]) / np.array(BOUNDS[:-1])
 
-    assert set(COARSE) <= set(BOUNDS) and BOUNDS[0] == LOWEST_S and BOUNDS[-1] == 10
-    assert steps.min() > 1 and steps.max() <= RATIO * (1 + 1e-9)
+    assert set(COARSE) <= set(BOUNDS) and BOUNDS[0] == LOWEST_BOUND_S and BOUNDS[-1] == 10
+    assert steps.min() > 1 and steps.max() <= BUCKET_RATIO * (1 + 1e-9)
     assert len(BOUNDS) < 200
 
 
@@ -36,7 +42,7 @@ def test_quantiles_of_few_and_of_what_lies_outside_the_bounds() -> None:
 
     assert quantile(BOUNDS, {}, 0.5) is None
     assert quantile(BOUNDS, {3: 1}, 0.999) == quantile(BOUNDS, {3: 1}, 0.5)
-    assert quantile(BOUNDS, {0: 1}, 0.5) == LOWEST_S
+    assert quantile(BOUNDS, {0: 1}, 0.5) == LOWEST_BOUND_S
     assert quantile(BOUNDS, {last: 1}, 0.5) == 10
     assert quantile(BOUNDS, {1: 999, last: 1}, 0.999) == quantile(BOUNDS, {1: 1}, 0.5)
     assert quantile(BOUNDS, {1: 998, last: 2}, 0.999) == 10

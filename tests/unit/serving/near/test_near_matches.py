@@ -13,7 +13,7 @@ import pytest
 from cache.config.serving import NearConfig
 from cache.model.input_preparation import LiveInput
 from cache.model.predictor import Predictor
-from cache.records import Record, decode
+from cache.records import Record, decode_record
 from cache.store.blocklist import Blocklist
 from serving.near.near_matches import NearInput, NearMatches, NearRecord, kind_of, refusal
 from tests.models import make_predictor, train_small
@@ -88,7 +88,7 @@ def matches(error: float = 0.5, overlap: float = 0.1, **changes: Any) -> NearMat
 
 
 def decoded(at: Any, record: bytes) -> Record:
-    return decode(at.manifest.tables[LISTS].layout, record)
+    return decode_record(at.manifest.tables[LISTS].layout, record)
 
 
 def test_what_is_not_marked_is_lives_own_answer_to_the_bit(predictor: Predictor) -> None:
@@ -252,7 +252,8 @@ def test_values_of_an_input_close_by_spare_the_model_and_keep_their_first_label(
         reused = [near_record.distance is not None for near_record in near_records]
         assert tower.rows - ran == 16 - sum(reused)
         labels = [
-            int(decode(layout, near_record.record).numbers.argmax()) for near_record in near_records
+            int(decode_record(layout, near_record.record).numbers.argmax())
+            for near_record in near_records
         ]
         true_labels = tastes[:, :3].argmax(axis=1).tolist()
         assert all(

@@ -12,17 +12,17 @@ import pytest
 import uvicorn
 import uvloop
 
-from cache.config.serving import Bounds
+from cache.config.serving import PeerBounds
 from serving.app import create_app, make_server
 from serving.config.settings import ServingConfig
 from serving.http.connections import Connections
-from serving.http.lookup_connection import SharedState, protocol
-from serving.process.resources import HEADROOM, make_room
+from serving.http.lookup_connection import SharedState, connection_factory
+from serving.process.resources import FILES_HEADROOM, raise_file_limit
 from serving.process.server import Server
 from tests.integration.serving_app import eventually
 from tests.unit.serving.fast_http.test_connection import Front, app, get, messages
 
-BOUNDS = Bounds(head_timeout_s=0.04, write_timeout_s=0.2)
+BOUNDS = PeerBounds(head_timeout_s=0.04, write_timeout_s=0.2)
 LONG = 32 << 20
 
 
@@ -41,7 +41,12 @@ async def serving() -> AsyncIterator[tuple[Server, tuple[str, int]]]:
     front = Front()
     front.app = answered
     shared = SharedState(front, BOUNDS)  # type: ignore[arg-type]
-    config = uvicorn.Config(shared.app, http=protocol(shared), lifespan="off", log_config=None)  # type: ignore[arg-type]
+    config = uvicorn.Config(
+        shared.app,
+        http=connection_factory(shared),  # type: ignore[arg-type]
+        lifespan="off",
+        log_config=None,
+    )
     announcement = asyncio.Event()
     server = Server(config, shared.connections, drain_s=1.0, announce=announcement.set)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -142,9 +147,9 @@ def test_a_look_that_fails_is_not_the_last(
 
 
 @pytest.mark.parametrize(("soft", "hard", "connections_max", "raised", "room"), [
-    (1_024, 1 << 20, 8_192, 8_192 + HEADROOM, 8_192),
-    (1_024, resource.RLIM_INFINITY, 8_192, 8_192 + HEADROOM, 8_192),
-    (1_024, 4_096, 8_192, 4_096, 4_096 - HEADROOM),
+    (1_024, 1 << 20, 8_192, 8_192 + FILES_HEADROOM, 8_192),
+    (1_024, resource.RLIM_INFINITY, 8_192, 8_192 + FILES_HEADROOM, 8_192),
+    (1_024, 4_096, 8_192, 4_096, 4_096 - FILES_HEADROOM),
     (64, 64, 8_192, 64, 32),
     (1 << 20, 1 << 20, 8_192, None, 8_192),
     (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 8_192, None, 8_192),
@@ -156,7 +161,7 @@ def test_as_many_files_may_be_open_as_the_connections_need(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, new_limits: limits.append(new_limits))
 
-    assert make_room(connections_max) == room
+    assert raise_file_limit(connections_max) == room
     assert limits == ([] if raised is None else [(raised, hard)])
 
 
@@ -169,14 +174,16 @@ def test_a_system_that_allows_no_more_files_leaves_room_for_fewer_connections(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1_024, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", refused)
 
-    assert make_room(8_192) == 1_024 - HEADROOM
+    assert raise_file_limit(8_192) == 1_024 - FILES_HEADROOM
     assert "room for 768 connections instead of 8192" in caplog.text
 
 
 def test_a_server_admits_as_many_connections_as_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serving.app.make_room", lambda connections_max: connections_max // 2)
+    monkeypatch.setattr(
+        "serving.app.raise_file_limit", lambda connections_max: connections_max // 2
+    )
     config = ServingConfig(artifacts="nowhere", connections_max=200)
 
     server = make_server(create_app(config), config, "warning", lambda: None)

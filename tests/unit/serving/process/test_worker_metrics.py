@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.metrics.exposition import WorkerPeers, merged
+from serving.metrics.exposition import WorkerPeers, merge_expositions
 
 
 def exposed(count: int, odd: str = "b") -> bytes:
@@ -17,7 +17,7 @@ def exposed(count: int, odd: str = "b") -> bytes:
 
 
 def test_each_family_stands_once_with_the_series_of_every_worker() -> None:
-    text = merged({"0": exposed(2), "1": exposed(3, 'a "b" {c} d')}).decode()
+    text = merge_expositions({"0": exposed(2), "1": exposed(3, 'a "b" {c} d')}).decode()
 
     families = {family.name: family for family in text_string_to_metric_families(text)}
     totals = {

@@ -8,14 +8,14 @@ import pytest
 
 from serving.quality.comparison import AnswerComparison
 from serving.quality.results import (
-    ERRORS,
-    Key,
+    ERROR_BOUNDS,
+    CellKey,
     SampleTotals,
     half_width,
-    merged,
-    packed,
+    merge_cells,
+    pack_cells,
     summary,
-    wilson,
+    wilson_interval,
 )
 
 
@@ -24,7 +24,7 @@ def sample(overlap: float, error: float = 0.01, *, is_exact: bool = False) -> An
 
 
 def test_parts_of_several_replicas_are_one_whole() -> None:
-    key: Key = "t", "l1", "batch", "1-9"
+    key: CellKey = "t", "l1", "batch", "1-9"
     total_cell, parts = SampleTotals(), []
     for part in range(3):
         cell = SampleTotals()
@@ -32,9 +32,9 @@ def test_parts_of_several_replicas_are_one_whole() -> None:
             answer_sample = sample(number / 4, 10.0**-number, is_exact=number == 1)
             cell.saw(answer_sample)
             total_cell.saw(answer_sample)
-        parts.append(orjson.loads(orjson.dumps(packed({key: cell}))))
+        parts.append(orjson.loads(orjson.dumps(pack_cells({key: cell}))))
 
-    merged_cells = merged([*parts, {}])
+    merged_cells = merge_cells([*parts, {}])
 
     *sums, errors = merged_cells[key].to_json()
     assert list(merged_cells) == [key] and errors == total_cell.errors
@@ -49,11 +49,11 @@ def test_errors_are_told_by_their_mean_and_the_bucket_of_the_worst_hundredth() -
 
     assert cell.mean_error()["p99"] == 0.002
     cell.saw(sample(1.0, 7.0))
-    assert cell.mean_error()["p99"] == ERRORS[-1]
+    assert cell.mean_error()["p99"] == ERROR_BOUNDS[-1]
 
 
 def test_nothing_known_is_said_as_such() -> None:
-    assert wilson(0, 0) == (0.0, 1.0)
+    assert wilson_interval(0, 0) == (0.0, 1.0)
     assert SampleTotals().mean_overlap() == {"mean": 0.0, "low": 0.0, "high": 1.0}
     assert half_width(1.0, 1.0, 1) == 1.0
     part: dict[str, Any] = {"since": 1.0, "drift": {}, "hits": 0, "cells": {}}
@@ -66,8 +66,8 @@ def test_nothing_known_is_said_as_such() -> None:
 
 @pytest.mark.parametrize("of", [1, 3, 7, 66])
 def test_bounds_end_where_every_sample_said_the_same(of: int) -> None:
-    assert wilson(of, of)[1] == 1.0 and wilson(0, of)[0] == 0.0
-    assert 0.0 < wilson(of, of)[0] < 1.0 and 0.0 < wilson(0, of)[1] < 1.0
+    assert wilson_interval(of, of)[1] == 1.0 and wilson_interval(0, of)[0] == 0.0
+    assert 0.0 < wilson_interval(of, of)[0] < 1.0 and 0.0 < wilson_interval(0, of)[1] < 1.0
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.5, 0.97])
@@ -75,7 +75,7 @@ def test_the_interval_of_a_rate_holds_it_19_times_in_20(rate: float) -> None:
     rng = np.random.default_rng(2)
     covered_count = 0
     for hits in rng.binomial(80, rate, 2_000).tolist():
-        low, high = wilson(hits, 80)
+        low, high = wilson_interval(hits, 80)
         covered_count += low <= rate <= high
 
     assert 0.92 <= covered_count / 2_000 <= 0.99

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from cache.usage.hot_keys import HOT_WINDOW, Name, Window
-from serving.quality.results import LIFE_S, QualityResults, SampleTotals, SharedReport
+from serving.quality.results import REPORT_LIFE_S, QualityResults, SampleTotals, SharedReport
 from serving.usage.request_observer import ReadHashes
 from serving.usage.table_usage import TableUsage
 from tests.fakes import FakeControl
@@ -69,7 +69,7 @@ async def test_a_row_told_otherwise_costs_neither_the_others_nor_the_page(
         b"b": row(live.generation),
         b"c": row(live.generation, replica="c", **changes),
         b"d": b"[1]",
-        b"old": row(live.generation, replica="old", at=NOW - LIFE_S),
+        b"old": row(live.generation, replica="old", at=NOW - REPORT_LIFE_S),
     }
 
     await shared_report.report()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cache.format.ids import fingerprint
-from cache.records import Layout, decode, encode_numbers
+from cache.records import Layout, decode_record, encode_numbers
 from serving.filters.candidate_scoring import rank_candidates, score_tolerance
 from serving.filters.filtered_lookup import Filters
 from serving.generations.served_set import ServedGenerations
@@ -84,7 +84,7 @@ def test_no_score_is_further_off_than_the_tolerance_says(precision: str, metric:
     for _ in range(50):
         exact = rng.normal(size=(1, 32)).astype(np.float32)
         raw = encode_numbers(layout, prints, exact, 0)[0].tobytes()
-        stored_vector = decode(layout, raw).numbers
+        stored_vector = decode_record(layout, raw).numbers
 
         tolerance = score_tolerance(layout, stored_vector, items, metric)  # type: ignore[arg-type]
         off = np.abs(scores(stored_vector, items, metric) - scores(exact[0], items, metric)).max()

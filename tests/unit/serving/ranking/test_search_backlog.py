@@ -12,7 +12,7 @@ import pytest
 
 from cache.filters.expression import InvalidFilter
 from cache.model.ranking import Metric
-from serving.filters.filtered_lookup import WAITING_MAX, Filters, VectorSearch
+from serving.filters.filtered_lookup import WAITING_FILTERS_MAX, Filters, VectorSearch
 from serving.requests.errors import Problem
 from tests.integration.serving_app import eventually
 
@@ -150,7 +150,7 @@ async def test_more_filters_than_may_wait_are_refused_at_once(
     filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
     waiting = [
         asyncio.create_task(filters.evaluate(snapshot, f"filter {number}", 30.0))
-        for number in range(WAITING_MAX)
+        for number in range(WAITING_FILTERS_MAX)
     ]
     await asyncio.sleep(0)
 
@@ -160,7 +160,7 @@ async def test_more_filters_than_may_wait_are_refused_at_once(
     assert refused.value.status == 503
     filtering.go.set()
     assert await filters.evaluate(snapshot, "filter 0", 30.0) == "what passes filter 0"
-    assert len(await asyncio.gather(*waiting)) == WAITING_MAX
+    assert len(await asyncio.gather(*waiting)) == WAITING_FILTERS_MAX
 
 
 async def test_under_overload_no_costly_filter_is_begun(

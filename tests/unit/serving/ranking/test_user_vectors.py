@@ -6,7 +6,7 @@ import pytest
 
 from cache.format.manifest import Table
 from cache.records import Layout
-from serving.generations.snapshot import Snapshot, metric_of, vector_table
+from serving.generations.snapshot import Snapshot, ranking_metric, user_vector_table
 from serving.requests.errors import Problem
 from tests.unit.serving.world import World
 
@@ -25,7 +25,7 @@ def test_user_vectors_are_those_as_wide_as_the_items_vectors() -> None:
 
     snapshot = snapshot_of({"wide": wide, "item_vector": of_items, **tables}, world)
 
-    assert vector_table(snapshot).name == "user_vector"
+    assert user_vector_table(snapshot).name == "user_vector"
 
 
 def test_a_generation_without_user_vectors_refuses_to_score() -> None:
@@ -33,7 +33,7 @@ def test_a_generation_without_user_vectors_refuses_to_score() -> None:
     tables = {"user_topk": world.snapshot().manifest.tables["user_topk"]}
 
     with pytest.raises(Problem) as refused:
-        vector_table(snapshot_of(tables, world))
+        user_vector_table(snapshot_of(tables, world))
 
     assert (refused.value.status, refused.value.reason) == (404, "unknown_table")
     assert refused.value.field == "table"
@@ -42,5 +42,5 @@ def test_a_generation_without_user_vectors_refuses_to_score() -> None:
 def test_lists_without_an_index_are_ranked_by_the_inner_product() -> None:
     snapshot = World().snapshot()
 
-    assert metric_of(snapshot) == "inner_product"
-    assert metric_of(snapshot, snapshot.manifest.tables["user_topk"]) == "inner_product"
+    assert ranking_metric(snapshot) == "inner_product"
+    assert ranking_metric(snapshot, snapshot.manifest.tables["user_topk"]) == "inner_product"

@@ -5,7 +5,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from serving.arrow.schema import Field, Kind
+from serving.arrow.schema import ColumnKind, Field
 from serving.arrow.writer import stream
 from serving.engine.rendering.arrow_answers import column
 
@@ -15,7 +15,7 @@ from serving.engine.rendering.arrow_answers import column
     [("utf8", "a", "b"), ("f8", 0.5, 0.0), ("i4", -1, 0), ("bool", True, False)],
 )
 def test_a_field_is_read_back_whether_it_differs_by_row_or_not(
-    kind: Kind, first_value: Any, second_value: Any
+    kind: ColumnKind, first_value: Any, second_value: Any
 ) -> None:
     for values in (
         [first_value],

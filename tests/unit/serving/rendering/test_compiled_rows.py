@@ -18,14 +18,14 @@ from cache.format.item_table import ItemJsonTexts, Lent
 from cache.format.manifest import Producer, Table
 from cache.native import loader, pure
 from cache.native.loader import Numerals
-from cache.records import NIGHTLY, NO_ITEM, Layout, encode_topk
+from cache.records import NIGHTLY_FLAGS, NO_ITEM, Layout, encode_topk
 from serving.arrow import writer
-from serving.arrow.reader import read
+from serving.arrow.reader import read_frame
 from serving.arrow.schema import Field
-from serving.engine.batch_lookup import items_of
+from serving.engine.batch_lookup import list_items
 from serving.engine.rendering import json_answers
 from serving.engine.rendering.arrow_answers import Row, StoredRows, answers_stream, row_of
-from serving.requests.answers import ORIGIN
+from serving.requests.answers import ORIGIN_FIELDS
 
 COLUMNS: Any = loader.load({})
 pytestmark = pytest.mark.skipif(COLUMNS is pure, reason="cache.native._columns was not built")
@@ -83,7 +83,7 @@ def test_what_is_plain_is_plain_whatever_bytes_a_record_has(
     rows = np.frombuffer(bytearray(raw), layout.dtype)
     k = data.draw(st.integers(1, width))
     if data.draw(st.booleans()):  # most of it as it should be
-        rows["flags"], rows["count"] = NIGHTLY, data.draw(st.integers(0, width + 1))
+        rows["flags"], rows["count"] = NIGHTLY_FLAGS, data.draw(st.integers(0, width + 1))
         if kind == "topk":
             rows["items"] %= np.uint32(len(NAMES) + 1)
     live = snapshot(NAMES, blocked)
@@ -102,17 +102,17 @@ def test_what_is_plain_is_plain_whatever_bytes_a_record_has(
 
 def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
     ids, ends = [f'"{at}ü",' for at in range(len(good))], [b"}"] * len(good)
-    numbers = json_answers.numbers(of, good, k)
-    texts = [json_answers.texts_of(live, of, ids, good, k, ends) for _ in range(2)][1]
+    numbers = json_answers.record_numbers(of, good, k)
+    texts = [json_answers.answer_texts(live, of, ids, good, k, ends) for _ in range(2)][1]
     lookup: Any = SimpleNamespace(table=of, k=k, served=SimpleNamespace(live=live))
     resolved: Any = SimpleNamespace(rows=good)
-    named = items_of(lookup, resolved, slice(None))
+    named = list_items(lookup, resolved, slice(None))
     streamed = answers_stream(of, [b"i"] * len(good), {}, stored(numbers, named))
     with interpreted():
-        pure_numbers = json_answers.numbers(of, good, k)
+        pure_numbers = json_answers.record_numbers(of, good, k)
         assert numbers.view(np.uint32).tolist() == pure_numbers.view(np.uint32).tolist()
-        assert texts == json_answers.texts_of(live, of, ids, good, k, ends)
-        pure_items = items_of(lookup, resolved, slice(None))
+        assert texts == json_answers.answer_texts(live, of, ids, good, k, ends)
+        pure_items = list_items(lookup, resolved, slice(None))
         assert named == pure_items and named.sizes.tolist() == pure_items.sizes.tolist()
         assert streamed == answers_stream(
             of, [b"i"] * len(good), {}, stored(pure_numbers, pure_items)
@@ -123,7 +123,9 @@ def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
 def some_row(source: str) -> Row:
     """A row of the origin's columns, with something in each that always has something."""
     value_by_kind: dict[str, Any] = {"utf8": "g", "f8": 1.5, "i4": 1, "bool": True}
-    always = [answer_field for answer_field in ORIGIN if answer_field.declaration.when == "always"]
+    always = [
+        answer_field for answer_field in ORIGIN_FIELDS if answer_field.declaration.when == "always"
+    ]
     return row_of(
         {answer_field.name: value_by_kind[answer_field.arrow.kind] for answer_field in always}
         | {"source": source}
@@ -164,12 +166,12 @@ def test_every_score_is_written_as_orjson_writes_it(
     live, k = snapshot(names), 2
     is_plain = json_answers.plain_record_mask(live, table(layout), good, k)
     same(live, table(layout), good[is_plain], k)
-    (first, *_) = json_answers.texts_of(live, table(layout), ["x"], good[:1], k, [b"}"])
+    (first, *_) = json_answers.answer_texts(live, table(layout), ["x"], good[:1], k, [b"}"])
 
     decoded = orjson.loads(first)
     assert decoded["items"] == [names[ordinal] for ordinal in ordinals[0, :k].tolist()]
     assert np.array(decoded["scores"], np.float32).tolist() == (
-        json_answers.numbers(table(layout), good[:1], k)[0].tolist()
+        json_answers.record_numbers(table(layout), good[:1], k)[0].tolist()
     )
 
 
@@ -216,7 +218,7 @@ def test_a_column_is_cut_alike_and_refused_alike(
 
     def read_columns(cutter: Any) -> Any:
         try:
-            return read(bytes(damaged_stream), 10, as_bytes=True, cutter=cutter).columns
+            return read_frame(bytes(damaged_stream), 10, as_bytes=True, cutter=cutter).columns
         except ValueError as error:
             return type(error), str(error)
 

@@ -17,12 +17,12 @@ from cache.native import loader, pure
 from cache.records import Layout, encode_numbers, encode_topk
 from cache.tiers.reads import Hit
 from serving.client.calls import write_arrow_ids
-from serving.engine.batch_lookup import items_of
+from serving.engine.batch_lookup import list_items
 from serving.engine.rendering import json_answers
 from serving.engine.rendering.arrow_answers import NO_ITEMS, StoredRows, answers_stream
-from serving.engine.rendering.json_answers import start_of
+from serving.engine.rendering.json_answers import answer_start
 from serving.requests.models import Limits
-from serving.requests.parsing import read_stream, stream_batch
+from serving.requests.parsing import id_batch_from_stream, read_stream
 from tests import hostile
 from tests.unit.serving.rendering.test_compiled_rows import COLUMNS, snapshot, some_row, table
 
@@ -79,7 +79,7 @@ def test_rows_written_at_once_are_each_the_json_of_one(
     live, good = snapshot(names), records(layout, len(ids), len(names))
 
     with patch.object(loader, "kernels", columns):
-        texts = json_answers.texts_of(live, table(layout), ids, good, 2, [END] * len(ids))
+        texts = json_answers.answer_texts(live, table(layout), ids, good, 2, [END] * len(ids))
 
     assert [orjson.loads(text) for text in texts] == wanted(layout, ids, names)
 
@@ -92,7 +92,7 @@ def test_one_row_is_written_as_one_of_many(layout: Layout, id_: str, names: list
     live, (record,) = snapshot(names), records(layout, 1, len(names))
     live.blocked = frozenset()
 
-    start = start_of(live, table(layout), Hit(record.tobytes(), "l1", False, None), id_, 2)
+    start = answer_start(live, table(layout), Hit(record.tobytes(), "l1", False, None), id_, 2)
 
     assert start is not None
     assert orjson.loads(start + END) == wanted(layout, [id_], names)[0]
@@ -111,8 +111,8 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
     row = some_row("l1")
 
     with patch.object(loader, "kernels", columns):
-        named = items_of(lookup, SimpleNamespace(rows=good), slice(None))  # type: ignore[arg-type]
-        numbers = json_answers.numbers(table(layout), good, 2)
+        named = list_items(lookup, SimpleNamespace(rows=good), slice(None))  # type: ignore[arg-type]
+        numbers = json_answers.record_numbers(table(layout), good, 2)
         stored_rows = StoredRows(
             np.arange(len(ids)), (row, row), np.zeros(len(ids), bool), numbers, named
         )
@@ -131,6 +131,6 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
 @example(ids=list(hostile.EVERY))
 def test_a_stream_of_questions_is_read_as_it_was_asked(columns: Any, ids: list[str]) -> None:
     with patch.object(loader, "kernels", columns):
-        id_batch = stream_batch(read_stream(write_arrow_ids(ids, {}), LIMITS))
+        id_batch = id_batch_from_stream(read_stream(write_arrow_ids(ids, {}), LIMITS))
 
     assert id_batch is not None and [raw.decode() for raw in id_batch.raws] == ids

@@ -9,10 +9,10 @@ import pytest
 
 from cache import records as layout
 from cache.native import loader, pure
-from cache.records import ABSENT, NIGHTLY, NO_ITEM, Layout, encode_topk
+from cache.records import ABSENT_FLAGS, NIGHTLY_FLAGS, NO_ITEM, Layout, encode_topk
 from cache.tiers.reads import Hit
-from precompute.scoring.pages import encode
-from serving.engine.rendering.json_answers import plain_record_mask, start_of
+from precompute.scoring.pages import encode_records
+from serving.engine.rendering.json_answers import answer_start, plain_record_mask
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from tests.unit.serving.world import WIDTH, World, ask, entity
@@ -64,7 +64,7 @@ def test_what_renders_records_unread_leaves_a_flagged_one_to_the_ladder(table, k
     with patch.object(loader, "kernels", kernels):
         is_plain = plain_record_mask(snapshot, of, rows, WIDTH)
         starts = [
-            start_of(snapshot, of, Hit(row.tobytes(), "l2", False, None), "u3", WIDTH)
+            answer_start(snapshot, of, Hit(row.tobytes(), "l2", False, None), "u3", WIDTH)
             for row in rows
         ]
 
@@ -78,9 +78,11 @@ def test_a_row_without_an_answer_gets_no_flag_and_stays_absent():
     scores = np.array([[2, 1], [1, 0], [2, 1]], np.float32)
     flags = np.array([BIT, BIT, 0], np.uint8)
 
-    records, _ = encode(of, fingerprints, (items, scores), np.array([True, False, True]), 5, flags)
+    records, _ = encode_records(
+        of, fingerprints, (items, scores), np.array([True, False, True]), 5, flags
+    )
 
-    assert records["flags"].tolist() == [NIGHTLY | BIT, ABSENT, NIGHTLY]
+    assert records["flags"].tolist() == [NIGHTLY_FLAGS | BIT, ABSENT_FLAGS, NIGHTLY_FLAGS]
     assert (
         encode_topk(of, fingerprints, items, scores, 5, flags=flags)["flags"] & BIT
     ).tolist() == [

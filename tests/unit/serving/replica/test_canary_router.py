@@ -15,7 +15,7 @@ from serving.requests.errors import Problem
 from serving.requests.json_fields import read_id
 from serving.requests.models import FeedbackReport, Limits, RequestedArm, RequestOptions
 from serving.requests.options import query_options, with_headers
-from serving.requests.parsing import feedback_of, lookup_ask
+from serving.requests.parsing import feedback_from_json, lookup_from_json
 from serving.traffic.canary import EVENTS_MAX, CanaryRouter
 from tests.unit.serving.world import GENERATION, LIMITS, OLDER, World, ask, entity
 
@@ -228,7 +228,7 @@ def test_a_request_under_way_does_not_count_for_the_canary_that_began_meanwhile(
 
 def test_the_key_comes_from_body_query_or_header_in_that_order() -> None:
     limits: Limits = LIMITS
-    body = lookup_ask({"entities": ["u1"], "canary_key": 7}, "user_topk", limits).options
+    body = lookup_from_json({"entities": ["u1"], "canary_key": 7}, "user_topk", limits).options
     assert with_headers(body, [(b"x-larder-canary-key", b"h")], limits).canary_key == b"7"
     assert query_options(b"canary_key=a%20b", limits).canary_key == b"a b"
     header = (b"x-larder-canary-key", "schlüssel".encode())
@@ -240,7 +240,7 @@ def test_the_key_comes_from_body_query_or_header_in_that_order() -> None:
     )
     assert with_headers(options(), [], limits) == options()
     with pytest.raises(Problem):
-        lookup_ask({"entities": ["u1"], "canary_key": ""}, "user_topk", limits)
+        lookup_from_json({"entities": ["u1"], "canary_key": ""}, "user_topk", limits)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_the_key_comes_from_body_query_or_header_in_that_order() -> None:
 )
 def test_feedback_that_cannot_be_counted_is_refused_with_its_field(body: bytes, field: str) -> None:
     with pytest.raises(Problem) as refused:
-        feedback_of(orjson.loads(body))
+        feedback_from_json(orjson.loads(body))
 
     assert refused.value.status == 422 and refused.value.field == field
 
@@ -275,4 +275,4 @@ def test_feedback_is_one_event_unless_it_says_more() -> None:
             FeedbackReport(None, None, RequestedArm("e", "a"), "buy", 1),
         ),
     ):
-        assert feedback_of(orjson.loads(body)) == expected_feedback
+        assert feedback_from_json(orjson.loads(body)) == expected_feedback

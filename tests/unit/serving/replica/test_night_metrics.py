@@ -11,7 +11,7 @@ from cache.config.timetable import MISSED_MAX, Schedule
 from cache.errors import TierUnavailable
 from serving.engine.leases import LeaseCounts
 from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
-from serving.metrics.collectors import TEXTS, InternalCounters
+from serving.metrics.collectors import HELP_BY_EVENT, InternalCounters
 from tests.fakes import FakeControl
 from tests.unit.serving.world import World
 
@@ -104,5 +104,5 @@ async def test_the_room_of_all_nodes_is_told_while_redis_can_be_asked() -> None:
 def test_an_event_is_a_counter_of_its_own_with_a_text() -> None:
     (family,) = InternalCounters(lambda: {"l2_reads": 3.0}).collect()
 
-    assert (family.name, family.documentation) == ("larder_l2_reads", TEXTS["l2_reads"])
-    assert set(LeaseCounts().internal_counters()) <= set(TEXTS)
+    assert (family.name, family.documentation) == ("larder_l2_reads", HELP_BY_EVENT["l2_reads"])
+    assert set(LeaseCounts().internal_counters()) <= set(HELP_BY_EVENT)

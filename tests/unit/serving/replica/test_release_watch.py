@@ -11,7 +11,7 @@ import pytest
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Release, done_path, intent_path
 from serving.dashboard.generation_history import GenerationHistory
-from serving.generations.nights import UNKNOWN, ReleaseWatch, open_refusal
+from serving.generations.nights import UNKNOWN_GATE, ReleaseWatch, open_refusal
 from tests.unit.serving.world import World
 
 MANIFEST = World().snapshot().manifest
@@ -58,7 +58,7 @@ async def test_a_refusal_names_its_gates_once_they_can_be_read_and_until_somethi
     watch = ReleaseWatch(store, asyncio.to_thread)
     write(store, ("publish", A), ("refuse", B))
     await watch.refresh()
-    assert watch.refused == {UNKNOWN}
+    assert watch.refused == {UNKNOWN_GATE}
 
     judged(store, B, score_psi=False, finite=True, skew=False)
     await watch.refresh()

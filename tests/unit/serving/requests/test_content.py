@@ -11,7 +11,12 @@ import pytest
 
 from serving.requests.errors import Problem
 from serving.requests.models import Limits
-from serving.requests.parsing import lookup_of, peek, pop_content, run_in_thread_if_large
+from serving.requests.parsing import (
+    lookup_from_body,
+    peek_content,
+    pop_content,
+    run_in_thread_if_large,
+)
 
 LIMITS = Limits(1_000, 100, 100, 300, 10_000)
 BODIES = [b"a" * 1_000, b'{"entities": [1.5], "k": "many"}', b'{"entities": ["u1"], "k": 5} ' * 2]
@@ -32,11 +37,11 @@ def test_a_refused_body_is_free_without_a_collection(text: bytes) -> None:
     reference_count = sys.getrefcount(body)
     scope: dict[str, object] = {}
 
-    for read in (peek, pop_content):
+    for read in (peek_content, pop_content):
         with contextlib.suppress(Problem):
             read(scope, body, "json", LIMITS)
     with contextlib.suppress(Problem):
-        lookup_of({}, body, "json", "user_topk", LIMITS)
+        lookup_from_body({}, body, "json", "user_topk", LIMITS)
 
     assert sys.getrefcount(body) == reference_count
 

@@ -18,11 +18,11 @@ from serving.requests.errors import Problem
 from serving.requests.json_fields import has_more_values
 from serving.requests.models import RequestedEntity
 from serving.requests.parsing import (
-    LARGE,
-    lookup_of,
-    peek,
+    LARGE_BODY_BYTES,
+    keep_refusal,
+    lookup_from_body,
+    peek_content,
     pop_content,
-    refuse,
     run_in_thread_if_large,
 )
 from tests import hostile
@@ -50,7 +50,7 @@ def test_what_a_text_holds_is_counted_outside_its_strings(value: object, chunk: 
     text = orjson.dumps(value)
     count = separators(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("serving.requests.json_fields._CHUNK", chunk)
+        patch.setattr("serving.requests.json_fields._SCAN_BYTES", chunk)
 
         assert not has_more_values(text, count)
         assert count == 0 or has_more_values(text, count - 1)
@@ -70,7 +70,7 @@ def test_a_body_of_more_than_any_request_may_hold_is_not_parsed(
     monkeypatch.setattr(json_fields, "orjson", None)
 
     with pytest.raises(Problem) as caught:
-        lookup_of({}, body, "json", "t", LIMITS)
+        lookup_from_body({}, body, "json", "t", LIMITS)
 
     assert (caught.value.status, caught.value.reason) == (422, "too_many_values")
     assert caught.value.details["limit"] == LIMITS.max_values
@@ -85,7 +85,7 @@ def test_what_is_allowed_by_number_is_never_too_much_by_weight() -> None:
         entity["features"] = {f"f{at}": [] for at in range(10)}  # each counts as one
     body = {"entities": entities, "exclude": ["{"] * 10, "k": 1, "fresh": False}
 
-    lookup = lookup_of({}, orjson.dumps(body), "json", None, limits)
+    lookup = lookup_from_body({}, orjson.dumps(body), "json", None, limits)
 
     assert len(lookup.entities) == 30
 
@@ -96,9 +96,9 @@ def test_all_features_together_are_limited(features: dict[str, Any]) -> None:
     entity = {"id": "a", "features": features}
     two, three = ({"entities": [entity] * count} for count in (2, 3))
 
-    assert len(lookup_of({}, orjson.dumps(two), "json", "t", limits).entities) == 2
+    assert len(lookup_from_body({}, orjson.dumps(two), "json", "t", limits).entities) == 2
     with pytest.raises(Problem) as caught:
-        lookup_of({}, orjson.dumps(three), "json", "t", limits)
+        lookup_from_body({}, orjson.dumps(three), "json", "t", limits)
     assert (caught.value.status, caught.value.reason) == (422, "too_many_numbers")
 
 
@@ -119,18 +119,20 @@ def test_a_stream_of_other_columns_is_refused_before_its_batches_are_read(
     raw = stream(columns, 0)[:-8] + b"whatever stands here" * 1_000
 
     with pytest.raises(Problem) as caught:
-        lookup_of({}, raw, "arrow", "t", LIMITS)
+        lookup_from_body({}, raw, "arrow", "t", LIMITS)
 
     assert caught.value.reason == "invalid_field"
 
 
 def test_a_stream_has_few_batches_with_or_without_rows() -> None:
     none, one_row = pa.array([], pa.string()), pa.array(["a"])
-    assert len(lookup_of({}, stream({"id": one_row}, 40), "arrow", "t", LIMITS).entities) == 40
+    assert (
+        len(lookup_from_body({}, stream({"id": one_row}, 40), "arrow", "t", LIMITS).entities) == 40
+    )
 
     for column, batches in ((none, BATCHES_MAX + 1), (none, 50_000), (one_row, BATCHES_MAX + 1)):
         with pytest.raises(Problem, match="more than 64 record batches") as caught:
-            lookup_of({}, stream({"id": column}, batches), "arrow", "t", LIMITS)
+            lookup_from_body({}, stream({"id": column}, batches), "arrow", "t", LIMITS)
         assert caught.value.reason == "unsupported_arrow"
 
 
@@ -144,12 +146,12 @@ def test_a_body_is_read_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(parsing, "read_json", read_json)
     scope: dict[str, Any] = {}
 
-    first = peek(scope, b'{"a": 1}', "json", LIMITS)
+    first = peek_content(scope, b'{"a": 1}', "json", LIMITS)
     assert pop_content(scope, b'{"a": 1}', "json", LIMITS) is first and read == [1]
     assert scope == {}, "what was taken is not held"
 
-    refuse(scope, Problem(422, "x", "why"))
-    for read_content in (peek, pop_content):
+    keep_refusal(scope, Problem(422, "x", "why"))
+    for read_content in (peek_content, pop_content):
         with pytest.raises(Problem, match="why"):
             read_content(scope, b"{}", "json", LIMITS)
     assert read == [1] and scope == {}
@@ -158,7 +160,7 @@ def test_a_body_is_read_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -
 async def test_a_large_body_is_read_beside_the_loop() -> None:
     where = [
         await run_in_thread_if_large(b" " * size, threading.get_ident)
-        for size in (LARGE, LARGE + 1)
+        for size in (LARGE_BODY_BYTES, LARGE_BODY_BYTES + 1)
     ]
 
     assert where[0] == threading.get_ident() != where[1]

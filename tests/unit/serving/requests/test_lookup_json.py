@@ -11,18 +11,24 @@ from hypothesis import strategies as st
 from serving.requests.errors import Problem
 from serving.requests.models import FeedbackReport, Limits, LookupRequest, ScoreRequest
 from serving.requests.options import with_headers
-from serving.requests.parsing import feedback_of, lookup_of, lookup_url, pop_content, score_ask
+from serving.requests.parsing import (
+    feedback_from_json,
+    lookup_from_body,
+    lookup_from_url,
+    pop_content,
+    score_from_json,
+)
 from tests.unit.serving.world import LIMITS
 
 PREFIX = b"/v1/lookup/"
 
 
 def lookup_body(raw: bytes, table: str | None, limits: Limits) -> LookupRequest:
-    return lookup_of({}, raw, "json", table, limits)
+    return lookup_from_body({}, raw, "json", table, limits)
 
 
 def score_body(raw: bytes, limits: Limits) -> ScoreRequest:
-    return score_ask(pop_content({}, raw, "json", limits), limits)
+    return score_from_json(pop_content({}, raw, "json", limits), limits)
 
 
 def refused(body: object, table: str | None = "t") -> tuple[int, str, str | None]:
@@ -34,7 +40,7 @@ def refused(body: object, table: str | None = "t") -> tuple[int, str, str | None
 
 def url_refused(path: bytes, query: bytes = b"") -> tuple[str, str | None]:
     with pytest.raises(Problem) as caught:
-        lookup_url(PREFIX + path, PREFIX, query, LIMITS)
+        lookup_from_url(PREFIX + path, PREFIX, query, LIMITS)
     assert caught.value.status == 422
     return caught.value.reason, caught.value.field
 
@@ -53,7 +59,7 @@ def url_refused(path: bytes, query: bytes = b"") -> tuple[str, str | None]:
     ],
 )
 def test_the_id_in_a_path_is_taken_as_it_is(path: bytes, id_: str) -> None:
-    lookup = lookup_url(PREFIX + path, PREFIX, b"", LIMITS)
+    lookup = lookup_from_url(PREFIX + path, PREFIX, b"", LIMITS)
 
     assert (lookup.entities[0].table, lookup.entities[0].id) == ("t", id_)
     assert lookup.entities[0].raw == id_.encode()
@@ -68,7 +74,7 @@ def test_a_malformed_id_in_a_path_is_refused() -> None:
 def test_query_parameters_are_read_and_checked() -> None:
     query = b"k=7&fresh=true&max_age_seconds=1.5&generation=g&deadline_ms=20"
 
-    options = lookup_url(PREFIX + b"t/a", PREFIX, query, LIMITS).options
+    options = lookup_from_url(PREFIX + b"t/a", PREFIX, query, LIMITS).options
 
     assert (options.k, options.fresh, options.max_age_s) == (7, True, 1.5)
     assert (options.generation, options.deadline_s) == ("g", 0.02)
@@ -95,10 +101,10 @@ def test_a_bad_query_names_its_field(query: bytes, field: str) -> None:
 
 def test_a_k_that_is_too_long_is_not_called_no_number() -> None:
     with pytest.raises(Problem, match="at most 18 digits, not 19"):
-        lookup_url(PREFIX + b"t/a", PREFIX, b"k=" + b"9" * 19, LIMITS)
+        lookup_from_url(PREFIX + b"t/a", PREFIX, b"k=" + b"9" * 19, LIMITS)
 
     # How many a table holds is the table's business.
-    assert lookup_url(PREFIX + b"t/a", PREFIX, b"k=1000000000", LIMITS).options.k == 10**9
+    assert lookup_from_url(PREFIX + b"t/a", PREFIX, b"k=1000000000", LIMITS).options.k == 10**9
 
 
 def test_all_histories_and_exclude_together_are_limited() -> None:
@@ -240,7 +246,7 @@ def test_what_is_null_counts_as_not_sent() -> None:
     assert lookup_body(orjson.dumps(body), "t", LIMITS) == lookup_body(
         b'{"entities": ["a"]}', "t", LIMITS
     )
-    assert feedback_of(of_key) == FeedbackReport(None, b"u", None, "click", 1)
+    assert feedback_from_json(of_key) == FeedbackReport(None, b"u", None, "click", 1)
     assert refused({"entities": None}) == refused({})
 
 

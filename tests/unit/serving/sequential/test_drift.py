@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from serving.metrics.sequential import ALPHA, Drift
+from serving.metrics.sequential import DRIFT_ALPHA, Drift
 
 FLOOR = 0.85
 Draw = Callable[[np.random.Generator], float]
@@ -25,7 +25,7 @@ def altered(altered_share: float) -> Draw:
 
 
 def found_after(draw: Draw, healthy_count: int, rng: np.random.Generator, samples_max: int) -> int:
-    drift = Drift(FLOOR, ALPHA / 5)
+    drift = Drift(FLOOR, DRIFT_ALPHA / 5)
     for _ in range(healthy_count):
         drift.saw(healthy(rng))
     assert not drift.is_found
@@ -69,7 +69,7 @@ def test_a_false_alarm_is_as_rare_as_it_says_at_the_very_edge(draw: Draw) -> Non
 
 
 def test_an_alarm_stays_and_says_when() -> None:
-    drift = Drift(FLOOR, ALPHA)
+    drift = Drift(FLOOR, DRIFT_ALPHA)
     while not drift.saw(0.0):
         pass
     alarmed_after = drift.found_after
@@ -85,7 +85,7 @@ def test_an_alarm_stays_and_says_when() -> None:
 
 
 def test_evidence_is_bounded_however_bad_it_gets() -> None:
-    drift = Drift(FLOOR, ALPHA)
+    drift = Drift(FLOOR, DRIFT_ALPHA)
     for _ in range(10_000):
         drift.saw(0.0)
 

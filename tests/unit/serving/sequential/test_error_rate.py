@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.metrics.sequential import highest, lowest
+from serving.metrics.sequential import highest_error_rate, lowest_error_rate
 
 ALPHA = 0.05
 
@@ -35,10 +35,12 @@ def test_the_mean_chance_leaves_its_bounds_at_any_moment_as_rarely_as_they_say(n
         mean = np.cumsum(chances) / np.arange(1, samples + 1)
         observations = [(int(at), int(wrong[at - 1]), mean[at - 1]) for at in checkpoints]
         above += any(
-            mean > highest(at, wrong_count, ALPHA) for at, wrong_count, mean in observations
+            mean > highest_error_rate(at, wrong_count, ALPHA)
+            for at, wrong_count, mean in observations
         )
         below += any(
-            mean < lowest(at, wrong_count, ALPHA) for at, wrong_count, mean in observations
+            mean < lowest_error_rate(at, wrong_count, ALPHA)
+            for at, wrong_count, mean in observations
         )
 
     # Three standard deviations of a count whose chance is at most alpha.
@@ -51,17 +53,19 @@ def test_bounds_lie_around_what_was_measured_and_widen_with_certainty(
     samples: int, share: float, alpha: float
 ) -> None:
     wrong = round(share * samples)
-    low, high = lowest(samples, wrong, alpha), highest(samples, wrong, alpha)
+    low, high = lowest_error_rate(samples, wrong, alpha), highest_error_rate(samples, wrong, alpha)
 
     assert 0 <= low <= wrong / samples + 1e-9 and wrong / samples - 1e-9 <= high <= 1
-    assert lowest(samples, wrong, alpha / 10) <= low and high <= highest(samples, wrong, alpha / 10)
+    assert lowest_error_rate(samples, wrong, alpha / 10) <= low and high <= highest_error_rate(
+        samples, wrong, alpha / 10
+    )
 
 
 def test_no_error_in_n_samples_says_what_the_rule_of_three_says() -> None:
-    assert highest(0, 0, ALPHA) == 1 and lowest(0, 0, ALPHA) == 0
-    assert highest(1_000, 0, ALPHA) == pytest.approx(np.log(5 / ALPHA) / 1_000, rel=0.01)
+    assert highest_error_rate(0, 0, ALPHA) == 1 and lowest_error_rate(0, 0, ALPHA) == 0
+    assert highest_error_rate(1_000, 0, ALPHA) == pytest.approx(np.log(5 / ALPHA) / 1_000, rel=0.01)
 
 
 def test_evidence_of_a_rate_above_the_bound_comes_soon() -> None:
-    assert lowest(3, 3, ALPHA) > 0.01 and lowest(1_000, 50, ALPHA) > 0.02
-    assert lowest(100, 1, ALPHA) < 0.01
+    assert lowest_error_rate(3, 3, ALPHA) > 0.01 and lowest_error_rate(1_000, 50, ALPHA) > 0.02
+    assert lowest_error_rate(100, 1, ALPHA) < 0.01

@@ -9,7 +9,7 @@ import pytest
 
 from serving.process.log_setup import (
     BURST,
-    LENGTH_MAX,
+    TEXT_LENGTH_MAX,
     JsonFormatter,
     LogRateLimit,
     Redactor,
@@ -17,14 +17,21 @@ from serving.process.log_setup import (
     passwords_of,
 )
 from serving.requests.context import (
-    CURRENT,
+    CURRENT_RECORD,
     ParentSpan,
     RequestFacts,
     RequestRecord,
     StageTime,
-    note,
+    note_stage,
 )
-from serving.tracing.observer import RequestLog, accepted, log, new_id, request_of, timing
+from serving.tracing.observer import (
+    RequestLog,
+    accepted_id,
+    log,
+    new_request_id,
+    request_of,
+    server_timing,
+)
 from tests.fakes import FakeClock
 
 SECRETS = Redactor({"t0k3n"} | passwords_of(
@@ -88,11 +95,11 @@ def test_no_secret_reaches_a_line_through_an_exception_or_a_field() -> None:
 
 def test_a_line_is_one_object_that_names_the_request_and_the_worker() -> None:
     request_record = RequestRecord(0.0, "req-1", ParentSpan("a" * 32, "b" * 16, 1))
-    current = CURRENT.set(request_record)
+    current = CURRENT_RECORD.set(request_record)
     try:
         line = JsonFormatter(SECRETS, 3).format(record("two\nlines %d", 5))
     finally:
-        CURRENT.reset(current)
+        CURRENT_RECORD.reset(current)
     line_fields = orjson.loads(line)
 
     assert "\n" not in line
@@ -106,14 +113,14 @@ def test_a_line_is_one_object_that_names_the_request_and_the_worker() -> None:
 
 def test_a_request_that_is_over_is_in_no_line_and_takes_no_stage() -> None:
     request_record = RequestRecord(0.0, "req-1", body=b"large")
-    current = CURRENT.set(request_record)
+    current = CURRENT_RECORD.set(request_record)
     try:
-        note("stored", 1.0)
+        note_stage("stored", 1.0)
         request_record.end()
-        note("stored", 1.0)
+        note_stage("stored", 1.0)
         line = orjson.loads(JsonFormatter(SECRETS).format(record("x")))
     finally:
-        CURRENT.reset(current)
+        CURRENT_RECORD.reset(current)
 
     assert (
         "request_id" not in line and len(request_record.stages) == 1 and request_record.body == b""
@@ -125,7 +132,7 @@ def test_a_text_that_no_encoding_takes_is_logged_all_the_same() -> None:
 
 
 def test_a_text_without_end_is_cut() -> None:
-    assert len(SECRETS("x" * 10 * LENGTH_MAX)) < LENGTH_MAX + 100
+    assert len(SECRETS("x" * 10 * TEXT_LENGTH_MAX)) < TEXT_LENGTH_MAX + 100
 
 
 def test_a_storm_of_one_kind_is_bounded_says_so_and_hides_no_other() -> None:
@@ -182,7 +189,9 @@ def test_server_timing_sums_each_stage_in_milliseconds() -> None:
         0.0, "r", stages=[StageTime("parse", 0.1, 0.001, 0), StageTime("live", 0.2, 0.0205, 3)]
     )
 
-    assert timing(request_record, 0.03) == b"parse;dur=1.000, live;dur=20.500, total;dur=30.000"
+    assert (
+        server_timing(request_record, 0.03) == b"parse;dur=1.000, live;dur=20.500, total;dur=30.000"
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,9 +214,11 @@ def test_a_path_becomes_a_route_of_few(method: str, path: str, expected: tuple[A
     "raw_request_id", [b"", b"x" * 129, b"a b", b"a\nb", b"<x>", "ü".encode(), b'"', None]
 )
 def test_a_request_id_that_could_spoil_a_log_is_not_taken(raw_request_id: bytes | None) -> None:
-    assert accepted(raw_request_id) is None
+    assert accepted_id(raw_request_id) is None
 
 
 def test_request_ids_are_taken_or_made() -> None:
-    assert accepted(b"9f2c-A_b.c~d:e+f/g=h@i") == "9f2c-A_b.c~d:e+f/g=h@i"
-    assert len({new_id() for _ in range(1_000)}) == 1_000 and accepted(new_id().encode())
+    assert accepted_id(b"9f2c-A_b.c~d:e+f/g=h@i") == "9f2c-A_b.c~d:e+f/g=h@i"
+    assert len({new_request_id() for _ in range(1_000)}) == 1_000 and accepted_id(
+        new_request_id().encode()
+    )

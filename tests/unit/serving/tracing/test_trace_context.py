@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 from opentelemetry.trace import get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from serving.requests.context import ParentSpan, parent_of
+from serving.requests.context import ParentSpan, parse_parent
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GOOD = f"00-{TRACE}-{SPAN}-01"
 
 
 def test_a_valid_one_names_its_trace_and_span() -> None:
-    assert parent_of([GOOD.encode()], [b"a=1", b"b=2"]) == ParentSpan(TRACE, SPAN, 1, "a=1,b=2")
+    assert parse_parent([GOOD.encode()], [b"a=1", b"b=2"]) == ParentSpan(TRACE, SPAN, 1, "a=1,b=2")
 
 
 @pytest.mark.parametrize(
@@ -25,22 +25,22 @@ def test_a_valid_one_names_its_trace_and_span() -> None:
     ],
 )  # fmt: skip
 def test_one_that_is_not_valid_is_ignored(traceparent: str) -> None:
-    assert parent_of([traceparent.encode()], [b"a=1"]) is None
+    assert parse_parent([traceparent.encode()], [b"a=1"]) is None
 
 
 def test_a_later_version_may_say_more() -> None:
-    parent = parent_of([f"cc-{TRACE}-{SPAN}-00-what-comes-later".encode()])
+    parent = parse_parent([f"cc-{TRACE}-{SPAN}-00-what-comes-later".encode()])
 
     assert parent == ParentSpan(TRACE, SPAN, 0) and not parent.is_sampled
 
 
 def test_two_are_as_good_as_none() -> None:
-    assert parent_of([GOOD.encode(), GOOD.encode()]) is None
+    assert parse_parent([GOOD.encode(), GOOD.encode()]) is None
 
 
 @pytest.mark.parametrize("state", [b"a=" + b"x" * 600, b"\xff"])
 def test_a_state_that_cannot_be_passed_on_costs_nobody_the_parent(state: bytes) -> None:
-    assert parent_of([GOOD.encode()], [state]) == ParentSpan(TRACE, SPAN, 1)
+    assert parse_parent([GOOD.encode()], [state]) == ParentSpan(TRACE, SPAN, 1)
 
 
 PIECES = st.sampled_from(["00", "01", "ff", "cc", TRACE, SPAN, "0" * 32, "0" * 16, "g1", "A" * 32])
@@ -50,7 +50,7 @@ PIECES = st.sampled_from(["00", "01", "ff", "cc", TRACE, SPAN, "0" * 32, "0" * 1
 def test_opentelemetry_reads_the_same(sent: str) -> None:
     context = TraceContextTextMapPropagator().extract({"traceparent": [sent]})
     theirs = get_current_span(context).get_span_context()
-    parsed_parent = parent_of([sent.encode()])
+    parsed_parent = parse_parent([sent.encode()])
 
     assert theirs.is_valid == (parsed_parent is not None)
     if parsed_parent is not None:

@@ -5,7 +5,12 @@ import random
 import pytest
 
 from cache.model.input_preparation import LiveInput
-from serving.usage.request_observer import QUEUE_BYTES, QUEUE_MAX, AnswerSample, AnswerSampler
+from serving.usage.request_observer import (
+    SAMPLE_QUEUE_BYTES,
+    SAMPLE_QUEUE_MAX,
+    AnswerSample,
+    AnswerSampler,
+)
 
 PICK = AnswerSample("g1", "t", b"u1", "l1", "batch", 0.0)
 
@@ -49,11 +54,15 @@ def test_all_or_none() -> None:
 
 def test_a_full_queue_drops_and_counts() -> None:
     sampler = AnswerSampler(1_000)
-    for _ in range(QUEUE_MAX + 7):
+    for _ in range(SAMPLE_QUEUE_MAX + 7):
         sampler.put(PICK)
 
-    assert (len(sampler), sampler.sampled_count, sampler.dropped_count) == (QUEUE_MAX, QUEUE_MAX, 7)
-    assert sampler.next() == PICK and len(sampler) == QUEUE_MAX - 1
+    assert (len(sampler), sampler.sampled_count, sampler.dropped_count) == (
+        SAMPLE_QUEUE_MAX,
+        SAMPLE_QUEUE_MAX,
+        7,
+    )
+    assert sampler.next() == PICK and len(sampler) == SAMPLE_QUEUE_MAX - 1
     sampler.clear()
     assert sampler.next() is None
 
@@ -65,17 +74,17 @@ def test_what_waits_is_bounded_in_bytes_not_only_in_number() -> None:
     wide = PICK._replace(caller_input=LiveInput(None, {"age": 3, "embedding": (0.5,) * 8_192}))
     assert large.size_bytes > 900_000 and wide.size_bytes > 8_192 * 32
 
-    for _ in range(QUEUE_MAX):
+    for _ in range(SAMPLE_QUEUE_MAX):
         sampler.put(large)
 
     queued_count = len(sampler)
-    assert queued_count * large.size_bytes < QUEUE_BYTES + large.size_bytes
-    assert sampler.dropped_count == QUEUE_MAX - queued_count
+    assert queued_count * large.size_bytes < SAMPLE_QUEUE_BYTES + large.size_bytes
+    assert sampler.dropped_count == SAMPLE_QUEUE_MAX - queued_count
     while sampler.next():
         pass
     assert sampler.has_room()
-    for _ in range(QUEUE_MAX):
+    for _ in range(SAMPLE_QUEUE_MAX):
         sampler.put(PICK)
-    assert len(sampler) == QUEUE_MAX
+    assert len(sampler) == SAMPLE_QUEUE_MAX
     sampler.clear()
     assert sampler.has_room()

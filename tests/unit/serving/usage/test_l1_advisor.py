@@ -9,7 +9,7 @@ import pytest
 from cache.tiers.access_sample import TRACE_MAX, AccessTrace
 from cache.tiers.l1 import Entry, LocalKey, LocalTier
 from cache.tiers.reads import Counters
-from cache.usage.miss_ratio_curve import SPACE
+from cache.usage.miss_ratio_curve import HASH_SPACE
 from serving.generations.snapshot import Snapshot
 from serving.usage.l1_advisor import (
     BUSY_RATE,
@@ -46,7 +46,7 @@ class Worker:
         self._spots: dict[int, int] = {}
 
     def spot(self, key: int) -> int:
-        return self._spots.setdefault(key, self.rng.randrange(SPACE))
+        return self._spots.setdefault(key, self.rng.randrange(HASH_SPACE))
 
     def read(self, *keys: int, size: int = 1_000) -> None:
         for key in keys:
@@ -129,7 +129,7 @@ async def test_a_flip_starts_the_sample_again_and_keeps_what_was_counted(worker:
 
     assert after is not None and after["sampled"] == 0
     assert after["hit_ratio"] == pytest.approx(report_before["hit_ratio"])
-    assert worker.tiers.trace.last == SPACE - 1
+    assert worker.tiers.trace.last == HASH_SPACE - 1
 
 
 async def test_a_busy_service_is_sampled_in_part_an_idle_one_whole(worker: Worker) -> None:
@@ -142,8 +142,8 @@ async def test_a_busy_service_is_sampled_in_part_an_idle_one_whole(worker: Worke
         worker.read(*(worker.rng.randrange(500) for _ in range(400)))
         await worker.step()
 
-    assert idle == SPACE
-    assert worker.tiers.trace.last + 1 == BUSY_RATE * SPACE
+    assert idle == HASH_SPACE
+    assert worker.tiers.trace.last + 1 == BUSY_RATE * HASH_SPACE
 
 
 async def test_more_touches_than_it_may_afford_halve_the_sample() -> None:
@@ -153,7 +153,7 @@ async def test_more_touches_than_it_may_afford_halve_the_sample() -> None:
         worker.read(*(worker.rng.randrange(20_000) for _ in range(12_000)))
         await worker.step()
 
-    rate = (worker.tiers.trace.last + 1) / SPACE
+    rate = (worker.tiers.trace.last + 1) / HASH_SPACE
     reads_per_s = 12_000 / STEP_S
     allowed_per_s = TOUCHES_FREE_PER_S + TOUCHES_PER_READ * reads_per_s
     assert allowed_per_s < TOUCHES_PER_S
@@ -171,7 +171,7 @@ async def test_a_step_that_lost_reads_counts_none_of_them_and_says_so(worker: Wo
 
     assert worker.advisor.lost_step_count == 1
     assert after is not None and after["hit_ratio"] == pytest.approx(report_before["hit_ratio"])
-    assert worker.tiers.trace.last + 1 <= BUSY_RATE * SPACE
+    assert worker.tiers.trace.last + 1 <= BUSY_RATE * HASH_SPACE
 
 
 async def test_switched_off_it_samples_nothing_and_says_nothing() -> None:

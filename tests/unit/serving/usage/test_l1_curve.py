@@ -5,20 +5,22 @@ from typing import Any
 import pytest
 
 from serving.usage.l1_advisor import (
-    LARGEST,
-    SMALLEST,
-    STEPS,
+    LARGEST_DOUBLING,
+    SMALLEST_DOUBLING,
+    STEPS_PER_DOUBLING,
     HitRatioCurve,
     format_size,
     merge_curves,
 )
 
-POINTS = (LARGEST - SMALLEST) * STEPS + 1
+POINTS = (LARGEST_DOUBLING - SMALLEST_DOUBLING) * STEPS_PER_DOUBLING + 1
 
 
 def told(ratio: float, reads: float, *, budget: int = 1 << 20) -> dict[str, Any]:
     """A worker whose curve rises to `ratio` at its budget, and no further."""
-    sizes = [round(budget * 2 ** (SMALLEST + at / STEPS)) for at in range(POINTS)]
+    sizes = [
+        round(budget * 2 ** (SMALLEST_DOUBLING + at / STEPS_PER_DOUBLING)) for at in range(POINTS)
+    ]
     ratios = [min(1.0, size / budget) * ratio for size in sizes]
     return HitRatioCurve(budget, sizes, ratios, [10] * POINTS, 0.5, 100, reads).to_json()
 

@@ -1,6 +1,6 @@
 """What was read is told once, however often and in whatever company it was."""
 
-from serving.usage.request_observer import KEYS_MAX, ReadHashes, packed
+from serving.usage.request_observer import READ_HASHES_MAX, ReadHashes, pack_hashes
 
 
 def test_reads_are_told_once_by_table_and_what_is_too_much_is_left_out() -> None:
@@ -9,14 +9,14 @@ def test_reads_are_told_once_by_table_and_what_is_too_much_is_left_out() -> None
     reads.add("g", "t", [1, 2, 3])
     reads.add("g", "u", [3, b"a digest"])
     reads.add("other", "t", [9])
-    reads.add("g", "t", list(range(KEYS_MAX)))
+    reads.add("g", "t", list(range(READ_HASHES_MAX)))
 
-    hashes_by_table = {table: sorted(packed(keys)) for table, keys in reads.drain("g").items()}
+    hashes_by_table = {table: sorted(pack_hashes(keys)) for table, keys in reads.drain("g").items()}
 
     assert hashes_by_table == {
         "t": [number.to_bytes(8, "little") for number in (1, 2, 3)],
         "u": [(3).to_bytes(8, "little")],
     }
-    assert reads.left_out == KEYS_MAX and reads.drain("g") == reads.drain("other") == {}
-    reads.add("g", "t", list(range(KEYS_MAX)))
-    assert len(packed(reads.drain("g")["t"])) == KEYS_MAX
+    assert reads.left_out == READ_HASHES_MAX and reads.drain("g") == reads.drain("other") == {}
+    reads.add("g", "t", list(range(READ_HASHES_MAX)))
+    assert len(pack_hashes(reads.drain("g")["t"])) == READ_HASHES_MAX

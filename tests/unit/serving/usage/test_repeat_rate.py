@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
 from cache.l2.commands import LeaseTake, OverlayRead
-from serving.engine.inference import OFTEN, PROBE_EVERY, RARELY, WINDOW, LiveInferences, RepeatRate
+from serving.engine.inference import (
+    FREQUENT_SHARE,
+    PROBE_EVERY,
+    RARE_SHARE,
+    REPEAT_WINDOW,
+    LiveInferences,
+    RepeatRate,
+)
 from serving.engine.ladder import Ladder
 from serving.engine.rendering.answer_fields import AnswerJson
 from serving.generations.served_set import ServedGenerations
@@ -16,55 +23,55 @@ from tests.unit.serving.world import World, ask, entity, ids
 
 def rare() -> RepeatRate:
     repeats = RepeatRate()
-    for _ in range(WINDOW):
+    for _ in range(REPEAT_WINDOW):
         repeats.saw(False)
     return repeats
 
 
 def test_a_window_of_inputs_without_a_repeat_is_needed_and_enough() -> None:
     repeats = RepeatRate()
-    for _ in range(WINDOW - 1):
+    for _ in range(REPEAT_WINDOW - 1):
         repeats.saw(False)
         assert not repeats.are_rare
     repeats.saw(False)
     assert repeats.are_rare
 
 
-@given(st.integers(2, round(0.8 / RARELY)))
+@given(st.integers(2, round(0.8 / RARE_SHARE)))
 def test_what_comes_again_often_enough_is_always_read(every: int) -> None:
     repeats = RepeatRate()
-    for number in range(5 * WINDOW):
+    for number in range(5 * REPEAT_WINDOW):
         repeats.saw(number % every == 0)
         assert not repeats.are_rare
 
 
-@given(st.integers(2, round(1 / OFTEN)))
+@given(st.integers(2, round(1 / FREQUENT_SHARE)))
 def test_probes_that_find_answers_end_it_within_a_window(every: int) -> None:
     repeats = rare()
     probes = 0
     while repeats.are_rare:
         probes += 1
         repeats.probed(probes % every == 0)
-    assert probes <= WINDOW
+    assert probes <= REPEAT_WINDOW
 
 
 def test_a_few_repeats_do_not_end_it() -> None:
     repeats = rare()
-    for number in range(10 * WINDOW):
-        repeats.probed(number % round(2 / RARELY) == 0)
+    for number in range(10 * REPEAT_WINDOW):
+        repeats.probed(number % round(2 / RARE_SHARE) == 0)
         assert repeats.are_rare
 
 
 def test_only_probes_count_while_nothing_is_read_and_only_reads_while_all_is() -> None:
     repeats = rare()
-    for _ in range(WINDOW):
+    for _ in range(REPEAT_WINDOW):
         repeats.saw(True)
     assert repeats.are_rare
 
-    for _ in range(WINDOW):
+    for _ in range(REPEAT_WINDOW):
         repeats.probed(True)
     assert not repeats.are_rare
-    for _ in range(10 * WINDOW):
+    for _ in range(10 * REPEAT_WINDOW):
         repeats.probed(False)
     assert not repeats.are_rare
 
@@ -110,7 +117,7 @@ class Service:
 async def service() -> Service:
     """One that has seen nothing but strangers."""
     service = Service(World())
-    await service.strangers(0, WINDOW)
+    await service.strangers(0, REPEAT_WINDOW)
     assert service.repeats.are_rare
     service.world.remote.calls.clear()
     return service
@@ -195,7 +202,7 @@ async def test_under_overload_nothing_is_looked_for_that_is_hardly_ever_there(
 
 async def test_probes_find_what_others_have_answered_and_end_it(service: Service) -> None:
     other_service = Service(World(remote=service.world.remote))
-    for number in range(round(OFTEN * WINDOW) + 1):
+    for number in range(round(FREQUENT_SHARE * REPEAT_WINDOW) + 1):
         assert service.repeats.are_rare
         for near in range(PROBE_EVERY):
             id_ = f"both{number}/{near}"
@@ -236,7 +243,7 @@ async def test_a_probe_that_fails_tells_nothing_and_harms_nobody(service: Servic
 async def test_who_joins_an_inference_under_way_counts_as_a_repeat() -> None:
     service = Service(World())
     repeated_entity = entity("stranger", history=ids("i1"))
-    for number in range(WINDOW):
+    for number in range(REPEAT_WINDOW):
         await service(
             ask(repeated_entity, repeated_entity) if number % 64 == 0 else stranger(f"n{number}")
         )
@@ -246,10 +253,10 @@ async def test_who_joins_an_inference_under_way_counts_as_a_repeat() -> None:
 
 async def test_all_are_read_where_that_is_wanted() -> None:
     service = Service(World(), spares_reads=False)
-    await service.strangers(0, 3 * WINDOW)
+    await service.strangers(0, 3 * REPEAT_WINDOW)
 
     assert service.repeats.spared == 0
-    assert len(service.world.remote.reads) == 3 * WINDOW
+    assert len(service.world.remote.reads) == 3 * REPEAT_WINDOW
 
 
 async def test_there_are_no_leases_for_what_is_not_read(service: Service) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
-from cache.l2.cluster import REDIRECTS_MAX, Scatter, Slots
+from cache.l2.cluster import REDIRECTS_MAX, CommandSlots, Scatter
 from cache.l2.commands import (
     AskingCommand,
     Command,
@@ -76,7 +76,7 @@ def nodes() -> FakeNodes:
 
 
 def send(nodes: Any, commands: Sequence[Command], window_s: float = 60.0) -> Any:
-    return Scatter(commands, list, nodes, Slots(KEYS), window_s).send()
+    return Scatter(commands, list, nodes, CommandSlots(KEYS), window_s).send()
 
 
 def reads(count: int) -> PageReads:
@@ -89,7 +89,7 @@ def payload(command: Command) -> bytes:
 
 
 def moved(to: str, *, is_ask: bool = False) -> Callable[[Command], L2Result]:
-    slots = Slots(KEYS)
+    slots = CommandSlots(KEYS)
     return lambda command: Redirected(
         "elsewhere", slot=slots.of_one(command), address=to, is_ask=is_ask
     )
@@ -101,7 +101,7 @@ async def test_answers_come_together_in_the_order_of_the_reads(nodes: FakeNodes)
     assert len(a.asked) == len(b.asked) == 1
     (mine, _), (reads_of_b, _) = a.asked[0], b.asked[0]
     assert isinstance(mine, PageReads) and len(mine) + len(reads_of_b) == 100
-    assert all(Slots(KEYS).of_one(page_read) % 2 == 0 for page_read in mine)
+    assert all(CommandSlots(KEYS).of_one(page_read) % 2 == 0 for page_read in mine)
 
     b.land(payload)
     assert not result.done()
@@ -122,7 +122,7 @@ async def test_frames_of_a_part_are_put_in_their_places(nodes: FakeNodes) -> Non
 
 async def test_columns_of_all_parts_are_columns(nodes: FakeNodes) -> None:
     kept_answers: list[Sequence[L2Result]] = []
-    result = Scatter(reads(50), kept_answers.append, nodes, Slots(KEYS), 1.0).send()  # type: ignore[arg-type]
+    result = Scatter(reads(50), kept_answers.append, nodes, CommandSlots(KEYS), 1.0).send()  # type: ignore[arg-type]
     for tier in (nodes.all["b"], nodes.all["a"]):
         commands, keep = tier.asked.pop()
         leading_reply = b"$4\r\nskip\r\n"
@@ -145,14 +145,14 @@ async def test_columns_beside_a_dead_node_are_put_in_their_places(nodes: FakeNod
     nodes.all["a"].land(lambda _: DOWN)
     assert [
         DOWN if slot % 2 == 0 else b"%04d" % page
-        for page, slot in enumerate(Slots(KEYS).of(reads(50)))
+        for page, slot in enumerate(CommandSlots(KEYS).of(reads(50)))
     ] == await result
 
 
 async def test_what_one_node_answers_alone_stays_as_it_is(nodes: FakeNodes) -> None:
     nodes.learned = dict.fromkeys(range(16_384), "a")
     kept_answers: list[Sequence[L2Result]] = []
-    result = Scatter(reads(9), kept_answers.append, nodes, Slots(KEYS), 1.0).send()  # type: ignore[arg-type]
+    result = Scatter(reads(9), kept_answers.append, nodes, CommandSlots(KEYS), 1.0).send()  # type: ignore[arg-type]
     frames = Frames(b"$4\r\nabcd\r\n" * 9, 9, 4)
     nodes.all["a"].asked[0][1](frames)
     await result
@@ -163,7 +163,7 @@ async def test_a_dead_node_costs_only_its_own_keys(nodes: FakeNodes) -> None:
     result = send(nodes, reads(100))
     nodes.all["a"].land(lambda _: DOWN)
     nodes.all["b"].land(payload)
-    answers, slots = await result, list(Slots(KEYS).of(reads(100)))
+    answers, slots = await result, list(CommandSlots(KEYS).of(reads(100)))
     assert [answer is DOWN for answer in answers] == [slot % 2 == 0 for slot in slots]
     assert nodes.refreshes > 0
 
@@ -187,7 +187,7 @@ async def test_a_moved_key_is_read_where_it_is_now(nodes: FakeNodes) -> None:
 async def test_a_key_on_its_way_is_asked_for_this_once(nodes: FakeNodes) -> None:
     read = PageRead("g1", "t", 0, 0, 4)
     result = send(nodes, [read])
-    nodes.of_slot(Slots(KEYS).of_one(read)).land(moved("c", is_ask=True))  # type: ignore[union-attr]
+    nodes.of_slot(CommandSlots(KEYS).of_one(read)).land(moved("c", is_ask=True))  # type: ignore[union-attr]
     assert nodes.all["c"].asked[0][0] == [AskingCommand(read)] and not nodes.learned
     nodes.all["c"].land(lambda _: b"here")
     assert await result == [b"here"]
