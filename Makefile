@@ -170,7 +170,7 @@ chart: chart-env  ## lint and render the Helm chart, and hold what it makes agai
 # Node and npm are the machine's own; what they install stays in build/openapi.
 openapi-lint: env  ## Spectral and Redocly on the OpenAPI document, and generated TypeScript clients compiled; needs npm
 	@mkdir -p build/openapi && cp -r tests/typescript/. build/openapi
-	@$(BIN)/python -m serving.http.reference --document > build/openapi/openapi.json
+	@$(BIN)/python -m serving.reference --document > build/openapi/openapi.json
 	@cd build/openapi && npm install --silent --no-audit --no-fund && npm run lint && npm run generate && npm run compile
 
 docs-env: env  # Sphinx in .venv-docs, from a lock of its own

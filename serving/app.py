@@ -1,40 +1,30 @@
 """The HTTP application of one process: tokens, TLS, routes and request observers around the running service."""
 
 import contextlib
-import functools
-from collections.abc import AsyncIterator, Callable, Container
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.types import Scope
 
-from cache.errors import ConfigError
 from cache.process.background_loops import BackgroundLoops
-from cache.process.command_line import install_command
 from serving.access.callers import Callers, TokenWatch
 from serving.access.quota import QuotaTable
-from serving.bootstrap import replica_id, running
-from serving.config.settings import ServingConfig, check_token
+from serving.bootstrap import running
+from serving.config.settings import ServingConfig, check_token, limits_of
 from serving.config.tls import TlsFiles, TlsWatch
 from serving.engine.service import LookupService
+from serving.features import all_operations
 from serving.http.asgi_app import AsgiApp, FastPath
 from serving.http.http1_protocol import Http1Protocol
-from serving.http.routes import Service, routes
+from serving.http.openapi import ApiPaths
+from serving.http.routes import routes
 from serving.metrics.exposition import WorkerPeers
 from serving.process.resources import raise_file_limit
 from serving.process.server import Server, settings_of
 from serving.process.supervisor import QUOTAS
+from serving.replica.hooks import TraceJudge
 from serving.requests.bodies import refusal_response
-from serving.requests.context import parse_parent
 from serving.requests.errors import Problem
-from serving.tracing.observer import RequestLog, RequestObserver
-
-if TYPE_CHECKING:
-    from serving.tracing.otel_spans import Spans
-
-TraceJudge = Callable[[Scope], bool]
-"""Judge of whether a request is traced."""
 
 _CODE_BY_STATUS = {404: "not_found", 405: "method_not_allowed"}
 
@@ -55,10 +45,10 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with (
             running(config, peers, loops) as service,
-            open_observer(config, service, replica_id()) as (front.watch, is_traced),
             tokens.followed(loops, recognise),
         ):
             app.state.service = service
+            front.watch = service.hooks.watch
             for collector in filter(None, (tokens, tls)):
                 service.metrics.registry.register(collector)
             # Routes are tried in order: what is asked most comes before the documentation.
@@ -70,7 +60,7 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
             app.router.routes.extend(documentation)
             front.gate = service.gate()
             if config.fast_http:
-                front.fast = fast_lookups(service, is_traced)
+                front.fast = fast_lookups(service, service.hooks.is_traced)
                 front.untraced_fast = None if config.traces else front.fast
             yield
             front.gate = front.fast = front.untraced_fast = None
@@ -83,6 +73,7 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
         docs_url=None,  # its own page loads a script from another host: see DOCS_PAGE of the routes
         redoc_url=None,
         bodies_bytes=config.bodies_bytes,
+        paths=ApiPaths.of(all_operations(limits_of(config))),
     )
 
     app.state.tls = tls
@@ -150,45 +141,3 @@ def _with_head(methods: str) -> str:
     """The methods of a route, with HEAD wherever GET is one of them: `AsgiApp` answers HEAD for all."""
     names = {name.strip() for name in methods.split(",")}
     return ", ".join(sorted(names | {"HEAD"} if "GET" in names else names))
-
-
-@contextlib.asynccontextmanager
-async def open_observer(
-    config: ServingConfig, service: Service, instance: str
-) -> AsyncIterator[tuple[RequestObserver, TraceJudge | None]]:
-    """The watch over requests, and what tells which are traced; without traces OpenTelemetry is not imported."""
-    spans = _open_spans(config, instance) if config.traces else None
-
-    def tables() -> Container[str]:
-        served = service.follower.served
-        return () if served is None else served.live.manifest.tables
-
-    watch = RequestObserver(
-        tables,
-        times=config.server_timing,
-        journal=RequestLog(sampled_share=config.log_share, slow_s=config.log_slow_ms / 1000),
-        tracer=spans,
-    )
-    try:
-        yield watch, None if spans is None else functools.partial(_is_traced, spans)
-    finally:
-        if spans is not None:
-            await spans.aclose()
-
-
-def _is_traced(spans: "Spans", scope: Scope) -> bool:
-    traceparents = [value for name, value in scope["headers"] if name == b"traceparent"]
-    return spans.judged(scope, parse_parent(traceparents))
-
-
-def _open_spans(config: ServingConfig, instance: str) -> "Spans":
-    try:
-        from serving.tracing.otel_spans import Spans
-    except ImportError as error:
-        raise ConfigError(
-            f"LARDER_TRACES needs OpenTelemetry ({error}): {install_command('otel')}",
-            field="traces",
-        ) from error
-    return Spans.exporting(
-        trace_share=config.traces_share, with_ids=config.traces_ids, instance=instance
-    )

@@ -1,69 +1,46 @@
-"""One namespace as a replica holds it: tiers, live inference and ladder, and what follows its pointer."""
+"""Parts of a replica and of its namespaces put together: tiers, live inference, ladder, and what follows a pointer."""
 
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Self
 
 from cache.config.serving import parse_cores
 from cache.events.new_items import NewItemEvents
 from cache.format.redis_keys import Keyspace
 from cache.l2.cluster import open_tier
-from cache.l2.data_plane import Breaker, DataPlane
+from cache.l2.data_plane import Breaker
 from cache.l2.tier import RemoteConfig
 from cache.model.runtime import Accelerator
 from cache.process.background_loops import BackgroundLoops
-from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.tiered import TieredCache
 from serving.admission.controller import Admission, LoopLagSampler
 from serving.config.settings import ServingConfig
+from serving.engine.answer_observer import AnswerObserver
 from serving.engine.batch_inference import compute_of
 from serving.engine.inference import LiveInferences
 from serving.engine.l1_warmup import L1Warmup
 from serving.engine.ladder import Ladder
 from serving.engine.leases import LeaseManager
 from serving.engine.micro_batcher import MicroBatcher
-from serving.engine.service import LookupService
-from serving.events.follower import EventFollower, EventMetrics
-from serving.events.newer_events import NewerEvents
+from serving.engine.newer_events import NewerEvents
 from serving.generations.heartbeat import Heartbeat, HostHeadroom, RedisClock
-from serving.generations.holder import VALUES_LOOK_S, GenerationHolder
+from serving.generations.holder import GenerationHolder
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.refresher import Refresher
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.near.near_matches import NearMatches
-from serving.process.resources import InThread, StoreThreads, check_cores, place_thread
-from serving.traffic.canary import CanaryRouter
-from serving.usage.hot_keys import HotKeySketch
-from serving.usage.request_observer import AnswerSampler, UsageObserver
+from serving.process.resources import InThread, check_cores, place_thread
+from serving.replica.namespace import HeldNamespace, NamespaceComponents
 
 log = logging.getLogger(__name__)
 
 _SAMPLES_PER_INTERVAL = 10
 """Looks at the queues per interval of the admission."""
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceComponents:
-    """The parts that read the keys of one namespace."""
-
-    remote: DataPlane
-    tiers: TieredCache
-    leases: LeaseManager
-    inferences: LiveInferences
-    watch: UsageObserver
-    ladder: Ladder
-
-    async def aclose(self) -> None:
-        """Stores what is still to be stored, and closes the connections."""
-        await self.tiers.aclose()
-        await self.remote.aclose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +95,7 @@ class ServiceComponents:
             loops=loops,
         )  # fmt: skip
         local = LocalTier(config.l1_bytes)
-        watch = UsageObserver(
-            metrics.l1_misses, local.eviction_history, AnswerSampler(config.sampled_per_mille)
-        )
+        watch = AnswerObserver(metrics.l1_misses, local.eviction_history)
         keyed = _build_namespace_components(
             config, name, local, batcher, admission, metrics, watch, loops
         )
@@ -128,7 +103,7 @@ class ServiceComponents:
 
     def of_namespace(self, config: ServingConfig, name: str) -> NamespaceComponents:
         """The parts that read another namespace's keys; L1, processors, admission and counts are those of all."""
-        watch = UsageObserver(self.metrics.l1_misses, self.local.eviction_history)
+        watch = AnswerObserver(self.metrics.l1_misses, self.local.eviction_history)
         return _build_namespace_components(
             config, name, self.local, self.batcher, self.admission, self.metrics, watch, self.loops
         )
@@ -146,7 +121,7 @@ def _build_namespace_components(
     batcher: MicroBatcher,
     admission: Admission,
     metrics: Metrics,
-    watch: UsageObserver,
+    watch: AnswerObserver,
     loops: BackgroundLoops,
 ) -> NamespaceComponents:
     remote = open_tier(
@@ -182,127 +157,72 @@ def _build_namespace_components(
     return NamespaceComponents(remote, tiers, lead, inferences, watch, ladder)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldNamespace:
-    """Parts of one namespace: nothing of another can be reached through them."""
+def open_namespace(
+    config: ServingConfig,
+    name: str,
+    components: NamespaceComponents,
+    cores: Sequence[int],
+    metrics: Metrics,
+    *,
+    host: HostHeadroom,
+    aside: Executor,
+    in_thread: InThread,
+    near: NearMatches | None,
+    loops: BackgroundLoops | None = None,
+    flipped: Callable[[str], None] = lambda _before: None,
+) -> HeldNamespace:
+    """All parts, `name` for a replica; nothing is read yet. `metrics` are those of this namespace alone."""
+    store, control, ladder = config.store(), components.remote.control, components.ladder
+    accelerator = None if config.live_provider == "cpu" else Accelerator(config.live_provider)
 
-    namespace_components: NamespaceComponents
-    store: ArtefactStore
-    clock: RedisClock
-    sketch: HotKeySketch
-    holder: GenerationHolder
-    follower: PointerFollower
-    trial: CanaryRouter
-    refresher: Refresher
-    events: EventFollower | None = None
-
-    @classmethod
-    def of(
-        cls,
-        config: ServingConfig,
-        name: str,
-        keyed: NamespaceComponents,
-        cores: Sequence[int],
-        metrics: Metrics,
-        *,
-        host: HostHeadroom,
-        aside: Executor,
-        in_thread: InThread,
-        near: NearMatches | None,
-        loops: BackgroundLoops | None = None,
-        flipped: Callable[[str], None] = lambda _before: None,
-    ) -> Self:
-        """All parts, `name` for a replica; nothing is read yet. `metrics` are those of this namespace alone."""
-        store, control, ladder = config.store(), keyed.remote.control, keyed.ladder
-        accelerator = None if config.live_provider == "cpu" else Accelerator(config.live_provider)
-
-        def open_snapshot(pointer: Pointer, blocklist: Blocklist) -> Snapshot:
-            snapshot = Snapshot.open(
-                store,
-                pointer.generation,
-                epoch=pointer.epoch,
-                published_at=pointer.published_at,
-                blocklist=blocklist,
-                precision=config.precision,
-                threads=config.live_threads,
-                cores=cores,
-                accelerator=accelerator,
-                events=config.events if config.events.enabled else None,
-            )
-            if near is not None:
-                near.check(snapshot)
-            if config.events.enabled and config.events.namespace and snapshot.events is None:
-                log.warning(
-                    "generation %s of namespace %s was made without the events of %s, and its answers count none: set "
-                    "[events] enabled and namespace in the settings of its nights",
-                    snapshot.generation, config.namespace, config.events.namespace,
-                )  # fmt: skip
-            return snapshot
-
-        clock = RedisClock()
-        sketch = HotKeySketch(control, ladder.recent, lambda: holder.live, clock)
-        hottest = sketch.hottest if config.sketch_s else None
-        holder = GenerationHolder(
-            open_snapshot,
-            metrics,
-            warm=L1Warmup(keyed.tiers, ladder.recent.names, hottest, metrics.warmed),
-            flipped=flipped,
-            aside=aside,
-            in_thread=in_thread,
-            attributes=ladder.newer_events.values,
-            new_items=ladder.newer_events.items,
+    def open_snapshot(pointer: Pointer, blocklist: Blocklist) -> Snapshot:
+        snapshot = Snapshot.open(
+            store,
+            pointer.generation,
+            epoch=pointer.epoch,
+            published_at=pointer.published_at,
+            blocklist=blocklist,
+            precision=config.precision,
+            threads=config.live_threads,
+            cores=cores,
+            accelerator=accelerator,
+            events=config.events if config.events.enabled else None,
         )
-        trial = CanaryRouter(holder, metrics)
-        follower = PointerFollower(
-            store, control, holder, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
-            clock=clock, in_thread=in_thread,
-        )  # fmt: skip
-        beat = Heartbeat(
-            name, follower, clock, metrics, keyed.remote.p99_ms, trial.report,
-            overlay_ttl_s=config.overlay_ttl_s, host=host,
-        )  # fmt: skip
-        refresher = Refresher(
-            follower, store, control, beat, poll_s=config.poll_s,
-            blocklist_poll_s=config.blocklist_poll_s, heartbeat_s=config.heartbeat_s, in_thread=in_thread,
-            loops=loops,
-        )  # fmt: skip
-        if config.events.enabled:
-            refresher.add_periodic("attribute_values", VALUES_LOOK_S, holder.take_values)
-        if config.sketch_s:
-            refresher.add_periodic("hot_ids", config.sketch_s, sketch.report)
-        events = None
-        if config.events.enabled:
-            events = EventFollower(
-                config.events_redis, config.of_events().keyspace(), ladder.newer_events, holder,
-                partial(follower.note, "events"), limit_bytes=config.events.stream_bytes,
+        if near is not None:
+            near.check(snapshot)
+        if config.events.enabled and config.events.namespace and snapshot.events is None:
+            log.warning(
+                "generation %s of namespace %s was made without the events of %s, and its answers count none: set "
+                "[events] enabled and namespace in the settings of its nights",
+                snapshot.generation, config.namespace, config.events.namespace,
             )  # fmt: skip
-            refresher.add_loop("events", events.run)
-            metrics.registry.register(EventMetrics(events))
-        return cls(keyed, store, clock, sketch, holder, follower, trial, refresher, events)
+        return snapshot
 
-
-@dataclass(frozen=True, slots=True)
-class ServedArm:
-    """Namespace of an arm, from which requests of an experiment are answered."""
-
-    held_namespace: HeldNamespace
-    service: LookupService
-    in_thread: StoreThreads
-    staging: Executor
-
-    async def start(self) -> None:
-        """Loads what is live, beats, and goes on following."""
-        await self.held_namespace.refresher.start()
-
-    async def drain(self) -> None:
-        """Signs off, while answers go on."""
-        await self.held_namespace.refresher.drain()
-
-    async def aclose(self) -> None:
-        """Sign off, close the connections, and let go of the threads."""
-        try:
-            await self.held_namespace.refresher.aclose()
-        finally:
-            self.staging.shutdown(wait=False, cancel_futures=True)
-            self.in_thread.close()
-            await self.held_namespace.namespace_components.aclose()
+    clock = RedisClock()
+    warmup = L1Warmup(components.tiers, ladder.recent.names, observe=metrics.warmed)
+    holder = GenerationHolder(
+        open_snapshot,
+        metrics,
+        warm=warmup,
+        flipped=flipped,
+        aside=aside,
+        in_thread=in_thread,
+        attributes=ladder.newer_events.values,
+        new_items=ladder.newer_events.items,
+    )
+    follower = PointerFollower(
+        store, control, holder, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
+        clock=clock, in_thread=in_thread,
+    )  # fmt: skip
+    beat = Heartbeat(
+        name, follower, clock, metrics, components.remote.p99_ms,
+        overlay_ttl_s=config.overlay_ttl_s, host=host,
+    )  # fmt: skip
+    refresher = Refresher(
+        follower, store, control, beat, poll_s=config.poll_s,
+        blocklist_poll_s=config.blocklist_poll_s, heartbeat_s=config.heartbeat_s, in_thread=in_thread,
+        loops=loops,
+    )  # fmt: skip
+    return HeldNamespace(
+        config, metrics, components, store, clock, warmup, holder, follower, beat, refresher
+    )

@@ -15,10 +15,10 @@ from serving.access.callers import TokenWatch
 from serving.access.quota import QuotaTable
 from serving.admission.controller import Admission
 from serving.config.tls import TlsWatch
+from serving.engine.newer_events import NewerEvents
 from serving.events.counts import TEXTS as EVENT_GAUGES
 from serving.events.counts import EventCounts
 from serving.events.follower import EventMetrics
-from serving.events.newer_events import NewerEvents
 from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
 from serving.metrics.collectors import (
     HELP_BY_EVENT,
@@ -30,8 +30,7 @@ from serving.metrics.registry import Metrics
 from serving.near.near_matches import NearMatches, NearMetrics
 from serving.quality.results import QualityResults
 from serving.usage.l1_advisor import L1Advisor
-from serving.usage.request_observer import ReadHashes
-from serving.usage.table_usage import TableUsage
+from serving.usage.table_usage import ReadHashes, TableUsage
 
 _SUFFIXES = {
     "counter": ("_total",),

@@ -34,12 +34,6 @@ TOKEN_BYTES_MAX = 4_096
 
 _BEARER = b"bearer "
 
-_CALLER_PATHS = ("/v1/", "/dashboard/data")
-"""Beginnings of the paths that ask for a scope; no route elsewhere may, for nobody is identified there."""
-
-_ENTITY_PATHS = ("/v1/lookup/", "/v1/explain/")
-"""Beginnings of the paths that, asked for by GET, name the one entity that they are about."""
-
 _SPENT_KEY = "larder.spent"
 
 REFUSAL_REASONS = ("expired", "scope_missing", "requests_per_s", "entities_per_s", "in_flight")
@@ -124,8 +118,10 @@ def caller_of(scope: Mapping[str, Any]) -> Caller:
     return caller
 
 
-def enter_quota(scope: MutableMapping[str, Any]) -> AbstractContextManager[object]:
-    """Takes a request from its caller's quota, with its entity if that is known; raises Problem (429).
+def enter_quota(
+    scope: MutableMapping[str, Any], *, is_of_one: bool
+) -> AbstractContextManager[object]:
+    """Takes a request from its caller's quota, with its entity if it `is_of_one`; raises Problem (429).
 
     The request is in flight until the context ends.
     """
@@ -133,7 +129,6 @@ def enter_quota(scope: MutableMapping[str, Any]) -> AbstractContextManager[objec
     quota = caller.quota
     if quota is None or caller.is_expired:
         return contextlib.nullcontext()
-    is_of_one = scope["method"] == "GET" and scope["path"].startswith(_ENTITY_PATHS)
     if (short := quota.enter(int(is_of_one))) is not None:
         raise caller.refused(short)
     if is_of_one:
@@ -195,11 +190,10 @@ class Callers:
         return cls(token_owners, is_open=not token and tokens is None)
 
     def note(self, scope: MutableMapping[str, Any]) -> None:
-        """Notes in a request who sent it, unless that was done or its path asks for no scope."""
-        if scope["path"].startswith(_CALLER_PATHS):
-            if CALLER_KEY not in scope:
-                scope[CALLER_KEY] = self.identify(scope["headers"])
-            scope[CALLER_KEY].counts.requests += 1
+        """Notes in a request who sent it, unless that was done; counts it."""
+        if CALLER_KEY not in scope:
+            scope[CALLER_KEY] = self.identify(scope["headers"])
+        scope[CALLER_KEY].counts.requests += 1
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
         """Owner of the token in these headers (names in lower case), the first one counts; a stranger without one."""

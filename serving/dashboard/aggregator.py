@@ -19,7 +19,6 @@ from serving.dashboard.counters import (
     MISSES,
     REQUESTS,
     STAGES,
-    TAKEN_IN,
     Counts,
     MetricsPublisher,
     counts_of_kind,
@@ -29,7 +28,7 @@ from serving.dashboard.counters import (
     start_of,
     unpack,
 )
-from serving.events.counts import ACCEPTED, REPEATED
+from serving.events.counts import ACCEPTED, REPEATED, TAKEN_IN
 from serving.metrics.collectors import quantile
 from serving.metrics.registry import STAGES as STAGE_NAMES
 from serving.requests.answers import Source

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections import Counter as Sum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, cast
 
@@ -14,10 +13,6 @@ from cache.errors import TierUnavailable
 from cache.events.event import Position
 from cache.l2.control_plane import CommandArgument, ControlPlane
 from serving.events.counts import TEXTS as GAUGES
-from serving.events.counts import EventCounts
-from serving.events.follower import EventFollower
-from serving.events.intake import EventIntake
-from serving.generations.holder import GenerationHolder
 from serving.metrics.registry import Metrics, counts_of
 
 log = logging.getLogger(__name__)
@@ -35,8 +30,6 @@ with newer events, `c` lists of these compared with the night's, and `d` how muc
 REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, STAGES, TIMES = "r", "e", "x", "a:", "m:", "s:", "h:"
 
 ARMS, EVENTS = "n:", "f:"
-
-TAKEN_IN, REFUSED, NEWER_EVENT_ANSWERS, COMPARED, CHANGED_PPM = "v:", "y:", "w", "c", "d"
 
 _TOTALS = (REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, ARMS, EVENTS)
 
@@ -73,8 +66,8 @@ EVENT_NUMBERS: Final = (*GAUGES, "lag_s", "users", "held_bytes", "held_max_bytes
 _Row = Mapping[str, Any]
 
 
-def collect_counts(metrics: Metrics, shed: int = 0, events: EventCounts | None = None) -> Counts:
-    """All that `/metrics` tells of requests, entities, answers, misses, events, and the times of answers and stages."""
+def collect_counts(metrics: Metrics, shed: int = 0) -> Counts:
+    """All that `/metrics` tells of requests, entities, answers, misses, and the times of answers and stages."""
     metrics.settle()
     sums: Sum[str] = Sum({SHED: shed} if shed else {})
     for counter, field, label in (
@@ -91,17 +84,6 @@ def collect_counts(metrics: Metrics, shed: int = 0, events: EventCounts | None =
     ):
         for labels, count in counts_of(counter):
             sums[field + "=".join(labels[label_name] for label_name in names)] += int(count)
-    if events is not None:
-        for prefix, counts in ((TAKEN_IN, events.results), (REFUSED, events.refusals)):
-            sums.update({prefix + name: n for name, n in counts.items() if n})
-        answers, lists, changed_share_sum = metrics.changed_answers.totals()
-        sums.update(
-            {
-                NEWER_EVENT_ANSWERS: answers,
-                COMPARED: lists,
-                CHANGED_PPM: round(changed_share_sum * 1e6),
-            }
-        )
     for stage, spent in metrics.stage_seconds.spent.items():
         sums[STAGES + stage] = round(spent.sum * 1e6)
     for source, spent in metrics.answer_seconds.spent.items():
@@ -298,37 +280,6 @@ def published_at(raw: bytes) -> float:
         return float(orjson.loads(raw)["at"])
     except (ValueError, TypeError, KeyError):
         return 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class EventOverview:
-    """Overview of one worker: what it takes in, what it counts, and what its live generation has."""
-
-    intake: EventIntake
-    follower: EventFollower
-    holder: GenerationHolder
-
-    def to_json(self) -> dict[str, Any]:
-        """The worker's row; what was not looked at yet is left out."""
-        redis, newer_events, served = (
-            self.intake.redis,
-            self.follower.newer_events,
-            self.holder.served,
-        )
-        published = None if served is None else served.live.manifest.events
-        return {
-            **self.intake.counts.gauges,
-            "durability": None
-            if redis.found_durability is None
-            else redis.found_durability.persistence,
-            "demanded": redis.demanded,
-            "lag_s": round(self.follower.lag_s(), 3),
-            "users": len(newer_events.users),
-            "held_bytes": newer_events.size_bytes,
-            "held_max_bytes": self.follower.limit_bytes,
-            "counted_until": str(Position.of_number(newer_events.users.last)),
-            "published_until": None if published is None else published.until,
-        }
 
 
 def merge_rows(worker_rows: Sequence[_Row | None]) -> dict[str, Any] | None:

@@ -10,7 +10,16 @@ from cache.traffic.experiments import rate_ratio
 from serving.dashboard import counters
 from serving.dashboard.aggregator import LATELY_BINS, DrawnBin, FleetReading, quantiles, series
 from serving.dashboard.counters import BIN_S, merge_rows, merged_counts
-from serving.events.counts import ACCEPTED, ERASED, REPEATED
+from serving.events.counts import (
+    ACCEPTED,
+    CHANGED_PPM,
+    COMPARED,
+    ERASED,
+    NEWER_EVENT_ANSWERS,
+    REFUSED,
+    REPEATED,
+    TAKEN_IN,
+)
 from serving.events.follower import EVENTS_BEHIND
 from serving.generations.nights import memory_bytes
 from serving.requests.answers import FALLBACKS, STORED_SOURCES, Source
@@ -355,8 +364,8 @@ def events(
         return None
     answers = sum(counters.counts_of_kind(recent, counters.ANSWERS).values())
     newer_answer_count, lists = (
-        recent.get(counters.NEWER_EVENT_ANSWERS, 0),
-        recent.get(counters.COMPARED, 0),
+        recent.get(NEWER_EVENT_ANSWERS, 0),
+        recent.get(COMPARED, 0),
     )
     taken_positions = [
         events_until
@@ -365,11 +374,11 @@ def events(
     ]
     return {
         **events_overview,
-        "results": counters.counts_of_kind(recent, counters.TAKEN_IN),
-        "refused": counters.counts_of_kind(recent, counters.REFUSED),
+        "results": counters.counts_of_kind(recent, TAKEN_IN),
+        "refused": counters.counts_of_kind(recent, REFUSED),
         "answers": newer_answer_count,
         "answers_share": newer_answer_count / answers if answers else None,
-        "list_change": recent.get(counters.CHANGED_PPM, 0) / (1e6 * lists) if lists else None,
+        "list_change": recent.get(CHANGED_PPM, 0) / (1e6 * lists) if lists else None,
         "taken_until": max(taken_positions, key=Position.parse, default=None),
     }
 

@@ -11,6 +11,7 @@ from cache.filters.filtering import FilterMask
 from cache.filters.reranking import Reranker
 from cache.records import Record
 from cache.tiers.reads import NOWHERE_REASONS, PUBLIC_BY_INTERNAL_REASON, MissReason
+from serving.engine.answer_observer import AnswerObserver, AnswerSample
 from serving.engine.entity import PartialList, PendingAnswer
 from serving.engine.rendering.answer_fields import (
     Exclusions,
@@ -26,7 +27,6 @@ from serving.metrics.registry import Metrics
 from serving.requests.answers import FALLBACKS, STORED_SOURCES, Source
 from serving.requests.models import RequestOptions
 from serving.requests.reasons import LiveReason
-from serving.usage.request_observer import AnswerSample, UsageObserver
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class AnswerBuilder:
     def __init__(
         self,
         metrics: Metrics,
-        watch: UsageObserver,
+        watch: AnswerObserver,
         timer: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
@@ -264,7 +264,7 @@ class AnswerBuilder:
         if not context.is_part:
             self._observe(case, snapshot, source, context)
         elif source is Source.L2 and case.record_key.position >= 0:
-            self._watch.reads.add(snapshot.generation, table, (case.record_key.key,))
+            self._watch.note_read(snapshot.generation, table, (case.record_key.key,))
 
     def _observe(
         self, case: PendingAnswer, snapshot: Snapshot, source: Source, context: RequestContext
@@ -279,11 +279,12 @@ class AnswerBuilder:
             counted_reason = self._watch.classify_miss(snapshot.generation, table, key, reason)
             self._metrics.missed(table, counted_reason)
         elif source is Source.L2:
-            self._watch.read(
+            self._watch.count_read(
                 snapshot.generation, table, case.record_key.key, case.record_key.position >= 0
             )
         if case.is_cold:
-            self._watch.cold.append((table, case.entity.raw or b""))
+            for note in self._watch.on_cold:
+                note((table, case.entity.raw or b""))
 
     def _note(
         self,

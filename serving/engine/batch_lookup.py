@@ -18,6 +18,7 @@ from cache.tiers.reads import Hit, ReadResult, RecordKey, RecordKeys, Rows, Tier
 from serving.access.callers import spend_quota
 from serving.admission.work_pacer import go_on
 from serving.engine.answer_builder import RequestContext
+from serving.engine.answer_observer import AnswerSample
 from serving.engine.entity import PendingAnswer, build_plain_pending
 from serving.engine.rendering.answer_fields import JSON, AnswerJson, origin_of
 from serving.engine.rendering.arrow_answers import NO_ITEMS, StoredRows, answers_stream, row_of
@@ -47,7 +48,6 @@ from serving.requests.parsing import (
     run_in_thread_if_large,
     tighten_deadline,
 )
-from serving.usage.request_observer import AnswerSample
 
 _SLICE_ANSWERS = 128
 """Answers rendered before others may use the event loop."""
@@ -349,7 +349,7 @@ class BatchLookups:
             if l2 < len(keys):
                 at = np.flatnonzero(is_plain)[resolved.is_l2]
                 keys = [keys[key_index] for key_index in at.tolist()]
-            self._watch.read_many(generation, table, keys)
+            self._watch.count_reads(generation, table, keys)
         sampler = self._watch.sampler
         sampler.countdown -= count
         for row_index in sampler.draw_indices(count) if sampler.countdown < 0 else ():

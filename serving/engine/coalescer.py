@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from cache.filters.filtering import FilterMask
 from cache.format.manifest import Table
 from cache.tiers.reads import ReadResult, RecordKey, RecordKeys, Rows
+from serving.engine.answer_observer import AnswerSample
 from serving.engine.batch_lookup import BatchLookups, BatchRequest, read_result_at
 from serving.engine.entity import PendingAnswer, build_plain_pending
 from serving.engine.rendering.json_answers import answer_texts
@@ -23,7 +24,6 @@ from serving.generations.served_set import ServedGenerations
 from serving.requests.answers import STORED_SOURCES, Source
 from serving.requests.models import RequestedEntity, RequestOptions
 from serving.requests.parsing import ParsedLookup
-from serving.usage.request_observer import AnswerSample
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class GetCoalescer:
                     live.generation, *name, tier, "batch", self._clock(), lookup.k, record
                 ))  # fmt: skip
         if read:
-            watch.read_many(live.generation, lookup.table.name, read)
+            watch.count_reads(live.generation, lookup.table.name, read)
 
 
 def _group_lookup(members: Sequence[_GroupMember]) -> BatchRequest:

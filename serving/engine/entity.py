@@ -17,8 +17,8 @@ from cache.model.input_preparation import LiveInput
 from cache.records import Record, decode_record
 from cache.tiers.reads import Hit, Miss, MissReason, ReadResult, RecordKey
 from serving.admission.work_pacer import YieldPacer
+from serving.engine.newer_events import CountedEvents
 from serving.engine.rendering.answer_fields import AnswerJson, Prediction, SentHistory, history_in
-from serving.events.newer_events import CountedEvents
 from serving.generations.snapshot import Snapshot
 from serving.requests.answers import Source
 from serving.requests.errors import Problem, from_input

@@ -8,7 +8,7 @@ from cache.events.new_items import ITEM_VECTORS, NO_ELIGIBLE_NEW_ITEMS, Eligible
 from cache.tiers.reads import Hit, MissReason, ReadResult, RecordKey
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.entity import PendingAnswer
-from serving.events.newer_events import NO_LIMIT, CountedEvents, NewerEvents
+from serving.engine.newer_events import NO_LIMIT, CountedEvents, NewerEvents
 from serving.generations.snapshot import Snapshot
 from serving.requests.models import RequestOptions
 from serving.requests.reasons import LiveReason

@@ -16,14 +16,15 @@ from starlette.types import Message, Receive, Scope
 
 from cache.tiers.l1 import LocalKey, ReadyAnswer
 from cache.tiers.reads import Hit, ReadResult
-from cache.usage.hot_keys import Name
 from serving.access.callers import caller_of
 from serving.admission.work_pacer import waited_in
 from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.engine.answer_builder import RequestContext
+from serving.engine.answer_observer import AnswerSample
 from serving.engine.batch_lookup import BatchLookups, PostedLookups, is_k_too_large
 from serving.engine.coalescer import GetCoalescer, GroupResult, SingleRequest
 from serving.engine.entity import PendingAnswer, find_plain_record_key, with_filter_table
+from serving.engine.l1_warmup import EntityName
 from serving.engine.rendering.answer_fields import JSON, AnswerJson
 from serving.engine.rendering.json_answers import answer_start, ready_with_events
 from serving.engine.service import LookupService
@@ -40,7 +41,6 @@ from serving.requests.parsing import (
     parse_single,
     tighten_deadline,
 )
-from serving.usage.request_observer import AnswerSample
 
 log = logging.getLogger(__name__)
 
@@ -377,7 +377,7 @@ class SingleLookups:
             single_lookup.table, source, self._service.timer() - get.started
         )
         if source is Source.L2:
-            self._watch.read(live.generation, single_lookup.table, get.record_key.key)
+            self._watch.count_read(live.generation, single_lookup.table, get.record_key.key)
         sampler = self._watch.sampler
         sampler.countdown -= 1
         if sampler.countdown < 0:
@@ -466,7 +466,7 @@ class SentAnswers(list[ReadyAnswer]):
         self.due = self._step
         self.time_next()
 
-    def _count(self, entity_names: list[Name]) -> None:
+    def _count(self, entity_names: list[EntityName]) -> None:
         count = len(entity_names)
         self._counters.ready += count
         self._tally.requests[GET_ROUTE] += count

@@ -3,20 +3,64 @@
 import asyncio
 import gc
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Protocol
 
 from cache.tiers.reads import Hit, ReadResult, RecordKey, View
-from cache.usage.hot_keys import Name
 from serving.engine.entity import find_record_key
 from serving.generations.snapshot import Snapshot
 
+EntityName = tuple[str, bytes]
+"""Table and id of an entity."""
+
+RECENT = 4_096
+"""Entities remembered, with repetitions."""
+_REPORT_BOUNDARY: EntityName = ("", b"")
 _SLICE = 16
 _PAUSE_S = 0.002
 """Seconds between slices: readers go first, also on the wire and in Redis."""
 _LONGEST_S = 5.0
 _RECORDS_AT_ONCE = 256
+
+
+class RecentNames(deque[EntityName]):
+    """Entities that were asked for, newest last; appending is all that a request pays for it.
+
+    `flush_pending` adds what was asked for before and is still to be added.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=RECENT)
+        self.flush_pending: Callable[[], None] = lambda: None
+        self._batches: deque[tuple[str, Sequence[bytes]]] = deque()
+        self._waiting = 0
+
+    def add(self, table: str, raws: Sequence[bytes]) -> None:
+        """Adds ids of one table at once: kept as they are until somebody looks."""
+        self._batches.append((table, raws))
+        self._waiting += len(raws)
+        while self._waiting - len(self._batches[0][1]) >= RECENT:
+            self._waiting -= len(self._batches.popleft()[1])
+
+    def names(self) -> Sequence[EntityName]:
+        """Entities that are remembered, all of them."""
+        self.flush_pending()
+        for table, raws in self._batches:
+            self.extend(zip(repeat(table), raws))
+        self._batches.clear()
+        self._waiting = 0
+        return self
+
+    def take_new(self) -> list[EntityName]:
+        """Entities that came since the last call, as far as they are still remembered."""
+        names = list(self.names())
+        last = names[::-1].index(_REPORT_BOUNDARY) if _REPORT_BOUNDARY in names else len(names)
+        if last:
+            self.append(_REPORT_BOUNDARY)
+        return names[len(names) - last :]
 
 
 class BatchReader(Protocol):
@@ -37,13 +81,13 @@ class L1Warmup:
     """
 
     tiers: BatchReader
-    recent: Callable[[], Sequence[Name]]
-    hottest: Callable[[], Awaitable[Sequence[Name]]] | None = None
+    recent: Callable[[], Sequence[EntityName]]
+    hottest: Callable[[], Awaitable[Sequence[EntityName]]] | None = None
     observe: Callable[[int, float], None] = lambda _records, _seconds: None
     timer: Callable[[], float] = time.monotonic
     _generation: str | None = field(init=False, default=None)
-    _warmed_names: set[Name] = field(init=False, default_factory=set)
-    _shared: Sequence[Name] = field(init=False, default=())
+    _warmed_names: set[EntityName] = field(init=False, default_factory=set)
+    _shared: Sequence[EntityName] = field(init=False, default=())
 
     async def __call__(self, coming: Snapshot, current: Snapshot | None) -> None:
         """BatchReads what is hot for the coming generation, this replica's own first; bounded in time."""
@@ -76,7 +120,7 @@ class L1Warmup:
             gc.freeze()
 
 
-def _build_record_keys(coming: Snapshot, names: Sequence[Name]) -> list[RecordKey]:
+def _build_record_keys(coming: Snapshot, names: Sequence[EntityName]) -> list[RecordKey]:
     tables = coming.manifest.tables
     record_keys = [
         find_record_key(coming, tables[name], raw)

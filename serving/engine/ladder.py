@@ -11,6 +11,7 @@ from cache.records import Record, decode_record
 from cache.tiers.reads import Hit, MissReason, ReadResult, RecordKey, View
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.answer_builder import AnswerBuilder, RequestContext
+from serving.engine.answer_observer import AnswerObserver
 from serving.engine.entity import (
     PendingAnswer,
     build_pending_answers,
@@ -18,17 +19,16 @@ from serving.engine.entity import (
     still_open,
 )
 from serving.engine.event_counting import count_newer
+from serving.engine.l1_warmup import RecentNames
 from serving.engine.micro_batcher import ComputedRecord, LiveUnavailable
+from serving.engine.newer_events import NewerEvents
 from serving.engine.rendering.answer_fields import AnswerJson
-from serving.events.newer_events import NewerEvents
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.requests.answers import Source
 from serving.requests.models import LookupRequest, RequestOptions
 from serving.requests.reasons import LiveReason
-from serving.usage.hot_keys import RecentNames
-from serving.usage.request_observer import UsageObserver
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +73,13 @@ class Ladder:
         metrics: Metrics,
         *,
         l2_deadline_s: float,
-        watch: UsageObserver | None = None,
+        watch: AnswerObserver | None = None,
         newer_events: NewerEvents | None = None,
         timer: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.recent = RecentNames()
-        self.watch = watch or UsageObserver(metrics.l1_misses)
+        self.watch = watch or AnswerObserver(metrics.l1_misses)
         self.newer_events = newer_events or NewerEvents()
         self._tiers, self._inferences = tiers, inferences
         self._metrics = metrics

@@ -1,8 +1,9 @@
 """The parts that answer a lookup, and what every answer has to know of the replica."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cache.tiers.tiered import TieredCache
 from serving.admission.controller import Admission
@@ -13,9 +14,8 @@ from serving.generations.pointer_follower import PointerFollower
 from serving.generations.served_set import ServedGenerations
 from serving.metrics.registry import Metrics
 from serving.requests.errors import Problem
-from serving.requests.models import Limits, LookupRequest
+from serving.requests.models import Limits, LookupRequest, RequestedEntity, RequestOptions
 from serving.requests.parsing import HeaderJudge
-from serving.traffic.canary import CanaryRouter
 
 LookupFunction = Callable[[ServedGenerations, LookupRequest, float], Awaitable[list[AnswerJson]]]
 """Answers each entity of a request once, in order, from what was held when it came, at a monotonic time."""
@@ -30,7 +30,6 @@ class LookupService:
     """
 
     follower: PointerFollower
-    trial: CanaryRouter
     ladder: Ladder
     reshaped: LookupFunction
     metrics: Metrics
@@ -70,3 +69,33 @@ class LookupService:
         return AdmissionGate(
             self.admission, headers, lateness, requested, self.body_bytes, self.body_timeout_s
         )
+
+
+AnswersFinisher = Callable[[list[AnswerJson], bool], None]
+"""Takes the answers of a request, and whether the caller chose their items; it may add fields to them."""
+
+
+class RoutedRequest(NamedTuple):
+    """Where a request is answered: by which service, from which of its generations, and who takes the answers."""
+
+    service: LookupService
+    served: ServedGenerations | None = None
+    """None: the generations that the service holds when it is asked."""
+    finishers: tuple[AnswersFinisher, ...] = ()
+    """They take the answers in this order."""
+
+    def capture_served(self) -> ServedGenerations:
+        """The generations to answer from; raises Problem (503) before any is loaded."""
+        return self.service.capture_served() if self.served is None else self.served
+
+    def finish(
+        self, answers: list[AnswerJson], *, is_of_candidates: bool = False
+    ) -> list[AnswerJson]:
+        """The answers, complete; `is_of_candidates` if the caller chose their items."""
+        for finisher in self.finishers:
+            finisher(answers, is_of_candidates)
+        return self.service.attach_staleness(answers)
+
+
+Router = Callable[[RoutedRequest, Sequence[RequestedEntity], RequestOptions], RoutedRequest]
+"""Takes a request as the router before left it, and may send it to another service, or to another generation."""

@@ -1,4 +1,4 @@
 """Events by day: taken in from requests and the inbox, followed in their stream, and counted by answers.
 
-Start at `intake` and `newer_events`.
+Start at `attach`.
 """

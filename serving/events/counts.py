@@ -9,9 +9,11 @@ from prometheus_client.registry import Collector
 
 from cache.format.redis_keys import Keyspace
 from serving.events.connection import EventsRedis, EventsUnavailable
-from serving.metrics.collectors import SecondsHistogram, by_label
+from serving.metrics.collectors import ChangedAnswers, SecondsHistogram, by_label
 
 ACCEPTED, REPEATED, TOO_MANY = "accepted", "repeated", "too_many"
+TAKEN_IN, REFUSED, NEWER_EVENT_ANSWERS, COMPARED, CHANGED_PPM = "v:", "y:", "w", "c", "d"
+"""Fields, or their beginnings, of counts as the dashboard adds them up."""
 ERASED = "erased"
 """Reason under which nothing of the event is kept: who was erased is not to be found here either."""
 REFUSALS = ("events_full", "events_unavailable", "overloaded")
@@ -99,3 +101,12 @@ TEXTS = {
     "inbox_lag_seconds": "Age of the oldest of them, by Redis' clock",
 }
 """Help text by gauge."""
+
+
+def counts_by_field(counts: EventCounts, changed_answers: ChangedAnswers) -> dict[str, int]:
+    """What became of events, and of answers with newer ones, by the fields of the dashboard."""
+    by_field = {f"{TAKEN_IN}{name}": n for name, n in counts.results.items() if n}
+    by_field |= {f"{REFUSED}{name}": n for name, n in counts.refusals.items() if n}
+    answers, lists, changed_share_sum = changed_answers.totals()
+    changed_ppm = round(changed_share_sum * 1e6)
+    return by_field | {NEWER_EVENT_ANSWERS: answers, COMPARED: lists, CHANGED_PPM: changed_ppm}

@@ -21,7 +21,7 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.resp import ASYNC_BOUNDED_POOL_SETTINGS, check_replies
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
-from serving.events.newer_events import NO_LIMIT, NewerEvents
+from serving.engine.newer_events import NO_LIMIT, NewerEvents
 from serving.generations.heartbeat import RedisClock
 from serving.generations.holder import GenerationHolder
 from serving.process.resources import InThread

@@ -54,8 +54,8 @@ from serving.engine.entity import (
 from serving.engine.event_counting import count_newer, new_items_of
 from serving.engine.ladder import Ladder
 from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable, MicroBatcher
+from serving.engine.newer_events import CountedEvents, NewerEvents, iso_of
 from serving.engine.rendering.answer_fields import Prediction, from_defaults, from_record, is_cut
-from serving.events.newer_events import CountedEvents, NewerEvents, iso_of
 from serving.filters.filtered_lookup import Filters
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.served_set import ServedGenerations

@@ -13,14 +13,13 @@ from serving.access.callers import Callers, caller_of, enter_quota
 from serving.admission.controller import Admission
 from serving.admission.gate import OVERLOADED_REFUSAL, AdmissionGate, refusal_of
 from serving.admission.work_pacer import IS_GONE, PACER, CallerGone, note_wait
+from serving.http.openapi import ApiPaths
+from serving.replica.hooks import RequestWatch
 from serving.requests.bodies import BODIES_BYTES_MAX, BodyBudget, Messages
 from serving.requests.errors import Problem
-from serving.tracing.observer import RequestObserver
 
 ADMITTED = "larder.admitted"
 """Key in the scope of a request that `refusal` let go on."""
-
-_LIMITED = ("/v1/lookup", "/v1/score", "/v1/explain")
 
 
 class ParsedGet(Protocol):
@@ -85,14 +84,21 @@ class _Admitted:
 class AsgiApp(FastAPI):
     """FastAPI as its callers meet it: observed, admitted, within bounds. Without a `gate` it is FastAPI alone."""
 
-    def __init__(self, *, bodies_bytes: int = BODIES_BYTES_MAX, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        paths: ApiPaths,
+        bodies_bytes: int = BODIES_BYTES_MAX,
+        **settings: Any,
+    ) -> None:
         super().__init__(**settings)
+        self.paths = paths
         self.bodies = BodyBudget(bodies_bytes)
         self.callers = Callers(is_open=True)
         self.has_room: Callable[[], bool] = _always
         """Returns whether the answers that peers have not taken leave room for a large one."""
         self.gate: AdmissionGate | None = None
-        self.watch: RequestObserver | None = None
+        self.watch: RequestWatch | None = None
         self.fast: FastPath | None = None
         self.untraced_fast: FastPath | None = None  # the same, unless each request may be traced
         self.document: dict[str, Any] = {}
@@ -111,7 +117,8 @@ class AsgiApp(FastAPI):
                     **scope,
                     "method": "GET",
                 }  # the server leaves the body out (RFC 9110, section 9.3.2)
-            self.callers.note(scope)
+            if scope["path"].startswith(self.paths.of_callers):
+                self.callers.note(scope)
         if gate is None or scope["type"] != "http":
             await super().__call__(scope, receive, send)
         elif scope["method"] != "GET":
@@ -142,11 +149,13 @@ class AsgiApp(FastAPI):
         scope: Scope,
         receive: Receive,
         send: Send,
-        watch: RequestObserver | None = None,
+        watch: RequestWatch | None = None,
     ) -> None:
         """Answers a request of a caller with a quota, in flight until its response is sent."""
         try:
-            entered = enter_quota(scope)
+            is_get = scope["method"] == "GET"
+            is_of_one = is_get and scope["path"].startswith(self.paths.of_one_entity)
+            entered = enter_quota(scope, is_of_one=is_of_one)
         except Problem as problem:
             await _send_messages(gate.count_if_refused(refusal_of(problem)), send)
             return
@@ -159,10 +168,10 @@ class AsgiApp(FastAPI):
         scope: Scope,
         receive: Receive,
         send: Send,
-        watch: RequestObserver | None = None,
+        watch: RequestWatch | None = None,
     ) -> None:
         """Answers a request without a ready answer; lookups, scores and explanations need admission."""
-        if not scope["path"].startswith(_LIMITED):  # decoded, as the router reads it
+        if not scope["path"].startswith(self.paths.limited):  # decoded, as the router reads it
             await self._behind(None, scope, receive, send, watch)
             return
         answer, is_short = OVERLOADED_REFUSAL, scope["method"] == "GET"
@@ -217,7 +226,7 @@ class AsgiApp(FastAPI):
         scope: Scope,
         receive: Receive,
         send: Send,
-        watch: RequestObserver | None,
+        watch: RequestWatch | None,
     ) -> None:
         """The complete way: what was read already goes to the ladder, all else through the router."""
         below = super().__call__

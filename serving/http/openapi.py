@@ -1,19 +1,21 @@
 """OpenAPI document of the service: its operations, declared once, and the document built from them. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 from cache.formats import RELEASE
 from serving.access.token_file import Scope
-from serving.dashboard.document import DASHBOARD
 from serving.http import schemas
-from serving.requests.errors import ERROR_CODES
+from serving.requests.errors import ERROR_CODES, ErrorCode
 from serving.requests.models import Limits
 from serving.requests.named_schema import Json, collected
 from serving.requests.negotiation import JSON_TYPE
 
 BEARER = "bearer"
+
+_API_PREFIX = "/v1/"
 
 TAGS: Mapping[str, str] = {
     "lookups": "Answers for entities, each marked with where it came from",
@@ -76,7 +78,8 @@ _COMMON_CODES = ("internal_error", "not_ready", "overloaded")
 class Operation:
     """One method of one path, as its callers see it.
 
-    `codes`: codes of refusals that it has besides those of its kind; `has_arrow`: body and answer may be Arrow streams.
+    `codes`: its own codes of refusals, besides those of its kind; `has_arrow`: body and answer may be Arrow streams.
+    `is_limited`: admission holds it, and all whose paths begin as its own does; `is_counted`: `/metrics` counts it.
     """
 
     method: str
@@ -96,21 +99,28 @@ class Operation:
     has_query: bool = False
     has_options: bool = False
     has_arrow: bool = False
-    codes: tuple[str, ...] = ()
+    codes: Mapping[str, ErrorCode] = field(default_factory=lambda: MappingProxyType({}))
+    is_limited: bool = False
+    is_counted: bool = True
     scope: Scope | None = None
     """Scope that a caller's token needs; None where anybody may ask."""
     statuses: Mapping[str, Json] = field(default_factory=lambda: MappingProxyType({}))
     """Answers under other statuses that are no refusals."""
 
-    def described(self, *, has_tokens: bool) -> Json:
-        """Return the operation object of OpenAPI, with named schemas in it."""
+    @property
+    def fixed_path(self) -> str:
+        """The path up to its first parameter."""
+        return self.path.partition("{")[0]
+
+    def described(self, problem: Json, *, has_tokens: bool) -> Json:
+        """Return the operation object of OpenAPI, with named schemas in it; `problem` is that of refusals."""
         operation: Json = {
             "operationId": self.operation_id,
             "tags": [self.tag],
             "summary": self.summary,
             "description": self.description,
             "parameters": self._parameters(),
-            "responses": self._responses(has_tokens=has_tokens),
+            "responses": self._responses(problem, has_tokens=has_tokens),
         }
         if self.body is not None:
             content = {"schema": self.body, "example": self.body_example}
@@ -148,7 +158,7 @@ class Operation:
             for name, schema in parameter_schemas.items()
         ]
 
-    def _responses(self, *, has_tokens: bool) -> Json:
+    def _responses(self, problem: Json, *, has_tokens: bool) -> Json:
         answered = {"schema": self.answer, "example": self.example}
         responses = {
             self.status: {"description": "Answered", "content": {JSON_TYPE: answered}},
@@ -157,10 +167,10 @@ class Operation:
         if self.scope is None:
             return responses
         meanings: dict[int, list[str]] = {}
+        declared = {**ERROR_CODES, **self.codes}
         for code in self._codes(has_tokens=has_tokens):
-            meanings.setdefault(ERROR_CODES[code].status, []).append(
-                f"`{code}`: {ERROR_CODES[code].meaning}"
-            )
+            error = declared[code]
+            meanings.setdefault(error.status, []).append(f"`{code}`: {error.meaning}")
         description_by_status = {
             str(status): "; ".join(lines) for status, lines in meanings.items()
         }
@@ -169,9 +179,10 @@ class Operation:
         if self.body is not None or self.has_options:
             description_by_status["422"] = _UNANSWERABLE
         refusals = {
-            status: _refusal(text, status) for status, text in sorted(description_by_status.items())
+            status: _refusal(problem, text, status)
+            for status, text in sorted(description_by_status.items())
         }
-        return responses | refusals | {"default": _refusal(_OTHER_REFUSALS)}
+        return responses | refusals | {"default": _refusal(problem, _OTHER_REFUSALS)}
 
     def _codes(self, *, has_tokens: bool) -> Iterable[str]:
         if has_tokens:
@@ -185,24 +196,62 @@ class Operation:
         yield from (*self.codes, *_COMMON_CODES)
 
 
-def _refusal(description: str, status: str = "") -> Json:
+def _refusal(problem: Json, description: str, status: str = "") -> Json:
     headers = {"headers": _RETRY_AFTER} if status in ("429", "503") else {}
     return {
         "description": description,
         **headers,
-        "content": {JSON_TYPE: {"schema": schemas.ERROR}},
+        "content": {JSON_TYPE: {"schema": problem}},
     }
 
 
-def openapi_document(operations: Iterable[Operation], *, has_tokens: bool) -> Json:
+class ApiPaths(NamedTuple):
+    """Beginnings of paths by what is done with their requests before a route sees them."""
+
+    of_callers: tuple[str, ...]
+    """They ask for a scope; no route elsewhere may, for nobody is identified there."""
+    limited: tuple[str, ...]
+    """Admission holds them."""
+    of_one_entity: tuple[str, ...]
+    """Asked for by GET they name the one entity that they are about."""
+
+    @classmethod
+    def of(cls, operations: Iterable[Operation]) -> "ApiPaths":
+        """The beginnings of these operations' paths, each once."""
+        callers, limited, one = {_API_PREFIX: None}, dict[str, None](), dict[str, None]()
+        for operation in operations:
+            if operation.scope is not None and not operation.path.startswith(_API_PREFIX):
+                callers[operation.fixed_path] = None
+            if operation.is_limited:
+                limited[operation.fixed_path.rstrip("/")] = None
+            if operation.method == "get" and "entity" in operation.path_names:
+                one[operation.fixed_path] = None
+        return cls(tuple(callers), tuple(limited), tuple(one))
+
+
+def by_tag(operations: Iterable[Operation]) -> list[Operation]:
+    """The operations by their tags, in the order of TAGS."""
+    tags = list(TAGS)
+    return sorted(operations, key=lambda operation: tags.index(operation.tag))
+
+
+def refusal_codes(operations: Iterable[Operation]) -> Mapping[str, ErrorCode]:
+    """Every code of a service with these operations, by status."""
+    own_codes = {name: code for operation in operations for name, code in operation.codes.items()}
+    codes = {**ERROR_CODES, **own_codes}
+    return dict(sorted(codes.items(), key=lambda named_code: named_code[1].status))
+
+
+def openapi_document(operations: Sequence[Operation], *, has_tokens: bool) -> Json:
     """Return the document of a service; `has_tokens`: callers of what has a scope send a token.
 
-    Raises ConfigError where two different schemas have one name.
+    Operations stand by their tags, in the order of TAGS. Raises ConfigError where two different schemas have one name.
     """
     schema_by_name: Json = {}
     paths: Json = {}
-    for operation in (*operations, *PROBES):
-        described = collected(operation.described(has_tokens=has_tokens), schema_by_name)
+    problem = schemas.problem(refusal_codes(operations))
+    for operation in (*by_tag(operations), *PROBES):
+        described = collected(operation.described(problem, has_tokens=has_tokens), schema_by_name)
         paths.setdefault(operation.path, {})[operation.method] = described
     paths["/metrics"] = {"get": METRICS_OPERATION}
     components: Json = {"schemas": dict(sorted(schema_by_name.items()))}
@@ -226,7 +275,11 @@ def openapi_document(operations: Iterable[Operation], *, has_tokens: bool) -> Js
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/", "description": "This service"}],
-        "tags": [{"name": name, "description": text} for name, text in TAGS.items()],
+        "tags": [
+            {"name": name, "description": text}
+            for name, text in TAGS.items()
+            if any(operation.tag == name for operation in (*operations, *PROBES))
+        ],
         "security": [],
         "paths": paths,
         "components": components,
@@ -286,13 +339,13 @@ METRICS_OPERATION: Json = {
     },
 }
 
-_GENERATION_EXAMPLE = "20261120T000000Z-4c279bf25f9b"
+GENERATION_EXAMPLE = "20261120T000000Z-4c279bf25f9b"
 _PUBLISHED_EXAMPLE = "2026-11-20T11:31:29Z"
 
 _ORIGIN_EXAMPLE: Json = {
     "source": "l2",
     "producer": "batch",
-    "generation": _GENERATION_EXAMPLE,
+    "generation": GENERATION_EXAMPLE,
     "age_seconds": 140.6,
     "published_at": _PUBLISHED_EXAMPLE,
 }
@@ -312,23 +365,9 @@ _VECTOR_EXAMPLE: Json = {
     "vector": [0.25, -0.5],
     **_ORIGIN_EXAMPLE,
 }
-_TIER_EXAMPLE: Json = {"found": True, "by": "batch"}
-
-_EXPLANATION_EXAMPLE: Json = {
-    "table": "user_topk",
-    "id": "u-00042",
-    "sentence": "L1 would answer: the night computed it and it was asked before",
-    "generation": _GENERATION_EXAMPLE,
-    "answer": {"tier": "l1", "reason": None, "live": None},
-    "directory": {"known": True},
-    "l1": _TIER_EXAMPLE,
-    "l2": _TIER_EXAMPLE,
-    "model": {"computed_from": None},
-}
-
 _GENERATIONS_EXAMPLE: Json = {
     "live": {
-        "generation": _GENERATION_EXAMPLE,
+        "generation": GENERATION_EXAMPLE,
         "epoch": 1795174289000,
         "published_at": _PUBLISHED_EXAMPLE,
         "data_until": 1795132800,
@@ -346,8 +385,8 @@ _ORDER_NOTE = (
 )
 
 
-def described_operations(limits: Limits) -> tuple[Operation, ...]:
-    """Return the operations of a service with these limits; routes are tried in this order."""
+def core_operations(limits: Limits) -> tuple[Operation, ...]:
+    """Return the operations of a service without features, with these limits."""
     lookup_body = {"entities": ["u-00042", {"history": ["i-01302", "i-01128"]}], "k": 2}
     return (
         Operation(
@@ -363,6 +402,7 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
             path_names=("table", "entity"),
             has_query=True,
             has_options=True,
+            is_limited=True,
             scope="read",
         ),
         Operation(
@@ -380,6 +420,7 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
             path_names=("table",),
             has_options=True,
             has_arrow=True,
+            is_limited=True,
             scope="read",
         ),
         Operation(
@@ -399,6 +440,7 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
                 ]
             },
             has_options=True,
+            is_limited=True,
             scope="read",
         ),
         Operation(
@@ -423,73 +465,8 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
             body=schemas.score_body(limits),
             body_example={"user": "u-00042", "items": ["004257", "i-02618", "i-99999"]},
             has_options=True,
+            is_limited=True,
             scope="score",
-        ),
-        Operation(
-            method="post",
-            path="/v1/feedback",
-            operation_id="sendFeedback",
-            tag="reports",
-            summary="What came of answers",
-            description="Counts an event, such as a click, for the generation or the arm that answered. Send "
-            "one of generation, canary_key and arm.",
-            answer=schemas.FEEDBACK_RECEIPT,
-            example={"arm": None},
-            body=schemas.FEEDBACK_BODY,
-            body_example={"event": "click", "generation": _GENERATION_EXAMPLE},
-            scope="feedback",
-        ),
-        Operation(
-            method="post",
-            path="/v1/events",
-            operation_id="sendEvents",
-            tag="reports",
-            summary="What users do",
-            description="Accepts each event once, under its id: sent again after any refusal it counts once. An event "
-            "that cannot be accepted is rejected beside the others.",
-            answer=schemas.EVENTS_RECEIPT,
-            example={
-                "accepted": 1,
-                "repeated": 0,
-                "rejected": [{"index": 1, "reason": "missing_field", "detail": "item is missing"}],
-                "durability": "everysec",
-                "position": "1795174289000-0",
-            },
-            status="202",
-            body=schemas.EVENTS_BODY,
-            body_example={"events": [{"id": "e-1", "user": "u-00042", "item": "i-02618"}]},
-            codes=("events_disabled", "events_full", "events_unavailable"),
-            scope="events",
-        ),
-        Operation(
-            method="get",
-            path="/v1/explain/{table}/{entity}",
-            operation_id="explain",
-            tag="explanations",
-            summary="Why an entity is answered as it is",
-            description="Says which rung would answer, what each holds, and what the model says now. Nothing is "
-            "changed by asking.",
-            answer=schemas.EXPLANATION,
-            example=_EXPLANATION_EXAMPLE,
-            path_names=("table", "entity"),
-            has_query=True,
-            has_options=True,
-            scope="explain",
-        ),
-        Operation(
-            method="post",
-            path="/v1/explain/{table}",
-            operation_id="explainInput",
-            tag="explanations",
-            summary="Why an entity with an input is answered as it is",
-            description="The same for one entity with a history or features.",
-            answer=schemas.EXPLANATION,
-            example=_EXPLANATION_EXAMPLE,
-            body=schemas.lookup_body(limits, 1),
-            body_example={"entities": [{"id": "u-00042", "history": ["i-01302"]}]},
-            path_names=("table",),
-            has_options=True,
-            scope="explain",
         ),
         Operation(
             method="get",
@@ -502,22 +479,5 @@ def described_operations(limits: Limits) -> tuple[Operation, ...]:
             answer=schemas.GENERATIONS,
             example=_GENERATIONS_EXAMPLE,
             scope="read",
-        ),
-        Operation(
-            method="get",
-            path="/dashboard/data",
-            operation_id="getDashboard",
-            tag="operation",
-            summary="Numbers of the dashboard",
-            description="What all workers and replicas count, over the last hour.",
-            answer=DASHBOARD,
-            example={
-                "now": 1795174289.5,
-                "whole": True,
-                "trouble": None,
-                "verdict": {"level": "ok", "sentence": "All is well.", "advice": None, "also": []},
-            },
-            codes=("dashboard_off",),
-            scope="admin",
         ),
     )

@@ -1,9 +1,8 @@
 """Routes of the service: each reads a request, asks the service, and sends its answer or a problem."""
 
-import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,49 +16,38 @@ from cache.store.releases import Canary
 from serving.access.callers import caller_of, spend_quota
 from serving.access.token_file import Scope
 from serving.admission.work_pacer import waited_in
-from serving.dashboard.service import Dashboard
 from serving.engine.rendering.answer_fields import AnswerJson
 from serving.engine.rendering.arrow_answers import answers_stream
-from serving.engine.service import LookupService
-from serving.events.intake import EventIntake
-from serving.events.reading import read_body_of_events
-from serving.explain.explainer import Explainer
+from serving.engine.service import LookupService, RoutedRequest
 from serving.filters.candidate_scoring import rank_candidates
 from serving.filters.filtered_lookup import Filters
 from serving.generations.nights import Nights
 from serving.generations.pointer_follower import Health
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot, user_vector_table
-from serving.http.openapi import Operation, described_operations, openapi_document
-from serving.http.static_files import StaticPage, page_routes
+from serving.http.openapi import Operation, openapi_document
+from serving.http.static_files import StaticPage
 from serving.metrics.registry import CONTENT_TYPE, Metrics
-from serving.quality.monitor import QualityMonitor
+from serving.replica.hooks import Handler, Hooks
 from serving.requests.bodies import as_arrow, as_json, read_body, refusal_response
-from serving.requests.errors import Problem, from_input, unprocessable
-from serving.requests.models import LookupRequest, RequestOptions
+from serving.requests.errors import Problem, from_input
+from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
 from serving.requests.named_schema import Json
-from serving.requests.negotiation import JSON_TYPE, Form, forms
+from serving.requests.negotiation import Form, forms
 from serving.requests.options import with_headers
 from serving.requests.parsing import (
     LOOKUP_PREFIX,
-    feedback_from_json,
     lookup_from_body,
     lookup_from_url,
     pop_content,
     run_in_thread_if_large,
     score_from_json,
 )
-from serving.traffic.experiments.router import ExperimentRouter
 
 log = logging.getLogger(__name__)
 
 DOCS_PAGE = StaticPage("/docs", "serving.http", "docs_page")
 """Page of the routes, drawn from /openapi.json; FastAPI's own loads a script from elsewhere."""
-
-EXPLAIN_PREFIX = b"/v1/explain/"
-
-Handler = Callable[[Request, float], Awaitable[object]]
-"""Handler of a route: takes the request and when it began; a response, or what is to be sent as JSON."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -71,14 +59,11 @@ class Service(LookupService):
     has_tokens: bool
     drain: Callable[[], Awaitable[None]]
     nights: Nights
-    experiments: ExperimentRouter
-    events: EventIntake | None
-    """None where `[events] enabled` is false."""
     expose: Callable[[], Awaitable[bytes]]
-    dashboard: Dashboard
-    explainer: Explainer
-    quality: QualityMonitor
     filters: Filters
+    operations: Sequence[Operation]
+    """Operations of all that has handlers here."""
+    hooks: Hooks
 
 
 def routes(service: Service) -> tuple[APIRouter, Json]:
@@ -96,7 +81,7 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
 
     async def lookup_table(request: Request, started: float) -> object:
         form = forms(request.scope["headers"])
-        lookup_request = await _read_lookup(
+        lookup_request = await read_lookup(
             service, request, form.request_form, request.path_params["table"]
         )
         answers, of = await _look_up(service, request, lookup_request, started)
@@ -107,68 +92,26 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
         return as_arrow(answers_stream(table, ids, dict(enumerate(answers))))
 
     async def lookup_tables(request: Request, started: float) -> object:
-        lookup_request = await _read_lookup(service, request, "json", None)
+        lookup_request = await read_lookup(service, request, "json", None)
         return {"answers": (await _look_up(service, request, lookup_request, started))[0]}
 
     async def score(request: Request, started: float) -> object:
-        score_request = score_from_json(await _read_json(service, request), service.limits)
+        score_request = score_from_json(await read_json(service, request), service.limits)
         spend_quota(request.scope, 1)
         score_request = score_request.with_options(
-            _with_headers(service, request, score_request.options)
+            with_request_headers(service, request, score_request.options)
         )
         user = score_request.user.of_table(user_vector_table(service.capture_served().live).name)
-        of, assigned = service.experiments.route((user,), score_request.options)
-        served, part = of.trial.route(of.capture_served(), (user,), score_request.options)
-        answer = await rank_candidates(of.ladder, service.filters, served, score_request, started)
-        of.trial.count(part, [{"source": answer["source"]}])  # its scores are of the caller's items
-        return of.attach_staleness(service.experiments.attach_arm(assigned, [answer]))[0]
-
-    async def feedback(request: Request, _started: float) -> object:
-        reported_feedback = feedback_from_json(await _read_json(service, request))
-        return service.experiments.feedback(reported_feedback)
-
-    async def events(request: Request, _started: float) -> object:
-        intake = service.events
-        if intake is None:
-            problem_message = "this service takes no events in: set enabled = true in [events]"
-            raise Problem(409, "events_disabled", problem_message)
-        sent_events = intake.reader.extract_events(
-            await _read_events(service, request, intake.reader.config.batch)
-        )
-        spend_quota(request.scope, len(sent_events))
-        return as_json(202, await intake.accept_events(sent_events))
-
-    async def explain_one(request: Request, _started: float) -> object:
-        raw_path = request.scope.get("raw_path") or request.url.path.encode()
-        lookup_request = lookup_from_url(
-            raw_path, EXPLAIN_PREFIX, request.scope["query_string"], service.limits
-        )
-        return await explained(request, lookup_request)
-
-    async def explain_input(request: Request, _started: float) -> object:
-        lookup_request = await _read_lookup(service, request, "json", request.path_params["table"])
-        return await explained(request, lookup_request)
-
-    async def explained(request: Request, lookup_request: LookupRequest) -> object:
-        lookup_request = LookupRequest(
-            lookup_request.entities, _with_headers(service, request, lookup_request.options)
-        )
-        if lookup_request.options.arm is not None:
-            problem_message = (
-                "explanations are of the service's own namespace: ask a service of the arm's"
-            )
-            raise unprocessable("invalid_field", problem_message, "arm")
-        return await service.explainer.explain(service.capture_served(), lookup_request)
+        routed = _route(service, (user,), score_request.options)
+        served, ladder = routed.capture_served(), routed.service.ladder
+        answer = await rank_candidates(ladder, service.filters, served, score_request, started)
+        return routed.finish([answer], is_of_candidates=True)[0]
 
     async def generations(_request: Request, _started: float) -> object:
         holder = service.follower.holder
         return generations_overview(
             service.capture_served(), service.follower.health, holder.canary
         )
-
-    async def dashboard_data(_request: Request, _started: float) -> object:
-        body = await service.dashboard.data()
-        return Response(body, media_type=JSON_TYPE, headers={"Cache-Control": "no-store"})
 
     async def healthz(_request: Request) -> Response:
         return as_json(200, {"status": "ok"})
@@ -186,14 +129,21 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
     async def metrics(_request: Request) -> Response:
         return Response(await service.expose(), media_type=CONTENT_TYPE)
 
-    operations: list[Operation] = []
-
-    def add(handler: Handler, operation: Operation, *, is_counted: bool = True) -> None:
+    handlers: dict[str, Handler] = {
+        "lookup": lookup_one,
+        "lookupBatch": lookup_table,
+        "lookupTables": lookup_tables,
+        "score": score,
+        "getGenerations": generations,
+        **service.hooks.handlers,
+    }
+    for operation in service.operations:
+        handler = handlers[operation.operation_id]
         path, method = operation.path, operation.method.upper()
         assert operation.scope is not None  # noqa: S101  what anybody may ask is no handler of these
         endpoint = guard.around(
             f"{method} {path.partition('{entity')[0].rstrip('/') if '{entity' in path else path}",
-            handler, needs=operation.scope, is_counted=is_counted,
+            handler, needs=operation.scope, is_counted=operation.is_counted,
         )  # fmt: skip
         router.add_api_route(
             path.replace("{entity}", "{entity:rest}"),
@@ -201,30 +151,12 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
             methods=[method],
             name=handler.__name__,
         )
-        operations.append(operation)
-
-    handlers: dict[str, Handler] = {
-        "lookup": lookup_one,
-        "lookupBatch": lookup_table,
-        "lookupTables": lookup_tables,
-        "score": score,
-        "sendFeedback": feedback,
-        "sendEvents": events,
-        "explain": explain_one,
-        "explainInput": explain_input,
-        "getGenerations": generations,
-        "getDashboard": dashboard_data,
-    }
-    for operation in described_operations(service.limits):
-        # Who looks on is not what is looked at, as no probe is.
-        is_counted = operation.operation_id != "getDashboard"
-        add(handlers[operation.operation_id], operation, is_counted=is_counted)
     router.add_api_route("/healthz", healthz, methods=["GET"])
     router.add_api_route("/readyz", readyz, methods=["GET"])
     router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response)
-    router.routes.extend(page_routes())
+    router.routes.extend(service.hooks.pages)
     router.routes.extend(DOCS_PAGE.routes())
-    return router, openapi_document(operations, has_tokens=service.has_tokens)
+    return router, openapi_document(service.operations, has_tokens=service.has_tokens)
 
 
 async def _look_up(
@@ -232,24 +164,32 @@ async def _look_up(
 ) -> tuple[list[AnswerJson], Snapshot]:
     """The answers, one per entity, and the snapshot that was asked."""
     lookup_request = LookupRequest(
-        lookup_request.entities, _with_headers(service, request, lookup_request.options)
+        lookup_request.entities, with_request_headers(service, request, lookup_request.options)
     )
     service.metrics.stage("parse", service.timer() - started)
-    of, assigned = service.experiments.route(lookup_request.entities, lookup_request.options)
-    served, part = of.trial.route(
-        of.capture_served(), lookup_request.entities, lookup_request.options
-    )
-    lookup = of.lookup(is_reshaped=lookup_request.options.is_reshaped)
+    routed = _route(service, lookup_request.entities, lookup_request.options)
+    served = routed.capture_served()
+    lookup = routed.service.lookup(is_reshaped=lookup_request.options.is_reshaped)
     answers = await lookup(served, lookup_request, started)
-    of.trial.count(part, answers)
     live = served.pinned(lookup_request.options.generation).live
-    return of.attach_staleness(service.experiments.attach_arm(assigned, answers)), live
+    return routed.finish(answers), live
 
 
-async def _read_lookup(
-    service: Service, request: Request, form: Form, table: str | None
+def _route(
+    service: Service, entities: Sequence[RequestedEntity], options: RequestOptions
+) -> RoutedRequest:
+    """Where a request is answered, by all routers in order; raises Problem for one that cannot be."""
+    routed = RoutedRequest(service)
+    for router in service.hooks.routers:
+        routed = router(routed, entities, options)
+    return routed
+
+
+async def read_lookup(
+    service: LookupService, request: Request, form: Form, table: str | None
 ) -> LookupRequest:
-    body, limits = await _read_body(service, request), service.limits
+    """Read the body of a lookup, and take its entities from the caller's quota; raises Problem."""
+    body, limits = await read_request_body(service, request), service.limits
     lookup_request = await run_in_thread_if_large(
         body, functools.partial(lookup_from_body, request.scope, body, form, table, limits)
     )
@@ -257,27 +197,23 @@ async def _read_lookup(
     return lookup_request
 
 
-async def _read_json(service: Service, request: Request) -> object:
-    body, limits = await _read_body(service, request), service.limits
+async def read_json(service: LookupService, request: Request) -> object:
+    """Read a body of JSON; raises Problem."""
+    body, limits = await read_request_body(service, request), service.limits
     return await run_in_thread_if_large(
         body, functools.partial(pop_content, request.scope, body, "json", limits)
     )
 
 
-async def _read_events(service: Service, request: Request, events_max: int) -> object:
-    body, limits = await _read_body(service, request), service.limits
-    read = functools.partial(pop_content, request.scope, body, "json", limits)
-    try:
-        return await run_in_thread_if_large(body, read)
-    except Problem as problem:
-        return await asyncio.to_thread(read_body_of_events, problem, body, events_max)
-
-
-async def _read_body(service: Service, request: Request) -> bytes:
+async def read_request_body(service: LookupService, request: Request) -> bytes:
+    """Read a body within the service's bounds; raises Problem."""
     return await read_body(request, service.body_bytes, service.body_timeout_s)
 
 
-def _with_headers(service: Service, request: Request, options: RequestOptions) -> RequestOptions:
+def with_request_headers(
+    service: LookupService, request: Request, options: RequestOptions
+) -> RequestOptions:
+    """The options, with those that stand in the request's headers."""
     return with_headers(options, request.scope["headers"], service.limits)
 
 

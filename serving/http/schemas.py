@@ -1,5 +1,7 @@
 """JSON schemas of what the routes are sent, and of what they answer. Pure data."""
 
+from collections.abc import Mapping
+
 from cache.filters.reranking import BOOSTS_MAX
 from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.requests.answers import (
@@ -12,7 +14,7 @@ from serving.requests.answers import (
     Source,
     fields_of,
 )
-from serving.requests.errors import ERROR_CODES
+from serving.requests.errors import ErrorCode
 from serving.requests.models import Limits
 from serving.requests.named_schema import (
     DETAILS,
@@ -24,24 +26,25 @@ from serving.requests.named_schema import (
 )
 from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
 
-_TEXT_OR_NULL: Json = {"type": ["string", "null"]}
-_DATE_TIME: Json = {"type": "string", "format": "date-time"}
+TEXT_OR_NULL: Json = {"type": ["string", "null"]}
+DATE_TIME: Json = {"type": "string", "format": "date-time"}
 
 
 def object_of(properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
     return {"type": "object", "properties": properties, "required": list(required), **more}
 
 
-def _named(name: str, properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
+def named(name: str, properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
+    """A named object."""
     return NamedSchema(name, object_of(properties, required, **more))
 
 
-def _closed(name: str, properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
+def closed(name: str, properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
     """A named object whose unknown fields are refused."""
     return NamedSchema(name, object_of(properties, required, additionalProperties=False, **more))
 
 
-def _nullable_fields(properties: Json) -> Json:
+def nullable_fields(properties: Json) -> Json:
     """Fields that may be left out of a body; one that is null is not sent."""
     return {name: or_null(field_schema) for name, field_schema in properties.items()}
 
@@ -50,7 +53,8 @@ def list_of(of: Json, **more: object) -> Json:
     return {"type": "array", "items": of, **more}
 
 
-def _details(description: str, *, is_null: bool = False) -> Json:
+def details(description: str, *, is_null: bool = False) -> Json:
+    """Facts for people and dashboards, whose names may change."""
     if is_null:
         return {**or_null(DETAILS), "description": description}
     return with_description(DETAILS, description)
@@ -220,12 +224,12 @@ QUERY: Json = {
 
 def _input_fields(limits: Limits) -> Json:
     history = {**HISTORY, "maxItems": limits.max_history}
-    return _nullable_fields({"id": ID, "history": history, "features": FEATURES})
+    return nullable_fields({"id": ID, "history": history, "features": FEATURES})
 
 
 def _body_options(limits: Limits) -> Json:
     exclude = {**OPTIONS["exclude"], "maxItems": limits.max_exclude}
-    return _nullable_fields({**OPTIONS, "exclude": exclude})
+    return nullable_fields({**OPTIONS, "exclude": exclude})
 
 
 _ID_OR_INPUT: list[Json] = [
@@ -248,44 +252,45 @@ _ID_OR_INPUT: list[Json] = [
 
 def _entity(limits: Limits) -> Json:
     about = "An id, or something to compute an answer from, or both"
-    return _closed("EntityInput", _input_fields(limits), allOf=_ID_OR_INPUT, description=about)
+    return closed("EntityInput", _input_fields(limits), allOf=_ID_OR_INPUT, description=about)
 
 
 def _entity_or_id(limits: Limits) -> Json:
     return NamedSchema("Entity", {"oneOf": [ID, _entity(limits)]})
 
 
-def lookup_body(limits: Limits, entities_max: int | None = None) -> Json:
+def lookup_body(
+    limits: Limits, name: str = "LookupRequest", entities_max: int | None = None
+) -> Json:
     """The body of POST /v1/lookup/{table}; `entities_max` entities, if there is a limit of its own."""
     entities = list_of(_entity_or_id(limits), minItems=1, maxItems=entities_max or limits.max_batch)
-    name = "LookupRequest" if entities_max is None else "ExplainRequest"
-    return _closed(name, {"entities": entities, **_body_options(limits)}, ("entities",))
+    return closed(name, {"entities": entities, **_body_options(limits)}, ("entities",))
 
 
 def tables_lookup_body(limits: Limits) -> Json:
     """The body of POST /v1/lookup."""
     about = "An entity and the table that is asked"
     table = {"type": "string", "description": "Table that is asked"}
-    entity = _closed(
+    entity = closed(
         "TableEntityInput", {"table": table, **_input_fields(limits)}, ("table",), allOf=_ID_OR_INPUT,
         description=about,
     )  # fmt: skip
     entities = list_of(entity, minItems=1, maxItems=limits.max_batch)
-    return _closed(
+    return closed(
         "TablesLookupRequest", {"entities": entities, **_body_options(limits)}, ("entities",)
     )
 
 
 def score_body(limits: Limits) -> Json:
     """The body of POST /v1/score."""
-    return _closed(
+    return closed(
         "ScoreRequest",
         {
             "user": _entity_or_id(limits),
             "items": list_of(
                 ID, minItems=1, maxItems=limits.max_batch, description="Candidates that are ranked"
             ),
-            **_nullable_fields({name: OPTIONS[name] for name in OPTIONS if name != "exclude"}),
+            **nullable_fields({name: OPTIONS[name] for name in OPTIONS if name != "exclude"}),
         },
         ("user", "items"),
     )
@@ -297,104 +302,6 @@ ARROW_LOOKUP: Json = {
     "go as texts into the schema's metadata, by the names that they have in a query; histories, features and "
     "`exclude` need JSON",
 }
-
-
-_FEEDBACK_GENERATION: Json = {
-    "type": "string",
-    "description": "As the answer named it; or canary_key or arm",
-}
-_FEEDBACK_CANARY_KEY: Json = with_description(ID, "As the request had it; or generation or arm")
-_FEEDBACK_ARM: Json = {**OPTIONS["arm"], "description": "EXPERIMENT=ARM, as the answer had them"}
-_FEEDBACK_COUNT: Json = {
-    "type": "integer",
-    "minimum": 1,
-    "maximum": 1_000_000,
-    "description": "1 by default",
-}
-
-
-_EVENT_FIELDS: Json = {
-    "user": ID,
-    "item": ID,
-    "time": {
-        "anyOf": [{"type": "string", "maxLength": 64}, {"type": "number", "minimum": 0}],
-        "description": "When it happened: ISO 8601 (UTC without a zone) or seconds since 1970; by default now",
-    },
-    "id": NamedSchema(
-        "EventId",
-        {
-            "description": "1 to 128 bytes; an event that its user (or the item) had under the same id is a repetition",
-            "oneOf": [
-                {"type": "string", "minLength": 1, "maxLength": 128},
-                {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
-            ],
-        },
-    ),
-    "type": {"type": "string", "minLength": 1, "maxLength": 64},
-    "weight": {"type": "number", "description": "1 by default; 0 or less: in no history"},
-    "attributes": NamedSchema(
-        "Attributes",
-        {
-            "type": "object",
-            "additionalProperties": True,
-            "minProperties": 1,
-            "maxProperties": 64,
-            "description": "Of a user alone or an item alone: text, list of texts, number or boolean by name",
-        },
-    ),
-    "features": FEATURES,
-    "vector": list_of({"type": "number"}, minItems=1, maxItems=8_192),
-}
-
-
-_UNSENT_IF_NULL = ("user", "item", "weight", "features", "vector")
-
-
-EVENT = _closed(
-    "Event",
-    _EVENT_FIELDS | {name: or_null(_EVENT_FIELDS[name]) for name in _UNSENT_IF_NULL},
-    ("id",),
-    description="Interaction of a user with an item, or attributes, features or a vector of one of them",
-)
-
-
-EVENTS_BODY: Json = _closed(
-    "EventsRequest",
-    {
-        "events": list_of(
-            EVENT,
-            minItems=1,
-            description="As many as `[events] batch` has it; one that is none is rejected beside the others",
-        )
-    },
-    ("events",),
-)
-
-
-FEEDBACK_BODY: Json = _closed(
-    "FeedbackRequest",
-    {
-        "event": {
-            "type": "string",
-            "pattern": "^[a-z][a-z0-9_]{0,31}$",
-            "description": "What came of the answer, such as `click`",
-        },
-        **_nullable_fields(
-            {
-                "generation": _FEEDBACK_GENERATION,
-                "canary_key": _FEEDBACK_CANARY_KEY,
-                "arm": _FEEDBACK_ARM,
-                "count": _FEEDBACK_COUNT,
-            }
-        ),
-    },
-    ("event",),
-    oneOf=[
-        {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
-        for name in ("generation", "canary_key", "arm")
-    ],
-    description="What came of answers: of one generation, of one canary key, or of one arm",
-)
 
 
 REASON = open_words(
@@ -434,7 +341,7 @@ SOURCE = NamedSchema(
 def _declared(name: str, of: type[Origin], description: str) -> Json:
     fields = fields_of(of)
     always = [field.name for field in fields if field.declaration.when == "always"]
-    return _named(
+    return named(
         name,
         {field.name: _field_schema(field) for field in fields},
         tuple(always),
@@ -455,7 +362,7 @@ def _columns(fields: tuple[AnswerField, ...]) -> str:
 ANSWER = _declared("Answer", Answer, "Answer for one entity of one table")
 
 
-ANSWERS: Json = _named(
+ANSWERS: Json = named(
     "Answers",
     {"answers": list_of(ANSWER, description="One for each entity, in the order asked")},
     ("answers",),
@@ -474,106 +381,36 @@ ARROW_ANSWERS: Json = {
 RANKED_ITEMS = _declared("RankedItems", Ranking, "Candidates of one user in rank order")
 
 
-ERROR_CODE = open_words(
-    "ErrorCode", ((code, error.meaning) for code, error in ERROR_CODES.items()), "What went wrong"
-)
-
-
-ERROR: Json = _named(
-    "Problem",
-    {
-        "error": _named(
-            "ProblemError",
-            {
-                "code": ERROR_CODE,
-                "message": {"type": "string", "description": "For people: the thing, the value"},
-                "field": {"type": "string", "description": "Place in the request that is at fault"},
-            },
-            ("code", "message"),
-            additionalProperties=True,
-            description="What was refused, and why; further members hold the numbers behind the message",
-        )
-    },
-    ("error",),
-    description="The body of every refusal",
-)
-
-
-_EXPLAINED_TIER = _named(
-    "ExplainedTier",
-    {
-        "found": {"type": "boolean"},
-        "reason": {"type": "string", "description": "Why the tier does not answer"},
-        "by": {"type": "string", "enum": ["batch", "live"], "description": "What computed it"},
-    },
-    ("found",),
-    description="What one tier holds",
-)
-
-
-EXPLANATION: Json = _named(
-    "Explanation",
-    {
-        "table": {"type": "string"},
-        "id": _TEXT_OR_NULL,
-        "sentence": {"type": "string", "description": "Which rung would answer, and why"},
-        "generation": {"type": "string"},
-        "epoch": {"type": "integer"},
-        "published_at": _DATE_TIME,
-        "age_seconds": {"type": "number"},
-        "stale": or_null(STALE_REASON),
-        "degraded": _TEXT_OR_NULL,
-        "answer": _named(
-            "ExplainedAnswer",
-            {
-                "tier": SOURCE,
-                "reason": {**or_null(REASON), "description": "Why it is no plain hit"},
-                "live": {
-                    **or_null(LIVE_REASON),
-                    "description": "Why live could not, though it had an input",
-                },
-            },
-            ("tier", "reason", "live"),
-            description="What would answer",
-        ),
-        "directory": _details("Where the night has it, by its hash"),
-        "events": _details(
-            "Newer events that are counted, `as_of` the newest, and `until` where the generation has them; null: none",
-            is_null=True,
-        ),
-        "page": _details("Its page in Redis with its checksum; null: unknown", is_null=True),
-        "l1": _EXPLAINED_TIER,
-        "l2": _EXPLAINED_TIER,
-        "same_bytes": {
-            "type": ["boolean", "null"],
-            "description": "Whether both tiers hold the same; null: one holds nothing",
+def problem(codes: Mapping[str, ErrorCode]) -> Json:
+    """The body of every refusal, by one of these codes."""
+    code = open_words(
+        "ErrorCode", ((name, error.meaning) for name, error in codes.items()), "What went wrong"
+    )
+    error = named(
+        "ProblemError",
+        {
+            "code": code,
+            "message": {"type": "string", "description": "For people: the thing, the value"},
+            "field": {"type": "string", "description": "Place in the request that is at fault"},
         },
-        "record": _details("What is stored, decoded", is_null=True),
-        "previous": _details("What the previous generation has; null: none held", is_null=True),
-        "model": _details(
-            "What the model says now, and from what: `computed_from` is `sent`, `own` (the item "
-            "itself), `events` (the night's input and newer events), `stored_vector` (scores of the stored list "
-            "only) or null"
-        ),
-        "difference": _details("Model minus record: `exact`, `overlap`, deltas", is_null=True),
-        "default": _details("What answers if nothing else does", is_null=True),
-    },
-    ("table", "id", "sentence", "generation", "answer", "directory", "l1", "l2", "model"),
-    description="Why an entity is answered as it is",
-)
+        ("code", "message"),
+        additionalProperties=True,
+        description="What was refused, and why; further members hold the numbers behind the message",
+    )
+    return named("Problem", {"error": error}, ("error",), description="The body of every refusal")
 
 
-_HELD_GENERATION = _named(
+_HELD_GENERATION = named(
     "HeldGeneration",
     {
         "generation": {"type": "string"},
         "epoch": {"type": "integer"},
-        "published_at": _DATE_TIME,
+        "published_at": DATE_TIME,
         "data_until": {"type": "integer", "description": "Unix seconds"},
-        "entities": _details("Count of entities by entity set"),
-        "tables": _details("Kind, entity set, width, producer and labels by table"),
-        "models": _details("Digest, precision and sizes by model"),
-        "indexes": _details("Kind, recall and size by index"),
+        "entities": details("Count of entities by entity set"),
+        "tables": details("Kind, entity set, width, producer and labels by table"),
+        "models": details("Digest, precision and sizes by model"),
+        "indexes": details("Kind, recall and size by index"),
         "fallback": {
             "type": ["string", "null"],
             "description": "Why live models run on the processor where a GPU's provider was asked for",
@@ -584,14 +421,14 @@ _HELD_GENERATION = _named(
 )
 
 
-GENERATIONS: Json = _named(
+GENERATIONS: Json = named(
     "Generations",
     {
         "live": _HELD_GENERATION,
         "previous": or_null(_HELD_GENERATION),
         "next": {**or_null(_HELD_GENERATION), "description": "Held ready beside them"},
         "canary": or_null(
-            _named(
+            named(
                 "Canary",
                 {
                     "generation": {"type": "string"},
@@ -601,33 +438,33 @@ GENERATIONS: Json = _named(
                 description="A generation that answers a share of the requests",
             )
         ),
-        "blocklist": _named(
+        "blocklist": named(
             "BlocklistCounts",
             {name: {"type": "integer"} for name in ("version", "items", "entities")},
             description="The blocklist that is in force",
         ),
         "ready": {"type": "boolean"},
         "stale": or_null(STALE_REASON),
-        **dict.fromkeys(("degraded", "failed"), _TEXT_OR_NULL),
+        **dict.fromkeys(("degraded", "failed"), TEXT_OR_NULL),
     },
     ("live", "previous", "next", "canary", "blocklist", "ready"),
     description="What this replica serves from",
 )
 
 
-READINESS: Json = _named(
+READINESS: Json = named(
     "Readiness",
     {
         "ready": {"type": "boolean"},
-        "generation": _TEXT_OR_NULL,
+        "generation": TEXT_OR_NULL,
         "epoch": {"type": ["integer", "null"]},
         "stale": or_null(STALE_REASON),
-        **dict.fromkeys(("degraded", "failed"), _TEXT_OR_NULL),
-        "schedule": _named(
+        **dict.fromkeys(("degraded", "failed"), TEXT_OR_NULL),
+        "schedule": named(
             "NightSchedule",
             {
                 "missing": {"type": "boolean", "description": "A generation is due and not there"},
-                "due": _DATE_TIME,
+                "due": DATE_TIME,
                 "age_seconds": {"type": ["number", "null"]},
             },
             ("missing", "due", "age_seconds"),
@@ -639,60 +476,9 @@ READINESS: Json = _named(
 )
 
 
-LIVENESS: Json = _named(
+LIVENESS: Json = named(
     "Liveness",
     {"status": {"type": "string", "enum": ["ok"]}},
     ("status",),
     description="The process answers",
-)
-
-
-EVENTS_RECEIPT: Json = _named(
-    "EventsReceipt",
-    {
-        "accepted": {"type": "integer", "description": "Events that are in the stream"},
-        "repeated": {"type": "integer", "description": "Events that were there before"},
-        "rejected": list_of(
-            _named(
-                "RejectedEvent",
-                {
-                    "index": {"type": "integer", "description": "Place in the request, from 0"},
-                    "reason": {"type": "string"},
-                    "detail": {"type": "string"},
-                },
-                ("index", "reason", "detail"),
-                description="An event that was not accepted, and why",
-            )
-        ),
-        "durability": {
-            "type": "string",
-            "enum": ["always", "everysec", "none", "unknown"],
-            "description": "How their Redis keeps them: on disk by now, within a second, in memory alone, or it does "
-            "not tell",
-        },
-        "position": {
-            **_TEXT_OR_NULL,
-            "description": "Position of the newest accepted one; null: there is none",
-        },
-    },
-    ("accepted", "repeated", "rejected", "durability", "position"),
-    description="What became of the events",
-)
-
-
-FEEDBACK_RECEIPT: Json = _named(
-    "FeedbackReceipt",
-    {
-        "arm": {
-            "type": ["string", "null"],
-            "enum": ["live", "canary", None],
-            "description": "What it was counted for; null without a canary",
-        },
-        "experiment": {
-            "type": "string",
-            "description": "EXPERIMENT=ARM that it was counted for, if any",
-        },
-    },
-    ("arm",),
-    description="What the feedback was counted for",
 )

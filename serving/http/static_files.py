@@ -1,4 +1,4 @@
-"""Pages and the files that they load, under strict headers; the dashboard's numbers come from `/dashboard/data`."""
+"""Pages and the files that they load, under strict headers."""
 
 import functools
 import hashlib
@@ -11,7 +11,6 @@ from fastapi import Request, Response
 from starlette.responses import RedirectResponse
 from starlette.routing import Route
 
-PATH = "/dashboard"
 _INDEX = "index.html"
 _TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -75,19 +74,6 @@ def _read(page: StaticPage) -> Mapping[str, Asset]:
                 body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
             )
     return asset_by_path
-
-
-DASHBOARD = StaticPage(PATH, "serving.dashboard", "page")
-
-
-def assets() -> Mapping[str, Asset]:
-    """Every file of the dashboard by its path."""
-    return DASHBOARD.assets()
-
-
-def page_routes() -> list[Route]:
-    """Routes of the dashboard's files."""
-    return DASHBOARD.routes()
 
 
 async def _send(asset: Asset, request: Request) -> Response:

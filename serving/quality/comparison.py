@@ -17,11 +17,11 @@ from cache.model.tower_spec import TowerSpec
 from cache.quality.probe import FACT, Probe
 from cache.records import decode_record
 from cache.store.artefacts import ArtefactStore, fetch_checked
+from serving.engine.answer_observer import AnswerSample
 from serving.engine.batch_inference import compute
 from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
 from serving.generations.snapshot import Snapshot
 from serving.requests.reasons import LiveReason
-from serving.usage.request_observer import AnswerSample
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,8 @@ from cache.tiers.l1 import LocalKey, LocalTier
 from cache.usage.hot_keys import COLD_WINDOW
 from serving.admission.controller import Admission
 from serving.config.settings import ServingConfig
+from serving.engine.answer_observer import AnswerObserver, AnswerSample, AnswerSampler
+from serving.engine.l1_warmup import RecentNames
 from serving.engine.micro_batcher import MicroBatcher
 from serving.generations.heartbeat import RedisClock
 from serving.generations.holder import GenerationHolder
@@ -29,9 +31,8 @@ from serving.quality.comparison import (
     open_inputs,
 )
 from serving.quality.results import QualityResults, SharedReport
-from serving.usage.hot_keys import HotKeySketch, RecentNames
-from serving.usage.request_observer import AnswerSample, AnswerSampler, UsageObserver
-from serving.usage.table_usage import TableUsage
+from serving.usage.hot_keys import HotKeySketch
+from serving.usage.table_usage import ReadHashes, TableUsage
 
 IDLE_S = 0.2
 """Seconds between looks at an empty queue, and while live requests come first."""
@@ -45,7 +46,7 @@ class QualityMonitor:
     def __init__(
         self,
         config: ServingConfig,
-        watch: UsageObserver,
+        watch: AnswerObserver,
         metrics: Metrics,
         local: LocalTier,
         control: ControlPlane,
@@ -62,9 +63,13 @@ class QualityMonitor:
         def live() -> Any:
             return holder.live
 
-        self.cold = HotKeySketch(control, watch.cold, live, clock, COLD_WINDOW)
+        cold_names, self._reads = RecentNames(), ReadHashes()
+        watch.on_cold.append(cold_names.append)
+        watch.on_read.append(self._reads.add)
+        watch.sampler = AnswerSampler(config.sampled_per_mille)
+        self.cold = HotKeySketch(control, cold_names, live, clock, COLD_WINDOW)
         self._results = QualityResults()
-        self._usage = TableUsage(control, watch.reads, metrics, recent.names, live)
+        self._usage = TableUsage(control, self._reads, metrics, recent.names, live)
         self._shared_report = SharedReport(
             control, name, self._results, self._usage, live, clock, config.quality_s
         )
@@ -85,7 +90,6 @@ class QualityMonitor:
         )
         self._is_sampling = config.sampled_per_mille > 0
         self._running: asyncio.Task[None] | None = None
-        self._watch = watch
         self._every_s = config.quality_s
         for collector in (self._results, self._usage):
             metrics.registry.register(collector)
@@ -103,10 +107,10 @@ class QualityMonitor:
         return {
             "cold_reported": self.cold.reported,
             "cold_reports_failed": self.cold.failed,
-            "reads_left_out": self._watch.reads.left_out,
+            "reads_left_out": self._reads.left_out,
         }
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Starts sampling, unless the share of sampled answers is 0."""
         if self._is_sampling:
             self._running = self._loops.start("quality_samples", self._judge.judge_next)

@@ -61,7 +61,6 @@ ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
     ),
     "not_found": ErrorCode(404, "There is no such route"),
     "unknown_table": ErrorCode(404, "There is no such table; /v1/generations lists them"),
-    "dashboard_off": ErrorCode(404, "The dashboard is switched off here"),
     "method_not_allowed": ErrorCode(
         405, "The route has no such method; `Allow` names those it has"
     ),
@@ -71,7 +70,6 @@ ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
     "body_timeout": ErrorCode(408, "The body did not arrive in time"),
     "generation_gone": ErrorCode(409, "The generation is not held here: ask without it"),
     "arm_gone": ErrorCode(409, "The arm of the experiment is not held here: ask without it"),
-    "events_disabled": ErrorCode(409, "This service takes no events: `[events] enabled` is false"),
     "body_too_large": ErrorCode(413, "The body has more than `limit` bytes: send less at once"),
     "unsupported_media_type": ErrorCode(
         415, "No such form of a body; `supported` lists those there are"
@@ -106,16 +104,9 @@ ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
     ),
     "too_many_numbers": ErrorCode(422, "All features together hold more values than `limit`"),
     "quota_exceeded": ErrorCode(429, "`quota` has no room: come again after `Retry-After`"),
-    "events_full": ErrorCode(
-        429, "The stream takes no more for now: come again after `Retry-After`"
-    ),
     "internal_error": ErrorCode(500, "A defect of the service, which has logged it"),
     "not_ready": ErrorCode(503, "No generation is loaded yet: come again after `Retry-After`"),
     "overloaded": ErrorCode(503, "Too much is under way: come again after `Retry-After`"),
     "l2_unavailable": ErrorCode(503, "Redis does not answer: come again after `Retry-After`"),
-    "events_unavailable": ErrorCode(
-        503,
-        "The Redis of events cannot be reached, or keeps less than `[events] durability` demands",
-    ),
 }
-"""Every code; what is no valid HTTP is refused before it reaches a route, with a plain text."""
+"""Every code but those of single operations; what is no valid HTTP is refused before it reaches a route, as text."""

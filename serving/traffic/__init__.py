@@ -1,4 +1,4 @@
-"""Traffic split by key: canaries here, experiments in a package of their own.
+"""Traffic split by key: canaries and experiments, which of them answers a request, and what is counted of it.
 
-Start at `canary`.
+Start at `attach`.
 """

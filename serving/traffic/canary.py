@@ -4,12 +4,16 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import xxhash
 
 from cache.store.releases import Canary
 from serving.engine.rendering.answer_fields import AnswerJson
+from serving.engine.service import LookupService, RoutedRequest
+from serving.generations.holder import GenerationHolder
 from serving.generations.served_set import ServedGenerations
 from serving.metrics.registry import Metrics
 from serving.requests.answers import FALLBACKS, Source
@@ -83,6 +87,19 @@ class CanaryRouter:
             return served.for_canary(served.next), CanaryAssignment("canary", key, canary)
         return served, CanaryAssignment("live", key, canary)
 
+    @property
+    def has_canary(self) -> bool:
+        """True while a canary runs."""
+        return self._running.canary is not None
+
+    def finish(
+        self, part: CanaryAssignment, answers: Sequence[AnswerJson], is_of_candidates: bool
+    ) -> None:
+        """Count the answers of a request; scores of items that its caller chose say nothing of a generation."""
+        if is_of_candidates:
+            answers = [{"source": answer["source"]} for answer in answers]
+        self.count(part, answers)
+
     def count(self, part: CanaryAssignment | None, answers: Sequence[AnswerJson]) -> None:
         """Count a request of one arm that has its answers.
 
@@ -148,6 +165,39 @@ class CanaryRouter:
     ) -> tuple[ServedGenerations, None]:
         self._metrics.canary_requests.labels(reason).inc()
         return served, None
+
+
+class CanaryRouters:
+    """The router of each namespace that is held, for as long as it is."""
+
+    def __init__(self) -> None:
+        self._router_by_holder: WeakKeyDictionary[GenerationHolder, CanaryRouter] = (
+            WeakKeyDictionary()
+        )
+
+    def add(self, holder: GenerationHolder, router: CanaryRouter) -> None:
+        """Takes the router of a namespace, which is known by what holds its generations."""
+        self._router_by_holder[holder] = router
+
+    def of(self, service: LookupService) -> CanaryRouter:
+        """The router of the namespace that a service answers from."""
+        return self._router_by_holder[service.follower.holder]
+
+    def route_request(
+        self,
+        routed: RoutedRequest,
+        entities: Sequence[RequestedEntity],
+        options: RequestOptions,
+    ) -> RoutedRequest:
+        """Send a request to the live generation or the canary of the namespace that answers it."""
+        router = self._router_by_holder[routed.service.follower.holder]
+        if not router.has_canary:
+            return routed
+        served, assignment = router.route(routed.capture_served(), entities, options)
+        if assignment is None:
+            return routed._replace(served=served)
+        finisher = partial(router.finish, assignment)
+        return routed._replace(served=served, finishers=(finisher, *routed.finishers))
 
 
 def key_of(

@@ -1,61 +1,22 @@
 """Hot keys: remembered in this process, told to Redis every few seconds, and heard from there by who starts cold."""
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import islice
 
 from cache.errors import TierUnavailable
 from cache.l2.control_plane import ControlPlane
 from cache.usage.hot_keys import HOT_WINDOW, HotKeyReport, Name, Window, hour_of
+from serving.engine.l1_warmup import RecentNames
 from serving.generations.snapshot import Snapshot
 
-RECENT = 4_096
-"""Entities remembered, with repetitions."""
 REPORTED = 512
 """Entities told at most each time, the most asked ones."""
 _AT_ONCE = 128
 """Entities in one script: a third of a millisecond of Redis, which readers wait for."""
 _HEAR_S = 1.0
-_REPORT_BOUNDARY: Name = ("", b"")
-
-
-class RecentNames(deque[Name]):
-    """Entities that were asked for, newest last; appending is all that a request pays for it.
-
-    `flush_pending` adds what was asked for before and is still to be added.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(maxlen=RECENT)
-        self.flush_pending: Callable[[], None] = lambda: None
-        self._batches: deque[tuple[str, Sequence[bytes]]] = deque()
-        self._waiting = 0
-
-    def add(self, table: str, raws: Sequence[bytes]) -> None:
-        """Adds ids of one table at once: kept as they are until somebody looks."""
-        self._batches.append((table, raws))
-        self._waiting += len(raws)
-        while self._waiting - len(self._batches[0][1]) >= RECENT:
-            self._waiting -= len(self._batches.popleft()[1])
-
-    def names(self) -> Sequence[Name]:
-        """Entities that are remembered, all of them."""
-        self.flush_pending()
-        for table, raws in self._batches:
-            self.extend(zip(repeat(table), raws))
-        self._batches.clear()
-        self._waiting = 0
-        return self
-
-    def take_new(self) -> list[Name]:
-        """Entities that came since the last call, as far as they are still remembered."""
-        names = list(self.names())
-        last = names[::-1].index(_REPORT_BOUNDARY) if _REPORT_BOUNDARY in names else len(names)
-        if last:
-            self.append(_REPORT_BOUNDARY)
-        return names[len(names) - last :]
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +69,10 @@ class HotKeySketch:
         except TierUnavailable:
             self.failed += 1
             self._reported_names.update(blocked_names)
+
+    def internal_counters(self) -> dict[str, float]:
+        """Event counts by name."""
+        return {"hot_reported": self.reported, "hot_reports_failed": self.failed}
 
     async def hottest(self) -> Sequence[Name]:
         """Entities that all replicas were asked for of late, hottest first; empty when Redis does not say at once."""

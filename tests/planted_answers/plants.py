@@ -34,7 +34,7 @@ class Plant:
 _FILTERED_LOOKUP = "serving/filters/filtered_lookup.py"
 _ANSWER_BUILDER = "serving/engine/answer_builder.py"
 _ENTITY = "serving/engine/entity.py"
-_ARMS = "serving/traffic/experiments/arms.py"
+_ARMS = "serving/traffic/arms.py"
 
 PLANTS = (
     Plant(

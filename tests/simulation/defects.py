@@ -17,6 +17,7 @@ from cache.tiers.singleflight import SingleFlight
 from cache.tiers.tiered import WriteBehind
 from serving.admission.controller import Admission
 from serving.engine.inference import LiveInferences
+from serving.engine.l1_warmup import RecentNames
 from serving.engine.leases import LeaseManager
 from serving.engine.micro_batcher import MicroBatcher
 from serving.generations import pointer_follower, refresher
@@ -26,9 +27,9 @@ from serving.generations.refresher import Refresher
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
-from serving.traffic.experiments.arms import Arm, Arms, ArmState, Routing
-from serving.traffic.experiments.router import ExperimentRouter
-from serving.usage.hot_keys import HotKeySketch, RecentNames
+from serving.traffic.arms import Arm, Arms, ArmState, Routing
+from serving.traffic.router import ExperimentRouter
+from serving.usage.hot_keys import HotKeySketch
 from tests.simulation.scenarios import EXPERIMENTS, Bias
 
 Plant = Callable[[pytest.MonkeyPatch], None]

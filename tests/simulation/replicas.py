@@ -11,7 +11,9 @@ from serving.config.settings import ServingConfig
 from serving.engine.service import LookupService
 from serving.http.routes import Service
 from serving.process.server import Server
-from serving.traffic.experiments.arms import Arms
+from serving.traffic.arms import Arms
+from serving.traffic.router import ExperimentRouter
+from tests.attached import attached
 from tests.simulation import nights
 from tests.simulation.virtual_loop import Host, VirtualLoop, context_of
 
@@ -82,7 +84,7 @@ class Replica:
     @property
     def arms(self) -> Arms | None:
         """Arms of experiments that it holds; None while it is not up."""
-        return None if self.service is None else self.service.experiments._arms
+        return None if self.service is None else attached(self.service, ExperimentRouter)._arms
 
     @property
     def services(self) -> dict[str, LookupService]:

@@ -9,9 +9,9 @@ from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer
 from cache.traffic.experiments import Experiments
 from serving.http.routes import Service
-from serving.namespace import ServedArm
+from serving.replica.namespace import ServedNamespace
 from serving.requests.answers import STORED_SOURCES
-from serving.traffic.experiments.arms import ArmState
+from serving.traffic.arms import ArmState
 from tests.simulation import nights
 from tests.simulation.callers import Asked, Call, Known, Question, Reply, Wrong, judge
 from tests.simulation.leftovers import Broken, demand_nothing_left, demand_sums
@@ -112,22 +112,22 @@ class Rules:
         if not self._records or record.version > self._records[-1].record.version:
             self._records.append(WrittenExperiments(self._of.loop.time(), record))
 
-    def arm_begins(self, arm: ServedArm) -> None:
+    def arm_begins(self, arm: ServedNamespace) -> None:
         """A namespace of an arm is about to load: never a second time beside itself."""
         host, namespace = (
             HOST.get(),
-            arm.held_namespace.namespace_components.remote.control.keyspace.namespace,
+            arm.held_namespace.components.remote.control.keyspace.namespace,
         )
         assert host is not None
         self._open_arms[host, namespace] += 1
         if self._open_arms[host, namespace] > 1:
             raise Broken(f"{host.name} has opened {namespace} twice")
 
-    def arm_ended(self, arm: ServedArm) -> None:
+    def arm_ended(self, arm: ServedNamespace) -> None:
         """A namespace of an arm is closed."""
         host, namespace = (
             HOST.get(),
-            arm.held_namespace.namespace_components.remote.control.keyspace.namespace,
+            arm.held_namespace.components.remote.control.keyspace.namespace,
         )
         assert host is not None
         self._open_arms[host, namespace] = 0

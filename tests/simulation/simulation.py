@@ -23,8 +23,8 @@ from cache.store.artefacts import read_manifest
 from cache.store.blocklist import Blocklist
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
-from serving.namespace import ServedArm
 from serving.process.resources import freeze_objects
+from serving.replica.namespace import ServedNamespace
 from tests.simulation import nights, substitution
 from tests.simulation.callers import Call, Client, Reply
 from tests.simulation.faults import Faults, NoThread
@@ -463,21 +463,21 @@ def installed() -> Iterator[None]:
     ) -> Snapshot:
         return _CURRENT[-1].open(store, generation, epoch, published_at, blocklist)
 
-    async def start(self: ServedArm) -> None:
+    async def start(self: ServedNamespace) -> None:
         _CURRENT[-1].rules.arm_begins(self)
         await real_start(self)
 
-    async def aclose(self: ServedArm) -> None:
+    async def aclose(self: ServedNamespace) -> None:
         try:
             await real_aclose(self)
         finally:
             _CURRENT[-1].rules.arm_ended(self)
 
-    real_start, real_aclose = ServedArm.start, ServedArm.aclose
+    real_start, real_aclose = ServedNamespace.start, ServedNamespace.aclose
     real_open, kernels, hook = Snapshot.__dict__["open"], loader.kernels, sys.unraisablehook
     root, errors = logging.getLogger(), _Errors(logging.ERROR)
     Snapshot.open = opened  # type: ignore[method-assign]
-    ServedArm.start, ServedArm.aclose = start, aclose  # type: ignore[method-assign]
+    ServedNamespace.start, ServedNamespace.aclose = start, aclose  # type: ignore[method-assign]
     loader.kernels = pure
     handlers, root.handlers = root.handlers, [errors]
     # A collection ends coroutines, in the middle of whatever runs: between simulations it meets none,
@@ -493,7 +493,7 @@ def installed() -> Iterator[None]:
         gc.enable()
         root.handlers = handlers
         Snapshot.open, loader.kernels = real_open, kernels  # type: ignore[method-assign]
-        ServedArm.start, ServedArm.aclose = real_start, real_aclose  # type: ignore[method-assign]
+        ServedNamespace.start, ServedNamespace.aclose = real_start, real_aclose  # type: ignore[method-assign]
         sys.unraisablehook = hook
 
 

@@ -20,6 +20,41 @@ MODULES = {
 FAST_WAY = {"serving.engine.hot_route", "serving.http.lookup_connection"}
 """Modules that exist for speed alone: the service goes without them, so one module alone may name them."""
 
+FEATURE_LIST = "serving.features"
+"""Module that alone names the features of the service."""
+FEATURES = {
+    "serving": (
+        "dashboard", "events", "explain", "filters", "near", "quality", "tracing", "traffic", "usage",
+    ),
+    "cache": ("events", "filters", "quality", "traffic", "usage"),
+}  # fmt: skip
+"""Features at the rim, by the package that has a half of each."""
+INSIDE_THE_ENGINE = {"filters", "near"}
+"""Features that are built by the core itself: they work within the engine, where they have no hooks yet."""
+EXCEPTIONS = {
+    "serving.bootstrap": {"filters", "near"},
+    "serving.config.settings": {"filters"},
+    "serving.engine.answer_builder": {"filters"},
+    "serving.engine.batch_inference": {"events", "near"},
+    "serving.engine.coalescer": {"filters"},
+    "serving.engine.entity": {"events", "filters"},
+    "serving.engine.event_counting": {"events"},
+    "serving.engine.micro_batcher": {"events"},
+    "serving.engine.newer_events": {"events"},
+    "serving.engine.rendering.answer_fields": {"filters"},
+    "serving.engine.rendering.json_answers": {"filters"},
+    "serving.generations.holder": {"events", "traffic"},
+    "serving.generations.served_set": {"events", "filters", "traffic"},
+    "serving.generations.snapshot": {"events", "filters"},
+    "serving.http.routes": {"filters"},
+    "serving.http.schemas": {"filters"},
+    "serving.namespace": {"events", "near"},
+    "serving.replica.hooks": {"filters"},
+    "serving.requests.models": {"filters"},
+    "serving.requests.options": {"events", "filters"},
+}
+"""What the core of the service imports of features. It may only shrink."""
+
 ALLOWED = {
     "cache": {"cache"},
     "precompute": {"precompute", "cache"},
@@ -234,6 +269,30 @@ def test_the_fast_way_can_be_left_out() -> None:
     importers = {module for module in MODULES if imported_modules(module) & FAST_WAY}
 
     assert importers - FAST_WAY == {"serving.app"}
+
+
+def feature_of(module: str) -> str:
+    """The feature that a module is of, whichever package has it; "" for the core."""
+    package, _, rest = module.partition(".")
+    name = rest.partition(".")[0]
+    return name if name in FEATURES.get(package, ()) else ""
+
+
+def test_the_core_imports_no_feature() -> None:
+    imported_features = {
+        module: {feature_of(name) for name in imported_modules(module)} - {""}
+        for module in MODULES
+        if module.startswith("serving.") and module != FEATURE_LIST and not feature_of(module)
+    }
+
+    # Equal, so that the list shrinks with what is mended.
+    assert {module: names for module, names in imported_features.items() if names} == EXCEPTIONS
+
+
+def test_every_feature_is_attached_by_the_list() -> None:
+    attached = {feature_of(name) for name in imported_modules(FEATURE_LIST)} - {""}
+
+    assert attached | INSIDE_THE_ENGINE == set(FEATURES["serving"])
 
 
 def test_a_planted_circle_is_noticed() -> None:

@@ -14,8 +14,8 @@ from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from precompute.events.files import last_taken
 from precompute.events.stream import take_events
+from serving.engine.newer_events import NewerEvents
 from serving.events.follower import NewestPosition
-from serving.events.newer_events import NewerEvents
 from tests.integration.events.durable_redis import DurableRedis, stream_of
 from tests.integration.events.intakes import event, intake
 

@@ -9,13 +9,13 @@ import pytest
 from cache.store.blocklist import change_blocklist
 from precompute.traffic import experiments
 from precompute.traffic.experiments import ArmOption, ExperimentOption
-from serving.namespace import ServedArm
+from serving.replica.namespace import ServedNamespace
 from tests.integration.experiments.arms import arms
 from tests.integration.nights import histories
 from tests.integration.serving_app import eventually, serving
 
 LOADS_S = 1.5
-load_at_once = ServedArm.start
+load_at_once = ServedNamespace.start
 
 
 def option(own_namespace: str, arm_namespace: str) -> ExperimentOption:
@@ -34,12 +34,12 @@ class HeldStart:
     def put_in_force(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Hold every start of an arm from now on."""
 
-        async def start(arm: ServedArm) -> None:
+        async def start(arm: ServedNamespace) -> None:
             self.has_begun.set()
             await self.may_end.wait()
             await load_at_once(arm)
 
-        monkeypatch.setattr(ServedArm, "start", start)
+        monkeypatch.setattr(ServedNamespace, "start", start)
 
 
 async def test_what_is_blocked_while_an_arm_starts_is_in_none_of_its_answers(
@@ -83,10 +83,10 @@ async def test_a_service_that_starts_opens_each_arm_once(
 ) -> None:
     own_config, arm_config = arms(tmp_path, redis_url)
     experiments.start(own_config, option(own_config.namespace, arm_config.namespace), holdout=None)
-    opened: list[ServedArm] = []
+    opened: list[ServedNamespace] = []
     is_opened_again = asyncio.Event()
 
-    async def load_for_long(arm: ServedArm) -> None:
+    async def load_for_long(arm: ServedNamespace) -> None:
         opened.append(arm)
         if len(opened) > 1:
             is_opened_again.set()
@@ -94,7 +94,7 @@ async def test_a_service_that_starts_opens_each_arm_once(
             await asyncio.wait_for(is_opened_again.wait(), LOADS_S)
         await load_at_once(arm)
 
-    monkeypatch.setattr(ServedArm, "start", load_for_long)
+    monkeypatch.setattr(ServedNamespace, "start", load_for_long)
     async with serving(own_config, blocklist_poll_s=0.05) as running:
 
         async def is_held() -> bool:

@@ -39,10 +39,10 @@ from serving.generations.refresher import Refresher
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.requests.models import FeedbackReport
-from serving.traffic.canary import CanaryRouter
-from serving.traffic.experiments.arms import Arms
-from serving.traffic.experiments.exposures import ExposureLog
-from serving.traffic.experiments.router import ExperimentRouter
+from serving.traffic.arms import Arms
+from serving.traffic.canary import CanaryRouter, CanaryRouters
+from serving.traffic.exposures import ExposureLog
+from serving.traffic.router import ExperimentRouter
 from tests.integration.release_world import Clock
 from tests.integration.release_world import World as Nights
 from tests.unit.serving.world import LIMITS, USERS, World, ask, entity
@@ -126,8 +126,9 @@ class HeldByReplica:
             self.follower, store, control, beat, poll_s=1, blocklist_poll_s=1, heartbeat_s=1,
             in_thread=asyncio.to_thread, timer=clock,
         )  # fmt: skip
+        days.canaries.add(holder, CanaryRouter(holder, metrics))
         self.service = LookupService(
-            follower=self.follower, trial=CanaryRouter(holder, metrics), ladder=self.world.ladder,
+            follower=self.follower, ladder=self.world.ladder,
             reshaped=cast(Any, None), metrics=metrics, limits=LIMITS, body_bytes=1, body_timeout_s=1.0,
             tiers=self.world.tiers, l2_bound_s=lambda: 1.0, admission=cast(Any, None),
         )  # fmt: skip
@@ -172,7 +173,7 @@ class SimReplica:
             self.own.service, own_namespace, days.store_of(own_namespace), self._hold,
             in_thread=asyncio.to_thread, grace_s=GRACE_S, timer=days.clock,
         )  # fmt: skip
-        self.router = ExperimentRouter(self.arms, self.exposures, Metrics())
+        self.router = ExperimentRouter(self.arms, self.exposures, Metrics(), days.canaries.of)
 
     def _hold(self, namespace: str) -> HeldByReplica:
         replica_namespace = self.held[namespace] = HeldByReplica(self._days, self.name, namespace)
@@ -228,6 +229,7 @@ class ThirtyDays:
 
     def __post_init__(self) -> None:
         self.rng, self.clock = random.Random(self.seed), Clock()
+        self.canaries = CanaryRouters()
         self.clock.now = float(START)
         self.pool = ConnectionPool.from_url(self.redis_url, protocol=3)
         self.nights = {name: self._night_of(name) for name in self.namespaces}
@@ -413,7 +415,7 @@ class ThirtyDays:
             users = self.rng.sample(USERS, USERS_ASKED)
             lookup = ask(*(entity(user) for user in users), canary_key=key)
             service, assigned = replica.router.route(lookup.entities, lookup.options)
-            served, _ = service.trial.route(
+            served, _ = self.canaries.of(service).route(
                 service.capture_served(), lookup.entities, lookup.options
             )
             answers = replica.router.attach_arm(

@@ -13,8 +13,8 @@ from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_call, pack_e
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer
 from cache.store.blocklist import Blocklist
+from serving.engine.newer_events import NewerEvents
 from serving.events.follower import EventFollower
-from serving.events.newer_events import NewerEvents
 
 BOUNDS = StreamBounds(256 << 20, 86_400_000, 100_000)
 

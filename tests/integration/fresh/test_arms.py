@@ -13,6 +13,8 @@ from cache.config.events import EventsConfig
 from cache.events.event import BEGINNING
 from serving.engine.service import LookupService
 from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
+from serving.traffic.router import ExperimentRouter
+from tests.attached import attached
 from tests.integration.fresh.events_world import EVENTS, EventWorld
 from tests.integration.nights import NEXT, prepare
 from tests.integration.serving_app import Running, eventually, serving
@@ -38,7 +40,7 @@ def arm_of(control_world: EventWorld, namespace: str) -> EventWorld:
 @asynccontextmanager
 async def held(app: Running, arm: EventWorld) -> AsyncIterator[LookupService]:
     """The arm as a replica holds it."""
-    opened = app.service.experiments._arms._open(arm.config.namespace)
+    opened = attached(app.service, ExperimentRouter)._arms._open(arm.config.namespace)
     await opened.start()
     try:
         yield opened.service

@@ -17,7 +17,8 @@ from cache.store.blocklist import change_blocklist
 from precompute.config.settings import NightConfig
 from serving.explain import cli
 from serving.explain.cli import main
-from serving.explain.explainer import EXPLANATIONS_MAX
+from serving.explain.explainer import EXPLANATIONS_MAX, Explainer
+from tests.attached import attached
 from tests.integration.nights import (
     NEXT,
     UNTIL,
@@ -327,9 +328,9 @@ async def test_what_cannot_be_explained_is_refused_like_any_request(
             EXPLAIN + user, params={"generation": "x"}
         )
         document = (await service.http.get("/openapi.json")).json()
-        service.service.explainer._under_way = EXPLANATIONS_MAX
+        attached(service.service, Explainer)._under_way = EXPLANATIONS_MAX
         busy = await service.http.get(EXPLAIN + user)
-        service.service.explainer._under_way = 0
+        attached(service.service, Explainer)._under_way = 0
         service.service.admission.requests_max = 0
         full = await service.http.get(EXPLAIN + user)
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from precompute.config.settings import NightConfig
+from serving.dashboard.service import Dashboard
+from tests.attached import attached
 from tests.integration.nights import UNTIL, build_night, build_verified, histories, publish
 from tests.integration.serving_app import Running, eventually, serving
 
@@ -73,7 +75,7 @@ async def test_its_prediction_is_what_l1_of_that_size_does(
             measured_by_size[size] = await look_up(app, asked)
             if size == "now":
                 predicted = await told(app)
-                advice = app.service.dashboard.advisor()
+                advice = attached(app.service, Dashboard).advisor()
     assert advice is not None and advice["sampling_rate"] == 1.0
     assert advice["sentence"].startswith("L1 of 117 KiB gives ")
     assert predicted["now"] == pytest.approx(measured_by_size["now"], abs=0.03)
@@ -114,7 +116,7 @@ async def test_switched_off_nothing_is_sampled_and_ready_answers_are_not_counted
     async with serving(night, observe=False) as app:
         await look_up(app, asked[:100] * 3)
 
-        assert app.service.dashboard.advisor() is None and not app.service.tiers.trace
+        assert attached(app.service, Dashboard).advisor() is None and not app.service.tiers.trace
         answers = await app.counted("larder_answers_total")
         sampled = await app.counted("larder_l1_advisor_sampling_rate")
     assert sum(answers.values()) < 300

@@ -18,6 +18,8 @@ from precompute.traffic.experiments import ArmOption, ExperimentOption
 from serving.app import create_app, make_server
 from serving.http.asgi_app import AsgiApp
 from serving.http.routes import Service
+from serving.traffic.router import ExperimentRouter
+from tests.attached import attached
 from tests.certificates import Authority
 from tests.integration.experiments.arms import arms
 from tests.integration.serving_app import PATIENT, eventually, settings
@@ -153,7 +155,7 @@ async def _plant_error(loop: BackgroundLoop) -> None:
 
 async def _assert_work_goes_on(replica: Replica) -> None:
     """Assert that a blocked item is blocked in both namespaces, whose loops have all failed once."""
-    arms_held = replica.service.experiments._arms
+    arms_held = attached(replica.service, ExperimentRouter)._arms
     shelves = [service.follower.holder for service in (replica.service, *arms_held.services)]
     assert len(shelves) == 2
     await asyncio.to_thread(change_blocklist, replica.night.store(), block_items=[b"planted"])

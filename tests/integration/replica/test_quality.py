@@ -19,6 +19,7 @@ from cache.l2.sync_clients import connect
 from cache.quality.probe import FACT, Probe
 from precompute.config.settings import NightConfig
 from serving.quality.monitor import QualityMonitor
+from tests.attached import attached
 from tests.integration.nights import build_night, histories
 from tests.integration.rearranged import rearrange
 from tests.integration.serving_app import Running, eventually, serving
@@ -47,7 +48,7 @@ def live_generation(night: NightConfig) -> str:
 
 
 def quality(app: Running) -> QualityMonitor:
-    return app.service.quality
+    return attached(app.service, QualityMonitor)
 
 
 def told(app: Running) -> dict[str, Any]:

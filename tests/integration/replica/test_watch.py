@@ -22,8 +22,10 @@ from opentelemetry.trace import SpanKind
 from cache.process.redis_server import RedisServer
 from precompute.config.settings import NightConfig
 from serving import app
+from serving.explain.explainer import Explainer
 from serving.tracing.observer import log as request_log
 from serving.tracing.otel_spans import Spans
+from tests.attached import attached
 from tests.integration.nights import build_night, histories
 from tests.integration.program import ROOT, environment, started
 from tests.integration.serving_app import serving
@@ -311,7 +313,7 @@ async def test_a_server_error_is_logged_with_its_request_and_its_trace(
         async def broken(*_: object) -> None:
             raise RuntimeError("broken on purpose")
 
-        monkeypatch.setattr(service.service.explainer, "explain", broken, raising=False)
+        monkeypatch.setattr(attached(service.service, Explainer), "explain", broken, raising=False)
         with caplog.at_level(logging.INFO):
             headers = {"X-Request-Id": "mine", "traceparent": SAMPLED}
             response = await service.http.get(f"/v1/explain/user_topk/{users[0]}", headers=headers)

@@ -15,6 +15,8 @@ from precompute.config.settings import NightConfig
 from precompute.releases.moves import open_releases
 from precompute.releases.recovery import restore
 from precompute.steps import load, retire
+from serving.quality.monitor import QualityMonitor
+from tests.attached import attached
 from tests.clusters import TestCluster, cluster
 from tests.integration.nights import (
     NEXT,
@@ -261,7 +263,7 @@ async def test_the_users_of_redis_conf_suffice(night: NightConfig, servers: Test
         await app.get("/v1/lookup/user_topk/stranger")
 
         async def is_usage_reported() -> bool:
-            report = app.service.quality.to_json() or {}
+            report = attached(app.service, QualityMonitor).to_json() or {}
             return (
                 report.get("worklist") == 1
                 and abs((report["read_share"] or 0) - expected_share) < 0.02

@@ -36,6 +36,7 @@ from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
 from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
 from serving.generations.snapshot import DefaultList, Snapshot
+from serving.http.openapi import ApiPaths, core_operations
 from serving.metrics.registry import Metrics
 from serving.requests.models import Limits, LookupRequest, RequestedEntity, RequestOptions
 from serving.requests.parsing import HeaderJudge
@@ -286,6 +287,9 @@ def ids(*names: str) -> tuple[bytes, ...]:
 def config(**changes: Any) -> ServingConfig:
     """Settings for tests."""
     return ServingConfig(**changes)
+
+
+PATHS = ApiPaths.of(core_operations(LIMITS))
 
 
 def gate_of(

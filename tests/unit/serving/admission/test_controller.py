@@ -23,7 +23,7 @@ from serving.engine.micro_batcher import ComputedRecord, InferenceJob, MicroBatc
 from serving.generations.served_set import ServedGenerations
 from serving.http.asgi_app import ADMITTED, AsgiApp
 from tests.fakes import FakeClock
-from tests.unit.serving.world import World, ask, entity, gate_of, ids
+from tests.unit.serving.world import PATHS, World, ask, entity, gate_of, ids
 
 TARGET_S, INTERVAL_S, LOOK_S = 0.02, 0.1, 0.01
 
@@ -389,7 +389,7 @@ class Request:
 
 def front(gate: Admission, open_: asyncio.Event, crowd: list[int]) -> AsgiApp:
     """An application whose lookups wait for `open_` and say how many are under way."""
-    app = AsgiApp()
+    app = AsgiApp(paths=PATHS)
 
     async def slow() -> PlainTextResponse:
         crowd.append(gate.under_way)
@@ -438,7 +438,7 @@ def test_never_more_than_the_limit_are_under_way_and_each_is_answered_once(
 
 def test_a_request_with_a_body_is_judged_once_where_it_arrives() -> None:
     gate, reported_statuses = admission(), list[int]()
-    app = AsgiApp()
+    app = AsgiApp(paths=PATHS)
     assert app.refusal() is None  # nothing to answer from: the routes say so
     app.gate = gate_of(gate, requested=lambda _route, status: reported_statuses.append(status))
     assert app.refusal() is None and gate.shed["queue"] == 0

@@ -10,7 +10,7 @@ from serving.admission.controller import Admission
 from serving.admission.work_pacer import CallerGone, WorkPacer, go_on, note_wait, waited_in
 from serving.http.asgi_app import AsgiApp
 from tests.fakes import FakeClock
-from tests.unit.serving.world import gate_of
+from tests.unit.serving.world import PATHS, gate_of
 
 BUDGET_S, PORTION_S = 0.004, 0.003
 
@@ -224,7 +224,7 @@ def test_a_wait_is_kept_with_the_request() -> None:
 def front(clock: FakeClock, work_s: float = 0.1) -> tuple[AsgiApp, list[str], Admission]:
     """An application whose lookups take so long, the ids that it worked on, and its admission."""
     worked: list[str] = []
-    app = AsgiApp()
+    app = AsgiApp(paths=PATHS)
 
     @app.post("/v1/lookup/{name}")
     async def lookup(name: str) -> str:

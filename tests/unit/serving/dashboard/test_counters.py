@@ -20,7 +20,14 @@ from serving.dashboard.counters import (
     totals,
     unpack,
 )
-from serving.events.counts import ACCEPTED, REFUSALS, REJECTIONS, REPEATED, EventCounts
+from serving.events.counts import (
+    ACCEPTED,
+    REFUSALS,
+    REJECTIONS,
+    REPEATED,
+    EventCounts,
+    counts_by_field,
+)
 from serving.metrics.registry import Metrics
 from serving.requests.answers import Source
 
@@ -79,7 +86,7 @@ def test_events_are_counted_by_what_became_of_them_and_what_they_changed() -> No
     metrics.changed_answers.compare(
         "user_topk", np.array([1, 2, 3, 4], "u4"), np.array([4, 3, 9, 8], "u4")
     )
-    counts = collect_counts(metrics, events=taken_in)
+    counts = collect_counts(metrics) | counts_by_field(taken_in, metrics.changed_answers)
 
     assert counts == collect_counts(metrics) | {
         "v:accepted": 3, "v:in_future": 1, "y:events_full": 2, "w": 4, "c": 1, "d": 500_000,

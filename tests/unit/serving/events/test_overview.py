@@ -7,7 +7,8 @@ import pytest
 
 from cache.errors import InvalidInput
 from cache.events.event import Position
-from serving.dashboard.counters import EVENT_NUMBERS, EVENT_TEXTS, EventOverview, merge_rows
+from serving.dashboard.counters import EVENT_NUMBERS, EVENT_TEXTS, merge_rows
+from serving.events.attach import EventOverview
 from serving.events.counts import TEXTS as GAUGES
 
 

@@ -12,7 +12,7 @@ from cache.traffic.experiments import Experiment, ExperimentArm, change_experime
 from cache.traffic.split import allot_buckets
 from serving.engine.service import LookupService
 from serving.metrics.registry import Metrics
-from serving.traffic.experiments.arms import Arms
+from serving.traffic.arms import Arms
 from tests.fakes import FakeClock
 
 KEYS = [f"key-{number}".encode() for number in range(20_000)]

@@ -11,8 +11,8 @@ import pytest
 from cache.traffic.experiments import Experiments
 from serving.engine.service import LookupService
 from serving.process.resources import InThread
-from serving.traffic.experiments import arms as experiment_arms
-from serving.traffic.experiments.arms import Arms, Routing
+from serving.traffic import arms as experiment_arms
+from serving.traffic.arms import Arms, Routing
 from tests.unit.serving.experiments.scene import GRACE_S, KEYS, OTHER, Scene, experiment
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from cache.errors import StoreError
 from cache.store.artefacts import ArtefactStore
-from serving.traffic.experiments import exposures
-from serving.traffic.experiments.exposures import ExposureLog
+from serving.traffic import exposures
+from serving.traffic.exposures import ExposureLog
 from tests.fakes import FakeClock
 
 HOUR = 500_000

@@ -10,9 +10,10 @@ from cache.store.blocklist import Blocklist
 from cache.traffic.experiments import Experiment, Experiments
 from serving.metrics.registry import Metrics
 from serving.requests.models import RequestedEntity, RequestOptions
-from serving.traffic.experiments.arms import Arms, Routing
-from serving.traffic.experiments.exposures import ExposureLog
-from serving.traffic.experiments.router import ExperimentRouter
+from serving.traffic.arms import Arms, Routing
+from serving.traffic.canary import CanaryRouters
+from serving.traffic.exposures import ExposureLog
+from serving.traffic.router import ExperimentRouter
 from tests.unit.serving.experiments.scene import KEYS, OTHER, FakeService, experiment
 
 
@@ -44,7 +45,10 @@ class Scene:
         live = SimpleNamespace(manifest=SimpleNamespace(tables={}))
         self.arms.own_service.capture_served = lambda: SimpleNamespace(live=live)
         self.router = ExperimentRouter(
-            cast(Arms, self.arms), cast(ExposureLog, self.exposures), Metrics()
+            cast(Arms, self.arms),
+            cast(ExposureLog, self.exposures),
+            Metrics(),
+            canary_of=CanaryRouters().of,
         )
 
     def run(self, *experiments: Experiment) -> None:

@@ -14,7 +14,7 @@ from serving.requests.bodies import BodyBudget
 from serving.requests.errors import Problem
 from serving.requests.models import Limits
 from serving.requests.parsing import QueryOptions
-from tests.unit.serving.world import gate_of
+from tests.unit.serving.world import PATHS, gate_of
 
 PATH = "/v1/lookup/x/y"
 
@@ -27,7 +27,7 @@ def front(*, is_known: bool = True, is_behind: bool = False) -> AsgiApp:
 
     admission = Admission(target_s=0.02, interval_s=0.1, requests_max=1)
     admission.loop.wait = 1.0 if is_behind else 0.0
-    app = AsgiApp(bodies_bytes=10)
+    app = AsgiApp(paths=PATHS, bodies_bytes=10)
     app.fast = SimpleNamespace(ready=lambda _scope: None, parse_get=lambda _scope: None, post=post)
     app.callers = Callers(is_open=is_known)
     app.gate = gate_of(admission, deadline_ms=100_000.0)

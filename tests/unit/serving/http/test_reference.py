@@ -8,12 +8,15 @@ import pytest
 
 from cache.errors import InvalidInput
 from serving.access.token_file import SCOPES
-from serving.http.reference import PAGE, sections, written
+from serving.config.settings import ServingConfig, limits_of
+from serving.features import all_operations
+from serving.http.openapi import refusal_codes
 from serving.http.schemas import OPTIONS, QUERY
-from serving.requests.errors import ERROR_CODES
+from serving.reference import PAGE, sections, written
 from serving.requests.options import _QUERY_FIELDS
 from tests.unit.test_layering import ROOT
 
+ERROR_CODES = refusal_codes(all_operations(limits_of(ServingConfig())))
 FOUND_ELSEWHERE = {"unknown_table", "in_future", "too_large", "erased", "unfit_item", "fixed_items"}
 """Words that also say why one event of many was rejected."""
 
@@ -38,7 +41,7 @@ def raised() -> Iterator[tuple[str, str, int]]:
 def test_the_page_is_made_of_the_declarations() -> None:
     page = PAGE.read_text()
 
-    assert written(page) == page, "python -m serving.http.reference --write"
+    assert written(page) == page, "python -m serving.reference --write"
     assert all(f"<!-- begin {name}: " in page for name in sections())
 
 

@@ -22,6 +22,7 @@ from cache.model.tower_spec import InputSpec
 from cache.records import FLAG_APPROXIMATE, FLAG_LIVE, absent_records, decode_record, encode_topk
 from cache.tiers.reads import ReadResult, RecordKey
 from serving.engine.answer_builder import RequestContext
+from serving.engine.answer_observer import AnswerSampler
 from serving.engine.batch_inference import with_events as with_events_batch
 from serving.engine.batch_inference import with_new_items
 from serving.engine.entity import build_pending_answers
@@ -32,7 +33,6 @@ from serving.generations.snapshot import Snapshot
 from serving.requests.answers import Source
 from serving.requests.models import RequestOptions
 from serving.requests.reasons import LiveReason
-from serving.usage.request_observer import AnswerSampler
 from tests.unit.serving.world import (
     GENERATION,
     ITEMS,

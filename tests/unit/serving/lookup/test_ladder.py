@@ -70,7 +70,7 @@ async def test_a_stored_answer_comes_from_l2_and_then_from_l1(world: World) -> N
 async def test_every_user_of_the_night_whom_redis_answers_counts_as_read(world: World) -> None:
     # Given all users of the night, the first of its directory included
     served, reads = ServedGenerations(world.snapshot()), list[bool]()
-    world.ladder.watch.read = lambda *read: reads.append(read[-1])  # type: ignore[method-assign]
+    world.ladder.watch.count_read = lambda *read: reads.append(read[-1])  # type: ignore[method-assign]
 
     # When Redis answers them
     answers = await look(world, served, *(entity(user) for user in USERS))

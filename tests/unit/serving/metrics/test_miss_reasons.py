@@ -10,11 +10,11 @@ from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
 from cache.tiers.l1 import OVERHEAD_BYTES, Absence, LocalTier, NegativeCache
 from cache.tiers.tiered import TieredCache
+from serving.engine.answer_observer import AnswerObserver
 from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
 from serving.generations.served_set import ServedGenerations
 from serving.metrics.collectors import MISS_REASONS
-from serving.usage.request_observer import UsageObserver
 from tests.unit.serving.world import GENERATION, OLDER, USERS, World, ask, entity, ids
 
 TABLES = ("user_topk", "user_vector", "user_affinity", "item_similar")
@@ -29,7 +29,7 @@ def small_world() -> World:
     world.inferences = LiveInferences(world, world.tiers, overlay_ttl_s=20.0, outage_ttl_s=5.0)
     world.ladder = Ladder(
         world.tiers, world.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock,
-        timer=world.clock, watch=UsageObserver(world.metrics.l1_misses, local.eviction_history),
+        timer=world.clock, watch=AnswerObserver(world.metrics.l1_misses, local.eviction_history),
     )  # fmt: skip
     world.remote.timer = world.clock
     return world

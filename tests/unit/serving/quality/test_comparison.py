@@ -5,9 +5,9 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
+from serving.engine.answer_observer import AnswerSampler
 from serving.generations.served_set import ServedGenerations
 from serving.quality.comparison import compare
-from serving.usage.request_observer import AnswerSampler
 from tests.unit.serving.world import World, ask, entity, ids
 
 

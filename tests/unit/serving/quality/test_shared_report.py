@@ -7,8 +7,7 @@ import pytest
 
 from cache.usage.hot_keys import HOT_WINDOW, Name, Window
 from serving.quality.results import REPORT_LIFE_S, QualityResults, SampleTotals, SharedReport
-from serving.usage.request_observer import ReadHashes
-from serving.usage.table_usage import TableUsage
+from serving.usage.table_usage import ReadHashes, TableUsage
 from tests.fakes import FakeControl
 from tests.unit.serving.world import World
 

@@ -17,8 +17,9 @@ from cache.usage.hot_keys import (
     hottest,
     member,
 )
+from serving.engine.l1_warmup import RECENT, RecentNames
 from serving.generations.snapshot import Snapshot
-from serving.usage.hot_keys import RECENT, REPORTED, HotKeySketch, RecentNames
+from serving.usage.hot_keys import REPORTED, HotKeySketch
 from tests.fakes import FakeClock, FakeControl
 from tests.unit.serving.world import World
 

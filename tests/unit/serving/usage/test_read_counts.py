@@ -1,6 +1,6 @@
 """What was read is told once, however often and in whatever company it was."""
 
-from serving.usage.request_observer import READ_HASHES_MAX, ReadHashes, pack_hashes
+from serving.usage.table_usage import READ_HASHES_MAX, ReadHashes, pack_hashes
 
 
 def test_reads_are_told_once_by_table_and_what_is_too_much_is_left_out() -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 from cache.format.ids import hash_id
 from cache.usage.hot_keys import Name
-from serving.usage.request_observer import ReadHashes
-from serving.usage.table_usage import TableUsage
+from serving.usage.table_usage import ReadHashes, TableUsage
 from tests.fakes import FakeControl
 from tests.unit.serving.world import World
 

@@ -1,19 +1,18 @@
-"""Observer of answers on the request path: samples of them, the entities read, and reasons of misses."""
+"""Observer of answers: reasons of misses, a sample of the answers, and hooks for what else is noted of them."""
 
 import math
 import random
 import sys
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cache.model.input_preparation import LiveInput
 from cache.tiers.l1 import EvictionHistory
 from cache.tiers.reads import NOWHERE_REASONS, MissReason
+from serving.engine.l1_warmup import EntityName
 from serving.engine.rendering.answer_fields import Exclusions
 from serving.metrics.collectors import L1Misses
-from serving.usage.hot_keys import RecentNames
 
 SAMPLE_QUEUE_MAX = 256
 """Picks that may wait; each holds its own answer of some hundred bytes to a few kilobytes."""
@@ -23,18 +22,6 @@ SAMPLE_QUEUE_BYTES = 4 << 20
 
 _OBJECT_BYTES = 64
 """Bytes of a short text, a number or a place in a set, with what refers to it."""
-
-READ_HASHES_MAX = 1 << 16
-"""Hashes kept between two reports; what comes after them is left out and counted."""
-
-HASHES_PER_PFADD = 512
-"""Hashes in one PFADD: some 0.2 ms of Redis, which readers wait for."""
-
-READ_COUNTS_LIFE_S = 3 * 86_400
-"""Seconds that the counts live, from the last report on."""
-
-HashBatches = Sequence[Sequence[int | bytes]]
-"""Hashes as they were added."""
 
 
 class AnswerSample(NamedTuple):
@@ -140,61 +127,16 @@ class AnswerSampler:
         return int(math.log(1.0 - self._rng.random()) / self._log)
 
 
-class ReadHashes:
-    """Hashes of entities that were read, by generation and table; Redis' HyperLogLogs count them over all replicas.
+class AnswerObserver:
+    """Observer of answers, for the event loop of one process only: why tiers missed, and who else hears of it."""
 
-    Who is read has been read from Redis once per process and generation (or ahead of requests, which the sketch of
-    recent requests tells), so hits of L1 add nothing and cost nothing.
-    """
-
-    def __init__(self) -> None:
-        self.left_out = 0
-        self._keys: defaultdict[tuple[str, str], list[Sequence[int | bytes]]] = defaultdict(list)
-        self._room = READ_HASHES_MAX
-
-    def add(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
-        """Adds the hashes of entities that were read; counts them as left out if there is no room."""
-        if len(keys) > self._room:
-            self.left_out += len(keys)
-            return
-        self._room -= len(keys)
-        self._keys[generation, table].append(keys)
-
-    def drain(self, generation: str) -> Mapping[str, HashBatches]:
-        """Hashes by table of what was read of this generation since the last call; those of others are forgotten."""
-        keys_by_table = {
-            table: keys for (of, table), keys in self._keys.items() if of == generation
-        }
-        self._keys.clear()
-        self._room = READ_HASHES_MAX
-        return keys_by_table
-
-
-def pack_hashes(added: HashBatches) -> list[bytes]:
-    """Hashes as bytes, each once; digests of inputs left out. 20 ms for all that is kept: not for the event loop."""
-    keys = set(chain.from_iterable(added))
-    return [
-        entity_hash.to_bytes(8, "little") for entity_hash in keys if isinstance(entity_hash, int)
-    ]
-
-
-def split_hashes(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
-    """Batches of the hashes that travel at once."""
-    return [keys[at : at + HASHES_PER_PFADD] for at in range(0, len(keys), HASHES_PER_PFADD)]
-
-
-class UsageObserver:
-    """Observer for the event loop of one process only. `cold`: ids asked for that the night did not know."""
-
-    def __init__(
-        self,
-        l1_misses: L1Misses,
-        absences: EvictionHistory | None = None,
-        sampler: AnswerSampler | None = None,
-    ) -> None:
-        self.cold = RecentNames()
-        self.reads = ReadHashes()
-        self.sampler = AnswerSampler(0) if sampler is None else sampler
+    def __init__(self, l1_misses: L1Misses, absences: EvictionHistory | None = None) -> None:
+        self.sampler = AnswerSampler(0)
+        """Sampler whose samples a feature takes out; this one samples nothing."""
+        self.on_read: list[Callable[[str, str, Sequence[int | bytes]], None]] = []
+        """Called with generation, table and hashes of entities that Redis answered and the night knows."""
+        self.on_cold: list[Callable[[EntityName], object]] = []
+        """Called with an id that was asked for and that the night does not know."""
         self._l1_misses = l1_misses
         self._eviction_history = absences or EvictionHistory(slots=2)
 
@@ -206,13 +148,22 @@ class UsageObserver:
             return MissReason.EXPIRED
         return reason or MissReason.INTERNAL_ERROR
 
-    def read(self, generation: str, table: str, key: int | bytes, is_known: bool = True) -> None:
+    def count_read(
+        self, generation: str, table: str, key: int | bytes, is_known: bool = True
+    ) -> None:
         """Counts one entity that Redis answered, so L1 did not; `is_known` to the night."""
         self._l1_misses.add(table, {self._eviction_history.find_reason(generation, table, key): 1})
         if is_known:
-            self.reads.add(generation, table, (key,))
+            for note in self.on_read:
+                note(generation, table, (key,))
 
-    def read_many(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
+    def count_reads(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
         """Counts entities that Redis answered, so L1 did not; the night knows them all."""
         self._l1_misses.add(table, self._eviction_history.count(generation, table, keys))
-        self.reads.add(generation, table, keys)
+        for note in self.on_read:
+            note(generation, table, keys)
+
+    def note_read(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
+        """Tells of entities that Redis answered, whose misses are counted elsewhere."""
+        for note in self.on_read:
+            note(generation, table, keys)

@@ -1,4 +1,4 @@
-"""Tables of the page about the HTTP API, from the declarations: `python -m serving.http.reference --write`.
+"""Tables of the page about the HTTP API, from the declarations: `python -m serving.reference --write`.
 
 With `--document` it prints the OpenAPI document of a service with default settings and tokens.
 """
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from serving.config.settings import ServingConfig, limits_of
-from serving.http.openapi import PROBES, Operation, described_operations, openapi_document
+from serving.features import all_operations
+from serving.http.openapi import PROBES, Operation, by_tag, openapi_document, refusal_codes
 from serving.http.schemas import QUERY
-from serving.requests.errors import ERROR_CODES
 from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
 
-PAGE: Final = Path(__file__).parents[2] / "docs/reference/http-api.md"
+PAGE: Final = Path(__file__).parents[1] / "docs/reference/http-api.md"
 _SECTION = re.compile(r"(<!-- begin (\w+): [^\n]*-->\n)(.*?)(\n\n<!-- end \2 -->)", re.DOTALL)
 
 
@@ -26,7 +26,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _operations() -> tuple[Operation, ...]:
-    return (*described_operations(limits_of(ServingConfig())), *PROBES)
+    return (*by_tag(all_operations(limits_of(ServingConfig()))), *PROBES)
 
 
 def _enum_table(field: str, described_values: Iterable[tuple[str, str]]) -> str:
@@ -67,7 +67,7 @@ def sections() -> Mapping[str, str]:
             ("status", "code", "meaning"),
             (
                 (str(error.status), f"`{code}`", error.meaning)
-                for code, error in sorted(ERROR_CODES.items(), key=lambda pair: pair[1].status)
+                for code, error in refusal_codes(_operations()).items()
             ),
         ),
     }
@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
     """Exit code: 0 the page is as it should be, or was written; 1 it is not."""
     if arguments == ["--document"]:
         limits = limits_of(ServingConfig())
-        print(json.dumps(openapi_document(described_operations(limits), has_tokens=True), indent=1))
+        print(json.dumps(openapi_document(all_operations(limits), has_tokens=True), indent=1))
         return 0
     page = PAGE.read_text()
     current = written(page)

@@ -1,16 +1,17 @@
 """Experiments at work: which arm's namespace answers a request, whole, and what is counted of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from serving.engine.rendering.answer_fields import AnswerJson
-from serving.engine.service import LookupService
+from serving.engine.service import LookupService, RoutedRequest
 from serving.metrics.registry import Metrics
 from serving.requests.errors import Problem
 from serving.requests.models import FeedbackReport, RequestedArm, RequestedEntity, RequestOptions
-from serving.traffic.canary import EventNames, key_of
-from serving.traffic.experiments.arms import Arms
-from serving.traffic.experiments.exposures import ExposureLog
+from serving.traffic.arms import Arms
+from serving.traffic.canary import CanaryRouter, EventNames, key_of
+from serving.traffic.exposures import ExposureLog
 
 
 class ExperimentAssignment(NamedTuple):
@@ -29,11 +30,37 @@ class ExperimentAssignment(NamedTuple):
 class ExperimentRouter:
     """Routes by the caller's key alone, so that every replica sends the same requests to the same namespace."""
 
-    def __init__(self, arms: Arms, exposures: ExposureLog, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        arms: Arms,
+        exposures: ExposureLog,
+        metrics: Metrics,
+        canary_of: Callable[[LookupService], CanaryRouter],
+    ) -> None:
+        """`canary_of`: router of the canaries in the namespace of a service."""
         self.exposures = exposures
+        self._canary_of = canary_of
         self._arms = arms
         self._metrics = metrics
         self._events = EventNames()
+
+    def route_request(
+        self, routed: RoutedRequest, entities: Sequence[RequestedEntity], options: RequestOptions
+    ) -> RoutedRequest:
+        """Send a request to the namespace of its arm. Raises Problem (409) as `route` does."""
+        if options.arm is None and self._arms.routing is None:
+            return routed
+        service, assigned = self.route(entities, options)
+        if assigned is None:
+            return routed._replace(service=service)
+        finisher = partial(self.finish, assigned)
+        return routed._replace(service=service, finishers=(finisher, *routed.finishers))
+
+    def finish(
+        self, assigned: ExperimentAssignment, answers: list[AnswerJson], _is_of_candidates: bool
+    ) -> None:
+        """Note the arm in the answers of a request, and count them."""
+        self.attach_arm(assigned, answers)
 
     def route(
         self, entities: Sequence[RequestedEntity], options: RequestOptions
@@ -91,7 +118,7 @@ class ExperimentRouter:
             )
         arm = None
         if report.arm is None:
-            arm = service.trial.feedback(
+            arm = self._canary_of(service).feedback(
                 service.capture_served(), report.generation, report.key, report.event, report.count
             )
         if experiment_and_arm is None:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from cache.model.input_preparation import LiveInput
-from serving.usage.request_observer import (
+from serving.engine.answer_observer import (
     SAMPLE_QUEUE_BYTES,
     SAMPLE_QUEUE_MAX,
     AnswerSample,

@@ -1,0 +1,259 @@
+"""Events attached to a replica: taken in from requests and the inbox, and followed in their stream."""
+
+import asyncio
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from cache.events.event import Position
+from serving.access.callers import spend_quota
+from serving.engine.service import LookupService
+from serving.events.counts import counts_by_field
+from serving.events.follower import EventFollower, EventMetrics, NewestPosition
+from serving.events.intake import EventIntake, EventParts
+from serving.events.reading import read_body_of_events
+from serving.generations.holder import VALUES_LOOK_S, GenerationHolder
+from serving.http import schemas
+from serving.http.openapi import Operation
+from serving.http.routes import read_request_body
+from serving.replica.hooks import Handler, Replica
+from serving.replica.namespace import HeldNamespace
+from serving.requests.bodies import as_json
+from serving.requests.errors import ErrorCode, Problem
+from serving.requests.models import Limits
+from serving.requests.named_schema import Json, NamedSchema, or_null
+from serving.requests.parsing import pop_content, run_in_thread_if_large
+
+_CODES: Mapping[str, ErrorCode] = {
+    "events_disabled": ErrorCode(409, "This service takes no events: `[events] enabled` is false"),
+    "events_full": ErrorCode(
+        429, "The stream takes no more for now: come again after `Retry-After`"
+    ),
+    "events_unavailable": ErrorCode(
+        503,
+        "The Redis of events cannot be reached, or keeps less than `[events] durability` demands",
+    ),
+}
+
+_FIELDS: Json = {
+    "user": schemas.ID,
+    "item": schemas.ID,
+    "time": {
+        "anyOf": [{"type": "string", "maxLength": 64}, {"type": "number", "minimum": 0}],
+        "description": "When it happened: ISO 8601 (UTC without a zone) or seconds since 1970; by default now",
+    },
+    "id": NamedSchema(
+        "EventId",
+        {
+            "description": "1 to 128 bytes; an event that its user (or the item) had under the same id is a repetition",
+            "oneOf": [
+                {"type": "string", "minLength": 1, "maxLength": 128},
+                {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
+            ],
+        },
+    ),
+    "type": {"type": "string", "minLength": 1, "maxLength": 64},
+    "weight": {"type": "number", "description": "1 by default; 0 or less: in no history"},
+    "attributes": NamedSchema(
+        "Attributes",
+        {
+            "type": "object",
+            "additionalProperties": True,
+            "minProperties": 1,
+            "maxProperties": 64,
+            "description": "Of a user alone or an item alone: text, list of texts, number or boolean by name",
+        },
+    ),
+    "features": schemas.FEATURES,
+    "vector": schemas.list_of({"type": "number"}, minItems=1, maxItems=8_192),
+}
+
+
+_UNSENT_IF_NULL = ("user", "item", "weight", "features", "vector")
+
+
+_EVENT = schemas.closed(
+    "Event",
+    _FIELDS | {name: or_null(_FIELDS[name]) for name in _UNSENT_IF_NULL},
+    ("id",),
+    description="Interaction of a user with an item, or attributes, features or a vector of one of them",
+)
+
+
+_BODY: Json = schemas.closed(
+    "EventsRequest",
+    {
+        "events": schemas.list_of(
+            _EVENT,
+            minItems=1,
+            description="As many as `[events] batch` has it; one that is none is rejected beside the others",
+        )
+    },
+    ("events",),
+)
+
+
+_RECEIPT: Json = schemas.named(
+    "EventsReceipt",
+    {
+        "accepted": {"type": "integer", "description": "Events that are in the stream"},
+        "repeated": {"type": "integer", "description": "Events that were there before"},
+        "rejected": schemas.list_of(
+            schemas.named(
+                "RejectedEvent",
+                {
+                    "index": {"type": "integer", "description": "Place in the request, from 0"},
+                    "reason": {"type": "string"},
+                    "detail": {"type": "string"},
+                },
+                ("index", "reason", "detail"),
+                description="An event that was not accepted, and why",
+            )
+        ),
+        "durability": {
+            "type": "string",
+            "enum": ["always", "everysec", "none", "unknown"],
+            "description": "How their Redis keeps them: on disk by now, within a second, in memory alone, or it does "
+            "not tell",
+        },
+        "position": {
+            **schemas.TEXT_OR_NULL,
+            "description": "Position of the newest accepted one; null: there is none",
+        },
+    },
+    ("accepted", "repeated", "rejected", "durability", "position"),
+    description="What became of the events",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EventOverview:
+    """Overview of one worker: what it takes in, what it counts, and what its live generation has."""
+
+    intake: EventIntake
+    follower: EventFollower
+    holder: GenerationHolder
+
+    def to_json(self) -> dict[str, Any]:
+        """The worker's row; what was not looked at yet is left out."""
+        redis, newer_events, served = (
+            self.intake.redis,
+            self.follower.newer_events,
+            self.holder.served,
+        )
+        published = None if served is None else served.live.manifest.events
+        return {
+            **self.intake.counts.gauges,
+            "durability": None
+            if redis.found_durability is None
+            else redis.found_durability.persistence,
+            "demanded": redis.demanded,
+            "lag_s": round(self.follower.lag_s(), 3),
+            "users": len(newer_events.users),
+            "held_bytes": newer_events.size_bytes,
+            "held_max_bytes": self.follower.limit_bytes,
+            "counted_until": str(Position.of_number(newer_events.users.last)),
+            "published_until": None if published is None else published.until,
+        }
+
+
+def operations(_limits: Limits) -> tuple[Operation, ...]:
+    """Return the operation by which events are sent."""
+    return (
+        Operation(
+            method="post",
+            path="/v1/events",
+            operation_id="sendEvents",
+            tag="reports",
+            summary="What users do",
+            description="Accepts each event once, under its id: sent again after any refusal it counts once. An event "
+            "that cannot be accepted is rejected beside the others.",
+            answer=_RECEIPT,
+            example={
+                "accepted": 1,
+                "repeated": 0,
+                "rejected": [{"index": 1, "reason": "missing_field", "detail": "item is missing"}],
+                "durability": "everysec",
+                "position": "1795174289000-0",
+            },
+            status="202",
+            body=_BODY,
+            body_example={"events": [{"id": "e-1", "user": "u-00042", "item": "i-02618"}]},
+            codes=_CODES,
+            scope="events",
+        ),
+    )
+
+
+def attach(replica: Replica) -> EventIntake | None:
+    """Take events in and follow their stream, where `[events] enabled` is true; else refuse them."""
+    if not replica.config.events.enabled:
+        replica.hooks.handlers["sendEvents"] = refuse_events
+        return None
+    config, own, hooks = replica.config, replica.own, replica.hooks
+    follower = follow_events(own)
+    hooks.namespaces.append(follow_events)
+    holder, newest_position = (
+        own.holder,
+        NewestPosition(own.components.ladder.newer_events, own.holder, config.of_events().store()),
+    )
+    parts = EventParts.of(
+        config, replica.name, lambda: holder.blocklist, newest_position,
+        lambda: None if holder.live is None else holder.live.new_item_inputs, replica.loops,
+    )  # fmt: skip
+    parts.also(own.refresher, config.figures_s)
+    counts = parts.intake.counts
+    replica.metrics.registry.register(counts)
+
+    async def start() -> None:
+        await newest_position.load_taken_position(replica.in_thread)
+        await parts.start()
+
+    hooks.handlers["sendEvents"] = handler_of(replica.service, parts.intake)
+    hooks.counts.append(lambda: counts_by_field(counts, replica.metrics.changed_answers))
+    hooks.reports["events"] = EventOverview(parts.intake, follower, holder).to_json
+    hooks.start.append(start)
+    hooks.stop.append(parts.aclose)
+    return parts.intake
+
+
+def follow_events(namespace: HeldNamespace) -> EventFollower:
+    """Have a namespace's answers count the events that are newer than its generations."""
+    config, refresher, holder = namespace.config, namespace.refresher, namespace.holder
+    follower = EventFollower(
+        config.events_redis, config.of_events().keyspace(), namespace.components.ladder.newer_events, holder,
+        functools.partial(namespace.follower.note, "events"), limit_bytes=config.events.stream_bytes,
+    )  # fmt: skip
+    refresher.add_periodic("attribute_values", VALUES_LOOK_S, holder.take_values)
+    refresher.add_loop("events", follower.run)
+    namespace.metrics.registry.register(EventMetrics(follower))
+    return follower
+
+
+async def refuse_events(_request: Request, _started: float) -> object:
+    """Refuse events where none are taken in."""
+    problem_message = "this service takes no events in: set enabled = true in [events]"
+    raise Problem(409, "events_disabled", problem_message)
+
+
+def handler_of(service: LookupService, intake: EventIntake) -> Handler:
+    """Handler of requests that send events."""
+
+    async def accept(request: Request, _started: float) -> object:
+        sent_events = intake.reader.extract_events(await read_events(request))
+        spend_quota(request.scope, len(sent_events))
+        return as_json(202, await intake.accept_events(sent_events))
+
+    async def read_events(request: Request) -> object:
+        body = await read_request_body(service, request)
+        read = functools.partial(pop_content, request.scope, body, "json", service.limits)
+        try:
+            return await run_in_thread_if_large(body, read)
+        except Problem as problem:
+            events_max = intake.reader.config.batch
+            return await asyncio.to_thread(read_body_of_events, problem, body, events_max)
+
+    return accept

@@ -1,0 +1,169 @@
+"""Explanations attached to a replica: their operations and handlers."""
+
+from fastapi import Request
+
+from serving.explain.explainer import Explainer
+from serving.http import schemas
+from serving.http.openapi import GENERATION_EXAMPLE, Operation
+from serving.http.routes import read_lookup, with_request_headers
+from serving.replica.hooks import Replica
+from serving.requests.errors import unprocessable
+from serving.requests.models import Limits, LookupRequest
+from serving.requests.named_schema import Json, or_null
+from serving.requests.parsing import lookup_from_url
+
+PATH_PREFIX = b"/v1/explain/"
+
+_TIER = schemas.named(
+    "ExplainedTier",
+    {
+        "found": {"type": "boolean"},
+        "reason": {"type": "string", "description": "Why the tier does not answer"},
+        "by": {"type": "string", "enum": ["batch", "live"], "description": "What computed it"},
+    },
+    ("found",),
+    description="What one tier holds",
+)
+
+
+_EXPLANATION: Json = schemas.named(
+    "Explanation",
+    {
+        "table": {"type": "string"},
+        "id": schemas.TEXT_OR_NULL,
+        "sentence": {"type": "string", "description": "Which rung would answer, and why"},
+        "generation": {"type": "string"},
+        "epoch": {"type": "integer"},
+        "published_at": schemas.DATE_TIME,
+        "age_seconds": {"type": "number"},
+        "stale": or_null(schemas.STALE_REASON),
+        "degraded": schemas.TEXT_OR_NULL,
+        "answer": schemas.named(
+            "ExplainedAnswer",
+            {
+                "tier": schemas.SOURCE,
+                "reason": {**or_null(schemas.REASON), "description": "Why it is no plain hit"},
+                "live": {
+                    **or_null(schemas.LIVE_REASON),
+                    "description": "Why live could not, though it had an input",
+                },
+            },
+            ("tier", "reason", "live"),
+            description="What would answer",
+        ),
+        "directory": schemas.details("Where the night has it, by its hash"),
+        "events": schemas.details(
+            "Newer events that are counted, `as_of` the newest, and `until` where the generation has them; null: none",
+            is_null=True,
+        ),
+        "page": schemas.details("Its page in Redis with its checksum; null: unknown", is_null=True),
+        "l1": _TIER,
+        "l2": _TIER,
+        "same_bytes": {
+            "type": ["boolean", "null"],
+            "description": "Whether both tiers hold the same; null: one holds nothing",
+        },
+        "record": schemas.details("What is stored, decoded", is_null=True),
+        "previous": schemas.details(
+            "What the previous generation has; null: none held", is_null=True
+        ),
+        "model": schemas.details(
+            "What the model says now, and from what: `computed_from` is `sent`, `own` (the item "
+            "itself), `events` (the night's input and newer events), `stored_vector` (scores of the stored list "
+            "only) or null"
+        ),
+        "difference": schemas.details(
+            "Model minus record: `exact`, `overlap`, deltas", is_null=True
+        ),
+        "default": schemas.details("What answers if nothing else does", is_null=True),
+    },
+    ("table", "id", "sentence", "generation", "answer", "directory", "l1", "l2", "model"),
+    description="Why an entity is answered as it is",
+)
+
+
+_TIER_EXAMPLE: Json = {"found": True, "by": "batch"}
+
+_EXAMPLE: Json = {
+    "table": "user_topk",
+    "id": "u-00042",
+    "sentence": "L1 would answer: the night computed it and it was asked before",
+    "generation": GENERATION_EXAMPLE,
+    "answer": {"tier": "l1", "reason": None, "live": None},
+    "directory": {"known": True},
+    "l1": _TIER_EXAMPLE,
+    "l2": _TIER_EXAMPLE,
+    "model": {"computed_from": None},
+}
+
+
+def operations(limits: Limits) -> tuple[Operation, ...]:
+    """Return the operations of explanations, with these limits."""
+    return (
+        Operation(
+            method="get",
+            path="/v1/explain/{table}/{entity}",
+            operation_id="explain",
+            tag="explanations",
+            summary="Why an entity is answered as it is",
+            description="Says which rung would answer, what each holds, and what the model says now. Nothing is "
+            "changed by asking.",
+            answer=_EXPLANATION,
+            example=_EXAMPLE,
+            path_names=("table", "entity"),
+            has_query=True,
+            has_options=True,
+            is_limited=True,
+            scope="explain",
+        ),
+        Operation(
+            method="post",
+            path="/v1/explain/{table}",
+            operation_id="explainInput",
+            tag="explanations",
+            summary="Why an entity with an input is answered as it is",
+            description="The same for one entity with a history or features.",
+            answer=_EXPLANATION,
+            example=_EXAMPLE,
+            body=schemas.lookup_body(limits, "ExplainRequest", 1),
+            body_example={"entities": [{"id": "u-00042", "history": ["i-01302"]}]},
+            path_names=("table",),
+            has_options=True,
+            is_limited=True,
+            scope="explain",
+        ),
+    )
+
+
+def attach(replica: Replica) -> Explainer:
+    """Answer why an entity is answered as it is."""
+    service, components = replica.service, replica.own.components
+    explainer = Explainer(
+        replica.own.follower, components.tiers, components.remote, replica.batcher, replica.admission,
+        replica.own.store, replica.filters, components.ladder.newer_events, in_thread=replica.in_thread,
+    )  # fmt: skip
+
+    async def explain_one(request: Request, _started: float) -> object:
+        raw_path = request.scope.get("raw_path") or request.url.path.encode()
+        lookup_request = lookup_from_url(
+            raw_path, PATH_PREFIX, request.scope["query_string"], service.limits
+        )
+        return await explained(request, lookup_request)
+
+    async def explain_input(request: Request, _started: float) -> object:
+        lookup_request = await read_lookup(service, request, "json", request.path_params["table"])
+        return await explained(request, lookup_request)
+
+    async def explained(request: Request, lookup_request: LookupRequest) -> object:
+        lookup_request = LookupRequest(
+            lookup_request.entities, with_request_headers(service, request, lookup_request.options)
+        )
+        if lookup_request.options.arm is not None:
+            problem_message = (
+                "explanations are of the service's own namespace: ask a service of the arm's"
+            )
+            raise unprocessable("invalid_field", problem_message, "arm")
+        return await explainer.explain(service.capture_served(), lookup_request)
+
+    replica.hooks.handlers |= {"explain": explain_one, "explainInput": explain_input}
+    return explainer

@@ -1,0 +1,24 @@
+"""Quality of answers attached to a replica: a sample of them is computed again, and what is read is counted."""
+
+from serving.metrics.collectors import InternalCounters
+from serving.quality.monitor import QualityMonitor
+from serving.replica.hooks import Replica
+
+
+def attach(replica: Replica) -> QualityMonitor:
+    """Sample the answers of the own namespace, judge them in the background, and report on them."""
+    own, hooks = replica.own, replica.hooks
+    components = own.components
+    monitor = QualityMonitor(
+        replica.config, components.watch, replica.metrics, replica.local, components.remote.control,
+        own.holder, components.ladder.recent, replica.batcher, replica.admission, own.clock,
+        replica.name, replica.loops,
+    )  # fmt: skip
+    for loop_name, every_s, step in monitor.steps():
+        if every_s:
+            own.refresher.add_periodic(loop_name, every_s, step)
+    replica.metrics.registry.register(InternalCounters(monitor.internal_counters))
+    hooks.reports["quality"] = monitor.to_json
+    hooks.start.append(monitor.start)
+    hooks.close.append(monitor.aclose)
+    return monitor

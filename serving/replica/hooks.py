@@ -1,0 +1,99 @@
+"""Hooks of a replica: lists of callables that features fill at the start, and what an `attach` of theirs is given."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fastapi import Request
+from starlette.routing import BaseRoute
+from starlette.types import Receive, Scope, Send
+
+from cache.process.background_loops import BackgroundLoops
+from cache.tiers.l1 import LocalTier
+from serving.admission.controller import Admission
+from serving.config.settings import ServingConfig
+from serving.engine.micro_batcher import MicroBatcher
+from serving.engine.service import LookupService, Router
+from serving.filters.filtered_lookup import Filters
+from serving.generations.nights import Nights, ReleaseWatch
+from serving.metrics.registry import Metrics
+from serving.process.resources import InThread
+from serving.replica.namespace import HeldNamespace, ServedNamespace
+
+Handler = Callable[[Request, float], Awaitable[object]]
+"""Handler of a route: takes the request and when it began; a response, or what is to be sent as JSON."""
+
+Report = Callable[[], Any]
+"""What a feature says of its state, JSON-able, at once and without waiting for anything."""
+
+LifecycleStep = Callable[[], Awaitable[object]]
+
+TraceJudge = Callable[[Scope], bool]
+"""Judge of whether a request is traced."""
+
+Below = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class RequestWatch(Protocol):
+    """Observer that requests without a ready answer are answered under."""
+
+    def leaves(self, scope: Scope) -> bool:
+        """True if a single lookup may pass by."""
+
+    async def __call__(self, below: Below, scope: Scope, receive: Receive, send: Send) -> None:
+        """Has the request answered by `below`."""
+
+
+@dataclass(slots=True, eq=False)
+class Hooks:
+    """Everything that features add to a replica; filled at the start, then only read."""
+
+    namespaces: list[Callable[[HeldNamespace], object]] = field(default_factory=list)
+    """Called with each namespace that is opened beside the own one, before it starts."""
+    routers: list[Router] = field(default_factory=list)
+    """Where requests are answered: the first chooses first."""
+    handlers: dict[str, Handler] = field(default_factory=dict)
+    """Handlers of the features' operations, by `operation_id`."""
+    pages: list[BaseRoute] = field(default_factory=list)
+    """Routes of files, which hold no data and ask for no token."""
+    watch: RequestWatch | None = None
+    is_traced: TraceJudge | None = None
+    counts: list[Callable[[], Mapping[str, int]]] = field(default_factory=list)
+    """Counts by field that whoever shows the whole fleet adds up."""
+    reports: dict[str, Report] = field(default_factory=dict)
+    """What a feature says of itself, by the feature's name."""
+    start: list[LifecycleStep] = field(default_factory=list)
+    """Called in order once the background runs."""
+    drain: list[LifecycleStep] = field(default_factory=list)
+    """Called after the replica has signed off, while answers go on."""
+    stop: list[LifecycleStep] = field(default_factory=list)
+    """Called in order at the end, before the background is stopped."""
+    close: list[LifecycleStep] = field(default_factory=list)
+    """Called last, the newest first."""
+    attached: list[object] = field(default_factory=list)
+    """What each `attach` returned, for tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """The core of a running service, put together and not started yet. `own` is the namespace that it follows."""
+
+    config: ServingConfig
+    name: str
+    fleet_name: str
+    """Name that the workers of one parent share."""
+    metrics: Metrics
+    loops: BackgroundLoops
+    in_thread: InThread
+    """Runs what reads the store."""
+    own: HeldNamespace
+    local: LocalTier
+    batcher: MicroBatcher
+    admission: Admission
+    nights: Nights
+    releases: ReleaseWatch
+    filters: Filters
+    service: LookupService
+    open_namespace: Callable[[str], ServedNamespace]
+    """Opens another namespace by its name; it is started by who opened it."""
+    hooks: Hooks = field(default_factory=Hooks)

@@ -1,0 +1,81 @@
+"""Parts of a namespace that a replica holds: its own, or one beside it."""
+
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from cache.l2.data_plane import DataPlane
+from cache.store.artefacts import ArtefactStore
+from cache.tiers.tiered import TieredCache
+from serving.config.settings import ServingConfig
+from serving.engine.answer_observer import AnswerObserver
+from serving.engine.inference import LiveInferences
+from serving.engine.l1_warmup import L1Warmup
+from serving.engine.ladder import Ladder
+from serving.engine.leases import LeaseManager
+from serving.engine.service import LookupService
+from serving.generations.heartbeat import Heartbeat, RedisClock
+from serving.generations.holder import GenerationHolder
+from serving.generations.pointer_follower import PointerFollower
+from serving.generations.refresher import Refresher
+from serving.metrics.registry import Metrics
+from serving.process.resources import StoreThreads
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceComponents:
+    """The parts that read the keys of one namespace."""
+
+    remote: DataPlane
+    tiers: TieredCache
+    leases: LeaseManager
+    inferences: LiveInferences
+    watch: AnswerObserver
+    ladder: Ladder
+
+    async def aclose(self) -> None:
+        """Stores what is still to be stored, and closes the connections."""
+        await self.tiers.aclose()
+        await self.remote.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldNamespace:
+    """Parts of one namespace: nothing of another can be reached through them. `metrics` are those of it alone."""
+
+    config: ServingConfig
+    metrics: Metrics
+    components: NamespaceComponents
+    store: ArtefactStore
+    clock: RedisClock
+    warmup: L1Warmup
+    holder: GenerationHolder
+    follower: PointerFollower
+    heartbeat: Heartbeat
+    refresher: Refresher
+
+
+@dataclass(frozen=True, slots=True)
+class ServedNamespace:
+    """A namespace that answers beside the replica's own."""
+
+    held_namespace: HeldNamespace
+    service: LookupService
+    in_thread: StoreThreads
+    staging: Executor
+
+    async def start(self) -> None:
+        """Loads what is live, beats, and goes on following."""
+        await self.held_namespace.refresher.start()
+
+    async def drain(self) -> None:
+        """Signs off, while answers go on."""
+        await self.held_namespace.refresher.drain()
+
+    async def aclose(self) -> None:
+        """Sign off, close the connections, and let go of the threads."""
+        try:
+            await self.held_namespace.refresher.aclose()
+        finally:
+            self.staging.shutdown(wait=False, cancel_futures=True)
+            self.in_thread.close()
+            await self.held_namespace.components.aclose()

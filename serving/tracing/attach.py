@@ -1,0 +1,56 @@
+"""Observation of requests attached to a replica; without traces OpenTelemetry is not imported."""
+
+from collections.abc import Container
+from functools import partial
+from typing import TYPE_CHECKING
+
+from starlette.types import Scope
+
+from cache.errors import ConfigError
+from cache.process.command_line import install_command
+from serving.config.settings import ServingConfig
+from serving.replica.hooks import Replica
+from serving.requests.context import parse_parent
+from serving.tracing.observer import RequestLog, RequestObserver
+
+if TYPE_CHECKING:
+    from serving.tracing.otel_spans import Spans
+
+
+def attach(replica: Replica) -> RequestObserver:
+    """Have requests answered under an observer; raises ConfigError where traces are asked for and not installed."""
+    config, hooks, follower = replica.config, replica.hooks, replica.own.follower
+    spans = _open_spans(config, replica.name) if config.traces else None
+
+    def tables() -> Container[str]:
+        served = follower.served
+        return () if served is None else served.live.manifest.tables
+
+    hooks.watch = observer = RequestObserver(
+        tables,
+        times=config.server_timing,
+        journal=RequestLog(sampled_share=config.log_share, slow_s=config.log_slow_ms / 1000),
+        tracer=spans,
+    )
+    if spans is not None:
+        hooks.is_traced = partial(_is_traced, spans)
+        hooks.stop.append(spans.aclose)
+    return observer
+
+
+def _is_traced(spans: "Spans", scope: Scope) -> bool:
+    traceparents = [value for name, value in scope["headers"] if name == b"traceparent"]
+    return spans.judged(scope, parse_parent(traceparents))
+
+
+def _open_spans(config: ServingConfig, instance: str) -> "Spans":
+    try:
+        from serving.tracing.otel_spans import Spans
+    except ImportError as error:
+        raise ConfigError(
+            f"LARDER_TRACES needs OpenTelemetry ({error}): {install_command('otel')}",
+            field="traces",
+        ) from error
+    return Spans.exporting(
+        trace_share=config.traces_share, with_ids=config.traces_ids, instance=instance
+    )

@@ -1,0 +1,37 @@
+"""Usage attached to a replica: ids that all replicas were asked for, and how large L1 should be."""
+
+from serving.metrics.collectors import InternalCounters
+from serving.replica.hooks import Replica
+from serving.replica.namespace import HeldNamespace
+from serving.usage.hot_keys import HotKeySketch
+from serving.usage.l1_advisor import L1Advisor
+
+
+def attach(replica: Replica) -> L1Advisor:
+    """Tell Redis which ids are hot, warm L1 by what it knows of them, and keep the curve of L1's size."""
+    own = replica.own
+    sketch = share_hot_ids(own)
+    replica.hooks.namespaces.append(share_hot_ids)
+    advisor = L1Advisor(own.components.tiers, lambda: own.holder.live, replica.config.sampled_keys)
+    if advisor.step_s:
+        own.refresher.add_periodic("l1_advisor", advisor.step_s, advisor.step)
+    replica.metrics.registry.register(advisor)
+    replica.metrics.registry.register(InternalCounters(sketch.internal_counters))
+    replica.hooks.reports["advisor"] = advisor.to_json
+    return advisor
+
+
+def share_hot_ids(namespace: HeldNamespace) -> HotKeySketch:
+    """Let a namespace share with all replicas which of its ids are hot, unless the settings say not to."""
+    recent, holder, sketch_s = (
+        namespace.components.ladder.recent,
+        namespace.holder,
+        namespace.config.sketch_s,
+    )
+    sketch = HotKeySketch(
+        namespace.components.remote.control, recent, lambda: holder.live, namespace.clock
+    )
+    if sketch_s:
+        namespace.warmup.hottest = sketch.hottest
+        namespace.refresher.add_periodic("hot_ids", sketch_s, sketch.report)
+    return sketch
