@@ -1,6 +1,7 @@
 """Every series that the service may expose, with its labels and without running it."""
 
 import asyncio
+import functools
 from typing import Any, cast
 
 from prometheus_client.metrics import MetricWrapperBase
@@ -20,18 +21,22 @@ from serving.events.counts import TEXTS as EVENT_GAUGES
 from serving.events.counts import EventCounts
 from serving.events.follower import EventMetrics
 from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
-from serving.metrics.collectors import (
-    HELP_BY_EVENT,
-    InternalCounters,
-    LoopFailures,
-    OverloadCollector,
-)
+from serving.metrics import collectors
+from serving.metrics.collectors import InternalCounters, LoopFailures, OverloadCollector
 from serving.metrics.registry import Metrics
 from serving.near.near_matches import NearMatches, NearMetrics
+from serving.quality import monitor
 from serving.quality.results import QualityResults
+from serving.traffic import exposures
+from serving.traffic.canary import CanaryMetrics
+from serving.traffic.router import ExperimentMetrics
+from serving.usage import hot_keys
 from serving.usage.l1_advisor import L1Advisor
 from serving.usage.table_usage import ReadHashes, TableUsage
 
+COUNTER_NAMES = (
+    collectors.HELP_BY_EVENT, exposures.HELP_BY_EVENT, hot_keys.HELP_BY_EVENT, monitor.HELP_BY_EVENT,
+)  # fmt: skip
 _SUFFIXES = {
     "counter": ("_total",),
     "histogram": ("_bucket", "_count", "_sum"),
@@ -51,9 +56,12 @@ def labels() -> dict[str, set[str]]:
         RedisMemory(unused_dependency),
     )
     metrics, taken_in = Metrics(), EventCounts(unused_dependency, Keyspace("t"), 0)
+    CanaryMetrics(metrics.registry)
+    ExperimentMetrics(metrics.registry)
     taken_in.gauges = dict.fromkeys(EVENT_GAUGES, 0.0)
     custom_collectors = [
-        InternalCounters(lambda: dict.fromkeys(HELP_BY_EVENT, 0.0)), OverloadCollector(admission), figures,
+        *(InternalCounters(functools.partial(dict.fromkeys, names, 0.0)) for names in COUNTER_NAMES),
+        OverloadCollector(admission), figures,
         QualityResults(), TableUsage(unused_dependency, ReadHashes(), metrics, tuple, lambda: None),
         L1Advisor(cast(Any, _Tiers), lambda: None, 0), TokenWatch("t", "", QuotaTable.private()),
         TlsWatch(cast(Any, _Files)), LoopFailures(BackgroundLoops()), taken_in,

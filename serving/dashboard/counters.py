@@ -14,6 +14,7 @@ from cache.events.event import Position
 from cache.l2.control_plane import CommandArgument, ControlPlane
 from serving.events.counts import TEXTS as GAUGES
 from serving.metrics.registry import Metrics, counts_of
+from serving.traffic.router import FEEDBACK_OF_ARM, REQUESTS_OF_ARM
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +30,7 @@ with newer events, `c` lists of these compared with the night's, and `d` how muc
 
 REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, STAGES, TIMES = "r", "e", "x", "a:", "m:", "s:", "h:"
 
-ARMS, EVENTS = "n:", "f:"
-
-_TOTALS = (REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, ARMS, EVENTS)
+_TOTALS = (REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, REQUESTS_OF_ARM, FEEDBACK_OF_ARM)
 
 _COUNT_BOUND = 2**53
 """Bound of a number: sums below it, of however many workers, are JSON that everybody can read."""
@@ -78,12 +77,6 @@ def collect_counts(metrics: Metrics, shed: int = 0) -> Counts:
     ):
         for labels, count in counts_of(counter):
             sums[field + (labels[label] if label else "")] += int(count)
-    for counter, field, names in (
-        (metrics.experiment_requests, ARMS, ("experiment", "arm")),
-        (metrics.experiment_feedback, EVENTS, ("experiment", "arm", "event")),
-    ):
-        for labels, count in counts_of(counter):
-            sums[field + "=".join(labels[label_name] for label_name in names)] += int(count)
     for stage, spent in metrics.stage_seconds.spent.items():
         sums[STAGES + stage] = round(spent.sum * 1e6)
     for source, spent in metrics.answer_seconds.spent.items():

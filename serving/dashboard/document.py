@@ -25,6 +25,7 @@ from serving.generations.nights import memory_bytes
 from serving.requests.answers import FALLBACKS, STORED_SOURCES, Source
 from serving.requests.named_schema import DETAILS, Json, NamedSchema, or_null
 from serving.requests.reasons import StaleReason
+from serving.traffic.router import FEEDBACK_OF_ARM, REQUESTS_OF_ARM
 
 Level = Literal["ok", "warn", "bad"]
 
@@ -406,8 +407,8 @@ def experiments(
 
     What was counted before a worker started is in `larder experiment status`.
     """
-    requests = counters.counts_of_kind(total, counters.ARMS)
-    events = _events_by_arm(counters.counts_of_kind(total, counters.EVENTS))
+    requests = counters.counts_of_kind(total, REQUESTS_OF_ARM)
+    events = _events_by_arm(counters.counts_of_kind(total, FEEDBACK_OF_ARM))
     return [
         {
             **experiment_row,

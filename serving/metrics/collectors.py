@@ -39,22 +39,14 @@ HELP_BY_EVENT: Mapping[str, str] = {
     "overlays_stored": "Live answers written to Redis",
     "overlays_failed": "Live answers that Redis did not take",
     "overlays_dropped": "Live answers not written, because too many waited",
-    "hot_reported": "Ids added to the sketch of what is asked for most",
-    "hot_reports_failed": "Reports to that sketch that failed",
-    "cold_reported": "Ids added to the sketch of those asked for in vain",
-    "cold_reports_failed": "Reports to that sketch that failed",
-    "reads_left_out": "Reads not counted towards who was read at all",
     "leases_led": "Cold answers computed here while others waited",
     "leases_waited": "Cold answers that another replica was computing",
     "leases_adopted": "Cold answers taken over from another replica",
     "leases_taken_over": "Leases of a replica that fell silent, taken over",
     "leases_timed_out": "Cold answers computed after waiting in vain",
-    "exposures_written": "Keys of experiments written into the exposure log",
-    "exposures_dropped": "Keys of experiments not written down, because too many waited",
-    "exposure_writes_failed": "Failed tries to write a part of the exposure log",
     "leases_unavailable": "Cold answers computed without a lease",
 }
-"""Help text by event; each is a family of its own: a sum over all of them would mean nothing."""
+"""Help text by event of the core; each is a family of its own: a sum over all of them would mean nothing."""
 
 MISS_REASONS = tuple(
     [
@@ -226,16 +218,20 @@ class ChangedAnswers(Collector):
 
 
 class InternalCounters(Collector):
-    """Collector of what the tiers did besides answering: `larder_<name>_total`."""
+    """Collector of what the tiers and features did besides answering: `larder_<name>_total`."""
 
-    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
-        self._read = read
+    def __init__(
+        self,
+        read: Callable[[], Mapping[str, float]],
+        help_by_event: Mapping[str, str] = HELP_BY_EVENT,
+    ) -> None:
+        self._read, self._help_by_event = read, help_by_event
 
     def collect(self) -> Iterable[CounterMetricFamily]:
         """Counter families, one for each event."""
         for event, count in self._read().items():
             yield CounterMetricFamily(
-                f"larder_{event}", HELP_BY_EVENT.get(event, event), value=count
+                f"larder_{event}", self._help_by_event.get(event, event), value=count
             )
 
 

@@ -7,7 +7,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from cache.tiers.reads import PUBLIC_BY_INTERNAL_REASON
@@ -127,39 +127,6 @@ class Metrics:
             "Request start to answer, in the second after a flip",
             buckets=_SECONDS,
         )
-        self.canary_requests = counter(
-            "larder_canary_requests",
-            "Requests while a canary runs: what answered, or why live did",
-            ["arm"],
-        )
-        self.canary_answers = counter(
-            "larder_canary_answers",
-            "Entities answered by source, while a canary runs",
-            ["arm", "source"],
-        )
-        self.canary_top_score = Summary(
-            "larder_canary_top_score", "Best score of each list", ["arm"], registry=registry
-        )
-        self.experiment_requests = counter(
-            "larder_experiment_requests", "Requests that an arm answered", ["experiment", "arm"]
-        )
-        self.experiment_answers = counter(
-            "larder_experiment_answers",
-            "Entities answered by source, by an arm",
-            ["experiment", "arm", "source"],
-        )
-        self.experiments_version = gauge(
-            "larder_experiments_version", "The version of the experiments in force here"
-        )
-        self.experiment_feedback = counter(
-            "larder_experiment_feedback",
-            "What callers report, by arm of an experiment",
-            ["experiment", "arm", "event"],
-        )
-        self.experiment_aside = counter(
-            "larder_experiment_aside", "Requests in no arm while experiments are held", ["reason"]
-        )
-        self.feedback = counter("larder_feedback", "What callers report, by arm", ["arm", "event"])
         self._flips, self.is_flipping = 0, False
         self.at_flips: list[Callable[[], None]] = []
         self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}

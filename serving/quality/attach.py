@@ -1,7 +1,7 @@
 """Quality of answers attached to a replica: a sample of them is computed again, and what is read is counted."""
 
 from serving.metrics.collectors import InternalCounters
-from serving.quality.monitor import QualityMonitor
+from serving.quality.monitor import HELP_BY_EVENT, QualityMonitor
 from serving.replica.hooks import Replica
 
 
@@ -17,7 +17,7 @@ def attach(replica: Replica) -> QualityMonitor:
     for loop_name, every_s, step in monitor.steps():
         if every_s:
             own.refresher.add_periodic(loop_name, every_s, step)
-    replica.metrics.registry.register(InternalCounters(monitor.internal_counters))
+    replica.metrics.registry.register(InternalCounters(monitor.internal_counters, HELP_BY_EVENT))
     hooks.reports["quality"] = monitor.to_json
     hooks.start.append(monitor.start)
     hooks.close.append(monitor.aclose)

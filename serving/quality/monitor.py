@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -36,6 +36,13 @@ from serving.usage.table_usage import ReadHashes, TableUsage
 
 IDLE_S = 0.2
 """Seconds between looks at an empty queue, and while live requests come first."""
+
+HELP_BY_EVENT: Mapping[str, str] = {
+    "cold_reported": "Ids added to the sketch of those asked for in vain",
+    "cold_reports_failed": "Reports to that sketch that failed",
+    "reads_left_out": "Reads not counted towards who was read at all",
+}
+"""Help text by event."""
 
 Step = Callable[[], Coroutine[Any, Any, None]]
 

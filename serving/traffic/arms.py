@@ -190,7 +190,6 @@ class Arms:
                 follower.note("experiments", None)
                 self.record = newer_record or self.record
             self.routing = Routing(self.record) if self.record.current else None
-            self.own_service.metrics.experiments_version.set(self.record.version)
             follower.holder.divide(by_experiments=bool(self.record.running))
             if not self._is_ending:
                 self._advance_arms()

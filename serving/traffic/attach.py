@@ -12,9 +12,9 @@ from serving.requests.models import Limits
 from serving.requests.named_schema import Json, with_description
 from serving.requests.parsing import feedback_from_json
 from serving.traffic.arms import Arms
-from serving.traffic.canary import CanaryRouter, CanaryRouters
-from serving.traffic.exposures import FLUSH_S, ExposureLog
-from serving.traffic.router import ExperimentRouter
+from serving.traffic.canary import CanaryMetrics, CanaryRouter, CanaryRouters
+from serving.traffic.exposures import FLUSH_S, HELP_BY_EVENT, ExposureLog
+from serving.traffic.router import ExperimentMetrics, ExperimentRouter
 
 _GENERATION: Json = {
     "type": "string",
@@ -100,7 +100,7 @@ def attach(replica: Replica) -> ExperimentRouter:
     canaries = CanaryRouters()
 
     def hold_canaries(namespace: HeldNamespace) -> None:
-        router = CanaryRouter(namespace.holder, namespace.metrics)
+        router = CanaryRouter(namespace.holder, CanaryMetrics(namespace.metrics.registry))
         canaries.add(namespace.holder, router)
         namespace.heartbeat.canary = router.report
 
@@ -116,8 +116,10 @@ def attach(replica: Replica) -> ExperimentRouter:
     own.holder.pass_on = arms.enforce
     exposures = ExposureLog(own.store, replica.name, clock=own.clock, in_thread=replica.in_thread)
     own.refresher.add_periodic("exposures", FLUSH_S, exposures.flush)
-    replica.metrics.registry.register(InternalCounters(exposures.internal_counters))
-    experiments = ExperimentRouter(arms, exposures, replica.metrics, canaries.of)
+    replica.metrics.registry.register(InternalCounters(exposures.internal_counters, HELP_BY_EVENT))
+    metrics = ExperimentMetrics(replica.metrics.registry)
+    metrics.version.set_function(lambda: arms.record.version)
+    experiments = ExperimentRouter(arms, exposures, metrics, canaries.of)
 
     async def feedback(request: Request, _started: float) -> object:
         return experiments.feedback(feedback_from_json(await read_json(replica.service, request)))
@@ -128,6 +130,7 @@ def attach(replica: Replica) -> ExperimentRouter:
 
     hooks.routers += [experiments.route_request, canaries.route_request]
     hooks.handlers["sendFeedback"] = feedback
+    hooks.counts.append(metrics.by_field)
     hooks.reports["arms"] = arms.to_json
     hooks.start.append(arms.refresh)
     hooks.drain.append(arms.drain)

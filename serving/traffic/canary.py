@@ -1,7 +1,7 @@
 """A canary at work: which requests it answers, and the counts of both arms, in bounded space."""
 
 import math
-from collections import Counter
+from collections import Counter as Tally
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import xxhash
+from prometheus_client import CollectorRegistry, Counter, Summary
 
 from cache.store.releases import Canary
 from serving.engine.rendering.answer_fields import AnswerJson
 from serving.engine.service import LookupService, RoutedRequest
 from serving.generations.holder import GenerationHolder
 from serving.generations.served_set import ServedGenerations
-from serving.metrics.registry import Metrics
 from serving.requests.answers import FALLBACKS, Source
 from serving.requests.models import RequestedEntity, RequestOptions
 
@@ -56,10 +56,34 @@ class CanaryHolder(Protocol):
     """None while there is none."""
 
 
+class CanaryMetrics:
+    """Counts of requests by the arms of a canary."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "larder_canary_requests",
+            "Requests while a canary runs: what answered, or why live did",
+            ["arm"],
+            registry=registry,
+        )
+        self.answers = Counter(
+            "larder_canary_answers",
+            "Entities answered by source, while a canary runs",
+            ["arm", "source"],
+            registry=registry,
+        )
+        self.top_score = Summary(
+            "larder_canary_top_score", "Best score of each list", ["arm"], registry=registry
+        )
+        self.feedback = Counter(
+            "larder_feedback", "What callers report, by arm", ["arm", "event"], registry=registry
+        )
+
+
 class CanaryRouter:
     """Routes by the caller's key alone, so that every replica sends the same requests to the same generation."""
 
-    def __init__(self, running: CanaryHolder, metrics: Metrics) -> None:
+    def __init__(self, running: CanaryHolder, metrics: CanaryMetrics) -> None:
         self._running = running
         self._metrics = metrics
         self._counted_canary: Canary | None = None
@@ -108,13 +132,13 @@ class CanaryRouter:
         if part is None:
             return
         arm, key, canary = part
-        self._metrics.canary_requests.labels(arm).inc()
+        self._metrics.requests.labels(arm).inc()
         for answer in answers:
-            self._metrics.canary_answers.labels(arm, answer["source"]).inc()
+            self._metrics.answers.labels(arm, answer["source"]).inc()
         if canary != self._counted_canary:
             return
         for top in self._counts[arm].answered(key, answers):
-            self._metrics.canary_top_score.labels(arm).observe(top)
+            self._metrics.top_score.labels(arm).observe(top)
 
     def feedback(
         self,
@@ -163,7 +187,7 @@ class CanaryRouter:
     def _without_arm(
         self, served: ServedGenerations, reason: str
     ) -> tuple[ServedGenerations, None]:
-        self._metrics.canary_requests.labels(reason).inc()
+        self._metrics.requests.labels(reason).inc()
         return served, None
 
 
@@ -242,8 +266,8 @@ class KeySample:
 
     limit: int = KEYS_MAX
     level: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
-    scores: Counter[int] = field(default_factory=Counter)
+    kinds: Tally[str] = field(default_factory=Tally)
+    scores: Tally[int] = field(default_factory=Tally)
     score_sum: float = 0.0
     _first_answer_by_key: dict[int, _FirstAnswer] = field(default_factory=dict)
 
@@ -275,8 +299,8 @@ class KeySample:
                 if not key & low_bits
             }
         first_answers = self._first_answer_by_key.values()
-        self.kinds = Counter([first_answer.kind for first_answer in first_answers])
-        self.scores = Counter(
+        self.kinds = Tally([first_answer.kind for first_answer in first_answers])
+        self.scores = Tally(
             [first_answer.at for first_answer in first_answers if first_answer.at is not None]
         )
         self.score_sum = sum(
@@ -290,7 +314,7 @@ class ArmCounts:
 
     event: str = ""
     requests: int = 0
-    feedback: Counter[str] = field(default_factory=Counter)
+    feedback: Tally[str] = field(default_factory=Tally)
     keys: KeySample = field(default_factory=KeySample)
 
     def answered(self, key: bytes, answers: Sequence[Mapping[str, Any]]) -> list[float]:

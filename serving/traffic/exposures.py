@@ -6,7 +6,7 @@ Parts are JSON and small, as the service has no Parquet; nights make one file of
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,6 +35,13 @@ PARTS_MAX = 1_024
 
 SEEN_MAX = 1 << 18
 """Exposures remembered as written in this hour, some 20 MB; a repetition that is forgotten is dropped by the night."""
+
+HELP_BY_EVENT: Mapping[str, str] = {
+    "exposures_written": "Keys of experiments written into the exposure log",
+    "exposures_dropped": "Keys of experiments not written down, because too many waited",
+    "exposure_writes_failed": "Failed tries to write a part of the exposure log",
+}
+"""Help text by event."""
 
 _Arm = tuple[str, str]
 

@@ -4,14 +4,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
 from serving.engine.rendering.answer_fields import AnswerJson
 from serving.engine.service import LookupService, RoutedRequest
-from serving.metrics.registry import Metrics
+from serving.metrics.registry import counts_of
 from serving.requests.errors import Problem
 from serving.requests.models import FeedbackReport, RequestedArm, RequestedEntity, RequestOptions
 from serving.traffic.arms import Arms
 from serving.traffic.canary import CanaryRouter, EventNames, key_of
 from serving.traffic.exposures import ExposureLog
+
+REQUESTS_OF_ARM, FEEDBACK_OF_ARM = "n:", "f:"
+"""Beginnings of fields of counts as the dashboard adds them up."""
 
 
 class ExperimentAssignment(NamedTuple):
@@ -27,6 +32,45 @@ class ExperimentAssignment(NamedTuple):
     """True if the key's exposures are written down."""
 
 
+class ExperimentMetrics:
+    """Counts of requests by the arms of experiments."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counter = partial(Counter, registry=registry)
+        self.requests = counter(
+            "larder_experiment_requests", "Requests that an arm answered", ["experiment", "arm"]
+        )
+        self.answers = counter(
+            "larder_experiment_answers",
+            "Entities answered by source, by an arm",
+            ["experiment", "arm", "source"],
+        )
+        self.version = Gauge(
+            "larder_experiments_version",
+            "The version of the experiments in force here",
+            registry=registry,
+        )
+        self.feedback = counter(
+            "larder_experiment_feedback",
+            "What callers report, by arm of an experiment",
+            ["experiment", "arm", "event"],
+        )
+        self.without_arm = counter(
+            "larder_experiment_aside", "Requests in no arm while experiments are held", ["reason"]
+        )
+
+    def by_field(self) -> dict[str, int]:
+        """Requests of arms and what was reported of them, by the fields of the dashboard."""
+        return {
+            prefix + "=".join(labels[name] for name in names): int(count)
+            for counter, prefix, names in (
+                (self.requests, REQUESTS_OF_ARM, ("experiment", "arm")),
+                (self.feedback, FEEDBACK_OF_ARM, ("experiment", "arm", "event")),
+            )
+            for labels, count in counts_of(counter)
+        }
+
+
 class ExperimentRouter:
     """Routes by the caller's key alone, so that every replica sends the same requests to the same namespace."""
 
@@ -34,7 +78,7 @@ class ExperimentRouter:
         self,
         arms: Arms,
         exposures: ExposureLog,
-        metrics: Metrics,
+        metrics: ExperimentMetrics,
         canary_of: Callable[[LookupService], CanaryRouter],
     ) -> None:
         """`canary_of`: router of the canaries in the namespace of a service."""
@@ -98,9 +142,9 @@ class ExperimentRouter:
             answer["experiment"], answer["arm"] = name, arm
         if key is not None:
             self._note(assigned, key)
-            self._metrics.experiment_requests.labels(name, arm).inc()
+            self._metrics.requests.labels(name, arm).inc()
             for answer in answers:
-                self._metrics.experiment_answers.labels(name, arm, answer["source"]).inc()
+                self._metrics.answers.labels(name, arm, answer["source"]).inc()
         return answers
 
     def feedback(self, report: FeedbackReport) -> dict[str, str | None]:
@@ -125,7 +169,7 @@ class ExperimentRouter:
             return {"arm": arm}
         event = self._events.of(report.event)
         self.exposures.heard(*experiment_and_arm, event, report.count)
-        self._metrics.experiment_feedback.labels(*experiment_and_arm, event).inc(report.count)
+        self._metrics.feedback.labels(*experiment_and_arm, event).inc(report.count)
         return {"arm": arm, "experiment": "=".join(experiment_and_arm)}
 
     def _note(self, assigned: ExperimentAssignment, key: bytes) -> None:
@@ -177,7 +221,7 @@ class ExperimentRouter:
         return own_service
 
     def _without_arm(self, service: LookupService, reason: str) -> tuple[LookupService, None]:
-        self._metrics.experiment_aside.labels(reason).inc()
+        self._metrics.without_arm.labels(reason).inc()
         return service, None
 
 

@@ -3,7 +3,7 @@
 from serving.metrics.collectors import InternalCounters
 from serving.replica.hooks import Replica
 from serving.replica.namespace import HeldNamespace
-from serving.usage.hot_keys import HotKeySketch
+from serving.usage.hot_keys import HELP_BY_EVENT, HotKeySketch
 from serving.usage.l1_advisor import L1Advisor
 
 
@@ -16,7 +16,7 @@ def attach(replica: Replica) -> L1Advisor:
     if advisor.step_s:
         own.refresher.add_periodic("l1_advisor", advisor.step_s, advisor.step)
     replica.metrics.registry.register(advisor)
-    replica.metrics.registry.register(InternalCounters(sketch.internal_counters))
+    replica.metrics.registry.register(InternalCounters(sketch.internal_counters, HELP_BY_EVENT))
     replica.hooks.reports["advisor"] = advisor.to_json
     return advisor
 

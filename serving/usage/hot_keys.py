@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -17,6 +17,13 @@ REPORTED = 512
 _AT_ONCE = 128
 """Entities in one script: a third of a millisecond of Redis, which readers wait for."""
 _HEAR_S = 1.0
+
+
+HELP_BY_EVENT: Mapping[str, str] = {
+    "hot_reported": "Ids added to the sketch of what is asked for most",
+    "hot_reports_failed": "Reports to that sketch that failed",
+}
+"""Help text by event."""
 
 
 @dataclass(slots=True, eq=False)

@@ -40,9 +40,9 @@ from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.requests.models import FeedbackReport
 from serving.traffic.arms import Arms
-from serving.traffic.canary import CanaryRouter, CanaryRouters
+from serving.traffic.canary import CanaryMetrics, CanaryRouter, CanaryRouters
 from serving.traffic.exposures import ExposureLog
-from serving.traffic.router import ExperimentRouter
+from serving.traffic.router import ExperimentMetrics, ExperimentRouter
 from tests.integration.release_world import Clock
 from tests.integration.release_world import World as Nights
 from tests.unit.serving.world import LIMITS, USERS, World, ask, entity
@@ -126,7 +126,7 @@ class HeldByReplica:
             self.follower, store, control, beat, poll_s=1, blocklist_poll_s=1, heartbeat_s=1,
             in_thread=asyncio.to_thread, timer=clock,
         )  # fmt: skip
-        days.canaries.add(holder, CanaryRouter(holder, metrics))
+        days.canaries.add(holder, CanaryRouter(holder, CanaryMetrics(metrics.registry)))
         self.service = LookupService(
             follower=self.follower, ladder=self.world.ladder,
             reshaped=cast(Any, None), metrics=metrics, limits=LIMITS, body_bytes=1, body_timeout_s=1.0,
@@ -173,7 +173,9 @@ class SimReplica:
             self.own.service, own_namespace, days.store_of(own_namespace), self._hold,
             in_thread=asyncio.to_thread, grace_s=GRACE_S, timer=days.clock,
         )  # fmt: skip
-        self.router = ExperimentRouter(self.arms, self.exposures, Metrics(), days.canaries.of)
+        self.router = ExperimentRouter(
+            self.arms, self.exposures, ExperimentMetrics(Metrics().registry), days.canaries.of
+        )
 
     def _hold(self, namespace: str) -> HeldByReplica:
         replica_namespace = self.held[namespace] = HeldByReplica(self._days, self.name, namespace)

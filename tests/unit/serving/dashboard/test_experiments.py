@@ -1,11 +1,12 @@
 """Arms on the dashboard: what all workers counted of each, held against the control."""
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from cache.traffic.experiments import rate_ratio
-from serving.dashboard.counters import collect_counts, pack, totals, unpack
+from serving.dashboard.counters import pack, totals, unpack
 from serving.dashboard.document import experiments
-from serving.metrics.registry import Metrics
+from serving.traffic.router import ExperimentMetrics
 
 TOLD = [
     {
@@ -16,14 +17,14 @@ TOLD = [
 
 
 def test_counts_of_arms_are_told_by_workers_and_compared_with_the_control() -> None:
-    metrics = Metrics()
-    metrics.experiment_requests.labels("e", "a").inc(1_000)
-    metrics.experiment_requests.labels("e", "b").inc(2_000)
-    metrics.experiment_feedback.labels("e", "a", "click").inc(100)
-    metrics.experiment_feedback.labels("e", "b", "click").inc(300)
-    metrics.experiment_feedback.labels("e", "b", "buy").inc(2)
+    metrics = ExperimentMetrics(CollectorRegistry())
+    metrics.requests.labels("e", "a").inc(1_000)
+    metrics.requests.labels("e", "b").inc(2_000)
+    metrics.feedback.labels("e", "a", "click").inc(100)
+    metrics.feedback.labels("e", "b", "click").inc(300)
+    metrics.feedback.labels("e", "b", "buy").inc(2)
 
-    total_counts = totals(unpack(pack(collect_counts(metrics))))
+    total_counts = totals(unpack(pack(metrics.by_field())))
     (experiment,) = experiments(TOLD, total_counts)
 
     assert (experiment["experiment"], experiment["share"]) == ("e", 0.5)

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from cache.store.blocklist import Blocklist
 from cache.traffic.experiments import Experiment, Experiments
-from serving.metrics.registry import Metrics
 from serving.requests.models import RequestedEntity, RequestOptions
 from serving.traffic.arms import Arms, Routing
 from serving.traffic.canary import CanaryRouters
 from serving.traffic.exposures import ExposureLog
-from serving.traffic.router import ExperimentRouter
+from serving.traffic.router import ExperimentMetrics, ExperimentRouter
 from tests.unit.serving.experiments.scene import KEYS, OTHER, FakeService, experiment
 
 
@@ -47,7 +47,7 @@ class Scene:
         self.router = ExperimentRouter(
             cast(Arms, self.arms),
             cast(ExposureLog, self.exposures),
-            Metrics(),
+            ExperimentMetrics(CollectorRegistry()),
             canary_of=CanaryRouters().of,
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from cache.store.releases import Canary
 from cache.traffic.split import KeySplit
@@ -16,7 +17,7 @@ from serving.requests.json_fields import read_id
 from serving.requests.models import FeedbackReport, Limits, RequestedArm, RequestOptions
 from serving.requests.options import query_options, with_headers
 from serving.requests.parsing import feedback_from_json, lookup_from_json
-from serving.traffic.canary import EVENTS_MAX, CanaryRouter
+from serving.traffic.canary import EVENTS_MAX, CanaryMetrics, CanaryRouter
 from tests.unit.serving.world import GENERATION, LIMITS, OLDER, World, ask, entity
 
 KEYS = [f"key-{number}".encode() for number in range(20_000)]
@@ -41,7 +42,7 @@ def scene(
     return (
         world,
         ServedGenerations(live, None, coming, split),
-        CanaryRouter(Runs(canary), world.metrics),
+        CanaryRouter(Runs(canary), CanaryMetrics(world.metrics.registry)),
     )
 
 
@@ -131,12 +132,12 @@ def test_without_a_key_or_with_a_pin_the_live_one_answers(lookup: Any, arm: str 
 
 
 async def test_a_replica_that_does_not_hold_it_answers_live_and_counts_that() -> None:
-    world, served, trial = scene(Canary(GENERATION, 100.0, 5.0), is_held=False)
+    _, served, trial = scene(Canary(GENERATION, 100.0, 5.0), is_held=False)
 
     routed, part = trial.route(served, (), options(b"k"))
 
     assert routed is served and part is None
-    not_held_count = world.metrics.canary_requests.labels("not_held")._value.get()
+    not_held_count = trial._metrics.requests.labels("not_held")._value.get()
     assert not_held_count == 1
 
 
@@ -169,8 +170,9 @@ def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_al
     None
 ):
     running = Runs(Canary(GENERATION, 100.0, 5.0, "purchase"))
-    world, served, _ = scene()
-    trial = CanaryRouter(running, world.metrics)
+    _, served, _ = scene()
+    registry = CollectorRegistry()
+    trial = CanaryRouter(running, CanaryMetrics(registry))
     for started_at in range(5):
         running.canary = Canary(GENERATION, 100.0, float(started_at), "purchase")
         for number in range(30):
@@ -182,7 +184,7 @@ def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_al
 
     lines = [
         line
-        for line in world.metrics.expose().splitlines()
+        for line in generate_latest(registry).splitlines()
         if line.startswith(b"larder_feedback_total{")
     ]
     assert len(lines) == EVENTS_MAX + 2  # and the one that decides, and `other`
@@ -191,8 +193,9 @@ def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_al
 
 def test_another_canary_is_counted_from_nothing() -> None:
     running = Runs(Canary(GENERATION, 100.0, 5.0))
-    world, served, _ = scene()
-    trial = CanaryRouter(running, world.metrics)
+    _, served, _ = scene()
+    registry = CollectorRegistry()
+    trial = CanaryRouter(running, CanaryMetrics(registry))
     _, part = trial.route(served, (), options(b"k"))
     trial.count(part, [{"source": "l1"}])
 
@@ -207,8 +210,9 @@ def test_a_request_under_way_does_not_count_for_the_canary_that_began_meanwhile(
     later: Canary,
 ) -> None:
     running = Runs(Canary(GENERATION, 100.0, 5.0))
-    world, served, _ = scene()
-    trial = CanaryRouter(running, world.metrics)
+    _, served, _ = scene()
+    registry = CollectorRegistry()
+    trial = CanaryRouter(running, CanaryMetrics(registry))
     _, part = trial.route(served, (), options(b"k"))
 
     running.canary = later
@@ -221,7 +225,7 @@ def test_a_request_under_way_does_not_count_for_the_canary_that_began_meanwhile(
         "live": 0,
         "canary": 0,
     }
-    text = world.metrics.expose()
+    text = generate_latest(registry)
     line = f'larder_canary_requests_total{{arm="{part.arm}"}} 1'
     assert line.encode() in text  # of all canaries
 
