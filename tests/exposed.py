@@ -1,7 +1,6 @@
 """Every series that the service may expose, with its labels and without running it."""
 
 import asyncio
-import functools
 from typing import Any, cast
 
 from prometheus_client.metrics import MetricWrapperBase
@@ -35,7 +34,7 @@ from serving.usage.l1_advisor import L1Advisor
 from serving.usage.table_usage import ReadHashes, TableUsage
 
 COUNTER_NAMES = (
-    collectors.HELP_BY_EVENT, exposures.HELP_BY_EVENT, hot_keys.HELP_BY_EVENT, monitor.HELP_BY_EVENT,
+    *collectors.HELP_BY_EVENT, *exposures.HELP_BY_EVENT, *hot_keys.HELP_BY_EVENT, *monitor.HELP_BY_EVENT,
 )  # fmt: skip
 _SUFFIXES = {
     "counter": ("_total",),
@@ -60,7 +59,7 @@ def labels() -> dict[str, set[str]]:
     ExperimentMetrics(metrics.registry)
     taken_in.gauges = dict.fromkeys(EVENT_GAUGES, 0.0)
     custom_collectors = [
-        *(InternalCounters(functools.partial(dict.fromkeys, names, 0.0)) for names in COUNTER_NAMES),
+        InternalCounters(lambda: dict.fromkeys(COUNTER_NAMES, 0.0)),
         OverloadCollector(admission), figures,
         QualityResults(), TableUsage(unused_dependency, ReadHashes(), metrics, tuple, lambda: None),
         L1Advisor(cast(Any, _Tiers), lambda: None, 0), TokenWatch("t", "", QuotaTable.private()),

@@ -196,10 +196,8 @@ def attach(replica: Replica) -> EventIntake | None:
     config, own, hooks = replica.config, replica.own, replica.hooks
     follower = follow_events(own)
     hooks.namespaces.append(follow_events)
-    holder, newest_position = (
-        own.holder,
-        NewestPosition(own.components.ladder.newer_events, own.holder, config.of_events().store()),
-    )
+    holder, newer_events = own.holder, own.components.ladder.newer_events
+    newest_position = NewestPosition(newer_events, holder, config.of_events().store())
     parts = EventParts.of(
         config, replica.name, lambda: holder.blocklist, newest_position,
         lambda: None if holder.live is None else holder.live.new_item_inputs, replica.loops,
