@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serving import namespace
+from serving.events import attach
 from serving.events.follower import EventFollower
 from tests.integration.fresh.asking import Told
 from tests.integration.fresh.events_world import EVENTS, EventWorld, same_list
@@ -71,7 +71,7 @@ async def test_as_many_bytes_are_held_as_the_stream_may_have(
         bounds.append(limit_bytes)
         return EventFollower(*args, limit_bytes=limit_bytes)
 
-    monkeypatch.setattr(namespace, "EventFollower", recorded)
+    monkeypatch.setattr(attach, "EventFollower", recorded)
     async with serving(published[0].config, events=EVENTS):
         assert bounds == [EVENTS.stream_bytes]
 

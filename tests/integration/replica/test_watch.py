@@ -21,8 +21,8 @@ from opentelemetry.trace import SpanKind
 
 from cache.process.redis_server import RedisServer
 from precompute.config.settings import NightConfig
-from serving import app
 from serving.explain.explainer import Explainer
+from serving.tracing import attach
 from serving.tracing.observer import log as request_log
 from serving.tracing.otel_spans import Spans
 from tests.attached import attached
@@ -56,7 +56,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
         memory_exporter._stopped = False  # by the service before
         return Spans(processor, trace_share=sampled_share, with_ids=with_ids, instance=instance)
 
-    monkeypatch.setattr(app, "_open_spans", make)
+    monkeypatch.setattr(attach, "_open_spans", make)
     return memory_exporter
 
 
