@@ -50,7 +50,7 @@ async def running(
     loops: BackgroundLoops | None = None,
     features: Sequence[Feature] = FEATURES,
 ) -> AsyncIterator[Service]:
-    """Everything behind the routes, opened in order and closed in reverse; `loops` run the background."""
+    """Open all parts behind the routes in order, and close them in reverse; `loops` run the background tasks."""
     name = replica_id()
     loops = BackgroundLoops() if loops is None else loops
     answering = ServiceComponents.of(config, name, loops)
@@ -171,13 +171,13 @@ async def running(
 
 
 def replica_id() -> str:
-    """A name that differs for every process, also after a restart."""
+    """Return a replica name that differs for every process, also after a restart."""
     return f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSources:
-    """Whatever keeps numbers of its own."""
+    """Parts of the service that have metrics."""
 
     metrics: Metrics
     tiers: TieredCache
@@ -190,7 +190,7 @@ class MetricSources:
     nights: Nights
 
     def register(self) -> None:
-        """Registers gauges and collectors: all of it is in `/metrics` from now on."""
+        """Register gauges and collectors with `/metrics`."""
         metrics, local, nights = self.metrics, self.tiers.local, self.nights
         refresher, follower = self.refresher, self.refresher.follower
 
@@ -212,7 +212,7 @@ class MetricSources:
         metrics.registry.register(OverloadCollector(self.admission))
 
     def internal_counters(self) -> dict[str, float]:
-        """Counts by event: what the tiers and the parts around them did besides answering."""
+        """Return counts by event of the tiers and the other parts, besides answers."""
         tiers, l2 = self.tiers, self.remote.stats
         return {
             "l2_reads": tiers.counters.l2_reads,

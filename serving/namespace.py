@@ -40,12 +40,12 @@ from serving.replica.namespace import HeldNamespace, NamespaceComponents
 log = logging.getLogger(__name__)
 
 _SAMPLES_PER_INTERVAL = 10
-"""Looks at the queues per interval of the admission."""
+"""Samples of the queues per interval of the admission."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceComponents:
-    """Parts of the process and of its own namespace (`namespace_components`); none knows which generation is live."""
+    """Components of the process and of its own namespace; none of them depends on the live generation."""
 
     metrics: Metrics
     cores: Sequence[int]
@@ -102,14 +102,14 @@ class ServiceComponents:
         return cls(metrics, cores, local, batcher, admission, pulse, executor, keyed, near, loops)
 
     def of_namespace(self, config: ServingConfig, name: str) -> NamespaceComponents:
-        """The parts that read another namespace's keys; L1, processors, admission and counts are those of all."""
+        """Build the components that read another namespace's keys; it shares L1, processors, admission and metrics."""
         watch = AnswerObserver(self.metrics.l1_misses, self.local.eviction_history)
         return _build_namespace_components(
             config, name, self.local, self.batcher, self.admission, self.metrics, watch, self.loops
         )
 
     async def aclose(self) -> None:
-        """Closes what is connected, and lets go of who computes."""
+        """Close the connections, and shut the executor down."""
         await self.namespace_components.aclose()
         self.executor.shutdown(wait=False, cancel_futures=True)
 

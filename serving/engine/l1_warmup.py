@@ -27,9 +27,9 @@ _RECORDS_AT_ONCE = 256
 
 
 class RecentNames(deque[EntityName]):
-    """Entities that were asked for, newest last; appending is all that a request pays for it.
+    """Requested entities, newest last; appending is all that a request pays for it.
 
-    `flush_pending` adds what was asked for before and is still to be added.
+    `flush_pending` adds pending entities of earlier requests.
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,14 @@ class RecentNames(deque[EntityName]):
         self._waiting = 0
 
     def add(self, table: str, raws: Sequence[bytes]) -> None:
-        """Adds ids of one table at once: kept as they are until somebody looks."""
+        """Add ids of one table at once, as a batch that is unpacked only when it is read."""
         self._batches.append((table, raws))
         self._waiting += len(raws)
         while self._waiting - len(self._batches[0][1]) >= RECENT:
             self._waiting -= len(self._batches.popleft()[1])
 
     def names(self) -> Sequence[EntityName]:
-        """Entities that are remembered, all of them."""
+        """Return all entities that are remembered."""
         self.flush_pending()
         for table, raws in self._batches:
             self.extend(zip(repeat(table), raws))
@@ -55,7 +55,7 @@ class RecentNames(deque[EntityName]):
         return self
 
     def take_new(self) -> list[EntityName]:
-        """Entities that came since the last call, as far as they are still remembered."""
+        """Return the entities added since the last call, as far as they are still remembered."""
         names = list(self.names())
         last = names[::-1].index(_REPORT_BOUNDARY) if _REPORT_BOUNDARY in names else len(names)
         if last:
@@ -74,9 +74,9 @@ class BatchReader(Protocol):
 
 @dataclass(slots=True, eq=False)
 class L1Warmup:
-    """Warm-up of L1: what was read for a generation is not read again, so that topping up costs only what is new.
+    """Warm-up of L1: reads each id of a generation once, so that topping up costs only the new ids.
 
-    `recent` is what this replica was asked for, `hottest` what all were; it never raises, and is asked once for each
+    `recent` has this replica's requests, `hottest` returns those of all; it never raises, and is called once for each
     generation.
     """
 
@@ -90,7 +90,7 @@ class L1Warmup:
     _shared: Sequence[EntityName] = field(init=False, default=())
 
     async def __call__(self, coming: Snapshot, current: Snapshot | None) -> None:
-        """BatchReads what is hot for the coming generation, this replica's own first; bounded in time."""
+        """Read hot ids for the coming generation, this replica's own first; bounded in time."""
         if current is not None and coming.generation == current.generation:
             return
         started_at = self.timer()

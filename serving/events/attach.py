@@ -131,14 +131,14 @@ _RECEIPT: Json = schemas.named(
 
 @dataclass(frozen=True, slots=True)
 class EventOverview:
-    """Overview of one worker: what it takes in, what it counts, and what its live generation has."""
+    """Report on one worker's events: its intake, its newer events, and the events of its live generation."""
 
     intake: EventIntake
     follower: EventFollower
     holder: GenerationHolder
 
     def to_json(self) -> dict[str, Any]:
-        """The worker's row; what was not looked at yet is left out."""
+        """Return the event fields of the worker's row; unknown values are left out."""
         redis, newer_events, served = (
             self.intake.redis,
             self.follower.newer_events,

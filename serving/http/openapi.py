@@ -103,7 +103,7 @@ class Operation:
     is_limited: bool = False
     is_counted: bool = True
     scope: Scope | None = None
-    """Scope that a caller's token needs; None where anybody may ask."""
+    """Scope that a caller's token needs; None for a public operation."""
     statuses: Mapping[str, Json] = field(default_factory=lambda: MappingProxyType({}))
     """Answers under other statuses that are no refusals."""
 
@@ -324,7 +324,7 @@ PROBES = (
         },
     ),
 )
-"""Operations that anybody may call and that are no handlers of a table."""
+"""Public operations that are no handlers of a table."""
 
 METRICS_OPERATION: Json = {
     "operationId": "getMetrics",

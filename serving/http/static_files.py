@@ -32,7 +32,7 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file of the page as it is sent."""
+    """File of a page as it is sent."""
 
     body: bytes
     media_type: str
@@ -41,18 +41,18 @@ class Asset:
 
 @dataclass(frozen=True, slots=True)
 class StaticPage:
-    """Page at a path, and the files that it loads, each below that path: those of a folder in a package."""
+    """Page at a path, and its files below that path, from a folder in a package."""
 
     path: str
     package: str
     folder: str
 
     def assets(self) -> Mapping[str, Asset]:
-        """Every file of the page by its path, read once."""
+        """Return every file of the page by its path, read once."""
         return _read(self)
 
     def routes(self) -> list[Route]:
-        """Routes of the files, one each: any other name is nobody's. None holds data, so none asks for the token."""
+        """Return one route per file; other names are not found. No file holds data, so none needs the token."""
         routes = [
             Route(path, functools.partial(_send, asset), include_in_schema=False)
             for path, asset in sorted(self.assets().items())
@@ -91,5 +91,5 @@ async def _without_slash(path: str, _request: Request) -> Response:
 
 
 def _is_known(if_none_match: str, etag: str) -> bool:
-    """Matches If-None-Match (RFC 9110, 13.1.2): a list of tags compared weakly, or any."""
+    """True if If-None-Match matches (RFC 9110, 13.1.2): a list of tags compared weakly, or any."""
     return any(tag.strip().removeprefix("W/") in (etag, "*") for tag in if_none_match.split(","))

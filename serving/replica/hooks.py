@@ -21,7 +21,7 @@ from serving.process.resources import InThread
 from serving.replica.namespace import HeldNamespace, ServedNamespace
 
 Handler = Callable[[Request, float], Awaitable[object]]
-"""Handler of a route: takes the request and when it began; a response, or what is to be sent as JSON."""
+"""Handler of a route: takes the request and its start time; returns a response, or a value to send as JSON."""
 
 Report = Callable[[], Any]
 """What a feature says of its state, JSON-able, at once and without waiting for anything."""
@@ -29,7 +29,7 @@ Report = Callable[[], Any]
 LifecycleStep = Callable[[], Awaitable[object]]
 
 TraceJudge = Callable[[Scope], bool]
-"""Judge of whether a request is traced."""
+"""Predicate for traced requests."""
 
 Below = Callable[[Scope, Receive, Send], Awaitable[None]]
 

@@ -33,7 +33,7 @@ class NamespaceComponents:
     ladder: Ladder
 
     async def aclose(self) -> None:
-        """Stores what is still to be stored, and closes the connections."""
+        """Store pending overlays, and close the connections."""
         await self.tiers.aclose()
         await self.remote.aclose()
 
@@ -64,7 +64,7 @@ class ServedNamespace:
     staging: Executor
 
     async def start(self) -> None:
-        """Loads what is live, beats, and goes on following."""
+        """Load the live generation, send heartbeats, and keep following."""
         await self.held_namespace.refresher.start()
 
     async def drain(self) -> None:

@@ -46,7 +46,7 @@ def from_input(error: InvalidInput, field: str) -> Problem:
 
 
 class ErrorCode(NamedTuple):
-    """Status that a code comes with, and what it means with the remedy."""
+    """Status of a code, its meaning and the remedy."""
 
     status: int
     meaning: str

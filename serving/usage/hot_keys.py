@@ -1,4 +1,4 @@
-"""Hot keys: remembered in this process, told to Redis every few seconds, and heard from there by who starts cold."""
+"""Hot keys: counted in this process, reported to Redis every few seconds, and read from there at a cold start."""
 
 import asyncio
 from collections import Counter
@@ -13,9 +13,9 @@ from serving.engine.l1_warmup import RecentNames
 from serving.generations.snapshot import Snapshot
 
 REPORTED = 512
-"""Entities told at most each time, the most asked ones."""
+"""Entities in a report, the most requested ones."""
 _AT_ONCE = 128
-"""Entities in one script: a third of a millisecond of Redis, which readers wait for."""
+"""Entities in one script call, which blocks Redis for a third of a millisecond."""
 _HEAR_S = 1.0
 
 
@@ -28,7 +28,7 @@ HELP_BY_EVENT: Mapping[str, str] = {
 
 @dataclass(slots=True, eq=False)
 class HotKeySketch:
-    """This replica's part in the sketch; a Redis that fails costs a report, nothing is tried again."""
+    """Reports of this replica to the sketch; a failing Redis costs a report, nothing is retried."""
 
     control: ControlPlane
     recent: RecentNames
@@ -40,7 +40,7 @@ class HotKeySketch:
     _reported_names: set[Name] = field(init=False, default_factory=set)
 
     async def report(self) -> None:
-        """Reports what was asked for since the last report; takes back what was told before it was blocked."""
+        """Report the entities requested since the last report; remove reported ones that were blocked since."""
         live, fresh = self.live(), self.recent.take_new()
         if live is None:
             return
@@ -82,7 +82,7 @@ class HotKeySketch:
         return {"hot_reported": self.reported, "hot_reports_failed": self.failed}
 
     async def hottest(self) -> Sequence[Name]:
-        """Entities that all replicas were asked for of late, hottest first; empty when Redis does not say at once."""
+        """Return the recently most requested entities of all replicas, hottest first; empty if Redis is slow."""
         try:
             async with asyncio.timeout(_HEAR_S):
                 return await self.control.fetch_hot_names(hour_of(self.clock()))
