@@ -26,6 +26,7 @@ from cache.store.releases import Pointer
 from cache.traffic.experiments import Experiment, Experiments, latest_experiments
 from cache.traffic.split import BUCKETS, Ranges
 from precompute.config.settings import NightConfig
+from precompute.releases import moves
 from precompute.releases.sweep import retire, sweepable
 from precompute.traffic import experiments
 from precompute.traffic.experiment_command import free_namespaces
@@ -310,7 +311,7 @@ class ThirtyDays:
         def roll_back() -> None:
             night = self.nights[second_namespace]
             generation_before = night.live().generation
-            night.releases.roll_back(to=None, reason="a test", attempt=night.attempt())
+            moves.roll_back(night.releases, to=None, reason="a test", attempt=night.attempt())
             assert night.live().generation != generation_before
 
         def stop() -> None:
@@ -361,7 +362,7 @@ class ThirtyDays:
         generation = f"{day:%Y%m%dT%H%M%SZ}-{self.made:012x}"
         night = self.nights[namespace]
         night.load(generation)
-        night.releases.publish(generation, attempt=night.attempt())
+        moves.publish(night.releases, generation, attempt=night.attempt())
         self.of_generation[generation] = namespace
 
     async def follow(self) -> None:
@@ -479,18 +480,18 @@ class ThirtyDays:
         record = self.record
         arm_by_key = {key: self.expected(record, key) for key in self.all_keys}
         arm_by_key_before = self.assigned or dict.fromkeys(arm_by_key)
-        moves = [
+        changed_arms = [
             (previous_arm, arm_by_key[key])
             for key, previous_arm in arm_by_key_before.items()
             if arm_by_key[key] != previous_arm
         ]
-        assert set(moves) <= set(may_move)
+        assert set(changed_arms) <= set(may_move)
         assert all(
             arm_by_key[key] is None
             for key in self.all_keys
             if owner(record.salt, {"": record.holdout}, key) == ""
         )
-        self.counts["moved"] += len(moves)
+        self.counts["moved"] += len(changed_arms)
         for replica in self.replicas:
             routing = replica.arms.routing
             assert {
