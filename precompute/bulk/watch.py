@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -55,32 +55,8 @@ class RedisObservation:
     lag_bytes: int = 0
 
 
-class Watch(Protocol):
-    """Source of the governor's evidence on Redis and its readers."""
-
-    def get_latest_observation(self) -> RedisObservation | None:
-        """The newest look, None when Redis has not answered one yet."""
-        ...
-
-    def round_trips(self) -> list[float]:
-        """Seconds of each probe since the last call; inf where no reply came. Probes run from the first call on."""
-        ...
-
-    def own_reads(self, count: int) -> None:
-        """Reads of our own, not to be taken for a reader's."""
-        ...
-
-    def stir(self) -> None:
-        """Ask Redis for next to nothing, so that its core does not halt; never fails."""
-        ...
-
-    def close(self) -> None:
-        """End; safe to repeat."""
-        ...
-
-
 class Watcher:
-    """A `Watch` in a thread of its own. Nothing that it meets ever reaches the work that it watches over."""
+    """Watch on Redis and its readers, in a thread of its own; no error that it meets reaches the governed work."""
 
     def __init__(self, control: Control, *, probe_ms: float) -> None:
         self._caller_control = control
