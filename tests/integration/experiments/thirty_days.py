@@ -4,7 +4,6 @@ Generations are tiny, and replicas answer from made-up pages; what decides who i
 down of it, is the code that runs in production. Nothing sleeps: one clock, which the days move, is everybody's.
 """
 
-import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -44,6 +43,7 @@ from serving.traffic.canary import CanaryRouter
 from serving.traffic.experiments.arms import Arms
 from serving.traffic.experiments.exposures import ExposureLog
 from serving.traffic.experiments.router import ExperimentRouter
+from tests.fakes import THREADS
 from tests.integration.release_world import Clock
 from tests.integration.release_world import World as Nights
 from tests.unit.serving.world import LIMITS, USERS, World, ask, entity
@@ -116,16 +116,16 @@ class HeldByReplica:
         control = DayControl(namespace, days.pool, clock)
         redis_clock = RedisClock(clock, clock)
         holder = GenerationHolder(
-            self._open, metrics, warm=self._warm, in_thread=asyncio.to_thread, timer=clock
+            self._open, metrics, warm=self._warm, in_thread=THREADS, timer=clock
         )
         self.follower = PointerFollower(
             store, control, holder, metrics, load_bound_s=60.0, poll_s=0.01, clock=redis_clock,
-            in_thread=asyncio.to_thread, timer=clock,
+            in_thread=THREADS, timer=clock,
         )  # fmt: skip
         beat = Heartbeat(replica, self.follower, redis_clock, metrics)
         self.refresher = Refresher(
             self.follower, store, control, beat, poll_s=1, blocklist_poll_s=1, heartbeat_s=1,
-            in_thread=asyncio.to_thread, timer=clock,
+            in_thread=THREADS, timer=clock,
         )  # fmt: skip
         self.service = LookupService(
             follower=self.follower, trial=CanaryRouter(holder, metrics), ladder=self.world.ladder,
@@ -167,11 +167,11 @@ class SimReplica:
         own_namespace = days.namespaces[0]
         self.own = HeldByReplica(days, self.name, own_namespace)
         self.exposures = ExposureLog(
-            days.store_of(own_namespace), self.name, clock=days.clock, in_thread=asyncio.to_thread
+            days.store_of(own_namespace), self.name, clock=days.clock, in_thread=THREADS
         )
         self.arms = Arms(
             self.own.service, own_namespace, days.store_of(own_namespace), self._hold,
-            in_thread=asyncio.to_thread, grace_s=GRACE_S, timer=days.clock,
+            in_thread=THREADS, grace_s=GRACE_S, timer=days.clock,
         )  # fmt: skip
         self.router = ExperimentRouter(self.arms, self.exposures, Metrics())
 
