@@ -293,7 +293,7 @@ class ServingConfig(SharedConfig, PeerBounds):
         return config
 
     def bounds(self, connections_max: int) -> PeerBounds:
-        """Bounds on what one peer may cost, with room for so many connections."""
+        """Return the bounds on one peer's cost, with room for `connections_max` connections."""
         shared = {field.name: getattr(self, field.name) for field in fields(PeerBounds)}
         return PeerBounds(**shared | {"connections_max": connections_max})
 
@@ -319,7 +319,7 @@ class ServingConfig(SharedConfig, PeerBounds):
 
     @property
     def is_loopback(self) -> bool:
-        """True if nobody but this machine can reach `host`."""
+        """True if `host` is a loopback address, which only this machine can reach."""
         if self.host == "localhost":
             return True
         try:

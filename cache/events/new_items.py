@@ -74,7 +74,7 @@ class NewItemEvents:
     def __init__(self, items_max: int = sys.maxsize) -> None:
         self.size_bytes = 0
         self.last = 0
-        """Number of the newest position that was looked at."""
+        """Number of the newest position that was added."""
         self.version = 0
         """Number of changes: who knows it as it was at this one knows all."""
         self.evicted = 0
@@ -120,7 +120,7 @@ class NewItemEvents:
         return len(dropped_ids)
 
     def become(self, replacement: "NewItemEvents") -> None:
-        """Holds from now on what another one holds, which is given up with that."""
+        """Take over the contents of `replacement`, which must not be used afterwards."""
         self._item_by_raw, self.size_bytes, self.last = (
             replacement._item_by_raw,
             replacement.size_bytes,
