@@ -12,8 +12,7 @@ from cachetools import TTLCache
 
 Absence = Literal["cold_start", "evicted", "expired", "flipped"]
 """Reasons why L1 lacks a key: never held in this generation (or forgotten since), evicted, expired, or held only in the
-previous generation.
-"""
+previous generation."""
 
 OVERHEAD_BYTES = 328
 """Memory per entry besides the record and the table: key, entry, two numbers, and the allocator's rounding."""

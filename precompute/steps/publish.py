@@ -93,7 +93,7 @@ def _read_back(build: Build, manifest: Manifest, table: Table, control: Control)
 
 
 def in_night(night: Night) -> StepRow:
-    """The step with its row in a night's table."""
+    """Run the step; return its row in a night's table."""
     step_result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
     return StepRow(
         step_result, f"epoch {step_result['epoch']}, previous {step_result['previous'] or 'none'}"

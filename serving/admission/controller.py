@@ -19,8 +19,7 @@ ShedKind = Literal["live", "queue", "late", "full", "gone"]
 
 SHED_KINDS: tuple[ShedKind, ...] = ("live", "queue", "late", "full", "gone")
 """Kinds of shed work: an inference; a costly request while leaving live out is not enough; one whose deadline is
-over before its answer; one beyond `requests_max`; one whose client has closed the connection.
-"""
+over before its answer; one beyond `requests_max`; one whose client has closed the connection."""
 
 LIVE_LEFT_OUT_SHARE = 0.05
 """Share of live at which leaving live out has been tried: a queue that still stands needs stronger measures."""

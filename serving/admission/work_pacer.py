@@ -16,8 +16,7 @@ from serving.requests.models import RequestedEntity, RequestOptions
 
 BUDGET_S: Final = 0.004
 """Seconds of paced work in one iteration: far below what a caller of a ready answer or a health probe notices, far
-above the some 20 us that an iteration costs by itself.
-"""
+above the some 20 us that an iteration costs by itself."""
 
 IS_GONE: Final = "larder.is_gone"
 """Key in the scope of a request: a callable that returns whether its client has closed the connection."""

@@ -55,8 +55,7 @@ DISCARD_S = 5.0
 DISCARD_BYTES_MAX = 12 << 20
 HALF_CLOSED_MAX = 4
 """Peers that are answered at once although they have closed their side. Nearly all that close it have gone, and gone
-peers must not have the service work for them.
-"""
+peers must not have the service work for them."""
 
 _half_closed: WeakSet["Http1Protocol"] = WeakSet()
 
