@@ -284,7 +284,7 @@ def unavailable_miss(error: TierUnavailable) -> Miss:
 
 
 def reads_of(view: View, record_keys: Sequence[RecordKey]) -> list[Read]:
-    """Return one read of L2 per record key; lookups per table are shared by consecutive keys of one table."""
+    """Return one read of L2 per record key, in order; consecutive keys of a table share its lookup."""
     reads: list[Read] = []
     table: Table | None = None
     name, size_bytes, per_page = "", 0, 1

@@ -299,7 +299,7 @@ def render_status(status: Mapping[str, Any]) -> list[Table | str | Text]:
 
 
 def _well_line(status: Mapping[str, Any]) -> str:
-    """Return the verdict without problems; it mentions a missing replica."""
+    """Return the verdict if there are no problems; it says so if no replica serves the live generation."""
     is_served = status["replicas"] or status["redis"]["state"] != REDIS_REACHABLE
     return (
         "all is well" if is_served else "all is well, but no replica serves it: run `larder serve`"

@@ -112,7 +112,7 @@ class TimedLog:
         return type(self)(self.users[rows], self.items[rows], self.times[rows])
 
     def renamed(self, index_by_item: NDArray[np.int64]) -> Self:
-        """Map item indexes by [ids], -1 for an item that is left out; return the remaining rows."""
+        """Return the rows with items renumbered by `index_by_item` [ids]; -1 leaves a row out."""
         item_indices = index_by_item[self.items]
         return type(self)(self.users, item_indices, self.times).only(item_indices >= 0)
 

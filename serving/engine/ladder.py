@@ -156,7 +156,7 @@ class Ladder:
     async def _read_stored(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
     ) -> None:
-        """Rung: stored records from L1 and L2."""
+        """Answer from stored records in L1 and L2."""
         snapshot = served.live
         for case in cases:
             if snapshot.blocks(case.table, case.entity.raw):
@@ -225,7 +225,7 @@ class Ladder:
     async def _compute(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
     ) -> None:
-        """Rung: live inference."""
+        """Answer by live inference."""
         snapshot, started_at = served.live, self._timer()
         cases = [case for case in cases if _is_worth(case, snapshot)]
         if not cases:
@@ -271,7 +271,7 @@ class Ladder:
     async def _settle_for_stored(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
     ) -> None:
-        """Rung: stored records for want of fresher ones; they beat another night's answer."""
+        """Answer from stored records for want of fresher ones; they beat another night's answer."""
         snapshot = served.live
         # Under overload an overlay that is hardly ever there is not looked for either.
         unread = [
@@ -298,7 +298,7 @@ class Ladder:
     async def _read_previous(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
     ) -> None:
-        """Rung: records of the previous generation."""
+        """Answer from records of the previous generation."""
         previous = served.previous
         if previous is None:
             return
@@ -338,7 +338,7 @@ class Ladder:
     async def _give_default(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
     ) -> None:
-        """Rung: the table's defaults, which are the same for all users."""
+        """Answer with the table's defaults, which are the same for all users."""
         pace = YieldPacer(context.options)
         for case in cases:
             await pace.step(case.entity)
