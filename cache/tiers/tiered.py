@@ -256,7 +256,7 @@ class TieredCache:
         return None
 
     def _judged(self, key: LocalKey, entry: Entry | Miss, record_key: RecordKey) -> ReadResult:
-        """Return the outcome of a read of L2; if it gave none, a live answer to this input in L1 may stand in."""
+        """Return the outcome of a read of L2; if it gave no entry, L1's live answer to this input may replace it."""
         if isinstance(entry, Entry):
             return judge_entry(entry, record_key, "l2")
         if (

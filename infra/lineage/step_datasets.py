@@ -66,7 +66,7 @@ class DatasetName:
     def of_redis(cls, url: str, key: str) -> Self:
         """Return the name of the dataset under a key, or a prefix of keys: the database's number comes first.
 
-        The first of several nodes or sentinels represents all; a service under Sentinel belongs to the namespace.
+        The first of several nodes or sentinels represents all; a service under Sentinel is part of the namespace.
         """
         if is_sentinel(url):
             group, connection_options = read_sentinel_url(url)

@@ -63,7 +63,7 @@ class InferenceBatcher(Protocol):
 
 
 class InferenceTarget(NamedTuple):
-    """Target of an inference: record, input, and whether the answer stands in for a nightly one.
+    """Target of an inference: record, input, and whether the answer replaces a nightly one.
 
     `key_without_new_items` is the record key of the same input without new items, by the id.
     """

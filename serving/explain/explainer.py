@@ -114,7 +114,7 @@ class TierInspector:
         return None
 
     def find_stand_in(self, view: View, record_key: RecordKey) -> ReadResult | None:
-        """Return the live answer in L1 that stands in while a page is out of reach, if there is one."""
+        """Return the live answer in L1 that replaces a record while its page is out of reach, if there is one."""
         if record_key.position < 0 or record_key.digest is None:
             return None
         key = LocalKey(view.generation, record_key.table.name, record_key.key)

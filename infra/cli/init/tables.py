@@ -87,7 +87,7 @@ class FoundTable:
 
 
 def discover_tables(folder: Path, base: Path) -> tuple[list[FoundTable], list[str]]:
-    """Find the tables below a folder, largest first, patterns relative to `base`; return also remarks on other files."""
+    """Find the tables below a folder, largest first, patterns relative to `base`; return also remarks on others."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[_FileLook]] = defaultdict(list)
     walk = _Walk(folder, base)
     paths = list(walk)
