@@ -7,7 +7,7 @@ from typing import Any, Final, Self
 FACT: Final = "reuse"
 """Name of the fact in manifests."""
 NIGHTS: Final = 14
-"""Nights that a manifest tells of, its own the last."""
+"""Number of nights in a manifest's history, its own the last."""
 REASONS: Final = ("copied", "inputs", "lost", "entered", "computed")
 """Reasons in the order in which they are shown; `computed`: of a night, or a shard, that had nothing to copy from."""
 

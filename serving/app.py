@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from serving.tracing.otel_spans import Spans
 
 TraceJudge = Callable[[Scope], bool]
-"""Predicate that tells whether a request is traced."""
+"""Predicate for traced requests."""
 
 _CODE_BY_STATUS = {404: "not_found", 405: "method_not_allowed"}
 

@@ -46,7 +46,7 @@ from serving.usage.request_observer import AnswerSampler, UsageObserver
 log = logging.getLogger(__name__)
 
 _SAMPLES_PER_INTERVAL = 10
-"""Looks at the queues per interval of the admission."""
+"""Samples of the queues per interval of the admission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class NamespaceComponents:
     ladder: Ladder
 
     async def aclose(self) -> None:
-        """Stores what is still to be stored, and closes the connections."""
+        """Store pending overlays, and close the connections."""
         await self.tiers.aclose()
         await self.remote.aclose()
 
@@ -134,7 +134,7 @@ class ServiceComponents:
         )
 
     async def aclose(self) -> None:
-        """Closes what is connected, and lets go of who computes."""
+        """Close the connections, and shut the executor down."""
         await self.namespace_components.aclose()
         self.executor.shutdown(wait=False, cancel_futures=True)
 
@@ -291,7 +291,7 @@ class ServedArm:
     staging: Executor
 
     async def start(self) -> None:
-        """Loads what is live, beats, and goes on following."""
+        """Load the live generation, send heartbeats, and keep following."""
         await self.held_namespace.refresher.start()
 
     async def drain(self) -> None:

@@ -319,7 +319,7 @@ class Control:
         self.client.hdel(self.keys.generations, generation)
 
     def announce(self, topic: Literal["pointer", "blocklist", "experiments"]) -> None:
-        """Tell listening replicas to look now instead of at their next poll."""
+        """Publish a topic, so that listening replicas poll now instead of at their next interval."""
         self.client.publish(self.keys.channel, topic)
 
     def time(self) -> float:

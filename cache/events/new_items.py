@@ -31,15 +31,15 @@ ITEM_TOWER: Final = "item_tower"
 """Name of the item tower among a manifest's models."""
 
 ITEM_VECTORS: Final = "item_vectors"
-"""Fact of a manifest: its items are a table of vectors beside the bundle, which takes a row for each new item."""
+"""Fact of a manifest: its items are a table of vectors besides the bundle, which takes a row for each new item."""
 
 NEW_VECTOR_ABS_MAX: Final = 65_504.0
 """Largest number of an item's vector that an event brought or made: scores far beyond all others would leave no list
 any precision."""
 
 TOWER_RETRIES_S: Final = (1.0, 8.0, 60.0)
-"""Seconds until an input on which the tower raised is tried again: memory and time-outs pass, what it cannot take never
-does. After the last of these it is refused."""
+"""Seconds until a retry of an input on which the tower raised: errors of memory and time pass, others never do. After
+the last retry it is refused."""
 
 _ENTITY_BYTES: Final = 180
 """Memory of an item besides its id and vector, about."""
@@ -47,7 +47,7 @@ _ENTITY_BYTES: Final = 180
 _NEW_ITEMS_AT_ONCE: Final = 256
 
 _OWN_ITEMS_LOOKED_AT: Final = 64
-"""Own items whose vectors tell if there is a bound: to read those of all would take long."""
+"""Own items whose vectors show whether there is a bound: reading all would take long."""
 
 _FIXED_ITEMS_MESSAGE: Final = (
     "the item tower of the live generation takes an item's index, so its items are those of the bundle: train or "
@@ -66,9 +66,9 @@ class NewItem(NamedTuple):
 
 
 class NewItemEvents:
-    """Items of events that have `features` or a `vector`, the newest `most` of them: what is oldest goes first.
+    """Items of events that have `features` or a `vector`, the newest `items_max` of them: the oldest are dropped first.
 
-    Positions only grow. The features themselves are values of `AttributeEvents`, where those set later count as well.
+    Positions only grow. The features themselves are values of `AttributeEvents`, where later ones count as well.
     """
 
     def __init__(self, items_max: int = sys.maxsize) -> None:

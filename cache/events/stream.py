@@ -121,7 +121,7 @@ def accept_call(
 
 
 def read_outcomes(replies: Sequence[bytes]) -> list[Accepted]:
-    """Outcomes from what the script replied."""
+    """Parse the script's replies to outcomes."""
     return [
         Accepted(None, reply.decode()) if reply in (b"repeated", b"too_many") else Accepted(Position.parse(reply))
         for reply in replies
@@ -141,9 +141,9 @@ def note_taken(store: ArtefactStore, position: Position) -> None:
 
 
 def read_taken(store: ArtefactStore) -> Position:
-    """The position up to which nights have taken events over, `BEGINNING` before any.
+    """Return the position up to which nights have taken events over, `BEGINNING` before any.
 
-    Raises StoreError, and CorruptArtefact for what is none.
+    Raises StoreError, and CorruptArtefact for a malformed file.
     """
     raw = store.read(TAKEN_FILE)
     try:

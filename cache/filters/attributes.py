@@ -132,7 +132,7 @@ class ItemAttributes:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Kind of each attribute, as refusals tell them."""
+        """Kinds of the attributes, for refusals."""
         return {name: column.kind for name, column in sorted(self.columns.items())}
 
 

@@ -59,10 +59,10 @@ _COMPARED: Final[Mapping[str, Callable[[Any, Any], Mask]]] = {
 }  # fmt: skip
 
 _MASK_OVERHEAD_BYTES: Final = 1_024
-"""Bytes that an entry takes beside its bits: its key, and the objects around both."""
+"""Bytes of an entry besides its bits: its key, and the objects around both."""
 
 _TEXTS_COST: Final = 20
-"""Cost of one of several texts of an item, beside a number that is compared."""
+"""Cost of one of several texts of an item, relative to comparing a number."""
 
 _DIRECTLY_RANKED_MAX: Final = 512
 """Items that are ranked without a look at which may matter."""
@@ -141,7 +141,7 @@ class Masks:
         return None if cached_mask is None else cached_mask[0]
 
     def carry_over(self, attributes: ItemAttributes, changed_attributes: Set[str]) -> "Masks":
-        """Masks over other columns, which keep what is known of filters that compare none of the changed ones."""
+        """Return masks over other columns, with the cached masks of filters that compare no changed attribute."""
         masks = Masks(attributes, int(self._cached_masks.maxsize))
         with self._lock:
             for key, cached_mask in self._cached_masks.items():

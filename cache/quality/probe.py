@@ -90,7 +90,7 @@ class Probe:
 
     @classmethod
     def open(cls, file: Path, items: ItemTable) -> Self:
-        """Opens a probe file; raises CorruptArtefact for what is no probe."""
+        """Open a probe file; raise CorruptArtefact if it is malformed."""
         try:
             with np.load(file, allow_pickle=False) as arrays:
                 return cls(dict(arrays), items)

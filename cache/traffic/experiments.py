@@ -25,7 +25,7 @@ ARMS_MAX = 8
 """Arms of one experiment."""
 
 NAMESPACES_MAX = 8
-"""Namespaces that a replica holds beside its own, for all experiments together."""
+"""Namespaces that a replica holds in addition to its own, for all experiments together."""
 
 ENDED_MAX = 64
 """Ended experiments that a version lists, the latest; versions before it have them all."""

@@ -163,10 +163,10 @@ class CeleryWorkers:
         return self._running[queue].log.read_text("utf-8", "replace")
 
     def revive(self) -> dict[str, int | None]:
-        """Start again what has died and wait until it listens; its queues with their exit codes.
+        """Restart dead workers and wait until they listen; return their queues with the exit codes.
 
-        What a dead worker had in hand comes back by itself: Airflow misses its heartbeat. Raises AirflowFailed where
-        a worker dies before it listens.
+        Tasks of a dead worker are retried: Airflow misses its heartbeat. Raises AirflowFailed if a worker dies before
+        it listens.
         """
         dead = {name: worker for name, worker in self._running.items() if not worker.running}
         for worker in dead.values():

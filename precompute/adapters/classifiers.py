@@ -1,4 +1,4 @@
-"""A classifier or regressor as ONNX becomes a folder whose night stores what the model says of each row of a table."""
+"""Import of a classifier or regressor in ONNX: a folder whose night stores the model's output for each table row."""
 
 import secrets
 import shutil

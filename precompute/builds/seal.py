@@ -183,7 +183,7 @@ def _events(config: NightConfig, begin_report: Step) -> EventsRead | None:
 
 
 def manifest_format(config: NightConfig, bundle: Bundle) -> int:
-    """Version of the manifest that a night writes: the oldest that says what it has to."""
+    """Return the oldest version of the manifest that can express the settings."""
     if config.events.enabled:
         return WITH_EVENTS
     if config.filters or config.facets:

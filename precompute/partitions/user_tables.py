@@ -203,7 +203,7 @@ def write_vectors(
 
 
 def vectors_of(hashes: NDArray[np.uint64], table: Any) -> NDArray[np.float32]:
-    """[hashes, dims]: the vector of each of the sorted hashes, a row of NaN for who has none."""
+    """Return [hashes, dims], the vector of each of the sorted hashes, NaN for a hash without one."""
     rows, dims = first_rows(hashes, table), table.schema.field(VECTOR).type.list_size
     vectors = np.full((len(hashes), dims), np.nan, np.float32)
     has_any = rows >= 0

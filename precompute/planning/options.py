@@ -30,7 +30,7 @@ SAMPLE_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class PlanParameters:
-    """Parameters of the plan. None: as the inputs have it, or not to be told."""
+    """Parameters of the plan. None: the inputs' own value, or not shown."""
 
     users: int | None = None
     items: int | None = None
@@ -50,7 +50,7 @@ class PlanParameters:
 
 
 def add_options(command: argparse.ArgumentParser, card_command: object) -> None:
-    """Adds the options of `plan`; what is left out is counted in the inputs. `card_command` runs for --card."""
+    """Add the options of `plan`; omitted sizes are counted in the inputs. `card_command` runs for --card."""
     default = PlanParameters()
     for name, kind, stands_for, text in (
         ("users", int, "N", "users (default: counted)"),
@@ -196,7 +196,7 @@ def plan_on_card(
 
 
 def _card_size(config: "NightConfig", items: int | None, dims: int | None) -> tuple[int, int]:
-    """(items, dimensions) as they were asked for, else of the bundle."""
+    """Return (items, dimensions) as given, else of the bundle."""
     if items is not None and dims is not None:
         return items, dims
     from precompute.bundles.bundle import Bundle

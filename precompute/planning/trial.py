@@ -147,9 +147,9 @@ class Trial:
         return kept_count / max(1, work.counts["entities"])
 
     def users(self, count: int) -> tuple[TimeSpent, Mapping[str, float]]:
-        """Scores so many users into pages; what that took, and how long each stage was busy.
+        """Score so many users into pages; return the time, and how long each stage was busy.
 
-        Where shards will overlap it is done so many times at once, and what it took is shared out.
+        If shards overlap in a night, as many run at once, and the time is divided by their number.
         """
         config = self.build.config
         sources = self.sample.write(self.folder / "sources", count, config.sources)
@@ -443,7 +443,7 @@ def _manifest_of_zeros(
 def timed(
     run: Callable[[], Result], other_cpu_s: Callable[[], float] = lambda: 0.0
 ) -> tuple[TimeSpent, Result]:
-    """Time of a run, and what it found; `other_cpu_s` is the processor time of another process that works for it."""
+    """Return the time of a run, and its result; `other_cpu_s` is the processor time of a process that works for it."""
     wall, cpu = time.perf_counter(), time.process_time() + other_cpu_s()
     result = run()
     ended_at = time.perf_counter()

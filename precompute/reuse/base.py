@@ -59,7 +59,7 @@ class BaseGeneration:
 
     @classmethod
     def open(cls, config: NightConfig, begin_report: Mapping[str, Any]) -> Self | None:
-        """The base that `begin` chose, by its report; None where it chose none, or what is left of it does not do."""
+        """Open the base that `begin` chose, by its report; None if it chose none, or the base can no longer be used."""
         base_entry = begin_report.get("base") or {}
         generation = base_entry.get("generation")
         generation_parts = None if generation is None else _read_generation(config, str(generation))
@@ -83,7 +83,7 @@ class BaseGeneration:
         return ItemTable.open(self.build.root, self.manifest)
 
     def fetch(self, artefact: Artefact) -> Path:
-        """A file of it on this host; raises CorruptArtefact where it is not what the manifest or a report says."""
+        """Fetch a file of the base; raise CorruptArtefact if it differs from the manifest or a report."""
         return fetch_checked(self.build.store, self.generation, artefact)
 
     def fetch_noted(self, name: str) -> Path:
@@ -154,7 +154,7 @@ def choose_base(
 
 
 def settings_digest(config: NightConfig) -> str:
-    """Digest of the settings that decide what a generation holds."""
+    """Return the digest of the settings that determine a generation's content."""
     return hashlib.sha256(config.semantic()).hexdigest()
 
 
@@ -179,7 +179,7 @@ def _read_generation(
 class BaseShard:
     """Users of one shard of the base, each with a digest, and the records of those that have any.
 
-    `base_positions` int64 [users] is where each one's records lie, -1 for who has none; `tables` are records by table,
+    `base_positions` int64 [users] are the positions of their records, -1 without one; `tables` are records by table,
     `has_all_tables` a mask [records] of the users with an answer in every table.
     """
 
@@ -248,7 +248,7 @@ def table_records(base: BaseGeneration, shard: int, table: Table) -> NDArray[Any
 
 
 def _published_fields(base: BaseGeneration, files: list[dict[str, Any]]) -> dict[str, Any]:
-    """Fields of what the base published of the users with records; None for what it did not."""
+    """Return the user inputs that the base published for users with records; None for those that it did not."""
     if not files:
         return {}
     part = SeenPart.of(Artefact(**file_entry) for file_entry in files)

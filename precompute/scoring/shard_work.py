@@ -78,7 +78,7 @@ class Chunk:
     times: Histories | None = None
     """Times of the items that they had, when each happened last; None where no events are taken in."""
     feature_json: Histories | None = None
-    """JSON of what the user tower is given besides; None where that is nothing, or not published."""
+    """JSON of the user tower's other inputs; None if there are none, or they are not published."""
     has_own_vector: NDArray[np.bool_] | None = None
     """Users who brought a vector along, bool [users]; None where that is not published."""
     fingerprints: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
@@ -216,7 +216,7 @@ class ShardWork:
 
     @contextmanager
     def busy(self, stage: str) -> Iterator[None]:
-        """Adds up the time that a stage takes, of several threads their mean: what it would take without the others."""
+        """Add up the time of a stage, of several threads their mean: its time without the others."""
         started = time.perf_counter()
         yield
         seconds = (time.perf_counter() - started) / (self.workers if stage in SIDE_BY_SIDE else 1)
@@ -312,7 +312,7 @@ class ShardWork:
         return outputs
 
     def are_set_by_events(self, chunk: Chunk) -> NDArray[np.bool_]:
-        """Mask of a chunk's users for whom events set what a model takes, bool [users]."""
+        """Return a mask of a chunk's users for whom events set an input of a model, bool [users]."""
         if not self.build.config.events.enabled:
             return np.zeros(len(chunk.ids), np.bool_)
         return are_marked(self.build.fetch(marks_file("user")), chunk.fingerprints)

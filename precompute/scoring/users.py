@@ -153,7 +153,7 @@ def write_records(
     directory: GrowingFile,
     reasons: GrowingFile | None,
 ) -> None:
-    """Writes the records of a chunk and the reasons, in hash order; counts what the chunk noted."""
+    """Write the records and reasons of a chunk, in hash order; add the chunk's counts."""
     for name in work.tables:
         files[name].append(chunk.records.pop(name))
     copied = chunk.copied

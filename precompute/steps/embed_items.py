@@ -110,7 +110,7 @@ def _write_changes(build: Build, base: BaseGeneration | None, items: ItemTable) 
 
 
 def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
-    """Defaults and facets where nothing says what is popular: what suits known users best, on average."""
+    """Write defaults and facets for sources without popularity: the items with the best mean score over known users."""
     users = sample_user_vectors(build, bundle, items)
     write_defaults(
         build,

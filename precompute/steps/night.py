@@ -1,4 +1,4 @@
-"""Night in one process: the steps in the order of the DAG, what they share, and the table of their rows."""
+"""Night in one process: the steps in the order of the DAG, their shared state, and the table of their rows."""
 
 import time
 from collections.abc import Callable

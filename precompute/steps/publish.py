@@ -24,11 +24,11 @@ from precompute.steps.night import Night, StepRow
 def run(
     config: NightConfig, verified: Mapping[str, Any], *, attempt: str, progress: Progress = quiet
 ) -> Step:
-    """Wait until replicas hold it ready, move the pointer, read it back: success is what a reader can read.
+    """Wait until replicas hold the generation ready, move the pointer, and read a record of every table back.
 
-    A record of every table is read back first. Raises Conflict, and nothing is published, when too few replicas
-    become ready within `flip.wait_s`, if replicas of Redis lag behind for that long, or when another generation is live
-    than the one that `verify` compared with.
+    The records are read first. Raises Conflict, and nothing is published, when too few replicas become ready within
+    `flip.wait_s`, if replicas of Redis lag behind for that long, or when another generation is live than the one that
+    `verify` compared with.
     """
     build = Build.of(config, verified)
     manifest = seal(build)

@@ -27,7 +27,7 @@ from serving.requests.errors import Problem
 log = logging.getLogger(__name__)
 
 TOKENS_LOOK_S = 0.5
-"""Seconds between looks at the tokens file."""
+"""Seconds between checks of the tokens file."""
 
 TOKEN_BYTES_MAX = 4_096
 """Bytes of a token; a longer one is never valid."""

@@ -21,10 +21,10 @@ NO_LIMIT = (1 << 64) - 1
 
 
 class CountedEvents(NamedTuple):
-    """Newer events that an answer counts, the newest last; `digest` is that of all it is computed from.
+    """Newer events that an answer counts, the newest last; `digest` is that of all inputs of the answer.
 
-    Unless it `is_whole` some may be missing, and nothing is computed from those that are known. What `is_past` is
-    of an earlier position that was asked for: computed, and not kept; `is_approximate` if attributes are newer than it.
+    Unless it `is_whole` some may be missing, and nothing is computed from the known ones. An `is_past` one is for a
+    requested earlier position: computed, and not kept; `is_approximate` if attributes are newer than it.
     """
 
     input: EventInput

@@ -76,7 +76,7 @@ class Health:
 
 
 class PointerFollower:
-    """Controller of the held generations; only a greater epoch changes what is served."""
+    """Controller of the held generations; only a greater epoch changes the served one."""
 
     def __init__(
         self,

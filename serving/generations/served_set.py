@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedGenerations:
-    """The live snapshot and, where they are held, the previous one and the next (which a canary tries out)."""
+    """Live snapshot and, if held, the previous one and the next (which a canary tries out)."""
 
     live: Snapshot
     previous: Snapshot | None = None
@@ -58,7 +58,7 @@ class ServedGenerations:
 
     @property
     def generations(self) -> tuple[str, ...]:
-        """Ids of what is held, the live one first."""
+        """Ids of the held generations, the live one first."""
         return tuple(snapshot.generation for snapshot in self.snapshots)
 
     def with_blocklist(self, blocklist: Blocklist) -> Self:

@@ -340,7 +340,7 @@ class Http1Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Start the next request; after the last answer tell the peer why no more are read."""
+        """Start the next request; after the last answer send the reason why no more are read."""
         if self.is_discarding:
             self.server_state.total_requests += 1
             return

@@ -37,7 +37,7 @@ AUDITED = 0.05
 """Share of what could be reused that is computed and judged instead."""
 
 DOUBTS = 100
-"""Audits in a row that must be right after one that was wrong; meanwhile all that could be reused is audited."""
+"""Audits in a row that must be right after a wrong one; meanwhile every reusable answer is audited."""
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class ReusePolicy:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Bounds of the error of what is reused, its mean over all audits; both hold at every moment, at 1 - ALPHA."""
+        """Bounds of the error of reused answers, its mean over all audits; both hold at every moment, at 1 - ALPHA."""
         count, wrong = self.audits, self.wrong_audits
         return lowest_error_rate(count, wrong, ALPHA / 2), highest_error_rate(
             count, wrong, ALPHA / 2

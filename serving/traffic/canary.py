@@ -20,7 +20,7 @@ Arm = Literal["live", "canary"]
 ARMS: tuple[Arm, ...] = ("live", "canary")
 
 EVENTS_MAX = 16
-"""Kinds of feedback that are told apart; what comes after them is `other`."""
+"""Kinds of feedback that are counted separately; further ones count as `other`."""
 
 OTHER_EVENT = "other"
 
@@ -107,7 +107,7 @@ class CanaryRouter:
         event: str,
         count: int,
     ) -> Arm | None:
-        """Counts what a caller reports of answers of a generation, or to a key; the arm, None if it is neither."""
+        """Count a report on a generation's answers, or to a key; return the arm, None if it is neither."""
         canary = self._running.canary
         if canary is None or served.canary is None:
             return None
@@ -163,7 +163,7 @@ def key_of(
 
 
 class EventNames:
-    """Kinds of feedback that a process tells apart: the first `EVENTS_MAX`, and `always`; the rest is `other`."""
+    """Kinds of feedback that a process counts separately: the first `EVENTS_MAX`, and `always`; others are `other`."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -236,7 +236,7 @@ class KeySample:
 
 @dataclass(slots=True, eq=False)
 class ArmCounts:
-    """Counts of one arm since its canary began; feedback called `event` is always told apart."""
+    """Counts of one arm since its canary began; feedback called `event` always has its own count."""
 
     event: str = ""
     requests: int = 0

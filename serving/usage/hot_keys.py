@@ -110,7 +110,7 @@ class HotKeySketch:
             self._reported_names.update(blocked_names)
 
     async def hottest(self) -> Sequence[Name]:
-        """Return the entities that all replicas were asked for recently, hottest first; empty if Redis is slow."""
+        """Return the recently most requested entities of all replicas, hottest first; empty if Redis is slow."""
         try:
             async with asyncio.timeout(_HEAR_S):
                 return await self.control.fetch_hot_names(hour_of(self.clock()))

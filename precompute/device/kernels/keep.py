@@ -108,7 +108,7 @@ def _rest_at(entry, entry_mask):
 
 @triton.jit
 def _write(entry, bound, first, second, third, entry_mask):
-    """Writes entries where they are known."""
+    """Write entries to their known addresses."""
     tl.store(entry, bound.to(tl.int32, bitcast=True), mask=entry_mask)
     tl.store(entry + 1, first, mask=entry_mask)
     tl.store(entry + 2, second, mask=entry_mask)
