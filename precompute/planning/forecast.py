@@ -336,7 +336,7 @@ def _bytes_of(files: Iterable[Path]) -> int:
 
 
 def gpu_seconds(timings: Timings, users_per_s: float, shape: NightShape) -> float:
-    """Return the seconds of lists at this rate, items included, or of the slowest processor stage if that is longer."""
+    """Return the seconds of embedding plus those of lists at this rate, or of the slowest other stage if longer."""
     lists = {layout.kind for _, layout in shape.layouts.values()}
     entities = shape.users + (shape.items if "topk" in lists else 0)
     slowest_stage_s = max(value for name, value in timings.stages.items() if name != "topk")

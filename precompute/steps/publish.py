@@ -24,9 +24,9 @@ from precompute.steps.night import Night, StepRow
 def run(
     config: NightConfig, verified: Mapping[str, Any], *, attempt: str, progress: Progress = quiet
 ) -> Step:
-    """Wait until replicas hold the generation ready, move the pointer, and read a record of every table back.
+    """Read a record of every table, wait until replicas hold the generation ready, move the pointer and read it back.
 
-    The records are read first. Raises Conflict, and nothing is published, when too few replicas become ready within
+    Raises Conflict, and nothing is published, when too few replicas become ready within
     `flip.wait_s`, if replicas of Redis lag behind for that long, or when another generation is live than the one that
     `verify` compared with.
     """
