@@ -42,7 +42,7 @@ NIGHTLY_FLAGS: Final = RECORD_FORMAT << FORMAT_SHIFT
 """Flags of a record that the night wrote."""
 
 WRITER_BITS: Final = 0xF << FORMAT_SHIFT | FLAG_LIVE
-"""Bits of the flags in which every record that the night wrote equals NIGHTLY_FLAGS: format, and who wrote it."""
+"""Mask of the flag bits for format and writer: under it, every record of a night equals NIGHTLY_FLAGS."""
 
 ABSENT_FLAGS: Final = 0xF0
 """Flags of a record without an answer: a format that no reader takes for an answer."""
@@ -205,7 +205,7 @@ def is_absent(record: bytes | memoryview, fingerprint: int) -> bool:
 
 
 def quantize(layout: Layout, records: NDArray[Any], numbers: NDArray[np.float32]) -> None:
-    """Writes numbers float32[n, width] into records[n]; raises UnfitValue for what the precision does not hold.
+    """Write numbers float32[n, width] into records[n]; raise UnfitValue for a number that the precision cannot hold.
 
     Of a vector some numbers may become zero, as long as one does not: that is rounding, far under the precision of
     the others.

@@ -1,4 +1,4 @@
-"""The fact `reuse` of a manifest: whose records a night copied, who was computed and why, and what that spared."""
+"""The fact `reuse` of a manifest: how many users a night copied or computed, for which reason, and the time spared."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -76,9 +76,9 @@ class NewItemEvents:
         self.last = 0
         """Number of the newest position that was added."""
         self.version = 0
-        """Number of changes: who knows it as it was at this one knows all."""
+        """Number of changes made to the items so far; a copy with the same number is up to date."""
         self.evicted = 0
-        """Number of items that had to go for newer ones."""
+        """Number of items that were dropped to make room for newer ones."""
         self._items_max = items_max
         self._evicted_until = 0
         # In the order of the newest positions, newest last.
@@ -130,7 +130,7 @@ class NewItemEvents:
         self.version += 1
 
     def put_before(self, earlier_events: "NewItemEvents") -> None:
-        """Adds what another one holds of earlier positions."""
+        """Add the items of `earlier_events`, of earlier positions, that are not among these."""
         newer_by_id = self._item_by_raw
         earlier = {
             raw: item for raw, item in earlier_events._item_by_raw.items() if raw not in newer_by_id
@@ -524,7 +524,7 @@ class NewItemTower:
         )
 
     def _input(self, item: NewItem, values: Mapping[str, Any]) -> tuple[bytes, Any]:
-        """(what names the input, the input itself), the first empty where the models cannot take it."""
+        """Return (key of the item's input, the input itself); the key is empty where no model can take the item."""
         if self.inputs.features:
             features = features_with({}, values, self.inputs.features)
             if features is None:

@@ -68,8 +68,8 @@ return told
 neither."""
 
 ACCEPT_SCRIPT_AT_MAXMEMORY: Final = "#!lua flags=allow-oom" + ACCEPT_SCRIPT
-"""The same for the inbox, at a full memory, too: else nothing would ever empty it. The stream's bound holds all the
-same, and entries that were accepted are deleted right after."""
+"""ACCEPT_SCRIPT for the inbox, run even at Redis' maxmemory: otherwise nothing would ever empty the inbox. The stream's
+bound still holds, and accepted entries are deleted right after."""
 
 
 class StreamBounds(NamedTuple):

@@ -1,4 +1,4 @@
-"""Filtering of one generation: masks of what passes, kept within bytes, and the best of it for a vector."""
+"""Filters over the items of one generation: cached masks of the items that pass, and the best of these for a vector."""
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -109,7 +109,7 @@ class FilterMask:
         return mask
 
     def followed_by(self, appended_mask: "FilterMask", items: int) -> "FilterMask":
-        """These of `items` items, and behind them what passes of others, whose numbers go on from there."""
+        """Return this mask of `items` items with the mask of further items appended, numbered from `items` on."""
         full_byte_count = items >> 3
         last = np.unpackbits(self.bits[full_byte_count:], count=items & 7, bitorder="little")
         more = np.unpackbits(appended_mask.bits, bitorder="little")
@@ -173,7 +173,7 @@ def mask_cost(expression: Expression, attributes: ItemAttributes) -> int:
 
 
 def mask_of(expression: Expression, attributes: ItemAttributes) -> Mask:
-    """Mask bool [items] of what passes; an item without the attribute passes no comparison."""
+    """Return a mask bool [items] of the items that pass; an item without the attribute passes no comparison."""
     if isinstance(expression, ComparisonNode):
         return _comparison_mask(expression, attributes)
     return _combined_mask(expression, [mask_of(part, attributes) for part in expression.parts])
@@ -400,7 +400,7 @@ class Filtering:
         return cls(ItemAttributes.open(root, manifest), items.vectors, declared=declared)
 
     def changed_by(self, values: Iterable[ItemValue]) -> tuple[Self, ChangedColumns]:
-        """Filtering with values of some items set anew, and what came of them; this one where nothing differs."""
+        """Return a filtering with these item values set, and the columns that changed; itself where none changed."""
         changed_columns = set_item_values(self.attributes, values)
         if not changed_columns.changed_attributes:
             return self, changed_columns

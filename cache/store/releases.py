@@ -141,7 +141,7 @@ class Pointer:
         return pointer
 
     def _check(self) -> None:
-        """Raises TypeError: who followed one with a time or a share that is none would fail at every look, for ever."""
+        """Raise TypeError for a field that is not of its type: a replica that followed it would fail at every poll."""
         canary = self.canary
         named = [self.generation, *filter(None, (self.previous, canary and canary.generation))]
         if not all(
@@ -249,7 +249,7 @@ def _list_releases(
 
 
 def _missing(records: Sequence[Release]) -> int:
-    """The first place that is empty though a later record was written by one who saw it taken; 0: none."""
+    """Return the number before the first record that does not follow the one before it: a lost record; 0 if none is."""
     previous_number = 0
     for record in records:
         if record.number and record.number != previous_number + 1:

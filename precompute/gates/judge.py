@@ -291,7 +291,7 @@ def _not_judged(rule: str, reason: str) -> NotJudged:
 
 
 def asked_of(manifest: Manifest) -> tuple[Gate, ...]:
-    """The rules of GATES that have something to ask: without interactions not those on what users did since."""
+    """Return the gates that apply to a generation: without interactions, not those that compare answers with them."""
     if not manifest.facts.get(WITHOUT_INTERACTIONS):
         return GATES
     return tuple(gate for gate in GATES if not gate.wants_interactions)

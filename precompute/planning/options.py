@@ -108,7 +108,7 @@ class _ChooseCard(argparse.Action):
 
 
 def parameters(arguments: argparse.Namespace) -> PlanParameters:
-    """Reads the options; raises ConfigError for what cannot be."""
+    """Return the parameters of a plan from the options; raise ConfigError for an option out of range."""
     above = ("users", "items", "k", "dims", "qps", "processes", "gpu_users_per_s", "redis_gb", "redis_nodes",
              "host_gb", "disk_gb", "sample", "seconds")  # fmt: skip
     for name in above:
@@ -185,7 +185,7 @@ def quick_answer(argv: Sequence[str]) -> str | None:
 def plan_on_card(
     config: "NightConfig", arguments: argparse.Namespace, _progress: "Progress"
 ) -> "CommandOutput":
-    """Shows the forecast; raises ConfigError for a card without rates, and for what nothing says."""
+    """Return the forecast of a night on the named GPU; raise ConfigError for a GPU without rates or a missing size."""
     from precompute.config.console import CommandOutput
 
     demand_card_options(arguments)

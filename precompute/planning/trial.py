@@ -123,7 +123,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """A build of the sample in one shard, its items embedded; `embedded` is what that took."""
+    """Build of the sample in one shard, with its items embedded; `embedded` is the time spent on that."""
 
     build: Build
     bundle: Bundle
@@ -186,7 +186,7 @@ class Trial:
         return timed(lambda: [self.scorers.at(0).of(items, metric) for metric in metrics])[0]
 
     def opened(self) -> TimeSpent:
-        """Time to open what every shard opens before it begins: the bundle."""
+        """Measure the time to open the bundle, as every shard does before it begins."""
         fetch_items(self.build)
         return timed(lambda: open_bundle(self.build))[0]
 
@@ -222,7 +222,7 @@ class Trial:
         return DeviceRate(len(device_names) * rate.users_per_s / grows, how)
 
     def half_the_items(self, k: int) -> float:
-        """The time that all items take over that of a random half of them, for some users."""
+        """Measure the search time over all items divided by that over a random half of them, for some users."""
         users, vectors = self.encoded()
         users = users[:SEARCHED_USERS]
         half_ordinals = np.random.default_rng(0).permutation(len(vectors))[: len(vectors) // 2]

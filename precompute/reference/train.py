@@ -317,7 +317,7 @@ class ShapeChoice:
 
     @property
     def recall(self) -> float | None:
-        """That of the chosen shape; None without trials."""
+        """Recall of the chosen shape; None without trials."""
         return next((trial.recall for trial in self.trials if trial.shape == self.shape), None)
 
     @property

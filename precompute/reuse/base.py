@@ -87,7 +87,7 @@ class BaseGeneration:
         return fetch_checked(self.build.store, self.generation, artefact)
 
     def fetch_noted(self, name: str) -> Path:
-        """A file that the report of `begin` lists with its checksum; raises CorruptArtefact likewise."""
+        """Fetch a file by its checksum in the report of `begin`; raise CorruptArtefact if unlisted or different."""
         file_entry = self.begin_report.get("kept", {}).get(name)
         if file_entry is None:
             raise CorruptArtefact(f"{self.generation} has no {name}", path=name)
@@ -188,12 +188,12 @@ class BaseShard:
     tables: Mapping[str, NDArray[Any]]
     has_all_tables: NDArray[np.bool_]
     seen_items: Histories | None = None
-    """Items that users with records had, where filters or events ask for it."""
+    """Items in the histories of users with records, where filters or events need them."""
     times: Histories | None = None
-    """Times of these items, where events are taken in; `feature_json`: what else the user tower was given."""
+    """Times of these items, where events are enabled; `feature_json`: other inputs of the user tower, as JSON."""
     feature_json: Histories | None = None
     has_own_vector: NDArray[np.uint8] | None = None
-    """1 for each who brought a vector along, where users may, and events are taken in."""
+    """1 for each user with a vector of its own, where sources have user vectors and events are enabled."""
 
     @classmethod
     def open(
