@@ -68,7 +68,7 @@ class NamespaceComponents:
 
 @dataclass(frozen=True, slots=True)
 class ServiceComponents:
-    """Parts of the process and of its own namespace (`namespace_components`); none knows which generation is live."""
+    """Components of the process and of its own namespace; none of them depends on the live generation."""
 
     metrics: Metrics
     cores: Sequence[int]
@@ -127,7 +127,7 @@ class ServiceComponents:
         return cls(metrics, cores, local, batcher, admission, pulse, executor, keyed, near, loops)
 
     def of_namespace(self, config: ServingConfig, name: str) -> NamespaceComponents:
-        """The parts that read another namespace's keys; L1, processors, admission and counts are those of all."""
+        """Build the components that read another namespace's keys; it shares L1, processors, admission and metrics."""
         watch = UsageObserver(self.metrics.l1_misses, self.local.eviction_history)
         return _build_namespace_components(
             config, name, self.local, self.batcher, self.admission, self.metrics, watch, self.loops

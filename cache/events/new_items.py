@@ -251,7 +251,7 @@ class NewItems:
         return np.array(numbers, np.int64)
 
     def up_to(self, position: int) -> Self:
-        """Those up to a position's number; their numbers stay."""
+        """Return only the new items up to the position number `position`; their own numbers do not change."""
         count = sum(item.number <= position for item in self.items)
         if count == len(self.items):
             return self
@@ -416,7 +416,7 @@ class NewItemInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewItemTower:
-    """Tower that makes vectors of new items as the night makes those of all, or none where these come with theirs."""
+    """Item tower that computes vectors of new items as the night does; without a tower, events carry the vectors."""
 
     inputs: NewItemInputs
     tower: AnyTower | None = None

@@ -294,7 +294,7 @@ class AttributeEvents:
         )
 
     def items_among(self, items: frozenset[bytes]) -> set[bytes]:
-        """Return those of the items that have values."""
+        """Return the ids among `items` for which events set values."""
         return self._items.keys() & items
 
     def newest_of_user(self, user: bytes) -> int:

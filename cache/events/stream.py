@@ -96,7 +96,7 @@ class PackedEvent(NamedTuple):
 
 
 def pack_event(keyspace: Keyspace, event: Event) -> PackedEvent:
-    """Packs an event; that of a batch takes milliseconds, in any thread."""
+    """Return an event packed for the stream; may run in any thread, as packing a batch takes milliseconds."""
     # A user and an item may have one id, and an id may hold any byte: the kind and the length tell them apart.
     kind = b"i" if event.user is None else b"u"
     source = kind + len(event.source).to_bytes(2, "big") + event.source

@@ -215,7 +215,7 @@ def set_item_values(attributes: ItemAttributes, values: Iterable[ItemValue]) -> 
 def attributes_of_new_items(
     attributes: ItemAttributes, values: Sequence[Mapping[str, Any]]
 ) -> ItemAttributes:
-    """Columns of the same attributes for items that are none of these, with a row for the values of each."""
+    """Return columns of the same attributes for new items only, a row for each mapping in `values`."""
     count = len(values)
     blank = {name: _blank_column(column.kind, count) for name, column in attributes.columns.items()}
     item_values = [

@@ -324,7 +324,7 @@ class SubsetSearch:
     def _candidates(
         self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric
     ) -> NDArray[np.int64]:
-        """Those that the rounding of a product may put among the best k; all where numbers are out of bounds."""
+        """Return the ordinals that may be among the best k given rounding; all where numbers are out of bounds."""
         kernel_arguments = (
             np.ascontiguousarray(vector, np.float32),
             self._vectors,

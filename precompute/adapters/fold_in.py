@@ -42,7 +42,7 @@ CHANCE = 0.55
 DEVIATIONS = 3.0
 
 USERS_LEAST = 20
-"""Users with a click below whom nothing is judged: one user's clicks are alike."""
+"""Least number of users with a click for a judgement: the clicks of one user are alike."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -193,7 +193,7 @@ class DeviceScorer:
     def _attempt(
         self, search_request: _SearchRequest, rows: NDArray[np.int64], fetch: int
     ) -> NDArray[np.int64]:
-        """Scores some users; those of them whose list is not certain."""
+        """Score some users; return the users whose list is not certain."""
         step = self._shape(search_request, fetch).users
         slabs = [rows[start : start + step] for start in range(0, len(rows), step)]
         with ThreadPoolExecutor(UNDER_WAY if self._stream else 1, "device") as pool:
@@ -202,7 +202,7 @@ class DeviceScorer:
     def _slab(
         self, search_request: _SearchRequest, fetch: int, rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Searches for users, in smaller pieces where the device runs out of memory; the rows left to others."""
+        """Search for users, in smaller pieces where the device runs out of memory; return the uncertain rows."""
         pieces, remaining_parts = [rows], []
         while pieces:
             piece = pieces.pop()

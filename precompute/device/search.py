@@ -162,7 +162,7 @@ def _scan_tile(
     hidden_pairs: tuple[torch.Tensor, torch.Tensor],
     tile: slice,
 ) -> None:
-    """Multiplies some rows by a tile's columns, and keeps what may be among the best."""
+    """Multiply some rows by a tile's columns, and keep the candidates that may be among the best."""
     size, fetch = columns.size, candidates.upper.shape[1]
     product = queries.codes[rows] @ columns.codes[tile].T
     _hide(product, columns, hidden_pairs, rows, len(queries.codes), tile)

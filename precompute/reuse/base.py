@@ -69,12 +69,12 @@ class BaseGeneration:
 
     @property
     def generation(self) -> str:
-        """Its id."""
+        """Id of the base generation."""
         return self.manifest.generation
 
     @cached_property
     def items(self) -> ItemTable:
-        """Its item table with vectors, verified once; raises CorruptArtefact for a file that is not as it should be."""
+        """Item table of the base with vectors, verified once; raises CorruptArtefact for a file that differs."""
         files = self.manifest.items
         for artefact in (files.ids, files.offsets, files.vectors, files.model_index):
             self.fetch(artefact)
@@ -112,7 +112,7 @@ class BaseGeneration:
         return allowed_items(self.build)
 
     def has_model(self, model: BundleModel) -> bool:
-        """True if its bundle had this model, fed in the same way: from the same columns, as long a history."""
+        """True if the base's bundle had this model with the same inputs: the same columns, as long a history."""
         base_model = self.manifest.models.get(model.name)
         if base_model is None or base_model.digest != model.digest:
             return False

@@ -204,7 +204,7 @@ def write_inputs(work: ShardWork, chunk: Chunk, files: Mapping[str, GrowingFile]
 
 
 def _write_ends(work: ShardWork, count: str, rows: Histories, ends: GrowingFile) -> None:
-    """Writes where each row ends among those of all chunks."""
+    """Write the position where each row ends, counted over all chunks."""
     ends.write_array((work.counts[count] + rows.indptr[1:]).astype("<u8"))
     work.counts[count] += int(rows.indptr[-1])
 

@@ -211,7 +211,7 @@ def _written(
 
 
 def _without_keys(rows: pa.Table, without: Collection[bytes]) -> pa.Table:
-    """The rows without those of these keys."""
+    """Return the rows without the rows of these keys."""
     texts = pa.array(sorted(key.decode() for key in without), pa.string())
     return rows.filter(pc.invert(pc.is_in(rows["key"], value_set=texts)))
 

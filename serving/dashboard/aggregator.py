@@ -209,7 +209,7 @@ class _DrawnBins:
 
 
 def _rows(table: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
-    """JSON objects by name; what another version may have written otherwise is left out."""
+    """Return the JSON objects by name, without entries that another version wrote in another form."""
     row_by_name = {}
     for name, raw in table.items():
         try:

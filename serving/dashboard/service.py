@@ -138,7 +138,7 @@ class Dashboard:
             self._archived_at, self._archiving = self._timer(), None
 
     async def aclose(self) -> None:
-        """Takes this worker out of what others show."""
+        """Stop reading, and withdraw this worker's figures from the dashboards of the others."""
         pending = {task for task in (self._archiving, self._reading) if task is not None}
         for task in pending:
             task.cancel()

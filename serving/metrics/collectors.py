@@ -97,7 +97,7 @@ class SecondsHistogram(Collector):
         self.spent = {value: LabelHistogram([0] * (len(self.bounds) + 1)) for value in values}
 
     def observe(self, value: str, seconds: float, times: int = 1) -> None:
-        """Adds `times` observations of the same length."""
+        """Add `times` observations of the same duration."""
         spent = self.spent[value]
         spent.counts[bisect_left(self.bounds, seconds)] += times
         spent.sum += seconds * times
@@ -147,7 +147,7 @@ def quantile(bounds: Sequence[float], counts: Mapping[int, int], fraction: float
 
 
 class FastTally:
-    """Answers and requests of the hot route not yet taken over; who counts elsewhere first adds here, by `flushes`."""
+    """Counts of the hot route not yet in the metrics; functions in `flushes` first add counts kept elsewhere."""
 
     def __init__(self) -> None:
         self.answers: defaultdict[tuple[str, str], int] = defaultdict(int)

@@ -182,7 +182,7 @@ class Metrics:
                 self.flip_answer_seconds.observe(seconds)
 
     def set_by_events(self, results: Mapping[str, int]) -> None:
-        """Counts values that events set, by what came of them."""
+        """Count the values set by events, by result."""
         for result, count in results.items():
             self._child(self.event_values, result).inc(count)
 

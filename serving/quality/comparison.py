@@ -26,7 +26,7 @@ from serving.usage.request_observer import AnswerSample
 log = logging.getLogger(__name__)
 
 CLOSE = 2.0**-8
-"""Numbers that differ by less than this part of the largest are the same: what float16 and int8 round away."""
+"""Difference of numbers, as a share of the largest, that counts as none: the rounding of float16 and int8."""
 
 Band = Literal["none", "1-9", "10-99", "100+", "popular", "other"]
 """Band of the answered entity: the size of its history, since a generation does not count requests per entity; for

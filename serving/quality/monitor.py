@@ -40,7 +40,7 @@ Step = Callable[[], Coroutine[Any, Any, None]]
 
 
 class QualityMonitor:
-    """Quality monitor; `to_json` is for the dashboard, `steps` are taken periodically by who keeps up with Redis."""
+    """Quality monitor; `to_json` is for the dashboard, `steps` run periodically in the loop that follows Redis."""
 
     def __init__(
         self,

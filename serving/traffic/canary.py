@@ -46,14 +46,14 @@ class CanaryAssignment(NamedTuple):
 
 
 class CanaryHolder(Protocol):
-    """Protocol of what knows the canary that runs now."""
+    """Interface of an object that holds the running canary."""
 
     canary: Canary | None
-    """None while there is none."""
+    """The running canary; None while none runs."""
 
 
 class CanaryRouter:
-    """Routes by the caller's key alone, so that every replica sends the same requests to the same generation."""
+    """Router of requests by the caller's key alone, so that all replicas choose the same generation for a request."""
 
     def __init__(self, running: CanaryHolder, metrics: Metrics) -> None:
         self._running = running
@@ -183,7 +183,7 @@ class _FirstAnswer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class KeySample:
-    """A uniform sample of the keys of one arm, each with what its first answer was.
+    """Uniform sample of the keys of one arm, each with the first answer that it got.
 
     The split is over keys, so each key is counted once, by its first answer: a few busy ones would outweigh all others.
     Beyond `limit` keys a uniform sample of them is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On

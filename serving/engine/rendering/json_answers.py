@@ -200,7 +200,7 @@ def _compiled_texts(
 
 
 def _number_texts(row_numbers: NDArray[np.float32]) -> list[bytes]:
-    """The JSON of each row, behind two bytes of what lay before it: cutting at one byte beats cutting at three."""
+    """Return the JSON of each row behind two bytes to be skipped: splitting at one byte is faster than at three."""
     return (b"," + orjson.dumps(row_numbers, option=JSON)[1:-2]).split(b"]")
 
 

@@ -101,11 +101,11 @@ class ExposureLog:
         window.exposures.append(Exposure(key, at))
 
     def heard(self, experiment: str, arm: str, event: str, count: int) -> None:
-        """Counts feedback for an arm."""
+        """Count feedback for an arm."""
         self._window(self._clock(), experiment, arm).feedback[event] += count
 
     async def flush(self) -> None:
-        """Writes everything that waits; what cannot be written waits on."""
+        """Write all waiting parts to the store; parts that cannot be written go on waiting."""
         async with self._writing:
             if len(self._parts) < PARTS_MAX:
                 self._cut()

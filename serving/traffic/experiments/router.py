@@ -27,7 +27,7 @@ class ExperimentAssignment(NamedTuple):
 
 
 class ExperimentRouter:
-    """Routes by the caller's key alone, so that every replica sends the same requests to the same namespace."""
+    """Router of requests by the caller's key alone, so that all replicas choose the same namespace for a request."""
 
     def __init__(self, arms: Arms, exposures: ExposureLog, metrics: Metrics) -> None:
         self.exposures = exposures
