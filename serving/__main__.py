@@ -1,4 +1,4 @@
-"""`python -m serving`: checks its settings, finds or starts Redis, serves until it is told to stop."""
+"""`python -m serving`: checks its settings, finds or starts Redis, and serves until it is stopped."""
 
 import argparse
 import asyncio
@@ -210,7 +210,7 @@ def _policy(server: "redis.Redis") -> str:
 
 
 def _restore(config: "ServingConfig") -> None:
-    """Restores the newest release by another program of ours, since serving never imports precompute."""
+    """Restore the newest release by running Larder's restore program, since serving never imports precompute."""
     log.info("the server just started is empty: filling it with the newest release")
     environment = os.environ | {
         "REDIS_URL": config.redis_url,

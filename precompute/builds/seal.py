@@ -67,7 +67,7 @@ WRITERS = {
     WITH_FILTERS: "a night of declared filters or facets writes",
     WITH_EVENTS: "a night of fresh events writes",
 }
-"""Version of a manifest above the first -> words for who writes it."""
+"""Manifest version above the first -> words for the nights that write it."""
 
 REPORTED = tuple(name for name in NIGHT_STEPS[: NIGHT_STEPS.index(SEALING_STEP)] if name != "score")
 """Steps whose reports, under their names, the manifest is made from; `score` leaves one for each shard instead."""
@@ -183,7 +183,7 @@ def _events(config: NightConfig, begin_report: Step) -> EventsRead | None:
 
 
 def manifest_format(config: NightConfig, bundle: Bundle) -> int:
-    """Version of the manifest that a night writes: the oldest that says what it has to."""
+    """Return the oldest version of the manifest that can express the settings."""
     if config.events.enabled:
         return WITH_EVENTS
     if config.filters or config.facets:

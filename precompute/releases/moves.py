@@ -19,7 +19,7 @@ from precompute.bulk.reload import load_missing, repair
 from precompute.releases.release_log import LOOK_TRIES, Releases, ReleaseView, outcome_of, standing
 
 VerifyReport = Mapping[str, Any]
-"""Report of verify: `baseline`, the generation that was live then (null: none), beside what others look at."""
+"""Report of verify; `baseline` is the generation that was live then (null: none)."""
 
 RepeatableAction = Literal["publish", "roll_back", "canary", "end_canary"]
 
@@ -28,7 +28,7 @@ _PUBLISHED_STATES = (State.LIVE, State.SUPERSEDED)
 
 @dataclass(frozen=True, slots=True)
 class MoveResult:
-    """Result of a move of the pointer; `has_moved` is False when this attempt, or another, had done it already."""
+    """Result of a move of the pointer; `has_moved` is False if this attempt, or another, had done it already."""
 
     pointer: Pointer
     has_moved: bool
@@ -65,9 +65,9 @@ def prepare_publish(
     verified: VerifyReport | None = None,
     governor: Governor | None = None,
 ) -> MoveResult | None:
-    """Stream what Redis misses of a generation to be published; what happened if it was published already.
+    """Stream the missing pages of a generation to be published; return the result if it was published already.
 
-    With verify's report (`verified`), Conflict when something else is live than what it was compared with.
+    With verify's report (`verified`), raises Conflict if another generation is live than it was compared with.
     """
     view = releases.view()
     if (
@@ -127,7 +127,7 @@ def roll_back(releases: Releases, *, to: str | None, reason: str, attempt: str) 
 def repair_live(
     releases: Releases, generation: str, *, governor: Governor | None = None
 ) -> list[str]:
-    """Read the pages of the live generation back and repair what is damaged; the keys of the pages repaired.
+    """Read the pages of the live generation back and repair damaged ones; return their keys.
 
     Does nothing for a generation that is not live by now.
     """
@@ -303,7 +303,7 @@ def refuse(releases: Releases, generation: str, *, reason: str, attempt: str) ->
 def _demand_gates(
     releases: Releases, generation: str, live: str | None, verified: VerifyReport | None
 ) -> None:
-    """Raises Conflict unless all gates passed, and, with verify's report, in comparison with what is live."""
+    """Raise Conflict unless all gates passed, and, with verify's report, against the current live generation."""
     with files_of(generation):
         gates = read_manifest(releases.store, generation).gates
     failed = [str(gate["rule"]) for gate in gates if not gate["passed"]]
@@ -322,7 +322,7 @@ def _demand_gates(
 
 
 def _demand_readers(releases: Releases, generation: str) -> None:
-    """Raises Refused unless every replica that beats reads that generation and this release's pointer."""
+    """Raise Refused unless every live replica can read that generation and this release's pointer."""
     with files_of(generation):
         version = read_manifest(releases.store, generation).format
     demand_readers(releases.control, {MANIFEST: version}, f"{generation} has")
@@ -355,7 +355,7 @@ def _commit(
     *,
     live: bool = True,
 ) -> MoveResult:
-    """Compare-and-set the pointer to what an intent says, then write down that it is done."""
+    """Move the pointer to an intent's by compare-and-set, then record that it is done."""
     allowed = ALLOWED[action] if live else (State.LIVE,)
     # Much may have passed since the intent: what is superseded is superseded now.
     rows = {generation_id: replace(row, at=releases.clock()) for generation_id, row in rows.items()}
@@ -372,7 +372,7 @@ def _commit(
 
 
 def _demand_still(releases: Releases, to: Pointer, view: ReleaseView, action: Action) -> None:
-    """Raises Conflict when the history says otherwise by now: a Redis that lost its newest rows would not."""
+    """Raise Conflict if another move came since: a Redis that lost its newest rows would not notice."""
     history = releases.history()
     ledger = fold(history)
     if ledger.live_epoch != view.ledger.live_epoch:
@@ -417,9 +417,9 @@ def pointer_of_attempt(
     generation: str | None,
     percent: float | None = None,
 ) -> Pointer | None:
-    """The pointer that this very attempt made, None when it has yet to act. `history`: settled, oldest first.
+    """Return the pointer that this attempt made, None if it has not acted yet. `history`: settled, oldest first.
 
-    What a later publish superseded was done all the same. Raises Conflict when it was undone since. A verification
+    A move that a later publish superseded counts as done. Raises Conflict if it was undone since. A verification
     after that asks for a new publish or canary: an operator who clears a whole run keeps its name.
     """
     own_release = next(
@@ -463,7 +463,7 @@ def _counts(release: Release) -> bool:
 def _undone(
     own_release: Release, history: Sequence[Release], later: Sequence[Release]
 ) -> Release | None:
-    """The record that took its effect away."""
+    """Return the record that undid a move, None if it still holds."""
     match own_release.action:
         case "publish":
             return _taken_back(own_release, history, later)
@@ -504,7 +504,7 @@ def _undone(
 def _taken_back(
     own_release: Release, history: Sequence[Release], later: Sequence[Release]
 ) -> Release | None:
-    """The last roll back since that took what was made live away, or jumped over it, unless it is back."""
+    """Return the last roll back that took a published generation away, or jumped over it, unless it was restored."""
 
     def state_until(epoch: int) -> State | None:
         about = [

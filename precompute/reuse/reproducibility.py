@@ -30,9 +30,9 @@ _REGROUPING_SEED = 0
 
 
 def computed_by(device: str | None = None) -> str:
-    """Class of the kernel, of the processor's instructions and of a device of torch, and versions of the libraries.
+    """Return the kernel's class, the processor's instructions, a torch device's class, and versions of libraries.
 
-    Results of two nights may be put beside each other where these are the same.
+    Results of two nights may be combined if these are equal.
     """
     names = (*_LIBRARIES, *(_DEVICE_LIBRARIES if device else ()))
     versions = [
@@ -80,7 +80,7 @@ def _version(name: str) -> str | None:
 def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inputs) -> bool:
     """True if the first rows have the same bits together, in another order, and in groups of several sizes.
 
-    A model's rows must not depend on which others they are computed beside, or nothing of it is copied.
+    A model's rows must not depend on the other rows of their batch, or its records are not copied.
     """
     count = min(REGROUPED_ROWS, rows_of(inputs))
     batch_outputs = run(rows_taken(inputs, np.arange(count)))

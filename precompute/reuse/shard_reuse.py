@@ -1,4 +1,4 @@
-"""Reuse within one shard: whose records are copied from the base, who is computed, and where each record goes."""
+"""Reuse within one shard: which users are copied from the base, which are computed, and where each record goes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,9 +30,9 @@ from precompute.reuse.reproducibility import computed_by
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyDecisions:
-    """Users of a hash range: `rows` of its inputs are looked at, the base has them unchanged at `unchanged_positions`.
+    """Decisions on a hash range: `rows` of its inputs are checked, `unchanged_positions` locate them in the base.
 
-    `unchanged_positions` int64 [rows], -1 for nowhere; `could_stay` marks those that are copied unless an item enters
+    `unchanged_positions` int64 [rows], -1 for changed; `could_stay` marks those that are copied unless an item enters
     their list. `copied_positions` int64 are the base's records of all others, in hash order, with their
     `copied_hashes`; `with_vector` of them brought a vector along. `pairs` are all users with their digests.
     """
@@ -47,7 +47,7 @@ class CopyDecisions:
 
     @classmethod
     def without_copies(cls, entities: ShardInput, digests: Digests) -> Self:
-        """All are computed."""
+        """Return decisions by which all users are computed."""
         count = len(entities.ids)
         nowhere, none = np.full(count, -1), np.zeros(count, np.bool_)
         return cls(
@@ -56,13 +56,13 @@ class CopyDecisions:
         )  # fmt: skip
 
     def inputs_of(self, entities: ShardInput) -> ShardInput:
-        """Inputs of the users that are looked at."""
+        """Return the inputs of the users that are checked."""
         return entities if len(self.rows) == len(entities.ids) else entities.select_rows(self.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListRule:
-    """Rule of one table of lists: base items that no list may hold, and this night's that could be new in one."""
+    """Rule of one table of lists: base items that no list may hold, and this night's items that may enter one."""
 
     layout: Layout
     metric: Metric
@@ -88,17 +88,17 @@ class ListRule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardReuse:
-    """The base's shard beside this night's."""
+    """Shard of the base, compared with this night's."""
 
     base_shard: BaseShard
     changes: ItemChanges | None
     lists: Mapping[str, ListRule]
     broken: NDArray[np.bool_]
-    """Mask [records] of the users with a list that cannot be copied, whatever their inputs."""
+    """Mask [records] of the users with a list that cannot be copied, even with unchanged inputs."""
     item_vectors: NDArray[np.float32]
     is_same_bundle: bool
     touched: Digests | None
-    """Hashes of the users whose inputs have to be read, sorted; None for all."""
+    """Sorted hashes of the users whose inputs have to be read; None for all."""
 
     @classmethod
     def open(
@@ -112,7 +112,7 @@ class ShardReuse:
         items: ItemTable,
         device: str | None,
     ) -> Self | None:
-        """The base's shard of users beside this night's, None if nothing of it can be copied."""
+        """Open the base's shard of users for comparison with this night's; None if no record of it can be copied."""
         if base.begin_report["user_seed"] != build.need("begin")["user_seed"]:
             return None  # their hashes are of other users
         if base.begin_report.get(FEATURED_USERS, False) != build.need("begin").get(
@@ -172,11 +172,11 @@ class ShardReuse:
 
     @property
     def needs_vectors(self) -> bool:
-        """True if an item could enter lists: then the vectors of those who are copied are wanted, too."""
+        """True if an item could enter lists, so that the vectors of copied users are needed, too."""
         return _enters(self.lists) and not self.broken.all()
 
     def decide(self, entities: ShardInput, digests: Digests, hashes: range) -> CopyDecisions:
-        """Users of a range of hashes, of whom these are the inputs: who is looked at, and who is copied unseen."""
+        """Decide which users of a hash range, with these inputs, are checked, and which are copied unread."""
         window = self.base_shard.between(hashes)
         pairs, base_positions = (
             self.base_shard.pairs[window],
@@ -220,7 +220,7 @@ class ShardReuse:
         vectors: NDArray[np.float32],
         exclusions: Histories,
     ) -> NDArray[np.bool_]:
-        """Mask of the base's lists at `base_positions` that a new or changed item may enter, by the users' vectors."""
+        """Return a mask of the base's lists at `base_positions` that a new or changed item may enter."""
         rule = self.lists[name]
         return could_enter(
             vectors, self.item_vectors[rule.entering], rule.entering,
@@ -228,7 +228,7 @@ class ShardReuse:
         )  # fmt: skip
 
     def records(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
-        """Records of the base as this night has them: with its cut `at` (Unix seconds) and its numbers of items."""
+        """Return the base's records for this night: with its cut `at` (Unix seconds) and its ordinals."""
         copied_records: NDArray[Any] = self.base_shard.tables[name][base_positions]
         copied_records["scored_at"] = at  # a copy: an index of numbers makes one
         if name in self.lists and self.changes is not None and self.changes.moved:
@@ -236,7 +236,7 @@ class ShardReuse:
         return copied_records
 
     def read_seen_items(self, base_positions: NDArray[np.int64]) -> Histories:
-        """Items that users of the base had, by this night's numbers of items."""
+        """Return the items that users of the base had, by this night's ordinals."""
         assert self.base_shard.seen_items is not None  # noqa: S101 - or nobody asks
         assert self.changes is not None  # noqa: S101 - `open` saw to it
         base_histories = self.base_shard.seen_items.select_rows(base_positions)
@@ -246,17 +246,17 @@ class ShardReuse:
         )
 
     def read_times(self, base_positions: NDArray[np.int64]) -> Histories:
-        """Times of these items, when each happened last."""
+        """Return the times of these items, when each happened last."""
         assert self.base_shard.times is not None  # noqa: S101 - or nobody asks
         return self.base_shard.times.select_rows(base_positions)
 
     def read_feature_json(self, base_positions: NDArray[np.int64]) -> Histories:
-        """JSON of what the user tower was given of users of the base besides."""
+        """Return the JSON of the user tower's other inputs of the base's users."""
         assert self.base_shard.feature_json is not None  # noqa: S101 - or nobody asks
         return self.base_shard.feature_json.select_rows(base_positions)
 
     def read_own_vector_mask(self, base_positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Users of the base who brought a vector along."""
+        """Return a mask of the base's users who brought a vector along."""
         assert self.base_shard.has_own_vector is not None  # noqa: S101 - or nobody asks
         has_vector: NDArray[np.bool_] = self.base_shard.has_own_vector[base_positions] > 0
         return has_vector
@@ -269,7 +269,7 @@ def _enters(rules: Mapping[str, ListRule]) -> bool:
 def _fitting(
     build: Build, base: BaseGeneration, bundle: Bundle, tables: Mapping[str, TableConfig]
 ) -> list[str]:
-    """Tables whose records may be copied: lists of the same bundle, all others of the same model."""
+    """Return the tables whose records may be copied: lists of the same bundle, all others of the same model."""
     embedded = build.need("embed_items")
     alike = embedded["regrouped"]
     same_words = base.manifest.facts.get("vocabulary_digest") == bundle.vocabulary_digest
@@ -300,10 +300,10 @@ def _touched(build: Build, shard: int, broken: Digests) -> Digests | None:
 
 @dataclass(slots=True, eq=False)
 class CopiedUsers:
-    """Places of a hash range's users: `hashes` [m] of all, `rows` [n] of the chunk's own among them, ascending.
+    """Positions of a hash range's users: `hashes` [m] of all, `rows` [n] of the chunk's own among them, ascending.
 
     `copied_positions` int64 [m] are the base's records of the others, -1 for the chunk's own. `unchanged_positions`
-    int64 [n] are the base's records of those of its own whose inputs did not change, -1 for the others.
+    int64 [n] are the base's records of its own users with unchanged inputs, -1 for the others.
     """
 
     hashes: Digests
@@ -311,12 +311,12 @@ class CopiedUsers:
     rows: NDArray[np.int64]
     unchanged_positions: NDArray[np.int64]
     could_stay: NDArray[np.bool_]
-    """Own users that are copied unless an item enters a list of theirs, bool [n]."""
+    """Own users that are copied unless an item enters one of their lists, bool [n]."""
     entered: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
 
     @classmethod
     def of(cls, decisions: CopyDecisions, hashes: Digests, own_rows: NDArray[np.int64]) -> Self:
-        """Places int64 of the `own_rows` among those looked at, which have these `hashes`, and of the kept."""
+        """Build from the decisions, the `hashes` of the checked users, and the `own_rows` of this chunk."""
         all_hashes = np.concatenate([hashes[own_rows], decisions.copied_hashes])
         order = np.argsort(all_hashes, kind="stable")
         turned = np.empty(len(order), np.int64)
@@ -333,7 +333,7 @@ class CopiedUsers:
         )
 
     def parts(self, users_max: int) -> Iterator[tuple[Self, slice]]:
-        """Pieces of at most so many users, with the own ones of each."""
+        """Yield pieces of at most `users_max` users, with the own ones of each."""
         for start in range(0, len(self.hashes), users_max):
             end = min(start + users_max, len(self.hashes))
             own_slice = slice(*np.searchsorted(self.rows, [start, end]).tolist())
@@ -343,7 +343,7 @@ class CopiedUsers:
             ), own_slice  # fmt: skip
 
     def stay(self, stay_mask: NDArray[np.bool_]) -> None:
-        """Own users of a mask are copied after all; of the others that could have been, an item entered a list."""
+        """Mark own users of a mask as copied after all; into a list of the other candidates an item entered."""
         self.copied_positions[self.rows[stay_mask]] = self.unchanged_positions[stay_mask]
         computed_mask = ~stay_mask
         self.entered = self.could_stay[computed_mask]
@@ -354,7 +354,7 @@ class CopiedUsers:
         self.could_stay = self.could_stay[computed_mask]
 
     def reasons(self) -> NDArray[np.uint8]:
-        """Reasons [m] by number."""
+        """Return the reasons [m] by number."""
         reason_numbers = np.full(len(self.hashes), COPIED, np.uint8)
         entered = self.entered if len(self.entered) else np.zeros(len(self.rows), np.bool_)
         reason_numbers[self.rows] = np.where(
@@ -364,17 +364,17 @@ class CopiedUsers:
 
     @property
     def copied_rows(self) -> NDArray[np.int64]:
-        """Rows of all that are copied."""
+        """Rows of all copied users."""
         return np.flatnonzero(self.copied_positions >= 0)
 
     def merge_values(self, own_values: NDArray[Any], copied_values: NDArray[Any]) -> NDArray[Any]:
-        """A value for each of all, from those of the chunk's own and of the others."""
+        """Merge values of the chunk's own and of the copied users, one per user."""
         merged_values = np.empty(len(self.hashes), own_values.dtype)
         merged_values[self.rows], merged_values[self.copied_rows] = own_values, copied_values
         return merged_values
 
     def merge_histories(self, own_histories: Histories, copied_histories: Histories) -> Histories:
-        """Histories of all, from those of the chunk's own and of the others."""
+        """Merge histories of the chunk's own and of the copied users."""
         ends = np.concatenate(
             [own_histories.indptr, own_histories.indptr[-1] + copied_histories.indptr[1:]]
         )
@@ -387,7 +387,7 @@ class CopiedUsers:
 
 
 def pair_with_digests(entities: ShardInput, digests: Digests) -> NDArray[Any]:
-    """Users with their digests, HASH_AND_DIGEST [n]."""
+    """Return users with their digests, HASH_AND_DIGEST [n]."""
     pairs = np.empty(len(entities.ids), HASH_AND_DIGEST)
     pairs["hash"], pairs["digest"] = entities.hashes, digests
     return pairs

@@ -1,4 +1,4 @@
-"""Lists by what suits everybody: defaults, for whom nothing is known of, and facets, the best of each value."""
+"""Lists that are the same for all users: defaults for unknown users, and facets, the best items of each value."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +27,7 @@ from precompute.scoring.pages import GrowingFile, PageFile, describe_pages
 
 FILE = "defaults.json"
 VALUES_MAX: Final = 1_000_000
-"""Values of an attribute that may be a facet."""
+"""Largest number of values of a facet's attribute."""
 _AT_ONCE: Final = 4_096
 
 Favourites = tuple[Sequence[str], list[float]]
@@ -37,7 +37,7 @@ Favourites = tuple[Sequence[str], list[float]]
 def write_defaults(
     build: Build, bundle: Bundle, favourites: Callable[[TableConfig], Favourites]
 ) -> None:
-    """Write the list of each table of lists; whoever calls hands the file over."""
+    """Write the default list of each table of lists; the caller publishes the file."""
     defaults = {}
     for name, table in configured_tables(build.config, bundle).items():
         if layout_of(bundle, table).kind == "topk":
@@ -49,7 +49,7 @@ def write_defaults(
 def favourites_of(
     items: ItemTable, users: NDArray[np.float32], metric: Metric, k: int
 ) -> Favourites:
-    """The k items with the highest mean score over these users, float32 [n, dims], and that score; ties by ordinal.
+    """Return the k items with the highest mean score over users, float32 [n, dims], and the score; ties by ordinal.
 
     A mean of products with an item is the product with the mean.
     """
@@ -63,7 +63,7 @@ def favourites_of(
 
 
 def compute_popularity_scores(popularity: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Share of each item in all interactions, float32 [items], which is its score in the defaults."""
+    """Return the share of each item in all interactions, float32 [items], which is its score in the defaults."""
     item_shares: NDArray[np.float32] = (popularity / max(1, int(popularity.sum()))).astype(
         np.float32
     )
@@ -73,7 +73,7 @@ def compute_popularity_scores(popularity: NDArray[np.int64]) -> NDArray[np.float
 def mean_scores(
     items: ItemTable, users: NDArray[np.float32], metric: Metric
 ) -> NDArray[np.float32]:
-    """Mean score of each item over these users, float32 [items], as `favourites_of` has it."""
+    """Return the mean score of each item over these users, float32 [items], for `favourites_of`."""
     mean = (unit(users) if metric == "cosine" else users).mean(axis=0, dtype=np.float64)
     compared = np.asarray(items.vectors)
     if metric == "cosine":
@@ -88,9 +88,9 @@ def mean_scores(
 def write_facets(
     build: Build, attributes: Mapping[str, Any], items: ItemTable, scores: NDArray[np.float32]
 ) -> dict[str, Any]:
-    """Write and hand over the table of each facet, by `scores` float32 [items], ties by ordinal.
+    """Write and publish the table of each facet, by `scores` float32 [items], ties by ordinal.
 
-    Returns `facets` as part of a step's report, where there are any: the seed, directory and pages of each. Raises
+    Returns `facets` for a step's report, if there are any: the seed, directory and pages of each. Raises
     ConfigError for an attribute of more than a million values.
     """
     facets = build.config.facets
@@ -109,7 +109,7 @@ def write_facets(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttributeValues:
-    """Values of an attribute: their ids, and of each the items that have it, best first, between `starts`."""
+    """Values of an attribute: their ids, and the items with each value, best first, between `starts`."""
 
     ids: list[bytes]
     starts: NDArray[np.int64]
@@ -117,7 +117,7 @@ class AttributeValues:
 
     @classmethod
     def of(cls, name: str, column: AttributeColumn, score_ranks: NDArray[np.int64]) -> Self:
-        """All values of a column of texts; `score_ranks` is that of each item in the order by score."""
+        """Build from a column of texts; `score_ranks` is each item's rank by score."""
         names = column.names
         assert names is not None  # noqa: S101 - facets of other kinds were refused
         if len(names) > VALUES_MAX:
@@ -142,7 +142,7 @@ class AttributeValues:
         return cls(ids, starts, owners.astype(np.uint32))
 
     def lists(self, rows: NDArray[np.int64], k: int) -> NDArray[np.uint32]:
-        """Ordinals uint32 [rows, k] of the best with each value, NO_ITEM where there are fewer."""
+        """Return ordinals uint32 [rows, k] of the best items with each value, padded with NO_ITEM."""
         owner_indexes = self.starts[rows][:, None] + np.arange(k)
         is_one = owner_indexes < self.starts[rows + 1][:, None]
         return np.where(is_one, self.owners[np.where(is_one, owner_indexes, 0)], NO_ITEM)

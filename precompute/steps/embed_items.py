@@ -110,7 +110,7 @@ def _write_changes(build: Build, base: BaseGeneration | None, items: ItemTable) 
 
 
 def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
-    """Defaults and facets where nothing says what is popular: what suits known users best, on average."""
+    """Write defaults and facets for sources without popularity: the items with the best mean score over known users."""
     users = sample_user_vectors(build, bundle, items)
     write_defaults(
         build,
@@ -125,7 +125,7 @@ def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
 
 
 def in_night(night: Night) -> StepRow:
-    """The step with its row in a night's table."""
+    """Run the step; return its row in a night's table."""
     step_result = run(night.config, night.build, progress=night.progress)
     items, dims = int(step_result["items"]), int(step_result["dims"])
     summary = f"{items:,} items x {dims}"

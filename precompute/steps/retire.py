@@ -1,4 +1,4 @@
-"""Step `retire`: removes what no reader and no roll back needs any more, and leftovers of killed programs."""
+"""Step `retire`: removes generations that no reader and no roll back needs, and leftovers of killed programs."""
 
 from dataclasses import replace
 
@@ -18,14 +18,14 @@ from precompute.steps.night import Night, StepRow
 from precompute.traffic.exposures import erased_users, gather
 
 UNFINISHED_S = 86_400.0
-"""Seconds that nothing must have touched an unfinished file before it counts as left over."""
+"""Seconds without a change after which an unfinished file counts as left over."""
 
 
 def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
-    """Remove what nobody needs any more: pages and files of generations, rows whose overlays are gone, leftovers.
+    """Remove unneeded pages and files of generations, rows whose overlays are gone, and leftovers.
 
-    Then erasures whose last holder went are done, files are made of the hours of the exposure log that ended, and the
-    stream of events is trimmed.
+    Then mark erasures without holders as done, write files of the exposure log's finished hours, and trim the stream of
+    events.
     """
     with open_releases(config) as releases:
         swept = sweep(config, releases, attempt=attempt, progress=progress)
@@ -55,7 +55,7 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
 
 
 def in_night(night: Night) -> StepRow:
-    """The step with its row in a night's table."""
+    """Run the step; return its row in a night's table."""
     step_result = run(night.config, attempt=night.attempt, progress=night.progress)
     return StepRow(
         step_result, f"{len(step_result['retired'])} generations, {step_result['keys']:,} keys"
@@ -63,7 +63,7 @@ def in_night(night: Night) -> StepRow:
 
 
 def sweep_leftovers(config: NightConfig, releases: Releases) -> int:
-    """Remove leftovers, by this host's own clock; their number. Nothing readers hold or a night makes is touched."""
+    """Remove leftovers, by this host's own clock; return their number. Files in use by readers or nights stay."""
     store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
     view = releases.view()
     held_generations = {

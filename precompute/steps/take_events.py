@@ -1,6 +1,6 @@
-"""Taking over of events: what the stream has behind the last file becomes files in the store, for `begin` to read.
+"""Step `take_events`: writes the stream's events after the last file to files in the store, for `begin` to read.
 
-It has no generation yet, and runs only where events are taken in. What it returns is given to `begin`, so that a retry
+It has no generation yet, and runs only where events are taken in. Its result is passed to `begin`, so that a retry
 of that one reads the same events.
 """
 
@@ -26,11 +26,11 @@ from precompute.steps.night import Night
 
 @writes_files
 def run(config: NightConfig) -> Step:
-    """Write the stream's new events into the store; how many, and the position up to which the files have all.
+    """Write the stream's new events into the store; return their number, and the position up to which files have all.
 
-    Nights of an arm write what the control's have not written yet into the files that both read.
+    Nights of an arm write events that the control's have not written yet into the files that both read.
 
-    Raises TierUnavailable where the Redis of events does not answer: a night never goes on without them unasked.
+    Raises TierUnavailable if the Redis of events does not answer: a night never goes on without them unasked.
     """
     if not config.events.enabled:
         raise ConfigError(

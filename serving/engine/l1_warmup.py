@@ -21,9 +21,9 @@ _RECORDS_AT_ONCE = 256
 
 @dataclass(slots=True, eq=False)
 class L1Warmup:
-    """Warm-up of L1: what was read for a generation is not read again, so that topping up costs only what is new.
+    """Warm-up of L1: reads each id of a generation once, so that topping up costs only the new ids.
 
-    `recent` is what this replica was asked for, `hottest` what all were; it never raises, and is asked once for each
+    `recent` has this replica's requests, `hottest` returns those of all; it never raises, and is called once for each
     generation.
     """
 

@@ -1,4 +1,4 @@
-"""`python -m serving explain`: asks a running service why it answers an entity as it does, and shows what it says."""
+"""`python -m serving explain`: asks a running service for the explanation of an entity's answer, and prints it."""
 
 import argparse
 import sys
