@@ -37,7 +37,7 @@ class L1Warmup:
     _shared: Sequence[Name] = field(init=False, default=())
 
     async def __call__(self, coming: Snapshot, current: Snapshot | None) -> None:
-        """Read what is hot for the coming generation, this replica's own first; bounded in time."""
+        """Read hot ids for the coming generation, this replica's own first; bounded in time."""
         if current is not None and coming.generation == current.generation:
             return
         started_at = self.timer()
