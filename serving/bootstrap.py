@@ -1,4 +1,4 @@
-"""The running service: its parts put together, features attached, opened in order, closed in reverse."""
+"""Assembly of the running service: its parts and features, opened in order and closed in reverse, and its metrics."""
 
 import asyncio
 import contextlib

@@ -44,7 +44,7 @@ FEATURES = (
 
 
 def all_operations(limits: Limits, features: Sequence[Feature] = FEATURES) -> list[Operation]:
-    """Operations of the core, and of these features."""
+    """Return the operations of the core and of these features."""
     operations = list(core_operations(limits))
     for feature in features:
         operations += feature.operations(limits)

@@ -1,4 +1,4 @@
-"""Parts of a replica and of its namespaces put together: tiers, live inference, ladder, and what follows a pointer."""
+"""Assembly of a replica and its namespaces: tiers, live inference, ladder, and the follower of each pointer."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ from serving.generations.refresher import Refresher
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.near.near_matches import NearMatches
-from serving.process.resources import InThread, check_cores, place_thread
+from serving.process.resources import StoreThreads, check_cores, place_thread
 from serving.replica.namespace import HeldNamespace, NamespaceComponents
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ def open_namespace(
     *,
     host: HostHeadroom,
     aside: Executor,
-    in_thread: InThread,
+    in_thread: StoreThreads,
     near: NearMatches | None,
     loops: BackgroundLoops | None = None,
     flipped: Callable[[str], None] = lambda _before: None,

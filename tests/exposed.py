@@ -1,6 +1,5 @@
 """Every series that the service may expose, with its labels and without running it."""
 
-import asyncio
 from typing import Any, cast
 
 from prometheus_client.metrics import MetricWrapperBase
@@ -32,6 +31,7 @@ from serving.traffic.router import ExperimentMetrics
 from serving.usage import hot_keys
 from serving.usage.l1_advisor import L1Advisor
 from serving.usage.table_usage import ReadHashes, TableUsage
+from tests.fakes import THREADS
 
 COUNTER_NAMES = (
     *collectors.HELP_BY_EVENT, *exposures.HELP_BY_EVENT, *hot_keys.HELP_BY_EVENT, *monitor.HELP_BY_EVENT,
@@ -51,7 +51,7 @@ def labels() -> dict[str, set[str]]:
     figures = NightMetrics(
         lambda: None,
         nights,
-        ReleaseWatch(unused_dependency, asyncio.to_thread),
+        ReleaseWatch(unused_dependency, THREADS),
         RedisMemory(unused_dependency),
     )
     metrics, taken_in = Metrics(), EventCounts(unused_dependency, Keyspace("t"), 0)

@@ -22,8 +22,7 @@ from precompute.config.console import iso
 from precompute.config.progress import size_text
 from precompute.config.settings import NightConfig
 from precompute.events.files import last_taken
-from precompute.releases.moves import open_releases
-from precompute.releases.release_log import standing
+from precompute.releases.release_log import open_releases, standing
 from precompute.reuse.reasons import users_in_words
 from precompute.sources.erasures import all_erasures
 

@@ -20,7 +20,7 @@ from precompute.bundles.bundle_store import forget_items
 from precompute.config.settings import NightConfig, retained
 from precompute.erasure.holders import EntityHolder, holders
 from precompute.events.stream import forget_events
-from precompute.releases.release_log import ReleaseLog, ReleaseView, demand_reason
+from precompute.releases.release_log import Releases, ReleaseView, demand_reason
 from precompute.sources.erasures import (
     Erasure,
     all_erasures,
@@ -164,7 +164,7 @@ def _overlay_keys(
     ]
 
 
-def settle(config: NightConfig, releases: ReleaseLog) -> list[ErasureStatus]:
+def settle(config: NightConfig, releases: Releases) -> list[ErasureStatus]:
     """Enforce every erasure in force and mark the done ones; return the status of each, oldest first."""
     store, control = releases.store, releases.control
     erasures = all_erasures(store)

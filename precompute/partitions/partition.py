@@ -330,7 +330,7 @@ def _write(
         batches = chain(read, read_event_interactions(more, unusable))
 
         def placed(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
-            """A batch with the hashes of its users' names and an ordinal, -1 = unknown, for each name of an item."""
+            """Return a batch with the hashes of its users' names and an ordinal, -1 = unknown, for each item name."""
             hashes = hashes_of_names(batch.users, seed, hasher)
             return batch, hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
 

@@ -22,7 +22,7 @@ from precompute.builds.build import Build, shard_report
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
 from precompute.filters.item_attributes import allowed_items
-from precompute.releases.release_log import ReleaseLog
+from precompute.releases.release_log import Releases
 from precompute.reuse.digests import Digests
 
 VERIFIED_STATES: Final = frozenset(
@@ -120,7 +120,7 @@ class BaseGeneration:
 
 
 def choose_base(
-    releases: ReleaseLog, config: NightConfig, bundle: Bundle, *, making: str
+    releases: Releases, config: NightConfig, bundle: Bundle, *, making: str
 ) -> tuple[BaseGeneration | None, str]:
     """(the base, why not all of it can be copied): the newest verified generation of the same bundle and settings.
 

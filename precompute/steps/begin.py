@@ -38,7 +38,7 @@ from precompute.partitions import catalogue
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.partition import PartitionResult, partition, write_counts
 from precompute.partitions.shard_files import TOUCHED
-from precompute.releases.moves import open_releases
+from precompute.releases.release_log import open_releases
 from precompute.releases.sweep import sweep
 from precompute.reuse.base import BaseGeneration, choose_base, settings_digest
 from precompute.reuse.inputs import earlier_partition, partition_files

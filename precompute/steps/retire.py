@@ -12,8 +12,7 @@ from precompute.erasure.erasing import settle
 from precompute.erasure.holders import sweep_left_out_notes
 from precompute.events.stores import connect_events
 from precompute.events.stream import EventStores, trim_stream
-from precompute.releases.moves import open_releases
-from precompute.releases.release_log import ReleaseLog
+from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.sweep import drop_old_rows, sweep
 from precompute.steps.night import Night, StepRow
 from precompute.traffic.exposures import erased_users, gather
@@ -63,7 +62,7 @@ def in_night(night: Night) -> StepRow:
     )
 
 
-def sweep_leftovers(config: NightConfig, releases: ReleaseLog) -> int:
+def sweep_leftovers(config: NightConfig, releases: Releases) -> int:
     """Remove leftovers, by this host's own clock; return their number. Files in use by readers or nights stay."""
     store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
     view = releases.view()

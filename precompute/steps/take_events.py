@@ -17,7 +17,7 @@ from precompute.config.settings import NightConfig
 from precompute.events.files import event_files
 from precompute.events.stores import connect_events
 from precompute.events.stream import EventStores, forget_in_files, merge_files, take_events
-from precompute.releases.moves import open_releases
+from precompute.releases.release_log import open_releases
 from precompute.reuse.base import settings_digest
 from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.files import all_files, pin

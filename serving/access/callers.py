@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from cache.errors import ConfigError
 from cache.process.background_loops import BackgroundLoops, stop
 from cache.store.artefacts import file_version
-from serving.access.quota import Quota, QuotaRows, Shortage, quota_exceeded, row_key
+from serving.access.quota import Quota, QuotaTable, Shortage, quota_exceeded, row_key
 from serving.access.token_file import DEFAULT_NAME, SCOPES, Scope, Tokens, read_tokens
 from serving.requests.context import CALLER_KEY
 from serving.requests.errors import Problem
@@ -121,7 +121,7 @@ def caller_of(scope: Mapping[str, Any]) -> Caller:
 def enter_quota(
     scope: MutableMapping[str, Any], *, is_of_one: bool
 ) -> AbstractContextManager[object]:
-    """Takes a request from its caller's quota, with its entity if it `is_of_one`; raises Problem (429).
+    """Charge a request, and its entity if `is_of_one`, to its caller's quota; raise Problem (429) if it is used up.
 
     The request is in flight until the context ends.
     """
@@ -164,7 +164,7 @@ class Callers:
         cls,
         token: str,
         tokens: Tokens | None,
-        rows: QuotaRows,
+        rows: QuotaTable,
         request_counts_by_name: MutableMapping[str, CallerCounts],
         *,
         clock: Callable[[], float] = time.time,
@@ -190,7 +190,7 @@ class Callers:
         return cls(token_owners, is_open=not token and tokens is None)
 
     def note(self, scope: MutableMapping[str, Any]) -> None:
-        """Notes in a request who sent it, unless that was done; counts it."""
+        """Store the caller in the request's scope unless it is there already, and count the request."""
         if CALLER_KEY not in scope:
             scope[CALLER_KEY] = self.identify(scope["headers"])
         scope[CALLER_KEY].counts.requests += 1
@@ -231,7 +231,7 @@ class TokenWatch(Collector):
         self,
         token: str,
         file: str,
-        rows: QuotaRows,
+        rows: QuotaTable,
         *,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,

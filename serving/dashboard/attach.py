@@ -1,4 +1,4 @@
-"""The dashboard attached to a replica: its page, its document, and what this worker tells of itself."""
+"""Attachment of the dashboard to a replica: its page, its document, and the state of this worker."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -45,7 +45,7 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
 
 
 def attach(replica: Replica) -> Dashboard:
-    """Publish what this worker counts, and show what all do. Other features tell their part by their reports."""
+    """Publish the counts of this worker, and show those of all; other features add theirs by `Hooks.reports`."""
     config, own, hooks, metrics = replica.config, replica.own, replica.hooks, replica.metrics
     admission, local = replica.admission, replica.local
 
@@ -60,7 +60,7 @@ def attach(replica: Replica) -> Dashboard:
         return None if provider is None else provider()
 
     def about() -> Mapping[str, Any]:
-        """The state of this worker."""
+        """Return the state of this worker."""
         served, health = own.follower.served, own.follower.health
         return {
             "replica": replica.fleet_name,

@@ -66,7 +66,7 @@ _Row = Mapping[str, Any]
 
 
 def collect_counts(metrics: Metrics, shed: int = 0) -> Counts:
-    """All that `/metrics` tells of requests, entities, answers, misses, and the times of answers and stages."""
+    """Collect the counts in `/metrics` of requests, entities, answers and misses, and times by stage."""
     metrics.settle()
     sums: Sum[str] = Sum({SHED: shed} if shed else {})
     for counter, field, label in (

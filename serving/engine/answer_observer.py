@@ -1,4 +1,4 @@
-"""Observer of answers: reasons of misses, a sample of the answers, and hooks for what else is noted of them."""
+"""Observer of answers: reasons of misses, a sample of the answers, and hooks for other observers."""
 
 import math
 import random
@@ -128,7 +128,7 @@ class AnswerSampler:
 
 
 class AnswerObserver:
-    """Observer of answers, for the event loop of one process only: why tiers missed, and who else hears of it."""
+    """Observer of answers, for the event loop of one process only: reasons of misses, and hooks for other observers."""
 
     def __init__(self, l1_misses: L1Misses, absences: EvictionHistory | None = None) -> None:
         self.sampler = AnswerSampler(0)
@@ -164,6 +164,6 @@ class AnswerObserver:
             note(generation, table, keys)
 
     def note_read(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
-        """Tells of entities that Redis answered, whose misses are counted elsewhere."""
+        """Call `on_read` for entities that Redis answered; their misses are counted elsewhere."""
         for note in self.on_read:
             note(generation, table, keys)

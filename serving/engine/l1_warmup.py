@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Protocol
 
-from cache.tiers.reads import Hit, ReadResult, RecordKey, View
+from cache.tiers.reads import Hit, RecordKey
+from cache.tiers.tiered import TieredCache
 from serving.engine.entity import find_record_key
 from serving.generations.snapshot import Snapshot
 
@@ -63,15 +63,6 @@ class RecentNames(deque[EntityName]):
         return names[len(names) - last :]
 
 
-class BatchReader(Protocol):
-    """Protocol of the tiers, as far as reading ahead needs it."""
-
-    async def get_many(
-        self, view: View, record_keys: Sequence[RecordKey], deadline: float, *, is_counted: bool
-    ) -> Sequence[ReadResult]:
-        """BatchReads into L1; `deadline` is monotonic."""
-
-
 @dataclass(slots=True, eq=False)
 class L1Warmup:
     """Warm-up of L1: reads each id of a generation once, so that topping up costs only the new ids.
@@ -80,7 +71,7 @@ class L1Warmup:
     generation.
     """
 
-    tiers: BatchReader
+    tiers: TieredCache
     recent: Callable[[], Sequence[EntityName]]
     hottest: Callable[[], Awaitable[Sequence[EntityName]]] | None = None
     observe: Callable[[int, float], None] = lambda _records, _seconds: None

@@ -76,22 +76,22 @@ AnswersFinisher = Callable[[list[AnswerJson], bool], None]
 
 
 class RoutedRequest(NamedTuple):
-    """Where a request is answered: by which service, from which of its generations, and who takes the answers."""
+    """Route of a request: the service that answers it, its generations, and the finishers of the answers."""
 
     service: LookupService
     served: ServedGenerations | None = None
     """None: the generations that the service holds when it is asked."""
     finishers: tuple[AnswersFinisher, ...] = ()
-    """They take the answers in this order."""
+    """Called with the answers, in this order."""
 
     def capture_served(self) -> ServedGenerations:
-        """The generations to answer from; raises Problem (503) before any is loaded."""
+        """Return the generations to answer from; raise Problem (503) before any is loaded."""
         return self.service.capture_served() if self.served is None else self.served
 
     def finish(
         self, answers: list[AnswerJson], *, is_of_candidates: bool = False
     ) -> list[AnswerJson]:
-        """The answers, complete; `is_of_candidates` if the caller chose their items."""
+        """Return the answers after all finishers; `is_of_candidates`: the caller chose their items."""
         for finisher in self.finishers:
             finisher(answers, is_of_candidates)
         return self.service.attach_staleness(answers)

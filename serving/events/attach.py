@@ -1,4 +1,4 @@
-"""Events attached to a replica: taken in from requests and the inbox, and followed in their stream."""
+"""Attachment of events to a replica: they are taken in from requests and the inbox, and followed in their stream."""
 
 import asyncio
 import functools
@@ -238,7 +238,7 @@ async def refuse_events(_request: Request, _started: float) -> object:
 
 
 def handler_of(service: LookupService, intake: EventIntake) -> Handler:
-    """Handler of requests that send events."""
+    """Return the handler of requests that send events."""
 
     async def accept(request: Request, _started: float) -> object:
         sent_events = intake.reader.extract_events(await read_events(request))

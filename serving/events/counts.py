@@ -104,7 +104,7 @@ TEXTS = {
 
 
 def counts_by_field(counts: EventCounts, changed_answers: ChangedAnswers) -> dict[str, int]:
-    """What became of events, and of answers with newer ones, by the fields of the dashboard."""
+    """Return the counts of events, and of answers with newer events, by the fields of the dashboard."""
     by_field = {f"{TAKEN_IN}{name}": n for name, n in counts.results.items() if n}
     by_field |= {f"{REFUSED}{name}": n for name, n in counts.refusals.items() if n}
     answers, lists, changed_share_sum = changed_answers.totals()

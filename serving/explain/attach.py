@@ -1,4 +1,4 @@
-"""Explanations attached to a replica: their operations and handlers."""
+"""Attachment of explanations to a replica: their operations and handlers."""
 
 from fastapi import Request
 
@@ -136,7 +136,7 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
 
 
 def attach(replica: Replica) -> Explainer:
-    """Answer why an entity is answered as it is."""
+    """Attach the handlers that explain the answer for an entity."""
     service, components = replica.service, replica.own.components
     explainer = Explainer(
         replica.own.follower, components.tiers, components.remote, replica.batcher, replica.admission,

@@ -78,7 +78,7 @@ _COMMON_CODES = ("internal_error", "not_ready", "overloaded")
 class Operation:
     """One method of one path, as its callers see it.
 
-    `codes`: its own codes of refusals, besides those of its kind; `has_arrow`: body and answer may be Arrow streams.
+    `codes`: codes of refusals that it has besides those of its kind; `has_arrow`: body and answer may be Arrow streams.
     `is_limited`: admission holds it, and all whose paths begin as its own does; `is_counted`: `/metrics` counts it.
     """
 
@@ -109,7 +109,7 @@ class Operation:
 
     @property
     def fixed_path(self) -> str:
-        """The path up to its first parameter."""
+        """Return the path up to its first parameter."""
         return self.path.partition("{")[0]
 
     def described(self, problem: Json, *, has_tokens: bool) -> Json:
@@ -206,18 +206,18 @@ def _refusal(problem: Json, description: str, status: str = "") -> Json:
 
 
 class ApiPaths(NamedTuple):
-    """Beginnings of paths by what is done with their requests before a route sees them."""
+    """Prefixes of paths, by the checks that their requests pass before a route sees them."""
 
     of_callers: tuple[str, ...]
-    """They ask for a scope; no route elsewhere may, for nobody is identified there."""
+    """Prefixes of the paths that require a scope; no route elsewhere may, because no caller is identified there."""
     limited: tuple[str, ...]
-    """Admission holds them."""
+    """Prefixes of the paths whose requests admission limits."""
     of_one_entity: tuple[str, ...]
-    """Asked for by GET they name the one entity that they are about."""
+    """Prefixes of the GET paths that name a single entity."""
 
     @classmethod
     def of(cls, operations: Iterable[Operation]) -> "ApiPaths":
-        """The beginnings of these operations' paths, each once."""
+        """Return the distinct prefixes of these operations' paths."""
         callers, limited, one = {_API_PREFIX: None}, dict[str, None](), dict[str, None]()
         for operation in operations:
             if operation.scope is not None and not operation.path.startswith(_API_PREFIX):
@@ -230,22 +230,22 @@ class ApiPaths(NamedTuple):
 
 
 def by_tag(operations: Iterable[Operation]) -> list[Operation]:
-    """The operations by their tags, in the order of TAGS."""
+    """Return the operations in the order of their tags in TAGS."""
     tags = list(TAGS)
     return sorted(operations, key=lambda operation: tags.index(operation.tag))
 
 
 def refusal_codes(operations: Iterable[Operation]) -> Mapping[str, ErrorCode]:
-    """Every code of a service with these operations, by status."""
+    """Return all error codes of a service with these operations, by status."""
     own_codes = {name: code for operation in operations for name, code in operation.codes.items()}
     codes = {**ERROR_CODES, **own_codes}
     return dict(sorted(codes.items(), key=lambda named_code: named_code[1].status))
 
 
 def openapi_document(operations: Sequence[Operation], *, has_tokens: bool) -> Json:
-    """Return the document of a service; `has_tokens`: callers of what has a scope send a token.
+    """Return the document of a service; `has_tokens`: operations with a scope need a token.
 
-    Operations stand by their tags, in the order of TAGS. Raises ConfigError where two different schemas have one name.
+    Operations stand in the order of their tags in TAGS. Raises ConfigError if two different schemas have the same name.
     """
     schema_by_name: Json = {}
     paths: Json = {}

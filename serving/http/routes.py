@@ -62,7 +62,7 @@ class Service(LookupService):
     expose: Callable[[], Awaitable[bytes]]
     filters: Filters
     operations: Sequence[Operation]
-    """Operations of all that has handlers here."""
+    """Operations that have handlers here."""
     hooks: Hooks
 
 
@@ -178,7 +178,7 @@ async def _look_up(
 def _route(
     service: Service, entities: Sequence[RequestedEntity], options: RequestOptions
 ) -> RoutedRequest:
-    """Where a request is answered, by all routers in order; raises Problem for one that cannot be."""
+    """Return the route of a request after all routers, in order; raise Problem if none can answer it."""
     routed = RoutedRequest(service)
     for router in service.hooks.routers:
         routed = router(routed, entities, options)
@@ -188,7 +188,7 @@ def _route(
 async def read_lookup(
     service: LookupService, request: Request, form: Form, table: str | None
 ) -> LookupRequest:
-    """Read the body of a lookup, and take its entities from the caller's quota; raises Problem."""
+    """Read the body of a lookup, and charge its entities to the caller's quota; raise Problem."""
     body, limits = await read_request_body(service, request), service.limits
     lookup_request = await run_in_thread_if_large(
         body, functools.partial(lookup_from_body, request.scope, body, form, table, limits)
@@ -198,7 +198,7 @@ async def read_lookup(
 
 
 async def read_json(service: LookupService, request: Request) -> object:
-    """Read a body of JSON; raises Problem."""
+    """Read a body of JSON; raise Problem."""
     body, limits = await read_request_body(service, request), service.limits
     return await run_in_thread_if_large(
         body, functools.partial(pop_content, request.scope, body, "json", limits)
@@ -206,14 +206,14 @@ async def read_json(service: LookupService, request: Request) -> object:
 
 
 async def read_request_body(service: LookupService, request: Request) -> bytes:
-    """Read a body within the service's bounds; raises Problem."""
+    """Read a body within the service's bounds; raise Problem."""
     return await read_body(request, service.body_bytes, service.body_timeout_s)
 
 
 def with_request_headers(
     service: LookupService, request: Request, options: RequestOptions
 ) -> RequestOptions:
-    """The options, with those that stand in the request's headers."""
+    """Return the options, with those in the request's headers."""
     return with_headers(options, request.scope["headers"], service.limits)
 
 

@@ -35,7 +35,7 @@ def object_of(properties: Json, required: tuple[str, ...] = (), **more: object) 
 
 
 def named(name: str, properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
-    """A named object."""
+    """Return the schema of a named object."""
     return NamedSchema(name, object_of(properties, required, **more))
 
 
@@ -54,7 +54,7 @@ def list_of(of: Json, **more: object) -> Json:
 
 
 def details(description: str, *, is_null: bool = False) -> Json:
-    """Facts for people and dashboards, whose names may change."""
+    """Return the schema of details for people and dashboards; their names may change."""
     if is_null:
         return {**or_null(DETAILS), "description": description}
     return with_description(DETAILS, description)
@@ -382,7 +382,7 @@ RANKED_ITEMS = _declared("RankedItems", Ranking, "Candidates of one user in rank
 
 
 def problem(codes: Mapping[str, ErrorCode]) -> Json:
-    """The body of every refusal, by one of these codes."""
+    """Return the schema of a refusal with one of these codes."""
     code = open_words(
         "ErrorCode", ((name, error.meaning) for name, error in codes.items()), "What went wrong"
     )

@@ -1,4 +1,4 @@
-"""Pages and the files that they load, under strict headers."""
+"""Static pages and their files, under strict headers."""
 
 import functools
 import hashlib

@@ -218,7 +218,7 @@ class ChangedAnswers(Collector):
 
 
 class InternalCounters(Collector):
-    """Collector of what the tiers and features did besides answering: `larder_<name>_total`."""
+    """Collector of counts of the tiers and features besides answers: `larder_<name>_total`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Quality of answers attached to a replica: a sample of them is computed again, and what is read is counted."""
+"""Attachment of answer quality to a replica: samples are computed again, and reads are counted."""
 
 from serving.metrics.collectors import InternalCounters
 from serving.quality.monitor import HELP_BY_EVENT, QualityMonitor

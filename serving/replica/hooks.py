@@ -1,4 +1,4 @@
-"""Hooks of a replica: lists of callables that features fill at the start, and what an `attach` of theirs is given."""
+"""Hooks of a replica, which features fill at the start, and the replica that each `attach` receives."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ from serving.engine.service import LookupService, Router
 from serving.filters.filtered_lookup import Filters
 from serving.generations.nights import Nights, ReleaseWatch
 from serving.metrics.registry import Metrics
-from serving.process.resources import InThread
+from serving.process.resources import StoreThreads
 from serving.replica.namespace import HeldNamespace, ServedNamespace
 
 Handler = Callable[[Request, float], Awaitable[object]]
 """Handler of a route: takes the request and its start time; returns a response, or a value to send as JSON."""
 
 Report = Callable[[], Any]
-"""What a feature says of its state, JSON-able, at once and without waiting for anything."""
+"""Callable that returns a feature's state as JSON-able values, without waiting."""
 
 LifecycleStep = Callable[[], Awaitable[object]]
 
@@ -41,7 +41,7 @@ class RequestWatch(Protocol):
         """True if a single lookup may pass by."""
 
     async def __call__(self, below: Below, scope: Scope, receive: Receive, send: Send) -> None:
-        """Has the request answered by `below`."""
+        """Answer the request by `below`, under observation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +51,7 @@ class Hooks:
     namespaces: list[Callable[[HeldNamespace], object]] = field(default_factory=list)
     """Called with each namespace that is opened beside the own one, before it starts."""
     routers: list[Router] = field(default_factory=list)
-    """Where requests are answered: the first chooses first."""
+    """Routers of requests, called in order."""
     handlers: dict[str, Handler] = field(default_factory=dict)
     """Handlers of the features' operations, by `operation_id`."""
     pages: list[BaseRoute] = field(default_factory=list)
@@ -59,9 +59,9 @@ class Hooks:
     watch: RequestWatch | None = None
     is_traced: TraceJudge | None = None
     counts: list[Callable[[], Mapping[str, int]]] = field(default_factory=list)
-    """Counts by field that whoever shows the whole fleet adds up."""
+    """Callables that return counts by field, which the dashboard adds up."""
     reports: dict[str, Report] = field(default_factory=dict)
-    """What a feature says of itself, by the feature's name."""
+    """Reports of features, by name."""
     start: list[LifecycleStep] = field(default_factory=list)
     """Called in order once the background runs."""
     drain: list[LifecycleStep] = field(default_factory=list)
@@ -84,8 +84,8 @@ class Replica:
     """Name that the workers of one parent share."""
     metrics: Metrics
     loops: BackgroundLoops
-    in_thread: InThread
-    """Runs what reads the store."""
+    in_thread: StoreThreads
+    """Threads that read the store."""
     own: HeldNamespace
     local: LocalTier
     batcher: MicroBatcher
@@ -95,5 +95,5 @@ class Replica:
     filters: Filters
     service: LookupService
     open_namespace: Callable[[str], ServedNamespace]
-    """Opens another namespace by its name; it is started by who opened it."""
+    """Opens another namespace by its name; its caller starts it."""
     hooks: Hooks = field(default_factory=Hooks)

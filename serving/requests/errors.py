@@ -109,4 +109,4 @@ ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
     "overloaded": ErrorCode(503, "Too much is under way: come again after `Retry-After`"),
     "l2_unavailable": ErrorCode(503, "Redis does not answer: come again after `Retry-After`"),
 }
-"""Every code but those of single operations; what is no valid HTTP is refused before it reaches a route, as text."""
+"""Error codes, except those of single operations; invalid HTTP is refused before it reaches a route, in plain text."""

@@ -1,4 +1,4 @@
-"""Observation of requests attached to a replica; without traces OpenTelemetry is not imported."""
+"""Attachment of request observers to a replica; without traces OpenTelemetry is not imported."""
 
 from collections.abc import Container
 from functools import partial
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def attach(replica: Replica) -> RequestObserver:
-    """Have requests answered under an observer; raises ConfigError where traces are asked for and not installed."""
+    """Answer requests under an observer; raise ConfigError if traces are on and OpenTelemetry is not installed."""
     config, hooks, follower = replica.config, replica.hooks, replica.own.follower
     spans = _open_spans(config, replica.name) if config.traces else None
 

@@ -1,4 +1,4 @@
-"""Traffic split by key: canaries and experiments, which of them answers a request, and what is counted of it.
+"""Traffic split by key: canaries and experiments, the arm of each request, and its counts.
 
 Start at `attach`.
 """

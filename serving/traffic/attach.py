@@ -1,4 +1,4 @@
-"""Canaries and experiments attached to a replica: which generation or namespace answers, and what came of it."""
+"""Attachment of canaries and experiments to a replica: the routers of requests, and their counts."""
 
 from fastapi import Request
 
@@ -75,7 +75,7 @@ _RECEIPT: Json = schemas.named(
 
 
 def operations(_limits: Limits) -> tuple[Operation, ...]:
-    """Return the operation by which callers report what came of answers."""
+    """Return the operation by which callers send feedback on answers."""
     return (
         Operation(
             method="post",

@@ -5,7 +5,7 @@ from collections import Counter as Tally
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import xxhash
@@ -49,13 +49,6 @@ class CanaryAssignment(NamedTuple):
     canary: Canary
 
 
-class CanaryHolder(Protocol):
-    """Interface of an object that holds the running canary."""
-
-    canary: Canary | None
-    """The running canary; None while none runs."""
-
-
 class CanaryMetrics:
     """Counts of requests by the arms of a canary."""
 
@@ -83,8 +76,8 @@ class CanaryMetrics:
 class CanaryRouter:
     """Router of requests by the caller's key alone, so that all replicas choose the same generation for a request."""
 
-    def __init__(self, running: CanaryHolder, metrics: CanaryMetrics) -> None:
-        self._running = running
+    def __init__(self, holder: GenerationHolder, metrics: CanaryMetrics) -> None:
+        self._holder = holder
         self._metrics = metrics
         self._counted_canary: Canary | None = None
         self._counts: dict[Arm, ArmCounts] = {}
@@ -97,7 +90,7 @@ class CanaryRouter:
         options: RequestOptions,
     ) -> tuple[ServedGenerations, CanaryAssignment | None]:
         """Holding that answers the whole request, and the arm and key by which it is counted; None for neither arm."""
-        if (canary := self._running.canary) is None:
+        if (canary := self._holder.canary) is None:
             return served, None
         if options.generation is not None:
             return self._without_arm(served, "pinned")
@@ -114,7 +107,7 @@ class CanaryRouter:
     @property
     def has_canary(self) -> bool:
         """True while a canary runs."""
-        return self._running.canary is not None
+        return self._holder.canary is not None
 
     def finish(
         self, part: CanaryAssignment, answers: Sequence[AnswerJson], is_of_candidates: bool
@@ -149,7 +142,7 @@ class CanaryRouter:
         count: int,
     ) -> Arm | None:
         """Count a report on a generation's answers, or to a key; return the arm, None if it is neither."""
-        canary = self._running.canary
+        canary = self._holder.canary
         if canary is None or served.canary is None:
             return None
         self._begin(canary)
@@ -165,7 +158,7 @@ class CanaryRouter:
 
     def report(self) -> dict[str, Any] | None:
         """Counts of both arms that the heartbeat carries while a canary runs; None while none does."""
-        if (canary := self._running.canary) is None:
+        if (canary := self._holder.canary) is None:
             return None
         self._begin(canary)
         return {
@@ -192,7 +185,7 @@ class CanaryRouter:
 
 
 class CanaryRouters:
-    """The router of each namespace that is held, for as long as it is."""
+    """Routers by namespace, for as long as each is held."""
 
     def __init__(self) -> None:
         self._router_by_holder: WeakKeyDictionary[GenerationHolder, CanaryRouter] = (
@@ -200,11 +193,11 @@ class CanaryRouters:
         )
 
     def add(self, holder: GenerationHolder, router: CanaryRouter) -> None:
-        """Takes the router of a namespace, which is known by what holds its generations."""
+        """Add the router of a namespace, under the holder of its generations."""
         self._router_by_holder[holder] = router
 
     def of(self, service: LookupService) -> CanaryRouter:
-        """The router of the namespace that a service answers from."""
+        """Return the router of the namespace that a service answers from."""
         return self._router_by_holder[service.follower.holder]
 
     def route_request(

@@ -60,7 +60,7 @@ class ExperimentMetrics:
         )
 
     def by_field(self) -> dict[str, int]:
-        """Requests of arms and what was reported of them, by the fields of the dashboard."""
+        """Return the requests and feedback of arms, by the fields of the dashboard."""
         return {
             prefix + "=".join(labels[name] for name in names): int(count)
             for counter, prefix, names in (
@@ -91,7 +91,7 @@ class ExperimentRouter:
     def route_request(
         self, routed: RoutedRequest, entities: Sequence[RequestedEntity], options: RequestOptions
     ) -> RoutedRequest:
-        """Send a request to the namespace of its arm. Raises Problem (409) as `route` does."""
+        """Send a request to the namespace of its arm. Raise Problem (409) as `route` does."""
         if options.arm is None and self._arms.routing is None:
             return routed
         service, assigned = self.route(entities, options)

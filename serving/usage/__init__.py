@@ -1,4 +1,4 @@
-"""Usage: which ids are hot, which tables are read, how large L1 should be.
+"""Usage: hot ids, tables that are read, and the best size of L1.
 
 Start at `attach`.
 """

@@ -1,4 +1,4 @@
-"""Usage attached to a replica: ids that all replicas were asked for, and how large L1 should be."""
+"""Attachment of usage to a replica: hot ids of all replicas, and the best size of L1."""
 
 from serving.metrics.collectors import InternalCounters
 from serving.replica.hooks import Replica
@@ -8,7 +8,7 @@ from serving.usage.l1_advisor import L1Advisor
 
 
 def attach(replica: Replica) -> L1Advisor:
-    """Tell Redis which ids are hot, warm L1 by what it knows of them, and keep the curve of L1's size."""
+    """Report hot ids to Redis, warm L1 from those of all replicas, and keep the curve of L1's size."""
     own = replica.own
     sketch = share_hot_ids(own)
     replica.hooks.namespaces.append(share_hot_ids)

@@ -14,7 +14,7 @@ from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.events import stream as merging
 from precompute.events.files import last_taken, list_taken_files, superseded
 from precompute.events.stream import EventStores, forget_in_files, merge_files
-from precompute.releases.moves import open_releases
+from precompute.releases.release_log import open_releases
 from precompute.reuse.base import settings_digest
 from precompute.sources.erasures import ErasedEntities, all_erasures, request
 from precompute.steps.night import Night

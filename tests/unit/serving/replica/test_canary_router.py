@@ -3,7 +3,7 @@
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from cache.store.releases import Canary
 from cache.traffic.split import KeySplit
+from serving.generations.holder import GenerationHolder
 from serving.generations.served_set import ServedGenerations
 from serving.requests.errors import Problem
 from serving.requests.json_fields import read_id
@@ -42,7 +43,7 @@ def scene(
     return (
         world,
         ServedGenerations(live, None, coming, split),
-        CanaryRouter(Runs(canary), CanaryMetrics(world.metrics.registry)),
+        CanaryRouter(cast(GenerationHolder, Runs(canary)), CanaryMetrics(world.metrics.registry)),
     )
 
 
@@ -172,7 +173,7 @@ def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_al
     running = Runs(Canary(GENERATION, 100.0, 5.0, "purchase"))
     _, served, _ = scene()
     registry = CollectorRegistry()
-    trial = CanaryRouter(running, CanaryMetrics(registry))
+    trial = CanaryRouter(cast(GenerationHolder, running), CanaryMetrics(registry))
     for started_at in range(5):
         running.canary = Canary(GENERATION, 100.0, float(started_at), "purchase")
         for number in range(30):
@@ -195,7 +196,7 @@ def test_another_canary_is_counted_from_nothing() -> None:
     running = Runs(Canary(GENERATION, 100.0, 5.0))
     _, served, _ = scene()
     registry = CollectorRegistry()
-    trial = CanaryRouter(running, CanaryMetrics(registry))
+    trial = CanaryRouter(cast(GenerationHolder, running), CanaryMetrics(registry))
     _, part = trial.route(served, (), options(b"k"))
     trial.count(part, [{"source": "l1"}])
 
@@ -212,7 +213,7 @@ def test_a_request_under_way_does_not_count_for_the_canary_that_began_meanwhile(
     running = Runs(Canary(GENERATION, 100.0, 5.0))
     _, served, _ = scene()
     registry = CollectorRegistry()
-    trial = CanaryRouter(running, CanaryMetrics(registry))
+    trial = CanaryRouter(cast(GenerationHolder, running), CanaryMetrics(registry))
     _, part = trial.route(served, (), options(b"k"))
 
     running.canary = later
