@@ -1,6 +1,6 @@
 """Step `retire`: removes what no reader and no roll back needs any more, and leftovers of killed programs."""
 
-from dataclasses import replace
+from collections.abc import Collection
 
 from cache.control.states import UNFINISHED
 from cache.store.artefacts import COPY_IDLE_S
@@ -8,15 +8,11 @@ from precompute.bulk.governor import open_governor
 from precompute.bundles.bundle_store import heal_swap, sweep_bundles, sweep_training
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.erasure.erasing import settle
-from precompute.erasure.holders import sweep_left_out_notes
-from precompute.events.stores import connect_events
-from precompute.events.stream import EventStores, trim_stream
+from precompute.features import after_publish
 from precompute.releases.moves import open_releases
 from precompute.releases.release_log import ReleaseLog
 from precompute.releases.sweep import drop_old_rows, sweep
 from precompute.steps.night import Night, StepRow
-from precompute.traffic.exposures import erased_users, gather
 
 UNFINISHED_S = 86_400.0
 """Seconds that nothing must have touched an unfinished file before it counts as left over."""
@@ -25,34 +21,21 @@ UNFINISHED_S = 86_400.0
 def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
     """Remove what nobody needs any more: pages and files of generations, rows whose overlays are gone, leftovers.
 
-    Then erasures whose last holder went are done, files are made of the hours of the exposure log that ended, and the
-    stream of events is trimmed.
+    Then each feature settles and sweeps what it keeps.
     """
     with open_releases(config) as releases:
         swept = sweep(config, releases, attempt=attempt, progress=progress)
         releases.control.forget_dead_replicas()
         with open_governor(config.governor, releases.control) as governor:
             rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s, governor=governor)
-        leftovers = sweep_leftovers(config, releases)
-        pending = sum(
-            erasure_status.state == "pending" for erasure_status in settle(config, releases)
-        )
-        store, at = config.store(), releases.clock()
-        exposures = gather(store, at=at, erased=erased_users(store))["parts"]
-    trimmed = 0
-    if config.events.enabled:
-        # Its own stream, also where another namespace's counts since: that one is trimmed by its own nights.
-        own_events_config = replace(config, events=replace(config.events, namespace=""))
-        with connect_events(own_events_config) as client:
-            trimmed = trim_stream(
-                EventStores.of(own_events_config), client, own_events_config.keyspace(),
-                keep_s=config.events.keep_s, stream_bytes=config.events.stream_bytes,
-            )  # fmt: skip
-    return {
-        "retired": list(swept.retired), "spared": list(swept.spared), "keys": swept.keys,
-        "rows": rows, "leftovers": leftovers, "erasures_pending": pending, "exposure_parts": exposures,
-        "events_trimmed": trimmed,
-    }  # fmt: skip
+        needed_generations = find_needed_generations(releases)
+        report: Step = {
+            "retired": list(swept.retired), "spared": list(swept.spared), "keys": swept.keys, "rows": rows,
+            "leftovers": sweep_leftovers(config, releases, needed_generations),
+        }  # fmt: skip
+        for settle in after_publish():
+            report |= settle(config, releases, needed_generations)
+    return report
 
 
 def in_night(night: Night) -> StepRow:
@@ -63,25 +46,31 @@ def in_night(night: Night) -> StepRow:
     )
 
 
-def sweep_leftovers(config: NightConfig, releases: ReleaseLog) -> int:
-    """Remove leftovers, by this host's own clock; their number. Nothing readers hold or a night makes is touched."""
-    store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
+def find_needed_generations(releases: ReleaseLog) -> set[str]:
+    """Generations that a replica holds, that a night makes, or that are live or previous."""
     view = releases.view()
     held_generations = {
         generation
         for replica in releases.control.replicas()
         for generation in replica.held_generations
     }
-    needed_generations = {
+    unfinished_generations = {
         generation for generation, row in view.rows.items() if row.state in UNFINISHED
     }
-    needed_generations |= {
+    return {
+        *unfinished_generations,
         *held_generations,
         *filter(None, (view.ledger.live, view.ledger.previous)),
     }
+
+
+def sweep_leftovers(
+    config: NightConfig, releases: ReleaseLog, needed_generations: Collection[str]
+) -> int:
+    """Remove leftovers, by this host's own clock; their number. Nothing of needed generations is touched."""
+    store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
     heal_swap(bundle)
     swept = len(store.sweep_host_copies(needed_generations, cutoff_at=now_s - COPY_IDLE_S))
-    sweep_left_out_notes(store, needed_generations)
     return (
         swept
         + store.sweep_unfinished(cutoff_at=now_s - UNFINISHED_S)

@@ -1,0 +1,23 @@
+"""Features of a night, by hook: the one place that names them; the core imports none.
+
+Each function returns the callables of one hook in the order in which they are called, and imports what that hook needs.
+To take a feature out, remove its package and its lines here.
+"""
+
+from collections.abc import Callable, Collection
+
+from precompute.config.progress import Step
+from precompute.config.settings import NightConfig
+from precompute.releases.release_log import ReleaseLog
+
+AfterPublish = Callable[[NightConfig, ReleaseLog, Collection[str]], Step]
+"""Settle or sweep what a feature keeps, given the generations that are still needed; returns fields of the report."""
+
+
+def after_publish() -> tuple[AfterPublish, ...]:
+    """Sweeps of `retire`, after its own."""
+    from precompute.erasure.erasing import settle_in_night
+    from precompute.events.stream import trim_in_night
+    from precompute.traffic.exposures import gather_in_night
+
+    return settle_in_night, gather_in_night, trim_in_night
