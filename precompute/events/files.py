@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 
 from cache.errors import ConfigError, CorruptArtefact, LarderError
 from cache.events.event import BEGINNING, Event, Position
-from cache.events.new_items import brings_item
+from cache.events.new_items import ITEM_VECTORS, brings_item
 from cache.events.newer_events import AttributeEvents
 from cache.format.directory import map_file
 from cache.format.ids import fingerprints
 from cache.format.manifest import EntityKind
 from cache.store.artefacts import ArtefactStore, write_atomically
+from precompute.builds.build import Build
 from precompute.config.settings import NightConfig
 from precompute.sources.columns import Ids
 from precompute.sources.features import NO_VALUES, EntityValues
@@ -252,14 +253,14 @@ def are_marked(path: Path, entity_fingerprints: NDArray[np.uint64]) -> NDArray[n
 
 
 def read_event_interactions(
-    files: Sequence[SourceFile], unusable: UnusableRows
+    files: Sequence[SourceFile], first_file: int, unusable: UnusableRows
 ) -> Iterator[Interactions]:
-    """Batches of the interactions of positive weight; no cut is asked for, since their position decided.
+    """Batches of the interactions of positive weight, from a file on; no cut is asked for, since position decided.
 
     Their ids were checked when they were accepted. They count as rows of events, so that they hide no share of bad rows
     of the sources. Raises SourceError naming a file that cannot be read.
     """
-    for path in files:
+    for path in files[first_file:]:
         with reading(path), readable(path) as raw, pq.ParquetFile(raw) as file:
             for batch in file.iter_batches(BATCH_ROWS, columns=_INTERACTION_COLUMNS):
                 unusable.looked_at(EVENT_ROWS, len(batch))
@@ -360,3 +361,14 @@ def _only_attributes(
         name: value for name, value in values.items() if name in attributes_by_kind[kind]
     }
     return replace(event, attributes=value_by_attribute, features=None)
+
+
+def event_facts(build: Build, _reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Facts of a generation that has events: what a service must know of vectors to count newer ones."""
+    begin_report = build.need("begin")
+    if not begin_report.get("events"):
+        return {}
+    return {
+        **({ITEM_VECTORS: True} if build.config.sources.item_vectors else {}),
+        **({"user_vectors": True} if begin_report.get("user_vectors") else {}),
+    }

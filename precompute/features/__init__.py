@@ -6,12 +6,30 @@ To take a feature out, remove its package and its lines here.
 
 from collections.abc import Callable, Collection
 
+from precompute.builds.seal import FactsOf
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
 from precompute.releases.release_log import ReleaseLog
+from precompute.scoring.input_samples import SampleTaker
 
 AfterPublish = Callable[[NightConfig, ReleaseLog, Collection[str]], Step]
 """Settle or sweep what a feature keeps, given the generations that are still needed; returns fields of the report."""
+
+
+def sample_takers() -> tuple[SampleTaker, ...]:
+    """Takers of users' inputs while `quantize` reads them, new ones for each run."""
+    from precompute.quality.probe import ProbeTaker
+
+    return (ProbeTaker(),)
+
+
+def facts() -> tuple[FactsOf, ...]:
+    """Facts of features for the manifest."""
+    from precompute.events.files import event_facts
+    from precompute.quality.probe import probe_facts
+    from precompute.reuse.reuse_fact import reuse_facts
+
+    return event_facts, reuse_facts, probe_facts
 
 
 def after_publish() -> tuple[AfterPublish, ...]:

@@ -21,7 +21,6 @@ from cache.format.item_table import ItemTable
 from cache.model.tower_spec import InputSpec
 from cache.store.artefacts import take_file, write_atomically
 from precompute.config.settings import NightConfig
-from precompute.events.files import read_event_interactions
 from precompute.partitions.grouping import DistinctHashes
 from precompute.partitions.shard_files import (
     HASH,
@@ -81,6 +80,15 @@ FILES_AT_ONCE = 2
 _ROWS = pa.schema([(HASH, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
 _PLACED_ROWS = _ROWS.append(pa.field(POSITION, pa.int64()))
 _TOUCHED = pa.schema([(HASH, pa.uint64())])
+
+
+FurtherInteractions = Callable[[int, UnusableRows], Iterator[Interactions]]
+"""Batches of interactions behind the team's own, from one of their files on; those with positions are events."""
+
+
+def no_further(_first_file: int, _unusable: UnusableRows) -> Iterator[Interactions]:
+    """Nothing behind the team's own interactions."""
+    return iter(())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,7 +218,7 @@ def partition(
     erased: ErasedEntities = NO_ERASURES,
     earlier: EarlierPartition | None = None,
     files: Sequence[SourceFile] | None = None,
-    events: Sequence[SourceFile] = (),
+    further: FurtherInteractions = no_further,
     values: EntityValues = NO_VALUES,
     set_by_events: Collection[bytes] = (),
 ) -> PartitionResult:
@@ -218,7 +226,7 @@ def partition(
 
     The `files` are those that the sources name, unless they are listed here. The rows of an `earlier` partition are
     taken over, source files that are not in it are read, and the users of whom
-    more, or less, is known than then are written down (TOUCHED). No cut leaves out what files of `events` have.
+    more, or less, is known than then are written down (TOUCHED). No cut leaves out what is `further`.
     Features have the `values` that events set for users. Users' vectors, if the night is given any, must have `dims`
     numbers. What is erased is in none of the files, nor in what `late` is told; `restart` is called before the sources
     are read once more. Values that one of `feature_inputs` cannot use are noted. Of those whose values are
@@ -233,7 +241,7 @@ def partition(
         unusable = UnusableRows(erased.users | erased.items)
         interaction_counts = _write(
             config, items, folder, cutoff_at, seed, progress, late, hasher, erased, unusable, earlier,
-            files, events,
+            files, further,
         )  # fmt: skip
         if earlier is None:
             named = partial(hashes_of, seed=seed, hasher=hasher)
@@ -289,7 +297,7 @@ def _write(
     unusable: UnusableRows,
     earlier: EarlierPartition | None,
     files: Sequence[SourceFile] | None,
-    events: Sequence[SourceFile],
+    further: FurtherInteractions,
 ) -> InteractionCounts:
     popularity, unknown = np.zeros(items.count, np.int64), DistinctHashes()
     count = without_item = late_count = 0
@@ -326,8 +334,8 @@ def _write(
             skip=0 if earlier is None else earlier.files,
             files=files,
         )
-        more = events[0 if earlier is None else earlier.event_files :]
-        batches = chain(read, read_event_interactions(more, unusable))
+        first_file = 0 if earlier is None else earlier.event_files
+        batches = chain(read, further(first_file, unusable))
 
         def placed(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
             """A batch with the hashes of its users' names and an ordinal, -1 = unknown, for each name of an item."""

@@ -14,7 +14,6 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.records import Layout
 from precompute.builds.build import Build
-from precompute.builds.reuse_fact import COPIED, ENTERED, INPUTS, ITEM_LOST
 from precompute.builds.tables import metric_of
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
@@ -26,6 +25,7 @@ from precompute.reuse.digests import Digests
 from precompute.reuse.items import ItemChanges
 from precompute.reuse.lists import ENTERING_MAX, could_enter, floors, holds_lost, renumbered
 from precompute.reuse.reproducibility import computed_by
+from precompute.reuse.reuse_fact import COPIED, ENTERED, INPUTS, ITEM_LOST
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,9 +1,9 @@
 """Samples of a build's inputs, real or drawn, on which live models are calibrated, compared and probed."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,6 @@ from cache.errors import BundleError, SourceError
 from cache.format.item_table import ItemTable, Ordinals
 from cache.model.ranking import Metric
 from cache.model.tower import Histories, Inputs, Tower, rows_of
-from cache.quality.probe import USERS_MAX, probe_part
 from precompute.builds.build import Build, fetch_model, fetch_partition
 from precompute.bundles.agreement import agreement, select_rows
 from precompute.bundles.bundle import Bundle, BundleModel
@@ -58,55 +57,51 @@ DRAWN_USERS_MAX: Final = 512
 DRAWN_LONGEST: Final = 50
 """Items of a drawn history, at most."""
 
+GIVEN_VECTORS_MAX: Final = 8_192
+"""Users whose given vectors are averaged, at most."""
+
 FIRST_SLICES = 4
 """Slices written before more of a shard is: they nearly always hold the samples that are wanted."""
 
 
+class SampleTaker(Protocol):
+    """A feature's sample of the users whose inputs are read anyway."""
+
+    def take(self, entities: ShardInput, usable: NDArray[np.int64]) -> bool:
+        """Take what it wants of a slice, whose `usable` rows the user tower can use; returns True if more is wanted."""
+        ...
+
+    def finish(self, build: Build) -> dict[str, Any]:
+        """Write what was taken; returns fields of the step's report."""
+        ...
+
+
 def sample_inputs(
-    build: Build, items: ItemTable, model: BundleModel, *, metric: Metric = "inner_product"
+    build: Build,
+    items: ItemTable,
+    model: BundleModel,
+    *,
+    metric: Metric = "inner_product",
+    takers: Sequence[SampleTaker] = (),
 ) -> ShardInput:
     """Real inputs of the first slice that holds any which the model can use; histories are drawn if nobody has one.
 
-    `metric` is the bundle's, by which they are drawn.
+    `metric` is the bundle's, by which they are drawn. Each of the `takers` is given slice after slice for as long as it
+    wants more; drawn histories are given to none.
     """
     if lacks_histories(build, model):
         return with_drawn_histories(users_with_vectors(build), items, metric, seed=SAMPLE_SEED)
-    for entities in _slices(build):
-        if len(usable_inputs(items, entities, {model.name: model.spec})[0]):
-            return entities
-    raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")
-
-
-def probe_inputs(
-    build: Build, items: ItemTable, model: BundleModel, *, metric: Metric = "inner_product"
-) -> tuple[ShardInput, list[Any]]:
-    """Inputs as `sample_inputs` finds them, and the parts of the probe: slice after slice, until it is full.
-
-    Drawn histories are in no probe, and neither are users that brought a vector: their lists were not computed from
-    what they did, and another answer to that would be no drift.
-    """
-    if lacks_histories(build, model):
-        return sample_inputs(build, items, model, metric=metric), []
-    sample, parts, count = None, [], 0
+    sample, wanting = None, list(takers)
     for entities in _slices(build):
         usable = usable_inputs(items, entities, {model.name: model.spec})[0]
         if len(usable):
             sample = sample or entities
-        rows = usable[~entities.has_vector[usable]][: USERS_MAX - count]
-        if len(usable) and not len(rows):
-            break  # a slice is of users at random: where one has none, there are next to none
-        if len(rows):
-            count += len(rows)
-            parts.append(
-                probe_part(
-                    entities.hashes, entities.indptr, entities.ordinals, entities.features, rows
-                )
-            )
-        if count >= USERS_MAX:
+        wanting = [taker for taker in wanting if taker.take(entities, usable)]
+        if sample is not None and not wanting:
             break
     if sample is None:
         raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")
-    return sample, parts
+    return sample
 
 
 def sample_user_vectors(build: Build, bundle: Bundle, items: ItemTable) -> NDArray[np.float32]:
@@ -125,9 +120,9 @@ def given_vectors(build: Build) -> NDArray[np.float32]:
     parts, count = [], 0
     for entities in _slices(build):
         if entities.vectors is not None:
-            parts.append(entities.vectors[entities.has_vector][: USERS_MAX - count])
+            parts.append(entities.vectors[entities.has_vector][: GIVEN_VECTORS_MAX - count])
             count += len(parts[-1])
-        if count >= USERS_MAX:
+        if count >= GIVEN_VECTORS_MAX:
             break
     return np.concatenate(parts)
 

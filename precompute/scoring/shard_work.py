@@ -19,7 +19,6 @@ from cache.records import NO_ITEM, Layout
 from cache.topk.flat import Top
 from cache.topk.topk import AnyScorer
 from precompute.builds.build import Build, fetch_partition
-from precompute.builds.reuse_fact import REASONS
 from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import TableConfig
@@ -27,6 +26,7 @@ from precompute.events.files import are_marked, marks_file
 from precompute.filters.item_attributes import allowed_items
 from precompute.partitions.catalogue import VECTORS, open_items
 from precompute.reuse.base import BaseGeneration
+from precompute.reuse.reuse_fact import REASONS
 from precompute.reuse.shard_reuse import CopiedUsers, ShardReuse
 from precompute.scoring.pages import finite_rows
 from precompute.scoring.scorers import Scorers, ScoringDevice

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories
 from cache.records import NO_ITEM
 from precompute.builds.build import Build, cut_of
-from precompute.builds.reuse_fact import REASONS
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress
 from precompute.config.settings import TableConfig
@@ -24,6 +23,7 @@ from precompute.partitions.shard_input import read_shard, scratch_folder, users_
 from precompute.partitions.stages import Stages
 from precompute.reuse.base import BaseGeneration, inputs_file, reasons_file
 from precompute.reuse.digests import of_users
+from precompute.reuse.reuse_fact import REASONS
 from precompute.reuse.shard_reuse import CopyDecisions
 from precompute.scoring.pages import Answers, GrowingFile, PageFile, describe_pages, encode_records
 from precompute.scoring.scorers import Scorers

@@ -32,7 +32,13 @@ from precompute.bundles.bundle_store import chosen_bundle
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.erasure.holders import note_left_out
-from precompute.events.files import EVENT_ROWS, EventFiles, event_files, write_marks
+from precompute.events.files import (
+    EVENT_ROWS,
+    EventFiles,
+    event_files,
+    read_event_interactions,
+    write_marks,
+)
 from precompute.filters.item_attributes import named_filters, passing_filters, write_item_attributes
 from precompute.partitions import catalogue
 from precompute.partitions.holdout import Holdout
@@ -245,7 +251,7 @@ def _prepare(
             erased=erased,
             earlier=earlier,
             files=input_files.interactions,
-            events=events.files,
+            further=partial(read_event_interactions, events.files),
             values=values.users,
             set_by_events=values.users if bundle.needs_history else (),
         )

@@ -14,6 +14,7 @@ from precompute.builds.seal import seal
 from precompute.bulk.governor import open_governor
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
+from precompute.features import facts
 from precompute.releases.moves import open_releases
 from precompute.releases.replication import confirm, run_ids
 from precompute.releases.staging import StagingNote, staged
@@ -31,7 +32,7 @@ def run(
     than the one that `verify` compared with.
     """
     build = Build.of(config, verified)
-    manifest = seal(build)
+    manifest = seal(build, facts())
     with (
         audited(
             build.store, "publish", build.generation, actor=config.actor, attempt=attempt

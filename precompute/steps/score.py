@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from precompute.builds.build import Build, fetch_items, on_this_host, shard_report
-from precompute.builds.reuse_fact import users_by_reason
 from precompute.bulk.headroom import writes_files
 from precompute.config.devices import devices, least_busy
 from precompute.config.progress import Progress, Step, quiet
@@ -16,6 +15,7 @@ from precompute.config.settings import NightConfig
 from precompute.reuse.base import reasons_file
 from precompute.reuse.reasons import users_in_words
 from precompute.reuse.reproducibility import computed_by
+from precompute.reuse.reuse_fact import users_by_reason
 from precompute.scoring.items import score_items
 from precompute.scoring.scorers import Scorers
 from precompute.scoring.users import score_users

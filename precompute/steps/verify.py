@@ -19,6 +19,7 @@ from precompute.bulk.reload import damaged
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.events.files import marks_file
+from precompute.features import facts
 from precompute.gates.evidence.candidate import Candidate, Measurement, Verdict
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.gates.judge import (
@@ -59,7 +60,7 @@ def run(
     Raises NotJudged, and leaves the generation as it is, where a gate could not ask what it needs.
     """
     generation_build, started = Build.of(config, build), time.perf_counter()
-    manifest = seal(generation_build)
+    manifest = seal(generation_build, facts())
     with open_releases(config) as releases:
         ledger = releases.ledger()
         state = releases.state(generation_build.generation, ledger)

@@ -8,13 +8,13 @@ import numpy as np
 
 from cache.format.directory import map_file
 from precompute.builds.build import Build, open_bundle, shard_report
-from precompute.builds.reuse_fact import INPUTS
 from precompute.gates.evidence.candidate import Candidate, Measurement, integrity
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
 from precompute.reuse.base import reasons_file
 from precompute.reuse.reproducibility import computed_by
+from precompute.reuse.reuse_fact import INPUTS
 from precompute.scoring.items import ItemWork
 from precompute.scoring.scorers import Scorers
 from precompute.scoring.shard_work import ShardWork

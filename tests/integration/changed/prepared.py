@@ -60,7 +60,7 @@ def judged(build: Build) -> Measurement:
     assemble.run(build.config, {"generation": build.generation})
     build.report("index", {"indexes": {}, "seconds": 0.0})
     build.report("quantize", {"models": {}, "seconds": 0.0})
-    manifest = seal(build)
+    manifest = seal(build, ())
     candidate = Candidate(
         manifest, build.root, ItemTable.open(build.root, manifest), cast(Control, None), None,
         build.config.gates, build.config.history_limit, build=build,

@@ -136,7 +136,7 @@ def test_a_night_reads_interactions_of_positive_weight_at_their_time(
     old = stream.add(Event("e", -8, b"u2", b"i2"))
     take_events(stream.store, stream.client, stream.keys)
 
-    (batch,) = read_event_interactions(event_files(config).files, unusable := UnusableRows())
+    (batch,) = read_event_interactions(event_files(config).files, 0, unusable := UnusableRows())
 
     assert [batch.users.name_of(row) for row in range(2)] == ["ü", "u2"]
     assert [batch.items.name_of(row) for row in range(2)] == ["i1", "i2"]

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.model.tower import Histories
-from precompute.builds.reuse_fact import COPIED, ENTERED, INPUTS, ITEM_LOST
 from precompute.partitions.shard_input import ShardInput
 from precompute.reuse.base import HASH_AND_DIGEST, BaseShard
+from precompute.reuse.reuse_fact import COPIED, ENTERED, INPUTS, ITEM_LOST
 from precompute.reuse.shard_reuse import CopiedUsers, CopyDecisions, ShardReuse
 
 

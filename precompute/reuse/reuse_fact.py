@@ -16,6 +16,11 @@ MEASURED_USERS: Final = 1_000
 """Computed users from which on a night's own time for each is believed."""
 
 
+def reuse_facts(build: Build, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The fact under its name in the manifest."""
+    return {FACT: reuse_of(build, reports)}
+
+
 def reuse_of(build: Build, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The fact of a generation, from the reports of its shards.
 
