@@ -6,11 +6,17 @@ To take a feature out, remove its package and its lines here.
 
 from collections.abc import Callable, Collection
 
+import redis
+
 from precompute.builds.seal import FactsOf
+from precompute.bulk.headroom import ArmRoom
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
 from precompute.releases.release_log import ReleaseLog
 from precompute.scoring.input_samples import SampleTaker
+
+RoomsBeside = Callable[[NightConfig, "redis.Redis"], tuple[ArmRoom, ...]]
+"""Room that generations of other namespaces take in Redis and on hosts beside the own ones."""
 
 AfterPublish = Callable[[NightConfig, ReleaseLog, Collection[str]], Step]
 """Settle or sweep what a feature keeps, given the generations that are still needed; returns fields of the report."""
@@ -30,6 +36,13 @@ def facts() -> tuple[FactsOf, ...]:
     from precompute.reuse.reuse_fact import reuse_facts
 
     return event_facts, reuse_facts, probe_facts
+
+
+def rooms() -> tuple[RoomsBeside, ...]:
+    """Rooms that `verify` counts beside the night's own generations."""
+    from precompute.traffic.experiments import arms_room
+
+    return (arms_room,)
 
 
 def after_publish() -> tuple[AfterPublish, ...]:

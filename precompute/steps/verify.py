@@ -14,12 +14,13 @@ from cache.store.artefacts import fetch_checked, generation_path
 from precompute.builds.build import Build, erased_from, fetch_partition, on_this_host
 from precompute.builds.seal import seal
 from precompute.bulk.governor import open_governor
+from precompute.bulk.headroom import ArmRoom
 from precompute.bulk.load import total_bytes
 from precompute.bulk.reload import damaged
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.events.files import marks_file
-from precompute.features import facts
+from precompute.features import facts, rooms
 from precompute.gates.evidence.candidate import Candidate, Measurement, Verdict
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.gates.judge import (
@@ -44,7 +45,6 @@ from precompute.releases.sweep import take_back
 from precompute.sources.plausibility import few_in_words
 from precompute.steps import load
 from precompute.steps.night import Night, StepRow
-from precompute.traffic.experiments import ArmRoom, arms_room
 
 
 @on_this_host
@@ -248,7 +248,11 @@ def _candidate(
             live_root = build.store.local(generation_path(live_manifest.generation))
     arms: tuple[ArmRoom, ...] = ()
     with _if_there():
-        arms = arms_room(build.config, releases.control.client)
+        arms = tuple(
+            room
+            for rooms_beside in rooms()
+            for room in rooms_beside(build.config, releases.control.client)
+        )
     candidate = Candidate(
         manifest, build.root, ItemTable.open(build.root, manifest), releases.control, live_manifest,
         build.config.gates, build.config.history_limit, live_root, pages_bytes,

@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from cache.traffic.experiments import (
     latest_experiments,
 )
 from cache.traffic.split import allot_buckets
+from precompute.bulk.headroom import ArmRoom
 from precompute.bulk.load import total_bytes, total_pages
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
@@ -489,29 +490,6 @@ def _shape_text(shape: Mapping[str, Any] | None) -> str:
     return " ".join(f"{name} {value}" for name, value in shape.items())
 
 
-@dataclass(frozen=True, slots=True)
-class ArmRoom:
-    """Room of a namespace that arms name: `pages` and `size_bytes` of all its generations in Redis.
-
-    `largest_bytes` of pages and `mapped_bytes` of files on a reader's host are those of its largest generation.
-    """
-
-    namespace: str
-    arms: tuple[str, ...]
-    generations: int
-    pages: int
-    size_bytes: int
-    largest_bytes: int
-    mapped_bytes: int
-
-    def growth_bytes(self, generations: int) -> int:
-        """Bytes that come to its pages where so many generations of its largest one coexist."""
-        return max(0, generations * self.largest_bytes - self.size_bytes)
-
-    def __str__(self) -> str:
-        return f"{', '.join(self.arms)} ({self.namespace}): {self.pages:,} pages, {self.size_bytes:,} bytes"
-
-
 def arms_room(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]:
     """Room of each namespace, beside the own one, that an experiment names which is not over."""
     record = latest_experiments(config.store())
@@ -534,11 +512,6 @@ def arms_room(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]
             max(mapped, default=0),
         ))  # fmt: skip
     return tuple(rooms)
-
-
-def sum_mapped_bytes(arms: Iterable[ArmRoom], generations: int) -> int:
-    """Bytes that readers map of the arms, where so many generations of each coexist on a host."""
-    return sum(generations * arm.mapped_bytes for arm in arms)
 
 
 def _generation_manifests(config: NightConfig, control: Control) -> list[Manifest]:

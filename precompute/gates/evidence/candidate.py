@@ -10,10 +10,10 @@ from cache.control.control_keys import Control
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
 from precompute.builds.build import Build
+from precompute.bulk.headroom import ArmRoom
 from precompute.config.settings import GateThresholds, GovernorConfig
 from precompute.gates.evidence.evidence import Evidence
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities
-from precompute.traffic.experiments import ArmRoom
 
 FIRST_GENERATION_NOTE = "the first generation has nothing to be compared with"
 UNREADABLE_LIVE_NOTE = "live manifest cannot be read, so nothing can be compared with it"
