@@ -18,16 +18,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from cache.errors import ConfigError, CorruptArtefact, LarderError
 from cache.events.event import BEGINNING, Event, Position
 from cache.events.new_items import ITEM_VECTORS, brings_item
 from cache.events.newer_events import AttributeEvents
-from cache.format.directory import map_file
-from cache.format.ids import fingerprints
 from cache.format.manifest import EntityKind
-from cache.store.artefacts import ArtefactStore, write_atomically
+from cache.store.artefacts import ArtefactStore
 from precompute.builds.build import Build
 from precompute.config.settings import NightConfig
 from precompute.sources.columns import Ids
@@ -232,24 +229,6 @@ def _source(config: NightConfig, store: ArtefactStore, path: str) -> SourceFile:
         return store.folder / path
     # Read where it lies: a copy on this host would have to be erased from as well.
     return source_file(f"{config.artifacts.rstrip('/')}/{config.namespace}/{path}", Path())
-
-
-def marks_file(kind: EntityKind) -> str:
-    """Path, in a generation's folder, of the sorted fingerprints of users, or items, that events set values for."""
-    return f"work/set_by_events/{kind}.u64"
-
-
-def write_marks(root: Path, kind: EntityKind, raws: Iterable[bytes]) -> str:
-    """Writes the marks of these ids; the path of the file."""
-    entity_fingerprints = np.sort(fingerprints(list(raws)))
-    write_atomically(root / marks_file(kind), entity_fingerprints.astype("<u8").tobytes())
-    return marks_file(kind)
-
-
-def are_marked(path: Path, entity_fingerprints: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """bool [n]: the fingerprints among those of a file."""
-    is_marked: NDArray[np.bool_] = np.isin(entity_fingerprints, map_file(path, "<u8"))
-    return is_marked
 
 
 def read_event_interactions(

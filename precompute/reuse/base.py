@@ -1,7 +1,7 @@
 """Base of a night: an earlier generation whose records may be copied, in how far it fits, and its shards."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,6 @@ from cache.store.artefacts import fetch_checked, generation_path
 from precompute.builds.build import Build, shard_report
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
-from precompute.filters.item_attributes import allowed_items
 from precompute.releases.release_log import ReleaseLog
 from precompute.reuse.digests import Digests
 
@@ -104,8 +103,10 @@ class BaseGeneration:
                 f"work/{name}.json of {self.generation} cannot be read: {error}", path=name
             ) from error
 
-    def allowed_items(self) -> dict[str, NDArray[np.bool_]]:
-        """Items that its lists under filters were of, by table; raises CorruptArtefact for a damaged attribute."""
+    def allowed_by_table(
+        self, allowed_items: Callable[[Build], Mapping[str, NDArray[np.bool_]]]
+    ) -> Mapping[str, NDArray[np.bool_]]:
+        """Items that lists of its tables were of; raises CorruptArtefact for a damaged attribute."""
         for attribute in self.manifest.items.attributes.values():
             for artefact in attribute.parts().values():
                 self.fetch(artefact)

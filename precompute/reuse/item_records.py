@@ -1,6 +1,6 @@
 """Records of items that are copied from the base, by the rule of users: an item's own vector is its input."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from precompute.builds.build import Build, shard_report
 from precompute.builds.tables import layout_of, metric_of
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
-from precompute.filters.item_attributes import allowed_items
 from precompute.reuse.base import BaseGeneration, table_records
 from precompute.reuse.items import ItemChanges, digests_file, same_inputs, turned
 from precompute.reuse.lists import ENTERING_MAX, could_enter, floors, holds_lost, renumbered
@@ -56,8 +55,12 @@ def item_records(
     tables: Mapping[str, TableConfig],
     items: ItemTable,
     device: str | None,
+    allowed_items: Callable[[Build], Mapping[str, NDArray[np.bool_]]],
 ) -> ItemRecords | None:
-    """Records of the base for one shard of items that may be copied, None if none may."""
+    """Records of the base for one shard of items that may be copied, None if none may.
+
+    `allowed_items` are those that lists of a generation's tables are of.
+    """
     embedded = build.need("embed_items")
     if base is None or not base.has_changes(embedded) or not tables:
         return None
@@ -77,7 +80,7 @@ def item_records(
         records: dict[str, NDArray[Any]] = {}
         base_positions_by_table: dict[str, NDArray[np.int64]] = {}
         allowed_by_table = allowed_items(build)
-        was = base.allowed_items() if allowed_by_table else {}
+        was = base.allowed_by_table(allowed_items) if allowed_by_table else {}
         for name, table in tables.items():
             base_table = base.manifest.stored_tables.get(name)
             if base_table is None or base_table.layout != layout_of(bundle, table):

@@ -1,6 +1,6 @@
 """Reuse within one shard: whose records are copied from the base, who is computed, and where each record goes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -17,7 +17,6 @@ from precompute.builds.build import Build
 from precompute.builds.tables import metric_of
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
-from precompute.filters.item_attributes import allowed_items
 from precompute.partitions.shard_files import HASH, TOUCHED, read_stream
 from precompute.partitions.shard_input import ShardInput
 from precompute.reuse.base import HASH_AND_DIGEST, BaseGeneration, BaseShard
@@ -111,8 +110,12 @@ class ShardReuse:
         layouts: Mapping[str, Layout],
         items: ItemTable,
         device: str | None,
+        allowed_items: Callable[[Build], Mapping[str, NDArray[np.bool_]]],
     ) -> Self | None:
-        """The base's shard of users beside this night's, None if nothing of it can be copied."""
+        """The base's shard of users beside this night's, None if nothing of it can be copied.
+
+        `allowed_items` are those that lists of a generation's tables are of.
+        """
         if base.begin_report["user_seed"] != build.need("begin")["user_seed"]:
             return None  # their hashes are of other users
         if base.begin_report.get(FEATURED_USERS, False) != build.need("begin").get(
@@ -144,7 +147,9 @@ class ShardReuse:
         if changes is not None and lists.keys() <= base_table_by_name.keys():
             allowed_by_table = allowed_items(build)
             try:
-                base_allowed_by_table = base.allowed_items() if allowed_by_table else {}
+                base_allowed_by_table = (
+                    base.allowed_by_table(allowed_items) if allowed_by_table else {}
+                )
             except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
                 return None
             for name, table in lists.items():

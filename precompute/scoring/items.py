@@ -21,8 +21,6 @@ from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import device_of
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig, TableConfig
-from precompute.events.files import are_marked, marks_file
-from precompute.filters.item_attributes import allowed_items
 from precompute.partitions import catalogue
 from precompute.partitions.catalogue import (
     ITEM_FEATURES,
@@ -31,6 +29,7 @@ from precompute.partitions.catalogue import (
     open_items,
     write_item_features,
 )
+from precompute.partitions.marks import are_marked, marks_file
 from precompute.reuse.base import BaseGeneration
 from precompute.reuse.item_records import ItemRecords, item_records
 from precompute.reuse.items import CopiedVectors, write_item_digests
@@ -189,7 +188,7 @@ class ItemWork:
             if table.kind == "value"
         }
         return cls(
-            build, bundle, scoring_device, items, tables, allowed_items(build), models,
+            build, bundle, scoring_device, items, tables, scorers.allowed_items(build), models,
             {name: scoring_device.tower(build, model) for name, model in models.items()},
             {name: open_item_features(build, model.spec, items.count) for name, model in models.items()},
             UnusableRows(),
@@ -284,7 +283,8 @@ def score_items(
     end = end if limit is None else min(end, start + limit)
     work = ItemWork.of(build, bundle, shard, scorers)
     base_records = item_records(
-        build, base, bundle, shard, work.tables, work.items, work.scoring_device.device
+        build, base, bundle, shard, work.tables, work.items, work.scoring_device.device,
+        scorers.allowed_items,
     )
     entry_by_table, copied = {}, 0
     for name, table in work.tables.items():

@@ -1,6 +1,12 @@
 """Scorers: the devices on which the shards of a build are encoded and compared, with what they share."""
 
 import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cache.format.item_table import ItemTable
 from cache.model.ranking import Metric
@@ -11,6 +17,19 @@ from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import OFF, devices, share_memory
 from precompute.reuse.base import BaseGeneration
 from precompute.scoring.towers import open_tower
+
+AllowedItems = Callable[[Build], Mapping[str, NDArray[np.bool_]]]
+"""Items that the lists of some tables are of, bool [items] by table; other tables are of all items."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringHooks:
+    """What features bring to the scoring of a build; without any, all lists are of all items."""
+
+    allowed_items: tuple[AllowedItems, ...] = ()
+
+
+NO_HOOKS: Final = ScoringHooks()
 
 
 class ScoringDevice:
@@ -55,7 +74,10 @@ class ScoringDevice:
 class Scorers:
     """State that the shards of one build share in a process: its bundle, and the places, one for each GPU."""
 
-    def __init__(self, device: str = OFF, tasks: int = 1) -> None:
+    def __init__(
+        self, device: str = OFF, tasks: int = 1, hooks: ScoringHooks = NO_HOOKS
+    ) -> None:
+        self._hooks = hooks
         self._device = device
         self._tasks = tasks
         self._scoring_device_by_name: dict[str | None, ScoringDevice] = {}
@@ -78,6 +100,14 @@ class Scorers:
             if not self._bases:
                 self._bases.append(BaseGeneration.open(build.config, build.need("begin")))
             return self._bases[0]
+
+    def allowed_items(self, build: Build) -> dict[str, NDArray[np.bool_]]:
+        """Items that the lists of some tables are of, by table."""
+        return {
+            table: mask
+            for allowed_by_table in self._hooks.allowed_items
+            for table, mask in allowed_by_table(build).items()
+        }
 
     def at(self, shard: int) -> ScoringDevice:
         """The place of one shard, always the same: at first the one with the fewest that are not done."""

@@ -22,9 +22,8 @@ from precompute.builds.build import Build, fetch_partition
 from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import TableConfig
-from precompute.events.files import are_marked, marks_file
-from precompute.filters.item_attributes import allowed_items
 from precompute.partitions.catalogue import VECTORS, open_items
+from precompute.partitions.marks import are_marked, marks_file
 from precompute.reuse.base import BaseGeneration
 from precompute.reuse.reuse_fact import REASONS
 from precompute.reuse.shard_reuse import CopiedUsers, ShardReuse
@@ -183,7 +182,8 @@ class ShardWork:
         reuse = None
         if base is not None:
             reuse = ShardReuse.open(
-                build, base, bundle, number, tables, layouts, items, scoring_device.device
+                build, base, bundle, number, tables, layouts, items, scoring_device.device,
+                scorers.allowed_items,
             )
         return cls(
             build=build,
@@ -197,7 +197,7 @@ class ShardWork:
             seconds=dict.fromkeys(("read", "tower", "topk", "records", "write"), 0.0),
             counts=dict.fromkeys(("entities", "scored", "short", "seen", "given", *REASONS), 0),
             unusable=UnusableRows(),
-            allowed=allowed_items(build),
+            allowed=scorers.allowed_items(build),
             reuse=reuse,
         )
 

@@ -17,6 +17,7 @@ from cache.formats import MANIFEST
 from cache.store.artefacts import generation_path, take_file
 from precompute.adapters.vector_bundle import vector_bundle
 from precompute.builds.build import (
+    AttributeFiles,
     Build,
     attribute_paths,
     cut_of,
@@ -37,11 +38,11 @@ from precompute.events.files import (
     EventFiles,
     event_files,
     read_event_interactions,
-    write_marks,
 )
-from precompute.filters.item_attributes import named_filters, passing_filters, write_item_attributes
+from precompute.features import item_attributes, setting_checks, tables_by_scores
 from precompute.partitions import catalogue
 from precompute.partitions.holdout import Holdout
+from precompute.partitions.marks import write_marks
 from precompute.partitions.partition import PartitionResult, partition, write_counts
 from precompute.partitions.shard_files import TOUCHED
 from precompute.releases.moves import open_releases
@@ -51,7 +52,7 @@ from precompute.reuse.inputs import earlier_partition, partition_files
 from precompute.reuse.items import digests_files
 from precompute.reuse.reasons import base_in_words
 from precompute.scoring.defaults import FILE as DEFAULTS
-from precompute.scoring.defaults import compute_popularity_scores, write_defaults, write_facets
+from precompute.scoring.defaults import compute_popularity_scores, write_defaults
 from precompute.scoring.event_trials import unlisted_in_words, values_of_night
 from precompute.scoring.items import lay_out_items
 from precompute.scoring.towers import demand_feature_types
@@ -149,7 +150,8 @@ def _begin(
 ) -> Step:
     demand_feature_types(config, bundle)
     _demand_histories(config, bundle)
-    named_filters(config)
+    for demand_settings in setting_checks():
+        demand_settings(config)
     sources_digest, inputs = pinned or pin(files.all)
     store = config.store()
     for _ in range(ERASURE_LOOKS):
@@ -228,10 +230,9 @@ def _prepare(
             values=values.items, event_item_ids=values.event_item_ids,
         )  # fmt: skip
         items = catalogue.open_items(build.root, laid)
-        attributes = write_item_attributes(
-            config, items, build.root, values=values.attributes, unusable=unusable
-        )
-        passing_filters(config, build.root, attributes, items.count)
+        attributes: dict[str, AttributeFiles] = {}
+        for write_attributes in item_attributes():
+            attributes |= write_attributes(config, items, build.root, values.attributes, unusable)
         earlier, all_read = None, base_reason
         if base is not None:
             earlier, all_read = earlier_partition(
@@ -270,12 +271,9 @@ def _prepare(
     if counts_clicks:
         popular = partial(catalogue.popular, items, partitioned.interaction_counts.popularity)
         write_defaults(build, bundle, lambda table: popular(table.k))
-        facts = facts | write_facets(
-            build,
-            attributes,
-            items,
-            compute_popularity_scores(partitioned.interaction_counts.popularity),
-        )
+        scores = compute_popularity_scores(partitioned.interaction_counts.popularity)
+        for write_tables in tables_by_scores():
+            facts = facts | write_tables(build, attributes, items, scores)
     facts = {**facts, "user_vectors": config.sources.user_vectors is not None}
     kept_files = [
         *write_counts(build.root, partitioned.interaction_counts),

@@ -15,6 +15,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.devices import device_of
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
+from precompute.features import tables_by_scores
 from precompute.partitions import catalogue
 from precompute.reuse.base import BaseGeneration
 from precompute.reuse.items import CopiedVectors, digests_files, write_changes
@@ -24,7 +25,6 @@ from precompute.scoring.defaults import (
     favourites_of,
     mean_scores,
     write_defaults,
-    write_facets,
 )
 from precompute.scoring.input_samples import regrouped_alike, sample_user_vectors
 from precompute.scoring.items import embed_catalogue, open_item_features
@@ -110,7 +110,7 @@ def _write_changes(build: Build, base: BaseGeneration | None, items: ItemTable) 
 
 
 def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
-    """Defaults and facets where nothing says what is popular: what suits known users best, on average."""
+    """Defaults, and tables by scores, where nothing says what is popular: what suits known users best, on average."""
     users = sample_user_vectors(build, bundle, items)
     write_defaults(
         build,
@@ -119,9 +119,14 @@ def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
     )
     build.finish(DEFAULTS)
     attributes = build.need("begin").get("attributes", {})
-    for path in attribute_paths(attributes) if build.config.facets else ():
+    if not build.config.facets:
+        return {}
+    for path in attribute_paths(attributes):
         build.fetch(path)
-    return write_facets(build, attributes, items, mean_scores(items, users, bundle.metric))
+    scores, report = mean_scores(items, users, bundle.metric), Step()
+    for write_tables in tables_by_scores():
+        report |= write_tables(build, attributes, items, scores)
+    return report
 
 
 def in_night(night: Night) -> StepRow:

@@ -12,6 +12,7 @@ from precompute.bulk.headroom import writes_files
 from precompute.config.devices import devices, least_busy
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
+from precompute.features import scoring_hooks
 from precompute.reuse.base import reasons_file
 from precompute.reuse.reasons import users_in_words
 from precompute.reuse.reproducibility import computed_by
@@ -47,7 +48,7 @@ def run_shard(
         with ExitStack() as stack:
             if scorers is None:
                 device = stack.enter_context(least_busy(config.device, shard, config.device_tasks))
-                scorers = Scorers(device or config.device, config.device_tasks)
+                scorers = Scorers(device or config.device, config.device_tasks, scoring_hooks())
             bundle = scorers.bundle(generation_build)
             base = scorers.base(generation_build)
             users = score_users(generation_build, bundle, shard, scorers, progress, base)
@@ -91,7 +92,7 @@ def run(
 
     What one raises ends the others at their next sign of progress; what was finished is found again.
     """
-    scorers = Scorers(config.device, config.device_tasks)
+    scorers = Scorers(config.device, config.device_tasks, scoring_hooks())
     given_up, telling = threading.Event(), threading.Lock()
     failed: list[BaseException] = []
 

@@ -19,8 +19,7 @@ from precompute.bulk.load import total_bytes
 from precompute.bulk.reload import damaged
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.events.files import marks_file
-from precompute.features import facts, rooms
+from precompute.features import allowed_by_manifest, facts, rooms, scoring_hooks
 from precompute.gates.evidence.candidate import Candidate, Measurement, Verdict
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.gates.judge import (
@@ -39,6 +38,7 @@ from precompute.gates.judge import (
 )
 from precompute.gates.rules.checksums import files
 from precompute.partitions import catalogue, holdout
+from precompute.partitions.marks import marks_file
 from precompute.releases.moves import Releases, open_releases
 from precompute.releases.replication import run_ids
 from precompute.releases.sweep import take_back
@@ -258,7 +258,7 @@ def _candidate(
         build.config.gates, build.config.history_limit, live_root, pages_bytes,
         erased_from(build), build.config.governor,
         unreadable=live if live_manifest is None else None, keep=build.config.keep,
-        arms=arms, build=build,
+        arms=arms, allowed_items=allowed_by_manifest(), scoring_hooks=scoring_hooks(), build=build,
     )  # fmt: skip
     return candidate, live is not None and live_manifest is None
 

@@ -229,28 +229,24 @@ NIGHT_FEATURES = {
 ABOVE_FEATURES = ("precompute.__main__", "precompute.cli", "precompute.features")
 """Where features of the night are named: by hook, and by command."""
 
-MAY_ASK_FOR_HOOKS = ("precompute.steps.", "precompute.gates.judge")
-"""Modules that may import `precompute.features`: all below a step are given what they need."""
+MAY_ASK_FOR_HOOKS = ("precompute.steps.", "precompute.gates.judge", "precompute.planning.trial")
+"""Modules that may import `precompute.features`: all below a step are given what they need; a plan tries steps."""
 
 CORE_IMPORTS_FEATURE: dict[str, set[str]] = {
     "cache.l2.control_plane": {"cache.usage"},
     "cache.tiers.access_sample": {"cache.usage"},
-    "precompute.gates.evidence.evidence": {"cache.filters", "precompute.events"},
-    "precompute.gates.evidence.user_sample": {"precompute.events"},
     "precompute.gates.rules.identity": {"precompute.reuse"},
-    "precompute.scoring.defaults": {"cache.filters"},
     "precompute.scoring.event_trials": {"cache.events", "precompute.events"},
     "precompute.scoring.input_samples": {"precompute.reuse"},
-    "precompute.scoring.items": {"precompute.events", "precompute.filters", "precompute.reuse"},
+    "precompute.scoring.items": {"precompute.reuse"},
     "precompute.scoring.scorers": {"precompute.reuse"},
-    "precompute.scoring.shard_work": {"precompute.events", "precompute.filters", "precompute.reuse"},
+    "precompute.scoring.shard_work": {"precompute.reuse"},
     "precompute.scoring.user_reading": {"precompute.reuse"},
     "precompute.scoring.users": {"precompute.reuse"},
-    "precompute.steps.begin": {"cache.events", "precompute.adapters", "precompute.erasure", "precompute.events", "precompute.filters", "precompute.reuse"},
+    "precompute.steps.begin": {"cache.events", "precompute.adapters", "precompute.erasure", "precompute.events", "precompute.reuse"},
     "precompute.steps.embed_items": {"precompute.reuse"},
     "precompute.steps.score": {"precompute.reuse"},
     "precompute.steps.take_events": {"cache.events", "precompute.events", "precompute.reuse"},
-    "precompute.steps.verify": {"precompute.events"},
 }
 """Module of the core -> features that it still imports. Entries may only be removed."""
 

@@ -12,7 +12,8 @@ from cache.format.manifest import Manifest
 from precompute.builds.build import Build
 from precompute.bulk.headroom import ArmRoom
 from precompute.config.settings import GateThresholds, GovernorConfig
-from precompute.gates.evidence.evidence import Evidence
+from precompute.gates.evidence.evidence import AllowedByManifest, Evidence
+from precompute.scoring.scorers import NO_HOOKS, ScoringHooks
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities
 
 FIRST_GENERATION_NOTE = "the first generation has nothing to be compared with"
@@ -70,7 +71,8 @@ class Candidate:
     may hold, `erased` what this night left out because it had to, `governor` how reading pages back spares readers
     (None: not at all), `unreadable` the live generation whose manifest cannot be read, `keep` how many superseded ones
     sweeps leave, `arms` what those of experiments take beside it, `build` the build
-    that it was made by. `evidence` is gathered once for all gates.
+    that it was made by, `allowed_items` and `scoring_hooks` what features bring. `evidence` is gathered once for all
+    gates.
     """
 
     manifest: Manifest
@@ -88,12 +90,20 @@ class Candidate:
     unreadable: str | None = None
     keep: int = 1
     arms: tuple[ArmRoom, ...] = ()
+    allowed_items: tuple[AllowedByManifest, ...] = ()
+    scoring_hooks: ScoringHooks = NO_HOOKS
     build: Build | None = None
 
     def __post_init__(self) -> None:
         if self.prepared_evidence is None:
             evidence = Evidence(
-                self.manifest, self.root, self.items, self.history_limit, self.live, self.live_root
+                self.manifest,
+                self.root,
+                self.items,
+                self.history_limit,
+                self.live,
+                self.live_root,
+                self.allowed_items,
             )
             object.__setattr__(self, "prepared_evidence", evidence)
 

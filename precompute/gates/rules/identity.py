@@ -34,7 +34,7 @@ def identity(candidate: Candidate) -> Measurement:
         return Measurement(True, 0, 0, "nothing was copied")
     shards = sampled_shards(candidate.manifest.entity_sets["user"])
     bundle = open_bundle(build)
-    scorers = Scorers(build.config.device, build.config.device_tasks)
+    scorers = Scorers(build.config.device, build.config.device_tasks, candidate.scoring_hooks)
     wrong, looked_at, note, elsewhere = 0, 0, "", []
     for shard in shards:
         # Another processor, or a GPU that is not here, gives a model's outputs other last bits.

@@ -1,0 +1,30 @@
+"""Marks of entities for which others than the team set values: their unusable rows are noted apart."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.directory import map_file
+from cache.format.ids import fingerprints
+from cache.format.manifest import EntityKind
+from cache.store.artefacts import write_atomically
+
+
+def marks_file(kind: EntityKind) -> str:
+    """Path, in a generation's folder, of the sorted fingerprints of users, or items, that events set values for."""
+    return f"work/set_by_events/{kind}.u64"
+
+
+def write_marks(root: Path, kind: EntityKind, raws: Iterable[bytes]) -> str:
+    """Writes the marks of these ids; the path of the file."""
+    entity_fingerprints = np.sort(fingerprints(list(raws)))
+    write_atomically(root / marks_file(kind), entity_fingerprints.astype("<u8").tobytes())
+    return marks_file(kind)
+
+
+def are_marked(path: Path, entity_fingerprints: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """bool [n]: the fingerprints among those of a file."""
+    is_marked: NDArray[np.bool_] = np.isin(entity_fingerprints, map_file(path, "<u8"))
+    return is_marked
