@@ -187,6 +187,11 @@ def generation_id(
     return f"{cut.astimezone(UTC):{CUT_FORMAT}}-{hasher.hexdigest()[:12]}"
 
 
+def settings_digest(config: NightConfig) -> str:
+    """Digest of the settings that decide what a generation holds."""
+    return hashlib.sha256(config.semantic()).hexdigest()
+
+
 def cut_of(generation: str) -> int:
     """`data_until` of a generation id, Unix seconds."""
     return int(

@@ -106,6 +106,7 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
         "cli.commands.take_events",
         "write the stream's new events into the store, for `begin` to read",
         "steps.take_events",
+        "events.taking",
     )
     command = add(
         "hand-over",

@@ -21,17 +21,16 @@ import pyarrow.parquet as pq
 
 from cache.errors import ConfigError, CorruptArtefact, LarderError
 from cache.events.event import BEGINNING, Event, Position
-from cache.events.new_items import ITEM_VECTORS, brings_item
+from cache.events.new_items import brings_item
 from cache.events.newer_events import AttributeEvents
 from cache.format.manifest import EntityKind
 from cache.store.artefacts import ArtefactStore
-from precompute.builds.build import Build
 from precompute.config.settings import NightConfig
 from precompute.sources.columns import Ids
 from precompute.sources.features import NO_VALUES, EntityValues
 from precompute.sources.files import SourceFile, readable, source_file
-from precompute.sources.readers import BATCH_ROWS, INTERACTIONS, Interactions, reading
-from precompute.sources.unusable import EVENTS, UnusableRows
+from precompute.sources.readers import BATCH_ROWS, EVENT_ROWS, Interactions, reading
+from precompute.sources.unusable import UnusableRows
 
 FOLDER: Final = "events"
 
@@ -43,9 +42,6 @@ SCHEMA: Final = pa.schema([
     ("type", pa.string()), ("weight", pa.float64()), ("position", pa.int64()), ("event", pa.string()),
 ])  # fmt: skip
 """Columns of a file; `position` is `Position.number`, `event` the JSON of what is no interaction."""
-
-EVENT_ROWS: Final = f"{EVENTS}.{INTERACTIONS}"
-"""Name of the interactions that events brought in reports."""
 
 _INTERACTION_COLUMNS: Final = ["user", "item", "time", "weight", "position"]
 
@@ -340,14 +336,3 @@ def _only_attributes(
         name: value for name, value in values.items() if name in attributes_by_kind[kind]
     }
     return replace(event, attributes=value_by_attribute, features=None)
-
-
-def event_facts(build: Build, _reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Facts of a generation that has events: what a service must know of vectors to count newer ones."""
-    begin_report = build.need("begin")
-    if not begin_report.get("events"):
-        return {}
-    return {
-        **({ITEM_VECTORS: True} if build.config.sources.item_vectors else {}),
-        **({"user_vectors": True} if begin_report.get("user_vectors") else {}),
-    }

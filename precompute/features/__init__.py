@@ -10,28 +10,54 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
+    from contextlib import AbstractContextManager
+    from datetime import datetime
     from pathlib import Path
-    from typing import Any
+    from typing import Any, Protocol
 
     import numpy as np
     import redis
     from numpy.typing import NDArray
 
     from cache.format.item_table import ItemTable
+    from cache.store.artefacts import ArtefactStore
     from precompute.builds.build import AttributeFiles, Build
     from precompute.builds.seal import FactsOf
     from precompute.bulk.headroom import ArmRoom
+    from precompute.bundles.bundle import Bundle
     from precompute.config.progress import Step
     from precompute.config.settings import NightConfig
     from precompute.gates.evidence.evidence import AllowedByManifest
+    from precompute.partitions.further_input import FurtherInput
     from precompute.releases.release_log import ReleaseLog
     from precompute.scoring.input_samples import SampleTaker
     from precompute.scoring.scorers import ScoringHooks
+    from precompute.sources.erasures import ErasedEntities
     from precompute.sources.features import EntityValues
+    from precompute.sources.files import InputFiles
     from precompute.sources.unusable import UnusableRows
+
+    class VectorBundle(Protocol):
+        """Context of the bundle of `sources.item_vectors`, by a digest of the inputs and the files themselves."""
+
+        def __call__(
+            self,
+            config: NightConfig,
+            inputs: str,
+            files: InputFiles,
+            *,
+            interactions_before: datetime | None,
+            cut: datetime,
+        ) -> AbstractContextManager[Bundle]: ...
 
     SettingCheck = Callable[[NightConfig], None]
     """Raises ConfigError for settings of a feature that cannot be used."""
+
+    RemarkOnBegin = Callable[[Mapping[str, Any], NightConfig], str]
+    """Line on the report of `begin`, behind a line break; empty where there is nothing to say."""
+
+    GenerationNamed = Callable[[ArtefactStore, str, ErasedEntities], None]
+    """Called when a generation has its id, before any host has files of it, with what it leaves out."""
 
     ItemAttributesOf = Callable[
         [NightConfig, ItemTable, Path, EntityValues, UnusableRows], dict[str, AttributeFiles]
@@ -46,6 +72,48 @@ if TYPE_CHECKING:
 
     AfterPublish = Callable[[NightConfig, ReleaseLog, Collection[str]], Step]
     """Settle or sweep what a feature keeps, given the generations still needed; returns fields of the report."""
+
+
+def taking() -> Callable[[NightConfig], Step]:
+    """Step `take_events`."""
+    from precompute.events.taking import run
+
+    return run
+
+
+def before_begin() -> Callable[[NightConfig, str | None], tuple[str | None, str]]:
+    """What a night does before `begin`, by its cut: position for `events_until` of that step, and a line on it."""
+    from precompute.events.taking import take_before_begin
+
+    return take_before_begin
+
+
+def further_input() -> Callable[[NightConfig, str | None], FurtherInput]:
+    """Input behind the team's own, up to a position."""
+    from precompute.events.inputs import input_of_night
+
+    return input_of_night
+
+
+def remarks_on_begin() -> tuple[RemarkOnBegin, ...]:
+    """Lines of features in the night's table."""
+    from precompute.events.inputs import unlisted_in_words
+
+    return (unlisted_in_words,)
+
+
+def vector_bundle() -> VectorBundle:
+    """Maker of the bundle of a night whose items are a table of vectors."""
+    from precompute.adapters.vector_bundle import vector_bundle as bundle_by_adapters
+
+    return bundle_by_adapters
+
+
+def generation_named() -> tuple[GenerationNamed, ...]:
+    """Notes on a generation that has its id."""
+    from precompute.erasure.holders import note_left_out
+
+    return (note_left_out,)
 
 
 def setting_checks() -> tuple[SettingCheck, ...]:
@@ -93,7 +161,7 @@ def sample_takers() -> tuple[SampleTaker, ...]:
 
 def facts() -> tuple[FactsOf, ...]:
     """Facts of features for the manifest."""
-    from precompute.events.files import event_facts
+    from precompute.events.inputs import event_facts
     from precompute.quality.probe import probe_facts
     from precompute.reuse.reuse_fact import reuse_facts
 

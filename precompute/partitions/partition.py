@@ -21,6 +21,7 @@ from cache.format.item_table import ItemTable
 from cache.model.tower_spec import InputSpec
 from cache.store.artefacts import take_file, write_atomically
 from precompute.config.settings import NightConfig
+from precompute.partitions.further_input import FurtherInteractions, no_further
 from precompute.partitions.grouping import DistinctHashes
 from precompute.partitions.shard_files import (
     HASH,
@@ -80,15 +81,6 @@ FILES_AT_ONCE = 2
 _ROWS = pa.schema([(HASH, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
 _PLACED_ROWS = _ROWS.append(pa.field(POSITION, pa.int64()))
 _TOUCHED = pa.schema([(HASH, pa.uint64())])
-
-
-FurtherInteractions = Callable[[int, UnusableRows], Iterator[Interactions]]
-"""Batches of interactions behind the team's own, from one of their files on; those with positions are events."""
-
-
-def no_further(_first_file: int, _unusable: UnusableRows) -> Iterator[Interactions]:
-    """Nothing behind the team's own interactions."""
-    return iter(())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,5 @@
 """Base of a night: an earlier generation whose records may be copied, in how far it fits, and its shards."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from cache.format.manifest import GENERATION, Artefact, Manifest, SeenPart, Tabl
 from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS
 from cache.store.artefacts import fetch_checked, generation_path
-from precompute.builds.build import Build, shard_report
+from precompute.builds.build import Build, settings_digest, shard_report
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
 from precompute.releases.release_log import ReleaseLog
@@ -152,11 +151,6 @@ def choose_base(
     if fallback_base is not None:
         return fallback_base, OTHER_BUNDLE
     return None, OTHER_SETTINGS if has_verified else NO_VERIFIED_BASE
-
-
-def settings_digest(config: NightConfig) -> str:
-    """Digest of the settings that decide what a generation holds."""
-    return hashlib.sha256(config.semantic()).hexdigest()
 
 
 def _read_generation(

@@ -10,7 +10,6 @@ from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, parse_time
-from precompute.events.files import EVENT_ROWS
 from precompute.partitions.catalogue import item_texts
 from precompute.partitions.partition import (
     POPULARITY,
@@ -31,7 +30,7 @@ from precompute.reuse.items import places_of_items, turned
 from precompute.sources.columns import text_hashes
 from precompute.sources.erasures import ErasedEntities
 from precompute.sources.plausibility import RowCounts
-from precompute.sources.readers import INTERACTIONS
+from precompute.sources.readers import EVENT_ROWS, INTERACTIONS
 
 ERASED: Final = "other erasures than the base left out"
 LATE: Final = "the base left out interactions from after its cut"

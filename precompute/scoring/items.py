@@ -283,7 +283,13 @@ def score_items(
     end = end if limit is None else min(end, start + limit)
     work = ItemWork.of(build, bundle, shard, scorers)
     base_records = item_records(
-        build, base, bundle, shard, work.tables, work.items, work.scoring_device.device,
+        build,
+        base,
+        bundle,
+        shard,
+        work.tables,
+        work.items,
+        work.scoring_device.device,
         scorers.allowed_items,
     )
     entry_by_table, copied = {}, 0

@@ -74,9 +74,7 @@ class ScoringDevice:
 class Scorers:
     """State that the shards of one build share in a process: its bundle, and the places, one for each GPU."""
 
-    def __init__(
-        self, device: str = OFF, tasks: int = 1, hooks: ScoringHooks = NO_HOOKS
-    ) -> None:
+    def __init__(self, device: str = OFF, tasks: int = 1, hooks: ScoringHooks = NO_HOOKS) -> None:
         self._hooks = hooks
         self._device = device
         self._tasks = tasks

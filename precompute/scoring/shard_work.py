@@ -182,7 +182,14 @@ class ShardWork:
         reuse = None
         if base is not None:
             reuse = ShardReuse.open(
-                build, base, bundle, number, tables, layouts, items, scoring_device.device,
+                build,
+                base,
+                bundle,
+                number,
+                tables,
+                layouts,
+                items,
+                scoring_device.device,
                 scorers.allowed_items,
             )
         return cls(
