@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import datetime
     from pathlib import Path
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from precompute.bundles.bundle import Bundle
     from precompute.config.progress import Step
     from precompute.config.settings import NightConfig
+    from precompute.gates.evidence.candidate import Gate
     from precompute.gates.evidence.evidence import AllowedByManifest
     from precompute.partitions.further_input import FurtherInput
     from precompute.releases.release_log import ReleaseLog
+    from precompute.scoring.copies import EmbeddingCopies, NightCopies
     from precompute.scoring.input_samples import SampleTaker
     from precompute.scoring.scorers import ScoringHooks
     from precompute.sources.erasures import ErasedEntities
@@ -49,6 +51,13 @@ if TYPE_CHECKING:
             interactions_before: datetime | None,
             cut: datetime,
         ) -> AbstractContextManager[Bundle]: ...
+
+    class ChooseCopies(Protocol):
+        """Choose the earlier generation for the one in the making."""
+
+        def __call__(
+            self, releases: ReleaseLog, config: NightConfig, bundle: Bundle, *, making: str
+        ) -> NightCopies: ...
 
     SettingCheck = Callable[[NightConfig], None]
     """Raises ConfigError for settings of a feature that cannot be used."""
@@ -98,8 +107,9 @@ def further_input() -> Callable[[NightConfig, str | None], FurtherInput]:
 def remarks_on_begin() -> tuple[RemarkOnBegin, ...]:
     """Lines of features in the night's table."""
     from precompute.events.inputs import unlisted_in_words
+    from precompute.reuse.night import base_remark
 
-    return (unlisted_in_words,)
+    return base_remark, unlisted_in_words
 
 
 def vector_bundle() -> VectorBundle:
@@ -107,6 +117,34 @@ def vector_bundle() -> VectorBundle:
     from precompute.adapters.vector_bundle import vector_bundle as bundle_by_adapters
 
     return bundle_by_adapters
+
+
+def choose_copies() -> ChooseCopies:
+    """Chooser of what a night takes over from an earlier generation."""
+    from precompute.reuse.night import choose_copies as by_reuse
+
+    return by_reuse
+
+
+def copies_of_embedding() -> Callable[[Build, Bundle, ItemTable, str | None], EmbeddingCopies]:
+    """Vectors of items that need not be embedded on a device (None: the processor)."""
+    from precompute.reuse.night import copies_of_embedding as by_reuse
+
+    return by_reuse
+
+
+def remarks_on_scores() -> tuple[Callable[[Sequence[Mapping[str, Any]]], str], ...]:
+    """Lines in the night's table by the reports of shards, each behind a line break, or empty."""
+    from precompute.reuse.night import users_remark
+
+    return (users_remark,)
+
+
+def feature_gates() -> tuple[Gate, ...]:
+    """Gates of features, in the order in which they are run."""
+    from precompute.reuse.identity import identity
+
+    return (identity,)
 
 
 def generation_named() -> tuple[GenerationNamed, ...]:
@@ -138,11 +176,12 @@ def tables_by_scores() -> tuple[TablesByScores, ...]:
 
 
 def scoring_hooks() -> ScoringHooks:
-    """What features bring to the scoring of a build."""
+    """What features bring to the scoring of a build, anew for each."""
     from precompute.filters.item_attributes import allowed_items
+    from precompute.reuse.night import BaseSource
     from precompute.scoring.scorers import ScoringHooks
 
-    return ScoringHooks(allowed_items=(allowed_items,))
+    return ScoringHooks(allowed_items=(allowed_items,), copies=BaseSource())
 
 
 def allowed_by_manifest() -> tuple[AllowedByManifest, ...]:

@@ -30,6 +30,7 @@ from precompute.partitions.shard_files import (
     ShardFiles,
     allow_files,
     kinds_in,
+    kinds_of,
     naming,
     range_of,
     ranges_of_a_shard,
@@ -184,6 +185,19 @@ class EarlierPartition:
                     for partition_folder in (folder, self.folder)
                 )
                 take_file(theirs, target_path)
+
+
+def partition_files(begin_report: Mapping[str, Any], shards: int) -> list[str]:
+    """Paths of the files of a partition, with the counts that a later night takes over."""
+    return [
+        *(
+            f"work/partition/{shard:04d}.{kind}"
+            for shard in range(shards)
+            for kind in kinds_of(begin_report)
+        ),
+        POPULARITY,
+        UNKNOWN_ITEMS,
+    ]
 
 
 class UserCounts(NamedTuple):

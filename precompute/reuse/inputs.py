@@ -16,11 +16,11 @@ from precompute.partitions.partition import (
     UNKNOWN_ITEMS,
     UNKNOWN_ITEMS_SEED,
     EarlierPartition,
+    partition_files,
 )
 from precompute.partitions.shard_files import (
     PARTITION,
     POSITION,
-    kinds_of,
     read_batches,
     shard_paths,
 )
@@ -41,19 +41,6 @@ VALUES: Final = "events set features of users since"
 BACK: Final = "an item is new that earlier interactions name"
 NAMED_ITEM_GONE: Final = "an item is gone that events name"
 DAMAGED: Final = "a file of the base is damaged or gone"
-
-
-def partition_files(begin_report: Mapping[str, Any], shards: int) -> list[str]:
-    """Paths of the files that a partition has for those who take it over."""
-    return [
-        *(
-            f"work/partition/{shard:04d}.{kind}"
-            for shard in range(shards)
-            for kind in kinds_of(begin_report)
-        ),
-        POPULARITY,
-        UNKNOWN_ITEMS,
-    ]
 
 
 def interaction_files(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) -> int:

@@ -20,28 +20,17 @@ from precompute.bundles.index import exact_neighbours
 from precompute.bundles.quantize import quantize_tower
 from precompute.partitions.catalogue import ItemFeatures
 from precompute.partitions.shard_files import (
-    HASH,
     PARTITION,
-    kinds_in,
-    naming,
-    read_batches,
-    shard_paths,
 )
 from precompute.partitions.shard_input import (
     ShardInput,
     read_shard,
     scratch_folder,
     slice_shard,
-    users_alone,
 )
-from precompute.reuse.base import BaseGeneration
-from precompute.reuse.reproducibility import REGROUPED_ROWS, is_regrouped_alike
-from precompute.scoring.items import item_inputs, open_item_features
 from precompute.scoring.towers import (
-    DeviceTower,
     bind,
     computes_featured,
-    open_tower,
     usable_inputs,
 )
 
@@ -191,53 +180,6 @@ def with_drawn_histories(
         history_limit=entities.history_limit,
         vectors=user_vectors[rows],
     )
-
-
-def regrouped_alike(
-    build: Build, base: BaseGeneration, bundle: Bundle, items: ItemTable, device: str | None
-) -> dict[str, bool]:
-    """By model: that its rows have the same bits beside any others, tried on real inputs where it will run.
-
-    Nothing is copied of one that has not, nor of one that nobody has the inputs for; nor of one on a GPU: its batches
-    are larger than what is tried here, and by their size it may choose how it adds.
-    """
-    users, alike_by_model = _some_users(build), {}
-    for model in bundle.models:
-        if not base.has_model(model):
-            continue
-        tower = open_tower(build, model, device)
-        if isinstance(tower, DeviceTower):
-            alike_by_model[model.name] = False
-            continue
-        if model.entity == "item":
-            features = open_item_features(build, model.spec, items.count)
-            rows = np.flatnonzero(features.of(np.arange(min(REGROUPED_ROWS, items.count)))[1])
-            inputs, _ = item_inputs(model.spec, items, features, rows)
-        else:
-            rows, histories, columns = usable_inputs(items, users, {model.name: model.spec})
-            user_features = {name: column[rows] for name, column in columns[model.name].items()}
-            inputs = bind(model.spec, histories=histories.select_rows(rows), features=user_features)
-        alike_by_model[model.name] = bool(len(rows)) and is_regrouped_alike(tower.run, inputs)
-    return alike_by_model
-
-
-def _some_users(build: Build) -> ShardInput:
-    """Some users of the first shard, those that its files name first."""
-    fetch_partition(build, 0)
-    folder, shard = build.root / PARTITION, 0
-    with scratch_folder(folder) as scratch:
-        hashes = [np.empty(0, np.uint64)]
-        for path in shard_paths(folder, shard, naming(kinds_in(folder, shard))):
-            for batch in read_batches(path, fields=[0, 1]):
-                hashes.append(np.asarray(batch.column(HASH))[:REGROUPED_ROWS])
-                break
-        alone = users_alone(folder, shard, np.unique(np.concatenate(hashes)), scratch)
-        return read_shard(
-            alone,
-            shard,
-            history_limit=build.config.history_limit,
-            answers_without_history=computes_featured(build),
-        )
 
 
 @dataclass(frozen=True, slots=True)

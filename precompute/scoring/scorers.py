@@ -1,7 +1,6 @@
 """Scorers: the devices on which the shards of a build are encoded and compared, with what they share."""
 
 import threading
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,18 +14,16 @@ from cache.topk.topk import AnyScorer, Scorer
 from precompute.builds.build import Build, open_bundle
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import OFF, devices, share_memory
-from precompute.reuse.base import BaseGeneration
+from precompute.scoring.copies import AllowedItems, CopySource, ItemCopies, ShardScope, UserCopies
 from precompute.scoring.towers import open_tower
-
-AllowedItems = Callable[[Build], Mapping[str, NDArray[np.bool_]]]
-"""Items that the lists of some tables are of, bool [items] by table; other tables are of all items."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringHooks:
-    """What features bring to the scoring of a build; without any, all lists are of all items."""
+    """What features bring to the scoring of one build; without any, lists are of all items, and all is computed."""
 
     allowed_items: tuple[AllowedItems, ...] = ()
+    copies: CopySource | None = None
 
 
 NO_HOOKS: Final = ScoringHooks()
@@ -82,7 +79,6 @@ class Scorers:
         self._at: dict[int, str | None] = {}
         self._finished_shards: set[int] = set()
         self._bundle: Bundle | None = None
-        self._bases: list[BaseGeneration | None] = []
         self._opening = threading.Lock()
 
     def bundle(self, build: Build) -> Bundle:
@@ -92,12 +88,13 @@ class Scorers:
                 self._bundle = open_bundle(build)
             return self._bundle
 
-    def base(self, build: Build) -> BaseGeneration | None:
-        """The base that `begin` chose for the one build, opened when first wanted."""
-        with self._opening:
-            if not self._bases:
-                self._bases.append(BaseGeneration.open(build.config, build.need("begin")))
-            return self._bases[0]
+    def user_copies(self, shard: ShardScope) -> UserCopies | None:
+        """Records of the shard's users that may be copied."""
+        return None if self._hooks.copies is None else self._hooks.copies.user_copies(shard)
+
+    def item_copies(self, shard: ShardScope) -> ItemCopies | None:
+        """Records of the shard's items that may be copied."""
+        return None if self._hooks.copies is None else self._hooks.copies.item_copies(shard)
 
     def allowed_items(self, build: Build) -> dict[str, NDArray[np.bool_]]:
         """Items that the lists of some tables are of, by table."""

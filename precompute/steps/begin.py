@@ -33,6 +33,7 @@ from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.features import (
     before_begin,
+    choose_copies,
     further_input,
     generation_named,
     item_attributes,
@@ -45,14 +46,16 @@ from precompute.partitions import catalogue
 from precompute.partitions.further_input import FurtherInput
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.marks import write_marks
-from precompute.partitions.partition import PartitionResult, partition, write_counts
+from precompute.partitions.partition import (
+    PartitionResult,
+    partition,
+    partition_files,
+    write_counts,
+)
 from precompute.partitions.shard_files import TOUCHED
 from precompute.releases.moves import open_releases
 from precompute.releases.sweep import sweep
-from precompute.reuse.base import BaseGeneration, choose_base
-from precompute.reuse.inputs import earlier_partition, partition_files
-from precompute.reuse.items import digests_files
-from precompute.reuse.reasons import base_in_words
+from precompute.scoring.copies import NightCopies
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import compute_popularity_scores, write_defaults
 from precompute.scoring.items import lay_out_items
@@ -174,7 +177,7 @@ def _begin(
             if state is None:
                 releases.note(generation, State.BEGUN)
             sweep(config, releases, attempt=generation, making=generation)
-            base, base_reason = choose_base(releases, config, bundle, making=generation)
+            copies = choose_copies()(releases, config, bundle, making=generation)
         # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
         if ErasedEntities.of(all_erasures(store)) == erased:
             break
@@ -184,7 +187,7 @@ def _begin(
         for note_named in generation_named():
             note_named(store, generation, erased)
         record_copies(store, generation)
-        _prepare(build, bundle, base, base_reason, cut=cut_text, erased=erased, sources_digest=sources_digest, facts={
+        _prepare(build, bundle, copies, cut=cut_text, erased=erased, sources_digest=sources_digest, facts={
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
             "erased": list(erased.numbers), "settings": settings_digest(config), "cut": cut_text,
         }, further=further, input_files=files, progress=progress)  # fmt: skip
@@ -194,8 +197,7 @@ def _begin(
 def _prepare(
     build: Build,
     bundle: Bundle,
-    base: BaseGeneration | None,
-    base_reason: str,
+    copies: NightCopies,
     *,
     cut: str | None,
     erased: ErasedEntities,
@@ -223,19 +225,17 @@ def _prepare(
             write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
         ] if config.events.enabled else []  # fmt: skip
         laid, item_columns = lay_out_items(
-            config, bundle, build.root, erased=erased.items, unusable=unusable, base=base,
+            config, bundle, build.root, erased=erased.items, unusable=unusable, copies=copies,
             values=values.items, event_item_ids=values.event_item_ids,
         )  # fmt: skip
         items = catalogue.open_items(build.root, laid)
         attributes: dict[str, AttributeFiles] = {}
         for write_attributes in item_attributes():
             attributes |= write_attributes(config, items, build.root, values.attributes, unusable)
-        earlier, all_read = None, base_reason
-        if base is not None:
-            earlier, all_read = earlier_partition(
-                base, config, items, facts["inputs"], cut=cut, erased=erased,
-                events=len(further.files), user_values=values.users_digest,
-            )  # fmt: skip
+        earlier, all_read = copies.earlier_partition(
+            config, items, facts["inputs"], cut=cut, erased=erased,
+            events=len(further.files), user_values=values.users_digest,
+        )  # fmt: skip
         partitioned = partition(
             config,
             items,
@@ -274,7 +274,7 @@ def _prepare(
     facts = {**facts, "user_vectors": config.sources.user_vectors is not None}
     kept_files = [
         *write_counts(build.root, partitioned.interaction_counts),
-        *digests_files(bundle),
+        *copies.item_files(bundle),
         *partition_files(facts, config.shards),
     ]
     touched = [f"work/partition/{shard:04d}.{TOUCHED}" for shard in range(config.shards)]
@@ -306,8 +306,7 @@ def _prepare(
         "unknown_items": counts.unknown_items, "late": counts.late, "attributes": attributes,
         "unusable": merged([unusable.to_json(), partitioned.unusable]),
         "base": {
-            "generation": base and base.generation, "has_lists": base is not None and base.has_lists,
-            "why": base_reason, "took_over": partitioned.took_over, "read_because": all_read,
+            **copies.facts, "took_over": partitioned.took_over, "read_because": all_read,
         },
         "rows": None if counts.rows is None else counts.rows.to_json(), "remarks": odd,
         "kept": {
@@ -335,7 +334,7 @@ def in_night(night: Night) -> StepRow:
     odd = "".join(f"\nnote: {remark}" for remark in begin_report.get("remarks", []))
     return StepRow(
         step_result,
-        f"{name} ({_read_in_words(begin_report)})\n{base_in_words(begin_report.get('base') or {})}{notes_text}{odd}",
+        f"{name} ({_read_in_words(begin_report)}){notes_text}{odd}",
     )
 
 

@@ -235,24 +235,6 @@ MAY_ASK_FOR_HOOKS = ("precompute.steps.", "precompute.gates.judge", "precompute.
 CORE_IMPORTS_FEATURE: dict[str, set[str]] = {
     "cache.l2.control_plane": {"cache.usage"},
     "cache.tiers.access_sample": {"cache.usage"},
-    "precompute.gates.rules.identity": {"precompute.reuse"},
-    "precompute.scoring.event_trials": {"cache.events", "precompute.events"},
-    "precompute.scoring.input_samples": {"precompute.reuse"},
-    "precompute.scoring.items": {"precompute.reuse"},
-    "precompute.scoring.scorers": {"precompute.reuse"},
-    "precompute.scoring.shard_work": {"precompute.reuse"},
-    "precompute.scoring.user_reading": {"precompute.reuse"},
-    "precompute.scoring.users": {"precompute.reuse"},
-    "precompute.steps.begin": {
-        "cache.events",
-        "precompute.adapters",
-        "precompute.erasure",
-        "precompute.events",
-        "precompute.reuse",
-    },
-    "precompute.steps.embed_items": {"precompute.reuse"},
-    "precompute.steps.score": {"precompute.reuse"},
-    "precompute.steps.take_events": {"cache.events", "precompute.events", "precompute.reuse"},
 }
 """Module of the core -> features that it still imports. Entries may only be removed."""
 

@@ -14,9 +14,9 @@ from cache.config.events import EventsConfig
 from cache.events.event import Event, Position
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.events.files import read_event_interactions, to_bytes
+from precompute.partitions.digests import of_users
 from precompute.partitions.partition import EarlierPartition, PartitionResult, partition
 from precompute.partitions.shard_input import read_shard
-from precompute.reuse.digests import of_users
 from tests.unit.precompute.reuse.test_earlier import item_table
 
 SHARDS = 2

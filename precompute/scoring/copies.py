@@ -1,0 +1,342 @@
+"""Records that are copied from an earlier generation instead of being computed: decisions, places, and who is asked.
+
+Who decides, and holds the records, is a feature; scoring keeps an index of rows.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.item_table import ItemTable
+from cache.model.tower import Histories
+from cache.records import Layout
+from precompute.builds.build import Build
+from precompute.bundles.bundle import Bundle
+from precompute.config.settings import NightConfig, TableConfig
+from precompute.partitions.digests import Digests
+from precompute.partitions.partition import EarlierPartition
+from precompute.partitions.shard_input import ShardInput
+from precompute.sources.erasures import ErasedEntities
+
+COPIED, INPUTS, ITEM_LOST, ENTERED = range(4)
+REASONS: Final = ("copied", "inputs", "lost", "entered")
+"""Reasons by number: copied; or computed for its inputs, for an item of its list, for one that could enter it."""
+
+HASH_AND_DIGEST = np.dtype([("hash", "<u8"), ("digest", "<u8")])
+"""A user and the digest of the input: 16 bytes for each, in hash order."""
+
+
+def inputs_file(shard: int) -> str:
+    """Path of the digests of a shard's users."""
+    return f"work/inputs/{shard:04d}.u64"
+
+
+def reasons_file(shard: int) -> str:
+    """Path of the reasons for which a shard's records were computed, or copied: a byte each, in hash order."""
+    return f"work/reasons/{shard:04d}.u1"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyDecisions:
+    """Users of a hash range: `rows` of its inputs are looked at, the base has them unchanged at `unchanged_positions`.
+
+    `unchanged_positions` int64 [rows], -1 for nowhere; `could_stay` marks those that are copied unless an item enters
+    their list. `copied_positions` int64 are the base's records of all others, in hash order, with their
+    `copied_hashes`; `with_vector` of them brought a vector along. `pairs` are all users with their digests.
+    """
+
+    rows: NDArray[np.int64]
+    unchanged_positions: NDArray[np.int64]
+    could_stay: NDArray[np.bool_]
+    copied_positions: NDArray[np.int64]
+    copied_hashes: Digests
+    pairs: NDArray[Any]
+    with_vector: int = 0
+
+    @classmethod
+    def without_copies(cls, entities: ShardInput, digests: Digests) -> Self:
+        """All are computed."""
+        count = len(entities.ids)
+        nowhere, none = np.full(count, -1), np.zeros(count, np.bool_)
+        return cls(
+            np.arange(count), nowhere, none, np.empty(0, np.int64), np.empty(0, np.uint64),
+            pair_with_digests(entities, digests),
+        )  # fmt: skip
+
+    def inputs_of(self, entities: ShardInput) -> ShardInput:
+        """Inputs of the users that are looked at."""
+        return entities if len(self.rows) == len(entities.ids) else entities.select_rows(self.rows)
+
+
+@dataclass(slots=True, eq=False)
+class CopiedUsers:
+    """Places of a hash range's users: `hashes` [m] of all, `rows` [n] of the chunk's own among them, ascending.
+
+    `copied_positions` int64 [m] are the base's records of the others, -1 for the chunk's own. `unchanged_positions`
+    int64 [n] are the base's records of those of its own whose inputs did not change, -1 for the others.
+    """
+
+    hashes: Digests
+    copied_positions: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    unchanged_positions: NDArray[np.int64]
+    could_stay: NDArray[np.bool_]
+    """Own users that are copied unless an item enters a list of theirs, bool [n]."""
+    entered: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+
+    @classmethod
+    def of(cls, decisions: CopyDecisions, hashes: Digests, own_rows: NDArray[np.int64]) -> Self:
+        """Places int64 of the `own_rows` among those looked at, which have these `hashes`, and of the kept."""
+        all_hashes = np.concatenate([hashes[own_rows], decisions.copied_hashes])
+        order = np.argsort(all_hashes, kind="stable")
+        turned = np.empty(len(order), np.int64)
+        turned[order] = np.arange(len(order))
+        base_positions = np.concatenate([np.full(len(own_rows), -1), decisions.copied_positions])[
+            order
+        ]
+        return cls(
+            all_hashes[order],
+            base_positions,
+            turned[: len(own_rows)],
+            decisions.unchanged_positions[own_rows],
+            decisions.could_stay[own_rows],
+        )
+
+    def parts(self, users_max: int) -> Iterator[tuple[Self, slice]]:
+        """Pieces of at most so many users, with the own ones of each."""
+        for start in range(0, len(self.hashes), users_max):
+            end = min(start + users_max, len(self.hashes))
+            own_slice = slice(*np.searchsorted(self.rows, [start, end]).tolist())
+            yield type(self)(
+                self.hashes[start:end], self.copied_positions[start:end], self.rows[own_slice] - start,
+                self.unchanged_positions[own_slice], self.could_stay[own_slice],
+            ), own_slice  # fmt: skip
+
+    def stay(self, stay_mask: NDArray[np.bool_]) -> None:
+        """Own users of a mask are copied after all; of the others that could have been, an item entered a list."""
+        self.copied_positions[self.rows[stay_mask]] = self.unchanged_positions[stay_mask]
+        computed_mask = ~stay_mask
+        self.entered = self.could_stay[computed_mask]
+        self.rows, self.unchanged_positions = (
+            self.rows[computed_mask],
+            self.unchanged_positions[computed_mask],
+        )
+        self.could_stay = self.could_stay[computed_mask]
+
+    def reasons(self) -> NDArray[np.uint8]:
+        """Reasons [m] by number."""
+        reason_numbers = np.full(len(self.hashes), COPIED, np.uint8)
+        entered = self.entered if len(self.entered) else np.zeros(len(self.rows), np.bool_)
+        reason_numbers[self.rows] = np.where(
+            self.unchanged_positions < 0, INPUTS, np.where(entered, ENTERED, ITEM_LOST)
+        )
+        return reason_numbers
+
+    @property
+    def copied_rows(self) -> NDArray[np.int64]:
+        """Rows of all that are copied."""
+        return np.flatnonzero(self.copied_positions >= 0)
+
+    def merge_values(self, own_values: NDArray[Any], copied_values: NDArray[Any]) -> NDArray[Any]:
+        """A value for each of all, from those of the chunk's own and of the others."""
+        merged_values = np.empty(len(self.hashes), own_values.dtype)
+        merged_values[self.rows], merged_values[self.copied_rows] = own_values, copied_values
+        return merged_values
+
+    def merge_histories(self, own_histories: Histories, copied_histories: Histories) -> Histories:
+        """Histories of all, from those of the chunk's own and of the others."""
+        ends = np.concatenate(
+            [own_histories.indptr, own_histories.indptr[-1] + copied_histories.indptr[1:]]
+        )
+        order = np.empty(len(self.hashes), np.int64)
+        order[self.rows] = np.arange(len(self.rows))
+        order[self.copied_rows] = len(self.rows) + np.arange(len(self.copied_rows))
+        return Histories(
+            ends, np.concatenate([own_histories.indices, copied_histories.indices])
+        ).select_rows(order)
+
+
+def pair_with_digests(entities: ShardInput, digests: Digests) -> NDArray[Any]:
+    """Users with their digests, HASH_AND_DIGEST [n]."""
+    pairs = np.empty(len(entities.ids), HASH_AND_DIGEST)
+    pairs["hash"], pairs["digest"] = entities.hashes, digests
+    return pairs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopiedVectors:
+    """Vectors of items that the base has already: row i of `base_ordinals` is where, -1 for one to be computed."""
+
+    base_ordinals: NDArray[np.int64]
+    vectors: NDArray[np.float32]
+
+
+class UserCopies(Protocol):
+    """Records of users of one shard that may be copied."""
+
+    @property
+    def touched(self) -> Digests | None:
+        """Hashes of the users whose inputs have to be read, sorted; None for all."""
+        ...
+
+    @property
+    def tables(self) -> Collection[str]:
+        """Tables that it has records of."""
+        ...
+
+    @property
+    def list_tables(self) -> Collection[str]:
+        """Tables of lists that an item may enter."""
+        ...
+
+    def decide(self, entities: ShardInput, digests: Digests, hashes: range) -> CopyDecisions:
+        """Users of a range of hashes, of whom these are the inputs: who is looked at, and who is copied unseen."""
+        ...
+
+    def enters(
+        self,
+        name: str,
+        base_positions: NDArray[np.int64],
+        vectors: NDArray[np.float32],
+        exclusions: Histories,
+    ) -> NDArray[np.bool_]:
+        """Mask of the lists at `base_positions` that a new or changed item may enter, by the users' vectors."""
+        ...
+
+    def records(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
+        """Records as this night has them: with its cut `at` (Unix seconds) and its numbers of items."""
+        ...
+
+    def read_seen_items(self, base_positions: NDArray[np.int64]) -> Histories:
+        """Items that the users had, by this night's numbers of items."""
+        ...
+
+    def read_times(self, base_positions: NDArray[np.int64]) -> Histories:
+        """Times of these items, when each happened last."""
+        ...
+
+    def read_feature_json(self, base_positions: NDArray[np.int64]) -> Histories:
+        """JSON of what the user tower was given of the users besides."""
+        ...
+
+    def read_own_vector_mask(self, base_positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Users who brought a vector along."""
+        ...
+
+
+class ItemCopies(Protocol):
+    """Records of items of one shard that may be copied."""
+
+    @property
+    def base_positions_by_table(self) -> Mapping[str, NDArray[np.int64]]:
+        """Their positions int64 [items of the shard] by table, -1 to be computed."""
+        ...
+
+    def select_records(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
+        """Some records of a table as this night has them, with its cut `at` (Unix seconds)."""
+        ...
+
+
+AllowedItems = Callable[[Build], Mapping[str, NDArray[np.bool_]]]
+"""Items that the lists of some tables are of, bool [items] by table; other tables are of all items."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardScope:
+    """Shard of a build, with the tables of one entity that are scored of it, and the device (None: the processor)."""
+
+    build: Build
+    bundle: Bundle
+    number: int
+    tables: Mapping[str, TableConfig]
+    layouts: Mapping[str, Layout]
+    items: ItemTable
+    device: str | None
+    allowed_items: AllowedItems
+
+
+class CopySource(Protocol):
+    """Earlier generation that records of one build may be copied from; several threads may ask at once."""
+
+    def user_copies(self, shard: ShardScope) -> UserCopies | None:
+        """Records of users; None if nothing of the shard can be copied."""
+        ...
+
+    def item_copies(self, shard: ShardScope) -> ItemCopies | None:
+        """Records of items; None if nothing of the shard can be copied."""
+        ...
+
+
+class EarlierPartitionOf(Protocol):
+    """Finds the partition of an earlier night that this one takes over."""
+
+    def __call__(
+        self,
+        config: NightConfig,
+        items: ItemTable,
+        inputs: Sequence[Mapping[str, Any]],
+        *,
+        cut: str | None,
+        erased: ErasedEntities,
+        events: int,
+        user_values: str,
+    ) -> tuple[EarlierPartition | None, str]:
+        """(partition, "") or (None, why all source files are read).
+
+        `events` of the inputs are files of the further input, `user_values` the digest of what it sets for users.
+        """
+        ...
+
+
+def _no_partition(*_inputs: Any, **_more: Any) -> tuple[EarlierPartition | None, str]:
+    return None, ""
+
+
+def _nothing_noted(_bundle: Bundle, _items: ItemTable, _root: Path) -> None:
+    return None
+
+
+def _no_vectors(
+    _bundle: Bundle, _items: ItemTable, _root: Path, _device: str | None
+) -> CopiedVectors | None:
+    return None
+
+
+def _no_files(_bundle: Bundle) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class NightCopies:
+    """What a night takes over from an earlier generation while it begins; nothing by default.
+
+    `facts` are fields of `base` in the report of `begin`. `note_items` writes notes of each item below a folder, whose
+    paths are `item_files`; `item_vectors` are vectors that are there already, by these notes.
+    """
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    note_items: Callable[[Bundle, ItemTable, Path], None] = _nothing_noted
+    item_files: Callable[[Bundle], list[str]] = _no_files
+    item_vectors: Callable[[Bundle, ItemTable, Path, str | None], CopiedVectors | None] = (
+        _no_vectors
+    )
+    earlier_partition: EarlierPartitionOf = _no_partition
+
+
+NO_COPIES: Final = NightCopies()
+
+
+def _no_fields(_items: ItemTable) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingCopies:
+    """Vectors that need not be embedded; `finish` is given all items with vectors, and returns fields of the report."""
+
+    vectors: CopiedVectors | None = None
+    finish: Callable[[ItemTable], dict[str, Any]] = _no_fields
