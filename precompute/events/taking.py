@@ -1,6 +1,8 @@
 """Taking over of events: what the stream has behind the last file becomes files in the store, for `begin` to read."""
 
+import argparse
 from datetime import UTC, datetime
+from typing import Any
 
 from cache.control.states import UNFINISHED
 from cache.errors import ConfigError
@@ -8,7 +10,7 @@ from cache.events.event import Position
 from cache.format.manifest import GENERATION
 from precompute.builds.build import Build, settings_digest
 from precompute.bulk.headroom import writes_files
-from precompute.config.progress import Step
+from precompute.config.progress import Progress, Step
 from precompute.config.settings import NightConfig
 from precompute.events.files import event_files
 from precompute.events.stores import connect_events
@@ -107,3 +109,10 @@ def in_words(events_result: Step) -> str:
         if events_result[name]
     ]
     return f"{summary}; left out: {', '.join(left_out_texts)}" if left_out_texts else summary
+
+
+def command(
+    config: NightConfig, _arguments: argparse.Namespace, _progress: Progress
+) -> dict[str, Any]:
+    """The stream's new events, as files in the store."""
+    return run(config)

@@ -1,6 +1,5 @@
 """Experiments: versions of their record, arms that must match, and the room that arms take."""
 
-import argparse
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,10 +31,6 @@ from precompute.bulk.headroom import ArmRoom
 from precompute.bulk.load import total_bytes, total_pages
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
-
-ACTIONS = ("start", "status", "share", "stop", "exposures", "retire")
-
-DESCRIPTION = "let bundles live beside each other for weeks, each answering the keys of its arm"
 
 POLL_S = 0.05
 
@@ -523,30 +518,3 @@ def _generation_manifests(config: NightConfig, control: Control) -> list[Manifes
             except LarderError:  # one in the making has no pages yet
                 continue
     return manifests
-
-
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds actions and options of the command."""
-    command.add_argument("action", choices=ACTIONS)
-    command.add_argument("name", nargs="?", help="of the experiment: a-z, 0-9, - and _")
-    command.add_argument(
-        "--arm",
-        action="append",
-        default=[],
-        metavar="NAME=NAMESPACE:SHARE",
-        help="arm, as often as there are arms, one of them with the service's own namespace; shares sum to 1. "
-        "For `share`: NAME=SHARE",
-    )
-    command.add_argument(
-        "--share", type=float, help="share of all keys, above 0 to 1 (start: default 1)"
-    )
-    command.add_argument(
-        "--holdout", type=float, help="share of all keys that no experiment may take"
-    )
-    command.add_argument(
-        "--sample",
-        type=float,
-        default=1.0,
-        help="share of its keys whose exposures are written down (default: all)",
-    )
-    command.add_argument("--reason", default="", help="of stop; kept in the audit log")
