@@ -10,7 +10,7 @@ from precompute.config.console import CommandPlace
 from precompute.erasure.options import ERASE
 from precompute.evaluation.options import FRESHNESS
 from precompute.events.options import TAKE_EVENTS
-from precompute.planning.options import PLAN
+from precompute.planning.command_row import PLAN
 from precompute.reference.options import TRAIN
 from precompute.traffic.canary.options import CANARY
 from precompute.traffic.options import EXPERIMENT

@@ -1,4 +1,4 @@
-"""Row and options of the command `plan`, and its answer for a measured GPU, which needs no sample and few libraries."""
+"""Options of the command `plan`, and its answer for a measured GPU, which needs no sample and few libraries."""
 
 import argparse
 import json
@@ -8,14 +8,18 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from cache.errors import BundleError, ConfigError
-from precompute.config.commands import CommandRow
-from precompute.config.console import CommandPlace
 from precompute.planning.cards import CARDS, MEASURED_K, CardForecast, find_card
 
 if TYPE_CHECKING:
     from precompute.config.console import CommandOutput
     from precompute.config.progress import Progress
     from precompute.config.settings import NightConfig
+
+DESCRIPTION = (
+    "what a night and its service would need, from a sample of the real inputs: bytes in Redis, on readers' hosts and "
+    "on disk, minutes of scoring and loading, hit rates of L1; refused where the generations of a night at its peak "
+    "would not fit; with --card, only how long lists take on a GPU that was measured, at once and from a table"
+)
 
 SAMPLE_OPTIONS = (
     "qps", "processes", "requests", "zipf", "answer_bytes", "gpu_users_per_s", "users_changed", "items_changed",
@@ -45,8 +49,8 @@ class PlanParameters:
     items_changed: float | None = None
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options of `plan`; what is left out is counted in the inputs."""
+def add_options(command: argparse.ArgumentParser, card_command: object) -> None:
+    """Adds the options of `plan`; what is left out is counted in the inputs. `card_command` runs for --card."""
     default = PlanParameters()
     for name, kind, stands_for, text in (
         ("users", int, "N", "users (default: counted)"),
@@ -79,7 +83,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
             default=getattr(default, name.replace("-", "_"), None),
         )  # fmt: skip
     command.add_argument(
-        "--card", metavar="NAME", action=_ChooseCard, const=CommandPlace("planning.options.plan_on_card"),
+        "--card", metavar="NAME", action=_ChooseCard, const=card_command,
         help=(f"only the time of lists on a GPU that was measured ({', '.join(sorted(CARDS))}), from a table: with "
         "--users, and --items and --dims unless the bundle says them"),
     )  # fmt: skip
@@ -226,14 +230,3 @@ def _card_text(forecast: CardForecast, *, is_json: bool) -> str:
         seconds_text = "not measured" if seconds is None else f"{seconds:,.2f} s"
         lines.append(f"  {step:<20}{seconds_text:>14}  {remark}".rstrip())
     return "\n".join([*lines, *forecast.notes])
-
-
-PLAN = CommandRow(
-    "plan",
-    CommandPlace("planning.command.plan"),
-    "what a night and its service would need, from a sample of the real inputs: bytes in Redis, on readers' hosts and "
-    "on disk, minutes of scoring and loading, hit rates of L1; refused where the generations of a night at its peak "
-    "would not fit; with --card, only how long lists take on a GPU that was measured, at once and from a table",
-    add_options,
-    redis="if running",
-)
