@@ -8,9 +8,12 @@ from itertools import repeat
 import numpy as np
 import xxhash
 
+from cache.format.ids import HASH_SPACE
 from cache.tiers.l1 import LIVE_BYTES, OVERHEAD_BYTES, ReadyAnswer, size_of
 from cache.tiers.reads import Hit, ReadResult, RecordKey, RecordKeys
-from cache.usage.miss_ratio_curve import HASH_SPACE, Access
+
+Access = tuple[int, int]
+"""A key's spot, and its size; the size is negative if the key was stored, or moved, without a read that counts."""
 
 TRACE_MAX = 16_384
 """Reads remembered until they are taken; more push out the oldest."""

@@ -5,10 +5,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice
 
-Access = tuple[int, int]
-"""A key's spot, and its size; the size is negative if the key was stored, or moved, without a read that counts."""
-
-HASH_SPACE = 1 << 64
+from cache.format.ids import HASH_SPACE
 
 _THRESHOLD_STEP = 1 << 32
 """Step of the threshold, a multiple of it: the upper half of a spot decides, the lower half only tells keys apart."""
@@ -51,9 +48,10 @@ class MissRatioCurve:
         self._answerable_reads += hit_count
         self.reads += reads
 
-    def record_accesses(self, touches: Sequence[Access], slot_bytes: int = 0) -> None:
-        """Take touches in their order, at most `keys_max`; `slot_bytes` is added to each size.
+    def record_accesses(self, touches: Sequence[tuple[int, int]], slot_bytes: int = 0) -> None:
+        """Take touches in their order, at most `keys_max`: a key's spot and its size, with `slot_bytes` added to it.
 
+        A size is negative if the key was stored, or moved, without a read that counts.
         Keys that are not sampled (any more) are left alone; stores move keys, and count for nothing.
         """
         stack = self._stack

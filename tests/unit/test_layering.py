@@ -234,7 +234,6 @@ MAY_ASK_FOR_HOOKS = ("precompute.steps.", "precompute.gates.judge", "precompute.
 
 CORE_IMPORTS_FEATURE: dict[str, set[str]] = {
     "cache.l2.control_plane": {"cache.usage"},
-    "cache.tiers.access_sample": {"cache.usage"},
 }
 """Module of the core -> features that it still imports. Entries may only be removed."""
 
