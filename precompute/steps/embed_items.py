@@ -99,7 +99,8 @@ def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
         return {}
     for path in attribute_paths(attributes):
         build.fetch(path)
-    scores, report = mean_scores(items, users, bundle.metric), Step()
+    scores = mean_scores(items, users, bundle.metric)
+    report: Step = {}
     for write_tables in tables_by_scores():
         report |= write_tables(build, attributes, items, scores)
     return report
