@@ -28,9 +28,9 @@ def forgotten():
 def test_a_machine_without_a_gpu_never_imports_torch():
     code = (
         "import sys\n"
-        "from cache.config.timetable import NIGHT\n"
+        "from cache.config.timetable import NIGHT_STEPS\n"
         "from precompute.steps.night import step_in_night\n"
-        "assert [step_in_night(name) for name in NIGHT]\n"
+        "assert [step_in_night(name) for name in NIGHT_STEPS]\n"
         "from precompute.config import devices\n"
         "devices._SIGNS = ()\n"
         "assert devices.devices('auto') == devices.devices('off') == ()\n"
