@@ -1,4 +1,4 @@
-"""Every error a caller of Larder may meet; each carries a stable code and the facts behind its message."""
+"""Errors that a caller of Larder may meet; each has a stable code and the facts behind its message."""
 
 import re
 from typing import ClassVar
@@ -38,13 +38,13 @@ class LarderError(Exception):
 
 
 class InvalidInput(LarderError):
-    """The caller sent something that can never be answered as asked."""
+    """The caller's input is invalid and would be refused again."""
 
     code = "invalid_input"
 
 
 class InvalidId(InvalidInput):
-    """An id that is not 1 to 256 bytes of UTF-8 (integers become their decimal form)."""
+    """An id is not 1 to 256 bytes of UTF-8 (integers become their decimal form)."""
 
     code = "invalid_id"
 
@@ -62,7 +62,7 @@ class SourceError(LarderError):
 
 
 class BundleError(LarderError):
-    """A model bundle is incomplete, altered, or does not fit what it is asked to do."""
+    """A model bundle is incomplete, was altered, or does not fit its tables."""
 
     code = "bundle_error"
 
@@ -74,19 +74,19 @@ class CorruptArtefact(LarderError):
 
 
 class UnknownFormat(CorruptArtefact):
-    """Whole and of another release: a version that this one does not read. Nothing is to be repaired or replaced."""
+    """An artefact is intact but of a format version that this release does not read; do not repair or replace it."""
 
     code = "unknown_format"
 
 
 class UnfitValue(LarderError):
-    """A number that its record's dtype cannot hold (non-finite, too large, or lost to zero)."""
+    """A number does not fit its record's dtype (non-finite, too large, or lost to zero)."""
 
     code = "unfit_value"
 
 
 class StoreError(LarderError):
-    """The artefact store, or a source or bundle beside it, cannot be read or written now; another try may do it."""
+    """The artefact store, a source or a bundle cannot be read or written now; a retry may succeed."""
 
     code = "store_error"
 
@@ -98,7 +98,7 @@ class TierUnavailable(LarderError):
 
 
 class NotJudged(LarderError):
-    """A gate could not be judged: what it needs did not answer, or not in time. Nothing is refused; judge again."""
+    """A gate could not be judged: a dependency did not answer, or not in time. Nothing is refused; judge again."""
 
     code = "not_judged"
 
@@ -116,6 +116,6 @@ class Conflict(LarderError):
 
 
 class UnknownGeneration(LarderError):
-    """A generation that this place does not hold."""
+    """This replica or host does not hold the generation."""
 
     code = "generation_gone"

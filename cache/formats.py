@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from cache.errors import UnknownFormat
 
 RELEASE: Final = "0.2.0.dev0"
-"""Name of this release, as in pyproject.toml; heartbeats and refusals tell it."""
+"""Name of this release, as in pyproject.toml; heartbeats and refusals contain it."""
 
 FIELD: Final = "format"
 """Field of a version. A document without it has version 1: release 0.1.0 wrote none, and refuses unknown fields."""
@@ -74,11 +74,11 @@ FORMATS: Final[dict[str, Format]] = {
 """Every format with a version, by name."""
 
 FIRST_RELEASE: Final = "0.1.0"
-"""The release whose heartbeats tell no formats: it reads version 1 of each."""
+"""Release whose heartbeats list no formats: it reads version 1 of each."""
 
 
 def served_formats() -> dict[str, tuple[int, int]]:
-    """Oldest and newest version that a service of this release reads, by format: what its heartbeat tells."""
+    """Return the oldest and newest version that a service of this release reads, by format, for its heartbeat."""
     return {
         format_.name: (format_.oldest_readable, format_.newest_readable)
         for format_ in FORMATS.values()
@@ -93,7 +93,7 @@ def stamp(name: str) -> dict[str, int]:
 
 
 def version_of(document: Mapping[str, object]) -> object:
-    """The version that a document tells, 1 where it tells none."""
+    """Return the version in a document, 1 if it has none."""
     return document.get(FIELD, 1)
 
 

@@ -36,13 +36,13 @@ FLAG_APPROXIMATE: Final = 2
 """Flag of a live record whose list was found by the index, where a night would have searched exactly."""
 
 BIT_BY_ANSWER_FLAG: Final[dict[str, int]] = {"approximate": FLAG_APPROXIMATE}
-"""Bits that an answer tells of, by the field that is then true; a record with any of them is never rendered unread."""
+"""Bits that an answer reports, by field; a record with any of them is never rendered unparsed."""
 
 NIGHTLY_FLAGS: Final = RECORD_FORMAT << FORMAT_SHIFT
 """Flags of a record that the night wrote."""
 
 WRITER_BITS: Final = 0xF << FORMAT_SHIFT | FLAG_LIVE
-"""Bits of the flags in which every record that the night wrote equals NIGHTLY_FLAGS: format, and who wrote it."""
+"""Mask of the flag bits for format and writer: under it, every record of a night equals NIGHTLY_FLAGS."""
 
 ABSENT_FLAGS: Final = 0xF0
 """Flags of a record without an answer: a format that no reader takes for an answer."""
@@ -64,10 +64,10 @@ SAFE_EXPONENT: Final = 111
 """Greatest exponent at which any float16 times its record's power of two stays within float32."""
 
 DIGEST_BYTES: Final = 16
-"""Size of the digest of an input, which lies behind the record in an overlay."""
+"""Size of the digest of an input, which follows the record in an overlay."""
 
 _TOP_EXPONENT: Final = 15
-"""float16 holds up to 65504 < 2**16, so a record's largest number lies in [2**14, 2**15)."""
+"""Exponent of the largest number: float16 holds up to 65504 < 2**16, so a record's largest is in [2**14, 2**15)."""
 
 _POWER_MAX: Final = 127
 """Greatest power of two (exponent) in float32."""
@@ -99,7 +99,7 @@ OFFSETS: Final = {header_field.name: header_field.offset for header_field in HEA
     "payload": HEADER_BYTES,
     "format_shift": FORMAT_SHIFT,
 }
-"""Offsets by name, in bytes, and the shift of the format in the flags: what the C sources have to agree with."""
+"""Offsets by name, in bytes, and the shift of the format in the flags, which the C sources have to agree with."""
 
 unpack_header = struct.Struct(
     "<" + "".join(header_field.code for header_field in HEADER)
@@ -205,7 +205,7 @@ def is_absent(record: bytes | memoryview, fingerprint: int) -> bool:
 
 
 def quantize(layout: Layout, records: NDArray[Any], numbers: NDArray[np.float32]) -> None:
-    """Writes numbers float32[n, width] into records[n]; raises UnfitValue for what the precision does not hold.
+    """Write numbers float32[n, width] into records[n]; raise UnfitValue for a number that the precision cannot hold.
 
     Of a vector some numbers may become zero, as long as one does not: that is rounding, far under the precision of
     the others.
@@ -365,7 +365,7 @@ def _blank_records(
 
 
 class Record(NamedTuple):
-    """Decoded record; arrays hold only what is used, `items` is None unless it is a top-K record."""
+    """Decoded record; arrays hold only used slots, `items` is None unless it is a top-K record."""
 
     fingerprint: int
     scored_at: int

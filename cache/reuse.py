@@ -1,4 +1,4 @@
-"""The fact `reuse` of a manifest: whose records a night copied, who was computed and why, and what that spared."""
+"""The fact `reuse` of a manifest: how many users a night copied or computed, for which reason, and the time spared."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Final, Self
 FACT: Final = "reuse"
 """Name of the fact in manifests."""
 NIGHTS: Final = 14
-"""Nights that a manifest tells of, its own the last."""
+"""Number of nights in a manifest's history, its own the last."""
 REASONS: Final = ("copied", "inputs", "lost", "entered", "computed")
 """Reasons in the order in which they are shown; `computed`: of a night, or a shard, that had nothing to copy from."""
 

@@ -75,7 +75,7 @@ FINAL = RetryRule(
 
 
 def run_step(name: str, *arguments: Any, **more: Any) -> dict[str, Any]:
-    """Result of a step, by its module in `precompute.steps`: imported where it runs, not wherever DAGs are parsed."""
+    """Run a step by its module in `precompute.steps`, imported here so that parsing DAGs does not load it."""
     from precompute.config.settings import night_config
 
     step_result: dict[str, Any] = import_module(f"precompute.steps.{name}").run(
@@ -120,7 +120,7 @@ def nightly_precompute() -> None:
 
     @task
     def plan(build: Build) -> list[int]:
-        """List the shards: Airflow maps over what a task returns whole, not over a part of it."""
+        """List the shards: Airflow maps over a task's complete result, not over a part of it."""
         return list(build["shards"])
 
     @task(multiple_outputs=False, pool="gpu", queue=SCORE_QUEUE)
@@ -146,7 +146,7 @@ def nightly_precompute() -> None:
 
     @task(multiple_outputs=False)
     def assemble(build: Build) -> dict[str, Any]:
-        """Check that every shard is there."""
+        """Check that all shards are complete."""
         return run_step("assemble", build)
 
     @task(task_id="build_index", multiple_outputs=False)
@@ -161,7 +161,7 @@ def nightly_precompute() -> None:
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.load_timeout_s))
     def load(build: Build) -> dict[str, Any]:
-        """Stream the pages into Redis, beside the live generation."""
+        """Stream the pages into Redis, in addition to the live generation's."""
         return run_step("load", build)
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.verify_timeout_s))
@@ -176,7 +176,7 @@ def nightly_precompute() -> None:
 
     @task.branch
     def choose() -> str:
-        """Publish what has nothing to be compared with; try all else on a share of the requests."""
+        """Choose `publish` if no generation is live to compare with, else `try_as_canary`."""
         from precompute.config.settings import night_config
         from precompute.traffic.canary.trial import has_live
 
@@ -192,7 +192,7 @@ def nightly_precompute() -> None:
         trigger_rule="none_failed" if TRIES.publish == "canary" else "all_success",
     )
     def retire() -> dict[str, Any]:
-        """Remove what nobody may need again."""
+        """Remove generations that are no longer needed."""
         return run_step("retire", attempt=get_current_context()["run_id"])
 
     build = begin(take_events() if EVENTS.enabled else {})

@@ -100,7 +100,7 @@ def _on_interrupt(handler: Callable[[int, FrameType | None], None] | signal.Hand
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the program after `main`; an interrupt meanwhile ends it at once."""
+    """End the program after `main`; a further interrupt ends it at once."""
     _on_interrupt(_end)  # a thread that hangs can still be left behind
     atexit.register(_on_interrupt, signal.SIG_IGN)  # what is left is over in a moment
     sys.exit(code)

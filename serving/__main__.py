@@ -1,4 +1,4 @@
-"""`python -m serving`: checks its settings, finds or starts Redis, serves until it is told to stop."""
+"""`python -m serving`: checks its settings, finds or starts Redis, and serves until it is stopped."""
 
 import argparse
 import asyncio
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
 
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """Parser of this command's arguments."""
+    """Return the parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Serve predictions; or `top`: show the dashboard of a service. "
@@ -210,7 +210,7 @@ def _policy(server: "redis.Redis") -> str:
 
 
 def _restore(config: "ServingConfig") -> None:
-    """Restores the newest release by another program of ours, since serving never imports precompute."""
+    """Restore the newest release by running Larder's restore program, since serving never imports precompute."""
     log.info("the server just started is empty: filling it with the newest release")
     environment = os.environ | {
         "REDIS_URL": config.redis_url,

@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from serving.tracing.otel_spans import Spans
 
 TraceJudge = Callable[[Scope], bool]
-"""Judge of whether a request is traced."""
+"""Predicate for traced requests."""
 
 _CODE_BY_STATUS = {404: "not_found", 405: "method_not_allowed"}
 
 
 def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiApp:
-    """The application; nothing is opened before it starts. Raises ConfigError for a token nobody could send, and for
-    files of TLS that cannot be used.
+    """Create the application; it opens nothing before it starts.
 
-    `peers`: the workers of the same parent, if there are any.
+    `peers`: the workers of the same parent, if there are any. Raises ConfigError for a token that no client could send,
+    and for TLS files that cannot be used.
     """
     check_token(config.token)
     tokens = tokens_in_force(config, peers)
@@ -109,7 +109,7 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
 
 
 def tokens_in_force(config: ServingConfig, peers: WorkerPeers | None) -> TokenWatch:
-    """The tokens, their quotas shared with the workers of the same parent; raises ConfigError."""
+    """Open the tokens with quotas shared by the workers of the same parent; raise ConfigError."""
     is_shared = peers is not None and config.tokens_file
     rows = (
         QuotaTable.open(peers.path(QUOTAS), peers.slot)
@@ -120,7 +120,7 @@ def tokens_in_force(config: ServingConfig, peers: WorkerPeers | None) -> TokenWa
 
 
 def fast_lookups(service: LookupService, is_traced: TraceJudge | None) -> FastPath:
-    """The fast way of plain lookups, whose room is not even imported where it is switched off."""
+    """Create the fast path of plain lookups; imported here, so that it is not loaded if switched off."""
     from serving.engine.hot_route import FastLookups
 
     return FastLookups(service, is_traced=is_traced)
@@ -129,7 +129,7 @@ def fast_lookups(service: LookupService, is_traced: TraceJudge | None) -> FastPa
 def make_server(
     app: AsgiApp, config: ServingConfig, log_level: str, announce: Callable[[], None]
 ) -> Server:
-    """A server for the application; `announce` is called once it answers.
+    """Create a server for the application; it calls `announce` once it answers.
 
     With `fast_http` its connections answer lookups themselves, and have bounds of their own; else uvicorn's do.
     """
@@ -147,7 +147,7 @@ def make_server(
 
 
 def _with_head(methods: str) -> str:
-    """The methods of a route, with HEAD wherever GET is one of them: `AsgiApp` answers HEAD for all."""
+    """Add HEAD to a route's methods if they include GET: `AsgiApp` answers HEAD for all."""
     names = {name.strip() for name in methods.split(",")}
     return ", ".join(sorted(names | {"HEAD"} if "GET" in names else names))
 
@@ -156,7 +156,7 @@ def _with_head(methods: str) -> str:
 async def open_observer(
     config: ServingConfig, service: Service, instance: str
 ) -> AsyncIterator[tuple[RequestObserver, TraceJudge | None]]:
-    """The watch over requests, and what tells which are traced; without traces OpenTelemetry is not imported."""
+    """Open the observer of requests and the predicate for traced ones; without traces OpenTelemetry is not imported."""
     spans = _open_spans(config, instance) if config.traces else None
 
     def tables() -> Container[str]:

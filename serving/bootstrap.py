@@ -1,4 +1,4 @@
-"""The running service: its parts put together, opened in order, closed in reverse, and what they tell `/metrics`."""
+"""Assembly of the running service: its parts, opened in order and closed in reverse, and its metrics."""
 
 import asyncio
 import contextlib
@@ -58,7 +58,7 @@ _BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 async def running(
     config: ServingConfig, peers: WorkerPeers | None = None, loops: BackgroundLoops | None = None
 ) -> AsyncIterator[Service]:
-    """Everything behind the routes, opened in order and closed in reverse; `loops` run the background."""
+    """Open all parts behind the routes in order, and close them in reverse; `loops` run the background tasks."""
     name = replica_id()
     loops = BackgroundLoops() if loops is None else loops
     answering = ServiceComponents.of(config, name, loops)
@@ -231,13 +231,13 @@ async def running(
 
 
 def replica_id() -> str:
-    """A name that differs for every process, also after a restart."""
+    """Return a replica name that differs for every process, also after a restart."""
     return f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSources:
-    """Whatever keeps numbers of its own."""
+    """Parts of the service that have metrics."""
 
     metrics: Metrics
     tiers: TieredCache
@@ -253,7 +253,7 @@ class MetricSources:
     event_counts: EventCounts | None = None
 
     def register(self) -> None:
-        """Registers gauges and collectors: all of it is in `/metrics` from now on."""
+        """Register gauges and collectors with `/metrics`."""
         metrics, local, nights = self.metrics, self.tiers.local, self.nights
         refresher, follower = self.refresher, self.refresher.follower
 
@@ -277,7 +277,7 @@ class MetricSources:
             metrics.registry.register(self.event_counts)
 
     def internal_counters(self) -> dict[str, float]:
-        """Counts by event: what the tiers and the parts around them did besides answering."""
+        """Return counts by event of the tiers and the other parts, besides answers."""
         tiers, l2, sketch = self.tiers, self.remote.stats, self.sketch
         return {
             "l2_reads": tiers.counters.l2_reads,
@@ -298,11 +298,11 @@ class MetricSources:
         }
 
     def collect_counts(self) -> Counts:
-        """The counts that the dashboard adds up."""
+        """Return the counts that the dashboard adds up."""
         return collect_counts(self.metrics, sum(self.admission.shed.values()), self.event_counts)
 
     def about(self, replica: str) -> Mapping[str, Any]:
-        """The state of this worker of `replica`, as the dashboard tells it."""
+        """Return this worker's state for the dashboard; `replica` is its replica's name."""
         served, health = self.refresher.follower.served, self.refresher.follower.health
         local, admission = self.tiers.local, self.admission
         return {

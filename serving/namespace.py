@@ -46,7 +46,7 @@ from serving.usage.request_observer import AnswerSampler, UsageObserver
 log = logging.getLogger(__name__)
 
 _SAMPLES_PER_INTERVAL = 10
-"""Looks at the queues per interval of the admission."""
+"""Samples of the queues per interval of the admission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,14 @@ class NamespaceComponents:
     ladder: Ladder
 
     async def aclose(self) -> None:
-        """Stores what is still to be stored, and closes the connections."""
+        """Store pending overlays, and close the connections."""
         await self.tiers.aclose()
         await self.remote.aclose()
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceComponents:
-    """Parts of the process and of its own namespace (`namespace_components`); none knows which generation is live."""
+    """Components of the process and of its own namespace; none of them depends on the live generation."""
 
     metrics: Metrics
     cores: Sequence[int]
@@ -127,14 +127,14 @@ class ServiceComponents:
         return cls(metrics, cores, local, batcher, admission, pulse, executor, keyed, near, loops)
 
     def of_namespace(self, config: ServingConfig, name: str) -> NamespaceComponents:
-        """The parts that read another namespace's keys; L1, processors, admission and counts are those of all."""
+        """Build the components that read another namespace's keys; it shares L1, processors, admission and metrics."""
         watch = UsageObserver(self.metrics.l1_misses, self.local.eviction_history)
         return _build_namespace_components(
             config, name, self.local, self.batcher, self.admission, self.metrics, watch, self.loops
         )
 
     async def aclose(self) -> None:
-        """Closes what is connected, and lets go of who computes."""
+        """Close the connections, and shut the executor down."""
         await self.namespace_components.aclose()
         self.executor.shutdown(wait=False, cancel_futures=True)
 
@@ -291,7 +291,7 @@ class ServedArm:
     staging: Executor
 
     async def start(self) -> None:
-        """Loads what is live, beats, and goes on following."""
+        """Load the live generation, send heartbeats, and keep following."""
         await self.held_namespace.refresher.start()
 
     async def drain(self) -> None:

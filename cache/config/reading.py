@@ -1,4 +1,4 @@
-"""Reading of settings: the file, then the environment, then what the command line said, each above the one before."""
+"""Reads settings from the file, the environment and the command line; a later source overrides an earlier one."""
 
 import tomllib
 from collections.abc import Callable, Mapping
@@ -23,14 +23,14 @@ Kind = TypeVar("Kind")
 PATH_SETTINGS = frozenset(
     {"artifacts", "state", "tokens_file", "tls_certificate", "tls_key", "tls_client_ca"}
 )
-"""Paths that a file has beside itself, and the environment in the current folder."""
+"""Settings that are paths: those of a file are relative to its folder, those of the environment to the current one."""
 SECRETS = frozenset({"token", "redis_url", "events_url", "artifacts"})
 """Settings that hold a secret: a URL does if a password is in it."""
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The file that settings came from; `document` is what it holds, unchecked but for secrets."""
+    """Configuration file; `document` is its parsed TOML, not validated except that secrets are refused."""
 
     path: Path | None = None
     document: Mapping[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class ConfigFile:
         return cls(Path(config_path), document)
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """The values of a section, none where the file leaves it out."""
+        """Return the values of a section, none if the file has no such section."""
         section_values = self.document.get(name, {})
         if not isinstance(section_values, Mapping):
             raise ConfigError(
@@ -65,18 +65,18 @@ class ConfigFile:
         return section_values
 
     def above(self, kind: type[Any]) -> dict[str, Any]:
-        """The values above the sections that are settings of this kind."""
+        """Return the top-level values that are settings of this class."""
         return {name: self.document[name] for name in fields_of(kind) if name in self.document}
 
     def resolve_path(self, path: str) -> str:
-        """A path that stands in the file, or is a default beside it; without a file, and for URLs, as it is."""
+        """Return a relative path as absolute, from the file's folder; unchanged for a URL or without a file."""
         return (
             path if self.path is None or "://" in path else str(self.path.parent.absolute() / path)
         )
 
 
 def _text_of(raw: bytes) -> str:
-    """Text of a file without its byte order marks, which editors write in UTF-8 and PowerShell in UTF-16."""
+    """Decode a file's text and drop byte order marks, which editors write in UTF-8 and PowerShell in UTF-16."""
     encoding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
     # TOML knows pairs of CR and LF for line breaks, and no others than these and LF.
     return raw.decode(encoding).lstrip("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
@@ -89,7 +89,7 @@ class _Settings(BaseSettings):
 
 
 class _Environment(EnvSettingsSource):
-    """Variables of a section as its settings; an empty one is unset, as compose files pass those that nobody set."""
+    """Settings source for a section's environment variables; an empty variable is unset, as in compose files."""
 
     def __init__(self, settings: type[BaseSettings], named: Mapping[str, str]) -> None:
         super().__init__(settings)
@@ -105,10 +105,10 @@ def read(
     table: str = "",
     **overrides: Any,
 ) -> Kind:
-    """A section from its values in the file, then its environment variables, then overrides that are not None.
+    """Build a section from its values in the file, then its environment variables, then overrides that are not None.
 
-    `table` is the name that it has in the file. Raises ConfigError, which names the file and the table, or the
-    variable, that holds what is wrong.
+    `table` is the section's name in the file. Raises ConfigError that names the file and table, or the variable, of
+    the wrong value.
     """
     field_by_name: Mapping[str, FieldInfo] = kind.__pydantic_fields__  # type: ignore[attr-defined]
     names = variables(kind)
@@ -158,7 +158,7 @@ def _written(
     file: ConfigFile,
     place_of: Callable[[str], str],
 ) -> dict[str, Any]:
-    """The file's values as the model holds them; paths of the file are beside it, and so are their defaults."""
+    """Convert the file's values to constructor arguments; relative paths and default paths start at its folder."""
     if "base" in values:
         raise ConfigError(f"{place_of('base')}: unknown setting 'base'", field="base")
     written = {
@@ -191,7 +191,7 @@ def _refuse_secrets(values: Mapping[str, Any], place_of: Callable[[str], str]) -
 
 
 def _sections(annotation: Any, value: Any, where: str) -> Any:
-    """A value of the file as the model holds it: sections built, lists and times plain."""
+    """Build the nested sections of a file's value; lists and times stay plain values."""
     if is_section(annotation):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where} must be a section of settings, not {value!r}")

@@ -80,7 +80,7 @@ def sections_of(kind: type[Any]) -> dict[str, type[Any]]:
 
 
 def meanings(kind: type[Any]) -> dict[str, str]:
-    """Meaning of each setting on one line: the docstring below it, read from the source only where it is wanted."""
+    """Return the meaning of each setting in one line: the docstring below it, read from the source on demand."""
     meaning_by_setting = {}
     for section_class in filter(is_section, reversed(kind.__mro__)):
         (class_node,) = ast.parse(inspect.getsource(section_class)).body

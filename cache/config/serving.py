@@ -21,7 +21,7 @@ ClientCertificates = Literal["off", "optional", "required"]
 class NearConfig:
     """Near-match reuse for inputs that no tier knows, in `[serving.near.TABLE]`; a table without a section has none.
 
-    What was found for an input close by answers, marked `near`, where its error is shown to be within the bound.
+    The answer to a near input is reused, marked `near`, where its error is shown to be within the bound.
     """
 
     error: Annotated[float, Field(ge=0.0001, le=0.5)] = 0.01
@@ -168,19 +168,19 @@ class ServingConfig(SharedConfig, PeerBounds):
     poll_s: PositiveFloat = 1.0
     """Seconds between looks at the pointer, beside listening for changes."""
     blocklist_poll_s: PositiveFloat = 1.0
-    """Seconds between looks at the blocklist."""
+    """Seconds between polls of the blocklist."""
     heartbeat_s: PositiveFloat = 1.0
     """Seconds between heartbeats, which tell the night what this replica holds."""
     sketch_s: Annotated[float, Field(ge=0, le=3_600)] = 5.0
     """Seconds between additions of the ids that were asked for most to the sketch in Redis, from which a replica that
     starts, or flips, reads ahead; they lie there for up to three hours. 0: no sketch, neither written nor read."""
     figures_s: PositiveFloat = 15.0
-    """Seconds between looks at the release records and at Redis' memory for `/metrics`."""
+    """Seconds between readings of the release records and of Redis' memory for `/metrics`."""
     dashboard_s: Annotated[float, Field(ge=0, le=5)] = 2.0
-    """Seconds between what is counted being told to Redis, for `/dashboard/data` of every replica (some 250 KB of
-    Redis per worker, gone after an hour). 0: no dashboard, neither told nor shown."""
+    """Seconds between reports of each worker's counts to Redis, for `/dashboard/data` of every replica (some 250 KB of
+    Redis per worker, gone after an hour). 0: no dashboard, neither reported nor shown."""
     quality_s: Annotated[float, Field(ge=0, le=3_600)] = 5.0
-    """Seconds between reports to Redis of what was found, read and asked for in vain; 0: nothing is reported."""
+    """Seconds between reports to Redis of quality figures, entities read and requests in vain; 0: no reports."""
     quality_per_mille: Annotated[float, Field(ge=0, le=1_000)] = 1.0
     """Share of the answers served that is computed once more by the live model, per mille, off the path of requests;
     0: no sampling."""
@@ -293,7 +293,7 @@ class ServingConfig(SharedConfig, PeerBounds):
         return config
 
     def bounds(self, connections_max: int) -> PeerBounds:
-        """Bounds on what one peer may cost, with room for so many connections."""
+        """Return the bounds on one peer's cost, with room for `connections_max` connections."""
         shared = {field.name: getattr(self, field.name) for field in fields(PeerBounds)}
         return PeerBounds(**shared | {"connections_max": connections_max})
 
@@ -319,7 +319,7 @@ class ServingConfig(SharedConfig, PeerBounds):
 
     @property
     def is_loopback(self) -> bool:
-        """True if nobody but this machine can reach `host`."""
+        """True if `host` is a loopback address, which only this machine can reach."""
         if self.host == "localhost":
             return True
         try:

@@ -1,4 +1,4 @@
-"""Settings that night and service share: they stand above the file's sections."""
+"""Settings that both the night and the service read; in the file they are top-level keys."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ def _text(value: Any) -> Any:
 
 @section
 class SharedConfig(Timetable):
-    """Settings that night and service share."""
+    """Settings that both the night and the service read."""
 
     FROM_ENVIRONMENT: ClassVar[tuple[str, ...] | None] = (
         *(Timetable.FROM_ENVIRONMENT or ()), "namespace", "artifacts", "state", "ephemeral_state", "redis_url",
@@ -54,7 +54,7 @@ class SharedConfig(Timetable):
     stands in the environment alone, as LARDER_EVENTS_URL."""
     events: EventsConfig = Field(default_factory=EventsConfig)
     actor: str = ""
-    """Name of whoever runs a command, for the audit log; empty: the system's user and host."""
+    """Name that the audit log records for a command's caller; empty: the system's user and host."""
     feature_text_bytes: Annotated[int, Field(ge=4_096, le=1 << 20)] = 65_536
     """Bytes of UTF-8 of the longest text in a feature. Nights treat a longer one as missing and count it, the service
     refuses a request that holds one (422 `feature_too_long`)."""
@@ -83,16 +83,16 @@ class SharedConfig(Timetable):
         self.nights()
 
     def path(self, name: str) -> Path:
-        """A path of the configuration, relative to its file."""
+        """Return a path of the configuration; a relative one starts at the file's folder."""
         return Path(self.base, name)
 
     @property
     def events_redis(self) -> str:
-        """URL of the Redis that events lie in; empty where both are unset."""
+        """URL of the Redis that holds events; empty if neither `events_url` nor `redis_url` is set."""
         return self.events_url or self.redis_url or ""
 
     def store(self) -> ArtefactStore:
-        """This namespace's part of the artefact store; a remote one keeps this host's copies under the state folder."""
+        """Open this namespace's part of the artefact store; copies of a remote store are kept in the state folder."""
         url = self.artifacts if "://" in self.artifacts else str(self.path(self.artifacts))
         cached = self.path(self.state) / "host-cache" / self.namespace
         return ArtefactStore(
@@ -100,7 +100,7 @@ class SharedConfig(Timetable):
         )
 
     def of_events(self) -> Self:
-        """The same in the namespace whose events count, where their stream and the files of it lie."""
+        """Return these settings for the namespace that holds the stream and files of events."""
         named = self.events.namespace or self.namespace
         if named == self.namespace:
             return self

@@ -45,7 +45,7 @@ SEALING_STEP = "load"
 """The first step that needs the manifest: it holds reports and times of the steps before."""
 
 STEPS_TIMED_APART = ("assemble", "load", "publish", "warm")
-"""Steps with a file of their own for their times, beside the manifest's (`verify` adds its own there)."""
+"""Steps whose times are in a file of their own, not in the manifest (`verify` adds its own there)."""
 
 CRON, TIMEZONE, GRACE_S = "0 3 * * *", "UTC", 10_800.0
 """Schedule where no other is set."""
@@ -56,7 +56,7 @@ CLOCKS_APART_S = 300.0
 """Seconds by which builder's, publisher's and reader's clocks may differ; beyond, a generation is another tick's."""
 
 MISSED_MAX = 9
-"""Greatest number of missed ticks counted; more need not be told apart."""
+"""Greatest number of missed ticks that is counted exactly."""
 
 RETRY_BACK_OFF = 2.0
 """Factor by which Airflow's pause grows from one retry of a task to the next."""

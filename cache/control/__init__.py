@@ -1,4 +1,4 @@
-"""Control keys in Redis, and the states of a generation that they tell of.
+"""Control keys in Redis, and the states of a generation.
 
 Start at `states`.
 """

@@ -1,4 +1,4 @@
-"""Control keys in Redis: pointer, registry, heartbeats, staging note, as values, and the only writer of the pointer."""
+"""Values of the control keys in Redis (pointer, registry, heartbeats, staging note), and the only pointer writer."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -31,23 +31,23 @@ from cache.l2.sync_clients import home, masters
 from cache.store.releases import Pointer
 
 REPLICA_DEAD_S = 3.0
-"""Seconds, three missed beats, after which a replica is gone; so is one whose beat lies as far in the future."""
+"""Seconds without a heartbeat (three missed beats) after which a replica is gone; a beat so far ahead counts alike."""
 
 REPLICA_FORGOTTEN_S = 86_400.0
 """Seconds of silence after which a heartbeat is dropped."""
 
 FIRST_VERSIONS = (1, 1)
-"""Versions that a replica reads of a format that its heartbeat does not tell of."""
+"""Oldest and newest version that a replica reads of a format if its heartbeat does not list the format."""
 
 MOVE_FORMATS = (POINTER, RELEASE_RECORD, STAGING_NOTE)
-"""Formats that a move of the pointer writes, whatever it moves to."""
+"""Formats that every move of the pointer writes."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The value of the key `next`; nobody heeds it once `until` (Redis' time, Unix seconds) has passed."""
+    """Staging note, the value of the key `next`; it expires at `until` (Redis' time, Unix seconds)."""
 
     generation: str
     attempt: str
@@ -222,7 +222,7 @@ class Control:
         self._logged_payloads: set[bytes] = set()
 
     def pointer(self) -> Pointer | None:
-        """Pointer to what is live in Redis, None after a loss; raises CorruptArtefact for what is no pointer."""
+        """Read the pointer to the live generation, None if Redis lost it; raise CorruptArtefact if it is malformed."""
         raw: Any = self.client.get(self.keys.live)
         try:
             return None if raw is None else Pointer.from_bytes(raw)
@@ -319,7 +319,7 @@ class Control:
         self.client.hdel(self.keys.generations, generation)
 
     def announce(self, topic: Literal["pointer", "blocklist", "experiments"]) -> None:
-        """Tell listening replicas to look now instead of at their next poll."""
+        """Publish a topic, so that listening replicas poll now instead of at their next interval."""
         self.client.publish(self.keys.channel, topic)
 
     def time(self) -> float:
@@ -328,11 +328,11 @@ class Control:
         return float(seconds) + float(microseconds) / 1e6
 
     def replicas(self, now: float | None = None) -> list[Replica]:
-        """Replicas that have not missed three beats; what is no heartbeat is skipped, and logged once."""
+        """Return the replicas that have not missed three beats; skip, and log once, a value that is no heartbeat."""
         return self.replicas_under(self.keys.replicas, self.time() if now is None else now)
 
     def replicas_under(self, key: str, now: float) -> list[Replica]:
-        """The same of those that beat under another key, such as that of an older version."""
+        """Return the replicas whose heartbeats are under `key`, such as the key of an older version."""
         raw: Any = self.client.zrangebyscore(
             key, now - REPLICA_DEAD_S, now + REPLICA_DEAD_S, withscores=True
         )
@@ -360,7 +360,7 @@ class Control:
     def forget_dead_replicas(
         self, now_s: float | None = None, after_s: float = REPLICA_FORGOTTEN_S
     ) -> int:
-        """Drop replicas silent for a day, or ahead of Redis' clock; a living one is back with its next beat."""
+        """Drop heartbeats older than a day or ahead of Redis' clock; a living replica returns with its next beat."""
         now_s = self.time() if now_s is None else now_s
         remove: Any = self.client.zremrangebyscore
         ahead = f"({now_s + REPLICA_DEAD_S!r}"
@@ -394,7 +394,7 @@ def _policy(server: "redis.Redis") -> str:
 
 
 def written_versions() -> dict[str, int]:
-    """Versions that this release's night writes of what replicas read, by format."""
+    """Return, by format, the versions that a night of this release writes and replicas read."""
     return {
         format_spec.name: format_spec.written
         for format_spec in FORMATS.values()
@@ -429,12 +429,12 @@ def demand_readers(
 
 
 def demand_readers_of_night(control: Control) -> None:
-    """Raises Refused unless every replica that beats reads what this release's night writes."""
+    """Raise Refused unless every live replica reads all formats that a night of this release writes."""
     demand_readers(control, written_versions(), f"a night of this release ({RELEASE}) writes")
 
 
 def _under_older_keys(control: Control) -> list[Replica]:
-    """Replicas that beat under keys of an older version within the window: this release's pointer is none to them."""
+    """Return live replicas that beat under keys of an older version; they cannot read this release's pointer."""
     found: list[Replica] = []
     now_s = control.time()
     for version in range(FORMATS[KEYS].oldest_readable, FORMATS[KEYS].written):

@@ -1,4 +1,4 @@
-"""The life of a generation: one table of what leads where, and what a history of releases means. Pure."""
+"""State machine of a generation: its transitions, and the ledger that a history of releases adds up to. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from cache.store.releases import MOVES, POINTED, Canary, Release
 
 
 class State(StrEnum):
-    """State of a generation, from `begun` to one of its ends."""
+    """State of a generation, from `begun` to a final one."""
 
     BEGUN = "begun"
     LOADED = "loaded"
@@ -24,7 +24,7 @@ class State(StrEnum):
 
 
 UNFINISHED: Final = frozenset({State.BEGUN, State.LOADED, State.VERIFIED})
-"""States of a generation on its way to being live."""
+"""States of a generation that may still become live."""
 
 
 def _stays(*states: State) -> dict[State | None, State]:
@@ -53,17 +53,17 @@ TRANSITIONS: Final[Mapping[str, Mapping[State | None, State]]] = {
     "abandon": _all_to(State.ABANDONED, None, *UNFINISHED, State.REFUSED, State.ABANDONED),
     "retire": _all_to(State.RETIRED, State.SUPERSEDED, State.RETIRED, *_REJECTED),
 }
-"""Action -> state of the generation it is about -> the state it leads to; what is not there is not allowed.
+"""Action -> state of the generation -> its next state; a missing entry means that the action is not allowed.
 
-None is a generation that nobody has begun.
+The state None is a generation that was never begun.
 """
 
 LEAVES: Final[Mapping[str, State]] = {
     "publish": State.SUPERSEDED, "restore": State.SUPERSEDED, "roll_back": State.ROLLED_BACK,
 }  # fmt: skip
-"""Action -> state of the generation that was live when another one takes its place.
+"""Action -> state of the formerly live generation when another one takes its place.
 
-A roll back also jumps over whatever was live after its target: all of that is rolled back.
+A roll back also jumps over all generations that were live after its target: they all become rolled back.
 """
 
 ALLOWED: Final[Mapping[str, frozenset[State]]] = {
@@ -74,11 +74,11 @@ ALLOWED: Final[Mapping[str, frozenset[State]]] = {
 
 
 VERB_BY_ACTION: Final = {"canary": "start a canary of"}
-"""Action -> words for it where its name is no verb."""
+"""Action -> verb phrase for messages, for actions whose name is no verb."""
 
 
 def remedy_of(action: str, generation: str, state: State | None) -> str:
-    """Remedy for an action that this state does not allow; empty where nothing can be done."""
+    """Return the remedy for an action that the state does not allow; empty if there is none."""
     run = "larder"
     go_back = f"; go back to it with `{run} roll-back --to {generation}`"
     verify = f"; run `{run} verify {generation}` first"
@@ -115,7 +115,7 @@ def remedy_of(action: str, generation: str, state: State | None) -> str:
 
 
 def demand(action: str, generation: str, state: State | None) -> None:
-    """Raises Conflict unless the state machine allows the action now; None = a generation nobody has begun."""
+    """Raise Conflict unless the state machine allows the action in this state; None: the generation was never begun."""
     if state not in TRANSITIONS[action]:
         allowed = ", ".join(sorted(ALLOWED[action]))
         verb = VERB_BY_ACTION.get(action, action.replace("_", " "))
@@ -130,7 +130,7 @@ def demand(action: str, generation: str, state: State | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Summary of the completed releases: who is live, who was superseded when, what must never come back.
+    """Summary of the completed releases: the live generation, the superseded ones, and those never to be used again.
 
     `live_epoch` is the epoch of the newest pointer written, a canary's included; `epoch` the newest of any record.
     `left_in`: the epoch of the move that took readers away; it orders what clocks (`superseded_at`) may not.

@@ -1,4 +1,4 @@
-"""Fresh events: what users did since a generation was made, and where each event stands in the stream of all.
+"""Events since a generation was made: interactions and attribute changes, each with its position in the stream.
 
 Start at `event`.
 """

@@ -22,9 +22,9 @@ _SEQUENCE_BITS: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Event: a user did something with an item, or something was told of a user alone, or of an item alone.
+    """Event: an interaction of a user with an item, or attributes of a user alone, or of an item alone.
 
-    `id` makes it idempotent: of two with the same `source` and id the second is none. `at_us` is when it happened,
+    `id` makes it idempotent: of two with the same `source` and id the second is ignored. `at_us` is when it happened,
     microseconds since 1970. `attributes` are values set for the user or the item. An item alone may bring `features` or
     a `vector` along, which make it answerable before a night knows it.
     """
@@ -48,7 +48,7 @@ class Event:
 
     @property
     def source(self) -> bytes:
-        """Id of the user whose event it is, else of the item: what it is bounded and told apart by."""
+        """Id of the event's user, else of its item, by which events are bounded and deduplicated."""
         raw = self.item if self.user is None else self.user
         return b"" if raw is None else raw
 
@@ -65,7 +65,7 @@ class Event:
         return {**self.features, **(self.attributes or {})}
 
     def to_bytes(self) -> bytes:
-        """JSON without what is not set."""
+        """Return JSON without unset fields."""
         json_fields: dict[str, Any] = {"id": self.id, "at_us": self.at_us}
         for name, raw in (("user", self.user), ("item", self.item)):
             if raw is not None:

@@ -62,7 +62,7 @@ class MergedHistory(NamedTuple):
 def merge_histories(
     published_histories: Sequence[TimedItems], events: Sequence[TimedItems], limit: int
 ) -> list[MergedHistory]:
-    """History of each user as a night groups rows, from what one published of them and the events behind its position.
+    """Merge the published history of each user with the events after its position, as a night groups rows.
 
     Of each user `published_histories` has the items oldest first, each once, with when it happened last; `events` are
     in the order of their positions. Rows are ordered by time, those of one time as they came; of an item that comes
@@ -106,11 +106,11 @@ def merge_histories(
 
 
 class EventInput(NamedTuple):
-    """Newer events of a user, and where the night's input of the user lies in its directory; -1: it has none.
+    """Newer events of a user, and the position of the user's nightly input in its directory; -1: no nightly input.
 
-    `caller_input` is what a caller sent of a user of whom the night has neither a record nor an input that the model
-    takes: it stands in for the night's, before the events. `values` are attributes that events set for the user. Items
-    of events that are among the `new_items` count as in the next night.
+    `caller_input` replaces the nightly input, before the events, for a user without a record and without an input that
+    the model takes. `values` are attributes that events set for the user. Items of events that are among the
+    `new_items` count as in the next night.
     """
 
     position: int
@@ -131,7 +131,7 @@ class EventPredictor:
     specs: Mapping[str, TowerSpec]
     tables: Mapping[str, Table]
     scorers: Mapping[Metric, Scorer]
-    """Items to be searched exactly, by metric; none where they take too much memory."""
+    """Exact search over the items, by metric; empty if the vectors take too much memory."""
     answers_without_history: bool
     """True if a night answers a user without a history by features alone."""
 
@@ -148,7 +148,7 @@ class EventPredictor:
         threads: int = 1,
         cores: Sequence[int] = (),
     ) -> Self | None:
-        """Opens the users' models in fp32, beside those of `predictor`; None where events change none of the tables."""
+        """Open the user models in fp32, besides those of `predictor`; None if newer events change no answers."""
         tables = {name: manifest.tables[name] for name in tables_changed(manifest)}
         tables = {name: table for name, table in tables.items() if predictor.supports(name)}
         if not tables or manifest.events is None:
@@ -172,7 +172,7 @@ class EventPredictor:
         return cls(exact, items, seen_items, limit, specs, tables, scorers, without)
 
     def supports(self, table: str) -> bool:
-        """True if newer events change what the table answers, and it can be computed here."""
+        """True if newer events change the table's answers and this predictor can compute them."""
         return table in self.tables
 
     def prepare_all(
@@ -286,7 +286,7 @@ class EventPredictor:
         return PreparedInput(table, history, features, -1, interacted_items, 0)
 
     def _base(self, event_input: EventInput) -> UserInput:
-        """The input without the events."""
+        """Return the user's input without the events."""
         if event_input.position >= 0 and event_input.caller_input is None:
             return self.seen_items.input_of(event_input.position)
         live_input = event_input.caller_input or LiveInput()
@@ -298,10 +298,10 @@ class EventPredictor:
 
 
 def tables_changed(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
-    """Tables of users whose answers a newer event changes, with the features that their models take.
+    """Return the user tables whose answers newer events change, with the features that their models take.
 
-    These are lists, and what comes from a history or from features. A vector that a user brought along stays as it is:
-    `GenerationEvents.changes` tells these users apart.
+    These are lists, and tables computed from a history or from features. A vector that a user brought along does not
+    change: `GenerationEvents.changes` tells these users apart.
     """
     features_by_table = {}
     for name, table in manifest.tables.items():
@@ -317,10 +317,10 @@ def tables_changed(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationEvents:
-    """Events as a generation has them: all up to position number `until_number`; tables whose answers others change.
+    """Events of a generation, up to position number `until_number`, and the tables whose answers later events change.
 
-    Of each table it tells the features that its model takes: attributes that a user's events set change no other's.
-    `predictor` is None without a working model. Lists of those who brought their vectors along are not computed.
+    `tables` lists for each table the features that its model takes: other attributes of a user change no answer.
+    `predictor` is None without a working model. Lists of users who brought their vectors along are not computed.
     """
 
     until_number: int
@@ -331,9 +331,9 @@ class GenerationEvents:
 
     @classmethod
     def of(cls, manifest: Manifest, namespace: str = "") -> Self | None:
-        """Events that a manifest tells of, without models; None where it tells of none of a namespace's stream.
+        """Build from a manifest, without models; None if it includes no events of the namespace's stream.
 
-        Without a namespace its own is meant.
+        An empty `namespace` means the manifest's own.
         """
         if manifest.events is None:
             return None
@@ -355,7 +355,7 @@ class GenerationEvents:
         threads: int = 1,
         cores: Sequence[int] = (),
     ) -> Self:
-        """The same with models in fp32, beside those of `predictor`, and warm."""
+        """Return a copy with warmed-up models in fp32, besides those of `predictor`."""
         exact = EventPredictor.open(
             manifest, root, items, seen_items, predictor, exact_bytes=exact_bytes, threads=threads, cores=cores
         )  # fmt: skip
@@ -370,7 +370,7 @@ class GenerationEvents:
         return None if self.item_tower is None else self.item_tower.inputs
 
     def computes(self, table: Table, position: int) -> bool:
-        """True if the table's answer for who is at this position (-1: nowhere) can be computed from newer events."""
+        """True if the table's answer for the user at this position (-1: none) can be computed from newer events."""
         if self.predictor is None or not self.predictor.supports(table.name):
             return False
         is_list_of_known = table.kind == "topk" and position >= 0
@@ -387,7 +387,7 @@ class GenerationEvents:
         )
 
     def changes(self, table: Table, position: int, seen_items: SeenItems | None) -> bool:
-        """True if newer events change what the table answers for the user at this position (-1: nowhere).
+        """True if newer events change the table's answer for the user at this position (-1: none).
 
         A night takes a vector that the user brought along as it is, whatever the user did.
         """

@@ -31,15 +31,15 @@ ITEM_TOWER: Final = "item_tower"
 """Name of the item tower among a manifest's models."""
 
 ITEM_VECTORS: Final = "item_vectors"
-"""Fact of a manifest: its items are a table of vectors beside the bundle, which takes a row for each new item."""
+"""Fact of a manifest: its items are a table of vectors besides the bundle, which takes a row for each new item."""
 
 NEW_VECTOR_ABS_MAX: Final = 65_504.0
 """Largest number of an item's vector that an event brought or made: scores far beyond all others would leave no list
 any precision."""
 
 TOWER_RETRIES_S: Final = (1.0, 8.0, 60.0)
-"""Seconds until an input on which the tower raised is tried again: memory and time-outs pass, what it cannot take never
-does. After the last of these it is refused."""
+"""Seconds until a retry of an input on which the tower raised: errors of memory and time pass, others never do. After
+the last retry it is refused."""
 
 _ENTITY_BYTES: Final = 180
 """Memory of an item besides its id and vector, about."""
@@ -47,7 +47,7 @@ _ENTITY_BYTES: Final = 180
 _NEW_ITEMS_AT_ONCE: Final = 256
 
 _OWN_ITEMS_LOOKED_AT: Final = 64
-"""Own items whose vectors tell if there is a bound: to read those of all would take long."""
+"""Own items whose vectors show whether there is a bound: reading all would take long."""
 
 _FIXED_ITEMS_MESSAGE: Final = (
     "the item tower of the live generation takes an item's index, so its items are those of the bundle: train or "
@@ -66,19 +66,19 @@ class NewItem(NamedTuple):
 
 
 class NewItemEvents:
-    """Items of events that have `features` or a `vector`, the newest `most` of them: what is oldest goes first.
+    """Items of events that have `features` or a `vector`, the newest `items_max` of them: the oldest are dropped first.
 
-    Positions only grow. The features themselves are values of `AttributeEvents`, where those set later count as well.
+    Positions only grow. The features themselves are values of `AttributeEvents`, where later ones count as well.
     """
 
     def __init__(self, items_max: int = sys.maxsize) -> None:
         self.size_bytes = 0
         self.last = 0
-        """Number of the newest position that was looked at."""
+        """Number of the newest position that was added."""
         self.version = 0
-        """Number of changes: who knows it as it was at this one knows all."""
+        """Number of changes made to the items so far; a copy with the same number is up to date."""
         self.evicted = 0
-        """Number of items that had to go for newer ones."""
+        """Number of items that were dropped to make room for newer ones."""
         self._items_max = items_max
         self._evicted_until = 0
         # In the order of the newest positions, newest last.
@@ -120,7 +120,7 @@ class NewItemEvents:
         return len(dropped_ids)
 
     def become(self, replacement: "NewItemEvents") -> None:
-        """Holds from now on what another one holds, which is given up with that."""
+        """Take over the contents of `replacement`, which must not be used afterwards."""
         self._item_by_raw, self.size_bytes, self.last = (
             replacement._item_by_raw,
             replacement.size_bytes,
@@ -130,7 +130,7 @@ class NewItemEvents:
         self.version += 1
 
     def put_before(self, earlier_events: "NewItemEvents") -> None:
-        """Adds what another one holds of earlier positions."""
+        """Add the items of `earlier_events`, of earlier positions, that are not among these."""
         newer_by_id = self._item_by_raw
         earlier = {
             raw: item for raw, item in earlier_events._item_by_raw.items() if raw not in newer_by_id
@@ -251,7 +251,7 @@ class NewItems:
         return np.array(numbers, np.int64)
 
     def up_to(self, position: int) -> Self:
-        """Those up to a position's number; their numbers stay."""
+        """Return only the new items up to the position number `position`; their own numbers do not change."""
         count = sum(item.number <= position for item in self.items)
         if count == len(self.items):
             return self
@@ -416,7 +416,7 @@ class NewItemInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewItemTower:
-    """Tower that makes vectors of new items as the night makes those of all, or none where these come with theirs."""
+    """Item tower that computes vectors of new items as the night does; without a tower, events carry the vectors."""
 
     inputs: NewItemInputs
     tower: AnyTower | None = None
@@ -524,7 +524,7 @@ class NewItemTower:
         )
 
     def _input(self, item: NewItem, values: Mapping[str, Any]) -> tuple[bytes, Any]:
-        """(what names the input, the input itself), the first empty where the models cannot take it."""
+        """Return (key of the item's input, the input itself); the key is empty where no model can take the item."""
         if self.inputs.features:
             features = features_with({}, values, self.inputs.features)
             if features is None:

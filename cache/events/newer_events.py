@@ -1,4 +1,4 @@
-"""Newer events that a process keeps in memory: of users, packed, and the newest values of attributes that they set."""
+"""In-memory store of newer events: events of users, packed, and the newest attribute values that events set."""
 
 import heapq
 import struct
@@ -17,13 +17,13 @@ from cache.model.input_preparation import check_features
 from cache.model.tower_spec import InputSpec
 
 ENTITIES_AT_ONCE: Final = 256
-"""Users, items or values between two yields of what is done in turns."""
+"""Users, items or values handled between two yields of a job that shares the event loop."""
 
 VALUES_MAX: Final = 64
-"""Attributes of one user or item that are kept, those set last: events of one must not make each slow to take in."""
+"""Attributes kept per user or item, those set last: many attributes must not make every next event slow to add."""
 
 _RECENT_ITEMS_MAX: Final = 4_096
-"""Items that are looked at one by one."""
+"""Items that are checked one by one."""
 
 _USER_BYTES: Final = 180
 """Memory of a user besides the id and the packed events, about."""
@@ -39,9 +39,9 @@ _VALUES_HEADER: Final = struct.Struct("<Q")
 
 
 class UserEvent(NamedTuple):
-    """Event of a user: item, when it happened (microseconds), and its position's number.
+    """Event of a user: item, time (microseconds), and position number.
 
-    The item is empty where the event set attributes of the user, whose values `AttributeEvents` has.
+    The item is empty if the event set attributes of the user, whose values `AttributeEvents` has.
     """
 
     item: bytes
@@ -50,29 +50,29 @@ class UserEvent(NamedTuple):
 
 
 class UserEvents:
-    """Events of users since some position; a probe for a user without any costs one look into a dictionary.
+    """Events of users since some position; a lookup for a user without events costs one dictionary access.
 
-    Positions only grow: an event that is not behind the last one is taken once, whoever tells it again.
+    Positions only grow: an event at or before the last position was added before and is ignored.
     """
 
     def __init__(self) -> None:
         self.size_bytes = 0
         self.last = 0
-        """Number of the newest position that was taken in."""
+        """Number of the newest position that was added."""
         self.complete_after_number = 0
-        """Number of the position behind which every event is here, up to the last."""
+        """Number of the position after which all events up to `last` are here."""
         self.packed: dict[bytes, bytes] = {}
-        """Events by user, for probes: with each event a user gets another object, and only then."""
+        """Packed events by user; a user's bytes object changes with each event of the user, and only then."""
 
     def __len__(self) -> int:
-        """Users that have any."""
+        """Return the number of users with events."""
         return len(self.packed)
 
     def __contains__(self, user: bytes) -> bool:
         return user in self.packed
 
     def add(self, position: Position, event: Event) -> bool:
-        """Takes the next event in; False for one that was there, True also where it changes nobody's input."""
+        """Add the next event; False if its position was added before, True even if it changes no user's input."""
         number = position.number
         if number <= self.last:
             return False
@@ -94,7 +94,7 @@ class UserEvents:
         return True
 
     def has_newer(self, user: bytes, number: int) -> bool:
-        """True if the user has an event behind this position's number."""
+        """True if the user has an event after this position number."""
         packed = self.packed.get(user)
         return (
             packed is not None
@@ -103,15 +103,15 @@ class UserEvents:
         )
 
     def has_newer_item(self, user: bytes, number: int) -> bool:
-        """True if one of the user's events behind this position's number is of an item."""
+        """True if one of the user's events after this position number has an item."""
         return any(event.item for event in self._backwards(user, number))
 
     def list_events_after(self, user: bytes, number: int) -> list[UserEvent]:
-        """Events of the user behind this position's number, in the order of their positions."""
+        """Return the user's events after this position number, in order."""
         return list(self._backwards(user, number))[::-1]
 
     def drop_until(self, number: int, users: Iterable[bytes] | None = None) -> int:
-        """Forgets events up to this position's number, of all or of some users; how many users have none left."""
+        """Forget events up to this position number, of all or of some users; return how many users have none left."""
         forgotten_count, self.complete_after_number = 0, max(self.complete_after_number, number)
         for user in list(self.packed) if users is None else users:
             if (previous_packed := self.packed.get(user)) is None:
@@ -131,11 +131,14 @@ class UserEvents:
         return forgotten_count
 
     def become(self, replacement: "UserEvents") -> None:
-        """Holds from now on what another one holds, which is given up with that; probes go on where they were."""
+        """Take over the contents of `replacement`, which must not be used afterwards; lookups go on meanwhile."""
         deque(self.become_in_turns(replacement), maxlen=0)
 
     def become_in_turns(self, replacement: "UserEvents") -> Iterator[None]:
-        """As `become`, some users between two yields. Until the end some have their old events, others the new ones."""
+        """Take over the contents of `replacement`, yielding every ENTITIES_AT_ONCE users.
+
+        Until the generator ends, some users have their old events and others the new ones.
+        """
         packed_by_user, coming = self.packed, replacement.packed
         for count, user in enumerate(
             [*packed_by_user, *(user for user in coming if user not in packed_by_user)], 1
@@ -154,7 +157,7 @@ class UserEvents:
         )
 
     def put_before(self, earlier_events: "UserEvents", users: Iterable[bytes]) -> None:
-        """Puts what another one holds of these users before their events here, which are all newer."""
+        """Prepend the earlier events of these users; all of them are older than the events here."""
         for user in users:
             earlier, newer_packed = earlier_events.packed[user], self.packed.get(user)
             self.packed[user] = earlier if newer_packed is None else earlier + newer_packed
@@ -163,7 +166,7 @@ class UserEvents:
             )
 
     def forget(self, user: bytes) -> None:
-        """Forgets a user's events, for one who was erased."""
+        """Forget the events of an erased user."""
         packed = self.packed.pop(user, None)
         if packed is not None:
             self.size_bytes -= _USER_BYTES + len(user) + len(packed)
@@ -181,7 +184,7 @@ class UserEvents:
 
 
 class AttributeValue(NamedTuple):
-    """Value that an event set: of which item or user, of which attribute; None clears it."""
+    """Attribute value that an event set, with its item or user; None clears the attribute."""
 
     raw: bytes
     attribute: str
@@ -189,14 +192,14 @@ class AttributeValue(NamedTuple):
 
 
 class NewerValues(NamedTuple):
-    """Values set behind one position and up to another, both by number, still packed: for any thread."""
+    """Values set between two positions, by number, still packed: usable in any thread."""
 
     after: int
     until_number: int
     packed: tuple[tuple[bytes, bytes], ...] = ()
 
     def values(self) -> Iterator[AttributeValue]:
-        """The values, entities in the order of their newest positions."""
+        """Yield the values; entities come in the order of their newest positions."""
         for raw, packed in self.packed:
             if _newest_number(packed) <= self.after:
                 continue
@@ -205,43 +208,43 @@ class NewerValues(NamedTuple):
 
 
 class ValuesOfItems(NamedTuple):
-    """Values of items set behind one position, by number, still packed: for any thread."""
+    """Values of items set after a position, by number, still packed: usable in any thread."""
 
     after: int
     packed: Mapping[bytes, bytes]
 
     def of(self, raw: bytes) -> dict[str, Any]:
-        """Those of one item by attribute; none of an item that is not among them."""
+        """Return an item's values by attribute; empty for an item without any."""
         packed = self.packed.get(raw)
         return {} if packed is None else _values_after(packed, self.after)
 
 
 class AttributeEvents:
-    """Newest values by item and by user; a probe for a user without any costs one look into a dictionary.
+    """Newest attribute values of items and users; a lookup for one without values costs one dictionary access.
 
-    Positions only grow. Beyond VALUES_MAX the oldest values of an entity go; whoever adds bounds the memory of all.
+    Positions only grow. Beyond VALUES_MAX the oldest values of an entity are dropped; callers bound the total memory.
     """
 
     def __init__(self) -> None:
         self.size_bytes = 0
         self.last = 0
-        """Number of the newest position that was looked at."""
+        """Number of the newest position that was added."""
         self.complete_after_number = 0
-        """Number of the position behind which every value is here, up to the last, but for those that went."""
+        """Number of the position after which all values up to `last` are here, but for those dropped."""
         self.newest_item = 0
         """Number of the newest position that set a value of an item."""
         self.refusals = 0
-        """Number of events for which older values of their entity went."""
+        """Number of events for which older values of their entity were dropped."""
         # Each in the order of the newest positions, newest last.
         self._items: dict[bytes, bytes] = {}
         self._users: dict[bytes, bytes] = {}
 
     def __len__(self) -> int:
-        """Items and users that have any."""
+        """Return the number of items and users with values."""
         return len(self._items) + len(self._users)
 
     def add(self, position: Position, event: Event) -> bool:
-        """Takes the next event in; False for one that was there, True also where it sets nothing."""
+        """Add the next event; False if its position was added before, True even if it sets no value."""
         number = position.number
         if number <= self.last:
             return False
@@ -268,7 +271,7 @@ class AttributeEvents:
         return True
 
     def items_since(self, number: int) -> NewerValues:
-        """Values of items set behind this position; their cost here is small, however many there are."""
+        """Return the values of items set after this position; the cost is small, however many there are."""
         until_number = max(number, self.newest_item)
         newer_values: list[tuple[bytes, bytes]] = []
         for raw, packed in islice(reversed(self._items.items()), _RECENT_ITEMS_MAX):
@@ -279,28 +282,28 @@ class AttributeEvents:
         return NewerValues(number, until_number, tuple(self._items.items()))
 
     def of_user(self, user: bytes, number: int) -> dict[str, Any]:
-        """Values of a user set behind this position, by attribute."""
+        """Return the user's values set after this position, by attribute."""
         packed = self._users.get(user)
         return {} if packed is None else _values_after(packed, number)
 
     def of_items(self, items: Iterable[bytes], number: int) -> "ValuesOfItems":
-        """Values of some items set behind this position."""
+        """Return the values of some items set after this position."""
         packed_by_item = self._items
         return ValuesOfItems(
             number, {raw: packed_by_item[raw] for raw in items if raw in packed_by_item}
         )
 
     def items_among(self, items: frozenset[bytes]) -> set[bytes]:
-        """Items among these that have values."""
+        """Return the ids among `items` for which events set values."""
         return self._items.keys() & items
 
     def newest_of_user(self, user: bytes) -> int:
-        """Number of the newest position that set a value of the user; 0 for none."""
+        """Return the number of the newest position that set a value of the user; 0 for none."""
         packed = self._users.get(user)
         return 0 if packed is None else _newest_number(packed)
 
     def all_values(self, kind: str, number: int) -> dict[bytes, dict[str, Any]]:
-        """Values set behind this position, of the entities of one kind, `item` or `user`."""
+        """Return the values set after this position, of the entities of one kind, `item` or `user`."""
         of_kind = self._items if kind == "item" else self._users
         return {
             raw: _values_after(packed, number)
@@ -309,7 +312,7 @@ class AttributeEvents:
         }
 
     def drop_until(self, number: int, entities_max: int = sys.maxsize) -> int:
-        """Forgets at most `entities_max` entities without a value after this position; returns their number."""
+        """Forget at most `entities_max` entities without a value after this position; return their number."""
         forgotten_count, self.complete_after_number = 0, max(self.complete_after_number, number)
         for of_kind in (self._items, self._users):
             old: list[bytes] = []
@@ -323,7 +326,7 @@ class AttributeEvents:
         return forgotten_count
 
     def become(self, replacement: "AttributeEvents") -> None:
-        """Holds from now on what another one holds, which is given up with that."""
+        """Take over the contents of `replacement`, which must not be used afterwards."""
         self._items, self._users = replacement._items, replacement._users
         self.size_bytes, self.last = replacement.size_bytes, replacement.last
         self.newest_item, self.complete_after_number = (
@@ -333,11 +336,11 @@ class AttributeEvents:
         self.refusals = max(self.refusals, replacement.refusals)
 
     def put_before(self, earlier_events: "AttributeEvents") -> None:
-        """Adds what another one holds of earlier positions: of an attribute that has a value here, this one counts."""
+        """Add the values of `earlier_events`, which has earlier positions; values set here win."""
         deque(self.put_before_in_turns(earlier_events), maxlen=0)
 
     def put_before_in_turns(self, earlier_events: "AttributeEvents") -> Iterator[None]:
-        """As `put_before`, some entities between two yields; nothing else may be taken in before the end."""
+        """Add the values of `earlier_events`, yielding between batches of entities; add no event before the end."""
         items = yield from self._put_before(self._items, earlier_events._items)
         users = yield from self._put_before(self._users, earlier_events._users)
         self._items, self._users = items, users
@@ -347,7 +350,7 @@ class AttributeEvents:
     def _put_before(
         self, packed_by_id: dict[bytes, bytes], earlier: dict[bytes, bytes]
     ) -> Generator[None, None, dict[bytes, bytes]]:
-        """Both in the order of their newest positions, which each of them has already."""
+        """Merge two mappings, each already in the order of its newest positions, into one in that order."""
         if not earlier:
             return packed_by_id
         only_earlier = ((raw, packed) for raw, packed in earlier.items() if raw not in packed_by_id)
@@ -371,7 +374,7 @@ class AttributeEvents:
         return merged
 
     def forget(self, kind: str, raw: bytes) -> None:
-        """Forgets the values of an item or a user that was erased."""
+        """Forget the values of an erased item or user."""
         self._forget(self._items if kind == "item" else self._users, raw)
 
     def _forget(self, of_kind: dict[bytes, bytes], raw: bytes) -> None:
@@ -390,9 +393,9 @@ def _unpack_values(packed: bytes) -> dict[str, list[Any]]:
 
 
 def _pack_values(number: int, numbered_values: dict[str, list[Any]]) -> bytes:
-    """Values of one entity, whose newest position has this number; of more than VALUES_MAX the newest.
+    """Pack the values of one entity, whose newest position has this number; keep the newest VALUES_MAX.
 
-    Which these are depends on the stream alone, not on how far back a process has read it: replicas agree.
+    The choice depends on the stream alone, not on how far back a process has read it: replicas agree.
     """
     if len(numbered_values) > VALUES_MAX:
         newest_values = heapq.nlargest(
@@ -417,10 +420,10 @@ def _values_after(packed: bytes, number: int) -> dict[str, Any]:
 def features_with(
     published: Mapping[str, Any], values: Mapping[str, Any], inputs: Sequence[InputSpec]
 ) -> dict[str, FeatureValue] | None:
-    """Features by column, as callers send them; None where the model lacks one of its inputs, as a night would say.
+    """Merge published and newer values into features by column; None if an input of the model is missing.
 
     `published` is the user's row of the generation, `values` what `AttributeEvents.of_user` has behind its position;
-    `inputs` are the feature inputs of the model. A value that an input cannot take counts as none.
+    `inputs` are the feature inputs of the model. A value that an input cannot take counts as missing, as in a night.
     """
     feature_by_column: dict[str, FeatureValue] = {}
     for input_spec in inputs:
@@ -434,7 +437,7 @@ def features_with(
 
 
 def takes_any_attribute(values: Mapping[str, Any], inputs: Sequence[InputSpec]) -> bool:
-    """True if a model takes one of these attributes: then a user with newer values is one with newer events."""
+    """True if the model takes one of these attributes, so that their newer values count as newer events."""
     return any(input_spec.column in values for input_spec in inputs)
 
 

@@ -68,8 +68,8 @@ return told
 neither."""
 
 ACCEPT_SCRIPT_AT_MAXMEMORY: Final = "#!lua flags=allow-oom" + ACCEPT_SCRIPT
-"""The same for the inbox, at a full memory, too: else nothing would ever empty it. The stream's bound holds all the
-same, and entries that were accepted are deleted right after."""
+"""ACCEPT_SCRIPT for the inbox, run even at Redis' maxmemory: otherwise nothing would ever empty the inbox. The stream's
+bound still holds, and accepted entries are deleted right after."""
 
 
 class StreamBounds(NamedTuple):
@@ -96,7 +96,7 @@ class PackedEvent(NamedTuple):
 
 
 def pack_event(keyspace: Keyspace, event: Event) -> PackedEvent:
-    """Packs an event; that of a batch takes milliseconds, in any thread."""
+    """Return an event packed for the stream; may run in any thread, as packing a batch takes milliseconds."""
     # A user and an item may have one id, and an id may hold any byte: the kind and the length tell them apart.
     kind = b"i" if event.user is None else b"u"
     source = kind + len(event.source).to_bytes(2, "big") + event.source
@@ -121,7 +121,7 @@ def accept_call(
 
 
 def read_outcomes(replies: Sequence[bytes]) -> list[Accepted]:
-    """Outcomes from what the script replied."""
+    """Parse the script's replies to outcomes."""
     return [
         Accepted(None, reply.decode()) if reply in (b"repeated", b"too_many") else Accepted(Position.parse(reply))
         for reply in replies
@@ -141,9 +141,9 @@ def note_taken(store: ArtefactStore, position: Position) -> None:
 
 
 def read_taken(store: ArtefactStore) -> Position:
-    """The position up to which nights have taken events over, `BEGINNING` before any.
+    """Return the position up to which nights have taken events over, `BEGINNING` before any.
 
-    Raises StoreError, and CorruptArtefact for what is none.
+    Raises StoreError, and CorruptArtefact for a malformed file.
     """
     raw = store.read(TAKEN_FILE)
     try:

@@ -45,7 +45,7 @@ _EXACT_MAX: Final = 2**53
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 _Parsed = tuple[Any, str | None]
-"""Value as it is kept, and why there is none."""
+"""(value in the form that the column keeps, reason why the column cannot hold the value); None for either."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +132,7 @@ class ItemAttributes:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Kind of each attribute, as refusals tell them."""
+        """Kinds of the attributes, for refusals."""
         return {name: column.kind for name, column in sorted(self.columns.items())}
 
 
@@ -176,7 +176,7 @@ class ItemValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedColumns:
-    """Attributes with the values set, the names of those that differ from before, and what could not be kept.
+    """Item attributes after a set of values, with the names of the changed attributes and the values that do not fit.
 
     A value that its attribute cannot hold leaves the item without that attribute, as in the table of a night.
     """
@@ -215,7 +215,7 @@ def set_item_values(attributes: ItemAttributes, values: Iterable[ItemValue]) -> 
 def attributes_of_new_items(
     attributes: ItemAttributes, values: Sequence[Mapping[str, Any]]
 ) -> ItemAttributes:
-    """Columns of the same attributes for items that are none of these, with a row for the values of each."""
+    """Return columns of the same attributes for new items only, a row for each mapping in `values`."""
     count = len(values)
     blank = {name: _blank_column(column.kind, count) for name, column in attributes.columns.items()}
     item_values = [
@@ -239,7 +239,7 @@ def _blank_column(kind: AttributeKind, count: int) -> AttributeColumn:
 def _parse_values(
     kind: AttributeKind, value_by_ordinal: Mapping[int, Any]
 ) -> tuple[dict[int, Any], dict[str, list[int]]]:
-    """(what an attribute of this kind holds of the values, ascending by ordinal; ordinals by why theirs is unfit)."""
+    """Return (parsed values by ordinal, ascending; ordinals of the values that do not fit the kind, by reason)."""
     parsed_by_ordinal: dict[int, Any] = {}
     ordinals_by_reason: dict[str, list[int]] = {}
     for ordinal in sorted(value_by_ordinal):
@@ -344,7 +344,7 @@ _SETTERS: Final[Mapping[AttributeKind, Callable[[AttributeColumn, Mapping[int, A
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TextCodes:
-    """Codes of texts to be set: those of the names there are, and behind these the new ones, ascending."""
+    """Codes of the texts to be set in a column: known texts keep their code, new texts get the codes behind these."""
 
     names: Names
     codes: Mapping[bytes, int]

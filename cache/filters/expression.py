@@ -1,4 +1,4 @@
-"""Filter expressions: read from JSON within bounds, whatever is wrong refused with its place. Pure."""
+"""Parser of filter expressions: JSON within bounds; an error names the path of the wrong part. Pure."""
 
 import math
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ Comparison = Literal["==", "in", "<", "<=", ">", ">=", "contains", "exists"]
 Scalar = str | int | float | bool
 
 DEPTH_MAX: Final = 8
-"""Combinations inside one another."""
+"""Levels of nested combinations."""
 NODES_MAX: Final = 32
 """Comparisons and combinations of one filter: each is a pass over all items."""
 VALUES_MAX: Final = 1_000
-"""Values that a filter compares with, in all."""
+"""Values of all comparisons of a filter together."""
 TEXT_BYTES_MAX: Final = 256
 """Bytes of the UTF-8 of a value or a name."""
 
@@ -27,14 +27,14 @@ _NUMBER_MAX: Final = 2**53
 
 
 class InvalidFilter(InvalidInput):
-    """A filter that is none, is too large, or does not fit the attributes; `details["field"]` is the place in it."""
+    """A filter is malformed, too large, or does not fit the attributes; `details["field"]` is the wrong part's path."""
 
     code = "invalid_filter"
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonNode:
-    """Comparison of an attribute with `values` (one, but for `in`; none for `exists`); `field_path` is for messages."""
+    """Comparison of an attribute with `values` (one, several for `in`, none for `exists`); errors name `field_path`."""
 
     operator: Comparison
     attribute: str
@@ -44,7 +44,7 @@ class ComparisonNode:
 
 @dataclass(frozen=True, slots=True)
 class CombinationNode:
-    """Combination of expressions that all must hold, of which one must, or of one that must not."""
+    """Combination of expressions: `and`, `or`, or `not` of one."""
 
     operator: Literal["and", "or", "not"]
     parts: tuple["Expression", ...]
@@ -55,14 +55,14 @@ Expression = ComparisonNode | CombinationNode
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Expression, and the bytes by which equal ones are known."""
+    """Expression of a filter, and bytes that are equal for equal filters."""
 
     root: Expression
     key: bytes
 
     @property
     def attributes(self) -> frozenset[str]:
-        """Names of the attributes that it compares."""
+        """Names of the attributes that the filter compares."""
         return frozenset(_names_in(self.root))
 
 
@@ -75,9 +75,9 @@ def _names_in(expression: Expression) -> Iterator[str]:
 
 
 def read_filter(value: object) -> Filter:
-    """Reads a JSON value, such as `{"and": [{"<": ["price", 20]}, {"not": {"in": ["brand", ["x", "y"]]}}]}`.
+    """Parse a JSON value, such as `{"and": [{"<": ["price", 20]}, {"not": {"in": ["brand", ["x", "y"]]}}]}`.
 
-    Raises InvalidFilter; the place is a path from the filter on, such as `and[1].not`, empty for the whole.
+    Raises InvalidFilter with the path of the wrong part, such as `and[1].not`; empty for the whole filter.
     """
     reader = _FilterReader()
     root = reader.read(value, "", 0)
@@ -85,7 +85,7 @@ def read_filter(value: object) -> Filter:
 
 
 class _FilterReader:
-    """Counts of what one filter has so far."""
+    """Parser of one filter, with the counts that its bounds need."""
 
     def __init__(self) -> None:
         self.nodes = self.values = 0

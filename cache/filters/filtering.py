@@ -1,4 +1,4 @@
-"""Filtering of one generation: masks of what passes, kept within bytes, and the best of it for a vector."""
+"""Filters over the items of one generation: cached masks of the items that pass, and the best of these for a vector."""
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -59,10 +59,10 @@ _COMPARED: Final[Mapping[str, Callable[[Any, Any], Mask]]] = {
 }  # fmt: skip
 
 _MASK_OVERHEAD_BYTES: Final = 1_024
-"""Bytes that an entry takes beside its bits: its key, and the objects around both."""
+"""Bytes of an entry besides its bits: its key, and the objects around both."""
 
 _TEXTS_COST: Final = 20
-"""Cost of one of several texts of an item, beside a number that is compared."""
+"""Cost of one of several texts of an item, relative to comparing a number."""
 
 _DIRECTLY_RANKED_MAX: Final = 512
 """Items that are ranked without a look at which may matter."""
@@ -109,7 +109,7 @@ class FilterMask:
         return mask
 
     def followed_by(self, appended_mask: "FilterMask", items: int) -> "FilterMask":
-        """These of `items` items, and behind them what passes of others, whose numbers go on from there."""
+        """Return this mask of `items` items with the mask of further items appended, numbered from `items` on."""
         full_byte_count = items >> 3
         last = np.unpackbits(self.bits[full_byte_count:], count=items & 7, bitorder="little")
         more = np.unpackbits(appended_mask.bits, bitorder="little")
@@ -141,7 +141,7 @@ class Masks:
         return None if cached_mask is None else cached_mask[0]
 
     def carry_over(self, attributes: ItemAttributes, changed_attributes: Set[str]) -> "Masks":
-        """Masks over other columns, which keep what is known of filters that compare none of the changed ones."""
+        """Return masks over other columns, with the cached masks of filters that compare no changed attribute."""
         masks = Masks(attributes, int(self._cached_masks.maxsize))
         with self._lock:
             for key, cached_mask in self._cached_masks.items():
@@ -173,7 +173,7 @@ def mask_cost(expression: Expression, attributes: ItemAttributes) -> int:
 
 
 def mask_of(expression: Expression, attributes: ItemAttributes) -> Mask:
-    """Mask bool [items] of what passes; an item without the attribute passes no comparison."""
+    """Return a mask bool [items] of the items that pass; an item without the attribute passes no comparison."""
     if isinstance(expression, ComparisonNode):
         return _comparison_mask(expression, attributes)
     return _combined_mask(expression, [mask_of(part, attributes) for part in expression.parts])
@@ -324,7 +324,7 @@ class SubsetSearch:
     def _candidates(
         self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric
     ) -> NDArray[np.int64]:
-        """Those that the rounding of a product may put among the best k; all where numbers are out of bounds."""
+        """Return the ordinals that may be among the best k given rounding; all where numbers are out of bounds."""
         kernel_arguments = (
             np.ascontiguousarray(vector, np.float32),
             self._vectors,
@@ -400,7 +400,7 @@ class Filtering:
         return cls(ItemAttributes.open(root, manifest), items.vectors, declared=declared)
 
     def changed_by(self, values: Iterable[ItemValue]) -> tuple[Self, ChangedColumns]:
-        """Filtering with values of some items set anew, and what came of them; this one where nothing differs."""
+        """Return a filtering with these item values set, and the columns that changed; itself where none changed."""
         changed_columns = set_item_values(self.attributes, values)
         if not changed_columns.changed_attributes:
             return self, changed_columns

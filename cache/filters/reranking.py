@@ -1,4 +1,4 @@
-"""Re-ranking of candidates: scores of some raised or lowered, then a bound on how much alike neighbours are. Pure."""
+"""Re-ranking of candidates: boosts of scores, then a bound on the likeness of an answer's items. Pure."""
 
 import math
 from collections import Counter
@@ -16,7 +16,7 @@ from cache.filters.expression import TEXT_BYTES_MAX, Filter, InvalidFilter, read
 from cache.filters.filtering import FilterMask, unknown_attribute
 
 BOOSTS_MAX: Final = 8
-"""Boosts of one request: each has a filter."""
+"""Boosts of one request; each has a filter."""
 
 _FIELDS: Final = ("boost", "diversify")
 _BOOST_FIELDS: Final = ("filter", "factor")
@@ -24,14 +24,14 @@ _DIVERSIFY_FIELDS: Final = ("attribute", "most", "mmr")
 
 
 class InvalidReranking(InvalidInput):
-    """A re-ranking that is none or out of range; `details["field"]` is the place in it."""
+    """A re-ranking is malformed or out of range; `details["field"]` is the path of the wrong part."""
 
     code = "invalid_rerank"
 
 
 @dataclass(frozen=True, slots=True)
 class Boost:
-    """Factor of the scores of what passes a filter; scores below zero are divided by it."""
+    """Factor for the scores of the items that pass a filter; scores below zero are divided by it."""
 
     filter: Filter
     factor: float
@@ -52,26 +52,26 @@ class Diversify:
 
 @dataclass(frozen=True, slots=True)
 class Reranking:
-    """Boosts, and what comes after them."""
+    """Boosts of a request, and the bound on likeness that is applied after them."""
 
     boosts: tuple[Boost, ...] = ()
     diversify: Diversify | None = None
 
     @property
     def is_heavy(self) -> bool:
-        """True if it takes a product with the candidates for each item chosen."""
+        """True if it takes a product with all candidates for each chosen item."""
         return self.diversify is not None and self.diversify.mmr is not None
 
     @property
     def named(self) -> str:
-        """Names of its parts, for the answer."""
+        """Names of the parts for the answer: `boost`, `diversify` or `boost+diversify`."""
         return "+".join(
             (("boost",) if self.boosts else ()) + (("diversify",) if self.diversify else ())
         )
 
 
 def read_reranking(value: object, boost_max: float) -> Reranking:
-    """Reads a JSON value, such as `{"boost": [{"filter": {...}, "factor": 2}], "diversify": {"mmr": 0.7}}`.
+    """Parse a JSON value, such as `{"boost": [{"filter": {...}, "factor": 2}], "diversify": {"mmr": 0.7}}`.
 
     Factors are within 1 / `boost_max` to `boost_max`. Raises InvalidReranking, or InvalidFilter for a boost's filter.
     """
@@ -151,7 +151,7 @@ def _refused(message: str, path: str, **details: object) -> InvalidReranking:
 
 
 def below(error: InvalidFilter, path: str) -> InvalidFilter:
-    """The same refusal, of a filter that stands at `path`."""
+    """Return a copy of the error whose field starts with `path`, for a filter nested at that path."""
     inner = error.details.get("field")
     details = error.details | {"field": path if inner is None else f"{path}.{inner}"}
     return type(error)(error.message, **details)
@@ -181,7 +181,7 @@ class Reranker:
     def rerank(
         self, ordinals: NDArray[np.uint32], scores: NDArray[np.float32], k: int
     ) -> NDArray[np.int64]:
-        """Places int64 of at most k of the candidates, in their new order; these come best first."""
+        """Return positions int64 of at most k candidates in their new order; the candidates come best first."""
         boosted = scores.astype(np.float64)
         for filter_mask, factor in self._boosts:
             mask = filter_mask.among(ordinals)
@@ -207,7 +207,7 @@ def _least_alike(
     room: "_ValueQuota",
     k: int,
 ) -> list[int]:
-    """Places of at most k, each the best by its relevance less its likeness to one before it."""
+    """Choose at most k positions by maximal marginal relevance: relevance less likeness to the items chosen before."""
     worth, likeness = weight * relevance, np.zeros(len(units), np.float32)
     chosen_positions: list[int] = []
     for _ in range(len(units)):
@@ -233,7 +233,7 @@ class _ValueQuota:
         self._counts: Counter[Any] = Counter()
 
     def try_add(self, position: int) -> bool:
-        """True, and counted, if none of the item's values is full."""
+        """Count the item if none of its values has reached the limit; return whether it was counted."""
         if self._column is None:
             return True
         values = _values(self._column, self._ordinals[position])
@@ -265,13 +265,13 @@ def _column(diversify: Diversify, attributes: ItemAttributes | None) -> Attribut
 
 
 def _scaled(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scores from 0 to 1; all 1 where they are the same."""
+    """Scale scores to 0 to 1; all become 1 if they are equal."""
     span = np.ptp(scores) if len(scores) else 0.0
     return (scores - scores.min()) / span if span > 0 else np.ones_like(scores)
 
 
 def _units(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Vectors at length 1, those of length 0 as they are: like nothing."""
+    """Scale vectors to length 1; vectors of length 0 stay zero and are like no other."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     units: NDArray[np.float32] = np.zeros_like(vectors)
     np.divide(vectors, lengths, out=units, where=lengths > 0)

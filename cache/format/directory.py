@@ -15,9 +15,9 @@ from cache.native import loader, pure
 
 
 def map_file(path: Path, dtype: str, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-    """A file as a read-only array in shared memory; a plain array, since every access to a memmap costs more.
+    """Map a file as a read-only array in shared memory; a plain array, since every access to a memmap costs more.
 
-    Without a shape, an empty file, which nobody can map, is no values.
+    Without a shape, an empty file, which cannot be mapped, gives an empty array.
     """
     if shape is None and not path.stat().st_size:
         return np.empty(0, dtype)

@@ -21,7 +21,7 @@ ModelIndices = NewType("ModelIndices", NDArray[np.int64])
 """Positions in a bundle's own vocabulary; -1 = the model does not know the item."""
 
 ONE_WIDTH_BYTES_MAX = 61
-"""Bytes of the longest id kept at one width: beyond it, too much of what is gathered would be padding."""
+"""Bytes of the longest id kept at one width: beyond it, most gathered bytes would be padding."""
 
 TEXT_ROWS_MAX = 1 << 18
 """Number of texts that a TextTable keeps, at most 16 MB; when it is exceeded, it is emptied and starts again."""

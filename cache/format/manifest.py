@@ -1,4 +1,4 @@
-"""The manifest: everything there is to know about one generation, and its files, as one immutable value. Pure."""
+"""Manifest of a generation: its tables, files, models, filters and facts as one immutable value. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -19,25 +19,25 @@ AttributeKind = Literal["text", "texts", "number", "flag", "time"]
 EntityKind = Literal["user", "item"]
 
 MANIFEST_FORMAT: Final = FORMATS[MANIFEST].written
-"""Version of the manifest's fields and of the files it lists; that of the records in the pages is their own."""
+"""Version of the manifest's fields and of the files it lists; the records in the pages have a version of their own."""
 
 WITH_WEIGHTS: Final = 2
-"""Version of a manifest in which a model has weights beside it."""
+"""Version of a manifest with a model whose weights are in a second file."""
 
 WITH_ATTRIBUTES: Final = 3
 """Version of a manifest whose items have attributes."""
 
 WITH_FILTERS: Final = 4
-"""Version of a manifest that declares filters, or has facets."""
+"""Version of a manifest with named filters or facets."""
 
 WITH_EVENTS: Final = 5
-"""Version of a manifest that says which events it has, and has its users' inputs."""
+"""Version of a manifest that says which events the generation includes, and lists the users' inputs."""
 
 FEATURED_USERS: Final = "featured_users"
-"""Fact of a manifest, true where users whom the feature table alone names were computed."""
+"""Fact of a manifest that is true if users who appear only in the feature table were computed."""
 
 FACET: Final = "facet."
-"""Beginning of the name of a facet's entity set, its values; the table's own name follows."""
+"""Prefix of the entity set of a facet's values; the table's name follows."""
 
 GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
 """Generation id: `data_until` in UTC, then a digest of configuration, bundle and inputs."""
@@ -48,7 +48,7 @@ CUT_CHARS = len("20260131T000000Z")
 
 @dataclass(frozen=True, slots=True)
 class Artefact:
-    """File of a generation: path relative to its root, size in bytes and SHA-256.
+    """File of a generation: path relative to the generation's root, size in bytes and SHA-256.
 
     Raises ValueError for a path that could lead out of that root: files are fetched, written and hashed by it.
     """
@@ -70,7 +70,7 @@ class Artefact:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """Attribute of items as a column by ordinal; texts are codes into `names`, several of an item lie at `offsets`."""
+    """Attribute of items as a column by ordinal; texts are codes into `names`, `offsets` delimits lists of values."""
 
     kind: AttributeKind
     values: Artefact
@@ -79,7 +79,7 @@ class Attribute:
     name_offsets: Artefact | None = None
 
     def parts(self) -> dict[str, Artefact]:
-        """Files of the column, by their names here."""
+        """Return the files of the column by their field names."""
         file_by_name = {
             "values": self.values, "offsets": self.offsets, "names": self.names, "name_offsets": self.name_offsets,
         }  # fmt: skip
@@ -88,7 +88,7 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class ItemFiles:
-    """The item table: ids by ordinal, vectors, where the model keeps each item, and attributes by name."""
+    """Files of the item table: ids by ordinal, vectors, model index of each item, and attributes by name."""
 
     ids: Artefact
     offsets: Artefact
@@ -101,10 +101,10 @@ class ItemFiles:
 
 @dataclass(frozen=True, slots=True)
 class SeenPart:
-    """Items that the users of a shard had, in its directory's order: where each one's end (uint64), and ordinals.
+    """Histories of a shard's users, in the order of its directory: each user's end (uint64), and item ordinals.
 
     Oldest first. Where events are taken in, `times` (int64, microseconds since 1970) says when each happened last, and
-    `features`, with where each user's end (uint64), what the user tower was given besides, as JSON. Where users may
+    `features`, with each user's end (uint64), has the other inputs of the user tower, as JSON. Where users may
     bring a vector along, `brought` is 1 for each who did (uint8), else 0.
     """
 
@@ -117,22 +117,22 @@ class SeenPart:
 
     @classmethod
     def of(cls, files: Iterable[Artefact]) -> Self:
-        """Part of these files, each named by its ending, such as `seen/0000.ends`."""
+        """Build from files, each identified by its ending, such as `seen/0000.ends`."""
         return cls(**{file.path.rpartition(".")[2]: file for file in files})
 
     @property
     def files(self) -> list[Artefact]:
-        """Files that there are."""
+        """Files of the part that exist."""
         all_ = (self.ends, self.items, self.times, self.feature_ends, self.features, self.brought)
         return [file for file in all_ if file is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class EventsRead:
-    """Events that a generation has: those up to a position, and how many items of a history its models were given.
+    """Events that a generation includes: all up to a position; and the history length that its models were given.
 
-    `facets` has the attribute of each facet's table: events may set it anew. `namespace` is that of the stream that the
-    position is of; empty: the generation's own.
+    `facets` has the attribute of each facet's table: events may set it anew. `namespace` is the namespace of the
+    stream that the position belongs to; empty: the generation's own.
     """
 
     until: str
@@ -143,7 +143,7 @@ class EventsRead:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryPart:
-    """Shard of sorted hashes; `first_hash` is where the shard's range begins, not its first entity."""
+    """Shard of sorted hashes; `first_hash` is the start of the shard's range, not its first entity."""
 
     first_hash: int
     count: int
@@ -152,7 +152,7 @@ class DirectoryPart:
 
 @dataclass(frozen=True, slots=True)
 class EntitySet:
-    """All entities of one kind, or a facet's values, sorted by hash; tables of the same entity share it."""
+    """Entities of one kind, or a facet's values, sorted by hash; tables of the same entity share it."""
 
     name: str
     seed: int
@@ -173,7 +173,7 @@ class TablePart:
 
 @dataclass(frozen=True, slots=True)
 class Producer:
-    """Producer that computes a table's records when there is no stored one: its kind, model and index."""
+    """Producer of a table's records that are not stored: its kind, model and index."""
 
     kind: Literal["topk", "similar", "tower", "value", "none"]
     model: str | None = None
@@ -199,7 +199,7 @@ class Table:
 
     @property
     def is_facet(self) -> bool:
-        """True if its entities are values of an attribute, of which no model knows anything."""
+        """True if the entities are values of an attribute, which no model can compute."""
         return self.entity.startswith(FACET)
 
     @property
@@ -220,9 +220,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """An ONNX model of the generation; `spec` is what `cache.model.tower.TowerSpec` reads.
+    """ONNX model of the generation; `spec` is the JSON of a `cache.model.tower.TowerSpec`.
 
-    `weights` is the file of what `fp32` could not hold, if there is one; the int8 form never has any.
+    `weights` is the file of weights that `fp32` could not hold, if there is one; the int8 form never has one.
     """
 
     name: str
@@ -235,7 +235,7 @@ class Model:
 
     @property
     def fp32_files(self) -> tuple[Artefact, ...]:
-        """Files that it runs from in full precision."""
+        """Files of the model in full precision."""
         return (self.fp32,) if self.weights is None else (self.fp32, self.weights)
 
 
@@ -251,9 +251,9 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class NamedFilter:
-    """Filter that requests call by its name: the expression as they could send it.
+    """Named filter that requests refer to: the expression as a request could send it.
 
-    `tables` holds tables whose lists are the best of what passes, by the name of the table that is asked under it.
+    `tables` holds the lists made under this filter, by the name of the table that a request asks for.
     """
 
     expression: Mapping[str, Any]
@@ -339,7 +339,7 @@ class Manifest:
 
     @property
     def stored_tables(self) -> dict[str, Table]:
-        """All tables that have pages, by their own names: those that are asked, and those made under filters."""
+        """All tables with pages, by their own names: those that requests name, and those made under filters."""
         filtered_tables = [
             table
             for named_filter in self.filters.values()

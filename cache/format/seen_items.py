@@ -1,4 +1,4 @@
-"""Items that users had when the night was made, and what else it knew of them; mapped, by directory position."""
+"""Memory-mapped histories, times and features of users as of the night, by the user's directory position."""
 
 from dataclasses import dataclass
 from pathlib import Path

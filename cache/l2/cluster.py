@@ -44,10 +44,10 @@ from cache.l2.slots import (
 from cache.l2.tier import Keep, PipelinePart, RemoteConfig, RemoteTier
 
 REDIRECTS_MAX: Final = 3
-"""Times that a command is sent on: from a stale map to the old owner, from there to the new one, once more for luck."""
+"""Redirections that a command follows: from a stale map to the old owner, from there to the new one, and one more."""
 
 REFRESH_PAUSE_S: Final = 1.0
-"""Seconds between two looks at the slot map that somebody's trouble asks for: a dead node costs one look per second."""
+"""Seconds between two lookups of the slot map that errors ask for: a dead node costs one lookup per second."""
 
 _REMEMBERED_TABLES_MAX: Final = 16
 _NO_MAP_MESSAGE: Final = "no node of the Redis Cluster has told yet who serves which slot"
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class ClusterTier:
-    """Sends each command to the node that holds its key; a node that is down costs only the keys that it holds."""
+    """Data plane of a Redis Cluster: sends each command to its key's node; a dead node costs only its own keys."""
 
     def __init__(
         self,
@@ -71,21 +71,21 @@ class ClusterTier:
 
     @property
     def stats(self) -> DataPlaneStats:
-        """Counts of all nodes together, and the breaker of the one that is worst off."""
+        """Counts of all nodes together, and the worst of their breaker states."""
         return self.nodes.stats
 
     def submit(
         self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]
     ) -> asyncio.Future[T]:
-        """A future of what `keep` makes of the answers to at least one command, from the nodes that hold the keys."""
+        """Send at least one command to the nodes of the keys; return a future of `keep` applied to the answers."""
         return Scatter(commands, keep, self.nodes, self._slots, self._config.deadline_s).send()
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
-        """A future of the answer to `command`, from the node that holds the lease."""
+        """Send a command to the node that holds the lease; return a future of the answer."""
         return self.submit((command,), itemgetter(0))
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
-        """Stores each overlay; None where it was. A lease, on another node, says "done" once its answer is stored."""
+        """Store each overlay; return None for a success, else the error. Leases, on other nodes, are marked after."""
         if not writes:
             return []
         answers = await self.submit([write._replace(lease_mark=None) for write in writes], list)
@@ -100,18 +100,18 @@ class ClusterTier:
         return failures
 
     async def page(self, read: PageRead) -> bytes | None:
-        """A page or a part of it from the node that holds it, None where there is none; at leisure."""
+        """Read a page or a part of it from its node, None if there is none; no reader waits for this connection."""
         return await self.nodes.call_owner(self._slots.of_one(read), lambda tier: tier.page(read))
 
     def bound_s(self) -> float:
-        """Bound in seconds for a read that is sent now; what is redirected may take one deadline more."""
+        """Return the bound in seconds for a read sent now; a redirected one may take one deadline more."""
         deadline_s, tiers = self._config.deadline_s, self.nodes.tiers
         if not tiers:
             return deadline_for(2 * deadline_s + SECOND_LOOK_S, self._config.batch_commands_max)
         return deadline_s + max(tier.bound_s() for tier in tiers)
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
-        """99th percentile in ms of the slowest node's round trips of the last `within_s`; None when there were none."""
+        """Return the slowest node's 99th percentile in ms of round trips in the last `within_s`; None without any."""
         node_p99s_ms = [
             node_p99_ms
             for tier in self.nodes.tiers
@@ -120,27 +120,27 @@ class ClusterTier:
         return max(node_p99s_ms, default=None)
 
     async def connect_ahead(self) -> None:
-        """Opens a connection to each node before the first read comes; raises nothing."""
+        """Open a connection to each node before the first read; raises nothing."""
         with suppress(TierUnavailable):
             await self.nodes.ready()
         await asyncio.gather(*[tier.connect_ahead() for tier in self.nodes.tiers])
 
     async def aclose(self) -> None:
-        """Closes every connection; reads under way end as unavailable."""
+        """Close every connection; pending reads end as unavailable."""
         await self.nodes.aclose()
 
 
 def open_tier(
     config: RemoteConfig, keyspace: Keyspace, new_breaker: Callable[[], Breaker]
 ) -> DataPlane:
-    """The data plane that the URL of L2 asks for: of one server, or of a Redis Cluster."""
+    """Open the data plane for the URL of L2: of one server, or of a Redis Cluster."""
     if is_cluster(config.url):
         return ClusterTier(config, keyspace, new_breaker)
     return RemoteTier(config, keyspace, new_breaker())
 
 
 class Nodes:
-    """A registry of one tier per master, each with its own connections and breaker: a dead one holds up no other.
+    """Registry of one tier per master, each with its own connections and breaker: a dead one delays no other.
 
     The map is looked up again whenever a node redirects or fails; a redirection counts at once.
     """
@@ -162,45 +162,45 @@ class Nodes:
 
     @property
     def tiers(self) -> list[RemoteTier]:
-        """Tiers of all nodes that are known."""
+        """Tiers of all known nodes."""
         return list(self._tiers.values())
 
     @property
     def stats(self) -> DataPlaneStats:
-        """Stats of all nodes together, counts of those that left included: counters never fall."""
+        """Stats of all nodes together; counts of former nodes are included, so that counters never fall."""
         return sum((tier.stats for tier in self._tiers.values()), self._retired_stats)
 
     def of_slot(self, slot: int) -> RemoteTier | None:
-        """The tier of the node that serves a slot, None where that is not known."""
+        """Return the tier of the node that serves a slot, None if it is not known."""
         return self._owners[slot]
 
     def at(self, address: str) -> RemoteTier:
-        """The tier of the node at "host:port", which connects when it is first used."""
+        """Return the tier of the node at "host:port", which connects at first use."""
         tier = self._tiers.get(address)
         if tier is None:
             tier = self._tiers[address] = self._open(node_url(self._seeds[0], address))
         return tier
 
     def learn(self, slot: int, address: str) -> None:
-        """Records a redirection: the node at `address` serves this slot; looks at the map again soon."""
+        """Record a redirection: the node at `address` serves this slot; schedule a lookup of the map."""
         self._owners[slot] = self.at(address)
         self.refresh_soon()
 
     def refresh_soon(self) -> None:
-        """Look at the map again in the background, unless that was done within the last second."""
+        """Look up the map in the background, unless that was done within the last second."""
         now_s = asyncio.get_running_loop().time()
         if now_s - self._refreshed_at >= REFRESH_PAUSE_S and not self._is_closed:
             self._refresh()
 
     async def ready(self) -> None:
-        """Return once there is a map; raises TierUnavailable when no node tells one."""
+        """Wait until there is a map; raise TierUnavailable if no node returns one."""
         if not self._tiers:
             await self.refresh()
 
     async def call_owner(self, slot: int, call: Callable[[RemoteTier], Awaitable[T]]) -> T:
-        """The result of a call on the node that serves a slot, at leisure; raises TierUnavailable.
+        """Return the result of a call on the node that serves a slot, at leisure; raise TierUnavailable.
 
-        Once more after a look at the map if its keys are elsewhere by now.
+        A redirected call is repeated once after a lookup of the map.
         """
         await self.ready()
         try:
@@ -213,7 +213,7 @@ class Nodes:
         return await call(self._serving(slot))
 
     async def refresh(self) -> None:
-        """Look at the map now, together with whoever is looking already; TierUnavailable when no node tells it."""
+        """Look up the slot map now; concurrent calls share one lookup. Raise TierUnavailable if no node has a map."""
         if self._is_closed:
             raise TierUnavailable("this client was closed", reason="connection")
         await asyncio.shield(self._refresh())
@@ -249,7 +249,7 @@ class Nodes:
             task.exception()  # whoever awaits it is told; nobody else has to be
 
     async def _refresh_map(self) -> None:
-        """Adopts the first map without a gap, else the fullest: a node that came back empty knows only itself."""
+        """Adopt the first map without a gap, else the fullest: a node that came back empty knows only itself."""
         fullest_owners: Owners = {}
         # Those that are out of order last: each may cost a time-out.
         shuffled_tiers = sorted(self._tiers.items(), key=lambda _: random.random())
@@ -315,17 +315,17 @@ class ClusterControl(ControlPlane):
         self._listened = 0
 
     async def execute(self, *command: CommandArgument) -> Any:
-        """The reply of the control keys' node to a command."""
+        """Return the reply of the control keys' node to a command."""
         return await self._nodes.call_owner(self._home, lambda tier: tier.control.execute(*command))
 
     async def execute_all(self, commands: Sequence[tuple[CommandArgument, ...]]) -> list[Any]:
-        """Replies to all commands, for keys that lie with the control keys; the first refusal is raised."""
+        """Return the replies to all commands, whose keys must be in the control keys' slot; raise the first error."""
         return await self._nodes.call_owner(
             self._home, lambda tier: tier.control.execute_all(commands)
         )
 
     async def execute_on_servers(self, *command: CommandArgument) -> list[Any]:
-        """The reply of every node; TierUnavailable, not raised, of one without a reply."""
+        """Return the reply of every node; a node without a reply contributes a TierUnavailable, which is not raised."""
         await self._nodes.ready()
         requests = (tier.control.execute(*command) for tier in self._nodes.tiers)
         replies = await asyncio.gather(*requests, return_exceptions=True)
@@ -335,7 +335,7 @@ class ClusterControl(ControlPlane):
         return replies
 
     async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
-        """Messages of a channel from one node: every node passes them on; after an error the next is listened to."""
+        """Yield a channel's messages from one node, which relays those of all; after an error try the next node."""
         await self._nodes.ready()
         tiers = self._nodes.tiers
         tier = tiers[self._listened % len(tiers)]
@@ -346,21 +346,21 @@ class ClusterControl(ControlPlane):
 
 
 class CommandSlots:
-    """The slot of every command's key; a table's pages are remembered."""
+    """Slots of commands' keys; slots of a table's pages are cached."""
 
     def __init__(self, keys: Keyspace) -> None:
         self._keys = keys
         self._pages: dict[tuple[str, str], PageSlots] = {}
 
     def of(self, commands: Sequence[Command]) -> Iterable[int]:
-        """Slots of the commands' keys, in order."""
+        """Return the slots of the commands' keys, in order."""
         if isinstance(commands, PageReads):
             slot_of = self._table(commands.generation, commands.table).__getitem__
             return map(slot_of, commands.pages.tolist())
         return map(self.of_one, commands)
 
     def of_one(self, command: Command) -> int:
-        """Slot of one command's key."""
+        """Return the slot of one command's key."""
         if isinstance(command, PageRead):
             return self._table(command.generation, command.table)[command.page]
         if isinstance(command, OverlayRead | OverlayWrite):
@@ -380,9 +380,9 @@ class CommandSlots:
 
 
 class Scatter:
-    """A scatter that ends when the last node has answered or its own tier gave it up: each has its own deadline only.
+    """Commands scattered over nodes; ends when the last node has answered or hit its own deadline.
 
-    What a node redirects is sent on, `REDIRECTS_MAX` times at most and within `window_s` of the first one.
+    Redirected commands are sent on, at most `REDIRECTS_MAX` times and within `window_s` of the first redirection.
     """
 
     def __init__(
@@ -402,7 +402,7 @@ class Scatter:
         self._timer: asyncio.TimerHandle | None = None
 
     def send(self) -> "asyncio.Future[Any]":
-        """Sends each node its own commands; returns the future of what `keep` makes of the answers, awaits nothing."""
+        """Send each node its commands; return a future of `keep` applied to the answers, without awaiting."""
         groups: dict[RemoteTier | None, list[int]] = {}
         owner = self._nodes.of_slot
         for index, slot in enumerate(self._slots.of(self._commands)):
@@ -469,7 +469,7 @@ class Scatter:
             self._end()
 
     def _follow(self, indexes: Sequence[int], hop: int) -> None:
-        """Send on what was redirected; a node that failed makes its keys misses and the map worth a look."""
+        """Send redirected commands on; keys of a failed node become misses, and the map is looked up soon."""
         onward: dict[tuple[str, bool], list[int]] = {}
         for index in indexes:
             answer = self._answers[index]
@@ -491,7 +491,7 @@ class Scatter:
             )
 
     def _end(self) -> None:
-        """Ends with what there is; a command that is still on its way was not answered in time, or only redirected."""
+        """End with the answers so far; a command still under way counts as timed out or as redirected too often."""
         if self._timer is not None:
             self._timer.cancel()
         if sum(len(indexes) for indexes, _ in self._columns) == len(self._commands):

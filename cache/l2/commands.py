@@ -14,16 +14,16 @@ from cache.l2.errors import refused
 from cache.native import loader
 
 OVERLAY_COMMANDS: Final = 2
-"""Commands sent, and replies expected, for one `OverlayRead`: its life and its value."""
+"""Commands sent, and replies expected, for one `OverlayRead`: remaining life, and value."""
 
 LEASE_DONE_PREFIX = b"done:"
 """Prefix of the value of a lease whose answer is stored."""
 
 LEASE_GIVEN_BACK = b""
-"""Value of a lease whose leader got no answer, in its last millisecond."""
+"""Value of a lease whose leader gave up; it stays for one millisecond."""
 
 LEASE_DONE_MS = 2_000
-"""Milliseconds that a lease says "done": more than a process may take between missing an answer and asking to lead."""
+"""Milliseconds that a lease says "done": longer than the gap between a process's overlay miss and its lease request."""
 
 # Any value is only ever replaced by who has seen it. Removing would need a right (DEL) that would reach overlays too.
 _LEASE_SWAP_SCRIPT = b"""if redis.call('GET', KEYS[1]) == ARGV[1] then
@@ -47,7 +47,7 @@ _WRITES_MAX = 16
 
 
 class PageRead(NamedTuple):
-    """A read of one record: `length` bytes at `offset` of a page."""
+    """Read of one record: `length` bytes at `offset` of a page."""
 
     generation: str
     table: str
@@ -57,7 +57,7 @@ class PageRead(NamedTuple):
 
 
 class PageReads(Sequence[PageRead]):
-    """A batch of reads of one table: a `PageRead` of each, made only for who looks at them one by one.
+    """Batch of reads of one table: a sequence that creates each `PageRead` only when it is accessed.
 
     `pages` and `offsets` are int64[n].
     """
@@ -87,7 +87,7 @@ class PageReads(Sequence[PageRead]):
 
 
 class OverlayRead(NamedTuple):
-    """A read of an overlay record with its remaining life."""
+    """Read of an overlay record and its remaining life."""
 
     generation: str
     table: str
@@ -98,7 +98,7 @@ Read = PageRead | OverlayRead
 
 
 class LeaseTake(NamedTuple):
-    """Lead for `life_ms` unless somebody does; answered with None when it was taken, else with what stands there.
+    """Request for a lease of `life_ms`; the answer is None if it was taken, else the current value.
 
     A lease says which process computes a cold answer: one key per entity and input. It is taken with `SET NX GET PX`,
     renewed and given back by compare-and-set, and marked done in the same pipeline that stores the answer. Values are
@@ -111,7 +111,7 @@ class LeaseTake(NamedTuple):
 
 
 class LeaseSwap(NamedTuple):
-    """Replace what was `expected_value`; answered with the new value, None when something else stands there."""
+    """Compare-and-set of a lease from `expected_value`; the answer is the new value, None if it has another one."""
 
     key: str
     expected_value: bytes
@@ -123,7 +123,7 @@ Lease = LeaseTake | LeaseSwap
 
 
 class LeaseMark(NamedTuple):
-    """The lease to mark as done with the answer's own write."""
+    """Lease to mark as done in the pipeline that stores the answer."""
 
     key: str
     token: bytes
@@ -133,7 +133,7 @@ _LEASES = (LeaseTake, LeaseSwap)
 
 
 class OverlayWrite(NamedTuple):
-    """An overlay record to store for `ttl_s` seconds; replaces one computed from an older input.
+    """Overlay record to store for `ttl_s` seconds; replaces one computed from an older input.
 
     `lease_mark` is the lease under which it was computed, if any.
     """
@@ -147,14 +147,14 @@ class OverlayWrite(NamedTuple):
 
 
 class Overlay(NamedTuple):
-    """An overlay record as it was read, with its remaining life; 0 seconds are left when it is about to go."""
+    """Overlay record as read, with its remaining life in seconds; 0 if it is about to expire."""
 
     payload: bytes
     ttl_s: float
 
 
 class AskingCommand(NamedTuple):
-    """A command to a node that is about to take over the key's slot; each of its parts is preceded by `ASKING`."""
+    """Command for a node that is about to take over the key's slot; each part is preceded by `ASKING`."""
 
     command: "Command"
 
@@ -164,7 +164,7 @@ L2Result = bytes | Overlay | TierUnavailable | None
 
 
 class Packer:
-    """Formats commands as RESP; keeps the parts that repeat, which beats redis-py's packing by a factor of three."""
+    """Formatter of commands as RESP; caches repeated parts, which beats redis-py's packing by a factor of three."""
 
     def __init__(self, keyspace: Keyspace) -> None:
         self._keyspace = keyspace
@@ -173,7 +173,7 @@ class Packer:
         self._writes: dict[tuple[str, str, int, int], tuple[bytes, bytes]] = {}
 
     def pack(self, commands: Sequence[Command]) -> tuple[bytes, int]:
-        """The bytes to send and the number of replies to expect."""
+        """Return the bytes to send and the number of replies to expect."""
         pieces: list[bytes] = []
         count = 0
         heads, tails = self._heads, self._tails
@@ -202,7 +202,7 @@ class Packer:
         return b"".join(pieces), count
 
     def pages(self, reads: PageReads) -> bytes:
-        """The bytes to send for many records of one table."""
+        """Return the bytes to send for many records of one table."""
         prefix = self._keyspace.pages(reads.generation, reads.table)
         return loader.kernels.getranges(prefix, reads.pages, reads.offsets, reads.length)
 
@@ -213,7 +213,7 @@ class Packer:
         return b"*2\r\n$4\r\nPTTL\r\n" + key, b"*2\r\n$3\r\nGET\r\n" + key
 
     def _pack_asking(self, pieces: list[bytes], command: Command) -> int:
-        """Adds a command whose parts are each preceded by `ASKING`; returns the number of replies to expect."""
+        """Add a command whose parts are each preceded by `ASKING`; return the number of replies to expect."""
         parts = (
             self._overlay_read(command)
             if isinstance(command, OverlayRead)
@@ -236,7 +236,7 @@ class Packer:
     def _begin_writes(
         self, generation: str, table: str, digits: int, size_bytes: int
     ) -> tuple[bytes, bytes]:
-        """Formats and keeps the bytes before the hash in each such write, and those between it and the payload."""
+        """Format and cache the bytes before the hash, and between hash and payload, of writes of this size."""
         if len(self._writes) >= _WRITES_MAX:
             self._writes.clear()
         prefix = self._keyspace.overlay(generation, table, "").encode()
@@ -263,7 +263,7 @@ class Packer:
 
 
 def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Result]:
-    """Answers, one per command, from the replies to what `Packer.pack` made of the commands."""
+    """Convert replies to answers, one per command; the replies must be those to `Packer.pack(commands)`."""
     if type(replies) is Frames:  # every one of them is a record
         return replies
     answers: list[L2Result] = []
@@ -300,7 +300,7 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Re
 
 
 def pack_lease(command: Lease) -> bytes:
-    """RESP of one command: `SET NX GET PX` that takes a lease, or a script that swaps its value."""
+    """Format a lease command: `SET NX GET PX` for a new lease, or a script that swaps its value."""
     key, life = command.key.encode(), b"%d" % command.life_ms
     if isinstance(command, LeaseTake):
         token = command.token
@@ -314,7 +314,7 @@ def pack_lease(command: Lease) -> bytes:
 
 
 def pack_lease_mark(lease_mark: LeaseMark) -> bytes:
-    """RESP that marks a lease as done, whoever leads by now: the answer is there."""
+    """Format the command that marks a lease as done, even if another process leads by now: the answer is stored."""
     key, value = lease_mark.key.encode(), LEASE_DONE_PREFIX + lease_mark.token
     return b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n%b" % (
         len(key), key, len(value), value, _LEASE_DONE_LIFE,
@@ -322,7 +322,7 @@ def pack_lease_mark(lease_mark: LeaseMark) -> bytes:
 
 
 class Frames(Sequence[bytes]):
-    """Replies of one length as they came from the socket, no object for each.
+    """Replies of equal length, kept in the receive buffer without an object for each.
 
     They are `count` RESP bulk strings of `length` bytes, one behind the other in `data`.
     """
@@ -346,12 +346,12 @@ class Frames(Sequence[bytes]):
         return self._data[start : start + self._length]
 
     def payloads(self) -> list[bytes]:
-        """Payloads of all replies in order, each a copy."""
+        """Return the payloads of all replies in order, each a copy."""
         data, length, last = self._data, self._length, self._at + self._count * self._stride
         return [data[at : at + length] for at in range(self._at, last, self._stride)]
 
     def part(self, first: int, count: int) -> "Frames":
-        """The `count` replies from `first` on, in the same buffer; raises IndexError beyond the last."""
+        """Return `count` replies from `first` on as a view of the same buffer; raise IndexError beyond the last."""
         if first + count > self._count:
             raise IndexError(first + count)
         at = first + (self._at - len(_bulk_head(self._length))) // self._stride
@@ -359,7 +359,7 @@ class Frames(Sequence[bytes]):
 
     @classmethod
     def merged(cls, parts: Sequence[tuple[Sequence[int], "Frames"]]) -> "Frames":
-        """Merges runs of replies, all of one length, into one, by the place of each of their replies in the whole."""
+        """Merge runs of replies of equal length into one, by the index of each reply in the result."""
         count, length = sum(len(indexes) for indexes, _ in parts), parts[0][1]._length
         merged_rows = np.empty(count, f"V{frame_stride(length)}")
         for indexes, frames in parts:
@@ -370,7 +370,7 @@ class Frames(Sequence[bytes]):
         return cls(merged_rows.tobytes(), count, length)
 
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """All replies as records of `dtype`: one copy, aligned as numpy likes it; ValueError for another size."""
+        """Return all replies as records of `dtype`: one aligned copy; raise ValueError for another size."""
         if dtype.itemsize != self._length:
             raise ValueError(f"a reply has {self._length} bytes, a record {dtype.itemsize}")
         return np.ndarray((self._count,), dtype, self._data, self._at, (self._stride,)).copy()
@@ -378,7 +378,7 @@ class Frames(Sequence[bytes]):
     def sound(
         self, dtype: np.dtype[Any], fingerprints: NDArray[np.uint64], record_format: int
     ) -> NDArray[Any] | None:
-        """All replies as records; None unless each has that format and its place's fingerprint."""
+        """Return all replies as records; None unless all have `record_format` and their expected fingerprints."""
         if dtype.itemsize != self._length:
             return None
         copy, count = loader.kernels.records_of(
@@ -389,7 +389,7 @@ class Frames(Sequence[bytes]):
 
 
 def frame_stride(length: int) -> int:
-    """Bytes of a RESP bulk string of `length` bytes with its header and line end."""
+    """Return the size in bytes of a RESP bulk string of `length` bytes, with header and line end."""
     return len(_bulk_head(length)) + length + len(_LINE_END)
 
 

@@ -66,7 +66,7 @@ class ControlPlane(Protocol):
         ...
 
     async def watch(self) -> tuple[bytes | None, bytes | None]:
-        """The live pointer's JSON and the staging note's, as of one moment; None for what is not there."""
+        """Read the live pointer's JSON and the staging note's at one moment; None for a missing one."""
         values = await self.execute("MGET", self.keyspace.live, self.keyspace.next)
         if len(values) != 2:
             with as_unavailable():
@@ -82,9 +82,9 @@ class ControlPlane(Protocol):
     async def heartbeat(
         self, payload: bytes, at: float, previous_payload: bytes | None = None
     ) -> None:
-        """Registers what a replica holds: a member of the sorted set of replicas, scored `at` (Redis' time).
+        """Register a replica's generations: a member of the sorted set of replicas, scored `at` (Redis' time).
 
-        It takes the place of the replica's payload `previous_payload`, in one step, also while Redis is at maxmemory.
+        It replaces the replica's payload `previous_payload`, in one step, also while Redis is at maxmemory.
         """
         replicas, old = (
             self.keyspace.replicas,
@@ -105,14 +105,14 @@ class ControlPlane(Protocol):
         await self.execute("ZREM", self.keyspace.replicas, payload)
 
     async def report_hot(self, report: HotKeyReport) -> None:
-        """Adds to the sketch of recent requests what this replica was asked for."""
+        """Add this replica's requests to the sketch of recent requests."""
         keys = _sketch_keys(self.keyspace, report.hour, report.window)
         await self.execute("EVAL", REPORT, len(keys), *keys, *report.arguments())
 
     async def fetch_hot_names(self, hour: int, window: Window = HOT_WINDOW) -> list[Name]:
-        """Names that all replicas were asked for most in this window and the last, hottest first.
+        """Return the most requested names of all replicas in this window and the last, hottest first.
 
-        Of COLD windows those that no generation knew; `hour` is the window's number.
+        For COLD windows these are names that no generation knew; `hour` is the window's number.
         """
         return hottest(
             [await _members(self, key) for key in _sketch_keys(self.keyspace, hour, window)]
@@ -191,7 +191,7 @@ class ServerControl(ControlPlane):
                     yield checked_reply("SUBSCRIBE", message["data"], TEXT_SHAPE)
 
     async def aclose(self) -> None:
-        """Ends what is under way and closes the pool."""
+        """End commands under way and close the pool."""
         await self._client.aclose(close_connection_pool=True)
 
 

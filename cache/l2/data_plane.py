@@ -1,4 +1,4 @@
-"""Data plane of L2: records, overlays and leases as the read path asks for them, its counts and its circuit breaker."""
+"""Interface of L2's data plane (records, overlays, leases), with its counts and its circuit breaker."""
 
 import asyncio
 import time
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class DataPlaneStats:
-    """Pipelines and commands sent since the start, commands `shed` because too many were under way, and the breaker.
+    """Counts of pipelines and commands since the start, of commands `shed` under load, and the breaker's state.
 
-    Of several servers these add up; `breaker` is the state of the one that is worst off.
+    Of several servers the counts add up; `breaker` is the worst state.
     """
 
     batches: int = 0
@@ -29,7 +29,7 @@ class DataPlaneStats:
     breaker: BreakerState = "closed"
 
     def __add__(self, addend: "DataPlaneStats") -> "DataPlaneStats":
-        """Stats of both."""
+        """Return the sums, and the worse of both breaker states."""
         return DataPlaneStats(
             self.batches + addend.batches,
             self.commands + addend.commands,
@@ -40,22 +40,22 @@ class DataPlaneStats:
 
 
 class DataPlane(Protocol):
-    """Reads and writes of one event loop, coalesced by turn and bounded in time; nothing is retried."""
+    """Data plane for one event loop: reads and writes are batched by loop iteration and bounded in time; no retries."""
 
     @property
     def control(self) -> ControlPlane:
-        """The control plane of the same Redis."""
+        """Control plane of the same Redis."""
         ...
 
     @property
     def stats(self) -> DataPlaneStats:
-        """Counts since the start, and the breaker's state now."""
+        """Counts since the start, and the breaker's current state."""
         ...
 
     def submit(
         self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]
     ) -> asyncio.Future[T]:
-        """A future of what `keep` makes of the answers to at least one command, one answer per command.
+        """Send at least one command; return a future of `keep` applied to the answers, one per command.
 
         `keep` runs the moment they land; it needs no task. An answer is the record or overlay, None where there is
         none, or why it is not known.
@@ -63,47 +63,47 @@ class DataPlane(Protocol):
         ...
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
-        """A future of the answer to `command`, which travels with the reads of this turn."""
+        """Send a lease command with the reads of this loop iteration; return a future of the answer."""
         ...
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
-        """Stores each overlay with its expiry; returns None for each that was stored, else why it was not."""
+        """Store each overlay with its expiry; return None for each success, else the error."""
         ...
 
     async def page(self, read: PageRead) -> bytes | None:
-        """A page or a part of it, None where there is none; at leisure, so on no connection that readers wait for.
+        """Read a page or a part of it, None if there is none, on a connection that no reader waits for.
 
         Raises TierUnavailable.
         """
         ...
 
     async def connect_ahead(self) -> None:
-        """Opens a connection to each server before the first read comes, whose time would not suffice for it.
+        """Open a connection to each server before the first read, whose deadline would be too short for it.
 
-        Raises nothing: a server that is away is for the reads to find.
+        Raises nothing: reads report a server that is away.
         """
         ...
 
     def bound_s(self) -> float:
-        """Bound in seconds for a read that is sent now, whatever travels along and lies before it."""
+        """Return the bound in seconds for a read sent now, including the commands sent with it and before it."""
         ...
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
-        """99th percentile in ms of round trips of the last `within_s`, failed ones included; None without any.
+        """Return the 99th percentile in ms of round trips in the last `within_s`, failures included; None without any.
 
         Of several servers the slowest one's.
         """
         ...
 
     async def aclose(self) -> None:
-        """Closes every connection; reads under way end as unavailable."""
+        """Close every connection; pending reads end as unavailable."""
         ...
 
 
 class Breaker:
-    """Circuit breaker: opens after `threshold` failures in a row; after `cooldown_s` lets one probe through at a time.
+    """Circuit breaker: opens after `threshold` failures in a row; after `cooldown_s` allows one probe at a time.
 
-    Whoever was allowed reports `success` or `failure`. A probe that never reports holds its turn for one cooldown.
+    Callers report `success` or `failure` of each allowed call; an unreported probe blocks others for one cooldown.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Breaker:
         self._next_probe_at = 0.0
 
     def allow(self) -> bool:
-        """Returns whether a call may be made now; True after the cooldown takes the turn of a probe."""
+        """Return whether a call may be made now; True after the cooldown starts a probe."""
         if self.state == "closed":
             return True
         now_s = self._timer()
@@ -134,12 +134,12 @@ class Breaker:
         return True
 
     def success(self) -> None:
-        """Records an answered call: closes the breaker and forgets the failures."""
+        """Record an answered call: close the breaker and forget the failures."""
         self.state = "closed"
         self._failures = 0
 
     def failure(self) -> None:
-        """Records a call without an answer; opens the breaker at the threshold or when a probe fails."""
+        """Record a call without an answer; open the breaker at the threshold or if it was a probe."""
         self._failures += 1
         # A straggler from before the opening must not prolong it, or steady traffic would postpone every probe.
         if self.state == "half_open" or (

@@ -1,4 +1,4 @@
-"""Errors of Redis in Larder's words: for readers, for a step of a night, and what a cluster's node redirects."""
+"""Translation of Redis' errors into Larder's: for readers, for the steps of a night, and for redirections."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from cache.errors import ConfigError, LarderError, Refused, TierUnavailable
 from cache.l2.slots import SLOTS, join_address
 
 HANDLER_CLOSED = "the handler is closed"
-"""End of the RuntimeError that uvloop raises for a transport that closed before a command was written to it."""
+"""End of the RuntimeError that uvloop raises if the transport closed before the command was written."""
 
 # An IPv6 address comes without brackets; a host that is empty or `?` does not say where.
 _WHERE = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (\[?[\w.:%-]+\]?):([0-9]{1,5})(?: |$)", re.ASCII)
@@ -28,12 +28,12 @@ class Redirected(TierUnavailable):
 
 
 def is_redirect(reply: Any) -> bool:
-    """True if an error reply says where else the key is: the node that gave it is well."""
+    """True if an error reply is a redirection, which a healthy node sends."""
     return str(reply).startswith(("MOVED ", "ASK "))
 
 
 def refused(reply: Any) -> TierUnavailable:
-    """An error reply as the reason why an answer is not known, whatever it says: who waits has no other end."""
+    """Convert an error reply to Redirected or TierUnavailable; every reply converts, so that no read waits for ever."""
     message = f"Redis refused: {reply}"
     if redirect_match := _WHERE.match(str(reply)):
         kind, slot, host, port = redirect_match.groups()
@@ -45,7 +45,7 @@ def refused(reply: Any) -> TierUnavailable:
 
 @contextmanager
 def as_unavailable() -> Iterator[None]:
-    """Raises TierUnavailable for any error of Redis or of the connection to it: a reader goes down the ladder."""
+    """Convert errors of Redis and its connection to TierUnavailable, so that readers go down the ladder."""
     try:
         yield
     except (exceptions.RedisError, OSError) as error:
@@ -60,9 +60,9 @@ def as_unavailable() -> Iterator[None]:
 
 @contextmanager
 def translated(shown_url: str = "", variable: str = "REDIS_URL") -> Iterator[None]:
-    """Raises an error of Redis with its remedy, for the operator; `shown_url` is the URL to name, without a password.
+    """Convert Redis errors to ones with a remedy for the operator; `shown_url` is the URL without its password.
 
-    `variable` is the one of the environment that the URL stands in.
+    `variable` is the environment variable that holds the URL.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Connections to one Redis server that belong to no caller, and the bounded pool that sends pipelines on them."""
+"""Connections to one Redis server, which belong to no caller, and the bounded pool that sends pipelines on them."""
 
 import asyncio
 from collections import deque
@@ -20,35 +20,35 @@ SECOND_LOOK_S = 0.001
 _COMMANDS_PER_DEADLINE = 500
 
 _PAUSE_S = 1.0
-"""Seconds after a refused connection before another one is tried beside those that are open."""
+"""Seconds between a refused connection and the next attempt, while other connections are open."""
 
 _RENEWED_S = 5.0
-"""Seconds in which connections are left once at most because their server takes no writes."""
+"""Seconds between two renewals of all connections because the server accepts no writes."""
 
 _MORE = object()
 
 
 @dataclass(slots=True, eq=False)
 class Pipeline:
-    """Commands that travel together; `landed` runs exactly once, with all replies or with why there are none."""
+    """Commands sent together; `landed` runs exactly once, with all replies or with the error."""
 
     packed: bytes
     count: int
     landed: Callable[[Replies | TierUnavailable], None]
     length: int = 0
-    """Bytes of every reply's payload, if nothing is missing; 0 where it is not known."""
+    """Payload size in bytes of every reply if no record is missing; 0 if it is not known."""
     timer: asyncio.TimerHandle | None = None
     connection: "PipelineConnection | None" = None
 
     def land(self, outcome: Replies | TierUnavailable) -> None:
-        """Ends the pipeline: cancels its timer and hands the outcome to `landed`."""
+        """End the pipeline: cancel its timer and pass the outcome to `landed`."""
         if self.timer is not None:
             self.timer.cancel()
         self.landed(outcome)
 
 
 class PipelineConnection(asyncio.Protocol):
-    """Takes over the transport of a connection that redis-py opened, with its TLS, ACL and database settings.
+    """Protocol on the transport of a connection that redis-py opened, with its TLS, ACL and database settings.
 
     No caller ever reads from it, so none can leave it one reply behind: a reply nobody waits for any more is read
     and dropped, and what cannot be trusted (time-out, protocol error) is closed with everything on it.
@@ -74,12 +74,12 @@ class PipelineConnection(asyncio.Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Pipelines sent and not yet answered."""
+        """Number of pipelines sent and not yet answered."""
         return len(self._pipelines)
 
     @property
     def commands(self) -> int:
-        """Commands sent and not yet answered."""
+        """Number of commands sent and not yet answered."""
         return sum(pipeline.count for pipeline in self._pipelines)
 
     @property
@@ -88,19 +88,19 @@ class PipelineConnection(asyncio.Protocol):
         return self._transport.is_closing()
 
     def send(self, pipeline: Pipeline) -> None:
-        """Writes the pipeline behind those already under way."""
+        """Send the pipeline; its replies come after those of the pipelines already under way."""
         pipeline.connection = self
         self._pipelines.append(pipeline)
         self._transport.write(pipeline.packed)
 
     def abort(self, error: TierUnavailable) -> None:
-        """Closes at once; every pipeline under way lands with `error`."""
+        """Close the connection at once; every pipeline under way ends with `error`."""
         self._close_error = self._close_error or error
         self._transport.abort()
         self._fail_all()
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser and lands every pipeline whose last reply has come."""
+        """Feed the parser and end every pipeline whose last reply has come."""
         gets = self._reader.gets
         if self._buffer or (self._pipelines and self._pipelines[0].length):
             data = self._take_frames(data)
@@ -129,7 +129,7 @@ class PipelineConnection(asyncio.Protocol):
             self.abort(TierUnavailable(f"not the Redis protocol: {error}", reason="connection"))
 
     def _take_frames(self, data: bytes) -> bytes:
-        """Lands pipelines whose replies are all of the length that was foretold; what is left is for the parser."""
+        """End the pipelines whose replies all have the expected length; return the remaining bytes for the parser."""
         data, self._buffer = self._buffer + data, b""
         while data and self._pipelines and not self._replies and not self._reader.has_data():
             pipeline = self._pipelines[0]
@@ -146,7 +146,7 @@ class PipelineConnection(asyncio.Protocol):
         return data
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends every pipeline under way and reports the connection as lost: the socket is gone, whoever closed it."""
+        """End every pipeline under way and report the connection as lost; called once the socket is closed."""
         self._close_error = self._close_error or TierUnavailable(
             f"connection lost: {exc or 'closed by the server'}", reason="connection"
         )
@@ -161,12 +161,12 @@ class PipelineConnection(asyncio.Protocol):
 
 
 def deadline_for(base_s: float, commands: int) -> float:
-    """Deadline in s for `commands` when one may take `base_s`: sending, answering and reading many is work."""
+    """Return the deadline in s for `commands`, given that of one: sending and answering many takes longer."""
     return base_s * (1 + commands / _COMMANDS_PER_DEADLINE)
 
 
 class PipelinePool:
-    """Sends each pipeline on an idle connection if there is one, else behind the fewest others.
+    """Pool of connections that sends each pipeline on an idle connection, else on the one with the fewest.
 
     It opens connections up to `max_connections`.
 
@@ -189,7 +189,7 @@ class PipelinePool:
         self._closing: set[asyncio.Task[None]] = set()
 
     def send(self, pipeline: Pipeline) -> None:
-        """Sends now, or as soon as a connection is open."""
+        """Send the pipeline now, or as soon as a connection is open."""
         loop = asyncio.get_running_loop()
         connection = min(
             (connection for connection in self._connections if not connection.closing),
@@ -219,9 +219,10 @@ class PipelinePool:
             await asyncio.wait({opening})
 
     def renew(self) -> None:
-        """Leaves the server, which takes no writes any more: by the same name another may be there by now.
+        """Close all connections to a server that accepts no writes: its name may lead to another server by now.
 
-        What is under way lands as unavailable. Not again within seconds: there may be no other.
+        Pipelines under way end as unavailable. Does nothing within `_RENEWED_S` of the last renewal: there may be no
+        other server.
         """
         now_s = asyncio.get_running_loop().time()
         if now_s < self._renewed_at + _RENEWED_S:
@@ -231,7 +232,7 @@ class PipelinePool:
             connection.abort(TierUnavailable("Redis takes no writes any more", reason="connection"))
 
     async def aclose(self) -> None:
-        """Closes every connection; what is under way lands as unavailable."""
+        """Close every connection; pipelines under way end as unavailable."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Replies of Redis: bounded before room is made for them, and refused unless they have their command's shape."""
+"""Checks of Redis' replies: bounds before memory is allocated, and the shape that the command's reply must have."""
 
 import re
 import reprlib
@@ -22,7 +22,7 @@ ReplyCheck = Callable[[Any], bool]
 UNREADABLE: Final = (
     ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
 )  # fmt: skip
-"""Errors of Python's that reading a reply of another type ends with, UnicodeDecodeError among them."""
+"""Python exceptions that code raises when it reads a reply of an unexpected type, UnicodeDecodeError included."""
 
 _EXCERPT_CHARS: Final = 80
 _BYTES: Final = frozenset([bytes])
@@ -31,14 +31,14 @@ _POSITION: Final = re.compile(rb"[0-9]+-[0-9]+")
 
 
 class ReplyBounds(NamedTuple):
-    """Elements that one reply may announce, nested ones included, and bytes that one payload may."""
+    """Bounds of one reply: announced elements, nested ones included, and bytes of one payload."""
 
     elements: int
     payload_bytes: int
 
 
 RECORD_REPLIES: Final = ReplyBounds(elements=1_024, payload_bytes=64 << 20)
-"""Bounds for the read path: its commands are answered by one string or number each, by no list; a server may push."""
+"""Bounds for the read path, whose replies are one string or number each; a server may push lists."""
 
 COMMAND_REPLIES: Final = ReplyBounds(elements=1 << 20, payload_bytes=512 << 20)
 """Bounds for all other commands.
@@ -49,19 +49,19 @@ a million elements hiredis takes 8 MiB. 512 MiB is the longest string that Redis
 
 
 def scanner_of(bounds: ReplyBounds) -> Any:
-    """A scanner of one connection's replies; `admits(data)` is to be asked before a parser gets the same bytes."""
+    """Create a scanner of one connection's replies; call `admits(data)` before a parser gets the same bytes."""
     return loader.kernels.ReplyScanner(*bounds)
 
 
 def bounds_refusal(bounds: ReplyBounds) -> str:
-    """The reason why a connection ends whose replies a scanner does not admit."""
+    """Return the error message for a connection whose replies exceed the bounds."""
     return f"a reply announces more than {bounds.elements} elements or {bounds.payload_bytes} bytes"
 
 
 class BoundedReader(hiredis.Reader):
-    """A hiredis.Reader that raises in `feed`, by its `protocolError`, for what announces more than the bounds.
+    """hiredis.Reader whose `feed` raises its `protocolError` for a reply that announces more than the bounds.
 
-    For `*2147483647\\r\\n`, 13 bytes, hiredis makes a list of 2**31 places at once: 16 GiB of address space, and
+    For `*2147483647\r\n`, 13 bytes, hiredis makes a list of 2**31 places at once: 16 GiB of address space, and
     freeing it holds the process for 9 to 24 s. A payload (`$`) it makes room for only as its bytes come.
     """
 
@@ -72,7 +72,7 @@ class BoundedReader(hiredis.Reader):
         self._scanner = scanner_of(bounds)
 
     def feed(self, buffer: Any, start: int = 0, size: int = -1, /) -> None:
-        """Adds bytes from the server: all of `buffer`, or `size` of them from `start`."""
+        """Add bytes from the server: all of `buffer`, or `size` of them from `start`."""
         size = size if size >= 0 else len(buffer) - start
         if not self._scanner.admits(memoryview(buffer)[start : start + size]):
             raise self._error(bounds_refusal(self._bounds))
@@ -80,7 +80,7 @@ class BoundedReader(hiredis.Reader):
 
 
 class BoundedParser(_HiredisParser):
-    """redis-py's parser of a connection without an event loop, over a bounded reader.
+    """Parser for redis-py's blocking connections, over a bounded reader.
 
     redis-py takes a parser's class for each connection, and makes the reader as it connects. What hiredis and redis-py
     can make no reply of, such as a map whose keys are lists, is an InvalidResponse here, and so is a greeting that is
@@ -88,13 +88,13 @@ class BoundedParser(_HiredisParser):
     """
 
     def on_connect(self, connection: Any, **settings: Any) -> None:
-        """Starts to read from a connection that was just opened."""
+        """Start to read from a newly opened connection."""
         super().on_connect(connection, **settings)  # type: ignore[no-untyped-call]
         self._reader = _bounded_reader(self, connection)
         self._is_greeting = check_protocol_version(connection.protocol)
 
     def read_response(self, *arguments: Any, **settings: Any) -> Any:
-        """The next reply; an error reply is an exception, and not raised."""
+        """Return the next reply; an error reply is returned as an exception, not raised."""
         try:
             reply = super().read_response(*arguments, **settings)
         except UNREADABLE as error:
@@ -106,16 +106,16 @@ class BoundedParser(_HiredisParser):
 
 
 class AsyncBoundedParser(_AsyncHiredisParser):
-    """redis-py's parser of a connection on an event loop, over a bounded reader."""
+    """Parser for redis-py's connections on an event loop, over a bounded reader."""
 
     def on_connect(self, connection: Any) -> None:
-        """Starts to read from a connection that was just opened."""
+        """Start to read from a newly opened connection."""
         super().on_connect(connection)  # type: ignore[no-untyped-call]
         self._reader = _bounded_reader(self, connection)  # type: ignore[assignment]
         self._is_greeting = check_protocol_version(connection.protocol)
 
     async def read_response(self, *arguments: Any, **settings: Any) -> Any:
-        """The next reply; an error reply is an exception, and not raised."""
+        """Return the next reply; an error reply is returned as an exception, not raised."""
         try:
             reply = await super().read_response(*arguments, **settings)
         except UNREADABLE as error:
@@ -131,7 +131,7 @@ def _unreadable(error: Exception) -> InvalidResponse:
 
 
 def _check_greeting(reply: Any) -> None:
-    """Raises WrongReply unless this is a reply to HELLO: redis-py looks for the protocol in whatever comes."""
+    """Raise WrongReply unless this is a reply to HELLO: redis-py reads the protocol from it without a check."""
     if not isinstance(reply, Exception):
         checked_reply("HELLO", reply)
 
@@ -153,14 +153,14 @@ BOUNDED_POOL_SETTINGS: Final[dict[str, Any]] = {
     # With these notifications, which RESP3 turns on, a pool hands out connections on which replies are left over.
     "maint_notifications_config": MaintNotificationsConfig(enabled=False),
 }
-"""Settings of a pool of redis-py's whose connections have bounded replies."""
+"""Settings of a redis-py pool whose connections have bounded replies."""
 
 ASYNC_BOUNDED_POOL_SETTINGS: Final[dict[str, Any]] = {"parser_class": AsyncBoundedParser}
-"""The same for a pool on an event loop."""
+"""Settings of an asyncio redis-py pool whose connections have bounded replies."""
 
 
 def bound_replies(client: Client) -> Client:
-    """Bounds the replies of a client that has no connection yet, and returns it."""
+    """Bound the replies of a client that has no connection yet; return the client."""
     settings = (
         ASYNC_BOUNDED_POOL_SETTINGS
         if isinstance(client, redis.asyncio.Redis)
@@ -171,7 +171,7 @@ def bound_replies(client: Client) -> Client:
 
 
 class WrongReply(InvalidResponse, ResponseError):
-    """A reply that is not of its command's shape.
+    """A reply does not have its command's shape.
 
     A ResponseError as well: redis-py's pipelines then read the replies behind it, so that none of them is taken for the
     reply to a later command.
@@ -179,7 +179,7 @@ class WrongReply(InvalidResponse, ResponseError):
 
 
 class Shape(NamedTuple):
-    """Shape of a command's reply, in words, and the checks of it by protocol."""
+    """Shape of a command's reply in words, and its check by protocol version."""
 
     words: str
     resp2: ReplyCheck
@@ -364,7 +364,7 @@ def _is_list_of_commands(reply: Any) -> bool:
 
 
 def _is_moved(reply: Any) -> bool:
-    """True for what the script that moves the pointer returns: how it ended, and one or two texts about it."""
+    """True for a reply of the script that moves the pointer: a status number, and one or two texts about it."""
     if type(reply) is not list or not reply or not _is_texts(reply[1:]):
         return False
     return (type(reply[0]), len(reply)) == (int, 3 if reply[0] == 2 else 2)
@@ -462,11 +462,11 @@ REPLY_SHAPES: Final[Mapping[str, Shape]] = {
     "ZREVRANGE": MEMBERS_SHAPE,
     "_": _shape("OK, QUEUED or a list", _is_in_transaction),
 }
-"""Shapes by command; `_` is redis-py's word for the commands of a transaction, EXEC the last of them."""
+"""Shapes by command; `_` is redis-py's name for replies in a transaction, EXEC the last of them."""
 
 
 def check_replies(client: Client) -> Client:
-    """Has a client, and the pipelines that it opens, raise WrongReply for what is not of a command's shape.
+    """Make a client, and the pipelines that it opens, raise WrongReply for a reply without its command's shape.
 
     redis-py takes a reply as it comes: one of another type ends as an AttributeError or TypeError where it is used
     first.
@@ -479,7 +479,7 @@ def check_replies(client: Client) -> Client:
 
 
 def checked_reply(command: str, reply: Any, shape: Shape | None = None) -> Any:
-    """The reply, to a command that was sent by RESP2; raises WrongReply where it is not of the shape (the table's)."""
+    """Return the reply to a command sent by RESP2; raise WrongReply unless it has the shape (default: the table's)."""
     shape = REPLY_SHAPES[command] if shape is None else shape
     if not shape.resp2(reply):
         refuse_reply(command, reply, shape.words)
@@ -487,14 +487,14 @@ def checked_reply(command: str, reply: Any, shape: Shape | None = None) -> Any:
 
 
 def refuse_reply(command: str, reply: Any, words: str) -> NoReturn:
-    """Raises WrongReply, which names the command, what it was answered by, and what it had to be."""
+    """Raise WrongReply, which names the command, the reply, and the shape that it had to have."""
     named = "EXEC" if command == "_" else command
     raise WrongReply(f"{named} was answered by {reply_excerpt(reply)}, not by {words}")
 
 
 @contextmanager
 def refusing_unreadable(command: str, words: str) -> Iterator[None]:
-    """Raises WrongReply in place of an error of Python's in the block, which reads a reply to `command`."""
+    """Raise WrongReply in place of a Python exception in the block, which reads a reply to `command`."""
     try:
         yield
     except UNREADABLE as error:
@@ -504,7 +504,7 @@ def refusing_unreadable(command: str, words: str) -> Iterator[None]:
 
 
 def info_number(info: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A number of INFO as redis-py read it; raises WrongReply where it is none, or missing without a `default`."""
+    """Return a number of INFO as redis-py parsed it; raise WrongReply if malformed, or missing without `default`."""
     value = info.get(name, default)
     if type(value) is not int:
         refuse_reply("INFO", value, f"a number as {name}")
@@ -512,7 +512,7 @@ def info_number(info: Mapping[str, Any], name: str, default: int | None = None) 
 
 
 class _ReplyExcerpt(reprlib.Repr):
-    """Text of a reply of any size, made of its first elements and bytes only."""
+    """Excerpt of a reply of any size, made of its first elements and bytes only."""
 
     def repr_bytes(self, value: bytes, _level: int) -> str:
         return repr(value[:_EXCERPT_CHARS])
@@ -523,7 +523,7 @@ _EXCERPT.maxother = _EXCERPT.maxstring = _EXCERPT.maxlong = _EXCERPT_CHARS
 
 
 def reply_excerpt(reply: Any) -> str:
-    """The reply as one line of at most 83 characters, control characters escaped."""
+    """Return the reply as one line of at most 83 characters, control characters escaped."""
     return "nothing" if reply is None else _shorten(_EXCERPT.repr(reply))
 
 

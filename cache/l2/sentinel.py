@@ -1,4 +1,4 @@
-"""Redis under Sentinel: URLs that name the sentinels, and connections that ask them for the primary as they open."""
+"""Redis under Sentinel: URLs that list the sentinels, and connections that ask them for the primary as they open."""
 
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,31 +20,31 @@ from cache.l2.resp import bound_replies, check_replies
 
 SENTINEL_SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
 SENTINEL_PORT: Final = 26_379
-"""Port of a sentinel whose address names none."""
+"""Port of a sentinel whose address has none."""
 
 SENTINEL_TIMEOUT_S: Final = 0.5
-"""Seconds that one sentinel may take, before the next is asked."""
+"""Seconds to wait for one sentinel before the next is asked."""
 
 _SENTINEL_OPTIONS: Final = ("sentinel_username", "sentinel_password")
 
 
 @dataclass(frozen=True, slots=True)
 class SentinelGroup:
-    """Sentinels that watch over one service, and how they are asked; `settings` are those of redis-py's connections."""
+    """Sentinels of one service; `settings` are those of redis-py's connections to them."""
 
     addresses: tuple[tuple[str, int], ...]
     service: str
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
-    """May hold the sentinels' password."""
+    """Connection settings, which may hold the sentinels' password."""
 
 
 def is_sentinel(url: str) -> bool:
-    """True if a URL names sentinels, which tell where the primary is."""
+    """True if a URL lists sentinels, which know the primary's address."""
     return url.startswith(SENTINEL_SCHEMES)
 
 
 def read_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
-    """The sentinels that a URL names, and redis-py's settings of a connection to whatever server they name.
+    """Return the sentinels in a URL, and redis-py's settings for connections to the primary.
 
     A URL is `redis+sentinel://user:password@host:port,host:port/service/database`. With `rediss+sentinel://` both
     speak TLS, by the same options. Raises ConfigError, which repeats no part of the URL: a password that is not
@@ -93,7 +93,7 @@ def _read(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
 
 
 def is_tls(group: SentinelGroup) -> bool:
-    """True if the sentinels, and the servers that they name, speak TLS."""
+    """True if the connections to sentinels and primary use TLS."""
     return bool(group.settings.get("ssl"))
 
 
@@ -114,10 +114,9 @@ def _refused(message: str) -> ConfigError:
 
 
 class PrimaryConnection(redis.Connection):
-    """Connection to the primary that sentinels name: it asks them as it opens, and as it opens again.
+    """Connection to the primary: asks the sentinels for its address whenever it opens.
 
-    So any pool of redis-py's serves, and whoever loses a connection to a failover meets the new primary with the next
-    one.
+    So any pool of redis-py works, and after a failover the next connection leads to the new primary.
     """
 
     def __init__(self, *, sentinels: SentinelGroup, **settings: Any) -> None:
@@ -139,7 +138,7 @@ class PrimaryConnection(redis.Connection):
 
 
 class PrimarySSLConnection(PrimaryConnection, redis.SSLConnection):
-    """The same, over TLS."""
+    """TLS connection to the primary that sentinels name."""
 
 
 class AsyncPrimaryConnection(Connection):
@@ -163,11 +162,11 @@ class AsyncPrimaryConnection(Connection):
 
 
 class AsyncPrimarySSLConnection(AsyncPrimaryConnection, SSLConnection):
-    """The same, over TLS."""
+    """TLS connection to the primary that sentinels name, for an event loop."""
 
 
 def primary_pool(url: str, **settings: Any) -> redis.ConnectionPool:
-    """A pool of connections to the primary."""
+    """Return a pool of connections to the primary."""
     group, connection_settings = read_sentinel_url(url)
     kind = PrimarySSLConnection if is_tls(group) else PrimaryConnection
     return redis.ConnectionPool(
@@ -176,7 +175,7 @@ def primary_pool(url: str, **settings: Any) -> redis.ConnectionPool:
 
 
 def async_primary_pool(url: str, **settings: Any) -> redis.asyncio.ConnectionPool:
-    """A pool of connections to the primary, for an event loop."""
+    """Return a pool of connections to the primary, for an event loop."""
     group, connection_settings = read_sentinel_url(url)
     kind = AsyncPrimarySSLConnection if is_tls(group) else AsyncPrimaryConnection
     return redis.asyncio.ConnectionPool(
@@ -185,7 +184,7 @@ def async_primary_pool(url: str, **settings: Any) -> redis.asyncio.ConnectionPoo
 
 
 def _primary_not_found(group: SentinelGroup) -> redis.ConnectionError:
-    """In place of redis-py's text, which holds every client that it asked with."""
+    """Return the error for a service without a known primary; redis-py's own text would list its clients."""
     addresses = ", ".join(f"{host}:{port}" for host, port in group.addresses)
     return redis.ConnectionError(f"no sentinel of {addresses} names a primary of {group.service!r}")
 

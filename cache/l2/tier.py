@@ -1,4 +1,4 @@
-"""L2 on one Redis server: the reads and writes of an event-loop turn as one pipeline."""
+"""L2 on one Redis server: the reads and writes of one event-loop iteration as one pipeline."""
 
 import asyncio
 import logging
@@ -39,15 +39,15 @@ PROTOCOL = 2
 """RESP version, explicit as redis-py's default has changed. Reads need no push messages; subscribing works in both."""
 
 _CONTROL_MAX = 16
-"""Connections beside those of readers: a dozen steps of the background may meet, and pages are read on them, too."""
+"""Connections for all but readers' pipelines: a dozen background commands may run at once, and page reads."""
 
 _LANDINGS = 1_024
-"""Round trips remembered: what the slowest of the last seconds took is told with every heartbeat."""
+"""Number of round trips remembered: every heartbeat reports the slowest of the last seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """Settings: `url` may carry TLS, ACL user, database; a read lands within `deadline_s`, connecting may be slower."""
+    """Settings: `url` may carry TLS, ACL user, database; a read ends within `deadline_s`, connecting may be slower."""
 
     url: str
     deadline_s: float = 0.02
@@ -64,7 +64,7 @@ Keep = Callable[[Sequence[L2Result]], Any]
 
 @dataclass(slots=True, eq=False)
 class PipelinePart:
-    """A caller's commands in one turn of the event loop, and the future of what it keeps of the answers."""
+    """Commands of one caller in one event-loop iteration, and the future of `keep` applied to the answers."""
 
     commands: Sequence[Command]
     packed: bytes
@@ -72,10 +72,10 @@ class PipelinePart:
     answers: asyncio.Future[Any]
     keep: Keep
     length: int = 0
-    """Bytes of every reply's payload, if all is found; 0 where replies differ."""
+    """Payload size in bytes of every reply if no record is missing; 0 if replies differ in size."""
 
     def land(self, answers: Sequence[L2Result]) -> None:
-        """Ends the part: its future gets what `keep` makes of the answers, or its error, unless the caller left."""
+        """Set the future to `keep(answers)`, or to the error that it raises, unless the caller has cancelled."""
         # A caller that left has cancelled its future; its replies end here.
         if self.answers.done():
             return
@@ -90,7 +90,7 @@ class PipelinePart:
 
 
 class RemoteTier:
-    """A pipeline for the reads and writes of one event-loop turn together, on connections that belong to no caller.
+    """Data plane of one server: one pipeline per event-loop iteration, on connections that belong to no caller.
 
     Nothing is retried. Use it in one event loop only.
     """
@@ -120,7 +120,7 @@ class RemoteTier:
 
     @property
     def stats(self) -> DataPlaneStats:
-        """Counts since the start, and the breaker's state now."""
+        """Counts since the start, and the breaker's current state."""
         return DataPlaneStats(
             self._batches, self._commands, self._shed, self.breaker.opened, self.breaker.state
         )
@@ -128,7 +128,7 @@ class RemoteTier:
     def submit(
         self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]
     ) -> asyncio.Future[T]:
-        """A future of what `keep` makes of the answers to at least one command, the moment they land."""
+        """Send at least one command; return a future of `keep` applied to the answers the moment they land."""
         loop = asyncio.get_running_loop()
         answers: asyncio.Future[T] = loop.create_future()
         if self._in_flight + len(commands) > self.config.commands_in_flight_max:
@@ -149,11 +149,11 @@ class RemoteTier:
         return answers
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
-        """A future of Redis' answer to `command`, which travels with the reads of this turn."""
+        """Send a lease command with the reads of this loop iteration; return a future of the answer."""
         return self.submit((command,), itemgetter(0))
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
-        """Stores each overlay with its expiry; returns None for each that was stored, else why it was not."""
+        """Store each overlay with its expiry; return None for each success, else the error."""
         answers = await self.submit(writes, list) if writes else []
         return [answer if isinstance(answer, TierUnavailable) else None for answer in answers]
 
@@ -233,31 +233,31 @@ class RemoteTier:
             part.land([error] * len(part.commands))
 
     def bound_s(self) -> float:
-        """Bound in seconds for a read that is sent now, whatever travels along and lies before it."""
+        """Return the bound in seconds for a read sent now, including the commands sent with it and before it."""
         commands = self._in_flight + self.config.batch_commands_max
         return deadline_for(self.config.deadline_s, commands) + deadline_for(
             SECOND_LOOK_S, commands
         )
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
-        """99th percentile in ms of round trips of the last `within_s`, failed ones included; None without any."""
+        """Return the 99th percentile in ms of round trips, failures too, in the last `within_s`; None without any."""
         window_start_s = time.monotonic() - within_s
         seconds = sorted(elapsed_s for at, elapsed_s in self._landings if at >= window_start_s)
         return 1000 * seconds[(99 * len(seconds)) // 100] if seconds else None
 
     async def page(self, read: PageRead) -> bytes | None:
-        """A page or a part of it, None where there is none; at leisure, so on no connection that readers wait for."""
+        """Read a page or a part of it, None if there is none, on a connection that no reader waits for."""
         key = self.control.keyspace.page(read.generation, read.table, read.page)
         last = read.offset + read.length - 1
         page_part = cast(bytes, await self.control.execute("GETRANGE", key, read.offset, last))
         return page_part if len(page_part) == read.length else None
 
     async def connect_ahead(self) -> None:
-        """Opens a connection before the first read comes; raises nothing."""
+        """Open a connection before the first read; raises nothing."""
         await self.pool.connect_ahead()
 
     async def aclose(self) -> None:
-        """Closes every connection; reads under way end as unavailable."""
+        """Close every connection; pending reads end as unavailable."""
         await self.pool.aclose()
         await self.control.aclose()
 

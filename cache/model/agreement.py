@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 SKEW_RULE: Final = "skew"
-"""Id of the gate rule about lists of the live path beside the records, by night and by day."""
+"""Id of the gate rule that compares lists of the live path with the records, by night and by day."""
 
 SKEW_COSINE_RULE: Final = "skew_cosine"
-"""Id of the gate rule about vectors of the live path beside the records."""
+"""Id of the gate rule that compares vectors of the live path with the records."""
 
 SKEW_DEPTH: Final = 20
 """Items of a list that `skew` compares at most, by night and by day: shorter lists agree less, by nature."""

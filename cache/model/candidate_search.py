@@ -1,4 +1,4 @@
-"""Candidate search over a generation's FAISS index, and lists by exact scores of candidates; positions are ordinals."""
+"""Candidate search in a generation's FAISS index, and lists by exact scores of candidates; positions are ordinals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Ranked = tuple[NDArray[np.uint32], Vectors]
 """Ordinals and scores [n, width], best first; unused slots are NO_ITEM and 0."""
 
 _QUERIES_PER_CALL = 16
-"""Queries per FAISS call: more would change its kernel, and so the last bits."""
+"""Queries per FAISS call: more would select another kernel, which changes the last bits."""
 
 _ROWS_AT_ONCE = 1 << 16
 _SLACK_MIN = 32
@@ -30,7 +30,7 @@ _FILTER_ABOVE = 64
 
 
 class Searcher:
-    """A read-only index mapped from its file; thread-safe."""
+    """Read-only FAISS index mapped from its file; thread-safe."""
 
     def __init__(self, index: Any, metric: Metric, threads: int) -> None:
         self.count: int = index.ntotal
@@ -39,7 +39,7 @@ class Searcher:
         self.is_exact = isinstance(kind, faiss.IndexFlat)
         is_graph = isinstance(kind, faiss.IndexHNSW)
         self.depth_max: int = kind.hnsw.efSearch if is_graph else self.count
-        """Candidates up to which a search that is asked for more looks no further, and so finds the same ones first."""
+        """Number of candidates up to which a larger request explores no more and finds the same ones first."""
         self._index = index
         self._threads = threads
 
@@ -47,7 +47,7 @@ class Searcher:
     def open(
         cls, path: Path, metric: Metric, *, count: int | None = None, threads: int = 1
     ) -> Self:
-        """Map an index file; raises CorruptArtefact if it is none, or holds not `count` vectors."""
+        """Map an index file; raise CorruptArtefact if it is malformed or does not hold `count` vectors."""
         try:
             # The only flag with which processes share the index's memory.
             index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
@@ -63,7 +63,7 @@ class Searcher:
         return cls(index, metric, threads)
 
     def fetch(self, k: int, excluded: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Number of candidates that each row needs for k answers after its own exclusions, int64 [n].
+        """Return the number of candidates that each row needs for k answers after its own exclusions, int64 [n].
 
         Rounded up by the row's own numbers only (k plus a power of two), so that rows with like needs
         search together and no row's answer depends on the others.
@@ -75,7 +75,7 @@ class Searcher:
     def search(
         self, queries: NDArray[np.float32], count: int, blocked: NDArray[np.int64] | None = None
     ) -> NDArray[np.int64]:
-        """Ordinals int64 [n, count] of the best candidates, -1 where there are no more.
+        """Search for the best candidates; return ordinals int64 [n, count], padded with -1.
 
         Many blocked ordinals are filtered inside the index; a few are cheaper to over-fetch.
         """
@@ -96,7 +96,7 @@ class Searcher:
 
     @staticmethod
     def filters(blocked: NDArray[np.int64]) -> bool:
-        """True when so many items are blocked that the index should skip them itself."""
+        """True if so many items are blocked that the index should skip them itself."""
         return len(blocked) > _FILTER_ABOVE
 
     def _without(self, blocked: NDArray[np.int64]) -> Any:
@@ -113,26 +113,26 @@ class Searcher:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListSearch:
-    """Search for lists of `width` items; in two steps, so that the first may be spared. Thread-safe."""
+    """Search for lists of `width` items, in two steps, so that the first can be skipped. Thread-safe."""
 
     searcher: Searcher
     items: ItemTable
     width: int
 
     def excluded(self, batch: Sequence[PreparedInput], blocked: Ordinals) -> list[Ordinals]:
-        """Ordinals that the re-score leaves out of each list: many blocked ones the index has left out itself."""
+        """Return the ordinals that the re-score excludes from each list; the index itself skips many blocked ones."""
         if not len(blocked) or self.searcher.filters(blocked):
             return [prepared.excluded for prepared in batch]
         return [np.concatenate([prepared.excluded, blocked]) for prepared in batch]
 
     def counts(self, excluded: Sequence[Ordinals]) -> Ordinals:
-        """Number of candidates [n] that are sure to hold a whole list of each input, without what it leaves out."""
+        """Return the number of candidates [n] that each input needs for a full list after its exclusions."""
         return self.searcher.fetch(
             self.width, np.array([len(exclusions) for exclusions in excluded])
         )
 
     def candidates(self, vectors: Vectors, counts: Ordinals, blocked: Ordinals) -> list[Ordinals]:
-        """Ordinals that the index finds for each vector, best first, so many; -1 stands where there are no more."""
+        """Search the index for `counts[i]` ordinals per vector, best first, padded with -1."""
         inside = blocked if self.searcher.filters(blocked) else None
         candidate_lists: list[Ordinals] = [np.empty(0, np.int64)] * len(vectors)
         for count in np.unique(counts).tolist():
@@ -145,7 +145,7 @@ class ListSearch:
     def rank_candidates(
         self, vectors: Vectors, candidates: Sequence[Ordinals], excluded: Sequence[Ordinals]
     ) -> Ranked:
-        """The best of each input's candidates, without what it leaves out."""
+        """Rank each input's candidates by exact score, without its exclusions."""
         ordinals = np.empty((len(vectors), self.width), np.uint32)
         scores = np.empty((len(vectors), self.width), np.float32)
         counts = np.array([len(row_candidates) for row_candidates in candidates])
@@ -162,20 +162,20 @@ class ListSearch:
         return ordinals, scores
 
     def lists(self, batch: Sequence[PreparedInput], vectors: Vectors, blocked: Ordinals) -> Ranked:
-        """The list of each input, by both steps."""
+        """Return the list of each input, by both steps."""
         excluded = self.excluded(batch, blocked)
         candidates = self.candidates(vectors, self.counts(excluded), blocked)
         return self.rank_candidates(vectors, candidates, excluded)
 
     def scores(self, vectors: Vectors, ordinals: Ordinals) -> Vectors:
-        """float32 [n] score of one item for each vector."""
+        """Return the float32 [n] score of one item for each vector."""
         scores = score(vectors, self.items.vectors, ordinals[:, None], self.searcher.metric)
         return scores[:, 0]
 
     def reach(self) -> float | None:
-        """The most that an item's score can change over a distance of one; None unless the index is exact.
+        """Return the largest change of an item's score over a distance of one; None unless the index is exact.
 
-        The length of the longest item (Cauchy-Schwarz). It reads all vectors: ask once.
+        The length of the longest item (Cauchy-Schwarz). It reads all vectors: call it once.
         """
         if not self.searcher.is_exact:
             return None

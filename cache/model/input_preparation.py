@@ -15,7 +15,7 @@ from cache.format.item_table import ItemTable, Ordinals
 from cache.model.tower_spec import InputSpec, TowerSpec
 
 HISTORY_LIMIT: Final = "history_limit"
-"""Fact of a manifest: of a history its night's models were given the newest so many items, whatever they would take."""
+"""Fact of a manifest: the number of newest history items that its night's models were given."""
 
 _INTEGER_RANGES = {name: np.iinfo(name) for name in ("int32", "int64")}
 _FLOAT_MAX = float(np.finfo(np.float32).max)
@@ -49,7 +49,7 @@ def prepare_all(
     sources: Sequence[LiveInput],
     history_limit: int = sys.maxsize,
 ) -> list[PreparedInput | InvalidInput | None]:
-    """Prepares each input: ready for the tower, None if nothing usable was sent, or what is wrong with its features.
+    """Prepare each input: ready for the tower, None if nothing usable was sent, or InvalidInput for its features.
 
     Of a history the tower is given the newest `history_limit` items, as by night; all of it is excluded. One look-up
     serves all histories, so that the fixed cost of numpy's calls is paid once per batch.

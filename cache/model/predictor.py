@@ -1,4 +1,4 @@
-"""Live inference: the models of a generation opened and warmed; tower, candidate search, exact re-score, record."""
+"""Live inference: opens and warms the models of a generation; tower, candidate search, exact re-score, record."""
 
 import hashlib
 import logging
@@ -69,7 +69,7 @@ class Predictor:
         cores: Sequence[int] = (),
         accelerator: Accelerator | None = None,
     ) -> Self:
-        """Load what the tables' producers name; `threads` per inference and search, the towers' own kept on `cores`.
+        """Load the models and indexes of the tables' producers; `threads` per inference and search, towers on `cores`.
 
         A model that the night could not quantize runs in fp32, and `precisions` says so. Where the `accelerator` cannot
         be used, or would leave most of an int8 model to the processor, the towers run there, and `fallback` says why.
@@ -113,7 +113,7 @@ class Predictor:
         threads: int = 1,
         cores: Sequence[int] = (),
     ) -> "Predictor":
-        """Predictor of the same generation with these models alone, in fp32; its indexes are this one's."""
+        """Return a predictor of the same generation with only these models, in fp32; it shares this one's indexes."""
         towers = {}
         for name, model in models.items():
             if self.precisions.get(name) == "fp32":
@@ -130,18 +130,18 @@ class Predictor:
 
     @property
     def providers(self) -> dict[str, str]:
-        """ONNX Runtime's provider of each model: cpu, cuda or tensorrt."""
+        """Names of ONNX Runtime's provider by model: cpu, cuda or tensorrt."""
         return {name: tower.provider for name, tower in self._towers.items()}
 
     def supports(self, table: str) -> bool:
-        """True if the table has a producer whose model and index are here."""
+        """True if the table has a producer whose model and index are loaded."""
         manifest_table = self._tables.get(table)
         if manifest_table is None or manifest_table.producer.model not in self._towers:
             return False
         return manifest_table.kind != "topk" or manifest_table.producer.index in self._searchers
 
     def prepare(self, table: str, source: LiveInput) -> PreparedInput | None:
-        """Input for the table's tower, or None if nothing usable was sent (unknown items are dropped).
+        """Convert a caller's input for the table's tower; None if nothing usable was sent (unknown items are dropped).
 
         Raises InvalidInput for features that the model does not take as sent.
         """
@@ -153,7 +153,7 @@ class Predictor:
     def prepare_all(
         self, table: str, sources: Sequence[LiveInput]
     ) -> list[PreparedInput | InvalidInput | None]:
-        """Prepares many inputs at once; an InvalidInput stands in place of an input that the model does not take."""
+        """Prepare many inputs at once; return an InvalidInput, not raised, for each that the model does not take."""
         return prepare_all(
             table, self._tower(table).spec, self._items, sources, self._history_limit
         )
@@ -167,7 +167,7 @@ class Predictor:
         *,
         blocked: NDArray[np.int64] = _NO_ORDINALS,
     ) -> list[bytes]:
-        """Predicts one record per input, marked live, in the table's layout; raises UnfitValue for unfit numbers."""
+        """Compute one record per input, flagged live, in the table's layout; raise UnfitValue for unfit numbers."""
         outputs = self.vectors(batch)
         if self._tables[table].kind != "topk":
             return self.numbers(table, outputs, fingerprints, scored_at)
@@ -175,7 +175,7 @@ class Predictor:
         return self.lists(table, ranked, fingerprints, scored_at)
 
     def vectors(self, batch: Sequence[PreparedInput]) -> NDArray[np.float32]:
-        """The tower's outputs float32 [n, dims] for inputs prepared for the same table."""
+        """Run the tower; return float32 [n, dims] for inputs prepared for the same table."""
         tower = self._tower(batch[0].table)
         inputs = {
             input_spec.name: _tower_input(input_spec, batch) for input_spec in tower.spec.inputs
@@ -183,7 +183,7 @@ class Predictor:
         return tower.run(inputs)
 
     def search(self, table: str) -> ListSearch:
-        """Search for the lists of a top-K table."""
+        """Return the search for the lists of a top-K table."""
         manifest_table, width = self._tables[table], self._tables[table].layout.width
         return ListSearch(self._searchers[str(manifest_table.producer.index)], self._items, width)
 
@@ -196,7 +196,7 @@ class Predictor:
         *,
         flags: int = 0,
     ) -> list[bytes]:
-        """A record of a top-K table for each row of `ranked`, with `flags` beside that of a live one."""
+        """Encode each row of `ranked` as a record of a top-K table, flagged live and with `flags`."""
         layout, prints = self._tables[table].layout, np.array(fingerprints, np.uint64)
         flags |= FLAG_LIVE
         return _split_records(layout, encode_topk(layout, prints, *ranked, scored_at, flags=flags))
@@ -208,21 +208,21 @@ class Predictor:
         fingerprints: Sequence[int],
         scored_at: int,
     ) -> list[bytes]:
-        """A record of a vector or value table for each row of outputs."""
+        """Encode each row of outputs as a record of a vector or value table."""
         layout, prints = self._tables[table].layout, np.array(fingerprints, np.uint64)
         return _split_records(
             layout, encode_numbers(layout, prints, outputs, scored_at, flags=FLAG_LIVE)
         )
 
     def takes_numbers_alone(self, table: str) -> bool:
-        """True if the table's model takes features that are float32, and nothing else."""
+        """True if the table's model takes only float32 features."""
         inputs = self._tower(table).spec.inputs
         return all(
             input_spec.bind == "feature" and input_spec.dtype == "float32" for input_spec in inputs
         )
 
     def sent_vectors(self, table: str, batch: Sequence[PreparedInput]) -> NDArray[np.float32]:
-        """Numbers float32 [n, dims] that were sent to a model that takes numbers alone, side by side."""
+        """Return the float32 [n, dims] features sent to a model that takes only float32 features, side by side."""
         columns = [
             stack_features(input_spec, [prepared.features[input_spec.name] for prepared in batch])
             for input_spec in self._tower(table).spec.inputs
@@ -230,17 +230,17 @@ class Predictor:
         return np.concatenate([column.reshape(len(batch), -1) for column in columns], axis=1)
 
     def sent_dims(self, table: str) -> int:
-        """Width of what `sent_vectors` makes."""
+        """Width of the rows that `sent_vectors` returns."""
         return sum(input_spec.width or 1 for input_spec in self._tower(table).spec.inputs)
 
     def output_dims(self, table: str) -> int:
-        """Width of the vectors that the table's model makes."""
+        """Width of the vectors that the table's model returns."""
         return self._tower(table).spec.output_dims
 
     def score_vector(
         self, table: str, vector: NDArray[np.float32], ordinals: NDArray[np.int64]
     ) -> NDArray[np.float32]:
-        """float32 [n] scores of the given items for a vector, by the metric of a top-K table."""
+        """Return float32 [n] scores of the given items for a vector, by the metric of a top-K table."""
         index = self._tables[table].producer.index
         searcher = self._searchers.get(str(index))
         metric: Metric = "inner_product" if searcher is None else searcher.metric
@@ -271,7 +271,7 @@ class Predictor:
 
 
 def live_files(manifest: Manifest, precision: ModelPrecision | None = None) -> Iterator[Artefact]:
-    """Files that only the live path reads: all of them, or those that it runs in one precision."""
+    """Yield the files that only the live path reads: of all precisions, or of the given one."""
     for model in manifest.models.values():
         if precision != "int8" or model.int8 is None:
             yield from model.fp32_files
@@ -290,9 +290,9 @@ def open_warm(
     cores: Sequence[int] = (),
     accelerator: Accelerator | None = None,
 ) -> Predictor:
-    """Open the models of a generation's folder `root` and run each of them once; raises what ONNX Runtime raises.
+    """Open the models of a generation's folder `root` and run each of them once; raise ONNX Runtime's errors.
 
-    Replicas open them by it, and so does the gate that judges a generation before it is published.
+    Replicas open models with it, and so does the gate that judges a generation before it is published.
     """
     predictor = Predictor.open(
         manifest,
@@ -316,7 +316,7 @@ def open_predictor(
     cores: Sequence[int],
     accelerator: Accelerator | None,
 ) -> tuple[Predictor | None, str | None, str | None]:
-    """(The warmed predictor or None, why there is none, why it is on the processor though an accelerator is asked)."""
+    """Return (warmed predictor or None, error without one, reason for the processor in place of the accelerator)."""
     root = store.local(generation_path(manifest.generation))
 
     def open_on(device: Accelerator | None) -> Predictor:
@@ -365,7 +365,7 @@ def open_event_models(
     open_models: Callable[[], EventModels],
     without: EventModels,
 ) -> tuple[EventModels, str | None]:
-    """(The models for newer events, or `without` them; why they did not open)."""
+    """Return (models for newer events, or `without` if they failed to open; the error)."""
     try:
         for artefact in [file for model in manifest.models.values() for file in model.fp32_files]:
             fetch_checked(store, manifest.generation, artefact)

@@ -59,6 +59,6 @@ class Accelerator:
 
 
 def provider_of(session: ort.InferenceSession) -> str:
-    """The provider that a session's nodes go to first: cpu where that of a GPU could not be loaded."""
+    """Return the provider that a session tries first: cpu where the GPU's provider could not be loaded."""
     first = session.get_providers()[0]
     return next((name for name, onnx_provider in _PROVIDERS.items() if onnx_provider == first), CPU)

@@ -1,4 +1,4 @@
-"""A tower: one ONNX model with its inputs bound by name, run so that a row never depends on its batch."""
+"""ONNX model with inputs bound by name, run so that a row's output never depends on its batch."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,26 +16,26 @@ from cache.model.tower_spec import TowerSpec, check_fits
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Size of one run at most: rows, and gathered numbers (rows x padded length x dims)."""
+    """Largest size of one run: rows, and gathered numbers (rows x padded length x dims)."""
 
     rows: int
     numbers: int
 
     def halved(self) -> "Tile":
-        """Half of both, of rows one at least."""
+        """Return a tile of half the numbers and half the rows, at least one."""
         return Tile(max(1, self.rows // 2), self.numbers // 2)
 
 
 OF_CACHES = Tile(4096, 1 << 21)
-"""Tile of a processor: 8 MB stay in its caches, and memory stays bounded."""
+"""Tile for a processor: 8 MB fit its caches, and memory stays bounded."""
 
 
 _REPEATED_BY_NUMPY = 1 << 14
-"""Values up to which `np.repeat` is faster than a sum; it holds the interpreter's lock, which other threads want."""
+"""Number of values up to which `np.repeat` is faster than a sum; it holds the GIL, which other threads need."""
 
 
 def repeated(values: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`np.repeat`, but other threads of Python go on meanwhile."""
+    """Return `np.repeat(values, counts)`, mostly without holding the GIL."""
     ends = np.cumsum(counts)
     if not len(ends) or ends[-1] <= _REPEATED_BY_NUMPY:
         return np.repeat(values, counts)
@@ -55,7 +55,7 @@ class Histories:
 
     @classmethod
     def of(cls, rows: Sequence[NDArray[np.int64] | Sequence[int]]) -> Self:
-        """Builds histories from one sequence per row."""
+        """Build histories from one sequence per row."""
         lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
         indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         if not indptr[-1]:
@@ -66,7 +66,7 @@ class Histories:
         return len(self.indptr) - 1
 
     def select_rows(self, rows: NDArray[np.int64]) -> Self:
-        """Some of the rows, in the order given."""
+        """Return the given rows, in the order given."""
         starts, ends = self.indptr[rows], self.indptr[rows + 1]
         indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - starts)])
         shifts = repeated(starts - indptr[:-1], ends - starts)
@@ -80,7 +80,7 @@ class Histories:
         dtype: str,
         buffer: NDArray[Any] | None = None,
     ) -> NDArray[np.int32] | NDArray[np.int64]:
-        """Matrix [len(rows), length] (`buffer`, if given): the last `length` indices of each row, then `pad`."""
+        """Return a matrix [len(rows), length], in `buffer` if given: each row's last `length` indices, then `pad`."""
         ends = self.indptr[rows + 1]
         counts = np.minimum(ends - self.indptr[rows], length)
         slots = np.arange(length)
@@ -92,18 +92,18 @@ class Histories:
 
 
 Inputs = Mapping[str, Histories | NDArray[Any]]
-"""Input arrays by the tower's own input names; every value has the same number of rows."""
+"""Input arrays by the tower's input names; all have the same number of rows."""
 
 
 def _remedy(error: str) -> str:
-    """What to do about an error of ONNX Runtime whose words do not say it; empty for others."""
+    """Return a remedy to append to an error of ONNX Runtime; empty if the error's text suffices."""
     if "Failed to construct locale" in error:
         return "; export it for the locale that every host has: options={TfidfVectorizer: {'locale': 'C'}}"
     return ""
 
 
 class Tower:
-    """ONNX Runtime session of one model; thread-safe, and a row's answer does not depend on the rows beside it."""
+    """ONNX Runtime session of one model; thread-safe, and a row's output does not depend on the other rows."""
 
     def __init__(
         self, session: ort.InferenceSession, spec: TowerSpec, buckets: tuple[int, ...]
@@ -124,11 +124,10 @@ class Tower:
         cores: Sequence[int] = (),
         accelerator: Accelerator | None = None,
     ) -> Self:
-        """Load a model; raises BundleError naming both sides when a name, dtype or shape does not fit.
+        """Load a model; raise BundleError with both sides if a name, dtype or shape does not fit.
 
         `threads` run one inference, the caller's being one of them; the others stay on `cores`, if any are named. On an
-        `accelerator`, if its provider can be loaded, the rows beside a row may decide its last bits; `provider` says
-        what runs it.
+        `accelerator`, if its provider can be loaded, other rows may change a row's last bits; see `provider`.
         """
         options = _options(threads, cores)
         providers = ["CPUExecutionProvider"] if accelerator is None else accelerator.providers()
@@ -141,7 +140,7 @@ class Tower:
         return cls(session, spec, check_fits(path.name, session, spec))
 
     def run(self, inputs: Inputs) -> NDArray[np.float32]:
-        """Outputs float32 [n, output_dims].
+        """Run the model; return float32 [n, output_dims].
 
         Histories are padded to a length that their own length decides (powers of two up to
         `max_length`), and run grouped by it: so neither padding nor order of summation depends on
@@ -153,17 +152,17 @@ class Tower:
         return outputs
 
     def fed(self, feed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
-        """Outputs for one batch of `batches`."""
+        """Run the model for one batch of `batches`."""
         outputs: NDArray[np.float32] = self._session.run([self.spec.output], feed)[0]
         return outputs
 
     def batches(
         self, inputs: Inputs, buffers: "_Buffers | None" = None, tile: Tile | None = None
     ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]]:
-        """(row numbers, what ONNX Runtime is fed for them): the batches that `run` runs.
+        """Yield (row numbers, ONNX Runtime's input arrays) of each batch that `run` runs.
 
-        One row alone is fed twice, and the first output is its own: sums over a single row, and products with one, take
-        other code, whose last bits differ. A `tile` other than that of a processor is a device's.
+        A single row is fed twice, and the first output used: sums over a single row, and products with one, take other
+        code, whose last bits differ. A `tile` other than that of a processor is a device's.
         """
         tile = tile or OF_CACHES
         histories = next(
@@ -226,7 +225,7 @@ class _Buffers(threading.local):
         self._flat: dict[str, NDArray[Any]] = {}
 
     def matrix(self, name: str, rows: int, length: int, dtype: str) -> NDArray[Any]:
-        """Matrix [rows, length] with whatever it held before; valid until the thread's next call for this input."""
+        """Return an uninitialised matrix [rows, length], valid until the thread's next call for this input."""
         size = rows * length
         flat = self._flat.get(name)
         if flat is None or len(flat) < size:
@@ -253,12 +252,12 @@ def _options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:
 
 
 def rows_of(inputs: Inputs) -> int:
-    """Number of rows in a set of inputs."""
+    """Return the number of rows in a set of inputs."""
     return len(next(iter(inputs.values())))
 
 
 def rows_taken(inputs: Inputs, rows: NDArray[np.int64]) -> Inputs:
-    """Some rows of a set of inputs, in the order given."""
+    """Return the given rows of a set of inputs, in the order given."""
     return {
         name: input_values.select_rows(rows)
         if isinstance(input_values, Histories)
@@ -268,18 +267,18 @@ def rows_taken(inputs: Inputs, rows: NDArray[np.int64]) -> Inputs:
 
 
 class AnyTower(Protocol):
-    """A model with its inputs bound by name."""
+    """Interface of a model with inputs bound by name."""
 
     spec: TowerSpec
 
     def run(self, inputs: Inputs) -> NDArray[np.float32]:
-        """Outputs float32 [n, output_dims]."""
+        """Run the model; return float32 [n, output_dims]."""
 
 
 def run_apart(tower: AnyTower, inputs: Inputs) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """(outputs float32 [n, output_dims], mask of the rows on which the model raises): those rows are NaN.
+    """Return (outputs float32 [n, output_dims], mask of the rows on which the model raises, which are NaN).
 
-    Rows that raise cost the others nothing but runs: halves are tried until each of them is alone.
+    The model runs again on halves until each failing row is alone; the other rows keep their outputs.
     """
     count = rows_of(inputs)
     outputs = np.full((count, tower.spec.output_dims), np.nan, np.float32)

@@ -1,4 +1,4 @@
-"""Specification of a tower: its inputs, each bound by name to what fills it, and its output; whether a model fits."""
+"""Specification of a tower: its inputs, the source of each, and its output; the check of a model against it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields

@@ -1,5 +1,5 @@
-"""The compiled part: what numpy and Python would take too long for, and its loader.
+"""Compiled functions for work that numpy and Python are too slow for, and their loader.
 
-The C sources lie beside the loader; every function has a twin in Python, in `pure`, that gives the same bytes.
+The C sources are in this folder; every function has a twin in Python, in `pure`, that gives the same bytes.
 Start at `loader`.
 """

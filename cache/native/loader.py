@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     kernels = pure
 
 VERSION = 6
-"""Version of the functions and their arguments: what was built from other sources is left alone."""
+"""Version of the functions and their arguments: a build of other sources is ignored."""
 
 NUMERAL_DROPPED_BITS: Final = 13
 """Number of low bits of a float32 that are 0 in a float16 times a power of two; a key of `Numerals` is what remains."""
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`kernels`, the functions that this process uses: what is wrong with LARDER_COLUMNS is told at first use."""
+    """Load `kernels`, the functions that this process uses, at first use, which raises for a bad LARDER_COLUMNS."""
     if name != "kernels":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = module = load(os.environ)

@@ -1,8 +1,8 @@
-"""Functions of the compiled part in numpy and Python: the same results where nothing was built, slower.
+"""Pure-Python twins of the compiled functions: the same results with numpy, slower.
 
-None is for whoever asked to do it in the way that it has for what the compiled function leaves to it, too; where only
-None is returned here, the docstring says what the compiled function returns. `is_half`: records of float16, otherwise
-of float32.
+None as a result means that the caller has to compute in its own general way, as it does where the compiled function
+returns None. If only None is returned here, the docstring says what the compiled function returns. `is_half`: records
+of float16, else of float32.
 """
 
 from collections import deque
@@ -18,23 +18,23 @@ from numpy.typing import NDArray
 from cache.records import FORMAT_SHIFT, HEADER_DTYPE, Layout, dequantize
 
 Buffer = Any
-"""An object that lends its bytes as one contiguous buffer for the length of a call."""
+"""Object that exports its bytes as one contiguous buffer for the length of a call."""
 _INT32_MAX = 2**31 - 1
 _BULK, _PAIRS = (b"$", b"="), (b"%", b"|")
 _SIZED = (*_BULK, *_PAIRS, b"*", b"~", b">")
-"""First bytes of replies whose header is a number: of bytes, of pairs, or of elements."""
+"""First bytes of replies with a number in the header: of bytes, of pairs, or of elements."""
 _DIGITS_MAX = 19
-"""Digits of a header's number that are read: one with more is beyond every bound already."""
+"""Digits of a header's number that are read: a longer number exceeds every bound already."""
 _BOUND_MAX = 1 << 48
 _HEADER_BYTES = 64
-"""Digits from which on the parser, too, takes a header for no number."""
+"""Number of digits from which on the parser, too, rejects a header."""
 _INT64_MAX = 2**63 - 1
 DENSE = 2
-"""Number of rows to a chosen one, below which all are multiplied: rows cost more to gather than to read on."""
+"""Rows per chosen row below which all rows are multiplied: gathering costs more than reading on."""
 
 
 class HashParts:
-    """The sorted hashes of an entity set: the first hash of each part, and its uint64 hashes, which stay lent."""
+    """Sorted hashes of an entity set: the first hash of each part, and its uint64 hashes, which stay exported."""
 
     def __init__(self, firsts: tuple[int, ...], parts: tuple[Buffer, ...], /) -> None:
         # A Python int makes numpy compare in float64 (wrong above 2**53): uint64 throughout.
@@ -43,7 +43,7 @@ class HashParts:
         self._starts = np.cumsum([0, *map(len, self._parts)], dtype=np.int64)
 
     def find(self, hashes: Buffer, /) -> Buffer:
-        """int64 positions of uint64 hashes, -1 where one is absent."""
+        """Return int64 positions of uint64 hashes, -1 for an absent one."""
         hashes = np.frombuffer(hashes, np.uint64)
         if len(self._parts) == 1:
             return _search_part(self._parts[0], hashes)
@@ -62,7 +62,7 @@ class HashParts:
     def locate(
         self, positions: Buffer, first_pages: Buffer, per_page: int, size_bytes: int, /
     ) -> tuple[Buffer, Buffer]:
-        """(int64 pages, int64 offsets) of int64 positions.
+        """Return (int64 pages, int64 offsets) of int64 positions.
 
         Raises ValueError for a position that no part has, and for a result that does not fit 64 bits.
         """
@@ -78,9 +78,9 @@ class HashParts:
 
 
 class ReplyScanner:
-    """What replies of a server announce, read before a parser makes room for it, wherever they are cut.
+    """Scanner of a server's replies for announced sizes, before a parser allocates memory; chunks may be cut anywhere.
 
-    `elements` are those that one reply may announce, nested ones included, `payload` the bytes of one string.
+    `elements` bounds the elements that one reply may announce, nested ones included, `payload` the bytes of one string.
     """
 
     def __init__(self, elements: int, payload: int, /) -> None:
@@ -92,7 +92,7 @@ class ReplyScanner:
         self._is_refused = False
 
     def admits(self, data: Buffer, /) -> bool:
-        """False from the first byte on with which something announces more than the bounds."""
+        """Scan the next bytes; return False from the first one on with which a reply announces more than the bounds."""
         data = self._header + bytes(data)
         at, end, self._header = 0, len(data), b""
         while at < end and not self._is_refused:
@@ -111,7 +111,7 @@ class ReplyScanner:
         return not self._is_refused
 
     def _judge(self, kind: bytes, text: bytes) -> bool:
-        """True if what a whole header announces is within the bounds; then counts it."""
+        """Count the elements that a complete header announces; return True if they are within the bounds."""
         if not self._open:
             self._open, self._announced = 1, 0
         self._open -= 1
@@ -136,17 +136,17 @@ def _search_part(part: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> NDArra
 
 
 def hashes(ids: Sequence[bytes], seed: int, /) -> Buffer:
-    """64-bit xxh3 of each, however long; compiled, None if one is longer than 128 bytes."""
+    """Return the 64-bit xxh3 of each id, however long; compiled, None if one is longer than 128 bytes."""
     return np.fromiter(map(xxhash.xxh3_64_intdigest, ids, repeat(seed)), np.uint64, len(ids))
 
 
 def text_hashes(_data: Buffer, _cuts: Buffer, _seed: int, /) -> Buffer | None:
-    """64-bit xxh3 of each text between int32 cuts; None unless these rise within the data, or if one is too long."""
+    """Hash the texts between int32 cuts (64-bit xxh3); None unless cuts rise within the data, or if one is too long."""
     return None
 
 
 def dots(vector: Buffer, matrix: Buffer, ordinals: Buffer, /) -> Buffer:
-    """float32 products of `vector` [dims] with rows of `matrix` [rows, dims], by int64 ordinals; up to rounding.
+    """Multiply `vector` [dims] with rows of `matrix` [rows, dims], by int64 ordinals; float32, up to rounding.
 
     Raises ValueError for a row that is not there.
     """
@@ -160,12 +160,12 @@ def dots(vector: Buffer, matrix: Buffer, ordinals: Buffer, /) -> Buffer:
 
 
 def are_ids(ids: list[bytes], length_max: int, /) -> bool:
-    """True if each is bytes of a length that an id may have: 1 to `length_max`."""
+    """True if every element is bytes of a length that an id may have: 1 to `length_max`."""
     return all(isinstance(raw, bytes) and 0 < len(raw) <= length_max for raw in ids)
 
 
 def could_be(data: bytes, count: int, length: int, /) -> bool:
-    """True if `data` is the beginning of, or begins with, `count` bulk strings of `length` bytes."""
+    """True if `data` is a prefix of, or starts with, `count` bulk strings of `length` bytes."""
     head, end = b"$%d\r\n" % length, b"\r\n"
     step = len(head) + length + len(end)
     full_count = min(count, len(data) // step)
@@ -182,7 +182,7 @@ def could_be(data: bytes, count: int, length: int, /) -> bool:
 
 
 def _every(data: bytes, at: int, count: int, size: int, step: int) -> bytes:
-    """`size` bytes at `at` and at each `step` from there."""
+    """Return `size` bytes at `at` and at each `step` from there."""
     return np.ndarray((count,), f"V{size}", data, at, (step,)).tobytes()
 
 
@@ -196,7 +196,7 @@ def records_of(
     record_format: int,
     /,
 ) -> tuple[Buffer, int]:
-    """A copy of `count` records that lie `step` apart, and how many have that format and their fingerprint."""
+    """Copy `count` records at intervals of `step` bytes; return also how many have the format and their fingerprint."""
     heads = np.ndarray((count,), HEADER_DTYPE, data, first, (step,))
     sound = heads["flags"] >> FORMAT_SHIFT == record_format
     sound &= heads["fingerprint"] == np.frombuffer(fingerprints, np.uint64)
@@ -206,7 +206,7 @@ def records_of(
 def spread(
     count: int, size: int, rows: Buffer, indexes: list[int], record_by_index: dict[int, bytes], /
 ) -> Buffer:
-    """`count` records: those of `rows` at `indexes`, `record_by_index` by their places, else zeros."""
+    """Build `count` records: `rows` at `indexes`, `record_by_index` at its keys, zeros elsewhere."""
     records = np.zeros(count, f"V{size}")
     records[indexes] = np.frombuffer(rows, records.dtype)
     records[list(record_by_index)] = np.frombuffer(
@@ -216,7 +216,7 @@ def spread(
 
 
 def board(flights: dict[Any, Any], keys: list[Any], flight: object, /) -> list[int]:
-    """Puts `flight` under each key that is not there yet; returns the places of the others."""
+    """Insert `flight` under each key that is absent; return the positions of the other keys."""
     joined_indexes: list[int] = []
     for index, key in enumerate(keys):
         if key in flights:
@@ -227,12 +227,12 @@ def board(flights: dict[Any, Any], keys: list[Any], flight: object, /) -> list[i
 
 
 def leave(flights: dict[Any, Any], keys: list[Any], /) -> None:
-    """Takes away each key that is there."""
+    """Remove each key that is present."""
     deque(map(flights.pop, keys, repeat(None)), maxlen=0)
 
 
 def getranges(prefix: bytes, pages: Buffer, offsets: Buffer, length: int, /) -> bytes:
-    """RESP commands that read `length` bytes per int64 page and offset, on the key of `prefix` and page number."""
+    """Format RESP commands that read `length` bytes per int64 page and offset; keys are `prefix` and page number."""
     keys = map(_key, repeat(prefix), np.frombuffer(pages, np.int64).tolist())
     ranges = map(_range, np.frombuffer(offsets, np.int64).tolist(), repeat(length))
     return b"".join(map(bytes.__add__, keys, ranges))
@@ -251,12 +251,12 @@ def _range(offset: int, length: int) -> bytes:
 
 
 def cut_texts(_data: Buffer, _cuts: Buffer, /) -> list[bytes] | None:
-    """The texts between int32 cuts; None unless these rise within the data, and each is UTF-8."""
+    """Return the texts between int32 cuts; None unless these rise within the data, and each is UTF-8."""
     return None
 
 
 def joined(_texts: Any, /) -> tuple[bytes, bytes] | None:
-    """(int32 cuts, the bytes) of a list of bytes one behind the other; None if it holds anything else."""
+    """Concatenate a list of bytes to (int32 cuts, bytes); None if the list holds anything else."""
     return None
 
 
@@ -273,7 +273,7 @@ def stream(
     _after: bytes,
     /,
 ) -> bytes | None:
-    """An Arrow IPC stream: `before`, metadata with its numbers, each buffer on a multiple of 8 bytes, `after`."""
+    """Format an Arrow IPC stream: leading bytes, metadata with its numbers, each buffer 8-byte aligned, `after`."""
     return None
 
 
@@ -289,7 +289,7 @@ def plain_record_mask(
     items: int,
     /,
 ) -> Buffer:
-    """A byte per record: 1 if whole, `flags` in bits `mask`, `count_min` numbers at least, ordinals below `items`."""
+    """Return a byte per record: 1 if complete, `flags` in bits `mask`, `count_min` numbers, ordinals below `items`."""
     records, _ = _records(rows, width, is_list, is_half)
     counts = records["count"]
     usable = (records["flags"] & mask == flags) & (counts >= count_min) & (counts <= width)
@@ -304,7 +304,7 @@ def plain_record_mask(
 
 
 def numbers(rows: Buffer, width: int, is_list: bool, is_half: bool, k: int, /) -> Buffer:
-    """float32: the first `k` numbers of each record."""
+    """Return the first `k` numbers of each record as float32."""
     records, layout = _records(rows, width, is_list, is_half)
     return np.ascontiguousarray(dequantize(layout, records, np.float32)[:, :k])
 
@@ -312,7 +312,7 @@ def numbers(rows: Buffer, width: int, is_list: bool, is_half: bool, k: int, /) -
 def names(
     rows: Buffer, width: int, is_half: bool, k: int, ids: Buffer, offsets: Buffer, /
 ) -> tuple[bytes, bytes]:
-    """(ids of the first `k` items of each record, one behind the other; int32 cuts, one more than ids)."""
+    """Return (concatenated ids of the first `k` items of each record, int32 cuts, one more than ids)."""
     ordinals = _records(rows, width, True, is_half)[0]["items"][:, :k].ravel().astype(np.int64)
     bounds, texts = np.frombuffer(offsets, np.int64), np.frombuffer(ids, np.uint8)
     if ordinals.max(initial=0) >= len(bounds) - 1:
@@ -343,9 +343,9 @@ def answers(
     _ends: list[bytes],
     /,
 ) -> list[bytes] | tuple[int, ...] | None:
-    """JSON of each record: head, name, middle, items, after, scores, last, end.
+    """Format each record as JSON: head, name, middle, items, after, scores, last, end.
 
-    A tuple: keys of numerals that are missing. None: an id or a number that is written by others.
+    A tuple: keys of numerals that are missing. None: an id or a number that the caller has to format.
     """
     return None
 

@@ -1,4 +1,4 @@
-"""Background loops that cannot end silently: what a body raises is logged and counted, and the loop goes on."""
+"""Background loops that cannot end silently: an exception in a body is logged and counted, and the loop goes on."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ FAILING_AFTER: Final = 3
 STEADY_S: Final = 10.0
 """Seconds that an endless body runs, after a failure, before its loop counts as well again."""
 PAUSE_MAX_S: Final = 1.0
-"""Longest pause after a failure: what a blocklist or a token file says must not wait for longer."""
+"""Longest pause after a failure: changes of a blocklist or a token file must not wait for longer."""
 _PAUSE_S: Final = 0.05
 _CANCEL_AGAIN_S: Final = 0.1
 

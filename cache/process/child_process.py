@@ -1,4 +1,4 @@
-"""A child process that never outlives its parent, however the parent ends."""
+"""Child process that never outlives its parent, however the parent ends."""
 
 import fcntl
 import os
@@ -52,7 +52,7 @@ _open_ends: "weakref.WeakSet[WritingEnd]" = weakref.WeakSet()
 
 @cache
 def _close_ends_in_children() -> None:
-    """Make forked children close the pipes: one of them alive must not keep a dead parent's server."""
+    """Make forked children close the pipes: a living child must not keep a dead parent's server."""
 
     def close_all() -> None:
         for end in list(_open_ends):
@@ -62,33 +62,33 @@ def _close_ends_in_children() -> None:
 
 
 class WritingEnd:
-    """A writing end of a guard's pipe: the command runs for as long as one is open."""
+    """Writing end of a guard's pipe: the command runs for as long as one is open."""
 
     def __init__(self, descriptor: int) -> None:
-        """Own `descriptor` from now on."""
+        """Take ownership of `descriptor`."""
         self._descriptor = descriptor
         _close_ends_in_children()
         _open_ends.add(self)
 
     def close(self) -> None:
-        """Close it; the second time nothing happens."""
+        """Close the end; a second call does nothing."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
 class NamedPipe:
-    """A pipe with a name, by which other processes keep a guarded command alive.
+    """Named pipe by which other processes keep a guarded command alive.
 
-    Who opens it and who looks at it must exclude one another, by a lock of their own.
+    Callers of `ends` or `join` and of `is_held` must exclude one another by a lock of their own.
     """
 
     def __init__(self, path: Path) -> None:
-        """Name the pipe; nothing is made yet."""
+        """Set the name; the pipe is not made yet."""
         self.path = path
 
     def create(self) -> bool:
-        """Make a new pipe under this name; False where the file system has none."""
+        """Make a new pipe under this name; False if the file system does not support pipes."""
         self.path.unlink(missing_ok=True)
         try:
             os.mkfifo(self.path, 0o600)
@@ -135,7 +135,7 @@ class NamedPipe:
         return None
 
     def is_held(self) -> bool:
-        """Whether a writing end is open anywhere."""
+        """True if any process has a writing end open."""
         try:
             reading = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
@@ -155,9 +155,9 @@ def _unread_bytes(descriptor: int) -> int:
 
 
 class GuardedCommand:
-    """A command in a session of its own, ended with all of it when this process ends.
+    """Command in a session of its own, which ends with all its processes when this process ends.
 
-    Ctrl-C in the terminal does not reach it: whoever owns it says when it stops. With a named pipe it goes on until
+    Ctrl-C in the terminal does not reach it: its owner calls `stop`. With a named pipe it goes on until
     the last process that has joined the pipe ends.
     """
 
@@ -171,7 +171,7 @@ class GuardedCommand:
         grace_s: float = 10.0,
         pipe: NamedPipe | None = None,
     ) -> None:
-        """Start `command` with its output appended to `log`; TERM first, KILL after `grace_s`."""
+        """Start `command` with its output appended to `log`; a stop sends TERM first, KILL after `grace_s`."""
         self.command = tuple(str(part) for part in command)
         self.log = log
         self._grace_s = grace_s
@@ -212,17 +212,17 @@ class GuardedCommand:
         return self._guard.poll()
 
     def tail(self, lines: int = 20) -> str:
-        """Return the last lines of the log, for a message about why it ended."""
+        """Return the last lines of the log, for an error message."""
         with suppress(FileNotFoundError):
             return "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-lines:])
         return ""
 
     def cut(self) -> None:
-        """Close our end of the pipe; once nobody else holds one, the guard ends its session by itself."""
+        """Close this process's end of the pipe; once no other process holds one, the guard ends its session."""
         self._end.close()
 
     def stop(self) -> None:
-        """End the command and its whole session, and wait for it; only where it was started."""
+        """End the command and its whole session, and wait for it; a forked process only closes its pipe end."""
         self.cut()
         if os.getpid() != self._owner:
             return

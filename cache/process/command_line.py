@@ -13,10 +13,10 @@ from types import FrameType
 from typing import Any, Final
 
 NOT_WELL: Final = 3
-"""Exit code of a command that did what it should, and found something that is not as it should be."""
+"""Exit code of a command that succeeded and found a problem."""
 
 DISTRIBUTION: Final = "larder-predictions"
-"""Name that pip installs Larder by; `larder` on the package index is somebody else's project."""
+"""Name by which pip installs Larder; `larder` on the package index is another project."""
 
 PRECOMPUTE_MODULES: Final = ("onnx", "pyarrow", "rich", "scipy")
 """Modules of the extra `precompute`."""
@@ -36,7 +36,7 @@ _IN_LINES: Final = re.compile(f"(?![\t\n])[{_STEERING}]")
 
 
 def json_text(document: Any) -> str:
-    """JSON by which a command tells a program what it found; a person can read it as well."""
+    """Return JSON of a command's result, for programs, indented for people."""
     import orjson  # `larder --help` needs it for nothing
 
     return orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()
@@ -87,7 +87,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Lines for a terminal; only breaks between lines and tabs stay as they are. What is JSON stays the same JSON."""
+    """Escape control characters in text for a terminal, except line breaks and tabs. JSON stays the same JSON."""
     return _IN_LINES.sub(_escape, text)
 
 

@@ -1,4 +1,4 @@
-"""A console of rich on which no text steers the terminal; needs rich."""
+"""Console of rich that escapes control sequences in texts; needs rich."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,16 +11,16 @@ from cache.process.command_line import printable_lines
 
 
 class SafeConsole(Console):
-    """A console that shows the control characters of texts, and sends only those of its own styles."""
+    """Console that escapes control characters in texts, and sends only those of its own styles."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """A text as all strings are drawn; escaped first, so that columns are as wide as what is shown."""
+        """Render a string, escaped first, so that column widths match the output."""
         return super().render_str(printable_lines(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Segments of whatever is drawn, texts that are no strings included."""
+        """Yield the segments of a renderable with control characters escaped, also in texts that are no strings."""
         for segment in super().render(renderable, options):
             safe_text = segment.text if segment.control else printable_lines(segment.text)
             yield segment if safe_text == segment.text else Segment(safe_text, segment.style)

@@ -24,7 +24,7 @@ def disk_free_bytes(folder: Path) -> int:
 
 
 def memory_available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
-    """Memory that programs here can still have, cached files included: what the machine and each cgroup leave."""
+    """Return the memory still available here, cached files included: the least of the machine's and each cgroup's."""
     return min([_machine_bytes(proc), *_group_bytes(proc, groups)])
 
 

@@ -1,4 +1,4 @@
-"""A Redis-compatible server of our own, for machines where none is configured."""
+"""Redis-compatible server of our own, for machines where none is configured."""
 
 import fcntl
 import json
@@ -66,7 +66,7 @@ def find_server(environ: Mapping[str, str] = os.environ) -> Path:
 
 @contextmanager
 def redis_url(state: Path, configured: str | None) -> Iterator[str]:
-    """Yield `configured`, else the URL of a server that this state folder shares or that starts now.
+    """Yield `configured`, else the URL of the state folder's server, started if it does not run.
 
     It holds a password: whoever may enter this machine may connect to its ports, but not read this folder's note.
     """
@@ -79,7 +79,7 @@ def redis_url(state: Path, configured: str | None) -> Iterator[str]:
 
 @contextmanager
 def server(state: Path, *, binary: Path | None = None, password: str = "") -> Iterator[RedisServer]:
-    """Join the server that runs for this state folder, else start one with this password.
+    """Join the state folder's running server, else start one with this password.
 
     It runs until the last command that uses it has ended, by whatever death; that one waits until it is gone.
     """
@@ -99,7 +99,7 @@ def server(state: Path, *, binary: Path | None = None, password: str = "") -> It
 
 @contextmanager
 def joined_server(state: Path) -> Iterator[RedisServer | None]:
-    """Join the server that runs for this state folder, if any; starts none."""
+    """Join the state folder's running server, None if there is none; starts none."""
     membership = None
     if running_server(state) is not None:
         with _locked(state):
@@ -113,17 +113,17 @@ def joined_server(state: Path) -> Iterator[RedisServer | None]:
 
 @dataclass(frozen=True, slots=True)
 class _Membership:
-    """The part of one command in a server that others may use as well."""
+    """Membership of one command in a server that other commands may use as well."""
 
     server: RedisServer
     end: WritingEnd | GuardedCommand | None
-    """What keeps the server alive; None if it has no pipe to hold: it ends with who started it."""
+    """Pipe end or command that keeps the server alive; None for a server without pipe, which ends with its starter."""
     process: GuardedCommand | None = None
-    """The server, where this command started it."""
+    """Server process, if this command started it."""
     owner: int = field(default_factory=os.getpid)
 
     def leave(self, state: Path) -> None:
-        """Let the server go; the last one waits until it is gone."""
+        """Leave the server; the last member waits until it has ended."""
         if os.getpid() != self.owner:
             return  # a forked child: the parent uses the server
         if _read(state) != self.server:
@@ -160,7 +160,7 @@ def _pipe(state: Path) -> NamedPipe:
 
 
 def _join(state: Path) -> _Membership | None:
-    """Keep the server of this folder alive from now on; None if there is none, or it is about to end."""
+    """Join this folder's server, which keeps it alive; None if there is none, or it is about to end."""
     running = running_server(state)
     if running is None:
         return None
@@ -186,7 +186,7 @@ def _wait_until_gone(pid: int) -> None:
 
 
 def running_server(state: Path) -> RedisServer | None:
-    """The server that already runs for this state folder, if any; starts none."""
+    """Return the state folder's running server, None if there is none; starts none."""
     recorded_server = _read(state)
     # The port may belong to another process by now.
     return (
@@ -209,7 +209,7 @@ def _announce(state: Path, running: RedisServer) -> None:
 
 
 def _write_for_us(path: Path, text: str) -> Path:
-    """Writes a file that nobody else may read; returns its path."""
+    """Write a file that only this user may read; return its path."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
@@ -233,7 +233,7 @@ def _process_id(url: str) -> int | None:
 
 
 def _start(binary: Path, state: Path, password: str) -> tuple[GuardedCommand, RedisServer]:
-    """Start `binary`; the port is free when chosen but may be taken before it is bound: try again."""
+    """Start `binary`; try again if another program takes the chosen port before it is bound."""
     for _ in range(5):
         port = _free_port()
         url = f"redis://{password and f':{password}@'}127.0.0.1:{port}/0"
@@ -277,7 +277,7 @@ def _command(binary: Path, settings: Path, port: int) -> list[str]:
 
 
 def _wait_for(process: GuardedCommand, url: str) -> int | None:
-    """Return the server's process id once it answers, None when it ended or never did."""
+    """Wait until the server answers; return its process id, None if it ended or never answered."""
     give_up = time.monotonic() + _START_MAX_S
     while process.running and time.monotonic() < give_up:
         if (pid := _process_id(url)) is not None:

@@ -1,1 +1,1 @@
-"""Quality of answers: what night and service share to compute a sample of them once more."""
+"""Quality of answers: code shared by night and service that computes a sample of the answers once more."""

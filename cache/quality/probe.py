@@ -1,4 +1,4 @@
-"""The probe: what the night computed a sample of users from, so that answers can be computed once more.
+"""The probe: inputs of a sample of users as the night had them, from which their answers can be computed once more.
 
 One file of a generation, named in the manifest's facts: an uncompressed `.npz` of the users with the lowest hashes (so:
 users at random), their histories as ordinals, oldest first, and the features of each as JSON. Readers need only numpy.
@@ -90,7 +90,7 @@ class Probe:
 
     @classmethod
     def open(cls, file: Path, items: ItemTable) -> Self:
-        """Opens a probe file; raises CorruptArtefact for what is no probe."""
+        """Open a probe file; raise CorruptArtefact if it is malformed."""
         try:
             with np.load(file, allow_pickle=False) as arrays:
                 return cls(dict(arrays), items)

@@ -1,4 +1,4 @@
-"""The artefact store: a local folder or any fsspec URL, files written whole, and the copies that this host keeps."""
+"""Artefact store: a local folder or any fsspec URL, with files written atomically, and this host's copies of them."""
 
 import contextlib
 import errno
@@ -19,13 +19,13 @@ from cache.format.manifest import GENERATION, Artefact, Manifest
 from cache.store.object_store import PROBE, ObjectStore
 
 COPIES_FOLDER = "copies"
-"""Folder of the store with a record for each generation and host that has copies of it."""
+"""Folder of the store with a record for each generation and each host that has copies of it."""
 
 COPY_IDLE_S = 3_600.0
-"""Seconds a copy must be unchanged before its removal: a newer one may belong to a generation in the making here."""
+"""Seconds without a change before a copy is removed: a newer copy may belong to a build that runs on this host."""
 
 FETCH_TRIES = 3
-"""Number of tries to fetch a file: a sweep may remove a folder while a copy is being written into it."""
+"""Number of attempts to fetch a file: a sweep may remove a folder while a copy is being written into it."""
 
 _RECORDED_MARKER = ".recorded"
 _HOST_FILE = ".host"
@@ -67,7 +67,7 @@ class ArtefactStore:
         )
 
     def read(self, path: str) -> bytes | None:
-        """A small file's bytes, or None when there is none."""
+        """Read a small file; None if it does not exist."""
         try:
             if self._objects is not None:
                 return self._objects.read(path)
@@ -78,14 +78,14 @@ class ArtefactStore:
             raise StoreError(f"cannot read {path} in {self.url}: {error}") from error
 
     def read_many(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """Small files' bytes by path, without those that are not there; of a remote store many at once."""
+        """Read small files; return those that exist, by path. A remote store reads many at once."""
         if self._objects is not None:
             return self._objects.read_many(paths)
         data_by_path = {path: self.read(path) for path in paths}
         return {path: data for path, data in data_by_path.items() if data is not None}
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a whole small file atomically."""
+        """Write a small file atomically."""
         if self._objects is not None:
             self._objects.write(path, data)
             return
@@ -95,7 +95,7 @@ class ArtefactStore:
             raise StoreError(f"cannot write {path} in {self.url}: {error}") from error
 
     def write_once(self, path: str, data: bytes) -> bool:
-        """Create a file that must not exist; False when it does. Whole or not at all."""
+        """Create a file atomically; return False if it exists."""
         if self._objects is not None:
             return self._objects.create(path, data)
         try:
@@ -110,11 +110,11 @@ class ArtefactStore:
         return True
 
     def demand_write_once(self) -> None:
-        """Raises StoreError where no record could be written once: asked before hours of work that end in one."""
+        """Raise StoreError if the store cannot create files exclusively: a check before hours of work that need it."""
         self.write_once(PROBE, b"")
 
     def names(self, path: str) -> list[str]:
-        """Names of the files and folders in a folder, sorted; hidden ones (unfinished writes) left out."""
+        """Return the names of the files and folders in a folder, sorted, without hidden ones (unfinished writes)."""
         try:
             if self._objects is not None:
                 entry_names = self._objects.names(path)
@@ -127,7 +127,7 @@ class ArtefactStore:
         return sorted(name for name in entry_names if not name.startswith("."))
 
     def delete(self, path: str) -> None:
-        """Remove a file or a whole folder; nothing to remove is fine."""
+        """Remove a file or a folder with its contents, if it exists."""
         target = self._root / path
         try:
             if self._objects is not None:
@@ -143,7 +143,7 @@ class ArtefactStore:
             raise StoreError(f"cannot delete {path} in {self.url}: {error}") from error
 
     def host_copies(self) -> list[str]:
-        """Generations of a remote store of which this host keeps files; of a local store none are copies."""
+        """Return the generations of a remote store of which this host keeps copies; empty for a local store."""
         return [] if self.copies is None else self.copies.generations()
 
     def sweep_host_copies(self, in_use: Collection[str], *, cutoff_at: float) -> list[str]:
@@ -153,7 +153,7 @@ class ArtefactStore:
         return self.copies.sweep(lambda: self.names("generations"), in_use, cutoff_at=cutoff_at)
 
     def sweep_unfinished(self, *, cutoff_at: float) -> int:
-        """Remove what killed writers left on this host (`.*.part`) before that time; how many there were."""
+        """Remove files that killed writers left on this host (`.*.part`) before `cutoff_at`; return their number."""
         unfinished_paths = [
             path for path in self._root.rglob(".*.part") if 0.0 < last_change(path) < cutoff_at
         ]
@@ -163,11 +163,11 @@ class ArtefactStore:
         return len(unfinished_paths)
 
     def local(self, path: str) -> Path:
-        """Local path where this host has, or will write, a file; for a remote store a path in the host cache."""
+        """Return the local path where this host has, or will write, a file; of a remote store, in the host cache."""
         return self._root / path
 
     def fetch(self, path: str) -> Path:
-        """A local path of an existing file, downloaded if the store is remote and this host has no copy."""
+        """Return the local path of an existing file; download it if the store is remote and this host has no copy."""
         target = self.local(path)
         for _ in range(FETCH_TRIES):
             if self._objects is None or target.exists():
@@ -189,7 +189,7 @@ class ArtefactStore:
         return target
 
     def put(self, path: str) -> None:
-        """Publish a finished local file under the same path; a local store has it already."""
+        """Upload a finished local file to the same path; does nothing for a local store."""
         if self._objects is not None:
             self._objects.put(self.local(path), path)
 
@@ -201,14 +201,14 @@ def _generation_of(path: str) -> str | None:
 
 
 def generation_path(generation: str, path: str = "") -> str:
-    """Store path of a generation or one of its files; raises UnknownGeneration for a malformed id."""
+    """Return the store path of a generation or one of its files; raise UnknownGeneration for a malformed id."""
     if not GENERATION.fullmatch(generation):
         raise UnknownGeneration(f"{generation!r} is not a generation id", generation=generation)
     return f"generations/{generation}/{path}".rstrip("/")
 
 
 def read_manifest(store: ArtefactStore, generation: str) -> Manifest:
-    """The manifest of a finished generation; UnknownGeneration when there is none, CorruptArtefact for another's."""
+    """Read a finished generation's manifest; raise UnknownGeneration for none, CorruptArtefact for another's."""
     raw = store.read(generation_path(generation, "manifest.json"))
     if raw is None:
         raise UnknownGeneration(
@@ -224,7 +224,7 @@ def read_manifest(store: ArtefactStore, generation: str) -> Manifest:
 
 
 def fetch_checked(store: ArtefactStore, generation: str, artefact: Artefact) -> Path:
-    """A file of a generation on this host, as the manifest states it; raises CorruptArtefact otherwise.
+    """Return a local file of a generation, checked against the manifest; raise CorruptArtefact if it differs.
 
     A damaged copy of a remote store's file is downloaded once more.
     """
@@ -246,7 +246,7 @@ def fetch_checked(store: ArtefactStore, generation: str, artefact: Artefact) -> 
 
 
 def check(root: Path, artefact: Artefact) -> None:
-    """Raises CorruptArtefact unless the file has the size and checksum that the manifest states."""
+    """Raise CorruptArtefact unless the file has the size and checksum that the manifest states."""
     path = root / artefact.path
     if not path.is_file():
         raise CorruptArtefact(f"{artefact.path} is missing", path=artefact.path)
@@ -264,22 +264,22 @@ def check(root: Path, artefact: Artefact) -> None:
 
 
 def describe(root: Path, path: str) -> Artefact:
-    """The manifest entry of a finished file."""
+    """Return the manifest entry of a finished file."""
     file = root / path
     return Artefact(path, file.stat().st_size, sha256_of(file))
 
 
 def sha256_of(path: Path) -> str:
-    """Hex SHA-256 of a file."""
+    """Return the hex SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class HostCopies:
-    """Copies under `root`; a state folder that ends with its program is `ephemeral`, and nobody is told of it.
+    """Copies of a remote store's files under `root`, recorded in the store unless the folder is `is_ephemeral`.
 
-    What was erased is gone only when no host holds a copy of it. Hosts share the store and nothing else, so each
-    records there of which generations it has files, before the first of them comes and until the last of them is gone.
+    Erased data is gone only once no host holds a copy of it. Hosts share the store and nothing else, so each
+    records there of which generations it has files, before the first file comes and until the last one is gone.
     """
 
     def __init__(self, root: Path, objects: ObjectStore, *, is_ephemeral: bool) -> None:
@@ -290,7 +290,7 @@ class HostCopies:
 
     @property
     def host(self) -> str:
-        """Name of the host with an id of its state folder, stable for as long as that folder lasts."""
+        """Name of the host with an id of its state folder, stable for as long as the folder exists."""
         path = self._root / _HOST_FILE
         if not path.exists():
             name = "".join(c if c.isalnum() or c in "._" else "-" for c in socket.gethostname())
@@ -299,7 +299,7 @@ class HostCopies:
         return path.read_text()
 
     def generations(self) -> list[str]:
-        """Generations of which this host has files."""
+        """Return the generations of which this host has files."""
         folder = self._root / "generations"
         if not folder.is_dir():
             return []
@@ -310,7 +310,7 @@ class HostCopies:
         )
 
     def record(self, generation: str) -> None:
-        """Tell the store that this host has, or is about to have, files of a generation; once for each."""
+        """Record in the store that this host has, or is about to have, files of a generation; once per generation."""
         marker_path = self._root / "generations" / generation / _RECORDED_MARKER
         if self._is_ephemeral or marker_path.exists():
             return
@@ -320,7 +320,7 @@ class HostCopies:
         marker_path.touch()
 
     def try_to_record(self, generation: str) -> None:
-        """Records copies for callers that may only read the store, or can wait: tried once per program if it fails."""
+        """Record copies for callers that may only read the store, or can wait; one attempt per program if it fails."""
         if generation in self._unrecorded:
             return
         try:
@@ -332,7 +332,7 @@ class HostCopies:
     def sweep(
         self, list_stored: Callable[[], Iterable[str]], in_use: Collection[str], *, cutoff_at: float
     ) -> list[str]:
-        """Remove copies of generations that are not `list_stored` any more; the generations removed.
+        """Remove copies of generations that `list_stored` no longer has; return the generations removed.
 
         Never one `in_use`, nor one that changed since `cutoff_at` (Unix seconds): it may be in the making here. A store
         that shows no generation at all proves nothing and loses no copy. Mapped files live on until they are closed.
@@ -349,7 +349,7 @@ class HostCopies:
         return removed_generations
 
     def drop(self, generation: str) -> bool:
-        """Remove the copies of a generation, then their record; False when something of it stays for another time."""
+        """Remove the copies of a generation, then their record; False if a part could not be removed yet."""
         folder = self._root / "generations" / generation
         if not folder.is_dir():
             return True
@@ -382,13 +382,13 @@ def _copied_files(folder: Path) -> list[Path]:
 
 
 def copies_record_path(generation: str, host: str) -> str:
-    """Store path of the record that a host has copies of a generation."""
+    """Return the store path of the record that a host has copies of a generation."""
     return f"{COPIES_FOLDER}/{generation}/{host}.json"
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turns a full disk into a StoreError with its remedy; what was finished before stays finished."""
+    """Raise StoreError with a remedy in place of a disk-full error; files finished before it stay."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # FAISS says it in the text of a RuntimeError
@@ -407,14 +407,14 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Write beside, fsync, rename: a reader or a crash sees the old file or the new one, never a part."""
+    """Write to a draft, fsync, rename: a reader or a crash sees the old file or the new one, never a part."""
     with disk_errors(path), open_draft(path) as draft_path:
         draft_path.write_bytes(data)
 
 
 @contextlib.contextmanager
 def open_draft(path: Path, put: Callable[[Path, Path], object] = os.replace) -> Iterator[Path]:
-    """A name to write to, which becomes `path` when the block ends well: fsync, `put`, fsync of the folder."""
+    """Yield a draft path, which becomes `path` when the block succeeds: fsync, `put`, fsync of the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft_path = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -428,7 +428,7 @@ def open_draft(path: Path, put: Callable[[Path, Path], object] = os.replace) -> 
 
 
 def take_file(source: Path, path: Path) -> None:
-    """Puts a file's bytes under another name, as `write_atomically` would leave them.
+    """Link or copy a file to another path, atomically.
 
     `source` must never be written to again: where the file system can, both names are one file.
     """
@@ -449,7 +449,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def file_version(path: Path) -> tuple[int, int, int] | None:
-    """Value that differs once a file, or what a link leads to, was replaced or written; None while there is none."""
+    """Return a value that changes when the file, or the target of a link, is replaced or written; None for no file."""
     try:
         file_stat = path.stat()
     except OSError:
@@ -458,7 +458,7 @@ def file_version(path: Path) -> tuple[int, int, int] | None:
 
 
 def last_change(path: Path) -> float:
-    """Time at which anything in a file or folder last came or changed, Unix seconds; 0 when it is gone.
+    """Return the time of the last change of a file or anything in a folder, Unix seconds; 0 when it is gone.
 
     By the inode's own time: a copied file keeps the modification time of its original.
     """
@@ -470,7 +470,7 @@ def last_change(path: Path) -> float:
 
 
 def put_in_place(draft_path: Path, target: Path) -> None:
-    """Puts a file at its target; one that another worker put there first stays, so that all map a single file."""
+    """Move a draft to its target; a file already there stays, so that all workers map a single file."""
     try:
         os.link(draft_path, target)
     except FileExistsError:
@@ -482,7 +482,7 @@ def put_in_place(draft_path: Path, target: Path) -> None:
 
 
 def links_needed(error: OSError) -> str:
-    """The remedy where a file system has no hard links; empty for any other error."""
+    """Return the remedy for a file system without hard links; empty for any other error."""
     if error.errno not in _NO_LINKS_ERRNOS:
         return ""
     return (

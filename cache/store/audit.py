@@ -1,7 +1,7 @@
-"""The audit log: who did what and why, written down before it is done, and how it ended after; never changed.
+"""Audit log: actor, action and reason, written before the action, and its outcome, written after; append-only.
 
 A record is two write-once files, `audit/<number>.json` and `audit/<number>.outcome`. Numbers have no gaps, so one that
-is missing was taken away; one without an outcome was interrupted. No record holds a token, a password or a user's id.
+is missing was removed; one without an outcome was interrupted. No record holds a token, a password or a user's id.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ Audited = Literal[
     "publish", "roll_back", "override", "block", "unblock", "erase", "forget", "declare_gone",
     "token_add", "token_revoke", "experiment",
 ]  # fmt: skip
-"""Actions that are written down: what changes answers for everybody, whose data is held, and who may ask."""
+"""Actions in the audit log: changes to the answers of all callers, to stored data, and to access."""
 ACTIONS: tuple[Audited, ...] = get_args(Audited)
 
 WRITE_TRIES = 64
 TEXT_MAX = 1_000
-"""Characters of a reason, a subject or an error; more is cut."""
+"""Characters of a reason, a subject or an error; a longer text is cut."""
 
 _FOLDER = "audit"
 _INTENT = re.compile(r"([0-9]{12})\.json")
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 class AuditRecord:
     """Record of one action; times are Unix seconds.
 
-    `outcome` is "done", "failed", "interrupted" (the program ended in between), or "missing" or "unreadable" for a
-    record that is.
+    `outcome` is "done", "failed", "interrupted" (the program ended in between), or "missing" or "unreadable" for such
+    a record.
     """
 
     number: int
@@ -73,9 +73,9 @@ def audited(
     attempt: str = "",
     clock: Callable[[], float] = time.time,
 ) -> Iterator[dict[str, Any]]:
-    """Writes down that the block is to be run, then how it ended; what the block puts into the dict is kept with that.
+    """Record the intent, run the block, then record its outcome with the findings that the block adds to the dict.
 
-    Raises StoreError or Conflict, and the block is not run, where the intent cannot be written: nothing is done
+    Raises StoreError or Conflict, and the block is not run, if the intent cannot be written: nothing is done
     unrecorded. An outcome that cannot be written is a warning: the record stays, without one.
     """
     number = _begin(store, {
@@ -119,7 +119,7 @@ def _begin(store: ArtefactStore, fields: Mapping[str, Any]) -> int:
 
 
 def audit_records(store: ArtefactStore) -> list[AuditRecord]:
-    """Every record, oldest first, those included that are missing or unreadable."""
+    """Return every record, oldest first, including missing and unreadable ones."""
     file_names = frozenset(store.names(_FOLDER))
     files, loose = read_files(
         store,
@@ -135,12 +135,12 @@ def audit_records(store: ArtefactStore) -> list[AuditRecord]:
 
 
 def entity_digest(raw: bytes) -> str:
-    """Stand-in for an entity's id: enough to find what was done about a known one, not to read it off."""
+    """Return a digest that identifies an entity's records to a reader who knows the id, and does not reveal it."""
     return f"sha256:{hashlib.sha256(raw).hexdigest()[:16]}"
 
 
 def ids_in_words(items: list[bytes], entities: list[bytes]) -> str:
-    """Subject of a change of the blocklist: items by name, entities by digest, the first of many."""
+    """Return the subject of a blocklist change: items by name, entities by digest, the first of many."""
     phrases = []
     for kind, ids in (
         ("items", [item.decode() for item in items]),
@@ -153,7 +153,7 @@ def ids_in_words(items: list[bytes], entities: list[bytes]) -> str:
 
 
 def this_user() -> str:
-    """The system's user and host."""
+    """Return the system's user and host."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
@@ -188,7 +188,7 @@ _INTENT_FIELDS = ("at", "actor", "action", "subject", "reason", "attempt")
 
 
 def _text(text: str) -> str:
-    """Text as a printable line without secrets."""
+    """Return the text as a printable line without secrets."""
     printable_text = without_secrets(
         masked("".join(character if character.isprintable() else " " for character in text))
     )

@@ -25,7 +25,7 @@ class Blocklist(Versioned):
     users: frozenset[bytes] = frozenset()
 
     def with_all_of(self, added_blocklist: Self) -> Self:
-        """This version, with what another namespace blocks."""
+        """Return this version with the blocked ids of another namespace's blocklist added."""
         return replace(
             self,
             items=self.items | added_blocklist.items,

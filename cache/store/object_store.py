@@ -1,4 +1,4 @@
-"""The object store behind a URL, through its fsspec driver: exclusive creates that are proven, errors that are ours."""
+"""Object store behind a URL, through its fsspec driver: exclusive creation, checked by a probe, and Larder's errors."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ import fsspec
 from cache.errors import StoreError
 
 PROBE = ".created-once"
-"""Name of an object created once and left there: that nobody can create it again proves the store exclusive."""
+"""Name of the probe object: a store that refuses to create it a second time creates objects exclusively."""
 
 _TEXT_CHARS = 500
 _HIDDEN = "***"
@@ -33,7 +33,7 @@ _SECRETS = (
 
 
 class ObjectStore:
-    """Objects under one URL. Nothing is answered from a listing cache; what is not there is a FileNotFoundError."""
+    """Objects under one URL. Reads bypass listing caches; a missing object raises FileNotFoundError."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -53,7 +53,7 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def _translate_errors(self, operation: str, *, may_miss: bool = False) -> Iterator[None]:
-        """Turns drivers' own errors (botocore's, gcsfs', Azure's), which are no OSError, into StoreError."""
+        """Raise StoreError for drivers' own errors (botocore's, gcsfs', Azure's), which are no OSError."""
         try:
             yield
         except StoreError:
@@ -69,7 +69,7 @@ class ObjectStore:
         return StoreError(f"{failure}: {name}{text}".rstrip(": "))
 
     def _cause(self, error: BaseException) -> BaseException | None:
-        """The driver's own error, for whoever reads tracebacks, unless one would show a secret."""
+        """Return the driver's error as the cause for tracebacks, None if it or its context shows a secret."""
         chained_error: BaseException | None = error
         while chained_error is not None:
             if without_secrets(str(chained_error), self._options()) != str(chained_error):
@@ -84,14 +84,14 @@ class ObjectStore:
         ]
 
     def read(self, path: str) -> bytes:
-        """A small object's bytes."""
+        """Read a small object."""
         with self._translate_errors(f"read {path} in {self.display_url}", may_miss=True):
             fs, url = self._driver(path)
             data: bytes = fs.cat_file(url)
         return data
 
     def read_many(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """Bytes of the objects that exist, by path; a driver that can asks for many at once."""
+        """Read objects; return those that exist, by path. A driver that supports it reads many at once."""
         if not paths:
             return {}
         with self._translate_errors(
@@ -121,7 +121,7 @@ class ObjectStore:
             fs.pipe_file(url, data)
 
     def create(self, path: str, data: bytes) -> bool:
-        """Create an object that must not exist; False when it does. Raises StoreError where two could create it."""
+        """Create an object; return False if it exists. Raise StoreError if the store cannot create exclusively."""
         demand_exclusive(self.url)
         return self._create(path, data)
 
@@ -157,13 +157,13 @@ class ObjectStore:
         )
 
     def names(self, path: str) -> list[str]:
-        """Names of the objects and folders in a folder."""
+        """Return the names of the objects and folders in a folder."""
         with self._translate_errors(f"list {path} in {self.display_url}", may_miss=True):
             fs, url = self._driver(path)
             return [name.rstrip("/").rsplit("/", 1)[-1] for name in fs.ls(url, detail=False)]
 
     def delete(self, path: str) -> None:
-        """Remove an object, or all in a folder."""
+        """Remove an object, or all objects in a folder."""
         with self._translate_errors(f"delete {path} in {self.display_url}", may_miss=True):
             fs, url = self._driver(path)
             fs.rm(url, recursive=True)
@@ -183,7 +183,7 @@ class ObjectStore:
 
 @functools.cache
 def demand_exclusive(url: str) -> None:
-    """Raises StoreError unless the store refuses to create what exists; asked once per process and store.
+    """Raise StoreError unless the store refuses to create an existing object; checked once per process and store.
 
     A store that ignores the condition lets the last of two writers of one release record win, unseen.
     """
@@ -197,7 +197,7 @@ def _token() -> bytes:
 
 
 def without_secrets(text: str, known_secrets: Sequence[str] = ()) -> str:
-    """The text with passwords, keys, tokens and signed queries replaced, and all `known_secrets`."""
+    """Replace passwords, keys, tokens and signed queries in the text, and all `known_secrets`."""
     for secret in known_secrets:
         text = text.replace(secret, _HIDDEN)
     for pattern, hidden in _SECRETS:

@@ -1,4 +1,4 @@
-"""Release records: the write-once history of what was published, rolled back, refused or pinned."""
+"""Release records: the write-once history of publishes, roll backs, refusals and pins."""
 
 import hashlib
 import re
@@ -141,7 +141,7 @@ class Pointer:
         return pointer
 
     def _check(self) -> None:
-        """Raises TypeError: who followed one with a time or a share that is none would fail at every look, for ever."""
+        """Raise TypeError for a field that is not of its type: a replica that followed it would fail at every poll."""
         canary = self.canary
         named = [self.generation, *filter(None, (self.previous, canary and canary.generation))]
         if not all(
@@ -161,7 +161,7 @@ class Pointer:
 
 
 def _fields(name: str, raw: bytes) -> dict[str, Any]:
-    """Fields of a document, its version looked at first: of another one nothing else can be judged."""
+    """Return the fields of a document after checking its version: another version cannot be judged further."""
     data: dict[str, Any] = orjson.loads(raw)
     demand(name, version_of(data))
     return {field: value for field, value in data.items() if field != FIELD}
@@ -172,9 +172,9 @@ def _is_number(value: object, largest: float) -> bool:
 
 
 def manifest_digest(raw: bytes) -> str:
-    """SHA-256 of what a manifest says of its generation: all but verdicts and timings, which verifying writes anew.
+    """Return the SHA-256 of a manifest without verdicts and timings, which a verification rewrites.
 
-    Raises CorruptArtefact for what is no JSON object.
+    Raises CorruptArtefact for bytes that are no JSON object.
     """
     try:
         manifest_fields = orjson.loads(raw).items()
@@ -202,11 +202,10 @@ def all_releases(
     *,
     packs: bool = False,
 ) -> list[Release]:
-    """Every record, oldest first. What is `release_by_number` by number is not read again: a record never changes.
+    """Read every record, oldest first. Records in `release_by_number` are not read again: a record never changes.
 
-    `packs`: many that had to be read one by one are packed, for whoever comes next; readers of a store only read.
-    Raises CorruptArtefact, naming the file, for one that is missing or cannot be read: without it nobody knows what is
-    live.
+    `packs`: pack records that had to be read one by one, for later readers; readers of a store only read. Raises
+    CorruptArtefact, naming the file, for one that is missing or cannot be read: the live generation would be unknown.
     """
     release_by_number = {} if release_by_number is None else release_by_number
     missing = 0
@@ -250,7 +249,7 @@ def _list_releases(
 
 
 def _missing(records: Sequence[Release]) -> int:
-    """The first place that is empty though a later record was written by one who saw it taken; 0: none."""
+    """Return the number before the first record that does not follow the one before it: a lost record; 0 if none is."""
     previous_number = 0
     for record in records:
         if record.number and record.number != previous_number + 1:

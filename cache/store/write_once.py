@@ -13,10 +13,10 @@ from cache.errors import Conflict, LarderError
 from cache.store.artefacts import ArtefactStore
 
 WRITE_TRIES = 16
-"""Number of times that a change is tried while others are faster."""
+"""Number of attempts at a change while other writers are faster."""
 
 PACK_FILES = 100
-"""Number of files outside any pack at which whoever has read them all packs them."""
+"""Number of files outside any pack from which on a reader of all files packs them."""
 
 # Whatever else somebody leaves in the folder (notes, an editor's copy) is no version.
 _VERSION_NAME = re.compile(r"([0-9]{12})\.json")
@@ -26,12 +26,12 @@ _PACK_NAME = re.compile(r"pack-[0-9a-f]{16}\.json")
 
 @dataclass(frozen=True, slots=True)
 class Versioned:
-    """Value that is kept in versions; its number is 0 where none was written yet."""
+    """Value that is kept in versions; number 0 before the first is written."""
 
     version: int = 0
 
     def to_bytes(self) -> bytes:
-        """JSON, as it is stored."""
+        """Return the value as the JSON that is stored."""
         raise NotImplementedError
 
 
@@ -42,7 +42,7 @@ Value = TypeVar("Value", bound=Versioned)
 class Versions(Generic[Value]):
     """Versions of one kind of value, `<folder>/<number>.json`, of which the newest is in force for every replica.
 
-    `first` is in force before any, `read` undoes `to_bytes`.
+    `first` is in force before the first version, `read` parses what `to_bytes` returns.
     """
 
     folder: str
@@ -50,7 +50,7 @@ class Versions(Generic[Value]):
     read: Callable[[bytes], Value]
 
     def read_newest_number(self, store: ArtefactStore) -> int:
-        """Number of the version in force, 0 while there never was one; one listing, so cheap to poll."""
+        """Return the number of the version in force, 0 before the first; takes one listing, so it is cheap to poll."""
         names = store.names(self.folder)
         return max(
             (int(file_match[1]) for name in names if (file_match := _VERSION_NAME.fullmatch(name))),
@@ -58,15 +58,15 @@ class Versions(Generic[Value]):
         )
 
     def latest(self, store: ArtefactStore) -> Value:
-        """The version in force."""
+        """Return the version in force."""
         version = self.read_newest_number(store)
         raw = store.read(self._path(version)) if version else None
         return self.first if raw is None else self.read(raw)
 
     def change(self, store: ArtefactStore, change: Callable[[Value], Value]) -> Value:
-        """Writes what `change` makes of the newest version as the next one; again on that of whoever was faster.
+        """Apply `change` to the newest version and write the result as the next; retry if another writer was faster.
 
-        What changes nothing is not written. Raises Conflict when others were faster each time.
+        An unchanged value is not written. Raises Conflict after WRITE_TRIES attempts.
         """
         for _ in range(WRITE_TRIES):
             latest_value = self.latest(store)
@@ -90,7 +90,7 @@ def read_files(
     listed_names: Collection[str],
     requested_names: Collection[str],
 ) -> tuple[dict[str, bytes], set[str]]:
-    """Contents of `requested_names` write-once files by name, those that are there; and which of them no pack holds.
+    """Read write-once files; return (contents of existing `requested_names` by name, names of those in no pack).
 
     `listed_names`: all names in the folder. Two rounds of requests at most, however many files.
     """
@@ -113,7 +113,7 @@ def read_files(
 
 
 def pack_files(store: ArtefactStore, folder: str, files: Mapping[str, bytes]) -> None:
-    """Write these files as one pack once they are many and were read without fault; a failure is ignored.
+    """Write these files as one pack if they are many and all could be read; a failure is ignored.
 
     The files themselves stay where they are and stay the truth: whatever a pack lacks, or a pack that cannot be read,
     costs requests and nothing else.

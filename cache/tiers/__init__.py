@@ -1,4 +1,4 @@
-"""A lookup through the tiers: L1 in this process, L2 in Redis, one read for all who ask at once.
+"""Lookup of a record through the tiers: L1 in this process, then L2 in Redis, read once for simultaneous requests.
 
 Start at `tiered`.
 """

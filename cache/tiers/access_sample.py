@@ -1,4 +1,4 @@
-"""A sample of what L1 is asked for: written by readers, read by whoever keeps the curve."""
+"""Sample of the reads of L1: written by readers, consumed by the miss-ratio curve."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from cache.tiers.l1 import LIVE_BYTES, OVERHEAD_BYTES, ReadyAnswer, size_of
 from cache.tiers.reads import Hit, ReadResult, RecordKey, RecordKeys
 
 Access = tuple[int, int]
-"""A key's spot, and its size; the size is negative if the key was stored, or moved, without a read that counts."""
+"""Spot and size of a key's access; the size is negative if the key was stored, or moved, without a counted read."""
 
 TRACE_MAX = 16_384
-"""Reads remembered until they are taken; more push out the oldest."""
+"""Number of reads kept until they are consumed; further reads push out the oldest."""
 
 
 class AccessTrace(deque[Access]):
-    """A trace of sampled reads; any other read pays for one comparison with `last`, the greatest spot in the sample.
+    """Trace of sampled reads; any other read pays for one comparison with `last`, the greatest spot in the sample.
 
     Sizes are bytes in L1, the place in the table left out. A spot is an id's fingerprint; its lower half also tells
     tables and generations apart, so whether a key is sampled can be told from the fingerprint alone. `generation` is
@@ -33,21 +33,21 @@ class AccessTrace(deque[Access]):
         self.sample(-1)
 
     def sample(self, last: int) -> None:
-        """Take spots up to `last` from now on; -1: none."""
+        """Sample spots up to `last` from now on; -1: none."""
         self.last = last
         self._last = np.uint64(max(0, last))
 
     def begin(self, generation: str | None) -> None:
-        """Take all spots again, unless the generation is the same as before."""
+        """Sample all spots again if the generation differs from the current one."""
         if generation != self.generation:
             self.generation = generation
             if self.last >= 0:
                 self.sample(HASH_SPACE - 1)
 
     def attach_access(self, generation: str, fingerprint: int, ready: ReadyAnswer) -> ReadyAnswer:
-        """An answer of the live generation, about to be kept, with what its readers are to write if it is sampled.
+        """Return a ready answer of the live generation with the access that its readers record if the key is sampled.
 
-        What is not sampled now is not until the next generation, so readers need not look again.
+        A key that is not sampled now is not until the next generation, so readers need not check again.
         """
         self.begin(generation)
         if fingerprint > self.last:
@@ -57,7 +57,7 @@ class AccessTrace(deque[Access]):
         return ready._replace(access=(spot, size_of(ready)))
 
     def note_read(self, generation: str, record_key: RecordKey, outcome: ReadResult | None) -> None:
-        """Records a read with its outcome; a record that is not found is in no L1 of any size."""
+        """Record a read and its outcome; ignore a record that is not found, as an L1 of any size would lack it."""
         if record_key.fingerprint <= self.last and type(outcome) is Hit:
             size = len(outcome.record) + OVERHEAD_BYTES + LIVE_BYTES * outcome.live
             self.append((record_key.fingerprint ^ _salt(generation, record_key.table.name), size))
@@ -65,7 +65,7 @@ class AccessTrace(deque[Access]):
     def note_reads(
         self, generation: str, record_keys: RecordKeys, result_by_index: Mapping[int, ReadResult]
     ) -> None:
-        """Records a batch of reads; `result_by_index` are the outcomes that are no rows, by place."""
+        """Record a batch of reads; `result_by_index` has the outcomes that are no rows, by position."""
         if self.last < 0:
             return
         indexes = (record_keys.fingerprints <= self._last).nonzero()[0]
@@ -79,7 +79,7 @@ class AccessTrace(deque[Access]):
             self.extend(zip(spots, repeat(record_keys.table.layout.size_bytes + OVERHEAD_BYTES)))
 
     def note_put(self, generation: str, record_key: RecordKey, size_bytes: int) -> None:
-        """Records that a live record was stored for later readers."""
+        """Record that a live record was stored for later readers."""
         if record_key.fingerprint <= self.last:
             spot = record_key.fingerprint ^ _salt(generation, record_key.table.name)
             self.append((spot, -(size_bytes + OVERHEAD_BYTES + LIVE_BYTES)))

@@ -1,4 +1,4 @@
-"""L1: records of this process, bounded by bytes, and a bounded memory of what it let go."""
+"""L1: in-process cache of records, bounded by bytes, with a bounded history of evicted and expired keys."""
 
 import time
 from array import array
@@ -11,34 +11,34 @@ import numpy as np
 from cachetools import TTLCache
 
 Absence = Literal["cold_start", "evicted", "expired", "flipped"]
-"""Absences: never here in this generation (or forgotten since); let go; its life was over; here, but in the generation
-before."""
+"""Reasons why L1 lacks a key: never held in this generation (or forgotten since), evicted, expired, or held only in the
+previous generation."""
 
 OVERHEAD_BYTES = 328
-"""Memory per entry besides the record and the table: key, entry, two numbers, and what the allocator rounds up."""
+"""Memory per entry besides the record and the table: key, entry, two numbers, and the allocator's rounding."""
 
 LIVE_BYTES = 96
-"""Memory that digest and expiry of a live answer add to an entry."""
+"""Memory that the digest and expiry of a live answer add to an entry."""
 
 READY_BYTES = 416
 """Memory per ready answer besides its texts, request and id; its key is the request's own bytes."""
 
 EVICTED_SLOTS = 1 << 17
-"""Slots of 8 bytes, a mebibyte: the last hundred thousand entries or so that were let go."""
+"""Slots of 8 bytes, 1 MiB in all: room for about the last hundred thousand evicted keys."""
 
 EXPIRED_SLOTS = 1 << 13
 
 FLIPPED_S = 300.0
-"""Seconds after a flip in which a record that the generation before had in L1 counts as `flipped`."""
+"""Seconds after a flip in which a miss counts as `flipped` if L1 held the previous generation's record."""
 
 _FILLED_AT_ONCE = 32
-"""Records that may be too many for a moment."""
+"""Number of records by which the tier may briefly exceed its bound."""
 
 _BOUND_TO_FILLED_RATIO = 64
-"""Ratio, at least, of a tier's bound to what is filled in at once."""
+"""Smallest ratio of a tier's bound to the records filled in at once."""
 
 _VECTORISE_KEYS_MIN = 16
-"""Number of keys from which on numpy's fixed cost pays."""
+"""Number of keys from which on numpy's fixed cost pays off."""
 
 
 class LocalKey(NamedTuple):
@@ -50,7 +50,7 @@ class LocalKey(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A record in L1; `digest` and `expires_at` (monotonic seconds) are None for what the night computed."""
+    """Record in L1; `digest` and `expires_at` (monotonic seconds) are None for a record of the night."""
 
     record: bytes
     fingerprint: int
@@ -59,12 +59,11 @@ class Entry(NamedTuple):
 
 
 class ReadyAnswer(NamedTuple):
-    """An answer as it is sent, but for its age, which goes between `head` and `tail`.
+    """Answer as sent, except for its age, which goes between `head` and `tail`.
 
-    `stamp` is that of what it was made from: under any other it counts for nothing. `table_and_id`: table and id.
-    `access`: its spot and bytes in the sample of what L1 is asked for, if it is in there. `events`: those
-    in memory of the user with this id, the very object: with another one it counts for nothing; `is_newer` if it counts
-    any.
+    `stamp` is the state that the answer was made from: under any other stamp the answer is invalid. `table_and_id`:
+    table and id. `access`: its spot and bytes in the sample of L1's reads, if sampled. `events`: the very bytes object
+    of the user's events in memory: with another object the answer is invalid; `is_newer`: it includes newer events.
     """
 
     stamp: int
@@ -79,7 +78,7 @@ class ReadyAnswer(NamedTuple):
 
 
 def size_of(entry: Entry | ReadyAnswer) -> int:
-    """Bytes of one entry without its place in the table."""
+    """Return the bytes of one entry without its place in the table."""
     if isinstance(entry, ReadyAnswer):
         sent_bytes = len(entry.head) + len(entry.tail) + len(entry.request)
         return sent_bytes + len(entry.table_and_id[1]) + len(entry.events or b"") + READY_BYTES
@@ -88,7 +87,7 @@ def size_of(entry: Entry | ReadyAnswer) -> int:
 
 
 class LocalTier:
-    """An LRU cache bounded by bytes; an entry past its life is never returned.
+    """LRU cache bounded by bytes; an expired entry is never returned.
 
     The table is counted as it is, not per entry: under churn Python sizes it for three to six times what it holds.
     """
@@ -96,7 +95,7 @@ class LocalTier:
     def __init__(self, max_bytes: int, timer: Callable[[], float] = time.monotonic) -> None:
         self.too_large = 0
         self.ready_tables: set[str] = set()
-        """Tables of which an answer was ever kept."""
+        """Tables of which a ready answer was ever kept."""
         self._timer = timer
         self.max_bytes = max_bytes
         self._entries: OrderedDict[LocalKey | bytes, Entry | ReadyAnswer] = OrderedDict()
@@ -105,7 +104,7 @@ class LocalTier:
         self.eviction_history = EvictionHistory(self._entries.__contains__, timer)
 
     def get(self, key: LocalKey) -> Entry | None:
-        """The entry, unless it is absent or its life is over."""
+        """Return the entry, None if it is absent or expired; mark it as recently used."""
         entry: Entry | None = self._find(key)  # type: ignore[assignment]  # a LocalKey names a record
         if entry is None:
             return None
@@ -117,41 +116,41 @@ class LocalTier:
         return None
 
     def inspect(self, key: LocalKey) -> Entry | None:
-        """The entry as `get` would find it, for somebody who only looks: what is held and what goes first stay."""
+        """Return the entry like `get`, but change neither contents nor LRU order."""
         entry: Entry | None = self._find(key)  # type: ignore[assignment]  # as above
         is_over = entry is None or (entry[3] is not None and entry[3] <= self._timer())
         return None if is_over else entry
 
     def get_many(self, keys: Sequence[LocalKey]) -> list[Entry | None]:
-        """Entries of many keys, None for each that is absent or whose life is over."""
+        """Return the entries of many keys, None for each that is absent or expired."""
         entries: list[Any] = list(map(self._find, keys))
         return [self.get(key) for key in keys] if any(entries) else entries
 
     def can_fit(self, size_bytes: int) -> bool:
-        """True if a record of this size fits at all; one that does not is counted when it comes."""
+        """True if a record of this size fits at all; a larger one is counted by `put`."""
         return size_bytes + OVERHEAD_BYTES <= self.max_bytes
 
     def ready(self, request: bytes) -> ReadyAnswer | None:
-        """The answer kept for exactly this request; whether it still counts is for its stamp to say."""
+        """Return the answer kept for exactly these request bytes; the caller checks its stamp."""
         ready = self._find(request)
         if ready is not None:
             self._move_to_end(request)
         return ready  # type: ignore[return-value]  # bytes name a ready answer
 
     def keep(self, ready: ReadyAnswer) -> None:
-        """Keeps an answer beside its record, within the same bound."""
+        """Store a ready answer, which counts against the same bound as records."""
         self.ready_tables.add(ready.table_and_id[0])
         self.put(ready.request, ready)
 
     def unsampled(self, ready: ReadyAnswer) -> None:
-        """Marks a ready answer that the sample has left out: from now on its readers write nothing."""
+        """Remove the access of a ready answer that has left the sample, so that its readers record nothing."""
         if self._find(ready.request) is ready:
             self._entries[ready.request] = ready._replace(access=None)
 
     def fill(
         self, keys: Sequence[LocalKey], records: Sequence[bytes], prints: Sequence[int]
     ) -> None:
-        """Stores records of one size that the night computed; room is made for some of them at a time."""
+        """Store records of one size of the night, making room for some of them at a time."""
         entries, size_bytes = self._entries, len(records[0]) + OVERHEAD_BYTES if records else 0
         # A table grows for those who come at once: in a small tier that would push out more than they need.
         at_once = max(
@@ -170,7 +169,7 @@ class LocalTier:
             self._make_room()
 
     def put(self, key: LocalKey | bytes, entry: Entry | ReadyAnswer) -> None:
-        """Stores or replaces; an entry larger than the whole tier is left out and counted."""
+        """Store or replace an entry; one larger than the whole tier is left out and counted."""
         entries, size_bytes = self._entries, size_of(entry)
         if (previous_entry := entries.get(key)) is not None:
             self._bytes -= size_of(previous_entry)
@@ -202,7 +201,7 @@ class LocalTier:
             self._bytes -= size_of(entry)
 
     def discard(self, key: LocalKey) -> None:
-        """Forgets the key if it is there."""
+        """Remove the key if it is present."""
         self._drop(key)
         self.eviction_history.evicted.note(key)
 
@@ -216,12 +215,12 @@ class LocalTier:
 
     @property
     def place_bytes(self) -> int:
-        """Bytes of the table per entry; 0 while there is none."""
+        """Bytes of the table per entry; 0 without entries."""
         return getsizeof(self._entries) // len(self._entries) if self._entries else 0
 
 
 class NegativeCache:
-    """Keys that were looked up a moment ago and are nowhere; apart from L1, so a flood of them evicts nothing."""
+    """Cache of keys that are stored nowhere; apart from L1, so that a flood of them evicts nothing."""
 
     def __init__(
         self, max_entries: int, ttl_s: float, timer: Callable[[], float] = time.monotonic
@@ -233,12 +232,12 @@ class NegativeCache:
         return key in self._keys
 
     def add(self, key: LocalKey) -> None:
-        """Remembers the key for its time; the one not added for longest makes room."""
+        """Remember the key for the cache's life; the least recently added key makes room."""
         if self._keys.maxsize >= 1:
             self._keys[key] = None
 
     def discard(self, key: LocalKey) -> None:
-        """Forgets the key: a record for it exists now."""
+        """Forget the key, because a record for it exists now."""
         if key in self._keys:  # nearly always not, and then at a third of what `pop` or `del` cost
             self._keys.pop(key, None)
 
@@ -247,9 +246,9 @@ class NegativeCache:
 
 
 class EvictionHistory:
-    """Bounded memory of what L1 let go, by which it judges keys that L1 lacks; `holds` says what L1 holds.
+    """Bounded history of keys that left L1, which gives reasons for misses; `holds` tests whether L1 holds a key.
 
-    An end of life outweighs an eviction, both a flip.
+    Expiry outweighs eviction, and both outweigh a flip.
     """
 
     def __init__(
@@ -265,11 +264,11 @@ class EvictionHistory:
         self._last_flip: tuple[str, float] | None = None
 
     def flipped(self, previous_generation: str) -> None:
-        """Records a flip: another generation is live from now on; `previous_generation` is the one that was."""
+        """Record a flip from `previous_generation` to another live generation."""
         self._last_flip = previous_generation, self._timer() + FLIPPED_S
 
     def find_reason(self, generation: str, table: str, key: int | bytes) -> Absence:
-        """The one reason why L1 lacked a key."""
+        """Return the one reason why L1 lacked a key."""
         if self.expired.is_empty and self.evicted.is_empty and self._last_flip is None:
             return "cold_start"
         local_key = generation, table, key
@@ -284,7 +283,7 @@ class EvictionHistory:
         return "cold_start"
 
     def count(self, generation: str, table: str, keys: Sequence[int | bytes]) -> dict[Absence, int]:
-        """Number of the keys that L1 lacked for each reason; each key has exactly one."""
+        """Count the keys that L1 lacked by reason; each key has exactly one."""
         if self.expired.is_empty and self._earlier(generation) is None:
             if self.evicted.is_empty:
                 return {"cold_start": len(keys)}
@@ -297,7 +296,7 @@ class EvictionHistory:
         return count_by_absence
 
     def is_over(self, generation: str, table: str, key: int | bytes) -> bool:
-        """True if a record was here until its life was over."""
+        """True if the key was held until it expired."""
         return not self.expired.is_empty and (generation, table, key) in self.expired
 
     def _earlier(self, generation: str) -> str | None:
@@ -311,7 +310,7 @@ class EvictionHistory:
 
 
 class LossyKeySet:
-    """Hashes of keys, one per slot: a later one takes the place of an earlier, so some are forgotten, none made up."""
+    """Set of key hashes, one per slot: a later key overwrites an earlier one, so keys are forgotten, never made up."""
 
     def __init__(self, slots: int = EVICTED_SLOTS) -> None:
         self.is_empty = True
@@ -320,13 +319,13 @@ class LossyKeySet:
         self._mask = slots - 1
 
     def note(self, key: Hashable) -> None:
-        """Records that this key is not held any more."""
+        """Add a key."""
         self.is_empty = False
         hash_ = hash(key)
         self._slots[hash_ & self._mask] = hash_
 
     def note_all(self, keys: Sequence[Hashable]) -> None:
-        """Records that none of these keys is held any more, in this order."""
+        """Add keys in order."""
         if len(keys) < _VECTORISE_KEYS_MIN:
             for key in keys:
                 self.note(key)
@@ -340,7 +339,7 @@ class LossyKeySet:
         return self._slots[hash_ & self._mask] == hash_
 
     def count(self, keys: Sequence[Hashable]) -> int:
-        """Number of these keys that are remembered as let go."""
+        """Return the number of the keys that the set contains."""
         if len(keys) < _VECTORISE_KEYS_MIN:
             return sum(map(self.__contains__, keys))
         hashes = np.fromiter(map(hash, keys), np.int64, len(keys))

@@ -1,4 +1,4 @@
-"""Reads of the tiers: the records that are wanted, where they lie, whether they are sound, and how reads end."""
+"""Reads of the tiers as values: record keys, commands for L2, checks of replies, outcomes and counters."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ _NUMBERED_TABLES_MAX = 4_096
 
 
 class DescribedEnum(StrEnum):
-    """Word of an answer's field, with its `meaning` in a sentence for whoever reads it."""
+    """Enumeration of the words of an answer field, each with its `meaning` in a sentence for documents."""
 
     meaning: str
 
@@ -98,40 +98,40 @@ OUTAGE_REASONS = frozenset(
         MissReason.BREAKER_OPEN,
     }
 )
-"""Reasons of a miss: what the night has computed is out of reach for a while."""
+"""Reasons of a miss whose nightly record exists but is out of reach for a while."""
 
 STAND_IN_REASONS = OUTAGE_REASONS | {MissReason.NOT_IN_GENERATION}
-"""Reasons of a miss where the night has a place for an entity, and a live answer kept beside it does for a while."""
+"""Reasons of a miss for an entity with a nightly position, where a live answer in L1 may stand in for a while."""
 
 NOWHERE_REASONS = frozenset({MissReason.NOT_IN_GENERATION, MissReason.NEGATIVE, MissReason.UNREAD})
-"""Reasons of a miss: nothing is stored for an id that the night did not know."""
+"""Reasons of a miss for an id that the night did not know and for which nothing is stored."""
 
 PUBLIC_BY_INTERNAL_REASON: Mapping[str, MissReason] = {
     MissReason.NEGATIVE: MissReason.NOT_IN_GENERATION,
     MissReason.UNREAD: MissReason.NOT_IN_GENERATION,
 }
-"""Reason that answers, metrics and explanations tell in place of another: none says how an absence was found out."""
+"""Internal reason -> the reason in answers, metrics and explanations, which do not say how an absence was found."""
 
 REASONS_WITH_STORED_ANSWER = frozenset(
     {MissReason.NOTHING_TO_COMPUTE_FROM, MissReason.FRESH_UNAVAILABLE}
 )
-"""Reasons that go with a stored answer where a fresh one was asked for: no miss."""
+"""Reasons of a stored answer to a request that asked for a fresh one: no miss."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A snapshot as far as a read needs it, captured once per request."""
+    """Fields of a snapshot that a read needs, captured once per request."""
 
     generation: str
     directories: Mapping[str, Directory]
 
 
 class RecordKey(NamedTuple):
-    """A request for one entity's record in one table.
+    """Request for one entity's record in one table.
 
-    `key` is the hash of its id, or the 16-byte digest of an id-less input; `position` is -1 when the night did not
-    know it; `digest` is that of the input the caller sent, None if it sent none; `skips_overlay` leaves the overlay
-    unread, wherever L1 lacks it.
+    `key` is the hash of the id, or the 16-byte digest of an id-less input; `position` is -1 when the night did not
+    know it; `digest` is that of the input the caller sent, None if it sent none; `skips_overlay`: if L1 lacks the
+    record, do not read the overlay.
     """
 
     table: Table
@@ -144,7 +144,7 @@ class RecordKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordKeys:
-    """Entities that the night knows, and who sent nothing to compute from; the columns of as many `RecordKey`s.
+    """Entities that the night knows, of callers that sent no input; the columns of as many `RecordKey`s.
 
     `positions` are int64[n], none of them negative; `fingerprints` uint64[n].
     """
@@ -159,12 +159,12 @@ class RecordKeys:
         return len(self.keys)
 
     def local_keys(self, generation: str) -> list[LocalKey]:
-        """Keys in L1: plain tuples, which are equal to and hash like the named ones."""
+        """Return the keys in L1: plain tuples, which are equal to and hash like the named ones."""
         named = zip(repeat(generation), repeat(self.table.name), self.keys)
         return cast(list[LocalKey], list(named))
 
     def select(self, indexes: Sequence[int]) -> "RecordKeys":
-        """The wants at `indexes`, as columns."""
+        """Return the record keys at `indexes`, as columns."""
         if len(indexes) == len(self.keys):
             return self
         keys = [self.keys[index] for index in indexes]
@@ -172,16 +172,16 @@ class RecordKeys:
         return RecordKeys(self.table, keys, self.fingerprints[at], self.positions[at], self.digest)
 
     def record_key_at(self, index: int) -> RecordKey:
-        """The want at `index`."""
+        """Return the record key at `index`."""
         print_, position = int(self.fingerprints[index]), int(self.positions[index])
         digest = self.digest if position >= 0 else None
         return RecordKey(self.table, self.keys[index], print_, position, digest)
 
 
 class Hit(NamedTuple):
-    """A record whose fingerprint is the wanted one; `expires_at` (monotonic) is None for what the night computed.
+    """Record with the expected fingerprint; `expires_at` (monotonic) is None for a record of the night.
 
-    `reason` is set when this stands in, for a while, for a record of the night that is out of reach.
+    `reason` is set if this record stands in for one of the night that is out of reach for a while.
     """
 
     record: bytes
@@ -192,7 +192,7 @@ class Hit(NamedTuple):
 
 
 class Miss(NamedTuple):
-    """A miss: no stored answer, and why."""
+    """Miss: no stored answer, and the reason."""
 
     reason: MissReason
 
@@ -202,10 +202,10 @@ ReadResult = Hit | Miss
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows that a read of `RecordKeys` found, in their order.
+    """Rows that a read of `RecordKeys` returned, in their order.
 
-    `records` are of the table's dtype, with the wanted fingerprint; those at the places of `result_by_index` mean
-    nothing. `is_l2`: bool[n], False where L1 had it.
+    `records` are of the table's dtype, with the expected fingerprint; those at the positions in `result_by_index` mean
+    nothing. `is_l2`: bool[n], False if the row is from L1.
     """
 
     records: NDArray[Any]
@@ -223,7 +223,7 @@ _MISS_BY_L2_REASON = {
 
 
 def judge_entry(entry: Entry, record_key: RecordKey, tier: Tier) -> ReadResult:
-    """The outcome of what a tier holds for this want: found, corrupt, or from another input."""
+    """Check a tier's entry against the record key: a hit, corrupt, or computed from another input."""
     if entry.fingerprint != record_key.fingerprint:
         return MISS_BY_REASON[MissReason.CORRUPT]
     # Whoever sent nothing may have what is stored; whoever sent something gets an answer to that.
@@ -237,7 +237,7 @@ def judge_entry(entry: Entry, record_key: RecordKey, tier: Tier) -> ReadResult:
 
 
 def overlay_entry(record_key: RecordKey, overlay: Overlay, asked_at: float) -> Entry | Miss:
-    """The entry in an overlay asked for at `asked_at` (monotonic), or why it is a miss."""
+    """Convert an overlay requested at `asked_at` (monotonic) to an entry, or to the reason of a miss."""
     unpacked = unpack_overlay(record_key.table.layout, overlay.payload)
     if unpacked is None or peek_format(unpacked[0]) != RECORD_FORMAT:
         return MISS_BY_REASON[MissReason.CORRUPT]
@@ -250,19 +250,19 @@ def overlay_entry(record_key: RecordKey, overlay: Overlay, asked_at: float) -> E
 
 
 def is_overlay_answer(record_key: RecordKey, overlay: Overlay, asked_at: float) -> bool:
-    """True if an overlay asked for at `asked_at` (monotonic) holds an answer to this very input."""
+    """True if an overlay requested at `asked_at` (monotonic) holds an answer to exactly this input."""
     entry = overlay_entry(record_key, overlay, asked_at)
     return isinstance(entry, Entry) and isinstance(judge_entry(entry, record_key, "l2"), Hit)
 
 
 def live_key(key: LocalKey, digest: bytes) -> LocalKey:
-    """Key in L1 of a live answer to this input, which is kept beside the record of the night."""
+    """Return the key in L1 of a live answer to this input, kept in addition to the record of the night."""
     raw = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")
     return key._replace(key=raw + digest)
 
 
 def check_live_record(record_key: RecordKey, record: bytes) -> None:
-    """Raises ValueError for anything but a whole live record of the wanted entity."""
+    """Raise ValueError unless this is a complete live record of the requested entity."""
     size_bytes = record_key.table.layout.size_bytes
     if len(record) != size_bytes:
         raise ValueError(
@@ -273,18 +273,18 @@ def check_live_record(record_key: RecordKey, record: bytes) -> None:
 
 
 def unsound_reason(record: bytes, fingerprint: int) -> MissReason:
-    """Reason why a page's record is no answer: the night had none for this entity, or it is not what it should be."""
+    """Return the reason why a page's record is no answer: the night had none for this entity, or it is corrupt."""
     absent = is_absent(record, fingerprint)
     return MissReason.NOT_IN_GENERATION if absent else MissReason.CORRUPT
 
 
 def unavailable_miss(error: TierUnavailable) -> Miss:
-    """The miss of a read that L2 could not answer."""
+    """Return the miss for a read that L2 could not answer."""
     return _MISS_BY_L2_REASON[str(error.details["reason"])]
 
 
 def reads_of(view: View, record_keys: Sequence[RecordKey]) -> list[Read]:
-    """Reads of L2, one per want; whatever wants of one table share is looked up once."""
+    """Return one read of L2 per record key, in order; consecutive keys of a table share its lookup."""
     reads: list[Read] = []
     table: Table | None = None
     name, size_bytes, per_page = "", 0, 1
@@ -305,7 +305,7 @@ def reads_of(view: View, record_keys: Sequence[RecordKey]) -> list[Read]:
 
 
 def page_reads(view: View, record_keys: RecordKeys) -> PageReads:
-    """Reads of the records by page and offset, one per want."""
+    """Return the reads of the records by page and offset, one per record key."""
     table = record_keys.table
     size_bytes = table.layout.size_bytes
     first_pages = np.array([part.first_page for part in table.parts], np.int64)
@@ -317,7 +317,7 @@ def page_reads(view: View, record_keys: RecordKeys) -> PageReads:
 
 
 class FlightKeys:
-    """Keys of reads under way: whole numbers, which a dictionary takes at a fraction of what names cost.
+    """Integer keys of reads under way, which cost a dictionary a fraction of what tuples do.
 
     Tables of generations are numbered, and the records in them from there on: no two records share a key.
     """
@@ -327,7 +327,7 @@ class FlightKeys:
         self._numbers = itertools.count(1)
 
     def start(self, generation: str, table: str) -> int:
-        """The number to add to a 64-bit hash; a table that was forgotten gets a new one, never that of another."""
+        """Return the table's offset for 64-bit hashes; a forgotten table gets a new one, never another table's."""
         start = self._starts.get((generation, table))
         if start is None:
             if len(self._starts) >= _NUMBERED_TABLES_MAX:
@@ -336,17 +336,17 @@ class FlightKeys:
         return start
 
     def of(self, generation: str, record_key: RecordKey) -> FlightKey:
-        """The key of one record."""
+        """Return the key of one record."""
         start, key = self.start(generation, record_key[0].name), record_key.key
         return start + key if isinstance(key, int) else (start, key)
 
 
 @dataclass(slots=True)
 class Counters:
-    """Counters of reads: every want that was asked for is counted once, in `l1`, `l2` or one of `missed`.
+    """Counters of reads: every requested record is counted once, in `l1`, `l2` or one of `missed`.
 
-    `l1` are records found there, in `records`, and answers that were ready to be sent, in `ready`. Those are counted
-    some at a time: `flush` adds what is still to be counted.
+    `l1` sums records found there, `records`, and ready answers, `ready`. Ready answers are counted in batches: `flush`
+    adds the pending ones.
     """
 
     records: int = 0
@@ -357,7 +357,7 @@ class Counters:
     flush: Callable[[], None] = lambda: None
 
     def count(self, outcomes: Sequence[ReadResult]) -> None:
-        """Adds one request's outcomes."""
+        """Add one request's outcomes."""
         for outcome in outcomes:
             if type(outcome) is Miss:
                 self.missed[outcome.reason] += 1
@@ -369,7 +369,7 @@ class Counters:
     def count_rows(
         self, is_l2: NDArray[np.bool_], result_by_index: Mapping[int, ReadResult]
     ) -> None:
-        """Adds rows by the tier each is from, but those at the places of `result_by_index` by their outcomes."""
+        """Add rows by their tier; rows at the positions in `result_by_index` count by their outcomes."""
         l2 = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[index]) for index in result_by_index)
         self.l2 += l2
         self.records += len(is_l2) - l2 - len(result_by_index)
@@ -377,7 +377,7 @@ class Counters:
 
     @property
     def l1(self) -> int:
-        """Number of wants that L1 answered."""
+        """Number of records and ready answers from L1."""
         return self.records + self.ready
 
     @property

@@ -1,4 +1,4 @@
-"""The read path: L1, then one read per key from L2, singly or in batches; overlay writes in the background."""
+"""Read path: L1, then one read per key from L2, singly or in batches; overlay writes in the background."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ WriteOverlays = Callable[[Sequence[OverlayWrite]], Awaitable[list[TierUnavailabl
 _WRITES_AT_ONCE = 256
 
 _WRITTEN_UNCHANGED_S = 0.001
-"""Seconds up to which a write that waited is written as it is."""
+"""Seconds of waiting up to which a write keeps its original life."""
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class TieredCache:
         self._timer = timer
 
     def peek(self, view: View, record_key: RecordKey) -> Hit | None:
-        """The record if L1 has it, without awaiting; counts a hit, and leaves a miss to `get`."""
+        """Return the record if L1 has it, without awaiting; count a hit, and leave a miss to `get`."""
         entry = self.local.get(LocalKey(view.generation, record_key.table.name, record_key.key))
         if entry is None or not isinstance(
             read_result := judge_entry(entry, record_key, "l1"), Hit
@@ -101,7 +101,7 @@ class TieredCache:
         return read_result
 
     def inspect(self, view: View, record_key: RecordKey) -> Hit | None:
-        """The record if L1 has it, for somebody who only looks: nothing is counted, and what goes first stays."""
+        """Return the record if L1 has it; count nothing and keep the LRU order."""
         entry = self.local.inspect(LocalKey(view.generation, record_key.table.name, record_key.key))
         read_result = None if entry is None else judge_entry(entry, record_key, "l1")
         return read_result if isinstance(read_result, Hit) else None
@@ -109,7 +109,7 @@ class TieredCache:
     async def get(
         self, view: View, record_key: RecordKey, deadline: float | None = None
     ) -> ReadResult:
-        """The record, or why there is none; `deadline` is monotonic and this caller's own, None: L2's is enough."""
+        """Return the record or a miss; `deadline` is monotonic and this caller's own, None: L2's is enough."""
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         if (outcome := self._read_local(key, record_key)) is None:
             outcome = self._judged(
@@ -126,7 +126,7 @@ class TieredCache:
         *,
         is_counted: bool = True,
     ) -> list[ReadResult]:
-        """Outcomes, one per want, in order; all that L1 lacks is read from L2 together."""
+        """Return outcomes, one per record key, in order; all that L1 lacks are read from L2 together."""
         if len(record_keys) == 1 and is_counted:
             return [await self.get(view, record_keys[0], deadline)]
         keys = [
@@ -148,7 +148,7 @@ class TieredCache:
         return results
 
     async def get_rows(self, view: View, record_keys: RecordKeys, deadline: float | None) -> Rows:
-        """Rows for entities of one table that the night knows; `deadline` None: L2's own deadline is enough."""
+        """Return rows for entities of one table that the night knows; `deadline` None: L2's own deadline is enough."""
         rows = await self._rows.read(view, record_keys, self._within_s(deadline))
         for index, outcome in rows.result_by_index.items():
             if isinstance(outcome, Miss):
@@ -161,7 +161,7 @@ class TieredCache:
         return rows
 
     async def read_overlay_again(self, view: View, record_key: RecordKey) -> Hit | None:
-        """The answer that another process may have stored for this very input since it was missed; L1 keeps it, too."""
+        """Read again an answer that another process may have stored for exactly this input; keep it in L1."""
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         if isinstance(read_result := self._read_local(key, record_key), Hit):
             return read_result
@@ -173,7 +173,7 @@ class TieredCache:
         return outcome if isinstance(outcome, Hit) else None
 
     def probe(self, view: View, record_key: RecordKey, on_reply: Callable[[bool], None]) -> None:
-        """Asks Redis whether it holds an answer to this input; L1 learns nothing, `on_reply` gets Redis' reply."""
+        """Ask Redis whether it holds an answer to this input; L1 is not changed, `on_reply` gets the result."""
         self.counters.l2_reads += 1
         asked_at = self._timer()
 
@@ -192,7 +192,7 @@ class TieredCache:
         ttl_s: float,
         lease_mark: LeaseMark | None = None,
     ) -> None:
-        """Keeps a live answer: in L1, and in L2 (in the background) only if the night did not know the entity.
+        """Store a live answer: in L1, and in L2 (in the background) only if the night did not know the entity.
 
         `lease_mark` is the lease that ends when the answer is stored. Raises ValueError for anything but a whole live
         record of this entity: defaults and partial answers are never stored.
@@ -220,18 +220,18 @@ class TieredCache:
         )
 
     def keep(self, view: View, record_key: RecordKey, ready: ReadyAnswer) -> None:
-        """Keeps an answer of the live generation in L1, beside its record."""
+        """Store a ready answer of the live generation in L1."""
         self.local.keep(self.trace.attach_access(view.generation, record_key.fingerprint, ready))
 
     def discard(self, view: View, record_key: RecordKey) -> None:
-        """Forgets what L1 holds of this entity, for a record that turned out to be damaged."""
+        """Remove L1's entries of this entity, whose record turned out to be damaged."""
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         self.local.discard(key)
         if record_key.digest is not None:
             self.local.discard(live_key(key, record_key.digest))
 
     async def aclose(self, timeout_s: float = 1.0) -> None:
-        """Stores the overlays still queued, as far as `timeout_s` allows; the rest counts as dropped."""
+        """Store the overlays still queued within `timeout_s`; count the others as dropped."""
         await self.writes.aclose(timeout_s)
 
     def _count(
@@ -242,11 +242,11 @@ class TieredCache:
             self.trace.note_read(view.generation, record_key, outcome)
 
     def _within_s(self, deadline: float | None) -> float | None:
-        """Seconds that a caller has for L2; None if L2's own deadline is enough."""
+        """Return the seconds that a caller has for L2; None if L2's own deadline is enough."""
         return None if deadline is None else deadline - self._timer()
 
     def _read_local(self, key: LocalKey, record_key: RecordKey) -> ReadResult | None:
-        """The outcome without L2; None if L2 has to be asked."""
+        """Return the outcome without L2; None if L2 must be read."""
         if (entry := self.local.get(key)) is not None:
             return judge_entry(entry, record_key, "l1")
         if record_key.skips_overlay:
@@ -256,7 +256,7 @@ class TieredCache:
         return None
 
     def _judged(self, key: LocalKey, entry: Entry | Miss, record_key: RecordKey) -> ReadResult:
-        """The outcome of a read of L2; a live answer kept beside the page counts only while that gives none."""
+        """Return the outcome of a read of L2; if it gave no entry, L1's live answer to this input may replace it."""
         if isinstance(entry, Entry):
             return judge_entry(entry, record_key, "l2")
         if (
@@ -356,9 +356,9 @@ class TieredCache:
 
 
 class FlightRecords(Sequence[Entry | Miss]):
-    """Records that a flight of many keys brought: as rows for who asked for them, one by one for who joined.
+    """Records of a flight of many keys: rows for its own caller, single entries for callers that joined.
 
-    `rows[i]` means nothing where `missed` has `i`.
+    `rows[i]` means nothing if `missed` has `i`.
     """
 
     def __init__(self, rows: NDArray[Any], missed: dict[int, Miss]) -> None:
@@ -376,7 +376,7 @@ class FlightRecords(Sequence[Entry | Miss]):
 
 
 class RowReader:
-    """Reads `RecordKeys` through both tiers; its flights are those of single reads too."""
+    """Reader of `RecordKeys` through both tiers; shares its flights with single reads."""
 
     def __init__(
         self,
@@ -393,7 +393,7 @@ class RowReader:
         self._counters = counters
 
     async def read(self, view: View, record_keys: RecordKeys, left_s: float | None) -> Rows:
-        """Rows, one per want, or why there is none; `left_s` None: the deadline of L2 itself is the caller's too."""
+        """Return rows, one per record key, or misses; `left_s` None: L2's own deadline is enough."""
         entries = (
             self._local.get_many(record_keys.local_keys(view.generation)) if self._local else ()
         )
@@ -420,7 +420,7 @@ class RowReader:
         return rows
 
     async def _read(self, view: View, record_keys: RecordKeys, left_s: float | None) -> Rows:
-        """Rows from L2 alone; L2_TIMEOUT for all of them when `left_s` is over."""
+        """Return rows from L2 alone; L2_TIMEOUT for all of them when `left_s` is over."""
 
         def work(new: Sequence[int]) -> asyncio.Future[Sequence[Entry | Miss]]:
             return self._fetch(view, record_keys.select(new))
@@ -506,7 +506,7 @@ def _rows_of(record_keys: RecordKeys, records: Sequence[bytes]) -> NDArray[Any]:
 
 
 def _put_rows(records: NDArray[Any], indexes: Sequence[int], rows: NDArray[Any]) -> None:
-    """`records[indexes] = rows`, without looking at the fields."""
+    """Assign `records[indexes] = rows` as raw bytes, without field access."""
     opaque_dtype = np.dtype((np.void, records.itemsize))
     records.view(opaque_dtype)[np.asarray(indexes, np.intp)] = rows.view(opaque_dtype)
 
@@ -517,7 +517,7 @@ def _spread_rows(
     new: Sequence[int],
     joined: dict[int, bytes],
 ) -> NDArray[Any]:
-    """Records of this flight at the places `new`, of others at theirs; else zeros."""
+    """Combine this flight's records at the indexes `new` with other flights' at theirs; zeros elsewhere."""
     dtype = record_keys.table.layout.dtype
     indexes, rows = ([], b"") if landed is None else (list(new), landed.rows)
     record_buffer = loader.kernels.spread(len(record_keys), dtype.itemsize, rows, indexes, joined)
@@ -525,7 +525,7 @@ def _spread_rows(
 
 
 def _checked_rows(record_keys: RecordKeys, records: NDArray[Any]) -> Rows:
-    """Rows of L1 and of other flights, corrupt where a record is not its entity's."""
+    """Return rows of L1 and other flights; a record with another entity's fingerprint is corrupt."""
     result_by_index: dict[int, ReadResult] = {}
     is_own = records["fingerprint"] == record_keys.fingerprints
     if np.count_nonzero(is_own) < len(is_own):
@@ -536,7 +536,7 @@ def _checked_rows(record_keys: RecordKeys, records: NDArray[Any]) -> Rows:
 
 
 def _flight_records(record_keys: RecordKeys, answers: Sequence[L2Result]) -> FlightRecords:
-    """Answers as rows, each of them checked to be its entity's."""
+    """Convert answers to rows, each checked to be its entity's."""
     layout = record_keys.table.layout
     missed: dict[int, Miss] = {}
     if type(answers) is Frames:
@@ -563,7 +563,7 @@ def _flight_records(record_keys: RecordKeys, answers: Sequence[L2Result]) -> Fli
 
 
 class WriteBehind:
-    """A queue whose writes each end as stored, failed or dropped; none is retried, for each can be recomputed.
+    """Queue of overlay writes, each of which ends as stored, failed or dropped; none is retried: it can be recomputed.
 
     Waiting shortens the life of what is written, so that it ends when the answer's does.
     """
@@ -590,7 +590,7 @@ class WriteBehind:
         return len(self._queue)
 
     def put(self, write: OverlayWrite) -> None:
-        """Queues the write, or drops it when `max_bytes` of payload are already waiting."""
+        """Queue the write, or drop it when `max_bytes` of payload are already waiting."""
         if self._bytes + len(write.payload) > self._max_bytes:
             self.dropped_count += 1
             return
@@ -602,7 +602,7 @@ class WriteBehind:
             )
 
     async def aclose(self, timeout_s: float) -> None:
-        """Stores what is queued as far as `timeout_s` allows and drops the rest."""
+        """Store the queued writes within `timeout_s` and drop the others."""
         task = self._task
         if task is not None:
             await asyncio.wait({task}, timeout=timeout_s)
@@ -612,7 +612,7 @@ class WriteBehind:
         self._bytes = 0
 
     async def _write_some(self) -> None:
-        """Write what waits longest; whatever is raised, these writes have ended as failed."""
+        """Store the oldest queued writes; an exception counts all of them as failed."""
         writes = self._next()
         if not writes:
             return
@@ -624,7 +624,7 @@ class WriteBehind:
             self.failed_count += len(writes) - stored_count
 
     def _next(self) -> list[OverlayWrite]:
-        """Takes some of the queue's writes, with what is left of their lives; what has none left is dropped."""
+        """Take some writes off the queue, with their remaining lives; drop the expired ones."""
         writes: list[OverlayWrite] = []
         now_s = self._timer()
         for _ in range(min(_WRITES_AT_ONCE, len(self._queue))):

@@ -1,4 +1,4 @@
-"""Exact top-K by inner product on processors: the compiled kernel, FAISS where there is none, what both share.
+"""Exact top-K by inner product on CPUs: the compiled kernel, or FAISS where the kernel is not built.
 
 Start at `topk`.
 """

@@ -1,4 +1,4 @@
-"""The compiled top-K (`native/topk.c`): items laid out for it, its library found and compared with numpy, its calls."""
+"""Compiled top-K (`native/topk.c`): the layout of items, the search for the library, its checks and its calls."""
 
 import ctypes
 import functools
@@ -19,7 +19,7 @@ from cache.model.tower import Histories
 from cache.topk.flat import ComparableItems, Top, lengths
 
 K_MAX = 1000
-"""Largest k that a list may have."""
+"""Largest k of a list."""
 
 LANES = 16
 TILE_GROUPS = 32
@@ -29,7 +29,7 @@ _STEP_TILES = 2
 _BOUND_SLACK = 1e-5
 
 _LENGTH_FLOOR = 1e-12
-"""Relative to the longest item; shorter ones are all error, no code."""
+"""Length relative to the longest item; a shorter item is within the error of its codes."""
 
 _DIMS_MAX = 16_384  # sums of code products stay within 32 bits
 _ITEMS_MAX = 1 << 31
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedItems:
-    """Items as `native/state.h` lays them out: longest first, in groups of 16, as 8-bit codes with certified errors.
+    """Items in the layout of `native/state.h`: longest first, in groups of 16, as 8-bit codes with certified errors.
 
     Places are positions by falling length, -1 and 0 pad the last group.
     """
@@ -79,7 +79,7 @@ class PackedItems:
         largest_code: int,
         multiple: int = 4,
     ) -> Self:
-        """Packs what is scored and what is compared (unit vectors for cosine), float32 [items, dims].
+        """Pack the vectors for scores and those for comparison (unit vectors for cosine), float32 [items, dims].
 
         `sizes` float64 [items] are the lengths of `compared`; `lengths` float32 [items] divide a score.
         Codes are -largest_code to largest_code; a multiple of `multiple` per item.
@@ -120,7 +120,7 @@ class PackedItems:
         )  # fmt: skip
 
     def allowed(self, allowed: NDArray[np.bool_] | None) -> NDArray[np.uint16]:
-        """Bit mask of the places, set for an item that is allowed by its ordinal; uint16 [groups]."""
+        """Return a bit mask of the places whose items are allowed, uint16 [groups]; `allowed` is by ordinal."""
         bits = np.zeros(len(self.ordinals), np.bool_)
         bits[: len(self.rank_by_ordinal)] = (
             True if allowed is None else allowed[self.ordinals[: len(self.rank_by_ordinal)]]
@@ -129,7 +129,7 @@ class PackedItems:
 
 
 def _packing_order(compared: NDArray[np.float32], sizes: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Ordinals by falling length; within a tile by largest component, so that a group shares its scale well."""
+    """Return ordinals by falling length; within a tile by largest component, so that a group shares its scale well."""
     order = np.argsort(-sizes, kind="stable")
     peaks = np.abs(compared).max(axis=1)[order]
     tiles = np.arange(len(order)) // TILE
@@ -137,7 +137,7 @@ def _packing_order(compared: NDArray[np.float32], sizes: NDArray[np.float64]) ->
 
 
 def _group_lengths(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Length of the longest vector of each group, [groups]."""
+    """Return the length of the longest vector of each group, [groups]."""
     longest_lengths: NDArray[np.float64] = np.sqrt(
         np.einsum("glw,glw->gl", vectors, vectors).max(axis=1)
     )
@@ -162,7 +162,7 @@ class _LarderItems(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """The library at one level of instructions: 0 any processor, 1 AVX2, 2 AVX-512 VNNI, 3 AMX.
+    """Compiled library at one instruction level: 0 any processor, 1 AVX2, 2 AVX-512 VNNI, 3 AMX.
 
     It is called without the GIL.
     """
@@ -171,7 +171,7 @@ class Kernel:
     level: int
 
     def pack(self, compared: ComparableItems) -> PackedItems | None:
-        """The items laid out, or None where they are beyond what the kernel is certain about."""
+        """Pack the items; None if they exceed the limits within which the kernel is exact."""
         items, dims = compared.vectors.shape
         cosine = compared.metric == "cosine"
         score_lengths = own_lengths(compared.vectors) if cosine else None
@@ -196,7 +196,7 @@ class Kernel:
         rows: slice,
         top_arrays: Top,
     ) -> None:
-        """Fills `rows` of `top_arrays`; shapes as `Scorer.top` checked them, all contiguous."""
+        """Fill `rows` of `top_arrays`; shapes are checked by `Scorer.top`, all arrays contiguous."""
         arrays = ("vectors", "lengths", "codes", "ordinals", "rank_by_ordinal", "scale", "residual",
                   "longest", "reach")  # fmt: skip
         items = _LarderItems(
@@ -226,7 +226,7 @@ class Kernel:
             raise MemoryError(f"no memory for the candidates of {rows.stop - rows.start} users")
 
     def same_bits(self, dims: int) -> bool:
-        """True if the kernel adds in the order of this numpy, so that both give the same scores."""
+        """True if the kernel sums in the same order as this numpy, so that both give the same scores."""
         rng = np.random.default_rng(dims)
         users = rng.standard_normal((1, dims), np.float32)
         items = rng.standard_normal((64, dims), np.float32)
@@ -243,7 +243,7 @@ class Kernel:
 
 @functools.cache
 def kernel() -> Kernel | None:
-    """The kernel for this processor; None where it was not built, is switched off or has no use."""
+    """Return the kernel for this processor; None if it was not built, is switched off or has no use."""
     loaded_kernel = load(os.environ)
     if loaded_kernel is not None and loaded_kernel.level > _PORTABLE:
         return loaded_kernel
@@ -252,7 +252,7 @@ def kernel() -> Kernel | None:
 
 
 def load(environ: Mapping[str, str], folder: Path = Path(__file__).parent) -> Kernel | None:
-    """The kernel in a folder, at its best level; LARDER_KERNEL=off leaves it, =0 to =3 sets the highest level."""
+    """Load the kernel in a folder at its best level; LARDER_KERNEL=off skips it, =0 to =3 sets the highest level."""
     level_setting = environ.get("LARDER_KERNEL", "auto")
     if level_setting not in ("auto", "off", "0", "1", "2", "3"):
         raise ConfigError(f"LARDER_KERNEL must be auto, off or 0 to 3, not {level_setting!r}")
@@ -271,7 +271,7 @@ def load(environ: Mapping[str, str], folder: Path = Path(__file__).parent) -> Ke
 
 
 def _library(folder: Path) -> ctypes.CDLL | None:
-    """The first that this machine can load: a copied tree may hold another machine's beside its own."""
+    """Load the first library that this machine can load: a copied tree may also hold one of another machine."""
     for path in [folder / f"_topk{suffix}" for suffix in EXTENSION_SUFFIXES]:
         if path.exists():
             try:
@@ -282,12 +282,12 @@ def _library(folder: Path) -> ctypes.CDLL | None:
 
 
 def fits(compared: ComparableItems, users: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Mask of users float32 [n, dims] whose scores neither overflow nor vanish; the others are very long or short."""
+    """Return a mask of users float32 [n, dims] whose scores neither overflow nor underflow."""
     return long_enough(compared, lengths(users))
 
 
 def long_enough(compared: ComparableItems, sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Mask of users of such lengths [n] whose scores neither overflow nor vanish."""
+    """Return a mask of users with these lengths [n] whose scores neither overflow nor underflow."""
     if compared.metric == "cosine":
         return _within(sizes, _LENGTH_LIMITS)
     longest = compared.longest or 1.0
@@ -295,13 +295,13 @@ def long_enough(compared: ComparableItems, sizes: NDArray[np.float64]) -> NDArra
 
 
 def own_lengths(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Item lengths as `cache.model.ranking.score` computes them, float32 [items]."""
+    """Return item lengths as `cache.model.ranking.score` computes them, float32 [items]."""
     item_lengths: NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
     return item_lengths
 
 
 def _within(values: NDArray[np.float64], limits: tuple[float, float]) -> NDArray[np.bool_]:
-    """Mask of the values that are inside the limits, or 0."""
+    """Return a mask of the values that are inside the limits, or 0."""
     inside: NDArray[np.bool_] = ((values > limits[0]) & (values < limits[1])) | (values == 0)
     return inside
 

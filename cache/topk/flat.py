@@ -120,7 +120,7 @@ class FlatChunk:
         candidates: NDArray[np.int64],
         bounds: NDArray[np.float64],
     ) -> Top:
-        """Drop what is excluded, keep K and a few, re-score, certify; scan the rows that fail."""
+        """Drop exclusions, keep K and a few, re-score, certify; scan the rows that fail."""
         scorer, k = self._scorer, self._k
         users, candidates = self._users[rows], candidates[rows]
         exclusions = self._excluded.select_rows(np.arange(len(self._users))[rows])

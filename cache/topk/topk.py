@@ -184,7 +184,7 @@ def checked(
     *,
     values: bool = True,
 ) -> tuple[NDArray[np.float32], Histories]:
-    """Users in one piece and what each may not get; raises ConfigError for anything that does not fit.
+    """Return contiguous user vectors and each user's exclusions; raise ConfigError for arguments that do not fit.
 
     Whether users are finite is looked at only with `values`.
     """

@@ -25,7 +25,7 @@ ARMS_MAX = 8
 """Arms of one experiment."""
 
 NAMESPACES_MAX = 8
-"""Namespaces that a replica holds beside its own, for all experiments together."""
+"""Namespaces that a replica holds in addition to its own, for all experiments together."""
 
 ENDED_MAX = 64
 """Ended experiments that a version lists, the latest; versions before it have them all."""
@@ -85,13 +85,13 @@ class Experiment:
         return Owners(self.salt, {arm.name: arm.buckets for arm in self.arms})
 
     def arm(self, name: str) -> ExperimentArm | None:
-        """The arm of that name."""
+        """Return the arm named `name`; None if there is none."""
         return next((arm for arm in self.arms if arm.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Experiments(Versioned):
-    """Version of a namespace's experiments; they share one set of buckets, of which none has what another has.
+    """Version of a namespace's experiments, which divide one set of buckets among them: no bucket is in two.
 
     `salt` draws the buckets. The `holdout` is no experiment's, ever.
     """
@@ -130,7 +130,7 @@ class Experiments(Versioned):
         return tuple(namespace for namespace in dict.fromkeys(named) if namespace != own_namespace)
 
     def to_bytes(self) -> bytes:
-        """JSON, as it is stored."""
+        """Return the value as the JSON that is stored."""
         return orjson.dumps(
             {**stamp(EXPERIMENTS), **asdict(self)},
             option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
@@ -218,7 +218,7 @@ def latest_experiments(store: ArtefactStore) -> Experiments:
 def change_experiments(
     store: ArtefactStore, change: Callable[[Experiments], Experiments]
 ) -> Experiments:
-    """Write what `change` makes of the newest version as the next one, without the oldest of many that are over."""
+    """Apply `change` to the newest version and write the result; ended experiments beyond the last ENDED_MAX go."""
 
     def apply_change(experiments: Experiments) -> Experiments:
         changed_experiments = change(experiments)

@@ -1,4 +1,4 @@
-"""Split of requests by a salted hash of the caller's key, by percent or by buckets that owners have. Pure."""
+"""Split of requests by a salted hash of the caller's key: by percentage, or by ranges of buckets per owner. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from itertools import groupby
 import xxhash
 
 BUCKETS = 10_000
-"""Buckets that all keys are spread over: a share is a whole number of them, 0.01 % each."""
+"""Number of buckets that all keys are spread over: a share is a whole number of them, 0.01 % each."""
 
 Ranges = tuple[tuple[int, int], ...]
-"""Ascending ranges of buckets, each from its first to behind its last."""
+"""Ascending ranges of buckets as (first, one past the last)."""
 
 _HASH_SPACE = 2**64
 
@@ -24,16 +24,16 @@ class KeySplit:
 
     @classmethod
     def of(cls, salt: str, percent: float) -> "KeySplit":
-        """The split of one salt; a canary's is the id of its generation."""
+        """Return the split for a salt; a canary's salt is the id of its generation."""
         return cls(split_seed(salt), round(_HASH_SPACE * (percent / 100.0)))
 
     def has_key(self, key: bytes) -> bool:
-        """Returns whether the share has this key. A larger percentage keeps all it had."""
+        """True if the key is in the share. A larger percentage keeps all keys of a smaller one."""
         return key_hash(key, self.seed) < self.limit
 
 
 class Owners:
-    """Owner of each of `BUCKETS` buckets of keys, or None where a bucket is nobody's."""
+    """Owners of the `BUCKETS` buckets of keys; None for a bucket without owner."""
 
     __slots__ = ("_names", "_owners", "_seed")
 
@@ -46,27 +46,27 @@ class Owners:
                 self._owners[start:stop] = bytes([number]) * (stop - start)
 
     def of(self, key: bytes) -> str | None:
-        """Name of whoever has the key's bucket."""
+        """Return the name of the owner of the key's bucket, None without owner."""
         return self._names[self._owners[key_hash(key, self._seed) * BUCKETS // _HASH_SPACE]]
 
 
 def split_seed(salt: str) -> int:
-    """Seed of a split: the 64-bit xxh3 (seed 0) of its salt."""
+    """Return the seed of a split: the 64-bit xxh3 (seed 0) of its salt."""
     return xxhash.xxh3_64_intdigest(salt.encode())
 
 
 def key_hash(key: bytes, seed: int) -> int:
-    """The key's place among all keys, uniform in 0 to 2**64 - 1, for splits of this seed."""
+    """Return the key's hash for splits of this seed, uniform in 0 to 2**64 - 1."""
     return xxhash.xxh3_64_intdigest(key, seed)
 
 
 def bucket_count(ranges: Ranges) -> int:
-    """Number of buckets."""
+    """Return the number of buckets in the ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
 def whole_bucket_counts(fraction_by_name: Mapping[str, float]) -> dict[str, int]:
-    """Whole buckets for shares of 1, summing to what the shares do: those rounded down most get the rest."""
+    """Convert fractions to whole numbers of buckets with the same sum; those rounded down most get one more."""
     exact = {name: fraction * BUCKETS for name, fraction in fraction_by_name.items()}
     # Sums of floats: 0.1 * 3 is no whole number of buckets but for its last digits.
     count_by_name = {name: int(exact_count + 1e-6) for name, exact_count in exact.items()}
@@ -79,10 +79,10 @@ def whole_bucket_counts(fraction_by_name: Mapping[str, float]) -> dict[str, int]
 def allot_buckets(
     ranges_by_name: Mapping[str, Ranges], fraction_by_name: Mapping[str, float]
 ) -> dict[str, Ranges]:
-    """Buckets of each name once its share is that of `fraction_by_name`, in their order; names it lacks give up all.
+    """Return each name's buckets for its new share, in the order of `fraction_by_name`; other names lose all of theirs.
 
-    Whoever shrinks gives up its last buckets; whoever grows takes of what is free then, the first ones: a bucket moves
-    only where a share does. Raises ValueError when the shares are more than 1.
+    A shrinking owner gives up its last buckets; a growing one takes the first free ones: a bucket moves only if a share
+    does. Raises ValueError when the shares are more than 1.
     """
     counts = whole_bucket_counts(fraction_by_name)
     if sum(counts.values()) > BUCKETS:

@@ -1,6 +1,6 @@
-"""The sketches of requests in Redis: which ids were asked for most, of this hour and the last. Pure.
+"""Sketches of requests in Redis: the most requested ids of this hour and the last. Pure.
 
-One of what the night knows, by the hour (HOT), one of what it does not, by the day (COLD).
+One for ids that the night knows, by the hour (HOT), one for the others, by the day (COLD).
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""A miss-ratio curve of LRU from a sample of its keys: SHARDS (Waldspurger et al., FAST 2015), of fixed size."""
+"""Miss-ratio curve of LRU from a sample of keys: SHARDS (Waldspurger et al., FAST 2015), of fixed size."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -8,20 +8,20 @@ from itertools import accumulate, islice
 from cache.format.ids import HASH_SPACE
 
 _THRESHOLD_STEP = 1 << 32
-"""Step of the threshold, a multiple of it: the upper half of a spot decides, the lower half only tells keys apart."""
+"""Granularity of the threshold: the upper half of a spot decides, the lower half only tells keys apart."""
 
 _BLOCK_BITS = 7
 _BLOCK = 1 << _BLOCK_BITS
 
 
 class MissRatioCurve:
-    """Hit ratios of LRU caches of the given `capacities` (ascending), in whatever unit sizes are given in.
+    """Estimate of the hit ratios of LRU caches with the given `capacities` (ascending), in the unit of the sizes.
 
     A key is known by its spot, a uniform hash in [0, 2^64): it is in the sample if its spot is at most `last`. At the
     beginning every key is; when there are more than `keys_max`, the one with the greatest spot leaves, and the
-    threshold falls to it. A distance is what was touched of the sample divided by its rate, and each read counts for as
+    threshold falls to it. A distance is the touched size of the sample divided by its rate, and each read counts for as
     many as the sample stands for. SHARDS-adj: reads that the sample has too few or too many of, compared with all,
-    count as ones of the shortest distance. Keys deeper than the greatest capacity are dropped: none would hold them.
+    count as ones of the shortest distance. Keys deeper than the largest capacity are dropped: no cache would hold them.
     """
 
     def __init__(self, capacities: Sequence[int], keys_max: int) -> None:
@@ -36,7 +36,7 @@ class MissRatioCurve:
         self._hits = [0.0] * (len(capacities) + 1)
         self._weight = self._answerable_reads = 0.0
         self.reads = 0.0
-        """Number of reads that were counted, aged."""
+        """Number of counted reads, aged."""
 
     @property
     def keys(self) -> int:
@@ -44,7 +44,7 @@ class MissRatioCurve:
         return len(self._stack)
 
     def count(self, hit_count: int, reads: int) -> None:
-        """Count so many reads, of sampled keys and of others; `hit_count`: those that some capacity would answer."""
+        """Count reads of sampled and other keys; `hit_count` of them the largest capacity would answer."""
         self._answerable_reads += hit_count
         self.reads += reads
 
@@ -79,25 +79,25 @@ class MissRatioCurve:
         self._weight += weights
 
     def age(self, factor: float) -> None:
-        """Let all reads so far count for less; `factor` in [0, 1]."""
+        """Multiply the weight of all reads so far by `factor`, in [0, 1]."""
         self._hits = [count * factor for count in self._hits]
         self._weight *= factor
         self._answerable_reads *= factor
         self.reads *= factor
 
     def lower(self, rate: float) -> None:
-        """Sample at most this share of the keys from now on."""
+        """Lower the sampled share of keys to at most `rate`."""
         if rate < self.rate:
             self._fall(int(rate * HASH_SPACE))
 
     def restart(self) -> None:
-        """Forget the keys and sample all that come; the reads so far stay counted."""
+        """Forget the keys and sample all new ones; the reads so far stay counted."""
         self._stack = RecencyStack(self._keys_max)
         self._greatest = []
         self.last, self.rate = HASH_SPACE - 1, 1.0
 
     def hit_ratios(self) -> list[float]:
-        """Hit ratio of all reads for each capacity; 0 before the first read."""
+        """Return the hit ratio of all reads for each capacity; 0 before the first read."""
         if not self.reads:
             return [0.0] * len(self._capacities)
         hits = accumulate(self._hits[:-1], initial=self._answerable_reads - self._weight)
@@ -105,12 +105,12 @@ class MissRatioCurve:
         return [min(1.0, max(0.0, hit_count / self.reads)) for hit_count in hits]
 
     def entries(self) -> list[int]:
-        """Number of the keys read of late that each capacity holds."""
+        """Return the number of recently read keys that each capacity holds."""
         depths = [capacity * self.rate for capacity in self._capacities]
         return [round(count / self.rate) for count in self._stack.within(depths)]
 
     def _fall(self, spot: int) -> None:
-        """Sample only what is below the spot's multiple of `_THRESHOLD_STEP`."""
+        """Lower the threshold to the spot's multiple of `_THRESHOLD_STEP`, and forget the keys above it."""
         self.last = max(_THRESHOLD_STEP, spot // _THRESHOLD_STEP * _THRESHOLD_STEP) - 1
         self.rate = (self.last + 1) / HASH_SPACE
         greatest = self._greatest
@@ -126,7 +126,7 @@ class MissRatioCurve:
 
 
 class RecencyStack:
-    """An LRU stack (Mattson et al., 1970) of at most `keys_max` keys, each with its bytes.
+    """LRU stack (Mattson et al., 1970) of at most `keys_max` keys, each with its bytes.
 
     A touch takes the next of `2 * keys_max` slots, whose bytes are also summed by blocks: so the bytes above a key cost
     two short sums, near the top of the stack almost nothing. When no slots are `remaining_slots`, `close_up` moves the
@@ -148,11 +148,11 @@ class RecencyStack:
 
     @property
     def remaining_slots(self) -> int:
-        """Touches until the next `close_up`."""
+        """Number of touches until the next `close_up`."""
         return len(self._sizes) - self._next
 
     def move_to_top(self, key: int, size: int) -> int | None:
-        """Put the key on top; return the bytes that were above it, its own left out, or None if it was not there."""
+        """Move the key to the top; return the bytes that were above it, without its own, or None if it is new."""
         slots, sizes, blocks, at = self._slots, self._sizes, self._blocks, self._next
         slot, above = slots.pop(key, None), None
         if slot is not None:
@@ -171,7 +171,7 @@ class RecencyStack:
         return above
 
     def forget(self, key: int) -> None:
-        """Take out a key that is there."""
+        """Remove a key that is in the stack."""
         slot = self._slots.pop(key)
         self._blocks[slot >> _BLOCK_BITS] -= self._sizes[slot]
         self._sizes[slot] = 0
@@ -194,7 +194,7 @@ class RecencyStack:
         self._next = len(kept_sizes)
 
     def within(self, depths: Sequence[float]) -> list[int]:
-        """Number of keys that the top of the stack holds within each number of bytes."""
+        """Return the number of keys from the top that fit within each number of bytes."""
         newest_first = [self._sizes[slot] for slot in reversed(self._slots.values())]
         through = list(accumulate(newest_first))
         return [bisect_right(through, depth) for depth in depths]

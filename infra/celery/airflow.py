@@ -22,7 +22,7 @@ DEBIAN = Path("/usr/lib/postgresql")
 
 
 OWNER = "postgres"
-"""System user of the server where we are root, whom PostgreSQL refuses; Debian's package makes it."""
+"""System user that runs PostgreSQL when we are root, which PostgreSQL refuses; Debian's package creates the user."""
 
 
 _PREFIX = "larder-postgres-"
@@ -163,10 +163,10 @@ class CeleryWorkers:
         return self._running[queue].log.read_text("utf-8", "replace")
 
     def revive(self) -> dict[str, int | None]:
-        """Start again what has died and wait until it listens; its queues with their exit codes.
+        """Restart dead workers and wait until they listen; return their queues with the exit codes.
 
-        What a dead worker had in hand comes back by itself: Airflow misses its heartbeat. Raises AirflowFailed where
-        a worker dies before it listens.
+        Tasks of a dead worker are retried: Airflow misses its heartbeat. Raises AirflowFailed if a worker dies before
+        it listens.
         """
         dead = {name: worker for name, worker in self._running.items() if not worker.running}
         for worker in dead.values():
@@ -226,7 +226,7 @@ class CeleryAirflow:
 
 @contextmanager
 def celery_airflow(state: Path, *, environment: Mapping[str, str]) -> Iterator[CeleryAirflow]:
-    """Run all of it until the block ends; `environment` is what tasks see, and wins over our settings.
+    """Run broker, database, Airflow and workers until the block ends; `environment` is for tasks and wins over ours.
 
     Raises ConfigError where something is not installed, AirflowFailed where something does not come up.
     """
@@ -251,7 +251,7 @@ def celery_airflow(state: Path, *, environment: Mapping[str, str]) -> Iterator[C
 
 
 def check_installed() -> None:
-    """Raises ConfigError with what to install."""
+    """Raise ConfigError naming the packages to install, where Airflow, Celery, the broker or PostgreSQL is missing."""
     # Looked up by name: importing Airflow writes to the home folder.
     missing = [name for name in _PACKAGES if not any(distributions(name=name))]
     if missing:
@@ -263,7 +263,7 @@ def check_installed() -> None:
 
 
 def settings(broker: str, database: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Airflow's settings for CeleryExecutor, on top of those of one machine; `environ` wins over those of NOTICED."""
+    """Return Airflow's settings for CeleryExecutor, added to those of LocalAirflow; `environ` wins over NOTICED."""
     return {
         "AIRFLOW__CORE__EXECUTOR": "CeleryExecutor",
         "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": database,

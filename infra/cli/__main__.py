@@ -1,4 +1,4 @@
-"""`larder`: finds the settings, and the module of a command, and hands the rest of the line to it."""
+"""Command `larder`: finds the settings and the module of a command, and passes it the remaining arguments."""
 
 import argparse
 import difflib
@@ -19,7 +19,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: the command's own; 1 failed, 2 wrong usage or an extra that is missing, 130 interrupted."""
+    """Run a command; return its exit code: 1 failed, 2 wrong usage or a missing extra, 130 interrupted."""
     try:
         return _run(sys.argv[1:] if argv is None else list(argv))
     except KeyboardInterrupt:
@@ -72,7 +72,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _without_config(argv: list[str]) -> tuple[list[str], str | None]:
-    """The line without `--config FILE`, wherever it stands; the file, None without one."""
+    """Return the arguments without `--config FILE`, at any position, and the file; None without one."""
     parser = argparse.ArgumentParser(prog="larder", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE")
     args, remaining_argv = parser.parse_known_args(argv)

@@ -1,6 +1,6 @@
-"""`larder check`: what a night and the service need, each thing `ok`, `to do` with a remedy, or `not used`.
+"""`larder check`: the requirements of a night and the service, each `ok`, `to do` with a remedy, or `not used`.
 
-What a look needs of precompute, serving and cache is imported where it runs: extras may be missing.
+Each check imports precompute, serving and cache where it runs: extras may be missing.
 """
 
 import argparse
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 CheckState = Literal["ok", "to do", "not used"]
 
 CheckResult = tuple[CheckState, str]
-"""State, and in words what was found or is to be done."""
+"""State of a check, and its finding or remedy in words."""
 
 FILES_COMPARED = 1_000
-"""Number of files whose columns a look compares; a night compares all."""
+"""Number of files whose columns a check compares; a night compares all."""
 
 REDIS_TIMEOUT_S = 3.0
 
@@ -48,24 +48,24 @@ NEEDED_COMMANDS: Final = tuple(
     xdel xgroup xinfo xlen xrange xread xreadgroup xrevrange xtrim zadd zincrby zrangebyscore zrem zremrangebyrank
     zremrangebyscore zrevrange""".split()  # noqa: SIM905  # fifty words, one a line
 )
-"""Commands that nights, the service or events cannot do without."""
+"""Redis commands that nights, the service or events need."""
 
 DISPENSABLE_COMMANDS: Final = {
     "config": "settings are read from INFO, and how durable events are is tried out",
     "waitaof": "without CONFIG, too, no event is known to be durable",
 }
-"""Commands that are done without, and what follows."""
+"""Redis commands that Larder can do without -> the consequence."""
 
 FLAGGED_SCRIPT: Final = "#!lua flags=allow-oom\nreturn 1"
-"""Such scripts move the pointer and say that a replica lives, also at maxmemory."""
+"""Script with flags, like those that move the pointer and send heartbeats, which run also at maxmemory."""
 
 _SCRIPT_REFUSED: Final = re.compile("compil|flag|shebang|unknown command", re.IGNORECASE)
-"""In the error of a server that cannot read such a script."""
+"""Pattern in the error of a server that does not support such a script."""
 
 LINEAGE_TRANSPORTS = (
     "AIRFLOW__OPENLINEAGE__TRANSPORT", "AIRFLOW__OPENLINEAGE__CONFIG_PATH", "OPENLINEAGE_URL", "OPENLINEAGE_CONFIG",
 )  # fmt: skip
-"""Settings that name a transport for events."""
+"""Settings that name a transport for lineage events."""
 
 _LINEAGE_PROVIDER = "apache-airflow-providers-openlineage"
 _LINEAGE_EXTRACTORS = "AIRFLOW__OPENLINEAGE__EXTRACTORS"
@@ -80,7 +80,7 @@ _DAG_FILE_STATES = {
 
 
 class CheckLine(NamedTuple):
-    """State of one thing that was looked at, and in words what was found or is to be done."""
+    """State of one checked subject, and its finding or remedy in words."""
 
     what: str
     state: CheckState
@@ -88,7 +88,7 @@ class CheckLine(NamedTuple):
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
-    """Exit code: 0 nothing is to be done, 3 something is."""
+    """Run all checks; return exit code 0 if there is nothing to do, 3 otherwise."""
     args = argument_parser(prog).parse_args(argv)
     findings = [_run_check("settings", _settings)]
     if findings[0].state == "ok":
@@ -103,7 +103,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
-    """Parser of this command's arguments."""
+    """Return the parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Look at settings, sources, bundle, Redis, that of events, the provider of live models, the "
@@ -124,7 +124,7 @@ def _run_check(subject: str, check: Callable[[], CheckResult]) -> CheckLine:
 
 
 def _settings() -> CheckResult:
-    """The file and the environment, for night and service alike."""
+    """Check the file and the environment, for night and service alike."""
     from cache.config.serving import ServingConfig
 
     night_settings()
@@ -136,7 +136,7 @@ def _settings() -> CheckResult:
 
 
 def look_at_sources(config: "NightConfig") -> CheckResult:
-    """Look at the files of sources, and at their first rows."""
+    """Check the files of the sources, and their first rows."""
     if line := missing_extra("a look at sources", "precompute", *PRECOMPUTE_MODULES):
         return "not used", f"by the service; {line}"
     from precompute.sources.files import all_files, find_copy_remarks, source_file, source_files
@@ -196,7 +196,7 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
 
 
 def look_at_bundle(config: "NightConfig") -> CheckResult:
-    """Look at the bundle: its checksums, whether its models open, and whether the sources have its features."""
+    """Check the bundle: its checksums, whether its models open, and whether the sources have its features."""
     if line := missing_extra("a look at bundles", "precompute", *PRECOMPUTE_MODULES):
         return "not used", f"by the service; {line}"
     from precompute.bundles.bundle import Bundle
@@ -216,7 +216,7 @@ def look_at_bundle(config: "NightConfig") -> CheckResult:
 
 
 def look_at_redis(config: "NightConfig") -> CheckResult:
-    """Look at the Redis of pages: what it is, what it lacks, and what it may evict."""
+    """Check the Redis of pages: its version, its missing commands, and its eviction policy."""
     from redis import RedisError
 
     from cache.l2.sync_clients import masters, open_client
@@ -258,7 +258,7 @@ def look_at_redis(config: "NightConfig") -> CheckResult:
 
 
 def look_at_events(config: "NightConfig") -> CheckResult:
-    """Look at the Redis of events: whether it keeps what is demanded."""
+    """Check the durability of the Redis of events against the settings."""
     if not config.events.enabled:
         return "not used", "[events] enabled is false: no service takes events in"
     from cache.process.redis_server import running_server
@@ -309,7 +309,7 @@ async def _look_at_durability(url: str, config: "NightConfig") -> "tuple[FoundDu
 
 
 def look_at_live(_config: "NightConfig") -> CheckResult:
-    """Look for the provider that live models are to run by."""
+    """Check the provider of the live models."""
     from cache.config.serving import ServingConfig
 
     provider = ServingConfig.load(os.environ).live_provider
@@ -329,7 +329,7 @@ def look_at_live(_config: "NightConfig") -> CheckResult:
 
 
 def look_at_store(config: "NightConfig") -> CheckResult:
-    """Look at the artefact store: whether it takes a name once only."""
+    """Check whether the artefact store creates files exclusively."""
     store = config.store()
     store.demand_write_once()
     count = len(store.names("generations"))
@@ -340,7 +340,7 @@ def look_at_store(config: "NightConfig") -> CheckResult:
 
 
 def look_at_airflow(_config: "NightConfig") -> CheckResult:
-    """Look at the DAG files of an Airflow."""
+    """Check the DAG files of an Airflow installation."""
     if missing_extra("a night", "airflow", "airflow"):
         return (
             "not used",
@@ -369,7 +369,7 @@ def look_at_airflow(_config: "NightConfig") -> CheckResult:
 
 
 def look_at_lineage(_config: "NightConfig") -> CheckResult:
-    """Look at the settings of OpenLineage."""
+    """Check the settings of OpenLineage."""
     if not any(os.environ.get(name) for name in LINEAGE_TRANSPORTS):
         return "not used", f"no transport for OpenLineage's events, such as {LINEAGE_TRANSPORTS[0]}"
     try:
@@ -403,7 +403,7 @@ CHECKS: dict[str, Callable[["NightConfig"], CheckResult]] = {
 
 
 class RedisKind(NamedTuple):
-    """Server as it describes itself, what is missing for Larder, and what Larder does without."""
+    """Product and version of a server, its missing requirements, and its missing dispensable commands."""
 
     name: str
     version: str
@@ -415,9 +415,9 @@ class RedisKind(NamedTuple):
 
 
 def redis_kind_of(server: "redis.Redis") -> RedisKind:
-    """Looks at one server by INFO, a script and COMMAND INFO; whatever this user may not ask is taken to be there.
+    """Inspect one server by INFO, a script and COMMAND INFO; a command that this user may not run counts as supported.
 
-    Raises redis.ResponseError where the server refuses to run scripts at the moment.
+    Raises redis.ResponseError if the server refuses to run scripts at the moment.
     """
     from redis.exceptions import NoPermissionError, ResponseError
 

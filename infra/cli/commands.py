@@ -20,7 +20,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "completion": ("shtab",),
     "top": ("rich",),
 }
-"""Extra -> modules that tell whether it is installed."""
+"""Extra -> modules that show whether it is installed."""
 
 DEMO: Final = ("airflow", "client", "serving")
 PRECOMPUTES: Final = ("precompute",)
@@ -58,7 +58,7 @@ class CommandEntry:
 
     @property
     def reads_settings(self) -> bool:
-        """True if it does what the settings say: without any it may well run in the wrong folder."""
+        """True if the command follows the settings: without any it may run in the wrong folder."""
         return self.module in (NIGHT, "serving.__main__")
 
     @property

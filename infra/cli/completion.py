@@ -12,11 +12,11 @@ SHELLS: Final = {
     "zsh": "larder completion zsh > FOLDER/_larder   # a folder of $fpath",
     "fish": "larder completion fish > ~/.config/fish/completions/larder.fish",
 }
-"""Shells, and the line that puts a script to use."""
+"""Shell -> the line that installs the script."""
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
-    """Prints the script; 0."""
+    """Print the script; return 0."""
     args = argument_parser(prog).parse_args(argv)
     import shtab
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
-    """Parser of this command's arguments."""
+    """Return the parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -37,7 +37,7 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Parser of all commands together; those whose extra is missing stand in it without options."""
+    """Build the parser of all commands; one whose extra is missing has no options in it."""
     import shtab
 
     root_parser = argparse.ArgumentParser(prog="larder")
@@ -68,7 +68,7 @@ def _parser_of(entry: CommandEntry) -> argparse.ArgumentParser:
 
 
 def _complete_paths(parser: argparse.ArgumentParser, kinds: Mapping[str, object]) -> None:
-    """Has values completed as paths where a parser's help says that they are some."""
+    """Set path completion for values whose metavar in a parser's help is a path."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for subparser in action.choices.values():

@@ -1,4 +1,4 @@
-"""`larder dags install`: copies the DAG files into an Airflow's folder, and never over a file that is not ours."""
+"""`larder dags install`: copies the DAG files into an Airflow's folder; never overwrites other programs' files."""
 
 import argparse
 import hashlib
@@ -16,14 +16,14 @@ from cache.process.command_line import install_command, json_text
 
 PACKAGED = Path(__file__).parents[2] / "dags"
 FOLDER = "larder"
-"""Folder of ours within Airflow's."""
+"""Folder for Larder's DAGs within Airflow's."""
 AIRFLOW_OLDEST: Final = (3, 3)
 """First release of Airflow that has all that the DAG files import."""
 AIRFLOW_NEXT_MAJOR: Final = (4,)
 _HEADER_PREFIX = "# Written by `larder dags install`"
 
 State = Literal["missing", "current", "older", "changed", "foreign"]
-"""State of an installed file: `older` is of another release, `changed` by hand, `foreign` never ours."""
+"""State of an installed file: `older` is of another release, `changed` by hand, `foreign` not Larder's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def airflow_refusal(installed: str) -> str | None:
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
-    """Parser of this command's arguments."""
+    """Return the parser of this command's arguments."""
     parser = argparse.ArgumentParser(prog=prog, description="DAGs of nights, for Airflow.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     install = commands.add_parser(

@@ -1,4 +1,4 @@
-"""`larder import`: makes a folder that a night reads of what other libraries fitted, from files."""
+"""`larder import`: makes a folder for a night from files of models that other libraries fitted."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
-    """Exit code: 0 written; raises SourceError or ConfigError where nothing was."""
+    """Run the import; return exit code 0; raise SourceError or ConfigError if no folder was written."""
     args = argument_parser(prog).parse_args(argv)
     from precompute.config.console import bars_on, err_console
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
 
 
 def _in_flags(error: SourceError) -> SourceError:
-    """The error with this command's options in place of the settings and arguments that they stand for."""
+    """Return the error with this command's options in place of setting and argument names."""
     message = error.message
     for name in _SETTINGS:
         message = message.replace(f"name it by {name}", f"name it by --{name.replace('_', '-')}")
@@ -39,7 +39,7 @@ def _in_flags(error: SourceError) -> SourceError:
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
-    """Parser of this command's arguments."""
+    """Return the parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Make a folder with bundle, larder.toml and what else a night reads, of a model that another "
@@ -121,7 +121,7 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _clicks(args: argparse.Namespace) -> Any:
-    """File of a matrix as it was named, a table with its columns; None without one."""
+    """Return the path of a matrix, or the sources of a table with its columns; None without clicks."""
     if args.clicks is None or args.clicks.endswith(".npz"):
         return args.clicks
     from cache.config.night import Sources

@@ -16,7 +16,7 @@ LOOK_S = 1.0
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
-    """Runs until it is told to stop: 0; raises ConfigError where no server can be started, or one is there already."""
+    """Run a server until stopped; return 0; raise ConfigError if it cannot be started, or one runs already."""
     argument_parser(prog).parse_args(argv)
     from cache.process.redis_server import running_server, server  # redis-py: not for --help
 
@@ -60,7 +60,7 @@ def place_of(url: str) -> str:
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
-    """Parser of this command's arguments."""
+    """Return the parser of this command's arguments."""
     return argparse.ArgumentParser(
         prog=prog,
         description="Run a Redis-compatible server on this machine until Ctrl-C: redis-server or valkey-server from "

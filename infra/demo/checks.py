@@ -1,4 +1,4 @@
-"""Invariants that must hold for every answer, whoever asked, as a caller can see them."""
+"""Invariants of every answer that a caller can check."""
 
 import itertools
 from collections import Counter
@@ -11,7 +11,7 @@ from serving.client import Unanswered
 from serving.requests.answers import STORED_SOURCES, Source
 
 VIOLATIONS_MAX = 20
-"""Violations told in full; the others are only counted."""
+"""Violations reported in full; further ones are only counted."""
 
 
 class InvariantViolation(RuntimeError):
@@ -20,7 +20,7 @@ class InvariantViolation(RuntimeError):
 
 @contextmanager
 def translate_errors(subject: str) -> Iterator[None]:
-    """Has an answer that is not as it should be end the demo."""
+    """Raise InvariantViolation for an answer of an unexpected form, which ends the demo."""
     try:
         yield
     except (Unanswered, ValueError) as error:
@@ -29,7 +29,7 @@ def translate_errors(subject: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Entity as asked, with everything that must not come back."""
+    """Entity of a request, with all items that its answer must not contain."""
 
     table: str
     id: str | None
@@ -39,7 +39,7 @@ class Question:
 
 @dataclass(slots=True)
 class Judge:
-    """Counts answers by source and notes what breaks a rule; `rolled_back_generations` must not answer any more."""
+    """Judge that counts answers by source and records violations; `rolled_back_generations` must no longer answer."""
 
     rolled_back_generations: set[str] = field(default_factory=set)
     histories: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -52,13 +52,13 @@ class Judge:
     _lists: dict[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
 
     def complain(self, violation: str) -> None:
-        """Note that one rule was broken."""
+        """Record a violation of one rule."""
         self.broken += 1
         if len(self.violations) < VIOLATIONS_MAX:
             self.violations.append(violation)
 
     def published(self, generations: Collection[str]) -> None:
-        """Check that each answer came from one of these generations; to be called once all answers are in."""
+        """Check that each answer came from one of these generations; call it once all answers are in."""
         for stranger in sorted(set(self.generations) - set(generations)):
             self.complain(
                 f"{self.generations[stranger]} answers from {stranger}, which never was live"
@@ -70,7 +70,7 @@ class Judge:
         answers: Sequence[Mapping[str, Any]],
         rolled_back_generations: Iterable[str] = (),
     ) -> None:
-        """Judge one answered request; `rolled_back_generations` is what was barred when it was sent."""
+        """Judge one answered request; `rolled_back_generations` are those that were rolled back when it was sent."""
         self.requests += 1
         self.entities += len(questions)
         if len(answers) != len(questions):

@@ -1,4 +1,4 @@
-"""Console of the demo: each step as it runs, a summary, and what to try while it goes on serving."""
+"""Console of the demo: each step as it runs, a summary, and commands to try while it serves."""
 
 import json
 import time
@@ -38,18 +38,18 @@ there, without network and client."""
 
 @dataclass(slots=True)
 class Step:
-    """The step that runs now; notes appear below it once it is done."""
+    """Running step; its notes appear below it once it is done."""
 
     _bars: Progress
     notes: list[str] = field(default_factory=list)
     _bar: TaskID | None = None
 
     def note(self, text: str) -> None:
-        """Something worth a few words."""
+        """Add a note to the step."""
         self.notes.append(text)
 
     def bar(self, label: str, total: int | None) -> None:
-        """A bar below the step; gone with it."""
+        """Show a bar below the step until it is done."""
         self._bar = self._bars.add_task(f"  {label}", total=total)
 
     def advance(self, count: int) -> None:
@@ -58,13 +58,13 @@ class Step:
             self._bars.advance(self._bar, count)
 
     def say(self, description: str) -> None:
-        """Change what stands beside the bar."""
+        """Change the text next to the bar."""
         if self._bar is not None:
             self._bars.update(self._bar, description=f"  {escape(description)}")
 
 
 class Steps:
-    """Prints to `console`; remembers how long each step took."""
+    """Steps printed to `console`, with the duration of each."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -73,7 +73,7 @@ class Steps:
 
     @contextmanager
     def step(self, title: str) -> Iterator[Step]:
-        """A step; its line says whether it went well."""
+        """Run the block as a step, whose line shows success or failure."""
         started = time.monotonic()
         columns = (
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=12),
@@ -96,7 +96,7 @@ class Steps:
                     self._print(status_symbol, title, step.notes)
 
     def _print(self, status_symbol: str, title: str, notes: Sequence[str]) -> None:
-        """A step that is over; what does not fit a line goes on below, under where it began."""
+        """Print a finished step; long notes are folded below their start."""
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
@@ -115,7 +115,7 @@ class Steps:
         *,
         figures: bool = True,
     ) -> None:
-        """A table, 80 columns wide at most with short values; all but the first column are `figures`, or texts."""
+        """Print a table, at most 80 columns wide for short values; all but the first column are `figures`, or texts."""
         table = Table(title=title, title_justify="left", title_style="bold", min_width=len(title))
         for number, name in enumerate(columns):
             justify: JustifyMethod = "right" if number and figures else "left"
@@ -127,7 +127,7 @@ class Steps:
 
 @dataclass(slots=True)
 class Findings:
-    """Findings that the summary tells."""
+    """Figures for the summary."""
 
     first: str = ""
     second: str = ""
@@ -137,13 +137,13 @@ class Findings:
     quiet: Latencies = field(default_factory=Latencies)
     busy: Latencies = field(default_factory=Latencies)
     counted_ms: float | None = None
-    """From the 202 of a click until its user's list counted it."""
+    """Milliseconds from the 202 of a click until its user's list counted it."""
 
 
 def summarize(
     steps: Steps, findings: Findings, data: str, counts: ServiceCounts, requests: int
 ) -> None:
-    """Print where answers came from, their times, and what came of the run; `requests` were checked."""
+    """Print sources and times of answers, and the run's result; `requests` were checked."""
     total = sum(counts.sources.values())
     rows = [
         (name, f"{counts.sources.get(name, 0):,}", f"{counts.sources.get(name, 0) / total:.2%}")
@@ -189,7 +189,7 @@ def summarize(
 
 
 def invite(console: Console, url: str, airflow: str, home: Path, data: Dataset) -> None:
-    """Print where the service at `url`, its pages and Airflow are, and lines to try."""
+    """Print the addresses of the service at `url`, its pages and Airflow, and commands to try."""
     say = console.print
     user = next(iter(data.histories))
     history = list(next(iter(data.newcomers.values()), data.histories[user]))[:3]
@@ -222,7 +222,7 @@ def invite(console: Console, url: str, airflow: str, home: Path, data: Dataset) 
 
 
 def _post(url: str, table: str, entities: Sequence[Mapping[str, object]], **options: object) -> str:
-    """A call of curl for a shell, on several lines; a long entity takes one for each field."""
+    """Return a call of curl for a shell, on several lines; a long entity takes one for each field."""
     entity_texts = [_fields(entity, ", ") for entity in entities]
     if max(map(len, entity_texts)) > ENTITY_COLUMNS:
         entity_texts = [_fields(entity, ",\n    ") for entity in entities]
@@ -237,5 +237,5 @@ def _fields(of: Mapping[str, object], between: str) -> str:
 
 
 def _json(value: object) -> str:
-    """JSON of a value as it may stand within single quotes of a shell command."""
+    """Return the JSON of a value, escaped for single quotes of a shell command."""
     return json.dumps(value, ensure_ascii=False).replace("'", "'\\''")

@@ -1,4 +1,4 @@
-"""Data of the demo: a night's interactions, the next day's, and what is held out to measure against."""
+"""Data of the demo: a night's interactions, the next day's, and the held-out ones for evaluation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ NEWCOMERS = 400
 DRIFT = 0.3
 HELD_OUT_SHARE = 0.1
 ARRIVING_EVERY = 25
-"""Step between users whose held-out interactions arrive for the second night, where nothing has a time."""
+"""Step between users whose held-out interactions arrive for the second night, for data without times."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class Pairs:
         return len(self.times)
 
     def where(self, keep: NDArray[np.bool_]) -> Self:
-        """Interactions of the rows that `keep` marks."""
+        """Return the interactions of the rows that `keep` marks."""
         mask = pa.array(keep)
         return replace(
             self,
@@ -53,7 +53,7 @@ class Pairs:
         )
 
     def by_user(self) -> dict[str, tuple[str, ...]]:
-        """Items of each user, in order."""
+        """Return the items of each user, in order."""
         if not len(self):
             return {}
         coded = pc.dictionary_encode(self.users)
@@ -70,7 +70,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """`histories` is what the first night knows; `held_out` what the same users do later; `newcomers` come later."""
+    """Data of a run: `histories` for the first night, `held_out` of the same users' later items, later `newcomers`."""
 
     name: str
     first_cut: datetime
@@ -81,13 +81,13 @@ class Dataset:
     held_out: Mapping[str, tuple[str, ...]]
     newcomers: Mapping[str, tuple[str, ...]]
     original: Path | None = None
-    """The file that `initial_pairs` was read from, if the night can read it as it is."""
+    """File that `initial_pairs` was read from, if the night can read it unchanged."""
     item_features: Path | None = None
     profiles: Profiles | None = None
-    """Features of users and items, where the demo made them up."""
+    """Features of users and items, if the demo generated them."""
 
     def write_first(self, folder: Path) -> None:
-        """Write what the first night finds in `folder`; the user's own files are linked, not copied."""
+        """Write the first night's files to `folder`; the user's own files are linked, not copied."""
         (folder / "interactions").mkdir(parents=True)
         if self.original is not None:
             link = folder / "interactions" / f"day-1{''.join(self.original.suffixes)}"
@@ -100,19 +100,19 @@ class Dataset:
             self.profiles.write(folder)
 
     def write_second(self, folder: Path) -> None:
-        """The next day's interactions, beside the others."""
+        """Write the next day's interactions as a second file."""
         write_parquet(self.arriving, folder / "interactions" / "day-2.parquet")
 
     @property
     def feature_tables(self) -> Mapping[str, str]:
-        """Names of the files of features that `write_first` leaves, by their setting."""
+        """Names of the files of features that `write_first` writes, by setting."""
         if self.profiles is not None:
             return {"user_features": USER_FEATURES, "item_features": ITEM_FEATURES}
         return {} if self.item_features is None else {"item_features": ITEM_FEATURES}
 
 
 def write_parquet(pairs: Pairs, path: Path) -> None:
-    """`user, item[, timestamp]`, complete or not at all."""
+    """Write `user, item[, timestamp]` as Parquet, atomically."""
     columns = {"user": pairs.users, "item": pairs.items}
     if len(pairs) and pairs.times.any():
         columns["timestamp"] = pa.array(pairs.times, pa.timestamp("us", tz="UTC"))
@@ -122,7 +122,7 @@ def write_parquet(pairs: Pairs, path: Path) -> None:
 
 
 def synthetic(world: World) -> Dataset:
-    """The last five days are held out; the first of them arrives for the second night."""
+    """Generate data of which the last five days are held out; the first of them arrives for the second night."""
     clicks = synthesize(world)
     users, items = np.array(clicks.user_ids, object), np.array(clicks.item_ids, object)
     pairs = Pairs(
@@ -136,7 +136,7 @@ def synthetic(world: World) -> Dataset:
 
 
 def user_data(path: Path, *, current_time: datetime) -> Dataset:
-    """A team's own data: `train.txt`/`test.txt` lines, or Parquet/CSV interactions; raises SourceError."""
+    """Read a team's own data: `train.txt`/`test.txt` lines, or Parquet/CSV interactions; raise SourceError."""
     path = path.resolve()
     if path.is_dir() and (train := _named(path, "train.txt")) is not None:
         train_pairs = _read([train])
@@ -166,7 +166,7 @@ def user_data(path: Path, *, current_time: datetime) -> Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan of a run: what to run, and how much of it."""
+    """Plan of a run: its data and sizes."""
 
     data: Path | None
     state: Path
@@ -175,19 +175,19 @@ class Plan:
 
     @property
     def requests(self) -> int:
-        """Requests of the measured replay."""
+        """Number of requests of the measured replay."""
         return 3_000 if self.quick else 10_000
 
     @property
     def world(self) -> World:
-        """The synthetic data set."""
+        """Parameters of the synthetic data."""
         today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
         if self.quick:
             return World(users=3_000, items=1_000, ends_at=today, drift=DRIFT)
         return World(ends_at=today, drift=DRIFT)
 
     def dataset(self) -> Dataset:
-        """The user's, else the synthetic one."""
+        """Return the user's data, else synthetic data."""
         if self.data is None:
             return synthetic(self.world)
         return user_data(self.data, current_time=datetime.now(UTC))
@@ -219,7 +219,7 @@ def _interaction_files(folder: Path) -> list[Path]:
 
 
 def _read(files: Sequence[Path]) -> Pairs:
-    """All rows, a user's second interaction with the same item left out."""
+    """Read all rows without a user's repeated interactions with an item."""
     sources = Sources(interactions=tuple(str(file) for file in files))
     batches = list(read_interactions(sources, Path("/")))
     if not batches:
@@ -261,7 +261,7 @@ def _split_by_hand(
 
 
 def _hold_out_at_random(name: str, pairs: Pairs, current_time: datetime) -> Dataset:
-    """Hold out one item of each user with at least three, chosen at random, always the same."""
+    """Hold out one item of each user with at least three, chosen at random with a fixed seed."""
     rows = np.asarray(pc.dictionary_encode(pairs.users).indices, np.int64)
     order = np.lexsort((np.random.default_rng(0).random(len(rows)), rows))
     counts = np.bincount(rows)

@@ -1,4 +1,4 @@
-"""Recall and NDCG at 20: of what the service answers, and of the same bundle computed apart from all of Larder."""
+"""Recall and NDCG at 20, of the service's answers, and of the same bundle computed without Larder."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -29,7 +29,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class RankingQuality:
-    """Means over the users that have something held out."""
+    """Mean recall and NDCG over the users with held-out items."""
 
     recall: float
     ndcg: float
@@ -45,7 +45,7 @@ class RankingQuality:
 
 
 def quality(lists: Lists, held_out: Lists, top: int = TOP) -> RankingQuality:
-    """Recall = hits / held-out items; NDCG with binary gain, ideal = min(top, held-out items) hits."""
+    """Compute recall = hits / held-out items, and NDCG with binary gain, ideal = min(top, held-out items) hits."""
     gains = 1 / np.log2(np.arange(2, top + 2))
     ideal = np.cumsum(gains)
     recalls, ndcgs = [], []
@@ -63,7 +63,7 @@ def quality(lists: Lists, held_out: Lists, top: int = TOP) -> RankingQuality:
 
 @dataclass(frozen=True, slots=True)
 class ServedLists:
-    """Lists as they came from stored records; `asked_again` had to be, since a deadline had passed."""
+    """Lists from stored records; `asked_again` were requested again after a missed deadline."""
 
     lists: Mapping[str, Sequence[str]]
     asked_again: int
@@ -74,9 +74,9 @@ async def served_lists(
     users: Sequence[str],
     on_answers: Callable[[Sequence[Mapping[str, Any]]], None],
 ) -> ServedLists:
-    """Lists that the night computed for `users`, read in batches; `on_answers` sees every batch as it came.
+    """Read the nightly lists of `users` in batches; `on_answers` gets every batch as it came.
 
-    Only what is stored counts: an answer that came from elsewhere in time is asked for again.
+    Only stored lists count: an answer from another source is requested again.
     """
     lists: dict[str, Sequence[str]] = {}
     asked_again = 0
@@ -104,7 +104,7 @@ async def served_lists(
 
 
 def answer_to_json(answer: Answer) -> dict[str, Any]:
-    """The fields that were set, as the service sent them."""
+    """Return the fields that were set, as the service sent them."""
     value_by_name = {
         answer_field.name: getattr(answer, answer_field.name) for answer_field in fields(answer)
     }
@@ -122,7 +122,7 @@ def offline_lists(
     progress: Progress,
     profiles: Profiles | None = None,
 ) -> dict[str, list[str]]:
-    """Exact float32 scores of the bundle's own towers in plain numpy, the history left out.
+    """Rank by exact float32 scores of the bundle's own towers in plain numpy, without the history.
 
     `profiles` are for towers that take features; the items are then those that have some, else the bundle's.
     """
@@ -156,7 +156,7 @@ def offline_lists(
 
 
 def _bounds(scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Lower bounds of each row's best TOP: as many blocks of columns have a maximum this high."""
+    """Return lower bounds of each row's best TOP: as many blocks of columns have a maximum this high."""
     blocks = scores.shape[1] // _BLOCK
     if blocks < TOP:
         return np.full(len(scores), -np.inf, np.float32)
@@ -174,7 +174,7 @@ def _run(
     rows: Sequence[Sequence[int]],
     features: Sequence[Features],
 ) -> NDArray[np.float32]:
-    """Outputs of a tower for histories, or items' own numbers, in `rows`, and for the features beside them."""
+    """Run a tower on histories, or items' own numbers, in `rows`, with one set of features per row."""
     path = str(bundle / tower["path"])
     key = f"{path}:{tower['sha256']}"
     if key not in _sessions:
@@ -211,7 +211,7 @@ def _padded(rows: Sequence[Sequence[int]], spec: Mapping[str, Any]) -> NDArray[A
 
 
 def _batches(users: Sequence[str], histories: Lists, dims: int) -> Iterator[list[str]]:
-    """Users of similar length together; the gathered embeddings of a batch stay within 32 MB."""
+    """Yield users grouped by history length, so that a batch's gathered embeddings stay within 32 MB."""
     batch: list[str] = []
     for user in users:
         full = (len(batch) + 1) * max(16, len(histories[user])) * dims > _PADDED_NUMBERS

@@ -1,4 +1,4 @@
-"""Features in the demo: towers that take them beside a history, and requests that have nothing else."""
+"""Features in the demo: towers that take features in addition to a history, and requests with features alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,16 +26,16 @@ NEW_ENTITIES = ("new user", "new item")
 RIDGE = 1.0
 
 FITTED_USERS = 4_000
-"""Users that the regression looks at: enough for two coefficients per country."""
+"""Users in the regression: enough for two coefficients per country."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """Coefficients [labels + 1, dims] of one regression; the last row is for labels that were never seen.
+    """Coefficients [labels + 1, dims] of one regression; the last row is for unseen labels.
 
     An item that the reference model was trained on keeps its vector, and a user with a history theirs. For all others,
     a vector is predicted from a label and a number: v = base[label] + slope[label] * z(log(number)), fitted by ridge
-    regression onto the reference model's own vectors. A label that was never seen gets the mean of all.
+    regression onto the reference model's own vectors. An unseen label gets the mean of all.
     """
 
     labels: tuple[str, ...]
@@ -46,7 +46,7 @@ class Fit:
     deviation: float
 
     def nodes(self, label: str, number: str) -> list[NodeProto]:
-        """Nodes from two inputs to `featured` [rows, dims]; `constants` go with them."""
+        """Return the nodes from two inputs to `featured` [rows, dims]; add `constants` to the graph."""
         label_encoding = {"keys_strings": self.labels, "values_int64s": range(len(self.labels))}
         return [
             _look_up(label, "place", **label_encoding, default_int64=len(self.labels)),
@@ -77,7 +77,7 @@ class Fit:
 def fit_ridge(
     labels: Sequence[str], numbers: NDArray[np.float64], vectors: NDArray[np.float32]
 ) -> Fit:
-    """Ridge regression of vectors [n, dims] on a label and a positive number each."""
+    """Fit a ridge regression of vectors [n, dims] on a label and a positive number each."""
     names, label_indices = np.unique(np.array(labels), return_inverse=True)
     logged = np.log(numbers)
     mean, deviation = float(logged.mean()), max(float(logged.std()), 1e-6)
@@ -100,7 +100,7 @@ def fit_ridge(
 def add_features(
     folder: Path, histories: Mapping[str, Sequence[str]], profiles: Profiles
 ) -> Bundle:
-    """Put a bundle whose towers take features too in place of the reference bundle in `folder`.
+    """Replace the reference bundle in `folder` by one whose towers take features too.
 
     `histories` are those of its training, of items that it knows.
     """
@@ -153,7 +153,7 @@ def _fit_users(
 
 
 def _item_model(ids: Sequence[str], side: Fit, vectors: NDArray[np.float32]) -> ModelFile:
-    """item, category, price -> vector: the item's row of the table if it has one, else from the features."""
+    """Build item, category, price -> vector: the item's row of the table if it has one, else from the features."""
     dims = vectors.shape[1]
     nodes = [
         *side.nodes("category", "price"),
@@ -180,7 +180,7 @@ def _item_model(ids: Sequence[str], side: Fit, vectors: NDArray[np.float32]) -> 
 def _user_model(
     reference: Bundle, side: Fit, table: NDArray[np.float32], centroids: NDArray[np.float32] | None
 ) -> ModelFile:
-    """history, country, age -> vector, from the history unless it is empty; given `centroids`, affinities to them."""
+    """Build history, country, age -> vector, from the history unless it is empty; with `centroids`, affinities."""
     affinity = reference.values["user_affinity"]
     nodes = [
         *side.nodes("country", "age"),
@@ -256,7 +256,7 @@ def _read_constant(model: Path, name: str) -> NDArray[np.float32]:
 
 
 class ColdStart(NamedTuple):
-    """Answer as a table shows it."""
+    """Row of the table of cold-start answers."""
 
     entity_kind: str
     table: str
@@ -271,9 +271,9 @@ def ask_cold(
     histories: Mapping[str, Sequence[str]],
     judge: Judge,
 ) -> list[ColdStart]:
-    """Answers for a user with a history, for one and an item without a click, and for two that are in no table.
+    """Request answers for a user with a history, for a user and an item without a click, and for two unknown ids.
 
-    `judge` sees them as they came. Raises Unanswered, and ValueError where what is in no table was not answered live.
+    `judge` sees them as they came. Raises Unanswered, and ValueError if an unknown id was not answered live.
     """
     new_user, new_item = profiles.new_user, profiles.new_item
     known_user = next(iter(histories))
@@ -313,7 +313,7 @@ def ask_cold(
 
 
 def describe_features(features: Mapping[str, Any]) -> str:
-    """Features in a few words."""
+    """Return features in a few words."""
     return ", ".join(f"{name} {value}" for name, value in features.items())
 
 

@@ -124,7 +124,7 @@ class DemoFolder:
         }
 
     def forget(self, redis_url: str) -> None:
-        """Leave nothing of this run in a Redis that is not ours."""
+        """Remove this run's keys from a Redis that is not the demo's own."""
         config = night_config(str(self.config), self.environment(redis_url))
         keys = Keyspace(self.namespace)
         with connect(redis_url, config.redis_timeout_s) as client:
@@ -137,7 +137,7 @@ class DemoFolder:
 
 @contextmanager
 def prepare_demo_folder(state: Path) -> Iterator[DemoFolder]:
-    """An emptied place that no other run uses meanwhile; raises ConfigError when one does."""
+    """Empty the demo's folder and lock it during the block; raise ConfigError if another run uses it."""
     home = state.resolve() / "demo"
     home.mkdir(parents=True, exist_ok=True)
     lock_error = ConfigError(f"another demo runs in {home}; choose another --state")
@@ -172,7 +172,7 @@ class Click:
         self._unjudged_answers: list[tuple[Question, Mapping[str, Any]]] = []
 
     def send(self, step: Step) -> None:
-        """Send the click, and notes what it changed."""
+        """Send the click, and note its effect."""
         with self._client() as larder:
             answer_before = self._look_up(larder)
             if not answer_before.items:
@@ -221,7 +221,7 @@ class Click:
         self._unjudged_answers.clear()
 
     def _is_to_be(self, later_answer: Answer) -> bool:
-        """True if the list could be compared; raises ValueError where it is another one than before."""
+        """True if the list could be compared; raise ValueError if it differs from the one before."""
         live = self._live
         if live is None or not self._is_alone or live.approximate or later_answer.approximate:
             return False

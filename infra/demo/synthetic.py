@@ -177,7 +177,7 @@ class Profiles:
 
 
 def profiles_of(clicks: Clicks, seed: int = 0) -> Profiles:
-    """Features that go with what was clicked; the same clicks and seed give the same ones.
+    """Generate features that correlate with the clicks; the same clicks and seed give the same ones.
 
     A category is bought most in one country and at one age. Prices are log-normal around their category's.
     """

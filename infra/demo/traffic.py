@@ -26,7 +26,7 @@ KINDS = {"known_user": 0.68, "batch": 0.05, "exclude": 0.06, "fresh": 0.02, "sim
 
 @dataclass(frozen=True, slots=True)
 class TrafficRequest:
-    """HTTP request and what it asks."""
+    """HTTP request and its question."""
 
     kind: str
     method: str
@@ -36,7 +36,7 @@ class TrafficRequest:
 
 
 class Stream:
-    """An endless stream of requests; popular users are asked for as often as Zipf says (1 / rank)."""
+    """Endless stream of requests; users are requested by Zipf's law (1 / rank)."""
 
     def __init__(self, dataset: Dataset, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)

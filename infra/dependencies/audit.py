@@ -1,7 +1,7 @@
-"""Advisories on what the locks pin, asked of pip-audit's sources: `python -m infra.dependencies.audit`.
+"""Advisories on the locks' pins, from pip-audit's sources: `python -m infra.dependencies.audit`.
 
-Ends with 0 where no advisory is open, with 1 where one is (or where the answer is incomplete), with 3 where no source
-of advisories could be asked, which is never the same as 0.
+Exits with 0 if no advisory is open, with 1 if one is (or if the answer is incomplete), with 3 if no source
+of advisories answered, which is never the same as 0.
 """
 
 import json
@@ -21,7 +21,7 @@ TOOL = Path(__file__).parents[2] / ".venv-audit/bin/pip-audit"
 ACCEPTED = Path(__file__).with_name("accepted.toml")
 SOURCES = ("pypi", "osv")
 KNOWN_BAD = Pin("pycrypto", "2.6.1")
-"""Abandoned, with published advisories: a source that knows none of them is no source of advisories."""
+"""Abandoned package with published advisories: a source without them is not usable."""
 NOT_REACHED = (
     "ConnectionError", "ConnectTimeout", "ReadTimeout", "Timeout", "Could not connect",
     "Failed to resolve", "HTTPError", "JSONDecodeError",
@@ -32,7 +32,7 @@ PATIENCE_S = 600
 
 
 class SourceUnavailable(Exception):
-    """No answer from a source: nothing is known about what was to be audited."""
+    """A source did not answer: nothing is known about the audited packages."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Advisory:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Advisory that is lived with up to and with a day."""
+    """Advisory that is accepted up to and including a day."""
 
     id: str
     package: str
@@ -57,14 +57,14 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class SourceAnswer:
-    """All that a source said: advisories, and the packages that it does not know."""
+    """Answer of a source: advisories, and the packages that it does not know."""
 
     advisories: tuple[Advisory, ...]
     unknown: tuple[str, ...]
 
 
 def accepted(text: str) -> tuple[Acceptance, ...]:
-    """Read the file of accepted advisories; raises `TypeError` or `ValueError` for an entry without its four parts."""
+    """Read the file of accepted advisories; raise `TypeError` or `ValueError` for an entry without its four parts."""
     entries = [Acceptance(**acceptance) for acceptance in tomllib.loads(text).get("advisory", [])]
     for acceptance in entries:
         if not (
@@ -78,7 +78,7 @@ def accepted(text: str) -> tuple[Acceptance, ...]:
 
 
 def answer(report: dict[str, Any]) -> SourceAnswer:
-    """Read a report; raises `SourceUnavailable` where the source had nothing on a version known to be bad."""
+    """Read a report; raise `SourceUnavailable` if it lacks the version known to be bad."""
     advisories, unknown = [], []
     for dependency in report["dependencies"]:
         if "skip_reason" in dependency:
@@ -101,7 +101,7 @@ def answer(report: dict[str, Any]) -> SourceAnswer:
 def complaints(
     source_answer: SourceAnswer, acceptances: Sequence[Acceptance], today: date
 ) -> list[str]:
-    """All that stands in the way of a release, one line each."""
+    """Return the problems that block a release, one line each: unaudited, open, and outdated ones."""
     lines = [f"{name}: unknown to the source, so not audited" for name in source_answer.unknown]
     for advisory in source_answer.advisories:
         fitting = [
@@ -129,7 +129,7 @@ def complaints(
 
 
 def requirements(pins_to_audit: Iterable[Pin]) -> list[str]:
-    """Make requirement files that hold each name once, markers left out: no machine's versions go unasked."""
+    """Make requirement files that hold each name once, without markers, so that all machines' versions are audited."""
     files: list[dict[str, str]] = []
     for pin in sorted({(locked_pin.name, locked_pin.version) for locked_pin in pins_to_audit}):
         file = next(
@@ -145,7 +145,7 @@ def requirements(pins_to_audit: Iterable[Pin]) -> list[str]:
 
 
 def query_source(source: str, pins_to_audit: Iterable[Pin]) -> SourceAnswer:
-    """Ask one source about all of them; raises `SourceUnavailable` where it does not answer."""
+    """Query one source about all of them; raise `SourceUnavailable` if it does not answer."""
     answers = [answer(_report(source, text)) for text in requirements(pins_to_audit)]
     advisories = {
         advisory: None for source_answer in answers for advisory in source_answer.advisories
@@ -178,7 +178,7 @@ def _report(source: str, text: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Audit all locks and say what was found."""
+    """Audit all locks, print the problems, and return the exit code."""
     pins_to_audit = {pin for name in NAMES for pin in lock(name)}
     for source in SOURCES:
         try:

@@ -1,7 +1,7 @@
-"""Licences of what the locks pin, from installed metadata: `python -m infra.dependencies.licences`.
+"""Licences of the locks' pins, from installed metadata: `python -m infra.dependencies.licences`.
 
-With `--list` each is named; with `--write` `docs/reference/licences.md` is made anew, the page of what an installation
-of the service brings along.
+`--list` prints each; `--write` writes `docs/reference/licences.md`, the page of the packages that an installation of
+the service contains.
 """
 
 import importlib.metadata
@@ -35,7 +35,7 @@ libraries of others, which their own licence files name.
 
 @dataclass(frozen=True)
 class Rules:
-    """Allowed licences, other spellings of them, and what is let through by name."""
+    """Allowed licences, other spellings of them, and packages allowed by name."""
 
     allowed: frozenset[str]
     spelled: dict[str, str]
@@ -45,7 +45,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Licences:
-    """Licences by package, complaints, and what this machine could not look at."""
+    """Licences by package, complaints, and pins that this machine could not check."""
 
     licences: dict[str, str]
     complaints: tuple[str, ...]
@@ -53,11 +53,11 @@ class Licences:
 
 
 UNDECLARED = "no licence"
-"""Word of an exception, and of a complaint, for a package that declares none."""
+"""Name for the licence of a package that declares none, in exceptions and complaints."""
 
 
 def rules(text: str) -> Rules:
-    """Read the file of allowed licences; raises `ValueError` for an exception without a reason."""
+    """Read the file of allowed licences; raise `ValueError` for an exception without a reason."""
     read = tomllib.loads(text)
     for name, licence_exception in read["exceptions"].items():
         if not (licence_exception.get("licence") and licence_exception.get("reason")):
@@ -66,7 +66,7 @@ def rules(text: str) -> Rules:
 
 
 def licence_of(metadata: Message, spelled: dict[str, str]) -> str:
-    """SPDX expression that a distribution declares, else the words that it has; empty for none."""
+    """Return the SPDX expression that a distribution declares, else its free text; empty for none."""
     if expression := metadata.get("License-Expression"):
         return str(expression)
     line, *more = (metadata.get("License") or "UNKNOWN").strip().splitlines() or ["UNKNOWN"]
@@ -116,7 +116,7 @@ def is_allowed(expression: str, allowed: frozenset[str]) -> bool:
 
 
 def judge_pins(lock_pins: Iterable[tuple[str, Pin]], licence_rules: Rules) -> Licences:
-    """Judge all pins, each with the lock that it stands in, by what is installed here."""
+    """Judge all pins, each given with the name of its lock, by the metadata installed here."""
     licences: dict[str, str] = {}
     complaints: dict[str, None] = {}
     unseen: dict[str, None] = {}
@@ -164,18 +164,18 @@ def _judged(package: str, licence: str, locks: set[str], licence_rules: Rules) -
 
 
 def page(licences: dict[str, str]) -> str:
-    """Write the page of what is shipped with the service."""
+    """Return the page of the packages shipped with the service."""
     names = sorted({pin.name for pin in lock(SHIPPED)})
     return HEAD + "".join(f"| {name} | {licences[name]} |\n" for name in names)
 
 
 def pinned() -> list[tuple[str, Pin]]:
-    """All pins of the locks that are installed somewhere, with the lock."""
+    """Return all pins of the locks that are installed somewhere, with the lock's name."""
     return [(name, pin) for name in LOCKS for pin in lock(name)]
 
 
 def main(arguments: list[str]) -> int:
-    """Look at all licences, say what could not be looked at, and complain."""
+    """Judge all licences, print unchecked ones and complaints, and exit with the result."""
     licence_report = judge_pins(pinned(), rules(ALLOWED.read_text()))
     if arguments == ["--write"]:
         PAGE.write_text(page(licence_report.licences))

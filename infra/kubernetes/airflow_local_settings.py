@@ -1,8 +1,8 @@
-"""Airflow's cluster policy for KubernetesExecutor: whatever scores runs in a pod with a GPU.
+"""Airflow's cluster policy for KubernetesExecutor: scoring tasks run in a pod with a GPU.
 
 Airflow imports a module of this name: copy it to $AIRFLOW_HOME/config, or put its folder on PYTHONPATH, where DAG files
 are parsed. Image, volumes and environment (LARDER_CONFIG, LARDER_ARTIFACTS, REDIS_URL) come from `pod_template_file`
-of the section [kubernetes_executor]; the override adds what a GPU takes.
+of the section [kubernetes_executor]; the override adds a GPU's requirements.
 """
 
 import os
@@ -18,7 +18,7 @@ GPU = "nvidia.com/gpu"
 
 
 def gpu_pod() -> models.V1Pod:
-    """Pod with one GPU, on a node whose others are kept away by a taint; memory is not overcommitted beside it."""
+    """Return a pod with one GPU, on a node whose taint keeps other pods off; its memory is not overcommitted."""
     container = models.V1Container(
         name="base",  # the one of the template that runs the task
         resources=models.V1ResourceRequirements(
@@ -34,7 +34,7 @@ def gpu_pod() -> models.V1Pod:
 
 
 def task_policy(task: Any) -> None:
-    """Called by Airflow with each task of each DAG that it parses."""
+    """Set the pod of scoring tasks; Airflow calls it with each task of each DAG that it parses."""
     if task.queue != SCORE_QUEUE:
         return
     config = {**task.executor_config, "pod_override": gpu_pod()}

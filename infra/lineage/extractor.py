@@ -23,7 +23,7 @@ from precompute.config.settings import night_config
 NIGHTLY: Final = "nightly_precompute"
 _RENAMED: Final = {"score_shard": "score", "build_index": "index"}
 _RETURNING: Final = (*PRELIMINARY_STEPS, "begin")
-"""Steps that say only in what they return which generation, or which events, they are about."""
+"""Steps whose generation, or events, are known only from their results."""
 
 
 class NightExtractor(BaseExtractor):

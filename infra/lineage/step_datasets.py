@@ -1,4 +1,4 @@
-"""Datasets that each step of a night reads and writes, named as OpenLineage's specification has them.
+"""Datasets that each step of a night reads and writes, named by OpenLineage's specification.
 
 A dataset is the same every night, so its name has no generation: that is its version, and the files of this night are
 its location.
@@ -22,12 +22,12 @@ from precompute.builds.build import Build, shard_report
 from precompute.partitions import catalogue
 
 SOURCES: Final = ("interactions", "user_features", "item_features", "user_vectors", "item_vectors")
-"""Sources of a night, as `[sources]` and the counts of unusable rows name them."""
+"""Sources of a night, by their names in `[sources]` and in the counts of unusable rows."""
 
 REDIS_PORT = 6379
 
 _AZURE = re.compile(r"abfss?://[^/@:]+@")
-"""Container of an Azure account: it stands where elsewhere a name and a password stand."""
+"""Pattern of the container of an Azure account, whose position in a URL is that of a user and password elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class DatasetName:
 
     @classmethod
     def of_url(cls, url: str, *parts: str) -> Self:
-        """Name of what lies behind a URL or an absolute path, or further down in it; secrets in it are left out."""
+        """Return the name of the dataset at a URL or an absolute path, extended by `parts`; without secrets."""
         url = _without_query(url)
         azure = _AZURE.match(url)
         prefix_length = azure.end() if azure else 0
@@ -53,7 +53,7 @@ class DatasetName:
 
     @classmethod
     def of_pattern(cls, pattern: str, base: str) -> Self:
-        """Name of source files: the file, or the folder above the first wildcard; plain ones are relative to `base`."""
+        """Return the name of source files: the file, or the folder above the first wildcard, relative to `base`."""
         full = _without_query(pattern) if "://" in pattern else str(PurePosixPath(base, pattern))
         fixed_parts = []
         for part in full.split("/"):
@@ -64,9 +64,9 @@ class DatasetName:
 
     @classmethod
     def of_redis(cls, url: str, key: str) -> Self:
-        """Name of what lies under a key, or under all keys that begin so: the database's number stands before it.
+        """Return the name of the dataset under a key, or a prefix of keys: the database's number comes first.
 
-        The first of several nodes or sentinels stands for all; a service under Sentinel belongs to the system.
+        The first of several nodes or sentinels represents all; a service under Sentinel is part of the namespace.
         """
         if is_sentinel(url):
             group, connection_options = read_sentinel_url(url)
@@ -82,13 +82,13 @@ class DatasetName:
 
 
 def _without_query(url: str) -> str:
-    """Cut what follows `?` in an address of the web, where it is no wildcard."""
+    """Cut the query from an HTTP URL; elsewhere `?` is a wildcard."""
     return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A rule and what came of it; `blocks`: a night that fails it is not published."""
+    """Rule and its result; `blocks`: a night that fails it is not published."""
 
     rule: str
     is_passed: bool
@@ -100,7 +100,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class StepDataset:
-    """Dataset that a step reads or writes; what nobody counted is None. `location`: where this version of it lies."""
+    """Dataset that a step reads or writes; unknown counts are None. `location`: that of this version."""
 
     name: DatasetName
     version: str | None = None
@@ -121,14 +121,14 @@ class StepDatasets:
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A step that ended: the generation that it is about, its shard, and what it returned, as far as they are known."""
+    """Finished step: its generation, its shard, and its result, as far as they are known."""
 
     build: Build
     shard: int | None = None
     result: Mapping[str, Any] = field(default_factory=dict)
 
     def part(self, *names: str, **dataset_fields: Any) -> StepDataset:
-        """Part of the generation, such as a table."""
+        """Return a dataset that is a part of the generation, such as a table."""
         url, generation = self.build.store.url, self.build.generation
         return StepDataset(
             DatasetName.of_url(url, "generations", *names), generation,
@@ -136,12 +136,12 @@ class FinishedStep:
         )  # fmt: skip
 
     def report(self, name: str) -> Mapping[str, Any]:
-        """A step's report; empty if it wrote none."""
+        """Return a step's report; empty if it wrote none."""
         return self.build.read_report(name) or {}
 
     @property
     def bundle(self) -> StepDataset:
-        """The model bundle as `begin` pinned it."""
+        """Model bundle that `begin` pinned."""
         return self.part("bundle", files=len(self.report("begin").get("bundle_files", ())) or None)
 
     @property
@@ -154,12 +154,12 @@ class FinishedStep:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The sealed manifest; None before `load`."""
+        """Sealed manifest; None before `load`."""
         raw = self.build.store.read(generation_path(self.build.generation, "manifest.json"))
         return None if raw is None else Manifest.from_bytes(raw)
 
     def in_redis(self, name: str, key: str, **dataset_fields: Any) -> StepDataset:
-        """Keys of this generation in Redis: `name` is that of all nights, `key` that of this one."""
+        """Return the dataset of Redis keys: `name` is the same every night, `key` is this generation's."""
         url = str(self.build.config.redis_url)
         return StepDataset(
             DatasetName.of_redis(url, name), self.build.generation, DatasetName.of_redis(url, key),
@@ -168,7 +168,7 @@ class FinishedStep:
 
 
 def datasets_of(step: str, finished_step: FinishedStep) -> StepDatasets:
-    """Datasets of a step that ended; of one that knows none, such as `retire`, nothing."""
+    """Return the datasets of a finished step; empty for a step without any, such as `retire`."""
     list_datasets = _DATASETS_BY_STEP.get(step)
     return StepDatasets() if list_datasets is None else list_datasets(finished_step)
 
@@ -210,7 +210,7 @@ def _begin(finished_step: FinishedStep) -> StepDatasets:
 
 
 def _sources(finished_step: FinishedStep, begin_report: Mapping[str, Any]) -> Iterator[StepDataset]:
-    """Sources, with their rows where one file or pattern has all of them, and what was left out of them."""
+    """Yield the sources, with row counts if one file or pattern has all rows, and checks on rows left out."""
     config = finished_step.build.config
     for kind in SOURCES:
         source_setting: Any = getattr(config.sources, kind)

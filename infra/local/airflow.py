@@ -1,4 +1,4 @@
-"""A real Airflow on this machine: its processes over SQLite, a client of its REST API, a lock on its folder."""
+"""Airflow on this machine: its processes over SQLite, a client of its REST API, a lock on its folder."""
 
 import fcntl
 import json
@@ -23,14 +23,14 @@ ROOT = Path(__file__).parents[2]
 DAGS = ROOT / "dags"
 
 MANUAL_SCHEDULE = "0 0 29 2 *"
-"""Schedule for nights started by hand: none may come by the clock, at once even where one was due a while ago."""
+"""Schedule that never starts a night by the clock, not even an overdue one, for nights started by hand."""
 
 NEW_RUN_S = 60.0
 TERMINAL_STATES = frozenset({"success", "failed"})
 
 
 class AirflowFailed(RuntimeError):
-    """Airflow did not come up, or a run did not end as it should; the message holds the log's end."""
+    """Airflow did not start, or a run did not end as expected; the message holds the log's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +58,21 @@ class RunReport:
 
 
 class AirflowClient:
-    """Client of the Airflow at `url`; AirflowFailed where it answers with an error."""
+    """Client of the Airflow at `url`; raises AirflowFailed for an error response."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._http = httpx.Client(base_url=url, timeout=30.0)
 
     def log_in(self) -> bool:
-        """Fetch a token; False while nobody answers."""
+        """Fetch a token; return False while the server does not answer."""
         with suppress(httpx.TransportError):
             token = self._call("GET", "/auth/token")["access_token"]
             self._http.headers["Authorization"] = f"Bearer {token}"
         return "Authorization" in self._http.headers
 
     def is_ready(self, dags: int) -> bool:
-        """True once scheduler and DAG processor are healthy and so many DAGs are parsed; raises AirflowFailed."""
+        """True once scheduler and DAG processor are healthy and so many DAGs are parsed; raise AirflowFailed."""
         health = self._call("GET", "/api/v2/monitor/health")
         if any(health[name]["status"] != "healthy" for name in ("scheduler", "dag_processor")):
             return False
@@ -82,7 +82,7 @@ class AirflowClient:
         return int(self._call("GET", "/api/v2/dags")["total_entries"]) >= dags
 
     def add_pool(self, name: str, slots: int) -> None:
-        """Make a pool, so that at most so many of its tasks run at a time."""
+        """Create a pool, which bounds how many of its tasks run at a time."""
         self._call("POST", "/api/v2/pools", {"name": name, "slots": slots})
 
     def trigger(self, dag_id: str, conf: Mapping[str, Any] | None = None) -> str:
@@ -91,12 +91,12 @@ class AirflowClient:
         return str(self._call("POST", f"/api/v2/dags/{dag_id}/dagRuns", body)["dag_run_id"])
 
     def pause(self, dag_id: str, is_paused: bool) -> None:
-        """Pause a DAG, or let it go on; what an asset tells a paused one is lost to it."""
+        """Pause or unpause a DAG; asset events during a pause are lost to it."""
         path = f"/api/v2/dags/{dag_id}?update_mask=is_paused"
         self._call("PATCH", path, {"is_paused": is_paused})
 
     def announce(self, asset: str) -> None:
-        """Say that an asset changed, as a task that lists it among its outlets does: its DAGs start."""
+        """Create an event of an asset, like a task that lists it among its outlets, which starts its DAGs."""
         assets = self._call("GET", f"/api/v2/assets?name_pattern={quote(asset)}")["assets"]
         number = next(
             asset_record["id"] for asset_record in assets if asset_record["name"] == asset
@@ -109,12 +109,12 @@ class AirflowClient:
         self._call("POST", path, {"dry_run": False})
 
     def run_ids(self, dag_id: str) -> tuple[str, ...]:
-        """Return the ids of all runs, oldest first: asset-triggered ones appear here by themselves."""
+        """Return the ids of all runs, oldest first, asset-triggered ones included."""
         path = f"/api/v2/dags/{dag_id}/dagRuns?order_by=run_after&limit=100"
         return tuple(str(run["dag_run_id"]) for run in self._call("GET", path)["dag_runs"])
 
     def report(self, dag_id: str, run_id: str) -> RunReport:
-        """Look at a run as it is now."""
+        """Return a run's current state."""
         path = f"/api/v2/dags/{dag_id}/dagRuns/{quote(run_id)}"
         run = self._call("GET", path)
         instances_reply = self._call("GET", f"{path}/taskInstances?limit=1000&order_by=start_date")
@@ -141,7 +141,7 @@ class AirflowClient:
 
 
 class LocalAirflow(AirflowClient):
-    """Airflow for as long as the `with` block lasts; everything it writes is under `state`/airflow."""
+    """Airflow that runs during the `with` block; all its files are under `state`/airflow."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class LocalAirflow(AirflowClient):
         pools: Mapping[str, int],
         parallelism: int = 4,
     ) -> None:
-        """`environment` is what tasks see on top of this process's own: LARDER_CONFIG, REDIS_URL, ..."""
+        """Set up the environment; tasks get `environment` on top of this process's: LARDER_CONFIG, REDIS_URL, ..."""
         self.home = state.resolve() / "airflow"
         super().__init__(f"http://127.0.0.1:{_free_port()}")
         self._pools = pools
@@ -177,7 +177,7 @@ class LocalAirflow(AirflowClient):
         self._stack.close()
 
     def start(self, name: str, *arguments: str) -> GuardedCommand:
-        """Start one more of Airflow's programs in the same environment; the caller ends it before this ends."""
+        """Start another Airflow program in the same environment; the caller ends it before this ends."""
         return GuardedCommand(
             [sys.executable, "-m", "airflow", *arguments],
             log=self.home / "processes" / f"{name}.log",
@@ -186,7 +186,7 @@ class LocalAirflow(AirflowClient):
         )
 
     def task_log(self, report: RunReport, task_id: str, lines: int = 25) -> str:
-        """The end of a task's last log, as text."""
+        """Return the end of a task's last log, as text."""
         task = next(
             task_report for task_report in reversed(report.tasks) if task_report.task_id == task_id
         )
@@ -218,7 +218,7 @@ class LocalAirflow(AirflowClient):
         *,
         on_task: Callable[[TaskReport], None] | None = None,
     ) -> RunReport:
-        """Wait until a run has succeeded; AirflowFailed with the failed task's log if it does not."""
+        """Wait until a run has succeeded; raise AirflowFailed with the failed task's log if it does not."""
         give_up = time.monotonic() + timeout_s
         reported_tasks: set[TaskReport] = set()
         while True:
@@ -276,7 +276,7 @@ class LocalAirflow(AirflowClient):
             time.sleep(0.1)
 
     def check(self) -> None:
-        """Raises AirflowFailed when one of its processes is no longer there."""
+        """Raise AirflowFailed if one of its processes has ended."""
         for process in self._processes:
             if not process.running:
                 raise AirflowFailed(
@@ -304,7 +304,7 @@ class LocalAirflow(AirflowClient):
 
 
 def settings(home: Path, url: str, parallelism: int) -> dict[str, str]:
-    """Return Airflow's settings for one machine: loopback only, quick to react, nothing sent home."""
+    """Return Airflow's settings for one machine: loopback only, short intervals, no telemetry."""
     return {
         "AIRFLOW_HOME": str(home),
         "AIRFLOW__CORE__DAGS_FOLDER": str(DAGS),
@@ -343,7 +343,7 @@ def _task_log(logs: Path, report: RunReport, task: TaskReport, lines: int = 25) 
 
 
 def _readable(line: str) -> str:
-    """Return one JSON log line of a task as text, the error's type and message included."""
+    """Return one JSON log line of a task as text, with the error's type and message."""
     try:
         entry = json.loads(line)
     except ValueError:
@@ -364,7 +364,7 @@ def _free_port() -> int:
 
 @contextmanager
 def hold_lock(lock: Path, lock_error: Exception) -> Iterator[None]:
-    """Hold the lock file; raises `lock_error` at once while another process does."""
+    """Hold the lock file; raise `lock_error` at once if another process holds it."""
     with lock.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

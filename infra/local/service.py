@@ -1,4 +1,4 @@
-"""The lookup service as a process of its own, gone when its `with` block ends."""
+"""Lookup service in a process of its own, which ends with its `with` block."""
 
 import os
 import re
@@ -16,11 +16,11 @@ _ANNOUNCED = re.compile(r"^Larder serves on (https?://\S+)", re.MULTILINE)
 
 
 class ServiceFailed(RuntimeError):
-    """The service did not come up, or ended by itself; the message holds the log's end."""
+    """The service did not start, or ended by itself; the message holds the log's end."""
 
 
 class ServiceProcess:
-    """`python -m serving` (or what stands in for it) on a free loopback port; `url` is set once it answers.
+    """Process of `python -m serving` (or another module) on a free loopback port; `url` is set once it answers.
 
     `root` and `python`: the checkout that it runs from, and its environment.
     """
@@ -58,7 +58,7 @@ class ServiceProcess:
             self._process.stop()
 
     def check(self) -> None:
-        """Raises ServiceFailed when the process is no longer there."""
+        """Raise ServiceFailed if the process has ended."""
         if self._process is None or not self._process.running:
             tail = "" if self._process is None else self._process.tail()
             raise ServiceFailed(f"the service ended by itself\n{tail}")

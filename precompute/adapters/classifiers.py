@@ -1,4 +1,4 @@
-"""A classifier or regressor as ONNX becomes a folder whose night stores what the model says of each row of a table."""
+"""Import of a classifier or regressor in ONNX: a folder whose night stores the model's output for each table row."""
 
 import secrets
 import shutil
@@ -79,11 +79,11 @@ class ClassifierReport:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """JSON object of all of it."""
+        """Return the report as a JSON object."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For eyes, a finding a line."""
+        """Return the report as text lines."""
         compared = (
             "not compared with the library: give what it says of each row as `expected`"
             if self.largest_difference is None
@@ -349,7 +349,7 @@ def _fed(column: Any, spec: InputSpec, rows: NDArray[np.int64]) -> NDArray[Any]:
 def _largest_difference(
     tower: Tower, inputs: Mapping[str, Any], expected: Any, ids: Any, usable: NDArray[np.int64]
 ) -> float | None:
-    """How far the model is from what its library says; SourceError above TOLERANCE, naming the first such id."""
+    """Return the model's largest deviation from its library; SourceError names the first id above TOLERANCE."""
     labels = tower.spec.output_dims
     expected_outputs = None if expected is None else np.asarray(expected, np.float64)
     if expected_outputs is not None and expected_outputs.shape == (len(ids),) and labels == 1:

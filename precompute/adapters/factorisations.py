@@ -1,4 +1,4 @@
-"""Models whose scores are products of vectors: implicit, LightFM, scikit-learn, RecTools.
+"""Import of models whose scores are products of vectors: implicit, LightFM, scikit-learn, RecTools.
 
 No library is imported: the attributes and methods of fitted objects are used, or, of implicit, the .npz file that
 `model.save` writes.
@@ -184,7 +184,7 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
 
 
 def _als_fold(items: NDArray[np.float32], regularization: float, confidence: float) -> Fold:
-    """Fold of ALS for implicit feedback, with one confidence for every click."""
+    """Return the fold-in of ALS for implicit feedback, with one confidence for every click."""
     wide = items.astype(np.float64)
     values, vectors = np.linalg.eigh(wide.T @ wide + regularization * np.eye(wide.shape[1]))
     if values[0] <= 0:
@@ -235,7 +235,7 @@ def _of_pair(
     limits: list[str],
     seed: int,
 ) -> ImportReport:
-    """Both sides' vectors, checked, and the folder of them; `ids` of users and of items."""
+    """Check the vectors of users and items and write their folder; `ids` of users and of items."""
     of_users, of_items = Vectors.of(ids[0], users, "user"), Vectors.of(ids[1], items, "item")
     clicks = ClickMatrix.of(user_items, of_users.ids, of_items.ids)
     return import_vectors(
@@ -244,7 +244,7 @@ def _of_pair(
 
 
 def _call_model(call_model: Callable[[], Any], remedy: str) -> Any:
-    """Answer of a model; its own errors, of whatever kind, become one line."""
+    """Call a model's method; raise SourceError with any exception's text in one line, and the remedy."""
     try:
         return call_model()
     except Exception as error:

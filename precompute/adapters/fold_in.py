@@ -19,7 +19,7 @@ from precompute.bundles.held_out import recall
 from precompute.bundles.onnx_model import OnnxModel, float32_info, int32_info, model_of
 
 TINY = np.float32(1e-30)
-"""Keeps 0 / 0 from being no number: a row that is solved stays as it is."""
+"""Summand that avoids 0 / 0, so that a solved row stays unchanged."""
 
 HISTORY_MAX = 1024
 
@@ -37,12 +37,12 @@ TOLERANCE = 1e-6
 """Error of a vector, relative to its largest number, at which no more steps are taken."""
 
 CHANCE = 0.55
-"""Share of pairs in which what a user clicked scores above a random item; below it, ids and rows do not belong."""
+"""Share of pairs in which a clicked item scores above a random one; below it, ids do not belong to the rows."""
 
 DEVIATIONS = 3.0
 
 USERS_LEAST = 20
-"""Users with a click below whom nothing is judged: one user's clicks are alike."""
+"""Least number of users with a click for a judgement: the clicks of one user are alike."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,7 +223,7 @@ def demand_taste(
     clicks: ClickMatrix,
     rng: np.random.Generator,
 ) -> None:
-    """Raises SourceError where users' vectors rank what they clicked no better than any other item."""
+    """Raise SourceError if users' vectors rank clicked items no better than any other item."""
     if (auc := share_by_chance(items, users, clicks, rng)) is not None:
         raise as_by_chance(auc)
 
@@ -244,9 +244,9 @@ def share_by_chance(
     clicks: ClickMatrix,
     rng: np.random.Generator,
 ) -> float | None:
-    """Share of pairs in which what a user clicked scores above a random item, if that is as by chance; else None.
+    """Return the share of pairs in which a clicked item scores above a random one, if that is as by chance; else None.
 
-    None, too, for few clicks or users: `CHANCE` has to lie DEVIATIONS standard deviations of such a share above it.
+    None, too, for few clicks or users: `CHANCE` has to be DEVIATIONS standard deviations of such a share above it.
     """
     pairs = clicks.matrix.tocoo()
     if np.count_nonzero(np.diff(clicks.matrix.indptr)) < USERS_LEAST:
@@ -268,7 +268,7 @@ def choose(
     metric: Metric,
     rng: np.random.Generator,
 ) -> FoldChoice:
-    """The candidate that finds most of what was held out, the first of equals; without histories the first."""
+    """Return the candidate with the highest recall of held-out items, the first of equals, or without histories."""
     spec = TowerSpec(
         (InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=len(items)),),
         "vector",
@@ -305,9 +305,9 @@ def recall_of(
     metric: Metric,
     rng: np.random.Generator,
 ) -> float | None:
-    """Recall@20 of a tower of histories alone, as `choose` takes it of its candidates; None without histories.
+    """Return the recall@20 of a tower of histories alone, as `choose` measures it; None without histories.
 
-    Raises SourceError where it ranks what was held out no better than any other item.
+    Raises SourceError if it ranks held-out items no better than any other item.
     """
     rows = (
         np.empty(0, np.int64)
@@ -367,7 +367,7 @@ def _rows(histories: Histories) -> list[NDArray[np.int64]]:
 def _cut(
     clicks: ClickMatrix | None, rows: NDArray[np.int64], rng: np.random.Generator
 ) -> tuple[Histories, Histories]:
-    """(what is folded, what is to be found) of these users: one fifth of each history is held out."""
+    """Return (items to fold, items to find) of these users: one fifth of each history is held out."""
     if clicks is None or not len(rows):
         return Histories.of([]), Histories.of([])
     folded_histories, held_out_histories = [], []

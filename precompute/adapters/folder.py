@@ -1,4 +1,4 @@
-"""Writing the folder of an imported model: bundle, vectors of users, clicks, settings, and the report on all of it."""
+"""Writer of an imported model's folder: bundle, vectors of users, clicks, settings, and the report."""
 
 import secrets
 import shutil
@@ -31,7 +31,7 @@ BUNDLE, USERS, CLICKS, SETTINGS, REPORT = (
 )  # fmt: skip
 FEATURES = frozenset({"user_features", "item_features"})
 COMPARED = 256
-"""Histories by which the int8 form is compared."""
+"""Number of histories on which the int8 form is compared."""
 
 _SETTINGS = """\
 # Written by an import, and never over a file that is there. All settings: `python -m cache.config.reference`.
@@ -61,7 +61,7 @@ metric = "cosine"
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """Findings about an imported model; `recalls`: held-out recall@20 of fold-ins, `agreement`: of the int8 form."""
+    """Report on an import; `recalls`: held-out recall@20 of fold-ins, `agreement`: of the int8 form."""
 
     folder: str
     model: str
@@ -77,22 +77,22 @@ class ImportReport:
     seconds: float
     cannot: tuple[str, ...]
     left_out: dict[str, int] = field(default_factory=dict)
-    """Number of clicks given that are not in the folder, by the reason in words."""
+    """Number of given clicks that are not in the folder, by reason."""
     is_again: bool = False
-    """True if an earlier import into the same folder was replaced, its settings kept."""
+    """True if an earlier import in the same folder was replaced, its settings kept."""
     had_times: bool = False
     """True if the clicks came with times: they are written in that order, without the times."""
     further_columns: tuple[str, ...] = ()
-    """Columns of `item_features` that the model does not take, and that are kept."""
+    """Columns of `item_features` that the model does not take; they are kept."""
     unused_columns: tuple[str, ...] = ()
-    """Columns of `user_features` that the model does not take, and that are not kept."""
+    """Columns of `user_features` that the model does not take; they are not kept."""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON object of all of it."""
+        """Return the report as a JSON object."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For eyes, a finding a line."""
+        """Return the report as text lines."""
         tried = ", ".join(f"{name} {recall:.4f}" for name, recall in self.recalls.items())
         overlap = self.agreement.get("overlap_at_20")
         size = f"{self.items:,} items, {self.users:,} users with vectors, {self.clicks:,} clicks"
@@ -140,7 +140,7 @@ class ImportReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Imported:
-    """Model ready to be written: its towers, and vectors and clicks of known users, if any.
+    """Imported model: its towers, and vectors and clicks of known users, if any.
 
     `item_tower` is a table of the items' vectors, if none is given. `features` are Arrow tables by the name of their
     setting (`user_features`, `item_features`).
@@ -159,15 +159,15 @@ class Imported:
     item_tower: ModelFile | None = None
     features: Mapping[str, Any] = field(default_factory=dict)
     share_by_chance: float | None = None
-    """Share of pairs in which what users clicked scores above a random item, where that is no more than by chance."""
+    """Share of pairs in which a clicked item scores above a random one, if that is no more than by chance."""
     further_columns: tuple[str, ...] = ()
     """Columns of `item_features` that the model does not take."""
     unused_columns: tuple[str, ...] = ()
-    """Columns of `user_features` that it does not take, and that stand in no table."""
+    """Columns of `user_features` that the model does not take; no table has them."""
 
 
 def open_import_folder(to: Path) -> None:
-    """Make the folder of an import; raises ConfigError, with nothing written, for one that holds something else."""
+    """Make the folder of an import; raise ConfigError, with nothing written, for a folder with other contents."""
     if to.exists() and (not to.is_dir() or (any(to.iterdir()) and not (to / REPORT).exists())):
         raise ConfigError(f"{to} exists and was not made by an import: name another folder")
     to.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def open_import_folder(to: Path) -> None:
 
 
 def write_folder(to: Path, imported: Imported, started_at: float) -> ImportReport:
-    """Write the folder, each file in one move; one that is there already is replaced, its settings are kept.
+    """Write the folder, each file in one move; replace earlier files, but keep the settings.
 
     Raises ConfigError for a folder that holds something else, with nothing written.
     """
@@ -220,7 +220,7 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
 
 
 def _unnamed(settings: str, imported: Imported) -> tuple[str, ...]:
-    """Limits of settings that were kept from before: files of this import that they do not name."""
+    """Return remarks on kept settings that do not name files of this import."""
     files = [f"{name}.parquet" for name in imported.features]
     files += [USERS] * (imported.users is not None) + [CLICKS] * (imported.clicks is not None)
     return tuple(
@@ -231,7 +231,7 @@ def _unnamed(settings: str, imported: Imported) -> tuple[str, ...]:
 
 
 def bundle_of(imported: Imported, folder: Path, **training: Any) -> Bundle:
-    """Write the model into a folder as a bundle; `training` stands in it beside what is known of the fold.
+    """Write the model into a folder as a bundle; its `training` has these entries and those of the fold-in.
 
     The same model is the same bytes.
     """
@@ -260,7 +260,7 @@ def bundle_of(imported: Imported, folder: Path, **training: Any) -> Bundle:
 
 
 def _write_tables(to: Path, imported: Imported) -> None:
-    """Clicks, users' vectors and features as Parquet; those of an earlier import are removed where there are none."""
+    """Write clicks, users' vectors and features as Parquet; remove an earlier import's files that have no successor."""
     part = to / f".{secrets.token_hex(4)}.part"
     try:
         if imported.clicks is None:
@@ -286,7 +286,7 @@ def _write_tables(to: Path, imported: Imported) -> None:
 
 
 def _agreement(bundle: Bundle, imported: Imported) -> dict[str, Any]:
-    """Agreement of the user tower's int8 form, over known histories; empty without any."""
+    """Measure the agreement of the user tower's int8 form, over known histories; empty without any."""
     if (
         imported.clicks is None
         or imported.user_spec.history is None

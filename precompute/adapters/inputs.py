@@ -1,4 +1,4 @@
-"""Ids, vectors, clicks and features as a caller has them (arrays, tables, files), checked."""
+"""Checked inputs of an import: ids, vectors, clicks and features from arrays, tables or files."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,7 @@ class Vectors:
 
     @classmethod
     def of(cls, ids: Any, rows: Any, entity_kind: str) -> Self:
-        """Checks both; `rows` may be the path of a .npy file, or of a Parquet file with a column of ids and of vectors.
+        """Check ids and rows; `rows` may be the path of a .npy file, or a Parquet file with columns of ids and vectors.
 
         Raises SourceError, which names what is wrong and the remedy.
         """
@@ -52,7 +52,7 @@ class Vectors:
 
     @property
     def dims(self) -> int:
-        """Numbers of a vector."""
+        """Number of dimensions."""
         return int(self.rows.shape[1])
 
 
@@ -62,10 +62,10 @@ class NothingKnown(SourceError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClickMatrix:
-    """Clicks of users on items, by the rows of both: a CSR matrix [users, items] of weights above 0.
+    """Clicks of users on items: a CSR matrix [users, items] of weights above 0.
 
     Those that were read from a table with times are in their order within a row (`is_ordered`). `left_out`: number of
-    clicks that are not in it, by the reason in words.
+    clicks that are not in it, by reason.
     """
 
     matrix: sp.csr_matrix
@@ -75,9 +75,9 @@ class ClickMatrix:
 
     @classmethod
     def of(cls, clicks: Any, users: Any, items: Any) -> Self:
-        """Checks a scipy matrix [users, items] (or its .npz file), or reads a table (a path; `Sources` names columns).
+        """Check a scipy matrix [users, items] (or its .npz file), or read a table (a path; `Sources` names columns).
 
-        `users` are the users' ids in the order of the rows (None: the matrix' row numbers, or whoever is in the table),
+        `users` are the users' ids in the order of the rows (None: the matrix' row numbers, or all users of the table),
         `items` Arrow strings in the order of the columns; a table's clicks on other items are left out. Raises
         SourceError, which names both sides.
         """
@@ -118,9 +118,9 @@ class ClickMatrix:
 
     @classmethod
     def read(cls, batches: Iterable[Interactions], where: str, users: Any, items: Any) -> Self:
-        """Clicks as a night reads them; those of users (None: everybody is) and items that are not known are left out.
+        """Read clicks like a night; leave out unknown items, and users that are not in `users` (None: keep all users).
 
-        Raises NothingKnown where that leaves none, naming `where` they came from.
+        Raises NothingKnown if no click is left, naming their source `where`.
         """
         columns, numbered = Vocabulary.of(pa.chunked_array([items])), NumberedIds()
         rows: list[NDArray[np.int64]] = []
@@ -152,7 +152,7 @@ class ClickMatrix:
     def in_order(
         cls, row: NDArray[np.int64], column: NDArray[np.int64], time: NDArray[Any], users: Any, items: int
     ) -> Self:  # fmt: skip
-        """Clicks in the order of their times, of each pair the latest; `users` are Arrow strings."""
+        """Order clicks by time, and keep the latest of each pair; `users` are Arrow strings."""
         order = np.lexsort((time, row))[::-1]
         pairs = row[order] * items + column[order]
         latest = order[np.sort(np.unique(pairs, return_index=True)[1])][::-1]
@@ -163,21 +163,21 @@ class ClickMatrix:
 
     @property
     def usual_weight(self) -> float:
-        """Median weight of a click; 1 without any."""
+        """Median weight of a click; 1 without clicks."""
         return float(np.median(self.matrix.data)) if self.matrix.nnz else 1.0
 
     @property
     def is_weighted(self) -> bool:
-        """True if clicks weigh differently."""
+        """True if clicks have different weights."""
         return bool(self.matrix.nnz) and self.matrix.data.min() != self.matrix.data.max()
 
     def sample(self, max_users: int, min_items: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Rows of at most `max_users` users with at least `min_items` items, in ascending order."""
+        """Return the rows of at most `max_users` users with at least `min_items` items, ascending."""
         enough = np.flatnonzero(np.diff(self.matrix.indptr) >= min_items)
         return np.sort(rng.choice(enough, min(max_users, len(enough)), replace=False))
 
     def histories(self, rows: NDArray[np.int64], longest: int) -> Histories:
-        """Items of some users, the last `longest` of each."""
+        """Return the histories of some users, the last `longest` items of each."""
         all_histories = Histories(
             self.matrix.indptr.astype(np.int64), self.matrix.indices.astype(np.int64)
         )
@@ -190,7 +190,7 @@ class ClickMatrix:
         return Histories.of(parts)
 
     def write(self, path: Path, items: Any) -> None:
-        """Writes a Parquet file with a row for each click: the columns `user` and `item`."""
+        """Write a Parquet file with a row for each click: the columns `user` and `item`."""
         schema = pa.schema([("user", pa.string()), ("item", pa.string())])
         with pq.ParquetWriter(path, schema) as file:
             step = 100_000
@@ -204,7 +204,7 @@ class ClickMatrix:
 
 
 def _ids_remedy(users: Any, items: Any) -> str:
-    """What to do where no id of the clicks is known: most often the model's rows were given no ids."""
+    """Return the remedy for clicks without a known id: most often the model's rows were given no ids."""
     unnamed = [
         f"{entity_kind}_ids (--{entity_kind}-ids)"
         for entity_kind, ids in (("user", users), ("item", items))
@@ -216,7 +216,7 @@ def _ids_remedy(users: Any, items: Any) -> str:
 
 
 def ids_of(ids: Any, entity_kind: str) -> Any:
-    """Arrow strings of ids (texts or integers, or the path of a file with one a line); SourceError for others."""
+    """Convert ids (texts or integers, or the path of a file with one a line) to Arrow strings; raise SourceError."""
     if isinstance(ids, str | Path):
         path = Path(ids)
         try:
@@ -259,7 +259,7 @@ def ids_of(ids: Any, entity_kind: str) -> Any:
 
 
 def _read_vectors_file(path: Path, entity_kind: str) -> tuple[Any, Any]:
-    """(ids if the file has them, rows)."""
+    """Return (ids if the file has them, rows)."""
     try:
         if path.suffix == ".npy":
             return None, np.load(path, allow_pickle=False)
@@ -354,12 +354,12 @@ def _is_list(kind: Any) -> bool:
 
 
 def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str, Any]:
-    """Columns by name, each with a row for each id, in their order.
+    """Return columns by name, each with a row for each id, in their order.
 
-    `feature_source` is a mapping of arrays, which is taken as it is, or a table: of Arrow, pandas or polars, or the
+    `feature_source` is a mapping of arrays, which is used unchanged, or a table: of Arrow, pandas or polars, or the
     path of a Parquet or CSV file. A table with a column of ids, named `entity_kind` ("item" or "user"), may have its
-    rows in any order, and more of them; a table whose ids stand in a column of another name, in another order, is
-    refused. Without `ids` the rows stay as they are. Raises SourceError, naming the remedy.
+    rows in any order, and more of them; a table whose ids are in a column of another name, in another order, is
+    refused. Without `ids` the rows keep their order. Raises SourceError, naming the remedy.
     """
     if feature_source is None:
         return {}
@@ -390,7 +390,7 @@ def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str
 
 
 def feature_table(table_source: Any, setting: str) -> Any:
-    """The Arrow table that an argument, called `setting` in errors, is or names; raises SourceError."""
+    """Return the Arrow table of an argument, or read it from a path; raise SourceError with the argument's name."""
     try:
         if isinstance(table_source, str | Path):
             path = Path(table_source)
@@ -414,7 +414,7 @@ def feature_table(table_source: Any, setting: str) -> Any:
 
 
 def _rows_of_ids(table: Any, ids: Any, entity_kind: str) -> Any:
-    """The rows of the ids, in their order."""
+    """Return the rows of the ids, in their order."""
     texts = ids_of(table[entity_kind], entity_kind)
     row_indices = pc.index_in(ids, value_set=texts)
     if row_indices.null_count:
@@ -427,7 +427,7 @@ def _rows_of_ids(table: Any, ids: Any, entity_kind: str) -> Any:
 
 
 def _misnamed_ids(table: Any, ids: Any) -> str | None:
-    """Name of a column that holds at least half of the ids, in another order than theirs."""
+    """Return the name of a column that holds at least half of the ids, in another order."""
     for name in table.column_names:
         column = table[name]
         if pa.types.is_dictionary(column.type):
@@ -446,7 +446,7 @@ def _misnamed_ids(table: Any, ids: Any) -> str | None:
 
 
 def _column_values(column: Any) -> Any:
-    """Numbers as numpy has them, a row of a list column each; texts and all else stay in Arrow."""
+    """Convert numbers to numpy, a list column to a matrix; leave texts and other types in Arrow."""
     kind = column.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         if pa.types.is_string(kind.value_type):

@@ -1,4 +1,4 @@
-"""Models that weigh items by items (EASE, SLIM, neighbourhoods): a history x scores x B."""
+"""Import of models that weigh items by items (EASE, SLIM, neighbourhoods): a history x scores x B."""
 
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from precompute.adapters.vectors import import_vectors
 from precompute.bundles.held_out import TOP
 
 EXACT_MAX = 4096
-"""Items up to which the weights are kept as they are, with as many dimensions as there are items."""
+"""Items up to which the weights are kept unchanged, with as many dimensions as items."""
 DIMS = 512
-"""Dimensions that more items are brought down to, unless others are asked for."""
+"""Default number of dimensions for more items."""
 COMPARED = 256
 """Users whose lists are compared with the exact ones."""
 
@@ -87,7 +87,7 @@ def ease(clicks: Any, regularization: float = 500.0) -> NDArray[np.float32]:
 
 
 def _checked(weights: Any) -> Any:
-    """Weights as float32, dense or CSR."""
+    """Check weights and return them as float32, dense or CSR."""
     checked_weights = (
         sp.csr_matrix(weights, dtype=np.float32)
         if sp.issparse(weights)
@@ -111,7 +111,7 @@ def _checked(weights: Any) -> Any:
 def _cut(
     weights: Any, dims: int, seed: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
-    """(rows [items, dims] that a history sums, vectors [items, dims], share of the squared weights that is kept)."""
+    """Return (rows [items, dims] that a history sums, vectors [items, dims], share of the squared weights kept)."""
     if not 0 < dims < weights.shape[0]:
         raise SourceError(
             f"dims is 1 to {weights.shape[0] - 1:,}, fewer than there are items, not {dims}"
@@ -135,7 +135,7 @@ def _overlap(
     clicks: ClickMatrix,
     seed: int,
 ) -> str:
-    """Words for the report about lists by the cut weights beside the exact ones; none where nobody clicked."""
+    """Describe for the report how far lists by the cut weights agree with the exact ones; empty without clicks."""
     sampled_users = clicks.sample(COMPARED, 1, np.random.default_rng(seed))
     if not len(sampled_users):
         return ""

@@ -223,7 +223,7 @@ def _without_traces(program: Any) -> OnnxModel:
 
 
 def _numpy_of(value: Tensor, subject: str) -> np.dtype[Any]:
-    """Its dtype; SourceError for one that no input of a bundle has."""
+    """Return the tensor's dtype for numpy; raise SourceError for a dtype that no input of a bundle has."""
     names = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
     if value.dtype not in names:
         raise SourceError(
@@ -428,7 +428,7 @@ def _parity_message(
 
 
 def first_line(error: BaseException) -> str:
-    """First line of what an error says, at most 200 characters of it."""
+    """Return the first line of an error's message, at most 200 characters long."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200].rstrip(".: ")
 

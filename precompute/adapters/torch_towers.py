@@ -1,4 +1,4 @@
-"""From a pair of torch modules to a folder that a night reads. Needs torch and onnxscript."""
+"""Import of a pair of torch modules. Needs torch and onnxscript."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -119,7 +119,7 @@ def from_torch(
 
 
 def _loaded(module_or_path: Any, trust: bool) -> Any:
-    """The module; a file of one only with `trust`, since its loading runs whatever was pickled."""
+    """Return the module, loaded from a file only with `trust`: loading runs any pickled code."""
     if not isinstance(module_or_path, str | Path):
         return module_or_path
     if not trust:
@@ -144,7 +144,7 @@ def _loaded(module_or_path: Any, trust: bool) -> Any:
 def _embed_known_users(
     tower: BoundTower, users: Any, clicks: ClickMatrix | None, features: Mapping[str, Any] | None
 ) -> NDArray[np.float32]:
-    """Vectors of all users that the tower has an index for."""
+    """Return the vectors of all users that the tower has an index for."""
     if users is None:
         raise SourceError(
             "the user tower takes a user's index: give user_ids, in the order of the indices"
@@ -160,7 +160,7 @@ def _embed_known_users(
 def _features(
     inputs: Mapping[str, Any], feature_arrays: Mapping[str, Any] | None, ids: Any, entity_kind: str
 ) -> dict[str, NDArray[Any]]:
-    """Arrays by name of the inputs that are features, with a row for each id; NaN only of users."""
+    """Return arrays by name of the feature inputs, with a row for each id; only users may have NaN."""
     input_arrays, rows = {}, len(ids)
     for name, value in inputs.items():
         if name in _INDICES:
@@ -194,7 +194,7 @@ def _features(
 def _as_input(
     column: NDArray[Any], dtype: np.dtype[Any], where: str, ids: Any, entity_kind: str
 ) -> NDArray[Any]:
-    """The column in the type that the tower takes; SourceError, with the first id, for a value that it cannot hold."""
+    """Convert the column to the tower's dtype; raise SourceError, with the first id, for a value that does not fit."""
     if column.dtype.kind in "US" or any(isinstance(value, str) for value in column.flat):
         raise SourceError(
             f"{where} holds texts, and the {entity_kind} tower takes {dtype}: give the codes that the model was "
@@ -221,7 +221,7 @@ def _as_input(
 def _further(
     inputs: Mapping[str, Any], feature_arrays: Mapping[str, Any], rows: int
 ) -> dict[str, Any]:
-    """Columns of items that the model does not take: a table of them is what filters go by."""
+    """Return the item columns that the model does not take; filters use them."""
     further_columns = {}
     for name, column in feature_arrays.items():
         if name in inputs:

@@ -1,4 +1,4 @@
-"""The bundle of a night whose items are a table of vectors: made of that table by the code of the adapters."""
+"""Bundle of a night whose items are a table of vectors, made from the table by the adapters' code."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ USERS_MAX = 20_000
 """Users, those with the lowest hashes, by whose vectors and clicks the fold is chosen: enough, and few to hold."""
 SEED = 0x5DEECE66D
 _NO_HASH_LIMIT = np.uint64(2**64 - 1)
-"""Limit of hashes that leaves nobody out."""
+"""Limit of hashes that leaves no user out."""
 
 
 @contextmanager
@@ -49,10 +49,10 @@ def vector_bundle(
     interactions_before: datetime | None,
     cut: datetime,
 ) -> Iterator[Bundle]:
-    """The bundle of `sources.item_vectors`, made once of inputs with this digest, whoever asks again.
+    """Yield the bundle of `sources.item_vectors`; one made from the same inputs, on any host, is reused.
 
     Interactions of `interactions_before` or later choose nothing. Items that events brought with a vector are in it, if
-    these count in a night with this `cut`; what is erased is not. Raises SourceError for a table that makes none.
+    these count in a night with this `cut`; erased items are not. Raises SourceError for an unusable table.
     """
     sources, store = config.sources, config.store()
     erased = ErasedEntities.of(all_erasures(store))
@@ -90,9 +90,9 @@ def make_bundle(
 ) -> Bundle:
     """Write the bundle of `sources.item_vectors` into a folder; the same tables make the same bytes.
 
-    Items that are not in the table have the vectors that events `event_vectors`, where these have as many numbers, none
-    of them far beyond the table's. Interactions are those that the sources name, unless their `files` are listed here.
-    The bundle names the table that its items are of; without interactions, other vectors of users make no other bundle.
+    Items that are not in the table get the vectors in `event_vectors`, if these have as many numbers and none is far
+    beyond the table's. Interactions are those that the sources name, unless their `files` are listed here. The bundle
+    names the table of its items; without interactions, other vectors of users make no other bundle.
     """
     sources = config.sources
     items, limit = (
@@ -119,7 +119,7 @@ def _chance_in_words(auc: float) -> str:
 
 
 def _items(config: NightConfig, erased: ErasedEntities) -> Vectors:
-    """Every row of the table: a catalogue with a hole would not be told from one without."""
+    """Read every row of the table; a hole in a catalogue could not be noticed later."""
     sources, unusable = config.sources, UnusableRows()
     path = source_file(str(sources.item_vectors), config.path("."))
     ids, rows = [], []
@@ -146,10 +146,10 @@ def _items(config: NightConfig, erased: ErasedEntities) -> Vectors:
 
 
 def _with_brought(items: Vectors, event_vectors: Mapping[bytes, Sequence[float]]) -> Vectors:
-    """Behind the rows of the table, which wins, those of items that it lacks.
+    """Append to the table's rows those items that only events brought.
 
-    Anybody sends events: a number beyond NEW_VECTOR_ABS_MAX, and beyond all of the table's, would spoil the fold and
-    the lists.
+    Any caller can send events: a number beyond NEW_VECTOR_ABS_MAX, and beyond all of the table's, would spoil the fold
+    and the lists.
     """
     max_magnitude = max(NEW_VECTOR_ABS_MAX, float(np.abs(items.rows).max(initial=0)))
     fitting = {
@@ -169,9 +169,9 @@ def _with_brought(items: Vectors, event_vectors: Mapping[bytes, Sequence[float]]
 def _limit(
     config: NightConfig, interactions_before: datetime | None, files: Sequence[SourceFile] | None
 ) -> np.uint64:
-    """The highest of the USERS_MAX lowest hashes of users with vectors, else of those who did something.
+    """Return the highest of the USERS_MAX lowest hashes of users with vectors, else of users with interactions.
 
-    _EVERYBODY where there are fewer.
+    _NO_HASH_LIMIT if there are fewer.
     """
     distinct_hashes = Distinct(USERS_MAX)
     if config.sources.user_vectors:
@@ -201,7 +201,7 @@ def _user_vectors(config: NightConfig) -> Iterator[tuple[Ids, Any]]:
 def _users(
     config: NightConfig, items: Vectors, limit: np.uint64, erased: ErasedEntities
 ) -> Vectors:
-    """Vectors of some users; who has none that can be used is left out, as in the night itself."""
+    """Return vectors of some users; a user without a usable vector is left out, as in the night itself."""
     sources, dims = config.sources, items.dims
     spec = InputSpec("vector", "feature", "float32", column=sources.vector_column, width=dims)
     texts, rows = [pa.array([], pa.string())], [np.empty((0, dims), np.float32)]
@@ -230,7 +230,7 @@ def _clicks(
     erased: ErasedEntities,
     files: Sequence[SourceFile] | None,
 ) -> tuple[ClickMatrix | None, list[str]]:
-    """(clicks of some users before the cut, None where there are none to choose a fold by; remarks)."""
+    """Return (clicks of some users before the cut, None without any to choose a fold by; remarks)."""
     sources = config.sources
     read = read_interactions(sources, Path(config.base), cutoff_at=interactions_before, files=files)
     batches = [batch.only(_below(batch.users, limit)) for batch in map(erased.leave_out, read)]

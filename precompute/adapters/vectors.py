@@ -63,7 +63,7 @@ def import_vectors(
     further_columns: tuple[str, ...] = (),
     unused_columns: tuple[str, ...] = (),
 ) -> ImportReport:
-    """Make a folder of checked vectors and clicks; columns are told in the report, the rest is as in `model_of`.
+    """Make a folder of checked vectors and clicks; the report lists the columns, other arguments are as in `model_of`.
 
     Raises SourceError where users' vectors rank what they clicked no better than any other item.
     """

@@ -1,4 +1,4 @@
-"""Build of a generation: its id and cut, its files on this host and in the store, and what its steps reported."""
+"""Build of a generation: its id and cut, its files on this host and in the store, and its steps' reports."""
 
 import contextlib
 import functools
@@ -42,18 +42,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 AttributeFiles = tuple[AttributeKind, dict[str, str]]
-"""Kind of an attribute, and paths of its files by the names that `cache.format.manifest.Attribute` has for them."""
+"""Kind of an attribute, and its files' paths by the field names of `cache.format.manifest.Attribute`."""
 
 CUT_FORMAT: Final = "%Y%m%dT%H%M%SZ"
-"""Format of a generation id's beginning: its cut, in UTC, so older data sorts first."""
+"""Format of the cut, in UTC, at the start of a generation id, so that older data sorts first."""
 
 CLOCKS_DIFFER_S: Final = 300.0
-"""Seconds by which the clock of whoever chose a cut may be ahead of Redis'."""
+"""Seconds by which a chosen cut may be ahead of Redis' clock, as clocks of hosts differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A generation in the making; `root` is this host's folder of it."""
+    """Build of a generation; `root` is this host's folder of it."""
 
     config: NightConfig
     store: ArtefactStore
@@ -61,7 +61,7 @@ class Build:
 
     @classmethod
     def of(cls, config: NightConfig, build: Mapping[str, Any]) -> Self:
-        """Build from what a step was handed."""
+        """Create the build from the value that steps pass on."""
         return cls(config, config.store(), str(build["generation"]))
 
     @property
@@ -70,31 +70,31 @@ class Build:
         return self.store.local(generation_path(self.generation))
 
     def path(self, name: str) -> Path:
-        """Local place of a file to be written; its folder exists."""
+        """Return the local path of a file to be written; its folder exists."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def finish(self, *names: str) -> None:
-        """Hand finished local files to the store."""
+        """Publish finished local files to the store."""
         for name in names:
             self.store.put(generation_path(self.generation, name))
 
     def fetch(self, name: str) -> Path:
-        """A file that an earlier step, perhaps on another host, has finished."""
+        """Fetch a file that an earlier step, perhaps on another host, has finished."""
         return self.store.fetch(generation_path(self.generation, name))
 
     def describe(self, name: str) -> Artefact:
-        """Manifest entry of a finished file."""
+        """Return the manifest entry of a finished file."""
         return describe(self.root, name)
 
     def report(self, name: str, value: Mapping[str, Any]) -> None:
-        """Finish a step: its report is written last, so it proves that the files before it are whole."""
+        """Finish a step: its report is written last, so it proves that the files before it are complete."""
         write_json(self.path(f"work/{name}.json"), {**value, **stamp(STAGES)})
         self.finish(f"work/{name}.json")
 
     def read_report(self, name: str) -> dict[str, Any] | None:
-        """A step's report, None when the step has not finished; a store that does not answer raises StoreError."""
+        """Return a step's report, None for an unfinished step; raise StoreError if the store does not answer."""
         raw = self.store.read(generation_path(self.generation, f"work/{name}.json"))
         if raw is None:
             return None
@@ -103,7 +103,7 @@ class Build:
         return report
 
     def need(self, name: str) -> dict[str, Any]:
-        """A report that must be there."""
+        """Return a report that must exist."""
         report = self.read_report(name)
         if report is None:
             if self.generation not in self.store.names("generations"):
@@ -116,7 +116,7 @@ class Build:
 
 
 def open_bundle(build: Build) -> Bundle:
-    """The bundle as `begin` pinned it into the generation."""
+    """Open the bundle that `begin` copied into the generation."""
     begin_report = build.need("begin")
     for name in begin_report["bundle_files"]:
         build.fetch(f"bundle/{name}")
@@ -130,7 +130,7 @@ def open_bundle(build: Build) -> Bundle:
 
 
 def fetch_model(build: Build, model: BundleModel) -> Path:
-    """A model's own ONNX file, its weights beside it; raises BundleError when they are not those that `begin` tried."""
+    """Fetch a model's ONNX and weights files; raise BundleError unless they are those that `begin` tried."""
     paths = [build.fetch(name) for _, name, _ in model.files]
     for path, (_, _, sha256) in zip(paths, model.files, strict=True):
         demand_sha256(path, sha256)
@@ -140,7 +140,7 @@ def fetch_model(build: Build, model: BundleModel) -> Path:
 def model_entry(
     build: Build, bundle: Bundle, name: str, int8: bool, agreement: Mapping[str, Any]
 ) -> Model:
-    """A bundle's model as the manifest lists it."""
+    """Return the manifest entry of a bundle's model."""
     source = next(bundle_model for bundle_model in bundle.models if bundle_model.name == name)
     fp32, *weights = [build.describe(file_name) for _, file_name, _ in source.files]
     return Model(
@@ -155,7 +155,7 @@ def model_entry(
 
 
 def fetch_items(build: Build) -> None:
-    """The catalogue's files, all but the vectors."""
+    """Fetch the catalogue's files, all but the vectors."""
     names = [catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX]
     names += [catalogue.directory_file("item", shard) for shard in range(build.config.shards)]
     for name in names:
@@ -163,13 +163,13 @@ def fetch_items(build: Build) -> None:
 
 
 def fetch_partition(build: Build, shard: int) -> None:
-    """A shard's partition of the sources."""
+    """Fetch a shard's partition of the sources."""
     for kind in kinds_of(build.need("begin")):
         build.fetch(f"work/partition/{shard:04d}.{kind}")
 
 
 def erased_from(build: Build) -> ErasedEntities:
-    """Erased entities that `begin` left out of this build."""
+    """Return the erased entities that `begin` left out of this build."""
     numbers = set(build.need("begin").get("erased", ()))
     return ErasedEntities.of(
         erasure for erasure in all_erasures(build.store) if erasure.number in numbers
@@ -179,7 +179,7 @@ def erased_from(build: Build) -> ErasedEntities:
 def generation_id(
     cut: datetime, config: NightConfig, bundle_digest: str, inputs_digest: str
 ) -> str:
-    """`data_until` in UTC and a digest of everything that decides the result: a retry finds its own work."""
+    """Return `data_until` in UTC with a digest of everything that decides the result: a retry finds its own work."""
     hasher = hashlib.sha256(config.semantic())
     hasher.update(f"|{bundle_digest}|{inputs_digest}".encode())
     if (stages := FORMATS[STAGES].written) > 1:  # a release with other stages begins anew
@@ -188,19 +188,19 @@ def generation_id(
 
 
 def settings_digest(config: NightConfig) -> str:
-    """Digest of the settings that decide what a generation holds."""
+    """Return the digest of the settings that determine a generation's content."""
     return hashlib.sha256(config.semantic()).hexdigest()
 
 
 def cut_of(generation: str) -> int:
-    """`data_until` of a generation id, Unix seconds."""
+    """Return the `data_until` of a generation id, Unix seconds."""
     return int(
         datetime.strptime(generation[:CUT_CHARS], CUT_FORMAT).replace(tzinfo=UTC).timestamp()
     )
 
 
 def demand_publishable_cut(releases: ReleaseLog, cut: datetime, *, is_chosen: bool) -> None:
-    """Raises ConfigError for a cut that no publish would accept, or that would keep all nights after it from theirs.
+    """Raise ConfigError for a cut that no publish would accept, or that would block the publish of later nights.
 
     A scheduler's time is never far ahead, and if its clock is wrong its nights are better than none.
     """
@@ -222,27 +222,27 @@ def demand_publishable_cut(releases: ReleaseLog, cut: datetime, *, is_chosen: bo
 
 
 def shard_report(shard: int) -> str:
-    """Name of the report of a scored shard."""
+    """Return the name of a scored shard's report."""
     return f"shard-{shard:04d}"
 
 
 def attribute_paths(attributes: Mapping[str, AttributeFiles]) -> Iterator[str]:
-    """Paths of all files of these attributes."""
+    """Yield the paths of all files of these attributes."""
     for _, files in attributes.values():
         yield from files.values()
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """A small report, atomically; numpy numbers allowed."""
+    """Write a small report atomically; numpy numbers allowed."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2
     write_atomically(path, orjson.dumps(value, option=options))
 
 
 @contextmanager
 def timed(build: Build, step: str) -> Iterator[None]:
-    """Writes when the block began (Unix seconds) and its seconds, if it ends well; a step of `STEPS_TIMED_APART`.
+    """Record the block's start (Unix seconds) and duration if it succeeds; for a step of `STEPS_TIMED_APART`.
 
-    A repeat that found the work done is shorter, and does not replace what the work took.
+    A repeat that found the work done is shorter, and does not replace the first duration.
     """
     began_at, started = time.time(), time.perf_counter()
     yield
@@ -258,9 +258,10 @@ def timed(build: Build, step: str) -> Iterator[None]:
 def on_this_host(
     step: Callable[Concatenate[NightConfig, Mapping[str, Any], P], R],
 ) -> Callable[Concatenate[NightConfig, Mapping[str, Any], P], R]:
-    """A step that first removes this host's old copies, and records that it will have some of its generation.
+    """Wrap a step to first sweep this host's old copies, and record that it will hold files of its generation.
 
-    One whose generation is retired meanwhile, by a night of newer data, ends with Refused, not with a missing file.
+    If the generation is retired meanwhile, by a night of newer data, the step raises Refused, not an error about a
+    missing file.
     """
 
     @functools.wraps(step)
@@ -299,12 +300,12 @@ def demand_not_retired(store: ArtefactStore, generation: str, error: Exception) 
 
 
 def sweep_copies(store: ArtefactStore, *, in_use: Collection[str] = ()) -> None:
-    """Remove copies of generations that the store no longer has; a store that does not answer is the step's affair."""
+    """Remove copies of generations that the store no longer has; ignore a store that does not answer."""
     with contextlib.suppress(StoreError, OSError):
         store.sweep_host_copies(in_use, cutoff_at=time.time() - COPY_IDLE_S)
 
 
 def record_copies(store: ArtefactStore, generation: str) -> None:
-    """Tell the store, if it is a remote one, that this host is about to have files of a generation."""
+    """Record in a remote store that this host is about to have files of a generation."""
     if store.copies is not None:
         store.copies.record(generation)

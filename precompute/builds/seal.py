@@ -63,7 +63,7 @@ WRITERS = {
     WITH_FILTERS: "a night of declared filters or facets writes",
     WITH_EVENTS: "a night of fresh events writes",
 }
-"""Version of a manifest above the first -> words for who writes it."""
+"""Manifest version above the first -> words for the nights that write it."""
 
 FactsOf = Callable[[Build, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 """Facts of one feature for the manifest, by the reports of the shards and those that the build has."""
@@ -179,7 +179,7 @@ def _events(config: NightConfig, begin_report: Step) -> EventsRead | None:
 
 
 def manifest_format(config: NightConfig, bundle: Bundle) -> int:
-    """Version of the manifest that a night writes: the oldest that says what it has to."""
+    """Return the oldest version of the manifest that can express the settings."""
     if config.events.enabled:
         return WITH_EVENTS
     if config.filters or config.facets:

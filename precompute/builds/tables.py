@@ -10,8 +10,8 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig, TableConfig
 
 STRING_OVERHEAD_BYTES = 64
-"""Bytes above what Redis keeps beside a string's own. jemalloc's classes are powers of two and four steps between:
-a page of exactly 256 KiB with its header would take 320."""
+"""Bytes of overhead of a Redis string, rounded up. jemalloc's classes are powers of two and four steps between: a page
+of exactly 256 KiB with its header would take 320."""
 
 
 ENTITIES: Mapping[str, EntityKind] = {

@@ -1,8 +1,8 @@
-"""Governor of all bulk work on Redis: its control law, its pace, and how it gives way to readers.
+"""Governor of all bulk work on Redis: its control law, its pace, and its priority below readers.
 
 With no readers (no live replica, no reads by others) work runs flat out and nothing here waits. With readers it is cut
-into pieces that are sent one by one at the rate of a `Throttle`, which learns from probes what readers feel while work
-goes on and while it rests, a part of every step.
+into pieces that are sent one by one at the rate of a `Throttle`, which learns from probes how slow reads are during
+work and during rests, which are a part of every step.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 MIB = float(1 << 20)
 QUANTILE = 0.99
 AIM_SHARE = 0.4
-"""Share of the allowed slow-down that is aimed at: the rest is for what the probes did not see."""
+"""Share of the allowed slow-down that is aimed at: the margin is for readers that the probes did not meet."""
 
 IDLE_ROUND_TRIPS = 4_000
-"""Round trips at rest that are kept: a p99 of a few hundred is little more than a guess."""
+"""Number of idle round trips kept: a p99 of a few hundred is little more than a guess."""
 
 JUDGED_MIN = 50
 STEPS_MIN = 10
@@ -47,17 +47,17 @@ START_FLOORS = 4.0
 START_GROWTH = 1.17
 BACK_OFF = 0.7
 PLATEAU_STEPS = 10
-"""Clean steps after a decrease until the rate is back at where it was."""
+"""Clean steps after a decrease until the rate is back at its former value."""
 
 USED_MIN = 0.7
 BUSY_MAX = 0.9
 REPLICA_FACTOR = 1.5
-"""A heartbeat's p99 stands for few reads, so it counts only when it is clearly above."""
+"""Factor above which a heartbeat's p99 counts, since it is based on few reads."""
 
 STEP_S = 0.25
 REST_S = 0.045
 SETTLE_S = 0.005
-"""Seconds in which what was sent last is worked off before a rest is measured."""
+"""Seconds for Redis to finish the last pieces before a rest is measured."""
 
 WORK_S = STEP_S - REST_S - SETTLE_S
 
@@ -67,18 +67,18 @@ BURST_S = 0.0005
 
 NAP_S = 0.02
 CATCH_UP = 1.25
-"""Multiple of the floor at which work may go to make up for a pause: the floor is a promise over pauses too."""
+"""Multiple of the floor for making up for a pause: the floor is promised over pauses too."""
 
 _SPUN = bytes(1 << 15)
 
 
 def _spin() -> None:
-    """Keep the core busy for some 40 us without holding the interpreter's lock, which probes need."""
+    """Keep the core busy for some 40 us without holding the GIL, which probes need."""
     hashlib.blake2b(_SPUN)
 
 
 class Governor:
-    """Paces one thread's work; `pace` before each piece is all that the work needs to do."""
+    """Governor that paces one thread's work; the work only calls `pace` before each piece."""
 
     def __init__(
         self,
@@ -110,16 +110,16 @@ class Governor:
 
     @property
     def piece_bytes(self) -> int | None:
-        """Bytes that may be sent at once; None when nobody is there to be held up."""
+        """Bytes that may be sent at once; None if there are no readers to hold up."""
         return self._config.piece_bytes if self._governed else None
 
     @property
     def readers(self) -> bool:
-        """True if somebody reads from this Redis, as far as can be told."""
+        """True if this Redis has readers, as far as known."""
         return self._readers
 
     def pace(self, size_bytes: int) -> None:
-        """Wait until this much more may be sent or asked for."""
+        """Wait until this many more bytes may be sent or requested."""
         now_s = self._timer()
         if not self._is_reader_state_known:
             self._governed, self._readers = self._detect_readers()
@@ -135,7 +135,7 @@ class Governor:
         self._due = max(self._due, now_s - BURST_S) + size_bytes / self._allow(size_bytes)
 
     def _allow(self, size_bytes: int) -> float:
-        """The rate at which these bytes may go."""
+        """Return the rate for these bytes."""
         rate, floor = self.throttle.rate, self.throttle.floor
         if self._owed_bytes > 0:
             rate = max(rate, min(CATCH_UP * floor, self.throttle.ceiling))
@@ -150,11 +150,11 @@ class Governor:
         return WORK_S if self._calibrated else 0.0
 
     def own_reads(self, count: int) -> None:
-        """Say that this many of the reads that Redis counts are the work's own."""
+        """Subtract this many of the work's own reads from those that Redis counts."""
         self._watch.own_reads(count)
 
     def close(self) -> None:
-        """End the watch and give the thread its priority back."""
+        """End the watch and restore the thread's priority."""
         self._yield(False)
         self._watch.close()
 
@@ -198,7 +198,7 @@ class Governor:
         )  # fmt: skip
 
     def _calibrate(self, observation: RedisObservation | None) -> None:
-        """Measures what readers feel when nothing is done, before the first piece."""
+        """Measure idle round trips before the first piece."""
         started_at = self._timer()
         self._watch.round_trips()
         rested = self._measure_idle(self._config.idle_s)
@@ -207,7 +207,7 @@ class Governor:
         self._owed_bytes += self.throttle.floor * (self._timer() - started_at)
 
     def _measure_idle(self, seconds: float) -> list[float]:
-        """Round trips while nothing is done for that long."""
+        """Measure round trips during an idle period."""
         self._pause(SETTLE_S)
         self._watch.round_trips()
         self._pause(seconds)
@@ -215,10 +215,10 @@ class Governor:
         return self._watch.round_trips()
 
     def _pause(self, seconds: float) -> None:
-        """Rests; this core and Redis' stay awake: one that halts wakes slowly, and rest would look slower than work.
+        """Rest; this core and Redis' stay awake: one that halts wakes slowly, and rest would look slower than work.
 
-        Only where the thread gives way to everything else, and for a fifth of the time; never beside what matters
-        more than how fast the work goes (`awake` False).
+        Only where the thread gives way to everything else, and for a fifth of the time; never during work that must
+        not be disturbed (`awake` False).
         """
         rest_ends_at = self._timer() + seconds
         while (left_s := rest_ends_at - self._timer()) > 0:
@@ -229,7 +229,7 @@ class Governor:
                 self._nap(min(left_s, NAP_S))
 
     def _detect_readers(self) -> tuple[bool, bool]:
-        """Flags (whether to hold back, whether there are readers)."""
+        """Return flags (whether to hold back, whether there are readers)."""
         if self._config.readers != "auto":
             self._is_reader_state_known, always = True, self._config.readers == "always"
             return always, always
@@ -264,7 +264,7 @@ class Governor:
 def open_governor(
     config: GovernorConfig, control: Control, *, awake: bool = True
 ) -> Iterator[Governor]:
-    """Governor of one step's work, for its length and in its thread; `awake`: rests keep the cores from halting."""
+    """Open the governor of one step's work in its thread; `awake`: rests keep the cores from halting."""
     watch = Watcher(control, probe_ms=config.probe_ms)
     governor = Governor(config, watch, yielding=IdlePriority(), awake=awake)
     try:
@@ -275,7 +275,7 @@ def open_governor(
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """Signals seen since the last step: round trips of probes in seconds (inf: none came back), and the rest.
+    """Signals of one step: round trips of probes in seconds (inf: none came back), and load figures.
 
     `worked`: while pieces were sent, `rested`: while none were; `replicas_ms`: the p99 that replicas report; `busy`:
     share of Redis' main thread in use; `lag_bytes`: how far the slowest replica of Redis is behind; `done_bytes` in
@@ -292,18 +292,17 @@ class Signals:
 
 
 class Throttle:
-    """A rate in bytes per second that follows its signals: the control law.
+    """Control law: a rate in bytes per second that follows its signals.
 
-    Work rests for a part of every step, so that what a reader feels under load and what it feels at rest are known of
-    the same moments: a host that is noisy by itself slows both, and only the difference is the work's doing. Congestion
-    is not a lost packet here but probes later than the limit that are more frequent under work than at rest. Steps are
-    compared as batches (batch means: Law and Carson, "A sequential procedure for determining the length of a
-    steady-state simulation", 1979), because late probes come in bursts and would count for more than they prove one by
-    one.
+    Work rests for a part of every step, so that latencies under load and at rest are known of the same moments: a
+    host that is noisy by itself slows both, and only the difference is the work's doing. Congestion is not a lost
+    packet here but probes later than the limit that are more frequent under work than at rest. Steps are compared as
+    batches (batch means: Law and Carson, "A sequential procedure for determining the length of a steady-state
+    simulation", 1979), because late probes come in bursts and would count for more than they prove one by one.
 
     The rate follows CUBIC (RFC 9438, without its TCP-friendly region): it falls by a factor when there is congestion,
-    comes back quickly to just below where that was, stays there for a while, and then looks further. Before the first
-    decrease it grows by slow start (Jacobson, "Congestion avoidance and control", 1988).
+    comes back quickly to just below its former value, stays there for a while, and then probes further. Before the
+    first decrease it grows by slow start (Jacobson, "Congestion avoidance and control", 1988).
     """
 
     def __init__(
@@ -326,7 +325,7 @@ class Throttle:
     def calibrate(
         self, rested: Sequence[float], replicas_ms: Mapping[str, float] | None = None
     ) -> None:
-        """Takes in what readers feel while nothing is being done; nothing is concluded from too few round trips."""
+        """Add idle round trips; too few of them set no p99."""
         self._idle.extend(round_trip_s for round_trip_s in rested if math.isfinite(round_trip_s))
         if len(self._idle) >= JUDGED_MIN:
             self.idle_p99_s = p99(self._idle)
@@ -336,11 +335,11 @@ class Throttle:
 
     @property
     def limit_s(self) -> float | None:
-        """The p99 that is aimed at."""
+        """Target p99 in seconds."""
         return None if self.idle_p99_s is None else self.idle_p99_s * self._factor
 
     def step(self, signals: Signals, *, readers: bool) -> float:
-        """The next rate. Without `readers` only Redis' own replicas are spared; without evidence the rate falls."""
+        """Return the next rate. Without `readers` only Redis' replicas are spared; without evidence the rate falls."""
         self.reason = self._objection(signals, readers)
         if readers:
             self.calibrate(signals.rested)
@@ -388,12 +387,12 @@ class Throttle:
         return above > SIGMAS * error
 
     def _is_open(self) -> bool:
-        """True if it is too early to say that readers are unhurt: the rate stays until it is known."""
+        """True if it is too early to judge whether readers are unhurt; the rate stays meanwhile."""
         above, error = self._excess()
         return len(self._late) >= STEPS_MIN and above + error > UNHURT_EXCESS
 
     def _excess(self) -> tuple[float, float]:
-        """Excess of the share of late probes over what is allowed, and the standard error of that."""
+        """Return the excess of the share of late probes over the allowed one, and its standard error."""
         if len(self._late) < STEPS_MIN:
             return 0.0, math.inf
         worked, rested = (
@@ -408,13 +407,13 @@ class Throttle:
 
 
 def p99(round_trips: Sequence[float]) -> float:
-    """The 99th percentile (nearest rank), inf of nothing."""
+    """Return the 99th percentile (nearest rank), inf of an empty sequence."""
     ordered = sorted(round_trips)
     return ordered[math.ceil(QUANTILE * len(ordered)) - 1] if ordered else math.inf
 
 
 class IdlePriority:
-    """Puts the calling thread into Linux's idle class (it runs when nothing else wants the core) and back.
+    """Switch of the calling thread into Linux's idle class (it runs only on idle cores) and back.
 
     Only where there is a way back: without the right to leave that class again, the thread would stay in it for good.
     """
@@ -423,7 +422,7 @@ class IdlePriority:
         self._thread: int | None = None
 
     def __call__(self, on: bool) -> bool:
-        """Switches giving way on or off for the calling thread; True if the thread that asked now gives way."""
+        """Enter or leave the idle class for the calling thread; return whether it is in the class now."""
         if not on:
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -446,7 +445,7 @@ def _set_scheduling(thread: int, *, idle: bool) -> bool:
 
 
 def _can_leave_idle_class() -> bool:
-    """True if a thread can enter the idle class and leave it, tried on one that has nothing else to do."""
+    """True if a thread can enter the idle class and leave it, tried on a thread of its own."""
     trial_results: list[bool] = []
 
     def there_and_back() -> None:

@@ -1,4 +1,4 @@
-"""Headroom: room in Redis and on disk for one more generation, and time for its load."""
+"""Headroom: room in Redis and on disk for one more generation, and time limits of its load."""
 
 import functools
 import shutil
@@ -26,10 +26,10 @@ R = TypeVar("R")
 MIB: Final = 1 << 20
 
 REDIS_USED_MAX = GateThresholds().redis_headroom
-"""Share of `maxmemory` that may be in use after a load, whatever the gate is set to."""
+"""Share of `maxmemory` that may be in use after a load, independent of the gate's setting."""
 
 OVERLAY_EXTRA_BYTES = 256
-"""Bytes that an overlay's key, its expiry and Redis' own bookkeeping add to its record."""
+"""Bytes that an overlay's key, expiry and bookkeeping add to its record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ArmRoom:
     mapped_bytes: int
 
     def growth_bytes(self, generations: int) -> int:
-        """Bytes that come to its pages where so many generations of its largest one coexist."""
+        """Return the bytes by which its pages grow if so many generations of its largest size coexist."""
         return max(0, generations * self.largest_bytes - self.size_bytes)
 
     def __str__(self) -> str:
@@ -56,14 +56,14 @@ class ArmRoom:
 
 
 def sum_mapped_bytes(arms: Iterable[ArmRoom], generations: int) -> int:
-    """Bytes that readers map of the arms, where so many generations of each coexist on a host."""
+    """Return the bytes that readers map for the arms if so many generations of each coexist on a host."""
     return sum(generations * arm.mapped_bytes for arm in arms)
 
 
 def demand_redis(
     control: Control, generation: str, size_bytes: int, *, pages_bytes: int, record_bytes: int
 ) -> None:
-    """Raises Refused unless Redis' `maxmemory` has room for this much more; of a cluster, each node's for its share."""
+    """Raise Refused unless Redis' `maxmemory` has room for these bytes; in a cluster, each node for its share."""
     share_by_node = compute_keyspace_shares(control.client)
     for name, server in masters(control.client).items():
         info: Any = server.info("memory")
@@ -92,7 +92,7 @@ def demand_redis(
 def unevictable_bytes(
     control: Control, server: "redis.Redis", *, pages_bytes: float, record_bytes: int
 ) -> int:
-    """Memory of one server that no pressure frees: all of it but overlays, whichever namespace they are of.
+    """Return the memory of one server that no pressure frees: all but overlays, of any namespace.
 
     Redis does not say what its expiring keys take, so each is taken for one overlay of the largest record
     (`record_bytes`): other namespaces' pages stay in the sum. `pages_bytes` are known to stay in any case.
@@ -110,7 +110,7 @@ def unevictable_bytes(
 
 
 def held_bytes(store: ArtefactStore, control: Control, *, but: str | None = None) -> int:
-    """Payload of this namespace's generations, other than `but`, of which Redis may hold pages."""
+    """Return the payload of this namespace's generations, other than `but`, whose pages Redis may hold."""
     total = 0
     for generation, row in control.rows().items():
         if generation != but and row.state is not State.RETIRED:
@@ -120,7 +120,7 @@ def held_bytes(store: ArtefactStore, control: Control, *, but: str | None = None
 
 
 def demand_disk(folder: Path, size_bytes: int) -> None:
-    """Raises Refused unless the file system that holds `folder` has room for this much more."""
+    """Raise Refused unless the file system of `folder` has room for these bytes."""
     existing_folder = next(ancestor for ancestor in (folder, *folder.parents) if ancestor.exists())
     free = shutil.disk_usage(existing_folder).free
     if free < size_bytes:
@@ -136,7 +136,7 @@ def demand_disk(folder: Path, size_bytes: int) -> None:
 def writes_files(
     step: Callable[Concatenate[NightConfig, P], R],
 ) -> Callable[Concatenate[NightConfig, P], R]:
-    """A step whose writers, numpy's, Arrow's and FAISS' included, raise StoreError when the disk is full."""
+    """Wrap a step so that its writers, numpy's, Arrow's and FAISS' included, raise StoreError on a full disk."""
 
     @functools.wraps(step)
     def run(config: NightConfig, /, *arguments: P.args, **options: P.kwargs) -> R:
@@ -147,12 +147,12 @@ def writes_files(
 
 
 def floor_seconds(config: NightConfig, size_bytes: float) -> float:
-    """Seconds that moving these bytes takes at most beside readers: at `[governor] floor_mib_s`."""
+    """Return the longest time in seconds of moving these bytes under load: at `[governor] floor_mib_s`."""
     return size_bytes / (config.governor.floor_mib_s * MIB)
 
 
 def time_limit_remark(config: NightConfig, size_bytes: float) -> str | None:
-    """Remark on the limits of `[dag]` that a load, or reading its pages back, may exceed; None where there is none."""
+    """Return a remark on the limits of `[dag]` that a load or its verification may exceed; None if none."""
     seconds = floor_seconds(config, size_bytes)
     limits = {
         "load_timeout_s": config.dag.load_timeout_s,

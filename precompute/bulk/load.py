@@ -1,4 +1,4 @@
-"""Bulk load: page files streamed into Redis, resumable by part and page; and the way out, page by page."""
+"""Bulk load: page files streamed into Redis, resumable by part and page; and the removal, page by page."""
 
 import mmap
 from collections import deque
@@ -20,14 +20,14 @@ from cache.l2.sync_clients import OwnConnections, by_server
 from precompute.bulk.governor import Governor
 
 UNANSWERED_CHUNKS = 2
-"""Pages (or chunks of them) that may wait for their replies: Redis has the next, memory is bounded."""
+"""Pages (or chunks of them) that may wait for their replies: Redis stays busy, memory is bounded."""
 
 BytesProgress = Callable[[int], None]
-"""Function that is called with the bytes of pages loaded or read since its last call."""
+"""Callback with the bytes of pages loaded or read since its last call."""
 
 RETIRE_BATCH = 64
 NOTED_BYTES = 16 << 20
-"""Bytes loaded between two notes of how far it is: what a crash costs at most, with what was under way."""
+"""Bytes loaded between two notes of progress: at most these, and the bytes in flight, are lost in a crash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Part:
 
     @property
     def pages(self) -> TablePart:
-        """Entry of the part in the manifest."""
+        """Manifest entry of the part."""
         return self.table.parts[self.number]
 
     @property
@@ -49,30 +49,30 @@ class Part:
 
     @property
     def progress(self) -> str:
-        """The field that says, while it is being loaded, how many of its pages are."""
+        """Field with the number of pages loaded so far, during a load."""
         return f"{self.name}/pages"
 
     @property
     def read(self) -> str:
-        """The field that says, while a generation is being verified, under which servers all of it was read back."""
+        """Field with the servers from which the whole part was read back, during a verification."""
         return f"{self.name}/read"
 
     @property
     def loaded_digest(self) -> bytes:
-        """The value of its field once it is wholly loaded."""
+        """Value of the part's field once it is completely loaded."""
         return self.pages.sums.sha256.encode()
 
     def size_of(self, page: int) -> int:
-        """Bytes of its page of that number (from 0)."""
+        """Return the bytes of the page with this number (from 0)."""
         part_bytes = self.pages.count * self.table.layout.size_bytes
         return min(self.table.page_bytes, part_bytes - page * self.table.page_bytes)
 
     def key(self, keys: Keyspace, generation: str, page: int) -> str:
-        """Redis key of its page of that number (from 0)."""
+        """Return the Redis key of the page with this number (from 0)."""
         return keys.page(generation, self.table.name, self.pages.first_page + page)
 
     def read_sums(self, root: Path) -> NDArray[np.uint64]:
-        """uint64[pages]: checksum of each page. Raises CorruptArtefact when the file does not fit the manifest."""
+        """Read uint64[pages], each page's checksum; raise CorruptArtefact if the file does not fit the manifest."""
         sums = np.fromfile(root / self.pages.sums.path, "<u8")
         if len(sums) != self.pages.pages:
             raise CorruptArtefact(
@@ -82,7 +82,7 @@ class Part:
 
 
 def parts_of(manifest: Manifest) -> list[Part]:
-    """All parts of all tables."""
+    """Return all parts of all tables."""
     return [
         Part(table, number)
         for table in manifest.stored_tables.values()
@@ -91,19 +91,19 @@ def parts_of(manifest: Manifest) -> list[Part]:
 
 
 def page_keys(keys: Keyspace, manifest: Manifest) -> Iterator[str]:
-    """Every page key of a generation, from the manifest alone: no SCAN."""
+    """Yield every page key of a generation, from the manifest alone: no SCAN."""
     for table in manifest.stored_tables.values():
         for page in range(table.pages):
             yield keys.page(manifest.generation, table.name, page)
 
 
 def total_bytes(manifest: Manifest) -> int:
-    """Payload of all pages."""
+    """Return the payload of all pages in bytes."""
     return sum(part.pages.file.size_bytes for part in parts_of(manifest))
 
 
 def total_pages(manifest: Manifest) -> int:
-    """Number of pages of all tables."""
+    """Return the number of pages of all tables."""
     return sum(table.pages for table in manifest.stored_tables.values())
 
 
@@ -118,10 +118,10 @@ def load_part(
     progress: BytesProgress = lambda _bytes: None,
     governor: Governor | None = None,
 ) -> bool:
-    """Stream a part's pages, then mark it loaded; False when it was wholly there. `root` is the generation's folder.
+    """Stream a part's pages, then mark it loaded; False if it was complete. `root` is the generation's folder.
 
     Whole or in pieces, a page can be written again without harm, since the generation is not live. The mark is written
-    last; pages that an earlier try has noted as there are not sent again.
+    last; pages in an earlier attempt's note are not sent again.
     """
     loaded_key = keys.loaded(manifest.generation)
     if client.hget(loaded_key, part.name) == part.loaded_digest:
@@ -162,7 +162,7 @@ def load_part(
 
 
 def mark_loaded(client: "redis.Redis", noted: str, part: Part) -> None:
-    """Mark a part loaded in place of the note of how far it is."""
+    """Mark a part loaded in place of the note of its progress."""
     with client.pipeline(transaction=True) as pipeline:
         pipeline.hset(noted, part.name, part.loaded_digest.decode())
         pipeline.hdel(noted, part.progress)
@@ -171,7 +171,7 @@ def mark_loaded(client: "redis.Redis", noted: str, part: Part) -> None:
 
 
 def loaded_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> int:
-    """Number of pages of an unfinished part that are known to be in Redis, from its first on."""
+    """Return the number of an unfinished part's first pages that are known to be in Redis."""
     progress_note = client.hget(keys.loaded(manifest.generation), part.progress)
     if not isinstance(progress_note, bytes):
         return 0
@@ -186,9 +186,9 @@ def loaded_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part
 def unlink_pages(
     client: "redis.Redis", keys: Keyspace, manifest: Manifest, *, governor: Governor | None = None
 ) -> int:
-    """Remove a generation's pages in small batches, so that no reader waits long; keys removed.
+    """Remove a generation's pages in small batches, so that no reader waits long; return the number of keys.
 
-    Redis frees a string where it stands, however big, so with readers around the pages go one at a time, each at the
+    Redis frees a string at once, however big, so with readers around the pages go one at a time, each at the
     price of a piece: about as long does it take Redis.
     """
     removed = 0
@@ -208,7 +208,7 @@ def unlink_pages(
 
 
 class _Chunk(NamedTuple):
-    """Pages that were sent and wait for their replies, by the connection that each went over."""
+    """Pages that were sent and wait for their replies, by connection."""
 
     pages_by_connection: list[tuple[Any, list[int]]]
     pages: int
@@ -216,7 +216,7 @@ class _Chunk(NamedTuple):
 
 
 class PageStream(OwnConnections):
-    """Pages in order; `landed(pages, bytes)` is called as Redis confirms them."""
+    """Sender of pages in order; calls `landed(pages, bytes)` as Redis confirms them."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class PageStream(OwnConnections):
         self._waiting: deque[_Chunk] = deque()
 
     def send(self, names: list[bytes], pages: memoryview, first: int, size: int) -> None:
-        """Send the pages from number `first` on; page n lies at `pages[n * size:]`, the last one may be shorter."""
+        """Send the pages from number `first` on; page n is `pages[n * size:]`, the last one may be shorter."""
 
         def resend_page(page: int) -> None:
             with pages[page * size : (page + 1) * size] as resent_page:
@@ -253,7 +253,7 @@ class PageStream(OwnConnections):
             self._await_chunk(resend_page)
 
     def _send_whole(self, names: list[bytes], pages: memoryview, page: int, size: int) -> int:
-        """Sends a chunk of `SET`s, from where the pages are mapped: packing would copy each of them twice."""
+        """Send a chunk of `SET`s directly from the mapped pages: packing would copy each of them twice."""
         chunk = names[page : page + max(1, self._chunk_bytes // size)]
         with ExitStack() as views:  # an error must not leave the mapped file in use
             values = [
@@ -278,7 +278,7 @@ class PageStream(OwnConnections):
     def _send_paced(
         self, governor: Governor, name: bytes, number: int, page: memoryview, piece: int
     ) -> None:
-        """Sends a page as one `SET`, whose bytes trickle in.
+        """Send a page as one `SET` in paced pieces.
 
         Redis takes in what has come, serves others, and keeps the finished buffer as the value: it neither waits for
         the rest nor copies it. A `SETRANGE` per piece costs a round trip each, and zeroes the whole value first.
@@ -300,7 +300,7 @@ class PageStream(OwnConnections):
         self._waiting.append(chunk)
 
     def _await_chunk(self, resend_page: Callable[[int], None]) -> None:
-        """Wait for every reply to the oldest chunk; a page whose slot is on its way goes where it is sent on to."""
+        """Wait for every reply to the oldest chunk; send a redirected page again."""
         chunk = self._waiting.popleft()
         for connection, pages in chunk.pages_by_connection:
             for page in pages:

@@ -147,7 +147,7 @@ def sizes(client: "redis.Redis", names: Sequence[bytes]) -> list[int]:
 
 
 def _strlens(client: "redis.Redis", server: "redis.Redis", names: list[bytes]) -> list[int]:
-    """Bytes of each value, asked for in one packet: redis-py's pipeline would take seconds for a large generation."""
+    """Return the bytes of each value, by one packet: redis-py's pipeline would take seconds for a large generation."""
     packed = b"".join(b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(name), name) for name in names)
     with OwnConnections() as connections:
         connection = connections.to(server)
@@ -188,7 +188,7 @@ class PieceReader(OwnConnections):
     def request_page(
         self, page: int, name: bytes, size_bytes: int, piece: int
     ) -> Iterator[PageDigest]:
-        """Ask for a page of that many bytes; yields what came back meanwhile."""
+        """Request a page of `size_bytes`; yield pages that came back meanwhile."""
         ((server, _),) = by_server(self._client, [name])
         connection = self.to(server)
         for start in range(0, size_bytes, piece):
@@ -203,7 +203,7 @@ class PieceReader(OwnConnections):
                 yield from self._receive_piece()
 
     def read_remaining(self) -> Iterator[PageDigest]:
-        """Yields the pages that have been asked for and are not back yet."""
+        """Yield the requested pages that have not come back yet."""
         while self._waiting:
             yield from self._receive_piece()
 

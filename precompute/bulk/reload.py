@@ -1,4 +1,4 @@
-"""Pages back into Redis: what is missing or damaged is streamed from the artefact store, the rest is left alone."""
+"""Reload of pages into Redis: missing or damaged ones are streamed from the artefact store, others are left alone."""
 
 import mmap
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from precompute.bulk.readback import bad_pages, lengths, sizes, verify_part
 CHUNK_BYTES = 1 << 20
 REPAIR_BYTES = 32 * 1024
 PAGES_PROBED = 500
-"""Pages that a roll back looks at before it moves."""
+"""Pages that a roll back checks before it moves the pointer."""
 
 
 def reload(
@@ -56,11 +56,10 @@ def load_missing(
     governor: Governor | None = None,
     is_urgent: bool = False,
 ) -> int:
-    """Stream the parts of which the mark, a page or a page's length is missing; how many.
+    """Stream the parts that lack their mark, a page or a page's length; return their number.
 
-    Reads no page, so it takes one short command per page; what is there was verified before. Urgent, it takes
-    `PAGES_PROBED` of them however large the generation, and one per page only where one of these tells that pages are
-    gone.
+    Reads no page, so it takes one short command per page; pages in Redis were verified before. Urgent, it checks
+    `PAGES_PROBED` of them however large the generation, and all pages only if one of these is gone.
     """
     manifest, streamed = read_manifest(store, generation), 0
     is_sound = is_urgent and _is_sample_there(control, manifest)
@@ -76,7 +75,7 @@ def is_missing(control: Control, store: ArtefactStore, generation: str) -> bool:
 
 
 def _missing(control: Control, manifest: Manifest, *, are_whole: bool = False) -> Iterator[Part]:
-    """Parts without their mark or, unless pages `are_whole` where it is, without a page of its length."""
+    """Yield parts without their mark or, unless marked parts `are_whole`, without a page of its length."""
     mark_by_part_name: Any = control.client.hgetall(control.keys.loaded(manifest.generation))
     for part in parts_of(manifest):
         page_lengths = lengths(control.client, control.keys, manifest, part)
@@ -109,9 +108,9 @@ def _is_sample_there(control: Control, manifest: Manifest) -> bool:
 def repair(
     control: Control, store: ArtefactStore, generation: str, *, governor: Governor | None = None
 ) -> list[str]:
-    """Read every page of a generation back and mend what is not right, also while it is live; the pages mended.
+    """Read every page of a generation back and repair damaged ones, also while it is live; return the pages repaired.
 
-    A page of the right length is written over in pieces, any other whole: at no moment is a page shorter than it was,
+    A page of the right length is overwritten in pieces, any other at once: at no moment is a page shorter than it was,
     or missing though it was there.
     """
     manifest, mended = read_manifest(store, generation), []

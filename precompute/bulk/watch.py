@@ -1,4 +1,4 @@
-"""Watch over what Redis' readers feel: probes over a connection of their own, heartbeats, and Redis' own figures."""
+"""Watch over the latency of Redis' readers: probes over a connection of its own, heartbeats, and Redis' own figures."""
 
 import logging
 import math
@@ -26,15 +26,15 @@ FIRST_LOOK_S = 0.1
 PROBE_TIMEOUT_S = 1.0
 RETRY_S = 1.0
 UNASKED_S = 2.0
-"""Seconds without a question after which probes end: nobody wants to know any more."""
+"""Seconds without a call after which probes end, because no work needs them."""
 
 ROUND_TRIPS_MAX = 4_096
 FOREIGN_READS_S = 20.0
-"""Reads per second by others that are taken for readers, even where no replica sends heartbeats."""
+"""Reads per second by other clients that count as readers, even if no replica sends heartbeats."""
 
 PROBED_BYTES = 512
 PAGES_TRIED = 32
-"""Pages among which one of each node of a cluster is looked for."""
+"""Number of page keys among which one of each node of a cluster is searched."""
 
 _TROUBLE = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
 REPLY_BYTES = 4096
@@ -44,7 +44,7 @@ PING, PONG = b"*1\r\n$4\r\nPING\r\n", b"+PONG\r\n"
 
 @dataclass(frozen=True, slots=True)
 class RedisObservation:
-    """Redis and its readers at one moment; `foreign_s` is None until two looks can be compared."""
+    """State of Redis and its readers at one moment; `foreign_s` is None until two observations can be compared."""
 
     at: float
     replicas_ms: Mapping[str, float] = field(default_factory=dict)
@@ -59,28 +59,28 @@ class Watch(Protocol):
     """Source of the governor's evidence on Redis and its readers."""
 
     def get_latest_observation(self) -> RedisObservation | None:
-        """The newest look, None when Redis has not answered one yet."""
+        """Return the newest observation, None before Redis' first answer."""
         ...
 
     def round_trips(self) -> list[float]:
-        """Seconds of each probe since the last call; inf where no reply came. Probes run from the first call on."""
+        """Return each probe's seconds since the last call; inf without a reply. Probes run from the first call on."""
         ...
 
     def own_reads(self, count: int) -> None:
-        """Reads of our own, not to be taken for a reader's."""
+        """Count reads of our own, not to be taken for a reader's."""
         ...
 
     def stir(self) -> None:
-        """Ask Redis for next to nothing, so that its core does not halt; never fails."""
+        """Send Redis a cheap command, so that its core does not halt; never fails."""
         ...
 
     def close(self) -> None:
-        """End; safe to repeat."""
+        """Stop the watch; safe to repeat."""
         ...
 
 
 class Watcher:
-    """A `Watch` in a thread of its own. Nothing that it meets ever reaches the work that it watches over."""
+    """Watch in a thread of its own. No error in it ever reaches the watched work."""
 
     def __init__(self, control: Control, *, probe_ms: float) -> None:
         self._caller_control = control
@@ -101,20 +101,20 @@ class Watcher:
         self._thread.start()
 
     def get_latest_observation(self) -> RedisObservation | None:
-        """Newest look of the watching thread, None when Redis has not answered one yet."""
+        """Return the thread's newest observation, None before Redis' first answer."""
         return self._observation
 
     def round_trips(self) -> list[float]:
-        """Seconds of each probe since the last call, inf where no reply came; keeps the probes running."""
+        """Return the seconds of each probe since the last call, inf without a reply; keep the probes running."""
         self._asked_at = time.perf_counter()
         return [self._round_trips_s.popleft() for _ in range(len(self._round_trips_s))]
 
     def own_reads(self, count: int) -> None:
-        """Counts reads of our own, which the looks do not take for a reader's."""
+        """Count reads of our own, which observations do not take for a reader's."""
         self._own_work += count
 
     def stir(self) -> None:
-        """Pings each server over connections of the calling thread's own; once one has failed there is no other."""
+        """Ping each server over connections of the calling thread's own; after an error never again."""
         if not self._is_stirred or self._own_control is None:
             return
         try:
@@ -129,7 +129,7 @@ class Watcher:
             self._is_stirred = False
 
     def close(self) -> None:
-        """Stops the watching thread and closes its connections; safe to repeat."""
+        """Stop the watching thread and close its connections; safe to repeat."""
         self._is_stirred = False
         self._closing.set()
         self._thread.join(2 * PROBE_TIMEOUT_S)
@@ -180,7 +180,7 @@ class Watcher:
                 time.sleep(self._gap_s * self._jitter.uniform(0.5, 1.5))
 
     def _round_trip(self, connection: Any, probe: bytes) -> float:
-        """Seconds of a round trip on the bare socket: readers on this host wait for whatever a probe does beside it."""
+        """Measure a round trip on the bare socket: other work in a probe would delay readers on this host."""
         wire = connection._sock
         started_at = time.perf_counter()
         wire.sendall(probe)
@@ -194,7 +194,7 @@ class Watcher:
         return spent_s
 
     def _probes(self, control: Control, connections: OwnConnections) -> Iterator[tuple[Any, bytes]]:
-        """A record's length of a live page of every server, what a reader reads, and the connection to ask over."""
+        """Yield, per server, a connection and a probe that reads a live page's record like a reader."""
         keys, pointer = control.keys, control.pointer()
         self._own_probes += 1
         loaded: Any = control.client.hgetall(keys.loaded(pointer.generation)) if pointer else {}
@@ -233,7 +233,7 @@ class Watcher:
 
 
 def is_whole(reply: bytes) -> bool:
-    """True if this is all of a bulk string (RESP); raises ValueError for another reply."""
+    """True if this is a complete bulk string (RESP); raise ValueError for another reply."""
     head, separator, payload = reply.partition(b"\r\n")
     if reply and not reply.startswith(b"$"):
         raise ValueError(f"a probe was answered by {reply[:80]!r}")
@@ -241,7 +241,7 @@ def is_whole(reply: bytes) -> bool:
 
 
 def info_of(server: "redis.Redis") -> dict[str, Any]:
-    """Commands, processor time and replication; empty where the user may not ask."""
+    """Return counts of commands, processor time and replication; empty if the user may not call INFO."""
     try:
         info: Any = server.info("commandstats", "cpu", "replication")
         return dict(info)
@@ -250,7 +250,7 @@ def info_of(server: "redis.Redis") -> dict[str, Any]:
 
 
 def lag_bytes(info: Mapping[str, Any]) -> int:
-    """Bytes that the slowest replica of a server lags behind it."""
+    """Return the bytes that the slowest replica of a server lags behind it."""
     offset = info_number(info, "master_repl_offset", 0)
     count = info_number(info, "connected_slaves", 0)
     replicas = (info.get(f"slave{number}") for number in range(count))
@@ -265,13 +265,13 @@ def lag_bytes(info: Mapping[str, Any]) -> int:
 
 
 def reads_of(info: Mapping[str, Any]) -> int:
-    """Number of commands that read (READS) a server has answered."""
+    """Return the number of read commands (READS) that a server has answered."""
     with refusing_unreadable("INFO", "statistics of commands"):
         return sum(int(info[name]["calls"]) for name in READS if name in info)
 
 
 def cpu_s(info: Mapping[str, Any]) -> float:
-    """Processor time of the thread that answers."""
+    """Return the processor time of the thread that answers."""
     used = info.get("used_cpu_user_main_thread", 0), info.get("used_cpu_sys_main_thread", 0)
     with refusing_unreadable("INFO", "processor times"):
         return float(sum(used))

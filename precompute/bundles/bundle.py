@@ -35,21 +35,21 @@ FileStamp = tuple[int, int, int, int, int]
 """Device, inode, size and times of a file: see `sha256_unchanged`."""
 
 SETTLED_NS = 2_000_000_000
-"""Nanoseconds after a change from which on another one surely gets a new time stamp, whose grain is a clock tick."""
+"""Nanoseconds after a change from which on a further change surely gets another time stamp (clock ticks)."""
 
 DIGESTS_KEPT = 256
-"""Files whose digests a process remembers."""
+"""Number of files whose digests a process remembers."""
 
 _digest_by_stamp: LRUCache[FileStamp, str] = LRUCache(DIGESTS_KEPT)
 
 
 @dataclass(frozen=True, slots=True)
 class BundleModel:
-    """ONNX file of a bundle with what it takes and gives; `labels` only for a value model.
+    """ONNX file of a bundle with its inputs and outputs; `labels` only for a value model.
 
-    `weights` is the file beside it that holds what it could not, and `program` the same model as a `torch.export`
-    program, if the bundle carries them. Checksums are those that `bundle.json` lists: `demand_sha256` before a file is
-    opened.
+    `weights` is a second file with the weights that do not fit the first, and `program` the same model as a
+    `torch.export` program, if the bundle has them. Checksums are those that `bundle.json` lists: call `demand_sha256`
+    before opening a file.
     """
 
     name: str
@@ -65,7 +65,7 @@ class BundleModel:
 
     @property
     def files(self) -> tuple[tuple[Path, str, str], ...]:
-        """(file, its name in a generation, its SHA-256) of the ONNX file, and of the weights if there are any."""
+        """Tuples of (file, name in a generation, SHA-256) of the ONNX file, and of the weights file if there is one."""
         file_entries = [(self.path, f"models/{self.name}.fp32.onnx", self.sha256)]
         if self.weights is not None:
             file_entries.append((self.weights, f"models/{self.weights.name}", self.weights_sha256))
@@ -73,7 +73,7 @@ class BundleModel:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the model: of its file, and of its weights beside it if there are any."""
+        """SHA-256 of the model: of its ONNX file, or of both checksums if it has a weights file."""
         if self.weights is None:
             return self.sha256
         return hashlib.sha256(f"{self.sha256}|{self.weights_sha256}".encode()).hexdigest()
@@ -81,7 +81,7 @@ class BundleModel:
 
 @dataclass(frozen=True, slots=True)
 class ItemsFile:
-    """The file of the item ids, as `bundle.json` lists it."""
+    """File of the item ids, as `bundle.json` lists it."""
 
     path: Path
     sha256: str
@@ -90,7 +90,7 @@ class ItemsFile:
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """A bundle; place r of its `vocabulary` is the item that the model calls r."""
+    """Bundle; row r of its `vocabulary` is the item with the model index r."""
 
     path: Path
     name: str
@@ -113,7 +113,7 @@ class Bundle:
 
     @property
     def answers_without_history(self) -> bool:
-        """True if a model of users takes features beside a history, so that it answers by these alone."""
+        """True if a user model takes features in addition to a history, so that it answers from features alone."""
         return any(
             model.entity == "user" and model.spec.history is not None and bool(model.spec.features)
             for model in self.models
@@ -121,7 +121,7 @@ class Bundle:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Checksums first, then the models; raises BundleError naming both sides of any mismatch."""
+        """Verify checksums, then try the models; raise BundleError naming both sides of any mismatch."""
         bundle = cls.read(path)
         bundle.verify()
         bundle.try_models()
@@ -129,7 +129,7 @@ class Bundle:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads what the bundle says of itself (`bundle.json`); neither its items nor the models' files are read."""
+        """Read the bundle's description (`bundle.json`), but neither its items nor the models' files."""
         try:
             raw = (path / BUNDLE_FILE).read_bytes()
             data = orjson.loads(raw)
@@ -175,13 +175,13 @@ class Bundle:
         )  # fmt: skip
 
     def verify(self) -> None:
-        """Raises BundleError for a file that is not the one that was put in, or items that cannot be ids."""
+        """Raise BundleError for a file that differs from its checksum, or items that are no ids."""
         _ = self.vocabulary
         with ThreadPoolExecutor() as pool:  # each is the size of the catalogue, and read whole
             list(pool.map(_verify_model, self.models))
 
     def try_models(self, path_of: Callable[[BundleModel], Path] = lambda model: model.path) -> None:
-        """Opens each model's file, or a copy of it, once; raises BundleError where it is not what the bundle says."""
+        """Open each model's file, or a copy, once; raise BundleError if it differs from the bundle's description."""
 
         def check(model: BundleModel) -> None:
             _check_model(model, path_of(model), self.items.count)
@@ -196,17 +196,17 @@ class Bundle:
 
     @property
     def has_weights(self) -> bool:
-        """True if a model has weights beside its file: no manifest of format 1 can say so."""
+        """True if a model has a weights file, which a manifest of format 1 cannot list."""
         return any(model.weights is not None for model in self.models)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The item ids in the model's own order, read when first wanted."""
+        """Item ids in the model's own order, read at first use."""
         return _read_items(self.items)
 
     @cached_property
     def item_ids(self) -> tuple[bytes, ...]:
-        """The vocabulary as Python objects, for catalogues that are small."""
+        """Vocabulary as Python objects, for small catalogues."""
         return tuple(raws_of(self.vocabulary.texts))
 
     @property
@@ -243,7 +243,7 @@ def _model(
 
 
 def _weights(path: Path, name: str, file: Path, data: Mapping[str, Any]) -> Path:
-    """The file of a model's weights, which ONNX Runtime looks for beside the model."""
+    """Return a model's weights file, which ONNX Runtime needs in the folder of the model; raise BundleError."""
     weights = _file(path, data)
     if weights.parent != file.parent:
         raise BundleError(
@@ -269,7 +269,7 @@ def _file(path: Path, data: Mapping[str, Any]) -> Path:
 
 
 def _demand_own_names(models: Sequence[BundleModel]) -> None:
-    """Raises BundleError for two files of one name in a generation, where all models lie in one folder."""
+    """Raise BundleError for two files with the same name in a generation, which has all models in one folder."""
     sha256_by_name: dict[str, str] = {}
     for _, name, sha256 in (file for model in models for file in model.files):
         if sha256_by_name.setdefault(name, sha256) != sha256:
@@ -401,7 +401,7 @@ def _write_model(path: Path, name: str, model: ModelFile) -> dict[str, Any]:
 
 
 def demand_sha256(path: Path, expected_sha256: str) -> None:
-    """Raises BundleError for a file of a bundle that holds anything else than `bundle.json` says."""
+    """Raise BundleError for a file of a bundle that differs from its checksum in `bundle.json`."""
     if (actual_sha256 := sha256_unchanged(path)) != expected_sha256:
         raise BundleError(
             f"{path.name} has SHA-256 {actual_sha256}, bundle.json says {expected_sha256}",
@@ -410,10 +410,10 @@ def demand_sha256(path: Path, expected_sha256: str) -> None:
 
 
 def sha256_unchanged(path: Path) -> str:
-    """SHA-256 of a file, as `sha256_of` gives it; not read again where this process has read these very bytes.
+    """Return the SHA-256 of a file; one already hashed by this process and unchanged since is not read again.
 
-    Device, inode, size, time of modification and of the last change of the inode tell. The latter is the kernel's:
-    writing to a file or putting another in its place changes it, whatever times a program sets.
+    Device, inode, size, time of modification and of the last change of the inode identify the version. The latter is
+    the kernel's: writing to a file or putting another in its place changes it, whatever times a program sets.
     """
     file_stat = path.stat()
     stamp = (

@@ -1,8 +1,8 @@
-"""Bundles in the artefact store, by digest, and swapped whole into the folder that a night reads.
+"""Bundles in the artefact store, by digest, and atomic replacement of the folder that a night reads.
 
 bundles/<digest>/...                 the files, never changed
-bundles/<unix ms>-<digest>.json      one for each time a bundle was handed over; the last one counts
-bundles/<unix ms>-<digest>-<sources>.json   one for each bundle that a night made of tables, by the digest of these
+bundles/<unix ms>-<digest>.json      one per handover of a bundle; the last one counts
+bundles/<unix ms>-<digest>-<sources>.json   one for each bundle that a night made of tables, by their digest
 """
 
 import glob
@@ -29,15 +29,15 @@ from precompute.config.settings import NightConfig
 _log = logging.getLogger(__name__)
 
 BUNDLES_KEPT = 3
-"""Bundles of which the store keeps the files: a generation has its own."""
+"""Bundles whose files the store keeps; each generation has a copy of its own."""
 
 COPY_TRIES = 3
-"""Copies of the folder that are tried: it may be replaced meanwhile."""
+"""Attempts to copy the folder, which may be replaced meanwhile."""
 
 COPY_PAUSE_S = 0.5
 
 SWAP_TRIES = 3
-"""Swaps that are tried: a night may put the old bundle back meanwhile."""
+"""Attempts at a swap: a night may put the old bundle back meanwhile."""
 
 _RECORD = re.compile(r"(\d{13})-([0-9a-f]{64})\.json")
 _FROM_TABLES_RECORD = re.compile(r"(\d{13})-([0-9a-f]{64})-([0-9a-f]{64})\.json")
@@ -69,7 +69,7 @@ class BundleFromTables(NamedTuple):
 
 
 def handed_over(store: ArtefactStore) -> list[BundleHandover]:
-    """Records of all bundles that were handed over, the last one last."""
+    """Return the records of all handovers, oldest first."""
     name_matches = map(_RECORD.fullmatch, store.names("bundles"))
     return sorted(
         BundleHandover(int(name_match[1]), name_match[2])
@@ -81,7 +81,7 @@ def handed_over(store: ArtefactStore) -> list[BundleHandover]:
 def hand_over(
     store: ArtefactStore, bundle: Bundle, *, clock: Callable[[], float] = time.time
 ) -> BundleHandover:
-    """Put a bundle, which stands still and is verified, into the store, and make it the one that nights use."""
+    """Copy a verified, unchanging bundle into the store, and make it the one that nights use."""
     last = handed_over(store)[-1:]
     if last and last[0].digest == bundle.digest:
         return last[0]
@@ -92,7 +92,7 @@ def hand_over(
 
 
 def made_of_tables(store: ArtefactStore) -> list[BundleFromTables]:
-    """Records of all bundles that nights made of tables, the last one last."""
+    """Return the records of all bundles that nights made of tables, oldest first."""
     name_matches = map(_FROM_TABLES_RECORD.fullmatch, store.names("bundles"))
     return sorted(
         BundleFromTables(int(name_match[1]), name_match[2], name_match[3])
@@ -103,10 +103,10 @@ def made_of_tables(store: ArtefactStore) -> list[BundleFromTables]:
 
 @contextmanager
 def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
-    """A private copy, whole and verified, of the bundle for a night: whatever is trained meanwhile does not touch it.
+    """Yield a private, verified copy of the bundle for a night, which later trainings do not change.
 
-    That is the folder `config.bundle`, if it holds what was never handed over before (then it is now), else the last
-    one in the store: a host whose folder is older than what another host trained uses the newer one.
+    The source is the folder `config.bundle`, if its bundle was never handed over before (then it is now), else the last
+    one in the store: a host with an older folder than another host's training uses the newer bundle.
     """
     store, source = config.store(), config.path(config.bundle)
     # Hidden, so that nothing that lists the store sees it.
@@ -129,7 +129,7 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
 
 
 def chosen_at(config: NightConfig) -> float | None:
-    """Time at which the bundle for a night came, Unix seconds; None where there is none."""
+    """Return the time at which the current bundle was handed over, Unix seconds; None without one."""
     source = config.path(config.bundle)
     superseding_handover = _superseding(source, handed_over(config.store()))
     if superseding_handover is not None:
@@ -145,10 +145,10 @@ def bundle_made_of(
     *,
     clock: Callable[[], float] = time.time,
 ) -> Iterator[Bundle]:
-    """The bundle that was made of tables with this digest, from the store; else what `make` puts into a folder.
+    """Yield the bundle made of tables with this digest, from the store; else the one that `make` writes into a folder.
 
-    That is stored, so a night that is begun once more, on any host, has the same one. Nothing is handed over: a night
-    that takes its bundle elsewhere never meets it.
+    That one is stored, so that a repeated night, on any host, has the same one. It is not handed over: a night that
+    takes its bundle from the folder never uses it.
     """
     private_folder = store.local(f".bundle.{secrets.token_hex(4)}.part")
     try:
@@ -168,7 +168,7 @@ def bundle_made_of(
 
 
 def sweep_bundles(store: ArtefactStore) -> int:
-    """Remove the files of all bundles but the last few; how many bundles went."""
+    """Remove the files of all bundles but the last few; return the number removed."""
     table_bundles = made_of_tables(store)
     for table_bundle in table_bundles[
         :-BUNDLES_KEPT
@@ -187,9 +187,10 @@ def sweep_bundles(store: ArtefactStore) -> int:
 
 
 def forget_items(store: ArtefactStore, raws: Collection[bytes]) -> int:
-    """Remove bundles that nights made of tables with one of these items, or that cannot be read; how many they were.
+    """Remove bundles that nights made of tables with one of these items, or that are unreadable; return their number.
 
-    Each generation has its own, and a night that needs one of the same tables makes it again, without what is erased.
+    Each generation has its own copy, and a night that needs one of the same tables makes it again, without erased
+    items.
     """
     if not raws:
         return 0
@@ -223,7 +224,7 @@ def _may_hold(store: ArtefactStore, digest: str, named: Any) -> bool:
 
 
 def _superseding(source: Path, handovers: list[BundleHandover]) -> BundleHandover | None:
-    """Bundle that the store has instead of a folder; None if the folder is new, or the same, or all that there is."""
+    """Return the stored bundle that supersedes a folder's; None if the folder's is new, or the newest."""
     digest = sha256_of(source / BUNDLE_FILE) if (source / BUNDLE_FILE).is_file() else None
     digests = [handover.digest for handover in handovers]
     if not handovers or (source.exists() and (digest not in digests or digest == digests[-1])):
@@ -237,7 +238,7 @@ def _superseding(source: Path, handovers: list[BundleHandover]) -> BundleHandove
 
 
 def _put(store: ArtefactStore, bundle: Bundle, record: BundleHandover | BundleFromTables) -> None:
-    """The files, then the record, which proves that they are whole."""
+    """Write the files, then the record, which proves that they are complete."""
     names = sorted(
         file.relative_to(bundle.path).as_posix()
         for file in bundle.path.rglob("*")
@@ -296,13 +297,13 @@ def _file(digest: str, name: str) -> str:
 
 
 def _forget_copies(store: ArtefactStore, digest: str) -> None:
-    """Removes this host's copy of a remote store's bundle: what is needed of it lies in the generation."""
+    """Remove this host's copy of a remote store's bundle: the generation has a copy of its own."""
     if store.folder is None:
         shutil.rmtree(store.local(f"bundles/{digest}"), ignore_errors=True)
 
 
 def swap_in(new: Path, target: Path) -> None:
-    """Swap a whole folder in by renames; if that fails, the old one is back. After a kill `heal_swap` brings it back.
+    """Replace a folder by renames; on failure restore the old one. After a kill `heal_swap` restores it.
 
     A night that copies the bundle meanwhile sees the old one or the new one, or copies again.
     """
@@ -325,7 +326,7 @@ def swap_in(new: Path, target: Path) -> None:
 
 
 def heal_swap(target: Path) -> bool:
-    """Put the bundle back that a `train` killed between its two renames had moved aside; whether there was one."""
+    """Restore the bundle that a `train` killed between two renames had moved aside; return whether there was one."""
     if target.exists():
         return False
     for old in _swap_leftovers(target, "old"):
@@ -338,7 +339,7 @@ def heal_swap(target: Path) -> bool:
 
 
 def sweep_training(target: Path, *, changed_before_s: float) -> int:
-    """Remove what killed trainings left beside a whole bundle before that time (Unix seconds); folders removed."""
+    """Remove leftovers of killed trainings from before that time (Unix seconds); return the number of folders."""
     if not target.exists():
         return 0
     leftovers = [
@@ -353,7 +354,7 @@ def sweep_training(target: Path, *, changed_before_s: float) -> int:
 
 
 def _swap_leftovers(target: Path, kind: str) -> list[Path]:
-    """Folders of killed swaps, the newest first."""
+    """Return folders of killed swaps, the newest first."""
     dated_folders = [
         (last_change(folder), folder)
         for folder in target.parent.glob(f".{glob.escape(target.name)}.????????.{kind}")

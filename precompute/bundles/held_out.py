@@ -1,4 +1,4 @@
-"""Recall@20 of what was held out of known histories."""
+"""Recall@20 of items held out of known histories."""
 
 import numpy as np
 from numpy.typing import NDArray

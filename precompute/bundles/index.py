@@ -1,4 +1,4 @@
-"""Building the FAISS index of the live path: kind chosen by measurement, recall read back from the file."""
+"""Builder of the live path's FAISS index: kind chosen by measurement, recall read back from the file."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ RECALL_WANTED = 0.99
 RECALL_AT = 100
 SAMPLE = 256
 TIMED = 32
-"""Queries whose median says how long a search takes."""
+"""Number of queries whose median is the time of a search."""
 FLAT_BELOW = 10_000
 """Items up to which `auto` takes the flat index."""
 
@@ -53,11 +53,11 @@ def build_index(
     *,
     queries: NDArray[np.float32] | None = None,
 ) -> IndexReport:
-    """Write an index over `vectors` float32 [items, dims] (position = ordinal) beside, fsync, rename.
+    """Write an index over `vectors` float32 [items, dims] (position = ordinal) atomically.
 
     `auto`: flat while there are few items; else the inverted file whose probes reach 99 % of the exact
-    top 100, if that answers in less than 0.7 of the flat index's time. `queries` are real users; items
-    themselves stand in when there are none.
+    top 100, if that answers in less than 0.7 of the flat index's time. `queries` are real users; without
+    any, items are used.
     """
     if kind not in ("auto", "flat", "ivf", "hnsw"):
         raise ConfigError(f"index kind {kind!r} is none of auto, flat, ivf, hnsw")
@@ -89,7 +89,7 @@ def build_index(
 
 
 def sample_queries(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Up to 256 rows: half from the tenth with the longest vectors (the head), then half from the rest."""
+    """Return up to 256 rows: half from the tenth with the longest vectors (the head), half from the others."""
     order = np.argsort(-lengths_of(vectors), kind="stable")
     cut = max(1, len(order) // 10)
     rng = np.random.default_rng(0)
@@ -104,7 +104,7 @@ def sample_queries(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
 def measure_recall(
     searcher: Searcher, vectors: NDArray[np.float32], sample: NDArray[np.float32]
 ) -> float:
-    """Share of the exact top 100 that the index finds, for `sample_queries`' sample."""
+    """Measure the share of the exact top 100 that the index finds, for the sample of `sample_queries`."""
     exact = exact_neighbours(vectors, sample, searcher.metric)
     return float(recalls(exact, _candidates(searcher, sample)).mean())
 
@@ -112,7 +112,7 @@ def measure_recall(
 def tiles(
     vectors: NDArray[np.float32], metric: Metric = "inner_product"
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """(first ordinal, rows as they are compared) over all items, so that no step holds a matrix of all of them."""
+    """Yield (first ordinal, rows as compared) over all items, so that no step holds a matrix of all of them."""
     for start in range(0, len(vectors), TILE_ITEMS):
         part = vectors[start : start + TILE_ITEMS]
         yield start, np.ascontiguousarray(unit(part) if metric == "cosine" else part, np.float32)
@@ -121,7 +121,7 @@ def tiles(
 def best_with(
     keys: NDArray[np.uint64], scores: NDArray[np.float32], start: int, k: int
 ) -> NDArray[np.uint64]:
-    """The best k of each row, of `cache.model.ranking`'s keys so far and of the scores of the items from `start` on."""
+    """Return the best k of each row, of `cache.model.ranking`'s keys and of the scores of the items from `start` on."""
     top_start = max(0, scores.shape[1] - k)
     top_columns = np.argpartition(scores, top_start, axis=1)[:, top_start:]
     more = pack(np.take_along_axis(scores, top_columns, axis=1), top_columns + start)
@@ -129,7 +129,7 @@ def best_with(
 
 
 def lengths_of(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """float32 [n]: the length of each row."""
+    """Return float32 [n], the length of each row."""
     parts = [np.linalg.norm(part, axis=1) for _, part in tiles(vectors)]
     return np.concatenate([np.empty(0, np.float32), *parts])
 
@@ -145,12 +145,12 @@ def _flat(vectors: NDArray[np.float32], metric: Metric) -> Any:
 
 
 def list_count(items: int) -> int:
-    """Lists of an inverted file."""
+    """Return the number of lists of an inverted file."""
     return max(1, min(4096, round(math.sqrt(items) * 1.25), items // 8))
 
 
 def inverted_file(vectors: NDArray[np.float32], metric: Metric) -> Any:
-    """A FAISS inverted file over the vectors, float32 [n, dims], trained on a random part of them."""
+    """Train a FAISS inverted file for the vectors, float32 [n, dims], on a random part of them, and add all."""
     (count, dims), lists = vectors.shape, list_count(len(vectors))
     index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dims), dims, lists, faiss.METRIC_INNER_PRODUCT)
     index.cp.seed = 1
@@ -182,7 +182,7 @@ def _widen(
 
 
 def _write(index: Any, path: Path, metric: Metric) -> Searcher:
-    """Write beside, fsync, rename (a mapped index must never be overwritten), and map it back."""
+    """Write the index atomically (a mapped index must never be overwritten), and map it back."""
     with open_draft(path) as part_path:
         faiss.write_index(index, str(part_path))
     return Searcher.open(path, metric)
@@ -191,7 +191,7 @@ def _write(index: Any, path: Path, metric: Metric) -> Searcher:
 def exact_neighbours(
     vectors: NDArray[np.float32], sample: NDArray[np.float32], metric: Metric
 ) -> NDArray[np.int64]:
-    """int64 [n, up to 100]: ordinals of the best items of each query, best first, from one tile after another."""
+    """Return int64 [n, up to 100]: ordinals of the best items of each query, best first, computed tile by tile."""
     queries = unit(sample) if metric == "cosine" else sample
     keys = np.empty((len(sample), 0), np.uint64)
     for start, part in tiles(vectors, metric):

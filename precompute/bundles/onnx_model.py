@@ -1,4 +1,4 @@
-"""ONNX models: a graph, its weights in a file beside it, and the graphs of plain towers, written node by node."""
+"""ONNX models: a graph, a second file for large weights, and the graphs of plain towers, written node by node."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from cache.errors import BundleError
 from cache.store.artefacts import open_draft, write_atomically
 
 GRAPH_BYTES_MAX = (1 << 31) - (1 << 20)
-"""Maximum bytes of weights inside an ONNX file: Protocol Buffers end at 2 GiB, and the graph wants some."""
+"""Maximum bytes of weights inside an ONNX file: Protocol Buffers end at 2 GiB, and the graph needs some."""
 
 WEIGHTS_BYTES_MAX = 1 << 36
 """Maximum bytes of a file of weights."""
 
 WEIGHTS_SUFFIX = ".weights"
 _ALIGNED = 4096
-"""Pages begin there, which is what ONNX asks of tensors that are mapped."""
+"""Alignment of tensors in the weights file: that of pages, as ONNX requires for mapped tensors."""
 
 _SMALL_BYTES = 1 << 16
-"""Bytes of tensors that stay in the graph, since shapes and axes among them are read before anything runs."""
+"""Bytes up to which tensors stay in the graph, since shapes and axes among them are read before anything runs."""
 
 OPSET = 21
 IR_VERSION = 10
@@ -34,14 +34,14 @@ IR_VERSION = 10
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnnxModel:
-    """A serialised graph, and the arrays that its tensors of external data stand for, in their order."""
+    """Serialised graph, and the arrays of its external tensors, in their order."""
 
     graph: bytes
     weights: tuple[NDArray[Any], ...] = ()
 
     @classmethod
     def of(cls, model: onnx.ModelProto, constants: Mapping[str, NDArray[Any]]) -> Self:
-        """A model with constants that its graph does not have yet, in the graph if they fit and outside if not."""
+        """Build a model with these constants, inside the graph if they fit, else outside."""
         if sum(array.nbytes for array in constants.values()) <= GRAPH_BYTES_MAX:
             inside, outside = constants, {}
         else:
@@ -60,7 +60,7 @@ class OnnxModel:
         return cls(model.SerializeToString(deterministic=True), tuple(outside.values()))
 
     def write(self, path: Path) -> Path | None:
-        """Write the file, and beside it that of the weights, which is returned; None where there are none."""
+        """Write the model and its weights file; return the path of the weights file, None without one."""
         if not self.weights:
             write_atomically(path, self.graph)
             return None
@@ -79,7 +79,7 @@ class OnnxModel:
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """A model with all of its weights, of which those beside its file (`demand_weights`) may be hard links."""
+    """Read a model with all weights into memory; a weights file (`demand_weights`) may be a hard link."""
     model = onnx.load(path, load_external_data=False)
     for tensor in _external(model):
         external_info = ExternalDataInfo(tensor)
@@ -92,7 +92,7 @@ def read_model(path: Path) -> onnx.ModelProto:
 
 
 def demand_weights(name: str, path: Path, listed_weights: Path | None) -> None:
-    """Raises BundleError where a model's weights beside its file are in others than the one that is listed."""
+    """Raise BundleError if a model's external weights are in other files than the listed one."""
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception:  # of Protocol Buffers, where it is no model: ONNX Runtime says so better
@@ -115,7 +115,7 @@ def demand_weights(name: str, path: Path, listed_weights: Path | None) -> None:
 
 
 def _pointer(name: str, array: NDArray[Any], offset: int) -> TensorProto:
-    """Tensor whose bytes are in the file of weights."""
+    """Return a tensor whose bytes are in the weights file."""
     tensor = TensorProto(
         name=name,
         data_type=onnx.helper.np_dtype_to_tensor_dtype(array.dtype),
@@ -128,12 +128,12 @@ def _pointer(name: str, array: NDArray[Any], offset: int) -> TensorProto:
 
 
 def _aligned(offset: int) -> int:
-    """The first place from there on where a tensor may begin."""
+    """Return the next aligned offset."""
     return -(-offset // _ALIGNED) * _ALIGNED
 
 
 def _external(model: onnx.ModelProto) -> Iterator[TensorProto]:
-    """Tensors with external data, in the main graph, in subgraphs and in functions."""
+    """Yield the tensors with external data, in the main graph, in subgraphs and in functions."""
     graph = model.graph
     tensor_iterators = [_tensors(graph.node, graph.initializer, graph.sparse_initializer)]
     tensor_iterators += [_tensors(function.node) for function in model.functions]
@@ -162,7 +162,7 @@ def _tensors(
 
 
 def history_tower(rows: NDArray[np.float32]) -> OnnxModel:
-    """history int32 [n, length] -> vector [n, dims]: the sum of the table's rows; the last row is the padding."""
+    """Build history int32 [n, length] -> vector [n, dims]: the sum of the table's rows; the last row is the padding."""
     return model_of(
         _sum_of_rows("vector"),
         [int32_info("history", ["rows", "length"])],
@@ -172,7 +172,7 @@ def history_tower(rows: NDArray[np.float32]) -> OnnxModel:
 
 
 def item_tower(rows: NDArray[np.float32]) -> OnnxModel:
-    """item_index int32 [n] -> vector [n, dims]: a row of the table."""
+    """Build item_index int32 [n] -> vector [n, dims]: a row of the table."""
     return model_of(
         [helper.make_node("Gather", ["table", "item_index"], ["vector"], name="rows", axis=0)],
         [int32_info("item_index", ["rows"])],
@@ -182,7 +182,7 @@ def item_tower(rows: NDArray[np.float32]) -> OnnxModel:
 
 
 def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> OnnxModel:
-    """history -> probabilities [n, centroids]: softmax over the cosines with the (sharpened) centroids."""
+    """Build history -> probabilities [n, centroids]: softmax over the cosines with the (sharpened) centroids."""
     nodes = [
         *_sum_of_rows("summed"),
         # LpNormalization, not ReduceL2: the latter adds in another order when there is one row.
@@ -210,12 +210,12 @@ def _sum_of_rows(output: str) -> list[onnx.NodeProto]:
 
 
 def int32_info(name: str, shape: list[str]) -> onnx.ValueInfoProto:
-    """An input or output int32 of this shape."""
+    """Return an int32 input or output of this shape."""
     return helper.make_tensor_value_info(name, TensorProto.INT32, shape)
 
 
 def float32_info(name: str, width: int) -> onnx.ValueInfoProto:
-    """An input or output float32 [rows, width]."""
+    """Return a float32 input or output [rows, width]."""
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", width])
 
 
@@ -225,7 +225,7 @@ def model_of(
     outputs: list[onnx.ValueInfoProto],
     constants: Mapping[str, NDArray[np.float32] | NDArray[np.int64]],
 ) -> OnnxModel:
-    """A checked graph of these nodes and constants."""
+    """Build and check a graph of these nodes and constants."""
     model = helper.make_model(
         helper.make_graph(nodes, "tower", inputs, outputs),
         opset_imports=[helper.make_opsetid("", OPSET)],

@@ -208,7 +208,7 @@ def _add_rows(graph: onnx.GraphProto, table: onnx.TensorProto) -> None:
 
 
 def _name_prefix(node: onnx.NodeProto) -> str:
-    """Prefix of what a node becomes: no name of a team's graph or of ONNX Runtime's quantizer begins with it."""
+    """Return a prefix for a node's replacements, which no name of a team's graph or ONNX Runtime's quantizer has."""
     return f"larder_{node.output[0]}"
 
 

@@ -1,6 +1,6 @@
-"""Commands of the shell, a function for each; a step without a function here is run as a night runs it.
+"""Commands of the shell, a function for each; a step without a function here runs as in a night.
 
-Each imports what it alone needs when it runs: libraries that the others do without.
+Each imports its own libraries when it runs, which other commands do without.
 """
 
 import argparse
@@ -60,9 +60,9 @@ def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress
 
 
 def standing_name(config: NightConfig, data_until: str | None) -> str:
-    """Name of a night without a cut: when its inputs last changed, so that a repeat finds its own work.
+    """Return the name of a night without a cut: the last change of its inputs, so that a repeat finds its own work.
 
-    `begin` takes the time of Redis instead where that has not come yet: the clock of whoever wrote a file was ahead.
+    If that is in the future, `begin` takes Redis' time instead: the clock of a file's writer was ahead.
     """
     from precompute.bundles.bundle_store import chosen_at
     from precompute.sources.files import all_files, changed_at
@@ -105,7 +105,7 @@ def quantize(
 
 
 def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
-    """Waits for every replica; Conflict for what is not live, and when some still wait in the end."""
+    """Wait for every replica; raise Conflict for a generation that is not live, or if some are not ready in time."""
     from precompute.steps import warm as warm_step
 
     generation = arguments.generation
@@ -228,7 +228,7 @@ def pin(config: NightConfig, arguments: argparse.Namespace, _progress: Progress)
 def block(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> dict[str, Any]:
-    """Blocks, or unblocks; replicas are told if any can be."""
+    """Block or unblock ids; notify replicas if a Redis is reachable."""
     from precompute.sources.erasures import demand_unerased
 
     items = [canonical_id(item_id) for item_id in arguments.item]

@@ -1,4 +1,4 @@
-"""Override: a person lets a generation pass a gate, and says why; the reason is kept with it."""
+"""Command `override`: a person lets a generation pass a gate, and the reason is recorded."""
 
 import argparse
 from typing import Any
@@ -15,7 +15,7 @@ from precompute.releases.moves import Releases, new_attempt, open_releases
 def override(config: NightConfig, generation: str, *, rule: str, reason: str, attempt: str) -> None:
     """Record that `rule` may fail for this generation; its next `verify` passes it and keeps the reason.
 
-    Raises Refused for a rule that protects integrity or is none, ConfigError without a reason, Conflict for a
+    Raises Refused for a rule that protects integrity or does not exist, ConfigError without a reason, Conflict for a
     generation that is published, retired or unknown, or that this rule has not refused.
     """
     demand_overridable(rule)
@@ -31,7 +31,7 @@ def override(config: NightConfig, generation: str, *, rule: str, reason: str, at
 
 
 def _demand_refusal(releases: Releases, generation: str, rule: str) -> None:
-    """Raises Conflict unless a verification has failed by the rule: nobody waves through what nobody has seen."""
+    """Raise Conflict unless a verification has failed by the rule: an override needs a known failure."""
     try:
         gates = read_manifest(releases.store, generation).gates
     except UnknownGeneration:
@@ -63,7 +63,7 @@ def _names(reasons: str, rule: str) -> bool:
 def command(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> dict[str, Any]:
-    """Overrides one rule; what to run next."""
+    """Override one rule; return also the next command."""
     generation, rule = arguments.generation, arguments.rule
     override(config, generation, rule=rule, reason=arguments.reason, attempt=new_attempt())
     return {

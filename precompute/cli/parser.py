@@ -1,4 +1,4 @@
-"""The command line: what may be asked, and which command answers."""
+"""The parser of the command line: subcommands, their options, and the function that runs each."""
 
 import argparse
 from functools import partial

@@ -1,4 +1,4 @@
-"""Status of one namespace, for the command `status`: what store, Redis and replicas know, and its table."""
+"""Command `status`: the state of one namespace in store, Redis and replicas, as a report and a table."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ NO_SETTINGS = (
 )
 
 LOCATION_VARIABLES = ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "REDIS_URL")
-"""Variables of the environment of which each says where a namespace is."""
+"""Environment variables that locate a namespace."""
 
 FIELDS_OF_FEATURES: Mapping[str, Callable[[Manifest], Any]] = {
     "reuse": reuse_field,
@@ -49,7 +49,7 @@ _TABLE_COLUMNS = ("generation", "state", "data until", "Redis", "store", "copied
 
 @dataclass(frozen=True, slots=True)
 class NamespaceState:
-    """State as read; `read_at` is Redis' time where it could be asked. `redis_error`: why it could not be."""
+    """State as read; `read_at` is Redis' time if it answered. `redis_error`: why it did not."""
 
     ledger: Ledger
     read_at: float
@@ -73,7 +73,7 @@ class NamespaceState:
 
 
 def read_state(config: NightConfig) -> NamespaceState:
-    """Reads what there is, without Redis the store alone; raises LarderError for a store that cannot be read."""
+    """Read the state, without Redis only the store's; raise LarderError for a store that cannot be read."""
     if not config.redis_url:
         return NamespaceState(fold(all_releases(config.store())), time.time(), REDIS_NOT_CONFIGURED)
     try:
@@ -95,7 +95,7 @@ def read_state(config: NightConfig) -> NamespaceState:
 
 
 def _memory(client: Any) -> dict[str, Any]:
-    """Memory of Redis in bytes, used and limit; empty where the user may not ask."""
+    """Return the memory of Redis in bytes, used and limit; empty if the user may not call INFO."""
     try:
         info = client.info("memory")
         return {"used_bytes": int(info["used_memory"]), "limit_bytes": int(info["maxmemory"])}
@@ -106,9 +106,9 @@ def _memory(client: Any) -> dict[str, Any]:
 def report_status(
     config: NightConfig, namespace_state: NamespaceState, *, has_settings: bool = True
 ) -> dict[str, Any]:
-    """Report of all of it as JSON-able values; `problems` is empty if all is well.
+    """Report the state as JSON-able values; `problems` is empty if all is well.
 
-    `has_settings`: a file or the environment says where this namespace is; without, it may well not be here.
+    `has_settings`: a file or the environment locates this namespace; without, it may be another one.
     """
     store = config.store()
     generation_ids = set(store.names("generations")) | set(namespace_state.rows)
@@ -214,7 +214,7 @@ def _generation(
 
 
 def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dict[str, Any]:
-    """Fields that only a finished generation has; null before that."""
+    """Return the fields of a finished generation; null for an unfinished one."""
     if manifest is None:
         return dict.fromkeys(
             ("data_until", "tables", "redis_bytes", "store_bytes", "gates", *FIELDS_OF_FEATURES)
@@ -278,7 +278,7 @@ def _iso(at: float | None) -> str | None:
 
 
 def render_status(status: Mapping[str, Any]) -> list[Table | str | Text]:
-    """A verdict, the generations, then everything else in a line each."""
+    """Render a verdict, the generations, then one line for each other subject."""
     table = Table(*_TABLE_COLUMNS, title=f"namespace {status['namespace']}")
     for generation_status in status["generations"]:
         table.add_row(*_generation_row(generation_status))
@@ -288,7 +288,7 @@ def render_status(status: Mapping[str, Any]) -> list[Table | str | Text]:
 
 
 def _well_line(status: Mapping[str, Any]) -> str:
-    """The verdict where no problem was found; it says so where nobody serves what is live."""
+    """Return the verdict if there are no problems; it says so if no replica serves the live generation."""
     is_served = status["replicas"] or status["redis"]["state"] != REDIS_REACHABLE
     return (
         "all is well" if is_served else "all is well, but no replica serves it: run `larder serve`"

@@ -1,4 +1,4 @@
-"""The Redis of one command: the configured one, or one of our own filled with what the command needs."""
+"""Redis for one command: the configured one, or one of our own filled with the data that the command needs."""
 
 import argparse
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ _LOADABLE = (*ALLOWED["load"], State.SUPERSEDED, None)
 def redis_for(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> Iterator[NightConfig]:
-    """The configured Redis, or one of our own for the life of this command, with what the command needs in it.
+    """Yield settings with the configured Redis, or with one of our own for this command, filled with its data.
 
-    A command that only tells replicas something joins a server that runs, and does without when there is none.
+    A command that only notifies replicas joins a running server, and does without when there is none.
     """
     state, need = config.path(config.state), arguments.redis
     if config.redis_url or need == "none":

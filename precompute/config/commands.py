@@ -20,7 +20,7 @@ def _no_options(_command: argparse.ArgumentParser) -> None:
 def prepare_nothing(
     _config: NightConfig, _arguments: argparse.Namespace, _progress: Progress
 ) -> None:
-    """Prepares nothing: most commands need no more of a new server than what was published."""
+    """Prepare nothing: most commands need only published data in a new server."""
 
 
 @dataclass(frozen=True, slots=True)

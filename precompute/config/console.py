@@ -1,4 +1,4 @@
-"""Console of the shell: bars while it works, tables when it is done."""
+"""Console of the shell: bars during work, tables of results."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,19 +40,19 @@ OutputContent = dict[str, Any] | Sequence[Table | str | Text]
 
 @dataclass(frozen=True, slots=True)
 class CommandOutput:
-    """Output of a command, with an exit code of its own; a text is written as it is."""
+    """Output of a command, with an exit code of its own; a text is written unchanged."""
 
     content: OutputContent | str
     code: int = 0
 
 
 Command = Callable[[NightConfig, argparse.Namespace, Progress], OutputContent | CommandOutput]
-"""A command of the shell: what it does, and what it found to show."""
+"""Command of the shell: runs and returns its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandPlace:
-    """Dotted place of a command below `precompute`, and of modules that it imports only when it runs.
+    """Dotted name of a command below `precompute`, and of modules that it imports only when it runs.
 
     All commands together need every library there is, which takes a second or two to load; each alone needs few.
     """
@@ -61,7 +61,7 @@ class CommandPlace:
     loads: tuple[str, ...] = ()
 
     def load(self) -> Command:
-        """Imports the command and all that it will need."""
+        """Import the command and all that it will need."""
         for dependency in self.loads:
             import_module(f"precompute.{dependency}")
         module, _, name = self.name.rpartition(".")
@@ -70,7 +70,7 @@ class CommandPlace:
 
 
 def show(output: OutputContent | str, stdout_console: Console) -> None:
-    """Prints what a command found; where nobody looks, plain and never wrapped."""
+    """Print a command's output; off a terminal plain and never wrapped."""
     if isinstance(output, str):
         stdout_console.file.write(f"{printable_lines(output)}\n")
         return
@@ -88,7 +88,7 @@ def show(output: OutputContent | str, stdout_console: Console) -> None:
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    """A row for each name that has a value; what has names of its own is one row, or a row for each of them."""
+    """Build a table with a row for each field that has a value; nested fields become one row, or a row each."""
     table = Table(show_header=False, box=None)
     for name, text in _rows(report):
         table.add_row(name, Text(printable(text)))
@@ -110,7 +110,7 @@ def _rows(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 @contextmanager
 def bars_on(err: Console, *, is_quiet: bool) -> Iterator[Progress]:
-    """Bars while the block runs, on a terminal only."""
+    """Show bars while the block runs, on a terminal only."""
     if is_quiet or not err.is_terminal:
         yield quiet
         return
@@ -137,7 +137,7 @@ def bars_on(err: Console, *, is_quiet: bool) -> Iterator[Progress]:
 
 
 class _Count(ProgressColumn):
-    """Progress column: how much is done, of how much where that is known."""
+    """Progress column with the amount done, and the total if known."""
 
     def render(self, task: Task) -> Text:
         show = size_text if task.description in BYTES else "{:,.0f}".format
@@ -146,7 +146,7 @@ class _Count(ProgressColumn):
 
 
 class _Rate(ProgressColumn):
-    """Progress column: how much a second, lately."""
+    """Progress column with the recent rate per second."""
 
     def render(self, task: Task) -> Text:
         if not task.speed:
@@ -156,5 +156,5 @@ class _Rate(ProgressColumn):
 
 
 def iso(at: float) -> str:
-    """Unix seconds as ISO 8601, in UTC."""
+    """Format Unix seconds as ISO 8601, in UTC."""
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -1,4 +1,4 @@
-"""Devices for scoring: the GPUs that torch sees, or the processor. torch is imported only where it is wanted."""
+"""Devices for scoring: the GPUs that torch sees, or the processor. torch is imported only if a GPU may be used."""
 
 import fcntl
 import functools
@@ -22,17 +22,17 @@ _SIGNS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Device files of NVIDIA's driver, WSL's and AMD's: importing torch just to find no GPU takes seconds."""
 
 _CHOICE_S, _LOOK_S = 30.0, 0.02
-"""Seconds that a process waits for others to choose, which takes milliseconds, and between its looks."""
+"""Seconds that a process waits for others to choose, which takes milliseconds, and between its checks."""
 
 _log = logging.getLogger(__name__)
 
 
 @functools.cache
 def devices(device_setting: str) -> tuple[str, ...]:
-    """torch's names of the devices to score on; none means the processor's own kernel.
+    """Return torch's names of the devices to score on; none means the processor's own kernel.
 
     `auto` takes all GPUs there are, `off` none; `cuda`, `cuda:1` and `cpu` (slow: for tests) are demanded. Raises
-    ConfigError where what is demanded is not there.
+    ConfigError if a demanded device is missing.
     """
     if device_setting == OFF or (
         device_setting == AUTO and not any(Path(device_file).exists() for device_file in _SIGNS)
@@ -67,7 +67,7 @@ def devices(device_setting: str) -> tuple[str, ...]:
 
 
 def device_of(device_setting: str, shard: int) -> str | None:
-    """The device of one shard: several GPUs take the shards in turn. None means the processor."""
+    """Return the device of one shard: several GPUs take the shards in turn. None means the processor."""
     device_names = devices(device_setting)
     return device_names[shard % len(device_names)] if device_names else None
 
@@ -76,11 +76,11 @@ def device_of(device_setting: str, shard: int) -> str | None:
 def least_busy(
     device_setting: str, shard: int, tasks: int = 1, folder: Path | None = None
 ) -> Iterator[str | None]:
-    """The device of one shard of many processes on this host: the one on which fewest score, of equals its own turn's.
+    """Yield the device with the fewest scoring processes on this host; among equals the shard's own in turn.
 
-    Who scores on a GPU holds a lock, so nothing is left behind by one that was killed. `tasks` is how many may share a
-    device; more than that share it, too, and the log says so. The locks lie in `folder`, by default one of this user's
-    own; where that one cannot be trusted, the shard takes its turn's device.
+    A process that scores on a GPU holds a lock, so a killed one leaves nothing behind. `tasks` is how many may share a
+    device; more than that share it, too, and the log says so. The locks are in `folder`, by default one of this user's
+    own; if that cannot be trusted, the shard takes its turn's device.
     """
     device_names = devices(device_setting)
     if not device_names or not device_names[0].startswith("cuda"):
@@ -135,7 +135,7 @@ def least_busy(
 
 
 def share_memory(device: str, tasks: int) -> int:
-    """Keeps torch in this process to its share of a GPU's memory; the bytes of one of so many tasks, 0 off GPUs."""
+    """Limit torch in this process to its share of a GPU's memory; return the bytes per task, 0 off GPUs."""
     if not device.startswith("cuda"):
         return 0
     import torch
@@ -145,7 +145,7 @@ def share_memory(device: str, tasks: int) -> int:
 
 
 def identity(device: str) -> str:
-    """Name of a GPU for all processes of this host, whatever each of them sees: its UUID, of a MIG instance its own."""
+    """Return a GPU's name that is the same in all processes of this host: its UUID, or that of a MIG instance."""
     import torch
 
     number = int(device.partition(":")[2])
@@ -170,7 +170,7 @@ def _is_locked(file: IO[str]) -> bool:
 
 
 def _held_slots(folder: Path, name: str) -> set[int]:
-    """Slots of a device of this name that living processes hold."""
+    """Return the slots of a device of this name that living processes hold."""
     occupied_slots = set()
     for path in folder.glob(_lock_name(_slot(name, "*"))):
         with _opened(path) as file:
@@ -186,7 +186,7 @@ def _slot(name: str, number: int | str) -> str:
 
 
 def _own_folder() -> Path:
-    """Folder that only this user may enter, below the shared one for temporary files; raises OSError."""
+    """Return a folder that only this user may enter, below the shared one for temporary files; raise OSError."""
     folder = Path(tempfile.gettempdir()) / f"larder-{os.getuid()}"
     # Its name is no secret: who made it first decides where it leads, and what lies in it.
     with suppress(FileExistsError):

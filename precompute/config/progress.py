@@ -7,7 +7,7 @@ Step = dict[str, Any]
 """Result that a step hands on: small and JSON-able."""
 
 Progress = Callable[[str, int, int], None]
-"""Callback (what, done, total): called often, from one thread; drawing is the caller's business."""
+"""Callback (label, completed, total), called often and from one thread; drawing is left to it."""
 
 
 def quiet(_label: str, _completed: int, _total: int) -> None:

@@ -35,7 +35,7 @@ __all__ = [
 def night_config(
     path: str | None = None, environment: Mapping[str, str] = os.environ, **overrides: Any
 ) -> NightConfig:
-    """The configuration of this process: file, then environment, then what the command line said."""
+    """Return the configuration of this process: file, then environment, then command line."""
     return NightConfig.configured(environment, path, **overrides)
 
 
@@ -45,8 +45,8 @@ def retained(keep: int) -> int:
 
 
 def generations_at_peak(keep: int) -> int:
-    """Number of generations in Redis and on each host: live, `retained`, the one being made, and one not published.
+    """Return the number of generations in Redis and on each host: live, `retained`, one in the making, one unpublished.
 
-    The last is a canary, or what a refused or broken night has left where no sweep may touch it yet.
+    The last is a canary, or a refused or broken night's generation that no sweep may touch yet.
     """
     return 1 + retained(keep) + 1 + 1

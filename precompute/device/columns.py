@@ -99,9 +99,9 @@ def _count_for(count: int, size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockStage:
-    """The blocks that one stage of a search looks at: `blocks` of those at `offset`, `offset + stride` and so on.
+    """Blocks that one stage of a search visits: `blocks` of those at `offset`, `offset + stride` and so on.
 
-    Where `skip` is not 0, of every skip + 1 of them the `hole`-th was looked at by an earlier stage, and is left out.
+    If `skip` is not 0, of every skip + 1 of them the `hole`-th was visited by an earlier stage, and is left out.
     """
 
     blocks: int
@@ -111,7 +111,7 @@ class BlockStage:
     hole: int = 0
 
     def block(self, at: int) -> int:
-        """The block that is looked at as the `at`-th."""
+        """Return the block that is visited as the `at`-th."""
         if self.skip:
             full, remainder = divmod(at, self.skip)
             at = full * (self.skip + 1) + remainder + (remainder >= self.hole)

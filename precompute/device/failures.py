@@ -1,4 +1,4 @@
-"""Failures of a device, told apart by what torch, cuBLAS, the driver and Triton say of them."""
+"""Classification of device failures by the messages of torch, cuBLAS, the driver and Triton."""
 
 import torch
 

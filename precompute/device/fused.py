@@ -1,9 +1,9 @@
-"""Fused search of all columns by the kernels, the product never written, with the sizes of their work.
+"""Fused search of all columns by the kernels, which never write the product, with the sizes of their work.
 
-For every group of a few items a product has a bound. Users first see few of all blocks, and what they find there is the
-limit that groups of the next, larger share have to reach to be written down at all; so a user keeps a few hundred of
-them. Their items are scored in float32, and what was left out has the last limit as its bound. The few lists that this
-does not make certain (masses of ties, scores too close for half precision) are left to `precompute.device.search`.
+For every group of a few items a product has a bound. A first pass over few items of each user sets a limit that groups
+of the next, larger pass have to reach to be written at all; so a user keeps a few hundred of them. Their items are
+scored in float32, and all omitted groups have the last limit as their bound. The few lists that this does not make
+certain (masses of ties, scores too close for half precision) are left to `precompute.device.search`.
 """
 
 import math
@@ -30,10 +30,10 @@ GROUP = 4
 """Items of a group: few, as all of a kept group are scored."""
 
 NO_GROUP = -1
-"""Number of no group."""
+"""Number of a missing group."""
 
 FETCH_MOST = 1 << 11
-"""Groups of a user that are scored: for longer lists torch's operators do."""
+"""Largest number of a user's scored groups: longer lists use torch's operators."""
 
 WIDTH_MOST = 512
 
@@ -47,46 +47,46 @@ EXACT_REGISTERS = 64
 """Registers of a thread that adds exact sums: with more the compiler reads all ahead, and keeps most in memory."""
 
 _STAGE_RATIO, _LAST_STAGE_RATIO = 6, 4
-"""Blocks that have been looked at after a stage, of those before it: five times as many groups reach the limit, and
+"""Blocks checked by the end of a stage, as a ratio of those before it: five times as many groups reach the limit, and
 fewer in the last, which has most of the blocks."""
 
 _ESTIMATING_RATIO = 16
-"""The most that such a ratio is where limits are estimated."""
+"""Largest such ratio with estimated limits."""
 
 _REGISTERS = 1 << 16
 """Registers of a multiprocessor."""
 
 _NEAR_MOST = 256
-"""Numbers of a user's code that stay in registers."""
+"""Largest number of a user's code that stays in registers."""
 
 _ROWS_MOST = 1 << 16
 _ROUNDS = 4
-"""Programs of a search, of as many as there are at once: preparing the next one takes less than running it."""
+"""Programs of a search as a multiple of those that run at once: preparing the next one takes less than running it."""
 
 _LEADING_MOST = 1 << 10
-"""Keys that the kernel sorts: for more torch is as fast."""
+"""Largest number of keys that the kernel sorts: for more torch is as fast."""
 
 _UNROLLED = 8
 """Steps of an exact sum whose numbers are read at once."""
 
 _ROUND_UP = 1 + 1e-6
 _DEVIATIONS = 3
-"""Standard deviations that the rank of an estimated limit lies above the number expected in the sample."""
+"""Standard deviations by which the rank of an estimated limit exceeds the number expected in the sample."""
 
 _ENTRY_BYTES = 16
 _NO_SCORE = float("-inf")
 _PROBED = 9000
-"""Items, of two stages."""
+"""Number of items of the probe: two stages."""
 
 _SHORTEST = 0.25
-"""Users that are scaled are at least half as long as one."""
+"""Smallest length of a scaled user."""
 
 _ROUNDED = 2.0**-9
-"""More than a bound of at most one and a little may be above its product and the margin."""
+"""Largest difference between a bound, which is at most a little above one, and its product plus margin."""
 
 
 def fits(items: DeviceItems, columns: Columns, fetch: int) -> bool:
-    """True if the kernels are made for products of this width, in groups of this size, with so many candidates."""
+    """True if the kernels support products of this width, groups of this size, and so many candidates."""
     return (
         items.codes.dtype == torch.float16
         and items.codes.shape[1] <= WIDTH_MOST
@@ -96,7 +96,7 @@ def fits(items: DeviceItems, columns: Columns, fetch: int) -> bool:
 
 
 def shape_of(items: DeviceItems, columns: Columns, fetch: int, room_bytes: int) -> SearchShape:
-    """Shape of a search: all columns, and as many users as have room, or are under way at once."""
+    """Return the shape of a search: all columns, and as many users as fit into memory, or run at once."""
     capacity, device = capacity_of(fetch), items.codes.device
     entries = SEGMENTS * room_of(capacity) * _ENTRY_BYTES
     candidates = capacity * (_ENTRY_BYTES + columns.size * 8 * 2)
@@ -115,7 +115,7 @@ def search(
     k: int,
     shape: SearchShape,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keys int64 [n, k] descending, WORST where there is no item; certain bool [n]), as `search.search` gives them."""
+    """Return (keys int64 [n, k] descending, padded with WORST; certain bool [n]), like `search.search`."""
     users, width = queries.codes.shape
     tiles = tiles_of(users, width, queries.codes.device)
     hidden = hidden_of(excluded_pairs, users, len(items.order))
@@ -135,10 +135,10 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Shares of one program: `users` by `columns` of a product, `selected` users' bounds or keys, `scored` groups.
+    """Tile sizes of one program: `users` by `columns` of a product, `selected` users' bounds or keys, `scored` groups.
 
-    The first in so many `warps`, while `stages` tiles of items are on their way; `resident` of them on a multiprocessor
-    at once: one multiplies while another looks at what it found.
+    A product runs in `warps` warps, while `stages` tiles of items are on their way; `resident` programs fit a
+    multiprocessor at once: one multiplies while another checks its bounds.
     """
 
     users: int
@@ -149,7 +149,7 @@ class Tiles:
     selected: int = 1
     scored: int = 64
     hopper: HopperKernels | None = None
-    """Kernels in CUDA C++ for some of the work, where the device has them."""
+    """Kernels in CUDA C++ for some of the work, if the device supports them."""
 
     @property
     def registers(self) -> int:
@@ -167,11 +167,10 @@ def kept_of(
     *,
     estimating: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(entries of `kernels.above` int32 [n, capacity, 4], in no order; the highest bound that is left out [n]).
+    """Return (entries of `kernels.above` int32 [n, capacity, 4], unordered; the highest omitted bound [n]).
 
-    The `required_counts` [n] highest, and what is close to the last of them while there is room. Where limits are
-    estimated, fewer may be found of items that are not spread over the blocks as by chance: the bound that is left out
-    says so.
+    The `required_counts` [n] highest, and those close to the last of them while there is room. With estimated limits,
+    fewer may be found of items that are not spread over the blocks as by chance: the omitted bound shows it.
     """
     users, device = len(queries.codes), queries.codes.device
     room = room_of(capacity, estimating=estimating)
@@ -201,7 +200,7 @@ def kept_of(
 
 
 def rank_of(required_counts: torch.Tensor, sample_fraction: float) -> torch.Tensor:
-    """Ranks int32 [n] in a sample of all groups whose better part has the `required_counts` [n] best of all.
+    """Return ranks int32 [n] in a sample of all groups whose better part has the `required_counts` [n] best of all.
 
     Of those the sample has a Poisson number, seldom more than `_DEVIATIONS` standard deviations above its mean.
     """
@@ -211,10 +210,11 @@ def rank_of(required_counts: torch.Tensor, sample_fraction: float) -> torch.Tens
 
 
 def weight_of(items: DeviceItems, columns: Columns, queries: Queries) -> torch.Tensor:
-    """float32 [blocks]: times a user's length with its residual it is no smaller than her margin, but for underflow.
+    """Return float32 [blocks] which, times a user's length and residual, is at least the user's margin.
 
-    That is `DeviceItems.margin`, with the largest part that is residual of any of the users. Those who are too short to
-    be scaled like all others are left out: their products are zero, or their lists nobody relies on.
+    Except for underflow. The margin is `DeviceItems.margin`, with the largest share of residual of any of the users.
+    Users too short to be scaled like all others are left out: their products are zero, or their lists are not
+    certain.
     """
     parts = queries.residual / (queries.length + queries.residual)
     part = torch.where(queries.length >= _SHORTEST, parts, 0.0).amax()
@@ -232,7 +232,7 @@ def write_entries(
     counts: torch.Tensor,
     tiles: Tiles,
 ) -> None:
-    """Writes the bounds of one stage that reach the users' limits [n], as entries and counts: see `kernels.above`.
+    """Write the bounds of one stage that reach the users' limits [n], as entries and counts: see `kernels.above`.
 
     `weight` float32 [blocks] is that of the blocks (`weight_of`).
     """
@@ -273,7 +273,7 @@ def keys_of(
     left_out: torch.Tensor,
     tiles: Tiles,
 ) -> torch.Tensor:
-    """Exact keys int64 [n, size, capacity], in no order, of what may be better than what was left out [n].
+    """Return exact keys int64 [n, size, capacity], unordered, of items that may be better than the omitted ones [n].
 
     WORST if hidden.
     """
@@ -311,7 +311,7 @@ def keys_of(
 
 
 def leading_of(keys: torch.Tensor, k: int, tiles: Tiles) -> torch.Tensor:
-    """The best k of keys int64 [n, size, a power of two], descending, WORST where there are no more."""
+    """Return the best k of keys int64 [n, size, a power of two], descending, padded with WORST."""
     users, size, wide = keys.shape
     is_slow = keys.device.type == "cpu" and wide > 64  # the interpreter sorts for half a minute
     if wide > _LEADING_MOST or k > wide or is_slow:
@@ -327,7 +327,7 @@ def leading_of(keys: torch.Tensor, k: int, tiles: Tiles) -> torch.Tensor:
 def hidden_of(
     excluded_pairs: tuple[torch.Tensor, torch.Tensor], users: int, items: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(starts int64 [users + 1], ordinals int64 ascending in each row) of pairs (row, ordinal up to `items`)."""
+    """Return (starts int64 [users + 1], ordinals int64 ascending in each row) of pairs (row, ordinal up to `items`)."""
     pairs = (excluded_pairs[0] * (items + 1) + excluded_pairs[1]).sort()[0]
     edges = torch.arange(users + 1, device=pairs.device) * (items + 1)
     return torch.searchsorted(pairs, edges), pairs % (items + 1)
@@ -367,7 +367,7 @@ def agrees(dims: int, device: torch.device) -> bool:
 
 
 def bounds_of(items: DeviceItems, columns: Columns, queries: Queries, tiles: Tiles) -> torch.Tensor:
-    """Bounds float32 [n, groups] of few columns, in one stage; minus infinity for groups of padding."""
+    """Return bounds float32 [n, groups] of few columns, in one stage; minus infinity for groups of padding."""
     users, device = len(queries.codes), queries.codes.device
     blocks = len(columns.ordinals) // columns.block
     room = -(-blocks // SPLITS) * LANES // ABREAST
@@ -396,7 +396,7 @@ def _has_valid_bounds(items: DeviceItems, queries: Queries) -> bool:
 
 
 def stages_of(blocks: int, room: int) -> Iterator[BlockStage]:
-    """Stages that look at every block once: first at no more than have room if all their groups are written."""
+    """Yield stages that visit every block once: the first only as many as fit if all their groups are written."""
     ratios: list[int] = []
     while -(-blocks // math.prod(ratios)) > _first_stage_blocks(room):
         ratios.insert(0, _STAGE_RATIO if ratios else _LAST_STAGE_RATIO)
@@ -404,10 +404,10 @@ def stages_of(blocks: int, room: int) -> Iterator[BlockStage]:
 
 
 def estimating_stages_of(blocks: int, room: int) -> Iterator[BlockStage]:
-    """As `stages_of`, for limits that are estimated: fewer stages, and a first one that writes fewer entries.
+    """Yield stages like `stages_of` for estimated limits: fewer stages, and a first one with fewer entries.
 
-    Blocks are ordered by the length of their items. Each stage takes the middle one of so many, so that what it finds
-    is neither better nor worse than what is left.
+    Blocks are ordered by the length of their items. Each stage takes every n-th block, from the middle, so that its
+    items are neither better nor worse than the remaining ones.
     """
     if blocks <= _first_stage_blocks(room):
         return _stages(blocks, [], [])
@@ -418,14 +418,14 @@ def estimating_stages_of(blocks: int, room: int) -> Iterator[BlockStage]:
 
 
 def _first_stage_blocks(room: int) -> int:
-    """Blocks of which all groups have room."""
+    """Return the number of blocks all of whose groups fit."""
     return SEGMENTS * room // LANES
 
 
 def _stages(blocks: int, ratios: list[int], holes: list[int]) -> Iterator[BlockStage]:
-    """Yield the stages of a search, each of which looks at `ratio` - 1 times as many blocks as all before it.
+    """Yield the stages of a search, each of which visits `ratio` - 1 times as many blocks as all before it.
 
-    Of every `ratio` blocks the `hole`-th was looked at by an earlier stage.
+    Of every `ratio` blocks the `hole`-th was visited by an earlier stage.
     """
     stride = math.prod(ratios)
     offset = sum(math.prod(ratios[at + 1 :]) * hole for at, hole in enumerate(holes))
@@ -440,7 +440,7 @@ def _stages(blocks: int, ratios: list[int], holes: list[int]) -> Iterator[BlockS
 
 
 def tiles_of(users: int, width: int, device: torch.device) -> Tiles:
-    """Tiles for codes of some width: users stay in registers, wide ones in shared memory, while all items pass."""
+    """Return tiles for codes of some width: users stay in registers, wide ones in shared memory, items stream by."""
     if device.type == "cpu":  # the interpreter takes the same time for many users as for one
         tile_users = power_of_two(min(64, users))
         return Tiles(max(16, tile_users), 256, 4, 1, 4, selected=tile_users, scored=1 << 15)
@@ -450,29 +450,29 @@ def tiles_of(users: int, width: int, device: torch.device) -> Tiles:
 
 
 def triton_tiles_of(width: int) -> Tiles:
-    """Tiles of the Triton kernels on a GPU."""
+    """Return tiles of the Triton kernels on a GPU."""
     if width <= 128:
         return Tiles(128, 128, 8, 3, 2)
     return Tiles(128, 128, 8, 3, 1) if width <= 256 else Tiles(64, 64, 4, 2, 1)
 
 
 def units_of(device: torch.device) -> int:
-    """Multiprocessors of a device."""
+    """Return the number of multiprocessors of a device."""
     if device.type == "cpu":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def capacity_of(fetch: int) -> int:
-    """Groups of a user that are kept: with room for a quarter more, where a history has the best."""
+    """Return the number of a user's kept groups: with room for a quarter more, where a history has the best."""
     return min(FETCH_MOST, power_of_two(fetch + fetch // 4))
 
 
 def room_of(capacity: int, *, estimating: bool = False) -> int:
-    """Entries of a segment: a stage is expected to write less than half as many."""
+    """Return the entries of a segment: a stage is expected to write less than half as many."""
     return max(32, capacity // (8 if estimating else 4))
 
 
 def power_of_two(count: int) -> int:
-    """The least power of two that is no smaller."""
+    """Return the least power of two that is no smaller than `count`."""
     return 1 << (max(1, count) - 1).bit_length()

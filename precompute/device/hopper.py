@@ -1,8 +1,9 @@
 """Kernels of the fused top-K for Hopper GPUs, in CUDA C++, compiled on first use.
 
-`kernels/above.cu` and `keep.cu` do what `above.py` and `keep.py` do, `exact.cu` what `keys.exact` does, and `encode.cu`
-is `DeviceItems.queries` in one pass. The Triton kernels, and torch's operators, stay for other GPUs, for wider vectors,
-and where there is no NVRTC. PyTorch's builds for CUDA depend on NVRTC and `cuda-bindings`: nothing else is needed.
+`kernels/above.cu` and `keep.cu` are the counterparts of `above.py` and `keep.py`, `exact.cu` that of `keys.exact`, and
+`encode.cu` is `DeviceItems.queries` in one pass. The Triton kernels, and torch's operators, stay for other GPUs, for
+wider vectors, and where there is no NVRTC. PyTorch's builds for CUDA depend on NVRTC and `cuda-bindings`: nothing else
+is needed.
 """
 
 import ctypes
@@ -21,9 +22,9 @@ from precompute.device.columns import LANES, SPLITS, BlockStage, Columns, Querie
 USERS = 256
 """Users of one program of `above`."""
 TILE = 128
-"""Items that a program of `above` multiplies them with at once."""
+"""Items in one tile of a program of `above`."""
 WIDTH_MOST = 256
-"""Numbers of a code: wider users do not fit into shared memory beside the items."""
+"""Largest width of a code: wider users do not fit into shared memory next to the items."""
 _CHUNK = 64
 """Numbers of a code that one copy brings: 128 bytes of a row, which the copy engine swizzles."""
 _USER_CHUNK_BYTES, _STAGE_BYTES = USERS * _CHUNK * 2, TILE * _CHUNK * 2
@@ -39,7 +40,7 @@ _WARP_USERS = 8
 """Users of one program of `encode` or `keep`."""
 _ABOVE_THREADS, _EXACT_THREADS = 384, 128
 _PARTS_BYTES = 32 << 10
-"""Shared memory of a program of `exact` for parts of vectors, beside its user and the columns that it lists."""
+"""Shared memory of a program of `exact` for parts of vectors, besides its user and its list of columns."""
 _EXACT_SHARED_BYTES = 128 << 10
 _HOPPER = (9, 0)
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
@@ -52,7 +53,7 @@ _disabled: set[torch.device] = set()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HopperKernels:
-    """The kernels for codes of some width, loaded into one device's context.
+    """Kernels for codes of some width, loaded into one device's context.
 
     Their methods enqueue one kernel each on the current stream, and raise RuntimeError with the driver's name of an
     error.
@@ -67,7 +68,7 @@ class HopperKernels:
     def encode_users(
         self, scored_users: torch.Tensor, theirs: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, ...]:
-        """All tensors of `Queries` but `own`, in their order, of users float32 [n, dims] as scored and as compared."""
+        """Return the tensors of `Queries` but `own`, in order, of users float32 [n, dims] as scored and as compared."""
         count, dims = scored_users.shape
         numbers = partial(torch.empty, count, device=scored_users.device, dtype=torch.float32)
         exact = torch.empty((count, -(-dims // 4), 4), device=scored_users.device)
@@ -119,7 +120,7 @@ class HopperKernels:
         left_out: torch.Tensor,
         halvings: int,
     ) -> None:
-        """Add the entries of a stage, in segments of `KEEP_ROOM`, to those that are kept: see `kernels.keep`."""
+        """Merge the entries of a stage, in segments of `KEEP_ROOM`, into the kept ones: see `kernels.keep`."""
         users, capacity = kept_entries.shape[:2]
         arguments = [
             *_pointers(entries, counts, required_counts, kept_entries, limits, left_out),
@@ -158,7 +159,7 @@ class HopperKernels:
 
 
 def kernels_for(width: int, device: torch.device) -> HopperKernels | None:
-    """The kernels for codes of `width` numbers on a device; None where the Triton kernels are to be used."""
+    """Return the kernels for codes of `width` numbers on a device; None if the Triton kernels are to be used."""
     if device.type != "cuda" or width > WIDTH_MOST or device in _disabled:
         return None
     if torch.cuda.get_device_capability(device) != _HOPPER:
@@ -167,7 +168,7 @@ def kernels_for(width: int, device: torch.device) -> HopperKernels | None:
 
 
 def disable(device: torch.device) -> bool:
-    """Leave the kernels out on a device from now on; True if they could be used there until now."""
+    """Disable the kernels on a device from now on; return True if they were usable there before."""
     if device.type != "cuda":
         return False
     device = torch.empty(0, device=device).device  # with its index
@@ -190,7 +191,7 @@ def _keep(capacity: int, segments: int, halvings: int, device: torch.device) -> 
 
 @functools.lru_cache
 def _loaded(chunks: int, device: torch.device) -> HopperKernels | None:
-    """The kernels in a device's context; None, and the reason in the log, where they cannot be compiled or loaded."""
+    """Load the kernels into a device's context; None, with the reason in the log, if that fails."""
     ring = ring_of(chunks)
     shared_bytes = chunks * _USER_CHUNK_BYTES + ring["STAGES"] * _STAGE_BYTES + _ALIGNMENT_BYTES
     try:
@@ -212,13 +213,13 @@ def _loaded(chunks: int, device: torch.device) -> HopperKernels | None:
 
 
 def ring_of(chunks: int) -> dict[str, int]:
-    """Constants of `above` for users of so many chunks: stages of items as there is room for beside them."""
+    """Return constants of `above` for users of `chunks` chunks: as many item stages as fit next to them."""
     free_bytes = _SHARED_BYTES - chunks * _USER_CHUNK_BYTES
     return {"CHUNKS": chunks, "STAGES": min(_STAGES_MOST, free_bytes // _STAGE_BYTES)}
 
 
 def compiled(name: str, constants: Mapping[str, float]) -> bytes:
-    """Machine code of `kernels/<name>.cu` for sm_90a, by NVRTC. Raises RuntimeError with the compiler's log."""
+    """Compile `kernels/<name>.cu` for sm_90a by NVRTC. Raises RuntimeError with the compiler's log."""
     from cuda.bindings import nvrtc
 
     source = files("precompute.device.kernels").joinpath(f"{name}.cu").read_bytes()
@@ -269,9 +270,9 @@ def _pointers(*tensors: torch.Tensor | None) -> list[ctypes.c_void_p]:
 
 
 def _tensor_map(matrix: torch.Tensor, rows: int) -> Any:
-    """Descriptor of a matrix of half-precision numbers for copies of `rows` rows by one chunk, zero beyond its edges.
+    """Return the descriptor of a half-precision matrix for copies of `rows` rows by one chunk, zero beyond its edges.
 
-    By ctypes: the driver wants it at a multiple of 64, where `cuda-bindings` does not keep its own.
+    By ctypes: the driver requires 64-byte alignment, which `cuda-bindings` does not give.
     """
     storage = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     offset = -ctypes.addressof(storage) % _MAP_ALIGNMENT
@@ -293,7 +294,7 @@ def _driver() -> Any:
 
 
 def _checked(result: Any, *values: Any) -> Any:
-    """The only value of a call of `cuda-bindings`. Raises RuntimeError where it failed."""
+    """Return the only value of a call of `cuda-bindings`. Raises RuntimeError if it failed."""
     if int(result):
         raise RuntimeError(result.name)
     return values[0] if values else None

@@ -16,22 +16,22 @@ from precompute.device.columns import Columns, Queries, columns_by_rank, group_o
 from precompute.device.hopper import ROUND_UP, ROUND_UP_SUMMAND, kernels_for
 
 WORST = torch.iinfo(torch.int64).min
-"""The key of no pair at all."""
+"""Key of a missing pair."""
 
 SUM_LANES = 4
-"""Sums beside each other, of every fourth number."""
+"""Number of parallel sums, each of every fourth number."""
 
 UNDERFLOW = 2.0**-24
 
 _DIMS_PER_GROUP = 16
 
 _NORMAL = {torch.float16: 2.0**-14}
-"""Smaller numbers are left to the residual: not every GPU multiplies them."""
+"""Smallest normal number by dtype; smaller ones are left to the residual: not every GPU multiplies them."""
 
 _ROUNDING_BY_DTYPE = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
 
 _POWER_MOST = 126
-"""With it what is shorter than float32's normal numbers is still short, and no number of it infinite."""
+"""Exponent of a scale with which subnormal float32 vectors stay short, and no number becomes infinite."""
 
 _WIDTH_MULTIPLE = 8
 _ITEMS_AT_ONCE = 1 << 16
@@ -54,9 +54,9 @@ class DeviceItems:
     residual: torch.Tensor
     scale: float
     error: float
-    """A product's rounding and that of the exact score, relative to both lengths."""
+    """Rounding error of a product and of the exact score, relative to both lengths."""
     group: int | None
-    """Items that share a bound; None: as many as suits their number."""
+    """Items that share a bound; None: as many as suit their number."""
     all_columns: Columns
 
     @classmethod
@@ -67,7 +67,7 @@ class DeviceItems:
         dtype: torch.dtype,
         group: int | None = None,
     ) -> Self:
-        """Raises torch.OutOfMemoryError where the device has no room for them."""
+        """Copy the items to the device; raise torch.OutOfMemoryError if they do not fit."""
         dims = compared.vectors.shape[1]
         scale = float(np.ldexp(1.0, -int(np.frexp(compared.longest)[1])))
         order = np.argsort(-compared.sizes, kind="stable")
@@ -90,9 +90,10 @@ class DeviceItems:
         )  # fmt: skip
 
     def is_within_error_bound(self) -> bool:
-        """True if this device's products keep to the error that is allowed for: float32 sums, none of its numbers lost.
+        """True if this device's products stay within the allowed error: float32 sums, no number lost.
 
-        Tried on positive numbers, whose partial sums are as large as they get: sums in half precision show.
+        Tried on positive numbers, whose partial sums are as large as they get, so that sums in half precision are
+        noticed.
         """
         device, dtype = self.codes.device, self.codes.dtype
         users = np.random.default_rng(0).random((_PROBED, self.codes.shape[1]), np.float32)
@@ -107,7 +108,7 @@ class DeviceItems:
         return bool((error.abs() <= allowed).all())
 
     def only(self, allowed: torch.Tensor) -> Columns:
-        """The columns of some items; `allowed` bool [items] by ordinal."""
+        """Return the columns of some items; `allowed` bool [items] by ordinal."""
         ranks = allowed[self.order].nonzero()[:, 0]
         size = self.group or group_of(len(ranks))
         return columns_by_rank(
@@ -116,7 +117,7 @@ class DeviceItems:
         )  # fmt: skip
 
     def queries(self, users: NDArray[np.float32], compared: NDArray[np.float32]) -> Queries:
-        """Users float32 [n, dims] as scored and as compared (unit vectors for cosine)."""
+        """Encode users float32 [n, dims] as scored and as compared (unit vectors for cosine)."""
         device = self.codes.device
         scored_users = moved(users, device)
         user_lengths = None if self.cosine_lengths is None else moved(own_lengths(users), device)
@@ -144,7 +145,7 @@ class DeviceItems:
     def pairs(
         self, exclusions: Histories, rows: slice | NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(row, ordinal) int64 of all that some users have; an ordinal that is not one is the number of items."""
+        """Return (row, ordinal) int64 of all exclusions of some users; an invalid ordinal is the number of items."""
         if isinstance(rows, slice):  # neighbours' histories lie side by side
             indptr = exclusions.indptr[rows.start : rows.stop + 1]
             indices = exclusions.indices[indptr[0] : indptr[-1]]
@@ -160,7 +161,7 @@ class DeviceItems:
     def margin(
         self, columns: Columns, groups: slice, length: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor:
-        """float32 [n, groups]: what a product may differ from the score, both vectors scaled.
+        """Return float32 [n, groups]: the largest difference of a product and its score, both vectors scaled.
 
         `length` and `residual` [n] are the users'. With codes q and rests r: |u v - q q'| <= |q| |r'| + |r| |v|, and
         the sums are rounded.
@@ -170,16 +171,16 @@ class DeviceItems:
         return (length + residual)[:, None] * weight + residual[:, None] * longest + UNDERFLOW
 
     def weight(self, longest: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Factor of a user's length with its residual in a margin, float32 like what items have, of any shape."""
+        """Return the factor of a user's length with its residual in a margin, float32, of the items' shape."""
         return residual + self.error * (longest + residual)
 
 
 def encoded(
     vectors: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codes [n, width], lengths float32 [n], residual lengths float32 [n]) of float32 [n, dims] times `scale`.
+    """Return (codes [n, width], lengths float32 [n], residual lengths float32 [n]) of float32 [n, dims] times `scale`.
 
-    Scales are powers of two: nothing is rounded but by the code itself. What is rounded is measured, not estimated.
+    Scales are powers of two: only the code itself rounds. Its rounding is measured, not estimated.
     """
     scaled = vectors * scale
     codes = scaled.to(dtype)
@@ -193,7 +194,7 @@ def encoded(
 
 
 def moved(array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Tensor of an array on the device; to a GPU from pinned memory, so that the copy waits for nobody."""
+    """Copy an array to the device; to a GPU from pinned memory, so that the copy is asynchronous."""
     tensor = torch.from_numpy(
         np.require(array, requirements=("C", "W"))
     )  # torch shares no memory that is read-only
@@ -203,7 +204,7 @@ def moved(array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) 
 
 
 def fetched(tensor: torch.Tensor) -> torch.Tensor:
-    """Tensor on its way to the host, into pinned memory: there once the stream has settled."""
+    """Start copying a tensor into pinned host memory; the values are valid once the stream is synchronised."""
     if tensor.device.type != "cuda":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -211,7 +212,7 @@ def fetched(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def slice_of(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """The same rows as a slice if they are neighbours in ascending order: nothing is then copied to read them."""
+    """Return consecutive ascending rows as a slice, which reads them without a copy; other rows unchanged."""
     is_consecutive = len(rows) > 0 and bool((np.diff(rows) == 1).all())
     return slice(int(rows[0]), int(rows[-1]) + 1) if is_consecutive else rows
 
@@ -221,10 +222,10 @@ def _above(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def in_sum_order(vectors: torch.Tensor) -> torch.Tensor:
-    """float32 [n, dims] as [n, steps, 4]: the numbers in the order in which numpy's einsum adds their products.
+    """Rearrange float32 [n, dims] to [n, steps, 4]: the order in which numpy's einsum adds products.
 
-    Four lanes; of each sixteen numbers the last four first, then what is left, padded with zeros. The same order stands
-    in `native/exact.h`.
+    Four lanes; of each sixteen numbers the last four first, then the remaining ones, padded with zeros.
+    `native/exact.h` has the same order.
     """
     dims = vectors.shape[1]
     padded = torch.nn.functional.pad(vectors, (0, -dims % SUM_LANES))
@@ -234,7 +235,7 @@ def in_sum_order(vectors: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _sum_order(dims: int, device: torch.device) -> torch.Tensor:
-    """Places of the steps, int64: on the device once, as copying them there waits for all that is under way."""
+    """Return the positions of the steps, int64; cached per device, as a copy to it waits for all pending work."""
     turned = [
         step
         for start in range(0, dims // _DIMS_PER_GROUP * SUM_LANES, SUM_LANES)
@@ -244,9 +245,9 @@ def _sum_order(dims: int, device: torch.device) -> torch.Tensor:
 
 
 def exact_dots(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-    """float32 [n, c]: users [n, steps, 4] by their candidates [n, c, steps, 4], both `in_sum_order`.
+    """Return float32 [n, c]: users [n, steps, 4] by their candidates [n, c, steps, 4], both `in_sum_order`.
 
-    Products and sums are steps of their own: a multiply-add that is fused rounds once where numpy rounds twice.
+    Products and sums are separate steps: a fused multiply-add rounds once where numpy rounds twice.
     """
     sums = torch.zeros((*items.shape[:2], SUM_LANES), device=items.device)
     for step in range(items.shape[2]):
@@ -255,20 +256,20 @@ def exact_dots(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
 
 
 def keys_of(scores: torch.Tensor, ordinals: torch.Tensor) -> torch.Tensor:
-    """`cache.model.ranking.pack` as int64, its highest bit turned over: torch compares signed numbers."""
+    """Return `cache.model.ranking.pack` as int64 with its highest bit flipped: torch compares signed numbers."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(torch.int64) << 32) | (0xFFFFFFFF - ordinals)
 
 
 def scores_of(keys: torch.Tensor) -> torch.Tensor:
-    """The float32 scores of `keys_of`."""
+    """Return the float32 scores of `keys_of`."""
     ordered = (keys >> 32).to(torch.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def unpacked(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cache.model.ranking.unpack` of keys int64 [n, k]: (ordinals int32, the bits of NO_ITEM for WORST; scores)."""
+    """Return `cache.model.ranking.unpack` of keys int64 [n, k]: (ordinals int32, bits of NO_ITEM for WORST; scores)."""
     low = keys.view(torch.int32).view(*keys.shape, 2)[..., 0]  # of two halves the lower comes first
     return ~low, scores_of(keys).masked_fill(keys == WORST, 0.0)
 

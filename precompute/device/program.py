@@ -47,7 +47,7 @@ STREAMS = 2
 """Callers whose batches a GPU takes at once: while one is copied the other is computed."""
 
 _ONE_AT_A_TIME = threading.Lock()
-"""torch's loader and its compiler keep what they are at in global variables."""
+"""Lock for torch's loader and its compiler, which keep their state in global variables."""
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Program:
     def _started(
         self, feed: Sequence[NDArray[Any]], stream: torch.cuda.Stream | None
     ) -> Callable[[], NDArray[np.float32]]:
-        """Sends a batch on its way; to be called for what it gave."""
+        """Start a batch; return a function that waits for its outputs."""
         if stream is None:
             with torch.inference_mode():
                 tensors = [

@@ -31,7 +31,7 @@ UNDER_WAY = 3
 stream: side by side they would end together, and the GPU would then wait for all to be fetched."""
 
 _FETCHED = ((8, 16), (4, 480))
-"""Candidates beside k, a share of it and some: at first, and again for the few whose list was not certain."""
+"""Candidates in addition to k, as (divisor of k, summand): for all users, then for the few uncertain lists."""
 
 _MEMORY_FRACTION = 0.5
 _PROCESSOR_BYTES = 256 << 20
@@ -133,7 +133,7 @@ class DeviceScorer:
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Top:
-        """Top K of each user, as `Scorer.top` gives it; `threads` are those of what is left to the processor."""
+        """Return the top K of each user, like `Scorer.top`; `threads` are for the users left to the processor."""
         # That users are finite shows in their lengths, which the device finds.
         users, exclusions = checked(self._compared, users, k, excluded, allowed, values=False)
         top_lists = np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32)
@@ -193,7 +193,7 @@ class DeviceScorer:
     def _attempt(
         self, search_request: _SearchRequest, rows: NDArray[np.int64], fetch: int
     ) -> NDArray[np.int64]:
-        """Scores some users; those of them whose list is not certain."""
+        """Score some users; return the users whose list is not certain."""
         step = self._shape(search_request, fetch).users
         slabs = [rows[start : start + step] for start in range(0, len(rows), step)]
         with ThreadPoolExecutor(UNDER_WAY if self._stream else 1, "device") as pool:
@@ -202,7 +202,7 @@ class DeviceScorer:
     def _slab(
         self, search_request: _SearchRequest, fetch: int, rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Searches for users, in smaller pieces where the device runs out of memory; the rows left to others."""
+        """Search for users, in smaller pieces where the device runs out of memory; return the uncertain rows."""
         pieces, remaining_parts = [rows], []
         while pieces:
             piece = pieces.pop()
@@ -281,7 +281,7 @@ class DeviceScorer:
             return copied, self._copies.record_event()
 
     def _room_bytes(self) -> int:
-        """Bytes that one slab may take of what is free now, and of the share of the memory that this process has."""
+        """Return the bytes of one slab, bounded by free memory and this process's share of the memory."""
         if self._device.type != "cuda":
             return _PROCESSOR_BYTES
         free, total = torch.cuda.mem_get_info(self._device)
@@ -304,7 +304,7 @@ class DeviceScorer:
         return by if by and by.fits(self._items, search_request.columns, fetch) else None
 
     def _shrink(self, search_request: _SearchRequest, shape: SearchShape, error: Exception) -> None:
-        """Halves what is done at once from now on; gives up where that is nothing."""
+        """Halve the work done at once from now on; give up if it cannot be halved."""
         is_narrowest = (
             self._by_kernels(search_request, shape.fetch)
             or shape.columns <= search_request.columns.block

@@ -15,7 +15,7 @@ from precompute.device.columns import Columns, Queries
 from precompute.device.items import WORST, DeviceItems, exact_dots, keys_of, scores_of
 
 _FIRST = 8
-"""The longest items, one part of so many, are multiplied first; each tile then doubles what was done."""
+"""Fraction of the items, the longest ones, that is multiplied first; each tile then doubles the number."""
 _ROWS_MOST, _ROWS_LEAST = 4096, 256
 _SPLIT_BLOCKS = 32
 _EXACT_NUMBERS = {"cuda": 1 << 26, "cpu": 1 << 20}
@@ -25,7 +25,7 @@ _NO_SCORE = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class SearchShape:
-    """Size of what is done at once: `users` rows by `columns` of products, `fetch` candidates for each user."""
+    """Size of one piece of work: `users` rows by `columns` of products, `fetch` candidates for each user."""
 
     users: int
     columns: int
@@ -37,7 +37,7 @@ class SearchShape:
 
 @dataclass(slots=True, eq=False)
 class _BestCandidates:
-    """The best candidates so far, [n, fetch], and the highest bound of what was left out, [n]."""
+    """Best candidates so far, [n, fetch], and the highest bound of all omitted ones, [n]."""
 
     upper: torch.Tensor
     lower: torch.Tensor
@@ -56,7 +56,7 @@ class _BestCandidates:
         self.leave_out(rows, best_uppers[:, -1])
 
     def leave_out(self, rows: torch.Tensor, bounds: torch.Tensor) -> None:
-        """Raises the bounds of what was left out of some rows to these [rows], where they are higher."""
+        """Raise the bounds of omitted candidates of some rows to these [rows], where they are higher."""
         self.left_out[rows] = torch.maximum(self.left_out[rows], bounds)
 
 
@@ -162,7 +162,7 @@ def _scan_tile(
     hidden_pairs: tuple[torch.Tensor, torch.Tensor],
     tile: slice,
 ) -> None:
-    """Multiplies some rows by a tile's columns, and keeps what may be among the best."""
+    """Multiply some rows by a tile's columns, and keep the candidates that may be among the best."""
     size, fetch = columns.size, candidates.upper.shape[1]
     product = queries.codes[rows] @ columns.codes[tile].T
     _hide(product, columns, hidden_pairs, rows, len(queries.codes), tile)
@@ -190,7 +190,7 @@ def _hide(
     users: int,
     tile: slice,
 ) -> None:
-    """Gives the score of nothing to what is excluded and to what is no item."""
+    """Set the scores of exclusions and of padding to those of no item."""
     owners, hidden = hidden_pairs
     where = torch.full((users,), -1, device=rows.device)
     where[rows] = torch.arange(len(rows), device=rows.device)

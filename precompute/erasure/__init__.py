@@ -1,4 +1,4 @@
-"""Erasure of an entity: which generations and hosts still hold it, and what is done until none does.
+"""Erasure of an entity: the generations and hosts that still hold it, and the steps until none does.
 
 Start at `erasing`.
 """

@@ -1,4 +1,4 @@
-"""The command `erase`: what it was asked to do, done with or without a Redis, and how every erasure stands."""
+"""Command `erase`: erases, re-admits or lists entities, with or without Redis, and reports on every erasure."""
 
 import argparse
 import functools
@@ -33,7 +33,7 @@ from precompute.sources.erasures import Erasure
 
 
 def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> OutputContent:
-    """Erases, re-admits, or only shows; blocking never waits for Redis."""
+    """Erase, re-admit, or only list; blocking never waits for Redis."""
     store, kind = config.store(), arguments.kind
     if arguments.entity is None and not (arguments.list or arguments.gone):
         raise InvalidInput("name an entity, or pass --list to see all erasures", field="entity")
@@ -101,7 +101,7 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
 
 
 def _row(standing: ErasureStatus) -> dict[str, Any]:
-    """An erasure for programs."""
+    """Return an erasure as JSON-able fields."""
     erasure = standing.erasure
     return {
         "entity": erasure.entity,
@@ -117,7 +117,7 @@ def _row(standing: ErasureStatus) -> dict[str, Any]:
 
 
 def _unheld(config: NightConfig, erasure: Erasure) -> list[str]:
-    """Lines on a request that was done at once: the id may be mistyped, or that of something else."""
+    """Return warning lines on a request that was done at once: the id may be mistyped, or of another kind."""
     store = config.store()
     opposite_kind: EntityKind = "item" if erasure.kind == "user" else "user"
     warning = (
@@ -173,6 +173,6 @@ def _holder(holder: EntityHolder) -> str:
 
 
 def _quote_if_ambiguous(entity: str) -> str:
-    """An id as it is, or quoted where that could not be told from another one."""
+    """Return an id unchanged, or quoted if it could be mistaken for another one."""
     is_plain = entity.isprintable() and not any(character.isspace() for character in entity)
     return entity if is_plain else repr(entity)

@@ -34,19 +34,19 @@ from precompute.traffic.exposures import forget_keys
 
 UNLINK_BATCH = 256
 SEEDS = (0, 1)
-"""Hash seeds that were most likely used for the overlays of a generation whose files are gone."""
+"""Hash seeds that most likely apply to overlays of a generation whose files are gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErasureStatus:
-    """Erasure and what still holds its entity, with when each of these may go."""
+    """Erasure and the holders of its entity, with the expected time of each one's removal."""
 
     erasure: Erasure
     holders: tuple[tuple[EntityHolder, str], ...] = ()
 
     @property
     def state(self) -> str:
-        """Word for the erasure's state: pending, done or forgotten."""
+        """State of the erasure: pending, done or forgotten."""
         if not self.erasure.is_in_force:
             return "forgotten"
         return "pending" if self.erasure.is_pending else "done"
@@ -55,7 +55,7 @@ class ErasureStatus:
 def begin_erasing(
     store: ArtefactStore, raw: bytes, kind: EntityKind, *, at: float
 ) -> tuple[Erasure, bool]:
-    """Block, then write the request down; safe to repeat. The erasure, and whether it is new.
+    """Block, then record the request; safe to repeat. Return the erasure, and whether it is new.
 
     Blocked first, however many erasures have to be read to write one more.
     """
@@ -71,7 +71,7 @@ def begin_erasing(
 
 
 def block_erased(store: ArtefactStore, erasures: Iterable[Erasure]) -> None:
-    """Blocks the erased entities again, whatever was unblocked meanwhile."""
+    """Block all entities with an erasure in force again, in case one was unblocked."""
     _block(store, [(erasure.raw, erasure.kind) for erasure in erasures if erasure.is_in_force])
 
 
@@ -87,7 +87,7 @@ def _block(store: ArtefactStore, entities: Sequence[tuple[bytes, EntityKind]]) -
 def forget(
     store: ArtefactStore, raw: bytes, kind: EntityKind, *, at: float, reason: str
 ) -> Erasure:
-    """Re-admit an erased entity to later nights and to answers; raises Conflict when it is not erased."""
+    """Re-admit an erased entity to later nights and to answers; raise Conflict if it is not erased."""
     reason = demand_reason("forgetting an erasure", reason)
     erasure = find_erasure(all_erasures(store), raw, kind)
     if erasure is None:
@@ -103,9 +103,9 @@ def forget(
 def drop_overlays(
     config: NightConfig, store: ArtefactStore, control: Control, erasures: Sequence[Erasure]
 ) -> int:
-    """Unlink every overlay under the ids of these entities, in all generations the registry knows; how many there were.
+    """Unlink every overlay under the ids of these entities, in all generations of the registry; return the number.
 
-    Those that count newer events lie under a digest that names nobody: they expire, and are not served meanwhile.
+    Overlays with newer events have a digest as key, which names no user: they expire, and are not served meanwhile.
     """
     names = [
         name
@@ -119,7 +119,7 @@ def drop_overlays(
 def drop_hot(
     config: NightConfig, store: ArtefactStore, control: Control, erasures: Sequence[Erasure]
 ) -> int:
-    """Take these entities out of the sketches of requests; how often they stood there."""
+    """Remove these entities from the sketches of requests; return the number of entries."""
     tables = set(config.tables)
     for generation in sorted(control.rows()):
         with contextlib.suppress(LarderError):  # its files are gone
@@ -136,7 +136,7 @@ def drop_hot(
 
 
 def _numbers(window: Window, at: float) -> range:
-    """Numbers of all keys of a sketch that can still exist; a replica's idea of Redis' clock may be a little ahead."""
+    """Return the numbers of a sketch's keys that can still exist; a replica's clock may be a little ahead of Redis'."""
     window_number = hour_of(at, window)
     return range(window_number - window.life_s // window.seconds, window_number + 2)
 
@@ -166,7 +166,7 @@ def _overlay_keys(
 
 
 def settle(config: NightConfig, releases: ReleaseLog) -> list[ErasureStatus]:
-    """Hold every erasure in force to its word and mark the done ones; how each now stands, oldest first."""
+    """Enforce every erasure in force and mark the done ones; return the status of each, oldest first."""
     store, control = releases.store, releases.control
     erasures = all_erasures(store)
     block_erased(store, erasures)
@@ -202,7 +202,7 @@ def settle_in_night(
 
 
 def look_without_redis(store: ArtefactStore) -> list[ErasureStatus]:
-    """Standing of every erasure as far as the store alone can tell, oldest first."""
+    """Return the status of every erasure as far as the store alone shows it, oldest first."""
     erasures, now_s = all_erasures(store), time.time()
     holders_by_number = holders(store, [erasure for erasure in erasures if erasure.is_pending], {})
     return _standings(
@@ -227,7 +227,7 @@ def _standings(
 
 
 def _fate(config: NightConfig, view: ReleaseView, holder: EntityHolder, now_s: float) -> str:
-    """Words for when what holds an entity may be swept."""
+    """Describe when a holder of an entity may be swept."""
     generation, ledger = holder.generation, view.ledger
     if holder.is_copy:
         return _fate_of_copy(holder, now_s)

@@ -25,17 +25,17 @@ from precompute.sources.erasures import ErasedEntities, Erasure
 from precompute.sources.unusable import ids_in
 
 _LEFT_OUT_FILE = "begun.json"
-"""File beside the records of a generation: what it left out, kept for when its own files are gone."""
+"""File with the erasures that a generation left out, kept after the generation's own files are gone."""
 
 Fetch = Callable[[str], Path]
-"""Path of a finished file of the generation on this host; raises StoreError when there is none."""
+"""Function that returns the local path of a finished file of the generation; raises StoreError without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntityHolder:
     """Holder of an entity: a generation; with `host`, only that host's copies of it.
 
-    These are there since `at` (Unix seconds, by that host's clock).
+    The copies exist since `at` (Unix seconds, by that host's clock).
     """
 
     generation: str
@@ -51,9 +51,9 @@ class EntityHolder:
 def holders(
     store: ArtefactStore, erasures: Sequence[Erasure], rows: Mapping[str, RegistryRow]
 ) -> dict[int, tuple[EntityHolder, ...]]:
-    """Erasure number -> what still holds its entity; whatever cannot be told counts as holding it.
+    """Return erasure number -> holders of its entity; a generation that cannot be checked counts as a holder.
 
-    `rows` is the registry: an unfinished generation without files may be about to write the entity down.
+    `rows` is the registry: an unfinished generation without files may be about to write the entity.
     """
     stored_generations = [
         generation_id
@@ -81,7 +81,7 @@ def holders(
 
 
 def _copies(store: ArtefactStore, *, but: Collection[str]) -> list[EntityHolder]:
-    """Copies that hosts recorded, and those that lie here unrecorded."""
+    """Return the copies that hosts recorded, and this host's unrecorded ones."""
     recorded = copies_on_hosts(store, but=but)
     unrecorded_generations = (
         set(store.host_copies()) - {copy.generation for copy in recorded} - set(but)
@@ -134,7 +134,7 @@ def _looked_up(
     manifest: Manifest | None,
     fetch: Fetch,
 ) -> set[int]:
-    """Numbers of those in the directory, the partition, the reports or among the interactions beyond the cut."""
+    """Return the erasure numbers found in the directory, partition, reports or interactions beyond the cut."""
     seed, shards = begin_report[f"{kind}_seed"], len(begin_report["bounds"]) - 1
     hashes = hash_ids([erasure.raw for erasure in erasures], seed)
     unusable_ids = ids_in(begin_report.get("unusable", {}))
@@ -162,7 +162,7 @@ def _looked_up(
 def _in_partition(
     erasures: Sequence[Erasure], shard: int, kinds: Sequence[str], fetch: Fetch
 ) -> set[int]:
-    """Numbers of those in a shard's partition: a user without usable input has no record, but lies there."""
+    """Return the erasure numbers found in a shard's partition, which also has users without a record."""
     ids = pa.array([erasure.entity for erasure in erasures], pa.string())
     held_numbers = set()
     for name in kinds:
@@ -188,7 +188,7 @@ def _beyond_cut(kind: EntityKind, erasures: Sequence[Erasure], fetch: Fetch) -> 
 
 
 def copies_on_hosts(store: ArtefactStore, *, but: Collection[str] = ()) -> list[EntityHolder]:
-    """Copies that are recorded, of generations other than `but`; of a local store nothing is a copy."""
+    """Return recorded copies of generations other than `but`; a local store has none."""
     if store.copies is None:
         return []
     hosts = [
@@ -216,7 +216,7 @@ def _copied_at(raw: bytes) -> float:
 
 
 def declare_hosts_gone(store: ArtefactStore, pattern: str) -> list[EntityHolder]:
-    """Forget the copies of hosts that will never run again, by name or pattern; raises Conflict when none has any."""
+    """Forget the copies of hosts that will never run again, by name or pattern; raise Conflict if none has any."""
     copies = copies_on_hosts(store)
     gone_copies = [copy for copy in copies if fnmatchcase(copy.host, pattern)]
     if not gone_copies:
@@ -228,14 +228,14 @@ def declare_hosts_gone(store: ArtefactStore, pattern: str) -> list[EntityHolder]
 
 
 def note_left_out(store: ArtefactStore, generation: str, erased: ErasedEntities) -> None:
-    """Keep the numbers of the erasures that a generation leaves out, before any host has a copy of it."""
+    """Record the numbers of the erasures that a generation leaves out, before any host has a copy of it."""
     if store.copies is not None:
         body = orjson.dumps({"erased": list(erased.numbers)})
         store.write(f"{COPIES_FOLDER}/{generation}/{_LEFT_OUT_FILE}", body)
 
 
 def left_out_erasures(store: ArtefactStore, generation: str) -> set[int]:
-    """Numbers of the erasures a generation leaves out; none where that cannot be told: every erasure counts as held."""
+    """Return the numbers of the erasures that a generation left out; none if unknown: every erasure counts as held."""
     raw = store.read(f"{COPIES_FOLDER}/{generation}/{_LEFT_OUT_FILE}")
     try:
         return set() if raw is None else set(orjson.loads(raw)["erased"])
@@ -244,7 +244,7 @@ def left_out_erasures(store: ArtefactStore, generation: str) -> set[int]:
 
 
 def sweep_left_out_notes(store: ArtefactStore, needed_generations: Collection[str]) -> None:
-    """Remove what was noted of generations that no host, and not the store, has any more."""
+    """Remove the records on generations that neither a host nor the store has any more."""
     if store.copies is None:
         return
     existing_generations = {*store.names("generations"), *needed_generations}

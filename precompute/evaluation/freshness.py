@@ -1,4 +1,4 @@
-"""Freshness of lists, replayed from the end of a log: what each way of refreshing finds, and what it costs."""
+"""Freshness of lists, replayed from the end of a log: recall and cost of each refresh strategy."""
 
 import argparse
 import tempfile
@@ -44,12 +44,12 @@ HOUR_BOUNDS: Final = (0, 1, 3, 6, 12, 24)
 """Bounds of the bins of hours since the night."""
 
 CHUNK_ROWS: Final = 1 << 20
-"""Rows of histories that are grouped at once."""
+"""Rows of histories grouped in one chunk."""
 
 CHUNK_LISTS: Final = 4_096
 
 LISTS_TIMED_ALONE: Final = 200
-"""Lists that are timed one at a time."""
+"""Number of lists timed one at a time."""
 
 BOOTSTRAP_ROUNDS: Final = 1_000
 
@@ -60,9 +60,9 @@ _ROUNDS_AT_ONCE: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class RefreshStrategy:
-    """Way of keeping lists fresh: every `period_s` they are computed from all that happened before, 0: at once.
+    """Strategy of refreshing lists: every `period_s` they are computed from all earlier rows, 0: at once.
 
-    With `leaves_out` a list is answered less the items that its user has had since.
+    With `leaves_out` a list is answered without the items that its user has had since.
     """
 
     name: str
@@ -82,14 +82,14 @@ HOURLY: Final = RefreshStrategy("hourly", "a night an hour", HOUR_S)
 EVENTS: Final = RefreshStrategy("events", "events", 0)
 
 STRATEGIES: Final = (NIGHT, NIGHT_LESS_SEEN, HOURLY, EVENTS)
-"""All ways; the first is what the others are compared with."""
+"""Strategies to compare; the first is the baseline."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedLog:
     """Rows ordered by user, then time (int64 microseconds since 1970), rows of one time as they came.
 
-    Users are numbered from 0, of all rows; items are places in a list of ids.
+    Users are numbered from 0, of all rows; items are indexes into a list of ids.
     """
 
     users: NDArray[np.int64]
@@ -100,7 +100,7 @@ class TimedLog:
     def of(
         cls, users: NDArray[np.int64], items: NDArray[np.int64], times: NDArray[np.int64]
     ) -> Self:
-        """Orders rows that came in any order."""
+        """Order rows that came in any order."""
         order = by_time(users, times)
         return cls(users[order], items[order], times[order])
 
@@ -108,17 +108,17 @@ class TimedLog:
         return len(self.users)
 
     def only(self, rows: NDArray[np.bool_]) -> Self:
-        """Some of the rows, in their order."""
+        """Return some of the rows, in their order."""
         return type(self)(self.users[rows], self.items[rows], self.times[rows])
 
     def renamed(self, index_by_item: NDArray[np.int64]) -> Self:
-        """The rows whose items are known by other places, [ids] with -1 for none, with these."""
+        """Return the rows with items renumbered by `index_by_item` [ids]; -1 leaves a row out."""
         item_indices = index_by_item[self.items]
         return type(self)(self.users, item_indices, self.times).only(item_indices >= 0)
 
 
 def read_log(config: NightConfig, progress: Progress = quiet) -> tuple[TimedLog, Any]:
-    """(the configured interactions with a time, less what was erased; the item ids, as Arrow strings).
+    """Return (the configured interactions with a time, without erased ones; the item ids, as Arrow strings).
 
     Raises SourceError for a log without times.
     """
@@ -143,9 +143,9 @@ def read_log(config: NightConfig, progress: Progress = quiet) -> tuple[TimedLog,
 
 
 def cut_before_days(log: TimedLog, days: int) -> int:
-    """Microseconds since 1970 at which the last `days` days (UTC) of the log begin, the day of its last row included.
+    """Return the start of the last `days` days (UTC) of the log, the last row's day included, in microseconds.
 
-    Raises SourceError where nothing is left before that.
+    Raises SourceError if no row is before that.
     """
     first, last = int(log.times.min()), int(log.times.max())
     cut = (last // _DAY_US - days + 1) * _DAY_US
@@ -160,10 +160,10 @@ def cut_before_days(log: TimedLog, days: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
-    """Items to be found, each in the list that its user would get right before: int64 [targets] each.
+    """Targets: items to be found in the list that their user would get right before; int64 [targets] each.
 
-    `users` are numbered anew from 0, `starts` is where the user's rows of the log start. By way, `ends` is where the
-    rows end that its lists are computed from.
+    `users` are numbered anew from 0, `starts` is where the user's rows of the log start. By strategy, `ends` is the end
+    of the rows that its lists are computed from.
     """
 
     users: NDArray[np.int64]
@@ -181,9 +181,9 @@ class Targets:
         users_max: int,
         rng: np.random.Generator,
     ) -> Self:
-        """Finds what users did for the first time after the cut; of more than `users_max` users so many are drawn.
+        """Find the first interactions with an item after the cut; draw `users_max` users if there are more.
 
-        Rows of one moment know nothing of each other. Raises SourceError where there are none.
+        Rows of the same moment do not know each other. Raises SourceError without any target.
         """
         pairs = log.users * (int(log.items.max(initial=0)) + 1) + log.items
         is_first = np.zeros(len(log), np.bool_)
@@ -232,7 +232,7 @@ class Targets:
 def computed_at(
     times: NDArray[np.int64], cut_us: int, refresh_policy: RefreshStrategy
 ) -> NDArray[np.int64]:
-    """Time before which everything is in the lists that are answered at `times`, microseconds each."""
+    """Return the time before which all rows are included in the lists answered at `times`, microseconds each."""
     if not refresh_policy.period_s:
         return times
     period_us = refresh_policy.period_s * MICROSECONDS
@@ -242,7 +242,7 @@ def computed_at(
 def lists_per_day(
     log: TimedLog, cut_us: int, refresh_policy: RefreshStrategy
 ) -> tuple[float, float | None]:
-    """Lists a day after the cut: (of users who did something since their last, of all known users; None by events)."""
+    """Return lists a day after the cut: (of users with changes since their last, of all users, None by events)."""
     after = log.times >= cut_us
     days = (int(log.times.max()) + 1 - cut_us) / _DAY_US
     users, times = log.users[after], log.times[after]
@@ -264,7 +264,7 @@ def lists_per_day(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedTargets:
-    """Ranks of each target in its way's list, -1 where it is not in it; lists made of a history, and seconds of all."""
+    """Ranks of each target in its strategy's list, -1 if absent; the number of lists computed, and their seconds."""
 
     ranks: NDArray[np.int64]
     lists: int
@@ -273,7 +273,7 @@ class RankedTargets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListModel:
-    """A bundle that computes lists from histories alone; who has none gets the most popular, as nights' defaults do.
+    """Bundle that computes lists from histories alone; a user without one gets the most popular items, as in a night.
 
     `limit` is the number of newest items that the model is given.
     """
@@ -285,7 +285,7 @@ class ListModel:
 
     @classmethod
     def of(cls, bundle: Bundle, popularity: NDArray[np.int64], limit: int) -> Self:
-        """Opens the towers; raises ConfigError for models that a log alone cannot fill, or that read no history."""
+        """Open the towers; raise ConfigError for models that need more than a log, or that read no history."""
         user, item = bundle.user_tower, bundle.item_tower
         if features := [*user.spec.features, *item.spec.features]:
             raise ConfigError(
@@ -306,7 +306,7 @@ class ListModel:
         )
 
     def top(self, input_histories: Histories, excluded: Histories, k: int) -> NDArray[np.int64]:
-        """int64 [n, k] of model indices, best first; the items of `excluded` are left out."""
+        """Return int64 [n, k] of model indices, best first; the items of `excluded` are left out."""
         top_items = np.empty((len(input_histories), k), np.int64)
         has_history = np.diff(input_histories.indptr) > 0
         known_rows, strangers = np.flatnonzero(has_history), np.flatnonzero(~has_history)
@@ -337,7 +337,7 @@ def rank_targets(
     k: int,
     progress: Progress = quiet,
 ) -> RankedTargets:
-    """Each list once, however many targets it is answered for; the time is of towers and search."""
+    """Compute each list once, however many targets it has; the time is of towers and search."""
     ends = targets.ends[refresh_policy]
     outs = targets.ends[EVENTS] if refresh_policy.leaves_out else ends
     lists, list_indices = np.unique(
@@ -362,7 +362,7 @@ def rank_targets(
 def seconds_alone(
     model: ListModel, log: TimedLog, targets: Targets, k: int, rng: np.random.Generator
 ) -> float:
-    """Median seconds of a list that is computed by itself from all events, its history grouped first; 0 without any."""
+    """Return the median seconds of a list computed alone from all events, with grouping its history; 0 without any."""
     rows = np.flatnonzero(targets.ends[EVENTS] > targets.starts)
     drawn = (
         rng.choice(rows, min(LISTS_TIMED_ALONE, len(rows)), replace=False) if len(rows) else rows
@@ -378,7 +378,7 @@ def seconds_alone(
 
 
 def histories(log: TimedLog, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Histories:
-    """Histories of these rows of a log as a night groups them: each item once, at its latest place."""
+    """Return histories of these rows of a log, grouped as in a night: each item once, at its latest position."""
     lengths = ends - starts
     owners = np.repeat(np.arange(len(lengths)), lengths)
     offsets = np.cumsum(lengths) - lengths
@@ -389,7 +389,7 @@ def histories(log: TimedLog, starts: NDArray[np.int64], ends: NDArray[np.int64])
 
 
 def keep_newest_items(input_histories: Histories, limit: int) -> Histories:
-    """The last `limit` items of each history."""
+    """Return the last `limit` items of each history."""
     lengths = np.diff(input_histories.indptr)
     from_end = np.repeat(input_histories.indptr[1:], lengths) - np.arange(
         len(input_histories.indices)
@@ -400,7 +400,7 @@ def keep_newest_items(input_histories: Histories, limit: int) -> Histories:
 
 
 def _list_chunks(rows: NDArray[np.int64]) -> Iterator[slice]:
-    """Lists that are computed at once: of at most CHUNK_ROWS rows, one at least."""
+    """Yield chunks of lists with at most CHUNK_ROWS rows, at least one list."""
     ends, start = np.cumsum(rows), 0
     while start < len(rows):
         preceding_rows = int(ends[start] - rows[start])
@@ -412,14 +412,14 @@ def _list_chunks(rows: NDArray[np.int64]) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean, and the bounds between which 95 % of the means of drawn users lie."""
+    """Mean with its 95 % confidence interval over resampled users."""
 
     value: float
     low: float
     high: float
 
     def to_json(self) -> dict[str, float]:
-        """JSON-able form, rounded to five decimals."""
+        """Return a JSON-able form, rounded to five decimals."""
         return {
             name: round(statistic, 5)
             for name, statistic in (("value", self.value), ("low", self.low), ("high", self.high))
@@ -433,7 +433,7 @@ def bootstrap_means(
     rng: np.random.Generator,
     rounds: int = BOOTSTRAP_ROUNDS,
 ) -> list[list[Estimate]]:
-    """By group and column the mean of `values` [n, columns] over the rows of `groups` [groups, n].
+    """Return by group and column the mean of `values` [n, columns] over the rows of `groups` [groups, n].
 
     A row belongs to one of `users`, numbered from 0; all rows of a user are drawn together, with the same draws for all
     groups and columns (Efron's bootstrap, by clusters). A group has a row at least.
@@ -468,7 +468,7 @@ def bootstrap_means(
 
 @dataclass(frozen=True, slots=True)
 class StrategyCost:
-    """Cost of a way: lists a day of users with changes and of all, and milliseconds of a list, by the clock."""
+    """Cost of a strategy: lists a day of users with changes and of all, and milliseconds per list."""
 
     strategy: RefreshStrategy
     changed_per_day: float
@@ -483,7 +483,7 @@ class StrategyCost:
 
 @dataclass(frozen=True, slots=True)
 class TargetGroup:
-    """Part of the targets: recall and NDCG of each way's lists, and what the recall differs from that of nights."""
+    """Group of targets: recall and NDCG of each strategy's lists, and the difference in recall from nightly lists."""
 
     name: str
     targets: int
@@ -495,7 +495,7 @@ class TargetGroup:
 
 @dataclass(frozen=True, slots=True)
 class FreshnessReport:
-    """Findings of a replay; the first group is of all targets."""
+    """Report of a replay; the first group is of all targets."""
 
     facts: Mapping[str, Any]
     groups: tuple[TargetGroup, ...]
@@ -505,7 +505,7 @@ class FreshnessReport:
 def replay(
     config: NightConfig, options: ReplayOptions, progress: Progress = quiet
 ) -> FreshnessReport:
-    """Replays the last days of the configured log; the same inputs and seed find the same, times apart."""
+    """Replay the last days of the configured log; the same inputs and seed give the same results, except times."""
     named, names = read_log(config, progress)
     cut = cut_before_days(named, options.days)
     of_users, of_means, of_times = np.random.default_rng(options.seed).spawn(3)
@@ -569,7 +569,7 @@ def _replayed_bundle(
     cut_us: int,
     progress: Progress,
 ) -> Iterator[Bundle]:
-    """The configured bundle, or a reference bundle of what is before the cut, while the block lasts."""
+    """Yield the configured bundle, or a reference bundle trained before the cut."""
     if options.configured_bundle:
         yield Bundle.open(config.path(config.bundle))
         return
@@ -589,7 +589,7 @@ def _replayed_bundle(
 def _groups(
     targets: Targets, ranks: Mapping[RefreshStrategy, NDArray[np.int64]], rng: np.random.Generator
 ) -> Iterator[TargetGroup]:
-    """All targets, those with newer events, whose user the night knew or not, and those by hours since the night."""
+    """Yield all targets, those with newer events, known and new users', and those by hours since the night."""
     hours = targets.since_night_us / (HOUR_S * MICROSECONDS)
     masks = {
         "all": np.ones(len(targets), np.bool_),
@@ -623,7 +623,7 @@ def _day(time_us: int) -> str:
 def command(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any] | list[Table | str]:
-    """`larder freshness`."""
+    """Run `larder freshness`."""
     for name, maximum in (("days", 3650), ("k", K_MAX), ("users", 10_000_000), ("seed", 2**32 - 1)):
         value = getattr(arguments, name)
         if not (name != "seed") <= value <= maximum:
@@ -643,7 +643,7 @@ def command(
 
 
 def report_to_json(report: FreshnessReport) -> dict[str, Any]:
-    """JSON-able form of a report."""
+    """Return a JSON-able form of a report."""
     return {
         **report.facts,
         "groups": [
@@ -674,7 +674,7 @@ def report_to_json(report: FreshnessReport) -> dict[str, Any]:
 
 
 def report_tables(report: FreshnessReport) -> list[Table | str]:
-    """Tables of a report: all targets by way, groups of targets, costs."""
+    """Render a report: all targets by strategy, groups of targets, costs."""
     facts, everything = report.facts, report.groups[0]
     k = facts["k"]
     log = (

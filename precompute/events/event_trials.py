@@ -1,6 +1,6 @@
-"""Values that events set, each tried in the models before a night takes it over: what a model cannot use is left out.
+"""Trial of values that events set: each is run through the models before a night uses it; unusable ones are left out.
 
-Anybody sends events. A number beyond a tower's table would end the night, and one that overflows it refuse it.
+Any caller can send events. A number beyond a tower's table would end the night, and one that overflows it refuse it.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -37,12 +37,12 @@ from precompute.sources.readers import read_features
 from precompute.sources.unusable import EVENTS, NOT_FINITE, Case, UnusableRows
 
 AT_ONCE: Final = 4_096
-"""Users, or items, that are tried together."""
+"""Users, or items, tried together."""
 RAISES: Final = "the model cannot be run on it"
 BEYOND: Final = f"an output beyond {NEW_VECTOR_ABS_MAX:,.0f}"
 UNFIT: Final = "an output that does not fit its table's precision"
 VECTORS: Final = f"{EVENTS}.item_vectors"
-"""Name of the vectors that events brought in reports."""
+"""Name in reports of the vectors that events brought."""
 WIDTH: Final = "a vector of more or fewer numbers than the table's"
 BEYOND_TABLE: Final = f"a number beyond {NEW_VECTOR_ABS_MAX:,.0f} and all of the table's"
 _TABLE_ROWS: Final = 64
@@ -57,10 +57,10 @@ def values_of_night(
     *,
     files: Sequence[SourceFile],
 ) -> NightValues:
-    """Values in files of events but for who was erased, and those that a model cannot use, which are noted.
+    """Return the values in files of events; drop those of erased entities, and note and drop unusable ones.
 
-    Of whom it cannot use one, the table's count; so it does once a value was set `keep_values_days` before the cut
-    (Unix seconds).
+    For an entity with a dropped value the table's counts; so it does once a value was set `keep_values_days` before the
+    cut (Unix seconds).
     """
     inputs: dict[EntityKind, set[str]] = {
         kind: {str(input_spec.column) for input_spec in feature_inputs(bundle, kind)} for kind in ("user", "item")
@@ -84,7 +84,7 @@ def values_of_night(
 
 
 def _unlisted(config: NightConfig, event_item_ids: Collection[bytes]) -> frozenset[bytes]:
-    """Those of some items that have no row in the table that says which items there are."""
+    """Return the ids without a row in the table that lists the items."""
     sources = config.sources
     if not event_item_ids or (table := sources.item_vectors or sources.item_features) is None:
         return frozenset()
@@ -99,7 +99,7 @@ def _unlisted(config: NightConfig, event_item_ids: Collection[bytes]) -> frozens
 def _note_left_out(
     bundle: Bundle, vectors: Mapping[bytes, Sequence[float]], unusable: UnusableRows
 ) -> None:
-    """Notes vectors of new items that the bundle was made without: they would not do beside its table's."""
+    """Note vectors of new items that the bundle was made without, because they do not fit its table's."""
     raws = sorted(vectors)
     if not raws:
         return
@@ -142,9 +142,9 @@ def _usable(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trial:
-    """Trial of one model: what events set for each, the table's values of another one besides, and one item before.
+    """Trial of one model: the values that events set for each entity, completed by another entity's table values.
 
-    `row` is that other one, whom the model answers; None where the table has nobody like that. `output_abs_max` is the
+    `row` is that other entity, which the model can answer; None if the table has none. `output_abs_max` is the
     largest number that an output may have.
     """
 
@@ -190,7 +190,7 @@ class _Trial:
         return f"{EVENTS}.{self.model.name}"
 
     def concerned(self, values: EntityValues) -> list[bytes]:
-        """Ids, sorted, of those for whom events set what the model takes; none where there is nothing to try with."""
+        """Return the sorted ids for which events set an input of the model; none if nothing can be tried."""
         if self.row is None:
             return []
         return sorted(
@@ -202,7 +202,7 @@ class _Trial:
     def outputs(
         self, table: Mapping[str, Any]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]:
-        """(rows of a table with every input, outputs for these, on which of them the model raises)."""
+        """Return (rows of a table with every input, outputs for these, mask of those on which the model raises)."""
         spec = self.model.spec
         read = {
             feature.name: read_values(table[str(feature.column)], feature)
@@ -219,7 +219,7 @@ class _Trial:
         return rows, *run_apart(self.tower, inputs)
 
     def left_out(self, values: EntityValues, unusable: UnusableRows) -> Iterator[bytes]:
-        """Ids of those with a value that the model cannot use, which are noted."""
+        """Yield the ids with a value that the model cannot use, and note them."""
         raws = sorted(values)
         ids = Ids.of(pa.array([raw.decode() for raw in raws], pa.string()))
         zero_rows = pa.array(np.zeros(len(raws), np.int64))
@@ -257,7 +257,7 @@ class _Trial:
 def _pieces(
     config: NightConfig, model: BundleModel, columns: Sequence[str]
 ) -> Iterator[Mapping[str, Any]]:
-    """Columns of a few rows of the model's table at a time."""
+    """Yield columns of a few rows of the model's table at a time."""
     sources = config.sources
     path = feature_file(config, model.entity, columns[0])
     id_column = sources.user_column if model.entity == "user" else sources.item_column

@@ -1,7 +1,7 @@
 """Files of the events that nights took over: their names, their rows, and the entities that they set values for.
 
 `<store>/events/<position that it begins behind>.parquet`, written once: the end of the newest is where the next begins,
-so the store alone says what was taken. The name of a merged one tells its end, too (`<begin>_<end>.parquet`): files
+so the store alone says what was taken. The name of a merged one has its end, too (`<begin>_<end>.parquet`): files
 within it count no more.
 """
 
@@ -41,7 +41,7 @@ SCHEMA: Final = pa.schema([
     ("user", pa.string()), ("item", pa.string()), ("time", pa.timestamp("us", tz="UTC")), ("id", pa.string()),
     ("type", pa.string()), ("weight", pa.float64()), ("position", pa.int64()), ("event", pa.string()),
 ])  # fmt: skip
-"""Columns of a file; `position` is `Position.number`, `event` the JSON of what is no interaction."""
+"""Columns of a file; `position` is `Position.number`, `event` the JSON of an event that is no interaction."""
 
 _INTERACTION_COLUMNS: Final = ["user", "item", "time", "weight", "position"]
 
@@ -51,7 +51,7 @@ _NAME = re.compile(rf"{_POSITION}(?:_{_POSITION})?\.parquet")
 
 
 class TakenFile(NamedTuple):
-    """File of events that begins behind a position; a merged one's name tells `until_position`, else the file does."""
+    """File of events after a position; a merged file's name has `until_position`, other files store it inside."""
 
     after: Position
     until_position: Position | None = None
@@ -65,7 +65,7 @@ class TakenFile(NamedTuple):
         return f"{FOLDER}/{_format_position(self.after)}{end_suffix}.parquet"
 
     def is_within(self, merged: "TakenFile") -> bool:
-        """True if another file has all of its events."""
+        """True if a merged file has all events of this one."""
         if merged.until_position is None or merged == self or self.after < merged.after:
             return False
         return self.after < merged.until_position and (
@@ -78,22 +78,22 @@ def _format_position(position: Position) -> str:
 
 
 def path_of(after: Position) -> str:
-    """Path of the file that nights write of what lies behind a position."""
+    """Return the path of the file that nights write for the events after a position."""
     return TakenFile(after).path
 
 
 def list_taken_files(store: ArtefactStore) -> list[TakenFile]:
-    """Files that count, in order; each ends where the next one begins."""
+    """Return the files that count, in order; each ends where the next one begins."""
     return [file for file, counts in _all_files(store) if counts]
 
 
 def superseded(store: ArtefactStore) -> list[TakenFile]:
-    """Files whose events a merged one has."""
+    """Return the files whose events a merged one has."""
     return [file for file, counts in _all_files(store) if not counts]
 
 
 def _all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
-    """Every file in order, and if it counts: where no longer one has its events."""
+    """Return every file in order, with whether it counts: no longer file has its events."""
     names = filter(None, map(_NAME.fullmatch, store.names(FOLDER)))
     files = sorted(
         (
@@ -126,13 +126,13 @@ def _all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
 
 
 def last_taken(store: ArtefactStore) -> Position:
-    """Position up to which the files have all events."""
+    """Return the position up to which the files have all events."""
     files = list_taken_files(store)
     return _end_of(store, files[-1]) if files else BEGINNING
 
 
 def to_bytes(rows: Iterable[tuple[Position, Event]], end_position: Position) -> bytes:
-    """File of some events, which ends at a position."""
+    """Encode events as a file that ends at a position."""
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for position, event in rows:
         is_whole = event.kind == "interaction"
@@ -148,20 +148,20 @@ def to_bytes(rows: Iterable[tuple[Position, Event]], end_position: Position) -> 
 
 
 def parquet(table: Any, end_position: Position) -> bytes:
-    """Bytes of a file with these rows."""
+    """Encode a table as a file that ends at a position."""
     buffer = io.BytesIO()
     pq.write_table(table.replace_schema_metadata({END_KEY: str(end_position).encode()}), buffer)
     return buffer.getvalue()
 
 
 def until_of(raw: bytes, path: str) -> Position:
-    """Position of a file's last event; raises CorruptArtefact for what is no such file."""
+    """Return the position of a file's last event; raise CorruptArtefact for another kind of file."""
     with _translate_damage(path):
         return Position.parse((pq.read_schema(io.BytesIO(raw)).metadata or {})[END_KEY])
 
 
 def table_of(raw: bytes, path: str) -> Any:
-    """Rows of a file; raises CorruptArtefact for what is no such file."""
+    """Return the rows of a file; raise CorruptArtefact for another kind of file."""
     with _translate_damage(path):
         return pq.read_table(io.BytesIO(raw))
 
@@ -184,9 +184,9 @@ def _end_of(store: ArtefactStore, file: TakenFile) -> Position:
 
 @dataclass(frozen=True, slots=True)
 class EventFiles:
-    """Files of events that a night reads behind the team's own, and the position that they go up to.
+    """Files of events that a night reads after the team's own, and the position of their end.
 
-    None of either where no events are taken in.
+    Without events neither.
     """
 
     files: tuple[SourceFile, ...] = ()
@@ -194,7 +194,7 @@ class EventFiles:
 
 
 def event_files(config: NightConfig, end_text: str | None = None) -> EventFiles:
-    """Files with all events up to a position (all files there are without one).
+    """Return the files with all events up to a position (by default all files).
 
     Raises ConfigError for a position at which no file ends.
     """
@@ -254,9 +254,9 @@ def _interactions(batch: Any) -> Interactions:
 
 
 class EventValues(NamedTuple):
-    """Values that events set for users and for items; the newest position counts, whatever a table says.
+    """Attribute values that events set for users and items; the newest position wins, also over a table's values.
 
-    Items that events `event_item_ids`, with features or a vector, get a row where no table has one.
+    Items in `event_item_ids`, which events brought with features or a vector, get a row if no table has one.
     """
 
     users: EntityValues = NO_VALUES
@@ -271,11 +271,11 @@ class EventValues(NamedTuple):
         attributes_by_kind: Mapping[EntityKind, Collection[str]],
         behind: int = 0,
     ) -> Self:
-        """Reads files of events, in the order of their positions, but for who was erased.
+        """Read files of events, in the order of their positions, without those of erased entities.
 
-        Values count that were set `behind` a position's number. Of the attributes those that are `attributes_by_kind`:
-        whatever else is sent takes no memory, nor anything's place. Raises SourceError naming a file that cannot be
-        read, CorruptArtefact for what is no event.
+        Only values set `behind` a position's number count, and only attributes in `attributes_by_kind`: other values
+        take no memory, and displace none. Raises SourceError naming a file that cannot be read, CorruptArtefact for a
+        malformed event.
         """
         attribute_events, event_item_ids = AttributeEvents(), set()
         for position, event in _read_value_events(files):
@@ -295,14 +295,14 @@ class EventValues(NamedTuple):
 
 
 def counted_behind(keep_values_days: float, cut_s: float) -> int:
-    """Number of the position behind which events set values that a night with this cut (Unix seconds) counts."""
+    """Return the position number after which values set by events count in a night with this cut (Unix seconds)."""
     return Position(max(0, int((cut_s - keep_values_days * 86_400) * 1000)), 0).number
 
 
 def brought_vectors(files: Sequence[SourceFile], behind: int = 0) -> dict[bytes, tuple[float, ...]]:
-    """Vectors that events `behind` a position brought along for items, the newest of each, in the order of the ids.
+    """Return vectors that events after a position brought for items, the newest of each, in the order of the ids.
 
-    Raises SourceError naming a file that cannot be read, CorruptArtefact for what is no event.
+    Raises SourceError naming a file that cannot be read, CorruptArtefact for a malformed event.
     """
     vector_by_item = {
         event.item: event.vector
@@ -313,7 +313,7 @@ def brought_vectors(files: Sequence[SourceFile], behind: int = 0) -> dict[bytes,
 
 
 def _read_value_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, Event]]:
-    """Events that are no interactions, in the order of their positions."""
+    """Yield the events that are no interactions, in the order of their positions."""
     for path in files:
         with reading(path), readable(path) as raw, pq.ParquetFile(raw) as file:
             for batch in file.iter_batches(BATCH_ROWS, columns=["position", "event"]):
@@ -328,7 +328,7 @@ def _read_value_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, 
 def _only_attributes(
     event: Event, attributes_by_kind: Mapping[EntityKind, Collection[str]]
 ) -> Event:
-    """The event with these values alone, features as attributes."""
+    """Return a copy of the event with only these attributes, features included."""
     kind = event.kind
     if kind == "interaction" or not (values := event.values):
         return event

@@ -43,7 +43,7 @@ def event_facts(build: Build, _reports: Sequence[Mapping[str, Any]]) -> dict[str
 
 
 def unlisted_in_words(begin_report: Mapping[str, Any], config: NightConfig) -> str:
-    """Line on items that are in no table, by the report of `begin`; empty where there is none."""
+    """Describe items that are in no table, from the report of `begin`; empty without any."""
     if not (items := begin_report.get("unlisted_items", 0)):
         return ""
     return (

@@ -43,7 +43,7 @@ def event_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def _position_text(position: str | None) -> str:
-    """Time that a position of an event tells, with the position; "none" before the first."""
+    """Format an event position with its time; "none" before the first."""
     event_position = BEGINNING if position is None else Position.parse(position)
     return (
         "none"

@@ -1,4 +1,4 @@
-"""Stores of all who read one stream of events, and the Redis that the stream lies in."""
+"""Connection to the Redis that holds the event stream."""
 
 from contextlib import AbstractContextManager
 
@@ -9,6 +9,6 @@ from precompute.config.settings import NightConfig
 
 
 def connect_events(config: NightConfig) -> AbstractContextManager["redis.Redis"]:
-    """A client of the Redis that events lie in."""
+    """Open a client of the Redis that holds the event stream."""
     variable = "LARDER_EVENTS_URL" if config.events_url else "REDIS_URL"
     return connect(config.events_redis, config.redis_timeout_s, variable)

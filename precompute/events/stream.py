@@ -1,4 +1,4 @@
-"""Stream of events at night: taken over into files, these merged and erased from, and the stream trimmed."""
+"""Event stream at night: taken over into files, which are merged and erased from, and trimmed."""
 
 import io
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -43,19 +43,19 @@ ENTRIES_AT_ONCE: Final = 1_000
 """Entries of a batch: a millisecond or two of Redis' time."""
 
 FILE_EVENTS: Final = 200_000
-"""Events of a file; what is more goes into another one."""
+"""Events of a file; further ones go into another file."""
 
 FILE_BYTES: Final = 64 << 20
-"""Bytes of events, as they lie in the stream, of a file."""
+"""Bytes of events, as stored in the stream, of a file."""
 
 FILES_MERGED: Final = 24
-"""Files that become one: a day of hourly nights. The night after that copies no partition, as its files are others."""
+"""Number of files merged into one: a day of hourly nights. The next night copies no partition, as its files differ."""
 
 MERGED_BYTES: Final = 32 << 20
-"""Bytes of files that become one; larger ones cost their rows, whoever reads them, and stay."""
+"""Bytes of files merged into one; larger ones, whose rows dominate the cost of reading, stay separate."""
 
 _GROUPS_PER_NIGHT: Final = 2
-"""Groups that a night looks at, the newest first: what is too large is not read again by each."""
+"""Groups that a night tries to merge, the newest first: a too large one is not read again by each night."""
 
 Entry = tuple[bytes, dict[bytes, bytes]]
 
@@ -70,7 +70,7 @@ class EventStores:
 
     @classmethod
     def of(cls, config: NightConfig) -> Self:
-        """Stores by the newest record of the experiments."""
+        """Open the stores of the newest record of the experiments."""
         config = config.of_events()
         own_store = config.store()
         named = latest_experiments(own_store).namespaces(config.namespace)
@@ -78,7 +78,7 @@ class EventStores:
         return cls(own_store, config.namespace, arms)
 
     def iter_generation_positions(self) -> Iterator[Position]:
-        """Positions that generations go up to; one that knows of no events of this stream asks for none."""
+        """Yield the positions up to which generations have events; ones without events of this stream have none."""
         for store in (self.home_store, *self.arms):
             for generation in filter(GENERATION.fullmatch, store.names("generations")):
                 end_text: str | None
@@ -109,9 +109,9 @@ class EventStores:
 
 
 class TakenEvents(NamedTuple):
-    """Events of the stream that are in files now: up to which position, and how many of them this time.
+    """Events of the stream taken into files: up to which position, and how many of them this time.
 
-    `left_out` are those of who was erased, `unreadable` what is no event.
+    `left_out` counts those of erased entities, `unreadable` entries that are no events.
     """
 
     until_position: Position
@@ -127,9 +127,9 @@ def take_events(
     *,
     erased: ErasedEntities = NO_ERASURES,
 ) -> TakenEvents:
-    """Write what the stream has now, behind what the files have, as further files.
+    """Write the events of the stream that the files lack as further files.
 
-    Safe to repeat after a crash anywhere, and side by side with another: a file that another one wrote stands.
+    Safe to repeat after a crash anywhere, and concurrently with another process, whose files are kept.
     """
     last = read_newest_id(client, keys.events)
     taken_events = TakenEvents(last_taken(store))
@@ -165,7 +165,7 @@ def _read_stream(
     end_position: Position,
     erased: ErasedEntities,
 ) -> _StreamRead:
-    """Events behind `after` up to `end_position`, or as many as a file takes."""
+    """Read events after `after` up to `end_position`, or as many as fit a file."""
     rows: list[tuple[Position, Event]] = []
     left_out = unreadable = size_bytes = 0
     while len(rows) < FILE_EVENTS and size_bytes < FILE_BYTES:
@@ -188,12 +188,13 @@ def _read_stream(
 
 
 def merge_files(stores: EventStores) -> int:
-    """Merge old files that no night wrote merged, `FILES_MERGED` of them into one; how many became others.
+    """Merge old unmerged files, `FILES_MERGED` of them into one; return how many were merged.
 
-    A merged file's name tells both its ends: from the moment it is there, those within count no more, and are removed.
-    Of those alone that lie before every generation in the stores: up to where any has events a file has to end. None
-    while one is in the making: its retry finds its work by its files. Safe to repeat after a crash anywhere, and side
-    by side with another: groups follow from the names of files, so both make the same. Who is erased is left out.
+    A merged file's name has both its ends: from the moment it exists, the files within count no more, and are
+    removed. Only files before every generation in the stores are merged: a file has to end where any generation's
+    events do. None is merged while a generation is in the making: its retry finds its work by its files. Safe to
+    repeat after a crash anywhere, and concurrently: groups follow from the names of files, so all hosts make the
+    same. Erased entities are left out.
     """
     merged_count, store = 0, stores.home_store
     if not stores.is_any_in_the_making():
@@ -211,9 +212,9 @@ def merge_files(stores: EventStores) -> int:
 
 
 def _mergeable_groups(stores: EventStores) -> list[list[TakenFile]]:
-    """Consecutive files that may become one, by position.
+    """Return groups of consecutive files that may be merged, by position.
 
-    Counted from where a merged file ends, so that everybody finds the same; never with the newest file, which says
+    Counted from where a merged file ends, so that all hosts find the same; never with the newest file, which says
     where the next begins.
     """
     if (bound := min(stores.iter_generation_positions(), default=None)) is None:
@@ -234,7 +235,7 @@ def _mergeable_groups(stores: EventStores) -> list[list[TakenFile]]:
 def _merge_group(
     store: ArtefactStore, files: Sequence[TakenFile], erased: ErasedEntities
 ) -> tuple[TakenFile, bytes] | None:
-    """The file that others become, and its bytes; None where they are too large, or another one merges them."""
+    """Merge files; return the new file and its bytes, None if they are too large, or another host merges them."""
     raws, size_bytes = [], 0
     for file in files:
         raw = store.read(file.path)
@@ -255,8 +256,8 @@ def _merge_group(
 def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
     """Remove the events of erased entities, from the stream first: a night that takes it over leaves them out.
 
-    Also where no events are taken in any more, or another namespace's count: what came before may lie there still.
-    Never those of the other one, whose erasures are its own.
+    Also if no events are taken in any more, or another namespace's are used: earlier events may still be stored there.
+    Never those of the other namespace, whose erasures are its own.
     """
     erased, store = ErasedEntities.of(erasures), config.store()
     if config.events.enabled or config.events_url or list_taken_files(store):
@@ -266,9 +267,9 @@ def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
 
 
 def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased: ErasedEntities) -> int:
-    """Remove entries of the stream, of the inbox, and of what was rejected, that name somebody; how many.
+    """Remove entries of erased entities from the stream, the inbox, and the rejected events; return the number.
 
-    Also what is no event. Who takes an entry out of the inbox meanwhile refuses it: by then the blocklist has them.
+    Also unreadable entries. A service that takes an entry out of the inbox meanwhile refuses it by its blocklist.
     """
     removed_count, streams = (
         0,
@@ -288,7 +289,7 @@ def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased: ErasedEntiti
 
 
 def _names_erased(fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
-    """True if an entry is of an erased entity; one without an event may be, whoever reads it."""
+    """True if an entry is of an erased entity, or is unreadable and so may be."""
     try:
         event = event_of_entry(fields)
     except CorruptArtefact:
@@ -318,11 +319,11 @@ def forget_in_files(
     newest_alone: bool = False,
     keep_superseded: bool = False,
 ) -> int:
-    """Write the files that name somebody again, without, until nobody else was erased meanwhile; how many writes.
+    """Rewrite the files that name erased entities until no new erasure came meanwhile; return the number of writes.
 
-    Of two hosts that write one file at a time the later brings those back whom only the other one left out; whom that
-    was, it sees by looking at all erasures behind its own writing. Files that a merged one has the events of go, unless
-    a night reads them (`keep_superseded`).
+    If two hosts write a file at a time, the later one brings back the entities that only the other left out; it finds
+    them by reading all erasures again after writing. Superseded files are removed, unless a night reads them
+    (`keep_superseded`).
     """
     write_count, applied_erased = 0, None
     while erased != applied_erased:
@@ -355,7 +356,7 @@ def _write_without(store: ArtefactStore, erased: ErasedEntities, files: Sequence
 
 
 def without_erased(table: Any, erased: ErasedEntities) -> Any:
-    """Rows of a file that name nobody who was erased."""
+    """Return the rows of a file that name no erased entity."""
     stays = pc.and_(_stays(table, "user", erased.users), _stays(table, "item", erased.items))
     return table.filter(stays)
 
@@ -368,10 +369,10 @@ def _stays(table: Any, column: str, without: Collection[bytes]) -> Any:
 def trim_stream(
     stores: EventStores, client: "redis.Redis", keys: Keyspace, *, keep_s: float, stream_bytes: int
 ) -> int:
-    """Remove events that files have, that all generations in the stores have, and that are older than `keep_s`.
+    """Remove events that files and all generations in the stores have, and that are older than `keep_s`.
 
-    Returns how many. What cannot be told keeps all of them. A stream that takes more than half of its `stream_bytes`
-    keeps none for their age: once it is full, it refuses all that is new.
+    Returns how many. If that is uncertain, all are kept. In a stream of more than half of `stream_bytes` age does not
+    count: a full stream refuses all new events.
     """
     bounds = [last_taken(stores.home_store), *stores.iter_generation_positions()]
     if int(client.memory_usage(keys.events) or 0) <= stream_bytes // 2:
@@ -404,13 +405,13 @@ def trim_in_night(
 def read_entries(
     client: "redis.Redis", stream: str, *, behind: str | None = None, end_id: str = "+"
 ) -> list[Entry]:
-    """The next entries behind a position (from the first one on without), up to another; none at the end."""
+    """Return the next entries after a position (by default from the first), up to another; none at the end."""
     first = "-" if behind is None else f"({behind}"
     reply = client.xrange(stream, first, end_id, count=ENTRIES_AT_ONCE)
     return cast(list[Entry], reply)
 
 
 def read_newest_id(client: "redis.Redis", stream: str) -> bytes | None:
-    """Position of the newest entry, None of an empty stream."""
+    """Return the id of the newest entry, None of an empty stream."""
     last_entries = cast(list[Entry], client.xrevrange(stream, count=1))
     return last_entries[0][0] if last_entries else None

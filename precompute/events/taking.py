@@ -22,11 +22,11 @@ from precompute.sources.files import all_files, pin
 
 @writes_files
 def run(config: NightConfig) -> Step:
-    """Write the stream's new events into the store; how many, and the position up to which the files have all.
+    """Write the stream's new events into the store; return their number, and the position up to which files have all.
 
-    Nights of an arm write what the control's have not written yet into the files that both read.
+    Nights of an arm write events that the control's have not written yet into the files that both read.
 
-    Raises TierUnavailable where the Redis of events does not answer: a night never goes on without them unasked.
+    Raises TierUnavailable if the Redis of events does not answer: a night never goes on without them unasked.
     """
     if not config.events.enabled:
         raise ConfigError(

@@ -20,16 +20,16 @@ from precompute.partitions.grouping import sort_unique
 from precompute.scoring.pages import GrowingFile, PageFile, describe_pages
 
 VALUES_MAX: Final = 1_000_000
-"""Values of an attribute that may be a facet."""
+"""Largest number of values of a facet's attribute."""
 _AT_ONCE: Final = 4_096
 
 
 def write_facets(
     build: Build, attributes: Mapping[str, Any], items: ItemTable, scores: NDArray[np.float32]
 ) -> dict[str, Any]:
-    """Write and hand over the table of each facet, by `scores` float32 [items], ties by ordinal.
+    """Write and publish the table of each facet, by `scores` float32 [items], ties by ordinal.
 
-    Returns `facets` as part of a step's report, where there are any: the seed, directory and pages of each. Raises
+    Returns `facets` for a step's report, if there are any: the seed, directory and pages of each. Raises
     ConfigError for an attribute of more than a million values.
     """
     facets = build.config.facets
@@ -48,7 +48,7 @@ def write_facets(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttributeValues:
-    """Values of an attribute: their ids, and of each the items that have it, best first, between `starts`."""
+    """Values of an attribute: their ids, and the items with each value, best first, between `starts`."""
 
     ids: list[bytes]
     starts: NDArray[np.int64]
@@ -56,7 +56,7 @@ class AttributeValues:
 
     @classmethod
     def of(cls, name: str, column: AttributeColumn, score_ranks: NDArray[np.int64]) -> Self:
-        """All values of a column of texts; `score_ranks` is that of each item in the order by score."""
+        """Build from a column of texts; `score_ranks` is each item's rank by score."""
         names = column.names
         assert names is not None  # noqa: S101 - facets of other kinds were refused
         if len(names) > VALUES_MAX:
@@ -81,7 +81,7 @@ class AttributeValues:
         return cls(ids, starts, owners.astype(np.uint32))
 
     def lists(self, rows: NDArray[np.int64], k: int) -> NDArray[np.uint32]:
-        """Ordinals uint32 [rows, k] of the best with each value, NO_ITEM where there are fewer."""
+        """Return ordinals uint32 [rows, k] of the best items with each value, padded with NO_ITEM."""
         owner_indexes = self.starts[rows][:, None] + np.arange(k)
         is_one = owner_indexes < self.starts[rows + 1][:, None]
         return np.where(is_one, self.owners[np.where(is_one, owner_indexes, 0)], NO_ITEM)

@@ -1,4 +1,4 @@
-"""Gates: what a generation must prove before it may be published.
+"""Gates: the proofs that a generation needs before it may be published.
 
-The rules lie in `rules`, what they look at in `evidence`. Start at `judge`.
+The rules are in `rules`, their evidence in `evidence`. Start at `judge`.
 """

@@ -135,7 +135,7 @@ LIVE_FILES: Final = "live_files"
 """The rule that the live generation's own manifest is there to be compared with."""
 
 INTEGRITY: Final = frozenset(gate.rule for gate in GATES if gate.is_integrity) | {FILES, OPENS}
-"""Rules on what is simply wrong: nobody may wave it through."""
+"""Rules that detect invalid data, which cannot be overridden."""
 
 UNANSWERED: Final = (
     redis.exceptions.RedisError,
@@ -148,7 +148,7 @@ UNANSWERED: Final = (
 """Errors of Redis, the store, a disk or this host when they do not answer; they say nothing of the generation."""
 
 OVERRIDABLE: Final = frozenset(gate.rule for gate in GATES if not gate.is_integrity) | {LIVE_FILES}
-"""Rules on what is unusual: a person may know why it is right."""
+"""Rules that detect unusual data: a person may know why it is right."""
 
 NO_ERROR: Final = "no error"
 """Threshold of a gate that failed by an error of Larder's own, which is its value."""
@@ -214,9 +214,9 @@ def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
 
 
 def run_within(rule: str, judge: Callable[[], Measurement], timeout_s: float) -> Verdict:
-    """The verdict of `judge`, or one that failed under this rule when it raises an error of Larder's own.
+    """Return the verdict of `judge`, or a failed one under this rule if it raises one of Larder's own errors.
 
-    Raises NotJudged when its time is over, or when what it asked did not answer; GateRaised for any other error.
+    Raises NotJudged when its time is over, or when a dependency did not answer; GateRaised for any other error.
     """
     if timeout_s <= 0:
         raise _not_judged(rule, "the time for all gates was over before it")
@@ -291,7 +291,7 @@ def _not_judged(rule: str, reason: str) -> NotJudged:
 
 
 def asked_of(manifest: Manifest) -> tuple[Gate, ...]:
-    """The rules of GATES that have something to ask: without interactions not those on what users did since."""
+    """Return the gates that apply to a generation: without interactions, not those that compare answers with them."""
     if not manifest.facts.get(WITHOUT_INTERACTIONS):
         return GATES
     return tuple(gate for gate in GATES if not gate.wants_interactions)
@@ -327,7 +327,7 @@ class GateConnections:
         self.pools: list[GateConnectionPool] = []
 
     def end(self) -> None:
-        """Close what is open and open nothing more."""
+        """Close all connections and open no more."""
         self.is_over = True
         for pool in tuple(self.pools):
             pool.disconnect(inuse_connections=True)

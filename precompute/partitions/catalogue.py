@@ -92,7 +92,7 @@ def write_catalogue(
     event_item_ids: Collection[bytes] = (),
     unusable: UnusableRows | None = None,
 ) -> dict[str, Any]:
-    """Write ids, offsets, model indices and the item directory; returns seed, counts and what was left out.
+    """Write ids, offsets, model indices and the item directory; return the seed and counts, also of items left out.
 
     The items are those of the feature table if there is one, with those that events `event_item_ids`, else the
     bundle's. An item that the models cannot answer for (not in their vocabulary, where they want an index; or among

@@ -1,8 +1,8 @@
-"""Digests of inputs: 64 bits for what a model, and the list beside it, sees of one user or one item.
+"""Digests of inputs: 64 bits for the data that a model, and its list, use of one user or item.
 
 Two inputs that differ have one digest with a chance of 2**-64: numbers are mixed by the finalizer of SplitMix64
 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), texts by xxh3, and the parts of a row are
-added after each was mixed with its place.
+added after each was mixed with its position.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _STEPS = (
 
 
 def mixed(numbers: Digests) -> Digests:
-    """Each number spread over all 64 bits."""
+    """Return each number mixed over all 64 bits."""
     mixed_numbers = numbers + _GOLDEN
     for shift, factor in _STEPS:
         mixed_numbers = (mixed_numbers ^ (mixed_numbers >> shift)) * factor
@@ -38,7 +38,7 @@ def mixed(numbers: Digests) -> Digests:
 
 
 def of_rows(values: Digests, starts: NDArray[np.int64]) -> Digests:
-    """Digests [rows] of rows of values in their order, row i being `values[starts[i]:starts[i + 1]]`."""
+    """Return digests [rows] of rows of values in order, row i being `values[starts[i]:starts[i + 1]]`."""
     lengths = np.diff(starts)
     if not len(lengths):
         return np.empty(0, np.uint64)
@@ -50,7 +50,7 @@ def of_rows(values: Digests, starts: NDArray[np.int64]) -> Digests:
 
 
 def of_column(column: Any) -> Digests:
-    """Digests [rows] of an Arrow array of texts, numbers, times, truths, or lists of these; null is a value."""
+    """Return digests [rows] of an Arrow array of texts, numbers, times, booleans, or lists of them; null is a value."""
     if isinstance(column, pa.ChunkedArray):
         return np.concatenate([np.empty(0, np.uint64), *map(of_column, column.chunks)])
     kind = column.type
@@ -75,7 +75,7 @@ def of_column(column: Any) -> Digests:
 
 
 def of_columns(columns: Mapping[str, Any], count: int) -> Digests:
-    """Digests [count] of the rows of named columns, whatever their order."""
+    """Return digests [count] of the rows of named columns, independent of the columns' order."""
     digests = np.zeros(count, np.uint64)
     for name, column in columns.items():
         (named,) = text_hashes(pa.array([name]), 0)
@@ -84,9 +84,9 @@ def of_columns(columns: Mapping[str, Any], count: int) -> Digests:
 
 
 def of_users(entities: ShardInput, items: Digests) -> Digests:
-    """Digests [entities] of what a night sees of each: id, the whole history by the items' hashes, features, vector.
+    """Return digests [entities] of a night's data on each: id, the history by the items' hashes, features, vector.
 
-    Where it publishes the times of histories, these too: who is copied has them as whoever is computed.
+    If the night publishes the times of histories, these too: copied and computed users have the same ones.
     """
     digests = of_rows(items[entities.ordinals], entities.indptr)
     digests ^= mixed(text_hashes(entities.ids, FINGERPRINT_SEED))

@@ -22,7 +22,7 @@ def no_further(_first_file: int, _unusable: UnusableRows) -> Iterator[Interactio
 
 
 class NightValues(NamedTuple):
-    """Values that events set, as a night takes them over: models' inputs, and `attributes` of items for filters.
+    """Values that events set, as a night uses them: models' inputs, and `attributes` of items for filters.
 
     `event_item_ids` are items that events made answerable, `unlisted` those of them that are in no table of the team's;
     `users_digest` is that of the users' values.

@@ -59,9 +59,9 @@ def sort_unique(hashes: NDArray[np.uint64]) -> NDArray[np.int64] | None:
 def by_time(
     users: NDArray[np.int64], times: NDArray[np.int64], positions: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Order that `np.lexsort((times, users))` gives: the users are numbered, for which numpy has a radix sort.
+    """Return the order of `np.lexsort((times, users))`: the users are numbered, for which numpy has a radix sort.
 
-    Rows of one time are in the order of their positions, where they have any: the team's first, whatever came later.
+    Rows of one time are in the order of their positions, if they have any: the team's come first, then events.
     """
     if positions is None or not positions.any():
         order = np.argsort(times, kind="stable")
@@ -99,7 +99,7 @@ def last_occurrence_mask(
 
 
 def first_rows(hashes: NDArray[np.uint64], table: Any) -> NDArray[np.int64]:
-    """The first row of each of the sorted hashes in a table, -1 for who has none."""
+    """Return the first row of each of the sorted hashes in a table, -1 for a hash without one."""
     positions = places_of(hashes, np.asarray(table.column(HASH)))
     rows = np.full(len(hashes), -1)
     rows[positions[::-1]] = np.arange(len(positions))[::-1]

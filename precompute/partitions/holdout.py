@@ -1,4 +1,4 @@
-"""Interactions newer than the cut, of a bounded sample of users: what a night could not know, to be judged by."""
+"""Holdout: interactions after the cut, of a bounded sample of users, which the night is judged by."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,20 +17,20 @@ ITEMS_MAX: Final = 50
 
 
 class Holdout:
-    """Collects what lies beyond the cut; of many users those with the smallest fingerprints, so any order does."""
+    """Collector of interactions after the cut; keeps users with the smallest fingerprints, independent of row order."""
 
     def __init__(self, users_max: int = USERS_MAX) -> None:
         self._users_max = users_max
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was taken in: the sources are read again."""
+        """Forget all interactions, because the sources are read again."""
         self._below = 2**64
         self._fingerprint_by_user: dict[str, int] = {}
         self._items: dict[str, dict[str, None]] = {}
 
     def add(self, late: Interactions) -> None:
-        """Take in a batch of interactions at or after the cut."""
+        """Add a batch of interactions at or after the cut."""
         names: list[str] = late.users.names.to_pylist()
         user_fingerprints = fingerprints(late.users.raws()).tolist()
         is_sampled = np.array(
@@ -59,7 +59,7 @@ class Holdout:
             self._below = self._fingerprint_by_user[sampled_users[-1]] + 1
 
     def write(self, root: Path) -> str:
-        """The file under a generation's folder, written also when it holds nothing: then that is known."""
+        """Write the file in a generation's folder, even if it is empty, which is then known; return its path."""
         self._trim()
         data = {name: list(items) for name, items in self._items.items()}
         write_atomically(root / FILE, orjson.dumps(data))
@@ -67,6 +67,6 @@ class Holdout:
 
 
 def read_holdout(root: Path) -> Mapping[str, list[str]]:
-    """User -> items; raises FileNotFoundError when the night kept none."""
+    """Read user -> items; raise FileNotFoundError if the night kept none."""
     items_by_user: Any = orjson.loads((root / FILE).read_bytes())
     return dict(items_by_user)

@@ -1,4 +1,4 @@
-"""Partition: one pass over the sources that puts every entity's rows into the file of its hash shard."""
+"""Partition: one pass over the sources that writes every entity's rows into the file of its hash shard."""
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -68,7 +68,7 @@ POPULARITY = "work/popularity.i64"
 """Number of interactions with each item, int64 [items]."""
 
 UNKNOWN_ITEMS = "work/unknown_items.u64"
-"""Hashes of the item ids that interactions named and the catalogue did not have, sorted uint64."""
+"""Sorted uint64 hashes of the item ids in interactions that the catalogue lacks."""
 
 UNKNOWN_ITEMS_SEED = 0
 """Seed of these hashes."""
@@ -77,7 +77,7 @@ COUNTED_AT_ONCE = 2
 """Shards whose entities are counted at once: each takes COUNTED_ROWS of memory."""
 
 FILES_AT_ONCE = 2
-"""Files of each shard that are written at the same time: rows and ids (and who is touched)."""
+"""Files of each shard open for writing at the same time: rows and ids (and touched users)."""
 
 _ROWS = pa.schema([(HASH, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
 _PLACED_ROWS = _ROWS.append(pa.field(POSITION, pa.int64()))
@@ -86,7 +86,7 @@ _TOUCHED = pa.schema([(HASH, pa.uint64())])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InteractionCounts:
-    """Counts of interactions: all before the cut, those with unknown items, those of each item; and those after it.
+    """Counts of interactions: all before the cut, those with unknown items, those of each item, and those after it.
 
     `unknown` are the hashes of the unknown items' ids, sorted. `rows` are None where an older release counted none.
     """
@@ -101,15 +101,15 @@ class InteractionCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartitionResult:
-    """Result of the pass: its seed, counts of what it saw, and the rows that cannot be used."""
+    """Result of the pass: its seed, its counts, and the unusable rows."""
 
     seed: int
     users: int
     featured: int
-    """Users among these whom the feature table alone names."""
+    """Users among these that only the feature table names."""
     interaction_counts: InteractionCounts
     unusable: Mapping[str, Any]
-    """By source, as `Unusable.to_json` has it."""
+    """Unusable rows by source, in the form of `UnusableRows.to_json`."""
     took_over: bool
 
 
@@ -117,8 +117,8 @@ class PartitionResult:
 class EarlierPartition:
     """Partition of an earlier night, made of the first `files` of the team's interactions and `event_files` of events.
 
-    `new_ordinals` int64 [its items] are their ordinals now, -1 for one that is gone, None where all stayed;
-    `lost_item_hashes` are hashes of the ids of those. The counts, and `unusable` by source, are of its rows.
+    `new_ordinals` int64 [its items] are their ordinals now, -1 for a removed item, None if all stayed;
+    `lost_item_hashes` are hashes of the removed items' ids. The counts, and `unusable` by source, are of its rows.
     """
 
     folder: Path
@@ -135,7 +135,7 @@ class EarlierPartition:
     row_counts: RowCounts | None = None
 
     def rows(self, shard: int) -> Iterator[tuple[Any, NDArray[np.uint64]]]:
-        """Batches of a shard's rows as this night numbers the items, with the users who lost one."""
+        """Yield batches of a shard's rows with this night's ordinals, and the users who lost an item."""
         (path,) = shard_paths(self.folder, shard, ("rows",))
         for batch in read_batches(path):
             if self.new_ordinals is None:
@@ -151,12 +151,12 @@ class EarlierPartition:
             yield pa.record_batch(columns, schema=batch.schema), np.unique(affected_hashes)
 
     def batches(self, shard: int, kind: str) -> Iterator[Any]:
-        """Batches of another file of a shard, as they are."""
+        """Yield batches of another file of a shard, unchanged."""
         (path,) = shard_paths(self.folder, shard, (kind,))
         yield from read_batches(path)
 
     def remap_counts(self, items: int) -> tuple[NDArray[np.int64], int, NDArray[np.uint64]]:
-        """(popularity int64 [items], rows without a known item, ids of unknown items): all as it is now."""
+        """Return (popularity int64 [items], rows without a known item, hashes of unknown ids), all for this night."""
         if self.new_ordinals is None:
             return self.popularity.copy(), self.unknown_items, self.unknown
         popularity = np.zeros(items, np.int64)
@@ -172,7 +172,7 @@ class EarlierPartition:
     def take_over(
         self, shards: int, folder: Path, rows: ShardFiles, ids: ShardFiles, touched: ShardFiles
     ) -> None:
-        """Puts its rows, ids and whatever else it has into the files of this night's partition."""
+        """Copy its rows, ids and other files into the files of this night's partition."""
         for shard in range(shards):
             for batch, affected_hashes in self.rows(shard):
                 rows.extend(shard, [batch])
@@ -201,7 +201,7 @@ def partition_files(begin_report: Mapping[str, Any], shards: int) -> list[str]:
 
 
 class UserCounts(NamedTuple):
-    """Users that the sources of a shard name, and how many of these the feature table alone does."""
+    """Counts of a shard's users in the sources, and of those that only the feature table names."""
 
     named: int
     featured: int
@@ -385,9 +385,9 @@ def _shard_files(folder: Path, kind: str, shards: int, schema: Any) -> ShardFile
 def _count_users(
     folder: Path, shard: int, shards: int, unusable: UnusableRows, set_by_events: NDArray[np.uint64]
 ) -> UserCounts | None:
-    """The entities of a shard, None when two share a hash; who comes twice in a table is noted.
+    """Count the entities of a shard, None if two share a hash; note repeated entities of a table.
 
-    Not those whose values are `set_by_events`, by their sorted hashes, where features alone name them.
+    Not those in `set_by_events` (sorted hashes) that only features name.
     """
     with scratch_folder(folder) as scratch:
         kinds = naming(kinds_in(folder, shard))
@@ -409,7 +409,7 @@ def _count_users(
 
 
 def _note_again(source: str, table: Any, unusable: UnusableRows) -> None:
-    """Rows of users that an earlier row named: the first one counts."""
+    """Note rows of users that an earlier row named: the first one counts."""
     hashes = np.asarray(table.column(HASH))
     order = np.argsort(hashes, kind="stable")
     placed = hashes[order]
@@ -422,7 +422,7 @@ def _note_again(source: str, table: Any, unusable: UnusableRows) -> None:
 
 
 def write_counts(root: Path, interaction_counts: InteractionCounts) -> list[str]:
-    """Counts of interactions by item, and which unknown ones there were, for a night that takes this one over."""
+    """Write counts of interactions by item, and the unknown items, for a night that takes this partition over."""
     write_atomically(root / POPULARITY, interaction_counts.popularity.astype("<i8").tobytes())
     write_atomically(root / UNKNOWN_ITEMS, interaction_counts.unknown.astype("<u8").tobytes())
     return [POPULARITY, UNKNOWN_ITEMS]

@@ -1,4 +1,4 @@
-"""The partition on disk: one Arrow stream per hash range."""
+"""Partition on disk: one Arrow stream per hash range."""
 
 import os
 import resource
@@ -16,42 +16,42 @@ from cache.errors import ConfigError
 from cache.store.artefacts import sync_folder
 
 KINDS = ("rows", "ids", "features")
-"""Kinds of files: what users did, their ids once for every batch of the sources, their features; all with a HASH."""
+"""Kinds of files, each with a HASH: interactions, users' ids once per batch of the sources, and features."""
 
 PARTITION = "work/partition"
-"""Folder of the partition in that of its generation."""
+"""Folder of the partition in the generation's folder."""
 
 USER_VECTORS = "vectors"
-"""Kind of file that a partition has where the night is given vectors of users."""
+"""Kind of file of a partition with vectors of users."""
 
 TOUCHED = "touched"
-"""Kind of file that a partition has which took an earlier one over: hashes of users of whom it knows more, or less."""
+"""Kind of file of a partition that took an earlier one over: hashes of users whose inputs differ from then."""
 
 SPARE_FILES = 512
-"""Descriptors left for all else: sources, artefacts, Redis, libraries."""
+"""Descriptors for all other uses: sources, artefacts, Redis, libraries."""
 
 OPEN_MAX = 1 << 20
 
 SHARD_RANGES = 256
-"""Hash ranges in whose order the rows of a shard's batches lie, at most: a slice is then a piece of each batch."""
+"""Most hash ranges in whose order the rows of a shard's batches are: a slice is then a piece of each batch."""
 
 RANGES_MAX = 1 << 16
-"""Hash ranges of all shards, at most: their numbers are uint16, for which numpy has a radix sort."""
+"""Most hash ranges of all shards: their numbers are uint16, for which numpy has a radix sort."""
 
 HASH = "xxh3(user)"
-"""The column that says whose a row is: the user's hash under the partition's seed."""
+"""Column with the hash of a row's user under the partition's seed."""
 
 POSITION = "position"
-"""The column of rows, where events are taken in, that says which event it was; 0 for a row of the team's own files."""
+"""Column of rows with the position of their event, if events are taken in; 0 for a row of the team's own files."""
 
 
 def first_hash(shard: int, shards: int) -> int:
-    """First hash of a shard's range of the 64-bit hash."""
+    """Return the first hash of a shard's range of the 64-bit hash."""
     return -((-shard << 64) // shards)
 
 
 def shard_of(hashes: NDArray[np.uint64], shards: int) -> NDArray[np.int64]:
-    """int64[n]: the shard whose range holds each hash."""
+    """Return int64[n], the shard whose range holds each hash."""
     firsts = np.array([first_hash(shard, shards) for shard in range(shards)], np.uint64)
     # The upper half of a hash names its range, or the one before it: no search, however many ranges there are.
     guessed_shards = ((hashes >> np.uint64(32)) * np.uint64(shards) >> np.uint64(32)).astype(
@@ -62,57 +62,57 @@ def shard_of(hashes: NDArray[np.uint64], shards: int) -> NDArray[np.int64]:
 
 
 def ranges_of_a_shard(shards: int) -> int:
-    """Number of hash ranges of each shard in whose order its rows lie, batch by batch: a power of two."""
+    """Return the number of hash ranges that order each shard's batches, a power of two."""
     range_limit = max(1, min(SHARD_RANGES, RANGES_MAX // max(1, shards)))
     return 1 << (range_limit.bit_length() - 1)
 
 
 def range_of(hashes: NDArray[np.uint64], shards: int) -> NDArray[np.uint16]:
-    """uint16[n]: the hash range that holds each hash, `ranges_of_a_shard` of which are a shard's."""
+    """Return uint16[n], the hash range of each hash; `ranges_of_a_shard` of them form a shard."""
     return shard_of(hashes, shards * ranges_of_a_shard(shards)).astype(np.uint16)
 
 
 def shard_paths(folder: Path, shard: int, kinds: Sequence[str] = KINDS) -> list[Path]:
-    """A shard's files of these kinds, in their order."""
+    """Return the paths of a shard's files of these kinds, in their order."""
     return [folder / f"{shard:04d}.{kind}" for kind in kinds]
 
 
 def kinds_of(begin_report: Mapping[str, Any]) -> tuple[str, ...]:
-    """Kinds of files of a partition, by the report of `begin`."""
+    """Return the kinds of files of a partition, from the report of `begin`."""
     return (*KINDS, USER_VECTORS) if begin_report.get("user_vectors") else KINDS
 
 
 def kinds_in(folder: Path, shard: int) -> tuple[str, ...]:
-    """Kinds of files that a shard has here."""
+    """Return the kinds of files that a shard has here."""
     return kinds_of({"user_vectors": shard_paths(folder, shard, (USER_VECTORS,))[0].exists()})
 
 
 def naming(kinds: Sequence[str]) -> tuple[str, ...]:
-    """The kinds that say which users there are: all but what they did."""
+    """Return the kinds that identify users: all but their interactions."""
     return tuple(kinds[1:])
 
 
 def read_stream(path: Path) -> Any:
-    """The Arrow table of a file; its columns stay where they are mapped."""
+    """Read the Arrow table of a file; its columns stay memory-mapped."""
     with pa.memory_map(str(path)) as source:
         return pa.ipc.open_stream(source).read_all()
 
 
 def read_batches(path: Path, *, fields: Sequence[int] | None = None) -> Iterator[Any]:
-    """The Arrow batches of a file, one in memory at a time; `fields` names the columns that are wanted, by place."""
+    """Yield the Arrow batches of a file, one in memory at a time; `fields` selects columns by index."""
     options = pa.ipc.IpcReadOptions(included_fields=None if fields is None else list(fields))
     with pa.OSFile(str(path)) as source:  # a map would count as ours, once it is read
         yield from pa.ipc.open_stream(source, options=options)
 
 
 def count_rows(path: Path) -> int:
-    """Number of rows that a file holds; none of them is read."""
+    """Return the number of rows of a file without reading them."""
     with pa.memory_map(str(path)) as source:
         return sum(batch.num_rows for batch in pa.ipc.open_stream(source))
 
 
 def allow_files(count: int) -> None:
-    """Raise the limit so that so many files beside SPARE_FILES may be open; ConfigError where it cannot."""
+    """Raise the limit so that `count` + SPARE_FILES files may be open; raise ConfigError if that is not allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed_descriptors, descriptor_limit = (
         count + SPARE_FILES,
@@ -130,14 +130,14 @@ def allow_files(count: int) -> None:
 
 
 class ShardFiles:
-    """Arrow streams, one per hash range, written beside and renamed when all are whole."""
+    """Writer of Arrow streams, one per hash range, to drafts that are renamed when all are complete."""
 
     def __init__(
         self, paths: Sequence[Path], schema: Any, *, lasting: bool = True, ranges: int = 1
     ) -> None:
-        """`lasting`: on disk before they have their names, since a stream that was cut reads like a whole one.
+        """Open the drafts; each file holds so many consecutive `ranges` of hashes.
 
-        Each file holds so many consecutive `ranges` of hashes.
+        `lasting`: sync files to disk before renaming, since a truncated stream reads like a complete one.
         """
         self._paths, self._lasting, self._ranges = paths, lasting, ranges
         # Names of its own: a task that was given up on may still be writing while its retry runs.
@@ -154,7 +154,7 @@ class ShardFiles:
         return self
 
     def write(self, table: Any, numbers: NDArray[np.integer]) -> None:
-        """Each row of `table` into the file of the hash range whose number it has; rows of one range keep their order.
+        """Write each row of `table` to the file of its range number; rows of one range keep their order.
 
         Rows of numbers that have no file are left out.
         """
@@ -171,7 +171,7 @@ class ShardFiles:
                 writer.write_table(sorted_rows.slice(start, end - start))
 
     def extend(self, number: int, batches: Iterable[Any]) -> None:
-        """All rows of Arrow batches into the file of this number."""
+        """Append all rows of Arrow batches to the file of this number."""
         for batch in batches:
             self._writers[number].write_batch(batch)
 

@@ -44,13 +44,13 @@ from precompute.sources.columns import Ids, hashes_of_texts
 Hasher = Callable[[Sequence[bytes], int], NDArray[np.uint64]]
 
 SLICE_ROWS = 1 << 20
-"""Rows grouped at once: some 150 MB of memory while it lasts."""
+"""Rows grouped at once: some 150 MB of memory meanwhile."""
 
 SLICE_BYTES = 256 << 20
-"""Bytes of a shard's files that are grouped at once: what bounds a slice of users with many features."""
+"""Bytes of a shard's files grouped at once, which bounds a slice of users with many features."""
 
 PIECE_ROWS = 1 << 17
-"""Rows of a shard that are grouped in one go: the columns, and what sorts them, stay in a core's caches."""
+"""Rows of a shard grouped in one piece: the columns, and their sort, stay in a core's caches."""
 
 PIECE_OF_A_BATCH_ROWS = 512
 """Rows that a piece takes of each batch, on average at least: below it, handling them costs more than their sort."""
@@ -76,8 +76,8 @@ class Slices:
 class ShardInput:
     """Entities in hash order; `ordinals[indptr[i]:indptr[i + 1]]` is entity i's history, oldest first.
 
-    Their ids are Arrow strings in one piece, so that nothing is done for each of millions in Python. Of a history
-    there is all, so that nothing of it comes back into a list; models are given the newest `history_limit` items.
+    Their ids are Arrow strings in one array, so that Python handles none of the millions singly. The history is
+    complete, so that no item of it is recommended again; models are given the newest `history_limit` items.
     """
 
     ids: Any
@@ -87,14 +87,14 @@ class ShardInput:
     features: dict[str, Any]
     history_limit: int = sys.maxsize
     vectors: NDArray[np.float32] | None = None
-    """[entities, dims], a row of NaN for who has none; None where the night is given none."""
+    """Vectors [entities, dims] that users bring, NaN for a user without one; None if the sources have none."""
     times: NDArray[np.int64] | None = None
-    """Times of the histories' items, when each happened last, in microseconds; None where no events are taken in."""
+    """Times of the histories' items, when each happened last, in microseconds; None if no events are taken in."""
     answers_without_history: bool = False
     """True if a model of histories and features answers an entity without a history by its features."""
 
     def select_rows(self, rows: NDArray[np.int64]) -> "ShardInput":
-        """Some of the entities, in the order given."""
+        """Return some of the entities, in the order given."""
         histories = Histories(self.indptr, self.ordinals).select_rows(rows)
         times = None if self.times is None else Histories(self.indptr, self.times).select_rows(rows)
         return ShardInput(
@@ -119,7 +119,7 @@ class ShardInput:
 
 @contextmanager
 def scratch_folder(parent_folder: Path) -> Iterator[Path]:
-    """A place for slices, made when it is needed and removed in the end; what a kill leaves is swept by its name."""
+    """Yield a folder for slices, created on demand and removed at the end; after a kill it is swept by its name."""
     scratch = parent_folder / f".slices.{secrets.token_hex(4)}.part"
     try:
         yield scratch
@@ -137,10 +137,11 @@ def slice_shard(
     kinds: Sequence[str] | None = None,
     first: int | None = None,
 ) -> Slices:
-    """The shard itself if it is no larger than a slice (`rows` or SLICE_ROWS, SLICE_BYTES), else slices in `scratch`.
+    """Return the shard itself if it is no larger than a slice (`rows` or SLICE_ROWS, SLICE_BYTES), else slices of it.
 
-    So memory does not grow with the shard; one entity's rows stay together, however many they are. With `first` only
-    so many slices are written, those of the lowest hashes. Without `kinds` there are those that the shard has.
+    The slices are files in `scratch`, so memory does not grow with the shard; one entity's rows stay together,
+    however many they are. With `first` only so many slices are written, those of the lowest hashes. Without `kinds`
+    all kinds of the shard are sliced.
     """
     kinds = kinds or kinds_in(folder, shard)
     paths = shard_paths(folder, shard, kinds)
@@ -168,7 +169,7 @@ def slice_shard(
 def _split(
     folder: Path, shard: int, target: Path, numbers: range, total: int, kinds: Sequence[str]
 ) -> None:
-    """Cut a shard's files into hash ranges, of which there are `total`; what lies beyond `numbers` is left out."""
+    """Split a shard's files into `total` hash ranges, of which only those in `numbers` are written."""
     target.mkdir(parents=True, exist_ok=True)
     allow_files(len(numbers))
     ends = range(numbers.start, min(numbers.stop + 1, total))
@@ -193,7 +194,7 @@ def _split(
 
 
 def users_alone(folder: Path, shard: int, user_hashes: NDArray[np.uint64], scratch: Path) -> Path:
-    """A folder in `scratch` with the shard's files, which hold only the users with these sorted hashes."""
+    """Write the rows of the users with these sorted hashes to a folder in `scratch`; return the folder."""
     target = scratch / "alone"
     target.mkdir(parents=True, exist_ok=True)
     could = np.zeros(
@@ -220,17 +221,17 @@ def users_alone(folder: Path, shard: int, user_hashes: NDArray[np.uint64], scrat
 
 
 def hashes_of(ids: Ids, seed: int, hasher: Hasher = hash_ids) -> NDArray[np.uint64]:
-    """uint64[rows]; each distinct id is hashed once."""
+    """Return uint64[rows]; each distinct id is hashed once."""
     return hashes_of_names(ids, seed, hasher)[ids.codes]
 
 
 def hashes_of_names(ids: Ids, seed: int, hasher: Hasher = hash_ids) -> NDArray[np.uint64]:
-    """uint64[names]."""
+    """Return uint64[names]."""
     return ids.hashes(seed) if hasher is hash_ids else hasher(ids.raws(), seed)
 
 
 def count_distinct(slices: Slices) -> Iterator[tuple[int, int]]:
-    """(ids, hashes) that differ in each slice of naming kinds: as many of both, unless two ids share a hash."""
+    """Yield the numbers of distinct (ids, hashes) of each naming slice: equal unless two ids share a hash."""
     for number in slices.numbers:
         kinds = naming(kinds_in(slices.folder, number))
         tables = [read_stream(path) for path in shard_paths(slices.folder, number, kinds)]
@@ -253,7 +254,7 @@ def count_distinct(slices: Slices) -> Iterator[tuple[int, int]]:
 def _count_distinct(
     hashes: NDArray[np.uint64], fingerprints: NDArray[np.uint64]
 ) -> tuple[int, int]:
-    """(pairs, hashes) that differ, and more pairs than there are where two have one hash; a sort takes less memory."""
+    """Return distinct (pairs, hashes); too many pairs if two have the same hash, as one sort needs less memory."""
     order = np.argsort(hashes)
     placed, fingerprints = hashes[order], fingerprints[order]
     differ = placed[1:] != placed[:-1]
@@ -264,7 +265,7 @@ def _count_distinct(
 
 
 class MappedStream:
-    """An Arrow stream of one shard, mapped, and where consecutive hash ranges begin in each of its batches."""
+    """Memory-mapped Arrow stream of one shard, with the start of each hash range in each of its batches."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -299,7 +300,7 @@ class MappedStream:
         return True
 
     def table(self, range_index: int) -> Any:
-        """The rows of one range, by its place among all: slices of the mapped batches."""
+        """Return the rows of one range, by its index among all: slices of the mapped batches."""
         pieces = []
         for batch, starts in zip(self._batches, self._starts, strict=True):
             start, end = int(starts[range_index]), int(starts[range_index + 1])
@@ -308,7 +309,7 @@ class MappedStream:
         return pa.Table.from_batches(pieces, self._schema)
 
     def let_go(self) -> None:
-        """Unmap what was read, until it is read again: a mapped file counts as this process's memory."""
+        """Unmap the pages read so far: mapped pages count as this process's memory."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -323,7 +324,7 @@ class ShardPieces:
 
     @classmethod
     def open(cls, folder: Path, shard: int, shards: int) -> "ShardPieces | None":
-        """The pieces of a shard; None where its batches are not in the order of hash ranges, or are too large."""
+        """Open the pieces of a shard; None if its batches are not in the order of hash ranges, or are too large."""
         kinds = kinds_in(folder, shard)
         paths = shard_paths(folder, shard, kinds)
         streams = {kind: MappedStream(path) for kind, path in zip(kinds, paths, strict=True)}
@@ -345,12 +346,12 @@ class ShardPieces:
         return cls(numbers, slices, streams)
 
     def tables(self, number: int) -> dict[str, Any]:
-        """The rows of one range, an Arrow table for each kind of file."""
+        """Return the rows of one range, an Arrow table for each kind of file."""
         range_index = number - self.numbers.start
         return {kind: stream.table(range_index) for kind, stream in self.streams.items()}
 
     def let_go(self) -> None:
-        """Unmap what was read of all files."""
+        """Unmap the pages read so far of all files."""
         for stream in self.streams.values():
             stream.let_go()
 
@@ -358,7 +359,7 @@ class ShardPieces:
 def read_shard(
     folder: Path, shard: int, *, history_limit: int, answers_without_history: bool = False
 ) -> ShardInput:
-    """Group a shard's rows by entity: known items only, each once (its latest place)."""
+    """Read a shard's rows and group them by entity: known items only, each once (its latest position)."""
     return group_rows(
         read_tables(folder, shard),
         history_limit=history_limit,
@@ -367,14 +368,14 @@ def read_shard(
 
 
 def read_tables(folder: Path, shard: int) -> dict[str, Any]:
-    """The rows of a shard, or of a slice that has files of its own: an Arrow table for each kind of file."""
+    """Read the rows of a shard, or of a slice in files of its own: an Arrow table for each kind of file."""
     kinds = kinds_in(folder, shard)
     paths = shard_paths(folder, shard, kinds)
     return {kind: read_stream(path) for kind, path in zip(kinds, paths, strict=True)}
 
 
 def joined(parts: Sequence[ShardInput]) -> ShardInput:
-    """Entities of several parts, one part after the other."""
+    """Concatenate the entities of several parts."""
     if len(parts) == 1:
         return parts[0]
     lengths = np.concatenate([np.diff(part.indptr) for part in parts])
@@ -399,7 +400,7 @@ def joined(parts: Sequence[ShardInput]) -> ShardInput:
 def group_rows(
     tables: Mapping[str, Any], *, history_limit: int, answers_without_history: bool = False
 ) -> ShardInput:
-    """Entities of a hash range, from the Arrow tables of its kinds of files: known items only, each once."""
+    """Group the Arrow tables of a hash range by entity: known items only, each once."""
     kinds = tuple(tables)
     rows, ids, *user_tables = tables.values()
     named = pa.concat_tables([ids, *(table.select(ids.column_names) for table in user_tables)])

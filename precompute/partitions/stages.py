@@ -1,4 +1,4 @@
-"""Stages of a stream that overlap: each runs in threads of its own, a bounded number of values ahead of the next."""
+"""Overlapping stages of a stream: each runs in threads of its own, a bounded number of values ahead of the next."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -10,15 +10,15 @@ Result = TypeVar("Result")
 
 
 def _apply_popped(function: Callable[[Value], Result], values: list[Value]) -> list[Result]:
-    """A list of the one result, for whoever wants it to take it out; the one value is taken out of its list."""
+    """Apply the function to the list's one value, popped so that it can be freed; return the result in a list."""
     return [function(values.pop())]
 
 
 class Stages:
-    """Threads of one stream; leaving the block stops them, whatever they wait for, and joins them.
+    """Threads of one stream; leaving the block stops them, even waiting ones, and joins them.
 
-    A stage that is busy with a value finishes that value first. What a stage raises reaches the stages after it, and in
-    the end whoever iterates, when the values before it have been taken.
+    A stage that is busy with a value finishes that value first. An exception in a stage reaches the stages after it,
+    and finally the consumer, once the values before it have been consumed.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Stages:
                 values.close()
 
     def ahead(self, values: Iterable[Value], *, depth: int = 1) -> Iterator[Value]:
-        """Yields `values`, computed in a thread that is at most `depth` finished values ahead."""
+        """Yield `values`, computed in a thread that is at most `depth` finished values ahead."""
         thread, remaining_values = ThreadPoolExecutor(1), iter(values)
         self._stages.append((thread, values))
         # One more than wait: the one in the making.
@@ -46,9 +46,9 @@ class Stages:
     def map_values(
         self, function: Callable[[Value], Result], values: Iterable[Value], *, workers: int
     ) -> Iterator[Result]:
-        """Yields `function` of each value, in their order, computed by so many threads.
+        """Yield `function` of each value, in their order, computed by so many threads.
 
-        At most as many results as there are threads wait or are in the making, beside the one that is used.
+        At most as many results as there are threads wait or are being computed, besides the one in use.
         """
         if workers == 1:
             return self.ahead(map(function, values))
@@ -67,7 +67,7 @@ class Stages:
 
     @staticmethod
     def _next(remaining_values: Iterator[Value]) -> list[Value]:
-        """The next value in a list, which is empty where there is none."""
+        """Return the next value in a list, or an empty list at the end."""
         for value in remaining_values:
             return [value]
         return []

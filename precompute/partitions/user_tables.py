@@ -57,7 +57,7 @@ def write_features(
     erased: ErasedEntities,
     unusable: UnusableRows,
 ) -> None:
-    """Write each shard's file of the columns, with what events set; values that an input cannot use are noted.
+    """Write each shard's file of feature columns, events' values included; note values that an input cannot use.
 
     Raises SourceError for an input that no row can fill.
     """
@@ -110,7 +110,7 @@ def note_event_values(
     values: EntityValues,
     unusable: UnusableRows,
 ) -> None:
-    """Notes what `write_features` would of the values that events set, where an earlier partition has the features."""
+    """Note unusable values set by events as `write_features` does, where an earlier partition's features are reused."""
     if columns and values:
         kinds = feature_schema(feature_file(config, "user", columns[0]), columns)
         types = {name: kinds.field(name).type for name in columns}
@@ -203,7 +203,7 @@ def write_vectors(
 
 
 def vectors_of(hashes: NDArray[np.uint64], table: Any) -> NDArray[np.float32]:
-    """[hashes, dims]: the vector of each of the sorted hashes, a row of NaN for who has none."""
+    """Return [hashes, dims], the vector of each of the sorted hashes, NaN for a hash without one."""
     rows, dims = first_rows(hashes, table), table.schema.field(VECTOR).type.list_size
     vectors = np.full((len(hashes), dims), np.nan, np.float32)
     has_any = rows >= 0

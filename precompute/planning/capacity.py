@@ -102,9 +102,9 @@ def limits_of(
     host_gb: float | None = None,
     disk_gb: float | None = None,
 ) -> CapacityLimits:
-    """Limits as given, else what the configured Redis, this host and its disk say of themselves.
+    """Return the given limits, else those reported by the configured Redis, this host and its disk.
 
-    What this namespace's own generations take there by now counts as room: the planned ones would take their place.
+    Room taken by this namespace's own generations counts as free: the planned ones would take their place.
     """
     folder = config.store().local("")
     own_disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

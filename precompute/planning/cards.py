@@ -1,7 +1,7 @@
-"""GPUs that were measured: their rates as a table, and what a night would take on one of them.
+"""Measured rates of GPUs, and the time that a night would take on one of them.
 
 Imports neither torch nor numpy, and answers in microseconds. The numbers of `CARDS` are those of `tests/bench/results`:
-after a bench of a GPU, `python -m tests.bench.device.card_table` prints the table that its results make.
+after a bench of a GPU, `python -m tests.bench.device.card_table` prints the table of its results.
 """
 
 from collections.abc import Mapping
@@ -12,46 +12,46 @@ from cache.errors import ConfigError
 MEASURED_ITEMS = 1_000_000
 MEASURED_K = 100
 DEFAULT_CARD = "h200"
-"""The card that a plan goes by where no GPU can be tried and none was named."""
+"""Card for a plan if no GPU can be tried and none was named."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListCost:
-    """What one user's list cost with a million items of so many dimensions, K = 100, history excluded."""
+    """Measured cost of one user's list with a million items of `dims` dimensions, K = 100, history excluded."""
 
     dims: int
     users_per_s: int
     item_share: float
-    """Share of a list's time that grows with the number of items; the rest is the same for each user."""
+    """Share of a list's time that grows with the number of items; the remaining time is the same for each user."""
 
     @property
     def growing_s(self) -> float:
-        """Seconds of a list that are spent on a million items."""
+        """Seconds of a list spent on a million items."""
         return self.item_share / self.users_per_s
 
     @property
     def steady_s(self) -> float:
-        """Seconds of a list that no number of items changes."""
+        """Seconds of a list that do not depend on the number of items."""
         return (1 - self.item_share) / self.users_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class ShardCost:
-    """What the steps of a night up to its pages cost with such a card and so many processor cores."""
+    """Measured cost of a night's steps up to its pages, with such a card and so many processor cores."""
 
     users_per_s: int
-    """From the partition to pages on disk; overlaps with the lists, which may be what limits it."""
+    """Users from the partition to pages on disk per second; overlaps with the lists, which may be the slower part."""
     begin_users_per_s: int
-    """Sources pinned, read and partitioned."""
+    """Users per second of pinning, reading and partitioning the sources."""
     embed_numbers_per_s: int
-    """Item vectors: items by their dimensions."""
+    """Numbers per second of item vectors: items times dimensions."""
     cores: int
     interactions_per_user: int
 
 
 @dataclass(frozen=True, slots=True)
 class CardForecast:
-    """Seconds of a night's scoring on a card; None for what was not measured on it."""
+    """Seconds of a night's scoring on a card; None for steps not measured on it."""
 
     card: str
     users: int
@@ -63,12 +63,12 @@ class CardForecast:
     begin_s: float | None
     embed_s: float | None
     pages_s: float | None
-    """From the partition to pages, the lists included."""
+    """Seconds from the partition to pages, lists included."""
     notes: tuple[str, ...]
 
     @property
     def night_s(self) -> float | None:
-        """From the sources to the pages of all users; None if those steps were not measured on this card."""
+        """Seconds from the sources to the pages of all users; None if those steps were not measured on this card."""
         if self.begin_s is None or self.embed_s is None or self.pages_s is None:
             return None
         return self.begin_s + self.embed_s + self.pages_s
@@ -76,15 +76,15 @@ class CardForecast:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Rates of one kind of GPU, as they were measured."""
+    """Measured rates of one kind of GPU."""
 
     name: str
     lists: tuple[ListCost, ListCost]
-    """With few dimensions and with many: other numbers of them lie on the line through both."""
+    """Costs with few and with many dimensions; other numbers of dimensions are interpolated on a line."""
     shard: ShardCost | None = None
 
     def list_seconds(self, items: int, dims: int) -> float:
-        """Seconds of one user's list: a part that grows with items and one that does not, each on a line by dims."""
+        """Return the seconds of one user's list: a part that grows with items and a constant one, linear in dims."""
         low_dims_cost, high_dims_cost = self.lists
         reach = (dims - low_dims_cost.dims) / (high_dims_cost.dims - low_dims_cost.dims)
         by_items = (
@@ -95,7 +95,7 @@ class Card:
         return by_items + _on_line(low_dims_cost.steady_s, high_dims_cost.steady_s, reach)
 
     def night(self, users: int, items: int, dims: int, k: int) -> CardForecast:
-        """Forecast of the lists, and of the steps up to their pages where those were measured."""
+        """Forecast the lists, and the steps up to their pages if those were measured."""
         topk_s = users * self.list_seconds(items, dims)
         shard = self.shard
         return CardForecast(
@@ -107,7 +107,7 @@ class Card:
         )  # fmt: skip
 
     def how(self, k: int) -> str:
-        """The row of the table that a rate comes from, in words."""
+        """Return the row of the table that a rate comes from, in words."""
         low_dims_cost = self.lists[0]
         text = (
             f"one {self.name} did {low_dims_cost.users_per_s:,} users/s with {MEASURED_ITEMS:,} items of "
@@ -141,7 +141,7 @@ class Card:
 
 
 def _on_line(first: float, second: float, reach: float) -> float:
-    """Number on the line through two others, which lie at 0 and 1; at least a tenth of the first."""
+    """Interpolate on the line through `first` at 0 and `second` at 1; at least a tenth of the first."""
     return max(first + reach * (second - first), first / 10)
 
 
@@ -156,7 +156,7 @@ CARDS: Mapping[str, Card] = {
 
 
 def find_card(name: str, cards: Mapping[str, Card] = CARDS) -> Card:
-    """The card of a name, with or without the maker's, or with the first part of it where only one begins so.
+    """Return the card of a name, with or without the maker's, or with a unique prefix of it.
 
     Raises ConfigError for others, with the known ones.
     """

@@ -1,4 +1,4 @@
-"""The command `plan`: the forecast as a table or as JSON."""
+"""Command `plan`: the forecast as a table or as JSON."""
 
 import argparse
 import math
@@ -33,7 +33,7 @@ from precompute.sources.readers import read_features
 
 
 def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> OutputContent:
-    """Shows the forecast; raises Refused where it would not fit."""
+    """Show the forecast; raise Refused if it would not fit."""
     plan_parameters = parameters(arguments)
     if config.redis_url and arguments.redis_gb is None:  # before a minute's work
         with connect(config.redis_url, config.redis_timeout_s) as client:
@@ -59,7 +59,7 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
 
 
 def _counts(path: Path, config: NightConfig) -> NDArray[np.int64]:
-    """Counts of each id in a log, int64; raises SourceError for a log that cannot be read or names no user."""
+    """Count the rows of each user in a log, int64; raise SourceError for a log that is unreadable or names no user."""
     try:
         if path.suffix in (".parquet", ".pq"):
             parts = [ids.texts() for ids, _ in read_features(path, config.sources.user_column, ())]
@@ -186,7 +186,7 @@ def _tables(
 
 
 def _copying(night_forecast: Forecast) -> Table:
-    """Scoring of a night that computes all, and of nights that copy what did not change."""
+    """Render the scoring of a night that computes all, and of nights that copy unchanged users."""
     table = Table(
         "scoring", "users' inputs", "an item gone", "an item enters", "copied", "minutes",
         "processor minutes", title=f"a night that copies: {night_forecast.copying_note}",
@@ -213,7 +213,7 @@ def _copying(night_forecast: Forecast) -> Table:
 
 
 def _pays(filter_cost: FilterCost, qps: float | None) -> str:
-    """Number of lookups from which a table under a filter pays, beside those stated, and whether it is made."""
+    """Describe from how many lookups, relative to the stated load, a filtered table pays off, and if it is made."""
     break_even_text = "never: no list is too short"
     if not math.isinf(filter_cost.pays_from):
         break_even_text = f"from {filter_cost.pays_from:,.0f} lookups a day"

@@ -1,4 +1,4 @@
-"""Costs of tables under named filters: what making them takes, and what lookups without them take, from a sample."""
+"""Costs of tables under named filters: of making them, and of lookups without them, from a sample."""
 
 import math
 import time
@@ -27,7 +27,7 @@ from precompute.scoring.shard_work import ShardWork
 from precompute.scoring.user_reading import read_users
 
 SHORT_LIST_ITEMS: Final = 10
-"""Items that a page of an application shows, beside all of a list."""
+"""Items of a short list, such as one page of an application, which is costed besides the full list."""
 _SEARCHES: Final = 64
 _READS: Final = 200
 
@@ -53,12 +53,12 @@ class FilterCost:
 
     @property
     def pays_from(self) -> float:
-        """Number of lookups a day, of all of a list, from which making it takes less than searching; else infinity."""
+        """Number of lookups a day, of a full list, from which making it takes less than searching; else infinity."""
         spared_s = self.cut * (self.search_s + self.read_s)  # the search reads a vector first
         return self.night_s / spared_s if spared_s > 0 else math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able form; `pays_from_lookups_a_day` null where it never does."""
+        """Return a JSON-able form; `pays_from_lookups_a_day` is null if it never pays."""
         return {
             "table": self.name,
             "made": self.is_made,
@@ -75,13 +75,13 @@ class FilterCost:
 
 
 Sampled = tuple[NDArray[np.float32], Histories]
-"""Vectors float32 [n, dims] of sampled entities, and the items that each may not get."""
+"""Vectors float32 [n, dims] of sampled entities, and the exclusions of each."""
 
 
 def filter_costs(
     trial: Trial, shape: NightShape, client: "redis.Redis", page_costs: Mapping[int, float]
 ) -> list[FilterCost]:
-    """Costs of each declared filter for each table of lists, whether the night is told to make it or not."""
+    """Return the costs of each declared filter for each table of lists, made by the night or not."""
     config, bundle, begin_report = trial.build.config, trial.bundle, trial.begin_report
     if not config.filters:
         return []
@@ -136,7 +136,7 @@ def _items(vectors: NDArray[np.float32]) -> Sampled:
 
 
 def _cut(lists: NDArray[np.uint32], mask: NDArray[np.bool_]) -> tuple[float, float]:
-    """Shares of the lists uint32 [n, k] that a lookup of all of it, and of ten, is not answered from."""
+    """Return the shares of the lists uint32 [n, k] with too few passing items for a full lookup, and for ten items."""
     used = lists != NO_ITEM
     passing_counts = (mask[np.where(used, lists, 0)] & used).sum(axis=1)
     is_full, width = used.all(axis=1), lists.shape[1]
@@ -154,7 +154,7 @@ def _search_s(
     k: int,
     metric: Metric,
 ) -> float:
-    """Processor seconds of a search by one vector, as the service makes it."""
+    """Return the processor seconds of the service's search by one vector."""
     searcher, queries, exclusions = SubsetSearch(vectors), sampled[0][:_SEARCHES], sampled[1]
     passing_ordinals = np.flatnonzero(mask)
 
@@ -174,7 +174,7 @@ def _search_s(
 
 
 def _read_s(client: "redis.Redis") -> float:
-    """Seconds of a read of a record from a Redis beside: the median round trip."""
+    """Measure the median round trip of a record read from a Redis on this host, in seconds."""
     key, spent = "larder:plan:read", []
     client.set(key, bytes(64 << 10))
     for offset in range(_READS):

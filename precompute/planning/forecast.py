@@ -56,19 +56,19 @@ from precompute.scoring.towers import demand_feature_types
 from precompute.sources.times import MICROSECONDS
 
 ITEMS_CHANGED: Final = (0.0, 0.001, 0.01)
-"""Shares of the items for which a plan shows a night, where none is stated."""
+"""Shares of changed items for which a plan shows a night, by default."""
 
 USERS_CHANGED: Final = 0.1
-"""Share of the users that is taken where none is stated and the sources have no times."""
+"""Share of changed users that is assumed by default for sources without times."""
 
 BUSY = 2.0
-"""Times the cores by the clock over processor time: a quiet machine has 1 to 1.5."""
+"""Ratio of wall time times cores to processor time above which a machine is busy: a quiet one has 1 to 1.5."""
 
 COPIED_BYTES = 17
-"""Bytes on disk for each user of which a later night may copy: a hash, a digest, a reason."""
+"""Bytes on disk for each user from whom a later night may copy: a hash, a digest, a reason."""
 
 ANSWER_BYTES, ANSWER_ITEM_BYTES = 250, 14
-"""Approximate bytes of an answer in JSON besides its item ids: as a whole; a score, quotes and commas for each."""
+"""Approximate bytes of an answer in JSON besides its item ids: in all; and a score, quotes and commas for each."""
 
 DAY_S = 86_400.0
 
@@ -81,12 +81,12 @@ EXACT_RANKS = 10_000
 BIN_GROWTH = 1.002
 
 _CHURNED_ENTRIES = (24_000, 28_000, 34_000, 40_000)
-"""Entries of the small L1: over one octave, since tables double, and large enough for four-byte places."""
+"""Entries of the small L1: over one octave, since tables double, and large enough for four-byte indexes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyingNight:
-    """A night after one that it copies from; shares of the users by the reason for which they are computed.
+    """Forecast of a night that copies from the one before; shares of the users by the reason for computing them.
 
     With a share of the items these are bounds: as if all of it had left the histories and lists it was in, and as many
     new items had come into others.
@@ -100,11 +100,11 @@ class CopyingNight:
 
     @property
     def copied(self) -> float:
-        """Share of the users that is copied, at least."""
+        """Least share of the users that is copied."""
         return max(0.0, 1 - self.inputs - self.lost - self.entered)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able form for `--json`."""
+        """Return a JSON-able form for `--json`."""
         fields = asdict(self)
         wall_s, cpu_s = fields.pop("scoring")
         return {**fields, "copied": self.copied, "scoring_s": wall_s, "scoring_cpu_s": cpu_s}
@@ -112,7 +112,7 @@ class CopyingNight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Popularity:
-    """`keys[i]` keys are asked for with probability `shares[i]` each; all together 1."""
+    """Popularity: `keys[i]` keys are requested with probability `shares[i]` each; all together 1."""
 
     probabilities: NDArray[np.float64]
     keys: NDArray[np.float64]
@@ -120,7 +120,7 @@ class Popularity:
 
 @dataclass(frozen=True, slots=True)
 class HitRates:
-    """Rates, 0 to 1: in the long run, and over the first `requests` of an empty L1; `entries` once it is full."""
+    """Hit rates, 0 to 1: in the long run, and over the first `requests` of an empty L1; `entries` of a full one."""
 
     max_bytes: int
     entries: float
@@ -130,7 +130,7 @@ class HitRates:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Bytes of one generation, times of a night, and what L1s of several sizes would answer."""
+    """Forecast of one generation's bytes, a night's times, and the hit rates of L1s of several sizes."""
 
     sample_users: int
     source_users: int
@@ -140,7 +140,7 @@ class Forecast:
     timings: Timings
     load: TimeSpent
     floor_s: float
-    """Seconds that loading may take at most beside readers."""
+    """Seconds that loading may take at most while readers are served."""
     gpu_s: float
     gpu_how: str
     hits: Sequence[HitRates]
@@ -151,12 +151,12 @@ class Forecast:
 
     @property
     def is_busy(self) -> bool:
-        """True if other programs held this machine's cores meanwhile: then times by the clock are too long."""
+        """True if other programs used this machine's cores meanwhile, so that wall times are too long."""
         scoring = self.timings.all
         return scoring.wall_s * usable_cores() > BUSY * scoring.cpu_s
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able form for `--json`: bytes of one generation, seconds of a night."""
+        """Return a JSON-able form for `--json`: bytes of one generation, seconds of a night."""
         shape, scoring = self.shape, self.timings.all
         return {
             "users": self.source_users,
@@ -199,10 +199,9 @@ def forecast(
     *,
     progress: Progress = quiet,
 ) -> Forecast:
-    """Draws the sample, scores it, loads pages of that size into a Redis of our own, and adds up.
+    """Draw the sample, score it, load pages of that size into a Redis of our own, and add up.
 
-    `requests`: how often each user in a log was asked for; None: by `parameters.zipf`. Nothing of the namespace is read
-    or written.
+    `requests`: how often a log has each user; None: by `parameters.zipf`. The namespace is neither read nor written.
     """
     data_until = parameters.data_until or config.data_until
     cutoff_at = parse_time(data_until) if data_until else None
@@ -257,7 +256,7 @@ def forecast(
 
 
 def judged(config: NightConfig, night_forecast: Forecast, limits: CapacityLimits) -> list[Any]:
-    """Verdicts on a forecast within these limits."""
+    """Return the verdicts on a forecast within these limits."""
     return verdicts(
         limits, config.gates, generations=generations_at_peak(config.keep), redis_bytes=night_forecast.redis_bytes,
         mapped_bytes=night_forecast.shape.mapped_bytes, disk_bytes=night_forecast.shape.disk_bytes,
@@ -265,7 +264,7 @@ def judged(config: NightConfig, night_forecast: Forecast, limits: CapacityLimits
 
 
 def resized(config: NightConfig, bundle: Bundle, k: int | None) -> NightConfig:
-    """Settings with users' lists of another length; the tables are those that this bundle can fill, defaults or not."""
+    """Return settings with users' lists of another length, for the tables that this bundle can fill."""
     if k is None:
         return config
     tables = {
@@ -337,7 +336,7 @@ def _bytes_of(files: Iterable[Path]) -> int:
 
 
 def gpu_seconds(timings: Timings, users_per_s: float, shape: NightShape) -> float:
-    """Lists at this rate, items as users, beside the slowest of what the processor still does."""
+    """Return the seconds of embedding plus those of lists at this rate, or of the slowest other stage if longer."""
     lists = {layout.kind for _, layout in shape.layouts.values()}
     entities = shape.users + (shape.items if "topk" in lists else 0)
     slowest_stage_s = max(value for name, value in timings.stages.items() if name != "topk")
@@ -381,7 +380,7 @@ def _hit_rates_by_size(
 def users_changed(
     stated: float | None, sample: Sample, cutoff_at: datetime | None
 ) -> tuple[float, str]:
-    """(share of the users that a night finds changed, in words how it is known)."""
+    """Return (share of the users that a night finds changed, its origin in words)."""
     if stated is not None:
         return stated, f"{stated:.1%} of the users changed, as stated"
     active_share = active_lately(sample, cutoff_at)
@@ -397,7 +396,7 @@ def users_changed(
 
 
 def active_lately(sample: Sample, cutoff_at: datetime | None) -> float | None:
-    """Share of the sample's users with an interaction in the last day before the cut; None where there are no times.
+    """Return the share of the sample's users with an interaction in the last day before the cut; None without times.
 
     Without a cut the day ends with the newest interaction.
     """
@@ -410,9 +409,10 @@ def active_lately(sample: Sample, cutoff_at: datetime | None) -> float | None:
 
 
 def touched_share(items: int, changed_share: float, width: int) -> float:
-    """Share of the lists of `width` items that hold an item of any `changed_share` of all `items`.
+    """Return the share of the lists of `width` items that hold an item of any `changed_share` of all `items`.
 
-    1 - C(items - changed, width) / C(items, width): 1 - (1 - changed) ** width where a list is short beside the items.
+    1 - C(items - changed, width) / C(items, width): 1 - (1 - changed) ** width for lists much shorter than the
+    catalogue.
     """
     changed_count, width = changed_share * items, min(width, items)
     if changed_count + width > items:
@@ -430,9 +430,9 @@ def copying_night(
     items_changed: float,
     histories: NDArray[np.int64],
 ) -> CopyingNight:
-    """The night after one that it copies from, in which these shares of the users and of the items changed.
+    """Forecast the night after one that it copies from, in which these shares of the users and of the items changed.
 
-    `histories` int64 are the numbers of different items that some users had: with one that is gone, inputs differ.
+    `histories` int64 are the numbers of different items of some users: with a removed item, inputs differ.
     """
     lost_share, entered = _lost_and_entered(shape, "user", items_changed)
     touched_history_share = _mean_touched(shape.items, items_changed, histories)
@@ -461,7 +461,7 @@ def copying_nights(
     items_changed: float | None,
     histories: NDArray[np.int64],
 ) -> Sequence[CopyingNight]:
-    """The night for the share of items that is stated, else one for each of ITEMS_CHANGED."""
+    """Forecast the night for the stated share of items, else one for each of ITEMS_CHANGED."""
     changed_shares = ITEMS_CHANGED if items_changed is None else (items_changed,)
     return [
         copying_night(timings, shape, users_changed, changed_share, histories)
@@ -470,7 +470,7 @@ def copying_nights(
 
 
 def items_per_user(sample: Sample) -> NDArray[np.int64]:
-    """Numbers of different items that each user of the sample had; int64 [users]."""
+    """Return the number of different items of each user of the sample; int64 [users]."""
     if not len(sample.owners):
         return np.zeros(len(sample.ids), np.int64)
     items = np.asarray(pc.dictionary_encode(sample.items).indices, np.int64)
@@ -487,7 +487,7 @@ def _mean_touched(items: int, changed_share: float, widths: NDArray[np.int64]) -
 
 
 def _lost_and_entered(shape: NightShape, entity: str, changed_share: float) -> tuple[float, float]:
-    """(lists that lose an item, lists besides that one may enter) as shares of the lists of users, or of items."""
+    """Return (lists that lose an item, other lists that one may enter) as shares of the lists of users, or of items."""
     width = sum(
         layout.width
         for of, layout in shape.layouts.values()
@@ -500,7 +500,7 @@ def _lost_and_entered(shape: NightShape, entity: str, changed_share: float) -> t
 
 
 def zipf_popularity(users: int, exponent: float) -> Popularity:
-    """The user of rank r is asked for in proportion to r ** -exponent; far ranks share bins of 0.2 %."""
+    """Return the popularity by Zipf's law, rank r in proportion to r ** -exponent; far ranks share bins of 0.2 %."""
     exact = min(users, EXACT_RANKS)
     edges = [exact]
     while edges[-1] < users:
@@ -515,7 +515,7 @@ def zipf_popularity(users: int, exponent: float) -> Popularity:
 
 
 def popularity_of(counts: NDArray[np.int64], users: int) -> Popularity:
-    """Popularity from how often each user seen in a log was asked for, of `users` in all.
+    """Estimate popularity from how often a log has each seen user, of `users` in all.
 
     Those never seen have together about the share of the log that users seen once have (Good, Biometrika 1953); each
     user seen gives up the same part of a request for it.
@@ -538,13 +538,13 @@ def l1_hit_rates(
     answer_bytes: int = 0,
     requests: float | None = None,
 ) -> HitRates:
-    """Hit rates of an L1 of `max_bytes` for one table of records.
+    """Return the hit rates of an L1 of `max_bytes` for one table of records.
 
-    `answer_bytes`: what the finished answer of a single lookup takes that is kept beside its record from the second
+    `answer_bytes`: bytes of the ready answer of a single lookup, which is kept besides its record from the second
     request on (0: none is, as for batches).
 
     A least-recently-used cache behaves as if each entry stayed for one characteristic time T after its last use, T
-    being what makes the expected contents fill the cache (Che, Tung, Wang: Hierarchical Web Caching Systems, IEEE JSAC
+    being such that the expected contents fill the cache (Che, Tung, Wang: Hierarchical Web Caching Systems, IEEE JSAC
     2002; why it is so exact: Fricker, Robert, Roberts, ITC 2012). Times are counted in requests, which are independent
     of each other.
     """
@@ -553,7 +553,7 @@ def l1_hit_rates(
     answer = answer_bytes + READY_BYTES + table if answer_bytes else 0.0
 
     def contents(time: float) -> tuple[float, float]:
-        """(entries, bytes) expected."""
+        """Return the expected (entries, bytes)."""
         x = popularity.probabilities * time
         absent_probability = np.exp(-x)
         if not answer:
@@ -593,7 +593,7 @@ def _steady_rate(popularity: Popularity, time: float) -> float:
 
 
 def _rate_from_cold(popularity: Popularity, time: float, requests: float | None) -> float | None:
-    """The mean over the first requests: until T the cache has seen as much as it was asked for, then it is full."""
+    """Return the mean rate over the first requests: until T the cache fills up, then it is full."""
     if requests is None or requests < 1:
         return None
     filling = min(time, requests)
@@ -603,7 +603,7 @@ def _rate_from_cold(popularity: Popularity, time: float, requests: float | None)
 
 @functools.cache
 def l1_table_bytes() -> float:
-    """Bytes of an entry in the table of an L1 under churn, beside what `size_of` counts; measured on small ones."""
+    """Measure the bytes of an L1's table per entry under churn, which `size_of` does not count, on small L1s."""
     return fmean(_measured_table_bytes(entries) for entries in _CHURNED_ENTRIES)
 
 

@@ -30,7 +30,7 @@ SAMPLE_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class PlanParameters:
-    """Parameters of the plan. None: as the inputs have it, or not to be told."""
+    """Parameters of the plan. None: the inputs' own value, or not shown."""
 
     users: int | None = None
     items: int | None = None
@@ -50,7 +50,7 @@ class PlanParameters:
 
 
 def add_options(command: argparse.ArgumentParser, card_command: object) -> None:
-    """Adds the options of `plan`; what is left out is counted in the inputs. `card_command` runs for --card."""
+    """Add the options of `plan`; omitted sizes are counted in the inputs. `card_command` runs for --card."""
     default = PlanParameters()
     for name, kind, stands_for, text in (
         ("users", int, "N", "users (default: counted)"),
@@ -108,7 +108,7 @@ class _ChooseCard(argparse.Action):
 
 
 def parameters(arguments: argparse.Namespace) -> PlanParameters:
-    """Reads the options; raises ConfigError for what cannot be."""
+    """Return the parameters of a plan from the options; raise ConfigError for an option out of range."""
     above = ("users", "items", "k", "dims", "qps", "processes", "gpu_users_per_s", "redis_gb", "redis_nodes",
              "host_gb", "disk_gb", "sample", "seconds")  # fmt: skip
     for name in above:
@@ -185,7 +185,7 @@ def quick_answer(argv: Sequence[str]) -> str | None:
 def plan_on_card(
     config: "NightConfig", arguments: argparse.Namespace, _progress: "Progress"
 ) -> "CommandOutput":
-    """Shows the forecast; raises ConfigError for a card without rates, and for what nothing says."""
+    """Return the forecast of a night on the named GPU; raise ConfigError for a GPU without rates or a missing size."""
     from precompute.config.console import CommandOutput
 
     demand_card_options(arguments)
@@ -196,7 +196,7 @@ def plan_on_card(
 
 
 def _card_size(config: "NightConfig", items: int | None, dims: int | None) -> tuple[int, int]:
-    """(items, dimensions) as they were asked for, else of the bundle."""
+    """Return (items, dimensions) as given, else of the bundle."""
     if items is not None and dims is not None:
         return items, dims
     from precompute.bundles.bundle import Bundle

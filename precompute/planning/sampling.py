@@ -97,9 +97,9 @@ def draw(
     cutoff_at: datetime | None = None,
     progress: Progress = quiet,
 ) -> Sample:
-    """Users whose hash is among the smallest: `user_share` of them, at least USERS_MIN where there are so many.
+    """Draw the users with the smallest hashes: `user_share` of them, at least USERS_MIN if there are so many.
 
-    `columns` of the user features are what the models want; who has only features is a user, too.
+    `columns` of the user features are those of the models; a user with features alone counts, too.
     """
     distinct_users, interactions = Distinct(), 0
     for batch in _read(config, cutoff_at):

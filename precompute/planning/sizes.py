@@ -51,7 +51,7 @@ TRAINED_INTERACTION_BYTES: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Pages of one table: in each of its `parts` the same number of full ones, and one of what is left over."""
+    """Pages of one table: in each of its `parts` the same number of full ones, and one for the remaining records."""
 
     parts: int
     full: int
@@ -76,7 +76,7 @@ class Pages:
         return self.parts * (self.full * self.full_bytes + self.last_bytes)
 
     def sum(self, costs: Mapping[int, float]) -> float:
-        """Sum of what the pages take, if a page of so many bytes costs `costs[bytes]`."""
+        """Return the total cost of the pages, if a page of so many bytes costs `costs[bytes]`."""
         last = costs[self.last_bytes] if self.last_bytes else 0.0
         return self.parts * (self.full * (costs[self.full_bytes] if self.full else 0.0) + last)
 
@@ -92,7 +92,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class NightShape:
-    """Shape of a night: entities with records, how they are laid out, and what the inputs' ids and models weigh.
+    """Shape of a night: entities with records, their layouts, and the sizes of ids and models.
 
     `model_bytes` and `defaults_bytes` are those at hand, with `model_items` of `model_dims`.
     """
@@ -111,7 +111,7 @@ class NightShape:
     index: IndexKind = "auto"
     defaults_bytes: int = 0
     work_bytes: int = 0
-    """Bytes that the night leaves beside its artefacts: the partition of its sources, and the probe."""
+    """Bytes of a night's files besides its artefacts: the partition of its sources, and the probe."""
     interactions: int = 0
     feature_bytes: float = 0.0
     """Bytes of a user's features; `item_feature_bytes` are an item's."""
@@ -183,7 +183,7 @@ class NightShape:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of what is published of users, at most: items count as often as they came, features as texts."""
+        """Upper bound on the bytes of published user inputs: items count as often as they came, features as texts."""
         size_bytes = 0
         if self.has_seen or self.has_inputs:
             size_bytes += HASH_BYTES * self.users + NUMBER_BYTES * self.interactions

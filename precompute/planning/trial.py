@@ -124,7 +124,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """A build of the sample in one shard, its items embedded; `embedded` is what that took."""
+    """Build of the sample in one shard, with its items embedded; `embedded` is the time spent on that."""
 
     build: Build
     bundle: Bundle
@@ -148,9 +148,9 @@ class Trial:
         return kept_count / max(1, work.counts["entities"])
 
     def users(self, count: int) -> tuple[TimeSpent, Mapping[str, float]]:
-        """Scores so many users into pages; what that took, and how long each stage was busy.
+        """Score so many users into pages; return the time, and how long each stage was busy.
 
-        Where shards will overlap it is done so many times at once, and what it took is shared out.
+        If shards overlap in a night, as many run at once, and the time is divided by their number.
         """
         config = self.build.config
         sources = self.sample.write(self.folder / "sources", count, config.sources)
@@ -187,7 +187,7 @@ class Trial:
         return timed(lambda: [self.scorers.at(0).of(items, metric) for metric in metrics])[0]
 
     def opened(self) -> TimeSpent:
-        """Time to open what every shard opens before it begins: the bundle."""
+        """Measure the time to open the bundle, as every shard does before it begins."""
         fetch_items(self.build)
         return timed(lambda: open_bundle(self.build))[0]
 
@@ -223,7 +223,7 @@ class Trial:
         return DeviceRate(len(device_names) * rate.users_per_s / grows, how)
 
     def half_the_items(self, k: int) -> float:
-        """The time that all items take over that of a random half of them, for some users."""
+        """Measure the search time over all items divided by that over a random half of them, for some users."""
         users, vectors = self.encoded()
         users = users[:SEARCHED_USERS]
         half_ordinals = np.random.default_rng(0).permutation(len(vectors))[: len(vectors) // 2]
@@ -444,7 +444,7 @@ def _manifest_of_zeros(
 def timed(
     run: Callable[[], Result], other_cpu_s: Callable[[], float] = lambda: 0.0
 ) -> tuple[TimeSpent, Result]:
-    """Time of a run, and what it found; `other_cpu_s` is the processor time of another process that works for it."""
+    """Return the time of a run, and its result; `other_cpu_s` is the processor time of a process that works for it."""
     wall, cpu = time.perf_counter(), time.process_time() + other_cpu_s()
     result = run()
     ended_at = time.perf_counter()

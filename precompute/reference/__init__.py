@@ -1,4 +1,4 @@
-"""The reference model: two linear towers, chosen with their numbers by what they find of held-out histories.
+"""Reference model: two linear towers, whose shape is chosen by recall of held-out histories.
 
 Spectral, or by alternating least squares; no gradients and no torch. Start at `train`.
 """

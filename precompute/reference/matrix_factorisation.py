@@ -14,21 +14,21 @@ from cache.model.tower import Histories
 from cache.process.host import usable_cores
 
 USER_PARTS = 8
-"""Parts of the users whose products are added up in this order, so that the bits do not depend on the cores."""
+"""Parts of the users whose products are summed in this order, so that the bits do not depend on the cores."""
 
 CHUNK_USERS = 32_768
-"""Users whose product with a basis is held at once by a thread."""
+"""Users whose product with a basis is in a thread's memory at once."""
 
 STRIP_ROWS = 8192
-"""Rows of a tall matrix that are turned, or held in float64, at once."""
+"""Rows of a tall matrix that are rotated, or held in float64, at once."""
 
 SPECTRAL_ROUNDS = 5
-"""Products with which a random basis becomes that of the largest singular values."""
+"""Products by which a random basis converges to that of the largest singular values."""
 
 _OVERSAMPLE = 32
 
 ALTERNATING_ROUNDS = 6
-"""Rounds of a training; with more, shapes that hold back less would find less."""
+"""Rounds of a training; with more, weakly regularised shapes would score lower."""
 
 CONJUGATE_GRADIENT_STEPS = 2
 """Steps of conjugate gradients in a half round."""
@@ -37,10 +37,10 @@ USER_NUMBERS_MAX = 1 << 28
 """Numbers in all users' vectors at most, 1 GiB; of more users a random part trains the items' vectors."""
 
 BLOCK_NUMBERS = 1 << 20
-"""Numbers in the padded vectors of rows that are solved together: they stay in a core's cache."""
+"""Numbers in the padded vectors of rows solved together: they stay in a core's cache."""
 
 TINY = np.float32(1e-30)
-"""Keeps 0 / 0 from being no number: a row that is solved stays as it is."""
+"""Summand that avoids 0 / 0, so that a solved row stays unchanged."""
 
 USER_EXPONENTS = (0.5, 0.25)
 
@@ -59,7 +59,7 @@ FOLD_EXPONENTS = (0.0, 0.2)
 
 @dataclass(frozen=True, slots=True)
 class SpectralShape:
-    """Numbers of a model by the damped spectrum: exponents of users' and items' degrees, the ridge, and the dimensions.
+    """Parameters of a model by the damped spectrum: exponents of degrees, the ridge, and the dimensions.
 
     With R the 0/1 matrix of users and items and D their degrees, V and s are the top right singular vectors and values
     of D_u^-a R D_i^-b. A user is the sum of D_i^-b V f(s) over the history, an item is D_i^b V: the row is normalised,
@@ -76,11 +76,11 @@ class SpectralShape:
 
 @dataclass(frozen=True, slots=True)
 class AlternatingShape:
-    """Numbers of a model by alternating least squares: weights, the ridge and the exponent of the fold, the dimensions.
+    """Parameters of a model by alternating least squares: weights, ridge and exponent of the fold, dimensions.
 
     Vectors u of users and v of items minimise, over interactions, the sum of (1 - u.v)^2; over all pairs, `others`
     times that of (u.v)^2; and the regularisation times the squared length of each vector, times the weight of all its
-    terms (Hu, Koren and Volinsky, ICDM 2008, weighed as by Rendle et al., RecSys 2022). A half round betters the
+    terms (Hu, Koren and Volinsky, ICDM 2008, weighed as by Rendle et al., RecSys 2022). A half round improves the
     vectors of one side by some steps of conjugate gradients from where they were (Takacs et al., RecSys 2011).
 
     With V the items' vectors and D_i their degrees, a user is the sum of D_i^-b V (others V'V + ridge reg w I)^-1 over
@@ -111,7 +111,7 @@ class UserItemMatrix:
 
     @classmethod
     def of(cls, matrix: sp.csr_matrix) -> Self:
-        """Counts the degrees of a 0/1 matrix."""
+        """Count the degrees of a 0/1 matrix."""
         return cls(
             matrix,
             np.diff(matrix.indptr).astype(np.float64),
@@ -124,7 +124,7 @@ class UserItemMatrix:
         return len(self.item_degrees)
 
     def gram_times(self, basis: NDArray[np.float32], shape: SpectralShape) -> NDArray[np.float32]:
-        """float32 [items, width]: N'N basis of the normalised matrix N, which is never made."""
+        """Return float32 [items, width]: N'N basis of the normalised matrix N, which is never materialised."""
         right = degree_power(self.item_degrees, -shape.item_exponent).astype(np.float32)[:, None]
         user_weights = degree_power(self.user_degrees, -2 * shape.user_exponent).astype(np.float32)
         scaled = np.ascontiguousarray(basis * right)
@@ -149,7 +149,7 @@ class UserItemMatrix:
 def matrix_of(
     user_rows: NDArray[np.int64], item_rows: NDArray[np.int64], size: Sequence[int]
 ) -> sp.csr_matrix:
-    """0/1 CSR matrix of pairs; repeated ones count once, columns ascend."""
+    """Build a 0/1 CSR matrix from pairs; repeated ones count once, columns ascend."""
     ones = np.ones(len(user_rows), np.float32)
     matrix = sp.csr_matrix((ones, (user_rows, item_rows)), shape=tuple(size))
     matrix.sum_duplicates()
@@ -159,7 +159,7 @@ def matrix_of(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spectrum:
-    """Right singular vectors float64 [items, width] and values [width], largest first; more than were asked for."""
+    """Right singular vectors float64 [items, width] and values [width], largest first; some more than requested."""
 
     vectors: NDArray[np.float64]
     values: NDArray[np.float64]
@@ -168,7 +168,7 @@ class Spectrum:
 def tables_of(
     data: UserItemMatrix, shapes: Iterable[ModelShape], rng: np.random.Generator
 ) -> Iterator[tuple[ModelShape, Tables]]:
-    """Tables of each shape; neighbours of one training are trained once."""
+    """Yield the tables of each shape; neighbouring shapes with the same training are trained once."""
     start: Spectrum | None = None
     for training, training_shapes in groupby(shapes, training_of):
         if isinstance(training, SpectralShape):
@@ -194,7 +194,7 @@ def singular_vectors(
     *,
     rounds: int,
 ) -> Spectrum:
-    """The top singular vectors of the normalised matrix by subspace iteration (Halko et al., 2011); signs fixed."""
+    """Compute top singular vectors of the normalised matrix by subspace iteration (Halko et al., 2011); signs fixed."""
     width = min(shape.dims + _OVERSAMPLE, data.items)
     basis = rng.standard_normal((data.items, width), np.float32)
     for _ in range(rounds):
@@ -210,7 +210,7 @@ def singular_vectors(
 
 
 def orthonormal(basis: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Orthonormal columns that span those of a tall matrix; a column that adds nothing becomes 0.
+    """Return orthonormal columns that span those of a tall matrix; a dependent column becomes 0.
 
     By the eigenvectors of the Gram matrix in float64, over the rows once: done twice it is exact (Stathopoulos and
     Wu, SISC 2002), and 2.5 times as fast as a Householder QR of 41,000 x 288.
@@ -222,7 +222,7 @@ def orthonormal(basis: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def gram(rows: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Z'Z in float64 of a tall matrix, [width, width], over its rows once."""
+    """Return Z'Z in float64 of a tall matrix, [width, width], over its rows once."""
     total = np.zeros((rows.shape[1],) * 2)
     for start in range(0, len(rows), STRIP_ROWS):
         strip_rows = rows[start : start + STRIP_ROWS].astype(np.float64)
@@ -233,7 +233,7 @@ def gram(rows: NDArray[np.float32]) -> NDArray[np.float64]:
 def spectral_tables(
     spectrum: Spectrum, item_degrees: NDArray[np.float64], shape: SpectralShape
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(rows whose sum over a history is the user, vectors of the items), float32 [items, dims] each."""
+    """Return (rows whose sum over a history is the user, vectors of the items), float32 [items, dims] each."""
     vectors, values = spectrum.vectors[:, : shape.dims], spectrum.values[: shape.dims]
     squares = np.square(values)
     damped = squares / np.maximum(squares + shape.ridge * squares[0], 1e-30)
@@ -243,7 +243,7 @@ def spectral_tables(
 
 
 def degree_power(degrees: NDArray[np.float64], exponent: float) -> NDArray[np.float64]:
-    """Degrees to an exponent; 0 stays 0."""
+    """Return the degrees to an exponent; 0 stays 0."""
     return np.power(degrees, exponent, out=np.zeros_like(degrees), where=degrees > 0)
 
 
@@ -254,7 +254,7 @@ def alternating_item_vectors(
     rng: np.random.Generator,
     rounds: int = ALTERNATING_ROUNDS,
 ) -> NDArray[np.float32]:
-    """float32 [items, dims] after some rounds, from where the usual spectral shape has the items."""
+    """Train item vectors float32 [items, dims] for some rounds, starting from the usual spectral shape's."""
     matrix, user_limit = data.matrix, USER_NUMBERS_MAX // shape.dims
     if matrix.shape[0] > user_limit:
         matrix = matrix[np.sort(rng.choice(matrix.shape[0], user_limit, replace=False))]
@@ -271,7 +271,7 @@ def alternating_item_vectors(
 def fold_rows(
     vectors: NDArray[np.float32], data: UserItemMatrix, shape: AlternatingShape
 ) -> NDArray[np.float32]:
-    """Rows whose sum over a history is the user, float32 [items, dims]."""
+    """Return the rows whose sum over a history is the user, float32 [items, dims]."""
     weight = data.user_degrees.mean() + shape.others * data.items
     square = shape.others * gram(vectors)
     square += shape.ridge * shape.regularization * weight * np.eye(len(square))
@@ -281,7 +281,7 @@ def fold_rows(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Side:
-    """Users by items, or items by users: the columns of each row, its regularisation, and rows solved together."""
+    """One side of the matrix, users by items or items by users: each row's columns, regularisation, and blocks."""
 
     histories: Histories
     lengths: NDArray[np.int64]
@@ -297,9 +297,9 @@ class _Side:
         return cls(histories, lengths, pulls, shape.others)
 
     def better(self, mine: NDArray[np.float32], theirs: NDArray[np.float32]) -> None:
-        """Some steps nearer to what is best beside the vectors of the other side; rows without a column stay 0.
+        """Improve `mine` by steps of conjugate gradients with the other side's vectors; rows without a column stay 0.
 
-        Both sides are turned to where V'V is diagonal, which changes no product of theirs.
+        Both sides are rotated so that V'V is diagonal, which changes none of their products.
         """
         squares, rotation = np.linalg.eigh(gram(theirs))
         for rows in (mine, theirs):
@@ -325,7 +325,7 @@ class _Side:
             list(pool.map(solve, range(cores)))
 
     def _blocks(self, dims: int) -> list[NDArray[np.int64]]:
-        """Rows of about one length, as many as fit into BLOCK_NUMBERS when padded, one at least."""
+        """Return blocks of rows of similar length, as many as fit into BLOCK_NUMBERS when padded, one at least."""
         order = np.argsort(self.lengths, kind="stable")
         order = order[np.searchsorted(self.lengths[order], 1) :]
         blocks, start = [], 0
@@ -341,7 +341,7 @@ class _Side:
 def _solved(
     x: NDArray[np.float32], clicked: NDArray[np.float32], diagonal: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Steps from x towards (Z'Z + D) x = Z'1, preconditioned by D; x and D [n, dims], Z `clicked` [n, length, dims]."""
+    """Step from x towards (Z'Z + D) x = Z'1, preconditioned by D; x and D [n, dims], Z `clicked` [n, length, dims]."""
 
     def times(p: NDArray[np.float32]) -> NDArray[np.float32]:
         along = np.einsum("nld,nd->nl", clicked, p)
@@ -364,12 +364,12 @@ def _solved(
 def _row_products(
     left_rows: NDArray[np.float32], right_rows: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Products of the rows, [n, 1]."""
+    """Return the products of the rows, [n, 1]."""
     return np.asarray(np.einsum("nd,nd->n", left_rows, right_rows)[:, None])
 
 
 def first_shapes(dims: int) -> list[ModelShape]:
-    """Shapes that each take a training of their own, spectral ones first; alternating ones of one regularisation."""
+    """Return shapes that each need their own training, spectral ones first; alternating ones of one regularisation."""
     exponents = product(USER_EXPONENTS, ITEM_EXPONENTS)
     return [
         *(SpectralShape(*exponent_pair, dims=dims) for exponent_pair in exponents),
@@ -378,14 +378,14 @@ def first_shapes(dims: int) -> list[ModelShape]:
 
 
 def shapes_by_regularization(shape: ModelShape) -> list[ModelShape]:
-    """An alternating shape with each regularisation; of a spectral one itself."""
+    """Return an alternating shape with each regularisation; a spectral one alone."""
     if isinstance(shape, SpectralShape):
         return [shape]
     return [replace(shape, regularization=regularization) for regularization in REGULARIZATIONS]
 
 
 def shapes_by_fold(shape: ModelShape) -> list[ModelShape]:
-    """Shapes that one training gives, this one among them."""
+    """Return the shapes that one training gives, this one among them."""
     if isinstance(shape, SpectralShape):
         return [replace(shape, ridge=ridge) for ridge in SPECTRAL_RIDGES]
     folds = product(FOLD_RIDGES, FOLD_EXPONENTS)
@@ -395,7 +395,7 @@ def shapes_by_fold(shape: ModelShape) -> list[ModelShape]:
 
 
 def training_of(shape: ModelShape) -> ModelShape:
-    """The same training with the usual fold."""
+    """Return the shape with the same training and the usual fold."""
     if isinstance(shape, SpectralShape):
         return replace(shape, ridge=SpectralShape().ridge)
     usual = AlternatingShape()
@@ -403,7 +403,7 @@ def training_of(shape: ModelShape) -> ModelShape:
 
 
 def distance_from_usual(shape: ModelShape) -> float:
-    """Distance of a spectral shape's exponents from the usual ones; 0 for an alternating shape."""
+    """Return the distance of a spectral shape's exponents from the usual ones; 0 for an alternating shape."""
     if isinstance(shape, AlternatingShape):
         return 0.0
     usual = SpectralShape()

@@ -75,13 +75,13 @@ CUTS_MAX = 3
 """Cuts at most."""
 
 STANDARD_ERRORS = 2.0
-"""Standard errors of the users' differences within which a trial cannot tell two shapes apart."""
+"""Standard errors of the users' differences within which a trial cannot distinguish two shapes."""
 
 ALTERNATING_MARGIN = 0.06
 """Recall that alternating vectors must find more, relative to spectral ones: with less they may lose on later data."""
 
 FEWER_DIMS_LOSE = 0.002
-"""Recall that fewer dimensions may lose, relative to the best: less than the trial can tell apart."""
+"""Recall that fewer dimensions may lose, relative to the best: less than the trial can measure."""
 
 Interactions = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]
 """Rows of users and of items, and times."""
@@ -109,7 +109,7 @@ def train_reference(
 ) -> dict[str, Any]:
     """Train on all interactions and put the bundle where the night reads it.
 
-    With `data_until`, else that of the settings, only on older ones: what the night is judged by is not learnt.
+    With `data_until`, else that of the settings, only on older ones: later ones, which judge the night, are not learnt.
     """
     started = time.perf_counter()
     if not config.sources.interactions:
@@ -298,7 +298,7 @@ def _iso(microseconds: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShapeTrial:
-    """A shape, and the recall@20 of what was held out."""
+    """Shape with its recall@20 of held-out items."""
 
     shape: ModelShape
     recall: float
@@ -306,7 +306,7 @@ class ShapeTrial:
 
 @dataclass(frozen=True, slots=True)
 class ShapeChoice:
-    """The shape that won, all trials, and what they were made on; without trials it is the default."""
+    """Best shape, all trials, and their data; without trials the default shape."""
 
     shape: ModelShape
     trials: tuple[ShapeTrial, ...] = ()
@@ -317,7 +317,7 @@ class ShapeChoice:
 
     @property
     def recall(self) -> float | None:
-        """That of the chosen shape; None without trials."""
+        """Recall of the chosen shape; None without trials."""
         return next((trial.recall for trial in self.trials if trial.shape == self.shape), None)
 
     @property
@@ -341,7 +341,7 @@ class ShapeChoice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Interactions without what is held out, and for the users of `rows` what is kept and what is to be found."""
+    """Interactions without the held-out ones, and for the users of `rows` the kept items and those to be found."""
 
     data: UserItemMatrix
     rows: NDArray[np.int64]
@@ -585,7 +585,7 @@ def _centroids(
     count: int,
     otherwise: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """Unit mean of each group; an empty group keeps what it had."""
+    """Return the unit mean of each group; `otherwise` for an empty group."""
     size = len(directions)
     member = sp.csr_matrix((np.ones(size, np.float32), (groups, np.arange(size))), (count, size))
     filled = np.bincount(groups, minlength=count) > 0

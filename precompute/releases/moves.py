@@ -21,7 +21,7 @@ from precompute.config.settings import NightConfig
 from precompute.releases.release_log import LOOK_TRIES, Judgements, ReleaseView, standing
 
 VerifyReport = Mapping[str, Any]
-"""Report of verify: `baseline`, the generation that was live then (null: none), beside what others look at."""
+"""Report of verify; `baseline` is the generation that was live then (null: none)."""
 
 RepeatableAction = Literal["publish", "roll_back", "canary", "end_canary"]
 
@@ -30,19 +30,19 @@ _PUBLISHED_STATES = (State.LIVE, State.SUPERSEDED)
 
 @dataclass(frozen=True, slots=True)
 class MoveResult:
-    """Result of a move of the pointer; `has_moved` is False when this attempt, or another, had done it already."""
+    """Result of a move of the pointer; `has_moved` is False if this attempt, or another, had done it already."""
 
     pointer: Pointer
     has_moved: bool
 
 
 class Moves(Judgements):
-    """Checks and commits that publishes, roll backs and canaries share."""
+    """Base of publishes, roll backs and canaries: their checks and commits."""
 
     def _demand_gates(
         self, generation: str, live: str | None, verified: VerifyReport | None
     ) -> None:
-        """Raises Conflict unless all gates passed, and, with verify's report, in comparison with what is live."""
+        """Raise Conflict unless all gates passed, and, with verify's report, against the current live generation."""
         with files_of(generation):
             gates = read_manifest(self.store, generation).gates
         failed = [str(gate["rule"]) for gate in gates if not gate["passed"]]
@@ -60,7 +60,7 @@ class Moves(Judgements):
             )  # fmt: skip
 
     def _demand_readers(self, generation: str) -> None:
-        """Raises Refused unless every replica that beats reads that generation and this release's pointer."""
+        """Raise Refused unless every live replica can read that generation and this release's pointer."""
         with files_of(generation):
             version = read_manifest(self.store, generation).format
         demand_readers(self.control, {MANIFEST: version}, f"{generation} has")
@@ -90,7 +90,7 @@ class Moves(Judgements):
         *,
         live: bool = True,
     ) -> MoveResult:
-        """Compare-and-set the pointer to what an intent says, then write down that it is done."""
+        """Move the pointer to an intent's by compare-and-set, then record that it is done."""
         allowed = ALLOWED[action] if live else (State.LIVE,)
         # Much may have passed since the intent: what is superseded is superseded now.
         rows = {generation_id: replace(row, at=self.clock()) for generation_id, row in rows.items()}
@@ -106,7 +106,7 @@ class Moves(Judgements):
         return MoveResult(moved, has_moved=True)
 
     def _demand_still(self, to: Pointer, view: ReleaseView, action: Action) -> None:
-        """Raises Conflict when the history says otherwise by now: a Redis that lost its newest rows would not."""
+        """Raise Conflict if another move came since: a Redis that lost its newest rows would not notice."""
         history = self.history()
         ledger = fold(history)
         if ledger.live_epoch != view.ledger.live_epoch:
@@ -136,11 +136,11 @@ class Canaries(Moves):
         event: str = "",
         governor: Governor | None = None,
     ) -> MoveResult:
-        """Let a verified generation answer `percent` of the requests beside the live one; again: change its share.
+        """Let a verified generation answer `percent` of the requests, the live one the others; repeat to change it.
 
         `verified`: see `prepare`.
 
-        Raises Conflict when nothing is live, another canary runs, or the generation could not be published.
+        Raises Conflict if nothing is live, another canary runs, or the generation could not be published.
         """
         if not 0 < percent <= 100:
             raise ConfigError(f"a canary's share is above 0 and at most 100 %, not {percent}")
@@ -217,7 +217,7 @@ class Canaries(Moves):
         return self._commit(to, view, rows, "end_canary", live=False)
 
     def refuse(self, generation: str, *, reason: str, attempt: str) -> None:
-        """Refuses as any refusal does; a canary ends first, so that no request is answered from it any more."""
+        """Refuse a generation; end its canary first, so that it answers no request any more."""
         for _ in range(LOOK_TRIES):
             view = self.view()
             running = view.ledger.canary
@@ -235,7 +235,7 @@ class Canaries(Moves):
 
 
 class Releases(Canaries):
-    """The release history of one namespace and the moves that add to it."""
+    """Release history of one namespace, and the moves that add to it."""
 
     def prepare(
         self,
@@ -245,9 +245,9 @@ class Releases(Canaries):
         verified: VerifyReport | None = None,
         governor: Governor | None = None,
     ) -> MoveResult | None:
-        """Stream what Redis misses of a generation to be published; what happened if it was published already.
+        """Stream the missing pages of a generation to be published; return the result if it was published already.
 
-        With verify's report (`verified`), Conflict when something else is live than what it was compared with.
+        With verify's report (`verified`), raises Conflict if another generation is live than it was compared with.
         """
         view = self.view()
         if (
@@ -294,8 +294,8 @@ class Releases(Canaries):
     def roll_back(self, *, to: str | None, reason: str, attempt: str) -> MoveResult:
         """Make an earlier generation live again; the one rolled back can never return without re-verification.
 
-        Before the move only its marks and the lengths of a sample of its pages are looked at, so readers see it within
-        a second however large it is; `mend` is to be called after it.
+        Before the move only its marks and the lengths of a sample of its pages are checked, so readers see it within
+        a second however large it is; the caller then calls `mend`.
         """
         view = self.view()
         if (
@@ -321,7 +321,7 @@ class Releases(Canaries):
         return self._move("roll_back", target, view, attempt=attempt, reason=reason)
 
     def mend(self, generation: str, *, governor: Governor | None = None) -> list[str]:
-        """Read the pages of the live generation back and repair what is damaged; the keys of the pages repaired.
+        """Read the pages of the live generation back and repair damaged ones; return their keys.
 
         Does nothing for a generation that is not live by now.
         """
@@ -372,19 +372,19 @@ class Releases(Canaries):
 
 @contextmanager
 def open_releases(config: NightConfig) -> Iterator[Releases]:
-    """Opens the release history for the length of a step, over a connection of its own."""
+    """Open the release history for the length of a step, over a connection of its own."""
     with connect(config.redis_url, config.redis_timeout_s) as client:
         yield Releases(config.store(), Control(client, config.keyspace()))
 
 
 def new_attempt() -> str:
-    """Names an attempt made from a shell."""
+    """Return a name for an attempt made from a shell."""
     return f"shell-{uuid.uuid4().hex[:12]}"
 
 
 @contextmanager
 def files_of(generation: str) -> Iterator[None]:
-    """Missing files become a Conflict that says so."""
+    """Raise Conflict in place of an error about missing files of the generation."""
     try:
         yield
     except UnknownGeneration as error:
@@ -407,9 +407,9 @@ def pointer_of_attempt(
     generation: str | None,
     percent: float | None = None,
 ) -> Pointer | None:
-    """The pointer that this very attempt made, None when it has yet to act. `history`: settled, oldest first.
+    """Return the pointer that this attempt made, None if it has not acted yet. `history`: settled, oldest first.
 
-    What a later publish superseded was done all the same. Raises Conflict when it was undone since. A verification
+    A move that a later publish superseded counts as done. Raises Conflict if it was undone since. A verification
     after that asks for a new publish or canary: an operator who clears a whole run keeps its name.
     """
     own_release = next(
@@ -453,7 +453,7 @@ def _counts(release: Release) -> bool:
 def _undone(
     own_release: Release, history: Sequence[Release], later: Sequence[Release]
 ) -> Release | None:
-    """The record that took its effect away."""
+    """Return the record that undid a move, None if it still holds."""
     match own_release.action:
         case "publish":
             return _taken_back(own_release, history, later)
@@ -494,7 +494,7 @@ def _undone(
 def _taken_back(
     own_release: Release, history: Sequence[Release], later: Sequence[Release]
 ) -> Release | None:
-    """The last roll back since that took what was made live away, or jumped over it, unless it is back."""
+    """Return the last roll back that took a published generation away, or jumped over it, unless it was restored."""
 
     def state_until(epoch: int) -> State | None:
         about = [

@@ -1,4 +1,4 @@
-"""Recovery: an earlier generation live again, a lost Redis rebuilt from the store, a stray pointer taken away."""
+"""Recovery: roll back to an earlier generation, rebuild of a lost Redis from the store, removal of a stray pointer."""
 
 import logging
 import math
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str) -> Step:
     """Make an earlier generation live again (the previous one unless named), then repair damaged pages of it.
 
-    Waits for no replica and reads no page before the move. What cannot be repaired after it is told as `unmended`:
-    readers have moved by then.
+    Waits for no replica and reads no page before the move. Pages that cannot be repaired after it are reported as
+    `unmended`: readers have moved by then.
     """
     reason = demand_reason("a roll back", reason)
     with open_releases(config) as releases:
@@ -106,17 +106,17 @@ def restore_redis(
     progress: BytesProgress = lambda _bytes: None,
     governor: Governor | None = None,
 ) -> tuple[Pointer, list[str], int]:
-    """Rebuild what a Redis lost: registry, pages of live and previous, pointer under a new epoch.
+    """Rebuild a lost Redis: registry, pages of live and previous, pointer under a new epoch.
 
     Returns the pointer, the generations loaded and their bytes. Raises Conflict when nothing was ever published.
-    A publish or a roll back that comes in while pages stream is never undone: it starts over from what is live then.
-    Where a writer died so that nobody knows whether readers saw its move, they are led on under a new epoch; a roll
-    back that died so is carried out. What was retired so long ago that no overlay of it can live gets no row.
+    A publish or a roll back that comes in while pages stream is never undone: it starts over from the new live one.
+    If a writer died and it is unknown whether readers saw its move, they are led on under a new epoch; a roll
+    back that died so is carried out. A generation retired so long ago that no overlay of it can live gets no row.
     """
     control = releases.control
 
     def is_urgent(generation: str) -> bool:
-        """True for a live generation whose pages are missing: it has no readers to be spared, they wait for it."""
+        """True for a live generation with missing pages: it has no readers to be spared, they wait for it."""
         return generation == present[0] and is_missing(control, releases.store, generation)
 
     for _ in range(LOOK_TRIES):
@@ -175,9 +175,9 @@ def restore_redis(
 def forgotten_in_words(
     releases: ReleaseLog, prior_view: ReleaseView, pointer: Pointer
 ) -> list[str]:
-    """Facts that a Redis lost with its registry and that no release record says; in words, with the remedy.
+    """Describe facts that were lost with the registry and are in no release record, with the remedy.
 
-    `prior_view`: the view before the restore, `pointer`: what the restore made of it.
+    `prior_view`: the view before the restore, `pointer`: the one that the restore wrote.
     """
     notes = []
     canary = prior_view.ledger.canary
@@ -204,7 +204,7 @@ def forgotten_in_words(
 
 
 def _in_doubt(view: ReleaseView) -> list[Release]:
-    """Intents that may have moved the pointer before their writer died and Redis forgot it: nobody can tell."""
+    """Return intents whose writer died: they may have moved the pointer before Redis forgot it."""
     live_epoch = view.ledger.live_epoch
     return [
         release
@@ -214,7 +214,7 @@ def _in_doubt(view: ReleaseView) -> list[Release]:
 
 
 def _roll_back_in_doubt(view: ReleaseView) -> Release | None:
-    """Roll back that must be carried out: readers who followed it must not meet the bad generation again."""
+    """Return the roll back that must be carried out: readers who followed it must not meet the bad generation again."""
     for release in reversed(_in_doubt(view)):
         is_sound = view.ledger.state(release.generation) is State.SUPERSEDED
         if release.action == "roll_back" and is_sound:
@@ -225,9 +225,9 @@ def _roll_back_in_doubt(view: ReleaseView) -> Release | None:
 def _registry_rows(
     releases: ReleaseLog, view: ReleaseView, overlay_ttl_s: float
 ) -> dict[str, RegistryRow]:
-    """Registry rows that releases prove, and one for every unfinished night with files: its loader may be at work.
+    """Return the registry rows that releases prove, and one for every unfinished night with files: it may still load.
 
-    A row that says more than they prove stays: somebody may be about to write that refusal down.
+    A row with a later state than they prove is kept: its refusal may be about to be recorded.
     """
     restored_at, ledger = releases.clock(), view.ledger
     longest_s = overlays_live_s(releases, overlay_ttl_s)
@@ -261,7 +261,7 @@ def _registry_rows(
 
 
 def _restorable(releases: ReleaseLog, view: ReleaseView, aim: Ledger) -> list[str]:
-    """The live generation, then the previous one if its files are what was released."""
+    """Return the live generation, then the previous one if its files match the release."""
     live, previous = str(aim.live), aim.previous
     try:
         releases.check_manifest(live, view.history)
@@ -279,7 +279,7 @@ def _restorable(releases: ReleaseLog, view: ReleaseView, aim: Ledger) -> list[st
 
 
 def _published_at(view: ReleaseView, generation: str) -> float | None:
-    """Unix seconds at which the generation last became live by a publish or a roll back; None if no record says."""
+    """Return the Unix seconds at which the generation last became live; None without a record."""
     times = [
         release.at
         for release in view.history
@@ -336,10 +336,10 @@ return redis.call('DEL', KEYS[1])
 
 
 def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress = quiet) -> Step:
-    """Take a stray pointer away and restore what the store says is live; nothing, if nothing was ever published.
+    """Remove a stray pointer and restore the live generation of the store; nothing, if nothing was ever published.
 
-    The reason is written down, under an epoch above the stray one, so that readers who saw that follow what comes
-    next. Raises ConfigError without a reason, Conflict where the releases explain the pointer or there is none.
+    The reason is recorded, under an epoch above the stray one, so that readers who saw that follow the next pointer.
+    Raises ConfigError without a reason, Conflict if the releases explain the pointer or there is none.
     """
     reason = demand_reason("adopting a Redis", reason)
     with open_releases(config) as releases:
@@ -385,7 +385,7 @@ def _parsed_pointer(raw: bytes) -> Pointer | None:
 
 
 def _disown(releases: ReleaseLog, ledger: Ledger, reason: str) -> None:
-    """Abandons what only Redis calls published: it may be made and verified again, or swept."""
+    """Abandon generations that only Redis has as published: they may be made and verified again, or swept."""
     abandoned_at = releases.clock()
     rows = {
         generation: RegistryRow(State.ABANDONED, abandoned_at, f"adopted: {reason}")

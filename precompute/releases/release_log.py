@@ -59,7 +59,7 @@ class ReleaseView:
         return standing(generation, self.ledger, self.rows.get(generation))
 
     def demand_agreement(self) -> None:
-        """Raises Conflict unless Redis follows exactly what the releases say is live."""
+        """Raise Conflict unless Redis' pointer is the one that the releases prove."""
         if self.pointer is None and self.ledger.live is not None:
             raise Conflict("Redis has lost its pointer: run `larder restore` first")
         if self.epoch < self.ledger.live_epoch:
@@ -124,7 +124,7 @@ class ReleaseLog:
         raise Conflict("the pointer moved each time it was looked at; try again")
 
     def demand_agreement(self) -> None:
-        """Raises Conflict, naming both places and the way through, unless Redis follows what the store says is live."""
+        """Raise Conflict, naming both places and the remedy, unless Redis' pointer is the one that the store proves."""
         view = self.view()
         try:
             view.demand_agreement()
@@ -177,8 +177,8 @@ class ReleaseLog:
     ) -> Release:
         """Write one entry: the next number, and an epoch greater than every earlier one and than the `expected`.
 
-        The number is the file's name, which only one writer gets: whoever was held up meanwhile comes after what was
-        written since, never before it.
+        The number is the file's name, which only one writer gets: a delayed writer comes after entries written since,
+        never before them.
         """
         raw = self._manifest(generation)
         digest = "" if raw is None else manifest_digest(raw)
@@ -220,9 +220,9 @@ class ReleaseLog:
                 self.store.write_once(done_path(release.stored_number), b"")
 
     def note(self, generation: str, state: Literal[State.BEGUN, State.LOADED]) -> None:
-        """Write a step of the night into the registry; Conflict when the generation was retired meanwhile.
+        """Record a step of the night in the registry; raise Conflict if the generation was retired meanwhile.
 
-        One that is further by now, or was judged, stays what it is.
+        A later or judged state stays unchanged.
         """
         steps = TRANSITIONS["begin" if state is State.BEGUN else "load"]
         for _ in range(NOTE_TRIES):

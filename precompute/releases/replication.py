@@ -49,11 +49,11 @@ def confirm(
     timeout_s: float,
     governor: Governor | None = None,
 ) -> list[str]:
-    """Make sure that every node has what was verified; the nodes that had changed since. Raises Conflict otherwise.
+    """Make sure that every node has the verified pages; return the nodes that had changed. Raise Conflict otherwise.
 
-    To be called right before a publish moves the pointer, with verify's report (work/verified.json, None when there is
-    none). If a node started since, or nobody knows, all pages are read back and repaired; then all replicas must have
-    caught up within `timeout_s`. Without replicas, and with the same primary, it costs two commands.
+    To be called right before a publish moves the pointer, with verify's report (work/verified.json, None when there
+    is none). If a node started since, or that is unknown, all pages are read back and repaired; then all replicas
+    must have caught up within `timeout_s`. Without replicas, and with the same primary, it costs two commands.
     """
     if not GENERATION.fullmatch(generation):
         raise Conflict(f"{generation!r} is not a generation id", generation=generation)
@@ -116,7 +116,7 @@ def wait_for_replicas(
 
 
 def _replicas(client: "redis.Redis") -> dict[str, dict[str, Any]]:
-    """Host and port -> what the primary says of the replica."""
+    """Return host and port -> the primary's fields on the replica."""
     info: Any = client.info("replication")
     count = info_number(info, "connected_slaves", 0)
     replica_infos = (info.get(f"slave{number}") for number in range(count))

@@ -1,4 +1,4 @@
-"""Asking replicas to hold a generation ready before the pointer moves, and waiting until they do."""
+"""Staging: asks replicas to hold a generation ready before the pointer moves, and waits until they do."""
 
 import contextlib
 import time
@@ -16,7 +16,7 @@ from cache.l2.resp import TEXT_OR_NOTHING_SHAPE, checked_reply
 from precompute.config.progress import Progress, quiet
 
 LEASE_S = 60.0
-"""Seconds that replicas hold a generation for a publisher that says nothing more, because it died."""
+"""Seconds that replicas hold a generation for a publisher that has stopped renewing its note."""
 RENEW_S = 1.0
 POLL_S = 0.05
 
@@ -51,25 +51,25 @@ return 0
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Readiness of the live replicas for a generation."""
+    """Live replicas that are ready for a generation, and the others."""
 
     ready: tuple[Replica, ...]
     waiting: tuple[Replica, ...]
 
     @classmethod
     def of(cls, generation: str, replicas: Sequence[Replica]) -> "Readiness":
-        """Sorts replicas into ready and waiting by what each said with its last beat."""
+        """Sort replicas into ready and waiting by their last heartbeats."""
         ready = tuple(replica for replica in replicas if generation in replica.ready)
         return cls(ready, tuple(replica for replica in replicas if replica not in ready))
 
     def is_enough(self, flip: FlipConfig, *, is_over: bool) -> bool:
-        """True if all live ones, at least the minimum, are ready; after the wait (`is_over`), a set minimum does."""
+        """True if all live ones, at least the minimum, are ready; once the wait `is_over`, a set minimum is enough."""
         if len(self.ready) < flip.replicas_min:
             return False
         return not self.waiting or (is_over and flip.replicas_min > 0)
 
     def describe_waiting(self, generation: str) -> str:
-        """Names of the replicas that are not ready, each with its reason, as text."""
+        """Return the replicas that are not ready, each with its reason, as text."""
         reasons = [
             f"{replica.name}: {replica.failed.get(generation, 'still loading')}"
             for replica in self.waiting
@@ -78,13 +78,13 @@ class Readiness:
 
 
 class StagingNote:
-    """The staging note of one namespace."""
+    """Staging note of one namespace."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
 
     def set(self, generation: str, attempt: str, *, lease_s: float = LEASE_S) -> Staging | None:
-        """Ask for a generation, or go on asking; the note of another publisher that is in the way, else None."""
+        """Ask for a generation, or renew that; return another publisher's note that is in the way, else None."""
         noted_at = self._control.time()
         note = Staging(generation, attempt, noted_at + lease_s)
         keys = self._control.keys
@@ -96,12 +96,12 @@ class StagingNote:
         return None if blocking_note is None else Staging.from_bytes(blocking_note)
 
     def clear(self, attempt: str, generation: str = "") -> None:
-        """Take one's own note away, or whoever's about `generation`: what it asked for is done."""
+        """Remove the own staging note, or any publisher's about `generation`."""
         keys = self._control.keys
         self._control.client.eval(_UNSTAGE, 2, keys.next, keys.channel, attempt, generation)
 
     def get(self) -> Staging | None:
-        """The note, if one is in force."""
+        """Return the note in force, None without one."""
         raw: Any = self._control.client.get(self._control.keys.next)
         note = None if raw is None else Staging.from_bytes(raw)
         return None if note is None or note.until <= self._control.time() else note
@@ -117,10 +117,10 @@ def staged(
     progress: Progress = quiet,
     lease_s: float = LEASE_S,
 ) -> Iterator[Readiness]:
-    """Context in which the live replicas hold the generation ready; raises Conflict, naming them, if they do not.
+    """Hold the generation ready on all live replicas during the block; raise Conflict, naming those that are not.
 
-    Without any live replica, and no minimum, there is nobody to wait for. Dead ones are forgotten. Whatever happens
-    inside, the note is taken away afterwards, or runs out by itself.
+    Without any live replica, and no minimum, there is none to wait for. Dead ones are forgotten. In any case the note
+    is removed afterwards, or expires.
     """
     stage = StagingNote(control)
     started_at, renew_at, rival_staging = time.monotonic(), 0.0, None

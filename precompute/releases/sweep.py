@@ -1,4 +1,4 @@
-"""Sweep: the generations that nobody needs, how they are retired, and how a step of a night has it done."""
+"""Sweep: selection and removal of generations that are no longer needed."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -19,12 +19,12 @@ from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, ReleaseView
 
 ABANDON_AFTER_S = 86_400.0
 ROW_KEPT_S = 2 * 86_400.0
-"""Seconds that a row is kept: far above any step's time-out, so who was loading it while it was retired has ended."""
+"""Seconds that a row is kept: longer than any step's time-out, so a load that ran during the retirement has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """Generations removed, those spared because somebody came to need them meanwhile, and Redis keys removed."""
+    """Result of a sweep: generations removed, generations spared because they came into use, and Redis keys removed."""
 
     retired: tuple[str, ...] = ()
     spared: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ def sweep(
     making: str | None = None,
     progress: Progress = quiet,
 ) -> SweepResult:
-    """Retire every generation that nobody needs; `making` replaces older ones that were never published."""
+    """Retire every generation that is not needed; `making` replaces older ones that were never published."""
     sweepable_generations = sweepable(
         releases,
         keep=config.keep,
@@ -84,10 +84,10 @@ def sweepable(
     abandon_after_s: float = ABANDON_AFTER_S,
     making: str | None = None,
 ) -> list[str]:
-    """Generations that nobody needs: not live, previous, tried out, pinned, held by a replica, or superseded just now.
+    """Return the unneeded generations: not live, previous, canary, pinned, held by a replica, or just superseded.
 
-    What was superseded in the future of this clock was superseded just now. The newest `keep` superseded ones stay
-    for rollbacks, at least one. Unfinished ones go once they are older than the live one and nobody has touched them
+    A generation superseded in the future of this clock was superseded just now. The newest `keep` superseded ones stay
+    for rollbacks, at least one. Unfinished ones go once they are older than the live one and were not touched
     for `abandon_after_s`, or at once when `making`, the generation that this night makes, replaces them.
     """
     view, checked_at = releases.view(), releases.clock()
@@ -131,9 +131,9 @@ def sweepable(
 
 
 def _left_s_ago(releases: ReleaseLog, generation: str, view: ReleaseView) -> float:
-    """Seconds since something last pointed at it; infinite for what was never live.
+    """Return the seconds since a pointer last named it; infinite for one that was never live.
 
-    A clock that was ahead then, and is set right, keeps nothing for ever: whatever moved the pointer later bounds it.
+    A clock that was ahead then, and is set right, keeps nothing for ever: a later move of the pointer bounds it.
     """
     left_at = view.ledger.superseded_at.get(generation)
     if left_at is None:
@@ -195,9 +195,9 @@ def retire(
     making: str | None = None,
     governor: Governor | None = None,
 ) -> int:
-    """Remove a generation's pages, then its files; Redis keys removed. Safe to repeat after a crash.
+    """Remove a generation's pages, then its files; return the number of Redis keys. Safe to repeat after a crash.
 
-    Marked and written down first: from then on no rollback can land on what is being removed.
+    Marked and recorded first: from then on no rollback can make the generation live.
     """
     _mark_retired(
         releases, generation, attempt=attempt, grace_s=grace_s, abandon_after_s=abandon_after_s,
@@ -220,9 +220,9 @@ def unlink_recorded(
     *,
     governor: Governor | None = None,
 ) -> int:
-    """Remove the pages that its retirement wrote down, whoever brought them back since; keys removed.
+    """Remove the pages that its retirement recorded, also ones that were loaded again since; return the number of keys.
 
-    With readers around, pages go one at a time, each at the price of a piece: nobody knows their sizes.
+    With readers around, pages go one at a time, each at the price of a piece: their sizes are unknown.
     """
     pages, keys = _recorded_pages(generation, history), releases.control.keys
     names = (keys.page(generation, table, page) for table in pages for page in range(pages[table]))
@@ -239,9 +239,9 @@ def unlink_recorded(
 
 
 def note_loaded(releases: ReleaseLog, generation: str, *, governor: Governor | None = None) -> None:
-    """Write into the registry that a generation is loaded; Conflict when it was retired meanwhile.
+    """Record in the registry that a generation is loaded; raise Conflict if it was retired meanwhile.
 
-    Whoever loaded it then takes its pages away again: those who retired it may have looked before they came.
+    Its pages are then removed again, since the retirement may have ended before they came.
     """
     try:
         releases.note(generation, State.LOADED)
@@ -258,7 +258,7 @@ def take_back(releases: ReleaseLog, generation: str, *, governor: Governor | Non
 
 
 def is_back(releases: ReleaseLog, generation: str, history: Sequence[Release]) -> bool:
-    """True if the first or the last page of any table of a retired generation is in Redis again, or its marks."""
+    """True if the first or the last page of any table of a retired generation, or its marks, are in Redis again."""
     keys, client = releases.control.keys, releases.control.client
     ends = [
         keys.page(generation, table, page)
@@ -272,7 +272,7 @@ def is_back(releases: ReleaseLog, generation: str, history: Sequence[Release]) -
 
 
 def _recorded_pages(generation: str, history: Sequence[Release]) -> Mapping[str, int]:
-    """Pages of each table that the retirement of a generation wrote down."""
+    """Return the number of pages of each table that the retirement of a generation recorded."""
     return next(
         (
             release.pages
@@ -351,7 +351,7 @@ def _demand_unneeded(releases: ReleaseLog, generation: str, ledger: Ledger) -> N
 
 
 def overlays_live_s(releases: ReleaseLog, overlay_ttl_s: float) -> float:
-    """Lifetime of an overlay, s: the longest that any replica gives its own, if more than configured."""
+    """Return the longest life of an overlay in seconds: any replica's own, if more than configured."""
     replica_ttls_s = [replica.overlay_ttl_s or 0.0 for replica in releases.control.replicas()]
     return max([overlay_ttl_s, *replica_ttls_s])
 
@@ -363,9 +363,9 @@ def drop_old_rows(
     kept_s: float = ROW_KEPT_S,
     governor: Governor | None = None,
 ) -> int:
-    """Forget retired generations once the last overlay of them must have expired; rows dropped.
+    """Forget retired generations once the last overlay of them must have expired; return the number of rows.
 
-    Not before `kept_s`: by its row alone could anybody find the pages that somebody is just bringing back.
+    Not before `kept_s`: pages that a slow load brings back can be found only by the row.
     """
     longest_s, checked_at = max(kept_s, overlays_live_s(releases, overlay_ttl_s)), releases.clock()
     rows = releases.control.rows()

@@ -55,7 +55,7 @@ class BaseGeneration:
 
     @classmethod
     def open(cls, config: NightConfig, begin_report: Mapping[str, Any]) -> Self | None:
-        """The base that `begin` chose, by its report; None where it chose none, or what is left of it does not do."""
+        """Open the base that `begin` chose, by its report; None if it chose none, or the base can no longer be used."""
         base_entry = begin_report.get("base") or {}
         generation = base_entry.get("generation")
         generation_parts = None if generation is None else _read_generation(config, str(generation))
@@ -65,12 +65,12 @@ class BaseGeneration:
 
     @property
     def generation(self) -> str:
-        """Its id."""
+        """Id of the base generation."""
         return self.manifest.generation
 
     @cached_property
     def items(self) -> ItemTable:
-        """Its item table with vectors, verified once; raises CorruptArtefact for a file that is not as it should be."""
+        """Item table of the base with vectors, verified once; raises CorruptArtefact for a file that differs."""
         files = self.manifest.items
         for artefact in (files.ids, files.offsets, files.vectors, files.model_index):
             self.fetch(artefact)
@@ -79,11 +79,11 @@ class BaseGeneration:
         return ItemTable.open(self.build.root, self.manifest)
 
     def fetch(self, artefact: Artefact) -> Path:
-        """A file of it on this host; raises CorruptArtefact where it is not what the manifest or a report says."""
+        """Fetch a file of the base; raise CorruptArtefact if it differs from the manifest or a report."""
         return fetch_checked(self.build.store, self.generation, artefact)
 
     def fetch_noted(self, name: str) -> Path:
-        """A file that the report of `begin` lists with its checksum; raises CorruptArtefact likewise."""
+        """Fetch a file by its checksum in the report of `begin`; raise CorruptArtefact if unlisted or different."""
         file_entry = self.begin_report.get("kept", {}).get(name)
         if file_entry is None:
             raise CorruptArtefact(f"{self.generation} has no {name}", path=name)
@@ -108,7 +108,7 @@ class BaseGeneration:
         return allowed_items(self.build)
 
     def has_model(self, model: BundleModel) -> bool:
-        """True if its bundle had this model, fed in the same way: from the same columns, as long a history."""
+        """True if the base's bundle had this model with the same inputs: the same columns, as long a history."""
         base_model = self.manifest.models.get(model.name)
         if base_model is None or base_model.digest != model.digest:
             return False
@@ -170,7 +170,7 @@ def _read_generation(
 class BaseShard:
     """Users of one shard of the base, each with a digest, and the records of those that have any.
 
-    `base_positions` int64 [users] is where each one's records lie, -1 for who has none; `tables` are records by table,
+    `base_positions` int64 [users] are the positions of their records, -1 without one; `tables` are records by table,
     `has_all_tables` a mask [records] of the users with an answer in every table.
     """
 
@@ -179,12 +179,12 @@ class BaseShard:
     tables: Mapping[str, NDArray[Any]]
     has_all_tables: NDArray[np.bool_]
     seen_items: Histories | None = None
-    """Items that users with records had, where filters or events ask for it."""
+    """Items in the histories of users with records, where filters or events need them."""
     times: Histories | None = None
-    """Times of these items, where events are taken in; `feature_json`: what else the user tower was given."""
+    """Times of these items, where events are enabled; `feature_json`: other inputs of the user tower, as JSON."""
     feature_json: Histories | None = None
     has_own_vector: NDArray[np.uint8] | None = None
-    """1 for each who brought a vector along, where users may, and events are taken in."""
+    """1 for each user with a vector of its own, where sources have user vectors and events are enabled."""
 
     @classmethod
     def open(
@@ -239,7 +239,7 @@ def table_records(base: BaseGeneration, shard: int, table: Table) -> NDArray[Any
 
 
 def _published_fields(base: BaseGeneration, files: list[dict[str, Any]]) -> dict[str, Any]:
-    """Fields of what the base published of the users with records; None for what it did not."""
+    """Return the user inputs that the base published for users with records; None for those that it did not."""
     if not files:
         return {}
     part = SeenPart.of(Artefact(**file_entry) for file_entry in files)

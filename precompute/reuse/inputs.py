@@ -78,10 +78,10 @@ def earlier_partition(
     events: int = 0,
     user_values: str = "",
 ) -> tuple[EarlierPartition | None, str]:
-    """(the base's partition as this night takes it over, "") or (None, why all source files are read).
+    """Return (the base's partition for this night, "") or (None, the reason for reading all source files).
 
-    `events` is how many of the inputs are files of events; they stand behind the team's own. `user_values` is the
-    digest of what events set for users of whatever the models take.
+    `events` is the number of inputs that are files of events, which come after the team's own. `user_values` is the
+    digest of the users' model inputs that events set.
     """
     begin_report = base.begin_report
     if list(begin_report.get("erased", ())) != list(erased.numbers):

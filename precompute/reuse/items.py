@@ -1,4 +1,4 @@
-"""Items of this night beside those of its base: which are the same, which are gone, which vectors are copied."""
+"""Comparison of this night's items with the base's: same, removed and changed ones, and copied vectors."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,25 +22,25 @@ from precompute.scoring.copies import CopiedVectors
 from precompute.scoring.programs import computed_by
 
 BASE_ITEMS_FILE = "work/base_items.i64"
-"""Ordinals that the base's items have in this night, -1 for one that is gone; int64 [base items]."""
+"""File with the ordinals of the base's items in this night, -1 for a removed one; int64 [base items]."""
 CHANGED_ITEMS_FILE = "work/changed_items.u1"
-"""Flags of this night's items whose vector the base does not have: new ones, and changed ones; [items]."""
+"""File with flags of this night's items whose vector the base lacks: new ones, and changed ones; [items]."""
 
 _ROWS_AT_ONCE = 1 << 16
 
 
 def digests_file(model: str) -> str:
-    """Path of the digests of what a model of items is given for each of them."""
+    """Return the path of the digests of an item model's inputs."""
     return f"work/item_inputs/{model}.u64"
 
 
 def digests_files(bundle: Bundle) -> list[str]:
-    """Paths of the digests of all models of items."""
+    """Return the paths of the digests of all item models."""
     return [digests_file(model.name) for model in bundle.models if model.entity == "item"]
 
 
 def write_item_digests(bundle: Bundle, items: ItemTable, root: Path) -> None:
-    """Write the digest of every item's input for each model of items."""
+    """Write the digest of every item's input for each item model."""
     for model in bundle.models:
         if model.entity == "item":
             item_digests = _digests(model.spec, items, root)
@@ -63,12 +63,12 @@ def _digests(spec: TowerSpec, items: ItemTable, root: Path) -> Digests:
 
 
 def places_of_items(items: ItemTable, base_items: ItemTable) -> NDArray[np.int64]:
-    """Ordinals that earlier items have now, -1 for one that is gone; int64 [earlier items]."""
+    """Return the current ordinals of earlier items, -1 for a removed one; int64 [earlier items]."""
     return ordinals_of_texts(items, item_texts(base_items))
 
 
 def turned(new_ordinals: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """The other way round: earlier ordinals of the `count` items of now, -1 for a new one."""
+    """Invert the mapping: return the earlier ordinals of the `count` current items, -1 for a new one."""
     base_ordinals = np.full(count, -1)
     kept_ordinals = np.flatnonzero(new_ordinals >= 0)
     base_ordinals[new_ordinals[kept_ordinals]] = kept_ordinals
@@ -78,7 +78,7 @@ def turned(new_ordinals: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 def same_inputs(
     base: BaseGeneration, model: BundleModel, digests: Digests, base_ordinals: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Mask of the items for which a model of items is given what the base's was; none where it is another model.
+    """Return a mask of the items whose inputs of an item model equal the base's; none for another model.
 
     `base_ordinals` are their ordinals in the base, -1 for a new one. Raises CorruptArtefact for a damaged file.
     """
@@ -114,9 +114,9 @@ def copied_vectors(
 
 
 def write_changes(base: BaseGeneration, build: Build, items: ItemTable) -> list[str]:
-    """Write where the base's items are now, and whose vectors it does not have; returns the files.
+    """Write the current ordinals of the base's items, and the items whose vectors it lacks; return the files.
 
-    Raises CorruptArtefact where the base's files are not as its manifest says.
+    Raises CorruptArtefact if the base's files differ from its manifest.
     """
     base_items = base.items
     new_ordinals = places_of_items(items, base_items)
@@ -146,7 +146,7 @@ class ItemChanges:
 
     @classmethod
     def open(cls, build: Build) -> Self:
-        """Changes as `embed_items` wrote them."""
+        """Open the changes that `embed_items` wrote."""
         return cls(
             map_file(build.fetch(BASE_ITEMS_FILE), "<i8"),
             map_file(build.fetch(CHANGED_ITEMS_FILE), "u1").astype(np.bool_),
@@ -160,7 +160,7 @@ class ItemChanges:
         )
 
     def compute_unlistable_mask(self, is_allowed: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-        """Mask [base items + 1] of those that no list may be copied with; the last one stands for a free place."""
+        """Return a mask [base items + 1] of items whose lists cannot be copied; the last entry is for free slots."""
         is_lost = np.zeros(len(self.new_ordinals) + 1, np.bool_)
         is_gone = self.new_ordinals < 0
         is_lost[:-1] = is_gone | self.is_changed[np.where(is_gone, 0, self.new_ordinals)]
@@ -171,7 +171,7 @@ class ItemChanges:
     def entering(
         self, was_allowed: NDArray[np.bool_] | None, is_allowed: NDArray[np.bool_] | None
     ) -> NDArray[np.int64]:
-        """Ordinals of the items that were in no list of the base as they are now: new, changed, or newly allowed."""
+        """Return ordinals of items that no list of the base could hold in this form: new, changed, or newly allowed."""
         could = self.is_changed.copy()
         if is_allowed is not None and was_allowed is not None:
             is_formerly_allowed = np.zeros(len(self.is_changed), np.bool_)

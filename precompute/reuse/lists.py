@@ -1,6 +1,7 @@
-"""The rule of lists: a list is copied if none of its items is gone or changed, and nothing new or changed can enter.
+"""Rule of copied lists: none of the items was removed or changed, and no new or changed item can enter.
 
-What could enter is bounded from above, the stored list's last score from below, so a doubt computes. Pure.
+The score of an entering item is bounded from above, the stored list's last score from below: in doubt the list is
+computed. Pure.
 """
 
 from typing import Any, Final
@@ -20,16 +21,15 @@ _LISTS_AT_ONCE = 1 << 14
 _ROUNDING = 2.0**-24 * 1.01
 """A float32 sum of d products is off by at most d * 2**-24 * |user| * |item|, and a little of second order."""
 _SUMS: Final[dict[Metric, int]] = {"inner_product": 2, "cosine": 3}
-"""Such sums between the score that is bounded and the one that is stored: both products; for cosine half of each
-square, too."""
+"""Such sums between the bounded score and the stored one: both products; for cosine half of each square, too."""
 _MORE_STEPS = 32
-"""Roundings beside the sums: of lengths and of their quotient, for cosine."""
+"""Roundings besides the sums: of lengths and of their quotient, for cosine."""
 _SAFE_LENGTHS: Final = (1e-15, 1e18)
-"""Lengths of vectors between which no square, and no sum of products in any order, vanishes or overflows in float32."""
+"""Lengths of vectors between which no square, and no sum of products in any order, under- or overflows in float32."""
 
 
 def holds_lost(records: NDArray[Any], is_lost: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Mask [n] of the lists with one of the `is_lost` [items + 1], whose last entry stands for free places."""
+    """Return a mask [n] of the lists with an item of `is_lost` [items + 1], whose last entry is for free slots."""
     has_lost_item = np.zeros(len(records), np.bool_)
     if not is_lost.any():
         return has_lost_item
@@ -41,13 +41,13 @@ def holds_lost(records: NDArray[Any], is_lost: NDArray[np.bool_]) -> NDArray[np.
 
 
 def renumbered(records: NDArray[Any], new_ordinals: NDArray[np.int64]) -> None:
-    """Numbers the items of lists, none of which is gone, by their `new_ordinals` int64 [base items] in this night."""
+    """Replace the item ordinals of lists by `new_ordinals` int64 [base items]; none of the items was removed."""
     names = np.append(new_ordinals, -1).astype(np.uint32)  # -1 is NO_ITEM
     records["items"] = names[np.minimum(records["items"], np.uint32(len(new_ordinals)))]
 
 
 def floors(layout: Layout, records: NDArray[Any]) -> NDArray[np.float64]:
-    """Lower bound [n] of the last score of each list before it was rounded to be stored; -inf where a place is free."""
+    """Return a lower bound [n] of the last score of each list before rounding; -inf for a list with a free slot."""
     last = records["numbers"][:, -1]
     if layout.precision == "f2":
         below = np.nextafter(last, np.float16(-np.inf)).astype(np.float64)
@@ -65,10 +65,10 @@ def could_enter(
     exclusions: Histories,
     metric: Metric,
 ) -> NDArray[np.bool_]:
-    """Mask [n] of the users for whom one of these items may reach the list's `floor` [n].
+    """Return a mask [n] of the users for whom one of these items may reach the list's `floor` [n].
 
-    `vectors` float32 [n, dims] are the users', `entering` those of items with these `ordinals`; what a user has
-    `exclusions` cannot enter. Certain in one direction: where it says no, the item's own score is below the floor.
+    `vectors` float32 [n, dims] are the users', `entering` those of items with these `ordinals`; a user's `exclusions`
+    cannot enter. Certain in one direction: for False, the item's own score is below the floor.
     """
     can_enter = np.zeros(len(vectors), np.bool_)
     if not len(vectors) or not len(ordinals):

@@ -1,4 +1,4 @@
-"""Words for what a night copied: its base, and its users by reason. Pure."""
+"""Texts on a night's copies: its base, and its users by reason. Pure."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -39,7 +39,7 @@ _REGROUPING_SEED = 0
 def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inputs) -> bool:
     """True if the first rows have the same bits together, in another order, and in groups of several sizes.
 
-    A model's rows must not depend on which others they are computed beside, or nothing of it is copied.
+    A model's rows must not depend on the other rows of their batch, or its records are not copied.
     """
     count = min(REGROUPED_ROWS, rows_of(inputs))
     batch_outputs = run(rows_taken(inputs, np.arange(count)))
@@ -59,10 +59,10 @@ def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inp
 def regrouped_alike(
     build: Build, base: BaseGeneration, bundle: Bundle, items: ItemTable, device: str | None
 ) -> dict[str, bool]:
-    """By model: that its rows have the same bits beside any others, tried on real inputs where it will run.
+    """Return by model whether its rows have the same bits in any batch, tried on real inputs on its device.
 
-    Nothing is copied of one that has not, nor of one that nobody has the inputs for; nor of one on a GPU: its batches
-    are larger than what is tried here, and by their size it may choose how it adds.
+    Records are copied only of models for which that is True. It is False for one without any inputs, and for one on a
+    GPU: its batches are larger than those tried here, and their size may decide the order of its sums.
     """
     users, alike_by_model = _some_users(build), {}
     for model in bundle.models:
@@ -85,7 +85,7 @@ def regrouped_alike(
 
 
 def _some_users(build: Build) -> ShardInput:
-    """Some users of the first shard, those that its files name first."""
+    """Return some users of the first shard, those that its files name first."""
     fetch_partition(build, 0)
     folder, shard = build.root / PARTITION, 0
     with scratch_folder(folder) as scratch:

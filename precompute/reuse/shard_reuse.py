@@ -1,4 +1,4 @@
-"""Reuse within one shard: whose records are copied from the base, who is computed, and where each record goes."""
+"""Reuse within one shard: which users are copied from the base, which are computed, and where each record goes."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from precompute.scoring.programs import computed_by
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListRule:
-    """Rule of one table of lists: base items that no list may hold, and this night's that could be new in one."""
+    """Rule of one table of lists: base items that no list may hold, and this night's items that may enter one."""
 
     layout: Layout
     metric: Metric
@@ -54,21 +54,21 @@ class ListRule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardReuse:
-    """The base's shard beside this night's."""
+    """Shard of the base, compared with this night's."""
 
     base_shard: BaseShard
     changes: ItemChanges | None
     lists: Mapping[str, ListRule]
     broken: NDArray[np.bool_]
-    """Mask [records] of the users with a list that cannot be copied, whatever their inputs."""
+    """Mask [records] of the users with a list that cannot be copied, even with unchanged inputs."""
     item_vectors: NDArray[np.float32]
     is_same_bundle: bool
     touched: Digests | None
-    """Hashes of the users whose inputs have to be read, sorted; None for all."""
+    """Sorted hashes of the users whose inputs have to be read; None for all."""
 
     @classmethod
     def open(cls, base: BaseGeneration, scope: ShardScope) -> Self | None:
-        """The base's shard of users beside this night's, None if nothing of it can be copied."""
+        """Open the base's shard of users for comparison with this night's; None if no record of it can be copied."""
         build, bundle, shard, tables = scope.build, scope.bundle, scope.number, scope.tables
         if base.begin_report["user_seed"] != build.need("begin")["user_seed"]:
             return None  # their hashes are of other users
@@ -137,7 +137,7 @@ class ShardReuse:
 
     @property
     def needs_vectors(self) -> bool:
-        """True if an item could enter lists: then the vectors of those who are copied are wanted, too."""
+        """True if an item could enter lists, so that the vectors of copied users are needed, too."""
         return _enters(self.lists) and not self.broken.all()
 
     @property
@@ -151,7 +151,7 @@ class ShardReuse:
         return self.lists.keys()
 
     def decide(self, entities: ShardInput, digests: Digests, hashes: range) -> CopyDecisions:
-        """Users of a range of hashes, of whom these are the inputs: who is looked at, and who is copied unseen."""
+        """Decide which users of a hash range, with these inputs, are checked, and which are copied unread."""
         window = self.base_shard.between(hashes)
         pairs, base_positions = (
             self.base_shard.pairs[window],
@@ -195,7 +195,7 @@ class ShardReuse:
         vectors: NDArray[np.float32],
         exclusions: Histories,
     ) -> NDArray[np.bool_]:
-        """Mask of the base's lists at `base_positions` that a new or changed item may enter, by the users' vectors."""
+        """Return a mask of the base's lists at `base_positions` that a new or changed item may enter."""
         rule = self.lists[name]
         return could_enter(
             vectors, self.item_vectors[rule.entering], rule.entering,
@@ -203,7 +203,7 @@ class ShardReuse:
         )  # fmt: skip
 
     def records(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
-        """Records of the base as this night has them: with its cut `at` (Unix seconds) and its numbers of items."""
+        """Return the base's records for this night: with its cut `at` (Unix seconds) and its ordinals."""
         copied_records: NDArray[Any] = self.base_shard.tables[name][base_positions]
         copied_records["scored_at"] = at  # a copy: an index of numbers makes one
         if name in self.lists and self.changes is not None and self.changes.moved:
@@ -211,7 +211,7 @@ class ShardReuse:
         return copied_records
 
     def read_seen_items(self, base_positions: NDArray[np.int64]) -> Histories:
-        """Items that users of the base had, by this night's numbers of items."""
+        """Return the items that users of the base had, by this night's ordinals."""
         assert self.base_shard.seen_items is not None  # noqa: S101 - or nobody asks
         assert self.changes is not None  # noqa: S101 - `open` saw to it
         base_histories = self.base_shard.seen_items.select_rows(base_positions)
@@ -221,17 +221,17 @@ class ShardReuse:
         )
 
     def read_times(self, base_positions: NDArray[np.int64]) -> Histories:
-        """Times of these items, when each happened last."""
+        """Return the times of these items, when each happened last."""
         assert self.base_shard.times is not None  # noqa: S101 - or nobody asks
         return self.base_shard.times.select_rows(base_positions)
 
     def read_feature_json(self, base_positions: NDArray[np.int64]) -> Histories:
-        """JSON of what the user tower was given of users of the base besides."""
+        """Return the JSON of the user tower's other inputs of the base's users."""
         assert self.base_shard.feature_json is not None  # noqa: S101 - or nobody asks
         return self.base_shard.feature_json.select_rows(base_positions)
 
     def read_own_vector_mask(self, base_positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Users of the base who brought a vector along."""
+        """Return a mask of the base's users who brought a vector along."""
         assert self.base_shard.has_own_vector is not None  # noqa: S101 - or nobody asks
         has_vector: NDArray[np.bool_] = self.base_shard.has_own_vector[base_positions] > 0
         return has_vector
@@ -244,7 +244,7 @@ def _enters(rules: Mapping[str, ListRule]) -> bool:
 def _fitting(
     build: Build, base: BaseGeneration, bundle: Bundle, tables: Mapping[str, TableConfig]
 ) -> list[str]:
-    """Tables whose records may be copied: lists of the same bundle, all others of the same model."""
+    """Return the tables whose records may be copied: lists of the same bundle, all others of the same model."""
     embedded = build.need("embed_items")
     alike = embedded["regrouped"]
     same_words = base.manifest.facts.get("vocabulary_digest") == bundle.vocabulary_digest

@@ -42,9 +42,9 @@ def reasons_file(shard: int) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyDecisions:
-    """Users of a hash range: `rows` of its inputs are looked at, the base has them unchanged at `unchanged_positions`.
+    """Decisions on a hash range: `rows` of its inputs are checked, `unchanged_positions` locate them in the base.
 
-    `unchanged_positions` int64 [rows], -1 for nowhere; `could_stay` marks those that are copied unless an item enters
+    `unchanged_positions` int64 [rows], -1 for changed; `could_stay` marks those that are copied unless an item enters
     their list. `copied_positions` int64 are the base's records of all others, in hash order, with their
     `copied_hashes`; `with_vector` of them brought a vector along. `pairs` are all users with their digests.
     """
@@ -59,7 +59,7 @@ class CopyDecisions:
 
     @classmethod
     def without_copies(cls, entities: ShardInput, digests: Digests) -> Self:
-        """All are computed."""
+        """Return decisions by which all users are computed."""
         count = len(entities.ids)
         nowhere, none = np.full(count, -1), np.zeros(count, np.bool_)
         return cls(
@@ -68,16 +68,16 @@ class CopyDecisions:
         )  # fmt: skip
 
     def inputs_of(self, entities: ShardInput) -> ShardInput:
-        """Inputs of the users that are looked at."""
+        """Return the inputs of the users that are checked."""
         return entities if len(self.rows) == len(entities.ids) else entities.select_rows(self.rows)
 
 
 @dataclass(slots=True, eq=False)
 class CopiedUsers:
-    """Places of a hash range's users: `hashes` [m] of all, `rows` [n] of the chunk's own among them, ascending.
+    """Positions of a hash range's users: `hashes` [m] of all, `rows` [n] of the chunk's own among them, ascending.
 
     `copied_positions` int64 [m] are the base's records of the others, -1 for the chunk's own. `unchanged_positions`
-    int64 [n] are the base's records of those of its own whose inputs did not change, -1 for the others.
+    int64 [n] are the base's records of its own users with unchanged inputs, -1 for the others.
     """
 
     hashes: Digests
@@ -85,12 +85,12 @@ class CopiedUsers:
     rows: NDArray[np.int64]
     unchanged_positions: NDArray[np.int64]
     could_stay: NDArray[np.bool_]
-    """Own users that are copied unless an item enters a list of theirs, bool [n]."""
+    """Own users that are copied unless an item enters one of their lists, bool [n]."""
     entered: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
 
     @classmethod
     def of(cls, decisions: CopyDecisions, hashes: Digests, own_rows: NDArray[np.int64]) -> Self:
-        """Places int64 of the `own_rows` among those looked at, which have these `hashes`, and of the kept."""
+        """Build from the decisions, the `hashes` of the checked users, and the `own_rows` of this chunk."""
         all_hashes = np.concatenate([hashes[own_rows], decisions.copied_hashes])
         order = np.argsort(all_hashes, kind="stable")
         turned = np.empty(len(order), np.int64)
@@ -107,7 +107,7 @@ class CopiedUsers:
         )
 
     def parts(self, users_max: int) -> Iterator[tuple[Self, slice]]:
-        """Pieces of at most so many users, with the own ones of each."""
+        """Yield pieces of at most `users_max` users, with the own ones of each."""
         for start in range(0, len(self.hashes), users_max):
             end = min(start + users_max, len(self.hashes))
             own_slice = slice(*np.searchsorted(self.rows, [start, end]).tolist())
@@ -117,7 +117,7 @@ class CopiedUsers:
             ), own_slice  # fmt: skip
 
     def stay(self, stay_mask: NDArray[np.bool_]) -> None:
-        """Own users of a mask are copied after all; of the others that could have been, an item entered a list."""
+        """Mark own users of a mask as copied after all; into a list of the other candidates an item entered."""
         self.copied_positions[self.rows[stay_mask]] = self.unchanged_positions[stay_mask]
         computed_mask = ~stay_mask
         self.entered = self.could_stay[computed_mask]
@@ -128,7 +128,7 @@ class CopiedUsers:
         self.could_stay = self.could_stay[computed_mask]
 
     def reasons(self) -> NDArray[np.uint8]:
-        """Reasons [m] by number."""
+        """Return the reasons [m] by number."""
         reason_numbers = np.full(len(self.hashes), COPIED, np.uint8)
         entered = self.entered if len(self.entered) else np.zeros(len(self.rows), np.bool_)
         reason_numbers[self.rows] = np.where(
@@ -138,17 +138,17 @@ class CopiedUsers:
 
     @property
     def copied_rows(self) -> NDArray[np.int64]:
-        """Rows of all that are copied."""
+        """Rows of all copied users."""
         return np.flatnonzero(self.copied_positions >= 0)
 
     def merge_values(self, own_values: NDArray[Any], copied_values: NDArray[Any]) -> NDArray[Any]:
-        """A value for each of all, from those of the chunk's own and of the others."""
+        """Merge values of the chunk's own and of the copied users, one per user."""
         merged_values = np.empty(len(self.hashes), own_values.dtype)
         merged_values[self.rows], merged_values[self.copied_rows] = own_values, copied_values
         return merged_values
 
     def merge_histories(self, own_histories: Histories, copied_histories: Histories) -> Histories:
-        """Histories of all, from those of the chunk's own and of the others."""
+        """Merge histories of the chunk's own and of the copied users."""
         ends = np.concatenate(
             [own_histories.indptr, own_histories.indptr[-1] + copied_histories.indptr[1:]]
         )
@@ -161,7 +161,7 @@ class CopiedUsers:
 
 
 def pair_with_digests(entities: ShardInput, digests: Digests) -> NDArray[Any]:
-    """Users with their digests, HASH_AND_DIGEST [n]."""
+    """Return users with their digests, HASH_AND_DIGEST [n]."""
     pairs = np.empty(len(entities.ids), HASH_AND_DIGEST)
     pairs["hash"], pairs["digest"] = entities.hashes, digests
     return pairs
@@ -169,7 +169,7 @@ def pair_with_digests(entities: ShardInput, digests: Digests) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopiedVectors:
-    """Vectors of items that the base has already: row i of `base_ordinals` is where, -1 for one to be computed."""
+    """Vectors of items that the base has: `base_ordinals[i]` is item i's row there, -1 for one to be computed."""
 
     base_ordinals: NDArray[np.int64]
     vectors: NDArray[np.float32]
@@ -180,7 +180,7 @@ class UserCopies(Protocol):
 
     @property
     def touched(self) -> Digests | None:
-        """Hashes of the users whose inputs have to be read, sorted; None for all."""
+        """Sorted hashes of the users whose inputs have to be read; None for all."""
         ...
 
     @property
@@ -194,7 +194,7 @@ class UserCopies(Protocol):
         ...
 
     def decide(self, entities: ShardInput, digests: Digests, hashes: range) -> CopyDecisions:
-        """Users of a range of hashes, of whom these are the inputs: who is looked at, and who is copied unseen."""
+        """Decide which users of a hash range, with these inputs, are checked, and which are copied unread."""
         ...
 
     def enters(
@@ -216,7 +216,7 @@ class UserCopies(Protocol):
         ...
 
     def read_times(self, base_positions: NDArray[np.int64]) -> Histories:
-        """Times of these items, when each happened last."""
+        """Return the times of these items, when each happened last."""
         ...
 
     def read_feature_json(self, base_positions: NDArray[np.int64]) -> Histories:

@@ -26,7 +26,7 @@ Favourites = tuple[Sequence[str], list[float]]
 def write_defaults(
     build: Build, bundle: Bundle, favourites: Callable[[TableConfig], Favourites]
 ) -> None:
-    """Write the list of each table of lists; whoever calls hands the file over."""
+    """Write the default list of each table of lists; the caller publishes the file."""
     defaults = {}
     for name, table in configured_tables(build.config, bundle).items():
         if layout_of(bundle, table).kind == "topk":
@@ -38,7 +38,7 @@ def write_defaults(
 def favourites_of(
     items: ItemTable, users: NDArray[np.float32], metric: Metric, k: int
 ) -> Favourites:
-    """The k items with the highest mean score over these users, float32 [n, dims], and that score; ties by ordinal.
+    """Return the k items with the highest mean score over users, float32 [n, dims], and the score; ties by ordinal.
 
     A mean of products with an item is the product with the mean.
     """
@@ -52,7 +52,7 @@ def favourites_of(
 
 
 def compute_popularity_scores(popularity: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Share of each item in all interactions, float32 [items], which is its score in the defaults."""
+    """Return the share of each item in all interactions, float32 [items], which is its score in the defaults."""
     item_shares: NDArray[np.float32] = (popularity / max(1, int(popularity.sum()))).astype(
         np.float32
     )
@@ -62,7 +62,7 @@ def compute_popularity_scores(popularity: NDArray[np.int64]) -> NDArray[np.float
 def mean_scores(
     items: ItemTable, users: NDArray[np.float32], metric: Metric
 ) -> NDArray[np.float32]:
-    """Mean score of each item over these users, float32 [items], as `favourites_of` has it."""
+    """Return the mean score of each item over these users, float32 [items], for `favourites_of`."""
     mean = (unit(users) if metric == "cosine" else users).mean(axis=0, dtype=np.float64)
     compared = np.asarray(items.vectors)
     if metric == "cosine":

@@ -38,7 +38,7 @@ SAMPLE_ROWS = 512
 """Entities on which a model is calibrated and compared, at most."""
 
 SAMPLE_SEED = 0
-"""Seed of histories that are drawn; the gates draw others."""
+"""Seed of drawn histories; the gates draw others."""
 
 DRAWN_USERS_MAX: Final = 512
 """Users with drawn histories, at most."""
@@ -50,7 +50,7 @@ GIVEN_VECTORS_MAX: Final = 8_192
 """Users whose given vectors are averaged, at most."""
 
 FIRST_SLICES = 4
-"""Slices written before more of a shard is: they nearly always hold the samples that are wanted."""
+"""Slices written before more of a shard is: they nearly always suffice for the samples."""
 
 
 class SampleTaker(Protocol):
@@ -94,7 +94,7 @@ def sample_inputs(
 
 
 def sample_user_vectors(build: Build, bundle: Bundle, items: ItemTable) -> NDArray[np.float32]:
-    """float32 [n, dims]: vectors of real users, those they bring or up to 512 of the user tower in full precision."""
+    """Return float32 [n, dims]: vectors of real users, those they bring or up to 512 of the user tower in fp32."""
     tower = bundle.user_tower
     if lacks_histories(build, tower):
         return given_vectors(build)
@@ -105,7 +105,7 @@ def sample_user_vectors(build: Build, bundle: Bundle, items: ItemTable) -> NDArr
 
 
 def given_vectors(build: Build) -> NDArray[np.float32]:
-    """float32 [n, dims]: vectors of all users that bring one, or of 8,192 with the lowest hashes (so: at random)."""
+    """Return float32 [n, dims]: vectors of all users that bring one, or of the 8,192 with the lowest hashes."""
     parts, count = [], 0
     for entities in _slices(build):
         if entities.vectors is not None:
@@ -117,9 +117,9 @@ def given_vectors(build: Build) -> NDArray[np.float32]:
 
 
 def lacks_histories(build: Build, model: BundleModel) -> bool:
-    """True for a model of histories in a night where users bring vectors and nobody has a history.
+    """True for a history model in a night without interactions, in which users bring vectors.
 
-    Users of the feature table alone are asked about as they are: their history is empty.
+    Users of the feature table alone are sampled unchanged: their history is empty.
     """
     sources = build.config.sources
     return (
@@ -128,12 +128,12 @@ def lacks_histories(build: Build, model: BundleModel) -> bool:
 
 
 def users_with_vectors(build: Build) -> ShardInput:
-    """Users of the first slice in which any brings a vector; there is one, or `begin` had refused."""
+    """Return the users of the first slice in which any brings a vector; there is one, or `begin` had refused."""
     return next(entities for entities in _slices(build) if entities.has_vector.any())
 
 
 def _slices(build: Build) -> Iterator[ShardInput]:
-    """All users in hash order (so: at random), a slice at a time; for the first few a shard is not rewritten."""
+    """Yield all users in hash order (so: at random), a slice at a time; for the first few a shard is not rewritten."""
     config, folder = build.config, build.root / PARTITION
     for shard in range(config.shards):
         fetch_partition(build, shard)
@@ -156,7 +156,7 @@ def _slices(build: Build) -> Iterator[ShardInput]:
 def with_drawn_histories(
     entities: ShardInput, items: ItemTable, metric: Metric, *, seed: int
 ) -> ShardInput:
-    """At most 512 of the users with a vector, spread evenly, each with 1 to 50 of the 100 items that suit it best.
+    """Draw histories for at most 512 users with a vector, evenly spread: 1 to 50 of each one's 100 best items.
 
     Not any items: those of one history are alike, and a model calibrated on means of unlike ones would meet larger
     numbers than it was made for.
@@ -184,7 +184,7 @@ def with_drawn_histories(
 
 @dataclass(frozen=True, slots=True)
 class LiveModel:
-    """Int8 form of a model, if it has one, and how far that agrees with fp32."""
+    """Int8 form of a model, if it has one, and its agreement with fp32."""
 
     int8: bool
     agreement: Mapping[str, Any]
@@ -198,7 +198,7 @@ def quantize_models(
     *,
     item_features: Mapping[str, ItemFeatures],
 ) -> dict[str, LiveModel]:
-    """Write an int8 file beside every fp32 one; a model with nothing to quantize stays fp32 and says so.
+    """Write an int8 file for every fp32 one; a model with nothing to quantize stays fp32, which is reported.
 
     `sample_for` gives a user model entities of which some have its inputs.
     """
@@ -264,7 +264,7 @@ def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -
 
 
 def _spread_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """At most SAMPLE_ROWS of the rows, spread evenly."""
+    """Return at most SAMPLE_ROWS of the rows, evenly spread."""
     sample_points = np.linspace(0, len(rows) - 1, min(SAMPLE_ROWS, len(rows)))
     return rows[np.unique(sample_points.astype(np.int64))]
 
@@ -272,7 +272,7 @@ def _spread_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 def _with_answers(
     tower: Tower, inputs: Inputs, exclusions: Histories | None
 ) -> tuple[Inputs, Histories | None]:
-    """Inputs without the rows whose output is not finite: they have no record, and calibrate nothing."""
+    """Return the inputs without rows whose output is not finite: they have no record, and calibrate nothing."""
     rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
     if len(rows) == rows_of(inputs):
         return inputs, exclusions

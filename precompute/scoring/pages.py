@@ -39,7 +39,7 @@ def encode_records(
     at: int,
     flags: Flags = 0,
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """(records[n], which of those with an answer do not fit their precision): both kinds of the others are absent.
+    """Return (records[n], mask of answers that do not fit the precision); these and missing ones are absent records.
 
     An absent one has an answer in another table of the same entities only, and none of the `flags`.
     """
@@ -63,7 +63,7 @@ def encode_records(
 def _encode(
     layout: Layout, fingerprints: NDArray[np.uint64], answers: Answers, at: int, flags: Flags
 ) -> NDArray[Any]:
-    """Records of rows that all have answers, RECORDS_AT_ONCE at a time: what is between stays in a core's caches."""
+    """Encode rows that all have answers, RECORDS_AT_ONCE at a time, so that intermediates stay in a core's caches."""
     if len(fingerprints) <= RECORDS_AT_ONCE:
         return _encode_some(layout, fingerprints, answers, at, flags)
     records = np.empty(len(fingerprints), layout.dtype)
@@ -88,7 +88,7 @@ def _encode_some(
 
 
 def finite_rows(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """bool [n]; a sum is finite only if all are, so only the rare row whose sum is not is looked at closely."""
+    """Return bool [n]; a sum is finite only if all are, so only a rare row without a finite sum is checked closely."""
     with np.errstate(over="ignore", invalid="ignore"):
         finite: NDArray[np.bool_] = np.isfinite(numbers.sum(axis=1))
     suspects = np.flatnonzero(~finite)
@@ -97,7 +97,7 @@ def finite_rows(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 
 class GrowingFile:
-    """A file written beside its place, piece by piece, and renamed when whole; dropped if the block fails."""
+    """Writer of a draft file, piece by piece, which is renamed when complete and dropped if the block fails."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -110,12 +110,12 @@ class GrowingFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Add bytes at the end; raises StoreError when the disk is full."""
+        """Append bytes; raise StoreError on a full disk."""
         with disk_errors(self.path):
             self._file.write(data)
 
     def write_array(self, values: NDArray[Any]) -> None:
-        """Add the bytes of an array [n]; it is not copied, which would hold up other threads."""
+        """Append the bytes of an array [n]; it is not copied, which would hold up other threads."""
         self.write(np.ascontiguousarray(values).view(np.uint8).data)
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -139,11 +139,11 @@ class GrowingFile:
 
 
 class PageFile(GrowingFile):
-    """All pages of one shard of one table.
+    """Writer of all pages of one shard of one table.
 
     A page is a slice of the file: records are appended back to back, and every `records_per_page` of them a
-    checksum (xxh3-64) is kept for the `.sums` file. Threads behind the writer compute the checksums of pages and of the
-    file, and have the disk write what there is; they keep at most PIECES_BEHIND pieces.
+    checksum (xxh3-64) is kept for the `.sums` file. Background threads compute the checksums of pages and of the
+    file, and flush written data to disk; they keep at most PIECES_BEHIND pieces.
     """
 
     def __init__(self, path: Path, layout: Layout, page_bytes: int) -> None:
@@ -160,7 +160,7 @@ class PageFile(GrowingFile):
         self._synced: Future[None] | None = None
 
     def append(self, records: NDArray[Any]) -> None:
-        """Add records (dtype of the layout) in hash order; they must not change afterwards."""
+        """Append records (dtype of the layout) in hash order; they must not change afterwards."""
         self.count += len(records)
         data = np.ascontiguousarray(records).view(np.uint8).data
         self.write(data)
@@ -174,13 +174,13 @@ class PageFile(GrowingFile):
             self._synced = self._syncing.submit(os.fdatasync, self._file.fileno())
 
     def _demand_synced(self) -> None:
-        """Raises StoreError where the disk did not take what it was given: it says so once."""
+        """Raise StoreError if a flush to disk failed, which the system reports only once."""
         if self._synced is not None:
             with disk_errors(self.path):
                 self._synced.result()
 
     def describe(self, name: str) -> Artefact:
-        """Manifest entry of the finished file under this name, of the bytes that were written."""
+        """Return the manifest entry of the finished file under this name, of the written bytes."""
         return Artefact(name, self._size_bytes, self._sha256.hexdigest())
 
     def _add_to_sums(self, data: memoryview) -> None:
@@ -216,12 +216,12 @@ class PageFile(GrowingFile):
 
 
 def sums_path(pages: Path) -> Path:
-    """Path of the checksums of a page file."""
+    """Return the path of the checksums of a page file."""
     return pages.with_suffix(".sums")
 
 
 def describe_pages(build: Build, pages: PageFile) -> dict[str, Any]:
-    """Manifest entries of a finished page file of the build and its checksums."""
+    """Return the manifest entries of a finished page file of the build and its checksums."""
     file, sums = (str(path.relative_to(build.root)) for path in (pages.path, sums_path(pages.path)))
     return {
         "count": pages.count,

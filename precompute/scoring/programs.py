@@ -18,9 +18,9 @@ _INSTRUCTION_LINES = ("flags", "Features")
 
 
 def computed_by(device: str | None = None) -> str:
-    """Class of the kernel, of the processor's instructions and of a device of torch, and versions of the libraries.
+    """Return the kernel's class, the processor's instructions, a torch device's class, and versions of libraries.
 
-    Results of two nights may be put beside each other where these are the same.
+    Results of two nights may be combined if these are equal.
     """
     names = (*_LIBRARIES, *(_DEVICE_LIBRARIES if device else ()))
     versions = [

@@ -1,4 +1,4 @@
-"""Scorers: the devices on which the shards of a build are encoded and compared, with what they share."""
+"""Scorers: the devices on which the shards of a build are encoded and compared, with their shared state."""
 
 import threading
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ NO_HOOKS: Final = ScoringHooks()
 class ScoringDevice:
     """Device on which some shards of one build are encoded and compared: one of torch, or (None) the processor.
 
-    Who asks for a scorer and uses it holds `compute_slots`: several at once would only share what computes. On a device
-    two may: while the lists of one are copied the other's are computed.
+    A user of the device's scorer holds `compute_slots`: several at once would only share the processor. A GPU
+    has two: while the lists of one are copied the other's are computed.
     """
 
     def __init__(self, device: str | None, tasks: int = 1) -> None:
@@ -46,14 +46,14 @@ class ScoringDevice:
         self._opening, self._making = threading.Lock(), threading.Lock()
 
     def tower(self, build: Build, model: BundleModel) -> AnyTower:
-        """A model of the one build, opened when first wanted; whoever asks may run it at once."""
+        """Return a model of the build, opened at first use; the caller may run it at once."""
         with self._opening:
             if model.name not in self._towers:
                 self._towers[model.name] = open_tower(build, model, self.device)
             return self._towers[model.name]
 
     def of(self, items: ItemTable, metric: Metric) -> AnyScorer:
-        """The items, ready to be compared: made when first wanted; `items` are always those of the one build."""
+        """Return the scorer of the build's items, made at first use."""
         with self._making:
             if metric not in self._scorer_by_metric:
                 self._scorer_by_metric[metric] = self._make(items, metric)
@@ -69,7 +69,7 @@ class ScoringDevice:
 
 
 class Scorers:
-    """State that the shards of one build share in a process: its bundle, and the places, one for each GPU."""
+    """State that the shards of one build share in a process: its bundle, its base, and one device per GPU."""
 
     def __init__(self, device: str = OFF, tasks: int = 1, hooks: ScoringHooks = NO_HOOKS) -> None:
         self._hooks = hooks
@@ -82,7 +82,7 @@ class Scorers:
         self._opening = threading.Lock()
 
     def bundle(self, build: Build) -> Bundle:
-        """The bundle of the one build, opened when first wanted."""
+        """Return the bundle of the build, opened at first use."""
         with self._opening:
             if self._bundle is None:
                 self._bundle = open_bundle(build)
@@ -105,7 +105,7 @@ class Scorers:
         }
 
     def at(self, shard: int) -> ScoringDevice:
-        """The place of one shard, always the same: at first the one with the fewest that are not done."""
+        """Return the device of one shard, always the same: initially the one with the fewest unfinished shards."""
         with self._opening:
             if shard not in self._at:
                 busy = [
@@ -121,6 +121,6 @@ class Scorers:
             return self._scoring_device_by_name[device]
 
     def mark_finished(self, shard: int) -> None:
-        """Notes that nothing of a shard is left to do."""
+        """Record that a shard is finished."""
         with self._opening:
             self._finished_shards.add(shard)

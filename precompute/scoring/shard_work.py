@@ -71,13 +71,13 @@ class Chunk:
     total: int = 0
     """Entities of the shard: exact with its last slice, estimated before."""
     vectors: NDArray[np.float32] | None = None
-    """[users, dims]: vectors that the night was given, a row of NaN for who brings none."""
+    """Vectors [users, dims] from the night's source of user vectors, a row of NaN for a user without one."""
     times: Histories | None = None
-    """Times of the items that they had, when each happened last; None where no events are taken in."""
+    """Time of the last event of each item in the histories; None where events are not enabled."""
     feature_json: Histories | None = None
-    """JSON of what the user tower is given besides; None where that is nothing, or not published."""
+    """JSON of the user tower's other inputs; None if there are none, or they are not published."""
     has_own_vector: NDArray[np.bool_] | None = None
-    """Users who brought a vector along, bool [users]; None where that is not published."""
+    """Mask bool [users] of the users with a vector of their own; None where that is not published."""
     fingerprints: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     outputs: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     answered: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class ShardWork:
 
     @contextmanager
     def busy(self, stage: str) -> Iterator[None]:
-        """Adds up the time that a stage takes, of several threads their mean: what it would take without the others."""
+        """Add up the time of a stage, of several threads their mean: its time without the others."""
         started = time.perf_counter()
         yield
         seconds = (time.perf_counter() - started) / (self.workers if stage in SIDE_BY_SIDE else 1)
@@ -273,7 +273,7 @@ class ShardWork:
     def _outputs(
         self, chunk: Chunk, name: str, is_wanted: NDArray[np.bool_]
     ) -> NDArray[np.float32]:
-        """float32 [users, dims], NaN for who lacks an input or is not wanted; what else is not finite is noted."""
+        """Return float32 [users, dims], NaN for users without an input or not wanted; note other non-finite rows."""
         tower = self._towers()[name]
         usable, features = chunk.usable[name] & is_wanted, chunk.features.get(name, {})
         rows = np.flatnonzero(usable)
@@ -301,7 +301,7 @@ class ShardWork:
         return outputs
 
     def are_set_by_events(self, chunk: Chunk) -> NDArray[np.bool_]:
-        """Mask of a chunk's users for whom events set what a model takes, bool [users]."""
+        """Return a mask of a chunk's users for whom events set an input of a model, bool [users]."""
         if not self.build.config.events.enabled:
             return np.zeros(len(chunk.ids), np.bool_)
         return are_marked(self.build.fetch(marks_file("user")), chunk.fingerprints)
@@ -343,12 +343,12 @@ class ShardWork:
 
     @property
     def publishes_features(self) -> bool:
-        """True if the generation says what its user tower was given of each user besides the history."""
+        """True if the generation publishes the user tower's inputs besides the history, for each user."""
         return self.build.config.events.enabled and bool(self.bundle.user_tower.spec.features)
 
     @property
     def seen_files(self) -> dict[str, str]:
-        """Files of what users had, which filters leave out and events are added to, by their names in `SeenPart`."""
+        """Files of the users' histories, by name in `SeenPart`: filters exclude these items, and events add to them."""
         config = self.build.config
         if not (config.events.enabled or config.sources.item_attributes):
             return {}
@@ -360,7 +360,7 @@ class ShardWork:
 
 
 def lists_of(count: int, rows: NDArray[np.int64], lists: Top) -> Top:
-    """Lists of so many users, of whom those of some rows have one; the others' are empty."""
+    """Spread the lists of the users in `rows` over `count` users; the lists of the others are empty."""
     if len(rows) == count:
         return lists
     k = lists[0].shape[1]

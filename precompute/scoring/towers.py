@@ -41,14 +41,14 @@ FeaturesByModel = dict[str, dict[str, NDArray[Any]]]
 
 DEVICE_AGREEMENT = 1e-4
 """Largest deviation of a tower on a device from its ONNX file on the processor, relative to the largest number of the
-row: what the gates `exact_numbers` and `item_vectors` allow."""
+row: the tolerance of the gates `exact_numbers` and `item_vectors`."""
 
 DEVICE_LENGTH_AGREEMENT = 8e-6
 """Length of the deviation of a user's vector, relative to the vector's. Two scores of a list then differ by twice this
-at most, which together with the rounding of their sums is what the gate `exact_lists` allows."""
+at most, which with the rounding of their sums is the tolerance of the gate `exact_lists`."""
 
 DEVICE_TILE = Tile(1 << 14, 1 << 27)
-"""Tile of a GPU: a whole chunk of users with short histories, 512 MiB of float32 for what is gathered."""
+"""Tile of a GPU: a whole chunk of users with short histories, 512 MiB of gathered float32."""
 
 _VECTOR_TOWER = "user_tower"
 _COMPARED_ROWS = 64
@@ -202,9 +202,9 @@ class DeviceModel(Protocol):
 
 
 class DeviceTower:
-    """A model on a device, fed like its ONNX file, and compared with it on the first rows that it is given.
+    """Model on a device, fed like its ONNX file, and compared with it on its first rows.
 
-    Where it `may_stay`, because nobody asked for this form of it, it runs on the processor if they disagree.
+    If it `may_stay`, because no setting asks for the device, it runs on the processor if they disagree.
     """
 
     def __init__(

@@ -37,18 +37,18 @@ from precompute.sources.features import read_values
 Read = TypeVar("Read")
 
 CORES_OF_A_READER, READERS_MOST = 3, 5
-"""A shard is read by at most so many threads, each of which stands for so many cores of the host."""
+"""Cores of the host per reading thread of a shard, and the most such threads."""
 
 PIECES_AHEAD = 3
 """Pieces of a shard under way, or waiting, for each reader; of slices, which are larger, there is one."""
 
 
 def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None) -> Iterator[Chunk]:
-    """The shard's users for whom a model has its input; raises Refused where the disk has no room for them.
+    """Yield the shard's users for whom a model has its input; raise Refused if the disk has no room for them.
 
-    Whoever lacks the history that a model wants is left out whole, unless the night computes featured users and a model
-    answers by features alone. An unusable feature costs the tables of the models that want it. Where events are taken
-    in, a user with any history is there, even without an answer. Digests of the inputs go into `pairs`.
+    A user without the history that a model needs is left out, unless the night computes featured users and a model
+    answers by features alone. An unusable feature costs the tables of the models that need it. If events are taken
+    in, a user with any history is included, even without an answer. Digests of the inputs go into `pairs`.
     """
     prior_count = 0
     for slice_number, (entities, digests, hashes, slices_left) in enumerate(
@@ -203,7 +203,7 @@ def slices_of(work: ShardWork, scratch: Path) -> Iterator[Slice]:
 
 
 def _in_order(read: Callable[[int], Read], numbers: range, ahead: int = 1) -> Generator[Read]:
-    """Values of a shard's parts in their order: on a host of few cores each is read when it is asked for.
+    """Yield values of a shard's parts in their order: on a host of few cores each is read on demand.
 
     On others there are several readers, and as many parts for each under way, or waiting, as it may be `ahead`.
     """
@@ -229,9 +229,9 @@ def _in_order(read: Callable[[int], Read], numbers: range, ahead: int = 1) -> Ge
 def feature_json_rows(
     spec: TowerSpec, features: Mapping[str, Any], published: NDArray[np.bool_]
 ) -> Histories:
-    """Columns of features as rows of JSON by column, as callers send them; a value that cannot be used is left out.
+    """Convert columns of features to rows of JSON by column, as callers send them; omit unusable values.
 
-    The row is empty of who is not `published`, or has no such value.
+    The row is empty for a user who is not `published`, or has no such value.
     """
     row_features: list[dict[str, Any]] = [{} for _ in published]
     # Two inputs may read one column: a whole number is what both take.

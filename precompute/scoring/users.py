@@ -146,7 +146,7 @@ def write_records(
     directory: GrowingFile,
     reasons: GrowingFile | None,
 ) -> None:
-    """Writes the records of a chunk and the reasons, in hash order; counts what the chunk noted."""
+    """Write the records and reasons of a chunk, in hash order; add the chunk's counts."""
     for name in work.tables:
         files[name].append(chunk.records.pop(name))
     copied = chunk.copied
@@ -197,7 +197,7 @@ def write_inputs(work: ShardWork, chunk: Chunk, files: Mapping[str, GrowingFile]
 
 
 def _write_ends(work: ShardWork, count: str, rows: Histories, ends: GrowingFile) -> None:
-    """Writes where each row ends among those of all chunks."""
+    """Write the position where each row ends, counted over all chunks."""
     ends.write_array((work.counts[count] + rows.indptr[1:]).astype("<u8"))
     work.counts[count] += int(rows.indptr[-1])
 

@@ -1,4 +1,4 @@
-"""A team's Parquet and CSV files as columns: ids, features, times, interactions, and the rows that nobody can use.
+"""Readers of a team's Parquet and CSV files: ids, features, times, interactions, and counts of unusable rows.
 
 Start at `readers`.
 """

@@ -1,4 +1,4 @@
-"""Columns of the sources as the night knows them: ids, of whatever Arrow types they come in."""
+"""Columns of ids in the sources: conversion from Arrow types, hashes and checks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from precompute.sources import unusable
 from precompute.sources.files import SourceFile
 
 UnusableMaskByReason = dict[str, NDArray[np.bool_]]
-"""Reason -> the rows that cannot be used for it; no reason without a row."""
+"""Reason -> mask of the rows that are unusable for it; no reason without a row."""
 
 # Of Unicode 15, table 3-7; RE2 takes binary as bytes.
 _UTF_8 = (
@@ -31,22 +31,22 @@ WORDS_FOR_NOTHING = (
     "<NA>", "#NA", "N/A", "n/a", "#N/A", "#N/A N/A", "None", "none", "NONE", "<none>", "(none)", "undefined",
     "#NULL!", "#REF!", "#VALUE!", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN",
 )  # fmt: skip
-"""Texts that programs write where a value is missing; `nil`, `na` and the like, which are names, too, are not here."""
+"""Texts that programs write for a missing value; `nil`, `na` and the like are also names, so they are not here."""
 _DECIMAL_DIGITS_MAX = 76
 _FLOAT = r"^[+-]?(\d+[.,]0+|\d(\.\d+)?[eE][+]\d+)$"
-"""Texts that programs make of whole numbers which they took for fractions."""
+"""Pattern of whole numbers that a program wrote as fractions."""
 _WHOLE_NUMBER = r"^[+-]?\d+$"
 _SHARE_OF_FLOATS = 0.9
 """Share of a column's ids that must be such texts for it to be refused."""
 _SHARE_AMONG_WHOLE_NUMBERS = 0.05
-"""The same where all others are whole numbers, as in files that were joined: 17 and 17.0 are then one id."""
+"""Share at which it is refused if all others are whole numbers, as in joined files: 17 and 17.0 are then one id."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ids:
-    """A column of ids, each of them once: row r is `names[codes[r]]` (Arrow strings; int32 [rows]).
+    """Column of ids, with distinct names: row r is `names[codes[r]]` (Arrow strings; int32 [rows]).
 
-    Every name has a row: what holds for all names holds for all rows, and the other way round.
+    Every name has a row: a statement on all names holds for all rows, and the other way round.
     """
 
     names: Any
@@ -54,9 +54,9 @@ class Ids:
 
     @classmethod
     def of(cls, column: Any) -> Self:
-        """Ids of an Arrow array of strings or integers, dictionary-encoded or not, without nulls.
+        """Convert an Arrow array of strings or integers, dictionary-encoded or not, without nulls.
 
-        Raises pa.ArrowInvalid for what is not UTF-8.
+        Raises pa.ArrowInvalid for text that is not UTF-8.
         """
         if pa.types.is_string(column.type) and (names_and_codes := _sorted(column)) is not None:
             names_and_codes[0].validate(full=True)
@@ -70,28 +70,28 @@ class Ids:
         return len(self.codes)
 
     def raws(self) -> list[bytes]:
-        """The names as records know them."""
+        """Return the names as records' raw ids."""
         return raws_of(self.names)
 
     def hashes(self, seed: int) -> NDArray[np.uint64]:
-        """uint64[names], as `cache.format.ids.hash_ids` has them."""
+        """Return uint64[names], equal to `cache.format.ids.hash_ids`."""
         return text_hashes(self.names, seed)
 
     def only(self, rows: NDArray[np.bool_]) -> Self:
-        """Some of the rows."""
+        """Return some of the rows."""
         return type(self)(*_used(self.names, self.codes[rows]))
 
     def name_of(self, row: int) -> str:
-        """Id of a row."""
+        """Return the id of a row."""
         return str(self.names[int(self.codes[row])])
 
     def texts(self) -> Any:
-        """Arrow strings, one for each row."""
+        """Return Arrow strings, one for each row."""
         return self.names.take(pa.array(self.codes))
 
 
 def _sorted(texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
-    """(names, codes) by sorting hashes, faster than a hash table that leaves the caches; None where it cannot be.
+    """Return (names, codes) by sorting hashes, faster than a hash table beyond the caches; None if not possible.
 
     Two ids with one hash would become one, so a second hash of each row has to agree with it: 128 bits in all.
     """
@@ -111,7 +111,7 @@ def _sorted(texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
 
 
 def hashes_of_texts(texts: Any, seed: int) -> NDArray[np.uint64] | None:
-    """uint64[n] of an Arrow string array; None without what is compiled, or if a text is too long."""
+    """Return uint64[n] of an Arrow string array; None without the compiled part, or for too long a text."""
     _, cuts, data = texts.buffers()
     if cuts is None or data is None:
         return None
@@ -121,7 +121,7 @@ def hashes_of_texts(texts: Any, seed: int) -> NDArray[np.uint64] | None:
 
 
 def text_hashes(texts: Any, seed: int) -> NDArray[np.uint64]:
-    """uint64[n] of Arrow strings, in one piece or in chunks, as `cache.format.ids.hash_ids` has them."""
+    """Return uint64[n] of Arrow strings, contiguous or chunked, equal to `cache.format.ids.hash_ids`."""
     chunks = texts.chunks if isinstance(texts, pa.ChunkedArray) else [texts]
     hash_parts = [np.empty(0, np.uint64)]
     for chunk in chunks:
@@ -133,18 +133,18 @@ def text_hashes(texts: Any, seed: int) -> NDArray[np.uint64]:
 
 
 def strings_of(texts: Sequence[str] | pa.Array) -> Any:
-    """Arrow strings of texts that may be some already."""
+    """Convert texts to Arrow strings, unless they are already."""
     return texts if isinstance(texts, pa.Array) else pa.array(list(texts), pa.string())
 
 
 def raws_of(texts: Any) -> list[bytes]:
-    """Arrow strings as records know them."""
+    """Return Arrow strings as records' raw ids."""
     raws: list[bytes] = texts.cast(pa.binary()).to_pylist()
     return raws
 
 
 def _used(names: Any, codes: NDArray[np.int32]) -> tuple[Any, NDArray[np.int32]]:
-    """The names that have a row, and the rows' codes among them."""
+    """Return the names that have a row, and the rows' codes among them."""
     used = np.zeros(len(names), np.bool_)
     used[codes] = True
     if used.all():
@@ -156,7 +156,7 @@ def _used(names: Any, codes: NDArray[np.int32]) -> tuple[Any, NDArray[np.int32]]
 def demand_columns(
     column_names: Sequence[str], required_names: Sequence[str], path: SourceFile
 ) -> None:
-    """Raises SourceError naming the first that is not there."""
+    """Raise SourceError naming the first missing column."""
     for name in required_names:
         if name not in column_names:
             raise SourceError(
@@ -165,7 +165,7 @@ def demand_columns(
 
 
 def demand_once(column_names: Sequence[str], name: str, path: SourceFile) -> None:
-    """Raises SourceError for a name that more than one column has."""
+    """Raise SourceError for a name that more than one column has."""
     if (count := list(column_names).count(name)) > 1:
         raise SourceError(
             f"{path} has {count} columns {name!r}: which of them is meant? Leave one, or give the others another name",
@@ -174,7 +174,7 @@ def demand_once(column_names: Sequence[str], name: str, path: SourceFile) -> Non
 
 
 def normalise_column(column: Any) -> Any:
-    """A column in a type that readers know: views as texts, runs and nested dictionaries written out."""
+    """Convert a column to a type that readers support: views to texts, run-ends and nested dictionaries expanded."""
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType):
         return normalise_column(column.storage)
@@ -190,14 +190,14 @@ def normalise_column(column: Any) -> Any:
 
 
 def plain_batch(batch: Any) -> Any:
-    """A record batch with plain columns: of others, not all can be filtered."""
+    """Return a record batch with normalised columns: not all other types can be filtered."""
     return pa.RecordBatch.from_arrays(
         [normalise_column(column) for column in batch.columns], batch.schema.names
     )
 
 
 def plain_type(kind: Any) -> Any:
-    """Type of `normalise_column` columns of a type."""
+    """Return the type to which `normalise_column` converts columns of a type."""
     if isinstance(kind, pa.BaseExtensionType):
         return plain_type(kind.storage_type)
     if pa.types.is_run_end_encoded(kind):
@@ -214,13 +214,13 @@ def plain_type(kind: Any) -> Any:
 
 
 def without_codes(column: Any) -> Any:
-    """A plain column without a dictionary: each row with its value."""
+    """Normalise a column and decode its dictionary."""
     column = normalise_column(column)
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
 def _whole_texts(column: Any, path: SourceFile, name: str) -> Any:
-    """Decimals as the texts of whole numbers; raises SourceError for fractions."""
+    """Convert decimals to texts of whole numbers; raise SourceError for fractions."""
     try:
         return column.cast(pa.decimal256(_DECIMAL_DIGITS_MAX, 0)).cast(pa.string())
     except pa.ArrowInvalid:
@@ -232,7 +232,7 @@ def _whole_texts(column: Any, path: SourceFile, name: str) -> Any:
 
 
 def read_ids(column: Any, path: SourceFile, name: str) -> tuple[Ids, UnusableMaskByReason]:
-    """The ids of a column, and which rows have none that can be used (their ids mean nothing).
+    """Return the ids of a column, and masks of the rows without a usable id (whose ids are meaningless).
 
     Raises SourceError for a column of a type that holds no ids.
     """
@@ -265,7 +265,7 @@ def read_ids(column: Any, path: SourceFile, name: str) -> tuple[Ids, UnusableMas
 
 
 def _demand_no_floats(names: Any, kind: Any, path: SourceFile, name: str) -> None:
-    """Raises SourceError for texts such as 42.0, of which no request will ask for any."""
+    """Raise SourceError for ids such as 42.0, which no request will ask for."""
     if not is_text(kind) or not len(names):
         return
     if as_rows(pc.match_substring_regex(names[:100], _FLOAT)).mean() < _SHARE_AMONG_WHOLE_NUMBERS:
@@ -317,12 +317,12 @@ def _ids_one_by_one(column: Any, path: SourceFile, name: str) -> tuple[Ids, Unus
 
 
 def _says_nothing(texts: Any) -> Any:
-    """Arrow mask of the strings, or binaries, that are words for nothing."""
+    """Return an Arrow mask of the strings, or binaries, that mean a missing value."""
     return pc.is_in(texts, value_set=pa.array(WORDS_FOR_NOTHING).cast(texts.type))
 
 
 def is_utf_8(raw: Any) -> NDArray[np.bool_]:
-    """Mask of the rows of an Arrow binary array that are UTF-8; a missing one is."""
+    """Return a mask of the rows of an Arrow binary array that are UTF-8 or missing."""
     return as_rows(pc.fill_null(pc.match_substring_regex(raw, _UTF_8), True))
 
 
@@ -344,5 +344,5 @@ def _remedy(kind: Any) -> str:
 
 
 def as_rows(mask: Any) -> NDArray[np.bool_]:
-    """An Arrow mask without nulls."""
+    """Convert an Arrow mask without nulls to numpy."""
     return np.asarray(mask, np.bool_)

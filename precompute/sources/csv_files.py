@@ -1,4 +1,4 @@
-"""CSV files as Arrow columns of texts: cut into pieces of whole rows, so that quoted line breaks may lie anywhere."""
+"""CSV files as Arrow columns of texts: read in pieces of complete rows, quoted line breaks included."""
 
 import csv
 import re
@@ -20,13 +20,13 @@ from precompute.sources import files
 from precompute.sources.files import UTF_8_MARK, SourceFile, readable
 
 PIECE_BYTES = 1 << 21
-"""Bytes of a file that are parsed at once, more where one row is longer."""
+"""Bytes of a file that are parsed at once, more if one row is longer."""
 ROW_BYTES_MAX = 64 << 20
-"""Bytes of the longest row that is read; a quote that opened further back is taken for one that is never closed."""
+"""Bytes of the longest row that is read; a quote open for longer counts as never closed."""
 LINES_SUSPECT: Final = 4
-"""Lines of one quoted value that look like rows each, from which on a single value is enough to refuse a file."""
+"""Lines of one quoted value that each look like a row, from which on a single value suffices to refuse a file."""
 BLANKS: Final = " \t\r\n\v\f"
-"""Characters around an id or a column's name that do not belong to it."""
+"""Characters to strip from an id or a column's name."""
 
 _NOT_QUOTED = (
     'if quotes in this file do not enclose values, set [sources] quote = ""; if a backslash stands before quotes that '
@@ -36,7 +36,7 @@ _NOT_QUOTED = (
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Signs of a CSV file: between fields, around a value, and before a sign that is meant as itself; b"": none."""
+    """Characters of a CSV file: between fields, around a value, and before an escaped character; b"": none."""
 
     separator: bytes
     quote: bytes
@@ -44,11 +44,11 @@ class Dialect:
 
     @classmethod
     def of(cls, sources: Sources) -> Self:
-        """The dialect that the settings name."""
+        """Return the dialect of the settings."""
         return cls(sources.separator.encode(), sources.quote.encode(), sources.escape.encode())
 
     def with_bare_quotes(self, text: bytes) -> bytes:
-        """Rows without what may stand before an opening quote: blanks, and byte order marks of joined files."""
+        """Return rows without characters before an opening quote: blanks, and byte order marks of joined files."""
         if UTF_8_MARK in text:
             text = text.removeprefix(UTF_8_MARK).replace(b"\n" + UTF_8_MARK, b"\n")
         if not self.quote or self.separator + b" " + self.quote not in text:
@@ -57,7 +57,7 @@ class Dialect:
         return re.sub(blanks, b"", text)
 
     def with_nulls(self, text: bytes) -> bytes:
-        r"""Text in which a field that is `\N`, which an escape would make `N`, is empty."""
+        r"""Return text in which a field `\N`, which an escape would make `N`, is empty."""
         if not self.escape or (null_text := self.escape + b"N") not in text:
             return text
         around = re.escape(self.separator) + rb"\r\n"
@@ -66,15 +66,15 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuotePositions:
-    """Quotes of a text that begins with a row: where they are, and whether each leaves the reader within a value."""
+    """Quotes of a text that begins with a row: their offsets, and whether the text after each is within a value."""
 
     offsets: NDArray[np.int64]
     is_inside: NDArray[np.bool_]
-    """State behind each quote."""
+    """Mask: the text after the quote is within a value."""
 
     @classmethod
     def of(cls, data: NDArray[np.uint8], dialect: Dialect, escaped: NDArray[np.int64]) -> Self:
-        """Quotes as RFC 4180 has them: one opens a value only at a field's start, two within a value are one."""
+        """Find quotes by RFC 4180: one opens a value only at a field's start, two within a value are one."""
         if not dialect.quote:
             return cls(np.empty(0, np.int64), np.empty(0, np.bool_))
         quote_offsets = np.flatnonzero(data == dialect.quote[0])
@@ -92,7 +92,7 @@ class QuotePositions:
         return cls(quote_offsets, _states(can_open, is_second) != _OUTSIDE)
 
     def inside(self, offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Mask of the places that are within a quoted value."""
+        """Return a mask of the offsets that are within a quoted value."""
         if not len(self.offsets):
             return np.zeros(len(offsets), np.bool_)
         count = np.searchsorted(self.offsets, offsets)
@@ -100,7 +100,7 @@ class QuotePositions:
 
     @property
     def open_at(self) -> int | None:
-        """Place of the quote whose value is not closed at the end of the text."""
+        """Offset of the quote whose value is not closed at the end of the text; None if there is none."""
         if not len(self.offsets) or not self.is_inside[-1]:
             return None
         outside = np.flatnonzero(~self.is_inside)
@@ -108,14 +108,14 @@ class QuotePositions:
 
     @property
     def closing(self) -> NDArray[np.int64]:
-        """Places of the quotes that end a value."""
+        """Offsets of the quotes that end a value."""
         was_inside = np.concatenate([np.zeros(1, np.bool_), self.is_inside[:-1]])
         return self.offsets[was_inside & ~self.is_inside]
 
 
 _OUTSIDE, _INSIDE, _FIRST_OF_TWO = 0, 1, 2
 _STEPS = np.indices((3, 3, 3)).reshape(3, 27).T.astype(np.uint8)
-"""What a step, by its code, makes of each state: uint8 [27, 3]; a code has a digit to base 3 for each state."""
+"""Result of a step, by its code, for each state: uint8 [27, 3]; a code has a digit to base 3 for each state."""
 _DIGITS = np.array([9, 3, 1], np.uint8)
 _THEN = (_STEPS[:, _STEPS] @ _DIGITS).T.copy()
 """Code of one step and then another: uint8 [27, 27]."""
@@ -123,7 +123,7 @@ _SCANNED_AT_ONCE = 64
 
 
 def _states(can_open: NDArray[np.bool_], is_second: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """State behind each quote of a text that begins outside of values."""
+    """Return the state after each quote of a text that begins outside of values."""
     is_first = np.append(is_second[1:], False)
     codes = _DIGITS[_OUTSIDE] * np.where(can_open, np.uint8(_INSIDE), np.uint8(_OUTSIDE))
     codes += _DIGITS[_INSIDE] * np.where(is_first, np.uint8(_FIRST_OF_TWO), np.uint8(_OUTSIDE))
@@ -132,7 +132,7 @@ def _states(can_open: NDArray[np.bool_], is_second: NDArray[np.bool_]) -> NDArra
 
 
 def _scanned(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Codes of all steps up to each, composed: within rows of a matrix first, then from row to row."""
+    """Return the codes of all steps up to each, composed: within rows of a matrix first, then from row to row."""
     if len(codes) <= 1:
         return codes
     rows = -(-len(codes) // _SCANNED_AT_ONCE)
@@ -149,9 +149,9 @@ def _scanned(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Whole rows of a file, the first of them in `line`.
+    """Complete rows of a file, the first of them in line `line`.
 
-    `row_ends` are the places behind each row, or None if no value holds a line break, so that every line ends one.
+    `row_ends` are the offsets after each row, or None if no value holds a line break, so that every line ends one.
     """
 
     text: bytes
@@ -160,11 +160,11 @@ class Piece:
     row_ends: NDArray[np.int64] | None
 
     def line_of(self, offset: int) -> int:
-        """Number of the line with a place of the text."""
+        """Return the number of the line with an offset of the text."""
         return self.line + self.text.count(self.line_break, 0, offset)
 
     def lines_of_rows(self) -> NDArray[np.int64]:
-        """int64[rows]: number of each row's first line; empty lines between rows are none."""
+        """Return int64[rows], the number of each row's first line; empty lines between rows do not count."""
         line_ends = _line_ends(self.text, self.line_break)
         ends = line_ends if self.row_ends is None else self.row_ends
         starts = np.concatenate([np.zeros(1, np.int64), ends])
@@ -173,7 +173,7 @@ class Piece:
         return np.asarray(self.line + np.searchsorted(line_ends, starts, "right"))
 
     def behind_first_row(self) -> tuple[bytes, Self]:
-        """(the first row, the rows behind it)."""
+        """Return (the first row, the rows after it)."""
         if self.row_ends is None:
             row, row_break, _ = self.text.partition(self.line_break)
             end = len(row) + len(row_break)
@@ -185,7 +185,7 @@ class Piece:
         return self.text[:end], type(self)(self.text[end:], line, self.line_break, row_ends)
 
     def suspect_values(self, separator: bytes, fields: int) -> tuple[int, list[tuple[int, int]]]:
-        """(values of several lines, (first line, number of lines) of those that look as if they had swallowed rows).
+        """Return (number of multi-line values, (first line, number of lines) of those that look like swallowed rows).
 
         Each line of these has as many fields as a row, read without quotes: an unclosed quote runs on to the next one.
         """
@@ -215,12 +215,12 @@ class CsvFile:
         self.names: list[str] = _names_in(header, dialect, path)
         """Names of the columns, without blanks around them."""
         self.has_long_values = self._first.row_ends is not None
-        """True if a value of what was read so far holds a line break."""
+        """True if a value read so far holds a line break."""
 
     @classmethod
     @contextmanager
     def opened(cls, path: SourceFile, sources: Sources) -> Iterator[Self]:
-        """The file with its header read; raises SourceError for one without."""
+        """Open the file and read its header; raise SourceError if it has none."""
         dialect = Dialect.of(sources)
         with readable(path) as path_or_stream:
             if not isinstance(path_or_stream, Path):
@@ -234,7 +234,7 @@ class CsvFile:
     def batches(
         self, column_names: Sequence[str], skip_line: Callable[[int], None]
     ) -> Iterator[Any]:
-        """Record batches of the wanted columns, as strings without blanks around them that may not be UTF-8.
+        """Yield record batches of the given columns, as stripped strings that may not be UTF-8.
 
         `skip_line` is called with the line of each row of more or fewer fields than the header. Raises SourceError
         naming the line of a quote that swallows rows.
@@ -324,7 +324,7 @@ class CsvFile:
         yield from self._pieces_of_file()
 
     def _pieces_of_file(self) -> Iterator[Piece]:
-        """The rest of the file in pieces that end with a row."""
+        """Yield the remaining file in pieces that end with a row."""
         is_over = False
         while not is_over:
             block = self._read(max(PIECE_BYTES, len(self._unparsed_bytes)))
@@ -343,9 +343,9 @@ class CsvFile:
         return block
 
     def _end_of_rows(self, text: bytes, is_over: bool) -> tuple[int, NDArray[np.int64] | None]:
-        """(place behind the last whole row, places behind each row if a value holds a line break).
+        """Return (offset after the last complete row, offsets after each row if a value holds a line break).
 
-        Raises SourceError for a quote that is not closed, or is escaped by a sign that settings do not name.
+        Raises SourceError for a quote that is not closed, or is escaped by a character that the settings do not name.
         """
         dialect = self._dialect
         signs = [sign for sign in (dialect.quote, dialect.escape) if sign and sign in text]
@@ -373,7 +373,7 @@ class CsvFile:
         return self._demand_end(end, text), row_ends if within[ends <= end].any() else None
 
     def _demand_end(self, end: int, text: bytes) -> int:
-        """The end of the last whole row, 0 if more has to be read first; raises SourceError beyond ROW_BYTES_MAX."""
+        """Return the end of the last complete row, 0 to read more first; raise SourceError beyond ROW_BYTES_MAX."""
         if not end and len(text) > ROW_BYTES_MAX:
             raise SourceError(
                 f"{self._path}, line {self._line}: it is longer than {ROW_BYTES_MAX >> 20} MiB; is this a CSV file?"
@@ -381,7 +381,7 @@ class CsvFile:
         return end
 
     def _demand_plain_quotes(self, data: NDArray[np.uint8], quoting: QuotePositions) -> None:
-        """Raises SourceError where a backslash stands before a quote that is not the end of its field."""
+        """Raise SourceError for a backslash before a quote that does not end its field."""
         closing = quoting.closing
         closing = closing[(closing > 0) & (closing + 1 < len(data))]
         closing = closing[data[closing - 1] == ord("\\")]
@@ -396,7 +396,7 @@ class CsvFile:
 
 
 def _names_in(header: bytes, dialect: Dialect, path: SourceFile) -> list[str]:
-    """Names in a file's first row, without blanks around them."""
+    """Return the names in a file's first row, stripped."""
     reader = csv.reader(
         [header.decode("utf-8")],
         delimiter=dialect.separator.decode(),
@@ -413,7 +413,7 @@ def _names_in(header: bytes, dialect: Dialect, path: SourceFile) -> list[str]:
 
 
 def _line_ends(text: bytes, line_break: bytes, *, is_over: bool = True) -> NDArray[np.int64]:
-    """Places behind each line; the last line may lack its break where the text `is_over`."""
+    """Return the offsets after each line; the last line may lack its break if the text `is_over`."""
     ends = np.flatnonzero(np.frombuffer(text, np.uint8) == line_break[0]) + 1
     if is_over and (not len(ends) or ends[-1] < len(text)):
         ends = np.append(ends, len(text))
@@ -421,14 +421,14 @@ def _line_ends(text: bytes, line_break: bytes, *, is_over: bool = True) -> NDArr
 
 
 def _one_of(signs: bytes, values: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Mask of the values that are one of some signs."""
+    """Return a mask of the values that are one of some characters."""
     is_sign = np.zeros(256, np.bool_)
     is_sign[np.frombuffer(signs, np.uint8)] = True
     return np.asarray(is_sign[values])
 
 
 def _escaped(data: NDArray[np.uint8], escape: bytes) -> NDArray[np.int64]:
-    """Places of the signs that an escape stands before; of several in a row, every other one is escaped itself."""
+    """Return the offsets of escaped characters; in a run of escapes every other one is escaped itself."""
     if not escape:
         return np.empty(0, np.int64)
     escape_offsets = np.flatnonzero(data == escape[0])

@@ -1,4 +1,4 @@
-"""Erasures: whose data no later night may hold, written down once; in force until re-admitted with a reason.
+"""Erasures: entities that later nights must not hold, recorded once; in force until re-admitted with a reason.
 
 A record keeps the id itself: each generation hashes with a seed of its own, so nothing less would find the entity in
 the generations that still hold it, nor in the sources of later nights.
@@ -34,7 +34,7 @@ _FILE = re.compile(r"[0-9]{12}\.(json|done|forgotten)")
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """Erasure request; times are Unix seconds, `was_blocked` says that the id was on the blocklist already."""
+    """Erasure request; times are Unix seconds, `was_blocked`: the id was on the blocklist already."""
 
     number: int
     entity: str
@@ -47,7 +47,7 @@ class Erasure:
 
     @property
     def raw(self) -> bytes:
-        """The id as records know it."""
+        """Id in the form of records."""
         return self.entity.encode()
 
     @property
@@ -63,7 +63,7 @@ class Erasure:
 
 @dataclass(frozen=True, slots=True)
 class ErasedEntities:
-    """Entities that a night leaves out: the erasures in force when it began."""
+    """Entities that a night leaves out: those with an erasure in force when it began."""
 
     users: frozenset[bytes] = frozenset()
     items: frozenset[bytes] = frozenset()
@@ -79,7 +79,7 @@ class ErasedEntities:
 
     @classmethod
     def of(cls, erasures: Iterable[Erasure]) -> "ErasedEntities":
-        """Erased entities of the erasures that are in force."""
+        """Collect the entities of the erasures that are in force."""
         active_erasures = [erasure for erasure in erasures if erasure.is_in_force]
         return cls(
             frozenset(erasure.raw for erasure in active_erasures if erasure.kind == "user"),
@@ -88,7 +88,7 @@ class ErasedEntities:
         )
 
     def digest(self, inputs_digest: str) -> str:
-        """Digest of the sources without what is erased: another set makes another generation; none changes nothing."""
+        """Return a digest of the sources and the erased set, so that it changes the generation; unchanged if empty."""
         if not (self.users or self.items):
             return inputs_digest
         hasher = sha256(inputs_digest.encode())
@@ -98,14 +98,14 @@ class ErasedEntities:
         return hasher.hexdigest()
 
     def leave_out(self, batch: Interactions) -> Interactions:
-        """The interactions of everybody else, with everything else."""
+        """Return the interactions without those of erased users and items."""
         users, items = self._texts
         if not len(users) and not len(items):
             return batch
         return batch.only(_keeps(batch.users, users) & _keeps(batch.items, items))
 
     def keeps_users(self, ids: Ids) -> NDArray[np.bool_]:
-        """Mask of the rows of a column of user ids that stay."""
+        """Return a mask of the rows of user ids that are not erased."""
         return _keeps(ids, self._texts[0])
 
 
@@ -118,7 +118,7 @@ def _keeps(ids: Ids, erased: Any) -> NDArray[np.bool_]:
 
 
 def all_erasures(store: ArtefactStore) -> list[Erasure]:
-    """Every request, oldest first; raises CorruptArtefact for one that cannot be read: nobody may slip through."""
+    """Return every request, oldest first; raise CorruptArtefact for an unreadable one: none may be skipped."""
     file_names = frozenset(store.names(FOLDER))
     files, loose = read_files(
         store,
@@ -143,7 +143,7 @@ def all_erasures(store: ArtefactStore) -> list[Erasure]:
 
 
 def find_erasure(erasures: Iterable[Erasure], raw: bytes, kind: EntityKind) -> Erasure | None:
-    """Erasure in force for an entity, None if there is none."""
+    """Return the erasure in force for an entity, None if there is none."""
     entity_erasures = (
         erasure for erasure in erasures if erasure.raw == raw and erasure.kind == kind
     )
@@ -159,7 +159,7 @@ def request(
     was_blocked: bool = False,
     existing_erasures: Sequence[Erasure] | None = None,
 ) -> Erasure:
-    """Write a request down; one in force is not doubled. `existing_erasures` were just read."""
+    """Record a request, unless one is in force. `existing_erasures` were just read."""
     for _ in range(WRITE_TRIES):
         erasures = all_erasures(store) if existing_erasures is None else existing_erasures
         if (existing_erasure := find_erasure(erasures, raw, kind)) is not None:
@@ -175,18 +175,18 @@ def request(
 
 
 def mark_done(store: ArtefactStore, erasure: Erasure, *, at: float) -> Erasure:
-    """Records that no generation holds the entity any more; returns the erasure as it now stands."""
+    """Record that no generation holds the entity any more; return the updated erasure."""
     store.write_once(_path(erasure.number, "done"), _json({"at": at}))
     return replace(erasure, done_at=at)
 
 
 def mark_forgotten(store: ArtefactStore, erasure: Erasure, *, at: float, reason: str) -> None:
-    """Let the entity into later nights again."""
+    """Re-admit the entity to later nights."""
     store.write_once(_path(erasure.number, "forgotten"), _json({"at": at, "reason": reason}))
 
 
 def demand_unerased(store: ArtefactStore, items: Collection[bytes]) -> None:
-    """Raises Conflict for an item that an erasure keeps blocked."""
+    """Raise Conflict for an item that an erasure keeps blocked."""
     erased = ErasedEntities.of(all_erasures(store)).items if items else frozenset()
     if erased_items := sorted(erased & frozenset(items)):
         raise Conflict(

@@ -106,7 +106,7 @@ def _spread(partial_mask: NDArray[np.bool_], where: NDArray[np.bool_]) -> NDArra
 
 
 def demand_type(kind: Any, spec: InputSpec, where: str) -> None:
-    """Raises SourceError unless a column of this Arrow type can hold what the input wants."""
+    """Raise SourceError unless a column of this Arrow type can hold the input's values."""
     is_list = _is_list(kind)
     value = kind.value_type if is_list else kind
     fits = {

@@ -1,6 +1,6 @@
-"""Files that the sources name, on this host or behind an fsspec URL: which of them are data, and their digest.
+"""Files that the sources name, local or behind an fsspec URL: selection of data files, and their digest.
 
-A folder is read with its subfolders, also one that a wildcard matches. Notes of other programs are no data; tables
+A folder is read with its subfolders, also one that a wildcard matches. Other programs' own files are no data; tables
 whose log says which of their files count are refused.
 """
 
@@ -26,18 +26,18 @@ from cache.store.object_store import without_secrets
 from precompute.config.settings import NightConfig
 
 COPY_BYTES_LEAST = 4096
-"""Bytes of a file from which on another one with the same bytes is a copy of it."""
+"""Bytes from which on two files with the same bytes count as copies."""
 
 COPIES_LOOKED_AT = 20
-"""Files of equal sizes that a look before a night compares."""
+"""Files of equal sizes that are compared before a night."""
 
 _NOTE_BEGINNINGS: Final = (".", "~", "#")
-"""Hidden files and folders, lock files of office programs (`~$a.csv`), recovery files of editors (`#a.csv#`)."""
+"""Prefixes of other programs' files: hidden ones, lock files (`~$a.csv`), recovery files of editors (`#a.csv#`)."""
 
 _NOTE_ENDINGS: Final = (
     "~", ".bak", ".crc", ".crdownload", ".lck", ".lock", ".part", ".partial", ".swp", ".temp", ".tmp", "._COPYING_",
 )  # fmt: skip
-"""Endings of backups, locks, checksums, and of files that are still being written."""
+"""Endings of backups, locks, checksums, and unfinished files."""
 
 _NOTE_FOLDERS: Final = frozenset({"lost+found"})
 _WILDCARD: Final = re.compile(r"[*?\[]")
@@ -77,7 +77,7 @@ _REASON_BY_ENDING: Final = {
         _UNPACK_REMEDY,
     ),
 }  # fmt: skip
-"""Ending -> why files of such names are not read, and what to do."""
+"""Ending -> reason why such files are not read, and the remedy."""
 
 _MAGIC: Final = (
     (b"PAR1\x15", "is Parquet by its first bytes: rename it to end in .parquet"),
@@ -99,29 +99,29 @@ _BLANKS: Final = b" \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file behind an fsspec URL, with as much of a path's interface as readers use."""
+    """File behind an fsspec URL, with as much of a path's interface as readers use."""
 
     url: str
     fs: Any = field(compare=False, repr=False)
 
     @property
     def name(self) -> str:
-        """Part of the URL behind the last slash."""
+        """Part of the URL after the last slash."""
         return PurePosixPath(self.url).name
 
     @property
     def suffix(self) -> str:
-        """Last suffix of the URL, as a path has it."""
+        """Last suffix of the URL, like a path's."""
         return PurePosixPath(self.url).suffix
 
     @property
     def suffixes(self) -> list[str]:
-        """Suffixes of the URL, as a path has them."""
+        """Suffixes of the URL, like a path's."""
         return PurePosixPath(self.url).suffixes
 
     @contextmanager
     def open(self, _mode: str = "rb") -> Iterator[BinaryIO]:
-        """Opens the file for reading bytes; it seeks. Raises StoreError for what its driver raises, meanwhile too."""
+        """Open the file for reading bytes, with seeking. Raises StoreError for its driver's errors, also later ones."""
         with _driver_errors(self.url), self.fs.open(self.url, "rb") as opened:
             yield opened
 
@@ -134,7 +134,7 @@ SourceFile = Path | RemoteFile
 
 @contextmanager
 def readable(file: SourceFile) -> Iterator[Any]:
-    """Input for Arrow's readers: the path of a local file, which they map, or an open remote one."""
+    """Yield input for Arrow's readers: the path of a local file, which they map, or an open remote one."""
     if isinstance(file, Path):
         yield file
         return
@@ -144,14 +144,14 @@ def readable(file: SourceFile) -> Iterator[Any]:
 
 
 def source_file(name: str, base: Path) -> SourceFile:
-    """The one file of this name, an URL or a path relative to `base`; nothing is looked at yet."""
+    """Return the file of this name, an URL or a path relative to `base`, without checking that it exists."""
     if "://" not in name:
         return base / name
     return RemoteFile(name, _file_system(name)[0])
 
 
 def feature_file(config: NightConfig, entity: EntityKind, column: str) -> SourceFile:
-    """File of an entity's features; raises SourceError for a `column` that a model wants where none is configured."""
+    """Return the file of an entity's features; raise SourceError if none is configured for a model's `column`."""
     name = f"{entity}_features"
     if not (file := getattr(config.sources, name)):
         raise SourceError(
@@ -162,7 +162,7 @@ def feature_file(config: NightConfig, entity: EntityKind, column: str) -> Source
 
 
 def source_files(patterns: Sequence[str], base: Path) -> list[SourceFile]:
-    """The files that the patterns name, sorted within each, and a file that is named twice once.
+    """Return the files that the patterns name, sorted within each, without repetitions.
 
     `select_files` says which files of a folder are data, and which tables are refused. Raises SourceError for a
     pattern without a file.
@@ -183,7 +183,7 @@ def source_files(patterns: Sequence[str], base: Path) -> list[SourceFile]:
 
 @dataclass(frozen=True, slots=True)
 class InputFiles:
-    """Input files of a night as its beginning listed them: what arrives later is for the next night."""
+    """Input files of a night as listed at its start: files that arrive later are for the next night."""
 
     interactions: tuple[SourceFile, ...] = ()
     events: tuple[SourceFile, ...] = ()
@@ -191,7 +191,7 @@ class InputFiles:
 
     @classmethod
     def of(cls, config: NightConfig, events: Sequence[SourceFile] = ()) -> Self:
-        """Lists what the sources name: all inputs of a night but its bundle."""
+        """List all input files of a night but its bundle."""
         sources, base = config.sources, config.path(".")
         names = (
             sources.user_features,
@@ -213,12 +213,12 @@ class InputFiles:
 
 
 def all_files(config: NightConfig, events: Sequence[SourceFile] = ()) -> list[SourceFile]:
-    """All inputs of a night but its bundle: interactions, those of `events` behind them, then tables."""
+    """Return all inputs of a night but its bundle: interactions, then those of `events`, then tables."""
     return InputFiles.of(config, events).all
 
 
 def pin(files: Sequence[SourceFile]) -> tuple[str, list[dict[str, object]]]:
-    """Digest over contents of all input files, and the list of them for the manifest."""
+    """Return the digest over the contents of all input files, and their list for the manifest."""
     file_entries: list[dict[str, object]] = []
     for path in files:
         with path.open("rb") as file:
@@ -229,7 +229,7 @@ def pin(files: Sequence[SourceFile]) -> tuple[str, list[dict[str, object]]]:
 
 
 def digest_of(file_entries: Sequence[Mapping[str, object]]) -> str:
-    """Digest over contents of input files, from the list that `pin` made of them."""
+    """Return the digest over the contents of input files, from the list that `pin` made."""
     hasher = hashlib.sha256()
     for file_entry in file_entries:
         hasher.update(bytes.fromhex(str(file_entry["sha256"])))
@@ -237,7 +237,7 @@ def digest_of(file_entries: Sequence[Mapping[str, object]]) -> str:
 
 
 def copies_in_words(file_entries: Sequence[Mapping[str, object]]) -> list[str]:
-    """Remarks on files with the same bytes, of a list that `pin` made; headers alone may well be alike."""
+    """Return remarks on files with the same bytes in a list of `pin`; small ones, such as headers, may be alike."""
     names: dict[object, list[str]] = {}
     for file_entry in file_entries:
         if int(str(file_entry["size_bytes"])) >= COPY_BYTES_LEAST:
@@ -251,7 +251,7 @@ def copies_in_words(file_entries: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def find_copy_remarks(files: Sequence[SourceFile]) -> list[str]:
-    """The same remarks before a night, from the files of this host that are of one size."""
+    """Return the remarks on copies before a night, from this host's files of equal size."""
     sizes: dict[int, list[Path]] = {}
     for file in files:
         if isinstance(file, Path):
@@ -262,7 +262,7 @@ def find_copy_remarks(files: Sequence[SourceFile]) -> list[str]:
 
 
 def changed_at(file: SourceFile) -> float:
-    """Time of a file's last write, Unix seconds."""
+    """Return the time of a file's last write, Unix seconds."""
     if isinstance(file, Path):
         return file.stat().st_mtime
     with _driver_errors(file.url):
@@ -271,25 +271,25 @@ def changed_at(file: SourceFile) -> float:
 
 
 class FolderEntry(NamedTuple):
-    """File or folder by its path below the folder that was listed, with slashes."""
+    """File or folder by its path below the listed folder, with slashes."""
 
     path: str
     is_folder: bool
 
 
 class Storage(Protocol):
-    """What lists folders: this host's file system, or one behind a URL. Paths are the storage's own, with slashes."""
+    """Interface of a file system that lists folders, local or behind a URL. Paths are its own, with slashes."""
 
     def children(self, folder: str) -> Iterable[FolderEntry]:
-        """Files and folders right in a folder; none where there is no such folder."""
+        """Yield files and folders directly in a folder; none if the folder does not exist."""
         ...
 
     def descendants(self, folder: str) -> Iterable[FolderEntry]:
-        """Files and folders at any depth of a folder; what lies in notes of other programs may be left out."""
+        """Yield files and folders at any depth of a folder; it may skip other programs' own folders."""
         ...
 
     def exists(self, path: str) -> bool:
-        """True if there is a file or a folder of this path."""
+        """True if a file or folder has this path."""
         ...
 
 
@@ -303,7 +303,7 @@ class Selection:
 
 
 def select_files(storage: Storage, folder: str, pattern: str) -> Selection:
-    """The data files below a folder that a pattern of parts with slashes names; no wildcard: all of that folder's.
+    """Select the data files below a folder that a pattern of parts with slashes names; no wildcard: all of that folder.
 
     Raises SourceError for a table whose log says which of its files count.
     """
@@ -331,7 +331,7 @@ def select_files(storage: Storage, folder: str, pattern: str) -> Selection:
 
 
 def _without_fixed(storage: Storage, folder: str, parts: Sequence[str]) -> tuple[str, list[str]]:
-    """(folder that a pattern's first parts name, parts behind them); a name with brackets may be that of a folder."""
+    """Return (folder of a pattern's fixed first parts, remaining parts); a name with brackets may be a folder's."""
     remaining_parts = list(parts)
     while remaining_parts:
         part = remaining_parts[0]
@@ -343,7 +343,7 @@ def _without_fixed(storage: Storage, folder: str, parts: Sequence[str]) -> tuple
 
 
 def _walk(storage: Storage, root: str, below: str, parts: Sequence[str]) -> Iterator[FolderEntry]:
-    """What may be named by the rest of a pattern, and beside it what tells a table by its log."""
+    """Yield entries that the remaining pattern may name, and those that mark a folder as a table with a log."""
     folder = f"{root.rstrip('/')}/{below}".rstrip("/") or root
     prefix = f"{below}/" if below else ""
     if not parts or parts[0] == _RECURSIVE:
@@ -362,7 +362,7 @@ def _walk(storage: Storage, root: str, below: str, parts: Sequence[str]) -> Iter
 
 
 def _is_named(path: Sequence[str], parts: Sequence[str]) -> bool:
-    """True if a path, or a folder above it, is what a pattern's parts name."""
+    """True if a pattern's parts name the path, or a folder above it."""
     if not parts or not path:
         return not parts
     if parts[0] == _RECURSIVE:
@@ -371,7 +371,7 @@ def _is_named(path: Sequence[str], parts: Sequence[str]) -> bool:
 
 
 def _marked_table(entry: FolderEntry) -> tuple[str, str] | None:
-    """(folder of the table, its kind) if an entry belongs to the log of one."""
+    """Return (folder of the table, its kind) if an entry belongs to a table's log."""
     *above, name = entry.path.split("/")
     if entry.is_folder and name in _TABLE_MARKERS:
         return "/".join(above), _TABLE_MARKERS[name]
@@ -385,7 +385,7 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def is_data(name: str, *, is_folder: bool = False) -> bool:
-    """True if a file, or a folder, of this name holds data: names of notes begin or end as such notes do.
+    """True if a file, or a folder, of this name holds data: prefix and ending are not another program's.
 
     Folders such as `_day=1` are values of a partition.
     """
@@ -397,14 +397,14 @@ def is_data(name: str, *, is_folder: bool = False) -> bool:
 
 
 def tables_among(entries: Iterable[FolderEntry]) -> dict[str, str]:
-    """Folder -> kind of each table that entries show by its log."""
+    """Return folder -> kind of each table that has a log among the entries."""
     return dict(filter(None, map(_marked_table, entries)))
 
 
 def demand_plain_folder(storage: Storage, folder: str, *, checked_folders: set[str]) -> None:
-    """Raises SourceError if a folder, or one above it, is a table whose log says which of its files count.
+    """Raise SourceError if a folder, or one above it, is a table whose log says which of its files count.
 
-    Folders that are `checked_folders` are not looked at again, and those looked at become so.
+    Folders in `checked_folders` are skipped, and those checked are added.
     """
     path = PurePosixPath(folder)
     for folder_path in (path, *path.parents):
@@ -429,7 +429,7 @@ def _kind_of_table(storage: Storage, folder: str) -> str | None:
 
 
 def refused_table(folder: str, kind: str) -> SourceError:
-    """Error for a table whose log says which of its files count."""
+    """Return the error for a table whose log says which of its files count."""
     return SourceError(
         f"{folder} is {kind}: its log says which of its files count, and Larder does not read that log. Write its rows "
         "as Parquet files into a folder of their own (Spark: df.write.parquet(...)) and name that",
@@ -440,7 +440,7 @@ def refused_table(folder: str, kind: str) -> SourceError:
 def _local_files(
     pattern: str, base: Path, plain_folders: set[str]
 ) -> Iterator[tuple[str, SourceFile]]:
-    """Files of this host that a pattern names, each behind what tells it from others, whatever it is called by."""
+    """Yield the local files that a pattern names, each with its real path, which identifies it."""
     storage, full = LocalStorage(), base / pattern
     if full.is_file():
         paths = [full]
@@ -456,7 +456,7 @@ def _local_files(
 
 
 def _remote_files(url: str, plain_folders: set[str]) -> Iterator[tuple[str, SourceFile]]:
-    """Files behind a URL that a pattern names, each behind what tells it from others."""
+    """Yield the files behind a URL that a pattern names, each with a key that identifies it."""
     fs, path = _file_system(url)
     with _driver_errors(url):
         fs.invalidate_cache()
@@ -490,18 +490,18 @@ def _demand_some(selected: Selection, pattern_text: str) -> None:
 
 
 class LocalStorage:
-    """File system of this host; links are followed, but for one to a folder above it."""
+    """File system of this host; links are followed, except for one to a folder above it."""
 
     def children(self, folder: str) -> Iterator[FolderEntry]:
-        """Files and folders right in a folder."""
+        """Yield files and folders directly in a folder."""
         yield from (FolderEntry(dir_entry.name, dir_entry.is_dir()) for dir_entry in _scan(folder))
 
     def descendants(self, folder: str) -> Iterator[FolderEntry]:
-        """Files and folders at any depth; what lies in notes of other programs is left out."""
+        """Yield files and folders at any depth, without the contents of other programs' own folders."""
         return self._below(folder, "", frozenset({os.path.realpath(folder)}))
 
     def exists(self, path: str) -> bool:
-        """True if there is a file or a folder of this path."""
+        """True if a file or folder has this path."""
         return Path(path).exists()
 
     def _below(self, folder: str, prefix: str, above: frozenset[str]) -> Iterator[FolderEntry]:
@@ -535,7 +535,7 @@ class RemoteStorage:
         self.fs = fs
 
     def children(self, folder: str) -> Iterator[FolderEntry]:
-        """Files and folders right in a folder; none where there is no such folder."""
+        """Yield files and folders directly in a folder; none if the folder does not exist."""
         try:
             entries = self.fs.ls(folder, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -546,7 +546,7 @@ class RemoteStorage:
                 yield FolderEntry(PurePosixPath(name).name, entry["type"] == "directory")
 
     def descendants(self, folder: str) -> Iterator[FolderEntry]:
-        """Files and folders at any depth, by one listing."""
+        """Yield files and folders at any depth, by one listing."""
         entry_by_path = self.fs.find(folder, withdirs=True, detail=True)
         above = folder.strip("/")
         for name, entry in entry_by_path.items():
@@ -554,13 +554,13 @@ class RemoteStorage:
                 yield FolderEntry(path, entry["type"] == "directory")
 
     def exists(self, path: str) -> bool:
-        """True if there is a file or a folder of this path."""
+        """True if a file or folder has this path."""
         return bool(self.fs.exists(path))
 
 
 @contextmanager
 def _driver_errors(url: str) -> Iterator[None]:
-    """Turns what a driver raises beyond what readers know into a StoreError, which is worth another try."""
+    """Raise StoreError for a driver's error that readers do not know; the step may be retried."""
     try:
         yield
     except (LarderError, OSError, EOFError, UnicodeDecodeError, zlib.error, pa.ArrowException):
@@ -579,7 +579,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def unreadable_by_name(name: str) -> str | None:
-    """Reason why files of this name are not read, None if the name does not say that."""
+    """Return the reason why files of this name are not read, None if the name is fine."""
     base_name = name.lower().removesuffix(".gz")
     return next(
         (reason for ending, reason in _REASON_BY_ENDING.items() if base_name.endswith(ending)), None
@@ -587,7 +587,7 @@ def unreadable_by_name(name: str) -> str | None:
 
 
 def unreadable_by_text(head: bytes) -> str | None:
-    """Reason why a file that begins with these bytes is no table in UTF-8 as text, None if it may be one."""
+    """Return the reason why a file with these first bytes is no UTF-8 text table, None if it may be one."""
     for magic, reason in _MAGIC:
         if head.startswith(magic):
             return reason
@@ -611,7 +611,7 @@ def unreadable_by_text(head: bytes) -> str | None:
 
 
 def holds_data_unread(name: str) -> bool:
-    """True if a file is one of data by its name, though it is not read: others, such as settings, may be JSON, too."""
+    """True if a file that is not read holds data by its name; other ones, such as settings, may be JSON, too."""
     base_name = name.lower().removesuffix(".gz")
     if base_name.endswith((".jsonl", ".ndjson", ".jl", ".orc", ".avro", ".feather", ".arrow")):
         return True
@@ -624,7 +624,7 @@ def holds_data_unread(name: str) -> bool:
 
 
 def looks_like_rows(head: bytes) -> str | None:
-    """Sign between the fields of text whose first lines all have it equally often, None if there is none."""
+    """Return the separator that all first lines have equally often, None if there is none."""
     lines = [line for line in head.split(b"\n")[:20] if line.strip()]
     if len(lines) > 2 and not head.endswith(b"\n"):
         lines.pop()
@@ -636,6 +636,6 @@ def looks_like_rows(head: bytes) -> str | None:
 
 
 def is_gzip(path: Path) -> bool:
-    """True if a file begins as those do that gzip wrote."""
+    """True if a file begins like one of gzip."""
     with path.open("rb") as file:
         return file.read(2) == b"\x1f\x8b"

@@ -1,6 +1,6 @@
-"""Plausibility of interactions: figures that `begin` counts once, and what looks odd about them.
+"""Plausibility of interactions: figures that `begin` counts once, and remarks on odd ones.
 
-What looks odd refuses no night: a person may know why it is right.
+An odd figure refuses no night: a person may know why it is right.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,10 +21,10 @@ from precompute.sources.readers import INTERACTIONS, Interactions, read_interact
 from precompute.sources.unusable import HEADER, UnusableRows, remedy
 
 JUDGED_ROWS: Final = 20
-"""Rows below which shares of rows say nothing."""
+"""Rows below which shares of rows are not judged."""
 
 ONE_ID_SHARE: Final = 0.2
-"""Share of all rows that one user, or one item, seldom has: such an id often stands for a missing one."""
+"""Share of all rows that a single user or item seldom has: such an id often stands for a missing one."""
 
 ONCE_SHARE: Final = 0.9
 """Share of distinct items among rows from which on nearly each item comes once."""
@@ -33,7 +33,7 @@ LISTS_SHARE: Final = 0.5
 """Share of fields with several words from which on a column may hold lists."""
 
 OLDEST_US: Final = int(datetime(1990, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000
-"""Times that are all older were written in another unit than they are read in."""
+"""Bound before which all times indicate a wrong unit."""
 
 FEW_USERS: Final = 100
 FEW_ITEMS: Final = 20
@@ -47,14 +47,14 @@ _SEVERAL_WORDS: Final = r"\S[\s,;|]+\S"
 
 _NO_TIME_US: Final = int(np.iinfo(np.int64).min)
 _BUCKETS: Final = 1024
-"""Counters of users' rows, by the first bits of the hash: another user seldom shares that of one with many rows."""
+"""Counters of users' rows, by the first bits of the hash: a user with many rows seldom shares a counter."""
 
 _BUCKET_SHIFT: Final = np.uint64(64 - 10)
 
 
 @dataclass(slots=True, eq=False)
 class RowCounts:
-    """Counts of rows of interactions that do not depend on their order, so that those of two parts can be added."""
+    """Counts of rows of interactions that do not depend on their order, so that counts of two parts can be added."""
 
     user_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_BUCKETS, np.int64))
     untimed: int = 0
@@ -62,12 +62,12 @@ class RowCounts:
 
     @classmethod
     def of_report(cls, report: Mapping[str, Any]) -> Self:
-        """Counts as `to_json` wrote them down."""
+        """Read counts that `to_json` wrote."""
         rows = np.array(report["user_rows"], np.int64)
         return cls(rows, int(report["untimed"]), int(report["newest_us"]))
 
     def add(self, hashes: NDArray[np.uint64], times: NDArray[np.int64]) -> None:
-        """More rows: the hashes of their users, and their times in microseconds since 1970, 0 for none."""
+        """Add rows: the hashes of their users, and their times in microseconds since 1970, 0 for none."""
         self.user_rows += np.bincount(
             (hashes >> _BUCKET_SHIFT).astype(np.int64), minlength=_BUCKETS
         )
@@ -75,7 +75,7 @@ class RowCounts:
         self.newest_us = max(self.newest_us, _newest_us(times))
 
     def to_json(self) -> dict[str, Any]:
-        """Counts for a report."""
+        """Return the counts for a report."""
         return {
             "user_rows": self.user_rows.tolist(),
             "untimed": self.untimed,
@@ -85,7 +85,7 @@ class RowCounts:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape of a table of interactions, by which `remarks` judge it; an id that is named stands in no report."""
+    """Figures of a table of interactions, judged by `remarks`; reports omit its ids."""
 
     rows: int
     users: int
@@ -100,7 +100,7 @@ class Shape:
 
     @classmethod
     def of_batch(cls, batch: Interactions) -> Self:
-        """Shape of some rows, with the names of the ids that have most of them."""
+        """Compute the figures of some rows, with the most frequent ids."""
         users, items = (np.bincount(ids.codes) for ids in (batch.users, batch.items))
         return cls(
             rows=len(batch.times),
@@ -117,13 +117,13 @@ class Shape:
 
 
 def remarks(shape: Shape) -> list[str]:
-    """What looks odd about interactions, in words that name the figure and what to do."""
+    """Return remarks on odd figures, each with the figure and a remedy."""
     few_ids_remark = few_in_words(shape.users, shape.items)
     return [few_ids_remark, *odd_in_words(shape)] if few_ids_remark else odd_in_words(shape)
 
 
 def odd_in_words(shape: Shape) -> list[str]:
-    """Remarks without that on few users or items."""
+    """Return the remarks except the one on few users or items."""
     odd_remarks: list[str] = []
     if shape.rows < JUDGED_ROWS:
         return odd_remarks
@@ -165,7 +165,7 @@ def odd_in_words(shape: Shape) -> list[str]:
 
 
 def few_in_words(users: int, items: int) -> str | None:
-    """Remark on so few users or items that what gates measure varies by chance; None where there are enough."""
+    """Return a remark if gates' measures vary by chance for so few users or items; None if there are enough."""
     if users >= FEW_USERS and items >= FEW_ITEMS:
         return None
     return (
@@ -175,7 +175,7 @@ def few_in_words(users: int, items: int) -> str | None:
 
 
 def demand_least(users: int, items: int) -> None:
-    """Raises SourceError for fewer users or items than a night can be made of."""
+    """Raise SourceError for fewer users or items than a night needs."""
     if users < LEAST_USERS or items < LEAST_ITEMS:
         raise SourceError(
             f"too little data: {_numbers(users, items)}; at least {LEAST_USERS} users and {LEAST_ITEMS} items are "
@@ -194,7 +194,7 @@ def _numbers(users: int, items: int) -> str:
 
 
 def hold_lists(texts: Any) -> bool:
-    """True if a column of ids seems to hold several in most fields: several words, of which hardly any come twice."""
+    """True if most fields of an id column seem to hold several ids: several words, hardly any of them repeated."""
     if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
         return False
     if len(texts) < JUDGED_ROWS:
@@ -208,9 +208,9 @@ def hold_lists(texts: Any) -> bool:
 def first_rows_in_words(
     sources: Sources, base: Path, reported_reasons: Collection[str] = (HEADER,)
 ) -> list[str]:
-    """Sentences on what a night makes of the first rows: that it refuses them, which it leaves out, how it reads them.
+    """Describe how a night treats the first rows: refuses them, leaves some out, or how it reads them.
 
-    Empty where it reads them all as they are. Reasons that were `reported_reasons` already are left out.
+    Empty if it reads them all unchanged. Reasons in `reported_reasons` are left out.
     """
     unusable, odd = UnusableRows(), list[str]()
     try:

@@ -59,7 +59,7 @@ INTERACTIONS = "interactions"
 """Name of the interactions in reports."""
 
 EVENT_ROWS = f"{EVENTS}.{INTERACTIONS}"
-"""Name of the interactions that events brought in reports."""
+"""Name in reports of the interactions that events brought."""
 
 BATCH_ROWS = 1 << 19
 """Rows of a batch at most."""
@@ -71,39 +71,39 @@ READ_BYTES = 1 << 20
 """Bytes of a feature table that are read at once."""
 
 LINES_LOOKED_AT = 1_000
-"""Lines of a text file that are looked at before it is taken for lines of ids."""
+"""Lines of a text file that are checked before it is read as lines of ids."""
 
 TABLE_FIELDS = range(3, 9)
 """Numbers of fields that tables of interactions have."""
 
 _NUMBER_OR_TIME = re.compile(rb"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?$|\d{4}-\d{2}-\d{2}|\d{2}:\d{2}")
 _COMMENTS = (b"# ", b"% ", b"// ")
-"""Beginnings of a text file that describe it, as those of graphs and matrices do."""
+"""Prefixes of comment lines at the start of a text file, as in those of graphs and matrices."""
 
 INT96_UNIT = "us"
-"""Unit of Spark's old times: those of nanoseconds wrap around beyond the year 2262, to 1816."""
+"""Unit of Spark's old times: in nanoseconds they wrap around beyond the year 2262, to 1816."""
 
 TEXT_LENGTH_BYTES = 4
-"""Bytes that a Parquet file spends on the length of each text that it does not have in a dictionary."""
+"""Bytes in a Parquet file for the length of each text outside a dictionary."""
 
 NAMES_LOOKED_AT = 10_000
-"""Ids at the beginning of each file that are looked at for blanks around them."""
+"""Ids at the start of each file that are checked for blanks around them."""
 
 _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException)
 _NO_GZIP = re.compile("incorrect header check|Not a gzipped file")
-"""What readers say of a file that has the ending of gzip and begins as another one."""
+"""Messages of readers for a file that ends in .gz but is not gzip."""
 
 _LASTING_ERRNOS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
 )
-"""Errors of a file system that another try meets again."""
+"""File system errors that a retry meets again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interactions:
     """Batch of interactions: `users`, `items` and `times` int64 microseconds since 1970 (0 = not given).
 
-    `positions` int64 are those of events in their stream; None where they are the team's own.
+    `positions` int64 are those of events in their stream; None for the team's own files.
     """
 
     users: Ids
@@ -112,7 +112,7 @@ class Interactions:
     positions: NDArray[np.int64] | None = None
 
     def only(self, rows: NDArray[np.bool_]) -> Self:
-        """Some of the rows."""
+        """Return some of the rows."""
         positions = None if self.positions is None else self.positions[rows]
         return type(self)(self.users.only(rows), self.items.only(rows), self.times[rows], positions)
 
@@ -127,12 +127,12 @@ def read_interactions(
     skip: int = 0,
     files: Sequence[SourceFile] | None = None,
 ) -> Iterator[Interactions]:
-    """Batches of all interaction files; with `cutoff_at`, only what is strictly older (rows without a time stay).
+    """Yield batches of all interaction files; with `cutoff_at`, only strictly older rows and those without a time.
 
     The `files` are those that `sources` name, unless they are listed here; the first `skip`, or all, are left out.
-    `late` is handed what is not older. Rows of weight 0 or less are not
-    interactions and are left out; so are, noted in `unusable`, rows that say nothing. Raises SourceError naming file
-    and column, or where no row can be used.
+    `late` is called with the other rows. Rows of weight 0 or less are not interactions and are left out; so are
+    unusable rows, which are counted in `unusable`. Raises SourceError naming file and column, or if no row can be
+    used.
     """
     cut = None if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS)
     unusable = UnusableRows() if unusable is None else unusable
@@ -162,9 +162,9 @@ def read_interactions(
 
 
 def _remark_on_blanks(batch: Interactions, sources: Sources, remark: Callable[[str], None]) -> None:
-    """Remark on ids with blanks around them, as columns of a fixed width have them; a request has to send these, too.
+    """Remark on ids with blanks around them, as in fixed-width columns; a request has to send these, too.
 
-    No id is named, since those of an erased user must stand in no report.
+    No id is named, since an erased user's id must not be in a report.
     """
     for ids, column in ((batch.users, sources.user_column), (batch.items, sources.item_column)):
         names = ids.names[:NAMES_LOOKED_AT]
@@ -188,7 +188,7 @@ def _batches(path: SourceFile, sources: Sources, unusable: UnusableRows) -> Iter
 def _usable(
     batch: Any, path: SourceFile, sources: Sources, unusable: UnusableRows, clock: TimeScale
 ) -> Interactions:
-    """Ids and times of a batch of rows, less those that cannot be used, which are noted."""
+    """Return ids and times of a batch without unusable rows, which are noted."""
     names = batch.schema.names
     users, items, weight = sources.user_column, sources.item_column, sources.weight_column
     demand_columns(names, (users, items), path)
@@ -234,7 +234,7 @@ def _usable(
 def _header_again(
     users: Ids, user_column: str, items: Ids, item_column: str
 ) -> UnusableMaskByReason:
-    """Rows that are the names of the columns once more, in whatever case, as files that were joined have them."""
+    """Return a mask of rows that repeat the column names, in any case, as in joined files."""
     is_header = np.ones(len(users), np.bool_)
     for ids, column in ((items, item_column), (users, user_column)):  # items are fewer
         title = column.strip(BLANKS)
@@ -250,7 +250,7 @@ def _header_again(
 
 
 def _value(column: Any, row: int) -> Any:
-    """Value of a row as Python's own: bytes of a text, which may not be UTF-8."""
+    """Return a row's value as a Python object: bytes of a text, which may not be UTF-8."""
     value = column[row : row + 1]
     if pa.types.is_dictionary(value.type):
         value = value.dictionary_decode()
@@ -265,9 +265,9 @@ def read_features(
     source: str = "features",
     unusable: UnusableRows | None = None,
 ) -> Iterator[tuple[Ids, dict[str, Any]]]:
-    """Batches (ids, {column: Arrow array}) of a Parquet feature table; a missing column is named.
+    """Yield batches (ids, {column: Arrow array}) of a Parquet feature table; raise SourceError for a missing column.
 
-    Rows without an id that can be used are left out, and noted in `unusable` under `source`.
+    Rows without a usable id are left out, and noted in `unusable` under `source`.
     """
     unusable = UnusableRows() if unusable is None else unusable
     # Without a buffer a whole row group of a column is read at once.
@@ -293,14 +293,14 @@ def read_features(
 
 
 def _rows_at_once(metadata: Any) -> int:
-    """Rows of a batch: fewer where they are wide, so that a batch takes BATCH_BYTES at most, whatever the features."""
+    """Return the rows of a batch, at most BATCH_ROWS and about BATCH_BYTES."""
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     row_bytes: int = sum(group.total_byte_size for group in groups) // max(1, metadata.num_rows)
     return max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
 
 
 def feature_schema(path: SourceFile, columns: Sequence[str] = ()) -> Any:
-    """Arrow schema of a Parquet feature table, of the types in which it is read; a missing column is named."""
+    """Return the Arrow schema of a Parquet feature table, in the types read; raise SourceError for a missing column."""
     with reading(path), readable(path) as raw:
         schema = pa.parquet.read_schema(raw)
     _demand_features(schema.names, columns, path)
@@ -308,7 +308,7 @@ def feature_schema(path: SourceFile, columns: Sequence[str] = ()) -> Any:
 
 
 def _demand_features(file_columns: Sequence[str], columns: Sequence[str], path: SourceFile) -> None:
-    """Raises SourceError for a column that is not there, or is there twice."""
+    """Raise SourceError for a column that is missing or repeated."""
     demand_columns(file_columns, columns, path)
     for name in columns:
         demand_once(file_columns, name, path)
@@ -319,7 +319,7 @@ def _value_type(kind: Any) -> Any:
 
 
 def row_count(path: SourceFile) -> int:
-    """Number of rows of a Parquet file, as its metadata says."""
+    """Return the number of rows of a Parquet file, from its metadata."""
     with reading(path), readable(path) as raw:
         rows: int = pa.parquet.read_metadata(raw).num_rows
     return rows
@@ -327,7 +327,7 @@ def row_count(path: SourceFile) -> int:
 
 @contextmanager
 def reading(path: SourceFile) -> Iterator[None]:
-    """The one translator of what readers of files raise."""
+    """Translate the errors of file readers to SourceError or StoreError."""
     try:
         yield
     except _UNREADABLE as error:
@@ -379,7 +379,7 @@ def format_of(path: SourceFile, sources: Sources) -> str:
 
 
 def column_names(path: SourceFile, sources: Sources) -> list[str] | None:
-    """Names of a file's columns as its reader finds them; None for lines of ids, which have none."""
+    """Return the names of a file's columns; None for lines of ids, which have none."""
     match format_of(path, sources):
         case "lines":
             return None
@@ -391,7 +391,7 @@ def column_names(path: SourceFile, sources: Sources) -> list[str] | None:
 
 
 def named_columns(sources: Sources) -> list[str]:
-    """Columns of times and weights that settings name: these must be there, those of the default names need not."""
+    """Return the columns of times and weights that settings name explicitly, which must exist."""
     usual = Sources()
     unnamed = ("", usual.timestamp_column, usual.weight_column)
     named = (sources.timestamp_column, sources.weight_column)
@@ -399,7 +399,7 @@ def named_columns(sources: Sources) -> list[str]:
 
 
 def demand_named(file_columns: Sequence[str], sources: Sources, path: SourceFile) -> None:
-    """Raises SourceError, naming the setting, for a column that has to be there, or is there twice."""
+    """Raise SourceError, naming the setting, for a required column that is missing or repeated."""
     needed = [sources.user_column, sources.item_column, *named_columns(sources)]
     settings = ("user_column", "item_column", "timestamp_column", "weight_column")
     is_csv = format_of(path, sources) == "csv"
@@ -424,21 +424,21 @@ def _is_padded(name: str) -> bool:
 
 
 def demand_same_columns(paths: Sequence[SourceFile], sources: Sources) -> None:
-    """Raises SourceError naming a file that lacks a column of times or weights which another one has."""
+    """Raise SourceError naming a file that lacks a column of times or weights which another one has."""
     alike = SameColumns(sources)
     for path in paths:
         alike.add(path, column_names(path, sources) or ())
 
 
 class SameColumns:
-    """Columns of times and weights of the files so far: either all have one, or none."""
+    """Check that either all files have a column of times or weights, or none has."""
 
     def __init__(self, sources: Sources) -> None:
         self._names = [*filter(None, (sources.timestamp_column, sources.weight_column))]
         self._first: tuple[SourceFile, frozenset[str]] | None = None
 
     def add(self, path: SourceFile, file_columns: Sequence[str]) -> None:
-        """Raises SourceError where the next file has not what the first one has, or the other way round."""
+        """Add the next file; raise SourceError if its columns of times and weights differ from the first one's."""
         columns = frozenset(
             name
             for name in self._names
@@ -460,13 +460,13 @@ class SameColumns:
 
 
 def _column_names(sources: Sources) -> list[str]:
-    """Names of the columns that are read where they are there."""
+    """Return the names of the columns that are read if they exist."""
     optional = (sources.timestamp_column, sources.weight_column)
     return [sources.user_column, sources.item_column, *filter(None, optional)]
 
 
 def parquet_batches(path: SourceFile, sources: Sources) -> Iterator[Any]:
-    """Batches of the columns of a Parquet file that settings name."""
+    """Yield batches of the columns of a Parquet file that settings name."""
     with readable(path) as raw:
         metadata = pa.parquet.read_metadata(raw)
     file_columns = metadata.schema.to_arrow_schema().names
@@ -485,9 +485,9 @@ def parquet_batches(path: SourceFile, sources: Sources) -> Iterator[Any]:
 
 
 def _dictionary_columns(metadata: Any) -> set[str]:
-    """Columns of a Parquet file that are numbers into a dictionary and can be taken as such.
+    """Return the columns of a Parquet file that are dictionary-encoded throughout.
 
-    Where the dictionary grew too large for its page, texts follow: to find those again in it costs more than to sort.
+    If the dictionary grew too large for its page, plain texts follow: looking those up costs more than sorting.
     """
     if not metadata.num_row_groups:
         return set()
@@ -501,7 +501,7 @@ def _dictionary_columns(metadata: Any) -> set[str]:
 
 
 def csv_batches(path: SourceFile, sources: Sources, unusable: UnusableRows) -> Iterator[Any]:
-    """Batches of the columns of a CSV file that settings name, as strings that may not be UTF-8."""
+    """Yield batches of the columns of a CSV file that settings name, as strings that may not be UTF-8."""
 
     def skip_line(line: int) -> None:
         unusable.looked_at(INTERACTIONS, 1)
@@ -529,7 +529,7 @@ def csv_batches(path: SourceFile, sources: Sources, unusable: UnusableRows) -> I
 def _without_rows(
     rows: Any, reason: str, mask: Any, path: SourceFile, unusable: UnusableRows
 ) -> Any:
-    """Rows without those of a mask, which are noted."""
+    """Return rows without those of a mask, which are noted."""
     if count := pc.sum(mask).as_py():
         unusable.looked_at(INTERACTIONS, count)
         unusable.note(INTERACTIONS, reason, count, [{"file": path.name}])
@@ -538,7 +538,7 @@ def _without_rows(
 
 
 def read_lines(path: SourceFile, sources: Sources) -> Iterator[Any]:
-    """`user item item ...` per line, separated by single spaces."""
+    """Yield batches of lines `user item item ...`, separated by single spaces."""
     users: list[bytes] = []
     items: list[bytes] = []
 
@@ -564,7 +564,7 @@ def read_lines(path: SourceFile, sources: Sources) -> Iterator[Any]:
 
 
 def _lines_of(path: SourceFile, raw: Any) -> Iterator[bytes]:
-    """Lines of a file without its byte order mark."""
+    """Yield the lines of a file without its byte order mark."""
     lines = iter(gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw)
     for first in islice(lines, 1):
         if reason := unreadable_by_text(first):
@@ -576,7 +576,7 @@ def _lines_of(path: SourceFile, raw: Any) -> Iterator[bytes]:
 
 
 def demand_lines(path: SourceFile) -> None:
-    """Raises SourceError for a text file that looks like a table; one whose format is set is not looked at."""
+    """Raise SourceError for a text file that looks like a table; one whose format is set is not checked."""
     with path.open("rb") as raw:
         head = [line.strip(b"\r\n") for line in islice(_lines_of(path, raw), LINES_LOOKED_AT)]
     if head and head[0].startswith(_COMMENTS):
@@ -594,7 +594,7 @@ def demand_lines(path: SourceFile) -> None:
 
 
 def unlike_lines(lines: Sequence[bytes]) -> str | None:
-    """Reason why lines look like the rows of a table, None if they do not."""
+    """Return the reason why lines look like the rows of a table, None if they do not."""
     if not lines:
         return None
     for sign in (b"::", b",", b";", b"|"):

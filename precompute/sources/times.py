@@ -1,4 +1,4 @@
-"""Weights and times of the sources, of whatever Arrow types they come in."""
+"""Columns of weights and times in the sources: conversion from Arrow types, texts and digits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ _PER_SECOND = {"s": 1, "ms": 1_000, "us": MICROSECONDS, "ns": 1_000_000_000}
 
 @dataclass(frozen=True, slots=True)
 class _Digits:
-    """Numbers that are a moment's digits, such as 20231114: the divisor of a form that leaves the digits of the day."""
+    """Form of numbers that are a date's digits, such as 20231114, with the divisor that leaves the day's digits."""
 
     form: str
     per_day: int
@@ -50,7 +50,7 @@ class _Digits:
     clock_digits: int
 
     def read(self, numbers: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """(int64 seconds since 1970, mask of the numbers of this form that are moments from 1900 on)."""
+        """Return (int64 seconds since 1970, mask of the numbers of this form that are dates from 1900 on)."""
         is_whole = (numbers >= 1900 * 10_000 * self.per_day) & (
             numbers < 2200 * 10_000 * self.per_day
         )
@@ -80,26 +80,26 @@ _NO_SECONDS = (
     (726_834, 767_010, "numbers of days since the year 0"),
     (2_447_892, 2_488_070, "numbers of Julian days"),
 )
-"""Ranges of numbers that are no seconds since 1970 if a column has hardly any other; days are those from 1990 on."""
+"""Ranges of numbers that, if they dominate a column, are not seconds since 1970; days are those from 1990 on."""
 _SHARE_OF_DIGITS = 0.5
 """Share of a column's first numbers that must be digits of dates for all of it to be read so."""
 
 
 _SHARE_OF_NO_SECONDS = 0.95
-"""Share of a column's first numbers that must be such numbers for the file to be refused; the rest marks `never`."""
+"""Share of a column's first numbers in such a range for the file to be refused; the others mark `never`."""
 _DAYS_IN_DIGITS = (
     # Divisors of year, month and day within the number, and the numbers of values behind each.
     ("ddmmyyyy", (1, 10_000), (10_000, 100), (1_000_000, 100)),
     ("mmddyyyy", (1, 10_000), (1_000_000, 100), (10_000, 100)),
     ("yymmdd", (10_000, 100), (100, 100), (1, 100)),
 )
-"""Forms of dates as digits that are not read, since they may be mistaken for others: form, then year, month and day."""
+"""Forms of dates as digits that are not read, since they are ambiguous: form, then year, month and day."""
 _JUDGED_DISTINCT = 5
-"""Numbers of a column below which a form of digits that they have may be chance."""
+"""Distinct numbers of a column below which a form of digits may be chance."""
 
 
 class TimeScale:
-    """Meaning of the numbers in a column of times, decided by the first that it holds and kept to its end."""
+    """Meaning of the numbers in a column of times, decided by its first ones and kept to its end."""
 
     def __init__(
         self, path: SourceFile, name: str, remark: Callable[[str], None] = lambda _: None
@@ -109,7 +109,7 @@ class TimeScale:
         self._is_decided = False
 
     def microseconds(self, numbers: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """int64 microseconds since 1970, and which numbers are times; raises SourceError for numbers of days."""
+        """Return int64 microseconds since 1970, and a mask of valid times; raise SourceError for numbers of days."""
         if not self._is_decided:
             self._decide(numbers)
         if self._digits is None:
@@ -152,7 +152,7 @@ class TimeScale:
 
 
 def _day_form(numbers: NDArray[np.float64]) -> str | None:
-    """Form in which numbers are days as digits, of those that are not read; None if they are not."""
+    """Return the form of dates that are not read, if the numbers have one; else None."""
     distinct = np.unique(numbers)
     if len(distinct) < _JUDGED_DISTINCT or not (distinct == np.floor(distinct)).all():
         return None
@@ -183,7 +183,7 @@ def _day_form(numbers: NDArray[np.float64]) -> str | None:
 def are_positive(
     weights: Any, path: SourceFile, sources: Sources
 ) -> tuple[NDArray[np.bool_], UnusableMaskByReason]:
-    """Masks of the rows with a weight above 0 (a missing one is not), and of those whose weight says nothing."""
+    """Return masks of the rows with a weight above 0 (a missing one is not), and of those with an invalid weight."""
     weights = without_codes(weights)
     kind, name, reason = (
         weights.type,
@@ -210,9 +210,9 @@ def are_positive(
 def microseconds(
     times: Any, path: SourceFile, name: str, clock: TimeScale | None = None
 ) -> tuple[NDArray[np.int64], UnusableMaskByReason]:
-    """int64 microseconds since 1970, and which rows have no time that can be used (theirs mean nothing).
+    """Return int64 microseconds since 1970, and masks of the rows without a usable time (theirs are meaningless).
 
-    `clock` is that of the column's batches before. Raises SourceError for a column of a type that holds no times.
+    `clock` is that of the column's earlier batches. Raises SourceError for a column of a type that holds no times.
     """
     clock = TimeScale(path, name) if clock is None else clock
     times = without_codes(times)
@@ -244,7 +244,7 @@ def microseconds(
 
 
 def _are_beyond(texts: Any, unread: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Mask of the unread rows whose texts are dates of years that are not read, such as 9999-12-31 for `never`."""
+    """Return a mask of the unread rows with dates of unsupported years, such as 9999-12-31 for `never`."""
     is_beyond = np.zeros(len(unread), np.bool_)
     if (rows := np.flatnonzero(unread)).size:
         is_beyond[rows] = as_rows(
@@ -279,7 +279,7 @@ def _of_seconds(seconds: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bo
 def times_of_texts(
     texts: Any, clock: TimeScale | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """(microseconds, which rows hold a time, which hold nothing) of texts: numbers as in other columns, or ISO 8601."""
+    """Parse texts, numbers as in other columns or ISO 8601: (microseconds, mask of times, mask of missing ones)."""
     texts = _readable(texts)
     missing = as_rows(pc.is_in(texts, value_set=_MISSING_SPELLINGS))
     texts = pc.if_else(pa.array(missing), "0", texts)
@@ -295,13 +295,13 @@ def times_of_texts(
 
 
 def _readable(texts: Any) -> Any:
-    """Strings, of what is not UTF-8 or missing an empty one."""
+    """Return strings, empty for a missing or invalid UTF-8 text."""
     raw = pc.fill_null(texts.cast(pa.large_binary()), b"")
     return pc.if_else(pa.array(is_utf_8(raw)), raw, pa.scalar(b"", raw.type)).cast(pa.string())
 
 
 def _numbers_of(texts: Any) -> tuple[Any, NDArray[np.bool_]]:
-    """(float64, null where there is none; which rows hold a finite number or nothing) of texts."""
+    """Parse texts: (float64 with nulls, mask of the rows with a finite number or a missing value)."""
     texts = pc.utf8_trim_whitespace(_readable(texts))
     is_missing, is_numeric = (
         pc.is_in(texts, value_set=_MISSING_SPELLINGS),

@@ -12,9 +12,9 @@ from cache.errors import SourceError
 CASES: Final = 10
 """Maximum number of cases shown of each reason."""
 EVENTS: Final = "events"
-"""Prefix of sources whose values events set: anybody sends these, so they refuse no night."""
+"""Prefix of sources whose values events set: any caller can send these, so they refuse no night."""
 TEXT_MAX: Final = 256
-"""Characters of an id that are shown: whoever is erased is found by all of them."""
+"""Characters of an id that are shown: the whole id, so that an erased one is found."""
 
 NO_ID = "no id"
 LENGTH = "an id of 0 or more than 256 bytes"
@@ -53,11 +53,11 @@ _REMEDIES: Final = {
 }
 
 Case = Mapping[str, str | None]
-"""Fields that name a row: `user`, `item`, `file`, `line`, whatever is known of it."""
+"""Fields that identify a row, as far as known: `user`, `item`, `file`, `line`."""
 
 
 class UnusableRows:
-    """Rows that were looked at and left out, by source (or table) and reason; threads may note at once.
+    """Counts of checked and unusable rows, by source (or table) and reason; thread-safe.
 
     Cases with one of the `hidden` ids are counted, not named.
     """
@@ -70,7 +70,7 @@ class UnusableRows:
         self._lock = Lock()
 
     def looked_at(self, source: str, rows: int) -> None:
-        """Counts rows of a source that were looked at, usable or not."""
+        """Count rows of a source that were checked, usable or not."""
         with self._lock:
             self._rows[source] = self._rows.get(source, 0) + rows
 
@@ -91,9 +91,9 @@ class UnusableRows:
         case: Callable[[int], Case],
         of_events: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.bool_]:
-        """Notes masks by reason, each row under its first; returns which rows are bad under any.
+        """Note masks by reason, each row under its first; return the mask of all bad rows.
 
-        Rows `of_events` that are bad are noted as looked at, and left out, of the events.
+        Bad rows in `of_events` are counted as checked, and left out, under events.
         """
         if of_events is not None:
             theirs = {
@@ -115,7 +115,7 @@ class UnusableRows:
         return is_noted
 
     def take_in(self, report: Mapping[str, Any]) -> None:
-        """Adds what a `to_json` counts."""
+        """Add the counts of a `to_json` report."""
         for source, source_report in report.items():
             self.looked_at(source, source_report["rows"])
             for text in source_report.get("remarks", ()):

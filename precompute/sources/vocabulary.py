@@ -1,4 +1,4 @@
-"""Vocabularies: ids as numbers, in an order of their own or as they come, and how many differ."""
+"""Vocabularies: ids as numbers, in an order of their own or by first occurrence, and counts of distinct ones."""
 
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
@@ -11,7 +11,7 @@ from cache.format.ids import FINGERPRINT_SEED
 from precompute.sources.columns import Ids, text_hashes
 
 VOCABULARY_ROWS = 1 << 18
-"""Ids that are handled at once; their texts fit offsets of 32 bits."""
+"""Ids handled at once; their texts fit offsets of 32 bits."""
 
 HASHES_KEPT = 1 << 16
 """Smallest hashes that a count of distinct ones keeps."""
@@ -24,7 +24,7 @@ BATCHES_MERGED_AT_ONCE: Final = 64
 class Vocabulary:
     """Distinct ids in an order of their own: `texts` is a chunked Arrow array of strings.
 
-    An id is told from others by 128 bits, as in `Ids.of`; 24 bytes each beside the texts.
+    Ids are compared by 128 bits, as in `Ids.of`; 24 bytes each besides the texts.
     """
 
     texts: Any
@@ -35,7 +35,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, texts: Any, seed: int = 0) -> Self | None:
-        """Vocabulary of Arrow strings, None where an id comes twice."""
+        """Build a vocabulary of Arrow strings, None if an id is repeated."""
         hashes, fingerprints = text_hashes(texts, seed), text_hashes(texts, FINGERPRINT_SEED)
         order = np.argsort(hashes)
         hashes, fingerprints = hashes[order], fingerprints[order]
@@ -50,7 +50,7 @@ class Vocabulary:
         return len(self.texts)
 
     def find_positions(self, texts: Any) -> NDArray[np.int64]:
-        """int64[n]: the place of each of some Arrow strings, -1 where it is not among these."""
+        """Return int64[n], the position of each Arrow string in the vocabulary, -1 if it is not in it."""
         if not len(self):
             return np.full(len(texts), -1, np.int64)
         hashes = text_hashes(texts, self._seed)
@@ -61,7 +61,7 @@ class Vocabulary:
 
 
 def repeats_in(texts: Any) -> NDArray[np.int64]:
-    """Rows, ascending, of Arrow strings whose text an earlier row has."""
+    """Return the rows, ascending, of Arrow strings whose text an earlier row has."""
     hashes, fingerprints = text_hashes(texts, 0), text_hashes(texts, FINGERPRINT_SEED)
     order = np.lexsort((fingerprints, hashes))  # stable
     is_repeat = (hashes[order][1:] == hashes[order][:-1]) & (
@@ -71,7 +71,7 @@ def repeats_in(texts: Any) -> NDArray[np.int64]:
 
 
 def as_strings(column: Any) -> Any:
-    """A column of strings or large strings in chunks of VOCABULARY_ROWS at most, each with offsets of 32 bits."""
+    """Convert a column to strings in chunks of VOCABULARY_ROWS at most, each with offsets of 32 bits."""
     chunks = [
         chunk.slice(start, VOCABULARY_ROWS).cast(pa.string())
         for chunk in column.chunks
@@ -81,7 +81,7 @@ def as_strings(column: Any) -> Any:
 
 
 class Distinct:
-    """Count of different 64-bit hashes, from the smallest of them: exact up to HASHES_KEPT, then within 0.4 %.
+    """Count of distinct 64-bit hashes, from the smallest of them: exact up to HASHES_KEPT, then within 0.4 %.
 
     The estimator is that of the k minimum values (Beyer et al., SIGMOD 2007).
     """
@@ -91,14 +91,14 @@ class Distinct:
         self.smallest: NDArray[np.uint64] = np.empty(0, np.uint64)
 
     def add(self, hashes: NDArray[np.uint64]) -> None:
-        """Add any number of hashes, any of them again."""
+        """Add any number of hashes, repetitions included."""
         if len(self.smallest) == self._keep:
             hashes = hashes[hashes < self.smallest[-1]]
         self.smallest = np.union1d(self.smallest, hashes)[: self._keep]
 
     @property
     def count(self) -> int:
-        """Estimated number of different hashes."""
+        """Estimated number of distinct hashes."""
         hash_count = len(self.smallest)
         if hash_count < self._keep:
             return hash_count
@@ -107,14 +107,14 @@ class Distinct:
 
 @dataclass(slots=True, eq=False)
 class NumberedIds:
-    """Ids in the order in which they first came; 4 bytes for each row, and each text once."""
+    """Ids numbered by first occurrence; 4 bytes for each row, and each text once."""
 
     names: Any = field(default_factory=lambda: pa.array([], pa.large_string()))
     _codes: list[NDArray[np.int32]] = field(default_factory=list)
     _waiting: list[Any] = field(default_factory=list)
 
     def add(self, ids: Ids) -> None:
-        """The next rows."""
+        """Add the next rows."""
         first = np.empty(len(ids.names), np.int64)
         first[ids.codes[::-1]] = np.arange(len(ids))[::-1]
         order = np.argsort(first)
@@ -128,7 +128,7 @@ class NumberedIds:
             self._merge()
 
     def codes(self) -> NDArray[np.int64]:
-        """int64[rows]: the place of each row's id among `names`."""
+        """Return int64[rows], the position of each row's id among `names`."""
         self._merge()
         return np.concatenate([np.empty(0, np.int64), *self._codes])
 
@@ -143,18 +143,18 @@ class NumberedIds:
 
 @dataclass(slots=True, eq=False)
 class HashedIds:
-    """Ids told apart by their hashes alone: enough to group rows, where nobody asks for a name."""
+    """Ids distinguished by their hashes alone, for grouping rows without their names."""
 
     _hashes: list[NDArray[np.uint64]] = field(default_factory=list)
     _codes: list[NDArray[np.int32]] = field(default_factory=list)
 
     def add(self, ids: Ids) -> None:
-        """The next rows."""
+        """Add the next rows."""
         self._hashes.append(ids.hashes(0))
         self._codes.append(ids.codes)
 
     def codes(self) -> tuple[NDArray[np.int64], int]:
-        """(int64[rows]: a number of each row's id, from 0; how many ids there are)."""
+        """Return (int64[rows], a number from 0 for each row's id; the number of ids)."""
         distinct, distinct_positions = np.unique(np.concatenate(self._hashes), return_inverse=True)
         ends = np.cumsum([0, *map(len, self._hashes)])
         rows = [

@@ -30,6 +30,6 @@ def run(config: NightConfig, build: Mapping[str, Any]) -> Step:
 
 
 def in_night(night: Night) -> StepRow:
-    """The step with its row in a night's table."""
+    """Run the step; return its row in a night's table."""
     step_result = run(night.config, night.build)
     return StepRow(step_result, f"{step_result['users']:,} users")

@@ -1,4 +1,4 @@
-"""Step `begin`: the generation named, its inputs and its bundle pinned, its catalogue and partition laid out."""
+"""Step `begin`: names the generation, pins its inputs and bundle, and writes its catalogue and partition."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,10 +80,10 @@ def run(
     events_until: str | None = None,
     progress: Progress = quiet,
 ) -> Step:
-    """Name the generation, pin its inputs, lay out the catalogue and partition the sources by hash range.
+    """Name the generation, pin its inputs, write the catalogue and partition the sources by hash range.
 
-    The cut is `data_until`, else the configuration's, else `run_after`: what happened from then on is left out, what
-    has no time stays. Without any of these the generation is `named` after a time and nothing is cut. Events are read
+    The cut is `data_until`, else the configuration's, else `run_after`: rows at or after it are left out, rows
+    without a time stay. Without any of these the generation is `named` after a time and nothing is cut. Events are read
     up to a position, else all that were taken over; no cut leaves one out.
     """
     data_until = data_until or config.data_until
@@ -318,7 +318,7 @@ def _prepare(
 
 
 def in_night(night: Night) -> StepRow:
-    """The step with its row in a night's table."""
+    """Run the step; return its row in a night's table."""
     cut = night.data_until or night.config.data_until or night.run_after
     events_until, taken_text = before_begin()(night.config, cut)
     step_result = run(
@@ -340,9 +340,9 @@ def in_night(night: Night) -> StepRow:
 
 @contextmanager
 def unchanged_sources(digest: str, files: Sequence[SourceFile]) -> Iterator[None]:
-    """Raises StoreError if one of the files became another meanwhile, whatever their reader made of it.
+    """Raise StoreError if one of the files changed during the block, also if it could be read.
 
-    Files that arrive meanwhile are none of them: they are for the next night.
+    Files that arrive meanwhile are not included: they are for the next night.
     """
     with changed_or_broken(digest, files):
         yield
@@ -352,7 +352,7 @@ def unchanged_sources(digest: str, files: Sequence[SourceFile]) -> Iterator[None
 
 @contextmanager
 def changed_or_broken(digest: str, files: Sequence[SourceFile]) -> Iterator[None]:
-    """Raises StoreError in place of an error of files that became others meanwhile: what is written over passes."""
+    """Raise StoreError in place of an error in the block if files changed meanwhile: a retry may succeed."""
     try:
         yield
     except (SourceError, Refused, StoreError) as error:  # what is written over reads like damage
@@ -373,9 +373,9 @@ def _sources_changed_error() -> StoreError:
 
 
 def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
-    """The copied bundle, once tried, becomes part of the generation, its models also by their own names.
+    """Copy a tested bundle into the generation, its models also under their own names.
 
-    Returns its files, sorted; raises BundleError for a model that is not what the bundle says.
+    Returns its files, sorted; raises BundleError for a model that differs from the bundle's description.
     """
     for model in bundle.models:
         for source, name, _ in model.files:
@@ -393,7 +393,7 @@ def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
 
 
 def _demand_histories(config: NightConfig, bundle: Bundle) -> None:
-    """Raise ConfigError where users have features alone, and the model answers by a history alone."""
+    """Raise ConfigError if users have features alone, and the model needs a history."""
     sources = config.sources
     has_features_alone = not sources.interactions and not sources.user_vectors
     if has_features_alone and bundle.needs_history and not bundle.answers_without_history:
@@ -404,7 +404,7 @@ def _demand_histories(config: NightConfig, bundle: Bundle) -> None:
 
 
 def _featured_in_words(begin_report: Mapping[str, Any]) -> str:
-    """What becomes of users whom the feature table alone names; empty where there are none or all are computed."""
+    """Describe the users of the feature table alone that get no records; empty without any."""
     count = begin_report.get("featured", 0)
     if not count or begin_report[FEATURED_USERS] or not begin_report["answers_without_history"]:
         return ""
@@ -416,7 +416,7 @@ def _featured_in_words(begin_report: Mapping[str, Any]) -> str:
 
 
 def _computes_featured(config: NightConfig, bundle: Bundle, partitioned: PartitionResult) -> bool:
-    """Whether users whom the feature table alone names are computed by a model that also takes histories."""
+    """True if users of the feature table alone are computed by a model that also takes histories."""
     if not bundle.answers_without_history:
         return False
     if config.featured_users == "auto":
@@ -426,7 +426,7 @@ def _computes_featured(config: NightConfig, bundle: Bundle, partitioned: Partiti
 
 
 def _read_in_words(begin_report: Mapping[str, Any]) -> str:
-    """Number of interactions that were read, and of rows that were left out, in words."""
+    """Describe the numbers of interactions read, and of rows left out."""
     names = (INTERACTIONS, EVENT_ROWS)
     source_reports = [
         begin_report["unusable"][name] for name in names if name in begin_report["unusable"]
@@ -447,7 +447,7 @@ def _read_in_words(begin_report: Mapping[str, Any]) -> str:
 
 
 def _shape(partitioned: PartitionResult, items: int) -> Shape:
-    """Shape of all rows that were read; no id is named, since reports outlive an erasure."""
+    """Return the figures of all rows that were read; without ids, since reports outlive an erasure."""
     counts, rows = (
         partitioned.interaction_counts,
         partitioned.interaction_counts.rows or RowCounts(),
@@ -465,7 +465,7 @@ def _shape(partitioned: PartitionResult, items: int) -> Shape:
 
 
 def _learnt_too_much(bundle: Bundle, cut: str | None) -> list[str]:
-    """Remark on a model that has learnt from what the night is judged by: what users did after its cut."""
+    """Remark on a model trained on interactions after the cut, by which the night is judged."""
     trained_until = bundle.training.get("trained_until")
     if cut is None or trained_until is None or parse_time(trained_until) < parse_time(cut):
         return []

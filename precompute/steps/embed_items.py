@@ -107,7 +107,7 @@ def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
 
 
 def in_night(night: Night) -> StepRow:
-    """The step with its row in a night's table."""
+    """Run the step; return its row in a night's table."""
     step_result = run(night.config, night.build, progress=night.progress)
     items, dims = int(step_result["items"]), int(step_result["dims"])
     summary = f"{items:,} items x {dims}"

@@ -1,4 +1,4 @@
-"""Night in one process: the steps in the order of the DAG, what they share, and the table of their rows."""
+"""Night in one process: the steps in the order of the DAG, their shared state, and the table of their rows."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from precompute.config.settings import NightConfig
 
 @dataclass(frozen=True, slots=True)
 class Night:
-    """Values that any step may need; `build` is what `begin` returned, empty before it.
+    """Values that any step may need; `build` is the result of `begin`, empty before it.
 
     `data_until`, `run_after` and `named` are times (ISO 8601) as `begin` wants them. `attempt` names this try: a repeat
     of a publish is recognised by it.

@@ -25,11 +25,11 @@ from precompute.steps.night import Night, StepRow
 def run(
     config: NightConfig, verified: Mapping[str, Any], *, attempt: str, progress: Progress = quiet
 ) -> Step:
-    """Wait until replicas hold it ready, move the pointer, read it back: success is what a reader can read.
+    """Read a record of every table, wait until replicas hold the generation ready, move the pointer and read it back.
 
-    A record of every table is read back first. Raises Conflict, and nothing is published, when too few replicas
-    become ready within `flip.wait_s`, if replicas of Redis lag behind for that long, or when another generation is live
-    than the one that `verify` compared with.
+    Raises Conflict, and nothing is published, when too few replicas become ready within
+    `flip.wait_s`, if replicas of Redis lag behind for that long, or when another generation is live than the one that
+    `verify` compared with.
     """
     build = Build.of(config, verified)
     manifest = seal(build, facts())
@@ -94,7 +94,7 @@ def _read_back(build: Build, manifest: Manifest, table: Table, control: Control)
 
 
 def in_night(night: Night) -> StepRow:
-    """The step with its row in a night's table."""
+    """Run the step; return its row in a night's table."""
     step_result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
     return StepRow(
         step_result, f"epoch {step_result['epoch']}, previous {step_result['previous'] or 'none'}"

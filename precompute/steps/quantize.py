@@ -95,7 +95,7 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
 
 
 def in_night(night: Night) -> StepRow:
-    """The step with its row in a night's table."""
+    """Run the step; return its row in a night's table."""
     step_result = run(night.config, night.build, progress=night.progress)
     models = step_result["models"]
     summary = ", ".join(

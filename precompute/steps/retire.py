@@ -1,4 +1,4 @@
-"""Step `retire`: removes what no reader and no roll back needs any more, and leftovers of killed programs."""
+"""Step `retire`: removes generations that no reader and no roll back needs, and leftovers of killed programs."""
 
 from collections.abc import Collection
 
@@ -15,7 +15,7 @@ from precompute.releases.sweep import drop_old_rows, sweep
 from precompute.steps.night import Night, StepRow
 
 UNFINISHED_S = 86_400.0
-"""Seconds that nothing must have touched an unfinished file before it counts as left over."""
+"""Seconds without a change after which an unfinished file counts as left over."""
 
 
 def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
@@ -39,7 +39,7 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
 
 
 def in_night(night: Night) -> StepRow:
-    """The step with its row in a night's table."""
+    """Run the step; return its row in a night's table."""
     step_result = run(night.config, attempt=night.attempt, progress=night.progress)
     return StepRow(
         step_result, f"{len(step_result['retired'])} generations, {step_result['keys']:,} keys"

@@ -1,4 +1,4 @@
-"""Scoring: users and items of hash ranges, the shards, compared with the catalogue and written as pages."""
+"""Step `score`: compares users and items of hash ranges, the shards, with the catalogue and writes pages."""
 
 import threading
 import time
@@ -34,9 +34,9 @@ def run_shard(
     scorers: Scorers | None = None,
     progress: Progress = quiet,
 ) -> Step:
-    """Score one hash range of users and items into pages; a finished shard is found, not done again.
+    """Score one hash range of users and items into pages; a finished shard is not repeated.
 
-    Who scores several shards of one build in one process hands the same `scorers` to all.
+    A process that scores several shards of one build passes the same `scorers` to all.
     """
     generation_build = Build.of(config, build)
     report = generation_build.read_report(shard_report(shard))
@@ -74,7 +74,7 @@ def run_shard(
 
 
 class _GivenUp(Exception):
-    """Another shard failed, or whoever waits was interrupted."""
+    """Another shard failed, or the waiting thread was interrupted."""
 
 
 @writes_files
@@ -85,9 +85,9 @@ def run(
     *,
     progress: Progress = quiet,
 ) -> list[Step]:
-    """Runs `run_shard` for each shard in one process: while one is compared, the next reads, encodes and writes.
+    """Run `run_shard` for each shard in one process: while one is compared, the next reads, encodes and writes.
 
-    What one raises ends the others at their next sign of progress; what was finished is found again.
+    An exception in one ends the others at their next progress call; finished shards are found again.
     """
     scorers = Scorers(config.device, config.device_tasks, scoring_hooks())
     given_up, telling = threading.Event(), threading.Lock()
@@ -129,7 +129,7 @@ def run(
 
 
 def in_night(night: Night) -> StepRow:
-    """The step with its row in a night's table."""
+    """Run the step; return its row in a night's table."""
     scored = run(night.config, night.build, night.build["shards"], progress=night.progress)
     users, items = (
         sum(shard_result[name] for shard_result in scored) for name in ("users", "items")

@@ -1,6 +1,6 @@
-"""Taking over of events: what the stream has behind the last file becomes files in the store, for `begin` to read.
+"""Step `take_events`: writes the stream's events after the last file to files in the store, for `begin` to read.
 
-It has no generation yet, and runs only where events are taken in. What it returns is given to `begin`, so that a retry
+It has no generation yet, and runs only where events are taken in. Its result is passed to `begin`, so that a retry
 of that one reads the same events.
 """
 

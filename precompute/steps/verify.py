@@ -55,9 +55,9 @@ def run(
     attempt: str = "shell",
     progress: Progress = quiet,
 ) -> Step:
-    """Run every gate; a failed one refuses the generation for good reason, written down.
+    """Run every gate; a failed one refuses the generation for good, with a recorded reason.
 
-    Raises NotJudged, and leaves the generation as it is, where a gate could not ask what it needs.
+    Raises NotJudged, and leaves the generation unchanged, if a dependency of a gate did not answer.
     """
     generation_build, started = Build.of(config, build), time.perf_counter()
     manifest = seal(generation_build, facts())
@@ -118,7 +118,7 @@ def run(
 
 
 def in_night(night: Night) -> StepRow:
-    """The step with its row in a night's table."""
+    """Run the step; return its row in a night's table."""
     step_result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
     left_out = ", ".join(step_result.get("gates_left_out", ()))
     left_out_note = f"; left out, for there are no interactions: {left_out}" if left_out else ""
@@ -126,7 +126,7 @@ def in_night(night: Night) -> StepRow:
 
 
 def _demand_still(build: Build, releases: Releases) -> None:
-    """Raises Conflict if it can no longer be verified; of what is retired by now a gate may have loaded pages."""
+    """Raise Conflict if it can no longer be verified; remove pages that a gate may have loaded of a retired one."""
     try:
         demand("verify", build.generation, releases.state(build.generation))
     except Conflict:
@@ -136,7 +136,7 @@ def _demand_still(build: Build, releases: Releases) -> None:
 
 
 def _published(build: Build, releases: Releases, state: State) -> Step:
-    """Gates judge what is to be published; of what is live the pages are read back. Raises CorruptArtefact."""
+    """Judge a generation to be published by its gates; of a live one read the pages back. Raise CorruptArtefact."""
     step_result: Step = {
         "generation": build.generation,
         "gates": 0,
@@ -173,7 +173,7 @@ def reason(generation: str, verdict: Verdict) -> str:
 def _judged(
     build: Build, manifest: Manifest, releases: Releases, live: str | None, progress: Progress
 ) -> Sequence[Verdict]:
-    """Verdicts, files first: what is not as the manifest states can be opened by no other gate."""
+    """Return verdicts, files first: no other gate can open a file that differs from the manifest."""
     started = time.monotonic()
     artefacts = [*manifest.artefacts(), *manifest.pages()]
     size_bytes = sum(artefact.size_bytes for artefact in artefacts)
@@ -272,7 +272,7 @@ def _read_manifest(build: Build, generation: str) -> Manifest | None:
 
 @contextmanager
 def _if_there() -> Iterator[None]:
-    """Goes on without what is missing or damaged; a store that does not answer is raised, it proves nothing."""
+    """Go on without missing or damaged files; raise if the store does not answer, which proves nothing."""
     try:
         yield
     except LarderError as error:

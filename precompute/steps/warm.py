@@ -59,7 +59,7 @@ def _flip_of(pointer: Pointer | None, replicas: Sequence[Replica]) -> Step:
 
 
 def in_night(night: Night) -> StepRow:
-    """The step with its row in a night's table."""
+    """Run the step; return its row in a night's table."""
     step_result = run(night.config, night.build)
     if not step_result["replicas"]:
         return StepRow(step_result, "no replica is listening")

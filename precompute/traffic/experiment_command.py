@@ -1,4 +1,4 @@
-"""Command `experiment`: its actions, the status of experiments, and what an ended one leaves in Redis."""
+"""Command `experiment`: its actions, the status of experiments, and the removal of an ended one from Redis."""
 
 import argparse
 import time
@@ -30,7 +30,7 @@ from precompute.traffic.exposures import ArmTotals, erased_users, gather, totals
 def command(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any] | list[Table | str]:
-    """`experiment start|status|share|stop|exposures|retire`."""
+    """Run `experiment start|status|share|stop|exposures|retire`."""
     name: str | None = arguments.name
     match arguments.action:
         case "status":
@@ -66,7 +66,7 @@ def command(
 
 
 def arm_of(text: str) -> ArmOption:
-    """Arm of NAME=NAMESPACE:SHARE; raises ConfigError for anything else."""
+    """Parse an arm NAME=NAMESPACE:SHARE; raise ConfigError for anything else."""
     name, equals, namespace_and_share = text.partition("=")
     namespace, colon, share_text = namespace_and_share.rpartition(":")
     if not (name and equals and namespace and colon):
@@ -97,7 +97,7 @@ def _demand_name(name: str | None) -> str:
 
 
 def change_to_json(experiments: Experiments, name: str | None) -> dict[str, Any]:
-    """JSON-able outcome of a change: the version written, and how the experiment stands."""
+    """Return the JSON-able outcome of a change: the version written, and the experiment's new state."""
     experiment = None if name is None else experiments.find(name)
     return {
         "version": experiments.version,
@@ -116,7 +116,7 @@ def _experiment_summary(experiment: Experiment) -> dict[str, Any]:
 
 
 def render_status(experiments_status: dict[str, Any]) -> list[Table | str]:
-    """A status for people: a row for each arm."""
+    """Render a status with a row for each arm."""
     table = Table(
         "experiment",
         "arm",
@@ -148,7 +148,7 @@ def _event_text(event: str, count: int, arm: dict[str, Any]) -> str:
 
 
 def read_status(config: NightConfig, name: str | None = None) -> dict[str, Any]:
-    """Status of one experiment, or of all that are listed; raises Conflict for a name that is not."""
+    """Return the status of one experiment, or of all listed ones; raise Conflict for an unknown name."""
     all_experiments = latest_experiments(config.store())
     if name is not None and all_experiments.find(name) is None:
         raise Conflict(f"there is no experiment {name!r}")
@@ -201,7 +201,7 @@ def _experiment_status(
 
 
 def event_ratios(base: ArmTotals, arm: ArmTotals) -> dict[str, Any]:
-    """Rate of each event per request over that of the control, with bounds that hold at all looks; null: unbounded."""
+    """Return the ratio of each event's rate to the control's, with bounds valid at all looks; null: unbounded."""
     ratio_by_event = {}
     for event in sorted({*base.feedback, *arm.feedback}):
         ratio = rate_ratio(arm.feedback[event], arm.requests, base.feedback[event], base.requests)
@@ -222,11 +222,11 @@ def _layer(all_experiments: Experiments) -> dict[str, Any]:
 
 
 def free_namespaces(config: NightConfig, name: str) -> dict[str, object]:
-    """Remove from Redis what the namespaces of an ended experiment have there; how many keys, and what was kept.
+    """Remove the keys of an ended experiment's namespaces from Redis; return their number, and the namespaces kept.
 
-    Left alone are the service's own namespace, those that another experiment names, and those in which a replica
-    beats. To Redis it is as if it had lost them: files and release records stay, and `larder restore` in such a
-    namespace brings them back. Raises Conflict for an experiment that is not over.
+    The service's own namespace, those that another experiment names, and those with a live replica are kept. For
+    Redis it is like a loss: files and release records stay, and `larder restore` in such a namespace brings them
+    back. Raises Conflict for an experiment that is not over.
     """
     record = latest_experiments(config.store())
     experiment = record.find(name)
@@ -252,7 +252,7 @@ def free_namespaces(config: NightConfig, name: str) -> dict[str, object]:
 
 
 def _free_namespace(releases: Releases, governor: Governor) -> int:
-    """Pointer first, for nobody may start from here any more; rows last, for without them nobody finds the pages."""
+    """Remove a namespace's keys: the pointer first, so that no replica starts, rows last: a retry needs them."""
     control, history = releases.control, releases.history()
     control.client.delete(control.keys.live, control.keys.next)
     removed = 0

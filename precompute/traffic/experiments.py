@@ -1,4 +1,4 @@
-"""Experiments: versions of their record, arms that must match, and the room that arms take."""
+"""Experiments: versions of their record, checks that arms match, and the room that arms take."""
 
 import time
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ _SUM_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class ArmOption:
-    """Arm as somebody asks for it: its name, namespace and share of the experiment."""
+    """Requested arm: its name, namespace and share of the experiment."""
 
     name: str
     namespace: str
@@ -50,7 +50,7 @@ class ArmOption:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentOption:
-    """Experiment as asked for, beside the namespace `own_namespace` of the service; raises ConfigError for none."""
+    """Requested experiment of the service's namespace `own_namespace`; raises ConfigError for an invalid one."""
 
     own_namespace: str
     name: str
@@ -83,7 +83,7 @@ class ExperimentOption:
         _demand_share("--sample", self.sample)
 
     def is_same(self, experiment: Experiment) -> bool:
-        """True if this is the experiment that is known."""
+        """True if it equals the recorded experiment."""
         requested_arms = [(arm.name, arm.namespace, arm.share) for arm in self.arms]
         existing_arms = [(arm.name, arm.namespace, arm.share) for arm in experiment.arms]
         return (requested_arms, self.share, self.sample) == (
@@ -100,9 +100,9 @@ def start(
     holdout: float | None = None,
     progress: Progress = quiet,
 ) -> Experiments:
-    """Let the arms answer their shares, once every live replica holds what is live in their namespaces.
+    """Let the arms answer their shares, once every live replica holds the live generations of their namespaces.
 
-    A repeat finds its own work, and goes on waiting where it gave up. Raises Conflict for a name in use, a namespace
+    A repeat finds its own work, and continues waiting after a time-out. Raises Conflict for a name in use, a namespace
     without a generation, tables that do not match, too few free keys, or replicas that do not become ready.
     """
     store = config.store()
@@ -182,7 +182,7 @@ def stop(config: NightConfig, name: str, *, reason: str = "") -> Experiments:
 
 
 def settings_of(config: NightConfig, namespace: str) -> NightConfig:
-    """These settings for the namespace of an arm: the same store, the same Redis."""
+    """Return these settings for an arm's namespace: the same store, the same Redis."""
     return config if namespace == config.namespace else replace(config, namespace=namespace)
 
 
@@ -193,7 +193,7 @@ def _wait_for_replicas(
     wait_s: float,
     progress: Progress,
 ) -> None:
-    """Returns once every live replica answers from all namespaces; raises Conflict, naming those that do not."""
+    """Wait until every live replica answers from all namespaces; raise Conflict, naming those that do not."""
     started_at = time.monotonic()
     while lacking := _lacking_replicas(own_control, controls):
         if time.monotonic() - started_at >= wait_s:
@@ -210,7 +210,7 @@ def _wait_for_replicas(
 def _lacking_replicas(
     own_control: Control, controls: Mapping[str, Control]
 ) -> list[tuple[str, str]]:
-    """Replicas, with the namespace that each does not answer from."""
+    """Return the replicas that lack a namespace, with that namespace."""
     names = sorted(replica.name for replica in own_control.replicas())
     lacking_pairs = []
     for namespace, control in controls.items():
@@ -226,7 +226,7 @@ def add_experiment(
     holdout: float | None = None,
     at: float,
 ) -> Experiments:
-    """Experiments with the one asked for, not started yet; as they were if it is there already.
+    """Return the experiments with the requested one, not started yet; unchanged if it is recorded already.
 
     Raises Conflict for a name in use, too few free keys, or more than replicas may hold.
     """
@@ -271,7 +271,7 @@ def add_experiment(
 def share_keys(
     all_experiments: Experiments, key_shares: Mapping[str, float], holdout: float | None = None
 ) -> Experiments:
-    """Experiments with these shares of all keys, the others as they were; Conflict where too few keys are free."""
+    """Return the experiments with these shares of all keys, the others unchanged; Conflict for too few free keys."""
     for name, key_share in key_shares.items():
         current_experiment(all_experiments, name)
         _demand_share("--share", key_share)
@@ -321,7 +321,7 @@ def share_keys(
 def share_arms(
     all_experiments: Experiments, name: str, arm_shares: Mapping[str, float]
 ) -> Experiments:
-    """Experiments where the arms of one have these shares of it; those not named keep theirs."""
+    """Return the experiments with these shares of one experiment's arms; other arms keep theirs."""
     experiment = current_experiment(all_experiments, name)
     for arm in arm_shares:
         if experiment.arm(arm) is None:
@@ -348,7 +348,7 @@ def share_arms(
 
 
 def begin_experiment(all_experiments: Experiments, name: str, *, at: float) -> Experiments:
-    """Experiments where that one answers requests."""
+    """Return the experiments with the named one running."""
     experiment = current_experiment(all_experiments, name)
     return (
         all_experiments
@@ -358,7 +358,7 @@ def begin_experiment(all_experiments: Experiments, name: str, *, at: float) -> E
 
 
 def end_experiment(all_experiments: Experiments, name: str, *, at: float) -> Experiments:
-    """Experiments where that one is over; its keys are free."""
+    """Return the experiments with the named one over, and its keys free."""
     experiment = _require_experiment(all_experiments, name)
     return (
         all_experiments
@@ -368,7 +368,7 @@ def end_experiment(all_experiments: Experiments, name: str, *, at: float) -> Exp
 
 
 def current_experiment(all_experiments: Experiments, name: str) -> Experiment:
-    """The experiment of that name; raises Conflict where there is none, or it is over."""
+    """Return the experiment of that name; raise Conflict if there is none, or it is over."""
     experiment = _require_experiment(all_experiments, name)
     if experiment.is_over:
         raise Conflict(f"experiment {name} is over: start another one")
@@ -414,7 +414,7 @@ def _demand_whole(arm_shares: Mapping[str, float]) -> None:
 
 
 def published_manifest(store: ArtefactStore, control: Control) -> Manifest:
-    """Manifest of what is live in a namespace; raises Conflict where nothing is."""
+    """Return the manifest of a namespace's live generation; raise Conflict if there is none."""
     namespace = control.keys.namespace
     pointer = control.pointer()
     if pointer is None:
@@ -427,12 +427,12 @@ def published_manifest(store: ArtefactStore, control: Control) -> Manifest:
 
 
 def demand_match(own_manifest: Manifest, arm: Manifest) -> None:
-    """Raises Conflict unless an arm has each table of the service's own namespace, alike for callers.
+    """Raise Conflict unless an arm has each table of the service's own namespace, alike for callers.
 
     Kind, entity, width (k of a list, dimensions of a vector) and labels must be equal, and the attributes that
-    filters name, and the filters that are called by name, must be there: callers do not know which arm answers.
-    Precision, model and items may differ, and so may what a name means. Where newer events count in one arm, those of
-    the same stream count in all.
+    filters name, and the named filters, must exist: callers do not know which arm answers. Precision, model and items
+    may differ, and so may the expression of a named filter. If newer events count in one arm, those of the same
+    stream count in all.
     """
     for name, table in own_manifest.tables.items():
         expected, arm_shape = _table_shape(table), _table_shape(arm.tables.get(name))
@@ -468,7 +468,7 @@ def demand_match(own_manifest: Manifest, arm: Manifest) -> None:
 
 
 def _event_namespace(manifest: Manifest) -> str | None:
-    """Namespace of the stream of events that a generation has; None where it has none."""
+    """Return the namespace of a generation's event stream; None without events."""
     return None if manifest.events is None else manifest.events.namespace or manifest.namespace
 
 
@@ -486,7 +486,7 @@ def _shape_text(shape: Mapping[str, Any] | None) -> str:
 
 
 def arms_room(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]:
-    """Room of each namespace, beside the own one, that an experiment names which is not over."""
+    """Return the room of each namespace, except the own one, that a current experiment names."""
     record = latest_experiments(config.store())
     rooms = []
     for namespace in record.namespaces(config.namespace):

@@ -1,6 +1,6 @@
-"""The exposure log as nights make it: one Parquet file for an experiment and hour, each key once for an arm.
+"""Exposure log of nights: one Parquet file for an experiment and hour, each key once for an arm.
 
-A summary beside it has what was counted, and which parts it is made of: a part counts once, however often this runs.
+A summary file has the counts, and the parts that it is made of: a part counts once, however often this runs.
 One at a time: `retire` of the service's own namespace, or the command.
 """
 
@@ -26,7 +26,7 @@ from precompute.releases.release_log import ReleaseLog
 from precompute.sources.erasures import all_erasures
 
 LATE_S = 900.0
-"""Seconds after an hour's end in which parts of it may still come; later ones are added to what is there."""
+"""Seconds after an hour's end in which parts of it may still come; later ones are added to the file."""
 
 SCHEMA = pa.schema([("key", pa.string()), ("arm", pa.string()), ("at", pa.timestamp("ms", tz="UTC"))])  # fmt: skip
 _PARTS = f"{EXPOSURES_FOLDER}/parts"
@@ -43,7 +43,7 @@ class ArmTotals:
     feedback: Counter[str] = field(default_factory=Counter)
 
     def add(self, counts: Mapping[str, Any]) -> None:
-        """Adds the counts of a part or a summary; raises KeyError, TypeError or ValueError for what is neither."""
+        """Add the counts of a part or a summary; raise KeyError, TypeError or ValueError for a malformed one."""
         self.requests += int(counts["requests"])
         self.feedback.update(
             {str(event): int(count) for event, count in counts["feedback"].items()}
@@ -224,7 +224,7 @@ def _written(
 
 
 def _without_keys(rows: pa.Table, without: Collection[bytes]) -> pa.Table:
-    """The rows without those of these keys."""
+    """Return the rows without the rows of these keys."""
     texts = pa.array(sorted(key.decode() for key in without), pa.string())
     return rows.filter(pc.invert(pc.is_in(rows["key"], value_set=texts)))
 

@@ -1,7 +1,7 @@
-"""The command `worklist`: ids that callers ask for and that no night knows, most asked first.
+"""Command `worklist`: ids that callers ask for and no night knows, most requested first.
 
-The night scores everybody for whom its sources hold what the model wants; this says for whom they do not, so that who
-owns the sources can add it. Order of scoring would change nothing: all of a generation is published at once.
+The night scores all users with complete inputs in its sources; this command lists the others, so that the owner of the
+sources can add them. Order of scoring would change nothing: all of a generation is published at once.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class WorklistRow(NamedTuple):
 def worklist(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> OutputContent:
-    """The ids as a table, and as a file if one is named."""
+    """Return the ids as a table, and write them to a file if one is named."""
     if arguments.limit < 1:
         raise ConfigError(f"--limit is 1 or more, not {arguments.limit}", field="limit")
     store = config.store()
@@ -70,7 +70,7 @@ def worklist(
 
 
 def read(control: Control) -> dict[Name, int]:
-    """Counts of reads in vain by table and id, this day and the last, over all replicas."""
+    """Return counts of reads in vain by table and id, this day and the last, over all replicas."""
     day, counts = hour_of(control.time(), COLD_WINDOW), Counter[Name]()
     for counted_day in (day, day - 1):
         key = control.keys.cold_names(counted_day)
@@ -82,7 +82,7 @@ def read(control: Control) -> dict[Name, int]:
 
 
 def lines(store: ArtefactStore, counts: Mapping[Name, int], live: str | None) -> list[WorklistRow]:
-    """Rows, most asked first, without what is blocked or erased, whatever a replica has told meanwhile."""
+    """Return rows, most requested first, without blocked and erased ids that replicas reported."""
     excluded_ids = {erasure.raw for erasure in all_erasures(store) if erasure.is_in_force}
     blocked = latest_blocklist(store)
     excluded_ids |= set(blocked.entities) | set(blocked.users) | set(blocked.items)
@@ -96,7 +96,7 @@ def lines(store: ArtefactStore, counts: Mapping[Name, int], live: str | None) ->
 
 
 class KnownEntities:
-    """Entities that the live generation knows, and those it knows to have acted after its cut (a bounded sample)."""
+    """Entities that the live generation knows, and those known to have acted after its cut (a bounded sample)."""
 
     def __init__(self, store: ArtefactStore, live: str | None) -> None:
         self._tables: dict[str, str] = {}
@@ -123,7 +123,7 @@ class KnownEntities:
             err_console.print(f"{live} cannot be looked at: {error.message}", markup=False)
 
     def standing(self, table: str, raw: bytes) -> str:
-        """Standing of an id: known, coming or no input."""
+        """Return the standing of an id: known, coming or no input."""
         entity = self._tables.get(table)
         directory = self._directories.get(str(entity))
         if directory is not None and directory.find(hash_id(raw, directory.seed)) >= 0:
@@ -134,7 +134,7 @@ class KnownEntities:
 
 
 def export(rows: Sequence[WorklistRow], path: Path) -> None:
-    """CSV with a head, for whoever fills the sources; ids are quoted where they must be."""
+    """Write the rows as CSV with a header, for the owner of the sources; ids are quoted if necessary."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(WorklistRow._fields)

@@ -1,4 +1,4 @@
-"""Access: who asks, by named tokens; what each may ask for, how much of it, and until when.
+"""Access: callers by named tokens; the scopes, quota and expiry of each.
 
 Start at `callers`.
 """

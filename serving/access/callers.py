@@ -1,4 +1,4 @@
-"""Callers: who sent a request, by the tokens in force, and what each may ask for."""
+"""Callers: the senders of requests, identified by the tokens in force, and their permissions."""
 
 import asyncio
 import contextlib
@@ -27,18 +27,18 @@ from serving.requests.errors import Problem
 log = logging.getLogger(__name__)
 
 TOKENS_LOOK_S = 0.5
-"""Seconds between looks at the tokens file."""
+"""Seconds between checks of the tokens file."""
 
 TOKEN_BYTES_MAX = 4_096
-"""Bytes of a token; a longer one is nobody's."""
+"""Bytes of a token; a longer one is never valid."""
 
 _BEARER = b"bearer "
 
 _CALLER_PATHS = ("/v1/", "/dashboard/data")
-"""Beginnings of the paths that ask for a scope; no route elsewhere may, for nobody is identified there."""
+"""Prefixes of the paths that require a scope; no route elsewhere may, because no caller is identified there."""
 
 _ENTITY_PATHS = ("/v1/lookup/", "/v1/explain/")
-"""Beginnings of the paths that, asked for by GET, name the one entity that they are about."""
+"""Prefixes of the GET paths that name a single entity."""
 
 _SPENT_KEY = "larder.spent"
 
@@ -49,7 +49,7 @@ FileVersion = tuple[int, int, int] | None
 
 
 class CallerCounts:
-    """Requests of one token, and those refused, by reason; kept while its name is in the file."""
+    """Counts of one token's requests, and of the refused ones by reason; kept while its name is in the file."""
 
     __slots__ = ("refused", "requests")
 
@@ -79,20 +79,20 @@ class Caller:
 
     @property
     def is_expired(self) -> bool:
-        """True from the moment on at which the token is to be refused."""
+        """True once the token has expired."""
         return self.expires_at != float("inf") and self._clock() >= self.expires_at
 
     @property
     def is_known(self) -> bool:
-        """True if anything at all may be asked for, so that a body may be read."""
+        """True if the caller has any scope and is not expired, so that a body may be read."""
         return bool(self.scopes) and not self.is_expired
 
     def may(self, scope: Scope) -> bool:
-        """Returns whether a request that needs this scope may be answered."""
+        """True if a request that needs this scope may be answered."""
         return scope in self.scopes and not self.is_expired
 
     def demand(self, scope: Scope) -> None:
-        """Raises Problem (401, 403) unless such a request may be answered; counted."""
+        """Raise Problem (401, 403), and count it, unless a request that needs this scope may be answered."""
         if not self.scopes:
             raise Problem(401, "unauthorized", "send Authorization: Bearer <token>")
         if self.is_expired:
@@ -106,26 +106,26 @@ class Caller:
             )  # fmt: skip
 
     def refused(self, short: Shortage) -> Problem:
-        """Refusal of a request that the quota has no room for, counted."""
+        """Return the refusal of a request that exceeds the quota, and count it."""
         self.counts.refused[short.kind] += 1
         return quota_exceeded(short)
 
 
 ANYBODY = Caller("", SCOPES, CallerCounts())
-"""Whoever asks a service that knows no tokens."""
+"""Caller of a service without tokens."""
 
 STRANGER = Caller("", (), CallerCounts())
-"""Whoever sends no token, or one that is nobody's."""
+"""Caller without a token, or with an unknown one."""
 
 
 def caller_of(scope: Mapping[str, Any]) -> Caller:
-    """Caller of a request that was identified where it came in; a stranger where nobody did."""
+    """Return the caller identified where the request was accepted; STRANGER without one."""
     caller: Caller = scope.get(CALLER_KEY, STRANGER)
     return caller
 
 
 def enter_quota(scope: MutableMapping[str, Any]) -> AbstractContextManager[object]:
-    """Takes a request from its caller's quota, with its entity if that is known; raises Problem (429).
+    """Charge a request, and its entity if known, to its caller's quota; raise Problem (429) if that is used up.
 
     The request is in flight until the context ends.
     """
@@ -142,7 +142,7 @@ def enter_quota(scope: MutableMapping[str, Any]) -> AbstractContextManager[objec
 
 
 def spend_quota(scope: MutableMapping[str, Any], entities: int) -> None:
-    """Takes a request's entities from its caller's quota, once, whoever reads it first; raises Problem (429)."""
+    """Charge a request's entities to its caller's quota, once per request; raise Problem (429) if that is used up."""
     quota = caller_of(scope).quota
     if quota is not None and _SPENT_KEY not in scope:
         if (short := quota.spend(entities)) is not None:
@@ -151,7 +151,7 @@ def spend_quota(scope: MutableMapping[str, Any], entities: int) -> None:
 
 
 class Callers:
-    """Owners of all tokens in force. Immutable: a changed file makes another one, so caches tell by identity.
+    """Owners of all tokens in force. Immutable: a changed file creates a new object, and caches compare identity.
 
     Each token is judged by its SHA-256, compared with that of every known token in constant time: how long that takes
     tells nothing of any of them, nor which was nearly met.
@@ -160,7 +160,7 @@ class Callers:
     def __init__(
         self, token_owners: Iterable[tuple[bytes, Caller]] = (), *, is_open: bool = False
     ) -> None:
-        """`token_owners`: SHA-256 of each token, and its owner. `is_open`: nobody has to say who they are."""
+        """`token_owners`: pairs of a token's SHA-256 and its owner. `is_open`: the service answers without a token."""
         self._digest_caller_pairs = tuple(token_owners)
         self._is_open = is_open
 
@@ -175,7 +175,7 @@ class Callers:
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> "Callers":
-        """Owners of the one `token` ("": none) and of those of the file (None: no file).
+        """Build the owners of the one `token` ("": none) and of the file's tokens (None: no file).
 
         Counts are kept in `request_counts_by_name`.
         """
@@ -195,14 +195,14 @@ class Callers:
         return cls(token_owners, is_open=not token and tokens is None)
 
     def note(self, scope: MutableMapping[str, Any]) -> None:
-        """Notes in a request who sent it, unless that was done or its path asks for no scope."""
+        """Store the caller in the request's scope if its path requires a scope, and count the request."""
         if scope["path"].startswith(_CALLER_PATHS):
             if CALLER_KEY not in scope:
                 scope[CALLER_KEY] = self.identify(scope["headers"])
             scope[CALLER_KEY].counts.requests += 1
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
-        """Owner of the token in these headers (names in lower case), the first one counts; a stranger without one."""
+        """Return the owner of the first token in these headers (names in lower case); STRANGER without one."""
         if self._is_open:
             return ANYBODY
         for name, value in headers:
@@ -223,7 +223,7 @@ class Callers:
 
 
 def token_digests(token: str) -> tuple[bytes, ...]:
-    """SHA-256 of a token in each encoding that clients use; only one beyond ASCII has two."""
+    """Return the SHA-256 of a token in each encoding that clients use; only one beyond ASCII has two."""
     forms = {token.encode()}
     with contextlib.suppress(UnicodeEncodeError):
         forms.add(token.encode("latin-1"))
@@ -231,7 +231,7 @@ def token_digests(token: str) -> tuple[bytes, ...]:
 
 
 class TokenWatch(Collector):
-    """The one token of the settings and those of a file ("": none); a file that cannot be read leaves the last one."""
+    """Tokens in force, from the settings and a file ("": none); an unreadable file leaves its last version in force."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class TokenWatch(Collector):
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Reads the file; raises ConfigError if that cannot be done, or if it holds anything wrong."""
+        """Read the file; raise ConfigError if that fails or the content is invalid."""
         self._token, self._path = token, Path(file) if file else None
         self._rows, self._clock, self._timer = rows, clock, timer
         self._counts_by_name: dict[str, CallerCounts] = {}
@@ -254,7 +254,7 @@ class TokenWatch(Collector):
     async def followed(
         self, loops: BackgroundLoops, on_change: Callable[[Callers], None]
     ) -> AsyncIterator[None]:
-        """Look at the file every TOKENS_LOOK_S for as long as the context is open, and pass on other callers."""
+        """Check the file every TOKENS_LOOK_S while the context is open; call `on_change` with new callers."""
         if self._path is None:
             yield
             return
@@ -277,12 +277,12 @@ class TokenWatch(Collector):
             executor.shutdown(wait=False, cancel_futures=True)
 
     def reload_if_changed(self) -> bool:
-        """Reads the file again if it is another one; returns whether other callers are in force now."""
+        """Read the file again if it changed; return whether the callers changed."""
         version_and_tokens = self._read()
         return version_and_tokens is not None and self._apply(*version_and_tokens)
 
     def _read(self) -> tuple[FileVersion, Tokens | ConfigError] | None:
-        """A file that is another one than before, or what is wrong with it; changes nothing here."""
+        """Return a changed file's version with its tokens or error, None if unchanged; changes no state."""
         if self._path is None or (version := self._version()) == self._loaded_version:
             return None
         try:
@@ -304,7 +304,7 @@ class TokenWatch(Collector):
         return True
 
     def collect(self) -> Iterable[Metric]:
-        """Counter families by token name, and whether the newest file is in force; names are those of the file."""
+        """Yield counters by token name, and whether the newest file is in force."""
         requests = CounterMetricFamily(
             "larder_token_requests",
             "Requests by the name of their token, refused ones too",

@@ -1,6 +1,6 @@
 """Quotas: requests a second, entities a second, requests in flight, counted in memory that workers share.
 
-Rates are GCRA (ITU-T I.371): all that was taken is paid for by a moment that lies in the past of whoever may go on.
+Rates are GCRA (ITU-T I.371): a token's charges are paid off at a moment; it may go on if that moment is past.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from serving.requests.errors import Problem
 QuotaKind = Literal["requests_per_s", "entities_per_s", "in_flight"]
 
 BURST_S = 1.0
-"""Seconds of its rate that a token may take at once after it has rested; over T seconds it gets rate x (T + this)."""
+"""Seconds of its rate that a rested token may use at once; over T seconds it gets rate x (T + this)."""
 
 _SLACK_S = 1e-9
-"""Seconds: sums of binary fractions must not cost whoever asks exactly at its rate every other request."""
+"""Tolerance in seconds for rounding, which must not refuse every other request of a caller exactly at its rate."""
 
 _SLOT_WAIT_S = 1.0
-"""Seconds that whoever has too many requests in flight is told to wait: nobody knows when one of them ends."""
+"""Seconds in `Retry-After` for too many requests in flight, whose end is unknown."""
 
 TABLE_ROWS = 512
-"""Places for tokens, twice as many as a file may hold. One whose token is gone is used again once it is fresh."""
+"""Rows for tokens, twice as many as a file may hold. A removed token's row is reused once it is fresh."""
 
 _TABLE_HEADER = struct.Struct("<8sI")
 _TABLE_MAGIC = b"larderq1"
@@ -38,7 +38,7 @@ _TABLE_HEADER_BYTES = 64
 _ROW_KEY_BYTES = 16
 
 _ROW_FIXED_BYTES = 32
-"""Bytes of a row before its counts: the key, and two moments."""
+"""Bytes of a row before its counts: the key, and two times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class QuotaLimits:
 
 
 class Shortage(NamedTuple):
-    """Quota that has no room, its limit, and the seconds after which there may be."""
+    """Exceeded quota: its kind, its limit, and the seconds to wait."""
 
     kind: QuotaKind
     limit: float
@@ -62,30 +62,30 @@ class Shortage(NamedTuple):
 
 
 class QuotaState(NamedTuple):
-    """Amounts that a token has taken: moments (monotonic) until which its rates are paid for, requests in flight."""
+    """Usage of one token: times (monotonic) until which its rates are paid for, and requests in flight."""
 
     requests_until: float = 0.0
     entities_until: float = 0.0
     in_flight: int = 0
 
     def is_fresh(self, now_s: float) -> bool:
-        """True if nobody could tell it from that of a token never used."""
+        """True if the state equals that of an unused token."""
         return not self.in_flight and max(self.requests_until, self.entities_until) <= now_s
 
 
 class QuotaRows(Protocol):
-    """State of quotas, shared by the workers of a service."""
+    """Quota states, shared by the workers of a service."""
 
     def charge(
         self, key: bytes, limits: QuotaLimits, now_s: float, requests: int, entities: int
     ) -> Shortage | None:
-        """Takes from the standing under `key`, or tells why not; requests stay in flight until given back."""
+        """Charge the token under `key`, or return the shortage; requests stay in flight until given back or left."""
 
     def give_back(self, key: bytes, limits: QuotaLimits, requests: int, entities: int) -> None:
-        """Takes back what was taken in vain; the requests are no longer in flight."""
+        """Undo a charge; its requests are no longer in flight."""
 
     def leave(self, key: bytes) -> None:
-        """Ends one request in flight."""
+        """End one request in flight."""
 
 
 class Quota:
@@ -100,26 +100,26 @@ class Quota:
         self._key, self._rows, self._timer = key, rows, timer
 
     def enter(self, entities: int) -> Shortage | None:
-        """Takes one request, and the entities known so far; in flight until `close` or `give_back`."""
+        """Charge one request and its known entities; it is in flight until `close` or `give_back`."""
         return self._rows.charge(self._key, self.limits, self._timer(), 1, entities)
 
     def spend(self, entities: int) -> Shortage | None:
-        """Takes entities of a request that has entered."""
+        """Charge entities of a request that has entered."""
         if self.limits.entities_per_s is None:
             return None
         return self._rows.charge(self._key, self.limits, self._timer(), 0, entities)
 
     def close(self) -> None:
-        """Ends a request in flight."""
+        """End a request in flight."""
         self._rows.leave(self._key)
 
     def give_back(self, entities: int) -> None:
-        """Undoes `enter` of a request that goes another way, where it enters again."""
+        """Undo `enter` of a request that is passed on to another route, where it enters again."""
         self._rows.give_back(self._key, self.limits, 1, entities)
 
 
 def quota_exceeded(short: Shortage) -> Problem:
-    """Refusal (429) of a request that its quota has no room for."""
+    """Return the refusal (429) of a request that exceeds a quota."""
     return Problem(
         429, "quota_exceeded",
         f"the quota {short.kind} of this token ({short.limit:g}) has no room; come again after Retry-After",
@@ -130,9 +130,9 @@ def quota_exceeded(short: Shortage) -> Problem:
 def after_taking(
     standing: QuotaState, limits: QuotaLimits, now_s: float, requests: int, entities: int
 ) -> QuotaState | Shortage:
-    """The standing after so much more was taken; all of it or nothing.
+    """Return the state after a charge, or the shortage; all of it is charged or nothing.
 
-    What alone is more than a burst is taken once a whole burst is there, and is paid for afterwards.
+    A charge larger than a burst is accepted once a full burst is available, and is paid off afterwards.
     """
     in_flight_max = limits.in_flight
     if in_flight_max is not None and requests and standing.in_flight + requests > in_flight_max:
@@ -160,20 +160,20 @@ def _pay_rate(paid_until_s: float, now_s: float, amount: int, per_s: float | Non
 
 
 def burst_s(per_s: float) -> float:
-    """Seconds of a rate that may be taken at once: one that is below one a second has room for one."""
+    """Return the seconds of a rate that may be used at once: a rate below one a second has room for one."""
     return max(BURST_S, 1.0 / per_s)
 
 
 def row_key(name: str) -> bytes:
-    """Key of a token's row."""
+    """Return the key of a token's row."""
     return hashlib.sha256(name.encode()).digest()[:_ROW_KEY_BYTES]
 
 
 class QuotaTable:
-    """Rows in a mapped file, or in memory where this process is the whole service; for one thread of each process.
+    """Rows in a mapped file, or in memory if this process is the whole service; for one thread of each process.
 
-    Each worker counts its requests in flight in a column of its own, which its successor, or its parent, clears: what
-    a killed worker held comes back. Locks are POSIX record locks: a process that dies leaves none.
+    Each worker counts its requests in flight in a column of its own, which its successor, or its parent, clears: the
+    requests of a killed worker end. Locks are POSIX record locks: a process that dies leaves none.
     """
 
     def __init__(self, memory: mmap.mmap, column: int, file: int | None = None) -> None:
@@ -189,12 +189,12 @@ class QuotaTable:
 
     @classmethod
     def private(cls) -> Self:
-        """Table of a service of one process."""
+        """Create the table of a service of one process."""
         return cls(_with_header(mmap.mmap(-1, _table_bytes(1)), 1), 0)
 
     @classmethod
     def create(cls, path: Path, columns: int) -> None:
-        """Creates an empty table for workers with slots below `columns`."""
+        """Create an empty table for workers with slots below `columns`."""
         with path.open("xb+") as file:
             file.truncate(_table_bytes(columns))
             with mmap.mmap(file.fileno(), 0) as memory:
@@ -202,7 +202,7 @@ class QuotaTable:
 
     @classmethod
     def open(cls, path: Path, column: int) -> Self:
-        """Opens the workers' table; the column's counts, of whoever had it before, begin anew."""
+        """Open the workers' table and clear the column's counts, which a former worker may have left."""
         file = os.open(
             path, os.O_RDWR | os.O_CLOEXEC
         )  # open for life: closing any descriptor of it drops all locks
@@ -212,19 +212,19 @@ class QuotaTable:
 
     @classmethod
     def clear_in(cls, path: Path, column: int) -> None:
-        """Ends whatever a worker that is gone had in flight."""
+        """Clear the counts of a worker that has ended, if the table exists."""
         with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
             cls(mmap.mmap(file.fileno(), 0), column).clear(column)
 
     def clear(self, column: int) -> None:
-        """Sets the counts of a column to none."""
+        """Set all counts of a column to zero."""
         for row in range(TABLE_ROWS):
             self._counts[self._count_at(row) + column] = 0
 
     def charge(
         self, key: bytes, limits: QuotaLimits, now_s: float, requests: int, entities: int
     ) -> Shortage | None:
-        """Takes from a token's standing, or tells why not; requests stay in flight until they end."""
+        """Charge a token, or return the shortage; requests stay in flight until they end."""
         row = self._lock(key, now_s)
         try:
             standing_or_shortage = after_taking(
@@ -239,7 +239,7 @@ class QuotaTable:
         return None
 
     def give_back(self, key: bytes, limits: QuotaLimits, requests: int, entities: int) -> None:
-        """Takes back what was taken in vain; the requests are no longer in flight."""
+        """Undo a charge; its requests are no longer in flight."""
         row = self._lock(key, 0.0)
         try:
             standing = self._read_state(row)
@@ -252,11 +252,11 @@ class QuotaTable:
             self._release(row)
 
     def leave(self, key: bytes) -> None:
-        """Ends one request in flight: its row stays its own, for none with requests in flight is given away."""
+        """End one request in flight; its row cannot have been reassigned, because it has requests in flight."""
         self._counts[self._count_at(self._row_by_key[key]) + self._column] -= 1
 
     def read_state(self, key: bytes, now_s: float) -> QuotaState:
-        """Standing of a token."""
+        """Return the state of a token."""
         row = self._lock(key, now_s)
         try:
             return self._read_state(row)
@@ -264,7 +264,7 @@ class QuotaTable:
             self._release(row)
 
     def _lock(self, key: bytes, now_s: float) -> int:
-        """The token's row, which is locked and to be released."""
+        """Lock and return the token's row; the caller releases it."""
         while True:
             if (row := self._row_by_key.get(key)) is None:
                 row = self._row_by_key[key] = self._find_or_claim_row(key, now_s)
@@ -275,7 +275,7 @@ class QuotaTable:
             del self._row_by_key[key]
 
     def _find_or_claim_row(self, key: bytes, now_s: float) -> int:
-        """The row of this key, else an empty one or one nobody would miss, which it gets."""
+        """Return the row of this key, else assign it an empty or fresh one; raise ConfigError if there is none."""
         self._acquire(TABLE_ROWS)  # finding a place is for one at a time
         try:
             begin, free = int.from_bytes(key[:4], "little"), list[int]()
@@ -295,7 +295,7 @@ class QuotaTable:
         raise ConfigError(f"more than {TABLE_ROWS} tokens have quotas in use")
 
     def _is_given(self, row: int, key: bytes, now_s: float) -> bool:
-        """Gives a row to this key; False if it is another's who would miss it."""
+        """Assign the row to this key if its state is fresh; return whether it was."""
         self._acquire(row)
         try:
             if not self._read_state(row).is_fresh(now_s):

@@ -1,4 +1,4 @@
-"""The tokens file: names, hashes, scopes, quotas and expiry, as an operator keeps them; no token stands in it.
+"""Tokens file: names, hashes, scopes, quotas and expiry of tokens, without the tokens themselves.
 
 A token is 256 random bits, so its plain SHA-256 can be neither reversed nor guessed: a slow hash protects passwords,
 which people choose.
@@ -31,10 +31,10 @@ SCOPES: Mapping[Scope, str] = {
     "explain": "why an entity is answered as it is",
     "admin": "the dashboard's data",
 }
-"""Meaning by scope; `/healthz`, `/readyz`, `/metrics`, the dashboard's page and the documentation ask for none."""
+"""Meaning by scope; `/healthz`, `/readyz`, `/metrics`, the dashboard's page and the documentation need none."""
 
 DEFAULT_NAME = "default"
-"""Name of the one token of `LARDER_TOKEN`; none in the file may have it."""
+"""Name of the token in `LARDER_TOKEN`; no token of the file may have it."""
 
 TOKENS_MAX = 256
 FILE_BYTES_MAX = 1 << 20
@@ -45,22 +45,22 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @section
 class TokenEntry:
-    """Entry of one token, by its name in the file."""
+    """Entry of one token; the file has it under the token's name."""
 
     sha256: str
     """SHA-256 of the token, in hex."""
     scopes: tuple[str, ...]
     """Scopes that the token has."""
     expires_at: str = ""
-    """Time from which on it is refused, ISO 8601 with its offset from UTC; empty: never."""
+    """Time of expiry, ISO 8601 with its offset from UTC; empty: never."""
     requests_per_s: Annotated[float | None, Field(gt=0)] = None
     """Requests a second, over all workers of the service."""
     entities_per_s: Annotated[float | None, Field(gt=0)] = None
     """Entities a second."""
     in_flight: Annotated[int | None, Field(ge=1)] = None
-    """Requests under way at once."""
+    """Requests in flight at once."""
     created_at: str = ""
-    """Time at which it was made."""
+    """Time of creation."""
 
     def __post_init__(self) -> None:
         if not _DIGEST.fullmatch(self.sha256):
@@ -82,7 +82,7 @@ class TokenEntry:
 
     @property
     def expires_s(self) -> float:
-        """Unix seconds from which on the token is refused; infinite: never."""
+        """Unix seconds of expiry; infinite: never."""
         return parse_moment(self.expires_at, "expires_at")
 
     @property
@@ -95,7 +95,7 @@ Tokens = Mapping[str, TokenEntry]
 
 
 def read_tokens(path: Path) -> Tokens:
-    """Entries of the file by name; raises ConfigError, naming file, token, field, value and what is allowed."""
+    """Read the file's entries by name; raise ConfigError, naming file, token, field, value and allowed values."""
     try:
         with path.open("rb") as file:
             raw = file.read(FILE_BYTES_MAX + 1)
@@ -147,7 +147,7 @@ def _entry(path: Path, name: str, fields: Any) -> TokenEntry:
 
 
 def check_token_name(name: str, where: str) -> None:
-    """Raises ConfigError for a name that no token of the file may have."""
+    """Raise ConfigError unless a token of the file may have this name."""
     if name == DEFAULT_NAME:
         raise ConfigError(f"{where}: {DEFAULT_NAME!r} is the name of LARDER_TOKEN", field="name")
     if not _TOKEN_NAME.fullmatch(name):
@@ -159,7 +159,7 @@ def check_token_name(name: str, where: str) -> None:
 
 
 def write_tokens(path: Path, tokens: Tokens) -> None:
-    """Replaces the file whole, for its owner alone; raises ConfigError for more tokens than it may hold."""
+    """Replace the file atomically, readable by its owner only; raise ConfigError for more tokens than it may hold."""
     if len(tokens) > TOKENS_MAX:
         raise ConfigError(f"tokens file {path} holds at most {TOKENS_MAX} tokens: revoke some")
     fields_by_name = {name: _entry_to_json(entry) for name, entry in sorted(tokens.items())}
@@ -179,7 +179,7 @@ def _entry_to_json(entry: TokenEntry) -> dict[str, object]:
 
 @contextlib.contextmanager
 def lock_tokens(path: Path) -> Iterator[None]:
-    """Keeps others that change the same file waiting."""
+    """Hold the lock that serialises changes of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -190,7 +190,7 @@ def lock_tokens(path: Path) -> Iterator[None]:
 
 
 def parse_moment(text: str, field: str) -> float:
-    """Unix seconds of a time as the file has it, infinite for ""; raises ConfigError."""
+    """Return the Unix seconds of a time in the file, infinite for ""; raise ConfigError if it is malformed."""
     if not text:
         return float("inf")
     try:

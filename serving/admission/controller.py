@@ -1,7 +1,7 @@
 """Admission control under overload (CoDel), and the samples of the queues that it follows.
 
-Three queues say how the process is doing: the event loop's (how long a turn takes: what is ready now is handled after
-it), the model's, and the requests under way below L1.
+Three queues measure the load of the process: the event loop's (the length of an iteration: what becomes ready now is
+handled after it), the model's, and the requests under way below L1.
 """
 
 import asyncio
@@ -18,18 +18,17 @@ from serving.admission.work_pacer import WorkPacer
 ShedKind = Literal["live", "queue", "late", "full", "gone"]
 
 SHED_KINDS: tuple[ShedKind, ...] = ("live", "queue", "late", "full", "gone")
-"""Kinds of shed work: an inference; a request that would cost much while leaving live out is not enough; one whose
-deadline is over before its answer; one beyond `requests_max`; one whose client has closed the connection.
-"""
+"""Kinds of shed work: an inference; a costly request while leaving live out is not enough; one whose deadline is
+over before its answer; one beyond `requests_max`; one whose client has closed the connection."""
 
 LIVE_LEFT_OUT_SHARE = 0.05
-"""The share of live at which leaving it out has been tried: what stands even then is more than all can be given."""
+"""Share of live at which leaving live out has been tried: a queue that still stands needs stronger measures."""
 
 URGENT_MULTIPLE = 5
-"""Multiple of the loop's target: a turn that long leaves no time for trying."""
+"""Multiple of the loop's target: an iteration this long calls for all measures at once."""
 
 MODEL_WAIT_TARGET = 1 / 3
-"""Part, 0 to 1, of an input's time for live inference that it may spend in a standing queue of the model."""
+"""Fraction of its time for live inference that an input may wait in a standing queue of the model."""
 
 _SHRINK_FACTOR_MIN, _FIRST_STEP = 0.1, 0.1
 _SHUT_SHARE = 0.001
@@ -49,7 +48,7 @@ class Admission:
         self.shed: Counter[ShedKind] = Counter(dict.fromkeys(SHED_KINDS, 0))
 
     def enter(self) -> bool:
-        """Returns whether a request may go below L1, else counts it as shed; one that may ends with `leave`."""
+        """Return whether a request may go below L1, else count it as shed; `leave` ends an admitted one."""
         if self.under_way >= self.requests_max:
             self.shed["full"] += 1
             return False
@@ -57,29 +56,29 @@ class Admission:
         return True
 
     def admit_costly(self) -> bool:
-        """Returns whether a request costing many times what its refusal does may go on; else it is counted as shed."""
+        """Return whether a request that costs far more than its refusal may go on, else count it as shed."""
         if self.costly.admitted_share >= 1.0 or self.costly.admit():
             return True
         self.shed["queue"] += 1
         return False
 
     def leave(self) -> None:
-        """Gives back the place of a request that entered and now has its response."""
+        """End a request that `enter` admitted."""
         self.under_way -= 1
 
     @property
     def is_behind(self) -> bool:
-        """True if requests stand before the loop, so that some may be too late."""
+        """True if requests queue for the event loop, so that some may miss their deadlines."""
         return self.loop.wait > self.loop.target
 
     def may_be_late(self, waited_s: float) -> bool:
-        """True if a request waited so long, or stands before such a queue, that its deadline is to be looked at."""
+        """True if a request's wait, or the loop's queue, is long enough that its deadline must be checked."""
         return self.is_behind or waited_s > self.loop.target
 
     def is_late(self, deadline_s: float, waited_s: float = 0.0) -> bool:
-        """Returns whether a request with so much time has spent it all before its turn; then it is counted as shed.
+        """Return whether a request has used up its deadline before its work begins; count a late one as shed.
 
-        `waited_s` is what it has spent for certain; the loop's standing queue may be longer.
+        `waited_s` is its known wait; the loop's standing queue may be longer.
         """
         if max(self.loop.wait, waited_s) < deadline_s:
             return False
@@ -87,7 +86,7 @@ class Admission:
         return True
 
     def admit_live(self) -> bool:
-        """Returns whether one more input may go to the model; else it is counted as shed."""
+        """Return whether one more input may go to the model, else count it as shed."""
         if self.loop.admit() and self.model.admit():
             return True
         self.shed["live"] += 1
@@ -99,9 +98,9 @@ class Admission:
         return self.loop.admitted_share * self.model.admitted_share
 
     def observe(self, turn_s: float, model_wait: float, now_s: float) -> None:
-        """Samples both queues: seconds of a turn, and the part of its time that the model's oldest input has waited.
+        """Sample both queues: seconds of an iteration, and the share of its time that the oldest input has waited.
 
-        What waits for its turn in the pacer waits for the loop, too.
+        A wait in the pacer counts as a wait for the loop.
         """
         turn_s = max(turn_s, self.work.waited_s())
         self.loop.observe(turn_s, now_s)
@@ -118,25 +117,25 @@ class Valve:
 
     The signal is CoDel's (RFC 8289): the shortest wait of an interval. Above `target` even the luckiest had to wait, so
     the queue stands; a burst that drains within the interval does not count. The reaction is of DAGOR's kind (WeChat,
-    SoCC 2018): a share of the work goes on. After an interval with a standing queue the share shrinks as `target` is
-    to the wait (the gradient of Netflix' concurrency-limits). After each other one it grows by a step, which doubles
-    until a queue stands again (TCP's slow start): what is over is over within half a second.
+    SoCC 2018): a share of the work goes on. After an interval with a standing queue the share shrinks in the ratio of
+    `target` to the wait (the gradient of Netflix' concurrency-limits). After each other one it grows by a step, which
+    doubles until a queue stands again (TCP's slow start): the share recovers within half a second of an overload.
     """
 
     def __init__(self, target: float, interval_s: float) -> None:
         self.target = target
         self.admitted_share = 1.0
         self.wait = 0.0
-        """The shortest wait of the interval before, in the unit of `target`."""
+        """Shortest wait of the previous interval, in the unit of `target`."""
         self._interval_s = interval_s
         self._shortest_wait, self._interval_began_at = inf, 0.0
         self._step, self._credit = _FIRST_STEP, 0.0
 
     def observe(self, wait: float, now_s: float) -> None:
-        """Takes one sample of the wait, in the unit of `target`; `now_s` in seconds.
+        """Add one sample of the wait, in the unit of `target`; `now_s` in seconds.
 
-        An interval has two at least, as one long pause is not a queue: the last of one is the first of the next, so
-        that where samples are rare each of them is judged.
+        An interval has at least two samples, since one long pause is not a queue: the last sample of one interval is
+        the first of the next, so that rare samples are each judged.
         """
         if self._shortest_wait == inf:
             self._interval_began_at = now_s
@@ -155,7 +154,7 @@ class Valve:
         self._shortest_wait, self._interval_began_at = wait, now_s
 
     def admit(self) -> bool:
-        """Returns whether one more piece of work may go on: exactly the share of them, evenly spread."""
+        """Return whether one more piece of work may go on: exactly the admitted share, evenly spread."""
         if self.admitted_share >= 1.0:
             return True
         self._credit += self.admitted_share
@@ -167,11 +166,11 @@ class Valve:
 
 @dataclass(slots=True, eq=False)
 class LoopLagSampler:
-    """Periodic sampler: calls `observe` with the seconds of one turn of the event loop, `model_wait()` and the time.
+    """Periodic sampler: calls `observe` with the length of an event-loop iteration, `model_wait()` and the time.
 
-    A turn is from one callback to the next that it leaves for the turn after: everything that was ready in between is
-    read and begun, so it is what a request waits that comes at the worst moment. Nothing runs between the looks; after
-    a turn that took longer than their distance the next one is looked at as well, or a queue would slow its own judge.
+    The length is measured from one callback to the next one that it schedules: everything that was ready in between is
+    read and begun, so it is the longest wait of a new request. Nothing runs between samples; after an iteration longer
+    than their interval the next one is sampled as well, or a queue would slow its own judge.
     """
 
     observe: ObserveQueues
@@ -193,7 +192,7 @@ class LoopLagSampler:
             self._task = None
 
     async def _sample(self) -> None:
-        """Observe the turn after a pause, and each turn after that until one is short."""
+        """Observe the iteration after a pause, and each one after that until one is short."""
         await asyncio.sleep(self.every_s)
         # A timer runs before the loop looks at its sockets: the turn begins here, with the callbacks after that.
         loop, turn_began_at = asyncio.get_running_loop(), self.timer()

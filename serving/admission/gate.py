@@ -1,4 +1,4 @@
-"""Gate of the requests below L1: admission, the check of deadlines, refusals and their count."""
+"""Gate of the requests below L1: admission, deadline checks, refusals and their count."""
 
 import functools
 from collections.abc import Callable, Iterable, MutableMapping
@@ -27,7 +27,7 @@ _DEADLINE_FIELD = b"deadline_ms"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeadlineCheck:
-    """Deadline check of requests, asked only while requests stand before the loop."""
+    """Deadline check of requests; used only while requests queue for the event loop."""
 
     admission: Admission
     headers: HeaderJudge
@@ -36,7 +36,7 @@ class DeadlineCheck:
     def is_late(
         self, scope: MutableMapping[str, Any], body: bytes | None = b"", waited_s: float = 0.0
     ) -> bool:
-        """True if late, and counted as shed; never one refused for what it says, or whose body is too long (None)."""
+        """True for a late request, which is counted as shed; False for a malformed one, or a body too long (None)."""
         by_headers = self.headers.deadline_s(scope["headers"])
         if by_headers is None or body is None or not caller_of(scope).is_known:
             return False
@@ -47,12 +47,12 @@ class DeadlineCheck:
         return self.admission.is_late(min(by_headers, request_deadline_s), waited_s)
 
     def read(self, scope: MutableMapping[str, Any], body: bytes) -> None:
-        """Reads a body that tells its deadline, for `is_late` to find; counts nothing, so that any thread may do it."""
+        """Parse a body that names its deadline, and cache the result for `is_late`; counts nothing: for any thread."""
         with suppress(Problem):
             self._own_s(scope, body)
 
     def _own_s(self, scope: MutableMapping[str, Any], body: bytes) -> float:
-        """Deadline in seconds that a GET has in its query, another request in its body; raises Problem."""
+        """Return the deadline in seconds from a GET's query or another request's body; raise Problem."""
         limits = self.limits
         is_get = scope["method"] == "GET"
         if _DEADLINE_FIELD not in (scope["query_string"] if is_get else body):
@@ -74,20 +74,20 @@ class AdmissionGate:
     headers: HeaderJudge
     lateness: DeadlineCheck
     requested: Callable[[str, int], None]
-    """(route, status): counts a request."""
+    """Callback that counts a request by route and status."""
     body_bytes: int
     body_timeout_s: float
 
     def can_use_fast_path(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Returns whether the headers are those of a plain lookup."""
+        """True if the headers are those of a plain lookup."""
         return self.headers.deadline_s(headers) is not None
 
     def is_late(self, scope: Scope, body: bytes | None, waited_s: float = 0.0) -> bool:
-        """True if the time of a request is gone before its turn; counted."""
+        """True if the request's deadline is over before its work begins; counts a late one."""
         return self.lateness.is_late(scope, body, waited_s)
 
     async def late(self, scope: Scope, receive: Receive, waited_s: float = 0.0) -> Receive | None:
-        """From where a request can be read that came to a standing queue; None for one that is too late.
+        """Return a `receive` for a request that came to a standing queue; None for a late one.
 
         Raises Problem for a body too slow.
         """
@@ -103,7 +103,7 @@ class AdmissionGate:
         return None if self.is_late(scope, body, waited_s) else receive
 
     async def body(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:
-        """Reads the body within the service's bounds; None if too long or unended, and a `receive` to replay it."""
+        """Read the body within bounds; return it, None if too long or unended, and a `receive` to replay it."""
         if declares_longer_body(
             scope["headers"], self.body_bytes
         ):  # told elsewhere, without reading it
@@ -111,14 +111,14 @@ class AdmissionGate:
         return await whole_body(receive, self.body_bytes, self.body_timeout_s)
 
     def count_if_refused(self, answer: Messages) -> Messages:
-        """The same response; one that refuses before anybody looked for the route is counted."""
+        """Count a refusal that was made before routing; return the response unchanged."""
         if (status := answer[0]["status"]) != 200:
             self.requested("any", status)
         return answer
 
 
 def refusal_of(problem: Problem) -> Messages:
-    """The response that says what is wrong."""
+    """Return the response for a problem as ASGI messages."""
     response = refusal_response(problem)
     head = {"status": response.status_code, "headers": response.raw_headers}
     body = {"type": "http.response.body", "body": response.body}

@@ -1,4 +1,4 @@
-"""Pacer of work on the event loop: how much of it is begun, and gone on with, in one iteration of the loop.
+"""Pacer of work on the event loop: bounds the work that is begun or continued in one iteration.
 
 Without it an iteration is as long as all that is ready at its start. Hundreds of batches that come at once, or clients
 that close their connection and send the next one, make it seconds long, and ready answers and health wait for its end.
@@ -15,33 +15,33 @@ from typing import Any, Final
 from serving.requests.models import RequestedEntity, RequestOptions
 
 BUDGET_S: Final = 0.004
-"""Seconds of such work in one iteration: far below what a caller of a ready answer or a health probe notices, far above
-the some 20 us that an iteration costs by itself."""
+"""Seconds of paced work in one iteration: far below what a caller of a ready answer or a health probe notices, far
+above the some 20 us that an iteration costs by itself."""
 
 IS_GONE: Final = "larder.is_gone"
-"""Key in the scope of a request: returns whether its client has closed the connection."""
+"""Key in the scope of a request: a callable that returns whether its client has closed the connection."""
 
 _WAITED: Final = "larder.waited_s"
 _SOCKETS_FIRST_S = 0.05
-"""Seconds for which new work waits at most while the loop finds something to do at its sockets."""
+"""Seconds that new work waits at most while the loop still finds ready sockets."""
 _BACKLOG_S = 0.05
 """Seconds of waiting from which on a client that has closed its side counts as gone."""
 _GONE_S = 1.0
-"""Seconds after a client has gone for which more of its kind are expected."""
+"""Seconds after a client left during which more clients are expected to have left."""
 _QUIET_S = 50e-6
-"""Seconds within which an iteration ends that found nothing to do at its sockets."""
+"""Seconds within which an iteration without ready sockets ends."""
 _RELEASED_MAX = 64
-"""Waiting portions that are looked at in one iteration; those beyond its time are put off."""
+"""Waiters woken in one iteration; those beyond its budget wait for the next."""
 
 _PORTION_ENTITIES = 64
-"""Entities of a request that are worked on in one portion."""
+"""Entities of a request in one portion of work."""
 _HEAVY = 16
-"""Entities that one counts as where its list is put in another order."""
+"""Weight of an entity whose list is re-ordered, in entities."""
 IsGone = Callable[[], bool]
 
 
 class CallerGone(Exception):
-    """The client of a request closed its connection before its work was begun."""
+    """The client of a request closed its connection before its work began."""
 
 
 class _Waiter:
@@ -52,7 +52,7 @@ class _Waiter:
 
 
 class WorkPacer:
-    """Admits portions of work, up to `budget_s` in one iteration of one event loop, those of begun requests first.
+    """Pacer that admits portions of work, up to `budget_s` per iteration of one event loop, begun requests first.
 
     Once so much new work was begun, the loop handles its sockets until nothing is ready, for 50 ms at most: it accepts
     one connection in an iteration, so that a health probe would wait for as many portions as there are connections
@@ -73,7 +73,7 @@ class WorkPacer:
         self._gone_until = -inf
 
     def waited_s(self) -> float:
-        """Seconds that the oldest request has waited for its work to begin; 0 where none waits."""
+        """Return the seconds that the oldest request has waited for its work to begin; 0 without one."""
         waiting = [waiter.waiting_since for queue, waiter in self._put_off if queue is self._next]
         if self._next:
             waiting.append(self._next[0].waiting_since)
@@ -81,14 +81,14 @@ class WorkPacer:
 
     @property
     def is_backlogged(self) -> bool:
-        """True if requests have waited long for their work to begin, or clients left while theirs did a moment ago.
+        """True if requests have waited long for their work to begin, or clients have recently left while waiting.
 
         A peer that has closed its side may only be done with sending: without such a queue its answer costs nothing.
         """
         return self.waited_s() >= _BACKLOG_S or self._timer() < self._gone_until
 
     def note_dropped(self) -> None:
-        """Note that a connection was dropped as it was accepted: more like it are expected if work still waits.
+        """Record that a connection was dropped as it was accepted: more are expected if work still waits.
 
         Without a backlog this expectation ends by itself. If each dropped connection renewed it, peers that have only
         closed their own side would be dropped for as long as such peers come.
@@ -102,7 +102,7 @@ class WorkPacer:
     async def begin(self, is_gone: IsGone, *, is_short: bool = False) -> float:
         """Wait until the work of a request may begin; return the seconds waited.
 
-        A short one goes ahead of others. Raises CallerGone if it had to wait and its client has gone meanwhile.
+        A short request goes ahead of others. Raises CallerGone if it had to wait and its client has left.
         """
         now_s = self._timer()
         is_free = not (self._first or self._put_off)
@@ -121,7 +121,7 @@ class WorkPacer:
         return self._timer() - now_s
 
     async def go_on(self) -> None:
-        """Let others use the event loop; return when begun work may go on for another portion."""
+        """Yield to the event loop; return when begun work may continue with another portion."""
         await self._wait(self._first, self._timer(), _stays)
 
     def _is_within_budget(self) -> bool:
@@ -149,7 +149,7 @@ class WorkPacer:
             asyncio.get_running_loop().call_soon(self._end_iteration)
 
     def _end_iteration(self) -> None:
-        """End an iteration's budget, and wake those who may work in the next one unless the sockets come first."""
+        """End an iteration's budget, and wake the waiters of the next one unless sockets come first."""
         now_s = self._timer()
         is_quiet, self._turned_at = now_s - self._turned_at < _QUIET_S, now_s
         if self._budget_ends_at is not None:
@@ -173,7 +173,7 @@ class WorkPacer:
 
 
 def _wake_some(queue: deque[_Waiter], wake_max: int) -> int:
-    """Wake those who have waited longest; return their number."""
+    """Wake the oldest waiters; return their number."""
     count = 0
     while queue and count < wake_max:
         count += _wake(queue.popleft())
@@ -181,7 +181,7 @@ def _wake_some(queue: deque[_Waiter], wake_max: int) -> int:
 
 
 def _wake(waiter: _Waiter) -> bool:
-    """Wake who waits, with CallerGone if nobody waits for it any more; False for one that was cancelled."""
+    """Wake a waiter, with CallerGone if its client has left; return False if it was cancelled."""
     if waiter.future.done():
         return False
     if waiter.is_gone():
@@ -196,11 +196,11 @@ def _stays() -> bool:
 
 
 PACER: ContextVar[WorkPacer | None] = ContextVar("larder_pacer", default=None)
-"""Pacer of the request that is answered; None where nobody paces, as in a night."""
+"""Pacer of the current request; None without one, as in a night."""
 
 
 async def go_on() -> None:
-    """Let others use the event loop; go on when the request's pacer has time for another portion."""
+    """Yield to the event loop; return when the request's pacer admits another portion."""
     pacer = PACER.get()
     if pacer is None:
         await asyncio.sleep(0)
@@ -209,7 +209,7 @@ async def go_on() -> None:
 
 
 class YieldPacer:
-    """Lets others use the event loop now and then while a large request is worked through."""
+    """Pacer of the loop over a large request's entities, which yields to the event loop now and then."""
 
     def __init__(self, options: RequestOptions | None = None) -> None:
         is_heavy = options is not None and options.rerank is not None and options.rerank.is_heavy
@@ -217,7 +217,7 @@ class YieldPacer:
         self._worked_entities = 0
 
     async def step(self, entity: RequestedEntity) -> None:
-        """Counts one more entity, a long input and an order by likeness as several."""
+        """Count one more entity, and yield if a portion is full; a long input or re-ordered list counts as several."""
         self._worked_entities += self._entity_weight
         if entity.history or entity.features:
             features = (entity.features or {}).values()
@@ -229,12 +229,12 @@ class YieldPacer:
 
 
 def note_wait(scope: MutableMapping[str, Any], waited_s: float) -> None:
-    """Keep in a request's scope how long it waited for its work to begin."""
+    """Store in a request's scope the seconds that it waited for its work to begin."""
     if waited_s:
         scope[_WAITED] = waited_s
 
 
 def waited_in(scope: MutableMapping[str, Any]) -> float:
-    """Seconds that a request waited for its work to begin: they count against its deadline."""
+    """Return the seconds that a request waited for its work to begin, which count against its deadline."""
     waited_s: float = scope.get(_WAITED, 0.0)
     return waited_s

@@ -1,7 +1,7 @@
-"""Reader of Arrow IPC streams that anybody may have sent, with nothing but numpy. Pure.
+"""Reader of untrusted Arrow IPC streams, with only numpy. Pure.
 
-Reads plain columns of the kinds that this service writes or takes. Nothing is decompressed and no memory is taken that
-the stream does not itself fill; whatever is wrong raises Malformed, whatever is right but not read here Unsupported.
+Reads plain columns of the kinds that this service writes or takes. It decompresses nothing and allocates no memory that
+the stream does not itself fill; an invalid stream raises Malformed, a valid but unsupported one Unsupported.
 """
 
 import functools
@@ -61,10 +61,10 @@ def read_frame(
     cutter: Cutter | None = None,
     check: Callable[[tuple[Field, ...]], None] = lambda _fields: None,
 ) -> Frame:
-    """The columns: utf8 as str (or its bytes), lists as tuples or read-only float32 arrays, None for null.
+    """Return the columns: utf8 as str (or its bytes), lists as tuples or read-only float32 arrays, None for null.
 
-    `cutter` cuts bytes at int32 places, or gives None for what it leaves to others. `check` raises for columns that are
-    not wanted before any of their rows is read.
+    `cutter` cuts bytes at int32 offsets, or gives None if it cannot. `check` raises for unwanted columns before any of
+    their rows is read.
     """
     first = first_message(raw)
     metadata, fields = (
@@ -325,7 +325,7 @@ class _Batch:
         return np.frombuffer(data, dtype, rows)
 
     def _valid(self, rows: int) -> list[bool] | None:
-        """Validity of each row, True where it is not null; None = all are valid."""
+        """Return the validity of each row, True if it is not null; None = all are valid."""
         length, nulls = self._node()
         if length != rows or not 0 <= nulls <= rows:
             raise Malformed(f"a column has {length} of {rows} rows, {nulls} of them null")

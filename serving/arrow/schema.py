@@ -35,7 +35,7 @@ _U32 = struct.Struct("<I")
 
 
 class Field(NamedTuple):
-    """A column; a list has a `child`, one of fixed size also its `width`."""
+    """Column of a schema; a list has a `child`, one of fixed size also its `width`."""
 
     name: str
     kind: ColumnKind
@@ -46,7 +46,7 @@ class Field(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def schema_message(fields: tuple[Field, ...], metadata: tuple[tuple[str, str], ...] = ()) -> bytes:
-    """The encapsulated message that begins a stream."""
+    """Return the encapsulated message that begins a stream."""
     builder = flatbuffers.Builder(1024)
     fields_at = _offsets(builder, [_field(builder, field) for field in fields])
     pairs = _offsets(builder, [_pair(builder, *key_value) for key_value in metadata])
@@ -57,7 +57,7 @@ def schema_message(fields: tuple[Field, ...], metadata: tuple[tuple[str, str], .
 
 
 def message(builder: flatbuffers.Builder, kind: int, header: int, body_bytes: int) -> bytes:
-    """The finished flatbuffer of a `Message` around its header."""
+    """Finish a flatbuffer `Message` around its header."""
     builder.StartObject(5)
     builder.PrependInt64Slot(3, body_bytes, 0)
     builder.PrependUOffsetTRelativeSlot(2, header, 0)
@@ -68,7 +68,7 @@ def message(builder: flatbuffers.Builder, kind: int, header: int, body_bytes: in
 
 
 def encapsulated(metadata: bytes) -> bytes:
-    """A message's metadata with its length before it, padded so that what follows begins at a multiple of 8."""
+    """Prefix a message's metadata with its length and pad it, so that the body begins at a multiple of 8."""
     padded = len(metadata) + -len(metadata) % 8
     return CONTINUATION + padded.to_bytes(4, "little") + metadata.ljust(padded, b"\0")
 
@@ -121,11 +121,11 @@ def _offsets(builder: flatbuffers.Builder, offsets: Sequence[int]) -> int:
 
 
 class Malformed(ValueError):
-    """Bytes that are no valid message; the text says why."""
+    """Bytes are no valid message; the text says why."""
 
 
 class FlatTable:
-    """Table of a flatbuffer; raises Malformed for whatever points outside."""
+    """Table of a flatbuffer; raises Malformed for an offset outside the message."""
 
     def __init__(self, raw: bytes | memoryview, at: int) -> None:
         self._raw, self._at = raw, at
@@ -135,7 +135,7 @@ class FlatTable:
             raise Malformed("a vtable reaches beyond its message")
 
     def at(self, slot: int) -> int:
-        """Position of a field's value in the message; 0 if it has none."""
+        """Return the position of a field's value in the message; 0 if it has none."""
         entry = 4 + 2 * slot
         if entry + 2 > self._size:
             return 0
@@ -143,12 +143,12 @@ class FlatTable:
         return self._at + offset if offset else 0
 
     def number(self, slot: int, layout: str) -> int:
-        """A scalar by its struct layout; 0 where it is not there."""
+        """Return a scalar by its struct layout; 0 if the field is absent."""
         at = self.at(slot)
         return self._read(struct.Struct(layout), at) if at else 0
 
     def table(self, slot: int) -> "FlatTable":
-        """The table that a field points at."""
+        """Return the table that a field points at."""
         at = self.at(slot)
         if not at:
             raise Malformed(f"a message lacks what belongs into its slot {slot}")
@@ -159,7 +159,7 @@ class FlatTable:
         return self.at(slot) != 0
 
     def vector(self, slot: int, size: int) -> tuple[int, int]:
-        """Position of the first element and count of a vector of `size`-byte elements; (0, 0) without one."""
+        """Return (position of the first element, count) of a vector of `size`-byte elements; (0, 0) without one."""
         at = self.at(slot)
         if not at:
             return 0, 0
@@ -170,7 +170,7 @@ class FlatTable:
         return start + 4, count
 
     def tables(self, slot: int, count_max: int) -> list["FlatTable"]:
-        """A vector of tables."""
+        """Return a vector of tables."""
         first, count = self.vector(slot, 4)
         if count > count_max:
             raise Malformed(f"{count} where at most {count_max} are read")
@@ -178,7 +178,7 @@ class FlatTable:
         return [FlatTable(self._raw, at + self._read(_U32, at)) for at in offset_positions]
 
     def pairs(self, slot: int, count_max: int) -> list[tuple[int, int]]:
-        """A vector of structs of two int64."""
+        """Return a vector of structs of two int64."""
         first, count = self.vector(slot, 16)
         if count > count_max:
             raise Malformed(f"{count} where at most {count_max} are read")
@@ -186,7 +186,7 @@ class FlatTable:
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 
     def text(self, slot: int) -> str:
-        """A string; nothing there is empty."""
+        """Return a string; empty if the field is absent."""
         start, size = self.vector(slot, 1)
         try:
             return str(self._raw[start : start + size], "utf-8")
@@ -201,7 +201,7 @@ class FlatTable:
 
 
 def read_root(raw: bytes | memoryview) -> FlatTable:
-    """The outermost table."""
+    """Return the outermost table."""
     if len(raw) < _U32.size:
         raise Malformed("a message is too short for what it says it is")
     return FlatTable(raw, _U32.unpack_from(raw)[0])

@@ -1,7 +1,7 @@
 """Columns as an Arrow IPC stream: one schema, one record batch, no compression. Pure.
 
-The record batch's metadata has the same shape for the same columns, whatever is in them: it is built once, and per
-answer only its numbers are written.
+The record batch's metadata has the same shape for the same columns, independent of their values: it is built once, and
+per answer only its numbers are written.
 """
 
 import functools
@@ -55,9 +55,9 @@ def stream(
     metadata: tuple[tuple[str, str], ...] = (),
     assemble: Assemble | None = None,
 ) -> bytes:
-    """The whole stream; `columns` are those of `fields`, in their order, `rows` long.
+    """Return the whole stream; `columns` are those of `fields`, in their order, `rows` long.
 
-    `assemble`: a faster function with the result of `assembled`, or None for what it leaves to that.
+    `assemble`: a faster function with the result of `assembled`, or None if it cannot give it.
     """
     nodes = [number for column in columns for node in column.nodes for number in node]
     buffers = [buffer for column in columns for buffer in column.buffers]

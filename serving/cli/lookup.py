@@ -34,7 +34,7 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
 
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """Parser of this command's arguments."""
+    """Return the parser of this command's arguments."""
     return question_parser(
         prog,
         "The answer of a running service for one entity of a table, and where it came from. --history and "
@@ -49,7 +49,7 @@ def _show_answer(document: Mapping[str, Any]) -> None:
 
 
 def answer_lines(answer: Mapping[str, Any]) -> Iterator[str]:
-    """An answer for eyes: what it is and where it came from, then an item or a number a line."""
+    """Yield an answer as lines: a summary with its source, then an item or a number a line."""
     rows = list(_answer_rows(answer))
     count_text = f"{len(rows)} items" if "items" in answer else f"{len(rows)} numbers"
     notes = [f"{name} {answer[name]}" for name in ("reason", "live", "stale") if answer.get(name)]
@@ -208,7 +208,7 @@ def send_question(
     *,
     route: str,
 ) -> dict[str, Any]:
-    """Sends the request and returns what the service says of the entity; raises QuestionFailed."""
+    """Send the request and return the service's answer; raise QuestionFailed."""
     scheme, host, port, root = target
     where = f"{scheme}://{host}:{port}{root}"
     token = arguments.token if arguments.token is not None else os.environ.get("LARDER_TOKEN", "")

@@ -15,12 +15,12 @@ from serving.arrow.writer import stream, whole_texts
 Id = str | int
 
 EVENT_BODY_BYTES: Final = 4 << 20
-"""Bytes of events in one request: the service takes 8 MiB unless it is told otherwise."""
+"""Bytes of events in one request: the service takes 8 MiB by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """Entity asked for: an id, something to compute from, or both; `table` where a batch spans several."""
+    """Entity of a request: an id, an input to compute from, or both; `table` if a batch spans several."""
 
     id: Id | None = None
     history: Sequence[Id] | None = None
@@ -57,9 +57,9 @@ class Options:
     fresh: bool | None = None
     max_age_seconds: float | None = None
     max_events: int | None = None
-    """0: the stored answer, whatever newer events the user has."""
+    """Value 0: the stored answer, without newer events of the user."""
     as_of: str | None = None
-    """Position or time up to which newer events count, as an earlier answer told it."""
+    """Position or time up to which newer events count, as in an earlier answer."""
     generation: str | None = None
     canary_key: Id | None = None
     arm: str | None = None
@@ -251,14 +251,14 @@ def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
 
 
 def as_id(value: object) -> str:
-    """Text of an id, the decimal form of a whole number; raises TypeError for what is no id, True included."""
+    """Return an id as text, in decimal form for a whole number; raise TypeError for anything else, True included."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise TypeError(f"an id is a str or an int, not {value!r}")
     return str(value)
 
 
 def as_ids(values: Sequence[Id]) -> list[str]:
-    """Texts of a list of ids; raises TypeError for what is no id, and for a text, a list of its letters."""
+    """Return the texts of a list of ids; raise TypeError for anything else, and for a text in place of a list."""
     if isinstance(values, str):
         raise TypeError(f"a list of ids is wanted, not the text {values!r}")
     return [as_id(value) for value in values]

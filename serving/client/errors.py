@@ -13,7 +13,7 @@ class Unanswered(Exception):
 
 
 class DeadlineExceeded(Unanswered):
-    """Deadline of the call passed without an answer; the cause is what the last try before it met, if any."""
+    """Deadline of the call passed without an answer; the cause is the error of the last try before it, if any."""
 
 
 class Unreachable(Unanswered):
@@ -25,7 +25,7 @@ class Unreachable(Unanswered):
 
 
 class Garbled(Unanswered):
-    """Response with status 200 that is not what the API says; something between here and the service?"""
+    """Response with status 200 that does not conform to the API, perhaps from a proxy."""
 
 
 class Refusal(Unanswered):
@@ -40,7 +40,7 @@ class Refusal(Unanswered):
 
 
 class InvalidRequest(Refusal):
-    """Request that can never be answered as sent; `field` is where it is wrong."""
+    """Request that can never be answered as sent; `field` is the wrong field."""
 
 
 class Unauthorized(Refusal):
@@ -60,7 +60,7 @@ class Forbidden(Refusal):
 
 
 class GenerationGone(Refusal):
-    """The generation that was asked for is neither live nor previous there any more."""
+    """The requested generation is neither live nor previous there any more."""
 
 
 class Unavailable(Refusal):
@@ -78,7 +78,7 @@ class QuotaExceeded(Unavailable):
 
 
 def refusal(status: int, body: bytes) -> Refusal:
-    """Error for a response other than 200; `body` may be anybody's, such as a proxy's page."""
+    """Return the error for a response other than 200; `body` may be of another program, such as a proxy's page."""
     error: object = None
     try:
         data = orjson.loads(body)

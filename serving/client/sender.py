@@ -1,4 +1,4 @@
-"""Sender of the client: within the deadline, again where that is safe, twice where that is quicker."""
+"""Sender of the client: sends within the deadline, with retries where safe and a hedged second request where faster."""
 
 import asyncio
 import random
@@ -43,9 +43,9 @@ class Policy:
     """Deadlines, retries and limits. Times are milliseconds; shares are of the requests without extra ones."""
 
     deadline_ms: float = 1_000.0
-    """Deadline of a call that names none: by then there is an answer or an error."""
+    """Default deadline of a call: by then there is an answer or an error."""
     told_share: float = 0.9
-    """Share of the time left that the service is told as its deadline; the rest is for the way."""
+    """Share of the remaining time that is sent to the service as its deadline; the rest is for the network."""
     connect_ms: float = 250.0
     connections: int = 32
     """Connections in the pool at most, and as many are kept open."""
@@ -64,10 +64,10 @@ class Policy:
     max_numbers: int = 100_000
     """Values in the features of one request, as the service has it."""
     at_once: int = 4
-    """Requests that one long batch has under way at most."""
+    """Number of requests that one long batch has in flight at most."""
 
     def __post_init__(self) -> None:
-        """Checks the settings; raises ValueError, naming the setting."""
+        """Check the settings; raise ValueError with the setting's name."""
         for name in _ABOVE_0:
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is a finite number above 0, not {getattr(self, name)}")
@@ -88,7 +88,7 @@ class Pace:
 
 
 class ExtraRequestBudget:
-    """Budget of extra requests, a share of the plain ones: each of these earns `share`, saved up to `most`."""
+    """Budget of extra requests, a share of the plain ones: each plain request earns `share`, saved up to `most`."""
 
     def __init__(self, earned_share: float, saved_max: float, saved: float = 0.0) -> None:
         self._earned_per_request = earned_share
@@ -96,11 +96,11 @@ class ExtraRequestBudget:
         self._saved = saved
 
     def earn(self) -> None:
-        """Adds what one plain request earns."""
+        """Add the earnings of one plain request."""
         self._saved = min(self._saved_max, self._saved + self._earned_per_request)
 
     def try_spend(self) -> bool:
-        """Returns whether an extra request may go; takes it from the budget."""
+        """Take one extra request from the budget; return whether there was room."""
         if self._saved + 1e-9 < 1:  # ten times a tenth is a little less than one
             return False
         self._saved -= 1
@@ -108,7 +108,7 @@ class ExtraRequestBudget:
 
 
 class Sender:
-    """Sends calls over one bounded pool of connections. For one event loop."""
+    """Sender of calls over one bounded pool of connections. For one event loop."""
 
     def __init__(self, http: httpx.AsyncClient, policy: Policy, pace: Pace) -> None:
         self._http = http
@@ -119,7 +119,7 @@ class Sender:
         self._leaving: set[asyncio.Task[httpx.Response]] = set()
 
     async def send(self, call: Call, deadline_at: float) -> bytes:
-        """Sends a call; the body of a 200 or 202, by `deadline_at` on the pace's timer. Raises Unanswered."""
+        """Send a call; return the body of a 200 or 202, by `deadline_at` on the pace's timer. Raise Unanswered."""
         policy, timer = self._policy, self._pace.timer
         self._retries.earn()
         self._hedges.earn()
@@ -154,13 +154,13 @@ class Sender:
         raise DeadlineExceeded(f"{call.method} {call.path}: no answer by the deadline") from last
 
     async def aclose(self) -> None:
-        """Closes the connections, also those of requests that lost."""
+        """Close the connections, those of abandoned requests included."""
         if self._leaving:
             await asyncio.wait(self._leaving, timeout=_LEAVE_S)
         await self._http.aclose()
 
     def _spread(self, least_s: float) -> float:
-        """Wait, a little longer: all refused at one moment were told the same, and must not come back together."""
+        """Lengthen a wait at random, so that clients refused at one moment do not return together."""
         return least_s * self._pace.rng.uniform(1, _SPREAD) if least_s else 0.0
 
     def _backoff_s(self, attempt: int) -> float:
@@ -168,7 +168,7 @@ class Sender:
         return self._pace.rng.uniform(0, longest_ms) / 1000
 
     async def _first(self, call: Call, deadline_at: float) -> httpx.Response:
-        """Response to the call, or with a second request the first of two."""
+        """Return the response to the call; with a second request the faster response."""
         after_ms = self._policy.hedge_after_ms
         if after_ms is None or not call.is_repeatable:
             return await self._exchange(call, deadline_at)
@@ -185,7 +185,7 @@ class Sender:
                 self._leave(task)
 
     def _leave(self, task: asyncio.Task[httpx.Response]) -> None:
-        """Cancels a request; nobody waits for it any more, also not for how it ends."""
+        """Cancel a request without waiting for its end; its outcome is ignored."""
         task.cancel()
         self._leaving.add(task)
         task.add_done_callback(self._discard_task)
@@ -213,7 +213,7 @@ class Sender:
 
 
 async def _first_usable(tasks: list[asyncio.Task[httpx.Response]]) -> httpx.Response:
-    """Response that comes first and is worth having, else what the first of all that failed had to say."""
+    """Return the first usable response; if all fail, the result or error of the first failure."""
     failed: list[asyncio.Task[httpx.Response]] = []
     pending = set(tasks)
     while pending:
@@ -226,7 +226,7 @@ async def _first_usable(tasks: list[asyncio.Task[httpx.Response]]) -> httpx.Resp
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Seconds that the service wants left alone; 0 if it does not say, or not so that it can be understood."""
+    """Return the seconds in `Retry-After`; 0 if the header is missing or malformed."""
     retry_after = response.headers.get("retry-after", "").strip()
     if retry_after.isascii() and retry_after.isdigit() and len(retry_after) < 10:
         return float(retry_after)

@@ -1,4 +1,4 @@
-"""Figures of all workers: read from Redis, added up, and kept as what is drawn."""
+"""Figures of all workers: read from Redis, added up, and cached in the form that is drawn."""
 
 import asyncio
 import time
@@ -43,7 +43,7 @@ REASONS_MAX = 20
 REJECTED = "rejected"
 
 LATELY_BINS = 30
-"""Bins of the last five minutes: what is said of the present is said of these."""
+"""Bins of the last five minutes, on which figures of the present are based."""
 
 _FRESH_BINS = 6
 
@@ -175,7 +175,7 @@ class FleetView:
 
 @dataclass(slots=True)
 class _DrawnBins:
-    """Bins as they were last drawn; `tokens` tell whether the blobs are still the same."""
+    """Bins as last drawn; `tokens` show whether their blobs are unchanged."""
 
     bounds: Sequence[float]
     tokens: dict[int, int] = field(default_factory=dict)
@@ -209,7 +209,7 @@ class _DrawnBins:
 
 
 def _rows(table: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
-    """JSON objects by name; what another version may have written otherwise is left out."""
+    """Return the JSON objects by name, without entries that another version wrote in another form."""
     row_by_name = {}
     for name, raw in table.items():
         try:

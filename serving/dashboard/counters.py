@@ -1,4 +1,4 @@
-"""Counters of a worker in bins of ten seconds, its view of events, and their publication in Redis."""
+"""Counters of a worker in bins of ten seconds, its report on events, and their publication in Redis."""
 
 import asyncio
 import logging
@@ -26,10 +26,10 @@ Counts = dict[str, int]
 """Counts by field.
 
 `r` requests, `e` entities, `a:<source>` answers, `m:<reason>` misses, `s:<stage>` microseconds spent,
-`h:<source>:<bucket>` answers whose time fell into a bucket (`serving.metrics.collectors`), `x` what was shed under
-overload, `n:<experiment>=<arm>` requests of an arm, `f:<experiment>=<arm>=<event>` what was reported of it,
-`v:<result>` events by what became of them, `y:<reason>` requests and pieces of the inbox refused whole, `w` answers
-with newer events, `c` lists of these compared with the night's, and `d` how much of them was not in it, in millionths.
+`h:<source>:<bucket>` answers whose time fell into a bucket (`serving.metrics.collectors`), `x` work shed under
+overload, `n:<experiment>=<arm>` requests of an arm, `f:<experiment>=<arm>=<event>` reported events of an arm,
+`v:<result>` events by result, `y:<reason>` requests and pieces of the inbox refused whole, `w` answers with newer
+events, `c` lists of these compared with the night's, and `d` the share of them not in the night's, in millionths.
 """
 
 REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, STAGES, TIMES = "r", "e", "x", "a:", "m:", "s:", "h:"
@@ -41,40 +41,40 @@ TAKEN_IN, REFUSED, NEWER_EVENT_ANSWERS, COMPARED, CHANGED_PPM = "v:", "y:", "w",
 _TOTALS = (REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, ARMS, EVENTS)
 
 _COUNT_BOUND = 2**53
-"""Bound of a number: sums below it, of however many workers, are JSON that everybody can read."""
+"""Bound of a number: sums below it, over any number of workers, are exact in every JSON parser."""
 
 BIN_S = 10
 
 HISTORY_S = 3_600
 
 BINS_MAX = HISTORY_S // BIN_S + 2
-"""Bins kept: an hour of whole ones, the one that runs, and one more for clocks that are apart."""
+"""Bins kept: an hour of complete ones, the current one, and one more for differing clocks."""
 
 KEY_LIFE_S = HISTORY_S + 300
-"""Seconds that a key stays in Redis from its last change on."""
+"""Seconds that a key stays in Redis after its last change."""
 
 GONE_S = 60.0
-"""Seconds without a telling after which a worker is taken out of the table of workers."""
+"""Seconds without a report after which a worker is removed from the table of workers."""
 
 BINS_AT_ONCE = 64
-"""Bins told in one go: all of them are told again when Redis came back empty."""
+"""Bins published at once: all of them are published again after Redis came back empty."""
 
 _SWEEP_EVERY = 30
-"""Tellings between two looks for workers that are gone."""
+"""Publications between two sweeps for dead workers."""
 
 TIMEOUT_S = 2.0
 
 EVENT_TEXTS: Final = ("durability", "demanded", "counted_until", "published_until")
-"""Fields of a worker's row that are texts; positions are those of Redis."""
+"""Text fields of a worker's row; positions are those of Redis."""
 
 EVENT_NUMBERS: Final = (*GAUGES, "lag_s", "users", "held_bytes", "held_max_bytes")
-"""Fields of a worker's row that are numbers."""
+"""Number fields of a worker's row."""
 
 _Row = Mapping[str, Any]
 
 
 def collect_counts(metrics: Metrics, shed: int = 0, events: EventCounts | None = None) -> Counts:
-    """All that `/metrics` tells of requests, entities, answers, misses, events, and the times of answers and stages."""
+    """Collect the counts in `/metrics` of requests, entities, answers, misses and events, and times by stage."""
     metrics.settle()
     sums: Sum[str] = Sum({SHED: shed} if shed else {})
     for counter, field, label in (
@@ -110,7 +110,7 @@ def collect_counts(metrics: Metrics, shed: int = 0, events: EventCounts | None =
 
 
 def difference(current_counts: Mapping[str, int], earlier_counts: Mapping[str, int]) -> Counts:
-    """The counts since `earlier_counts`; fields without news are left out."""
+    """Return the counts since `earlier_counts`; unchanged fields are left out."""
     return {
         field: n - earlier_counts.get(field, 0)
         for field, n in current_counts.items()
@@ -119,7 +119,7 @@ def difference(current_counts: Mapping[str, int], earlier_counts: Mapping[str, i
 
 
 def merged_counts(parts: Iterable[Mapping[str, int]]) -> Counts:
-    """The sum of all parts, by field."""
+    """Return the sum of all parts, by field."""
     sums: dict[str, int] = {}
     for part in parts:
         for field, n in part.items():
@@ -128,17 +128,17 @@ def merged_counts(parts: Iterable[Mapping[str, int]]) -> Counts:
 
 
 def totals(counts: Mapping[str, int]) -> Counts:
-    """The fields that are shown as a total."""
+    """Return the fields that are shown as a total."""
     return {field: n for field, n in counts.items() if field.startswith(_TOTALS)}
 
 
 def counts_of_kind(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
-    """Fields of one kind, by what follows the prefix."""
+    """Return the fields that begin with the prefix, without it."""
     return {field[len(prefix) :]: n for field, n in counts.items() if field.startswith(prefix)}
 
 
 def histograms(counts: Mapping[str, int]) -> dict[str, dict[int, int]]:
-    """Answers by source and bucket."""
+    """Return answers by source and bucket."""
     buckets_by_source: dict[str, dict[int, int]] = {}
     for name, n in counts_of_kind(counts, TIMES).items():
         source, _, bucket = name.rpartition(":")
@@ -147,7 +147,7 @@ def histograms(counts: Mapping[str, int]) -> dict[str, dict[int, int]]:
 
 
 def pack(counts: Mapping[str, int]) -> bytes:
-    """JSON in which a histogram is its first bucket and the counts from there on: a third of the plain fields."""
+    """Encode counts as JSON; a histogram is its first bucket and a run of counts: a third of the size."""
     plain_counts = {field: n for field, n in counts.items() if not field.startswith(TIMES)}
     runs = {}
     for source, buckets in histograms(counts).items():
@@ -160,7 +160,7 @@ def pack(counts: Mapping[str, int]) -> bytes:
 
 
 def unpack(blob: bytes) -> Counts:
-    """Reads `pack`; empty for anything else, which another version may have written."""
+    """Decode `pack`; return no counts for anything else, such as another version's format."""
     try:
         plain_counts, runs = orjson.loads(blob)
         counts = {str(field): int(n) for field, n in plain_counts.items()}
@@ -175,12 +175,12 @@ def unpack(blob: bytes) -> Counts:
 
 
 def is_count(value: object) -> bool:
-    """Returns whether the value is a number that can be added to others and sent on."""
+    """True if the value is a number that can be added to others and published."""
     return type(value) in (int, float) and -_COUNT_BOUND < cast(float, value) < _COUNT_BOUND
 
 
 def start_of(at: float) -> int:
-    """Start of the bin that a moment lies in, both in Unix seconds."""
+    """Return the start of the bin that contains a moment, both in Unix seconds."""
     return int(at // BIN_S) * BIN_S
 
 
@@ -192,7 +192,7 @@ class TimeBins:
         self.unpublished_starts: set[int] = set()
 
     def add(self, at: float, delta: Mapping[str, int]) -> None:
-        """Counts what came around a moment of Redis' clock; the oldest bin goes when there are too many."""
+        """Add counts to the bin of a moment of Redis' clock; drop the oldest bin if there are too many."""
         if not delta:
             return
         start = start_of(at)
@@ -205,14 +205,14 @@ class TimeBins:
             self.unpublished_starts.discard(oldest)
 
     def mark_unpublished(self) -> None:
-        """Marks all bins as untold: Redis may have lost all of them."""
+        """Mark all bins as unpublished: Redis may have lost all of them."""
         self.unpublished_starts = set(self.packed)
 
 
 class MetricsPublisher:
-    """Publisher of one worker. It writes the state as it is, under the worker's name: told twice it stays the same.
+    """Publisher of one worker. It writes absolute values under the worker's name, so a repeated write changes nothing.
 
-    `about` is what the worker says of itself beside its counts, JSON-able.
+    `about` returns the worker's state besides its counts, JSON-able.
     """
 
     def __init__(
@@ -234,14 +234,14 @@ class MetricsPublisher:
         self._publish_count = 0
 
     def note(self) -> dict[str, Any]:
-        """Counts what came since the last call into the bin of the time between; this worker's row as of now."""
+        """Add the counts since the last call to the bin of the time between; return this worker's current row."""
         now_s, counts = self._clock(), self._collect_counts()
         self.bins.add((self._noted_at + now_s) / 2, difference(counts, self._noted_counts))
         self._noted_at, self._noted_counts = now_s, counts
         return {"at": now_s, "since": self._started_at, **self._about(), "counts": totals(counts)}
 
     async def publish(self) -> None:
-        """Notes, and writes what Redis does not have yet; a Redis that is away is told later."""
+        """Count, and write all unpublished values to Redis; if Redis is away, a later call writes them."""
         row, bins = self.note(), self.bins
         # A copy: what is noted while Redis answers is not told yet.
         starts = {
@@ -284,7 +284,7 @@ class MetricsPublisher:
             await self._control.execute_all([("HDEL", self._keys.workers, *gone_workers)])
 
     async def sign_off(self) -> None:
-        """Takes this worker out of the table: its counts leave `/metrics` as well."""
+        """Remove this worker's row from the table: its counts leave `/metrics` as well."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._control.execute_all([("HDEL", self._keys.workers, self.name)])
@@ -293,7 +293,7 @@ class MetricsPublisher:
 
 
 def published_at(raw: bytes) -> float:
-    """Unix seconds at which a worker's row was told; 0 for one that cannot be read."""
+    """Return the Unix seconds at which a worker's row was published; 0 for a malformed row."""
     try:
         return float(orjson.loads(raw)["at"])
     except (ValueError, TypeError, KeyError):
@@ -302,14 +302,14 @@ def published_at(raw: bytes) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EventOverview:
-    """Overview of one worker: what it takes in, what it counts, and what its live generation has."""
+    """Report on one worker's events: its intake, its newer events, and the events of its live generation."""
 
     intake: EventIntake
     follower: EventFollower
     holder: GenerationHolder
 
     def to_json(self) -> dict[str, Any]:
-        """The worker's row; what was not looked at yet is left out."""
+        """Return the event fields of the worker's row; unknown values are left out."""
         redis, newer_events, served = (
             self.intake.redis,
             self.follower.newer_events,
@@ -332,7 +332,7 @@ class EventOverview:
 
 
 def merge_rows(worker_rows: Sequence[_Row | None]) -> dict[str, Any] | None:
-    """Events of all workers by their rows, each as bad and as far as the last of them; None where nobody tells any."""
+    """Merge the event fields of all workers' rows: the worst value of each field; None if no row has events."""
     rows = [row for row in worker_rows if row]
     if not rows:
         return None

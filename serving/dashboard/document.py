@@ -24,7 +24,7 @@ Body = Mapping[str, Any]
 Worker = Mapping[str, Any]
 
 SETTLED_S = 3.0
-"""Seconds from the end of a bin until it is shown: by then every worker has told its part."""
+"""Seconds from the end of a bin until it is shown: by then every worker has published its part."""
 
 ANSWERS_MIN = 200
 """Answers below which a share says nothing."""
@@ -44,7 +44,7 @@ STREAM_WARN = 0.8
 """Share of its bytes that the stream of events has from which the verdict is warn."""
 
 INBOX_WARN_S = 60
-"""Seconds that events may wait in the inbox: what a consumer that died has is taken by another one after 30."""
+"""Seconds that events may wait in the inbox: entries of a dead consumer are claimed by another one after 30."""
 
 REJECTED_WARN = 0.05
 """Share of the events that may be rejected, those of who was erased apart."""
@@ -346,9 +346,9 @@ def _first(group: Iterable[Worker], name: str) -> str | None:
 def events(
     workers: Iterable[Worker], recent: Mapping[str, int], generations: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Events as all workers tell of them, with what was counted of `recent`; None where none are taken in.
+    """Summarise events from all workers' rows, with counts of `recent`; None if none are taken in.
 
-    A night has taken over what some generation has, published or not.
+    A night has taken over the events that some generation has, published or not.
     """
     events_overview = merge_rows([worker.get("events") for worker in workers])
     if events_overview is None:
@@ -393,9 +393,9 @@ def redis(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def experiments(
     experiment_rows: Sequence[Mapping[str, Any]], total: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Experiments with the counts of all workers that run; `experiment_rows` names arms, the control first.
+    """Return experiments with the counts of all running workers; `experiment_rows` names arms, the control first.
 
-    What was counted before a worker started is in `larder experiment status`.
+    Counts from before a worker's start are in `larder experiment status`.
     """
     requests = counters.counts_of_kind(total, counters.ARMS)
     events = _events_by_arm(counters.counts_of_kind(total, counters.EVENTS))

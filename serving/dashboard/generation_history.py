@@ -51,7 +51,7 @@ class GenerationHistory:
     def read(
         self, registry: Mapping[str, Mapping[str, Any]] | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Generations and nights, newest first; without a registry states are what the release records say."""
+        """Return generations and nights, newest first; without a registry states are those of the release records."""
         releases: Sequence[Release] = []
         with suppress(LarderError, OSError, ValueError):
             releases = self._records()
@@ -143,7 +143,7 @@ def _gate(gate: Mapping[str, Any]) -> dict[str, Any]:
 def _state(
     name: str, releases: Sequence[Release], row: Mapping[str, Any] | None
 ) -> tuple[str | None, str | None]:
-    """State and the reason for it: the registry's, else what the records prove."""
+    """Return the state and its reason: the registry's, else those that the records prove."""
     about = [release for release in releases if release.generation == name]
     reason = next((release.reason for release in reversed(about) if release.reason), None)
     if row is not None:
@@ -182,7 +182,7 @@ def _generation(
     releases: Sequence[Release],
     facts: GenerationFacts | None,
 ) -> dict[str, Any]:
-    """A generation's row; its role is for the caller to say, who knows what is held."""
+    """Return a generation's row without its role, which the caller adds, as it knows the held generations."""
     moved = next(
         (
             release

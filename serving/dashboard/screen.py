@@ -1,4 +1,4 @@
-"""The document of the dashboard as it is drawn in a terminal. Needs rich."""
+"""Terminal view of the dashboard's document. Needs rich."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ Body = Mapping[str, Any]
 
 
 def screen(body: Body, trouble: str | None = None) -> Group:
-    """Everything that fits a terminal of 100 columns; `trouble`: why this is not of now."""
+    """Draw the document for a terminal of 100 columns; `trouble` says why it is outdated."""
     parts: list[RenderableType] = [_verdict(body), _sources(body), _replicas(body)]
     parts += [_generations(body), Text(_misses(body)), Text(_state(body))]
     if body.get("events") is not None:
@@ -117,7 +117,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def size(size_bytes: float | None) -> str:
-    """Bytes as people read them."""
+    """Format bytes with a unit."""
     if size_bytes is None:
         return "-"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -128,6 +128,6 @@ def size(size_bytes: float | None) -> str:
 
 
 def spark(values: Sequence[float]) -> str:
-    """A sparkline: one block per value, as high as it is beside the greatest."""
+    """Draw a sparkline: one block per value, its height relative to the largest value."""
     greatest = max(values, default=0) or 1
     return "".join(_BLOCKS[round((len(_BLOCKS) - 1) * value / greatest)] for value in values)

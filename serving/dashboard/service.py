@@ -1,4 +1,4 @@
-"""The dashboard of one worker: what it tells, and the document that any viewer of any worker is answered with."""
+"""Dashboard of one worker: its counts for Redis, and the document for all viewers."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ ARCHIVE_S = 10.0
 DATA_S = 5.0
 """Seconds that a viewer waits at most: Redis has 2 s, the store one, the rest is computing."""
 _ARCHIVE_WAIT_S = 1.0
-"""Seconds that a slow store costs a viewer at most: what was known before is shown."""
+"""Seconds that a slow store delays a viewer at most: then the last known state is shown."""
 
 Provider = Callable[[], Mapping[str, Any] | None]
 Archived = tuple[list[dict[str, Any]], list[dict[str, Any]]]
@@ -35,8 +35,8 @@ Archived = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 class Dashboard:
     """Dashboard of one worker: call `publish` every few seconds; `data` answers all viewers from one reading a second.
 
-    `advisor`, `events` and `quality` tell their part of the document, quickly and without waiting for anything: the
-    first two what this worker adds to the whole, the last the whole. `arms` names the experiments that it holds.
+    `advisor`, `events` and `quality` return their part of the document, quickly and without waiting: the first two this
+    worker's contribution, the last the whole. `arms` names the experiments that it holds.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Dashboard:
         self._body, self._read_at = b"", float("-inf")
 
     async def publish(self) -> None:
-        """Publishes this worker's counts to Redis; a Redis that is away is told later."""
+        """Publish this worker's counts to Redis; if Redis is away, a later call publishes them."""
         await self.publisher.publish()
 
     async def data(self) -> bytes:
-        """The document as JSON, at most a second old; raises Problem 404 where nothing is told, 503 when it is late."""
+        """Return the document as JSON, at most a second old; raise Problem: 404 if switched off, 503 if too late."""
         if not self.is_on:
             raise Problem(404, "dashboard_off", "LARDER_DASHBOARD_S is 0 here: nothing is told")
         if self._timer() - self._read_at >= READ_S:
@@ -138,7 +138,7 @@ class Dashboard:
             self._archived_at, self._archiving = self._timer(), None
 
     async def aclose(self) -> None:
-        """Takes this worker out of what others show."""
+        """Stop reading, and withdraw this worker's figures from the dashboards of the others."""
         pending = {task for task in (self._archiving, self._reading) if task is not None}
         for task in pending:
             task.cancel()

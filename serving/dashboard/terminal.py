@@ -37,7 +37,7 @@ class NoDashboard(LarderError):
 
 
 def fetch(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> dict[str, Any]:
-    """The document of the service at `url`; raises NoDashboard with what to do about it."""
+    """Fetch the dashboard document of the service at `url`; raise NoDashboard with the remedy."""
     if urlsplit(url).scheme not in ("http", "https"):
         raise NoDashboard(f"--url is http://host:port or https://host:port, not {url!r}")
     request = Request(f"{url.rstrip('/')}/dashboard/data")  # noqa: S310  checked above
@@ -61,7 +61,7 @@ def fetch(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> dict[
 
 
 def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
-    """Shows the dashboard until Ctrl-C, or once; 2 for what cannot be shown."""
+    """Show the dashboard until Ctrl-C, or once; return the exit code, 2 where it cannot be shown."""
     options = argument_parser(prog).parse_args(arguments)
     if line := missing_extra("top", "top", "rich"):
         print(f"larder: {line}", file=sys.stderr)
@@ -108,7 +108,7 @@ def _watch(fetch_body: Callable[[], dict[str, Any]], every_s: float, body: dict[
 
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """Parser of this command's arguments."""
+    """Return the parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="The dashboard of a running service, in a terminal.",

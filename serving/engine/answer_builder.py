@@ -1,4 +1,4 @@
-"""Answer of an entity from a record or a default: filtered, named and counted."""
+"""Builder of an entity's answer from a record or a default: filters, names and counts it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ from serving.usage.request_observer import AnswerSample, UsageObserver
 class RequestContext:
     """State that all entities of one request share; times are monotonic.
 
-    Where it `is_part` of another answer (a vector that a list is searched with), only that answer is counted.
+    If it `is_part` of another answer (a vector that a list is searched with), only that answer is counted.
     """
 
     options: RequestOptions
@@ -46,11 +46,11 @@ class RequestContext:
 
     @classmethod
     def of(cls, options: RequestOptions, started: float, *, is_part: bool = False) -> Self:
-        """The state of a request that came at `started`."""
+        """Build the state of a request that came at `started`."""
         return cls(options, started, started + options.deadline_s, is_part)
 
     def excluded(self, snapshot: Snapshot) -> frozenset[int]:
-        """Ordinals of `exclude`, looked up once per generation and not once per entity."""
+        """Return the ordinals of `exclude`, looked up once per generation and not once per entity."""
         if not self.options.exclude:
             return frozenset()
         excluded_ordinals = self._excluded.get(snapshot.generation)
@@ -60,28 +60,28 @@ class RequestContext:
         return excluded_ordinals
 
     def set_filter_mask(self, snapshot: Snapshot, filter_mask: FilterMask) -> None:
-        """Notes which items of a generation pass the filter."""
+        """Set the mask of a generation's items that pass the filter."""
         self._filter_mask_by_generation[snapshot.generation] = filter_mask
 
     def filter_mask(self, snapshot: Snapshot) -> FilterMask | None:
-        """Items of a generation that pass the filter; None where there is none, or the generation cannot take it."""
+        """Return the mask of a generation's items that pass the filter; None without one."""
         return self._filter_mask_by_generation.get(snapshot.generation)
 
     def set_reranker(self, snapshot: Snapshot, reranker: Reranker) -> None:
-        """Notes how a generation's items are put in another order."""
+        """Set the re-ranker of a generation's items."""
         self._rerankers[snapshot.generation] = reranker
 
     def reranker(self, snapshot: Snapshot) -> Reranker | None:
-        """Another order of a generation's items; None where none is asked for, or the generation cannot take it."""
+        """Return the re-ranker of a generation's items; None without one."""
         return self._rerankers.get(snapshot.generation)
 
     def reranked(self, snapshot: Snapshot) -> str | None:
-        """Name of what changed the order, for the answer."""
+        """Return the names of the re-ranking's parts for the answer; None if the order was not changed."""
         rerank = self.options.rerank
         return rerank.named if rerank and snapshot.generation in self._rerankers else None
 
     def can_take(self, snapshot: Snapshot) -> bool:
-        """True if a list of this generation can be filtered and put in order as was asked."""
+        """True if a list of this generation can be filtered and re-ranked as the request asks."""
         options = self.options
         return (
             options.filter is None or snapshot.generation in self._filter_mask_by_generation
@@ -93,7 +93,7 @@ Searched = tuple[NDArray[np.uint32], NDArray[np.float32]]
 
 
 class AnswerBuilder:
-    """Gives a case its answer."""
+    """Builder of the answers of pending entities."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class AnswerBuilder:
         min_items: int = 1,
         seen_ordinals: frozenset[int] = frozenset(),
     ) -> None:
-        """Answer, unless fewer than `min_items` items of a list are left that may go on: that is for a lower rung.
+        """Set the answer, unless fewer than `min_items` items of a list are left and a lower rung may have more.
 
-        Where fewer than k pass a filter, that is kept: a search by vectors may find more. `seen_ordinals` are ordinals
-        of items that the user had, where the list was made without them.
+        If fewer than k items pass a filter, they are kept as partial: a search by vectors may find more.
+        `seen_ordinals` are items that the user had, for a list that was made without them.
         """
         table = snapshot.manifest.tables[case.table.name]
         exclusions: Exclusions = (context.excluded(snapshot), seen_ordinals)
@@ -173,9 +173,9 @@ class AnswerBuilder:
         context: RequestContext,
         flag_fields: Mapping[str, bool],
     ) -> None:
-        """Answers with the best of what passes the filter; `flag_fields` are fields that are true of its vector.
+        """Answer with the best items that pass the filter; `flag_fields` are true fields of the searched vector.
 
-        The case's reason is that vector's.
+        The reason of the pending answer is that of the vector.
         """
         prediction = build_list(snapshot, *search_result, case.k, context.reranker(snapshot))
         self._finish(case, prediction, snapshot, source, producer, context, flag_fields)
@@ -183,7 +183,7 @@ class AnswerBuilder:
     def answer_partial(
         self, case: PendingAnswer, snapshot: Snapshot, context: RequestContext
     ) -> None:
-        """Answers with what of a list passes the filter; that others pass as well is told by `short` and the reason."""
+        """Answer with the items of a list that pass the filter; `short` and the reason say that more items may pass."""
         if case.partial is None:
             self.default(case, snapshot, context)
             return
@@ -198,7 +198,7 @@ class AnswerBuilder:
         self._finish(case, prediction, of, source, producer, context, flag_fields)
 
     def default(self, case: PendingAnswer, snapshot: Snapshot, context: RequestContext) -> None:
-        """Answers with what holds for everybody."""
+        """Answer with the table's defaults, which are the same for all users."""
         case.reason = case.reason or MissReason.NOT_IN_GENERATION
         seen_ordinals = frozenset(case.find_seen_ordinals(snapshot).tolist())
         event_exclusions = self._newer_event_items(case, snapshot, Source.DEFAULT)
@@ -220,7 +220,7 @@ class AnswerBuilder:
 
     @staticmethod
     def _newer_event_items(case: PendingAnswer, snapshot: Snapshot, source: Source) -> Exclusions:
-        """Items of newer events, where a list was made without them."""
+        """Return the items of newer events, for a list that was made without them."""
         if case.counted_events is None or case.table.kind != "topk" or _counts(case, source):
             return ()
         return (frozenset(snapshot.numbers_of(case.counted_events.items).tolist()),)
@@ -269,7 +269,7 @@ class AnswerBuilder:
     def _observe(
         self, case: PendingAnswer, snapshot: Snapshot, source: Source, context: RequestContext
     ) -> None:
-        """Count the answer of a case, under its source and its reason."""
+        """Count the answer by source and reason."""
         table = case.table.name
         if case.counted_events is not None:
             self._metrics.changed_answers.answers[table] += 1
@@ -294,9 +294,9 @@ class AnswerBuilder:
         exclusions: Exclusions,
         context: RequestContext,
     ) -> None:
-        """Offers the answer to the sampler, whose turn it rarely is, unless it is not what was computed for it.
+        """Offer the answer to the sampler if it is the one that was computed for this input.
 
-        What was reused has a measure of its own.
+        Reused near answers have a measure of their own.
         """
         is_near = case.near is not None and source is Source.LIVE
         has_new = bool(case.new_items) and (source is Source.LIVE or case.names_new_items)
@@ -317,12 +317,12 @@ class AnswerBuilder:
 
 
 def _counts(case: PendingAnswer, source: Source) -> bool:
-    """True if what answers a case was computed from the newer events that it counts."""
+    """True if the answer was computed from the newer events that the entity counts."""
     return not case.is_settled and source not in FALLBACKS
 
 
 def left_out(case: PendingAnswer, snapshot: Snapshot, context: RequestContext) -> NDArray[np.int64]:
-    """Ordinals int64 that a list leaves out: what the night knew and the caller sends of the past included."""
+    """Return the ordinals int64 that a list leaves out, the user's history included."""
     excluded_ordinals = (
         context.excluded(snapshot) | case.history_in(snapshot).item_numbers | snapshot.blocked
     )
@@ -342,7 +342,7 @@ def left_out(case: PendingAnswer, snapshot: Snapshot, context: RequestContext) -
 def _left_out_before(
     case: PendingAnswer, previous: Snapshot, context: RequestContext, seen_ordinals: frozenset[int]
 ) -> NDArray[np.int64]:
-    """Ordinals int64 that a list of the previous generation leaves out; `seen_ordinals` are those that the user had."""
+    """Return the ordinals int64 that a list of the previous generation leaves out, `seen_ordinals` included."""
     excluded_ordinals = (
         context.excluded(previous)
         | case.history_in(previous).item_numbers
@@ -360,5 +360,5 @@ def _left_out_before(
 
 
 def _is_short(filter_mask: FilterMask, excluded_ordinals: NDArray[np.int64], k: int) -> bool:
-    """True if fewer than k items pass the filter in all, without those that are gone."""
+    """True if fewer than k items in all pass the filter, without the excluded ones."""
     return filter_mask.count - int(filter_mask.among(np.unique(excluded_ordinals)).sum()) < k

@@ -126,7 +126,7 @@ def with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list[Inferen
 def _prepared(
     predictor: Predictor, jobs: Sequence[InferenceJob]
 ) -> Sequence[PreparedInput | InvalidInput | None]:
-    """Inputs that callers sent, prepared: lists leave out what the users had by the night as well."""
+    """Prepare callers' inputs; lists also leave out the users' past items known to the night."""
     prepared_inputs = predictor.prepare_all(jobs[0].table, [job.source for job in jobs])
     return [
         replace(prepared, excluded=np.union1d(prepared.excluded, job.seen_ordinals))

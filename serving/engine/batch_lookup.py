@@ -1,4 +1,4 @@
-"""Lookup of a batch of plain ids, from its body to its bytes: L1, one pipeline, the ladder for what neither holds."""
+"""Lookup of a batch of plain ids, from its body to its bytes: L1, one pipeline to L2, the ladder for misses."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ from serving.requests.parsing import (
 from serving.usage.request_observer import AnswerSample
 
 _SLICE_ANSWERS = 128
-"""Answers rendered before others may use the event loop."""
+"""Answers rendered before the event loop gets control."""
 
 _JSON_FORMS = Forms("json", "json")
 
@@ -67,18 +67,17 @@ class BatchRequest:
 
     @property
     def k(self) -> int:
-        """Items of each list."""
+        """Number of items in each list."""
         return self.table.layout.width if self.options.k is None else self.options.k
 
 
 @dataclass(slots=True, eq=False)
 class ResolvedBatch:
-    """Answers of a batch, one per id, as rows where they stand plainly in a record of the live generation.
+    """Answers of a batch, one per id: rows for plain records of the live generation, JSON for all others.
 
-    `answer_indices` int64[n]: whose answer each row is. `rows`: n records of the table's dtype that
-    `plain_record_mask` holds for good. `is_l2` bool[n]: the source, else L1. `answers`: those of all
-    other ids, by place, as the ladder and what is left of a shortened list give them; each has its source, generation
-    and marks.
+    `answer_indices` int64[n]: the index of each row's answer. `rows`: n records of the table's dtype that
+    `plain_record_mask` accepts. `is_l2` bool[n]: from L2, else from L1. `answers`: those of all other ids, by index,
+    from the ladder or a shortened list; each has its source, generation and marks.
     """
 
     answer_indices: NDArray[np.int64]
@@ -88,7 +87,7 @@ class ResolvedBatch:
 
 
 class PostedLookups:
-    """Answers posted lookups as the routes do; None for what is refused, which is theirs to say."""
+    """Fast path of posted lookups; returns None for a request to be refused, which the routes do."""
 
     def __init__(self, service: LookupService, clock: Callable[[], float]) -> None:
         self.batches = BatchLookups(service, clock)
@@ -104,7 +103,7 @@ class PostedLookups:
         served: ServedGenerations,
         started: float,
     ) -> bytes | None:
-        """The body of the response, in the form that is wanted; `deadline_s` is what the headers allow."""
+        """Return the body of the response in the requested form; `deadline_s` is the bound from the headers."""
         batch = self._batch(scope, body, form.request_form)
         if batch is None:
             if form != _JSON_FORMS:
@@ -166,12 +165,12 @@ class PostedLookups:
 
 
 def is_k_too_large(table: Table, k: int | None) -> bool:
-    """Returns whether `k` exceeds the width of a top-k table, which the routes behind report."""
+    """True if `k` exceeds the width of a top-k table, which the routes report."""
     return table.kind == "topk" and k is not None and k > table.layout.width
 
 
 class BatchLookups:
-    """Answers whole batches; each entity is resolved on its own."""
+    """Lookup of whole batches; each entity is resolved on its own."""
 
     def __init__(self, service: LookupService, clock: Callable[[], float]) -> None:
         self._service = service
@@ -183,7 +182,7 @@ class BatchLookups:
         self._static_tail: StaticTail | None = None
 
     async def answer(self, lookup: BatchRequest) -> bytes:
-        """The body of the response as JSON."""
+        """Return the body of the response as JSON."""
         resolved = await self.resolve(lookup)
         texts: list[bytes] = []
         for start in range(0, len(resolved.answer_indices), _SLICE_ANSWERS):
@@ -198,7 +197,7 @@ class BatchLookups:
         return b'{"answers":[%b]}' % b",".join(texts)
 
     async def stream(self, lookup: BatchRequest) -> bytes:
-        """The body of the response as an Arrow IPC stream."""
+        """Return the body of the response as an Arrow IPC stream."""
         resolved = await self.resolve(lookup)
         items: list[IdBytes] = []
         for start in range(0, len(resolved.answer_indices), _SLICE_ANSWERS):
@@ -209,14 +208,14 @@ class BatchLookups:
         return render_stream(lookup, resolved, items, self._clock(), stale)
 
     async def _go_on(self, lookup: BatchRequest) -> None:
-        """Let others use the event loop; raises Problem (503) once the deadline of a batch is over."""
+        """Yield to the event loop; raise Problem (503) once the deadline of a batch is over."""
         await go_on()
         if self._service.timer() > lookup.started + lookup.options.deadline_s:
             self._service.admission.shed["late"] += 1
             raise Problem(503, "overloaded", "more is asked than can be answered in time")
 
     async def resolve(self, lookup: BatchRequest) -> ResolvedBatch:
-        """Every answer, counted, in no form yet: rows as they are stored, all others as the ladder has them."""
+        """Resolve and count every answer without a form: rows as stored, all others as the ladder's JSON."""
         record_keys, is_plain = self._build_record_keys(lookup)
         plain_indexes = is_plain.nonzero()[0]
         if len(plain_indexes) == len(lookup.raws):
@@ -248,7 +247,7 @@ class BatchLookups:
         return resolved
 
     def _build_record_keys(self, lookup: BatchRequest) -> tuple[RecordKeys, NDArray[np.bool_]]:
-        """Reads of all ids, and the mask of those that a record of the night may answer: known, and not blocked."""
+        """Build record keys of all ids, and the mask of those with a usable nightly record: known, and not blocked."""
         live, table = lookup.served.live, lookup.table
         directory = live.directories[table.entity]
         hashes = hash_ids(lookup.raws, directory.seed)
@@ -270,7 +269,7 @@ class BatchLookups:
     async def read(
         self, lookup: BatchRequest, record_keys: RecordKeys
     ) -> tuple[Rows, NDArray[np.bool_]]:
-        """Reads the rows of ids that the night knows from the tiers; the mask says which of them are plain answers."""
+        """Read the rows of ids that the night knows from the tiers; return also the mask of plain answers."""
         live, table = lookup.served.live, lookup.table
         deadline = None  # the tier keeps its own
         if lookup.options.deadline_s < self._service.l2_bound_s():
@@ -313,7 +312,7 @@ class BatchLookups:
     async def _resolved(
         self, lookup: BatchRequest, cases: dict[int, PendingAnswer]
     ) -> dict[int, AnswerJson]:
-        """The ladder's answers, by place."""
+        """Return the ladder's answers, by index."""
         context = RequestContext.of(lookup.options, lookup.started)
         answers = await self._ladder.resolve(lookup.served, list(cases.values()), context)
         return dict(zip(cases, self._service.attach_staleness(answers), strict=True))
@@ -321,7 +320,7 @@ class BatchLookups:
     def _count(
         self, lookup: BatchRequest, request_indexes: NDArray[np.int64], tier: Source
     ) -> None:
-        """Counts the answers that a tier gave just now."""
+        """Count the answers from a tier."""
         if len(request_indexes):
             name, raws = lookup.table.name, lookup.raws
             is_all = len(request_indexes) == len(raws)
@@ -341,7 +340,7 @@ class BatchLookups:
         record_keys: RecordKeys,
         is_plain: NDArray[np.bool_],
     ) -> None:
-        """Notes the keys read from Redis, and the answers that the sampler looks at again."""
+        """Record the keys read from Redis, and the answers that the sampler takes."""
         generation, table = lookup.served.live.generation, lookup.table.name
         count = len(resolved.answer_indices)
         if l2 := int(np.count_nonzero(resolved.is_l2)):
@@ -378,7 +377,7 @@ class BatchLookups:
         )
 
     def get_static_tail(self, live: Snapshot) -> StaticTail:
-        """The marks of answers from `live` at this moment, made once for as long as they hold."""
+        """Return the cached JSON fields that all answers from `live` share at this moment."""
         static_tail, stale = self._static_tail, self._service.follower.stale
         if static_tail is None or static_tail.snapshot is not live or static_tail.stale != stale:
             static_tail = self._static_tail = StaticTail(live, stale)
@@ -394,7 +393,7 @@ def _build_pending(
 
 
 def read_result_at(rows: Rows, at: int) -> ReadResult:
-    """The outcome of row `at`, as a single read would have it."""
+    """Return the outcome of row `at` in the form of a single read."""
     read_result = rows.result_by_index.get(at)
     tier: Tier = "l2" if rows.is_l2[at] else "l1"
     return (
@@ -403,7 +402,7 @@ def read_result_at(rows: Rows, at: int) -> ReadResult:
 
 
 def list_items(lookup: BatchRequest, resolved: ResolvedBatch, part: slice) -> IdBytes:
-    """The ids of each list in a part of the rows; none where the table has no lists."""
+    """Return the ids of each list in a part of the rows; empty for a table without lists."""
     if lookup.table.kind != "topk":
         return NO_ITEMS
     layout, rows, lent = lookup.table.layout, resolved.rows[part], lookup.served.live.items.lent
@@ -419,7 +418,7 @@ def render_stream(
     now_s: float,
     stale: str | None,
 ) -> bytes:
-    """The body of the response, with `list_items` of all rows; `now_s` in Unix seconds, `stale` as the service says."""
+    """Render the body of the response, with `list_items` of all rows; `now_s`: Unix seconds, `stale`: the service's."""
     live, table = lookup.served.live, lookup.table
     # Both tiers say the same but for the source, which is the first of the columns.
     _, *common_fields = row_of(origin_of(live, Source.L1, "batch", now_s, stale=stale))

@@ -1,6 +1,6 @@
 """Coalescer of single lookups: those of one iteration of the event loop become one read of L2.
 
-What a batch costs once (a pipeline, a flight, numpy's calls) they share; each keeps its own answer, clock and count.
+They share the fixed cost of a batch (a pipeline, a flight, numpy's calls); each keeps its own answer, clock and count.
 32 lookups in flight take 0.63 to 0.70 of the time that they take one by one; 8 gain nothing (`GROUP_SIZE_MIN`).
 """
 
@@ -37,11 +37,11 @@ ITERATIONS_MAX = 4
 """Turns of the event loop that a group waits for more while each brings some."""
 
 GroupResult = bytes | ReadResult | None
-"""The body; or how the read of the tiers ended, where that is no plain answer. None: whoever asked goes on alone."""
+"""Rendered body, or the read result if the record is no plain answer; None: look the id up alone."""
 
 
 class SingleRequest(NamedTuple):
-    """Parsed request: `served` is what it captured, `record_key` the night's record of the id, `started` monotonic."""
+    """Parsed request: `served` are its captured generations, `record_key` the nightly key, `started` is monotonic."""
 
     served: ServedGenerations
     table: Table
@@ -60,7 +60,7 @@ class SingleRequest(NamedTuple):
 
     @property
     def k(self) -> int:
-        """Items of the list: as many as asked for, else the table's width."""
+        """Number of items of the list: as requested, else the table's width."""
         return self.table.layout.width if self.options.k is None else self.options.k
 
     @property
@@ -105,7 +105,7 @@ class GetCoalescer:
         return min([get.started + get.options.deadline_s for get, _ in members]) >= l2_ends_at
 
     def note_arrival(self) -> bool:
-        """Counts one more request; returns whether it is likely to have company: as many came together of late."""
+        """Count a request; return True if recent iterations were busy enough for grouping to save time."""
         if not self._is_open:
             # Runs after every callback that is ready now, so whoever asks in this turn comes along.
             asyncio.get_running_loop().call_soon(self._flush)
@@ -115,7 +115,7 @@ class GetCoalescer:
 
     @property
     def is_busy(self) -> bool:
-        """True if as many requests as make a group came together of late; counts nothing."""
+        """True if recent iterations had enough requests for a group; counts nothing."""
         return self._expected >= GROUP_SIZE_MIN
 
     def join(self, get: SingleRequest) -> asyncio.Future[GroupResult]:

@@ -1,4 +1,4 @@
-"""Entity on its way down the ladder: what is wanted, from what it could be computed, what came of it."""
+"""Entity on its way down the ladder: its request, its input, and its answer or reason."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ _NO_ITEMS = np.empty(0, np.int64)
 
 
 class PartialList(NamedTuple):
-    """Part of a list that passes a filter, where that is less than was asked for, and where the list came from."""
+    """Items of a list that pass a filter, if they are fewer than requested, and the list's source."""
 
     prediction: Prediction
     snapshot: Snapshot
@@ -38,19 +38,19 @@ class PartialList(NamedTuple):
     producer: str
     filter_mask: FilterMask
     answer_flags: Mapping[str, bool]
-    """Fields that are true of the list."""
+    """Answer fields that are true of the list."""
     seen_ordinals: frozenset[int] = frozenset()
-    """Ordinals of what the user had, where the list is of another generation than the live one."""
+    """Ordinals of the user's past items, if the list is of another generation than the live one."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingAnswer:
-    """Case of one entity: `reason` says why there is no plain hit, `live_reason` why live had an input and no answer.
+    """Pending answer of one entity: `reason` is why there is no plain hit, `live_reason` why live gave no answer.
 
     `unknown_id_count` counts the ids of the history that the model lacked, where live has counted them. `near` is the
-    distance of the input whose answer live reused; where `is_exact`, none will do. `counted_events` are newer events of
-    the user, which the answer counts; once `is_settled`, by leaving their items out of a list that was computed without
-    them. `new_items` are those that an answer computed now may name.
+    distance of the input whose answer live reused; if `is_exact`, no such answer is allowed. `counted_events` are
+    newer events of the user, which the answer counts; once `is_settled`, by leaving their items out of a list that
+    was computed without them. `new_items` are those that an answer computed now may name.
     """
 
     entity: RequestedEntity
@@ -73,16 +73,16 @@ class PendingAnswer:
     _nightly_key: RecordKey | None = None
 
     def set_result(self, outcome: ReadResult) -> None:
-        """Takes over how a read of the tiers ended."""
+        """Set hit or reason from the outcome of a read of the tiers."""
         if isinstance(outcome, Miss):
             self.reason = outcome.reason
         else:
             self.hit = outcome
 
     def include_counted_events(self, counted_events: CountedEvents, *, is_settled: bool) -> None:
-        """Takes newer events into account: what is stored of a user with them lies beside, under their digest.
+        """Set the newer events; an answer with them is stored separately, under their digest.
 
-        A list that the night made under a filter is left out, too: what passes is looked for in the user's own.
+        The list that the night made under a filter is not used: items that pass are looked for in the user's own list.
         """
         self.counted_events, self.is_settled, self.is_exact = counted_events, is_settled, True
         self.reason = self.hit = None
@@ -90,7 +90,7 @@ class PendingAnswer:
             self._use_digest(counted_events.digest)
 
     def include_new_items(self, new_items: NewItems) -> None:
-        """Takes new items into account: what is computed of an input lies under a digest that names them, too."""
+        """Set the new items; a computed answer is then stored under a digest of input and new items."""
         self.new_items, self.is_exact = new_items, True
         if new_items and self.entity.has_input and self.record_key.position < 0:
             self.reason = self.hit = None
@@ -101,9 +101,9 @@ class PendingAnswer:
         self.record_key = RecordKey(self.table, digest, fingerprint(digest), -1, digest)
 
     def fall_back_to_nightly(self) -> bool:
-        """Wants what the night stored from now on, where nothing can be had that counts newer events or new items.
+        """Use the nightly record from now on, if no answer with newer events or new items can be had.
 
-        Returns whether there may be such a thing, which was not asked for before.
+        Returns whether there may be such a record, which was not read before.
         """
         if self._nightly_key is None:
             return False
@@ -112,17 +112,17 @@ class PendingAnswer:
 
     @property
     def names_new_items(self) -> bool:
-        """True if the record read for it is not the one the night stored: where there are new items, it has them."""
+        """True if the record that is read is not the nightly one, and so names new items, if there are any."""
         return self._nightly_key is not None
 
     @property
     def nightly_key(self) -> RecordKey:
-        """Read request for what the night stored, whatever is wanted in its place."""
+        """Record key of the nightly record, even if another record is read in its place."""
         return self._nightly_key or self.record_key
 
     @property
     def position(self) -> int:
-        """Position of the entity in its directory; -1 where the night did not know it."""
+        """Position of the entity in its directory; -1 if the night did not know it."""
         return (
             self.record_key.position
             if self.counted_events is None
@@ -143,7 +143,7 @@ class PendingAnswer:
 
     @property
     def own_ordinal(self) -> int | None:
-        """Ordinal of an item of the catalogue, its own input: its model index stands in the item table; else None."""
+        """Ordinal of a catalogue item whose own table entry is its input; None for any other entity."""
         if self.table.entity == "item" and self.record_key.position >= 0:
             return self.record_key.position
         return None
@@ -164,11 +164,11 @@ class PendingAnswer:
 
     @property
     def may_reuse(self) -> bool:
-        """True if the answer to an input close by will do: never for an id that the night knows."""
+        """True if a near input's answer may be reused: never for an id that the night knows."""
         return self.record_key.position < 0 and not self.is_exact
 
     def may_compute(self, snapshot: Snapshot) -> bool:
-        """True if it is not blocked, has an input and its table a producer; the model itself may still be down."""
+        """True unless it is blocked, has no input, or its table no producer; the model itself may still be down."""
         if self.reason == MissReason.ENTITY_BLOCKED:
             return False
         if self.counted_events is not None and not self.is_settled:
@@ -181,14 +181,14 @@ class PendingAnswer:
         return snapshot.predictor is None or snapshot.predictor.supports(self.table.name)
 
     def decoded(self, snapshot: Snapshot, stored_record: bytes) -> Record:
-        """A record of this generation; raises CorruptArtefact."""
+        """Decode a record of this generation; raise CorruptArtefact."""
         return decode_record(self.table.layout, stored_record, snapshot.numbered)
 
     def find_seen_ordinals(self, live: Snapshot) -> NDArray[np.int64]:
-        """Ordinals in the live generation of the items that its night knows the user to have had.
+        """Return the ordinals in the live generation of the user's past items, as the night knew them.
 
-        None where the generation does not keep them (it has neither attributes of items nor events), and none of a
-        user who is blocked or was erased: the answer is then made without anything that is known of the user.
+        Empty if the generation does not keep them (it has neither attributes of items nor events), and for a user who
+        is blocked or was erased: such an answer uses nothing that is known of the user.
         """
         if self.reason == MissReason.ENTITY_BLOCKED:
             return _NO_ITEMS
@@ -207,7 +207,7 @@ class PendingAnswer:
         return counted_events is not None and counted_events.input.caller_input is None
 
     def history_in(self, snapshot: Snapshot) -> SentHistory:
-        """The sent history as this generation knows it, looked up once."""
+        """Return the sent history with this generation's ordinals, looked up once."""
         if self._history is None or self._history[0] != snapshot.generation:
             self._history = snapshot.generation, history_in(snapshot, self.entity.history)
         return self._history[1]
@@ -224,7 +224,7 @@ def _feature_bytes(value: FeatureValue) -> int:
 
 
 async def build_pending_answers(snapshot: Snapshot, request: LookupRequest) -> list[PendingAnswer]:
-    """Builds a case per entity; raises Problem for what this generation can never answer."""
+    """Build a pending answer per entity; raise Problem for a request that this generation can never answer."""
     cases = []
     pace = YieldPacer()
     for entity in request.entities:
@@ -244,10 +244,11 @@ async def build_pending_answers(snapshot: Snapshot, request: LookupRequest) -> l
 def with_filter_table(
     snapshot: Snapshot, record_key: RecordKey, options: RequestOptions
 ) -> RecordKey:
-    """Read request for the list that the night made under the filter that is called, where it made one.
+    """Return the record key of the list that the night made under the named filter, if it made one.
 
-    Not for another order, whose candidates are those of the list that is asked: then a name would mean another answer
-    than its expression. Nor where events have changed an attribute that it compares: what passes now was not looked at.
+    Not for re-ranked lists, whose candidates are those of the plain list: else a name would give another answer than
+    its expression. Nor if events have changed an attribute that the filter compares: the night did not check the new
+    values.
     """
     if not isinstance(options.filter, str) or options.rerank is not None or record_key.position < 0:
         return record_key
@@ -261,13 +262,13 @@ def with_filter_table(
 def build_plain_pending(
     snapshot: Snapshot, table: Table, k: int, record_key: RecordKey, entity: RequestedEntity
 ) -> PendingAnswer:
-    """The case of an entity that came with nothing but an id, which was looked up as `record_key`."""
+    """Build the pending answer of an entity without an input, which was looked up as `record_key`."""
     digest = record_key.digest or snapshot.digest_of_nothing
     return PendingAnswer(entity, table, k, record_key, digest)
 
 
 def find_plain_record_key(snapshot: Snapshot, table: Table, raw: bytes) -> RecordKey:
-    """Read request for an id that came without an input, with the digest of an item, which is its own input."""
+    """Return the record key of an id without an input, with the digest if it is an item, which is its own input."""
     record_key = find_record_key(snapshot, table, raw)
     is_input = table.entity == "item" and record_key.position >= 0
     return record_key._replace(digest=snapshot.digest_of_nothing) if is_input else record_key
@@ -276,7 +277,7 @@ def find_plain_record_key(snapshot: Snapshot, table: Table, raw: bytes) -> Recor
 def find_record_key(
     snapshot: Snapshot, table: Table, raw: bytes, digest: bytes | None = None
 ) -> RecordKey:
-    """Read request (`RecordKey`) for an id, with the digest of its input if it came with one."""
+    """Return the record key of an id, with the digest of its input if there is one."""
     directory = snapshot.directories[table.entity]
     key = hash_id(raw, directory.seed)
     return RecordKey(table, key, fingerprint(raw), directory.find(key), digest)
@@ -320,14 +321,14 @@ def _check_features(snapshot: Snapshot, table: Table, entity: RequestedEntity) -
 
 
 def still_open(cases: Sequence[PendingAnswer]) -> list[PendingAnswer]:
-    """Cases without an answer yet, but those of whose list too little passes a filter: no rung has more of it."""
+    """Return the entities without an answer, except those whose list has too few passing items: no rung has more."""
     return [
         case for case in cases if case.answer is None and case.reason is not MissReason.FILTERED
     ]
 
 
 def find_previous_record_key(previous: Snapshot, case: PendingAnswer) -> RecordKey | str:
-    """The record that a case may be answered with from the previous generation, or why there is none."""
+    """Return the record key for the previous generation, or the reason why it cannot answer."""
     raw = case.entity.raw
     if raw is None or case.reason in _NO_OTHER_NIGHT:
         return case.reason or "no_id"

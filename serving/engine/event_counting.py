@@ -1,4 +1,4 @@
-"""Newer events and new items taken into account, whoever asks: the one place where a case becomes one that has them."""
+"""Newer events and new items: adds them to pending answers, for all kinds of requests."""
 
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -14,11 +14,11 @@ from serving.requests.models import RequestOptions
 from serving.requests.reasons import LiveReason
 
 ReadRecords = Callable[[Sequence[RecordKey]], Awaitable[Sequence[ReadResult]]]
-"""Reads the records that the night stored: one outcome per read request, in order."""
+"""Reader of nightly records: one outcome per record key, in order."""
 
 
 def new_items_of(snapshot: Snapshot, case: PendingAnswer) -> EligibleNewItems:
-    """New items that the answer of a case may name, without those that it leaves out."""
+    """Return the new items that an answer may name, without its exclusions."""
     if not case.new_items:
         return NO_ELIGIBLE_NEW_ITEMS
     raws = list(case.entity.history or ())
@@ -38,10 +38,10 @@ async def count_newer(
     options: RequestOptions,
     read_records: ReadRecords,
 ) -> None:
-    """Has cases count the events that their users have and the generation lacks, and its new items, unless unwanted.
+    """Add to pending answers the newer events of their users, and the new items, unless the request declines them.
 
     Where that cannot be computed (no model, vectors that users brought along, events that are yet to be read again),
-    they start settled for what the night stored.
+    they start settled for the nightly record.
 
     Records are read here only where the answer depends on whether there is one: a user whom the night knows has events
     and sent an input, and the night's input and the events do not suffice for the model. Then the sent input counts
@@ -84,7 +84,7 @@ async def count_newer(
 
 
 def count_as(snapshot: Snapshot, case: PendingAnswer, sibling_pending: PendingAnswer) -> None:
-    """Have a case count the very events that the case of another table counts: both are parts of one answer.
+    """Make a pending answer count exactly the events of another table's: both are parts of one answer.
 
     Events that were accepted in between would make a list of one history, and leave out the items of another.
     """
@@ -104,7 +104,7 @@ def _find_counted_events(
     *,
     takes_sent: bool,
 ) -> CountedEvents | None:
-    """Newer events of a user that the answer of a case counts, with the new items among them; None without any."""
+    """Return the newer events of a user that an answer counts, with the new items among them; None without any."""
     as_of = NO_LIMIT if options.as_of is None else options.as_of
     sent_input = (case.live_input, case.digest) if takes_sent else None
     counted_events = newer_events.find_counted_events(
@@ -122,7 +122,7 @@ def _find_counted_events(
 
 
 def _is_computed(snapshot: Snapshot, case: PendingAnswer, counted_events: CountedEvents) -> bool:
-    """Return True if a model is to answer the case from the events."""
+    """True if a model is to compute the answer from the events."""
     events = snapshot.events
     return (
         events is not None
@@ -143,9 +143,9 @@ def _count(snapshot: Snapshot, case: PendingAnswer, counted_events: CountedEvent
 def _with_new(
     snapshot: Snapshot, counted_events: CountedEvents, as_of: int | None
 ) -> CountedEvents:
-    """The same, with new items that are among the events counted as the next night counts them.
+    """Return the events with the new items among them, counted as the next night counts them.
 
-    Where items are a table of vectors that night's models know them as well, so the answer is approximate.
+    If items are a table of vectors, the next night's models know them as well, so the answer is approximate.
     """
     new_items = snapshot.new_items
     if not new_items or new_items.numbers.keys().isdisjoint(counted_events.items):
@@ -167,9 +167,9 @@ def _with_new(
 def _answer_with_new(
     snapshot: Snapshot, cases: Sequence[PendingAnswer], options: RequestOptions
 ) -> None:
-    """Has lists of users that are computed now name the new items of a generation.
+    """Make computed lists of users name the new items of a generation.
 
-    Not in another order, which asks for more of an item than what is known of a new one.
+    Not for re-ranked lists, which need more of an item than is known of a new one.
     """
     new_items = snapshot.new_items
     if not new_items or options.rerank is not None:

@@ -1,4 +1,4 @@
-"""The hot route: plain lookups answered ahead of the router from L1 or one read of L2, counted in bulk.
+"""Hot route: plain lookups answered ahead of the router from L1 or one read of L2, counted in bulk.
 
 What it does not recognise (other options, bad input, inputs to compute from, a running canary or experiment) it leaves
 to the routes behind it, and ids without a stored answer to the ladder.
@@ -47,10 +47,10 @@ log = logging.getLogger(__name__)
 POST_ROUTE = "POST /v1/lookup/{table}"
 
 FLUSH_ANSWERS = 256
-"""Answers that are counted together: what that costs by itself is paid this seldom."""
+"""Answers counted at once, which spreads the fixed cost of counting."""
 
 TIMED_EVERY = 128
-"""Answers per timed one, which stands for all of them."""
+"""Answers per timed one, whose time counts for all of them."""
 
 _CACHED_STARTS_MAX = 8_192
 _RESPONSE_START = {"type": "http.response.start", "status": 200}
@@ -60,7 +60,7 @@ _get_table_and_id, _table, _is_newer = itemgetter(4), itemgetter(0), attrgetter(
 
 
 class FastLookups:
-    """The hot route: needs what the routes need, and the tiers; every method answers None for what is not its own."""
+    """Fast path of lookups; every method returns None for a request that the routes must handle."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class FastLookups:
         self._starts: dict[int, Message] = {}
 
     def ready(self, scope: Scope) -> Messages | None:
-        """The ready answer to a GET whose headers allow one, and that is not traced; None if there is none."""
+        """Return the ready answer to an untraced GET with plain headers; None without one."""
         caller = caller_of(scope)
         if not caller.may("read") or caller.quota is not None:  # a quota is taken further below
             return None
@@ -107,11 +107,11 @@ class FastLookups:
         return None if body is None else self._messages(body)
 
     def can_use_fast_path(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Returns whether a lookup with these headers may have a ready answer."""
+        """True if a lookup with these headers may have a ready answer."""
         return self._gate.can_use_fast_path(headers)
 
     def _answer(self, target: bytes) -> bytes | None:
-        """The body for a GET that was answered before (path and query as they came), from L1, its age as of now."""
+        """Return the ready body in L1 for exactly this path and query, with its current age; None without one."""
         ready = self._ready(target)
         if ready is None:
             return None
@@ -134,7 +134,7 @@ class FastLookups:
         self.answer = self._timed
 
     def _timed(self, target: bytes) -> bytes | None:
-        """Answers, and records how long that took: for the next answer only, and for each while generations change."""
+        """Answer and record the time: of one answer per TIMED_EVERY, and of each while generations change."""
         started = self._timer()
         body = self._answer(target)
         if body is not None:
@@ -146,7 +146,7 @@ class FastLookups:
         return body
 
     def parse_get(self, scope: Scope) -> SingleRequest | None:
-        """A GET of one id, parsed and looked up in the directory; None for what is not this route's."""
+        """Parse a GET of one id and look it up in the directory; None for a request that the routes must handle."""
         if not caller_of(scope).may("read"):  # first: what a stranger asks leaves no trace
             return None
         started = self._timer()
@@ -192,11 +192,11 @@ class FastLookups:
         )
 
     def try_join(self, parsed_get: SingleRequest) -> asyncio.Future[GroupResult] | None:
-        """The future answer to a GET that goes along with others, which needs no task; None if it does not."""
+        """Return the future answer of a GET that joins a grouped read, which needs no task; None if it cannot join."""
         return self._singles.try_join(parsed_get)
 
     def finish_joined(self, group_future: asyncio.Future[GroupResult]) -> bytes | None:
-        """The body that came with those of others, counted; None if whoever joined has to go on alone."""
+        """Return the body of a grouped read, and count it; None if the request must continue on its own."""
         body = group_future.result()
         if not isinstance(body, bytes):
             return None
@@ -206,7 +206,7 @@ class FastLookups:
     async def get(
         self, parsed_get: SingleRequest, group_future: asyncio.Future[GroupResult] | None = None
     ) -> Messages | None:
-        """The answer to a GET of one id, which may have joined others before."""
+        """Return the answer to a GET of one id, which may have joined a grouped read before."""
         singles = self._singles
         try:
             if group_future is None:
@@ -222,7 +222,7 @@ class FastLookups:
         return self._messages(body)
 
     async def post(self, scope: Scope, receive: Receive) -> tuple[Messages | None, Receive]:
-        """The answer to a batch for one table, and from where the request can still be read if there is none."""
+        """Return the answer to a batch for one table, or None, and a `receive` that replays the request."""
         started, path = self._timer() - waited_in(scope), scope.get("raw_path") or b""
         if not path.startswith(LOOKUP_PREFIX) or not caller_of(scope).may("read"):
             return None, receive
@@ -260,7 +260,7 @@ class FastLookups:
         ), replay_receive
 
     def _get_served(self) -> ServedGenerations | None:
-        """The generations to answer from; None while there are none, or a canary or experiments take some requests."""
+        """Return the generations to answer from; None without any, or if a canary or experiments take some requests."""
         return None if self._holder.is_divided else self._holder.served
 
     def _messages(self, body: bytes) -> Messages:
@@ -277,7 +277,7 @@ class FastLookups:
 
 
 def _skip_timing() -> None:
-    """Times no answer."""
+    """Do nothing: the `time_next` of a route that times no answer."""
 
 
 def _arrow_messages(stream: bytes) -> Messages:
@@ -286,7 +286,7 @@ def _arrow_messages(stream: bytes) -> Messages:
 
 
 class SingleLookups:
-    """Answers lookups of one id; whatever is no plain record is the ladder's to answer."""
+    """Lookup of single ids from L1 or L2; a result that is no plain record goes to the ladder."""
 
     def __init__(
         self, service: LookupService, batches: BatchLookups, clock: Callable[[], float]
@@ -301,7 +301,7 @@ class SingleLookups:
         self._coalescer = GetCoalescer(service, batches, clock)
 
     async def answer(self, get: SingleRequest) -> bytes | None:
-        """The body of the response; None if under its filter more than L1 is needed."""
+        """Return the body of the response; None if a filtered answer needs more than L1."""
         if get.filter_mask is not None:
             return self._filtered(get) if get.is_plain else None
         if not get.is_plain:
@@ -318,7 +318,7 @@ class SingleLookups:
         return await self._finished(get, outcome)
 
     def try_join(self, get: SingleRequest) -> asyncio.Future[GroupResult] | None:
-        """The future answer of a lookup that goes along with others, which needs no task; None if it does not.
+        """Return the future answer of a lookup that joins a grouped read, which needs no task; None if it cannot join.
 
         With 32 in flight a task for each costs 2 of 24 us: 7 % of what L2 lookups take, by processor time.
         """
@@ -333,7 +333,7 @@ class SingleLookups:
         return coalescer.join(get)
 
     async def answer_after_join(self, get: SingleRequest, group_result: GroupResult) -> bytes:
-        """The body for who joined others and was told no answer."""
+        """Return the body for a request whose grouped read gave no rendered answer."""
         return await self._finished(
             get, await self._read(get) if group_result is None else group_result
         )
@@ -345,14 +345,14 @@ class SingleLookups:
         return await self._resolved(get, outcome) if rendered is None else rendered
 
     async def _read(self, get: SingleRequest) -> ReadResult:
-        """Reads L2; under a deadline of its own if the request has less time than L2 may take."""
+        """Read L2, with a deadline if the request has less time than L2 may take."""
         deadline = None
         if not self._coalescer.has_time(get):
             deadline = self._ladder.l2_deadline(get.options, get.started)  # a clock of its own
         return await self._tiers.get(get.served.live.view, get.record_key, deadline)
 
     def _filtered(self, get: SingleRequest) -> bytes | None:
-        """The body made of the list in L1, if enough of it passes the filter; else nothing is counted."""
+        """Return the body made of the list in L1 if enough items pass the filter; else None, and count nothing."""
         view, record_key = get.served.live.view, get.record_key
         hit = self._tiers.inspect(view, record_key)
         if hit is None or (start := self._start(get, hit)) is None:
@@ -361,7 +361,7 @@ class SingleLookups:
         return self._count_and_finish(get, hit, start)
 
     def _rendered(self, get: SingleRequest, hit: Hit) -> bytes | None:
-        """The body made of a stored record, counted; None if that is no plain answer."""
+        """Return the body made of a stored record, and count it; None if the record is no plain answer."""
         start = self._start(get, hit)
         return None if start is None else self._count_and_finish(get, hit, start)
 
@@ -395,7 +395,7 @@ class SingleLookups:
         return start + static_tail.end(source, self._clock())
 
     async def _resolved(self, get: SingleRequest, outcome: ReadResult | None) -> bytes:
-        """The body with the ladder's answer, which knows how the read of the tiers ended, if there was one."""
+        """Return the body with the ladder's answer; `outcome` is that of the tiers' read, None without one."""
         case = get.pending_answer
         if outcome is not None:
             case.set_result(outcome)
@@ -406,7 +406,7 @@ class SingleLookups:
         return orjson.dumps(answer, option=JSON)
 
     def _keep_newer(self, get: SingleRequest, case: PendingAnswer, answer: AnswerJson) -> None:
-        """Keeps an answer with newer events that L1 gave; one that settled for less is made again."""
+        """Keep in L1 an answer with newer events; one that settled for the nightly record is not kept."""
         live, events = get.served.live, get.events
         is_whole = case.counted_events is not None and not case.is_settled
         if events is None or not is_whole or answer["source"] is not Source.L1:
@@ -418,10 +418,10 @@ class SingleLookups:
 
 
 class SentAnswers(list[ReadyAnswer]):
-    """Answers of the live generation in their order; `times`: how long those of them took that were timed, in seconds.
+    """Sent answers of the live generation in order, not counted yet; `times` has the seconds of the timed ones.
 
-    Whoever appends the one that is `due` calls `flush_or_time`, whoever reads a count calls `flush` first. `time_next`
-    hears when the next answer is to be timed. Counted many at a time, answers cost a third of what they do one by one.
+    The caller that appends the answer that is `due` calls `flush_or_time`; a reader of a count calls `flush` first.
+    `time_next` is called when the next answer is to be timed. Counted in bulk, answers cost a third of single counts.
     """
 
     def __init__(
@@ -446,7 +446,7 @@ class SentAnswers(list[ReadyAnswer]):
         self._recent.flush_pending = self._counters.flush = self.flush
 
     def flush_or_time(self) -> None:
-        """Counts all answers if enough were sent, else has the next one timed; called when one is `due`."""
+        """Count all answers if enough were sent, else have the next one timed; called when one is `due`."""
         if len(self) >= FLUSH_ANSWERS:
             self.flush()
         else:
@@ -454,7 +454,7 @@ class SentAnswers(list[ReadyAnswer]):
             self.time_next()
 
     def flush(self) -> None:
-        """Counts all answers in the list, and begins anew."""
+        """Count all answers in the list, and clear it."""
         if not self:
             return
         entity_names = list(map(_get_table_and_id, self))
@@ -496,7 +496,7 @@ class SentAnswers(list[ReadyAnswer]):
                     self._sample(self[index])
 
     def touched(self, ready: ReadyAnswer) -> None:
-        """Records that an answer of the sample is about to be sent."""
+        """Record that a sampled answer is about to be sent."""
         trace_entry = ready.access
         if trace_entry is not None and trace_entry[0] <= self._trace.last:
             self._trace.append(trace_entry)
@@ -504,7 +504,7 @@ class SentAnswers(list[ReadyAnswer]):
             self._local.unsampled(ready)
 
     def _sample(self, ready: ReadyAnswer) -> None:
-        """Samples an answer as it was sent, but with its age as of now; one from before a flip is passed over."""
+        """Pass an answer to the sampler with its current age; skip an answer from before a flip."""
         served, now_s = self._holder.served, self._clock()
         stamps = () if served is None else (served.live.stamp, served.live.values_stamp)
         if served is not None and ready.stamp in stamps and not ready.is_newer:

@@ -1,4 +1,4 @@
-"""Live inference, once per key and input; what may be kept of it is kept, and looked up again where that pays."""
+"""Live inference, once per key and input; stores answers, and reads stored ones where that pays off."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from serving.requests.reasons import LiveReason
 log = logging.getLogger(__name__)
 
 FlightKey = tuple[str, str, int | bytes, bytes, bool, bool]
-"""Generation, table, entity and digest of the input, and if another's answer will do: what one inference answers."""
+"""Key of one inference: generation, table, entity, digest of the input, and whether a near answer will do."""
 
 SHARED_REASONS = frozenset(
     {
@@ -37,35 +37,35 @@ SHARED_REASONS = frozenset(
 )
 """Misses that another process may have at this moment, too, and whose answer is stored for both.
 
-Not `fresh` and `too_old`: what another process has stored may be older than what was asked for.
+Not `fresh` and `too_old`: a stored answer of another process may be older than requested.
 """
 
 _LOOKED_UP_REASONS = SHARED_REASONS | {MissReason.UNREAD}
 
 REPEAT_WINDOW = 1_024
-"""Inputs after which is judged; then each that was counted counts for half as much."""
+"""Inputs after which the rate is judged; then all counts are halved."""
 
 RARE_SHARE = 0.01
-"""Share of inputs that came again below which overlays are left unread."""
+"""Share of repeated inputs below which overlays are left unread."""
 
 FREQUENT_SHARE = 0.02
-"""Share of a window's inputs that came again above which all overlays are read again, at once."""
+"""Share of repeated inputs in a window above which all overlays are read again, at once."""
 
 PROBE_EVERY = 16
-"""Inputs whose overlays are left unread, per probe: one is looked up all the same, and nobody waits for it."""
+"""Number of inputs with unread overlays per probe, which reads one overlay without delaying its answer."""
 
 
 class InferenceBatcher(Protocol):
-    """Protocol of the batcher that computes live answers."""
+    """Interface of the batcher that computes live answers."""
 
     def infer(self, job: InferenceJob) -> Awaitable[ComputedRecord]:
-        """Outcome of one job; raises LiveUnavailable where there is none."""
+        """Return the outcome of one job; raise LiveUnavailable without one."""
 
 
 class InferenceTarget(NamedTuple):
-    """Answer that an inference gives: of which record and input, and if it stands in for one of the night.
+    """Target of an inference: record, input, and whether the answer replaces a nightly one.
 
-    `key_without_new_items` is the record request of the same input without new items, by the id.
+    `key_without_new_items` is the record key of the same input without new items, by the id.
     """
 
     record_key: RecordKey
@@ -76,31 +76,31 @@ class InferenceTarget(NamedTuple):
 
 
 class RepeatRate:
-    """Repeat rate of inputs of ids that the night does not know: where none comes again, looking up is in vain.
+    """Repeat rate of inputs of ids that the night does not know: if none repeats, reading overlays is in vain.
 
     It counts inputs while all overlays are read, and probes while they are not. Answers are stored either way, so a
-    probe finds whatever any process has answered before, and 20 of them are enough to read everything again.
+    probe finds the stored answer of any process, and 20 of them are enough to read everything again.
     """
 
     def __init__(self) -> None:
         self.spared = 0
-        """Overlays left unread."""
+        """Number of overlays left unread."""
         self.are_rare = False
         self._inputs = 0.0
         self._repeat_weight = 0.0
 
     def spare(self) -> bool:
-        """Counts an overlay that is left unread; returns whether to probe for it."""
+        """Count an overlay that is left unread; return whether to probe for it."""
         self.spared += 1
         return self.spared % PROBE_EVERY == 0
 
     def saw(self, is_repeat: bool) -> None:
-        """Counts an input whose answer was there or under way, or was not, while all overlays are read."""
+        """Count an input while all overlays are read; `is_repeat`: its answer was stored or under way."""
         if not self.are_rare:
             self._count(is_repeat)
 
     def probed(self, is_repeat: bool) -> None:
-        """Counts what a probe found, while overlays are left unread."""
+        """Count the result of a probe while overlays are left unread."""
         if self.are_rare:
             self._count(is_repeat)
 
@@ -119,7 +119,7 @@ class RepeatRate:
 
 @dataclass(slots=True, eq=False)
 class LiveInferences:
-    """The live rung; callers with the same input share a flight, callers with different inputs never do."""
+    """Live rung; callers with the same input share a flight, callers with different inputs never do."""
 
     batcher: InferenceBatcher
     tiers: TieredCache
@@ -131,7 +131,7 @@ class LiveInferences:
     spares_reads: bool = False
     changed_answers: ChangedAnswers | None = None
     reuses: frozenset[str] = frozenset()
-    """Tables whose answers to inputs close by may be reused."""
+    """Tables whose answers to near inputs may be reused."""
     repeats: RepeatRate = field(init=False, default_factory=RepeatRate)
     flights: SingleFlight[FlightKey, ComputedRecord] = field(
         init=False, default_factory=SingleFlight
@@ -139,13 +139,13 @@ class LiveInferences:
     _jobs: dict[FlightKey, InferenceJob] = field(init=False, default_factory=dict)
 
     def note_repeat(self) -> None:
-        """Counts an input that was answered from an overlay."""
+        """Count an input that was answered from an overlay."""
         self.repeats.saw(True)
 
     async def run(
         self, snapshot: Snapshot, cases: Sequence[PendingAnswer], limit_s: float
     ) -> list[ComputedRecord | LiveUnavailable]:
-        """Outcomes within `limit_s` seconds, one per case, in order."""
+        """Return outcomes within `limit_s` seconds, one per pending answer, in order."""
         if snapshot.predictor is None:
             return [LiveUnavailable(LiveReason.NO_MODEL)] * len(cases)
         give_up = time.monotonic() + limit_s
@@ -175,7 +175,7 @@ class LiveInferences:
     def _board(
         self, snapshot: Snapshot, case: PendingAnswer, deadline: float
     ) -> FlightSeat[FlightKey, ComputedRecord] | None:
-        """A place in the one flight for this input, None if it is left out under overload.
+        """Return a place in the one flight for this input, None if it is left out under overload.
 
         A future per entity, and no task unless others may compute it.
         """
@@ -223,7 +223,7 @@ class LiveInferences:
         return self.flights.board(key, work)
 
     def plan_overlay_reads(self, snapshot: Snapshot, cases: Sequence[PendingAnswer]) -> None:
-        """Has the overlays that would be read next left unread where that pays, but for probes."""
+        """Decide which overlays are left unread, and which of them are probed."""
         if snapshot.predictor is None or not (self.spares_reads and self.repeats.are_rare):
             return
         for case in cases:
@@ -315,7 +315,7 @@ class LiveInferences:
         cases: Sequence[PendingAnswer],
         outcomes: Sequence[ComputedRecord | LiveUnavailable],
     ) -> None:
-        """Compares lists computed from newer events with the night's, where L1 holds that: a sample without a read."""
+        """Compare lists computed from newer events with the nightly ones that L1 holds: a sample without a read."""
         for case, outcome in zip(cases, outcomes, strict=False):
             if (
                 case.counted_events is None

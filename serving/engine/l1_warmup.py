@@ -30,9 +30,9 @@ class BatchReader(Protocol):
 
 @dataclass(slots=True, eq=False)
 class L1Warmup:
-    """Warm-up of L1: what was read for a generation is not read again, so that topping up costs only what is new.
+    """Warm-up of L1: reads each id of a generation once, so that topping up costs only the new ids.
 
-    `recent` is what this replica was asked for, `hottest` what all were; it never raises, and is asked once for each
+    `recent` has this replica's requests, `hottest` returns those of all; it never raises, and is called once for each
     generation.
     """
 
@@ -46,7 +46,7 @@ class L1Warmup:
     _shared: Sequence[Name] = field(init=False, default=())
 
     async def __call__(self, coming: Snapshot, current: Snapshot | None) -> None:
-        """BatchReads what is hot for the coming generation, this replica's own first; bounded in time."""
+        """Read hot ids for the coming generation, this replica's own first; bounded in time."""
         if current is not None and coming.generation == current.generation:
             return
         started_at = self.timer()

@@ -33,38 +33,38 @@ from serving.usage.request_observer import UsageObserver
 log = logging.getLogger(__name__)
 
 _SETTLED_FOR = (None, MissReason.TOO_OLD, MissReason.EXHAUSTED)
-"""Reasons for which a stored record is still an answer, once live has none."""
+"""Reasons for which a stored record is still an answer if live has none."""
 
 
 class RecordReader(Protocol):
-    """Protocol of the tiers, as far as the ladder needs it."""
+    """Interface of the tiers that the ladder uses."""
 
     async def get_many(
         self, view: View, record_keys: Sequence[RecordKey], deadline: float
     ) -> Sequence[ReadResult]:
-        """Reads one outcome per want, in order; `deadline` is monotonic."""
+        """Read one outcome per record key, in order; `deadline` is monotonic."""
 
     def discard(self, view: View, record_key: RecordKey) -> None:
-        """Forgets a record that turned out to be damaged."""
+        """Remove a record that turned out to be damaged."""
 
 
 class InferenceRunner(Protocol):
-    """Protocol of live inference, as far as the ladder needs it."""
+    """Interface of live inference that the ladder uses."""
 
     def plan_overlay_reads(self, snapshot: Snapshot, cases: Sequence[PendingAnswer]) -> None:
-        """Has overlays left unread where that pays."""
+        """Decide which overlays are left unread."""
 
     def note_repeat(self) -> None:
-        """Counts an input that was answered from an overlay."""
+        """Count an input that was answered from an overlay."""
 
     async def run(
         self, snapshot: Snapshot, cases: Sequence[PendingAnswer], limit_s: float
     ) -> Sequence[ComputedRecord | LiveUnavailable]:
-        """Outcomes within `limit_s` seconds, one per case, in order."""
+        """Return outcomes within `limit_s` seconds, one per pending answer, in order."""
 
 
 class Ladder:
-    """Answers every entity exactly once; only a request that can never be answered raises (Problem)."""
+    """Ladder: answers every entity exactly once; only a request that can never be answered raises (Problem)."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Ladder:
     async def lookup(
         self, served: ServedGenerations, request: LookupRequest, started: float
     ) -> list[AnswerJson]:
-        """Answers each entity once, in order, from what `served` had when the request came."""
+        """Answer each entity once, in order, from the generations captured in `served` when the request came."""
         served = served.pinned(request.options.generation)
         cases = await build_pending_answers(served.live, request)
         return await self.resolve(served, cases, RequestContext.of(request.options, started))
@@ -107,13 +107,13 @@ class Ladder:
     async def resolve(
         self, served: ServedGenerations, cases: Sequence[PendingAnswer], context: RequestContext
     ) -> list[AnswerJson]:
-        """Answers each case once, in order: from the first rung that can.
+        """Answer each pending entity once, in order: from the first rung that can.
 
-        What passes a filter too rarely is left without one: a search by vectors is for who asked under it.
+        If too few stored items pass the filter, the list is searched again from the user's vector, but only for
+        requests that sent a filter.
 
-        The one way to an answer, whoever asks. A case may come with what the tiers hold of it
-        (`PendingAnswer.set_result`), read in whatever way was cheapest for many: then that is judged here, and not read
-        again.
+        All kinds of requests end here. A pending answer may come with the outcome of a read of the tiers
+        (`PendingAnswer.set_result`), made in whatever way was cheapest for many: it is judged here, and not read again.
         """
         live = served.live
         if not context.is_part:
@@ -138,14 +138,14 @@ class Ladder:
         return [case.answer for case in cases if case.answer is not None]
 
     def l2_deadline(self, options: RequestOptions, started: float, commands: int = 1) -> float:
-        """Monotonic time until which the stored records of a request may be waited for."""
+        """Return the monotonic time until which a request may wait for its stored records."""
         tier_s = deadline_for(self._l2_deadline_s, commands)
         return min(started + options.deadline_s, self._timer() + tier_s)
 
     async def _count_newer(
         self, snapshot: Snapshot, cases: Sequence[PendingAnswer], context: RequestContext
     ) -> None:
-        """Newer events and new items."""
+        """Add newer events and new items to the pending answers."""
 
         def read_records(record_keys: Sequence[RecordKey]) -> Awaitable[Sequence[ReadResult]]:
             deadline = self.l2_deadline(context.options, context.started, len(record_keys))
@@ -156,7 +156,7 @@ class Ladder:
     async def _read_stored(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
     ) -> None:
-        """L1 and L2."""
+        """Answer from stored records in L1 and L2."""
         snapshot = served.live
         for case in cases:
             if snapshot.blocks(case.table, case.entity.raw):
@@ -225,7 +225,7 @@ class Ladder:
     async def _compute(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
     ) -> None:
-        """Live inference."""
+        """Answer by live inference."""
         snapshot, started_at = served.live, self._timer()
         cases = [case for case in cases if _is_worth(case, snapshot)]
         if not cases:
@@ -271,7 +271,7 @@ class Ladder:
     async def _settle_for_stored(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
     ) -> None:
-        """Reads records where fresher ones could not be had: they beat another night's answer."""
+        """Answer from stored records for want of fresher ones; they beat another night's answer."""
         snapshot = served.live
         # Under overload an overlay that is hardly ever there is not looked for either.
         unread = [
@@ -298,7 +298,7 @@ class Ladder:
     async def _read_previous(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
     ) -> None:
-        """The previous generation's records."""
+        """Answer from records of the previous generation."""
         previous = served.previous
         if previous is None:
             return
@@ -338,7 +338,7 @@ class Ladder:
     async def _give_default(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
     ) -> None:
-        """Defaults, which hold for everybody."""
+        """Answer with the table's defaults, which are the same for all users."""
         pace = YieldPacer(context.options)
         for case in cases:
             await pace.step(case.entity)
@@ -346,7 +346,7 @@ class Ladder:
 
 
 def _had_in(previous: Snapshot, case: PendingAnswer, live: Snapshot) -> frozenset[int]:
-    """Ordinals in the previous generation of what the live one's night knows the user to have had."""
+    """Return the ordinals in the previous generation of the user's past items, as the live one's night knew them."""
     seen_ordinals = case.find_seen_ordinals(live)
     if not len(seen_ordinals):
         return frozenset()
@@ -355,7 +355,7 @@ def _had_in(previous: Snapshot, case: PendingAnswer, live: Snapshot) -> frozense
 
 
 def _is_worth(case: PendingAnswer, snapshot: Snapshot) -> bool:
-    """True if live may compute, unless the very answer that it would compute is the one that was used up."""
+    """True if live may compute and would not compute exactly the answer that was used up."""
     used_up = case.reason == MissReason.EXHAUSTED and case.hit is not None and case.hit.live
     return case.may_compute(snapshot) and not used_up
 

@@ -1,4 +1,4 @@
-"""Leases for cold answers: one process computes, the others wait for it, but neither for long nor for a dead one."""
+"""Leases for cold answers: one process computes, the others wait, but not for long and not for a dead leader."""
 
 import asyncio
 import random
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LeaseCounts:
-    """LeaseCounts of leases by outcome; each cold answer adds to `led`, `adopted`, `timed_out` or `unavailable`."""
+    """Counts of leases by outcome; each cold answer adds to `led`, `adopted`, `timed_out` or `unavailable`."""
 
     led: int = 0
     waited: int = 0
@@ -40,16 +40,16 @@ class LeaseCounts:
     unavailable: int = 0
 
     def internal_counters(self) -> dict[str, float]:
-        """LeaseCounts by the names under which they are scraped."""
+        """Return the counts by the names under which they are scraped."""
         return {f"leases_{name}": count for name, count in asdict(self).items()}
 
 
 class LeaseManager:
     """Leases that live for half of `wait_s` and are renewed while their leader computes.
 
-    Whoever computes marks the lease as done, also without holding it: what matters is that the answer is there.
-    A follower polls with jitter, takes the stored answer as soon as the lease says that it is there, and leads itself
-    once the leader's lease has ended. After `wait_s`, or half of its caller's time, it computes without one.
+    A process that has computed marks the lease as done even if another process holds it: the answer is stored. A
+    follower polls with jitter, takes the stored answer as soon as the lease is done, and leads itself once the
+    leader's lease has ended. After `wait_s`, or half of its caller's time, it computes without a lease.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class LeaseManager:
         self._jitter = jitter
         self._resting_until = float("-inf")
         self._written_at_by_mark: dict[LeaseMark, float] = {}
-        """Monotonic time since when each lease stands as it is in Redis."""
+        """Monotonic time of the last write of each lease in Redis."""
         self._renewal: asyncio.TimerHandle | None = None
 
     def _rests(self) -> bool:
-        """True while leases rest: who computes then does so without one, which is counted."""
+        """True while leases are suspended, after Redis was slow; counts an answer that is computed without one."""
         if self._timer() >= self._resting_until:
             return False
         self.counts.unavailable += 1
@@ -96,9 +96,9 @@ class LeaseManager:
         limit_s: float,
         compute: Callable[[LeaseMark | None], Awaitable[T]],
     ) -> T | Hit:
-        """Answer of `compute`, run at most in one process at a time, or the one that another process has just stored.
+        """Return the answer of `compute`, run in at most one process at a time, or another process's stored answer.
 
-        `compute` stores its answer with the mark that it is given; its errors are the caller's.
+        `compute` stores its answer with the mark that it is given; it raises its errors in the caller.
         """
         if self._rests():
             return await compute(None)
@@ -139,7 +139,7 @@ class LeaseManager:
             self._renew_later()
 
     def give_back(self, lease_mark: LeaseMark) -> None:
-        """Ends a lease under which nothing was stored: somebody else may try at once."""
+        """End a lease under which no answer was stored, so that another process may lead at once."""
         self._leases.lease(LeaseSwap(lease_mark.key, lease_mark.token, LEASE_GIVEN_BACK, 1))
 
     async def _follow(
@@ -150,7 +150,7 @@ class LeaseManager:
         record_key: RecordKey,
         give_up: float,
     ) -> Hit | bool:
-        """The stored answer, else whether this process leads now."""
+        """Return the stored answer, else whether this process leads now."""
         if not isinstance(lease_state, TierUnavailable):
             self.counts.waited += 1
         pause_s = _FIRST_POLL_S

@@ -1,4 +1,4 @@
-"""Live inference off the event loop: a micro-batch that waits for nobody, as large as its learned cost allows."""
+"""Micro-batches of live inference off the event loop: never delayed, as large as the measured cost allows."""
 
 import asyncio
 import contextlib
@@ -20,18 +20,18 @@ from serving.generations.snapshot import Snapshot
 from serving.requests.reasons import LiveReason
 
 _COST_DECAY = 0.95
-"""Weight that each further batch leaves to those before it: about the last twenty count."""
+"""Weight of all earlier batches per further batch: about the last twenty count."""
 
 
 class BatchCost:
-    """Seconds of a batch as `fixed + each * size`: a least-squares line whose evidence fades."""
+    """Estimate of a batch's seconds as `fixed + per_input * size`: a least-squares line whose evidence fades."""
 
     def __init__(self) -> None:
         self._weight = self._sizes = self._seconds = self._squares = self._products = 0.0
         self._faded = 1.0
 
     def add(self, size: int, seconds: float) -> None:
-        """Adds a batch's size and seconds; what was doubted and proves far off is forgotten at once."""
+        """Add a batch's size and seconds; drop a faded estimate that proves far too high."""
         if self._faded < 1 and seconds < self.of(size) / self._faded / 2:
             self._weight = self._sizes = self._seconds = self._squares = self._products = 0.0
         self._faded = 1.0
@@ -42,16 +42,16 @@ class BatchCost:
         self._products = self._products * _COST_DECAY + size * seconds
 
     def fade(self) -> None:
-        """Believe the estimate a little less: what it keeps from running could never prove it wrong."""
+        """Lower the estimate a little: it could never be corrected by batches that it keeps from running."""
         self._faded *= 0.9
 
     def of(self, size: int) -> float:
-        """Seconds that a batch of this size is expected to take; 0 while nothing is known."""
+        """Return the expected seconds of a batch of this size; 0 without evidence."""
         fixed, per_input_s = self._line()
         return (fixed + per_input_s * size) * self._faded
 
     def size_within(self, seconds: float, size_max: int) -> int:
-        """The most inputs, up to `size_max`, of which a batch is expected to end in time."""
+        """Return the largest batch size, up to `size_max`, that is expected to end in time."""
         fixed, per_input_s = self._line()
         remaining_s = seconds / self._faded - fixed
         if remaining_s < 0:
@@ -80,7 +80,7 @@ class LiveUnavailable(Exception):
 
 @dataclass(slots=True, eq=False)
 class InferenceJob:
-    """Input queued for a table of a snapshot; who joins with more time moves `deadline` back. Times are monotonic."""
+    """Input queued for a table of a snapshot; joining callers with more time extend `deadline`. Times are monotonic."""
 
     snapshot: Snapshot
     table: str
@@ -90,17 +90,17 @@ class InferenceJob:
     deadline: float = math.inf
     queued_at: float = 0.0
     may_reuse: bool = False
-    """True if the answer to an input close by will do."""
+    """True if the answer to a near input will do."""
     event_input: EventInput | None = None
     """Newer events to compute from, in place of `source`."""
     new: EligibleNewItems = NO_ELIGIBLE_NEW_ITEMS
-    """New items that its list may name."""
+    """New items that the list may name."""
     seen_ordinals: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """Ordinals of items that its list leaves out beside those of `source`: the user had them by the night."""
+    """Ordinals of the user's past items, which the list leaves out in addition to those of `source`."""
 
     @property
     def queue_name(self) -> str:
-        """Name of what shares its batches, and what these cost."""
+        """Name of the queue of jobs that share batches, and their cost estimate."""
         if self.event_input is not None:
             return f"{self.table} with events"
         return f"{self.table} with new items" if self.new.items else self.table
@@ -108,10 +108,10 @@ class InferenceJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComputedRecord:
-    """Record that live made of an input; the model lacks `unknown_id_count` ids of the history (None: not counted).
+    """Record that live computed of an input; the model lacks `unknown_id_count` ids of the history (None: not counted).
 
-    `near` is the distance of the input whose answer it reuses, None where it was computed. `record_without_new_items`
-    is the record without new items, where these are in it.
+    `near` is the distance of the input whose answer is reused, None for a computed one. `record_without_new_items`
+    is the same record without new items, if it has any.
     """
 
     record: bytes
@@ -126,10 +126,10 @@ QueuedJob = tuple[InferenceJob, asyncio.Future[ComputedRecord]]
 
 
 class MicroBatcher:
-    """Groups jobs of the same snapshot and table; full queues refuse at once, so overload sheds to the ladder.
+    """Batcher of jobs of the same snapshot and table; a full queue refuses at once, so overload sheds to the ladder.
 
-    An idle worker takes what is there; while all are busy, what comes gathers and is the next batch. A batch holds
-    no more than can end before the first deadline in it, as the recent ones tell.
+    An idle worker takes what is there; while all are busy, jobs gather for the next batch. A batch holds
+    no more than can end before the first deadline in it, by the cost of recent ones.
     """
 
     def __init__(
@@ -158,10 +158,10 @@ class MicroBatcher:
         self.queued = 0
         self.queued_bytes = 0
         self.hopeless = 0
-        """Jobs that were not computed since they could not have ended in time."""
+        """Number of jobs that were not computed because they could not have ended in time."""
 
     def infer(self, job: InferenceJob) -> "asyncio.Future[ComputedRecord]":
-        """The outcome for one job; LiveUnavailable when the queue is full, time too short or nothing came of it."""
+        """Queue one job; return its future outcome, LiveUnavailable for a full queue, too short a time or an error."""
         loop = asyncio.get_running_loop()
         computed_future: asyncio.Future[ComputedRecord] = loop.create_future()
         if (
@@ -183,7 +183,7 @@ class MicroBatcher:
         return computed_future
 
     def waited(self) -> float:
-        """Largest share of its time that the oldest input of a lane has waited; 0 while none waits."""
+        """Return the largest share of its time that a queue's oldest input has waited; 0 if all queues are empty."""
         now_s = self._timer()
         heads = [waiting[0][0] for waiting in self._queues.values() if waiting]
         times = [(now_s - job.queued_at, job.deadline - job.queued_at) for job in heads]
@@ -201,7 +201,7 @@ class MicroBatcher:
                 self._start(batch)
 
     def _pop_batch(self, waiting: deque[QueuedJob], cost: BatchCost) -> list[QueuedJob]:
-        """The next batch of a lane, oldest first; who left is dropped, and who would get it too late is told."""
+        """Take the next batch of a queue, oldest first; drop cancelled jobs, fail those that cannot end in time."""
         batch: list[QueuedJob] = []
         now_s, limit = self._timer(), self._max_batch
         while waiting and len(batch) < limit:
@@ -284,7 +284,7 @@ def _resolve(batch: Sequence[QueuedJob], outcomes: Sequence[InferenceOutcome]) -
 
 
 def without_frames(error: Exception) -> Exception:
-    """The error, its traceback as text: frames hold the jobs and the error itself, and so keep their generation."""
+    """Return the error with its traceback as text: frames would keep the jobs and their generation alive."""
     if not hasattr(error, "__notes__"):
         error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
     return error.with_traceback(None)

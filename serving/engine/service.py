@@ -1,4 +1,4 @@
-"""The parts that answer a lookup, and what every answer has to know of the replica."""
+"""Parts of the service that answer lookups, and the replica's state that every answer reports."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -18,15 +18,15 @@ from serving.requests.parsing import HeaderJudge
 from serving.traffic.canary import CanaryRouter
 
 LookupFunction = Callable[[ServedGenerations, LookupRequest, float], Awaitable[list[AnswerJson]]]
-"""Answers each entity of a request once, in order, from what was held when it came, at a monotonic time."""
+"""Lookup: answers each entity of a request once, in order, from captured generations; the time is monotonic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupService:
-    """The running parts between a request and its answer, with the bounds of what a request may ask for.
+    """Parts between a request and its answer, with the bounds of requests.
 
-    `reshaped` is the ladder's `lookup` for who asks under a filter or in another order. `l2_bound_s` tells how long a
-    read of L2 may take now; without `observes` nothing is noted for the dashboard.
+    `reshaped` is the ladder's `lookup` for requests with a filter or a re-ranking. `l2_bound_s` returns how long a
+    read of L2 may take now; without `observes` nothing is recorded for the dashboard.
     """
 
     follower: PointerFollower
@@ -44,7 +44,7 @@ class LookupService:
     timer: Callable[[], float] = time.monotonic
 
     def capture_served(self) -> ServedGenerations:
-        """The generations to answer one request from, captured once; raises Problem (503) before any is loaded."""
+        """Return the generations for one request, captured once; raise Problem (503) before any is loaded."""
         served = self.follower.holder.served
         if served is None:
             reason = self.follower.failed or "no generation has been published yet"
@@ -52,18 +52,18 @@ class LookupService:
         return served
 
     def lookup(self, *, is_reshaped: bool) -> LookupFunction:
-        """The way to answer a request, by whether its options reshape lists."""
+        """Return the lookup function for requests that reshape lists, or for the others."""
         return self.reshaped if is_reshaped else self.ladder.lookup
 
     def attach_staleness(self, answers: list[AnswerJson]) -> list[AnswerJson]:
-        """The answers, each with why this replica may lag behind, if it may."""
+        """Add the reason why this replica may lag behind, if any, to each answer; return the answers."""
         if (stale := self.follower.concerns.text) is not None:
             for answer in answers:
                 answer["stale"] = stale
         return answers
 
     def gate(self) -> AdmissionGate:
-        """The gate before all that lies below L1, with the service's bounds."""
+        """Create the gate of requests below L1, with the service's bounds."""
         headers = HeaderJudge(self.limits)
         lateness = DeadlineCheck(self.admission, headers, self.limits)
         requested = self.metrics.requested

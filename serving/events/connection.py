@@ -1,4 +1,4 @@
-"""Connections to the Redis of events: one pool, durability judged as each opens, errors translated once."""
+"""Connections to the Redis of events: one pool, a check of durability as each opens, and translated errors."""
 
 import contextlib
 import hashlib
@@ -26,18 +26,18 @@ from cache.l2.resp import (
 )
 
 CONNECTIONS_MAX: Final = 8
-"""Connections of a process: the acceptor's, the inbox's, those of looks and of rejected events."""
+"""Connections of a process: for the acceptor, the inbox, gauges and rejected events."""
 
 CONNECT_S: Final = 1.0
 
 REPLY_S: Final = 3.0
-"""Seconds for a reply: a disk that is to have an event first may take long, a lookup never waits for it."""
+"""Seconds for a reply: a disk that must store an event first may take long, and no lookup waits for it."""
 
 Persistence = Literal["always", "everysec", "none", "unknown"]
-"""State of an event when it is accepted: on disk; there within a second; in memory alone; or nobody tells."""
+"""Durability of an accepted event: on disk; on disk within a second; in memory only; or unknown."""
 
 CommandSender = Callable[..., Awaitable[Any]]
-"""Sends the words of a command, and gives its reply; raises redis-py's errors."""
+"""Callable that sends the words of a command and returns its reply; raises redis-py's errors."""
 
 Command = tuple[bytes | str | int | float, ...]
 _RANKS: Final = {"always": 2, "everysec": 1, "none": 0, "unknown": 0}
@@ -46,13 +46,13 @@ _POLICY: Final = re.compile(rb"maxmemory_policy:(\S+)")
 
 
 class EventsUnavailable(LarderError):
-    """The Redis of events did not answer, or keeps less than is demanded; the same events may be sent again."""
+    """The Redis of events did not answer, or is less durable than demanded; the same events may be sent again."""
 
     code = "events_unavailable"
 
     @property
     def outside(self) -> str:
-        """What callers may hear: an error of the connection names host and port, which are for the log."""
+        """Message for callers, without the host and port of a connection error, which only the log has."""
         return self.message if self.__cause__ is None else "the Redis of events cannot be reached"
 
 
@@ -63,27 +63,27 @@ class EventsFull(LarderError):
 
 
 class FoundDurability(NamedTuple):
-    """Durability that a server was found to have; `waits` if each call has to wait for the disk, to be sure."""
+    """Durability found on a server; `waits` if each call has to wait for the disk."""
 
     persistence: Persistence
     waits: bool = False
 
     def suffices(self, demanded: Durability) -> bool:
-        """True if nothing less than what is demanded is promised."""
+        """True if the durability is at least the demanded one."""
         return demanded == "any" or _RANKS[self.persistence] >= _RANKS[demanded]
 
 
 class EventsRedis:
-    """The Redis that a namespace's events lie in, for one event loop.
+    """Redis with a namespace's events, for one event loop.
 
-    Everything here raises EventsUnavailable, and EventsFull where a command needs memory and Redis has no more.
-    No command is sent twice by itself: whoever sends an event again does so under its id.
+    All methods raise EventsUnavailable, and EventsFull where a command needs memory and Redis has no more.
+    No command is retried: callers send an event again under its id.
     """
 
     def __init__(self, url: str, demanded: Durability) -> None:
         self.demanded = demanded
         self.found_durability: FoundDurability | None = None
-        """Durability found by the last look; None before any."""
+        """Durability found by the last check; None before the first."""
         try:
             self._pool = ConnectionPool.from_url(
                 url,
@@ -102,12 +102,12 @@ class EventsRedis:
         check_replies(self._client)
 
     async def execute(self, *command_parts: Any) -> Any:
-        """The reply to one command."""
+        """Return the reply to one command."""
         with _as_unavailable():
             return await self._client.execute_command(*command_parts)  # type: ignore[no-untyped-call]
 
     async def execute_all(self, commands: Sequence[Command]) -> list[Any]:
-        """Replies to all commands, in one round trip; the first refusal is raised when all have been sent."""
+        """Return the replies to all commands, in one round trip; raise the first error once all have been sent."""
         with _as_unavailable():
             async with self._client.pipeline(transaction=False) as pipeline:
                 for command in commands:
@@ -117,7 +117,7 @@ class EventsRedis:
     async def accept(
         self, keys: Sequence[bytes], arguments: Sequence[Any], script: str = ACCEPT_SCRIPT
     ) -> list[bytes]:
-        """Replies of a script of acceptance, once they are as durable as demanded."""
+        """Return the replies of an acceptance script, once the events are as durable as demanded."""
         call = (len(keys), *keys, *arguments)
         with _as_unavailable():
             # A connection of its own, not the client: one that is opened only now may have met another server.
@@ -136,23 +136,23 @@ class EventsRedis:
                 await self._pool.release(connection)
 
     async def demand_durability(self) -> None:
-        """Looks at the settings of this Redis; raises EventsUnavailable unless it keeps events as demanded."""
+        """Check the settings of this Redis; raise EventsUnavailable unless it keeps events as demanded."""
         _demand(await self.look_at_durability(), self.demanded)
 
     async def look_at_durability(self) -> FoundDurability:
-        """Durability that this Redis has now."""
+        """Return the current durability of this Redis."""
         with _as_unavailable():
             durability = await durability_of(self._client.execute_command, self.demanded)
         self.found_durability = durability
         return durability
 
     async def eviction_policy(self) -> str:
-        """The maxmemory-policy of this Redis, "" where it does not tell."""
+        """Return the maxmemory-policy of this Redis, "" if INFO lacks it."""
         policy_match = _POLICY.search(await self.execute("INFO", "memory"))
         return policy_match[1].decode() if policy_match else ""
 
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         await self._client.aclose(close_connection_pool=True)
 
     async def _demand_of(self, connection: AbstractConnection) -> None:
@@ -178,7 +178,7 @@ class EventsRedis:
         return accepted
 
     async def _greet(self, connection: AbstractConnection) -> None:
-        """Opens a connection as redis-py does, and looks at what may be another server than before."""
+        """Open a connection as redis-py does, and check durability again, since the server may be another one."""
         await connection.on_connect()
         self.found_durability = await durability_of(partial(_execute_on, connection), self.demanded)
 
@@ -205,7 +205,7 @@ async def _execute_on(connection: AbstractConnection, *command_parts: str) -> An
 
 
 async def _reply(connection: AbstractConnection) -> Any:
-    """The next reply; an error of the server is one, so that what comes behind it is read, too."""
+    """Return the next reply; an error reply is returned, not raised, so that later replies are read, too."""
     try:
         return await connection.read_response()
     except ResponseError as error:
@@ -227,10 +227,9 @@ def _as_unavailable() -> Iterator[None]:
 
 
 async def durability_of(send_command: CommandSender, demanded: Durability) -> FoundDurability:
-    """Looks at the server's settings, or where it does not tell them at what it says of its log.
+    """Find out durability from the server's settings, or if those are hidden, from what INFO says of its log.
 
-    A server that does not tell how often it writes to disk, and has WAITAOF, is made to wait where more than `any` is
-    demanded.
+    A server that hides how often it writes to disk, and has WAITAOF, is made to wait if more than `any` is demanded.
     """
     try:
         flat = await send_command("CONFIG GET", "*append*")

@@ -1,4 +1,4 @@
-"""Counts of events by what became of them, how long acceptance took, and what lies in their Redis."""
+"""Counts of events by result, the time of acceptance, and sizes of the stream and the inbox."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ from serving.metrics.collectors import SecondsHistogram, by_label
 
 ACCEPTED, REPEATED, TOO_MANY = "accepted", "repeated", "too_many"
 ERASED = "erased"
-"""Reason under which nothing of the event is kept: who was erased is not to be found here either."""
+"""Reason for which no part of an event is stored, so that an erased id is not stored again."""
 REFUSALS = ("events_full", "events_unavailable", "overloaded")
-"""Reasons for which a request of events, or a piece of the inbox, is refused whole."""
+"""Reasons for which a request of events, or a batch of the inbox, is refused whole."""
 REJECTIONS = (
     ERASED, TOO_MANY, "too_large", "in_future", "missing_field", "invalid_field", "unknown_field", "invalid_id",
     "invalid_json", "unfit_item", "fixed_items", "invalid_feature", "too_many_features", "feature_too_long",
@@ -28,25 +28,25 @@ _WAYS = ("http", "inbox")
 
 
 class EventCounts(Collector):
-    """Collector of the numbers of one process, and of the stream and the inbox as it last saw them."""
+    """Collector of this process's counts, and of the last known sizes of the stream and the inbox."""
 
     def __init__(self, redis: EventsRedis, keyspace: Keyspace, stream_bytes: int) -> None:
-        """`stream_bytes`: bound of the stream."""
+        """Create counts of zero; `stream_bytes`: bound of the stream."""
         # What first appears above 0 has no increase an alert could see.
         self.results: Counter[str] = Counter(dict.fromkeys((ACCEPTED, REPEATED, *REJECTIONS), 0))
         self.refusals: Counter[str] = Counter(dict.fromkeys(REFUSALS, 0))
         self.dropped_count = 0
-        """Rejected events that were not kept, because too many waited to be written."""
+        """Rejected events that were not stored, because too many waited to be written."""
         self.seconds = SecondsHistogram(
             "larder_events_accept_seconds", "Time until events were accepted, by the way they came", "by", _WAYS,
             _SECONDS,
         )  # fmt: skip
         self._redis, self._keyspace, self._stream_bytes = redis, keyspace, stream_bytes
         self.gauges: dict[str, float] = {}
-        """Figures of the last look by name; empty before any."""
+        """Figures of the last refresh by name; empty before the first."""
 
     async def refresh(self) -> None:
-        """Looks at the stream, the inbox and the server's settings; while it is away, only that is told."""
+        """Measure the stream and the inbox, and check the server's settings; if it is away, report only that."""
         stream, inbox = self._keyspace.events, self._keyspace.inbox
         try:
             durability = await self._redis.look_at_durability()
@@ -69,7 +69,7 @@ class EventCounts(Collector):
         }
 
     def collect(self) -> Iterable[Metric]:
-        """Counter families, the histogram, and a gauge for all that the last look saw."""
+        """Yield counter families, the histogram, and a gauge for each figure of the last refresh."""
         results = CounterMetricFamily(
             "larder_events", "Events, by what became of them", labels=["result"]
         )

@@ -1,4 +1,4 @@
-"""Follower of the stream of events, the newest position that is known, and the metrics of both."""
+"""Follower of the event stream, the newest known position, and the metrics of both."""
 
 import asyncio
 import logging
@@ -33,13 +33,13 @@ EVENTS_BEHIND: Final = StaleReason.EVENTS_BEHIND
 """Reason why answers may lag: events were accepted that are not counted here."""
 
 NoteStale = Callable[[str | None], None]
-"""Takes a reason why answers may lag behind, None when it has passed."""
+"""Callback that sets a reason why answers may lag behind, None to clear it."""
 
 _LAG_MAX_S = 1.0
-"""Seconds that counting may be behind acceptance before answers say so."""
+"""Seconds that counting may be behind acceptance before answers report it."""
 
 _ENTRIES_AT_ONCE = 256
-"""Events taken in, or users looked through, before others may use the event loop."""
+"""Events added, or users checked, before the event loop gets control."""
 
 _READ_WAIT_MS = 1_000
 
@@ -50,14 +50,14 @@ _IDLE_S = 0.2
 _RECONNECT_S = 0.5
 
 _STORE_WAIT_S: Final = 2.0
-"""Seconds that a start waits for the store: answers need none of this."""
+"""Seconds that a start waits for the store, which answers do not need."""
 
 
 class EventFollower:
-    """Keeps `newer_events` complete from the oldest generation held on, within `limit_bytes`; for one event loop only.
+    """Follower that keeps `newer_events` complete since the oldest held generation, up to `limit_bytes`; for one loop.
 
-    Beyond that nothing more is taken in until a night has taken some over: then, while Redis is out of reach, and until
-    the stream was read through for the first time, `note` is told.
+    Beyond that no more events are added until a night has taken some over. `note` is called while that lasts, while
+    Redis is out of reach, and until the stream was read through for the first time.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class EventFollower:
         self._clock = RedisClock(timer)
         self._floor: int | None = None
         self._waits_since: float | None = None
-        """Since when there is something to follow and nothing was read yet, by `timer`."""
+        """Time by `timer` since when there is a stream to follow and no event was read yet; None once one was."""
         self._blocklist = Blocklist()
         # Made once for each list: of 100,000 it takes 6 ms.
         self._blocked, self._free = _EventOwners(), _EventOwners()
         self._is_at_end, self._at_end_at = False, 0.0
 
     async def run(self) -> None:
-        """Follow the stream while its Redis is there, and again when it comes back; what else is raised ends this."""
+        """Follow the stream, and again after its Redis was away; any other exception ends the follower."""
         self._fall_behind()
         while True:
             try:
@@ -108,7 +108,7 @@ class EventFollower:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[Redis]:
-        """A connection of its own, whose reads may wait."""
+        """Open a connection of its own, whose reads may block."""
         client = check_replies(
             Redis.from_url(
                 self._url,
@@ -127,7 +127,7 @@ class EventFollower:
             await client.aclose()
 
     async def step(self, client: Redis, wait_ms: int | None = None) -> bool:
-        """Takes in what has come, waiting so long for it; False where there is nothing to follow, or no room."""
+        """Add the new events, waiting up to `wait_ms` for one; False if there is nothing to follow, or no room."""
         floor = self._wanted_floor()
         if floor is None:
             self._catch_up()
@@ -152,7 +152,7 @@ class EventFollower:
         return True
 
     def lag_s(self) -> float:
-        """Seconds since everything was counted that had been accepted; 0 while nothing is known to be missing.
+        """Return the seconds since all accepted events were counted; 0 if none is known to be missing.
 
         Until the stream was read for the first time: seconds since there is something to read.
         """
@@ -164,7 +164,7 @@ class EventFollower:
         return max(0.0, self._clock() - max(latest_event_at, self._at_end_at))
 
     def _wanted_floor(self) -> int | None:
-        """Oldest position that generations held were made at; None where none tells of any."""
+        """Return the oldest position that a held generation was made at; None if no generation has events."""
         served = self._holder.served
         if served is None:
             return None
@@ -182,7 +182,7 @@ class EventFollower:
         until_number: int = NO_LIMIT,
         of: "_EventOwners | None" = None,
     ) -> int:
-        """Takes the next entries in, up to a position's number, of some sources or all; how many there were."""
+        """Add the next entries, up to a position's number, of some owners or all; return their number."""
         last = str(Position.of_number(newer_events.users.last))
         streams: Any = await client.xread(
             {self._stream: last}, count=_ENTRIES_AT_ONCE, block=wait_ms
@@ -206,7 +206,7 @@ class EventFollower:
         return len(entries)
 
     async def _take_blocklist(self, client: Redis, blocklist: Blocklist) -> None:
-        """Forgets events of who is blocked now, and reads again those of who is no more."""
+        """Forget the events of newly blocked owners, and read again those of unblocked ones."""
         newer_events = self.newer_events
         if blocklist is not self._blocklist:
             previous_sources, self._blocked = self._blocked, _blocked_owners(blocklist)
@@ -226,7 +226,7 @@ class EventFollower:
         self._free = _EventOwners()
 
     async def _read_earlier(self, client: Redis, floor: int, known_floor: int) -> None:
-        """Reads what lies before everything that is known."""
+        """Read the events between a new, earlier floor and the known ones."""
         if await self._read_aside(client, floor, known_floor):
             self.newer_events.users.complete_after_number = (
                 self.newer_events.values.complete_after_number
@@ -236,9 +236,9 @@ class EventFollower:
     async def _read_aside(
         self, client: Redis, after: int, until_number: int, of: "_EventOwners | None" = None
     ) -> bool:
-        """Reads a piece of the stream again and puts it in front, while the newest are taken in as ever.
+        """Read a piece of the stream again and put it in front, while new events are added as usual.
 
-        Where both do not fit into memory, everything is read again from there, as far as that goes: then False.
+        If both do not fit into memory, read everything again from there, as far as that goes, and return False.
         """
         self._fall_behind()
         aside = _empty_events_since(after)
@@ -257,7 +257,7 @@ class EventFollower:
         return True
 
     async def _read_whole(self, client: Redis, floor: int) -> None:
-        """Reads the stream from a position on; what was known is counted until that is done."""
+        """Read the stream from a position on; the former events count until that is done."""
         self._fall_behind()
         aside = _empty_events_since(floor)
         while await self._read(client, aside, None) and aside.size_bytes < self.limit_bytes:
@@ -267,7 +267,7 @@ class EventFollower:
         self._floor = floor
 
     async def _drop(self, floor: int) -> None:
-        """Forgets what all generations held have, some users at a time."""
+        """Forget the events that all held generations include, some users at a time."""
         users = list(self.newer_events.packed)
         for start in range(0, len(users), _ENTRIES_AT_ONCE):
             self.newer_events.users.drop_until(floor, users[start : start + _ENTRIES_AT_ONCE])
@@ -304,7 +304,7 @@ class _EventOwners(NamedTuple):
 
 
 def _blocked_owners(blocklist: Blocklist) -> _EventOwners:
-    """Those that must not be answered with."""
+    """Return the users and items that answers must not use."""
     return _EventOwners(
         frozenset(blocklist.entities) | frozenset(blocklist.users), frozenset(blocklist.items)
     )
@@ -319,13 +319,13 @@ def _empty_events_since(number: int) -> NewerEvents:
 
 
 class EventMetrics(Collector):
-    """Collector of what is followed."""
+    """Collector of the follower's metrics."""
 
     def __init__(self, follower: EventFollower) -> None:
         self._follower = follower
 
     def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
-        """Metric families."""
+        """Yield the metric families."""
         follower, newer_events = self._follower, self._follower.newer_events
         for name, text, value in (
             (
@@ -352,9 +352,9 @@ class EventMetrics(Collector):
 
 
 class NewestPosition:
-    """Newest position of the stream as it was followed, of the generations held, and of what nights took over.
+    """Newest position known from the followed stream, the held generations, and what nights took over.
 
-    A Redis that comes back without its stream, and with a clock that is behind, would begin below it.
+    A Redis that comes back without its stream, and with a clock that is behind, would assign positions below it.
     """
 
     def __init__(
@@ -364,7 +364,7 @@ class NewestPosition:
         self._taken_position = BEGINNING
 
     async def load_taken_position(self, in_thread: InThread) -> None:
-        """Looks what nights took over; once, at the start: whatever comes later is followed."""
+        """Read once, at the start, the position up to which nights took events over; the follower sees later ones."""
         try:
             async with asyncio.timeout(_STORE_WAIT_S):
                 self._taken_position = await in_thread(read_taken, self._store)

@@ -1,4 +1,4 @@
-"""Intake of events, from requests and from the inbox: accepted in order, or rejected with a reason and kept."""
+"""Intake of events from requests and the inbox: accepted in order, or rejected and stored with a reason."""
 
 import asyncio
 import logging
@@ -41,24 +41,24 @@ from serving.requests.errors import Problem
 log = logging.getLogger(__name__)
 
 EVENTS_PER_CALL: Final = 250
-"""Events in one call, about 2 ms of a Redis that others may wait for."""
+"""Events in one call, which takes Redis about 2 ms."""
 
 WAITING_BYTES_MAX: Final = 16 << 20
 """Bytes of events that wait for their call; more are refused."""
 
 INLINE_EVENTS_MAX: Final = 100
-"""Events of one request beyond which they are read in a thread: 100 take about 1 ms."""
+"""Events of one request up to which they are parsed on the event loop: 100 take about 1 ms."""
 
 FULL_WAIT_S: Final = 30.0
-"""Seconds that whoever meets a full stream is told to wait."""
+"""Seconds in `Retry-After` if the stream is full."""
 
 _TOO_MANY_DETAIL: Final = "its user, or the item alone, has sent as many as [events] of_one allows"
 
 REJECTIONS_FLUSH_S: Final = 1.0
-"""Seconds between writes of rejected events that came over HTTP; a killed process loses as much of them."""
+"""Seconds between writes of rejected events from HTTP; a killed process loses at most this much of them."""
 
 EXCERPT_BYTES: Final = 1_024
-"""Bytes of a rejected event that are kept."""
+"""Bytes of a rejected event that are stored."""
 
 REJECTIONS_WAITING_MAX: Final = 1_000
 INBOX_GROUP: Final = "larder"
@@ -66,13 +66,13 @@ INBOX_BLOCK_MS: Final = 1_000
 CLAIM_EVERY_S: Final = 10.0
 
 CLAIM_AFTER_MS: Final = 30_000
-"""Milliseconds after which an entry that some consumer took and did not finish is taken by another one."""
+"""Milliseconds after which an entry that a consumer did not finish is claimed by another one."""
 
 FORGET_AFTER_MS: Final = 3_600_000
 """Milliseconds of silence after which a consumer without entries is forgotten: each start is a new one."""
 
 INBOX_PAUSE_S: Final = 1.0
-"""Seconds until the next try where Redis is away or the stream is full."""
+"""Seconds until the next attempt if Redis is away or the stream is full."""
 
 _CURSOR_BEGIN: Final = b"0-0"
 
@@ -99,7 +99,7 @@ return redis.call('XDEL', KEYS[1], unpack(ids))
 """
 
 _START_WAIT_S = 2.0
-"""Seconds that a start waits for the Redis of events: lookups need none."""
+"""Seconds that a start waits for the Redis of events, which lookups do not need."""
 
 _EVICTION_WARNING = (
     "maxmemory-policy %s of the Redis of events may evict ids, and repetitions count: "
@@ -114,13 +114,13 @@ class _Piece(NamedTuple):
 
 
 class EventsBusy(LarderError):
-    """More events wait than may; nothing of these was sent."""
+    """Too many events are waiting; none of these was sent."""
 
     code = "overloaded"
 
 
 class Acceptor:
-    """Acceptor of one process, with one call at a time, so in the order in which events came.
+    """Acceptor of one process, with one call at a time, so events keep the order in which they came.
 
     While a call is under way the events of all requests gather for the next one.
     """
@@ -134,7 +134,7 @@ class Acceptor:
         script: str = ACCEPT_SCRIPT,
         loops: BackgroundLoops | None = None,
     ) -> None:
-        """`newest_position` tells the newest position that is known, whatever has become of the stream since."""
+        """`newest_position` returns the newest known position, even if the stream has been lost since."""
         self._redis, self._keyspace, self._bounds, self._script = redis, keyspace, bounds, script
         self._get_newest_position = newest_position
         self._loops = BackgroundLoops() if loops is None else loops
@@ -143,7 +143,7 @@ class Acceptor:
         self._sending: asyncio.Task[None] | None = None
 
     async def accept(self, events: Sequence[PackedEvent]) -> list[Accepted]:
-        """Outcome of each event, once they are as durable as demanded.
+        """Return the outcome of each event, once they are as durable as demanded.
 
         Raises EventsFull, EventsUnavailable and EventsBusy. After an error some may have been accepted: sent again
         under their ids they are `repeated`.
@@ -181,7 +181,7 @@ class Acceptor:
         return accepted
 
     async def aclose(self) -> None:
-        """Waits for the call under way; what waits behind it is refused."""
+        """Wait for the call under way; refuse the waiting events."""
         self._refuse(self._take_all(), EventsUnavailable("this service stops"))
         if self._sending is not None:
             await asyncio.wait([self._sending])
@@ -232,7 +232,7 @@ class Acceptor:
 
 
 def _parse_outcomes(replies: Sequence[bytes], count: int) -> list[Accepted]:
-    """Outcomes of so many events; raises EventsUnavailable for replies that are none, or not as many."""
+    """Parse the outcomes of `count` events; raise EventsUnavailable for malformed or missing replies."""
     try:
         found = read_outcomes(replies)
     except InvalidInput as error:
@@ -251,12 +251,12 @@ class _Rejection(NamedTuple):
 
 
 class Rejections:
-    """Rejected events of one process on their way into Redis; beyond a bound they are counted, not kept."""
+    """Queue of this process's rejected events on their way into Redis; beyond a bound they are only counted."""
 
     def __init__(
         self, redis: EventsRedis, keyspace: Keyspace, counts: EventCounts, kept_max: int
     ) -> None:
-        """`kept_max`: number of them that Redis keeps, the newest."""
+        """Create an empty queue; `kept_max`: number of rejected events that Redis keeps, the newest."""
         self._redis, self._key, self._counts, self._entries_max = (
             redis, keyspace.rejected_events, counts, kept_max,
         )  # fmt: skip
@@ -264,7 +264,7 @@ class Rejections:
         self._writing = asyncio.Lock()
 
     def add(self, reason: str, detail: str, event: Any) -> None:
-        """Counts a rejected event, and takes it in; `event` is what was sent."""
+        """Count and queue a rejected event; `event` is its original content."""
         self._counts.results[reason] += 1
         if len(self._waiting) >= REJECTIONS_WAITING_MAX:
             self._counts.dropped_count += 1
@@ -273,7 +273,7 @@ class Rejections:
         self._waiting.append(_Rejection(reason, detail, event_excerpt))
 
     async def flush(self) -> None:
-        """Writes what waits; at Redis' maxmemory it is dropped. Raises EventsUnavailable, and then it waits on."""
+        """Write the queued events; drop them at Redis' maxmemory, keep them queued on EventsUnavailable."""
         async with self._writing:
             count = len(self._waiting)
             if not count:
@@ -290,7 +290,7 @@ class Rejections:
                 self._waiting.popleft()
 
     async def step(self) -> None:
-        """Writes what waits, if Redis takes it."""
+        """Write the queued events; if Redis does not accept them, they stay queued."""
         try:
             await self.flush()
         except EventsUnavailable:
@@ -313,13 +313,13 @@ def _event_excerpt(event: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class EventIntake:
-    """The way of events into the stream of one namespace; `clock` is Unix seconds, `timer` monotonic ones."""
+    """Intake of events into the stream of one namespace; `clock` returns Unix seconds, `timer` monotonic ones."""
 
     redis: EventsRedis
     reader: EventReader
     acceptor: Acceptor
     inbox_acceptor: Acceptor
-    """Its own: it accepts at Redis' maxmemory, too, or the inbox that fills Redis could never be emptied."""
+    """Acceptor of the inbox alone: it works at maxmemory, too, or an inbox that fills Redis could never be emptied."""
     rejections: Rejections
     counts: EventCounts
     blocklist: Callable[[], Blocklist]
@@ -327,9 +327,9 @@ class EventIntake:
     timer: Callable[[], float]
 
     async def accept_events(self, events: Sequence[Any]) -> dict[str, Any]:
-        """Takes a request's list of events; the answer to it. Raises Problem where none can be accepted now.
+        """Accept a request's list of events; return the response. Raise Problem if none can be accepted now.
 
-        After that some may have been accepted all the same: sent again under their ids they count once.
+        After a Problem some may have been accepted all the same: sent again under their ids they count once.
         """
         began_at = self.timer()
         read, args = self.reader.of_body, (events, self.clock(), self.blocklist())
@@ -356,9 +356,9 @@ class EventIntake:
         return self._answer(events, read_events, outcomes)
 
     async def accept_entries(self, entries: Sequence[tuple[str, Mapping[bytes, bytes]]]) -> None:
-        """Takes entries of the inbox, by their ids; each is accepted, or rejected and kept, when this returns.
+        """Accept or reject entries of the inbox, given by their ids; rejected ones are stored on return.
 
-        Raises EventsFull, EventsUnavailable and EventsBusy, and counts them: producers hear of none.
+        Raises EventsFull, EventsUnavailable and EventsBusy, and counts them: producers do not see them.
         """
         began_at, now_s, blocklist = self.timer(), self.clock(), self.blocklist()
         packed: list[PackedEvent] = []
@@ -423,7 +423,7 @@ class EventIntake:
 
 
 class InboxEntry(NamedTuple):
-    """Entry of the inbox: its id, and its fields as they were written."""
+    """Entry of the inbox: its id, and its fields as written."""
 
     id: bytes
     fields: dict[bytes, bytes]
@@ -432,8 +432,8 @@ class InboxEntry(NamedTuple):
 class Inbox:
     """Consumer of the inbox, one in each process.
 
-    An entry is removed once its event was accepted, or rejected and kept as such: a consumer that dies before leaves
-    it to another one, for whom the event's id makes a repetition none.
+    An entry is removed once its event was accepted, or rejected and stored: if a consumer dies before that, another one
+    takes the entry, and the event's id makes the repetition harmless.
     """
 
     def __init__(
@@ -447,21 +447,21 @@ class Inbox:
         self._loops = BackgroundLoops() if loops is None else loops
         self._redis, self._key, self._intake, self._name = redis, keyspace.inbox, intake, name
         self._has_unfinished = True
-        """True while entries may be left that this consumer took and did not finish."""
+        """True while this consumer may have entries that it took and did not finish."""
         self._claimed_at = float("-inf")
         self._cursor: bytes = _CURSOR_BEGIN
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to take entries, and goes on."""
+        """Start to consume entries."""
         self._task = self._loops.start("event_inbox", self.consume)
 
     async def aclose(self) -> None:
-        """Stops; what was taken and not finished is another consumer's after a while."""
+        """Stop; after a while another consumer claims the unfinished entries."""
         await stop([self._task])
 
     async def consume(self) -> None:
-        """Take entries in until that fails; return where its Redis is full or away, after a pause."""
+        """Consume entries until that fails; return after a pause if Redis is full or away."""
         try:
             await self._redis.execute("XGROUP CREATE", self._key, INBOX_GROUP, "0", "MKSTREAM")
         except EventsFull:
@@ -480,7 +480,7 @@ class Inbox:
         await asyncio.sleep(INBOX_PAUSE_S)
 
     async def _next(self) -> list[InboxEntry]:
-        """Entries left from before, else those of consumers that fell silent, else new ones."""
+        """Return this consumer's unfinished entries, else those of silent consumers, else new ones."""
         if self._has_unfinished:
             if unfinished_entries := await self._read("0"):
                 return unfinished_entries
@@ -522,7 +522,7 @@ class Inbox:
 
 
 def _inbox_entries(raw_entries: list[Any]) -> list[InboxEntry]:
-    """Entries of a reply; one that was deleted meanwhile has no fields, and is finished with the others."""
+    """Convert a reply to entries; an entry that was deleted has no fields, and is finished with the others."""
     return [
         InboxEntry(entry, dict(zip(flat[::2], flat[1::2], strict=True)) if flat else {})
         for entry, flat in filter(None, raw_entries)
@@ -531,7 +531,7 @@ def _inbox_entries(raw_entries: list[Any]) -> list[InboxEntry]:
 
 @dataclass(frozen=True, slots=True)
 class EventParts:
-    """The intake, and what runs in the background of it."""
+    """Parts of the intake and its background tasks."""
 
     redis: EventsRedis
     intake: EventIntake
@@ -547,10 +547,10 @@ class EventParts:
         new_item_inputs: Callable[[], NewItemInputs | None] = lambda: None,
         loops: BackgroundLoops | None = None,
     ) -> Self:
-        """All parts, `name` for the consumer of the inbox; nothing is connected yet. Raises ConfigError.
+        """Create all parts without connecting, `name` for the consumer of the inbox. Raises ConfigError.
 
-        New events get positions behind the `newest_position` that is known. `new_item_inputs` tells what the live
-        generation can answer with of an item that it does not know.
+        New events get positions after the `newest_position`. `new_item_inputs` returns which inputs make an unknown
+        item answerable by the live generation.
         """
         events, keyspace = config.events, config.of_events().keyspace()
         redis = EventsRedis(config.events_redis, events.durability)
@@ -565,12 +565,12 @@ class EventParts:
         return cls(redis, intake, Inbox(redis, keyspace, intake, name, loops))
 
     def also(self, refresher: Refresher, figures_s: float) -> None:
-        """Has the replica's background write rejected events, and look at stream and inbox."""
+        """Add writes of rejected events, and measurements of stream and inbox, to the replica's background tasks."""
         refresher.add_periodic("event_rejections", REJECTIONS_FLUSH_S, self.intake.rejections.step)
         refresher.add_periodic("event_figures", figures_s, self.intake.counts.refresh)
 
     async def start(self) -> None:
-        """Looks at the Redis of events, says in the log what is wrong with it, and begins to empty the inbox."""
+        """Check the Redis of events, log its problems, and start to consume the inbox."""
         try:
             async with asyncio.timeout(_START_WAIT_S):
                 await self.redis.demand_durability()
@@ -585,7 +585,7 @@ class EventParts:
         self.inbox.start()
 
     async def aclose(self) -> None:
-        """Ends what is under way, writes what was rejected, and closes the connections."""
+        """End what is under way, write rejected events, and close the connections."""
         await self.inbox.aclose()
         await self.intake.acceptor.aclose()
         await self.intake.inbox_acceptor.aclose()

@@ -21,10 +21,10 @@ NO_LIMIT = (1 << 64) - 1
 
 
 class CountedEvents(NamedTuple):
-    """Newer events that an answer counts, the newest last; `digest` is that of all it is computed from.
+    """Newer events that an answer counts, the newest last; `digest` is that of all inputs of the answer.
 
-    Unless it `is_whole` some may be missing, and nothing is computed from those that are known. What `is_past` is
-    of an earlier position that was asked for: computed, and not kept; `is_approximate` if attributes are newer than it.
+    Unless it `is_whole` some may be missing, and nothing is computed from the known ones. An `is_past` one is for a
+    requested earlier position: computed, and not kept; `is_approximate` if attributes are newer than it.
     """
 
     input: EventInput
@@ -73,19 +73,19 @@ class NewerEvents:
         return self.users.packed
 
     def add(self, position: Position, event: Event) -> None:
-        """Takes the next event in."""
+        """Add the next event."""
         self.users.add(position, event)
         self.values.add(position, event)
         self.items.add(position, event)
 
     def become_in_turns(self, replacement: "NewerEvents") -> Iterator[None]:
-        """Holds in the end what another one holds, which is given up with that; some users between two yields."""
+        """Take over the contents of `replacement`, which is then given up; a few users between two yields."""
         yield from self.users.become_in_turns(replacement.users)
         self.values.become(replacement.values)
         self.items.become(replacement.items)
 
     def forget(self, users: Iterable[bytes], items: frozenset[bytes]) -> None:
-        """Forgets events of users, and new items and values of items, whether night or events brought these."""
+        """Forget the events of users, and new items and item values, of items of a night as of those of events."""
         for raw in users:
             self.users.forget(raw)
             self.values.forget("user", raw)

@@ -1,4 +1,4 @@
-"""Reading of events, from bodies or from fields of the inbox; whatever is wrong is rejected with its reason. Pure."""
+"""Parser of events in bodies and inbox entries; an invalid event is rejected with its reason. Pure."""
 
 import math
 import re
@@ -34,7 +34,7 @@ EVENT_BYTES_MAX: Final = 4_096
 """Largest setting of `event_bytes`: no text of an event is longer."""
 
 DETAIL_CHARS: Final = 400
-"""Characters of a rejection in words that are told and kept: what was sent may stand in it."""
+"""Characters of a rejection's text, which is sent and stored, and may quote the event."""
 
 _EVENT_FIELDS = frozenset(
     {"user", "item", "time", "id", "type", "weight", "attributes", "features", "vector"}
@@ -51,7 +51,7 @@ _FLOAT_MAX = 3.4e38
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
 
 _SECONDS_MAX = 10**11
-"""Bound of Unix seconds: what is beyond it was meant in milliseconds."""
+"""Bound of Unix seconds: a greater number must be milliseconds."""
 
 _TIME_CHARS_MAX = 64
 _UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -64,7 +64,7 @@ _JSON_TOKEN: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
 
 
 class RejectedEvent(NamedTuple):
-    """Event that was not accepted: its place in the request, why, and in words."""
+    """Rejected event: its index in the request, the reason, and an explanation."""
 
     event_index: int
     reason: str
@@ -72,7 +72,7 @@ class RejectedEvent(NamedTuple):
 
 
 class ReadEvents(NamedTuple):
-    """Events of one request that may be accepted, each with its place in it, and those that may not."""
+    """Events of one request that may be accepted, each with its index, and the rejected ones."""
 
     event_indices: list[int]
     packed: list[PackedEvent]
@@ -80,17 +80,16 @@ class ReadEvents(NamedTuple):
 
 
 class UnreadableEvent(NamedTuple):
-    """An event of a body that is no JSON, and why; nothing of it is kept, since nobody knows whose it is."""
+    """Event of a body that is not JSON, with the parser's message; no part of it is stored, as its owner is unknown."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class EventReader:
-    """Reader of events for one namespace, within its bounds.
+    """Parser of events for one namespace, within its bounds.
 
-    `get_new_item_inputs` tells what the live generation can answer with of an item that it does not know; None: that is
-    not known.
+    `get_new_item_inputs` returns which inputs make an unknown item answerable by the live generation; None: unknown.
     """
 
     keyspace: Keyspace
@@ -98,7 +97,7 @@ class EventReader:
     get_new_item_inputs: Callable[[], NewItemInputs | None] = lambda: None
 
     def extract_events(self, content: object) -> list[Any]:
-        """The list in a request's body, unread; raises Problem where there is none, or too long a one."""
+        """Return the list of events in a request's body, unparsed; raise Problem if it is missing or too long."""
         data = read_object(content, "body", frozenset({"events"}))
         events = data.get("events")
         if not isinstance(events, list):
@@ -107,7 +106,7 @@ class EventReader:
         return events
 
     def of_body(self, events: Sequence[Any], now_s: float, blocklist: Blocklist) -> ReadEvents:
-        """Reads the events of a body; `now_s` is the service's clock, Unix seconds."""
+        """Parse the events of a body; `now_s` is the service's clock, Unix seconds."""
         read_events = ReadEvents([], [], [])
         now_us = round(now_s * 1e6)
         for index, raw_event in enumerate(events):
@@ -124,7 +123,7 @@ class EventReader:
     def of_inbox(
         self, fields: Mapping[bytes, bytes], entry: str, now_s: float, blocklist: Blocklist
     ) -> PackedEvent:
-        """Reads an entry of the inbox, whose id is the event's where it has none; raises Problem."""
+        """Parse an entry of the inbox, whose id serves as the event's id if it has none; raise Problem."""
         try:
             raw = fields.get(_JSON_FIELD)
             raw_event = _parse_texts(fields) if raw is None else orjson.loads(raw)
@@ -138,7 +137,7 @@ class EventReader:
     def _checked(
         self, raw_event: object, field: str, now_us: int, blocklist: Blocklist
     ) -> PackedEvent:
-        """The event packed; raises Problem for one of who was erased or blocked, and for one that is too large."""
+        """Return the event packed; raise Problem if it is invalid, too large, or of an erased or blocked owner."""
         if isinstance(raw_event, UnreadableEvent):
             detail = (
                 f"{field} is not JSON (which has no NaN, Infinity or half of a pair of surrogates): "
@@ -212,7 +211,7 @@ def _refuse_erased(user: object, blocklist: Blocklist) -> None:
 
 
 def read_time(value: object, field: str) -> int:
-    """Microseconds since 1970 of ISO 8601 (UTC without a zone) or Unix seconds; raises Problem."""
+    """Parse ISO 8601 (UTC without a zone) or Unix seconds to microseconds since 1970; raise Problem."""
     if isinstance(value, str) and len(value) <= _TIME_CHARS_MAX:
         try:
             parsed_time = iso_time(value)
@@ -291,7 +290,7 @@ def _is_attribute(value: object) -> bool:
 
 
 def _parse_texts(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
-    """An event's fields where each is a text; what is no number stays one, and is refused where it stands."""
+    """Convert an inbox entry's texts to event fields; a malformed number stays a text, which is refused later."""
     event_fields: dict[str, Any] = {name.decode(): value.decode() for name, value in fields.items()}
     for name in ("time", "weight"):
         text = event_fields.get(name)
@@ -301,7 +300,7 @@ def _parse_texts(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
 
 
 def read_body_of_events(problem: Problem, body: bytes, events_max: int) -> object:
-    """The contents of a body that was refused with `problem`; raises it where its events cannot be told apart."""
+    """Return the content of a body that was refused with `problem`; raise it if the events cannot be separated."""
     contents = read_separately(body, events_max) if problem.reason == "invalid_json" else None
     if contents is None:
         raise problem
@@ -309,9 +308,9 @@ def read_body_of_events(problem: Problem, body: bytes, events_max: int) -> objec
 
 
 def read_separately(body: bytes, events_max: int) -> dict[str, object] | None:
-    """The body with each event read alone; None where they cannot be told apart, or each is JSON.
+    """Parse each event of a malformed body on its own; None if they cannot be separated, or each is JSON.
 
-    At most `most + 1` events are read. `body` as a whole is no JSON.
+    Reads at most `events_max + 1` events. `body` as a whole is not JSON.
     """
     try:
         pieces = list(islice(_event_pieces(body), events_max + 1))
@@ -324,11 +323,11 @@ def read_separately(body: bytes, events_max: int) -> dict[str, object] | None:
 
 
 class _NoListError(ValueError):
-    """A body that is no object with a list of events alone, or whose texts and brackets do not end."""
+    """The body is no object with only a list of events, or its texts and brackets do not end."""
 
 
 def _event_pieces(body: bytes) -> Iterator[bytes]:
-    """The text of each event of the list; raises _NoListError, perhaps behind the first of them."""
+    """Yield the text of each event of the list; raise _NoListError, perhaps after some of them."""
     head = _LIST_HEAD.match(body)
     if head is None:
         raise _NoListError

@@ -1,4 +1,4 @@
-"""The way of one answer: which sources were asked for an entity, what each said, and the record itself.
+"""Explanation of one answer: the sources read for an entity, the result of each, and the record itself.
 
 Start at `explainer`.
 """

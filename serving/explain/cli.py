@@ -1,4 +1,4 @@
-"""`python -m serving explain`: asks a running service why it answers an entity as it does, and shows what it says."""
+"""`python -m serving explain`: asks a running service for the explanation of an entity's answer, and prints it."""
 
 import argparse
 import sys
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
 
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """Parser of this command's arguments."""
+    """Return the parser of this command's arguments."""
     return question_parser(
         prog,
         "Why a running service answers an entity as it does: which rung would answer, what each holds, the "

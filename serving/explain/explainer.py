@@ -1,4 +1,4 @@
-"""Explanation of an entity's answer: what each rung holds, which would answer, and what the model says now."""
+"""Explanation of an entity's answer: the content of each rung, the rung that answers, and a fresh inference."""
 
 import asyncio
 import dataclasses
@@ -70,16 +70,16 @@ from serving.requests.reasons import LiveReason
 log = logging.getLogger(__name__)
 
 _PAGE_TIMEOUT_S = 3.0
-"""Seconds that a whole page may take, which has megabytes where a record has hundreds of bytes."""
+"""Seconds for reading a whole page, which has megabytes where a record has hundreds of bytes."""
 
 _SUMS_TIMEOUT_S = 2.0
-"""Seconds that the artefact store may take to hand over the checksums."""
+"""Seconds for reading the checksums from the artefact store."""
 
 _SUM_READS_MAX = 2
-"""Reads of checksums, those included that nobody waits for any more."""
+"""Reads of checksums under way, including abandoned ones."""
 
 RESCORE_TIMEOUT_S = 2.0
-"""Seconds that one inference may take, its wait included."""
+"""Seconds for one inference, including its wait."""
 
 _PLENTY_S = 3_600.0
 
@@ -90,7 +90,7 @@ RescoreInput = Literal["sent", "own", "events", "stored_vector"]
 
 
 class TierInspector:
-    """Inspector of both tiers, for somebody who only looks: nothing is filled, moved or counted.
+    """Read-only inspector of both tiers: fills, moves and counts nothing.
 
     Its reads of records are real ones: they count for the breaker, and fail as any read does.
     """
@@ -104,7 +104,7 @@ class TierInspector:
         self._timer = timer
 
     def l1(self, view: View, record_key: RecordKey) -> ReadResult | None:
-        """The outcome of a look at L1; None if it holds nothing of this entity."""
+        """Return the outcome of inspecting L1; None if it holds nothing of this entity."""
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         entry = self._local.inspect(key)
         if entry is not None:
@@ -114,7 +114,7 @@ class TierInspector:
         return None
 
     def find_stand_in(self, view: View, record_key: RecordKey) -> ReadResult | None:
-        """The live answer that stands in while a page is out of reach, if one is kept."""
+        """Return the live answer in L1 that replaces a record while its page is out of reach, if there is one."""
         if record_key.position < 0 or record_key.digest is None:
             return None
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
@@ -122,12 +122,12 @@ class TierInspector:
         return None if entry is None else judge_entry(entry, record_key, "l1")
 
     async def record(self, view: View, record_key: RecordKey) -> ReadResult:
-        """The record of L1, else the outcome of a read of L2."""
+        """Return the record of L1, else the outcome of a read of L2."""
         outcome = self.l1(view, record_key)
         return outcome if isinstance(outcome, Hit) else await self.l2(view, record_key)
 
     async def l2(self, view: View, record_key: RecordKey) -> ReadResult:
-        """The outcome of a read of L2."""
+        """Return the outcome of a read of L2."""
         asked_at = self._timer()
         answer: L2Result = await self._remote.submit(reads_of(view, (record_key,)), itemgetter(0))
         if isinstance(answer, TierUnavailable):
@@ -144,7 +144,7 @@ class TierInspector:
         return Hit(answer, "l2", False, None)
 
     async def page(self, read: PageRead) -> bytes | Miss:
-        """A whole page, or why it cannot be had."""
+        """Return a whole page, or the reason of a miss."""
         try:
             async with asyncio.timeout(_PAGE_TIMEOUT_S):
                 page_payload = await self._remote.page(read)
@@ -157,7 +157,7 @@ class TierInspector:
 
 @dataclass(slots=True, eq=False)
 class PageChecks:
-    """Reads whole pages, so one at a time and only where somebody wants to know."""
+    """Checker of whole pages against their checksums, used only for explanations."""
 
     inspector: TierInspector
     keyspace: Keyspace
@@ -168,7 +168,7 @@ class PageChecks:
     async def check_page(
         self, snapshot: Snapshot, table: Table, record_key: RecordKey
     ) -> dict[str, Any]:
-        """Page of a record of the night, the record's place there, and both checksums (xxh3-64, hex)."""
+        """Read a nightly record's page; return its key, the record's position, and both checksums (xxh3-64, hex)."""
         shard, position = snapshot.directories[table.entity].locate(record_key.position)
         part = table.parts[shard]
         number, offset = table.locate(shard, position)
@@ -230,11 +230,11 @@ class PageChecks:
 
 @dataclass(frozen=True, slots=True)
 class RescoreResult:
-    """Result of a rescore: a record, or `reason` why there is none.
+    """Result of a rescore: a record, or the `reason` why there is none.
 
-    `computed_from`: history or features that were sent, the item itself, the night's input of a user and newer events,
-    or the vector that the night stored of the user. That one says how the items of the stored list score, not which
-    others would be in it.
+    `computed_from`: history or features that were sent, the item itself, the night's input of a user and newer
+    events, or the vector that the night stored of the user. The vector only scores the items of the stored list; it
+    does not say which others would be in it.
     """
 
     record: Record | None
@@ -243,7 +243,7 @@ class RescoreResult:
     seconds: float
     precision: str | None
     computed: bytes | None = None
-    """The record as inference made it, from an input."""
+    """Record as inference returned it, from an input."""
 
     @property
     def is_of_input(self) -> bool:
@@ -251,7 +251,7 @@ class RescoreResult:
         return self.computed_from in ("sent", "own", "events")
 
     def to_json(self) -> dict[str, Any]:
-        """Fields of the explanation, all but the prediction itself."""
+        """Return the fields of the explanation except the prediction."""
         return {
             "computed_from": self.computed_from,
             "reason": self.reason,
@@ -262,7 +262,7 @@ class RescoreResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rescorer:
-    """Runs through the queue and the admission of live inference, so that it takes nothing from callers under load."""
+    """Rescorer through the queue and the admission of live inference, so that callers have priority under load."""
 
     batcher: MicroBatcher
     admission: Admission
@@ -271,7 +271,7 @@ class Rescorer:
     async def rescore(
         self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record | None
     ) -> RescoreResult:
-        """Computes from the input of the case, else from the stored vector for the items of the stored list."""
+        """Compute from the entity's input, else from the stored vector for the items of the stored list."""
         began_at = time.monotonic()
         precision = "fp32" if _rescore_input(case) == "events" else _precision(snapshot, case.table)
         if snapshot.predictor is None:
@@ -294,7 +294,7 @@ class Rescorer:
     async def _live(
         self, snapshot: Snapshot, case: PendingAnswer
     ) -> tuple[Record | None, bytes | None, str | None]:
-        """The record, decoded and as it is, or why there is none."""
+        """Return the decoded record and its bytes, or the reason why there is none."""
         if not self.admission.admit_live():
             return None, None, LiveReason.OVERLOADED
         job = InferenceJob(
@@ -317,7 +317,7 @@ class Rescorer:
     async def _from_vector(
         self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record
     ) -> Record | None:
-        """The stored list, scored and ordered by the stored vector; None without one."""
+        """Return the stored list, scored and ordered by the stored vector; None without one."""
         raw, items, predictor = case.entity.raw, stored_record.items, snapshot.predictor
         if raw is None or items is None or predictor is None or case.table.entity != "user":
             return None
@@ -359,16 +359,16 @@ def _precision(snapshot: Snapshot, table: Table) -> str | None:
 
 
 class UncountedMetrics(Metrics):
-    """Metrics of lookups that no caller asked for."""
+    """Metrics for the explainer's lookups, which are discarded."""
 
     def stage(self, stage: str, seconds: float, entities: int = 0) -> None:
-        """Ignores a stage: the request that wants an explanation has its own."""
+        """Ignore a stage: the explaining request measures its own."""
 
 
 class LadderReplay:
-    """Tiers and inference of a ladder that answers one case from what was seen.
+    """Tiers and inference of a ladder that answers one entity from recorded outcomes.
 
-    Nothing is kept, counted or asked again. `l1`, `l2` and `live_result` (a live answer that stands in while a page is
+    Nothing is kept, counted or read again. `l1`, `l2` and `live_result` (a live answer that stands in while a page is
     out of reach) are of the live generation.
     """
 
@@ -399,7 +399,7 @@ class LadderReplay:
         requested_options: RequestOptions,
         metrics: Metrics,
     ) -> PendingAnswer:
-        """The case as the ladder leaves it: its answer has the source, `reason` says why it is no plain hit."""
+        """Run the ladder on the recorded outcomes; return the pending answer with its source and reason."""
         self._result_by_key[served.live.generation, case.record_key.key] = self.stored_result
         ladder = Ladder(self, self, metrics, l2_deadline_s=_PLENTY_S)
         options = dataclasses.replace(
@@ -414,7 +414,7 @@ class LadderReplay:
         return case
 
     async def read(self, view: View, record_key: RecordKey) -> ReadResult:
-        """The outcome of a look at both tiers, made once for each generation and record."""
+        """Return the outcome of inspecting both tiers, made once for each generation and record."""
         result_key = view.generation, record_key.key
         if result_key not in self._result_by_key:
             self._result_by_key[result_key] = await self._inspector.record(view, record_key)
@@ -426,17 +426,17 @@ class LadderReplay:
         record_keys: Sequence[RecordKey],
         deadline: float,  # noqa: ARG002 - what was seen waits for nobody
     ) -> Sequence[ReadResult]:
-        """Outcomes as they were seen."""
+        """Return the recorded outcomes."""
         return [await self.read(view, record_key) for record_key in record_keys]
 
     def discard(self, view: View, record_key: RecordKey) -> None:
-        """Keeps a damaged record where it is: somebody only looks."""
+        """Do nothing: an inspection keeps a damaged record where it is."""
 
     def plan_overlay_reads(self, snapshot: Snapshot, cases: Sequence[PendingAnswer]) -> None:
-        """Leaves nothing unread."""
+        """Do nothing: all overlays are read."""
 
     def note_repeat(self) -> None:
-        """Counts nothing."""
+        """Do nothing: an inspection counts no repeats."""
 
     async def run(
         self,
@@ -444,7 +444,7 @@ class LadderReplay:
         cases: Sequence[PendingAnswer],
         limit_s: float,  # noqa: ARG002
     ) -> Sequence[ComputedRecord | LiveUnavailable]:
-        """Outcome of the inference that was run already."""
+        """Return the outcome of the inference that was run already."""
         computed, reason = self._rescore_result.computed, self._rescore_result.reason
         return [
             LiveUnavailable(reason or LiveReason.FAILED)
@@ -456,14 +456,14 @@ class LadderReplay:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordDecoder:
-    """Records that were seen of one case, as they would be answered."""
+    """Decoder of one entity's recorded outcomes to predictions."""
 
     snapshot: Snapshot
     case: PendingAnswer
     exclusions: frozenset[int]
 
     def find_nightly_record(self, *outcomes: ReadResult | None) -> tuple[Record, Hit] | None:
-        """The record that the night computed, from the first tier that has it."""
+        """Return the nightly record from the first tier that has it."""
         return next(
             (
                 record_and_hit
@@ -474,7 +474,7 @@ class RecordDecoder:
         )
 
     def find_readable_record(self, *outcomes: ReadResult | None) -> tuple[Record, Hit] | None:
-        """The first record that can be read."""
+        """Return the first readable record."""
         return next(iter(self._readable(outcomes)), None)
 
     def prediction(
@@ -483,7 +483,7 @@ class RecordDecoder:
         filter_mask: FilterMask | None = None,
         reranker: Reranker | None = None,
     ) -> Prediction:
-        """Prediction as it would be answered: without what is blocked, seen, filtered out or beyond `k`."""
+        """Build the prediction of an answer: without blocked, seen and filtered items, cut at `k`."""
         case, exclusions = self.case, (self.exclusions,)
         return from_record(
             self.snapshot, case.table, record, case.k, exclusions, filter_mask, reranker
@@ -502,7 +502,7 @@ class RecordDecoder:
 
 
 class Explainer:
-    """Looks without changing anything: no record is kept, no answer counted."""
+    """Explainer of answers; changes nothing: no record is kept, no answer counted."""
 
     def __init__(
         self,
@@ -527,7 +527,7 @@ class Explainer:
         self._uncounted_metrics = UncountedMetrics()
 
     async def explain(self, served: ServedGenerations, request: LookupRequest) -> dict[str, Any]:
-        """Explains the one entity asked; raises Problem for several, for what never can be answered, and when busy."""
+        """Explain the answer of one entity; raise Problem for several, for an impossible request, and when busy."""
         if len(request.entities) != 1:
             raise unprocessable("batch_too_long", "one entity is explained at a time", "entities")
         if self._under_way >= EXPLANATIONS_MAX:
@@ -665,7 +665,7 @@ class Explainer:
     async def _previous(
         self, served: ServedGenerations, case: PendingAnswer, replay: LadderReplay
     ) -> dict[str, Any] | None:
-        """Result of a read from the previous generation; None where none is held."""
+        """Return the result of a read from the previous generation; None if none is held."""
         previous = served.previous
         if previous is None:
             return None
@@ -688,7 +688,7 @@ class Explainer:
 
 
 def _events(snapshot: Snapshot, counted_events: CountedEvents | None) -> dict[str, Any] | None:
-    """Events that the answer counts, and the position up to which the generation has them; None without any."""
+    """Return the events that the answer counts, and the generation's own position; None without any."""
     if counted_events is None or snapshot.events is None:
         return None
     return {
@@ -706,7 +706,7 @@ def _events(snapshot: Snapshot, counted_events: CountedEvents | None) -> dict[st
 
 
 def _new_items(case: PendingAnswer) -> list[dict[str, str]]:
-    """New items in the answer, and the positions that brought them."""
+    """Return the new items in the answer, and the positions that brought them."""
     named = () if case.answer is None else case.answer.get("items") or ()
     number_by_item = {new_item.raw.decode(): new_item.number for new_item in case.new_items.items}
     return [
@@ -717,7 +717,7 @@ def _new_items(case: PendingAnswer) -> list[dict[str, str]]:
 
 
 def _answer(case: PendingAnswer, rescore_result: RescoreResult) -> dict[str, Any]:
-    """The source of the answer, why it is no plain hit, and why live gave none although it had an input."""
+    """Return the answer's source and reason, and why live gave no answer to an input."""
     source = "default" if case.answer is None else case.answer["source"]
     is_stored = source in STORED_SOURCES
     reason = None if case.answer is None else case.answer.get("reason")
@@ -726,7 +726,7 @@ def _answer(case: PendingAnswer, rescore_result: RescoreResult) -> dict[str, Any
 
 
 def _within(prediction: Prediction, record: Record, table: Table) -> dict[str, Any]:
-    """Items of the stored list that pass the filter, and what a lookup answers from: that, or vectors."""
+    """Return the items of the stored list that pass the filter, and the source of a lookup: the list or vectors."""
     source = "vectors" if is_cut(prediction, record, table) else "list"
     return {"items_of_list": prediction["items"], "from": source}
 
@@ -744,7 +744,7 @@ def _record(record: Record, hit: Hit, prediction: Mapping[str, Any]) -> dict[str
 
 
 def _has_same_record(l1: ReadResult | None, l2: ReadResult) -> bool | None:
-    """True if both tiers hold the same bytes; None unless both hold something."""
+    """True if both tiers hold the same bytes; None unless both hold a record."""
     if not isinstance(l1, Hit) or not isinstance(l2, Hit):
         return None
     return l1.record == l2.record
@@ -756,10 +756,10 @@ ComparedPrediction = Mapping[str, Any]
 def prediction_difference(
     stored_prediction: ComparedPrediction, live: ComparedPrediction
 ) -> dict[str, Any]:
-    """Difference of two predictions of one kind: lists, vectors or values.
+    """Compare two predictions of one kind: lists, vectors or values.
 
-    `exact`: the same items in the same order, or numbers equal to the bit. Scores have deltas (live minus stored) where
-    an item stands in both lists; `overlap` is the share of the longer list that stands in both.
+    `exact`: the same items in the same order, or numbers equal to the bit. Scores have deltas (live minus stored) for
+    items in both lists; `overlap` is the share of the longer list that is in both.
     """
     if "items" in stored_prediction:
         return _list_difference(
@@ -849,7 +849,7 @@ _TIER_TEXTS = {
 
 
 def sentence(explanation: Mapping[str, Any]) -> str:
-    """Sentence on which rung would answer, why not a higher one, and what is wrong with what is stored, if anything."""
+    """Return a sentence on the answering rung, why no higher one answers, and any defect of the stored record."""
     answer = explanation["answer"]
     parts = [_TIER_TEXTS[answer["tier"]]]
     if (reason := answer["reason"]) is not None:

@@ -1,4 +1,4 @@
-"""Lists made when they are asked for, by vectors: the best of what passes a filter, and a caller's candidates in order.
+"""Lists computed on request, by vectors: the best items that pass a filter, and a caller's candidates in order.
 
 Start at `filtered_lookup`.
 """

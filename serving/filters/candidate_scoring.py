@@ -1,4 +1,4 @@
-"""Putting a caller's own candidates in order for one user."""
+"""Ranking of a caller's own candidates for one user."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,13 +26,13 @@ async def rank_candidates(
     score_request: ScoreRequest,
     started: float,
 ) -> AnswerJson:
-    """Scores in rank order: the user's vector (from whatever rung has it) times the item vectors of its generation.
+    """Score the candidates in rank order: the user's vector, from any rung, times item vectors of the same generation.
 
-    With a history or features the vector is computed from them, whatever is stored. `score_tolerance` bounds what
-    the precision of the stored vector may have changed: candidates whose scores are closer than twice that may stand
-    in either order. It is 0 where vectors are kept as f4, which ranks as the night did.
+    With a history or features the vector is computed from them, not read. `score_tolerance` bounds the effect of the
+    stored vector's precision: candidates whose scores are closer than twice that may be in either order. It is 0 where
+    vectors are kept as f4, which ranks as the night did.
 
-    What cannot be scored is named: `unknown`, `blocked`, `excluded` (the sent history), `filtered`.
+    Candidates without a score are listed by reason: `unknown`, `blocked`, `excluded` (the sent history), `filtered`.
     """
     served = served.pinned(score_request.options.generation)
     sought = score_request.options
@@ -67,7 +67,7 @@ async def rank_candidates(
 async def _can_shape(
     filters: Filters, snapshot: Snapshot | None, options: RequestOptions, deadline: float
 ) -> bool:
-    """True if a generation has what the request's filter and order name."""
+    """True if a generation has the attributes that the request's filter and re-ranking name."""
     if snapshot is not None:
         try:
             await filters.evaluate(snapshot, options.filter, deadline)
@@ -104,7 +104,7 @@ def _ranked(
 def score_tolerance(
     layout: Layout, vector: NDArray[np.float32], items: NDArray[np.float32], metric: Metric
 ) -> float:
-    """The most that rounding the vector to its layout can have moved any of these scores."""
+    """Return the largest change that rounding the vector to its layout can have made to any of these scores."""
     if layout.precision == "f4":
         return 0.0
     size = np.abs(vector)

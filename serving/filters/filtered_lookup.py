@@ -1,4 +1,4 @@
-"""Lookup under a filter or in another order: from the list if enough passes, else the best of all that passes."""
+"""Lookup with a filter or re-ranking: from the list if enough items pass, else the best of all that pass."""
 
 import asyncio
 import contextlib
@@ -30,20 +30,20 @@ from serving.requests.models import LookupRequest
 from serving.requests.reasons import LiveReason
 
 FILTER_THREADS = 2
-"""Threads that work out what passes filters."""
+"""Threads that evaluate filters."""
 
 WAITING_FILTERS_MAX = 64
-"""Filters that wait for one of these threads or are in it; a request with another one is refused."""
+"""Filters that wait for one of these threads or are evaluated; a request with another one is refused."""
 
 _INLINE_COST = 262_144
-"""Comparisons of a number up to which a filter is worked out on the event loop: a hop to a thread takes as long."""
+"""Number of comparisons up to which a filter is evaluated on the event loop: a hop to a thread takes as long."""
 
 _INLINE_ROWS = 4_096
-"""Vectors up to which a search is made there."""
+"""Number of vectors up to which a search is made on the event loop."""
 
 
 class VectorSearch(NamedTuple):
-    """Search for one list: a vector, ordinals to leave out, and how many are wanted."""
+    """Search for one list: a vector, ordinals to leave out, and the number of items."""
 
     vector: NDArray[np.float32]
     exclusions: NDArray[np.int64]
@@ -53,22 +53,22 @@ class VectorSearch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Evaluation:
-    """One filter over one generation's items, worked out in a thread for every request that waits for it."""
+    """Evaluation of one filter over one generation's items, in a thread, shared by all requests that wait for it."""
 
     filtering: Filtering
-    """Kept alive: it is known by its id."""
+    """Reference that keeps the object alive, because its id is the key."""
     work: "Future[FilterMask]"
     outcome: "asyncio.Future[FilterMask]"
     waiting: int = 0
-    """Requests that wait for it."""
+    """Number of requests that wait for it."""
 
 
 class Filters:
-    """Filters of requests, worked out by threads, whose number bounds what is under way at once.
+    """Evaluator of requests' filters in threads, whose number bounds the concurrent work.
 
-    `executor` searches lists by vectors, `mask_executor` works out what passes. Nothing else runs there: a flood of
-    filters must not put off a blocklist or a revocation. Without them all is done on the event loop. A list is searched
-    for, and a costly filter worked out, where `admit` lets it, as it lets an input go to the model.
+    `executor` searches lists by vectors, `mask_executor` evaluates filters. Nothing else runs there: a flood of
+    filters must not put off a blocklist or a revocation. Without them all is done on the event loop. Searches and
+    costly filters need the consent of `admit`, like inputs of the model.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class Filters:
     async def apply(
         self, served: ServedGenerations, cases: Sequence[PendingAnswer], context: RequestContext
     ) -> None:
-        """Works out what passes, and another order, in each generation held.
+        """Evaluate the filter and the re-ranking in each held generation.
 
-        Raises Problem for what the live one cannot take.
+        Raises Problem for ones that the live generation does not support.
         """
         options = context.options
         field = "rerank" if options.filter is None else "filter"
@@ -126,7 +126,7 @@ class Filters:
     async def reranker(
         self, snapshot: Snapshot, reranking: Reranking | None, deadline: float
     ) -> Reranker | None:
-        """Re-ranking of a generation's items, None without one.
+        """Return the re-ranker of a generation's items, None without one.
 
         Raises Problem for one that the generation cannot take, and for one that is not ready by `deadline` (monotonic).
         """
@@ -152,7 +152,7 @@ class Filters:
     async def evaluate(
         self, snapshot: Snapshot, filter_: Filter | str | None, deadline: float
     ) -> FilterMask | None:
-        """Items of a generation that pass, None without a filter.
+        """Return the mask of a generation's items that pass, None without a filter.
 
         Raises Problem for one that the generation cannot take, and for one that is not ready by `deadline` (monotonic).
         """
@@ -186,7 +186,7 @@ class Filters:
     async def _evaluated(
         self, executor: Executor, filtering: Filtering, filter_: Filter | str, deadline: float
     ) -> FilterMask:
-        """What passes, worked out once for all requests that ask for it meanwhile; raises Problem where it is late."""
+        """Return the filter's mask, evaluated once for all concurrent requests; raise Problem after `deadline`."""
         key = id(filtering), filter_ if isinstance(filter_, str) else filter_.key
         evaluation = self._evaluations.get(key)
         if evaluation is None:
@@ -227,7 +227,7 @@ class Filters:
         searches: Sequence[VectorSearch],
         deadline: float,
     ) -> list[Searched] | None:
-        """Best of what passes for each vector, in order; None where that is not done by `deadline` (monotonic)."""
+        """Search the best passing items for each vector, in order; None if not done by `deadline` (monotonic)."""
         filtering = snapshot.filtering
         assert filtering is not None  # noqa: S101 - something passes
 
@@ -269,18 +269,18 @@ def _overloaded() -> Problem:
 
 
 class SourcedVector(NamedTuple):
-    """Vector of an entity, where it came from, and why it was not a stored one."""
+    """Vector of an entity, its source, and the reason why it is not a stored one."""
 
     vector: NDArray[np.float32]
     source: Source
     producer: str
     reason: str | None
     answer_flags: Mapping[str, bool] = MappingProxyType({})
-    """Fields of an answer that are true because of it."""
+    """Answer fields that are true because of the vector."""
 
 
 class FilteredLookup:
-    """Answers as the ladder does, of the items that pass the request's filter, in the order that it asks for."""
+    """Lookup like the ladder's, of the items that pass the request's filter, in the order of its re-ranking."""
 
     def __init__(self, ladder: Ladder, filters: Filters) -> None:
         self._ladder = ladder
@@ -289,7 +289,7 @@ class FilteredLookup:
     async def lookup(
         self, served: ServedGenerations, request: LookupRequest, started: float
     ) -> list[AnswerJson]:
-        """Answers each entity once, in order, from what `served` had when the request came."""
+        """Answer each entity once, in order, from the generations captured in `served` when the request came."""
         served = served.pinned(request.options.generation)
         cases = await build_pending_answers(served.live, request)
         context = RequestContext.of(request.options, started)
@@ -304,7 +304,7 @@ class FilteredLookup:
     async def _search(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
     ) -> None:
-        """The best of what passes, where a list had too little of it; else, and under overload, what the list had."""
+        """Search the best passing items for lists with too few; without vector or under overload keep the partial."""
         snapshot = served.live
         filter_mask = context.filter_mask(snapshot)
         admitted = [case for case in cases if self._is_admitted(case)]
@@ -352,7 +352,7 @@ class FilteredLookup:
     async def _vectors_of(
         self, served: ServedGenerations, cases: Sequence[PendingAnswer], context: RequestContext
     ) -> list[SourcedVector | None]:
-        """Vectors of the entities, in order; None where there is none of this generation."""
+        """Return vectors of the entities, in order; None where there is none of this generation."""
         snapshot = served.live
         entity_vectors: list[SourcedVector | None] = [None] * len(cases)
         users = [index for index, case in enumerate(cases) if case.table.entity == "user"]
@@ -388,7 +388,7 @@ class FilteredLookup:
 def _search_of(
     case: PendingAnswer, snapshot: Snapshot, vector: NDArray[np.float32], context: RequestContext
 ) -> VectorSearch:
-    """Search that leaves out what a list leaves out; for another order it finds as many as a list has."""
+    """Build a search without the list's exclusions; for a re-ranking it finds as many items as a list has."""
     k = case.k if context.options.rerank is None else case.table.layout.width
     return VectorSearch(
         vector, left_out(case, snapshot, context), k, ranking_metric(snapshot, case.table)

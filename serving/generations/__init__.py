@@ -1,4 +1,4 @@
-"""The generations that a replica holds, the pointer that it follows, and the heartbeats by which it tells so.
+"""Generations that a replica holds, the pointer that it follows, and its heartbeats.
 
 Start at `snapshot` and `pointer_follower`.
 """

@@ -1,4 +1,4 @@
-"""Heartbeat of a replica: what it serves and holds, what its host has left, in the time of Redis' clock."""
+"""Heartbeat of a replica: its generations and its host's free memory and disk, in the time of Redis' clock."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,11 +14,11 @@ from serving.metrics.registry import Metrics
 from serving.process.resources import InThread
 
 HOST_LOOK_S = 5.0
-"""Seconds between looks at the host's memory and disk."""
+"""Seconds between measurements of the host's memory and disk."""
 
 
 class RedisClock:
-    """Redis' clock in Unix seconds, the same for replicas and publishers on all hosts; at first this host's own."""
+    """Redis' clock in Unix seconds, common to replicas and publishers on all hosts; initially this host's own."""
 
     def __init__(
         self,
@@ -29,28 +29,28 @@ class RedisClock:
         self._offset_s = clock() - timer()
 
     def __call__(self) -> float:
-        """Current time in Redis' Unix seconds."""
+        """Return the current time in Redis' Unix seconds."""
         return self.at(self._timer())
 
     def at(self, monotonic: float) -> float:
-        """A moment of this process's monotonic clock in Redis' time."""
+        """Convert a moment of this process's monotonic clock to Redis' time."""
         return monotonic + self._offset_s
 
     def set(self, redis_time_s: float, asked_at: float) -> None:
-        """Sets the clock: Redis said `redis_time_s` half-way between the question, at monotonic `asked_at`, and now."""
+        """Set the clock from Redis' time, taken half-way between the request, at monotonic `asked_at`, and now."""
         self._offset_s = redis_time_s - (asked_at + self._timer()) / 2
 
 
 @dataclass(slots=True, eq=False)
 class HostHeadroom:
-    """Memory and disk left, asked now and then; `headroom` is what was found last, empty before the first look."""
+    """Free memory and disk of the host; `headroom` has the last measurement, empty before the first."""
 
     folder: Path
     in_thread: InThread
     headroom: Mapping[str, int] = field(init=False, default_factory=dict)
 
     async def refresh(self) -> None:
-        """Looks once, beside the loop: a file system over a network may take its time."""
+        """Measure once, in a thread: a network file system may block."""
         self.headroom = await self.in_thread(_read_headroom, self.folder)
 
 
@@ -63,7 +63,7 @@ def _read_headroom(folder: Path) -> dict[str, int]:
 
 @dataclass(slots=True, eq=False)
 class Heartbeat:
-    """Composes the payload; its times are Redis' own, so that those of several hosts can be compared."""
+    """Builder of the heartbeat's payload; its times are Redis' own, comparable between hosts."""
 
     replica_id: str
     follower: PointerFollower
@@ -76,7 +76,7 @@ class Heartbeat:
     _stamped: tuple[LiveSwap, float] | None = None
 
     def payload(self) -> dict[str, Any]:
-        """JSON-able payload; `holds` must not be retired, `ready` may be published, `failed` says why not."""
+        """Return the JSON-able payload; `holds` must not be retired, `ready` may be published, `failed` has reasons."""
         follower, holder = self.follower, self.follower.holder
         staged, served, failed = follower.staged, holder.served, follower.failures
         swapped_at = self._swapped_at(holder.swap)

@@ -1,4 +1,4 @@
-"""Holder of this replica's generations: opens them beside what is served, and swaps them as one value."""
+"""Holder of this replica's generations: opens a new one while the others serve, and swaps all as one value."""
 
 import asyncio
 import contextlib
@@ -24,18 +24,18 @@ from serving.process.resources import InThread
 log = logging.getLogger(__name__)
 
 OpenSnapshot = Callable[[Pointer, Blocklist], Snapshot]
-"""Opens the pointer's generation; slow and blocking, raises when it cannot be loaded."""
+"""Opener of the pointer's generation; slow and blocking, raises if it cannot be loaded."""
 
 WarmSnapshot = Callable[[Snapshot, Snapshot | None], Coroutine[Any, Any, None]]
-"""(coming, current): reads ahead for the coming one what callers ask for; nothing is current at the start."""
+"""Warmer (coming, current): reads ahead the popular ids for the coming one; current is None at the start."""
 
 VALUES_LOOK_S = 0.25
-"""Seconds between looks at what events set: each new set of values makes the changed columns anew."""
+"""Seconds between checks of the values that events set: each new set rebuilds the changed columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveSwap:
-    """The last change of the live generation, at a monotonic time; `is_flip` unless it was the first of all."""
+    """Last change of the live generation, at a monotonic time; `is_flip` unless it was the first of all."""
 
     generation: str
     at: float
@@ -44,7 +44,7 @@ class LiveSwap:
 
 
 class GenerationHolder:
-    """Owns `served`, which is replaced as one object; a request keeps the one it captured."""
+    """Owner of `served`, which is replaced as one object; a request keeps the one it captured."""
 
     def __init__(
         self,
@@ -61,22 +61,22 @@ class GenerationHolder:
     ) -> None:
         self.served: ServedGenerations | None = None
         self.blocklist = Blocklist()
-        """Blocklist that all generations held are to obey; each snapshot has the one that it obeys."""
+        """Newest blocklist for all held generations; each snapshot has the one that it enforces."""
         self.is_blocklist_known = False
         self.enforcement_error: str | None = None
-        """Error of the last try to put `blocklist` in force; None where that succeeded."""
+        """Error of the last attempt to enforce `blocklist`; None after a success."""
         self.attributes = AttributeEvents() if attributes is None else attributes
-        """Attributes that events set, filled by who follows these; `take_values` puts them in force."""
+        """Attribute values that events set, filled by the event follower; `take_values` puts them in force."""
         self.new_items = NewItemEvents() if new_items is None else new_items
-        """Items that events brought, likewise."""
+        """Items that events brought, filled by the event follower; `take_values` puts them in force."""
         self.pass_on: Callable[[], Coroutine[Any, Any, None]] | None = None
-        """Has others obey `blocklist` as well; called each time it has changed."""
+        """Callback that passes a changed `blocklist` on to other holders."""
         self._own_blocklist, self.other_blocklist = Blocklist(), Blocklist()
         self.on_change: Callable[[], None] = lambda: None
         self.swap: LiveSwap | None = None
         self.canary: Canary | None = None
         self.is_divided = False
-        """True while some requests may be answered from something else than `served`, or than its live one."""
+        """True while some requests may be answered from another generation or namespace than the live one."""
         self._by_experiments = False
         self._open = open_snapshot
         self._metrics = metrics
@@ -95,30 +95,30 @@ class GenerationHolder:
 
     @property
     def generations(self) -> tuple[str, ...]:
-        """Ids of all that is here, also before anything is live."""
+        """Ids of all held generations, also before one is live."""
         if self.served is not None:
             return self.served.generations
         return () if self._first is None else (self._first.generation,)
 
     def find_snapshot(self, generation: str | None) -> Snapshot | None:
-        """The snapshot of a generation that is here, whatever it is held for."""
+        """Return the snapshot of a held generation, None if it is not held."""
         if self._first is not None and self._first.generation == generation:
             return self._first
         return None if self.served is None else self.served.find(generation)
 
     async def load(self, pointer: Pointer) -> Snapshot:
-        """Opens a generation that should be live already; raises when it cannot be loaded."""
+        """Open a generation that should be live already; raise if it cannot be loaded."""
         return await self._current(await self._in_thread(self._open, pointer, self.blocklist))
 
     async def published(self, store: ArtefactStore, generation: str) -> Snapshot | None:
-        """Opens a superseded generation as it was last released; None when that cannot be."""
+        """Open a superseded generation as it was last released; None if that fails."""
         snapshot = await self._in_thread(
             open_published, store, self._open, generation, self.blocklist
         )
         return None if snapshot is None else await self._current(snapshot)
 
     async def open(self, generation: str) -> Snapshot:
-        """Opens a generation that is staged, where it holds up no other; raises when it cannot be loaded."""
+        """Open a staged generation without delaying others; raise if it cannot be loaded."""
         coming = Pointer(generation, 0, None, "", time.time())
         loop = asyncio.get_running_loop()
         return await self._current(
@@ -126,26 +126,26 @@ class GenerationHolder:
         )
 
     async def warm(self, coming: Snapshot) -> None:
-        """Reads ahead what callers ask for; a cold start is slower, never wrong."""
+        """Read the popular ids ahead for a coming snapshot; ignore errors: a cold start is slower, never wrong."""
         with contextlib.suppress(Exception):
             await self._warm(coming, self.live)
 
     def is_worse(self, coming: Snapshot) -> str | None:
-        """Reason to refuse it, or None: a generation whose models do not open here answers less than the live one."""
+        """Return a reason to refuse a generation whose models do not open here while the live one's do, or None."""
         served = self.served
         if coming.degraded is None or served is None or served.live.degraded is not None:
             return None
         return f"its models do not open: {coming.degraded}"
 
     def hold_staged(self, coming: Snapshot | None) -> None:
-        """Keeps what is staged, or lets go of it."""
+        """Hold the staged snapshot, or release it (None)."""
         self._first = coming if self.served is None else None
         if self.served is not None and self.served.next is not coming:
             self.put(dataclasses.replace(self.served, next=coming))
         self.on_change()
 
     def serve(self, live: Snapshot, pointer: Pointer) -> None:
-        """Serves a snapshot as the pointer says; what was live stays if the pointer names it as previous."""
+        """Serve a snapshot as the pointer says; the former live one stays if the pointer names it as previous."""
         served, released = self.served, live.released_as(pointer.epoch, pointer.published_at)
         self._first, self.canary = None, pointer.canary
         self.divide(by_experiments=self._by_experiments)
@@ -174,12 +174,12 @@ class GenerationHolder:
         return None if coming.generation in role_generations else coming
 
     def divide(self, *, by_experiments: bool) -> None:
-        """Notes whether experiments run, which send some requests elsewhere."""
+        """Set whether experiments run, which send some requests elsewhere."""
         self._by_experiments = by_experiments
         self.is_divided = by_experiments or self.canary is not None
 
     def put(self, served: ServedGenerations) -> None:
-        """Replaces `served`: the one place where what is held changes, except for the blocklist."""
+        """Replace `served`: the one place that changes the held generations, except for the blocklist."""
         if not self._is_enforced(served):
             # It changed while this one was loading.
             served = served.with_blocklist(self.blocklist)
@@ -194,7 +194,7 @@ class GenerationHolder:
         self._metrics.fallback.set(live.fallback is not None)
 
     async def block(self, blocklist: Blocklist) -> bool:
-        """Put a version of the own blocklist in force, and pass it on; return `enforce()`."""
+        """Put a version of the own blocklist in force, and pass it on; return the result of `enforce()`."""
         self._own_blocklist, self.is_blocklist_known = blocklist, True
         self._combine()
         is_enforced = await self.enforce()
@@ -203,17 +203,17 @@ class GenerationHolder:
         return is_enforced
 
     async def set_other_blocklist(self, foreign_blocklist: Blocklist) -> bool:
-        """Put in force what another namespace blocks, beside the own blocklist; return `enforce()`."""
+        """Put another namespace's blocklist in force in addition to the own one; return the result of `enforce()`."""
         if foreign_blocklist is not self.other_blocklist:
             self.other_blocklist = foreign_blocklist
             self._combine()
         return await self.enforce()
 
     async def enforce(self) -> bool:
-        """Have all generations held obey `blocklist`; costs nothing where they do.
+        """Apply `blocklist` to all held generations; costs nothing if they have it.
 
-        Return False where that failed: then answers obey the list before, `enforcement_error` says why, and whoever
-        follows the blocklist calls this again.
+        Return False on an error: then answers obey the former list, `enforcement_error` says why, and the follower of
+        the blocklist calls this again.
         """
         try:
             # The newest each time: where both lists change at once, both callers end with the same.
@@ -243,7 +243,7 @@ class GenerationHolder:
         return all(snapshot.blocklist is self.blocklist for snapshot in served.snapshots)
 
     async def take_values(self) -> None:
-        """Puts newer values of items' attributes, and new items, in force for all that is held."""
+        """Put newer values of items' attributes, and new items, in force in all held generations."""
         while (served := self.served) is not None and any(map(self._is_behind, served.snapshots)):
             taking = self._taking(served.snapshots)
             updated_served = await asyncio.to_thread(served.map_snapshots, taking.into)
@@ -253,7 +253,7 @@ class GenerationHolder:
                 return
 
     def recheck_values(self) -> None:
-        """Has `take_values` look at all values anew: older ones than those that were looked at came to be here."""
+        """Make `take_values` check all values again, because older ones than the checked ones were added."""
         if self.served is not None:
             self.served = self.served.map_snapshots(lambda snapshot: snapshot.lacking_values())
 
@@ -268,13 +268,13 @@ class GenerationHolder:
         return SnapshotUpdate(named, self._failed, self._timer())
 
     async def _current(self, snapshot: Snapshot) -> Snapshot:
-        """A snapshot that was just opened, with what events set and brought since its night."""
+        """Return a newly opened snapshot with the values and items that events brought since its night."""
         if not self._is_behind(snapshot):
             return snapshot
         return await asyncio.to_thread(self._taking((snapshot,)).into, snapshot)
 
     def _is_behind(self, snapshot: Snapshot) -> bool:
-        """True if it lacks what is here; not while something else that it lacks is yet to be read again."""
+        """True if the snapshot lacks known values or items, unless earlier ones are still to be read again."""
         if snapshot.values_until < self.attributes.complete_after_number:
             return False
         if (
@@ -290,7 +290,7 @@ class GenerationHolder:
 
 
 def newest_pointer(store: ArtefactStore) -> Pointer | None:
-    """The newest completed move; raises LarderError, OSError or ValueError for records that cannot be read."""
+    """Return the pointer of the newest completed move; raise LarderError, OSError or ValueError if unreadable."""
     release = newest_release(store)
     return None if release is None else as_pointer(release)
 
@@ -298,7 +298,7 @@ def newest_pointer(store: ArtefactStore) -> Pointer | None:
 def open_published(
     store: ArtefactStore, open_snapshot: OpenSnapshot, generation: str, blocklist: Blocklist
 ) -> Snapshot | None:
-    """A generation as it was last released; None, said in the log, when it never was or cannot be opened."""
+    """Open a generation as it was last released; None, with a log line, if it never was or cannot be opened."""
     try:
         made_live = [
             release
@@ -315,5 +315,5 @@ def open_published(
 
 
 def as_pointer(release: Release) -> Pointer:
-    """The pointer that a completed move wrote."""
+    """Return the pointer that a completed move wrote."""
     return Pointer(release.generation, release.epoch, release.previous, release.attempt, release.at)

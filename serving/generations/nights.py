@@ -1,4 +1,4 @@
-"""Nights as a replica sees them: whether one is missing, what the release records say, and both as metrics."""
+"""Nights from a replica's view: missing ones, the state of the release records, and metrics of both."""
 
 import logging
 import threading
@@ -28,27 +28,27 @@ log = logging.getLogger(__name__)
 ValueByLabel = Mapping[str, float]
 
 UNKNOWN_GATE = "unknown"
-"""Stand-in for the gate's name where the verdicts of what was refused cannot be read (yet)."""
+"""Name of the gate if the verdicts on a refused generation cannot be read (yet)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nights:
-    """Schedule's demand, compared with what is served; times are Unix seconds of this host's clock."""
+    """Comparison of the schedule with the served generation; times are Unix seconds of this host's clock."""
 
     schedule: Schedule
     follower: PointerFollower
     clock: Callable[[], float] = time.time
 
     def due_at(self) -> float:
-        """The tick that a generation must have followed by now."""
+        """Return the tick that a generation must have followed by now."""
         return self.schedule.due(self.clock())
 
     def is_missing(self) -> bool:
-        """True also after a rollback: what is live then is older than the last night."""
+        """True if a night is missing; also after a rollback, which makes an older night live."""
         return self.schedule.is_missing(self.clock(), self._created_at())
 
     def missed(self) -> int:
-        """Number of nights that are due and not in what is served."""
+        """Return the number of nights that are due and not served."""
         return self.schedule.missed(self.clock(), self._created_at())
 
     def _created_at(self) -> float | None:
@@ -56,12 +56,12 @@ class Nights:
         return None if served is None else float(served.live.manifest.created_at)
 
     def age_s(self) -> float | None:
-        """Seconds, now minus `data_until` of what is served; None when that is nothing."""
+        """Return the served generation's age in seconds since its `data_until`; None if none is served."""
         served = self.follower.served
         return None if served is None else self.clock() - served.live.manifest.data_until
 
     def body(self) -> dict[str, Any]:
-        """Part of /readyz's body; it never makes a replica unready, which would not bring the night back."""
+        """Return the part of /readyz's body on nights; a missing night never makes a replica unready."""
         due = datetime.fromtimestamp(self.due_at(), UTC)
         return {
             "missing": self.is_missing(),
@@ -71,7 +71,7 @@ class Nights:
 
 
 class ReleaseWatch:
-    """Watch on the release records, aside from the event loop; what cannot be read leaves what is known."""
+    """Reader of the release records, off the event loop; unreadable records leave the last known state."""
 
     def __init__(self, store: ArtefactStore, in_thread: InThread) -> None:
         self.last: dict[str, float] = {}
@@ -84,7 +84,7 @@ class ReleaseWatch:
         self._trouble: str | None = None
 
     def records(self) -> list[Release]:
-        """Every record, oldest first, none read a second time; blocking, for any thread.
+        """Return every record, oldest first, reading each only once; blocking, for any thread.
 
         Raises LarderError, OSError or ValueError where they cannot be read.
         """
@@ -92,7 +92,7 @@ class ReleaseWatch:
             return all_releases(self._store, self._release_by_number)
 
     async def refresh(self) -> None:
-        """Looks at the records once; new trouble is logged."""
+        """Read the new records; log a new error."""
         try:
             self.last, self.refused = await self._in_thread(self._read)
             trouble = None
@@ -126,7 +126,7 @@ class ReleaseWatch:
 
 
 def open_refusal(happened: Iterable[Release]) -> Release | None:
-    """The newest refusal, if since then nothing was published and nobody lifted it or gave its generation up. Pure."""
+    """Return the newest refusal unless a publish, a verification or its abandonment followed. Pure."""
     refusal: Release | None = None
     for release in happened:
         if release.action == "refuse":
@@ -139,7 +139,7 @@ def open_refusal(happened: Iterable[Release]) -> Release | None:
 
 
 class RedisMemory:
-    """Redis memory, asked now and then; `used_bytes`: None while that fails, `max_bytes`: 0 where one has no limit."""
+    """Redis memory, read now and then; `used_bytes`: None after an error, `max_bytes`: 0 if one server has no limit."""
 
     def __init__(self, control: ControlPlane) -> None:
         self.used_bytes: int | None = None
@@ -147,7 +147,7 @@ class RedisMemory:
         self._control = control
 
     async def refresh(self) -> None:
-        """Looks at all servers together: pages spread evenly over the nodes of a cluster."""
+        """Read the memory of all servers together: pages spread evenly over the nodes of a cluster."""
         try:
             infos = await self._control.infos()
         except TierUnavailable:
@@ -157,7 +157,7 @@ class RedisMemory:
 
 
 def memory_bytes(infos: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-    """Bytes used and allowed on all servers together; 0 are allowed where one has no limit."""
+    """Return the bytes used and allowed on all servers together; 0 are allowed if one has no limit."""
     pairs = [(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))) for info in infos]
     limits = [limit for _, limit in pairs]
     return sum(used for used, _ in pairs), sum(limits) if all(limits) else 0
@@ -165,7 +165,7 @@ def memory_bytes(infos: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class NightMetrics(Collector):
-    """Collector of the live generation's manifest, of what the release records say of the nights, and of Redis' room.
+    """Collector of metrics of the live generation's manifest, the release records, and Redis' memory.
 
     Labels are steps, tables, rules of the gates and actions: all bounded by the code and the configuration.
     """
@@ -176,7 +176,7 @@ class NightMetrics(Collector):
     room: RedisMemory
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """All gauge families, also those without a sample yet."""
+        """Yield all gauge families, also those without a sample yet."""
         served, releases, room = self.get_served(), self.releases, self.room
         live = None if served is None else served.live.manifest
         yield GaugeMetricFamily(

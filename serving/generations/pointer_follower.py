@@ -1,4 +1,4 @@
-"""Follower of the pointer, forwards only: stages what comes next, reopens a degraded generation, tells its health."""
+"""Follower of the pointer, forwards only: stages the next generation, reopens a degraded one, reports health."""
 
 import asyncio
 import dataclasses
@@ -33,28 +33,28 @@ _REASON_BY_VERDICT: Mapping[PointerVerdict, StaleReason] = {
     "backwards": StaleReason.POINTER_BACKWARDS,
     "conflicting": StaleReason.POINTER_CONFLICTING,
 }
-"""Word for a pointer that is not followed."""
+"""Stale reason for each verdict on a pointer that is not followed."""
 
 _LOAD_RETRY_S = 10.0
-"""Seconds between tries to load the live generation: each reads and checks every file."""
+"""Seconds between attempts to load the live generation: each reads and checks every file."""
 
 _STAGE_RETRY_S = 5.0
-"""Seconds between tries to load the staged generation: each reads and checks every file."""
+"""Seconds between attempts to load the staged generation: each reads and checks every file."""
 
 _STAGE_TOP_UP_S = 1.0
-"""Seconds between top-ups of the staged generation: what has been asked since is read ahead too, until the flip."""
+"""Seconds between top-ups of the staged generation, which read newly popular ids ahead until the flip."""
 
 _REOPEN_FIRST_S = 10.0
 
 _REOPEN_MAX_S = 640.0
-"""Longest wait in seconds to reopen a degraded generation, doubled from try to try; its pages answer meanwhile."""
+"""Longest wait in seconds to reopen a degraded generation, doubled per attempt; its pages answer meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Readiness of a replica; the other fields say why it is less than it should be, or None.
+    """Readiness of a replica; the other fields give reasons for a limitation, or are None.
 
-    `degraded` and `failed` repeat what errors say, which names files, hosts and checksums: for whoever has the token.
+    `degraded` and `failed` repeat error texts with files, hosts and checksums: only for callers with the token.
     """
 
     ready: bool
@@ -62,10 +62,10 @@ class Health:
     degraded: str | None
     failed: str | None
     outside: str | None = None
-    """`failed` as anybody may hear it."""
+    """Text of `failed` that is public."""
 
     def to_public_json(self) -> dict[str, bool | str | None]:
-        """Health fields without the details that errors hold."""
+        """Return the fields of health without the details of errors."""
         degraded = None if self.degraded is None else "no_model"
         return {
             "ready": self.ready,
@@ -76,7 +76,7 @@ class Health:
 
 
 class PointerFollower:
-    """Decides what the holder holds; nothing but a greater epoch changes what is served."""
+    """Controller of the held generations; only a greater epoch changes the served one."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class PointerFollower:
 
     @property
     def failed(self) -> str | None:
-        """Reason why the generation of the pointer seen last cannot be loaded, or None."""
+        """Reason why the newest known pointer's generation cannot be loaded, or None."""
         return self.progress.failed
 
     @property
@@ -137,7 +137,8 @@ class PointerFollower:
     def health(self) -> Health:
         """Health: a replica without Redis stays ready.
 
-        One that cannot load in time what it saw published does not, nor one that cannot obey the blocklist it read.
+        One that cannot load in time a generation that it saw published does not, nor one that cannot enforce the
+        blocklist that it read.
         """
         served, overdue = self.served, self.progress.overdue()
         if self.is_draining:
@@ -163,12 +164,12 @@ class PointerFollower:
         return reason_by_generation
 
     def note(self, about: ConcernSubject, reason: str | None, remedy: str = "") -> None:
-        """Sets a reason to trust this replica less, or None when it has passed; logged when it is news."""
+        """Set a reason to trust this replica less, or clear it (None); log a change."""
         if self.concerns.note(about, reason) and reason is not None:
             log.warning("stale: %s%s", reason, remedy and f": {remedy}")
 
     async def poll_pointer(self) -> None:
-        """Reads the pointer, follows a newer one, stages what may come next and reopens a degraded generation."""
+        """Read the pointer, follow a newer one, stage the next generation and reopen a degraded one."""
         async with self._looking:
             await self._poll_pointer()
             self._stage()
@@ -195,7 +196,7 @@ class PointerFollower:
             self._note_pointer_concern(StaleReason.LOAD_FAILED)
 
     async def _read_pointer_and_staging(self) -> tuple[Pointer | None, bytes | None] | None:
-        """Pointer and staging note as of now; None, and a concern, where they cannot be read."""
+        """Read pointer and staging note; on an error return None and set a concern."""
         try:
             raw, note = await self._control.watch()
             self.note("redis", None)
@@ -209,7 +210,7 @@ class PointerFollower:
         return None
 
     def _stage(self) -> None:
-        """Stages at most one generation beside live and previous: the one that the note asks for, else the canary's."""
+        """Stage at most one generation besides live and previous: the staging note's, else the canary's."""
         followed, wanted_generation = self.progress.followed, None
         if not self.progress.is_behind:  # what should be live already comes first
             wanted_generation = self.staged.expected(
@@ -220,14 +221,14 @@ class PointerFollower:
         self.staged.stage(wanted_generation)
 
     async def settled(self) -> None:
-        """Returns once the previous generation, the next and what is being mended are here, or cannot be."""
+        """Wait until the previous generation, the staged one and a degraded one are loaded, or have failed to."""
         await self.staged.settled()
         await self._degraded_reopen.settled()
         if self._fetching is not None:
             await asyncio.wait({self._fetching})
 
     async def aclose(self) -> None:
-        """Stops loading."""
+        """Stop loading."""
         tasks = self.staged.drop(), self._degraded_reopen.drop(), self._fetching
         pending = {task for task in tasks if task is not None}
         for task in pending:
@@ -288,7 +289,7 @@ class PointerFollower:
     async def _unless_overtaken(
         self, pointer: Pointer, work: Coroutine[Any, Any, T]
     ) -> T | Pointer:
-        """Result of `work`, or the newer pointer that was found meanwhile: a roll-back waits for no slow store."""
+        """Return the result of `work`, or a newer pointer if one comes: a roll-back waits for no slow store."""
         task = asyncio.create_task(work)
         try:
             while True:
@@ -318,7 +319,7 @@ class PointerFollower:
         return live
 
     async def _fall_back(self, pointer: Pointer) -> None:
-        """Serves the previous generation if nothing is held yet: better than no answers; the replica stays drained."""
+        """Serve the previous generation if none is held yet: better than no answers; the replica stays drained."""
         if self.served is not None or pointer.previous is None:
             return
         previous = await self.holder.published(self._store, pointer.previous)
@@ -347,7 +348,7 @@ class PointerFollower:
 
 
 class PointerProgress:
-    """Lag of a replica; `bound_s`: seconds to load what was seen, retries included, before it should not be asked."""
+    """Lag of a replica; `bound_s`: seconds to load a seen generation, retries included, before it is unready."""
 
     def __init__(self, bound_s: float, timer: Callable[[], float]) -> None:
         self.newest_pointer: Pointer | None = None
@@ -359,21 +360,21 @@ class PointerProgress:
 
     @property
     def is_behind(self) -> bool:
-        """True if the pointer that was seen is not the one that is served."""
+        """True if the newest known pointer is not the served one."""
         return self.newest_pointer is not self.followed
 
     def note_newer(self, pointer: Pointer) -> None:
-        """Notes a newer pointer; one more while behind does not begin the bound anew."""
+        """Record a newer pointer; a further one while behind does not restart the bound."""
         if not self.is_behind:
             self._behind_since = self._timer()
         self.newest_pointer = pointer
 
     def note_served(self, pointer: Pointer) -> None:
-        """Notes that the pointer's generation is served now."""
+        """Record that the pointer's generation is served now."""
         self.followed, self.failed = pointer, None
 
     def overdue(self) -> str | None:
-        """Reason why this replica should not be asked, or None; one that has served nothing yet has no time to lose."""
+        """Return the reason why this replica is unready, or None; a first load that fails counts at once."""
         if self.newest_pointer is None or not self.is_behind:
             return None
         is_first = self.followed is None and self.failed is not None
@@ -382,14 +383,14 @@ class PointerProgress:
         return self.failed or f"generation {self.newest_pointer.generation} is still loading"
 
     def outside(self) -> str | None:
-        """Failure as anybody may hear it: `failed` without what the error says."""
+        """Return the public text of the failure: `failed` without the error's own text."""
         if self.failed is None or self.newest_pointer is None:
             return None
         return f"generation {self.newest_pointer.generation} cannot be loaded"
 
 
 def judge_pointer(pointer: Pointer | None, seen_pointer: Pointer | None) -> PointerVerdict:
-    """Verdict on the pointer for a reader that has seen `seen_pointer`."""
+    """Return the verdict on the pointer for a reader that has seen `seen_pointer`."""
     if pointer is None:
         return "vanished"
     if seen_pointer is None or pointer.epoch > seen_pointer.epoch:
@@ -400,15 +401,15 @@ def judge_pointer(pointer: Pointer | None, seen_pointer: Pointer | None) -> Poin
 
 
 class Concerns:
-    """Reasons why answers may lag behind: at most one word about each thing that is followed."""
+    """Reasons why answers may lag behind: at most one per followed subject."""
 
     def __init__(self, about: ConcernSubject, reason: str) -> None:
         self.text: str | None = reason
-        """All reasons, with commas between, or None; what callers and probes read."""
+        """All reasons, separated by commas, or None; for callers and probes."""
         self._by_subject: dict[ConcernSubject, str] = {about: reason}
 
     def note(self, about: ConcernSubject, reason: str | None) -> bool:
-        """Sets a concern, None ends it; returns whether that is news."""
+        """Set a concern, or clear it (None); return whether that changed it."""
         if self._by_subject.get(about) == reason:
             return False
         if reason is None:
@@ -420,7 +421,7 @@ class Concerns:
 
 
 class StagedGeneration:
-    """Staged generation, at most one at a time; asking for another, or for none, lets go of the one before."""
+    """Staged generation, at most one at a time; a request for another one, or for none, releases the former."""
 
     def __init__(
         self, holder: GenerationHolder, clock: Callable[[], float], timer: Callable[[], float]
@@ -437,7 +438,7 @@ class StagedGeneration:
         self._next_at = 0.0
 
     def update_note(self, raw: bytes | None) -> None:
-        """Takes in the staging note as it stands in Redis; one that cannot be read asks for nothing."""
+        """Store the staging note from Redis; an unreadable note counts as none."""
         try:
             self._note = None if raw is None else Staging.from_bytes(raw)
         except CorruptArtefact as error:
@@ -445,14 +446,14 @@ class StagedGeneration:
             self._note = None
 
     def expected(self, live: str | None) -> str | None:
-        """The generation that the note asks for, until its time (by Redis' clock) is over or it is live."""
+        """Return the generation of the staging note, unless the note has expired (by Redis' clock) or it is live."""
         note = self._note
         if note is None or note.generation == live or self._clock() >= note.until:
             return None
         return note.generation
 
     def stage(self, generation: str | None) -> None:
-        """Sets what to hold from now on; returns at once. Called at every look, so it also tries again and tops up."""
+        """Set the generation to hold; returns at once. Called at every poll, so it also retries and tops up."""
         if generation != self.requested_generation:
             self.drop()
             self.requested_generation = generation
@@ -461,7 +462,7 @@ class StagedGeneration:
             self._begin(self._top_up if self.is_ready else self._load)
 
     def drop(self) -> asyncio.Task[None] | None:
-        """Lets go of what is held or loading; returns the task of the load, on its way to an end."""
+        """Release the held or loading generation; return the cancelled task of the load."""
         task = self._task
         if task is not None:
             task.cancel()
@@ -471,12 +472,12 @@ class StagedGeneration:
         return task
 
     async def settled(self, within_s: float | None = None) -> None:
-        """Returns once nothing is loading, or when that takes too long."""
+        """Wait until nothing is loading, or for `within_s`."""
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=within_s)
 
     def is_loading(self, generation: str) -> bool:
-        """True if a load or a top-up of this very generation is under way."""
+        """True if a load or a top-up of this generation is under way."""
         return (
             generation == self.requested_generation
             and self._task is not None
@@ -517,7 +518,7 @@ class StagedGeneration:
 
 
 class DegradedReopen:
-    """Reopens the live generation beside the follower's looks: a roll-back of a degraded one waits for no load."""
+    """Reopening of a degraded live generation in the background: the follower's polls, and a roll-back, go on."""
 
     def __init__(self, holder: GenerationHolder, timer: Callable[[], float]) -> None:
         self._holder = holder
@@ -526,12 +527,12 @@ class DegradedReopen:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Starts over for another live generation: what was loading is not waited for."""
+        """Start over for another live generation; cancel a load for the former one."""
         self.drop()
         self._at, self._wait_s = self._timer() + _REOPEN_FIRST_S, _REOPEN_FIRST_S
 
     def reopen_if_due(self, pointer: Pointer | None) -> None:
-        """Opens the pointer's generation once more if it is degraded and the time has come; returns at once."""
+        """Open the pointer's generation again if it is degraded and the wait is over; returns at once."""
         served = self._holder.served
         if served is None or pointer is None or served.live.degraded is None:
             return
@@ -542,13 +543,13 @@ class DegradedReopen:
         self._task = asyncio.create_task(self._open(pointer))
 
     def drop(self) -> asyncio.Task[None] | None:
-        """Cancels what is loading; returns its task, on its way to an end."""
+        """Cancel the load; return its task."""
         if self._task is not None:
             self._task.cancel()
         return self._task
 
     async def settled(self) -> None:
-        """Returns once nothing is loading."""
+        """Wait until nothing is loading."""
         if self._task is not None:
             await asyncio.wait({self._task})
 

@@ -1,4 +1,4 @@
-"""Background of a replica: looks at pointer and blocklist, listens for announcements, and sends heartbeats."""
+"""Background of a replica: polls pointer and blocklist, listens for announcements, and sends heartbeats."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from serving.requests.reasons import StaleReason
 log = logging.getLogger(__name__)
 
 _EXPECTING_POLL_S = 0.1
-"""Seconds between looks at the pointer while a generation is staged."""
+"""Seconds between polls of the pointer while a generation is staged."""
 
 _COPIES_SWEEP_S = 600.0
 BackgroundStep = Callable[[], Coroutine[Any, Any, None]]
@@ -141,12 +141,12 @@ class Refresher:
             self.blocklist_read_at = self._timer()
 
     async def sweep_copies(self) -> None:
-        """Removes this host's copies of what the store no longer has, never one that is held here."""
+        """Remove this host's copies of generations that the store no longer has, never of one held here."""
         generations, idle_cutoff_at = self.follower.holder.generations, time.time() - COPY_IDLE_S
         await self._in_thread(self._store.sweep_host_copies, generations, cutoff_at=idle_cutoff_at)
 
     async def beat(self) -> None:
-        """Sends one heartbeat: what is served, and what must not be retired."""
+        """Send one heartbeat with the served generation and those that must not be retired."""
         async with self._beating:
             if self.follower.is_draining:
                 return

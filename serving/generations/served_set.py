@@ -1,4 +1,4 @@
-"""The generations that answers come from, as one value that a request captures, and what events set taken into it."""
+"""The generations that answer requests, as one value that a request captures, and its update by newer events."""
 
 import dataclasses
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedGenerations:
-    """The live snapshot and, where they are held, the previous one and the next (which a canary tries out)."""
+    """Live snapshot and, if held, the previous one and the next (which a canary tries out)."""
 
     live: Snapshot
     previous: Snapshot | None = None
@@ -58,7 +58,7 @@ class ServedGenerations:
 
     @property
     def generations(self) -> tuple[str, ...]:
-        """Ids of what is held, the live one first."""
+        """Ids of the held generations, the live one first."""
         return tuple(snapshot.generation for snapshot in self.snapshots)
 
     def with_blocklist(self, blocklist: Blocklist) -> Self:
@@ -109,7 +109,7 @@ class ItemUpdates(NamedTuple):
 
 
 class SnapshotUpdate:
-    """Takes over what events set and brought into snapshots, for any thread; `counts` by generation what came of it.
+    """Update of snapshots with item values and new items of events, in any thread; `counts`: outcomes by generation.
 
     `failed` are generations where that failed, which is logged once.
     """
@@ -123,7 +123,7 @@ class SnapshotUpdate:
         self._now_s = now_s
 
     def into(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot that knows them; attributes that it does not have are ignored, and those of other items."""
+        """Return the snapshot with the values and new items; values of unknown attributes or items are ignored."""
         if (item_update := self._updates_by_generation.get(snapshot.generation)) is None:
             return snapshot
         # Anybody sends events: a generation that cannot take one over answers as it did before, and can be loaded.

@@ -39,7 +39,7 @@ _STAMPS = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DefaultList:
-    """Default list of a top-K table when nothing better exists: ordinals and scores, best first."""
+    """Default list of a top-K table, used when nothing better exists: ordinals and scores, best first."""
 
     items: NDArray[np.uint32]
     scores: NDArray[np.float32]
@@ -47,14 +47,14 @@ class DefaultList:
     """Ordinals of the items, by their ids."""
 
     def among(self, raws: Iterable[bytes] | None) -> frozenset[int]:
-        """The ordinals of those of the ids that stand in it."""
+        """Return the ordinals of the given ids that the list contains."""
         ordinals = self.ordinals
         return frozenset([ordinals[raw] for raw in raws or () if raw in ordinals])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """All parts of one generation in one immutable value: store, index and model can never be of two nights."""
+    """Parts of one generation in one immutable value: store, index and model can never be of two nights."""
 
     generation: str
     epoch: int
@@ -71,25 +71,25 @@ class Snapshot:
     blocked: frozenset[int]
     blocked_ordinals: NDArray[np.int64]
     fallback: str | None = None
-    """Reason why its live models run on the processor though another provider is configured."""
+    """Reason why the live models run on the processor though another provider is configured."""
     filtering: Filtering | None = None
-    """Filters over its items; None where these have no attributes."""
+    """Filters over the items; None if the items have no attributes."""
     seen_items: SeenItems | None = None
-    """Items that users had, where there are filters or events."""
+    """Past items of users, if there are filters or events."""
     events: GenerationEvents | None = None
-    """Events that it has; None where it says nothing of any, or none are followed."""
+    """Events of the generation; None if the manifest lists none, or none are followed."""
     values_until: int = 0
-    """Number of the position up to which its filters know what events set."""
+    """Number of the position up to which the filters include values set by events."""
     new_items: NewItems = NO_NEW_ITEMS
     """Items that events brought and the night did not know."""
     new_items_version: int = 0
     """Version of `NewItemEvents` that `new_items` were made of."""
     blocked_stamp: int = field(default_factory=_STAMPS.__next__)
-    """Number of this very blocklist, which grows with each that is put in force, whoever's version it is."""
+    """Number of the enforced blocklist, which grows with each change, of any namespace's list."""
     stamp: int = field(init=False, default_factory=_STAMPS.__next__)
-    """Number of this very value: also the same generation under another blocklist or release has another one."""
+    """Number of this exact value: the same generation with another blocklist or release has another number."""
     values_stamp: int = field(init=False, default_factory=_STAMPS.__next__)
-    """Number of this very value and its items' attributes, for answers that depend on these."""
+    """Number of this value and its items' attributes, for answers that depend on these."""
 
     @classmethod
     def open(
@@ -106,7 +106,7 @@ class Snapshot:
         accelerator: Accelerator | None = None,
         events: EventsConfig | None = None,
     ) -> Self:
-        """Fetches, verifies, maps and warms a generation; slow, so never on the event loop.
+        """Fetch, verify, map and warm a generation; slow, so never on the event loop.
 
         A model or index that is damaged or does not open leaves the snapshot `degraded`: its pages still answer.
         """
@@ -165,7 +165,7 @@ class Snapshot:
         )
 
     def with_blocklist(self, blocklist: Blocklist) -> Self:
-        """Snapshot of this generation under another version of the blocklist."""
+        """Return a snapshot of this generation with another version of the blocklist."""
         blocked, ordinals = _blocked_items(blocklist, self.items, self.new_items)
         return dataclasses.replace(
             self, blocklist=blocklist, blocked=blocked, blocked_ordinals=ordinals,
@@ -173,7 +173,7 @@ class Snapshot:
         )  # fmt: skip
 
     def with_new_items(self, new: NewItems, filtering: Filtering | None, version: int) -> Self:
-        """Snapshot of this generation that answers with these new items, whose attributes its filters know."""
+        """Return a snapshot of this generation with these new items, whose attributes its filters include."""
         if new.digest == self.new_items.digest:
             return self._alike(new_items=new, filtering=filtering, new_items_version=version)
         blocked, _ = _blocked_items(self.blocklist, self.items, new)
@@ -182,11 +182,11 @@ class Snapshot:
         )  # fmt: skip
 
     def with_filtering(self, filtering: Filtering | None, values_until: int) -> Self:
-        """Snapshot of this generation whose filters know what events set up to a position."""
+        """Return a snapshot of this generation whose filters include values set by events up to a position."""
         return self._alike(filtering=filtering, values_until=values_until)
 
     def lacking_values(self) -> Self:
-        """Snapshot of this generation that is yet to know what events set behind the night's position."""
+        """Return a snapshot whose filters are to be given again the values set since the night's position."""
         return self._alike(values_until=_events_until_number(self.manifest))
 
     def _alike(self, **changed_fields: Any) -> Self:
@@ -197,24 +197,24 @@ class Snapshot:
 
     @property
     def new_item_inputs(self) -> NewItemInputs | None:
-        """Input that makes an unknown item answerable; None without working models, or events."""
+        """Inputs that make an unknown item answerable; None without working models, or events."""
         return None if self.events is None else self.events.new_item_inputs
 
     @property
     def numbered(self) -> int:
-        """Number of items that lists may name: those of the night, and behind them the new ones."""
+        """Number of items that lists may name: those of the night, and after them the new ones."""
         return self.items.count + len(self.new_items.items)
 
     def numbers_of(self, raws: Sequence[bytes]) -> NDArray[np.int64]:
-        """int64 [n] numbers of items, new ones too; -1 where an id is unknown."""
+        """Return int64 [n] numbers of items, new ones too; -1 for an unknown id."""
         return self.new_items.numbers_of(raws, self.items.ordinals_of(raws))
 
     def released_as(self, epoch: int, published_at: float) -> Self:
-        """Snapshot of this generation under a later release (a rollback to it, a restore)."""
+        """Return a snapshot of this generation for a later release (a rollback to it, a restore)."""
         return dataclasses.replace(self, epoch=epoch, published_at=_iso(published_at))
 
     def table(self, name: str) -> Table:
-        """The table of that name, or a 404."""
+        """Return the table of that name; raise Problem (404)."""
         table = self.manifest.tables.get(name)
         if table is None:
             raise Problem(
@@ -229,7 +229,7 @@ class Snapshot:
         return bool(self.blocklist.entities or self.blocklist.items or self.blocklist.users)
 
     def changed_facet(self, table: Table) -> AttributeColumn | None:
-        """Attribute of a facet's table, where events gave some item another value than when its lists were made."""
+        """Return the attribute of a facet's table if events changed some item's value since its lists were made."""
         filtering, events = self.filtering, self.manifest.events
         if filtering is None or not filtering.changed_attributes or events is None:
             return None
@@ -237,12 +237,12 @@ class Snapshot:
         return filtering.attributes.columns[name] if name in filtering.changed_attributes else None
 
     def digest_without_input(self, table: Table) -> bytes | None:
-        """Input digest where nothing is sent: an item of the catalogue is its own input; others have none (None)."""
+        """Return the digest of a missing input: an item is its own input; None for other entities."""
         return self.digest_of_nothing if table.entity == "item" else None
 
     @property
     def digest_of_nothing(self) -> bytes:
-        """Input digest where nothing is sent."""
+        """Input digest of an item that is its own input."""
         return _digest_of_nothing("" if self.predictor is None else self.predictor.model_digest)
 
     def knows(self, table: Table, raw: bytes) -> bool:
@@ -251,9 +251,9 @@ class Snapshot:
         return directory.find(hash_id(raw, directory.seed)) >= 0
 
     def had_by_night(self, table: Table, position: int) -> NDArray[np.int64]:
-        """Ordinals int64 of what the user at a position of the directory (-1: nowhere) had, which lists leave out.
+        """Return ordinals int64 of the past items of the user at a position (-1: unknown), which lists leave out.
 
-        None where the generation does not keep them (it has neither attributes of items nor events).
+        Empty if the generation does not keep them (it has neither attributes of items nor events).
         """
         is_list_of_user = table.kind == "topk" and table.entity == "user"
         if self.seen_items is None or not is_list_of_user or position < 0:
@@ -285,7 +285,7 @@ def _iso(at: float) -> str:
 def _blocked_items(
     blocklist: Blocklist, items: ItemTable, new_items: NewItems = NO_NEW_ITEMS
 ) -> tuple[frozenset[int], NDArray[np.int64]]:
-    """(numbers of all blocked items, ordinals of those of the night)."""
+    """Return (numbers of all blocked items, ordinals of the nightly ones among them)."""
     raws = sorted(blocklist.items)
     ordinals = items.ordinals_of(raws)
     known_ordinals: NDArray[np.int64] = np.sort(ordinals[ordinals >= 0])
@@ -294,9 +294,9 @@ def _blocked_items(
 
 
 def read_defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str, DefaultList]:
-    """Defaults of a generation by table; raises CorruptArtefact where they do not fit its items.
+    """Read a generation's defaults by table; raise CorruptArtefact if they do not fit its items.
 
-    Tables of items have none: what is popular suits somebody of whom nothing is known, but is like no item.
+    Tables of items have none: popular items suit an unknown user, but are not similar to an item.
     """
     raw = (root / manifest.defaults.path).read_bytes()
     try:
@@ -320,7 +320,7 @@ def read_defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str,
 
 
 def user_vector_table(snapshot: Snapshot) -> Table:
-    """The user vectors whose products with the item vectors mean something; 404 when the generation has none."""
+    """Return the table of user vectors that can be multiplied with item vectors; raise Problem (404) without one."""
     dims = snapshot.manifest.items.dims
     for table in snapshot.manifest.tables.values():
         if table.kind == "vector" and table.entity == "user" and table.layout.width == dims:
@@ -331,7 +331,7 @@ def user_vector_table(snapshot: Snapshot) -> Table:
 
 
 def ranking_metric(snapshot: Snapshot, table: Table | None = None) -> Metric:
-    """Metric that the night ranked a table of lists by, or without one its users' lists; else the inner product."""
+    """Return the metric by which the night ranked the lists of a table, or of users; inner product by default."""
     manifest = snapshot.manifest
     for candidate_table in [table] if table is not None else manifest.tables.values():
         name = candidate_table.producer.index

@@ -1,4 +1,4 @@
-"""The application itself: FastAPI behind admission and an observer, ahead of both a shorter way if there is one."""
+"""ASGI application: FastAPI behind admission and an observer, with an optional fast path before both."""
 
 import asyncio
 import functools
@@ -18,47 +18,47 @@ from serving.requests.errors import Problem
 from serving.tracing.observer import RequestObserver
 
 ADMITTED = "larder.admitted"
-"""Key in the scope of a request that `refusal` let go on."""
+"""Key in the scope of a request that `refusal` did not refuse."""
 
 _LIMITED = ("/v1/lookup", "/v1/score", "/v1/explain")
 
 
 class ParsedGet(Protocol):
-    """A GET of one id that was read already; `is_plain` if a record of the night may answer it."""
+    """Parsed GET of one id; `is_plain` if a nightly record may answer it."""
 
     @property
     def is_plain(self) -> bool:
-        """True if the night knows the id and nobody blocks it."""
+        """True if the night knows the id and it is not blocked."""
 
 
 class FastPath(Protocol):
-    """A shorter way to some answers; what each method gives None for goes the complete way."""
+    """Fast path to some answers; a request for which a method returns None takes the complete path."""
 
     def answer(self, target: bytes) -> bytes | None:
-        """The body of a ready answer to a GET of this path and query."""
+        """Return the body of a ready answer to a GET of this path and query."""
 
     def can_use_fast_path(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Returns whether a lookup with these headers may have a ready answer."""
+        """True if a lookup with these headers may have a ready answer."""
 
     def ready(self, scope: Scope) -> Messages | None:
-        """The ready answer to a GET."""
+        """Return the ready answer to a GET."""
 
     def parse_get(self, scope: Scope) -> ParsedGet | None:
-        """A GET of one id, read."""
+        """Parse a GET of one id."""
 
     def try_join(self, parsed_get: Any) -> asyncio.Future[Any] | None:
-        """The future answer to a GET that goes along with others, which needs no task; None if it does not."""
+        """Return the future answer of a GET that joins a grouped read, which needs no task; None if it cannot join."""
 
     def finish_joined(self, group_future: asyncio.Future[Any]) -> bytes | None:
-        """The body that came with those of others; None if whoever joined has to go on alone."""
+        """Return the body of a grouped read; None if the request must continue on its own."""
 
     async def get(
         self, parsed_get: Any, group_future: asyncio.Future[Any] | None = None
     ) -> Messages | None:
-        """The answer to a GET that was read, and may have joined others."""
+        """Return the answer to a parsed GET, which may have joined a grouped read."""
 
     async def post(self, scope: Scope, receive: Receive) -> tuple[Messages | None, Receive]:
-        """The answer to a batch for one table, and from where the request can still be read if there is none."""
+        """Return the answer to a batch for one table, or None, and a `receive` that replays the request."""
 
 
 class _Admitted:
@@ -71,26 +71,26 @@ class _Admitted:
         self._is_held = True
 
     async def send(self, message: Message) -> None:
-        """Leaves the admission, then passes the message on."""
+        """Leave the admission, then pass the message on."""
         self.leave()
         await self._send(message)
 
     def leave(self) -> None:
-        """Leaves the admission; further calls do nothing."""
+        """Leave the admission; further calls do nothing."""
         if self._is_held:
             self._is_held = False
             self._admission.leave()
 
 
 class AsgiApp(FastAPI):
-    """FastAPI as its callers meet it: observed, admitted, within bounds. Without a `gate` it is FastAPI alone."""
+    """FastAPI with observer, admission and bounds. Without a `gate` it is FastAPI alone."""
 
     def __init__(self, *, bodies_bytes: int = BODIES_BYTES_MAX, **settings: Any) -> None:
         super().__init__(**settings)
         self.bodies = BodyBudget(bodies_bytes)
         self.callers = Callers(is_open=True)
         self.has_room: Callable[[], bool] = _always
-        """Returns whether the answers that peers have not taken leave room for a large one."""
+        """Callback that returns whether unread answers leave room for a large one."""
         self.gate: AdmissionGate | None = None
         self.watch: RequestObserver | None = None
         self.fast: FastPath | None = None
@@ -103,7 +103,7 @@ class AsgiApp(FastAPI):
         return self.document
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a request or the application's life; what is ready is sent under any load: a refusal costs as much."""
+        """Serve a request or the application's life; a ready answer is sent under any load: a refusal costs as much."""
         gate, fast = self.gate, self.fast
         if scope["type"] == "http":
             if scope["method"] == "HEAD":
@@ -125,7 +125,7 @@ class AsgiApp(FastAPI):
     async def _watched(
         self, gate: AdmissionGate, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Answers a request that has no ready answer, under the observer if one is set."""
+        """Answer a request without a ready answer, under the observer if one is set."""
         watch = self.watch
         below = self._below if caller_of(scope).quota is None else self._metered
         if watch is None:
@@ -144,7 +144,7 @@ class AsgiApp(FastAPI):
         send: Send,
         watch: RequestObserver | None = None,
     ) -> None:
-        """Answers a request of a caller with a quota, in flight until its response is sent."""
+        """Answer a request of a caller with a quota, in flight until its response is sent."""
         try:
             entered = enter_quota(scope)
         except Problem as problem:
@@ -161,7 +161,7 @@ class AsgiApp(FastAPI):
         send: Send,
         watch: RequestObserver | None = None,
     ) -> None:
-        """Answers a request without a ready answer; lookups, scores and explanations need admission."""
+        """Answer a request without a ready answer; lookups, scores and explanations need admission."""
         if not scope["path"].startswith(_LIMITED):  # decoded, as the router reads it
             await self._behind(None, scope, receive, send, watch)
             return
@@ -200,7 +200,7 @@ class AsgiApp(FastAPI):
     async def _answer_fast(
         self, gate: AdmissionGate, scope: Scope, receive: Receive
     ) -> tuple[Messages | None, ParsedGet | None, Receive]:
-        """The answer of the fast way, or a refusal; else what it has read of the request, for who goes on."""
+        """Return the answer of the fast path, or a refusal; else the parsed request and a `receive` for the routes."""
         fast, answer, parsed_get = self.fast, None, None
         is_post = scope["method"] == "POST"
         if fast is not None and scope["method"] == "GET" and (parsed_get := fast.parse_get(scope)):
@@ -219,7 +219,7 @@ class AsgiApp(FastAPI):
         send: Send,
         watch: RequestObserver | None,
     ) -> None:
-        """The complete way: what was read already goes to the ladder, all else through the router."""
+        """Take the complete path: a parsed GET goes to the ladder, any other request through the router."""
         below = super().__call__
         if parsed_get is not None and not parsed_get.is_plain:
             below = functools.partial(self._resolved, parsed_get)
@@ -238,7 +238,7 @@ class AsgiApp(FastAPI):
             await super().__call__(scope, receive, send)
 
     def try_join(self, parsed_get: ParsedGet) -> asyncio.Future[Any] | None:
-        """Future answer to a GET that joins others, for `finish_joined` or `answer_after_join`; None if it does not."""
+        """Return the future for `finish_joined` and `answer_after_join` if a GET joins a grouped read, else None."""
         gate, fast = self.gate, self.fast
         if gate is None or fast is None:
             return None
@@ -251,7 +251,7 @@ class AsgiApp(FastAPI):
         return group_future
 
     def finish_joined(self, group_future: asyncio.Future[Any]) -> bytes | None:
-        """The body that came with those of others; None if that is for `answer_after_join` to find."""
+        """Return the body of a grouped read; None if `answer_after_join` must find it."""
         gate, fast = self.gate, self.fast
         body = None if fast is None else fast.finish_joined(group_future)
         if body is not None and gate is not None:
@@ -261,7 +261,7 @@ class AsgiApp(FastAPI):
     async def answer_after_join(
         self, parsed_get: ParsedGet, group_future: asyncio.Future[Any]
     ) -> Messages | None:
-        """The answer to a GET that joined others in vain; None if it takes a router."""
+        """Return the answer to a GET whose grouped read gave none; None if it needs a router."""
         gate, fast = self.gate, self.fast
         try:
             return None if fast is None else await fast.get(parsed_get, group_future)
@@ -270,7 +270,7 @@ class AsgiApp(FastAPI):
                 gate.admission.leave()
 
     async def answer_get(self, parsed_get: ParsedGet, scope: Scope) -> Messages | None:
-        """The answer to a GET of one id, which may be a refusal, for who needs no router; None if it takes one."""
+        """Return the answer or refusal of a GET of one id without a router; None if it needs one."""
         gate, fast = self.gate, self.fast
         if gate is None or fast is None:
             return None
@@ -301,7 +301,7 @@ class AsgiApp(FastAPI):
         return gate.count_if_refused(answer)
 
     async def _answer_by_ladder(self, parsed_get: ParsedGet, scope: Scope) -> Messages | None:
-        """The answer of the ladder under the observer."""
+        """Return the answer of the ladder under the observer."""
         sent_messages: list[Message] = []
 
         async def keep(message: Message) -> None:
@@ -312,14 +312,14 @@ class AsgiApp(FastAPI):
         return (sent_messages[0], sent_messages[1]) if sent_messages else None
 
     def refusal(self) -> Messages | None:
-        """The refusal of a request with a body before anybody looks at it, counted; None if it may go on."""
+        """Return the refusal of a request with a body, counted, before the body is read; None if it may go on."""
         gate = self.gate
         if gate is None or gate.admission.admit_costly():
             return None
         return gate.count_if_refused(OVERLOADED_REFUSAL)
 
     def refused(self, problem: Problem) -> Messages:
-        """The response to a request that is refused where it came in, counted."""
+        """Return the response to a request that is refused where it came in, and count it."""
         answer = refusal_of(problem)
         return answer if self.gate is None else self.gate.count_if_refused(answer)
 

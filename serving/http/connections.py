@@ -1,4 +1,4 @@
-"""Connections within bounds: their number, what each may send and leave unread, and how long it may stand still."""
+"""Bounds on connections: their number, bytes sent and left unread, and time without progress."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from serving.http.http1_protocol import PIECE, Http1Protocol, ProtocolViolation
 log = logging.getLogger(__name__)
 
 BEHIND_BYTES_MAX = 64 << 10
-"""Bytes of requests that may wait behind one that is not answered."""
+"""Bytes of requests that may wait after an unanswered one."""
 
 SLOW_READER_S: Final = 1.0
 """Seconds for which a peer may let a large answer wait before its connection counts as slow. One that reads, however
@@ -28,10 +28,10 @@ far away, takes megabytes in less.
 _CHECK_EVERY_S = 1.0
 
 _CHECKED_PER_TURN = 32
-"""Connections that are looked at in one turn of the loop."""
+"""Connections checked in one iteration of the loop."""
 
 _REFUSED_MAX = 128
-"""Connections beyond `connections_max` that may read why they are refused; the others are closed at once."""
+"""Connections beyond `connections_max` that get a refusal; the others are closed at once."""
 
 _RESET_LINGER = struct.pack("ii", 1, 0)
 _HEAD_END = b"\r\n\r\n"
@@ -43,34 +43,34 @@ _BOUND_REFUSALS = {
     431: ("large_head", "the request's head is too large"),
     503: ("full", "too many connections"),
 }
-"""Status -> what the end is counted as, and what the peer is told."""
+"""Status -> reason under which the end is counted, and text for the peer."""
 
 StageKind = Literal["silent", "head", "body", "write", "close"]
 
 
 class Peer(Protocol):
-    """A connection that can be checked for progress, and dropped."""
+    """Connection that can be checked for progress, and dropped."""
 
     def close_if_stalled(self, now_s: float) -> None:
-        """Ends the connection if it has not moved on in time."""
+        """End the connection if it has not progressed in time."""
 
     def drop(self) -> None:
-        """Ends the connection to make room for another, unless it has a request under way."""
+        """End the connection to make room for another, unless it has a request under way."""
 
 
 class Connections:
-    """Bounds the number of connections. One timer serves all: one for each request would cost as much as its answer."""
+    """Bound on the number of connections. One timer serves all: one per request would cost as much as its answer."""
 
     def __init__(self, bounds: PeerBounds) -> None:
         self.bounds = bounds
         self.unread = UnreadAnswers(bounds.answers_bytes)
         self.ended_by_reason: Counter[str] = Counter()
-        """Connections ended, by reason; without those that were ended by their peers or for idleness."""
+        """Connections ended by reason, except those ended by their peers or for idleness."""
         self._unasked: dict[Peer, None] = {}  # oldest first
         self._logged_count = 0
 
     def admit(self, connection: Peer, count: int) -> bool:
-        """Returns whether one more may stay, itself counted. The oldest that has asked nothing may have to go."""
+        """Return whether one more connection, itself counted, may stay; may drop the oldest one without a request."""
         bounds, unasked = self.bounds, self._unasked
         is_full = count > bounds.connections_max
         if is_full or len(unasked) >= bounds.connections_new_max:
@@ -84,18 +84,18 @@ class Connections:
         return True
 
     def discard_unasked(self, connection: Peer) -> None:
-        """Takes a connection off those that have asked nothing: a head of it is here, or it is gone."""
+        """Remove a connection from those without a request: it has sent a head, or is gone."""
         self._unasked.pop(connection, None)
 
     @property
     def every_s(self) -> float:
-        """Seconds between two looks at a connection."""
+        """Seconds between two checks of a connection."""
         bounds = self.bounds
         shortest = min(bounds.head_timeout_s, bounds.body_timeout_s, bounds.write_timeout_s)
         return min(_CHECK_EVERY_S, shortest / 4)
 
     async def close_stalled(self, connections: Collection[Peer], now_s: float) -> None:
-        """Looks at each connection, a few in a turn of the loop."""
+        """Check each connection for progress, a few per iteration of the loop."""
         for number, connection in enumerate(list(connections), 1):
             connection.close_if_stalled(now_s)
             if not number % _CHECKED_PER_TURN:
@@ -103,7 +103,7 @@ class Connections:
         self._log_ended()
 
     def _log_ended(self) -> None:
-        """Logs ended connections in one line for all: who is ended for what it does must not fill the log with it."""
+        """Log ended connections in one line: hostile peers must not fill the log."""
         if (ended_count := self.ended_by_reason.total()) > self._logged_count:
             reasons = ", ".join(
                 f"{count} {reason}" for reason, count in self.ended_by_reason.most_common()
@@ -117,13 +117,13 @@ class Connections:
 
 
 class Reader(Protocol):
-    """A connection whose peer has to read before more can be sent."""
+    """Connection whose peer has to read before more can be sent."""
 
     def unread_bytes(self) -> int:
-        """Bytes of answers that are not sent yet."""
+        """Return the bytes of answers that are not sent yet."""
 
     def cut_off(self) -> None:
-        """End the connection at once, with what is not sent yet."""
+        """End the connection at once, dropping unsent answers."""
 
 
 class UnreadAnswers:
@@ -143,11 +143,11 @@ class UnreadAnswers:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held, as of when each connection was looked at last."""
+        """Unsent bytes, as of the last check of each connection."""
         return self._held_bytes
 
     def add(self, reader: Reader, now_s: float) -> None:
-        """Count what a connection holds whose buffer is full."""
+        """Count the unsent bytes of a connection whose buffer is full."""
         self._waiting_since_by_reader.setdefault(reader, now_s)
         self._count(reader)
         if self._held_bytes > self.bytes_max:
@@ -159,7 +159,7 @@ class UnreadAnswers:
             self._held_bytes -= self._bytes.pop(reader)
 
     def is_full(self, now_s: float) -> bool:
-        """Return whether the budget is spent on peers that are not slow enough to be cut off."""
+        """True if the budget is used up by peers that are not slow enough to be cut off."""
         if self._held_bytes > self.bytes_max:
             self._cut_slow(now_s)
         return self._held_bytes > self.bytes_max
@@ -181,14 +181,14 @@ class UnreadAnswers:
 
 
 class ConnectionStage(NamedTuple):
-    """The point at which a connection stands; `progress` differs as soon as it moved on."""
+    """Stage of a connection; `progress` changes whenever it progresses."""
 
     kind: StageKind
     progress: tuple[int, ...] = ()
 
 
 class BoundViolation(ProtocolViolation):
-    """A bound that a connection has passed, by the status that its peer gets; `kind` is what its end is counted as."""
+    """A connection has exceeded a bound; the peer gets the status, and `kind` is counted."""
 
     def __init__(self, status: int) -> None:
         self.kind, message = _BOUND_REFUSALS[status]
@@ -220,7 +220,7 @@ class InboundMeter:
         self._stage_began_at = 0.0
 
     def begin(self, waiting: int) -> None:
-        """Begins a message.
+        """Begin a message.
 
         Raises BoundViolation (429) if `waiting`, the others not answered yet, reaches `pipeline_max`.
         """
@@ -231,9 +231,9 @@ class InboundMeter:
             raise BoundViolation(429)
 
     def excess(self, data: bytes) -> int:
-        """Status (431) if `data` begins or goes on with a head of more lines than `head_fields`; 0 otherwise.
+        """Return status 431 if `data` begins or continues a head of more lines than `head_fields`; 0 otherwise.
 
-        Told field by field, they would cost four times as much as the connection that brings them.
+        Reported field by field, they would cost four times as much as the connection that brings them.
         """
         if not self.is_whole and (not self.is_head or data.startswith((b"\r", b"\n"))):
             return 0  # a body, or a head whose end may have begun before
@@ -242,13 +242,13 @@ class InboundMeter:
         return 431 if lines > 1 + self._bounds.head_fields else 0
 
     def url(self, size: int) -> None:
-        """Adds `size` bytes of the request target; raises BoundViolation (431) beyond `head_bytes`."""
+        """Add `size` bytes of the request target; raise BoundViolation (431) beyond `head_bytes`."""
         self._head += size
         if self._head > self._bounds.head_bytes:
             raise BoundViolation(431)
 
     def field(self, size: int) -> None:
-        """Adds a header field or trailer of `size` bytes.
+        """Add a header field or trailer of `size` bytes.
 
         Raises BoundViolation (431) beyond `head_fields` or `head_bytes`.
         """
@@ -258,9 +258,9 @@ class InboundMeter:
             raise BoundViolation(431)
 
     def body(self, size: int, *, is_behind: bool) -> None:
-        """Adds bytes of a body.
+        """Add bytes of a body.
 
-        Of those behind another, which nobody reads as yet, more than BEHIND_BYTES_MAX raise BoundViolation (413).
+        Raises BoundViolation (413) for more than BEHIND_BYTES_MAX of bodies after an unanswered request.
         """
         self._quiet = 0
         if is_behind:
@@ -269,13 +269,14 @@ class InboundMeter:
                 raise BoundViolation(413)
 
     def answered(self) -> None:
-        """Resets the bytes behind: a request before them has its answer."""
+        """Reset the count of bytes after an unanswered request, which now has its answer."""
         self._behind = 0
 
     def fed(self, size: int) -> bool:
-        """Returns whether `size` more bytes, of which the parser may have told nothing, are still within the bounds.
+        """True if `size` more bytes, which the parser may not have reported yet, are within the bounds.
 
-        A value without an end is told at its end only. Counted by the piece, so up to two pieces more may have come.
+        A value without an end is reported at its end only. Counted by the piece, so up to two pieces more may have
+        come.
         """
         if self.is_whole:
             return True
@@ -283,7 +284,7 @@ class InboundMeter:
         return self._quiet <= self._bounds.head_bytes + PIECE
 
     def late(self, stage: ConnectionStage | None, now_s: float) -> StageKind | None:
-        """The kind of this stage if the connection has stood there for longer than it may."""
+        """Return the kind of the stage if the connection has been in it for longer than allowed."""
         if stage != self._stage:
             self._stage, self._stage_began_at = stage, now_s
         elif stage is not None and now_s - self._stage_began_at > self._allowed_s(stage.kind):
@@ -299,12 +300,12 @@ class InboundMeter:
 
 
 class Connection(Http1Protocol):
-    """A uvicorn connection that counts open requests, and winds the idle clock for those answered past uvicorn.
+    """Bounded uvicorn connection that counts open requests, and resets the idle clock for those answered past uvicorn.
 
-    What comes is parsed within bounds (`InboundMeter`): beyond them the connection takes no more, and ends.
+    Input is parsed within bounds (`InboundMeter`): beyond them the connection reads no more, and ends.
 
-    What each request touches lies together, in slots: with thousands of connections each of them is out of the
-    processor's caches when its turn comes, and every object of its own costs more than the lookup.
+    The fields that each request touches are slots of one object: with thousands of connections each of them is out of
+    the processor's caches at its next request, and every object of its own costs more than the lookup.
     """
 
     __slots__ = (
@@ -322,7 +323,7 @@ class Connection(Http1Protocol):
         super().__init__(*arguments, **named)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Opens the connection as uvicorn does; one too many is refused with 503."""
+        """Open the connection as uvicorn does; one too many is refused with 503."""
         super().connection_made(transport)
         count = len(self.connections)
         if not self._connections.admit(self, count):
@@ -331,7 +332,7 @@ class Connection(Http1Protocol):
                 self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the connection as uvicorn does, and with it its requests that were never begun."""
+        """Forget the connection as uvicorn does, and its requests that were never begun."""
         self._connections.discard_unasked(self)
         self._connections.unread.remove(self)
         super().connection_lost(exc)
@@ -342,42 +343,42 @@ class Connection(Http1Protocol):
             self.cycle = None  # type: ignore[assignment]  # the newest of them
 
     def data_received(self, data: bytes) -> None:
-        """Refuses what is seen to be too much before any of it is read."""
+        """Refuse visibly excessive input before any of it is parsed."""
         if not (self.is_deaf or self._unread) and (status := self._inbound.excess(data)):
             self.refuse(BoundViolation(status))
         super().data_received(data)
 
     def read_piece(self, data: bytes) -> None:
-        """Reads a piece, then looks whether more has come of a head than it may have."""
+        """Parse a piece, then check the bytes of an unfinished head."""
         super().read_piece(data)
         if not self.is_deaf and not self._inbound.fed(len(data)):
             self.refuse(BoundViolation(431))
 
     def on_message_begin(self) -> None:
-        """Counts a new request, bounded by the pipeline's length, then begins it as uvicorn does."""
+        """Count a new request, bounded by the pipeline's length, then begin it as uvicorn does."""
         self._open += 2
         is_awaited = self.cycle is not None and not self.cycle.response_complete
         self._inbound.begin(len(self.pipeline) + is_awaited)
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Counts a piece of the request target within the head's bound, then hands it to uvicorn."""
+        """Count a piece of the request target within the head's bound, then pass it to uvicorn."""
         self._inbound.url(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Counts a header field within the head's bounds, then hands it to uvicorn."""
+        """Count a header field within the head's bounds, then pass it to uvicorn."""
         self._inbound.field(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Notes that the head is complete and the connection has asked, then goes on as uvicorn does."""
+        """Record that the head is complete and the connection has a request, then go on as uvicorn does."""
         self._inbound.is_head = False
         self._connections.discard_unasked(self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Counts a piece of a body within the bound on what waits, then hands it to uvicorn.
+        """Count a piece of a body within the bound on waiting bytes, then pass it to uvicorn.
 
         The application reads bodies as a whole: it is not woken for a small piece before the last.
         """
@@ -389,7 +390,7 @@ class Connection(Http1Protocol):
             cycle.body += body
 
     def on_message_complete(self) -> None:
-        """Notes that the request is read as a whole, then goes on as uvicorn does."""
+        """Record that the request is read completely, then go on as uvicorn does."""
         if self.has_body:
             return  # the parser is done with the head of a request that asks for an upgrade
         self._open -= 1
@@ -397,7 +398,7 @@ class Connection(Http1Protocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Counts an answer, then goes on as uvicorn does."""
+        """Count an answer, then go on as uvicorn does."""
         self._open -= 1
         self._inbound.answered()
         super().on_response_complete()
@@ -406,24 +407,24 @@ class Connection(Http1Protocol):
             self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
 
     def pause_writing(self) -> None:
-        """Notes that the write buffer is full, then pauses as uvicorn does."""
+        """Record that the write buffer is full, then pause as uvicorn does."""
         self._is_full = True
         self._connections.unread.add(self, self.loop.time())
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Notes that the write buffer has room again, then resumes as uvicorn does."""
+        """Record that the write buffer has room again, then resume as uvicorn does."""
         self._is_full = False
         self._connections.unread.remove(self)
         super().resume_writing()
 
     def drop(self) -> None:
-        """Makes room for another connection, unless a request is under way."""
+        """Close the connection to make room for another one, unless a request is under way."""
         if not self._is_waited_for:
             self.transport.abort()
 
     def close_if_stalled(self, now_s: float) -> None:
-        """Ends the connection if it has stood where it stands for longer than it may."""
+        """End the connection if it has been in its current stage for longer than allowed."""
         kind = self._inbound.late(self._stage(), now_s)
         if kind is None:
             return
@@ -437,23 +438,23 @@ class Connection(Http1Protocol):
             self.transport.close()
 
     def unread_bytes(self) -> int:
-        """Bytes of answers that are not sent yet."""
+        """Return the bytes of answers that are not sent yet."""
         return self.transport.get_write_buffer_size()
 
     def cut_off(self) -> None:
-        """End the connection at once: others need the room of its unread answers."""
+        """End the connection at once, because others need the room of its unread answers."""
         self._connections.ended_by_reason["unread"] += 1
         self._reset()
 
     def _reset(self) -> None:
-        """Cuts the peer off at once: the kernel would hold what it did not take for minutes."""
+        """Reset the connection: the kernel would hold unsent bytes for minutes."""
         raw = self.transport.get_extra_info("socket")
         with contextlib.suppress(OSError):  # a descriptor is needed for it
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_LINGER)
         self.transport.abort()
 
     def _stage(self) -> ConnectionStage | None:
-        """The stage in which the peer is to move next; None while that is up to the application or the idle clock."""
+        """Return the stage if the next move is the peer's; None if it is the application's or the idle clock's."""
         is_closing = self.transport.is_closing()
         if is_closing or self._is_full:
             unsent_bytes = self.transport.get_write_buffer_size()
@@ -470,11 +471,11 @@ class Connection(Http1Protocol):
 
     @property
     def is_awaited(self) -> bool:
-        """Return True if a request is not answered yet."""
+        """True if a request is not answered yet."""
         return self._is_waited_for or super().is_awaited
 
     def refuse(self, violation: ProtocolViolation) -> None:
-        """Count the end of a connection that passes a bound, then refuse its next request."""
+        """Count the end of a connection that exceeds a bound, then refuse its next request."""
         if isinstance(violation, BoundViolation) and not (
             self.is_deaf or self.transport.is_closing()
         ):
@@ -482,14 +483,14 @@ class Connection(Http1Protocol):
         super().refuse(violation)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Closes an idle connection. Answers from here do not restart the clock: that would cost as much as they do."""
+        """Close an idle connection. Fast answers do not restart the clock: that would cost as much as they do."""
         if self._was_asked or self._is_waited_for:
             self._wait()
         else:
             super().timeout_keep_alive_handler()
 
     def shutdown(self) -> None:
-        """Shuts down as uvicorn does; while a request is answered past uvicorn, only once that is done."""
+        """Shut down as uvicorn does; while a request is answered past uvicorn, only once that is done."""
         if self._is_waited_for:
             self._is_ending = True
         else:

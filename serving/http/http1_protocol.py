@@ -1,9 +1,8 @@
 """Uvicorn's HTTP/1.1 protocol, held to the rules of RFC 9110 and RFC 9112. Both transports are built on it.
 
-httptools parses heads alone: what it is given ends where a head ends. Bodies are read here, by the length that their
+httptools parses heads alone: its input ends where a head ends. Bodies are read here, by the length that their
 head says. So nothing in a body can run as a request, whatever the head asks for (httptools skips the body of a request
-with `Upgrade`), no trailer changes what the parser thinks of the connection, and all that stands in front of a request
-line is seen.
+with `Upgrade`), no trailer changes the parser's state, and all bytes before a request line are checked.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from serving.admission.work_pacer import IS_GONE
 Headers = Sequence[tuple[bytes, bytes]]
 
 CHUNKED = -1
-"""Length of a body whose chunks say where it ends."""
+"""Length of a body in chunks, which mark its end."""
 
 _REQUEST_LINE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+) [^\x00-\x20\x7f]+ HTTP/(\d\.\d)\r\n")
 _VERSIONS = (b"1.1", b"1.0")
@@ -45,14 +44,14 @@ _TRAILERS_BYTES_MAX = 64 << 10
 _SIZE_DIGITS_MAX = 15
 
 PIECE = 16 << 10
-"""Bytes that are read before anybody looks at a bound or at the clock."""
+"""Bytes that are parsed before a bound or the clock is checked."""
 TURN_S = 0.001
 """Seconds for which one connection is read at once: a body in tiny chunks costs ten times as much as a plain one."""
 
 _HEAD_END = b"\r\n\r\n"
 _EMPTY_LINES = re.compile(rb"(?:\r\n)*")
 DISCARD_S = 5.0
-"""Seconds for which a connection that ends is read, so that its peer gets to read the last answer."""
+"""Seconds for which an ending connection is still read, so that its peer can read the last answer."""
 DISCARD_BYTES_MAX = 12 << 20
 HALF_CLOSED_MAX = 4
 """Peers that are answered at once although they have closed their side. Nearly all that close it have gone, and gone
@@ -62,7 +61,7 @@ _half_closed: WeakSet["Http1Protocol"] = WeakSet()
 
 
 class ProtocolViolation(Exception):
-    """A request that breaks a rule, with the status and the sentence that its sender gets."""
+    """A request breaks a rule; its sender gets the status and the sentence."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)
@@ -70,7 +69,7 @@ class ProtocolViolation(Exception):
 
 
 def request_version(line: bytes) -> bytes:
-    """Version of HTTP, `1.0` or `1.1`, that a request line, with its line break, asks in; raises Violation."""
+    """Return the HTTP version, `1.0` or `1.1`, of a request line with its line break; raise ProtocolViolation."""
     match = _REQUEST_LINE.fullmatch(line)
     if match is None:
         raise ProtocolViolation(
@@ -85,9 +84,9 @@ def request_version(line: bytes) -> bytes:
 
 
 def body_length(version: bytes, headers: Headers) -> int:
-    """Bytes of the body that follows a head, CHUNKED if they come in chunks; header names in lower case.
+    """Return the bytes of the body that follows a head, CHUNKED for chunks; header names in lower case.
 
-    Raises Violation for fields that no request of this version may have.
+    Raises ProtocolViolation for fields that no request of this version may have.
     """
     length, hosts = 0, 0
     codings = b""
@@ -132,9 +131,9 @@ class ChunkedBody:
         self._line = b""
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
-        """Return the part of the body that is in `data`, and how many bytes of `data` are the message's.
+        """Return the part of the body that is in `data`, and how many bytes of `data` belong to the message.
 
-        Raises Violation for bytes that are no chunk.
+        Raises ProtocolViolation for bytes that are no chunk.
         """
         pieces: list[bytes] = []
         at, size = 0, len(data)
@@ -180,7 +179,7 @@ class ChunkedBody:
 def _take_tiny_chunks(data: bytes, at: int, pieces: list[bytes]) -> int:
     """Append the chunks from `at` on that have at most 15 bytes; return where the first other one begins.
 
-    A quarter of the work that lines take: a body may come byte by byte.
+    A quarter of the work of parsing lines: a body may come byte by byte.
     """
     while (size := _TINY_SIZES.get(data[at : at + 3])) is not None:
         end = at + 3 + size
@@ -192,7 +191,7 @@ def _take_tiny_chunks(data: bytes, at: int, pieces: list[bytes]) -> int:
 
 
 class _CycleTransport:
-    """Transport as uvicorn's cycle sees it: its `close` ends the connection in stages."""
+    """Transport for uvicorn's cycle, whose `close` ends the connection in stages."""
 
     __slots__ = ("_protocol",)
 
@@ -200,24 +199,24 @@ class _CycleTransport:
         self._protocol = protocol
 
     def write(self, data: bytes) -> None:
-        """Write to the peer, unless the own side is closed."""
+        """Write to the peer, unless this side is closed."""
         protocol = self._protocol
         if not (protocol.is_discarding or protocol.transport.is_closing()):
             protocol.transport.write(data)
 
     def is_closing(self) -> bool:
-        """Return True once nothing can be written any more."""
+        """True once nothing can be written any more."""
         return self._protocol.is_discarding or self._protocol.transport.is_closing()
 
     def close(self) -> None:
-        """End the connection once its peer can have read what was written."""
+        """End the connection once its peer can have read the written bytes."""
         self._protocol.close_in_stages()
 
 
 class Http1Protocol(HttpToolsProtocol):
-    """A uvicorn connection that refuses ambiguous requests, answers in order, and ends so that its peer can read why.
+    """Uvicorn connection that refuses ambiguous requests, answers in order, and ends so that its peer can read why.
 
-    Subclasses may raise Violation in the parser's callbacks.
+    Subclasses may raise ProtocolViolation in the parser's callbacks.
     """
 
     __slots__ = (
@@ -227,11 +226,11 @@ class Http1Protocol(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.is_deaf = False
-        """No more requests are read."""
+        """True if no more requests are read."""
         self.is_discarding = False
-        """The own side is closed, and what arrives is dropped."""
+        """True if this side is closed, and arriving bytes are dropped."""
         self.has_body = False
-        """A body is being read."""
+        """True while a body is being read."""
         self._line: bytearray | None = None  # of the next request, until it is whole
         self._version = b""
         self._is_line_read = self._is_head_fed = False
@@ -246,7 +245,7 @@ class Http1Protocol(HttpToolsProtocol):
         super().__init__(*arguments, **named)
 
     def data_received(self, data: bytes) -> None:
-        """Read requests for at most TURN_S; the rest waits until other connections have had their turn."""
+        """Parse requests for at most TURN_S; the remaining bytes wait until other connections were read."""
         if self._unread:
             self._unread += data
             self.flow.pause_reading()
@@ -278,7 +277,7 @@ class Http1Protocol(HttpToolsProtocol):
             self.transport.close()
 
     def read_piece(self, data: bytes) -> None:
-        """Read requests; drop what stands behind the last one of the connection."""
+        """Parse requests; drop the bytes after the last one of the connection."""
         self._unset_keepalive_if_required()
         try:
             while data and not self.is_deaf and not self.transport.is_closing():
@@ -295,7 +294,7 @@ class Http1Protocol(HttpToolsProtocol):
             self._discard(len(data))
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Go on with requests that the peer waits for although it has closed its side; for a few peers at once."""
+        """Go on with the pending requests of a peer that has closed its side; for a few peers at once."""
         if self.is_discarding or self.transport.is_closing():
             return False
         self._peer_closed = True
@@ -332,7 +331,7 @@ class Http1Protocol(HttpToolsProtocol):
             self._chunks = ChunkedBody() if length == CHUNKED else None
 
     def on_message_complete(self) -> None:
-        """Note that the request has been read, and whether another may follow."""
+        """Record that the request has been read, and whether another may follow."""
         if self.has_body:
             return  # the parser is done with the head of a request that asks for an upgrade
         self._is_line_read = self._is_head_fed = False
@@ -341,7 +340,7 @@ class Http1Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Start the next request; behind the last answer tell why no more are read."""
+        """Start the next request; after the last answer send the reason why no more are read."""
         if self.is_discarding:
             self.server_state.total_requests += 1
             return
@@ -354,7 +353,7 @@ class Http1Protocol(HttpToolsProtocol):
                 self.end_if_peer_has()
 
     def shutdown(self) -> None:
-        """Stop as uvicorn does; a connection that ends anyway ends at once."""
+        """Stop as uvicorn does; a connection that is ending ends at once."""
         if self.is_discarding:
             self.transport.close()
         else:
@@ -362,11 +361,11 @@ class Http1Protocol(HttpToolsProtocol):
 
     @property
     def is_awaited(self) -> bool:
-        """Return True if a request is not answered yet."""
+        """True if a request is not answered yet."""
         return bool(self.pipeline) or (self.cycle is not None and not self.cycle.response_complete)
 
     def refuse(self, violation: ProtocolViolation) -> None:
-        """Read no more requests, answer those that came before, tell the peer why, and end the connection."""
+        """Read no more requests, answer the earlier ones, send the reason to the peer, and end the connection."""
         if self._refusal is not None or self.is_discarding or self.transport.is_closing():
             return
         self._refusal, self.is_deaf = (
@@ -396,8 +395,8 @@ class Http1Protocol(HttpToolsProtocol):
     def close_in_stages(self) -> None:
         """End the connection so that its peer can read the last answer although it still sends.
 
-        A connection that is closed while bytes arrive is reset, and takes unread answers with it. So the own side is
-        closed first, and what arrives is dropped for a while (RFC 9112, section 9.6).
+        A connection that is closed while bytes arrive is reset, and takes unread answers with it. So this side is
+        closed first, and arriving bytes are dropped for a while (RFC 9112, section 9.6).
         """
         if self.is_discarding or self.transport.is_closing():
             return
@@ -413,7 +412,7 @@ class Http1Protocol(HttpToolsProtocol):
             self.transport.write_eof()
 
     def end_if_peer_has(self) -> None:
-        """End the connection if all is answered that the peer asked before it closed its side."""
+        """End the connection if its peer has closed its side and all requests are answered."""
         if self._peer_closed and not self.is_awaited and not self.transport.is_closing():
             if self._is_within_request:
                 self.refuse(ProtocolViolation(400, "the request ended early"))
@@ -425,7 +424,7 @@ class Http1Protocol(HttpToolsProtocol):
         return self._line is not None or self._is_line_read
 
     def _take_head(self, data: bytes) -> bytes:
-        """Feed the parser up to the end of the head; return what stands behind it."""
+        """Feed the parser up to the end of the head; return the bytes after it."""
         if not self._is_line_read and not (data := self._take_line(data)):
             return b""
         head_window = self._tail + data
@@ -441,7 +440,7 @@ class Http1Protocol(HttpToolsProtocol):
         return data[size:]
 
     def _take_line(self, data: bytes) -> bytes:
-        """Check the request line as soon as it is whole; return the bytes without empty lines before it."""
+        """Check the request line as soon as it is complete; return the bytes without empty lines before it."""
         if self._line is not None and self._line == bytearray(b"\r"):
             data, self._line = b"\r" + data, None
         if self._line is None and data[0] in b"\r\n":
@@ -462,7 +461,7 @@ class Http1Protocol(HttpToolsProtocol):
         return data
 
     def _take_body(self, data: bytes) -> bytes:
-        """Pass on the part of the body that is in `data`; return what stands behind it."""
+        """Pass on the part of the body that is in `data`; return the bytes after it."""
         chunks = self._chunks
         if chunks is None:
             body = data[: self._body_left]

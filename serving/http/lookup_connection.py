@@ -1,9 +1,9 @@
 """Connections that answer lookups of one table themselves, past uvicorn's parser, cycle and tasks.
 
-What is ready is answered without a task, what is stored without a parser, what brings a body without uvicorn's cycle.
+A ready answer needs no task, a stored one no parser, a request with a body no uvicorn cycle.
 
 A keep-alive client sends the same headers with every request. Once it has, and they ask for nothing special, the next
-request of that connection is nothing but a request line to look up. Everything else goes to uvicorn as it came.
+request of that connection is only a request line to look up. All other input goes to uvicorn unchanged.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ _OK_STATUS_LINE = b"HTTP/1.1 200 OK\r\n"
 _JSON_HEAD_END = b"\r\ncontent-type: " + JSON_TYPE.encode() + b"\r\n\r\n"
 
 _OWN_HEADER_COUNT = 2
-"""Headers of an answer that nobody watched: its length and its type."""
+"""Number of headers of an unobserved answer: its length and its type."""
 
 _TARGET = re.compile(rb'[!"$-~]{1,8192}')
-"""Path and query in visible ASCII: everything else the parser cuts, or refuses. Longer ones are uvicorn's to bound."""
+"""Path and query in visible ASCII: the parser cuts or refuses other bytes. Uvicorn bounds longer ones."""
 
 _FAILED_RESPONSE: tuple[Message, bytes] = (
     {"status": 500, "headers": [
@@ -59,7 +59,7 @@ _CLOSE_WAIT = 8
 
 
 class AllowedHeaders(NamedTuple):
-    """A request that leaves its connection open; `is_unwatched` where nobody wants to be told of a lookup like this."""
+    """Judged headers of a keep-alive request; `is_unwatched` if lookups with them are not observed."""
 
     headers: Headers
     is_unwatched: bool
@@ -68,16 +68,17 @@ class AllowedHeaders(NamedTuple):
     """Index of the content-length among the headers; -1 if there is none."""
 
     def with_length(self, digits: bytes) -> Headers:
-        """The headers of the same request with a body of another length."""
+        """Return the headers of the same request with another body length."""
         headers = self.headers.copy()
         headers[self.length_at] = _CONTENT_LENGTH, digits
         return headers
 
 
 class HeaderCache:
-    """Cache whose keys are all headers of a request behind its first line, line break included, by their very bytes.
+    """Cache of judged header blocks, keyed by the bytes of all headers after the request line, line break included.
 
-    Whoever sends the same ones twice in a row will do so again: only those are judged, and a bounded number is kept.
+    A client that sends the same block twice in a row will do so again: only such blocks are judged, and a bounded
+    number is kept.
     """
 
     def __init__(self, front: AsgiApp) -> None:
@@ -89,12 +90,12 @@ class HeaderCache:
         self._allowed_by_block: dict[bytes, AllowedHeaders | None] = {}
 
     def of(self, fast: FastPath, block: bytes) -> AllowedHeaders | None:
-        """The known judgement of these headers for `fast`; None if there is none, or if they are not allowed."""
+        """Return the cached judgement of these headers for `fast`; None without one, or if they are not allowed."""
         is_current = fast is self._fast and self._front.callers is self._callers
         return self._allowed_by_block.get(block) if is_current else None
 
     def judged(self, fast: FastPath, block: bytes) -> AllowedHeaders | None:
-        """Judges headers that have come twice, and keeps the result; None if very long or not allowed."""
+        """Judge headers that have come twice, and cache the result; None if very long or not allowed."""
         if len(block) > HEADER_BLOCK_BYTES_MAX:
             return None
         callers = self._front.callers
@@ -119,7 +120,7 @@ class HeaderCache:
 
 
 def without_length(block: bytes) -> tuple[bytes, bytes]:
-    """Headers of a request with a body as `HeaderCache` knows them, and the digits of its length, if it says one."""
+    """Return the headers with their content-length set to 0, the key in `HeaderCache`, and its digits, if any."""
     length_match = _LENGTH_LINE.search(block)
     if length_match is None:
         return block, b""
@@ -137,23 +138,23 @@ class _HeaderParser:
         self.messages = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keeps a header, its name in lower case."""
+        """Store a header, its name in lower case."""
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Reads keep-alive at the end of the headers: behind that the parser thinks of the next request."""
+        """Read keep-alive at the end of the headers: after that the parser's state is of the next request."""
         self.keeps_alive = self.parser.should_keep_alive()
 
     def on_message_complete(self) -> None:
-        """Counts a message that has ended, body included."""
+        """Count a message that has ended, body included."""
         self.messages += 1
 
 
 def parse_plain_headers(block: bytes) -> Headers | None:
-    """The headers of `block` (all behind the first line, line break included), names in lower case.
+    """Parse `block` (all after the request line, line break included) to headers with names in lower case.
 
-    None unless this is all of one request whose body, if it has one, is of a told length, and that leaves its
-    connection open, and that breaks no rule. A length of 0 stands for any.
+    None unless this is exactly one valid request that leaves its connection open and whose body, if it has one, has a
+    content-length. A length of 0 stands for any.
     """
     parsed_request = _HeaderParser()
     try:
@@ -175,7 +176,7 @@ def parse_plain_headers(block: bytes) -> Headers | None:
 
 
 class ResponseHeads:
-    """Cache of the response head up to the length; made anew when uvicorn's own headers change, once per second."""
+    """Cache of the response head up to the length; rebuilt when uvicorn's own headers change, once per second."""
 
     def __init__(self) -> None:
         self._of: Headers | None = None
@@ -183,7 +184,7 @@ class ResponseHeads:
         self._head: bytes | None = None
 
     def of(self, headers: Headers) -> bytes | None:
-        """Status line and headers up to the length; None while they close connections, which is uvicorn's to do."""
+        """Return status line and headers up to the length; None while they close connections, which uvicorn does."""
         if headers is not self._of or len(headers) != self._count:
             self._of, self._count = headers, len(headers)
             lines = b"".join(b"%b: %b\r\n" % header for header in headers)
@@ -193,7 +194,7 @@ class ResponseHeads:
 
 
 class AsgiCycle:
-    """The ASGI callables `receive` and `send` of one request."""
+    """ASGI callables `receive` and `send` of one request."""
 
     __slots__ = ("_body", "_is_lost", "_is_whole", "_pieces", "_start")
 
@@ -205,7 +206,7 @@ class AsgiCycle:
         self._is_whole = False
 
     async def receive(self) -> Message:
-        """Returns the body first; then waits for the end of the connection and returns `http.disconnect`."""
+        """Return the body first; then wait for the end of the connection and return `http.disconnect`."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -215,7 +216,7 @@ class AsgiCycle:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Keeps the start of the response, or a piece of its body."""
+        """Store the start of the response, or a piece of its body."""
         if message["type"] == "http.response.start":
             self._start = message
         else:
@@ -223,13 +224,13 @@ class AsgiCycle:
             self._is_whole = not message.get("more_body", False)
 
     def lose(self) -> None:
-        """Marks the connection as lost, for which `receive` waits."""
+        """Mark the connection as lost, for which `receive` waits."""
         if self._is_lost is None:
             self._is_lost = asyncio.Event()
         self._is_lost.set()
 
     def answer(self) -> tuple[Message, bytes] | None:
-        """The response's start, with its length, and its body; None if the application left it unfinished."""
+        """Return the response's start, with its length, and its body; None if the application left it unfinished."""
         if self._start is None or not self._is_whole:
             return None
         body, headers = b"".join(self._pieces), self._start["headers"]
@@ -249,12 +250,12 @@ class SharedState:
         front.has_room = self._has_room
 
     def _has_room(self) -> bool:
-        """Returns whether one more large answer may be begun."""
+        """True if one more large answer may be begun."""
         return not self.connections.unread.is_full(time.monotonic())
 
 
 class LookupConnection(Connection):
-    """A connection that answers lookups itself. While one is under way, what arrives behind it has to wait."""
+    """Connection that answers lookups itself. While one is under way, later input waits."""
 
     __slots__ = ("_block", "_caller", "_cycle", "_later", "_shared")
 
@@ -267,7 +268,7 @@ class LookupConnection(Connection):
         super().__init__(shared.connections, *arguments, **named)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Opens the connection; while work waits, one whose peer has closed it already ends before it is read."""
+        """Open the connection; under a backlog, drop one whose peer has closed its side already."""
         gate = self._shared.app.gate
         if gate is not None and gate.admission.work.is_backlogged and has_closed(transport):
             gate.admission.shed["gone"] += 1
@@ -278,7 +279,7 @@ class LookupConnection(Connection):
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Answers a piece that is one whole lookup past uvicorn; what comes behind one waits, the rest is uvicorn's."""
+        """Answer a piece that is exactly one lookup past uvicorn; input after it waits, other input goes to uvicorn."""
         if self._is_waited_for:
             self._later += data
             if len(self._later) > BEHIND_BYTES_MAX:
@@ -287,7 +288,7 @@ class LookupConnection(Connection):
             super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Lets a request under way know that its caller has gone, then cleans up as uvicorn does."""
+        """Notify a request under way that its caller has gone, then clean up as uvicorn does."""
         if self._cycle is not None:
             self._cycle.lose()
         super().connection_lost(exc)
@@ -335,7 +336,7 @@ class LookupConnection(Connection):
     def _try_quota(
         self, fast: FastPath, caller: Caller, quota: Quota, target: bytes, head: bytes
     ) -> bool:
-        """Answers what is ready within the caller's quota, or refuses; all else is the application's to count."""
+        """Send a ready answer within the caller's quota, or refuse; return False if the application must answer."""
         if (short := quota.enter(1)) is not None:
             caller.counts.requests += 1
             start, end = self._shared.app.refused(caller.refused(short))
@@ -350,7 +351,7 @@ class LookupConnection(Connection):
         return True
 
     def _judge_repeated(self, fast: FastPath, block: bytes) -> AllowedHeaders | None:
-        """The judgement of headers not known, or known as not allowed, once they came twice in a row; None before."""
+        """Return the judgement of unknown or refused headers once they came twice in a row; None before."""
         if block != self._block:
             self._block = block[:HEADER_BLOCK_BYTES_MAX]
             return None
@@ -387,7 +388,7 @@ class LookupConnection(Connection):
     def _send_joined(
         self, parsed_get: ParsedGet, data: bytes, group_future: asyncio.Future[Any]
     ) -> None:
-        """Sends the answer that came with those of others; else goes on alone, in a task."""
+        """Send the answer of a grouped read; without one, continue alone in a task."""
         front = self._shared.app
         if (body := front.finish_joined(group_future)) is None:
             self._begin(self._look_up(front.answer_after_join(parsed_get, group_future), data))
@@ -426,7 +427,7 @@ class LookupConnection(Connection):
         self._answered(data, answer)
 
     def _answered(self, data: bytes, answer: Messages | None) -> None:
-        """Sends the answer of a lookup that has ended; without one its request goes to uvicorn."""
+        """Send the answer of a lookup that has ended; without one pass its request to uvicorn."""
         self._is_waited_for = False
         if self.transport.is_closing():
             return
@@ -448,7 +449,7 @@ class LookupConnection(Connection):
             self.end_if_peer_has()
 
     def _try_post(self, target: bytes, allowed: AllowedHeaders, digits: bytes, body: bytes) -> bool:
-        """Runs a request with a body past uvicorn's parser and cycle: refused so it costs 14 to 24 us, not 50 to 78."""
+        """Run a request with a body past uvicorn's parser and cycle: a refusal then costs 14 to 24 us, not 50 to 78."""
         path, _, query = target.partition(b"?")
         if b"%" in path or not _TARGET.fullmatch(target):
             return False
@@ -499,7 +500,7 @@ class LookupConnection(Connection):
 
 
 def has_closed(transport: asyncio.Transport) -> bool:
-    """Returns whether the peer has closed its side, whatever it sent before; False where the system does not say."""
+    """True if the peer has closed its side, even with unread bytes before that; False if the system cannot say."""
     opened = transport.get_extra_info("socket")
     try:
         state: int = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
@@ -509,11 +510,11 @@ def has_closed(transport: asyncio.Transport) -> bool:
 
 
 def json_response(body: bytes) -> tuple[Message, bytes]:
-    """Start and body of an answer in JSON."""
+    """Return start and body of a JSON response."""
     headers = [(b"content-length", b"%d" % len(body)), (b"content-type", JSON_TYPE.encode())]
     return {"status": 200, "headers": headers}, body
 
 
 def connection_factory(shared: SharedState) -> Callable[..., LookupConnection]:
-    """Returns the factory that uvicorn makes its connections with."""
+    """Return the factory for uvicorn's connections."""
     return functools.partial(LookupConnection, shared)

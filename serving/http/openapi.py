@@ -98,7 +98,7 @@ class Operation:
     has_arrow: bool = False
     codes: tuple[str, ...] = ()
     scope: Scope | None = None
-    """Scope that a caller's token needs; None where anybody may ask."""
+    """Scope that a caller's token needs; None for a public operation."""
     statuses: Mapping[str, Json] = field(default_factory=lambda: MappingProxyType({}))
     """Answers under other statuses that are no refusals."""
 
@@ -195,9 +195,9 @@ def _refusal(description: str, status: str = "") -> Json:
 
 
 def openapi_document(operations: Iterable[Operation], *, has_tokens: bool) -> Json:
-    """Return the document of a service; `has_tokens`: callers of what has a scope send a token.
+    """Return the document of a service; `has_tokens`: operations with a scope need a token.
 
-    Raises ConfigError where two different schemas have one name.
+    Raises ConfigError if two different schemas have the same name.
     """
     schema_by_name: Json = {}
     paths: Json = {}
@@ -271,7 +271,7 @@ PROBES = (
         },
     ),
 )
-"""Operations that anybody may call and that are no handlers of a table."""
+"""Public operations that are no handlers of a table."""
 
 METRICS_OPERATION: Json = {
     "operationId": "getMetrics",

@@ -1,4 +1,4 @@
-"""Routes of the service: each reads a request, asks the service, and sends its answer or a problem."""
+"""Routes of the service: each parses a request, calls the service, and sends its answer or a problem."""
 
 import asyncio
 import functools
@@ -54,26 +54,26 @@ from serving.traffic.experiments.router import ExperimentRouter
 log = logging.getLogger(__name__)
 
 DOCS_PAGE = StaticPage("/docs", "serving.http", "docs_page")
-"""Page of the routes, drawn from /openapi.json; FastAPI's own loads a script from elsewhere."""
+"""Page of the routes, drawn from /openapi.json; FastAPI's own loads a script from another host."""
 
 EXPLAIN_PREFIX = b"/v1/explain/"
 
 Handler = Callable[[Request, float], Awaitable[object]]
-"""Handler of a route: takes the request and when it began; a response, or what is to be sent as JSON."""
+"""Handler of a route: takes the request and its start time; returns a response, or a value to send as JSON."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service(LookupService):
-    """Lookups, and everything else that a caller or an operator may ask a replica for."""
+    """Lookup service with the other functions that the routes need."""
 
     has_tokens: bool
     drain: Callable[[], Awaitable[None]]
     nights: Nights
     experiments: ExperimentRouter
     events: EventIntake | None
-    """None where `[events] enabled` is false."""
+    """Intake of events; None if `[events] enabled` is false."""
     expose: Callable[[], Awaitable[bytes]]
     dashboard: Dashboard
     explainer: Explainer
@@ -230,7 +230,7 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
 async def _look_up(
     service: Service, request: Request, lookup_request: LookupRequest, started: float
 ) -> tuple[list[AnswerJson], Snapshot]:
-    """The answers, one per entity, and the snapshot that was asked."""
+    """Return the answers, one per entity, and the snapshot that answered."""
     lookup_request = LookupRequest(
         lookup_request.entities, _with_headers(service, request, lookup_request.options)
     )
@@ -282,16 +282,16 @@ def _with_headers(service: Service, request: Request, options: RequestOptions) -
 
 
 class _PathRemainder(PathConvertor):
-    """The rest of a path, whatever it holds: Starlette's own ends at a line break, which an id may have."""
+    """Path convertor for any remaining path: Starlette's own ends at a line break, which an id may have."""
 
     regex = r"[\s\S]*"
 
 
 class _DirectRoute(APIRoute):
-    """A documented route that hands over the request as it is: resolving dependencies would cost a third of a hit."""
+    """Documented route that passes the request on unchanged: resolving dependencies would cost a third of a hit."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint itself."""
+        """Return the endpoint itself."""
         handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
         return handler
 
@@ -306,7 +306,7 @@ class Guard:
     def around(
         self, route: str, handler: Handler, *, needs: Scope, is_counted: bool = True
     ) -> Endpoint:
-        """The handler as an endpoint for callers with one scope; `route` is what its requests are counted under."""
+        """Wrap the handler as an endpoint for callers with the scope `needs`; its requests count under `route`."""
 
         async def answer(request: Request) -> Response:
             started = self.timer() - waited_in(request.scope)
@@ -346,7 +346,7 @@ class Guard:
 def generations_overview(
     served: ServedGenerations, health: Health, canary: Canary | None
 ) -> dict[str, Any]:
-    """The body of GET /v1/generations; `next` is held ready, for a publish or as the canary."""
+    """Return the body of GET /v1/generations; `next` is held ready, for a publish or as the canary."""
     previous, next_ = served.previous, served.next
     return {
         "live": _snapshot_overview(served.live),

@@ -1,4 +1,4 @@
-"""JSON schemas of what the routes are sent, and of what they answer. Pure data."""
+"""JSON schemas of the routes' requests and responses. Pure data."""
 
 from cache.filters.reranking import BOOSTS_MAX
 from serving.arrow.schema import ARROW_MEDIA_TYPE

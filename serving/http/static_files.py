@@ -1,4 +1,4 @@
-"""Pages and the files that they load, under strict headers; the dashboard's numbers come from `/dashboard/data`."""
+"""Static pages and their files, under strict headers; the dashboard's numbers come from `/dashboard/data`."""
 
 import functools
 import hashlib
@@ -33,7 +33,7 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file of the page as it is sent."""
+    """File of a page as it is sent."""
 
     body: bytes
     media_type: str
@@ -42,18 +42,18 @@ class Asset:
 
 @dataclass(frozen=True, slots=True)
 class StaticPage:
-    """Page at a path, and the files that it loads, each below that path: those of a folder in a package."""
+    """Page at a path, and its files below that path, from a folder in a package."""
 
     path: str
     package: str
     folder: str
 
     def assets(self) -> Mapping[str, Asset]:
-        """Every file of the page by its path, read once."""
+        """Return every file of the page by its path, read once."""
         return _read(self)
 
     def routes(self) -> list[Route]:
-        """Routes of the files, one each: any other name is nobody's. None holds data, so none asks for the token."""
+        """Return one route per file; other names are not found. No file holds data, so none needs the token."""
         routes = [
             Route(path, functools.partial(_send, asset), include_in_schema=False)
             for path, asset in sorted(self.assets().items())
@@ -81,12 +81,12 @@ DASHBOARD = StaticPage(PATH, "serving.dashboard", "page")
 
 
 def assets() -> Mapping[str, Asset]:
-    """Every file of the dashboard by its path."""
+    """Return every file of the dashboard by its path."""
     return DASHBOARD.assets()
 
 
 def page_routes() -> list[Route]:
-    """Routes of the dashboard's files."""
+    """Return the routes of the dashboard's files."""
     return DASHBOARD.routes()
 
 
@@ -105,5 +105,5 @@ async def _without_slash(path: str, _request: Request) -> Response:
 
 
 def _is_known(if_none_match: str, etag: str) -> bool:
-    """Matches If-None-Match (RFC 9110, 13.1.2): a list of tags compared weakly, or any."""
+    """True if If-None-Match matches (RFC 9110, 13.1.2): a list of tags compared weakly, or any."""
     return any(tag.strip().removeprefix("W/") in (etag, "*") for tag in if_none_match.split(","))

@@ -71,7 +71,7 @@ BUCKET_RATIO = 1.1
 """Ratio of neighbouring bounds at most: a quantile is the geometric middle of its bucket, so off by 4.9 % at most."""
 
 LOWEST_BOUND_S = 1e-6
-"""Lowest bound in seconds: what is shorter counts as this long, what is longer than the last bound as that."""
+"""Lowest bound in seconds: shorter times count as this long, times above the last bound as that."""
 
 
 @dataclass(slots=True)
@@ -83,9 +83,9 @@ class LabelHistogram:
 
 
 class SecondsHistogram(Collector):
-    """A histogram by one label, without a lock: only the event loop adds to it.
+    """Histogram by one label, without a lock: only the event loop adds to it.
 
-    Counted in finer buckets (`refine_bounds`) than Prometheus is told: one bisect serves both.
+    Counted in finer buckets (`refine_bounds`) than Prometheus gets: one bisect serves both.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class SecondsHistogram(Collector):
         self.spent = {value: LabelHistogram([0] * (len(self.bounds) + 1)) for value in values}
 
     def observe(self, value: str, seconds: float, times: int = 1) -> None:
-        """Adds `times` observations of the same length."""
+        """Add `times` observations of the same duration."""
         spent = self.spent[value]
         spent.counts[bisect_left(self.bounds, seconds)] += times
         spent.sum += seconds * times
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
-        """Histogram family with the buckets that Prometheus is told."""
+        """Yield the histogram family with Prometheus' buckets."""
         family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
         for value, spent in self.spent.items():
             sums = list(accumulate(spent.counts))
@@ -147,7 +147,7 @@ def quantile(bounds: Sequence[float], counts: Mapping[int, int], fraction: float
 
 
 class FastTally:
-    """Answers and requests of the hot route not yet taken over; who counts elsewhere first adds here, by `flushes`."""
+    """Counts of the hot route not yet in the metrics; functions in `flushes` first add counts kept elsewhere."""
 
     def __init__(self) -> None:
         self.answers: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -155,7 +155,7 @@ class FastTally:
         self.flushes: list[Callable[[], None]] = []
 
     def drain(self) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
-        """Answers by (table, source), requests by route, each answered with 200; what is taken is counted no more."""
+        """Return and clear the counts of answers by (table, source), and of requests with status 200 by route."""
         for flush in self.flushes:
             flush()
         drained_counts = dict(self.answers), dict(self.requests)
@@ -226,7 +226,7 @@ class ChangedAnswers(Collector):
 
 
 class InternalCounters(Collector):
-    """Collector of what the tiers did besides answering: `larder_<name>_total`."""
+    """Collector of counts of the tiers besides answers: `larder_<name>_total`."""
 
     def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
         self._read = read
@@ -247,13 +247,13 @@ def by_label(family: Family, samples: Mapping[str, float]) -> Family:
 
 
 class OverloadCollector(Collector):
-    """Collector of how full the process is, and of what it did about it."""
+    """Collector of the load of the process, and of its measures against overload."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
 
     def collect(self) -> Iterable[Metric]:
-        """Counter family of what was shed, and gauges of the state that decides it."""
+        """Yield the counter family of shed work, and gauges of the state that decides it."""
         admission = self._admission
         shed = CounterMetricFamily(
             "larder_shed",

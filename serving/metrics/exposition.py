@@ -11,7 +11,7 @@ from pathlib import Path
 BURST = 20.0
 
 PER_S = 5.0
-"""Expositions per second at most, a few milliseconds of the event loop each; nobody scrapes more than once a second."""
+"""Expositions per second at most, a few milliseconds of the event loop each; a scraper needs one a second at most."""
 
 _PEER_TIMEOUT_S = 1.0
 
@@ -41,7 +41,7 @@ class Exposition:
 
 
 class WorkerPeers:
-    """A unix socket per worker in a folder that only they may enter; on each, a worker tells its own counts."""
+    """Unix sockets of the workers, in a folder that only they may enter; on each, a worker sends its own counts."""
 
     def __init__(self, folder: Path, slot: int) -> None:
         self._folder = folder

@@ -174,7 +174,7 @@ class Metrics:
     def count_fast_answers(
         self, table: str, source: Source, seconds: float, times: int = 1
     ) -> None:
-        """Counts `times` entities of a table as asked for and answered on the hot route, each after `seconds`."""
+        """Count `times` entities of a table, requested and answered on the hot route, each after `seconds`."""
         self.tally.answers[table, source] += times
         self.answer_seconds.observe(source, seconds, times)
         if self.is_flipping:
@@ -182,7 +182,7 @@ class Metrics:
                 self.flip_answer_seconds.observe(seconds)
 
     def set_by_events(self, results: Mapping[str, int]) -> None:
-        """Counts values that events set, by what came of them."""
+        """Count the values set by events, by result."""
         for result, count in results.items():
             self._child(self.event_values, result).inc(count)
 
@@ -249,7 +249,7 @@ class Metrics:
         return self.expose()
 
     def settle(self) -> None:
-        """Takes over what the hot route has counted since the last time."""
+        """Add the hot route's counts since the last call."""
         answers, requests = self.tally.drain()
         for (table, source), count in answers.items():
             self._child(self.entities, table).inc(count)
@@ -264,7 +264,7 @@ class Metrics:
 
 
 def counts_of(counter: Counter) -> Iterator[tuple[Mapping[str, str], float]]:
-    """Labels and count of every child, without what the hot route has not handed over (`Metrics.settle`)."""
+    """Yield labels and count of every child, without pending counts of the hot route (`Metrics.settle`)."""
     for family in counter.collect():
         for sample in family.samples:
             if sample.name.endswith("_total"):

@@ -1,4 +1,4 @@
-"""Near matches: answers of live inference reused for inputs close by, with their neighbours and metrics."""
+"""Near matches: answers of live inference reused for near inputs, with their neighbours and metrics."""
 
 import logging
 import math
@@ -30,18 +30,18 @@ log = logging.getLogger(__name__)
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 
 _QUERIES_PER_CALL = 16
-"""Queries per FAISS call: more would change its kernel, and the library that does the sums."""
+"""Queries per FAISS call: more would select another kernel, and another library for the sums."""
 
 CLOSENESS_RANGES = 12
-"""Ranges of closeness, which a policy learns about: 0 is the farthest, each is half as wide as the one before."""
+"""Ranges of closeness, by which a policy learns: 0 is the farthest, each is half as wide as the one before."""
 
 FARTHEST_DISTANCE = 0.5
-"""Distance, in lengths of the vector, from which on nothing is near."""
+"""Distance, in lengths of the vector, from which on no answer is near."""
 
 _MARGIN_MIN = 1e-30
 
 SEARCH_DEPTH = 2
-"""Candidates kept of a search, in lengths of a list: the more, the farther away they still hold the best ones."""
+"""Candidates kept of a search, in lengths of a list: with more, a farther input's best items are still among them."""
 
 SEARCH_DEPTH_MAX = 512
 
@@ -60,13 +60,13 @@ Numbers = NDArray[np.float32]
 InputKind = Literal["history", "features", "both"]
 
 NearOutcome = Decision | Literal["far", "proven"]
-"""Outcome of an input: no recent answer is near, one is shown to be its own, or what the policy decided."""
+"""Outcome of an input: no recent answer is near, one is proven to be its own, or the policy's decision."""
 
 JUDGED_OUTCOMES: tuple[NearOutcome, ...] = ("learn", "audit")
 
 
 class Nearest(NamedTuple, Generic[Entry]):
-    """The nearest of the recent vectors: its place, what belongs to it, and the distance in lengths of the query."""
+    """Nearest of the recent vectors: its slot, its entry, and the distance in lengths of the query."""
 
     slot: int
     entry: Entry
@@ -74,7 +74,7 @@ class Nearest(NamedTuple, Generic[Entry]):
 
 
 class RecentVectors(Generic[Entry]):
-    """The `capacity` vectors float32 [dims] that were added or touched last; not thread-safe.
+    """Index of the `capacity` vectors float32 [dims] that were added or used last; not thread-safe.
 
     A scan of them all: at 4,096 x 128 it takes some 60 us, a hundredth of a search among a hundred times as many items.
     """
@@ -92,7 +92,7 @@ class RecentVectors(Generic[Entry]):
         return len(self._entries)
 
     def nearest(self, queries: NDArray[np.float32]) -> list[Nearest[Entry] | None]:
-        """The nearest vector of each query [n, dims]; None for a query of no length, or while there is none."""
+        """Return the nearest vector of each query [n, dims]; None for a zero query, or an empty index."""
         if not self._entries:
             return [None] * len(queries)
         faiss.omp_set_num_threads(1)
@@ -111,12 +111,12 @@ class RecentVectors(Generic[Entry]):
         return nearest_entries
 
     def mark_used(self, slot: int) -> None:
-        """Counts the entry as used: what was not used for longest is replaced first."""
+        """Mark the entry as used: the least recently used one is replaced first."""
         self._tick += 1
         self._used[slot] = self._tick
 
     def add(self, vector: NDArray[np.float32], entry: Entry) -> None:
-        """Adds a vector with what belongs to it; once all places are taken, in that of the one longest unused."""
+        """Add a vector with its entry; a full index replaces the least recently used one."""
         slot = len(self._entries)
         if slot < self._capacity:
             self._index.add(vector[None])
@@ -131,7 +131,7 @@ class RecentVectors(Generic[Entry]):
         self.mark_used(slot)
 
     def clear(self) -> None:
-        """Forgets all of them."""
+        """Remove all vectors."""
         self._index = faiss.IndexFlatL2(self._dims)
         self._rows = None
         self._entries.clear()
@@ -140,7 +140,7 @@ class RecentVectors(Generic[Entry]):
 
 @dataclass(slots=True, eq=False)
 class KeptAnswer(Generic[Answer]):
-    """A recent answer, its margin, and the least distance at which it proved wrong."""
+    """Recent answer, its margin, and the least distance at which it proved wrong."""
 
     answer: Answer
     margin: float
@@ -148,7 +148,7 @@ class KeptAnswer(Generic[Answer]):
 
 
 class NearAnswer(NamedTuple, Generic[Answer]):
-    """A recent answer close to an input: its place in the index, and the distance in lengths of the input's vector.
+    """Recent answer near an input: its slot, and the distance in lengths of the input's vector.
 
     `closeness` is the range by which the policy knows it.
     """
@@ -160,12 +160,12 @@ class NearAnswer(NamedTuple, Generic[Answer]):
 
     @property
     def answer(self) -> Answer:
-        """The answer itself."""
+        """Answer itself."""
         return self.kept_answer.answer
 
 
 class Neighbours(Generic[Answer]):
-    """Answers of one table, generation and kind of input; any thread may call it."""
+    """Recent answers of one table, generation and kind of input; thread-safe."""
 
     def __init__(
         self, error: float, entries: int, dims: int, rng: Random, counts: Counter[NearOutcome]
@@ -179,9 +179,9 @@ class Neighbours(Generic[Answer]):
     def near(
         self, vectors: NDArray[np.float32], version: int = 0
     ) -> list[NearAnswer[Answer] | None]:
-        """The nearest recent answer of each vector [n, dims]; None where none is near, or it proved wrong at less.
+        """Return the nearest recent answer of each vector [n, dims]; None if none is near, or it proved wrong at less.
 
-        A later version of what all answers leave out forgets those before; an earlier one finds nothing.
+        A later version of the common exclusions forgets the answers before it; an earlier one finds nothing.
         """
         with self._lock:
             if version > self._version:
@@ -193,12 +193,12 @@ class Neighbours(Generic[Answer]):
         return [None if nearest is None else _near_answer(nearest) for nearest in nearest_entries]
 
     def may_use(self, near: NearAnswer[Answer]) -> bool:
-        """True unless the policy leaves it in any case."""
+        """True unless the policy rejects such answers in any case."""
         with self._lock:
             return self.policy.may_use(near.closeness)
 
     def decide(self, near: NearAnswer[Answer]) -> Decision:
-        """The policy's decision about a near answer."""
+        """Return the policy's decision about a near answer."""
         with self._lock:
             self._vectors.mark_used(near.slot)
             return self.policy.decide(near.closeness)
@@ -214,9 +214,9 @@ class Neighbours(Generic[Answer]):
         margin: float = 1.0,
         version: int = 0,
     ) -> None:
-        """Takes in an answer that was computed: what it says of the near one, and itself unless that stands for both.
+        """Judge the near answer by a computed one; store that unless the near one is right for both.
 
-        The smaller its `margin`, the sooner another answer is right for an input close by.
+        The smaller its `margin`, the sooner another answer is right for a near input.
         """
         limit = math.inf
         with self._lock:
@@ -234,7 +234,7 @@ class Neighbours(Generic[Answer]):
                 self._vectors.add(vector, KeptAnswer(answer, margin, limit))
 
     def count(self, outcomes: Sequence[NearOutcome]) -> None:
-        """Counts inputs by what became of them."""
+        """Count inputs by outcome."""
         with self._lock:
             self._counts.update(outcomes)
 
@@ -249,7 +249,7 @@ def _near_answer(nearest: Nearest[KeptAnswer[Answer]]) -> NearAnswer[Answer] | N
 
 
 def closeness_range(distance: float, margin: float) -> int:
-    """Number of the range in which a distance over the margin of the answer there lies.
+    """Return the number of the closeness range of a distance divided by the answer's margin.
 
     How likely an answer changes goes by how far away it is and how far it is from changing, not by distance alone.
     """
@@ -261,7 +261,7 @@ def closeness_range(distance: float, margin: float) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Candidates of one search, best first, -1 where there were no more; no other item scores above `beyond`.
+    """Candidates of one search, best first, padded with -1; no other item scores above `beyond`.
 
     Scores are those in the direction of its vector; `beyond` is infinite where the index is not exact.
     """
@@ -273,13 +273,13 @@ class Candidates:
 class ListMatches:
     """Near matches of one top-K table for one kind of input.
 
-    Only the search is spared: what a list leaves out, its scores and its order are those of any live answer. What may
-    be missed is an item that the neighbour's search did not reach; an answer is wrong if it has less than `overlap` of
-    the list that live would give.
+    Only the search is skipped: exclusions, scores and order are those of any live answer. An item is missed only if
+    the neighbour's search did not reach it; an answer is wrong if it has less than `overlap` of the list that live
+    would give.
 
     `reach`, where the index is exact, is the most that a score can change over a distance of one. No item beyond the
     candidates then scores above `beyond` + distance x reach (Cauchy-Schwarz): a list whose last item does is the live
-    answer itself, whatever the policy knows.
+    answer itself, whatever the policy says.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class ListMatches:
         blocked: Ordinals,
         version: int,
     ) -> tuple[list[bytes], list[float | None]]:
-        """A record for each input, and the distance of the one whose candidates it has; None where it is live's own.
+        """Return a record for each input, and the distance of the input whose candidates were reused, None if computed.
 
         `version` grows with each blocklist, whose ordinals are `blocked`.
         """
@@ -376,7 +376,7 @@ class ListMatches:
         return predictor.lists(self._table, (ordinals, scores), prints, scored_at), reused
 
     def _is_worth(self, near: NearAnswer[Candidates], count: int) -> bool:
-        """True if its candidates hold a whole list and may be of use."""
+        """True if the near candidates are enough for a list and may be reused."""
         may_use = self._reach is not None or self.neighbours.may_use(near)
         return may_use and len(near.answer.ordinals) >= count
 
@@ -388,7 +388,7 @@ class ListMatches:
         candidate_sets: Sequence[Candidates],
         distances: NDArray[np.float64],
     ) -> list[bool]:
-        """True for each list, which ends with the item `last`, if no item beyond the candidates can be in it."""
+        """Return whether each list, whose last item is `last`, is proven: no item beyond its candidates fits in."""
         if self._reach is None:
             return [False] * len(candidate_sets)
         is_full = last != NO_ITEM
@@ -402,7 +402,7 @@ class ListMatches:
     def _to_candidates(
         self, search: ListSearch, directions: Vectors, searched_ordinals: Sequence[Ordinals]
     ) -> list[Candidates]:
-        """Candidates as they are kept: as copies, for they are parts of a whole batch's."""
+        """Copy the searched ordinals to candidates, so that they do not keep their batch alive."""
         beyond = np.full(len(searched_ordinals), math.inf)
         if self._reach is not None:
             last = np.array([row_ordinals[-1] for row_ordinals in searched_ordinals])
@@ -419,7 +419,7 @@ class ListMatches:
 
 
 def _list_overlap(reused_items: NDArray[np.uint32], computed_items: NDArray[np.uint32]) -> float:
-    """Share of the wanted items that were found; 1 where none are wanted."""
+    """Return the share of the computed items that the reused list has; 1 if there are none."""
     of = set(computed_items.tolist()) - {NO_ITEM}
     return len(of.intersection(reused_items.tolist())) / len(of) if of else 1.0
 
@@ -427,8 +427,8 @@ def _list_overlap(reused_items: NDArray[np.uint32], computed_items: NDArray[np.u
 class ValueMatches:
     """Near matches of one value table for one kind of input.
 
-    Its model's output is the answer, so that nothing is left to spare behind the model: inputs are compared by the
-    numbers that were sent, and the model itself is spared. An answer is wrong if its first label is another one.
+    Its model's output is the answer, so that there is no search to skip: inputs are compared by the numbers that were
+    sent, and the model itself is skipped. An answer is wrong if its first label is another one.
     """
 
     def __init__(self, table: str, neighbours: Neighbours[Numbers]) -> None:
@@ -444,7 +444,7 @@ class ValueMatches:
         blocked: NDArray[np.int64],  # noqa: ARG002 - no list, nothing to leave out
         version: int,  # noqa: ARG002
     ) -> tuple[list[bytes], list[float | None]]:
-        """A record for each input, and the distance of the one whose values it has, None where it was computed."""
+        """Return a record for each input, and the distance of the input whose values were reused, None if computed."""
         neighbours = self.neighbours
         sent_vectors = predictor.sent_vectors(self._table, batch)
         near = neighbours.near(sent_vectors)
@@ -485,7 +485,7 @@ class ValueMatches:
 
 
 def _label_margin(values: Numbers) -> float:
-    """Lead of the first label over the second."""
+    """Return the lead of the first label over the second."""
     second, first = np.partition(values, -2)[-2:]
     return float(first - second)
 
@@ -494,7 +494,7 @@ Matches = ListMatches | ValueMatches
 
 
 class NearInput(NamedTuple):
-    """Input ready for its model; `kind` is None where only an answer of its own will do."""
+    """Input ready for its model; `kind` is None if no near answer is allowed."""
 
     prepared: PreparedInput
     fingerprint: int
@@ -502,16 +502,16 @@ class NearInput(NamedTuple):
 
 
 class NearRecord(NamedTuple):
-    """A live record, and how near the input was whose answer it reuses; None where it was computed."""
+    """Live record, and the distance of the input whose answer it reuses; None for a computed one."""
 
     record: bytes
     distance: float | None = None
 
 
 class NearMatches:
-    """Near matches by generation, table and kind of input; any thread may call it.
+    """Near matches by generation, table and kind of input; thread-safe.
 
-    What was learned lives as long as the generation's models: an answer is never reused in another one.
+    Learned state lives as long as the generation's models: an answer is never reused in another one.
     """
 
     def __init__(self, configured: Mapping[str, NearConfig], rng: Random | None = None) -> None:
@@ -525,7 +525,7 @@ class NearMatches:
         self._lock = Lock()
 
     def check(self, snapshot: Snapshot) -> None:
-        """Warns of each configured table of which nothing can be reused in this generation."""
+        """Warn of each configured table without reusable answers in this generation."""
         for name in self._configured:
             if (reason := refusal(snapshot, name)) is not None:
                 log.warning(
@@ -542,7 +542,7 @@ class NearMatches:
     def predict(
         self, snapshot: Snapshot, table: str, inputs: Sequence[NearInput], scored_at: int
     ) -> list[NearRecord]:
-        """A record for each input; raises what the model raises."""
+        """Return a record for each input; raise the model's errors."""
         predictor = snapshot.predictor
         if predictor is None:
             raise ValueError("a snapshot without a model predicts nothing")
@@ -567,7 +567,7 @@ class NearMatches:
         return records
 
     def policies(self) -> Iterator[tuple[str, InputKind, ReusePolicy]]:
-        """Policy of each table and kind of input, in the generation that was asked last."""
+        """Yield the policy of each table and kind of input, of the most recently used generation."""
         with self._lock:  # a scrape comes while the model's threads meet a new kind
             sorted_policies = sorted(
                 self._policies.items(), key=lambda keyed_policy: keyed_policy[0]
@@ -603,7 +603,7 @@ class NearMatches:
 
 
 def kind_of(source: LiveInput) -> InputKind | None:
-    """Kind of an input: what was sent of history and features; None for an item of the catalogue, its own input."""
+    """Return the kind of an input: history, features or both; None for a catalogue item, its own input."""
     if source.item is not None or not (source.history or source.features):
         return None
     if source.history and source.features:
@@ -612,7 +612,7 @@ def kind_of(source: LiveInput) -> InputKind | None:
 
 
 def refusal(snapshot: Snapshot, table: str) -> str | None:
-    """Reason why nothing of the table can be reused in this generation; None if something can."""
+    """Return the reason why answers of the table cannot be reused in this generation; None if some can."""
     manifest_table = snapshot.manifest.tables.get(table)
     if manifest_table is None:
         return f"there is no such table; known are {', '.join(sorted(snapshot.manifest.tables))}"
@@ -629,13 +629,13 @@ def refusal(snapshot: Snapshot, table: str) -> str | None:
 
 
 class NearMetrics(Collector):
-    """Collector of what was counted since the start, and of the policies of the generation asked last."""
+    """Collector of counts since the start, and of the policies of the most recently used generation."""
 
     def __init__(self, near: NearMatches) -> None:
         self._near = near
 
     def collect(self) -> Iterable[Metric]:
-        """Metric families: inputs by outcome, whether anything is reused, the error of that with its interval."""
+        """Yield metric families: inputs by outcome, whether answers are reused, and their error with its interval."""
         inputs = CounterMetricFamily(
             "larder_near_inputs",
             "Inputs that no tier knew, by what became of them: far, proven, reuse, audit, learn, leave",

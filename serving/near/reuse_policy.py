@@ -34,10 +34,10 @@ ALPHA_OFF = 1e-3
 """Chance of turning off although the error is within the bound."""
 
 AUDITED = 0.05
-"""Share of what could be reused that is computed and judged instead."""
+"""Share of reusable answers that are computed and judged instead."""
 
 DOUBTS = 100
-"""Audits in a row that must be right after one that was wrong; meanwhile all that could be reused is audited."""
+"""Audits in a row that must be right after a wrong one; meanwhile every reusable answer is audited."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class ReusePolicy:
         return "audit" if self._doubts or self._rng.random() < AUDITED else "reuse"
 
     def judge(self, closeness: int, *, is_audit: bool, wrong: bool) -> None:
-        """Takes in what came of a near answer that was computed as well."""
+        """Record whether a near answer, whose exact answer was computed as well, was wrong."""
         if is_audit:
             self._audited(wrong=wrong)
         samples_by_range, from_here = self._samples_by_range, self._from
@@ -137,7 +137,7 @@ class ReusePolicy:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Bounds of the error of what is reused, its mean over all audits; both hold at every moment, at 1 - ALPHA."""
+        """Bounds of the error of reused answers, its mean over all audits; both hold at every moment, at 1 - ALPHA."""
         count, wrong = self.audits, self.wrong_audits
         return lowest_error_rate(count, wrong, ALPHA / 2), highest_error_rate(
             count, wrong, ALPHA / 2

@@ -25,7 +25,7 @@ BURST = 20.0
 """Records of one place in the program that may come at once."""
 
 FIELDS = "larder_fields"
-"""Attribute of a record: what its line holds beside its message, by name."""
+"""Attribute of a record: fields of its line besides its message, by name."""
 
 _MASK = "***"
 
@@ -35,7 +35,7 @@ _PLACES_MAX = 1_024
 
 
 def configure_for(settings: "ServingConfig", level: str, *, worker: int | None = None) -> None:
-    """Sends everything that this process logs to standard error, in place of what was set up before."""
+    """Send all log output of this process to standard error, in place of earlier handlers."""
     urls = (settings.redis_url, settings.events_url, settings.artifacts)
     redact = Redactor({settings.token} | passwords_of(*urls))
     handler = logging.StreamHandler(sys.stderr)
@@ -60,13 +60,13 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class Redactor:
-    """Masks the secrets it was told of, passwords in any URL, and bearer tokens; cuts what is too long."""
+    """Redactor that masks its secrets, passwords in any URL, and bearer tokens; cuts a text that is too long."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
-        """The text with secrets masked, cut where it is too long."""
+        """Return the text with secrets masked, cut if it is too long."""
         for secret in self._secrets:
             text = text.replace(secret, _MASK)
         text = _BEARER.sub(rf"\g<1>{_MASK}", masked(text))

@@ -1,4 +1,4 @@
-"""The HTTP server of one process: starts the application, keeps listening, drains it, and stops."""
+"""HTTP server of one process: starts the application, keeps listening, drains it, and stops."""
 
 import asyncio
 import functools
@@ -30,22 +30,22 @@ _QUIET_LOOKS = 5
 _LISTENING_LOOK_S = 1.0
 
 _SWITCH_S = 0.0005
-"""Seconds that a thread opening the next generation may keep the loop from going on; Python's own 5 ms is felt."""
+"""Seconds that a thread opening the next generation may delay the loop; Python's own 5 ms is noticeable."""
 
 
 class WatchedConnections(Protocol):
-    """Bounds of a server's connections, which are looked at now and then."""
+    """Bounds of a server's connections, which are checked now and then."""
 
     @property
     def every_s(self) -> float:
-        """Seconds between two looks."""
+        """Seconds between two checks."""
 
     async def close_stalled(self, connections: Any, now_s: float) -> None:
-        """Ends those that stand still."""
+        """End the connections without progress."""
 
 
 class Server(uvicorn.Server):
-    """HTTP server that announces when it serves, and stops when nobody asks any more."""
+    """HTTP server that announces when it serves, and stops once no more requests come."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Server(uvicorn.Server):
         self._is_exit_requested = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts, then announces."""
+        """Start, then announce."""
         self._loop = asyncio.get_running_loop()
         # A new certificate closes the sockets that the old one was shown on: those are not the caller's.
         server_sockets = (
@@ -98,7 +98,7 @@ class Server(uvicorn.Server):
             self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stops as uvicorn does; connections are looked at until the last one has gone."""
+        """Stop as uvicorn does; connections are checked until the last one has gone."""
         self._listening.leave()
         try:
             await super().shutdown(sockets)
@@ -107,14 +107,14 @@ class Server(uvicorn.Server):
                 looking.cancel()
 
     async def _maintain_connections(self) -> None:
-        """Ends connections that stand still, and listens again where that ended."""
+        """End connections without progress, and reopen listening sockets that were closed."""
         if self._connections is not None:
             now_s = asyncio.get_running_loop().time()
             await self._connections.close_stalled(self.server_state.connections, now_s)
         await self._listening.reopen_closed()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drains at the first signal, exits at once at the second."""
+        """Drain at the first signal, exit at once at the second."""
         if self._loop is None or not self.started or self._is_exit_requested:
             super().handle_exit(sig, frame)
             self.force_exit = self._is_exit_requested
@@ -129,7 +129,7 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._start_draining, sig)
 
     def retire(self) -> None:
-        """Leaves new connections to the others that listen on the same socket, and drains; on the event loop only."""
+        """Leave new connections to other processes on the same socket, and drain; on the event loop only."""
         if self._draining is None:
             self._listening.leave()
             for asyncio_server in self.servers:
@@ -141,7 +141,7 @@ class Server(uvicorn.Server):
             self._draining = asyncio.create_task(self._drain(sig))
 
     async def _drain(self, sig: int) -> None:
-        """Goes on accepting and answering until a while without requests: who was under way is not reset."""
+        """Accept and answer until a while without requests, so that no request under way is reset."""
         loop, state = asyncio.get_running_loop(), self.server_state
         give_up = loop.time() + self._drain_s
         app: Any = self.config.app
@@ -163,7 +163,7 @@ class Server(uvicorn.Server):
 def settings_of(
     app: ASGIApp, config: ServingConfig, log_level: str, http: Any, tls: TlsWatch | None = None
 ) -> uvicorn.Config:
-    """uvicorn's settings; `http` names its protocol, or makes connections."""
+    """Return uvicorn's settings; `http` names its protocol, or creates connections."""
     sys.setswitchinterval(_SWITCH_S)
     uvicorn_config = uvicorn.Config(
         app,
@@ -199,17 +199,17 @@ class ListeningSockets:
         self._socket_pairs: list[tuple[socket.socket, socket.socket]] = []
 
     def keep(self, sockets: Iterable[socket.socket]) -> None:
-        """Keeps a second descriptor of each socket from now on."""
+        """Keep a second descriptor of each socket from now on."""
         self._socket_pairs = [(listener, listener.dup()) for listener in sockets]
 
     def leave(self) -> None:
-        """Closes the second descriptors: the server itself stops listening."""
+        """Close the second descriptors: the server itself stops listening."""
         for _, spare in self._socket_pairs:
             spare.close()
         self._socket_pairs = []
 
     async def renew(self) -> None:
-        """Listens with the certificate in force: who is connected stays so, who waits to be accepted is met with it."""
+        """Listen with the new certificate; connections stay, and waiting ones get the new certificate."""
         servers = self._server.servers
         old_servers = list(servers)
         socket_pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -230,21 +230,21 @@ class ListeningSockets:
             old_server.close()
 
     async def reopen_closed(self) -> None:
-        """Puts another socket in the place of each that was closed."""
+        """Replace each closed listening socket."""
         for index, (listener, spare) in enumerate(self._socket_pairs):
             if listener.fileno() < 0:
                 log.error("a listening socket was closed: listening again")
                 self._socket_pairs[index] = await self._listen_again(spare), spare
 
     async def look_at_certificate(self) -> None:
-        """Takes up a new certificate; its files are read in a thread, which a mount that hangs holds up alone."""
+        """Load a changed certificate; its files are read in a thread, so that a hanging mount blocks only that."""
         if self._tls is not None and await asyncio.to_thread(self._tls.reload_if_changed):
             self._is_due = True
         if self._is_due:
             await self.renew()
 
     async def _listen_again(self, spare: socket.socket) -> socket.socket:
-        """Another descriptor of the socket, which the server listens on."""
+        """Listen on another descriptor of the socket; return the descriptor."""
         new_listener = spare.dup()
         try:
             await self._listen(new_listener)

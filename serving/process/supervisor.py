@@ -57,7 +57,7 @@ class Worker:
         return self.ready_at is not None and time.monotonic() - self.ready_at >= STEADY_S
 
     def retire(self) -> None:
-        """Asks the worker to take no new connections, to answer what it has, and to end."""
+        """Ask the worker to take no new connections, to answer pending requests, and to end."""
         with contextlib.suppress(OSError):
             self.control.send(RETIRE)
 
@@ -96,14 +96,14 @@ class WorkerSpawner:
         return Worker(slot, process, parent_socket)
 
     def clean(self, slot: int) -> None:
-        """Removes what a worker that ended may have left."""
+        """Remove files and counts that a worker that ended may have left."""
         (self.folder / f"{slot}.sock").unlink(missing_ok=True)
         QuotaTable.clear_in(self.folder / QUOTAS, slot)
 
 
 @dataclass(slots=True, eq=False)
 class Workers:
-    """Keeps `count` workers until it is told to stop."""
+    """Supervisor that keeps `count` workers running until it is stopped."""
 
     count: int
     spawn: WorkerSpawner

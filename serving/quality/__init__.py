@@ -1,4 +1,4 @@
-"""Quality of answers: samples of them scored again, drift of inputs and scores, what is read and what is not.
+"""Quality of answers: samples scored again, drift of inputs and scores, and shares of entities that are read.
 
 Start at `monitor`.
 """

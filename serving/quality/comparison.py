@@ -1,4 +1,4 @@
-"""Comparison of a served answer with what the live path says now, for the same generation."""
+"""Comparison of a served answer with the live path's current one, of the same generation."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,11 @@ from serving.usage.request_observer import AnswerSample
 log = logging.getLogger(__name__)
 
 CLOSE = 2.0**-8
-"""Numbers that differ by less than this part of the largest are the same: what float16 and int8 round away."""
+"""Difference of numbers, as a share of the largest, that counts as none: the rounding of float16 and int8."""
 
 Band = Literal["none", "1-9", "10-99", "100+", "popular", "other"]
-"""Band of the entity answered for: how much the model had to go by (items in the history), since a generation keeps
-no count of how often anybody is asked for; of items, whether they are among the popular ones that a generation names as
-defaults.
-"""
+"""Band of the answered entity: the size of its history, since a generation does not count requests per entity; for
+items, whether they are among the popular ones that a generation has as defaults."""
 
 OrdinalsAndNumbers = tuple[NDArray[np.int64] | None, NDArray[np.float32]]
 """Ordinals (of lists) and numbers."""
@@ -59,7 +57,7 @@ class AnswerComparison(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """Agreement of what was served with what the model gives, in the terms of `AnswerComparison`."""
+    """Agreement of a served answer with the model's, in the terms of `AnswerComparison`."""
 
     is_exact: bool
     overlap: float
@@ -82,7 +80,7 @@ class NightInputs:
     seed: int
 
     def of(self, raw: bytes) -> LiveInput | None:
-        """Input of a user; None where it is not in the probe."""
+        """Return the input of a user; None if it is not in the probe."""
         return self.probe.of(hash_id(raw, self.seed))
 
 
@@ -104,7 +102,7 @@ def open_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputs | None:
 def compare(
     sample: AnswerSample, snapshot: Snapshot, inputs: NightInputs | None
 ) -> AnswerComparison:
-    """Compares an answer; raises SampleSkipped: no_input, no_model, blocked (meanwhile), gone (its table) or failed."""
+    """Compare an answer; raise SampleSkipped: no_input, no_model, blocked (meanwhile), gone (its table) or failed."""
     table = snapshot.manifest.tables.get(sample.table)
     if table is None:
         raise SampleSkipped("gone")

@@ -34,13 +34,13 @@ from serving.usage.request_observer import AnswerSample, AnswerSampler, UsageObs
 from serving.usage.table_usage import TableUsage
 
 IDLE_S = 0.2
-"""Seconds between looks at an empty queue, and while live requests come first."""
+"""Seconds between checks of an empty queue, and while live requests come first."""
 
 Step = Callable[[], Coroutine[Any, Any, None]]
 
 
 class QualityMonitor:
-    """Quality monitor; `to_json` is for the dashboard, `steps` are taken periodically by who keeps up with Redis."""
+    """Quality monitor; `to_json` is for the dashboard, `steps` run periodically in the loop that follows Redis."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class QualityMonitor:
         self.to_json = self._shared_report.to_json
 
     def steps(self) -> list[tuple[str, float, Step]]:
-        """Periodic steps: the name of the loop, the seconds between two runs (0: none), and what is run."""
+        """Return the periodic steps: the name of the loop, the seconds between two runs (0: none), and the function."""
         return [
             ("quality_report", self._every_s, self._shared_report.report),
             ("cold_ids", self._every_s, self.cold.report),

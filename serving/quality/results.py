@@ -30,7 +30,7 @@ CellKey = tuple[str, str, str, str]
 """Table, source, producer, band."""
 
 ERROR_BOUNDS = (0.0, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Upper bounds of the score error's buckets; one more holds what is above."""
+"""Upper bounds of the score error's buckets; one more is for larger errors."""
 
 _Z = 1.959964  # of 95 %
 
@@ -286,7 +286,7 @@ class SharedReport:
         """Reports that still go by before the worklist is counted again."""
 
     async def report(self) -> None:
-        """Writes this replica's part and reads the others'; without Redis it forgets theirs and tells only its own."""
+        """Write this replica's part and read the others'; without Redis forget theirs and report only its own."""
         await self._usage.report()
         now_s, send_command, key = (
             self._clock(),
@@ -359,7 +359,7 @@ class SharedReport:
 
 
 def _parse_part(raw: bytes) -> dict[str, Any] | None:
-    """Parsed part of a replica; None for what cannot be added to others, which another version may have told."""
+    """Parse a replica's part; None if it cannot be added to others, such as another version's."""
     try:
         part: dict[str, Any] = orjson.loads(raw)
         summary([part], worklist=None, read_share=None, size_bytes=1)

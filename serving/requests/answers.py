@@ -1,4 +1,4 @@
-"""Fields and sources of an answer, each declared once: name, type, when it is there, and what it means. Pure.
+"""Fields and sources of an answer, each declared once: name, type, when it is present, and meaning. Pure.
 
 A field is a line of `Origin` (every answer has it), of `Answer` (the tables of one kind have it) or of `Ranking`.
 Renderings, JSON schema and reference page read it from there; the client's results are these very classes.
@@ -19,7 +19,7 @@ Numbers = NDArray[np.float32]
 ProducedBy = Literal["batch", "live", "defaults"]
 
 When = Literal["always", "told", "topk", "vector", "value"]
-"""Answers that have a field: all; those with something to tell; or all of one kind of tables."""
+"""Answers that have a field: all; those with a value for it; or all of one kind of tables."""
 
 WHEN_SET: When = "told"
 
@@ -32,7 +32,7 @@ _ARROW_NAMES = {"utf8": "utf8", "f8": "float64", "f4": "float32", "i4": "int32",
 
 
 class Source(StrEnum):
-    """Source of an answer, in the order of the ladder: the tiers, live inference, and what is better than nothing."""
+    """Source of an answer, in the order of the ladder: tiers, live inference, previous generation, defaults."""
 
     L1 = "l1"
     L2 = "l2"
@@ -49,7 +49,7 @@ FALLBACKS = tuple([source for source in Source if source not in (*STORED_SOURCES
 
 
 class FieldDeclaration(NamedTuple):
-    """Facts of a field besides name and type; one that is not there is null in Arrow, as what may be `null` is."""
+    """Facts of a field besides name and type; an absent one is null in Arrow, as is one that may be `null`."""
 
     meaning: str
     when: When = "always"
@@ -113,7 +113,7 @@ class Answer(Origin):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ranking(Origin):
-    """Candidates of one user in rank order, and those that could not be ranked."""
+    """Ranking: candidates of one user in rank order, and those that could not be ranked."""
 
     items: Annotated[tuple[str, ...], FieldDeclaration("Candidates, best first")] = ()
     scores: Annotated[Numbers, FieldDeclaration("Scores of the candidates")] = field(
@@ -137,7 +137,7 @@ class Ranking(Origin):
 
 @dataclass(frozen=True, slots=True)
 class AnswerField:
-    """A declared field; `type` is that of its values when they are not null."""
+    """Declared field; `type` is the type of its values that are not null."""
 
     name: str
     type: Any
@@ -145,7 +145,7 @@ class AnswerField:
 
     @property
     def key(self) -> bytes:
-        """Name as it stands in JSON behind another field."""
+        """JSON key of the field, after a comma."""
         return b',"%b":' % self.name.encode()
 
     @property
@@ -182,7 +182,7 @@ class AnswerField:
 
 
 def fields_of(declared: type[Origin]) -> tuple[AnswerField, ...]:
-    """Fields of a class, in their order."""
+    """Return the fields of a class, in order."""
     answer_fields = []
     for name, hint in get_type_hints(declared, include_extras=True).items():
         of, facts = get_args(hint)
@@ -198,7 +198,7 @@ def fields_of(declared: type[Origin]) -> tuple[AnswerField, ...]:
 
 
 ORIGIN_FIELDS = fields_of(Origin)[2:]
-"""Fields of an answer behind its id, its table and its prediction."""
+"""Fields of an answer after its id, its table and its prediction."""
 
 PREDICTION_FIELDS: Mapping[str, tuple[AnswerField, ...]] = {
     kind: tuple(

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 CALLER_KEY = "larder.caller"
-"""Key in the scope of a request: who asks, with a `name` that may be written down."""
+"""Key in the scope of a request: its caller, whose `name` may be logged."""
 
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _TRACEPARENT_BYTES_MAX = 512
 
 _TRACESTATE_BYTES_MAX = 512
-"""Bytes of tracestate that have to be passed on at least; what is longer is left out whole."""
+"""Bytes of tracestate that have to be passed on at least; a longer one is left out."""
 
 
 class StageTime(NamedTuple):
-    """Time in one stage, which ended then (monotonic), for so many entities (0: not counted)."""
+    """Time in one stage, its monotonic end, and its number of entities (0: not counted)."""
 
     name: str
     ended_at: float
@@ -27,7 +27,7 @@ class StageTime(NamedTuple):
 
 
 class ParentSpan(NamedTuple):
-    """The caller's span; `state` is its tracestate as sent, combined."""
+    """Span of the caller; `state` is its tracestate as sent, combined."""
 
     trace_id: str
     span_id: str
@@ -44,7 +44,7 @@ class ParentSpan(NamedTuple):
 class RequestRecord:
     """Record of one request: `started` is monotonic; `id` names the request in logs and to its caller.
 
-    The hottest path, a ready answer, has none.
+    Ready answers, the hottest path, have none.
     """
 
     started: float
@@ -53,19 +53,19 @@ class RequestRecord:
     stages: list[StageTime] = field(default_factory=list)
     status: int = 0
     body: bytes = b""
-    """The last piece of the response's body, not a copy."""
+    """Last piece of the response's body, not a copy."""
     caller: str = ""
     """Name of the token that was sent, never the token; empty for a stranger, or where there are no tokens."""
     span: tuple[str, str] | None = None
-    """Trace and span id, once it is known that there is a span."""
+    """Trace and span id, once there is a span."""
     is_over: bool = False
 
     def end(self) -> None:
-        """Ends the record, nobody's request from now on: a connection that it opened keeps its context for good."""
+        """End the record; a connection opened by the request keeps this context for good."""
         self.is_over, self.body = True, b""
 
     def ids(self) -> dict[str, str]:
-        """Fields of a log line that name the request and its trace."""
+        """Return the fields of a log line that name the request and its trace."""
         id_by_field = {"request_id": self.id}
         if self.span is not None:
             id_by_field["trace_id"], id_by_field["span_id"] = self.span
@@ -74,7 +74,7 @@ class RequestRecord:
         return id_by_field
 
     def by_stage(self) -> dict[str, float]:
-        """Seconds by stage, in the order in which they first ended."""
+        """Return the seconds by stage, in the order in which they first ended."""
         seconds_by_stage: dict[str, float] = {}
         for stage in self.stages:
             seconds_by_stage[stage.name] = seconds_by_stage.get(stage.name, 0.0) + stage.seconds
@@ -82,23 +82,23 @@ class RequestRecord:
 
 
 CURRENT_RECORD: ContextVar[RequestRecord | None] = ContextVar("larder_seen", default=None)
-"""Record of the request that this task answers, also in what it started; never of others answered along with it."""
+"""Record of the request that this task answers, inherited by the tasks it starts; a grouped request has another."""
 
 
 def current_record() -> RequestRecord | None:
-    """Record of the request that is being answered here, if any."""
+    """Return the record of the current request, if any."""
     request_record = CURRENT_RECORD.get()
     return None if request_record is None or request_record.is_over else request_record
 
 
 def note_stage(stage: str, seconds: float, entities: int = 0) -> None:
-    """Records that one stage of the current request, if any, has ended."""
+    """Record that one stage of the current request, if any, has ended."""
     if (request_record := current_record()) is not None:
         request_record.stages.append(StageTime(stage, time.monotonic(), seconds, entities))
 
 
 class RequestFacts(NamedTuple):
-    """Facts of a request that may be told; the id of an entity only if somebody asked for that."""
+    """Facts of a request for log and spans; the id of an entity only if that is switched on."""
 
     method: str
     route: str
@@ -109,9 +109,9 @@ class RequestFacts(NamedTuple):
 def parse_parent(
     traceparents: Iterable[bytes], tracestates: Iterable[bytes] = ()
 ) -> ParentSpan | None:
-    """Caller's span by W3C Trace Context (https://www.w3.org/TR/trace-context/), None where a trace starts anew.
+    """Parse the caller's span by W3C Trace Context (https://www.w3.org/TR/trace-context/); None starts a trace anew.
 
-    That is where there is none, more than one, or one that is not valid.
+    None if there is no traceparent, more than one, or an invalid one.
     """
     header_values = list(traceparents)
     if len(header_values) != 1 or len(header_values[0]) > _TRACEPARENT_BYTES_MAX:

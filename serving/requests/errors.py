@@ -46,7 +46,7 @@ def from_input(error: InvalidInput, field: str) -> Problem:
 
 
 class ErrorCode(NamedTuple):
-    """Status that a code comes with, and what it means with the remedy."""
+    """Status of a code, its meaning and the remedy."""
 
     status: int
     meaning: str
@@ -118,4 +118,4 @@ ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
         "The Redis of events cannot be reached, or keeps less than `[events] durability` demands",
     ),
 }
-"""Every code; what is no valid HTTP is refused before it reaches a route, with a plain text."""
+"""Error codes; invalid HTTP is refused before it reaches a route, with a plain text."""

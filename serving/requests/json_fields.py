@@ -1,4 +1,4 @@
-"""Reading the fields of a JSON body: ids, features and lists within bounds; errors name the field. Pure."""
+"""Parser of the fields of a JSON body: ids, features and lists within bounds; errors name the field. Pure."""
 
 import math
 from typing import Any
@@ -15,14 +15,14 @@ _FEATURES_MAX = 256
 _FEATURE_WIDTH_MAX = 8_192
 
 _EXACT_MAX = 2**53
-"""Bound of exact whole numbers: beyond it not all differ as doubles, which tell lists of numbers apart."""
+"""Bound of exact whole numbers: larger ones are not all distinct as doubles."""
 
 _SCAN_BYTES = 1 << 16
 _COMMA, _LIST, _OBJECT, _QUOTE, _BACKSLASH = b',[{"\\'
 
 
 def read_json(body: bytes, values_max: int) -> object:
-    """Parses a JSON body; raises Problem for what is no JSON, or, before parsing, holds more than any request may."""
+    """Parse a JSON body; raise Problem for malformed JSON, or, before parsing, for more values than allowed."""
     if has_more_values(body, values_max):
         raise unprocessable(
             "too_many_values",
@@ -39,9 +39,9 @@ def read_json(body: bytes, values_max: int) -> object:
 
 
 def read_object(value: object, field: str, known_fields: frozenset[str]) -> dict[str, Any]:
-    """The fields of a JSON object that are sent, of `known_fields` ones only; what is null is not sent.
+    """Return the fields of a JSON object without null ones; raise Problem for a field not in `known_fields`.
 
-    `field` is where the object stands, "body" for the whole.
+    `field` is the path of the object, "body" for the whole.
     """
     if not isinstance(value, dict):
         raise unprocessable("invalid_field", f"{field} is a JSON object", field)
@@ -56,7 +56,7 @@ def read_object(value: object, field: str, known_fields: frozenset[str]) -> dict
 
 
 def read_id(value: object, field: str) -> bytes:
-    """The canonical bytes of one id."""
+    """Return the canonical bytes of one id."""
     try:
         return canonical_id(value)
     except InvalidId as error:
@@ -64,12 +64,12 @@ def read_id(value: object, field: str) -> bytes:
 
 
 def refused_id(error: InvalidId, field: str) -> Problem:
-    """The refusal of an id that stands in `field`."""
+    """Return the refusal of an invalid id in `field`."""
     return Problem(422, error.code, error.message, field=field, **error.details)
 
 
 def read_ids(value: object, field: str, longest: int, code: str) -> tuple[bytes, ...]:
-    """The canonical bytes of a list of at most `longest` ids."""
+    """Return the canonical bytes of a list of at most `longest` ids."""
     if not isinstance(value, list):
         raise unprocessable("invalid_field", f"{field} is a list of ids", field)
     check_length(value, 0, longest, field, code)
@@ -82,7 +82,7 @@ def read_ids(value: object, field: str, longest: int, code: str) -> tuple[bytes,
 
 
 def read_features(value: object, field: str, text_bytes: int) -> dict[str, FeatureValue]:
-    """Named features, of the types and sizes that a model may take; a text has at most `text_bytes` of UTF-8."""
+    """Return named features, of the types and sizes that a model may take; a text has at most `text_bytes` of UTF-8."""
     if not isinstance(value, dict):
         raise unprocessable("invalid_field", f"{field} is a JSON object", field)
     if len(value) > _FEATURES_MAX:
@@ -131,7 +131,7 @@ def _check_text(text: str, text_bytes: int, field: str) -> None:
 
 
 def _vector(value: list[Any], field: str) -> tuple[float, ...]:
-    """Numbers of a list feature; whole numbers stay whole, as the model decides their dtype."""
+    """Return the numbers of a list feature; whole numbers stay whole, as the model decides their dtype."""
     kinds = set(map(type, value))
     if not kinds <= {int, float}:
         index = next(at for at, element in enumerate(value) if type(element) not in (int, float))
@@ -155,7 +155,7 @@ def _check_size(size: int, size_max: int, unit: str, field: str) -> None:
 
 
 def check_length(value: list[Any], length_min: int, length_max: int, field: str, code: str) -> None:
-    """Refuses a list of fewer than `length_min` or more than `length_max` entries."""
+    """Raise Problem for a list of fewer than `length_min` or more than `length_max` entries."""
     if not length_min <= len(value) <= length_max:
         raise unprocessable(
             code,
@@ -166,7 +166,7 @@ def check_length(value: list[Any], length_min: int, length_max: int, field: str,
 
 
 def has_more_values(text: bytes, values_max: int) -> bool:
-    """True if a text, as JSON, holds more than `values_max` values: commas and opening brackets outside its strings."""
+    """True if a JSON text has more than `values_max` values: commas and opening brackets outside its strings."""
     value_count, is_inside, odd = 0, False, b""
     for start in range(0, len(text) if len(text) > values_max else 0, _SCAN_BYTES):
         chars = np.frombuffer(odd + text[start : start + _SCAN_BYTES], np.uint8)
@@ -185,7 +185,7 @@ def has_more_values(text: bytes, values_max: int) -> bool:
 
 
 def _escaped_positions(chars: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Places behind an odd number of backslashes; the last may lie behind the end."""
+    """Return the positions after an odd number of backslashes; the last may be the length of the text."""
     slashes = np.flatnonzero(chars == _BACKSLASH)
     ends = np.flatnonzero(np.diff(slashes, append=-1) != 1)
     lengths = np.diff(ends, prepend=-1)

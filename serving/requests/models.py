@@ -11,7 +11,7 @@ from cache.format.ids import FeatureValue
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on what one request may hold."""
+    """Limits on the content of one request."""
 
     max_batch: int
     max_history: int
@@ -27,13 +27,13 @@ class Limits:
 
     @property
     def max_values(self) -> int:
-        """Values of any kind in a JSON body that may be one: of what is not counted by the others there are few."""
+        """Bound on the values of any kind in a JSON body: ids, numbers, entities, and a few others."""
         return self.max_ids + 2 * self.max_numbers + 8 * self.max_batch + 64
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedEntity:
-    """Entity asked for; `field` is where it stands in the request, for messages."""
+    """Entity of a request; `field` is its path in the request, for messages."""
 
     table: str
     id: str | None
@@ -48,12 +48,12 @@ class RequestedEntity:
         return bool(self.history) or bool(self.features)
 
     def of_table(self, table: str) -> Self:
-        """Copy of the entity, asked of this table."""
+        """Return a copy of the entity for another table."""
         return replace(self, table=table)
 
 
 class RequestedArm(NamedTuple):
-    """Arm of an experiment that a tester wants to be answered by."""
+    """Arm of an experiment by which a tester wants to be answered."""
 
     experiment: str
     arm: str
@@ -81,7 +81,7 @@ class RequestOptions:
 
     @property
     def is_reshaped(self) -> bool:
-        """True if a list is not answered as it stands: it is filtered, or put in another order."""
+        """True if lists are filtered or re-ranked."""
         return self.filter is not None or self.rerank is not None
 
 
@@ -106,12 +106,12 @@ class LookupRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Score request: a user and the candidates to put in order."""
+    """Score request: a user and the candidates to rank."""
 
     user: RequestedEntity
     items: tuple[bytes, ...]
     options: RequestOptions
 
     def with_options(self, options: RequestOptions) -> Self:
-        """Copy of the request with other options."""
+        """Return a copy of the request with other options."""
         return replace(self, options=options)

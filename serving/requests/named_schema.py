@@ -10,7 +10,7 @@ _PREFIX = "#/components/schemas/"
 
 
 class NamedSchema(dict[str, Any]):
-    """JSON schema that stands once in the document, under its name; wherever it is used stands a reference."""
+    """JSON schema that the document has once, under its name; each use becomes a reference."""
 
     def __init__(self, name: str, schema: Json) -> None:
         super().__init__(schema)
@@ -28,17 +28,17 @@ DETAILS = NamedSchema(
 
 
 def with_description(schema: NamedSchema, description: str) -> Json:
-    """Reference to a named schema with a description of this use."""
+    """Return a reference to a named schema with a description of this use."""
     return {"$ref": schema, "description": description}
 
 
 def or_null(schema: Json) -> Json:
-    """Schema that allows null as well."""
+    """Return a schema that allows null as well."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
 def open_words(name: str, value_meanings: Iterable[tuple[str, str]], meaning: str) -> NamedSchema:
-    """Named schema of a text that is one of `value_meanings` today; there may be more values tomorrow."""
+    """Return a named schema of a text that is one of `value_meanings` today; more values may be added."""
     known_value_meanings = list(value_meanings)
     lines = "".join(
         f"\n- `{allowed_value}`: {text}" for allowed_value, text in known_value_meanings
@@ -62,9 +62,9 @@ def open_words(name: str, value_meanings: Iterable[tuple[str, str]], meaning: st
 
 
 def collected(value: Any, schemas: Json) -> Any:
-    """Copy of a part of the document with references in place of named schemas, which are put into `schemas`.
+    """Return a copy of a part of the document with references in place of named schemas, which are added to `schemas`.
 
-    Raises ConfigError where two different schemas have one name.
+    Raises ConfigError if two different schemas have the same name.
     """
     if isinstance(value, NamedSchema):
         content = {key: collected(part, schemas) for key, part in value.items()}

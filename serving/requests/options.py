@@ -1,4 +1,4 @@
-"""Reading the options of a request, from a body, a query or a header. Pure."""
+"""Parser of a request's options, from a body, a query or a header. Pure."""
 
 import contextlib
 import math
@@ -21,10 +21,10 @@ from serving.requests.json_fields import read_id, read_ids, read_object
 from serving.requests.models import Limits, RequestedArm, RequestOptions
 
 ARM_HEADER = b"x-larder-arm"
-"""Header that names an arm, as `arm` of a body or a query does."""
+"""Header that names an arm, like `arm` in a body or a query."""
 
 TIMING_HEADER = b"x-larder-timing"
-"""Header that makes a single lookup tell where time went, too; it is answered past the ready answers."""
+"""Header that requests stage times of a single lookup, which then bypasses the ready answers."""
 
 _QUERY_FIELDS = frozenset(
     {
@@ -41,7 +41,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?")
 
 
 def body_options(data: Mapping[str, Any], limits: Limits) -> RequestOptions:
-    """The options of a JSON body."""
+    """Return the options of a JSON body."""
     exclude = data.get("exclude")
     fresh = data.get("fresh", False)
     if not isinstance(fresh, bool):
@@ -68,20 +68,20 @@ def body_options(data: Mapping[str, Any], limits: Limits) -> RequestOptions:
 
 
 def body_deadline_s(data: object, limits: Limits) -> float:
-    """Deadline in seconds of a JSON body, whatever else is wrong with it; raises Problem for a bad deadline."""
+    """Return a JSON body's deadline in seconds, even if other fields are invalid; raise Problem for a bad deadline."""
     sent_deadline_ms = data.get("deadline_ms") if isinstance(data, dict) else None
     return _deadline(sent_deadline_ms, "deadline_ms", limits)
 
 
 def query_options(query: bytes, limits: Limits) -> RequestOptions:
-    """The options of a URL's query; nothing sent means all defaults."""
+    """Return the options of a URL's query; without any, all defaults."""
     if not query:
         return RequestOptions(limits.deadline_ms / 1000)
     return text_options(_pairs(query), limits)
 
 
 def text_options(pairs: Mapping[str, str], limits: Limits) -> RequestOptions:
-    """The options where each is a text by its name, as in a query."""
+    """Return the options from texts by name, as in a query."""
     data = read_object(dict(pairs), "body", _QUERY_FIELDS)
     k, fresh = data.get("k"), data.get("fresh", "false").lower()
     if fresh not in ("true", "false", "1", "0"):
@@ -106,9 +106,9 @@ def text_options(pairs: Mapping[str, str], limits: Limits) -> RequestOptions:
 def with_headers(
     options: RequestOptions, headers: Iterable[tuple[bytes, bytes]], limits: Limits
 ) -> RequestOptions:
-    """Options with the request's headers (as they came, names in lower case) applied, looked through once.
+    """Return the options with the request's headers (names in lower case) applied, in one pass.
 
-    The tighter of two deadlines counts; the canary's key, and an arm, only where the body or the query has none.
+    The tighter of two deadlines counts; the canary's key, and an arm, only if the body or the query has none.
     """
     for name, value in headers:
         if name == b"x-deadline-ms":
@@ -130,7 +130,7 @@ def _canary_key(value: object, field: str) -> bytes | None:
 
 
 def read_arm(value: object, field: str) -> RequestedArm | None:
-    """Arm of `EXPERIMENT=ARM`, None for None; raises Problem for anything else."""
+    """Parse an arm `EXPERIMENT=ARM`, None for None; raise Problem for anything else."""
     if value is None:
         return None
     parts = value.split("=") if isinstance(value, str) else []
@@ -140,7 +140,7 @@ def read_arm(value: object, field: str) -> RequestedArm | None:
 
 
 def _filter(value: object) -> Filter | str | None:
-    """A filter that is sent, or the name of a declared one: which there are, the generation says that answers."""
+    """Parse a filter, or return the name of a declared one, which the answering generation looks up."""
     if value is None or (isinstance(value, str) and NAME.fullmatch(value)):
         return value
     try:
@@ -155,7 +155,7 @@ def _filter_of_text(text: str | None) -> Filter | str | None:
 
 
 def _reranking(value: object, limits: Limits) -> Reranking | None:
-    """A declared re-ranking by its name, else the one that is sent."""
+    """Return a declared re-ranking by its name, else parse a re-ranking."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -180,7 +180,7 @@ def _reranking_of_text(text: str | None, limits: Limits) -> Reranking | None:
 
 
 def _json_of(text: str | None, field: str) -> object:
-    """JSON that stands in a text; None for none."""
+    """Parse JSON in a text; None for None."""
     if text is None:
         return None
     if len(text) > _JSON_CHARS_MAX:
@@ -247,7 +247,7 @@ def _max_events(value: object) -> int | None:
 
 
 def _as_of(value: object) -> int | None:
-    """Number of the last position up to which events count: a position's own, or of all accepted up to a time."""
+    """Return the number of the last counted position: a position's own, or of all accepted up to a time."""
     if value is None:
         return None
     if isinstance(value, str):

@@ -86,7 +86,7 @@ def lookup_from_body(
 
 
 def pop_content(scope: RequestScope, body: bytes, form: Form, limits: Limits) -> Any:
-    """Reads the body for the last reader, as `peek` does, and removes what was kept."""
+    """Parse the body like `peek_content`, for its last reader, and drop the cached result."""
     try:
         return peek_content(scope, body, form, limits)
     finally:
@@ -280,7 +280,7 @@ class ArrowLookup(NamedTuple):
 
 
 def read_stream(body: bytes, limits: Limits) -> ArrowLookup:
-    """The ids, unchecked but for their number; raises Problem for what is no such stream."""
+    """Return the ids, unchecked except for their number; raise Problem for another kind of stream."""
     try:
         # One more than allowed is enough to tell.
         cutter = loader.kernels.cut_texts
@@ -373,7 +373,7 @@ def id_batch_from_json(data: object, longest: int) -> IdBatch | None:
 
 
 def _plain_k(data: Mapping[str, Any]) -> int | None:
-    """Value of `k`, None if absent; 0 for what is refused elsewhere."""
+    """Return the value of `k`, None if absent; 0 for a value that is refused later."""
     k = data.get("k")
     return k if k is None or (type(k) is int and k > 0) else 0
 
@@ -398,9 +398,9 @@ def tighten_deadline(options: RequestOptions, deadline_s: float) -> RequestOptio
 
 
 class QueryOptions:
-    """The options of a URL by its query, for those that do no more than choose `k`, a deadline and a filter.
+    """Cache of options by URL query, for those that only choose `k`, a deadline and a filter.
 
-    Short ones are remembered: what a caller repeats is short, and no number of others can fill the memory.
+    Only short ones are cached: queries that repeat are short, and a bounded number cannot fill the memory.
     """
 
     def __init__(self, limits: Limits) -> None:

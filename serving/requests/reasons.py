@@ -1,4 +1,4 @@
-"""Words for what is unusual about an answer, each listed once: fields `live` and `stale`. Pure.
+"""Words for unusual answers, each listed once: the fields `live` and `stale`. Pure.
 
 Those of `reason` are the `MissReason` of the tiers that `PUBLIC_REASONS` lists.
 """

@@ -70,7 +70,7 @@ class RequestLog:
     def write(
         self, level: int, request_record: RequestRecord, request: RequestFacts, seconds: float
     ) -> None:
-        """Writes one line, unless the request is a readiness probe: that tells a state, as it should."""
+        """Write one line, unless the request is a readiness probe, whose answer is a state and no fault."""
         if request.route != "/readyz" and log.isEnabledFor(level):
             fields = {FIELDS: log_fields(request_record, request, seconds)}
             log.log(level, "%s %s", request.method, request.route, extra=fields)
@@ -93,7 +93,7 @@ class RequestObserver:
         return self.tracer is None or not self.tracer.judged(scope, None)
 
     async def __call__(self, below: Below, scope: Scope, receive: Receive, send: Send) -> None:
-        """Has the request answered by `below`, and tells what was seen of it."""
+        """Answer the request by `below`, and report its record to log and spans."""
         request_record = RequestRecord(time.monotonic(), "")
         if (caller := scope.get(CALLER_KEY)) is not None:
             request_record.caller = caller.name
@@ -151,7 +151,7 @@ class RequestObserver:
 def _read_request_headers(
     request_record: RequestRecord, values_by_header: dict[bytes, list[bytes]], scope: Scope
 ) -> Scope:
-    """Reads what the request says of itself; the scope that the hot route gets, which takes only headers it knows."""
+    """Read request id and trace headers; return the scope for the hot route, which takes only headers it knows."""
     request_record.id = (
         accepted_id(values_by_header[b"x-request-id"][0]) or ""
         if b"x-request-id" in values_by_header
@@ -197,7 +197,7 @@ def server_timing(request_record: RequestRecord, total_s: float) -> bytes:
 
 
 def request_of(scope: MutableMapping[str, Any], tables: Container[str]) -> RequestFacts:
-    """Facts of the request, by its route; a path that is none of ours is `other`."""
+    """Return the facts of the request, by its route; `other` for an unknown path."""
     path: str = scope["path"]
     method = scope["method"] if scope["method"] in _METHODS else "other"
     if path in _FIXED_ROUTES:

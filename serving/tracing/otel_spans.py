@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests, made when a request is over from what was seen of it. Imported only when on."""
+"""OpenTelemetry spans of requests, built from a request's record when it is over. Imported only if enabled."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Spans:
-    """Tracer of requests. `share`: part of those without a parent that begin a trace; who has a parent follows it.
+    """Tracer of requests. `share`: part of those without a parent that begin a trace; others follow their parent.
 
     Spans are queued in bounded memory and sent by a thread of the SDK's own; what does not fit is dropped there.
     """
@@ -61,12 +61,12 @@ class Spans:
 
     @classmethod
     def exporting(cls, *, trace_share: float, with_ids: bool, instance: str) -> "Spans":
-        """Spans exported over OTLP/HTTP, to where the environment says (OTEL_EXPORTER_OTLP_ENDPOINT and its like)."""
+        """Create spans that are exported over OTLP/HTTP, as the environment says (OTEL_EXPORTER_OTLP_ENDPOINT etc.)."""
         processor = BatchSpanProcessor(OTLPSpanExporter())
         return cls(processor, trace_share=trace_share, with_ids=with_ids, instance=instance)
 
     def judged(self, scope: MutableMapping[str, Any], parent: ParentSpan | None) -> bool:
-        """Returns whether the request is traced; kept in `scope`, since the hot route asks before the watch does."""
+        """Return whether the request is traced; kept in `scope`, since the hot route asks before the observer does."""
         is_traced: bool | None = scope.get(_TRACED)
         if is_traced is None:
             is_traced = scope["path"].startswith(_PREFIX) and (
@@ -76,7 +76,7 @@ class Spans:
         return is_traced
 
     def begin(self, request_record: RequestRecord) -> Span:
-        """Begins the request's span, a child of the caller's, and puts its ids into `request_record` for the log."""
+        """Begin the request's span, a child of the caller's, and store its ids in `request_record` for the log."""
         span = self._tracer.start_span(
             "request",
             context=_context(request_record.parent),
@@ -90,7 +90,7 @@ class Spans:
     def end(
         self, span: Span, request_record: RequestRecord, request: RequestFacts, seconds: float
     ) -> None:
-        """Ends the span as long as the request took, with a child for each stage: `parse`, `stored` (L2), `live`..."""
+        """End the span after the request's duration, with a child for each stage: `parse`, `stored` (L2), `live`..."""
         now_ns, monotonic_s = time.time_ns(), time.monotonic()
 
         def at(moment: float) -> int:
@@ -117,7 +117,7 @@ class Spans:
         span.end(at(request_record.started + seconds))
 
     async def aclose(self) -> None:
-        """Sends what is queued, as far as a few seconds allow: a collector that is away stops nobody."""
+        """Send the queued spans within a few seconds: a collector that is away does not block the stop."""
         closed_event = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -138,7 +138,7 @@ class Spans:
 
 
 def _resource(instance: str) -> Resource:
-    """Resource as OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say; the service is `larder` where they name none."""
+    """Return the resource of OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES; the service's default name is `larder`."""
     resource = Resource.create({"service.instance.id": instance})
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         return resource.merge(Resource({"service.name": "larder"}))
@@ -159,7 +159,7 @@ def _context(parent: ParentSpan | None) -> Context:
 
 
 def _shared(request_record: RequestRecord, request: RequestFacts) -> dict[str, str | int]:
-    """Attributes that every span of a request carries."""
+    """Return the attributes that every span of a request carries."""
     generation = generation_of(request_record.body)
     named = {"larder.table": request.table, "larder.generation": generation}
     return {name: value for name, value in named.items() if value is not None}
@@ -168,7 +168,7 @@ def _shared(request_record: RequestRecord, request: RequestFacts) -> dict[str, s
 def _request_attributes(
     request_record: RequestRecord, request: RequestFacts
 ) -> dict[str, str | int]:
-    """Attributes of the request's own span; names by OpenTelemetry's conventions where there are any."""
+    """Return the attributes of the request's own span; names by OpenTelemetry's conventions where there are any."""
     sources = sources_of(request_record.body)
     attributes: dict[str, str | int] = {
         "http.request.method": request.method,

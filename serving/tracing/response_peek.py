@@ -8,7 +8,7 @@ _GENERATION = re.compile(rb'"generation":"([^"\\]+)"')
 
 
 def sources_of(body: bytes) -> dict[str, int]:
-    """Answers by source; empty for what is not JSON."""
+    """Count answers by source; empty for a body that is not JSON."""
     counts = {source.value: body.count(b'"source":"%b"' % source.encode()) for source in Source}
     return {source: count for source, count in counts.items() if count}
 

@@ -20,7 +20,7 @@ Arm = Literal["live", "canary"]
 ARMS: tuple[Arm, ...] = ("live", "canary")
 
 EVENTS_MAX = 16
-"""Kinds of feedback that are told apart; what comes after them is `other`."""
+"""Kinds of feedback that are counted separately; further ones count as `other`."""
 
 OTHER_EVENT = "other"
 
@@ -46,14 +46,14 @@ class CanaryAssignment(NamedTuple):
 
 
 class CanaryHolder(Protocol):
-    """Protocol of what knows the canary that runs now."""
+    """Interface of an object that holds the running canary."""
 
     canary: Canary | None
-    """None while there is none."""
+    """The running canary; None while none runs."""
 
 
 class CanaryRouter:
-    """Routes by the caller's key alone, so that every replica sends the same requests to the same generation."""
+    """Router of requests by the caller's key alone, so that all replicas choose the same generation for a request."""
 
     def __init__(self, running: CanaryHolder, metrics: Metrics) -> None:
         self._running = running
@@ -107,7 +107,7 @@ class CanaryRouter:
         event: str,
         count: int,
     ) -> Arm | None:
-        """Counts what a caller reports of answers of a generation, or to a key; the arm, None if it is neither."""
+        """Count a report on a generation's answers, or to a key; return the arm, None if it is neither."""
         canary = self._running.canary
         if canary is None or served.canary is None:
             return None
@@ -163,7 +163,7 @@ def key_of(
 
 
 class EventNames:
-    """Kinds of feedback that a process tells apart: the first `EVENTS_MAX`, and `always`; the rest is `other`."""
+    """Kinds of feedback that a process counts separately: the first `EVENTS_MAX`, and `always`; others are `other`."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -183,7 +183,7 @@ class _FirstAnswer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class KeySample:
-    """A uniform sample of the keys of one arm, each with what its first answer was.
+    """Uniform sample of the keys of one arm, each with the first answer that it got.
 
     The split is over keys, so each key is counted once, by its first answer: a few busy ones would outweigh all others.
     Beyond `limit` keys a uniform sample of them is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On
@@ -236,7 +236,7 @@ class KeySample:
 
 @dataclass(slots=True, eq=False)
 class ArmCounts:
-    """Counts of one arm since its canary began; feedback called `event` is always told apart."""
+    """Counts of one arm since its canary began; feedback called `event` always has its own count."""
 
     event: str = ""
     requests: int = 0

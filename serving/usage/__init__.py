@@ -1,4 +1,4 @@
-"""Usage: which ids are hot, which tables are read, samples of what was answered, how large L1 should be.
+"""Usage: hot ids, tables that are read, samples of answers, and the best size of L1.
 
 Start at `request_observer`.
 """

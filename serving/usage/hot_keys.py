@@ -1,4 +1,4 @@
-"""Hot keys: remembered in this process, told to Redis every few seconds, and heard from there by who starts cold."""
+"""Hot keys: counted in this process, reported to Redis every few seconds, and read from there at a cold start."""
 
 import asyncio
 from collections import Counter, deque
@@ -14,17 +14,17 @@ from serving.generations.snapshot import Snapshot
 RECENT = 4_096
 """Entities remembered, with repetitions."""
 REPORTED = 512
-"""Entities told at most each time, the most asked ones."""
+"""Entities in a report, the most requested ones."""
 _AT_ONCE = 128
-"""Entities in one script: a third of a millisecond of Redis, which readers wait for."""
+"""Entities in one script call, which blocks Redis for a third of a millisecond."""
 _HEAR_S = 1.0
 _REPORT_BOUNDARY: Name = ("", b"")
 
 
 class RecentNames(deque[Name]):
-    """Entities that were asked for, newest last; appending is all that a request pays for it.
+    """Requested entities, newest last; appending is all that a request pays for it.
 
-    `flush_pending` adds what was asked for before and is still to be added.
+    `flush_pending` adds pending entities of earlier requests.
     """
 
     def __init__(self) -> None:
@@ -34,14 +34,14 @@ class RecentNames(deque[Name]):
         self._waiting = 0
 
     def add(self, table: str, raws: Sequence[bytes]) -> None:
-        """Adds ids of one table at once: kept as they are until somebody looks."""
+        """Add ids of one table at once, as a batch that is unpacked only when it is read."""
         self._batches.append((table, raws))
         self._waiting += len(raws)
         while self._waiting - len(self._batches[0][1]) >= RECENT:
             self._waiting -= len(self._batches.popleft()[1])
 
     def names(self) -> Sequence[Name]:
-        """Entities that are remembered, all of them."""
+        """Return all entities that are remembered."""
         self.flush_pending()
         for table, raws in self._batches:
             self.extend(zip(repeat(table), raws))
@@ -50,7 +50,7 @@ class RecentNames(deque[Name]):
         return self
 
     def take_new(self) -> list[Name]:
-        """Entities that came since the last call, as far as they are still remembered."""
+        """Return the entities added since the last call, as far as they are still remembered."""
         names = list(self.names())
         last = names[::-1].index(_REPORT_BOUNDARY) if _REPORT_BOUNDARY in names else len(names)
         if last:
@@ -60,7 +60,7 @@ class RecentNames(deque[Name]):
 
 @dataclass(slots=True, eq=False)
 class HotKeySketch:
-    """This replica's part in the sketch; a Redis that fails costs a report, nothing is tried again."""
+    """Reports of this replica to the sketch; a failing Redis costs a report, nothing is retried."""
 
     control: ControlPlane
     recent: RecentNames
@@ -72,7 +72,7 @@ class HotKeySketch:
     _reported_names: set[Name] = field(init=False, default_factory=set)
 
     async def report(self) -> None:
-        """Reports what was asked for since the last report; takes back what was told before it was blocked."""
+        """Report the entities requested since the last report; remove reported ones that were blocked since."""
         live, fresh = self.live(), self.recent.take_new()
         if live is None:
             return
@@ -110,7 +110,7 @@ class HotKeySketch:
             self._reported_names.update(blocked_names)
 
     async def hottest(self) -> Sequence[Name]:
-        """Entities that all replicas were asked for of late, hottest first; empty when Redis does not say at once."""
+        """Return the recently most requested entities of all replicas, hottest first; empty if Redis is slow."""
         try:
             async with asyncio.timeout(_HEAR_S):
                 return await self.control.fetch_hot_names(hour_of(self.clock()))

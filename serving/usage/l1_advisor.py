@@ -35,7 +35,7 @@ HALF_LIFE_S = 3_600.0
 """Seconds after which a read counts for half as much."""
 
 TOUCHES_PER_S = 8_000
-"""Touches of sampled keys a second, in the long run, whatever the traffic: about 12 ms of processor time."""
+"""Touches of sampled keys a second, on average, at any traffic: about 12 ms of processor time."""
 
 TOUCHES_PER_READ = 0.02
 """Touches of sampled keys per read, where reads are many: 0.04 microseconds of the 8 that a single L1 hit takes."""
@@ -149,7 +149,7 @@ class L1Advisor(Collector):
             tiers.trace.sample(self._shards.last)
 
     async def step(self) -> None:
-        """Works off what was read since the last step."""
+        """Add the reads since the last step to the curve."""
         trace, shards = self._tiers.trace, self._shards
         self._tiers.counters.flush()
         now_s = self._timer()
@@ -242,10 +242,10 @@ def _counts(counters: Counters) -> tuple[int, int]:
 
 
 def merge_curves(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """Merged curve of many, each by `HitRatioCurve.to_json`: a worker counts by its reads; None where all are empty.
+    """Merge curves of `HitRatioCurve.to_json`, weighted by reads; None if all are empty.
 
-    Each worker has an L1 of its own, so a size is that of one. Of several budgets, which only a change of settings
-    under way makes, the one that most reads were answered with is told.
+    Each worker has an L1 of its own, so a size is that of one. Of several budgets, which occur only during a change of
+    settings, the one with the most reads is returned.
     """
     curve_reports = [curve_report for curve_report in parts if curve_report]
     reads = Counter[int]()

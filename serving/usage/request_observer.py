@@ -184,7 +184,7 @@ def split_hashes(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
 
 
 class UsageObserver:
-    """Observer for the event loop of one process only. `cold`: ids asked for that the night did not know."""
+    """Observer for the event loop of one process only. `cold`: requested ids that the night did not know."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class TableUsage(Collector):
     _hits_before: dict[str, float] = field(init=False, default_factory=dict)
 
     async def report(self) -> None:
-        """Reports to Redis what was read, and reads how much that makes with the other replicas'."""
+        """Report this replica's reads to Redis, and read the total over all replicas."""
         live = self.live()
         if live is None:
             return
@@ -70,7 +70,7 @@ class TableUsage(Collector):
     def _packed(
         self, live: Snapshot, recent: Sequence[Name], reads: Mapping[str, HashBatches]
     ) -> dict[str, list[bytes]]:
-        """Hashes of what was read, and of what was asked for without a read: it was warmed before the first request."""
+        """Pack hashes of read entities, and of those requested without a read, as they were warmed before."""
         keys_by_table = {table: pack_hashes(keys) for table, keys in reads.items()}
         named = {(live.generation, entity_name) for entity_name in recent}
         for _, (name, raw) in named - self._reported_names:

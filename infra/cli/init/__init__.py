@@ -1,1 +1,1 @@
-"""`larder init`: looks at files of interactions and features, guesses their columns, and writes a `larder.toml`."""
+"""`larder init`: inspects files of interactions and features, guesses their columns, and writes a `larder.toml`."""

@@ -1,4 +1,4 @@
-"""`larder init`: writes a commented `larder.toml` from a look at a folder's files, and tells what it guessed."""
+"""`larder init`: writes a commented `larder.toml` from an inspection of a folder's files, and reports its guesses."""
 
 import argparse
 import json
@@ -51,7 +51,7 @@ _TOML_END = """
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
-    """Exit code: 0 written, 3 written with something left to fill in; raises ConfigError where nothing was written."""
+    """Write the file; return exit code 0, or 3 with settings left to fill in; raise ConfigError if none was written."""
     args = argument_parser(prog).parse_args(argv)
     working_folder, target = Path.cwd(), Path(args.output).absolute()
     folder = Path(args.folder).absolute()
@@ -86,7 +86,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
-    """Parser of this command's arguments."""
+    """Return the parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Write a commented larder.toml from a look at the Parquet and CSV files of a folder: which hold "
@@ -105,7 +105,7 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _first_rows(guesses: Guesses, base: Path) -> list[str]:
-    """Notes on what a night would make of the first rows of the interactions."""
+    """Return notes on how a night would treat the first rows of the interactions."""
     table, columns = guesses.interactions, guesses.columns
     user, item = columns.get("user"), columns.get("item")
     if table is None or not user or not item or not guesses.is_complete:
@@ -125,7 +125,7 @@ def _first_rows(guesses: Guesses, base: Path) -> list[str]:
 
 
 def _tables_as_text(guesses: Guesses, folder: Path) -> list[str]:
-    """Notes on text files that look like a table, if no other interactions were found."""
+    """Return notes on text files that look like a table, if no other interactions were found."""
     if guesses.interactions is not None:
         return []
     from precompute.sources.readers import demand_lines
@@ -142,7 +142,7 @@ def _tables_as_text(guesses: Guesses, folder: Path) -> list[str]:
 
 
 def _find_bundle(folder: Path, base: Path) -> str | None:
-    """Folder with a model's bundle, at or right below the one that was looked at; relative to `base`."""
+    """Return the folder of a model's bundle, at or directly below the inspected one, relative to `base`, or None."""
     bundle_folder = next(
         (
             manifest_path.parent
@@ -186,7 +186,7 @@ def _guess_lines(guesses: Guesses, bundle: str | None) -> Iterator[str]:
 
 
 def toml_text(guesses: Guesses, bundle: str | None) -> str:
-    """The file; what could not be guessed stands in it as a comment that says what to write."""
+    """Return the text of `larder.toml`; a missing setting becomes a comment that says what to write."""
     if bundle is None:
         model = [
             '# bundle = ".larder/bundle"                # made by `larder train`; or the folder of a model of your own'
@@ -247,7 +247,7 @@ def _source_lines(guesses: Guesses) -> Iterator[str]:
 
 
 def _reference_dims(items: int) -> int:
-    """Largest power of two of at most a quarter of the items, from 4 to 128."""
+    """Return the largest power of two of at most a quarter of the items, from 4 to 128."""
     return int(min(128, max(4, 1 << (max(1, items // 4).bit_length() - 1))))
 
 

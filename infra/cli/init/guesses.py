@@ -1,4 +1,4 @@
-"""Guesses about a folder: columns' roles by name and type, which table holds interactions, which ones are features."""
+"""Guesses about a folder's tables: columns' roles by name and type, interactions, and features."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,16 +20,16 @@ KINDS_BY_ROLE: Final[Mapping[Role, tuple[ColumnKind, ...]]] = {
     "weight": ("integer", "float", "text"),
     "category": ("text", "integer"),
 }
-"""Role -> kinds that a night can read in it."""
+"""Role -> kinds of columns that a night can read for it."""
 
 FEW_ITEMS = 1_024
-"""Number of items below which 256 dimensions of the reference model hold little but noise."""
+"""Number of items below which 256 dimensions of the reference model are mostly noise."""
 
 TIMES_LEAST = 0.99
 """Share of a column's texts that are times, or missing, in a column of times: a night leaves the other rows out."""
 
 MILLISECONDS_FROM = 100_000_000_000
-"""Numbers above are no seconds since 1970 (of the year 5138) but milliseconds, or less."""
+"""Bound above which numbers are no seconds since 1970 (of the year 5138) but milliseconds or smaller units."""
 
 _COLUMN_NAMES_BY_ROLE: Final[Mapping[Role, tuple[str, ...]]] = {
     "user": (
@@ -59,10 +59,10 @@ _COLUMN_NAMES_BY_ROLE: Final[Mapping[Role, tuple[str, ...]]] = {
         "brand", "producttype", "productgroup", "productgroupname", "class", "section", "topic", "type",
     ),
 }  # fmt: skip
-"""Role -> names without case, underscores and the like; the first is the surest."""
+"""Role -> names without case, underscores and the like; the most reliable first."""
 
 _TIME_NAME: Final = re.compile(r"([\W_](at|ts|date|timestamp)|[a-z](At|Date|Timestamp))$")
-"""End of a name of several words that tells when something happened: `ordered_at`, `viewDate`."""
+"""Ending of a multi-word name of a time column: `ordered_at`, `viewDate`."""
 
 _NUMBERED_NAME: Final = re.compile(r"(no|nr|num|number|code|key)$")
 
@@ -73,28 +73,28 @@ _NO_ID: Final = frozenset(
         "year",
     }
 )  # fmt: skip
-"""Names of columns that are never taken for ids because no other is left."""
+"""Names of columns that are never taken for ids just because no other column is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Column of each role that was recognised, and remarks about those that only seem to have one."""
+    """Column of each recognised role, and remarks on columns that only seem to have one."""
 
     columns: Mapping[Role, str]
     guessed: tuple[Role, ...] = ()
-    """Roles that no name told: the one column that was left."""
+    """Roles that were assigned to the one remaining column, without a matching name."""
     unfit: Mapping[Role, str] = field(default_factory=dict)
-    """Column of ids that is called like a role which has no other column, though a night refuses its values."""
+    """Columns of ids by role that match its name, though a night refuses their values; no other column has the role."""
     remarks: tuple[str, ...] = ()
 
 
 def normalise_name(name: str) -> str:
-    """A name without case and without what is no letter or digit."""
+    """Return a name in lower case, without characters that are no letter or digit."""
     return re.sub(r"[\W_]", "", name.lower())
 
 
 def roles_of(columns: Mapping[str, ColumnKind]) -> Roles:
-    """Roles of a table's columns: by exact name first, then by its end, and at last by what is left over."""
+    """Return the roles of a table's columns: by exact name first, then by ending, finally the one remaining column."""
     column_by_role: dict[Role, str] = {}
     remarks: list[str] = []
     unfit: dict[Role, str] = {}
@@ -137,7 +137,7 @@ def roles_of(columns: Mapping[str, ColumnKind]) -> Roles:
 
 
 def _by_name(role: Role, names: Sequence[str], columns: Sequence[str]) -> list[str]:
-    """Columns that may have a role, the surest first."""
+    """Return the columns that may have a role, the most likely first."""
     exact = [column for name in names for column in columns if normalise_name(column) == name]
     if role in ("user", "item"):
         # A number is an id as well: `customer_no`, `article_nr`.
@@ -168,7 +168,7 @@ def _like_an_id(name: str, kind: ColumnKind) -> bool:
 
 
 def unfit_in_words(role: Role, name: str, kind: ColumnKind) -> str:
-    """Remark on a column that is called like a role and holds values of a kind that a night cannot read in it."""
+    """Describe a column that has the name of a role and values of a kind that a night cannot read for it."""
     remedy = "it is left out"
     if role in ("user", "item"):
         remedy = "ids are text or whole numbers: write the column so, with a row for each id"
@@ -182,7 +182,7 @@ def unfit_in_words(role: Role, name: str, kind: ColumnKind) -> str:
 
 @dataclass
 class Guesses:
-    """Guesses, and in words what stands behind them; a column that is None was not recognised."""
+    """Guesses with notes on their reasons; a column that is None was not recognised."""
 
     interactions: FoundTable | None = None
     columns: dict[Role, str | None] = field(default_factory=dict)
@@ -190,20 +190,20 @@ class Guesses:
     """Feature tables, by `item` and `user`."""
     category: str | None = None
     items: int | None = None
-    """Number of items where there are so few that the reference model's vectors should be shorter."""
+    """Number of items, if it is so small that the reference model's vectors should be shorter."""
     notes: list[str] = field(default_factory=list)
-    """Guesses that may be wrong, and files that are not used, each with what to do about it."""
+    """Notes on guesses that may be wrong, and on unused files, each with a remedy."""
     missing: list[str] = field(default_factory=list)
-    """Settings that could not be guessed and that a night needs, each with what to write."""
+    """Settings that a night needs and that could not be guessed, each with the line to write."""
 
     @property
     def is_complete(self) -> bool:
-        """True if nothing has to be written by hand."""
+        """True if no setting has to be written by hand."""
         return not self.missing
 
 
 def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
-    """Guesses from tables, the largest first."""
+    """Guess from tables, the largest first."""
     guesses = Guesses(notes=list(remarks))
     roles_by_title = {
         candidate_table.title: roles_of(candidate_table.columns) for candidate_table in tables
@@ -295,7 +295,7 @@ def _interactions(
 
 
 def _few_items(guesses: Guesses) -> int | None:
-    """Number of items as far as features or the first rows tell, if it is below FEW_ITEMS."""
+    """Return the number of items in the features or the first rows, if it is below FEW_ITEMS."""
     table, name = guesses.interactions, guesses.columns.get("item")
     if (features := guesses.features.get("item")) is not None and features.rows is not None:
         count = features.rows
@@ -309,7 +309,7 @@ def _few_items(guesses: Guesses) -> int | None:
 
 
 def _recognised(roles: Roles) -> int:
-    """Number of columns of ids in a table, also of such as a night refuses."""
+    """Return the number of a table's id columns, including unfit ones."""
     return len({"user", "item"} & {*roles.columns, *roles.unfit})
 
 
@@ -318,7 +318,7 @@ def _has_ids(column: Any, kind: ColumnKind) -> bool:
 
 
 def _half_recognised(guesses: Guesses, table: FoundTable, roles: Roles) -> None:
-    """The table of the most columns of ids is taken for the interactions; what is not recognised is to be written."""
+    """Take the table with the most id columns for the interactions; its unrecognised columns are left to write."""
     guesses.interactions = table
     guesses.columns = {
         name: roles.columns.get(name, roles.unfit.get(name))
@@ -348,7 +348,7 @@ def _holds_lists(table: FoundTable, name: str) -> bool:
 
 
 def _features(guesses: Guesses, table: FoundTable, roles: Roles) -> None:
-    """Takes a table with one row for each item, or user, if a night can read it."""
+    """Add a table with one row for each item, or user, to the features if a night can read it."""
     for entity in ("item", "user"):
         role: Role = "item" if entity == "item" else "user"
         if (name := roles.columns.get(role)) is None or role in roles.guessed:
@@ -395,7 +395,7 @@ def _features(guesses: Guesses, table: FoundTable, roles: Roles) -> None:
 
 
 def _no_times(column: Any) -> str | None:
-    """Reason why a column holds no times that a night can read; None if it does."""
+    """Return the reason why a night cannot read a column's times; None if it can."""
     kind = column.type
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_null(kind):
         return None

@@ -1,4 +1,4 @@
-"""Tables among a folder's files: which files are one table, its columns, and how many rows it has."""
+"""Tables among a folder's files: the files of each table, its columns, and its number of rows."""
 
 import os
 import re
@@ -32,18 +32,18 @@ from precompute.sources.files import (
 )
 
 ColumnKind = Literal["integer", "float", "text", "time", "vector", "other"]
-"""Kind of a column's values; a vector is a list of numbers with a fraction."""
+"""Kind of a column's values; a vector is a list of fractional numbers."""
 
 DEPTH_MAX = 8
-"""Folders below the one that is looked at, such as table/year/month/day/hour."""
+"""Levels of folders below the inspected one, such as table/year/month/day/hour."""
 
 FILES_MAX = 20_000
 
 SAMPLE_ROWS = 1 << 16
-"""Rows at a table's beginning that are looked at."""
+"""Rows at a table's start that are inspected."""
 
 ERRORS = (OSError, pa.ArrowException, ValueError, KeyError, LarderError)
-"""Errors that an odd file raises: it costs one remark, and the look goes on."""
+"""Errors that an odd file raises: they cost one remark, and the inspection continues."""
 
 _CSV_BYTES = 4 << 20
 
@@ -52,13 +52,13 @@ _ENDINGS = {
 }  # fmt: skip
 
 _LEFT_OUT = {"artifacts", "bundle", "node_modules", "__pycache__", "venv"}
-"""Names of folders that are not looked at."""
+"""Names of folders that are not inspected."""
 
 _SEPARATORS = (",", ";", "\t", "|", "\x01")
-"""Signs between fields, of which the one that stands most often in the first line is taken."""
+"""Candidate separators of fields, of which the most frequent one in the first line is taken."""
 
 _SNIFFED_BYTES = 1 << 16
-"""Bytes at the beginning of a file whose name says nothing that are looked at."""
+"""Bytes inspected at the start of a file without a known ending."""
 
 _NAMED_MOST = 3
 """Files of one kind that a remark names."""
@@ -76,7 +76,7 @@ class FoundTable:
     columns: Mapping[str, ColumnKind]
     sample: Any
     rows: int | None
-    """Number of rows; None where only reading all would tell."""
+    """Number of rows; None if that would need reading all."""
     size_bytes: int
     separator: str = ","
 
@@ -87,7 +87,7 @@ class FoundTable:
 
 
 def discover_tables(folder: Path, base: Path) -> tuple[list[FoundTable], list[str]]:
-    """Tables below a folder, the largest first, their patterns relative to `base`; and remarks on what is none."""
+    """Find the tables below a folder, largest first, patterns relative to `base`; return also remarks on others."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[_FileLook]] = defaultdict(list)
     walk = _Walk(folder, base)
     paths = list(walk)
@@ -106,7 +106,7 @@ def discover_tables(folder: Path, base: Path) -> tuple[list[FoundTable], list[st
 
 
 def are_unique(table: FoundTable, column: str) -> bool:
-    """True if no value of a column comes twice, in all rows of Parquet and the first ones of CSV."""
+    """True if no value of a column is repeated, in all rows of Parquet and the first ones of CSV."""
     if table.format == "parquet":
         values = pa.chunked_array(
             [
@@ -121,7 +121,7 @@ def are_unique(table: FoundTable, column: str) -> bool:
 
 
 class _FileLook(NamedTuple):
-    """What one file showed: its table's columns, or a remark why it is none, or both."""
+    """Result of inspecting one file: its table's columns, or a remark why it is no table, or both."""
 
     path: Path
     format: str
@@ -134,7 +134,7 @@ class _FileLook(NamedTuple):
 
 
 class _Walk:
-    """Files below a folder that may be data by their names; `remarks` on folders that are left out."""
+    """Files below a folder that may be data by their names; `remarks` lists skipped folders."""
 
     def __init__(self, folder: Path, base: Path) -> None:
         self.remarks: list[str] = []
@@ -177,7 +177,7 @@ def _metadata_of(folder: Path) -> list[FolderEntry]:
 def _one_remark(
     path: Path, base: Path, remarks: list[str], look_at: Callable[[], _Result]
 ) -> _Result | None:
-    """The one translator of what odd files raise: None, and a remark that names the file and the reason."""
+    """Inspect a file; for an error return None and add a remark with the file and the reason."""
     try:
         str(path).encode()
         return look_at()
@@ -193,7 +193,7 @@ def _one_remark(
 
 
 def _about_others(paths: Sequence[Path], base: Path, *, is_all: bool) -> Iterator[str]:
-    """Remarks on files that are not taken: what they seem to be, and what to do.
+    """Yield remarks on unused files: their apparent content, and a remedy.
 
     Unless `is_all`, only on those that hold data by their names, since there are other tables.
     """
@@ -242,7 +242,7 @@ def _ending(path: Path) -> str:
 
 
 def _look_at(path: Path) -> _FileLook:
-    """Columns and first rows of a file, or the reason why it is no table."""
+    """Return the columns and first rows of a file, or the reason why it is no table."""
     if _ENDINGS[_ending(path)] == "csv":
         return _look_at_csv(path)
     with pa.parquet.ParquetFile(path) as file:
@@ -344,7 +344,7 @@ def _twice(names: Sequence[str]) -> str | None:
 
 
 def _without_header(sample: Any) -> tuple[Any, int]:
-    """(rows that are not the header once more, how many were): all of a row's values are its columns' names."""
+    """Return (rows without repeated headers, number of those): rows whose values are all their columns' names."""
     if not len(sample) or not all(pa.types.is_string(field.type) for field in sample.schema):
         return sample, 0
     is_header = None
@@ -362,7 +362,7 @@ def _plain_table(table: Any) -> Any:
 
 
 def _to_comparable_type(column: Any) -> Any:
-    """A column in a type that can be compared: no dictionary, no views, whole decimals as texts of digits."""
+    """Convert a column to a comparable type: no dictionary, no views, whole decimals as texts of digits."""
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType):
         return _to_comparable_type(column.cast(kind.storage_type))
@@ -377,13 +377,13 @@ def _to_comparable_type(column: Any) -> Any:
 
 
 def is_digits(texts: Any) -> bool:
-    """True if each of some texts, which may be missing, is a whole number in digits."""
+    """True if all texts that are not missing are whole numbers in digits."""
     matches = pc.match_substring_regex(texts, r"^\s*[+-]?\d+\s*$")
     return bool(len(texts) > texts.null_count and pc.all(matches, skip_nulls=True).as_py())
 
 
 def _no_table(names: Sequence[str]) -> str | None:
-    """Reason why a CSV file with these column names cannot be read as it is; None if it can."""
+    """Return the reason why a CSV file with these column names cannot be read; None if it can."""
     if any("::" in name for name in names):
         return "has fields between double colons: write it with commas"
     if len(names) == 1:
@@ -397,7 +397,7 @@ def _no_table(names: Sequence[str]) -> str | None:
 
 
 def _table_of(group: Sequence[_FileLook], base: Path) -> FoundTable:
-    """The table that files with the same columns are; its kinds are those of the first one with rows."""
+    """Build the table of files with the same columns; its kinds are those of the first one with rows."""
     first = next((file for file in group if len(file.sample)), group[0])
     files = [file.path for file in group]
     rows = [file.rows for file in group]
@@ -418,7 +418,7 @@ def _table_of(group: Sequence[_FileLook], base: Path) -> FoundTable:
 
 
 def _pattern(files: list[Path], base: Path) -> tuple[str, ...]:
-    """The shortest that names these files and no other, as a night reads it: a wildcard, else each of them."""
+    """Return the shortest pattern that matches exactly these files: a wildcard, else each of them."""
     if len(files) > 1:
         top = Path(os.path.commonpath([path.parent for path in files]))
         endings = {path.name[-len(_ending(path)) :] for path in files}
@@ -431,7 +431,7 @@ def _pattern(files: list[Path], base: Path) -> tuple[str, ...]:
 
 
 def _names(pattern: str, base: Path) -> set[str]:
-    """Files that a night would read for a pattern."""
+    """Return the files that a night would read for a pattern."""
     try:
         return {os.path.realpath(str(path)) for path in source_files((pattern,), base)}
     except SourceError:

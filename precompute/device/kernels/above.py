@@ -74,7 +74,7 @@ def above(
 
 @triton.jit
 def _block(at, stride, offset, skip: tl.constexpr, hole: tl.constexpr):
-    """The block that a `BlockStage` looks at as the `at`-th."""
+    """Return the block that a `BlockStage` visits as the `at`-th."""
     if skip:
         remainder = at % skip
         at = at // skip * (skip + 1) + remainder + (remainder >= hole).to(tl.int32)

@@ -1,4 +1,4 @@
-"""The best of what `above` wrote, and the limit that it has to reach next time."""
+"""Kernel that keeps the best entries that `above` wrote, and raises the limit for its next call."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ def keep(
     entries, counts, required_counts, kept_entries, limits, left_out, count,
     height: tl.constexpr, segments: tl.constexpr, room: tl.constexpr, capacity: tl.constexpr, halvings: tl.constexpr,
 ):  # fmt: skip
-    """Adds entries of `above` to what is `kept_entries` of each user, int32 [n, capacity, 4]; and the next limit.
+    """Merge entries of `above` into each user's `kept_entries`, int32 [n, capacity, 4], and set the user's next limit.
 
     The `required_counts` best stay; the number is `_NONE` where there are no more. The limit is at most the bound of
     the last that is wanted, found by `halvings` of where it can be, and stays as it is while there are fewer: all that
@@ -108,7 +108,7 @@ def _rest_at(entry, entry_mask):
 
 @triton.jit
 def _write(entry, bound, first, second, third, entry_mask):
-    """Writes entries where they are known."""
+    """Write entries to their known addresses."""
     tl.store(entry, bound.to(tl.int32, bitcast=True), mask=entry_mask)
     tl.store(entry + 1, first, mask=entry_mask)
     tl.store(entry + 2, second, mask=entry_mask)

@@ -22,7 +22,7 @@ UNREADABLE_LIVE_NOTE = "live manifest cannot be read, so nothing can be compared
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A value held against a threshold; `baseline` is the live generation that it was compared with."""
+    """Value compared with a threshold; `baseline` is the live generation's id, if it was compared with one."""
 
     passed: bool
     value: float | str | None
@@ -31,13 +31,13 @@ class Measurement:
     baseline: str | None = None
 
     def under(self, rule: str) -> "Verdict":
-        """The verdict of the rule that measured this."""
+        """Return the verdict of the rule that measured this."""
         return Verdict(rule, self.passed, self.value, self.threshold, self.note, self.baseline)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verdict of one gate: what it measured; `overridden` is the reason for which a failure was let pass."""
+    """Verdict of one gate with its measurement; `overridden` is the reason for which a failure was let pass."""
 
     rule: str
     passed: bool
@@ -48,7 +48,7 @@ class Verdict:
     overridden: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able form for the manifest; what does not apply is left out."""
+        """Return a JSON-able form for the manifest, without fields that do not apply."""
         fields: dict[str, Any] = {
             "rule": self.rule,
             "passed": self.passed,
@@ -109,23 +109,23 @@ class Candidate:
 
     @property
     def evidence(self) -> Evidence:
-        """Evidence that several gates look at."""
+        """Evidence that several gates use."""
         return cast(Evidence, self.prepared_evidence)
 
     @property
     def baseline(self) -> str | None:
-        """The live generation's id."""
+        """Id of the live generation."""
         return None if self.live is None else self.live.generation
 
     def uncompared(self, threshold: float | str | None) -> Measurement:
-        """Result of a gate that has no live manifest to compare with: passed only where nothing was ever live."""
+        """Return the result of a gate without a live manifest to compare with: passed only if there never was one."""
         if self.unreadable is None:
             return Measurement(True, None, threshold, FIRST_GENERATION_NOTE)
         return Measurement(False, None, threshold, UNREADABLE_LIVE_NOTE, self.unreadable)
 
     @property
     def is_retrained(self) -> bool:
-        """True if another bundle made it than made the live generation."""
+        """True if it was made with another bundle than the live generation."""
         return self.live is not None and self.live.bundle_digest != self.manifest.bundle_digest
 
 
@@ -134,9 +134,9 @@ Measure = Callable[[Candidate], Measurement]
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A rule; one of `integrity` is on what is simply wrong, and nobody may wave it through.
+    """Gate with its rule; an `is_integrity` rule detects invalid data, and cannot be overridden.
 
-    One that `wants_interactions` is left out of a night that was given none: it has nothing to ask.
+    One that `wants_interactions` is left out of a night without any: it has nothing to compare.
     """
 
     rule: str
@@ -145,46 +145,46 @@ class Gate:
     wants_interactions: bool = False
 
     def __call__(self, candidate: Candidate) -> Measurement:
-        """Measures a candidate; what it reads may make it raise anything."""
+        """Measure a candidate; reading it may raise any error."""
         return self.measure(candidate)
 
 
 def integrity(rule: str) -> Callable[[Measure], Gate]:
-    """Decorator of a rule on what is simply wrong; `rule` is its id for good: manifests and alerts hold it."""
+    """Decorate a rule that detects invalid data; `rule` is its permanent id: manifests and alerts contain it."""
     return lambda measure: Gate(rule, True, measure)
 
 
 def judgement(rule: str, *, wants_interactions: bool = False) -> Callable[[Measure], Gate]:
-    """Decorator of a rule on what is unusual: a person may know why it is right."""
+    """Decorate a rule that detects unusual data, which a person may override."""
     return lambda measure: Gate(rule, False, measure, wants_interactions)
 
 
 def at_least(
     value: float, threshold: float, note: str = "", baseline: str | None = None
 ) -> Measurement:
-    """A value and its floor; NaN fails."""
+    """Compare a value with its floor; NaN fails."""
     return Measurement(bool(value >= threshold), round(float(value), 6), threshold, note, baseline)
 
 
 def at_most(
     value: float, threshold: float, note: str = "", baseline: str | None = None
 ) -> Measurement:
-    """A value and its ceiling; NaN fails."""
+    """Compare a value with its ceiling; NaN fails."""
     return Measurement(bool(value <= threshold), round(float(value), 6), threshold, note, baseline)
 
 
 def none_of(count: int, note: str, baseline: str | None = None) -> Measurement:
-    """A count of what must not occur even once; `note` says where it was seen."""
+    """Compare a count with zero; `note` says where a case was seen."""
     return Measurement(not count, count, 0, note if count else "", baseline)
 
 
 def not_measured(threshold: float | None, reason: str) -> Measurement:
-    """A case in which a gate has nothing to measure, by definition and not by failure."""
+    """Return the passed measurement of a gate that has nothing to measure, by definition and not by failure."""
     return Measurement(True, None, threshold, reason)
 
 
 def worst_of(figures: Mapping[str, float]) -> tuple[str, float]:
-    """The smallest with its name, or NaN if there is one (`min` alone would depend on the order)."""
+    """Return the smallest with its name, or NaN if there is one (`min` alone would depend on the order)."""
     return min(
         figures.items(),
         key=lambda named_figure: -math.inf if math.isnan(named_figure[1]) else named_figure[1],

@@ -1,4 +1,4 @@
-"""Evidence: what several gates look at, gathered once and without Redis, scans of all records among it."""
+"""Evidence of several gates, gathered once and without Redis, with scans of all records."""
 
 import os
 import tempfile
@@ -38,7 +38,7 @@ from precompute.scoring.towers import bind, usable_inputs
 from precompute.sources.columns import text_hashes
 
 CHUNK_BYTES: Final = 16 << 20
-"""Bytes of a page file that are read at once."""
+"""Bytes of a page file read at once."""
 
 FINGERPRINTS_AT_ONCE: Final = 1 << 22
 """Fingerprints in memory while repeated ones are counted."""
@@ -47,7 +47,7 @@ ITEM_STRATUM = 64
 """Items of a stratum at most."""
 
 DRAWN_SEED = 1
-"""Seed of histories that are drawn, others than those that the night calibrates on."""
+"""Seed of drawn histories, which are others than those that the night calibrates on."""
 
 
 AllowedByManifest = Callable[[Path, Manifest, ItemTable], Mapping[str, NDArray[np.bool_]]]
@@ -55,7 +55,7 @@ AllowedByManifest = Callable[[Path, Manifest, ItemTable], Mapping[str, NDArray[n
 
 
 class FingerprintFile:
-    """The fingerprints of a table's records in their order, in a file without a name: 8 bytes each on disk."""
+    """Fingerprints of a table's records in their order, in an unnamed file: 8 bytes each on disk."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - as long-lived as the scan
@@ -67,12 +67,12 @@ class FingerprintFile:
         self.count += len(fingerprints)
 
     def read(self, start: int, count: int) -> NDArray[np.uint64]:
-        """uint64[count] from a record on."""
+        """Return uint64[count] from a record on."""
         self._file.flush()
         return np.frombuffer(os.pread(self._file.fileno(), 8 * count, 8 * start), np.uint64)
 
     def repeated(self) -> int:
-        """Number of repeated fingerprints, counted in ranges of the 64 bits, so that few are in memory at a time."""
+        """Count repeated fingerprints in ranges of the 64 bits, so that few are in memory at a time."""
         ranges = -(-self.count // FINGERPRINTS_AT_ONCE)
         return sum(self._repeated_in(number, ranges) for number in range(ranges))
 
@@ -88,7 +88,7 @@ class FingerprintFile:
 
 @dataclass(slots=True, eq=False)
 class Scan:
-    """Findings of a scan of one table; `faults` counts by kind, `first_location_by_fault` is where each was first seen.
+    """Result of a scan of one table; `faults` counts by kind, `first_location_by_fault` locates each kind's first.
 
     `absent`: records that answer nothing, for entities with an answer in another table of their directory.
 
@@ -107,7 +107,7 @@ class Scan:
     fingerprints: FingerprintFile = field(default_factory=FingerprintFile)
 
     def note(self, kind: str, faults: Any, where: str) -> None:
-        """Count what is bad: bool[n] of a chunk's records, or a number of cases."""
+        """Count faults: bool[n] of a chunk's records, or a number of cases."""
         count = int(np.count_nonzero(faults)) if isinstance(faults, np.ndarray) else int(faults)
         if count:
             first = (
@@ -120,7 +120,7 @@ class Scan:
 
 
 class Evidence:
-    """Lazily gathered facts of one candidate; what cannot be gathered raises in every gate that wants it."""
+    """Facts of one candidate, gathered at first use; one that cannot be gathered raises in every gate that uses it."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Evidence:
 
     @cached_property
     def scans(self) -> Mapping[str, Scan]:
-        """A scan of every table, those made under filters included."""
+        """Scans of every table, those made under filters included."""
         return {
             name: scan_table(self.root, self.manifest, table)
             for name, table in self.manifest.stored_tables.items()
@@ -150,7 +150,7 @@ class Evidence:
 
     @cached_property
     def asked_scans(self) -> Mapping[str, Scan]:
-        """Scans of the tables that the model alone has filled: under a filter lists may be short, and much alike."""
+        """Scans of the tables without a filter: lists under a filter may be short, and much alike."""
         tables = self.manifest.tables.items()
         return {name: self.scans[name] for name, table in tables if not table.is_facet}
 
@@ -165,7 +165,7 @@ class Evidence:
 
     @cached_property
     def directories(self) -> Mapping[str, Directory]:
-        """The directory of every entity set."""
+        """Directories by entity set."""
         return {
             name: Directory.open(self.root, entities)
             for name, entities in self.manifest.entity_sets.items()
@@ -173,7 +173,7 @@ class Evidence:
 
     @cached_property
     def bundle(self) -> Bundle:
-        """The bundle that `begin` pinned, its own checksums verified."""
+        """Bundle that `begin` pinned, its own checksums verified."""
         return Bundle.open(self.root / "bundle")
 
     @cached_property
@@ -195,13 +195,13 @@ class Evidence:
 
     @property
     def _set_by_events(self) -> Path | None:
-        """Marks of the users that events set values for; None if some model answers for who has features alone."""
+        """File of the users that events set values for; None if some model answers for users with features alone."""
         path = self.root / marks_file("user")
         return path if self.bundle.needs_history and path.is_file() else None
 
     @cached_property
     def live_items(self) -> ItemTable | None:
-        """The live generation's item table; None for the first generation."""
+        """Item table of the live generation; None for the first generation."""
         if self._live is None:
             return None
         if self._live_root is None:
@@ -212,7 +212,7 @@ class Evidence:
 
     @cached_property
     def live_users(self) -> Directory | None:
-        """The live generation's directory of users; None for the first generation."""
+        """Directory of users of the live generation; None for the first generation."""
         if self._live is None:
             return None
         if self._live_root is None:
@@ -223,7 +223,7 @@ class Evidence:
 
     @cached_property
     def live_ordinals(self) -> NDArray[np.int64]:
-        """int64[live items]: the live generation's items as ordinals of this one; a negative one of its own if gone."""
+        """Ordinals int64[live items] of the live generation's items; a distinct negative number for a removed one."""
         if self.live_items is None:
             return np.empty(0, np.int64)
         ordinals = ordinals_of_texts(self.items, item_texts(self.live_items))
@@ -231,7 +231,7 @@ class Evidence:
 
     @cached_property
     def users_in_live(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(positions here, positions in the live generation) of the sampled users that both have."""
+        """Positions (here, in the live generation) of the sampled users that both have."""
         if self.live_users is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         hashes = text_hashes(self.users.users.ids, self.live_users.seed)
@@ -252,7 +252,7 @@ class Evidence:
 
     @cached_property
     def item_rows(self) -> NDArray[np.int64]:
-        """All sampled items, ascending."""
+        """Ordinals of all sampled items, ascending."""
         return np.unique(np.concatenate(list(self.item_strata.values())))
 
     @cached_property
@@ -262,9 +262,9 @@ class Evidence:
         )
 
     def compared(self, model: BundleModel) -> ShardInput:
-        """Users on whose inputs the forms of a model are compared: the sampled ones.
+        """Return the users on whose inputs the forms of a model are compared: the sampled ones.
 
-        With histories that are drawn where the model wants one and users have vectors in its place.
+        With drawn histories if the model needs one and users have vectors in its place.
         """
         users = self.users.users
         has_histories = not self.manifest.facts.get(WITHOUT_INTERACTIONS)
@@ -276,7 +276,7 @@ class Evidence:
     def user_inputs(
         self, model: BundleModel, users: ShardInput | None = None
     ) -> tuple[Inputs, NDArray[np.int64]]:
-        """(inputs, rows that have them) for a model of users, of the sampled ones or of these."""
+        """Return (inputs, their rows) for a user model, of the sampled users or of the given ones."""
         usable, histories, features = usable_inputs(
             self.items, self.users.users if users is None else users, {model.name: model.spec}
         )
@@ -288,25 +288,25 @@ class Evidence:
         return bound, usable
 
     def item_inputs(self, model: BundleModel, rows: NDArray[np.int64]) -> Inputs:
-        """Inputs of items for a model of items."""
+        """Return the inputs of items for an item model."""
         features, _ = self.item_features(model.spec).of(rows)
         return bind(model.spec, features=features, index=self.items.to_model(Ordinals(rows)))
 
     def item_rows_for(self, model: BundleModel) -> NDArray[np.int64]:
-        """Ordinals of the sampled items that have what a model of items wants."""
+        """Return the ordinals of the sampled items that have the inputs of an item model."""
         return self.item_rows[self.item_features(model.spec).of(self.item_rows)[1]]
 
     def item_features(self, spec: TowerSpec) -> ItemFeatures:
-        """Feature inputs of items, as `begin` pinned them."""
+        """Return the feature inputs of items, as `begin` pinned them."""
         return ItemFeatures.open(self.root / ITEM_FEATURES, spec, self.items.count)
 
     def run(self, model: BundleModel, inputs: Inputs) -> NDArray[np.float32]:
-        """A model's full-precision outputs, from the bundle's own file."""
+        """Run a model in full precision, from the bundle's own file."""
         return Tower.open(model.path, model.spec).run(inputs)
 
     @cached_property
     def user_vectors(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """(vectors float32 [n, dims], their rows of the sample): those that the night was given, else the tower's."""
+        """Vectors float32 [n, dims] and their rows of the sample: those of the sources, else the tower's."""
         inputs, rows = self.user_inputs(self.bundle.user_tower)
         tower_vectors = self.run(self.bundle.user_tower, inputs)
         vectors = np.full((len(self.users.users.ids), self.bundle.dims), np.nan, np.float32)
@@ -318,11 +318,11 @@ class Evidence:
 
     @cached_property
     def seen_items(self) -> Histories:
-        """Ordinals of each sampled user's history: what must not be recommended."""
+        """Ordinals of each sampled user's history, which must not be recommended."""
         return Histories(self.users.users.indptr, self.users.users.ordinals)
 
     def records_of(self, table: Table, positions: NDArray[np.int64]) -> NDArray[Any]:
-        """Records at positions of the table's directory, from the page files."""
+        """Read the records at positions of the table's directory from the page files."""
         ends = np.cumsum([part.count for part in table.parts])
         parts = np.searchsorted(ends, positions, "right")
         starts = np.concatenate([[0], ends[:-1]])
@@ -330,18 +330,18 @@ class Evidence:
 
 
 def select_spread_rows(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Selects at most `count` of the rows, evenly spread."""
+    """Select at most `count` of the rows, evenly spread."""
     picked = np.linspace(0, len(rows) - 1, min(count, len(rows)))
     return rows[np.unique(picked.astype(np.int64))]
 
 
 def compared_depth(width: int, items: int) -> int:
-    """Slots of a list that are compared: 20, fewer where a list would hold most of a small catalogue anyway."""
+    """Return the slots of a list that are compared: 20, fewer if a list would hold most of a small catalogue anyway."""
     return max(1, min(width, 20, items // 8))
 
 
 def scan_table(root: Path, manifest: Manifest, table: Table) -> Scan:
-    """Read all page files of a table; memory stays at a chunk, whatever the number of records."""
+    """Scan all page files of a table, a chunk in memory at a time."""
     items = manifest.items.count
     scan = Scan(
         table,
@@ -357,7 +357,7 @@ def scan_table(root: Path, manifest: Manifest, table: Table) -> Scan:
 def read_records(
     root: Path, table: Table, parts: NDArray[np.int64], positions: NDArray[np.int64]
 ) -> NDArray[Any]:
-    """Records at `positions` within `parts`, from the page files."""
+    """Read the records at `positions` within `parts` from the page files."""
     records = np.zeros(len(parts), table.layout.dtype)
     for part in np.unique(parts).tolist():
         rows = np.flatnonzero(parts == part)

@@ -1,4 +1,4 @@
-"""A stratified sample of the users of a generation, with what the night knew of them."""
+"""Stratified sample of the users of a generation, with the night's inputs."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -231,7 +231,7 @@ def _slice(
 
 
 def _lacking(users: Any, counts: NDArray[np.int64], features: Any) -> dict[str, int]:
-    """Users by what they lack: a history, or the first feature that has no value."""
+    """Count users by their missing input: a history, or the first feature without a value."""
     rows = pc.index_in(users.column(HASH), features.column(HASH)).combine_chunks()
     lacks_any = np.zeros(len(counts), np.bool_)
     lacking_counts: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Gates on bytes: files of the generation, and pages in Redis, have their checksums."""
+"""Gates on bytes: checksums of the generation's files, and of the pages in Redis."""
 
 import contextlib
 import threading
@@ -22,7 +22,7 @@ from precompute.gates.evidence.candidate import Candidate, Measurement, integrit
 T = TypeVar("T")
 
 FILES_AT_ONCE: Final = 8
-"""Files that are checked side by side."""
+"""Files checked in parallel."""
 
 CHECKED_NOTES: Final = "work/files.checked"
 """File of this host with the stamps of the files that it has checked."""
@@ -32,7 +32,7 @@ CHUNK_BYTES: Final = 1 << 20
 
 
 def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) -> Measurement:
-    """Every file of the generation against its checksum; raises CorruptArtefact naming one that differs."""
+    """Check every file of the generation against its checksum; raise CorruptArtefact naming one that differs."""
     checked = CheckedFiles(store.local(generation_path(generation, CHECKED_NOTES)))
 
     def check(artefact: Artefact) -> None:
@@ -50,7 +50,7 @@ def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) 
 
 
 class CheckedFiles:
-    """Stamps of the files that this host has found as the manifest says, for the next try if this one is cut off."""
+    """Stamps of the files that this host has found correct, for the next attempt if this one is interrupted."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock, self._stamps = path, threading.Lock(), set[str]()
@@ -62,19 +62,19 @@ class CheckedFiles:
         return stamped in self._stamps
 
     def add(self, stamped: str) -> None:
-        """Adds a stamp, kept at once: who is killed later loses nothing of it."""
+        """Add a stamp and write it at once, so that a killed process loses none."""
         with self._lock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as notes:
                 notes.write(f"{stamped}\n")
 
     def forget(self) -> None:
-        """Removes all stamps when all files are checked: what is verified again later is checked again."""
+        """Remove all stamps once all files are checked: a later verification checks them again."""
         self._path.unlink(missing_ok=True)
 
 
 def file_stamp(path: Path, artefact: Artefact) -> str | None:
-    """Stamp of a file when it was checked: whatever writes to the file changes it. None for one that is not there."""
+    """Return a stamp of a file that any write to the file changes; None for a missing file."""
     try:
         file_stat = path.stat()
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def file_stamp(path: Path, artefact: Artefact) -> str | None:
 
 
 def in_threads(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
-    """`work` on every item; the first error ends it and is raised.
+    """Call `work` on every item; the first error ends it and is raised.
 
     In daemons, not a pool: the program's exit would wait for a pool's threads, and so for a store that hangs.
     """
@@ -117,10 +117,10 @@ def in_threads(work: Callable[[T], None], items: Iterable[T], threads: int) -> N
 
 @integrity("pages_in_redis")
 def pages_in_redis(candidate: Candidate) -> Measurement:
-    """Every page, read back from Redis, has its checksum; what Redis lost is loaded once more.
+    """Check every page, read back from Redis, against its checksum; reload a part that Redis lost.
 
-    What is done is noted in Redis itself, part by part, so that another try goes on from there: notes of a server that
-    has started since are worth nothing, and whoever writes a part drops its note.
+    Progress is noted in Redis itself, part by part, so that another attempt goes on from there: notes are void once a
+    server has restarted, and a writer of a part drops its note.
     """
     control, manifest = candidate.control, candidate.manifest
     notes_key, parts = control.keys.loaded(manifest.generation), parts_of(manifest)
@@ -147,7 +147,7 @@ def pages_in_redis(candidate: Candidate) -> Measurement:
 
 
 def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> bool:
-    """Returns whether the part had to be loaded once more; raises NotJudged when not even that helped."""
+    """Return whether the part had to be reloaded; raise NotJudged if it is wrong even then."""
     part_arguments = (
         candidate.control.client, candidate.control.keys, candidate.manifest, candidate.root, part,
     )  # fmt: skip
@@ -168,7 +168,7 @@ def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> b
 
 
 def _run_ids(client: "redis.Redis") -> bytes:
-    """Run ids of all masters: another one, or one that has started since, may not have what was read."""
+    """Return the run ids of all masters: a restarted or other server may lack the pages that were read back."""
     server_infos: list[Any] = [server.info("server") for server in masters(client).values()]
     # Who says none may have started at any time.
     return ",".join(

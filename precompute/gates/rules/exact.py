@@ -39,7 +39,7 @@ Floats = NDArray[np.float64]
 
 @integrity("item_vectors")
 def item_vectors(candidate: Candidate) -> Measurement:
-    """Vectors of sampled items are what the bundle's item tower gives for them."""
+    """Compare vectors of sampled items with the outputs of the bundle's item tower."""
     evidence = candidate.evidence
     model, rows = evidence.bundle.item_tower, evidence.item_rows
     exact = evidence.run(model, evidence.item_inputs(model, rows))
@@ -61,7 +61,7 @@ def exact_lists(candidate: Candidate) -> Measurement:
 
 @integrity("exact_numbers")
 def exact_numbers(candidate: Candidate) -> Measurement:
-    """Stored vectors and values of sampled entities are what the bundle's models give for them."""
+    """Compare stored vectors and values of sampled entities with the outputs of the bundle's models."""
     right_shares: dict[str, float] = {}
     evidence, models = (
         candidate.evidence,

@@ -1,4 +1,4 @@
-"""Gates on room: in Redis, and on the memory and the disk of readers' hosts, for the generations of a peak."""
+"""Gates on room: in Redis, and in memory and on disk of readers' hosts, for the generations at the peak."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,13 +17,13 @@ from precompute.gates.evidence.candidate import Candidate, Measurement, at_least
 
 @integrity("maxmemory_policy")
 def maxmemory_policy(candidate: Candidate) -> Measurement:
-    """Redis may evict overlays only."""
+    """Check that Redis may evict only overlays."""
     return Measurement(True, candidate.control.check_policy(), "volatile-* or noeviction")
 
 
 @integrity(REDIS_HEADROOM_RULE)
 def redis_headroom(candidate: Candidate) -> Measurement:
-    """Room that what cannot be evicted leaves Redis to work, with this generation loaded beside all others."""
+    """Check the room that Redis has left with this generation and all others, without what it can evict."""
     servers = masters(candidate.control.client)
     measurements = [_server_headroom(candidate, name, server) for name, server in servers.items()]
     failed = [measurement for measurement in measurements if not measurement.passed]
@@ -56,7 +56,7 @@ def _share_used(measurement: Measurement) -> float:
 def redis_room(
     name: str, used_bytes: int, limit: int, limit_source: str, threshold: float
 ) -> Measurement:
-    """Measured on a server's free room; servers have the names of `cache.l2.sync_clients.masters`."""
+    """Measure a server's free room; servers have the names of `cache.l2.sync_clients.masters`."""
     if not limit:
         return Measurement(
             False,
@@ -73,7 +73,7 @@ def redis_room(
 
 
 def memory_limit(server: "redis.Redis") -> tuple[int, str]:
-    """Bytes that a server may use, 0 where it does not say, and what sets that limit."""
+    """Return the bytes that a server may use, 0 if unknown, and the source of that limit."""
     info = dict(cast(Any, server.info("memory")))
     if limit := info_number(info, "maxmemory", 0):
         return limit, "maxmemory"
@@ -82,7 +82,7 @@ def memory_limit(server: "redis.Redis") -> tuple[int, str]:
 
 @integrity(DISK_HEADROOM_RULE)
 def disk_headroom(candidate: Candidate) -> Measurement:
-    """Room on each replica's disk for its copy of this generation."""
+    """Check the room on each replica's disk for its copy of this generation."""
     size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.disk_headroom
 
     def judge(replica: Replica) -> Measurement | None:
@@ -94,7 +94,7 @@ def disk_headroom(candidate: Candidate) -> Measurement:
 
 @integrity("memory_headroom")
 def memory_headroom(candidate: Candidate) -> Measurement:
-    """Room in the memory available to each replica for what readers map of a peak, arms of experiments included."""
+    """Check the memory available to each replica for the files mapped at a peak, arms of experiments included."""
     size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.memory_headroom
     generations = generations_at_peak(candidate.keep)
     arms_bytes = sum_mapped_bytes(candidate.arms, generations)
@@ -113,7 +113,7 @@ def memory_headroom(candidate: Candidate) -> Measurement:
 def disk_room(
     free_bytes: int, size_bytes: int, threshold: float, *, generations: int = 1
 ) -> Measurement:
-    """Measured on a file system: has it room for so many generations of this size?"""
+    """Compare the free bytes of a file system with so many generations of this size."""
     generations_text = "a generation" if generations == 1 else f"{generations} generations"
     return at_least(
         free_bytes / max(1, generations * size_bytes),
@@ -130,9 +130,9 @@ def memory_room(
     generations: int,
     arms_bytes: int = 0,
 ) -> Measurement:
-    """Measured on a host's memory: does it hold what readers map of so many generations of this size?
+    """Compare a host's available memory with the mapped files of so many generations of this size.
 
-    `arms_bytes` they map of the arms of experiments.
+    `arms_bytes` are mapped for the arms of experiments.
     """
     size_bytes = generations * mapped_bytes
     arms_text = f", arms of experiments {arms_bytes:,}" if arms_bytes else ""
@@ -146,7 +146,7 @@ def memory_room(
 def _tightest(
     candidate: Candidate, threshold: float, judge: Callable[[Replica], Measurement | None]
 ) -> Measurement:
-    """The verdict on the replica with the least room; this host is no reader's, so nobody to ask means passed."""
+    """Return the verdict on the replica with the least room; passed without a replica, as this host is no reader's."""
     replica_verdicts = [
         (replica.name, verdict)
         for replica in candidate.control.replicas()

@@ -394,7 +394,7 @@ def _measure_table(candidate: Candidate, table: Table, held_out_by_user: Any) ->
 def _choices(
     candidate: Candidate, held_out_by_user: dict[str, list[str]]
 ) -> tuple[list[bytes], NDArray[np.int64], list[NDArray[np.int64]]]:
-    """Users with a record, their positions, and the ordinals of their newer choices, less what they had before."""
+    """Return users with a record, their positions, and the ordinals of their newer choices, without earlier items."""
     directory, entities = (
         candidate.evidence.directories["user"],
         candidate.manifest.entity_sets["user"],

@@ -1,4 +1,4 @@
-"""Gates on what the live path runs: the pinned bundle, its vocabulary and dimension, int8 forms and indexes."""
+"""Gates on the live path's models: the pinned bundle, its vocabulary and dimension, int8 forms and indexes."""
 
 from typing import Any, Final
 
@@ -265,7 +265,7 @@ def index_recall(candidate: Candidate) -> Measurement:
 
 @integrity("index_vectors")
 def index_vectors(candidate: Candidate) -> Measurement:
-    """The indexes hold tonight's item vectors: what they answer as distance is the product of query and vector."""
+    """Check that indexes hold this night's item vectors: a distance must be the product of query and vector."""
     errors: dict[str, float] = {}
     for name, index in candidate.manifest.indexes.items():
         errors[name] = _distance_error(candidate, index)

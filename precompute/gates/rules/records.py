@@ -1,4 +1,4 @@
-"""Gates on records: every entity has its own, once, and each record is whole."""
+"""Gates on records: every entity has exactly one, and each record is complete."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -39,19 +39,19 @@ _LIST_FAULTS = {
 
 @integrity("page_sums")
 def page_sums(candidate: Candidate) -> Measurement:
-    """Page files are whole, and their pages have the checksums that Redis is compared with."""
+    """Check that page files are complete, and that their pages have the checksums that Redis is compared with."""
     return _count_faults(candidate, {"pages": "page file", "sums": "page checksum"})
 
 
 @integrity("record_headers")
 def record_headers(candidate: Candidate) -> Measurement:
-    """Format, count and moment of every record are this generation's own."""
+    """Check format, count and time of every record."""
     return _count_faults(candidate, {"headers": "record header"})
 
 
 @integrity("finite")
 def finite(candidate: Candidate) -> Measurement:
-    """Numbers of every record, and every item vector, are neither NaN nor infinite."""
+    """Check that no number of a record or an item vector is NaN or infinite."""
     vectors = candidate.items.vectors
     for start in range(0, len(vectors), VECTORS_AT_ONCE):
         nonfinite_count = int(
@@ -64,13 +64,13 @@ def finite(candidate: Candidate) -> Measurement:
 
 @integrity("lists_whole")
 def lists_whole(candidate: Candidate) -> Measurement:
-    """Lists name items of the item table, each once, best first, without a hole."""
+    """Check that lists name items of the item table, each once, best first, without a hole."""
     return _count_faults(candidate, _LIST_FAULTS)
 
 
 @judgement("empty_lists")
 def empty_lists(candidate: Candidate) -> Measurement:
-    """Share of users with no item at all, in the worst table."""
+    """Measure the share of users with no item at all, in the worst table."""
     empty_share_by_table = {
         name: scan.empty / max(1, scan.records - scan.absent)
         for name, scan in candidate.evidence.asked_scans.items()
@@ -84,7 +84,7 @@ def empty_lists(candidate: Candidate) -> Measurement:
 
 @judgement("short_lists")
 def short_lists(candidate: Candidate) -> Measurement:
-    """Share of lists shorter than K although the catalogue, less what is excluded, has enough.
+    """Measure the share of lists shorter than K although the catalogue, without exclusions, has enough.
 
     As the night counted them over all users, and as a sample of users and all items have them.
     """
@@ -126,7 +126,7 @@ def _count_faults(candidate: Candidate, kinds: dict[str, str]) -> Measurement:
 
 @judgement("coverage_of_source")
 def coverage_of_source(candidate: Candidate) -> Measurement:
-    """Users with an answer in the worst table, of all that the sources name.
+    """Measure the share of the sources' users with an answer, in the worst table.
 
     As counted by the night, and as the partition's own files name users with a record.
     """
@@ -152,13 +152,13 @@ def coverage_of_source(candidate: Candidate) -> Measurement:
 
 @judgement("coverage_of_live")
 def coverage_of_live(candidate: Candidate) -> Measurement:
-    """Users of this generation against the live one's."""
+    """Compare the number of users with the live generation's."""
     return _against_live(candidate, "user", candidate.thresholds.coverage_of_live)
 
 
 @judgement("items_of_live")
 def items_of_live(candidate: Candidate) -> Measurement:
-    """Items of this generation against the live one's: neither far fewer nor far more."""
+    """Compare the number of items with the live generation's: neither far fewer nor far more."""
     thresholds = candidate.thresholds
     measured = _against_live(candidate, "item", thresholds.items_of_live)
     if (
@@ -188,7 +188,7 @@ def _against_live(candidate: Candidate, entity: str, threshold: float) -> Measur
 
 
 def _erased_of_live(candidate: Candidate, entity: str) -> int:
-    """Number of the live generation's entities that had to go: nobody misses them."""
+    """Return how many of the live generation's entities were erased, and so are not missing."""
     evidence, erased = candidate.evidence, candidate.erased
     if entity == "user" and erased.users and evidence.live_users is not None:
         hashes = hash_ids(sorted(erased.users), evidence.live_users.seed)
@@ -200,7 +200,7 @@ def _erased_of_live(candidate: Candidate, entity: str) -> int:
 
 @integrity("directories_sorted")
 def directories_sorted(candidate: Candidate) -> Measurement:
-    """Hashes strictly ascending within their shard's range: no entity twice, none in a wrong place."""
+    """Check that hashes ascend strictly within their shard's range: no entity twice, none in a wrong place."""
     expected_order = "strictly ascending"
     for entities in candidate.manifest.entity_sets.values():
         directory = Directory.open(candidate.root, entities)
@@ -228,7 +228,7 @@ def _ascends(hashes: NDArray[np.uint64]) -> bool:
 
 @integrity("known_ids")
 def known_ids(candidate: Candidate) -> Measurement:
-    """Every hash of a directory is that of an id which the sources or the item table name."""
+    """Check that every hash of a directory is of an id in the sources or the item table."""
     directories = candidate.evidence.directories
     hashes = text_hashes(item_texts(candidate.items), directories["item"].seed)
     wrong = int((hashes != directories["item"].hashes()).sum())
@@ -245,7 +245,7 @@ def known_ids(candidate: Candidate) -> Measurement:
 
 
 def named_entities(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
-    """(Arrow strings, their places) of the users of a shard that the sources name and that have a record."""
+    """Yield (Arrow strings, their positions) of a shard's users that the sources name and that have a record."""
     entities = candidate.manifest.entity_sets["user"]
     part = candidate.evidence.directories["user"].parts[shard]
     for texts in names_of(candidate.root / "work/partition", shard) if len(part) else ():
@@ -257,7 +257,7 @@ def named_entities(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDAr
 
 @integrity("record_ids")
 def record_ids(candidate: Candidate) -> Measurement:
-    """Each record carries the fingerprint of the id in whose place it lies, in every table, and none comes twice.
+    """Check that each record has the fingerprint of its position's id, in every table, and that none is repeated.
 
     All items, and all users whose partition gates read.
     """
@@ -284,7 +284,7 @@ def record_ids(candidate: Candidate) -> Measurement:
 
 
 def _out_of_place(candidate: Candidate, table: Table) -> int:
-    """Number of records too many or too few for the table's directory; at least 1 where its parts differ."""
+    """Return the number of records too many or too few for the table's directory; at least 1 if its parts differ."""
     scan, directory = (
         candidate.evidence.scans[table.name],
         candidate.evidence.directories[table.entity],
@@ -296,7 +296,7 @@ def _out_of_place(candidate: Candidate, table: Table) -> int:
 
 
 def _expected_fingerprints(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint64]]]:
-    """(entity, first position, fingerprints from there on), a shard of users at a time; 0 where nobody says whose."""
+    """Yield (entity, first position, fingerprints), a shard of users at a time; 0 for an unknown id."""
     yield "item", 0, text_hashes(item_texts(candidate.items), FINGERPRINT_SEED)
     parts = candidate.evidence.directories["user"].parts
     starts = np.cumsum([0, *map(len, parts)]).tolist()
@@ -309,9 +309,9 @@ def _expected_fingerprints(candidate: Candidate) -> Iterator[tuple[str, int, NDA
 
 @judgement("unusable_rows")
 def unusable_rows(candidate: Candidate) -> Measurement:
-    """Share of rows, values and answers that could not be used, in the worst source; a single one is always let pass.
+    """Measure the share of unusable rows, values and answers, in the worst source; a single one always passes.
 
-    Unless the threshold is 0. Values that events set are told, not judged: whoever sends some would refuse every night.
+    Unless the threshold is 0. Values that events set are reported, not judged: one sender could refuse every night.
     """
     threshold = candidate.thresholds.unusable_rows
     unusable_by_source: dict[str, Any] = candidate.manifest.facts.get("unusable", {})

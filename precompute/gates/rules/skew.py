@@ -1,4 +1,4 @@
-"""Skew: the night's records, read from Redis, against what the live path answers for the same entities."""
+"""Skew: the night's records, read from Redis, compared with the live path's answers for the same entities."""
 
 from typing import Any, Final
 
@@ -28,19 +28,19 @@ from precompute.sources.columns import raws_of
 SKEW_SAMPLE: Final = 200
 
 Pairs = list[tuple[bytes, bytes]]
-"""(stored record, live record) of one entity each."""
+"""Pairs of (stored record, live record), one per entity."""
 
 
 @judgement(SKEW_RULE)
 def skew(candidate: Candidate) -> Measurement:
-    """Mean overlap of the best 20 of stored and live lists, in the worst table of lists."""
+    """Measure the mean overlap of the best 20 of stored and live lists, in the worst table of lists."""
     measure_name, threshold = f"top-{SKEW_DEPTH} overlap", candidate.thresholds.skew_overlap
     return _compared(candidate, ("topk", "similar"), measure_name, threshold)
 
 
 @judgement(SKEW_COSINE_RULE)
 def skew_cosine(candidate: Candidate) -> Measurement:
-    """Mean cosine of stored and live vectors and values, in the worst of their tables."""
+    """Measure the mean cosine of stored and live vectors and values, in the worst of their tables."""
     return _compared(candidate, ("tower", "value"), "cosine", candidate.thresholds.skew_cosine)
 
 
@@ -72,7 +72,7 @@ def _compared(
 
 
 def _pairs(candidate: Candidate, predictor: Predictor, table: Table) -> tuple[Pairs, str]:
-    """Pairs that can be compared, and the id of an entity whose record is somebody else's."""
+    """Return the comparable pairs, and the id of an entity with another entity's record, if any."""
     raws, positions, prepared = _prepare_sample(candidate, predictor, table)
     rows = [row for row, prepared_input in enumerate(prepared) if prepared_input is not None]
     read = _read(candidate, table, positions[rows])
@@ -105,7 +105,7 @@ def _all_bring_vectors(candidate: Candidate, table: Table) -> bool:
 def _prepare_sample(
     candidate: Candidate, predictor: Predictor, table: Table
 ) -> tuple[list[bytes], NDArray[np.int64], list[PreparedInput | None]]:
-    """Ids, positions and live inputs of the sampled entities."""
+    """Return ids, positions and live inputs of the sampled entities."""
     evidence, items = candidate.evidence, candidate.items
     spec = TowerSpec.from_json(candidate.manifest.models[str(table.producer.model)].spec)
     if table.entity == "item":
@@ -153,7 +153,7 @@ def _prepare_sample(
 
 
 def _feature_as_sent(users: ShardInput, column: str, row: int) -> FeatureValue:
-    """A user's feature as a caller would send it."""
+    """Return a user's feature as a caller would send it."""
     return _to_python_value(users.features[column][row].as_py())
 
 

@@ -1,4 +1,4 @@
-"""Canary: a verified generation tried on a share of the requests, judged beside live, then published or abandoned."""
+"""Canary: a verified generation answers a share of the requests, is compared with live, and published or abandoned."""
 
 import argparse
 import math
@@ -25,7 +25,7 @@ from precompute.steps import publish as publish_step
 Verdict = Literal["publish", "abandon", "undecided"]
 
 ALPHA = 1e-4
-"""Highest probability that a measure of two arms of one generation is taken for more than chance."""
+"""Highest probability that a difference between two arms of one generation counts as more than chance."""
 
 KEYS_FOR_EVIDENCE = 100
 """Least number of keys for evidence: the approximations of `ArmComparison` need some."""
@@ -40,7 +40,7 @@ _PSI_SMOOTHING = 0.5
 def command(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
-    """`canary start|status|publish|abandon`."""
+    """Run `canary start|status|publish|abandon`."""
     attempt: str = arguments.attempt or new_attempt()
     match arguments.action:
         case "start":
@@ -68,7 +68,7 @@ def start(
 
     A canary that runs keeps its share unless another one is named, which starts its counts anew.
 
-    Raises Conflict when there is none, when it may not be published either, or when replicas do not become ready.
+    Raises Conflict if there is none, if it may not be published either, or if replicas do not become ready.
     """
     if percent is not None and not 0 < percent <= 100:
         raise ConfigError(f"percent is above 0 and at most 100, not {percent:g}", field="percent")
@@ -114,7 +114,7 @@ def start(
 
 
 def status(config: NightConfig) -> Step:
-    """The canary that is running, both arms compared, and what would follow from it now."""
+    """Return the running canary, the comparison of both arms, and the current verdict."""
     with open_releases(config) as releases:
         canary = _running(releases.control)
         replicas = releases.control.replicas()
@@ -139,9 +139,9 @@ def publish(
     attempt: str,
     progress: Progress = quiet,
 ) -> Step:
-    """The canary's generation made live for everybody, as any other, with what its measures said when it was.
+    """Publish the canary's generation like any other; return also its current verdict.
 
-    Raises Conflict when another than the one named runs.
+    Raises Conflict if another canary than the named one runs.
     """
     with open_releases(config) as releases:
         canary = _running(releases.control, generation)
@@ -154,9 +154,9 @@ def publish(
 def abandon(
     config: NightConfig, generation: str | None = None, *, reason: str | None, attempt: str
 ) -> Step:
-    """Every request is answered from the live generation again, and this one is never published.
+    """End the canary: live answers every request again, and the canary's generation is never published.
 
-    Raises ConfigError without a reason, Conflict when another canary than the one named runs.
+    Raises ConfigError without a reason, Conflict if another canary than the named one runs.
     """
     reason = demand_reason("abandoning a canary", reason)
     with open_releases(config) as releases:
@@ -183,9 +183,9 @@ def is_over(config: NightConfig, generation: str) -> bool:
 
 
 def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
-    """Publish the canary, or abandon it and raise Refused with everything that speaks against it.
+    """Publish the canary, or abandon it and raise Refused with the reasons.
 
-    Raises Conflict, and leaves it running, while too little was counted to tell.
+    Raises Conflict, and leaves it running, while the counts are too small to decide.
     """
     with open_releases(config) as releases:
         pointer = releases.control.pointer()
@@ -216,7 +216,7 @@ def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
 
 
 def has_live(config: NightConfig) -> bool:
-    """True if something is live that a canary could be compared with."""
+    """True if a generation is live that a canary could be compared with."""
     with open_releases(config) as releases:
         return releases.ledger().live is not None
 
@@ -253,7 +253,7 @@ def _running(control: Control, generation: str | None = None) -> Canary:
 
 
 def _ended_by(releases: Releases, attempt: str, generation: str | None) -> Release | None:
-    """The record of the canary that this very attempt abandoned."""
+    """Return the record of the canary that this attempt abandoned."""
     return next(
         (
             release
@@ -267,7 +267,7 @@ def _ended_by(releases: Releases, attempt: str, generation: str | None) -> Relea
 
 @dataclass(slots=True)
 class CanaryArmTotals:
-    """Totals of one arm over all replicas: requests, feedback; per key, once, what answered and top scores by bucket.
+    """Totals of one arm over all replicas: requests and feedback; per key, once, its source and top score's bucket.
 
     `keys`, `kinds`, `scores` and `score_sum` are estimates for all keys; `certain`: how many independent keys they
     are worth.
@@ -284,7 +284,7 @@ class CanaryArmTotals:
 
     @classmethod
     def of(cls, heartbeat_counts: Iterable[Mapping[str, Any]]) -> Self:
-        """The sum of what heartbeats carry of this arm."""
+        """Sum the heartbeats' counts of this arm."""
         total = cls()
         for replica_counts in heartbeat_counts:
             total.requests += int(replica_counts["requests"])
@@ -306,7 +306,7 @@ class CanaryArmTotals:
 
     @property
     def certain(self) -> float:
-        """Keys as independent as if each had been counted once and alike."""
+        """Effective number of keys, as if each had been counted once and with equal weight."""
         return self.keys**2 / self._squares / self._replicas if self.keys else 0.0
 
     @property
@@ -318,20 +318,20 @@ class CanaryArmTotals:
 
 @dataclass(frozen=True, slots=True)
 class ArmComparison:
-    """Measures of the canary's arm beside live's, each with what chance may make of it.
+    """Comparison of the canary's arm with live's, each measure with its bound by chance.
 
     `source_shift`: half the sum of the differences of shares, 0 to 1; `score_psi`: 0 = the same distribution.
     `chance`: how large each of them may be between two arms of one generation. `feedback`: event -> its rate per
     request under the canary over that under live, None without any under live; `feedback_chance`: how far below 1 that
     may be by chance.
 
-    The split is over keys, so keys are what is counted: each once, by its first answer. Counted by request, a handful
-    of busy keys would be most of either arm, and two arms of one generation would differ by who is among them. A
-    measure speaks against the canary where it is above its limit and above what two arms of one generation come to by
-    chance (`ALPHA` of all such canaries at most); above its limit only, it leaves the question open. With n and m keys,
+    The split is over keys, so keys are counted: each once, by its first answer. Counted by request, a handful of busy
+    keys would be most of either arm, and two arms of one generation would differ by their busy keys. A measure counts
+    against the canary if it is above its limit and above the largest value of two arms of one generation by chance
+    (`ALPHA` of all such canaries at most); above its limit only, it leaves the question open. With n and m keys,
 
     - score_psi by chance is (1/n + 1/m) times a chi-square with bins - 1 degrees of freedom (Yurdakul and Naranjo,
-      "Statistical properties of the population stability index", 2020; its quantile after Wilson and Hilferty, 1931),
+    "Statistical properties of the population stability index", 2020; its quantile after Wilson and Hilferty, 1931),
     - each share that source_shift sums differs by chance by at most what Bernstein's inequality allows,
     - events are a Poisson count given how often they came under live; events of one key that hang together vary more.
 
@@ -350,7 +350,7 @@ class ArmComparison:
 
     @classmethod
     def of(cls, live: CanaryArmTotals, canary: CanaryArmTotals) -> Self:
-        """Compares the two arms, each measure with what it may be by chance."""
+        """Compare the two arms, each measure with its bound by chance."""
         events = sorted({*live.feedback, *canary.feedback})
         ratios = {event: _feedback_ratio(event, live, canary) for event in events}
         return cls(
@@ -369,7 +369,7 @@ class ArmComparison:
 
 
 def compare(replicas: Sequence[Replica], canary: Canary) -> ArmComparison:
-    """Both arms, over the replicas that live; those that have counted nothing yet add nothing."""
+    """Compare both arms over the live replicas; those without counts add nothing."""
     arm_counts = [
         replica.canary["arms"]
         for replica in replicas
@@ -381,9 +381,9 @@ def compare(replicas: Sequence[Replica], canary: Canary) -> ArmComparison:
 
 
 def decide(comparison: ArmComparison, limits: CanaryConfig) -> tuple[Verdict, list[str]]:
-    """Publish when every measure is there and within its limit, abandon on evidence against; the reasons for either.
+    """Decide: publish if every measure is within its limit, abandon on evidence against; return also the reasons.
 
-    What was counted too seldom to tell leaves it undecided, with what is missing.
+    Too small counts leave it undecided, with the missing ones.
     """
     against: list[str] = []
     missing: list[str] = []
@@ -434,7 +434,7 @@ def _weigh_feedback(
 
 
 def mix_shift(first_counts: Mapping[str, int], second_counts: Mapping[str, int]) -> float:
-    """Total variation distance of two mixes."""
+    """Return the total variation distance of two mixes."""
     all_one, all_other = sum(first_counts.values()), sum(second_counts.values())
     if not all_one or not all_other:
         return 0.0 if all_one == all_other else 1.0
@@ -446,7 +446,7 @@ def mix_shift(first_counts: Mapping[str, int], second_counts: Mapping[str, int])
 
 
 def shift_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
-    """The source_shift that two arms of one generation exceed at most `ALPHA` of the time."""
+    """Return the source_shift that two arms of one generation exceed at most `ALPHA` of the time."""
     if not live.certain or not canary.certain:
         return math.inf
     kinds = {*live.kinds, *canary.kinds}
@@ -462,7 +462,7 @@ def shift_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
 def population_stability_index(
     expected: Mapping[int, int], actual_counts: Mapping[int, int]
 ) -> float:
-    """Population stability index over at most ten bins of about equal weight in `expected`; inf if one is empty."""
+    """Return the population stability index over at most ten equal bins of `expected`; inf if one side is empty."""
     all_expected, all_found = sum(expected.values()), sum(actual_counts.values())
     if not all_expected or not all_found:
         return 0.0 if all_expected == all_found else math.inf
@@ -483,7 +483,7 @@ def population_stability_index(
 
 
 def psi_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
-    """The score_psi that two arms of one generation exceed at most `ALPHA` of the time."""
+    """Return the score_psi that two arms of one generation exceed at most `ALPHA` of the time."""
     if not live.certain or not canary.certain:
         return math.inf
     apart = 0.0
@@ -501,7 +501,7 @@ def psi_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
 def _feedback_ratio(
     event: str, live: CanaryArmTotals, canary: CanaryArmTotals
 ) -> tuple[float | None, float]:
-    """(rate under the canary over that under live, how far below 1 that may be by chance)."""
+    """Return (rate under the canary over that under live, how far below 1 that may be by chance)."""
     if not live.feedback[event] or not live.requests or not canary.requests:
         return None, math.inf
     expected = live.feedback[event] * canary.requests / live.requests

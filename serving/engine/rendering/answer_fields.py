@@ -102,7 +102,7 @@ def _top(
     filter_mask: FilterMask | None,
     reranker: Reranker | None,
 ) -> Prediction:
-    """The first k of a list, in its order or a re-ranker's, without what is barred, blocked or does not pass."""
+    """Return the first k of a list, in its order or a re-ranker's, without excluded, blocked or filtered items."""
     if filter_mask is not None:
         is_passing = filter_mask.among(items)
         items, scores = items[is_passing], scores[is_passing]

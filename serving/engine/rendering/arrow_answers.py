@@ -1,4 +1,4 @@
-"""The answers of a batch as Arrow columns, one row per entity, in the order asked. Pure."""
+"""Answers of a batch as Arrow columns, one row per entity, in the order of the request. Pure."""
 
 import itertools
 import struct
@@ -31,7 +31,7 @@ from serving.engine.rendering.answer_fields import AnswerJson
 from serving.requests.answers import ORIGIN_FIELDS, PREDICTION_FIELDS, Origin, fields_of
 
 TABLE = "table"
-"""Schema metadata key whose value names the table that was asked."""
+"""Schema metadata key with the name of the requested table."""
 
 _ID = fields_of(Origin)[0].arrow
 _ORIGIN = tuple([answer_field.arrow for answer_field in ORIGIN_FIELDS])
@@ -47,7 +47,7 @@ Row = tuple[Any, ...]
 
 
 class StoredRows(NamedTuple):
-    """Rows that stand as plain records: scores of whole lists, vectors or values float32[n, width]."""
+    """Rows of plain records: scores of complete lists, vectors or values float32[n, width]."""
 
     answer_indices: NDArray[np.int64]
     by_tier: tuple[Row, Row]
@@ -70,7 +70,7 @@ def answers_stream(
     answers: Mapping[int, AnswerJson],
     stored_rows: StoredRows = _NO_STORED_ROWS,
 ) -> bytes:
-    """The body of the response: row i is one of `stored_rows`, or else `answers[i]`."""
+    """Return the body of the response; row i is one of `stored_rows`, or else `answers[i]`."""
     rows = len(ids)
     columns = [_ids(ids), *_origins(rows, answers, stored_rows)]
     predicted = _PREDICTION[table.kind]
@@ -118,7 +118,7 @@ def _origins(rows: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRo
 
 
 def _constant_column(field: Field, value: Any, rows: int) -> Column:
-    """A column with one value in each row."""
+    """Return a column with one value in each row."""
     if field.kind == "utf8":
         return no_text(rows) if value is None else same_text(value.encode(), rows)
     if value is None and field.kind == "i4":
@@ -129,12 +129,12 @@ def _constant_column(field: Field, value: Any, rows: int) -> Column:
 
 
 def row_of(origin: AnswerJson) -> Row:
-    """Row of an answer, or of its origin alone, in the origin's columns."""
+    """Return the row of an answer, or of its origin alone, in the origin's columns."""
     return tuple([origin.get(field.name) for field in _ORIGIN])
 
 
 def column(field: Field, values: Sequence[Any]) -> Column:
-    """Column of a declared field that is no list, with at least one value; None is null."""
+    """Return the column of a declared field that is no list, with at least one value; None is null."""
     if field.kind == "utf8":
         if values.count(values[0]) == len(values):
             return _constant_column(field, values[0], len(values))
@@ -186,7 +186,7 @@ def _names(named: IdBytes) -> Column:
 def _vectors(
     field: Field, rows: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows, width: int
 ) -> tuple[Field, Column]:
-    """Field and column of the table's width; where another night's answers have another, of lists of any size."""
+    """Return the vector column of the table's width; of lists of any size if another night's answers differ."""
     values: list[NDArray[np.float32] | None] = [None] * rows
     for row, vector in zip(stored_rows.answer_indices.tolist(), stored_rows.numbers, strict=True):
         values[row] = vector

@@ -71,7 +71,7 @@ class StaticTail:
         *,
         by_attributes: bool,
     ) -> ReadyAnswer:
-        """An answer from L1 whose prediction is `start`, for when it is asked for again.
+        """Return the ready answer with the prediction `start` from L1, for later requests of the same bytes.
 
         With `by_attributes` it depends on those of items, which events may set anew.
         """
@@ -85,7 +85,7 @@ class StaticTail:
 def ready_with_events(
     snapshot: Snapshot, answer: AnswerJson, raw: bytes, request: bytes, events: bytes
 ) -> ReadyAnswer:
-    """An answer from L1 that counts a user's newer events, for when it is asked for again before there are others."""
+    """Return a ready answer from L1 that counts a user's newer events, valid until there are others."""
     head, tail = _around_age(answer)
     return ReadyAnswer(
         snapshot.stamp, b"{" + head[1:], tail, snapshot.manifest.data_until, (answer["table"], raw),
@@ -110,10 +110,10 @@ def answer_start(
     k: int,
     filter_mask: FilterMask | None = None,
 ) -> bytes | None:
-    """The answer's JSON up to its source, for an entity that sent nothing to compute from.
+    """Return the answer's JSON up to its source, for an entity without an input.
 
-    None for what is no plain answer: a live record, one with a flag to tell or beyond reading, an emptied list, a full
-    one of which fewer than `k` pass the filter.
+    None for a record that is no plain answer: a live or unreadable one, one with a flag to report, an emptied list, a
+    full one of which fewer than `k` pass the filter.
     """
     is_row = len(hit.record) == table.layout.size_bytes
     try:
@@ -186,7 +186,7 @@ def _compiled_texts(
     k: int,
     ends: Sequence[bytes],
 ) -> list[bytes] | None:
-    """Lists by what is compiled, if that can write them; `names` and `named` end and begin in a quote."""
+    """Render lists by the compiled part, None if it cannot write them; `names` and `named` end and begin in a quote."""
     layout = table.layout
     for _ in range(2):
         kernel_result = loader.kernels.answers(
@@ -200,7 +200,7 @@ def _compiled_texts(
 
 
 def _number_texts(row_numbers: NDArray[np.float32]) -> list[bytes]:
-    """The JSON of each row, behind two bytes of what lay before it: cutting at one byte beats cutting at three."""
+    """Return the JSON of each row behind two bytes to be skipped: splitting at one byte is faster than at three."""
     return (b"," + orjson.dumps(row_numbers, option=JSON)[1:-2]).split(b"]")
 
 
@@ -217,7 +217,7 @@ def record_numbers(table: Table, rows: NDArray[Any], k: int) -> NDArray[np.float
 def plain_record_mask(
     snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int
 ) -> NDArray[np.bool_]:
-    """Mask bool[n] of whole nightly records with nothing to tell or to leave out: `k` items each, or all numbers."""
+    """Return a mask bool[n] of complete nightly records without flags or exclusions: `k` items each, or all numbers."""
     layout, is_list = table.layout, table.kind == "topk"
     width, min_count = layout.width, k if is_list else layout.width
     if layout.precision == "i1":

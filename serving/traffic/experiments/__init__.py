@@ -1,4 +1,4 @@
-"""Experiments: the namespaces of their arms, which of them answers a request, and what is counted of it.
+"""Experiments: the namespaces of their arms, the arm of each request, and its counts.
 
 Start at `arms`.
 """

@@ -1,4 +1,4 @@
-"""Namespaces of the arms of all experiments, held beside the replica's own for as long as an experiment names them."""
+"""Namespaces of the arms of all experiments, held in addition to the replica's own while an experiment names them."""
 
 import asyncio
 import logging
@@ -18,44 +18,44 @@ from serving.requests.reasons import StaleReason
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Seconds until a namespace that could not be started is tried again; twice as many after each further try."""
+"""Seconds until the next attempt at a namespace that could not be started; doubled per attempt."""
 RETRY_MAX_S = 60.0
 _CANCEL_AGAIN_S = 0.1
 
 
 class ArmNamespace(Protocol):
-    """Protocol of a namespace that can be held: its own follower, heartbeat and readers."""
+    """Interface of a namespace that can be held: its own follower, heartbeat and readers."""
 
     @property
     def service(self) -> LookupService:
-        """The service that answers from it."""
+        """Lookup service of the namespace."""
         ...
 
     async def start(self) -> None:
-        """Loads what is live there, beats, and goes on following; returns also where nothing can be loaded yet."""
+        """Load the live generation, send heartbeats and keep following; returns also if none can be loaded yet."""
 
     async def aclose(self) -> None:
-        """Signs off and lets go of everything, also of what a start that was broken off has opened."""
+        """Sign off and release everything, also what an interrupted start has opened."""
 
     async def drain(self) -> None:
-        """Signs off, while answers go on; a start that is under way never signs on."""
+        """Sign off, while answers go on; a start that is under way never signs on."""
 
 
 class ArmState(Enum):
-    """What is done with the namespace of an arm at this moment."""
+    """State of an arm's namespace."""
 
     STARTING = "starting"
-    """It is opened, and loads what is live; it answers nobody."""
+    """The namespace is opened and loads its live generation; it does not answer yet."""
     SERVING = "held"
-    """An experiment names it, and it answers."""
+    """An experiment names the namespace, and it answers."""
     DRAINING = "draining"
-    """No experiment names it any more; requests that captured it go on."""
+    """No experiment names the namespace any more; requests that captured it go on."""
     CLOSING = "closing"
-    """It is being closed; until that is done it is not opened again."""
+    """The namespace is being closed; it is not opened again before that is done."""
     FAILED = "failed"
-    """It could not be started, and is closed; it is tried again later."""
+    """The namespace could not be started, and is closed; it is tried again later."""
     CLOSED = "closed"
-    """It is gone."""
+    """The namespace is released."""
 
 
 _NEXT: Mapping[ArmState, frozenset[ArmState]] = {
@@ -69,21 +69,21 @@ _NEXT: Mapping[ArmState, frozenset[ArmState]] = {
 
 
 class Arm:
-    """Namespace of an arm, from its opening to its end. `Arms` alone moves it from state to state."""
+    """Namespace of an arm, from its opening to its end. Only `Arms` changes its state."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.state = ArmState.STARTING
         self.namespace: ArmNamespace | None = None
-        """None before it is opened, and once it is closed."""
+        """Opened namespace; None before it is opened, and once it is closed."""
         self.failures = 0
         self.retry_at = 0.0
         self.draining_since = 0.0
         self.task: asyncio.Task[None] | None = None
-        """Task that starts or closes it."""
+        """Task that starts or closes the namespace."""
 
     def enter(self, state: ArmState) -> None:
-        """Move on to a state; raises RuntimeError where that one cannot follow."""
+        """Change the state; raise RuntimeError for one that cannot follow."""
         if state not in _NEXT[self.state]:
             raise RuntimeError(
                 f"arm {self.name} cannot become {state.value}: it is {self.state.value}"
@@ -92,7 +92,7 @@ class Arm:
 
     @property
     def answering(self) -> LookupService | None:
-        """Service that answers from it; None unless it is held, has loaded something, and obeys its blocklists."""
+        """Lookup service; None unless it is held, has loaded a generation, and enforces its blocklists."""
         if self.namespace is None or self.state not in (ArmState.SERVING, ArmState.DRAINING):
             return None
         service = self.namespace.service
@@ -102,7 +102,7 @@ class Arm:
 
 
 class Routing:
-    """Experiments of one version, ready to look keys up in."""
+    """Experiments of one version, ready for lookups of keys."""
 
     def __init__(self, record: Experiments) -> None:
         self.experiments: Mapping[str, Experiment] = {
@@ -118,22 +118,22 @@ class Routing:
         }
 
     def of(self, key: bytes) -> tuple[str, str] | None:
-        """Experiment and arm that have the key; None if no experiment that runs does."""
+        """Return the running experiment and arm of the key; None without one."""
         name = self._layer.of(key)
         owners = None if name is None else self._arms.get(name)
         arm = None if owners is None else owners.of(key)
         return None if name is None or arm is None else (name, arm)
 
     def is_sampled(self, experiment: str, key: bytes) -> bool:
-        """True if the key's exposures are written down: of a key always, or never."""
+        """True if the key's exposures are recorded: of a key always, or never."""
         return self._sampled[experiment].has_key(key)
 
 
 class Arms:
-    """Follows the record of the experiments, and holds the namespaces that it names.
+    """Follower of the experiments' record, which holds the namespaces that it names.
 
-    Looks follow one after the other and wait for no namespace: each is started and closed by a task of its own. One
-    that is named no more is let go `grace_s` later: requests that captured it have ended by then.
+    Polls follow one after the other and wait for no namespace: each is started and closed by a task of its own. One
+    that is no longer named is released `grace_s` later: requests that captured it have ended by then.
     """
 
     def __init__(
@@ -150,18 +150,18 @@ class Arms:
         self.own_service, self.namespace = own_service, namespace
         self.record = Experiments()
         self.routing: Routing | None = None
-        """None while no experiment is held ready or runs."""
+        """Routing of keys; None while no experiment is held ready or runs."""
         self._store = store
         self._open = open_namespace
         self._in_thread = in_thread
         self._grace_s, self._timer = grace_s, timer
         self._arms: dict[str, Arm] = {}
-        """By namespace; a namespace stays until it is closed, so that none is open twice."""
+        """Arms by namespace; a namespace stays until it is closed, so that none is open twice."""
         self._looking = asyncio.Lock()
         self._is_ending = False
 
     def service(self, namespace: str) -> LookupService | None:
-        """The service of a namespace; None if it does not answer here."""
+        """Return the service of a namespace; None if it does not answer here."""
         if namespace == self.namespace:
             return self.own_service
         arm = self._arms.get(namespace)
@@ -169,17 +169,17 @@ class Arms:
 
     @property
     def services(self) -> tuple[LookupService, ...]:
-        """All that answer beside the own namespace."""
+        """Services of all arms that answer, without the own namespace's."""
         answering = [arm.answering for arm in self._arms.values()]
         return tuple(service for service in answering if service is not None)
 
     @property
     def states(self) -> dict[str, ArmState]:
-        """State of each namespace that is, or is to be, held beside the own one."""
+        """States of the namespaces held or to be held, without the own one."""
         return {name: arm.state for name, arm in self._arms.items()}
 
     async def refresh(self) -> None:
-        """Take over the newest version; one that cannot be read leaves the last in force, marked."""
+        """Read the newest version; one that cannot be read leaves the last in force, and sets a concern."""
         async with self._looking:
             follower = self.own_service.follower
             try:
@@ -196,19 +196,19 @@ class Arms:
                 self._advance_arms()
 
     async def enforce(self) -> None:
-        """Have every arm obey the blocklist of the own namespace; costs nothing where all do.
+        """Make every arm enforce the blocklist of the own namespace; costs nothing if all do.
 
-        One that cannot keeps no other from it, and answers nobody until a later call succeeds.
+        An arm that fails delays no other, and does not answer until a later call succeeds.
         """
         await asyncio.gather(*(self._enforce(arm) for arm in list(self._arms.values())))
 
     async def settled(self) -> None:
-        """Return once no namespace is being started or closed."""
+        """Wait until no namespace is being started or closed."""
         while tasks := {arm.task for arm in self._arms.values() if arm.task is not None}:
             await asyncio.wait(tasks)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Experiments for the dashboard, each with its arms, the control first."""
+        """Return the experiments for the dashboard, each with its arms, the control first."""
         experiment_rows = []
         for experiment in self.record.current:
             arms = sorted(experiment.arms, key=lambda arm: arm.namespace != self.namespace)
@@ -240,14 +240,14 @@ class Arms:
         await asyncio.gather(*(namespace.drain() for namespace in opened), return_exceptions=True)
 
     async def aclose(self) -> None:
-        """Let go of all namespaces; none is opened again."""
+        """Release all namespaces; none is opened again."""
         self._is_ending = True
         for arm in list(self._arms.values()):
             self._begin_close(arm)
         await self.settled()
 
     def _advance_arms(self) -> None:
-        """Move each arm on as the record and the clock say; nothing here waits."""
+        """Advance the state of each arm by the record and the clock, without waiting."""
         now_s, named = self._timer(), self.record.namespaces(self.namespace)
         for name in named:
             arm = self._arms.get(name)
@@ -331,7 +331,7 @@ class Arms:
         arm.namespace = None
 
     async def _enforce(self, arm: Arm) -> None:
-        """Have an arm obey the own namespace's blocklist, also where that changes meanwhile."""
+        """Make an arm enforce the own namespace's blocklist, also if that changes meanwhile."""
         own_holder, is_enforced = self.own_service.follower.holder, True
         while is_enforced and arm.namespace is not None:
             arm_shelf = arm.namespace.service.follower.holder

@@ -1,4 +1,4 @@
-"""The exposure log of a process: which key met which arm in which hour, and what was counted of it, for the store.
+"""Exposure log of a process for the store: keys by arm and hour, with their counts.
 
 Parts are JSON and small, as the service has no Parquet; nights make one file of an hour's parts, without repetitions.
 """
@@ -22,7 +22,7 @@ from serving.process.resources import InThread
 log = logging.getLogger(__name__)
 
 FLUSH_S = 60.0
-"""Seconds between flushes: what a process that is killed has not written is lost."""
+"""Seconds between flushes; a killed process loses what it has not written."""
 
 PENDING_MAX = 1 << 18
 """Exposures that wait to be written; more are dropped, and counted."""
@@ -31,7 +31,7 @@ PART_MAX = 1 << 15
 """Exposures in one part, some 3 MiB at most with keys of 64 bytes."""
 
 PARTS_MAX = 1_024
-"""Parts that wait for a store that cannot be written; counts wait on beside them."""
+"""Parts that wait for a store that cannot be written; counts also wait."""
 
 SEEN_MAX = 1 << 18
 """Exposures remembered as written in this hour, some 20 MB; a repetition that is forgotten is dropped by the night."""
@@ -101,11 +101,11 @@ class ExposureLog:
         window.exposures.append(Exposure(key, at))
 
     def heard(self, experiment: str, arm: str, event: str, count: int) -> None:
-        """Counts feedback for an arm."""
+        """Count feedback for an arm."""
         self._window(self._clock(), experiment, arm).feedback[event] += count
 
     async def flush(self) -> None:
-        """Writes everything that waits; what cannot be written waits on."""
+        """Write all waiting parts to the store; parts that cannot be written go on waiting."""
         async with self._writing:
             if len(self._parts) < PARTS_MAX:
                 self._cut()
@@ -142,7 +142,7 @@ class ExposureLog:
         return window
 
     def _cut(self) -> None:
-        """Cuts what was counted since the last flush into parts."""
+        """Convert the counts since the last flush to parts."""
         windows, self._windows = self._windows, {}
         for hour, arms in windows.items():
             lines: list[dict[str, object]] = []

@@ -1,4 +1,4 @@
-"""Experiments at work: which arm's namespace answers a request, whole, and what is counted of it."""
+"""Routing of experiments: the arm's namespace that answers a whole request, and its counts."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class ExperimentAssignment(NamedTuple):
 
 
 class ExperimentRouter:
-    """Routes by the caller's key alone, so that every replica sends the same requests to the same namespace."""
+    """Router of requests by the caller's key alone, so that all replicas choose the same namespace for a request."""
 
     def __init__(self, arms: Arms, exposures: ExposureLog, metrics: Metrics) -> None:
         self.exposures = exposures
@@ -77,7 +77,7 @@ class ExperimentRouter:
         return answers
 
     def feedback(self, report: FeedbackReport) -> dict[str, str | None]:
-        """Counts what a caller reports, for the arm of an experiment and for that of a canary in its namespace."""
+        """Count a caller's report for the arm of an experiment and for that of a canary in its namespace."""
         service = self._arms.own_service
         experiment_and_arm: tuple[str, str] | None = report.arm
         if report.key is not None and (routing := self._arms.routing) is not None:
@@ -155,6 +155,6 @@ class ExperimentRouter:
 
 
 def _can_answer(service: LookupService, entities: Sequence[RequestedEntity]) -> bool:
-    """True if the namespace has every table asked for: a later night of its own may have left one out."""
+    """True if the namespace has every requested table: a later night of its own may have left one out."""
     tables = service.capture_served().live.manifest.tables
     return all(entity.table in tables for entity in entities)
