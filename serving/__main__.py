@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
 
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """Return the parser of this command's arguments."""
+    """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Serve predictions; or `top`: show the dashboard of a service. "

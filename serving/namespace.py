@@ -38,7 +38,7 @@ from serving.generations.refresher import Refresher
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.near.near_matches import NearMatches
-from serving.process.resources import InThread, StoreThreads, check_cores, place_thread
+from serving.process.resources import StoreThreads, check_cores, place_thread
 from serving.traffic.canary import CanaryRouter
 from serving.usage.hot_keys import HotKeySketch
 from serving.usage.request_observer import AnswerSampler, UsageObserver
@@ -207,7 +207,7 @@ class HeldNamespace:
         *,
         host: HostHeadroom,
         aside: Executor,
-        in_thread: InThread,
+        in_thread: StoreThreads,
         near: NearMatches | None,
         loops: BackgroundLoops | None = None,
         flipped: Callable[[str], None] = lambda _before: None,

@@ -11,7 +11,7 @@ from cache.control import states
 from cache.control.states import Ledger, State
 from cache.store.releases import Pointer
 from precompute.releases import moves, recovery, release_log, sweep
-from precompute.releases.release_log import ReleaseLog
+from precompute.releases.release_log import Releases
 from tests.life import Bias
 from tests.memory import MemoryRedis
 
@@ -39,20 +39,18 @@ def _a_roll_back_may_go_forward(patch: pytest.MonkeyPatch) -> None:
 
 
 def _gates_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(moves.Releases, "_demand_gates", lambda *_arguments: None)
+    patch.setattr(moves, "_demand_gates", lambda *_arguments: None)
 
 
 def _epoch_follows_the_clock(patch: pytest.MonkeyPatch) -> None:
-    real = ReleaseLog.record
+    real = Releases.record
 
-    def record(
-        self: ReleaseLog, *arguments: Any, expected: int | None = None, **options: Any
-    ) -> Any:
+    def record(self: Releases, *arguments: Any, expected: int | None = None, **options: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(self, "history", list)
             return real(self, *arguments, **options)
 
-    patch.setattr(ReleaseLog, "record", record)
+    patch.setattr(Releases, "record", record)
 
 
 def _pointer_is_not_compared(patch: pytest.MonkeyPatch) -> None:
@@ -110,7 +108,7 @@ def _retries_publish_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _moves_are_not_settled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ReleaseLog, "settle", ReleaseLog.history)
+    patch.setattr(Releases, "settle", Releases.history)
 
 
 def _rolled_back_is_superseded(patch: pytest.MonkeyPatch) -> None:
@@ -131,7 +129,7 @@ def _just_left_is_long_ago(patch: pytest.MonkeyPatch) -> None:
 
 
 def _older_data_is_published(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(moves.Releases, "_demand_newer", lambda *_arguments: None)
+    patch.setattr(moves, "_demand_newer", lambda *_arguments: None)
 
 
 def _refused_is_published(patch: pytest.MonkeyPatch) -> None:

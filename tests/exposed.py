@@ -1,6 +1,5 @@
 """Every series that the service may expose, with its labels and without running it."""
 
-import asyncio
 from typing import Any, cast
 
 from prometheus_client.metrics import MetricWrapperBase
@@ -32,6 +31,7 @@ from serving.quality.results import QualityResults
 from serving.usage.l1_advisor import L1Advisor
 from serving.usage.request_observer import ReadHashes
 from serving.usage.table_usage import TableUsage
+from tests.fakes import THREADS
 
 _SUFFIXES = {
     "counter": ("_total",),
@@ -48,7 +48,7 @@ def labels() -> dict[str, set[str]]:
     figures = NightMetrics(
         lambda: None,
         nights,
-        ReleaseWatch(unused_dependency, asyncio.to_thread),
+        ReleaseWatch(unused_dependency, THREADS),
         RedisMemory(unused_dependency),
     )
     metrics, taken_in = Metrics(), EventCounts(unused_dependency, Keyspace("t"), 0)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -30,11 +30,15 @@ from cache.l2.data_plane import DataPlaneStats
 from cache.records import FLAG_LIVE, Layout, encode_numbers
 from cache.tiers.l1 import Entry, LocalKey, LocalTier
 from cache.tiers.reads import RecordKey, View
+from serving.process.resources import StoreThreads
 
 T = TypeVar("T")
 NO_FILE = Artefact("none", 0, "")
 GENERATION = "20261120T000000Z-000000000001"
 NEXT_GENERATION = "20261121T000000Z-000000000002"
+
+THREADS = cast(StoreThreads, asyncio.to_thread)
+"""Threads of asyncio in place of the pool for the store: nothing has to be closed."""
 
 
 @dataclass

@@ -36,7 +36,7 @@ from cache.store.releases import Pointer, Release, all_releases, newest_release
 from precompute.releases import moves
 from precompute.releases import recovery as restore_module
 from precompute.releases import sweep as sweep_module
-from precompute.releases.moves import Releases
+from precompute.releases.release_log import Releases
 from serving.generations.holder import as_pointer
 from serving.generations.pointer_follower import judge_pointer
 from tests.memory import MemoryRedis, MemoryStore
@@ -375,7 +375,7 @@ class Life:
             self.reports[generation] = {"baseline": live}
             releases.mark_verified(generation, attempt=attempt)
         else:
-            releases.refuse(generation, reason="bad", attempt=attempt)
+            moves.refuse(releases, generation, reason="bad", attempt=attempt)
             self.store.write(path, manifest_of(generation, number, False))
 
     def _do_night(self, generation: str, attempt: str, good: bool) -> None:
@@ -390,28 +390,28 @@ class Life:
             if report.get("baseline") != live:
                 self._do_verify(generation, attempt, True)
                 report = self.reports.get(generation, {})
-        releases.publish(generation, attempt=attempt, verified=report)
+        moves.publish(releases, generation, attempt=attempt, verified=report)
 
     def _do_clear(self, generation: str, attempt: str) -> None:
         self._do_verify(generation, attempt, True)
         report = self.reports.get(generation, {})
-        self.releases().publish(generation, attempt=attempt, verified=report)
+        moves.publish(self.releases(), generation, attempt=attempt, verified=report)
 
     def _do_roll_back(self, to: str | None, attempt: str) -> None:
-        self.releases().roll_back(to=to, reason="bad", attempt=attempt)
+        moves.roll_back(self.releases(), to=to, reason="bad", attempt=attempt)
 
     def _do_refuse(self, generation: str, attempt: str) -> None:
-        self.releases().refuse(generation, reason="bad", attempt=attempt)
+        moves.refuse(self.releases(), generation, reason="bad", attempt=attempt)
 
     def _do_override(self, generation: str, attempt: str) -> None:
         self.releases().override(generation, rule="any", reason="it is right", attempt=attempt)
 
     def _do_canary(self, generation: str, percent: float, attempt: str) -> None:
         report = self.reports.get(generation, {})
-        self.releases().start_canary(generation, percent, attempt, verified=report)
+        moves.start_canary(self.releases(), generation, percent, attempt, verified=report)
 
     def _do_end_canary(self, attempt: str, abandon: bool) -> None:
-        self.releases().end_canary(attempt, "enough", abandon)
+        moves.end_canary(self.releases(), attempt, "enough", abandon)
 
     def _do_pin(self, generation: str, expires_at: float | None, attempt: str) -> None:
         age = self.disasters
@@ -748,7 +748,7 @@ class Life:
             self.whole_since = self.disasters
         self._check()
         self._do_night(LAST, "the last night", True)
-        releases.publish(LAST, attempt="the last night", verified=self.reports[LAST])
+        moves.publish(releases, LAST, attempt="the last night", verified=self.reports[LAST])
         pointer = releases.control.pointer()
         assert pointer is not None and pointer.generation == LAST
         self._check()

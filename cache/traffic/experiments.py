@@ -130,7 +130,7 @@ class Experiments(Versioned):
         return tuple(namespace for namespace in dict.fromkeys(named) if namespace != own_namespace)
 
     def to_bytes(self) -> bytes:
-        """Return the value as the JSON that is stored."""
+        """JSON, as it is stored."""
         return orjson.dumps(
             {**stamp(EXPERIMENTS), **asdict(self)},
             option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,

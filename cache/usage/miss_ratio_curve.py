@@ -49,10 +49,10 @@ class MissRatioCurve:
         self.reads += reads
 
     def record_accesses(self, touches: Sequence[tuple[int, int]], slot_bytes: int = 0) -> None:
-        """Take touches in their order, at most `keys_max`: a key's spot and its size, with `slot_bytes` added to it.
+        """Record touches in order, at most `keys_max`: a key's spot and its size, to which `slot_bytes` is added.
 
-        A size is negative if the key was stored, or moved, without a read that counts.
-        Keys that are not sampled (any more) are left alone; stores move keys, and count for nothing.
+        A size is negative if the key was stored, or moved, without a counted read.
+        Keys that are not in the sample are ignored; a store moves its key, and counts for nothing.
         """
         stack = self._stack
         if len(touches) > stack.remaining_slots:

@@ -115,7 +115,7 @@ def airflow_refusal(installed: str) -> str | None:
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of this command's arguments."""
+    """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(prog=prog, description="DAGs of nights, for Airflow.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     install = commands.add_parser(

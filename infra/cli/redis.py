@@ -60,7 +60,7 @@ def place_of(url: str) -> str:
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of this command's arguments."""
+    """Parser of this command's arguments."""
     return argparse.ArgumentParser(
         prog=prog,
         description="Run a Redis-compatible server on this machine until Ctrl-C: redis-server or valkey-server from "

@@ -57,7 +57,7 @@ def _say_stopped(console: Console) -> None:
 
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """Return the parser of this command's arguments."""
+    """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Train, precompute through a real Airflow, serve, swap and roll back under traffic, and check it.",

@@ -57,12 +57,54 @@ class RunReport:
     tasks: tuple[TaskReport, ...]
 
 
-class AirflowClient:
-    """Client of the Airflow at `url`; raises AirflowFailed for an error response."""
+class LocalAirflow:
+    """Airflow for as long as the `with` block lasts, and its REST API; everything it writes is under `state`/airflow.
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self._http = httpx.Client(base_url=url, timeout=30.0)
+    Raises AirflowFailed where the API answers with an error.
+    """
+
+    def __init__(
+        self,
+        state: Path,
+        *,
+        environment: Mapping[str, str],
+        pools: Mapping[str, int],
+        parallelism: int = 4,
+    ) -> None:
+        """Set up the environment; tasks get `environment` on top of this process's: LARDER_CONFIG, REDIS_URL, ..."""
+        self.home = state.resolve() / "airflow"
+        self.url = f"http://127.0.0.1:{_free_port()}"
+        self._http = httpx.Client(base_url=self.url, timeout=30.0)
+        self._pools = pools
+        self._environment = {
+            **os.environ,
+            **settings(self.home, self.url, parallelism),
+            **environment,
+        }
+        self._stack = ExitStack()
+        self._processes: tuple[GuardedCommand, ...] = ()
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.cut()  # all at once; the stack then waits for one after the other
+        self._stack.close()
+
+    def start(self, name: str, *arguments: str) -> GuardedCommand:
+        """Start another Airflow program in the same environment; the caller ends it before this ends."""
+        return GuardedCommand(
+            [sys.executable, "-m", "airflow", *arguments],
+            log=self.home / "processes" / f"{name}.log",
+            env=self._environment,
+            cwd=self.home,
+        )
 
     def log_in(self) -> bool:
         """Fetch a token; return False while the server does not answer."""
@@ -133,58 +175,6 @@ class AirflowClient:
             dag_id, run_id, run["run_type"], run["state"], run["duration"] or 0.0, tasks
         )
 
-    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        answer = self._http.request(method, path, json=body)
-        if not answer.is_success:
-            raise AirflowFailed(f"{method} {path}: {answer.status_code} {answer.text[:2000]}")
-        return answer.json()
-
-
-class LocalAirflow(AirflowClient):
-    """Airflow that runs during the `with` block; all its files are under `state`/airflow."""
-
-    def __init__(
-        self,
-        state: Path,
-        *,
-        environment: Mapping[str, str],
-        pools: Mapping[str, int],
-        parallelism: int = 4,
-    ) -> None:
-        """Set up the environment; tasks get `environment` on top of this process's: LARDER_CONFIG, REDIS_URL, ..."""
-        self.home = state.resolve() / "airflow"
-        super().__init__(f"http://127.0.0.1:{_free_port()}")
-        self._pools = pools
-        self._environment = {
-            **os.environ,
-            **settings(self.home, self.url, parallelism),
-            **environment,
-        }
-        self._stack = ExitStack()
-        self._processes: tuple[GuardedCommand, ...] = ()
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.cut()  # all at once; the stack then waits for one after the other
-        self._stack.close()
-
-    def start(self, name: str, *arguments: str) -> GuardedCommand:
-        """Start another Airflow program in the same environment; the caller ends it before this ends."""
-        return GuardedCommand(
-            [sys.executable, "-m", "airflow", *arguments],
-            log=self.home / "processes" / f"{name}.log",
-            env=self._environment,
-            cwd=self.home,
-        )
-
     def task_log(self, report: RunReport, task_id: str, lines: int = 25) -> str:
         """Return the end of a task's last log, as text."""
         task = next(
@@ -238,6 +228,15 @@ class LocalAirflow(AirflowClient):
                 raise AirflowFailed(self._explain(report, timeout_s))
             time.sleep(0.25)
 
+    def check(self) -> None:
+        """Raise AirflowFailed if one of its processes has ended."""
+        for process in self._processes:
+            if not process.running:
+                raise AirflowFailed(
+                    f"airflow {process.log.stem} ended by itself ({process.returncode})\n"
+                    f"{process.tail()}"
+                )
+
     def _start(self) -> None:
         self.home.parent.mkdir(parents=True, exist_ok=True)
         lock_error = AirflowFailed(f"another command already runs Airflow in {self.home}")
@@ -275,14 +274,11 @@ class LocalAirflow(AirflowClient):
                 )
             time.sleep(0.1)
 
-    def check(self) -> None:
-        """Raise AirflowFailed if one of its processes has ended."""
-        for process in self._processes:
-            if not process.running:
-                raise AirflowFailed(
-                    f"airflow {process.log.stem} ended by itself ({process.returncode})\n"
-                    f"{process.tail()}"
-                )
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        answer = self._http.request(method, path, json=body)
+        if not answer.is_success:
+            raise AirflowFailed(f"{method} {path}: {answer.status_code} {answer.text[:2000]}")
+        return answer.json()
 
     def _last_words(self) -> str:
         return "\n".join(f"-- {process.log.stem}\n{process.tail(8)}" for process in self._processes)

@@ -79,11 +79,11 @@ class ClassifierReport:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
+        """JSON object of all of it."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the report as text lines."""
+        """For eyes, a finding a line."""
         compared = (
             "not compared with the library: give what it says of each row as `expected`"
             if self.largest_difference is None

@@ -19,7 +19,7 @@ from precompute.bundles.held_out import recall
 from precompute.bundles.onnx_model import OnnxModel, float32_info, int32_info, model_of
 
 TINY = np.float32(1e-30)
-"""Summand that avoids 0 / 0, so that a solved row stays unchanged."""
+"""Keeps 0 / 0 from being no number: a row that is solved stays as it is."""
 
 HISTORY_MAX = 1024
 

@@ -35,7 +35,7 @@ from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
 from precompute.partitions.shard_files import kinds_of
-from precompute.releases.release_log import ReleaseLog
+from precompute.releases.release_log import Releases
 from precompute.sources.erasures import ErasedEntities, all_erasures
 
 P = ParamSpec("P")
@@ -199,7 +199,7 @@ def cut_of(generation: str) -> int:
     )
 
 
-def demand_publishable_cut(releases: ReleaseLog, cut: datetime, *, is_chosen: bool) -> None:
+def demand_publishable_cut(releases: Releases, cut: datetime, *, is_chosen: bool) -> None:
     """Raise ConfigError for a cut that no publish would accept, or that would block the publish of later nights.
 
     A scheduler's time is never far ahead, and if its clock is wrong its nights are better than none.

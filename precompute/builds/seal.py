@@ -66,7 +66,7 @@ WRITERS = {
 """Manifest version above the first -> words for the nights that write it."""
 
 FactsOf = Callable[[Build, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
-"""Facts of one feature for the manifest, by the reports of the shards and those that the build has."""
+"""Function that returns one feature's facts for the manifest, from a build and the reports of its shards."""
 
 REPORTED = tuple(name for name in NIGHT_STEPS[: NIGHT_STEPS.index(SEALING_STEP)] if name != "score")
 """Steps whose reports, under their names, the manifest is made from; `score` leaves one for each shard instead."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from cache.config.night import GovernorConfig
 from cache.control.control_keys import Control
-from precompute.bulk.watch import FOREIGN_READS_S, RedisObservation, Watch, Watcher
+from precompute.bulk.watch import FOREIGN_READS_S, RedisObservation, Watcher
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Governor:
     def __init__(
         self,
         config: GovernorConfig,
-        watch: Watch,
+        watch: Watcher,
         *,
         timer: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,

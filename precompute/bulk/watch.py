@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -55,32 +55,8 @@ class RedisObservation:
     lag_bytes: int = 0
 
 
-class Watch(Protocol):
-    """Source of the governor's evidence on Redis and its readers."""
-
-    def get_latest_observation(self) -> RedisObservation | None:
-        """Return the newest observation, None before Redis' first answer."""
-        ...
-
-    def round_trips(self) -> list[float]:
-        """Return each probe's seconds since the last call; inf without a reply. Probes run from the first call on."""
-        ...
-
-    def own_reads(self, count: int) -> None:
-        """Count reads of our own, not to be taken for a reader's."""
-        ...
-
-    def stir(self) -> None:
-        """Send Redis a cheap command, so that its core does not halt; never fails."""
-        ...
-
-    def close(self) -> None:
-        """Stop the watch; safe to repeat."""
-        ...
-
-
 class Watcher:
-    """Watch in a thread of its own. No error in it ever reaches the watched work."""
+    """Watch on Redis and its readers, in a thread of its own; no error that it meets reaches the governed work."""
 
     def __init__(self, control: Control, *, probe_ms: float) -> None:
         self._caller_control = control

@@ -9,7 +9,8 @@ from cache.store.audit import audited
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.gates.judge import demand_overridable
-from precompute.releases.moves import Releases, new_attempt, open_releases
+from precompute.releases.moves import new_attempt
+from precompute.releases.release_log import Releases, open_releases
 
 
 def override(config: NightConfig, generation: str, *, rule: str, reason: str, attempt: str) -> None:

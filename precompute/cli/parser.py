@@ -245,7 +245,7 @@ COMMANDS: tuple[CommandRow, ...] = (
     PLAN,
     FRESHNESS,
 )
-"""Commands in the order of the help, those of features in rows of their own; behind them all other steps."""
+"""Rows of the commands in the order of the help, those of features included; all other steps follow."""
 
 
 def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:

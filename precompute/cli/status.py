@@ -20,8 +20,7 @@ from precompute.config.console import iso
 from precompute.config.progress import size_text
 from precompute.config.settings import NightConfig
 from precompute.events.status import event_lines, events_status, events_until
-from precompute.releases.moves import open_releases
-from precompute.releases.release_log import standing
+from precompute.releases.release_log import open_releases, standing
 from precompute.reuse.status import copied_share_text, copy_lines, reuse_field
 from precompute.sources.erasures import all_erasures
 
@@ -39,7 +38,7 @@ FIELDS_OF_FEATURES: Mapping[str, Callable[[Manifest], Any]] = {
     "reuse": reuse_field,
     "events_until": events_until,
 }
-"""Fields of a generation that features tell, by its manifest; null before there is one."""
+"""Fields that features add to a generation's status, from its manifest; null without a manifest."""
 
 LINES_OF_FEATURES: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (copy_lines, event_lines)
 """Lines that features add below the table."""

@@ -9,7 +9,8 @@ from cache.control.states import ALLOWED, State
 from cache.process.redis_server import joined_server, redis_url, running_server
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
-from precompute.releases.moves import new_attempt, open_releases
+from precompute.releases.moves import new_attempt
+from precompute.releases.release_log import open_releases
 
 _LOADABLE = (*ALLOWED["load"], State.SUPERSEDED, None)
 

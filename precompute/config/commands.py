@@ -1,4 +1,4 @@
-"""Rows of the table of commands: each says what the parser needs, and names the command without importing it."""
+"""Rows of the table of commands: the data for the parser, and the name of the function, which is not imported."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ class CommandRow:
 
 
 def add_cut_options(command: argparse.ArgumentParser, default: str) -> None:
-    """Options of a command that makes something of data up to a cut; `default` says which, in words."""
+    """Add the options of a command that uses data up to a cut; `default` describes the default cut."""
     command.add_argument(
         "--data-until", metavar="TIME", help=f"cut of the data, ISO 8601 (default: {default})"
     )

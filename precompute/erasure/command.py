@@ -28,7 +28,7 @@ from precompute.erasure.erasing import (
     settle,
 )
 from precompute.erasure.holders import EntityHolder, declare_hosts_gone, holders
-from precompute.releases.moves import open_releases
+from precompute.releases.release_log import open_releases
 from precompute.sources.erasures import Erasure
 
 

@@ -21,7 +21,7 @@ from precompute.config.progress import Step
 from precompute.config.settings import NightConfig, retained
 from precompute.erasure.holders import EntityHolder, holders, sweep_left_out_notes
 from precompute.events.stream import forget_events
-from precompute.releases.release_log import ReleaseLog, ReleaseView, demand_reason
+from precompute.releases.release_log import Releases, ReleaseView, demand_reason
 from precompute.sources.erasures import (
     Erasure,
     all_erasures,
@@ -165,7 +165,7 @@ def _overlay_keys(
     ]
 
 
-def settle(config: NightConfig, releases: ReleaseLog) -> list[ErasureStatus]:
+def settle(config: NightConfig, releases: Releases) -> list[ErasureStatus]:
     """Enforce every erasure in force and mark the done ones; return the status of each, oldest first."""
     store, control = releases.store, releases.control
     erasures = all_erasures(store)
@@ -193,9 +193,9 @@ def settle(config: NightConfig, releases: ReleaseLog) -> list[ErasureStatus]:
 
 
 def settle_in_night(
-    config: NightConfig, releases: ReleaseLog, needed_generations: Collection[str]
+    config: NightConfig, releases: Releases, needed_generations: Collection[str]
 ) -> Step:
-    """Settle all erasures, and sweep notes of generations that are gone; returns `erasures_pending` of a report."""
+    """Settle all erasures, and sweep notes of generations that are gone; return `erasures_pending` for the report."""
     sweep_left_out_notes(releases.store, needed_generations)
     pending = sum(status.state == "pending" for status in settle(config, releases))
     return {"erasures_pending": pending}

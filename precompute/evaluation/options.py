@@ -1,4 +1,4 @@
-"""Row and options of the command `freshness`, apart from what it imports to carry them out."""
+"""Row and options of the command `freshness`, in a module without the command's imports."""
 
 import argparse
 from dataclasses import dataclass

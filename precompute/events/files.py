@@ -230,7 +230,7 @@ def _source(config: NightConfig, store: ArtefactStore, path: str) -> SourceFile:
 def read_event_interactions(
     files: Sequence[SourceFile], first_file: int, unusable: UnusableRows
 ) -> Iterator[Interactions]:
-    """Batches of the interactions of positive weight, from a file on; no cut is asked for, since position decided.
+    """Yield batches of the interactions of positive weight, from a file on; no cut applies: their position decided.
 
     Their ids were checked when they were accepted. They count as rows of events, so that they hide no share of bad rows
     of the sources. Raises SourceError naming a file that cannot be read.

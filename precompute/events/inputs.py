@@ -1,4 +1,4 @@
-"""Events as a further input of a night, and what the manifest and the night's table say of them."""
+"""Events as a further input of a night, and their entries in the manifest and the night's table."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,9 +13,9 @@ from precompute.partitions.further_input import FurtherInput
 
 
 def input_of_night(config: NightConfig, events_until: str | None) -> FurtherInput:
-    """Events up to a position, else all that were taken over; raises ConfigError for a position that no file ends at.
+    """Return the events up to a position, else all in files; raise ConfigError for a position that no file ends at.
 
-    Nothing where no events are taken in.
+    Return an empty input if events are disabled.
     """
     events = event_files(config, events_until)
     facts: dict[str, Any] = {}
@@ -32,7 +32,7 @@ def input_of_night(config: NightConfig, events_until: str | None) -> FurtherInpu
 
 
 def event_facts(build: Build, _reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Facts of a generation that has events: what a service must know of vectors to count newer ones."""
+    """Return the facts of a generation with events: those that a service needs to count newer events with vectors."""
     begin_report = build.need("begin")
     if not begin_report.get("events"):
         return {}

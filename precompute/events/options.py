@@ -1,4 +1,4 @@
-"""Row of the command `take-events`, apart from what it imports."""
+"""Row of the command `take-events`, in a module without the command's imports."""
 
 from precompute.config.commands import CommandRow
 from precompute.config.console import CommandPlace

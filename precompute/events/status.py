@@ -1,4 +1,4 @@
-"""Events that generations have, for the command `status`."""
+"""Positions of the events that generations have, for the command `status`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,14 +11,14 @@ from precompute.events.files import last_taken
 
 
 def events_until(manifest: Manifest) -> str | None:
-    """Position up to which a generation has events; None where it has none."""
+    """Return the position up to which a generation has events; None without any."""
     return None if manifest.events is None else manifest.events.until
 
 
 def events_status(
     config: NightConfig, generations: Sequence[Mapping[str, Any]]
 ) -> dict[str, str | None] | None:
-    """Positions up to which nights took events over, and the live generation has them; None where none are taken in."""
+    """Return the positions up to which nights took events, and the live generation has them; None without events."""
     if not config.events.enabled:
         return None
     live = (
@@ -33,7 +33,7 @@ def events_status(
 
 
 def event_lines(status: Mapping[str, Any]) -> list[str]:
-    """A line on the positions, where events are taken in."""
+    """Return a line on the positions; none without events."""
     if (events := status["events"]) is None:
         return []
     live, taken_until = (_position_text(events[name]) for name in ("live_until", "taken_until"))

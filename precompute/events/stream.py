@@ -36,7 +36,7 @@ from precompute.events.files import (
     until_of,
 )
 from precompute.events.stores import connect_events
-from precompute.releases.release_log import ReleaseLog
+from precompute.releases.release_log import Releases
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities, Erasure, all_erasures
 
 ENTRIES_AT_ONCE: Final = 1_000
@@ -387,9 +387,9 @@ def trim_stream(
 
 
 def trim_in_night(
-    config: NightConfig, _releases: ReleaseLog, _needed_generations: Collection[str]
+    config: NightConfig, _releases: Releases, _needed_generations: Collection[str]
 ) -> Step:
-    """Trim the night's own stream, where events are taken in; returns `events_trimmed` as a field of a report."""
+    """Trim the night's own stream, if events are enabled; return `events_trimmed` for the report."""
     if not config.events.enabled:
         return {"events_trimmed": 0}
     # Its own stream, also where another namespace's counts since: that one is trimmed by its own nights.

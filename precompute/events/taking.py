@@ -1,4 +1,4 @@
-"""Taking over of events: what the stream has behind the last file becomes files in the store, for `begin` to read."""
+"""Taking of events: the stream's events after the last file are written to files in the store, for `begin` to read."""
 
 import argparse
 from datetime import UTC, datetime
@@ -15,7 +15,7 @@ from precompute.config.settings import NightConfig
 from precompute.events.files import event_files
 from precompute.events.stores import connect_events
 from precompute.events.stream import EventStores, forget_in_files, merge_files, take_events
-from precompute.releases.moves import open_releases
+from precompute.releases.release_log import open_releases
 from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.files import all_files, pin
 
@@ -53,9 +53,9 @@ def run(config: NightConfig) -> Step:
 
 
 def take_before_begin(config: NightConfig, cut: str | None) -> tuple[str | None, str]:
-    """(position up to which a night with this cut reads events, a line on what was taken over); nothing without events.
+    """Take events; return (position up to which a night with this cut reads them, a line); empty without events.
 
-    A repeat of a night that was killed goes on with the events that this one had.
+    A repeat of a killed night continues with the events that the killed one had.
     """
     if not config.events.enabled:
         return None, ""

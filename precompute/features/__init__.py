@@ -1,4 +1,4 @@
-"""Features of a night, by hook: the one place that names them; the core imports none.
+"""Features of a night, by hook: the only module that names them; the core imports none.
 
 Each function returns the callables of one hook in the order in which they are called, and imports what that hook needs.
 To take a feature out, remove its package and its lines here.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from precompute.gates.evidence.candidate import Gate
     from precompute.gates.evidence.evidence import AllowedByManifest
     from precompute.partitions.further_input import FurtherInput
-    from precompute.releases.release_log import ReleaseLog
+    from precompute.releases.release_log import Releases
     from precompute.scoring.copies import EmbeddingCopies, NightCopies
     from precompute.scoring.input_samples import SampleTaker
     from precompute.scoring.scorers import ScoringHooks
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from precompute.sources.unusable import UnusableRows
 
     class VectorBundle(Protocol):
-        """Context of the bundle of `sources.item_vectors`, by a digest of the inputs and the files themselves."""
+        """Function that makes the bundle of `sources.item_vectors`, from a digest of the inputs and the files."""
 
         def __call__(
             self,
@@ -53,59 +53,59 @@ if TYPE_CHECKING:
         ) -> AbstractContextManager[Bundle]: ...
 
     class ChooseCopies(Protocol):
-        """Choose the earlier generation for the one in the making."""
+        """Function that chooses the earlier generation from which the new one copies."""
 
         def __call__(
-            self, releases: ReleaseLog, config: NightConfig, bundle: Bundle, *, making: str
+            self, releases: Releases, config: NightConfig, bundle: Bundle, *, making: str
         ) -> NightCopies: ...
 
     SettingCheck = Callable[[NightConfig], None]
-    """Raises ConfigError for settings of a feature that cannot be used."""
+    """Raise ConfigError for unusable settings of a feature."""
 
     RemarkOnBegin = Callable[[Mapping[str, Any], NightConfig], str]
-    """Line on the report of `begin`, behind a line break; empty where there is nothing to say."""
+    """Line on the report of `begin`, after a line break; empty if nothing is to be reported."""
 
     GenerationNamed = Callable[[ArtefactStore, str, ErasedEntities], None]
-    """Called when a generation has its id, before any host has files of it, with what it leaves out."""
+    """Note the erased entities that a new generation leaves out, before any host has its files."""
 
     ItemAttributesOf = Callable[
         [NightConfig, ItemTable, Path, EntityValues, UnusableRows], dict[str, AttributeFiles]
     ]
-    """Write attributes of items below a folder, with the values that events set; their kinds and files by name."""
+    """Write attributes of items below a folder, with values from events; return their kinds and files by name."""
 
     TablesByScores = Callable[[Build, Mapping[str, Any], ItemTable, NDArray[np.float32]], Step]
-    """Write tables by attributes and scores of items; returns fields of the step's report."""
+    """Write tables by attributes and scores of items; return fields of the step's report."""
 
     RoomsBeside = Callable[[NightConfig, "redis.Redis"], tuple[ArmRoom, ...]]
-    """Room that generations of other namespaces take in Redis and on hosts beside the own ones."""
+    """Return the room that generations of other namespaces take in Redis and on hosts."""
 
-    AfterPublish = Callable[[NightConfig, ReleaseLog, Collection[str]], Step]
-    """Settle or sweep what a feature keeps, given the generations still needed; returns fields of the report."""
+    AfterPublish = Callable[[NightConfig, Releases, Collection[str]], Step]
+    """Sweep a feature's stored data, given the generations still needed; return fields of the report."""
 
 
 def taking() -> Callable[[NightConfig], Step]:
-    """Step `take_events`."""
+    """Return the step `take_events`."""
     from precompute.events.taking import run
 
     return run
 
 
 def before_begin() -> Callable[[NightConfig, str | None], tuple[str | None, str]]:
-    """What a night does before `begin`, by its cut: position for `events_until` of that step, and a line on it."""
+    """Return the function to call before `begin`: from a cut to the position for `events_until`, and a line on it."""
     from precompute.events.taking import take_before_begin
 
     return take_before_begin
 
 
 def further_input() -> Callable[[NightConfig, str | None], FurtherInput]:
-    """Input behind the team's own, up to a position."""
+    """Return the function that lists input in addition to the sources, up to a position."""
     from precompute.events.inputs import input_of_night
 
     return input_of_night
 
 
 def remarks_on_begin() -> tuple[RemarkOnBegin, ...]:
-    """Lines of features in the night's table."""
+    """Return the functions of lines on `begin` in the night's table."""
     from precompute.events.inputs import unlisted_in_words
     from precompute.reuse.night import base_remark
 
@@ -113,70 +113,70 @@ def remarks_on_begin() -> tuple[RemarkOnBegin, ...]:
 
 
 def vector_bundle() -> VectorBundle:
-    """Maker of the bundle of a night whose items are a table of vectors."""
+    """Return the function that makes the bundle of a night whose items are a table of vectors."""
     from precompute.adapters.vector_bundle import vector_bundle as bundle_by_adapters
 
     return bundle_by_adapters
 
 
 def choose_copies() -> ChooseCopies:
-    """Chooser of what a night takes over from an earlier generation."""
+    """Return the function that chooses the earlier generation to copy from."""
     from precompute.reuse.night import choose_copies as by_reuse
 
     return by_reuse
 
 
 def copies_of_embedding() -> Callable[[Build, Bundle, ItemTable, str | None], EmbeddingCopies]:
-    """Vectors of items that need not be embedded on a device (None: the processor)."""
+    """Return the function that finds vectors to copy, for a device that embeds the others (None: the processor)."""
     from precompute.reuse.night import copies_of_embedding as by_reuse
 
     return by_reuse
 
 
 def remarks_on_scores() -> tuple[Callable[[Sequence[Mapping[str, Any]]], str], ...]:
-    """Lines in the night's table by the reports of shards, each behind a line break, or empty."""
+    """Return the functions of lines in the night's table, from the reports of shards; a line follows a line break."""
     from precompute.reuse.night import users_remark
 
     return (users_remark,)
 
 
 def feature_gates() -> tuple[Gate, ...]:
-    """Gates of features, in the order in which they are run."""
+    """Return the gates of features, in the order in which they run."""
     from precompute.reuse.identity import identity
 
     return (identity,)
 
 
 def generation_named() -> tuple[GenerationNamed, ...]:
-    """Notes on a generation that has its id."""
+    """Return the functions that note what a generation leaves out."""
     from precompute.erasure.holders import note_left_out
 
     return (note_left_out,)
 
 
 def setting_checks() -> tuple[SettingCheck, ...]:
-    """Checks of settings, before `begin` writes anything."""
+    """Return the checks of settings, which run before `begin` writes anything."""
     from precompute.filters.item_attributes import demand_filters
 
     return (demand_filters,)
 
 
 def item_attributes() -> tuple[ItemAttributesOf, ...]:
-    """Attributes of items that `begin` writes."""
+    """Return the functions that write attributes of items for `begin`."""
     from precompute.filters.item_attributes import attributes_of_night
 
     return (attributes_of_night,)
 
 
 def tables_by_scores() -> tuple[TablesByScores, ...]:
-    """Tables that follow from the items' scores, as the defaults do."""
+    """Return the functions that write tables from the items' scores."""
     from precompute.filters.facets import write_facets
 
     return (write_facets,)
 
 
 def scoring_hooks() -> ScoringHooks:
-    """What features bring to the scoring of a build, anew for each."""
+    """Return new hooks for the scoring of one build."""
     from precompute.filters.item_attributes import allowed_items
     from precompute.reuse.night import BaseSource
     from precompute.scoring.scorers import ScoringHooks
@@ -185,21 +185,21 @@ def scoring_hooks() -> ScoringHooks:
 
 
 def allowed_by_manifest() -> tuple[AllowedByManifest, ...]:
-    """Items that lists are of, as gates find them: by the manifest."""
+    """Return the functions of masks of allowed items, which gates compute from the manifest."""
     from precompute.filters.item_attributes import allowed_by_manifest as by_filters
 
     return (by_filters,)
 
 
 def sample_takers() -> tuple[SampleTaker, ...]:
-    """Takers of users' inputs while `quantize` reads them, new ones for each run."""
+    """Return new takers of samples of the inputs that `quantize` reads."""
     from precompute.quality.probe import ProbeTaker
 
     return (ProbeTaker(),)
 
 
 def facts() -> tuple[FactsOf, ...]:
-    """Facts of features for the manifest."""
+    """Return the functions of facts for the manifest."""
     from precompute.events.inputs import event_facts
     from precompute.quality.probe import probe_facts
     from precompute.reuse.reuse_fact import reuse_facts
@@ -208,14 +208,14 @@ def facts() -> tuple[FactsOf, ...]:
 
 
 def rooms() -> tuple[RoomsBeside, ...]:
-    """Rooms that `verify` counts beside the night's own generations."""
+    """Return the functions of the room that `verify` adds to that of the night's own generations."""
     from precompute.traffic.experiments import arms_room
 
     return (arms_room,)
 
 
 def after_publish() -> tuple[AfterPublish, ...]:
-    """Sweeps of `retire`, after its own."""
+    """Return the sweeps that `retire` runs after its own."""
     from precompute.erasure.erasing import settle_in_night
     from precompute.events.stream import trim_in_night
     from precompute.traffic.exposures import gather_in_night

@@ -1,4 +1,4 @@
-"""Facets: a table for each value of an attribute, of the items that suit everybody best."""
+"""Facets: a table for each value of an attribute, of its items with the best mean scores."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

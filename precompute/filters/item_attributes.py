@@ -290,7 +290,7 @@ def allowed_items(build: Build) -> dict[str, NDArray[np.bool_]]:
 def allowed_by_manifest(
     root: Path, manifest: Manifest, items: ItemTable
 ) -> dict[str, NDArray[np.bool_]]:
-    """Mask bool [items] for each table made under a filter, by the table's own name, as the service filters."""
+    """Return a mask bool [items] for each filtered table, by the table's own name, as the service filters."""
     filtering = Filtering.open(root, manifest, items)
     mask_by_table: dict[str, NDArray[np.bool_]] = {}
     if filtering is not None:
@@ -303,12 +303,12 @@ def allowed_by_manifest(
 def attributes_of_night(
     config: NightConfig, items: ItemTable, root: Path, values: EntityValues, unusable: UnusableRows
 ) -> dict[str, AttributeFiles]:
-    """Write all attributes, and try each declared filter on them; returns kind and files by name."""
+    """Write all attributes, and try each declared filter on them; return kind and files by name."""
     attributes = write_item_attributes(config, items, root, values=values, unusable=unusable)
     passing_filters(config, root, attributes, items.count)
     return attributes
 
 
 def demand_filters(config: NightConfig) -> None:
-    """Raise ConfigError for a declared filter that is no expression."""
+    """Raise ConfigError for a declared filter with an invalid expression."""
     named_filters(config)

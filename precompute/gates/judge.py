@@ -119,7 +119,7 @@ GATES: Final[tuple[Gate, ...]] = (
     stale_lists,
     heldout_recall,
 )
-"""All rules that need an opened generation, in the order in which they are run, those of features among them."""
+"""All rules that need an opened generation, those of features included, in the order in which they run."""
 
 MIB: Final = 1 << 20
 READ_PASSES: Final = 3

@@ -1,4 +1,4 @@
-"""Further input of a night, behind the team's own: files, interactions and values of entities, that a feature gives."""
+"""Further input of a night, from a feature in addition to the sources: files, interactions and values of entities."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ from precompute.sources.readers import Interactions
 from precompute.sources.unusable import UnusableRows
 
 FurtherInteractions = Callable[[int, UnusableRows], Iterator[Interactions]]
-"""Batches of interactions behind the team's own, from one of their files on; those with positions are events."""
+"""Function that yields batches of further interactions, from one of their files on; events have positions."""
 
 
 def no_further(_first_file: int, _unusable: UnusableRows) -> Iterator[Interactions]:
-    """Nothing behind the team's own interactions."""
+    """Yield no interactions."""
     return iter(())
 
 
@@ -37,7 +37,7 @@ class NightValues(NamedTuple):
 
 
 ValuesOf = Callable[[NightConfig, Bundle, ErasedEntities, UnusableRows, int], NightValues]
-"""Values but for who was erased, those left out noted, with a cut in Unix seconds."""
+"""Function that returns values up to a cut (Unix seconds); drops those of erased entities, notes unusable ones."""
 
 
 def no_values(
@@ -47,13 +47,13 @@ def no_values(
     _unusable: UnusableRows,
     _cut_s: int,
 ) -> NightValues:
-    """No value of anybody."""
+    """Return no values."""
     return NightValues(NO_VALUES, NO_VALUES, NO_VALUES, frozenset(), frozenset(), "")
 
 
 @dataclass(frozen=True, slots=True)
 class FurtherInput:
-    """Further input as `begin` lists it; `newest_s` (Unix seconds) is how new it is, None if that says nothing.
+    """Further input as `begin` lists it; `newest_s` is the Unix time of its newest entry, None if unknown.
 
     `facts` are fields of the report.
     """

@@ -1,4 +1,4 @@
-"""Marks of entities for which others than the team set values: their unusable rows are noted apart."""
+"""Marks of entities with values from a further input: their unusable rows are counted separately."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -188,7 +188,7 @@ class EarlierPartition:
 
 
 def partition_files(begin_report: Mapping[str, Any], shards: int) -> list[str]:
-    """Paths of the files of a partition, with the counts that a later night takes over."""
+    """Return the paths of the files of a partition, with the counts that a later night takes over."""
     return [
         *(
             f"work/partition/{shard:04d}.{kind}"
@@ -231,13 +231,13 @@ def partition(
     """Write each shard's Arrow files (`kinds_in`) into `folder`, trying seeds until no id collides.
 
     The `files` are those that the sources name, unless they are listed here. The rows of an `earlier` partition are
-    taken over, source files that are not in it are read, and the users of whom
-    more, or less, is known than then are written down (TOUCHED). No cut leaves out what is `further`.
-    Features have the `values` that events set for users. Users' vectors, if the night is given any, must have `dims`
-    numbers. What is erased is in none of the files, nor in what `late` is told; `restart` is called before the sources
-    are read once more. Values that one of `feature_inputs` cannot use are noted. Of those whose values are
-    `set_by_events` nobody is counted whom features alone name: no model answers for them. Raises ConfigError where this
-    process may not open a file for each shard, SourceError for an input that no row can fill.
+    taken over, source files that are not in it are read, and the users whose inputs differ from then are recorded
+    (TOUCHED). No cut leaves out `further` interactions. Features have the `values` that events set for users.
+    Users' vectors, if the night is given any, must have `dims` numbers. Erased entities are in none of the files, nor
+    in the batches for `late`; `restart` is called before the sources are read again. Values that one of
+    `feature_inputs` cannot use are counted. Users who are `set_by_events` and otherwise known by features alone are
+    not counted: no model answers for them. Raises ConfigError where this process may not open a file for each shard,
+    SourceError for an input that no row can fill.
     """
     folder.mkdir(parents=True, exist_ok=True)
     allow_files((FILES_AT_ONCE + (earlier is not None)) * config.shards)
@@ -344,7 +344,7 @@ def _write(
         batches = chain(read, further(first_file, unusable))
 
         def placed(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
-            """A batch with the hashes of its users' names and an ordinal, -1 = unknown, for each name of an item."""
+            """Return a batch with the hashes of its users' names and an ordinal, -1 = unknown, for each item name."""
             hashes = hashes_of_names(batch.users, seed, hasher)
             return batch, hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""Row of the command `plan`; its options lie apart, for whoever asks with few libraries."""
+"""Row of the command `plan`; its options are in another module, which needs few libraries."""
 
 import argparse
 

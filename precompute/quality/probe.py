@@ -1,4 +1,4 @@
-"""The probe as a night writes it: inputs of the users that `quantize` reads first, until it is full."""
+"""Probe of a night: inputs of the first users that `quantize` reads, up to its size."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from precompute.partitions.shard_input import ShardInput
 
 
 class ProbeTaker:
-    """Parts of the probe, taken from one sample of users after another.
+    """Collector of the parts of the probe from successive samples of users.
 
     Users that brought a vector are in no probe: their lists were not computed from what they did, and another answer to
     that would be no drift.
@@ -25,7 +25,7 @@ class ProbeTaker:
         self._count = 0
 
     def take(self, entities: ShardInput, usable: NDArray[np.int64]) -> bool:
-        """Take what is missing of the `usable` rows; returns True if more is wanted."""
+        """Take the rows still needed from the `usable` ones; return True if more are needed."""
         rows = usable[~entities.has_vector[usable]][: USERS_MAX - self._count]
         if len(usable) and not len(rows):
             return (
@@ -41,7 +41,7 @@ class ProbeTaker:
         return self._count < USERS_MAX
 
     def finish(self, build: Build) -> Step:
-        """Write the probe and hand it over, if it has any users; returns `probe` as a field of a step's report."""
+        """Write and publish the probe, if it has any users; return `probe` for the step's report."""
         if not self._parts:
             return {"probe": None}
         build.finish(write_probe(build.root, self._parts))
@@ -49,5 +49,5 @@ class ProbeTaker:
 
 
 def probe_facts(build: Build, _reports: Sequence[Mapping[str, Any]]) -> Step:
-    """The probe's file as a fact of the manifest; None where an earlier version had taken the step `quantize`."""
+    """Return the probe's file as a fact of the manifest; None if an earlier version ran the step `quantize`."""
     return {FACT: build.need("quantize").get("probe")}

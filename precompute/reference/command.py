@@ -1,4 +1,4 @@
-"""The command `train`: the reference bundle, and what it finds of held-out interactions."""
+"""Command `train`: makes the reference bundle, and measures its recall of held-out interactions."""
 
 import argparse
 from typing import Any

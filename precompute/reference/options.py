@@ -1,4 +1,4 @@
-"""Row of the command `train`, apart from what it imports."""
+"""Row of the command `train`, in a module without the command's imports."""
 
 import argparse
 

@@ -6,19 +6,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from cache.control.control_keys import MOVE_FORMATS, Control, RegistryRow, demand_readers
+from cache.control.control_keys import MOVE_FORMATS, RegistryRow, demand_readers
 from cache.control.states import ALLOWED, State, demand, fold
 from cache.errors import ConfigError, Conflict, UnknownGeneration
 from cache.format.manifest import CUT_CHARS
 from cache.formats import FORMATS, MANIFEST, RELEASE
-from cache.l2.sync_clients import connect
 from cache.store.artefacts import read_manifest
 from cache.store.releases import MOVES, Action, Canary, Pointer, Release
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import unlink_pages
 from precompute.bulk.reload import load_missing, repair
-from precompute.config.settings import NightConfig
-from precompute.releases.release_log import LOOK_TRIES, Judgements, ReleaseView, standing
+from precompute.releases.release_log import LOOK_TRIES, Releases, ReleaseView, outcome_of, standing
 
 VerifyReport = Mapping[str, Any]
 """Report of verify; `baseline` is the generation that was live then (null: none)."""
@@ -36,355 +34,362 @@ class MoveResult:
     has_moved: bool
 
 
-class Moves(Judgements):
-    """Base of publishes, roll backs and canaries: their checks and commits."""
+def publish(
+    releases: Releases,
+    generation: str,
+    *,
+    attempt: str,
+    verified: VerifyReport | None = None,
+    governor: Governor | None = None,
+) -> MoveResult:
+    """Make a verified generation live; a repeat of the same publish changes nothing.
 
-    def _demand_gates(
-        self, generation: str, live: str | None, verified: VerifyReport | None
-    ) -> None:
-        """Raise Conflict unless all gates passed, and, with verify's report, against the current live generation."""
-        with files_of(generation):
-            gates = read_manifest(self.store, generation).gates
-        failed = [str(gate["rule"]) for gate in gates if not gate["passed"]]
-        if failed or not gates:
-            failure_text = f"failed {', '.join(failed)}" if failed else "ran through no gate"
-            raise Conflict(
-                f"{generation} {failure_text}: run `verify {generation}` first",
-                generation=generation,
-            )
-        if verified is not None and (baseline := verified.get("baseline")) != live:
-            raise Conflict(
-                f"{generation} was verified against {baseline or 'nothing'}, live is {live or 'nothing'}: "
-                f"run `verify {generation}` again",
-                generation=generation, baseline=baseline, live=live,
-            )  # fmt: skip
-
-    def _demand_readers(self, generation: str) -> None:
-        """Raise Refused unless every live replica can read that generation and this release's pointer."""
-        with files_of(generation):
-            version = read_manifest(self.store, generation).format
-        demand_readers(self.control, {MANIFEST: version}, f"{generation} has")
-        formats = {name: FORMATS[name].written for name in MOVE_FORMATS}
-        demand_readers(self.control, formats, f"this release ({RELEASE}) writes")
-
-    def _demand_newer(self, generation: str, live: str | None) -> None:
-        if live is not None and generation[:CUT_CHARS] < live[:CUT_CHARS]:
-            raise Conflict(
-                f"{generation} is older than {live}, which is live; going back is a roll back, not a publish",
-                generation=generation,
-                live=live,
-            )
-
-    def _know(self, generation: str, view: ReleaseView) -> None:
-        state = view.ledger.state(generation)
-        if generation not in view.rows and state is not None:
-            rows = {generation: RegistryRow(state, self.clock(), "restored")}
-            self.control.write_rows(rows, expected_epoch=view.epoch)
-
-    def _commit(
-        self,
-        to: Pointer,
-        view: ReleaseView,
-        rows: Mapping[str, RegistryRow],
-        action: Action,
-        *,
-        live: bool = True,
-    ) -> MoveResult:
-        """Move the pointer to an intent's by compare-and-set, then record that it is done."""
-        allowed = ALLOWED[action] if live else (State.LIVE,)
-        # Much may have passed since the intent: what is superseded is superseded now.
-        rows = {generation_id: replace(row, at=self.clock()) for generation_id, row in rows.items()}
-        self._demand_still(to, view, action)
-        moved = self.control.move(to, expected_epoch=view.epoch, rows=rows, allowed=allowed)
-        if moved is None:
-            raise Conflict(
-                f"another publisher moved the pointer before {to.generation} could be made live; try again"
-                if live
-                else "another publisher moved the pointer meanwhile; try again"
-            )
-        self.complete(moved.epoch)
-        return MoveResult(moved, has_moved=True)
-
-    def _demand_still(self, to: Pointer, view: ReleaseView, action: Action) -> None:
-        """Raise Conflict if another move came since: a Redis that lost its newest rows would not notice."""
-        history = self.history()
-        ledger = fold(history)
-        if ledger.live_epoch != view.ledger.live_epoch:
-            live_release = next(
-                release for release in history if release.epoch == ledger.live_epoch
-            )
-            if live_release.attempt == to.attempt:
-                return  # a repeat of this very move, which the pointer recognises
-            raise Conflict("another publisher moved the pointer meanwhile; try again")
-        if action in MOVES and to.previous and ledger.state(to.previous) is State.RETIRED:
-            raise Conflict(f"{to.previous} was retired meanwhile; try again")
-        if action != "end_canary":
-            about = to.canary.generation if to.canary is not None else to.generation
-            demand(action, about, standing(about, ledger, view.rows.get(about)))
+    `verified`: see `prepare_publish`.
+    """
+    moved = prepare_publish(
+        releases, generation, attempt=attempt, verified=verified, governor=governor
+    )
+    if moved is not None:
+        return moved
+    view = releases.view()
+    if (live := _demand_publish(releases, generation, view, verified)) is not None:
+        return MoveResult(live, has_moved=False)
+    return _move_live(releases, "publish", generation, view, attempt=attempt, governor=governor)
 
 
-class Canaries(Moves):
-    """Starts and ends the one canary that a namespace may have."""
+def prepare_publish(
+    releases: Releases,
+    generation: str,
+    *,
+    attempt: str,
+    verified: VerifyReport | None = None,
+    governor: Governor | None = None,
+) -> MoveResult | None:
+    """Stream the missing pages of a generation to be published; return the result if it was published already.
 
-    def start_canary(
-        self,
-        generation: str,
-        percent: float,
-        attempt: str,
-        *,
-        verified: VerifyReport | None = None,
-        event: str = "",
-        governor: Governor | None = None,
-    ) -> MoveResult:
-        """Let a verified generation answer `percent` of the requests, the live one the others; repeat to change it.
+    With verify's report (`verified`), raises Conflict if another generation is live than it was compared with.
+    """
+    view = releases.view()
+    if (
+        earlier_pointer := pointer_of_attempt(view.history, "publish", attempt, generation)
+    ) is not None:
+        return MoveResult(earlier_pointer, has_moved=False)
+    if (live := _demand_publish(releases, generation, view, verified)) is not None:
+        return MoveResult(live, has_moved=False)
+    with files_of(generation):
+        load_missing(releases.control, releases.store, generation, governor=governor)
+    return None
 
-        `verified`: see `prepare`.
 
-        Raises Conflict if nothing is live, another canary runs, or the generation could not be published.
-        """
-        if not 0 < percent <= 100:
-            raise ConfigError(f"a canary's share is above 0 and at most 100 %, not {percent}")
-        view = self.view()
-        if pointer_of_attempt(view.history, "canary", attempt, generation, percent) is not None:
-            return MoveResult(_followed_pointer(view), has_moved=False)
-        live = self._demand_canary(generation, view, verified)
-        if view.ledger.canary is not None and view.ledger.canary.percent == percent:
-            return MoveResult(live, has_moved=False)
-        with files_of(generation):
-            load_missing(self.control, self.store, generation, governor=governor)
-        view = self.view()
-        live = self._demand_canary(generation, view, verified)
-        release = self.record(
-            "canary",
-            generation,
-            attempt=attempt,
-            previous=live.previous,
-            percent=percent,
-            rule=event,
-            expected=view.epoch,
-        )
-        to = replace(
-            live, epoch=release.epoch, attempt=attempt,
-            canary=Canary(generation, percent, release.at, event),
-        )  # fmt: skip
-        return self._commit(to, view, {}, "canary", live=False)
-
-    def _demand_canary(
-        self, generation: str, view: ReleaseView, verified: VerifyReport | None
-    ) -> Pointer:
-        view.demand_agreement()
-        running = view.ledger.canary
-        if running is not None and running.generation != generation:
-            raise Conflict(
-                f"{running.generation} is being tried out: end that canary first",
-                generation=running.generation,
-            )
-        if view.pointer is None:
-            raise Conflict("nothing is live that a canary could be compared with: publish it")
-        demand("canary", generation, view.state(generation))
-        self._demand_newer(generation, view.ledger.live)
-        self._demand_gates(generation, view.ledger.live, verified)
-        self._demand_readers(generation)
-        self._know(generation, view)
+def _demand_publish(
+    releases: Releases, generation: str, view: ReleaseView, verified: VerifyReport | None
+) -> Pointer | None:
+    if view.pointer is not None and view.pointer.generation == generation:
         return view.pointer
+    view.demand_agreement()
+    demand("publish", generation, view.state(generation))
+    _demand_newer(generation, view.ledger.live)
+    _demand_gates(releases, generation, view.ledger.live, verified)
+    _demand_readers(releases, generation)
+    # No page may belong to a generation that the registry does not know.
+    _write_missing_row(releases, generation, view)
+    return None
 
-    def end_canary(self, attempt: str, reason: str = "", abandon: bool = False) -> MoveResult:
-        """Let the live generation answer every request again; an abandoned canary needs another verification."""
-        view = self.view()
-        running = view.ledger.canary
-        if pointer_of_attempt(view.history, "end_canary", attempt, None) is not None:
-            return MoveResult(_followed_pointer(view), has_moved=False)
-        if running is None:
-            raise Conflict("no generation is being tried out")
-        return self._end_canary(running, view, attempt=attempt, reason=reason, abandon=abandon)
 
-    def _end_canary(
-        self, running: Canary, view: ReleaseView, *, attempt: str, reason: str, abandon: bool
-    ) -> MoveResult:
-        view.demand_agreement()
-        live, generation = _followed_pointer(view), running.generation
-        release = self.record(
-            "end_canary",
-            generation,
-            attempt=attempt,
-            reason=reason,
-            previous=live.previous,
-            abandoned=abandon,
-            expected=view.epoch,
-        )
-        rows = {generation: RegistryRow(State.ABANDONED, release.at, reason)} if abandon else {}
-        to = replace(live, epoch=release.epoch, attempt=attempt, canary=None)
-        return self._commit(to, view, rows, "end_canary", live=False)
+def roll_back(releases: Releases, *, to: str | None, reason: str, attempt: str) -> MoveResult:
+    """Make an earlier generation live again; the one rolled back can never return without re-verification.
 
-    def refuse(self, generation: str, *, reason: str, attempt: str) -> None:
-        """Refuse a generation; end its canary first, so that it answers no request any more."""
-        for _ in range(LOOK_TRIES):
-            view = self.view()
-            running = view.ledger.canary
-            try:
-                if running is not None and running.generation == generation:
-                    self._end_canary(running, view, attempt=attempt, reason=reason, abandon=True)
-                return super().refuse(generation, reason=reason, attempt=attempt)
-            except Conflict:
-                canary = self.view().ledger.canary
-                if canary is None or canary.generation != generation:
-                    raise  # it is no canary that stands in the way
+    Before the move only its marks and the lengths of a sample of its pages are looked at, so readers see it within
+    a second however large it is; `repair_live` is to be called after it.
+    """
+    view = releases.view()
+    if (earlier_pointer := pointer_of_attempt(view.history, "roll_back", attempt, to)) is not None:
+        return MoveResult(earlier_pointer, has_moved=False)
+    target = to or view.ledger.previous
+    if target is None:
+        raise Conflict("there is no earlier generation to roll back to")
+    if (live := _demand_roll_back(releases, target, view)) is not None:
+        return MoveResult(live, has_moved=False)
+    rolled_back_id = view.ledger.live
+    with files_of(target):
+        releases.check_manifest(target, view.history)
+        load_missing(releases.control, releases.store, target, is_urgent=True)
+    view = releases.view()
+    if view.ledger.live != rolled_back_id:
         raise Conflict(
-            f"{generation} was tried out again each time it was to be refused; try again"
+            f"{view.ledger.live} became live while {target} was being checked; is it to be rolled back as well?"
         )
+    if (live := _demand_roll_back(releases, target, view)) is not None:
+        return MoveResult(live, has_moved=False)
+    return _move_live(releases, "roll_back", target, view, attempt=attempt, reason=reason)
 
 
-class Releases(Canaries):
-    """Release history of one namespace, and the moves that add to it."""
+def repair_live(
+    releases: Releases, generation: str, *, governor: Governor | None = None
+) -> list[str]:
+    """Read the pages of the live generation back and repair damaged ones; return their keys.
 
-    def prepare(
-        self,
-        generation: str,
-        *,
-        attempt: str,
-        verified: VerifyReport | None = None,
-        governor: Governor | None = None,
-    ) -> MoveResult | None:
-        """Stream the missing pages of a generation to be published; return the result if it was published already.
+    Does nothing for a generation that is not live by now.
+    """
+    if (pointer := releases.control.pointer()) is None or pointer.generation != generation:
+        return []
+    return repair(releases.control, releases.store, generation, governor=governor)
 
-        With verify's report (`verified`), raises Conflict if another generation is live than it was compared with.
-        """
-        view = self.view()
-        if (
-            earlier_pointer := pointer_of_attempt(view.history, "publish", attempt, generation)
-        ) is not None:
-            return MoveResult(earlier_pointer, has_moved=False)
-        if (live := self._demand_publish(generation, view, verified)) is not None:
-            return MoveResult(live, has_moved=False)
-        with files_of(generation):
-            load_missing(self.control, self.store, generation, governor=governor)
-        return None
 
-    def publish(
-        self,
-        generation: str,
-        *,
-        attempt: str,
-        verified: VerifyReport | None = None,
-        governor: Governor | None = None,
-    ) -> MoveResult:
-        """Make a verified generation live; a repeat of the same publish changes nothing. `verified`: see `prepare`."""
-        moved = self.prepare(generation, attempt=attempt, verified=verified, governor=governor)
-        if moved is not None:
-            return moved
-        view = self.view()
-        if (live := self._demand_publish(generation, view, verified)) is not None:
-            return MoveResult(live, has_moved=False)
-        return self._move("publish", generation, view, attempt=attempt, governor=governor)
+def _demand_roll_back(releases: Releases, target: str, view: ReleaseView) -> Pointer | None:
+    if view.pointer is not None and view.pointer.generation == target:
+        return view.pointer
+    view.demand_agreement()
+    demand("roll_back", target, view.ledger.state(target))
+    _demand_readers(releases, target)
+    _write_missing_row(releases, target, view)
+    return None
 
-    def _demand_publish(
-        self, generation: str, view: ReleaseView, verified: VerifyReport | None
-    ) -> Pointer | None:
-        if view.pointer is not None and view.pointer.generation == generation:
-            return view.pointer
-        view.demand_agreement()
-        demand("publish", generation, view.state(generation))
-        self._demand_newer(generation, view.ledger.live)
-        self._demand_gates(generation, view.ledger.live, verified)
-        self._demand_readers(generation)
-        # No page may belong to a generation that the registry does not know.
-        self._know(generation, view)
-        return None
 
-    def roll_back(self, *, to: str | None, reason: str, attempt: str) -> MoveResult:
-        """Make an earlier generation live again; the one rolled back can never return without re-verification.
-
-        Before the move only its marks and the lengths of a sample of its pages are checked, so readers see it within
-        a second however large it is; the caller then calls `mend`.
-        """
-        view = self.view()
-        if (
-            earlier_pointer := pointer_of_attempt(view.history, "roll_back", attempt, to)
-        ) is not None:
-            return MoveResult(earlier_pointer, has_moved=False)
-        target = to or view.ledger.previous
-        if target is None:
-            raise Conflict("there is no earlier generation to roll back to")
-        if (live := self._demand_roll_back(target, view)) is not None:
-            return MoveResult(live, has_moved=False)
-        rolled_back_id = view.ledger.live
-        with files_of(target):
-            self.check_manifest(target, view.history)
-            load_missing(self.control, self.store, target, is_urgent=True)
-        view = self.view()
-        if view.ledger.live != rolled_back_id:
-            raise Conflict(
-                f"{view.ledger.live} became live while {target} was being checked; is it to be rolled back as well?"
+def _move_live(
+    releases: Releases,
+    action: Action,
+    generation: str,
+    view: ReleaseView,
+    *,
+    attempt: str,
+    reason: str = "",
+    governor: Governor | None = None,
+) -> MoveResult:
+    with files_of(generation):
+        manifest = read_manifest(releases.store, generation)
+    after, rows = outcome_of(
+        view, action, generation, attempt=attempt, at=releases.clock(), reason=reason
+    )
+    previous, published_at = after.previous, releases.clock()
+    release = releases.record(
+        action,
+        generation,
+        attempt=attempt,
+        reason=reason,
+        previous=previous,
+        expected=view.epoch,
+    )
+    to = Pointer(generation, release.epoch, previous, attempt, published_at=published_at)
+    try:
+        return _commit(releases, to, view, rows, action)
+    except Conflict as error:
+        if error.details.get("state") == State.RETIRED:
+            # Pages loaded for this move while a retirement removed them: nobody else would remove them.
+            unlink_pages(
+                releases.control.client, releases.control.keys, manifest, governor=governor
             )
-        if (live := self._demand_roll_back(target, view)) is not None:
-            return MoveResult(live, has_moved=False)
-        return self._move("roll_back", target, view, attempt=attempt, reason=reason)
+        raise
 
-    def mend(self, generation: str, *, governor: Governor | None = None) -> list[str]:
-        """Read the pages of the live generation back and repair damaged ones; return their keys.
 
-        Does nothing for a generation that is not live by now.
-        """
-        if (pointer := self.control.pointer()) is None or pointer.generation != generation:
-            return []
-        return repair(self.control, self.store, generation, governor=governor)
+def start_canary(
+    releases: Releases,
+    generation: str,
+    percent: float,
+    attempt: str,
+    *,
+    verified: VerifyReport | None = None,
+    event: str = "",
+    governor: Governor | None = None,
+) -> MoveResult:
+    """Let a verified generation answer `percent` of the requests beside the live one; again: change its share.
 
-    def _demand_roll_back(self, target: str, view: ReleaseView) -> Pointer | None:
-        if view.pointer is not None and view.pointer.generation == target:
-            return view.pointer
-        view.demand_agreement()
-        demand("roll_back", target, view.ledger.state(target))
-        self._demand_readers(target)
-        self._know(target, view)
-        return None
+    `verified`: see `prepare_publish`.
 
-    def _move(
-        self,
-        action: Action,
-        generation: str,
-        view: ReleaseView,
-        *,
-        attempt: str,
-        reason: str = "",
-        governor: Governor | None = None,
-    ) -> MoveResult:
-        with files_of(generation):
-            manifest = read_manifest(self.store, generation)
-        after, rows = self.outcome(action, generation, view, attempt=attempt, reason=reason)
-        previous, published_at = after.previous, self.clock()
-        release = self.record(
-            action,
-            generation,
-            attempt=attempt,
-            reason=reason,
-            previous=previous,
-            expected=view.epoch,
+    Raises Conflict when nothing is live, another canary runs, or the generation could not be published.
+    """
+    if not 0 < percent <= 100:
+        raise ConfigError(f"a canary's share is above 0 and at most 100 %, not {percent}")
+    view = releases.view()
+    if pointer_of_attempt(view.history, "canary", attempt, generation, percent) is not None:
+        return MoveResult(_followed_pointer(view), has_moved=False)
+    live = _demand_canary(releases, generation, view, verified)
+    if view.ledger.canary is not None and view.ledger.canary.percent == percent:
+        return MoveResult(live, has_moved=False)
+    with files_of(generation):
+        load_missing(releases.control, releases.store, generation, governor=governor)
+    view = releases.view()
+    live = _demand_canary(releases, generation, view, verified)
+    release = releases.record(
+        "canary",
+        generation,
+        attempt=attempt,
+        previous=live.previous,
+        percent=percent,
+        rule=event,
+        expected=view.epoch,
+    )
+    to = replace(
+        live, epoch=release.epoch, attempt=attempt,
+        canary=Canary(generation, percent, release.at, event),
+    )  # fmt: skip
+    return _commit(releases, to, view, {}, "canary", live=False)
+
+
+def _demand_canary(
+    releases: Releases, generation: str, view: ReleaseView, verified: VerifyReport | None
+) -> Pointer:
+    view.demand_agreement()
+    running = view.ledger.canary
+    if running is not None and running.generation != generation:
+        raise Conflict(
+            f"{running.generation} is being tried out: end that canary first",
+            generation=running.generation,
         )
-        to = Pointer(generation, release.epoch, previous, attempt, published_at=published_at)
+    if view.pointer is None:
+        raise Conflict("nothing is live that a canary could be compared with: publish it")
+    demand("canary", generation, view.state(generation))
+    _demand_newer(generation, view.ledger.live)
+    _demand_gates(releases, generation, view.ledger.live, verified)
+    _demand_readers(releases, generation)
+    _write_missing_row(releases, generation, view)
+    return view.pointer
+
+
+def end_canary(
+    releases: Releases, attempt: str, reason: str = "", abandon: bool = False
+) -> MoveResult:
+    """Let the live generation answer every request again; an abandoned canary needs another verification."""
+    view = releases.view()
+    running = view.ledger.canary
+    if pointer_of_attempt(view.history, "end_canary", attempt, None) is not None:
+        return MoveResult(_followed_pointer(view), has_moved=False)
+    if running is None:
+        raise Conflict("no generation is being tried out")
+    return _end_canary(releases, running, view, attempt=attempt, reason=reason, abandon=abandon)
+
+
+def _end_canary(
+    releases: Releases,
+    running: Canary,
+    view: ReleaseView,
+    *,
+    attempt: str,
+    reason: str,
+    abandon: bool,
+) -> MoveResult:
+    view.demand_agreement()
+    live, generation = _followed_pointer(view), running.generation
+    release = releases.record(
+        "end_canary",
+        generation,
+        attempt=attempt,
+        reason=reason,
+        previous=live.previous,
+        abandoned=abandon,
+        expected=view.epoch,
+    )
+    rows = {generation: RegistryRow(State.ABANDONED, release.at, reason)} if abandon else {}
+    to = replace(live, epoch=release.epoch, attempt=attempt, canary=None)
+    return _commit(releases, to, view, rows, "end_canary", live=False)
+
+
+def refuse(releases: Releases, generation: str, *, reason: str, attempt: str) -> None:
+    """Refuse a generation; a canary of it ends first, so that no request is answered from it any more."""
+    for _ in range(LOOK_TRIES):
+        view = releases.view()
+        running = view.ledger.canary
         try:
-            return self._commit(to, view, rows, action)
-        except Conflict as error:
-            if error.details.get("state") == State.RETIRED:
-                # Pages loaded for this move while a retirement removed them: nobody else would remove them.
-                unlink_pages(self.control.client, self.control.keys, manifest, governor=governor)
-            raise
+            if running is not None and running.generation == generation:
+                _end_canary(releases, running, view, attempt=attempt, reason=reason, abandon=True)
+            return releases.record_refusal(generation, reason=reason, attempt=attempt)
+        except Conflict:
+            canary = releases.view().ledger.canary
+            if canary is None or canary.generation != generation:
+                raise  # it is no canary that stands in the way
+    raise Conflict(f"{generation} was tried out again each time it was to be refused; try again")
 
 
-@contextmanager
-def open_releases(config: NightConfig) -> Iterator[Releases]:
-    """Open the release history for the length of a step, over a connection of its own."""
-    with connect(config.redis_url, config.redis_timeout_s) as client:
-        yield Releases(config.store(), Control(client, config.keyspace()))
+def _demand_gates(
+    releases: Releases, generation: str, live: str | None, verified: VerifyReport | None
+) -> None:
+    """Raise Conflict unless all gates passed, and, with verify's report, against the current live generation."""
+    with files_of(generation):
+        gates = read_manifest(releases.store, generation).gates
+    failed = [str(gate["rule"]) for gate in gates if not gate["passed"]]
+    if failed or not gates:
+        failure_text = f"failed {', '.join(failed)}" if failed else "ran through no gate"
+        raise Conflict(
+            f"{generation} {failure_text}: run `verify {generation}` first",
+            generation=generation,
+        )
+    if verified is not None and (baseline := verified.get("baseline")) != live:
+        raise Conflict(
+            f"{generation} was verified against {baseline or 'nothing'}, live is {live or 'nothing'}: "
+            f"run `verify {generation}` again",
+            generation=generation, baseline=baseline, live=live,
+        )  # fmt: skip
 
 
-def new_attempt() -> str:
-    """Return a name for an attempt made from a shell."""
-    return f"shell-{uuid.uuid4().hex[:12]}"
+def _demand_readers(releases: Releases, generation: str) -> None:
+    """Raise Refused unless every live replica can read that generation and this release's pointer."""
+    with files_of(generation):
+        version = read_manifest(releases.store, generation).format
+    demand_readers(releases.control, {MANIFEST: version}, f"{generation} has")
+    formats = {name: FORMATS[name].written for name in MOVE_FORMATS}
+    demand_readers(releases.control, formats, f"this release ({RELEASE}) writes")
+
+
+def _demand_newer(generation: str, live: str | None) -> None:
+    if live is not None and generation[:CUT_CHARS] < live[:CUT_CHARS]:
+        raise Conflict(
+            f"{generation} is older than {live}, which is live; going back is a roll back, not a publish",
+            generation=generation,
+            live=live,
+        )
+
+
+def _write_missing_row(releases: Releases, generation: str, view: ReleaseView) -> None:
+    state = view.ledger.state(generation)
+    if generation not in view.rows and state is not None:
+        rows = {generation: RegistryRow(state, releases.clock(), "restored")}
+        releases.control.write_rows(rows, expected_epoch=view.epoch)
+
+
+def _commit(
+    releases: Releases,
+    to: Pointer,
+    view: ReleaseView,
+    rows: Mapping[str, RegistryRow],
+    action: Action,
+    *,
+    live: bool = True,
+) -> MoveResult:
+    """Move the pointer to an intent's by compare-and-set, then record that it is done."""
+    allowed = ALLOWED[action] if live else (State.LIVE,)
+    # Much may have passed since the intent: what is superseded is superseded now.
+    rows = {generation_id: replace(row, at=releases.clock()) for generation_id, row in rows.items()}
+    _demand_still(releases, to, view, action)
+    moved = releases.control.move(to, expected_epoch=view.epoch, rows=rows, allowed=allowed)
+    if moved is None:
+        raise Conflict(
+            f"another publisher moved the pointer before {to.generation} could be made live; try again"
+            if live
+            else "another publisher moved the pointer meanwhile; try again"
+        )
+    releases.complete(moved.epoch)
+    return MoveResult(moved, has_moved=True)
+
+
+def _demand_still(releases: Releases, to: Pointer, view: ReleaseView, action: Action) -> None:
+    """Raise Conflict if another move came since: a Redis that lost its newest rows would not notice."""
+    history = releases.history()
+    ledger = fold(history)
+    if ledger.live_epoch != view.ledger.live_epoch:
+        live_release = next(release for release in history if release.epoch == ledger.live_epoch)
+        if live_release.attempt == to.attempt:
+            return  # a repeat of this very move, which the pointer recognises
+        raise Conflict("another publisher moved the pointer meanwhile; try again")
+    if action in MOVES and to.previous and ledger.state(to.previous) is State.RETIRED:
+        raise Conflict(f"{to.previous} was retired meanwhile; try again")
+    if action != "end_canary":
+        about = to.canary.generation if to.canary is not None else to.generation
+        demand(action, about, standing(about, ledger, view.rows.get(about)))
 
 
 @contextmanager
 def files_of(generation: str) -> Iterator[None]:
-    """Raise Conflict in place of an error about missing files of the generation."""
+    """Turn missing files of a generation into a Conflict that says so."""
     try:
         yield
     except UnknownGeneration as error:
@@ -398,6 +403,11 @@ def _followed_pointer(view: ReleaseView) -> Pointer:
     if view.pointer is None:
         raise Conflict("Redis has lost its pointer: run `larder restore` first")
     return view.pointer
+
+
+def new_attempt() -> str:
+    """Name an attempt made from a shell."""
+    return f"shell-{uuid.uuid4().hex[:12]}"
 
 
 def pointer_of_attempt(

@@ -20,12 +20,14 @@ from precompute.bulk.load import BytesProgress
 from precompute.bulk.reload import is_missing, reload
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.releases.moves import open_releases
+from precompute.releases import moves
 from precompute.releases.release_log import (
     LOOK_TRIES,
-    ReleaseLog,
+    Releases,
     ReleaseView,
     demand_reason,
+    open_releases,
+    outcome_of,
     without_retired,
 )
 from precompute.releases.sweep import is_back, overlays_live_s, unlink_recorded
@@ -45,7 +47,7 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
             releases.store, "roll_back", f"to {to or 'the previous one'}", actor=config.actor, reason=reason,
             attempt=attempt,
         ) as audit_facts:  # fmt: skip
-            moved = releases.roll_back(to=to, reason=reason, attempt=attempt)
+            moved = moves.roll_back(releases, to=to, reason=reason, attempt=attempt)
             pointer = moved.pointer
             audit_facts |= {"generation": pointer.generation, "changed": moved.has_moved}
         report: Step = {
@@ -58,7 +60,9 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
                 # Right beside the flip: going slower is better than being felt.
                 open_governor(config.governor, releases.control, awake=False) as governor,
             ):
-                report["mended"] = releases.mend(pointer.generation, governor=governor)
+                report["mended"] = moves.repair_live(
+                    releases, pointer.generation, governor=governor
+                )
         except (LarderError, OSError) as error:
             report["unmended"] = str(error)
             report["next"] = (
@@ -98,7 +102,7 @@ def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress =
 
 
 def restore_redis(
-    releases: ReleaseLog,
+    releases: Releases,
     *,
     attempt: str,
     chunk_bytes: int,
@@ -172,9 +176,7 @@ def restore_redis(
     )
 
 
-def forgotten_in_words(
-    releases: ReleaseLog, prior_view: ReleaseView, pointer: Pointer
-) -> list[str]:
+def forgotten_in_words(releases: Releases, prior_view: ReleaseView, pointer: Pointer) -> list[str]:
     """Describe facts that were lost with the registry and are in no release record, with the remedy.
 
     `prior_view`: the view before the restore, `pointer`: the one that the restore wrote.
@@ -223,7 +225,7 @@ def _roll_back_in_doubt(view: ReleaseView) -> Release | None:
 
 
 def _registry_rows(
-    releases: ReleaseLog, view: ReleaseView, overlay_ttl_s: float
+    releases: Releases, view: ReleaseView, overlay_ttl_s: float
 ) -> dict[str, RegistryRow]:
     """Return the registry rows that releases prove, and one for every unfinished night with files: it may still load.
 
@@ -260,7 +262,7 @@ def _registry_rows(
     }
 
 
-def _restorable(releases: ReleaseLog, view: ReleaseView, aim: Ledger) -> list[str]:
+def _restorable(releases: Releases, view: ReleaseView, aim: Ledger) -> list[str]:
     """Return the live generation, then the previous one if its files match the release."""
     live, previous = str(aim.live), aim.previous
     try:
@@ -291,7 +293,7 @@ def _published_at(view: ReleaseView, generation: str) -> float | None:
 
 
 def _move_pointer(
-    releases: ReleaseLog,
+    releases: Releases,
     view: ReleaseView,
     present: list[str],
     doubt: Release | None,
@@ -314,7 +316,9 @@ def _move_pointer(
     to = Pointer(live, release.epoch, previous, attempt, published_at=published_at)
     rows = {live: RegistryRow(State.LIVE, releases.clock())}
     if doubt is not None:
-        _, rows = releases.outcome("roll_back", live, view, attempt=attempt, reason=doubt.reason)
+        _, rows = outcome_of(
+            view, "roll_back", live, attempt=attempt, at=releases.clock(), reason=doubt.reason
+        )
     try:
         moved = releases.control.move(
             to, expected_epoch=view.epoch, rows=rows, allowed=frozenset(State)
@@ -384,7 +388,7 @@ def _parsed_pointer(raw: bytes) -> Pointer | None:
         return None
 
 
-def _disown(releases: ReleaseLog, ledger: Ledger, reason: str) -> None:
+def _disown(releases: Releases, ledger: Ledger, reason: str) -> None:
     """Abandon generations that only Redis has as published: they may be made and verified again, or swept."""
     abandoned_at = releases.clock()
     rows = {

@@ -6,13 +6,15 @@ the pointer: it carries the attempt and the epoch.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from cache.control.control_keys import Control, RegistryRow
 from cache.control.states import TRANSITIONS, UNFINISHED, Ledger, State, demand, fold
 from cache.errors import ConfigError, Conflict, CorruptArtefact, UnknownGeneration
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import (
     POINTED,
@@ -25,6 +27,7 @@ from cache.store.releases import (
     manifest_digest,
     released_manifest,
 )
+from precompute.config.settings import NightConfig
 
 EPOCH_TRIES = 100
 NOTE_TRIES = 10
@@ -73,8 +76,8 @@ class ReleaseView:
             )
 
 
-class ReleaseLog:
-    """The release history of one namespace and the one way to add an entry to it.
+class Releases:
+    """The release history of one namespace, and the one way to add an entry to it.
 
     Its clock is Redis' own unless another is given: publishers and sweepers run on hosts whose clocks may differ.
     """
@@ -90,10 +93,6 @@ class ReleaseLog:
     def history(self) -> list[Release]:
         """Every record, oldest first, whether its move is settled or not."""
         return all_releases(self.store, self._release_by_number, packs=True)
-
-    def ledger(self) -> Ledger:
-        """The settled history."""
-        return fold(self.settle())
 
     def settle(self) -> list[Release]:
         """Complete the intent whose move is proven by the pointer; the whole history, oldest first.
@@ -113,6 +112,10 @@ class ReleaseLog:
                 return self.history()
         return releases
 
+    def ledger(self) -> Ledger:
+        """The settled history."""
+        return fold(self.settle())
+
     def view(self) -> ReleaseView:
         """Pointer and settled history of one moment; raises Conflict when the pointer never rests."""
         for _ in range(LOOK_TRIES):
@@ -122,6 +125,10 @@ class ReleaseLog:
             if self.control.pointer() == pointer:
                 return ReleaseView(pointer, rows, history, without_retired(fold(history), rows))
         raise Conflict("the pointer moved each time it was looked at; try again")
+
+    def state(self, generation: str, ledger: Ledger | None = None) -> State | None:
+        """State of a generation: proven by releases, else as the registry says."""
+        return standing(generation, ledger or self.ledger(), self.control.rows().get(generation))
 
     def demand_agreement(self) -> None:
         """Raise Conflict, naming both places and the remedy, unless Redis' pointer is the one that the store proves."""
@@ -140,25 +147,21 @@ class ReleaseLog:
                 **error.details,
             ) from error
 
-    def state(self, generation: str, ledger: Ledger | None = None) -> State | None:
-        """State of a generation: proven by releases, else as the registry says."""
-        return standing(generation, ledger or self.ledger(), self.control.rows().get(generation))
-
-    def outcome(
-        self, action: Action, generation: str, view: ReleaseView, *, attempt: str, reason: str = ""
-    ) -> tuple[Ledger, dict[str, RegistryRow]]:
-        """The ledger that a move would lead to, and the rows that it changes."""
-        moved_at, epoch = self.clock(), max(view.epoch, view.ledger.epoch) + 1
-        done_release = Release(epoch, action, generation, None, attempt, moved_at, is_done=True)
-        after = without_retired(fold([*view.history, done_release]), view.rows)
-        rows = {
-            generation_id: RegistryRow(
-                state, moved_at, "" if generation_id == generation else reason
+    def check_manifest(self, generation: str, history: list[Release]) -> None:
+        """Raises CorruptArtefact when the manifest is not the one that was released, UnknownGeneration if gone."""
+        raw = self._manifest(generation)
+        if raw is None:
+            raise UnknownGeneration(
+                f"generation {generation} has no manifest in {self.store.url}",
+                generation=generation,
             )
-            for generation_id, state in after.states.items()
-            if generation_id == generation or state is not view.ledger.state(generation_id)
-        }
-        return after, rows
+        released, stored_digest = released_manifest(history, generation), manifest_digest(raw)
+        # Records of earlier versions hold the digest of the whole file.
+        if released and released not in (stored_digest, hashlib.sha256(raw).hexdigest()):
+            raise CorruptArtefact(
+                f"the manifest of {generation} has the digest {stored_digest}, its release record says {released}",
+                generation=generation,
+            )
 
     def record(
         self,
@@ -244,29 +247,6 @@ class ReleaseLog:
             f"the pointer moved {NOTE_TRIES} times while {generation} was being noted; try again"
         )
 
-    def check_manifest(self, generation: str, history: list[Release]) -> None:
-        """Raises CorruptArtefact when the manifest is not the one that was released, UnknownGeneration if gone."""
-        raw = self._manifest(generation)
-        if raw is None:
-            raise UnknownGeneration(
-                f"generation {generation} has no manifest in {self.store.url}",
-                generation=generation,
-            )
-        released, stored_digest = released_manifest(history, generation), manifest_digest(raw)
-        # Records of earlier versions hold the digest of the whole file.
-        if released and released not in (stored_digest, hashlib.sha256(raw).hexdigest()):
-            raise CorruptArtefact(
-                f"the manifest of {generation} has the digest {stored_digest}, its release record says {released}",
-                generation=generation,
-            )
-
-    def _manifest(self, generation: str) -> bytes | None:
-        return self.store.read(generation_path(generation, "manifest.json"))
-
-
-class Judgements(ReleaseLog):
-    """The history of one namespace and the entries that judge a generation or hold it."""
-
     def override(self, generation: str, *, rule: str, reason: str, attempt: str) -> None:
         """Write down why a gate's failure is to be let pass by the generation's next verification.
 
@@ -275,32 +255,6 @@ class Judgements(ReleaseLog):
         reason = demand_reason("an override", reason)
         demand("override", generation, self.view().state(generation))
         self.record("override", generation, attempt=attempt, reason=reason, rule=rule)
-
-    def _write_state(
-        self, generation: str, state: State, reason: str = "", *, action: Action | None = None
-    ) -> ReleaseView:
-        for _ in range(LOOK_TRIES):
-            view = self.view()
-            if view.ledger.live == generation:
-                raise Conflict(f"{generation} is live: roll it back instead", generation=generation)
-            if action is not None:
-                demand(action, generation, view.state(generation))
-            rows = {generation: RegistryRow(state, self.clock(), reason)}
-            # A refused one must not be what the pointer names as previous: answers would fall back to it.
-            unless: Literal["live", "previous"] = "previous" if action == "refuse" else "live"
-            if self.control.write_rows(rows, expected_epoch=view.epoch, unless=unless):
-                return view
-        raise Conflict("the pointer moved each time it was looked at; try again")
-
-    def refuse(self, generation: str, *, reason: str, attempt: str) -> None:
-        """Write down that a generation must not go live; raises Conflict when readers depend on it already."""
-        # The row first: from here on no publisher that looked earlier can move the pointer to it.
-        self._write_state(generation, State.REFUSED, reason, action="refuse")
-        self.record("refuse", generation, attempt=attempt, reason=reason)
-        # A Redis that lost the row meanwhile may have let such a publisher pass: say so, or write it again.
-        row = self.control.rows().get(generation)
-        if row is None or row.state in (*UNFINISHED, State.LIVE):
-            self._write_state(generation, State.REFUSED, reason)
 
     def mark_verified(self, generation: str, *, attempt: str) -> None:
         """A passed verification; recorded as a release when it lifts an earlier refusal or rollback."""
@@ -338,6 +292,63 @@ class Judgements(ReleaseLog):
     def unpin(self, generation: str, *, attempt: str) -> None:
         """Lift a pin."""
         self.record("unpin", generation, attempt=attempt)
+
+    def record_refusal(self, generation: str, *, reason: str, attempt: str) -> None:
+        """Write down that a generation must not go live; raises Conflict when readers depend on it already."""
+        # The row first: from here on no publisher that looked earlier can move the pointer to it.
+        self._write_state(generation, State.REFUSED, reason, action="refuse")
+        self.record("refuse", generation, attempt=attempt, reason=reason)
+        # A Redis that lost the row meanwhile may have let such a publisher pass: say so, or write it again.
+        row = self.control.rows().get(generation)
+        if row is None or row.state in (*UNFINISHED, State.LIVE):
+            self._write_state(generation, State.REFUSED, reason)
+
+    def _write_state(
+        self, generation: str, state: State, reason: str = "", *, action: Action | None = None
+    ) -> ReleaseView:
+        for _ in range(LOOK_TRIES):
+            view = self.view()
+            if view.ledger.live == generation:
+                raise Conflict(f"{generation} is live: roll it back instead", generation=generation)
+            if action is not None:
+                demand(action, generation, view.state(generation))
+            rows = {generation: RegistryRow(state, self.clock(), reason)}
+            # A refused one must not be what the pointer names as previous: answers would fall back to it.
+            unless: Literal["live", "previous"] = "previous" if action == "refuse" else "live"
+            if self.control.write_rows(rows, expected_epoch=view.epoch, unless=unless):
+                return view
+        raise Conflict("the pointer moved each time it was looked at; try again")
+
+    def _manifest(self, generation: str) -> bytes | None:
+        return self.store.read(generation_path(generation, "manifest.json"))
+
+
+@contextmanager
+def open_releases(config: NightConfig) -> Iterator[Releases]:
+    """Opens the release history for the length of a step, over a connection of its own."""
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        yield Releases(config.store(), Control(client, config.keyspace()))
+
+
+def outcome_of(
+    view: ReleaseView,
+    action: Action,
+    generation: str,
+    *,
+    attempt: str,
+    at: float,
+    reason: str = "",
+) -> tuple[Ledger, dict[str, RegistryRow]]:
+    """The ledger that a move at the time `at` would lead to, and the rows that it changes."""
+    epoch = max(view.epoch, view.ledger.epoch) + 1
+    done_release = Release(epoch, action, generation, None, attempt, at, is_done=True)
+    after = without_retired(fold([*view.history, done_release]), view.rows)
+    rows = {
+        generation_id: RegistryRow(state, at, "" if generation_id == generation else reason)
+        for generation_id, state in after.states.items()
+        if generation_id == generation or state is not view.ledger.state(generation_id)
+    }
+    return after, rows
 
 
 def without_retired(ledger: Ledger, rows: Mapping[str, RegistryRow]) -> Ledger:

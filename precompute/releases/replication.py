@@ -15,7 +15,7 @@ from cache.l2.resp import bound_replies, check_replies, info_number, refusing_un
 from cache.l2.sync_clients import masters
 from precompute.bulk.governor import Governor
 from precompute.bulk.reload import reload
-from precompute.releases.release_log import ReleaseLog
+from precompute.releases.release_log import Releases
 
 WAIT_S = 0.5
 """Seconds that one `WAIT` blocks its connection at most, so that no socket times out meanwhile."""
@@ -42,7 +42,7 @@ def run_ids(client: "redis.Redis") -> RunIds:
 
 
 def confirm(
-    releases: ReleaseLog,
+    releases: Releases,
     generation: str,
     verified: Mapping[str, Any] | None,
     *,

@@ -15,7 +15,7 @@ from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.load import RETIRE_BATCH, unlink_pages
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, retained
-from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, ReleaseView
+from precompute.releases.release_log import LOOK_TRIES, Releases, ReleaseView
 
 ABANDON_AFTER_S = 86_400.0
 ROW_KEPT_S = 2 * 86_400.0
@@ -33,7 +33,7 @@ class SweepResult:
 
 def sweep(
     config: NightConfig,
-    releases: ReleaseLog,
+    releases: Releases,
     *,
     attempt: str,
     making: str | None = None,
@@ -77,7 +77,7 @@ def sweep(
 
 
 def sweepable(
-    releases: ReleaseLog,
+    releases: Releases,
     *,
     keep: int,
     grace_s: float,
@@ -130,7 +130,7 @@ def sweepable(
     return sweepable_ids
 
 
-def _left_s_ago(releases: ReleaseLog, generation: str, view: ReleaseView) -> float:
+def _left_s_ago(releases: Releases, generation: str, view: ReleaseView) -> float:
     """Return the seconds since a pointer last named it; infinite for one that was never live.
 
     A clock that was ahead then, and is set right, keeps nothing for ever: a later move of the pointer bounds it.
@@ -149,7 +149,7 @@ def _left_s_ago(releases: ReleaseLog, generation: str, view: ReleaseView) -> flo
     return releases.clock() - min([left_at, *later])
 
 
-def _generations_in_use(releases: ReleaseLog) -> Collection[str | None]:
+def _generations_in_use(releases: Releases) -> Collection[str | None]:
     replicas = releases.control.replicas()
     return {
         generation_id
@@ -159,7 +159,7 @@ def _generations_in_use(releases: ReleaseLog) -> Collection[str | None]:
 
 
 def _is_abandoned(
-    releases: ReleaseLog,
+    releases: Releases,
     view: ReleaseView,
     generation: str,
     after_s: float,
@@ -186,7 +186,7 @@ def _is_abandoned(
 
 
 def retire(
-    releases: ReleaseLog,
+    releases: Releases,
     generation: str,
     *,
     attempt: str,
@@ -214,7 +214,7 @@ def retire(
 
 
 def unlink_recorded(
-    releases: ReleaseLog,
+    releases: Releases,
     generation: str,
     history: Sequence[Release],
     *,
@@ -238,7 +238,7 @@ def unlink_recorded(
     return removed + int(client.unlink(keys.loaded(generation)))
 
 
-def note_loaded(releases: ReleaseLog, generation: str, *, governor: Governor | None = None) -> None:
+def note_loaded(releases: Releases, generation: str, *, governor: Governor | None = None) -> None:
     """Record in the registry that a generation is loaded; raise Conflict if it was retired meanwhile.
 
     Its pages are then removed again, since the retirement may have ended before they came.
@@ -250,14 +250,14 @@ def note_loaded(releases: ReleaseLog, generation: str, *, governor: Governor | N
         raise
 
 
-def take_back(releases: ReleaseLog, generation: str, *, governor: Governor | None = None) -> None:
+def take_back(releases: Releases, generation: str, *, governor: Governor | None = None) -> None:
     """Remove pages that came into Redis while their generation was being retired, or after."""
     view = releases.view()
     if view.state(generation) is State.RETIRED:
         unlink_recorded(releases, generation, view.history, governor=governor)
 
 
-def is_back(releases: ReleaseLog, generation: str, history: Sequence[Release]) -> bool:
+def is_back(releases: Releases, generation: str, history: Sequence[Release]) -> bool:
     """True if the first or the last page of any table of a retired generation, or its marks, are in Redis again."""
     keys, client = releases.control.keys, releases.control.client
     ends = [
@@ -283,7 +283,7 @@ def _recorded_pages(generation: str, history: Sequence[Release]) -> Mapping[str,
     )
 
 
-def _manifest(releases: ReleaseLog, generation: str) -> Manifest | None:
+def _manifest(releases: Releases, generation: str) -> Manifest | None:
     try:
         return read_manifest(releases.store, generation)
     except UnknownGeneration:
@@ -291,7 +291,7 @@ def _manifest(releases: ReleaseLog, generation: str) -> Manifest | None:
 
 
 def _mark_retired(
-    releases: ReleaseLog,
+    releases: Releases,
     generation: str,
     *,
     attempt: str,
@@ -343,21 +343,21 @@ def _mark_retired(
     releases.record("retire", generation, attempt=attempt, pages=pages)
 
 
-def _demand_unneeded(releases: ReleaseLog, generation: str, ledger: Ledger) -> None:
+def _demand_unneeded(releases: Releases, generation: str, ledger: Ledger) -> None:
     if ledger.is_pinned(generation, releases.clock()):
         raise Conflict(f"cannot retire {generation}: it is pinned", generation=generation)
     if generation in _generations_in_use(releases):
         raise Conflict(f"cannot retire {generation}: a replica holds it", generation=generation)
 
 
-def overlays_live_s(releases: ReleaseLog, overlay_ttl_s: float) -> float:
+def overlays_live_s(releases: Releases, overlay_ttl_s: float) -> float:
     """Return the longest life of an overlay in seconds: any replica's own, if more than configured."""
     replica_ttls_s = [replica.overlay_ttl_s or 0.0 for replica in releases.control.replicas()]
     return max([overlay_ttl_s, *replica_ttls_s])
 
 
 def drop_old_rows(
-    releases: ReleaseLog,
+    releases: Releases,
     *,
     overlay_ttl_s: float,
     kept_s: float = ROW_KEPT_S,

@@ -21,7 +21,7 @@ from precompute.builds.build import Build, settings_digest, shard_report
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
 from precompute.partitions.digests import Digests
-from precompute.releases.release_log import ReleaseLog
+from precompute.releases.release_log import Releases
 from precompute.scoring.copies import HASH_AND_DIGEST, AllowedItems
 
 VERIFIED_STATES: Final = frozenset(
@@ -101,7 +101,7 @@ class BaseGeneration:
             ) from error
 
     def allowed_by_table(self, allowed_items: AllowedItems) -> Mapping[str, NDArray[np.bool_]]:
-        """Items that lists of its tables were of; raises CorruptArtefact for a damaged attribute."""
+        """Return masks of the items that its lists drew from; raise CorruptArtefact for a damaged attribute."""
         for attribute in self.manifest.items.attributes.values():
             for artefact in attribute.parts().values():
                 self.fetch(artefact)
@@ -116,7 +116,7 @@ class BaseGeneration:
 
 
 def choose_base(
-    releases: ReleaseLog, config: NightConfig, bundle: Bundle, *, making: str
+    releases: Releases, config: NightConfig, bundle: Bundle, *, making: str
 ) -> tuple[BaseGeneration | None, str]:
     """(the base, why not all of it can be copied): the newest verified generation of the same bundle and settings.
 

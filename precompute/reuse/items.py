@@ -94,7 +94,7 @@ def same_inputs(
 def copied_vectors(
     base: BaseGeneration, bundle: Bundle, items: ItemTable, root: Path, device: str | None
 ) -> CopiedVectors | None:
-    """Vectors that can be copied of the base, None if none can; `root` holds the digests of this night's inputs."""
+    """Return the vectors that can be copied from the base, None if none can; `root` has this night's digests."""
     model = bundle.item_tower
     if base.manifest.items.dims != bundle.dims:
         return None

@@ -1,4 +1,4 @@
-"""Copies of a night, step by step: what `begin` takes over, vectors of items, records of shards, and words for it."""
+"""Copies of a night, by step: the base and its inputs in `begin`, vectors of items, records of shards, and remarks."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from cache.format.item_table import ItemTable
 from precompute.builds.build import Build
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
-from precompute.releases.release_log import ReleaseLog
+from precompute.releases.release_log import Releases
 from precompute.reuse.base import BaseGeneration, choose_base
 from precompute.reuse.inputs import earlier_partition
 from precompute.reuse.item_records import item_records
@@ -30,9 +30,9 @@ from precompute.scoring.copies import (
 
 
 def choose_copies(
-    releases: ReleaseLog, config: NightConfig, bundle: Bundle, *, making: str
+    releases: Releases, config: NightConfig, bundle: Bundle, *, making: str
 ) -> NightCopies:
-    """What a night takes over while it begins: of the base that fits best, if there is one."""
+    """Choose the base, and return what a night takes over from it in `begin`; nothing without a base."""
     base, reason = choose_base(releases, config, bundle, making=making)
     if base is None:
         facts = {"generation": None, "has_lists": False, "why": reason}
@@ -52,7 +52,7 @@ def choose_copies(
 def copies_of_embedding(
     build: Build, bundle: Bundle, items: ItemTable, device: str | None
 ) -> EmbeddingCopies:
-    """Vectors of items that the base has, of a model whose rows depend on no others."""
+    """Return the vectors that can be copied from the base; only of a model whose rows do not depend on other rows."""
     base = BaseGeneration.open(build.config, build.need("begin"))
     if base is None:
         return EmbeddingCopies(finish=partial(_finish_embedding, build, None, {}, None))
@@ -92,7 +92,7 @@ def _write_changes(build: Build, base: BaseGeneration | None, items: ItemTable) 
 
 
 class BaseSource:
-    """The base that `begin` chose for one build, opened when first wanted, as what its shards copy from."""
+    """Base that `begin` chose for one build, from which its shards copy; opened at the first use."""
 
     def __init__(self) -> None:
         self._bases: list[BaseGeneration | None] = []
@@ -105,23 +105,23 @@ class BaseSource:
             return self._bases[0]
 
     def user_copies(self, shard: ShardScope) -> UserCopies | None:
-        """Records of users; None if nothing of the shard can be copied."""
+        """Return the records of users; None if none of the shard can be copied."""
         base = self._base(shard.build)
         return None if base is None else ShardReuse.open(base, shard)
 
     def item_copies(self, shard: ShardScope) -> ItemCopies | None:
-        """Records of items; None if nothing of the shard can be copied."""
+        """Return the records of items; None if none of the shard can be copied."""
         base = self._base(shard.build)
         return None if base is None else item_records(base, shard)
 
 
 def base_remark(begin_report: Mapping[str, Any], _config: NightConfig) -> str:
-    """Line on the base, behind a line break."""
+    """Return a line on the base, after a line break."""
     return f"\n{base_in_words(begin_report.get('base') or {})}"
 
 
 def users_remark(reports: Sequence[Mapping[str, Any]]) -> str:
-    """Line on users by reason, behind a line break, by the reports of shards; empty where nothing could be copied."""
+    """Return a line on users by reason, after a line break, from the reports of shards; empty without copies."""
     reasons = users_by_reason(reports)
     if sum(reasons.values()) <= reasons["computed"]:
         return ""

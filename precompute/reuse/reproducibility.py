@@ -1,4 +1,4 @@
-"""Rows computed in other company: of a model whose bits depend on it nothing is copied."""
+"""Reproducibility of a row in another batch: if a model's bits depend on the other rows, nothing of it is copied."""
 
 from collections.abc import Callable
 

@@ -14,7 +14,7 @@ MEASURED_USERS: Final = 1_000
 
 
 def reuse_facts(build: Build, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fact under its name in the manifest."""
+    """Return the fact of copies under its name in the manifest."""
     return {FACT: reuse_of(build, reports)}
 
 

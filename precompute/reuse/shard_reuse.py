@@ -142,7 +142,7 @@ class ShardReuse:
 
     @property
     def tables(self) -> Collection[str]:
-        """Tables that the base's shard has records of."""
+        """Tables of which the base's shard has records."""
         return self.base_shard.tables.keys()
 
     @property

@@ -1,4 +1,4 @@
-"""Copies of generations, for the command `status`."""
+"""Copied shares of generations, for the command `status`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,19 +9,19 @@ from precompute.reuse.reasons import users_in_words
 
 
 def reuse_field(manifest: Manifest) -> dict[str, Any] | None:
-    """Copies of a night as JSON; None where its manifest has none, or another version's."""
+    """Return the fact of copies as JSON; None if the manifest has none, or another version's."""
     reuse = Reuse.of(manifest.facts)
     return None if reuse is None else reuse.to_json()
 
 
 def copied_share_text(reuse: Mapping[str, Any] | None) -> str:
-    """Share of the users whose records were copied, for a column; "-" where that is not known."""
+    """Format the share of the users whose records were copied; "-" if unknown."""
     copied_fraction = None if reuse is None else reuse["share"]
     return "-" if copied_fraction is None else f"{copied_fraction:.1%}"
 
 
 def copy_lines(status: Mapping[str, Any]) -> list[str]:
-    """Copies of the live generation, and of the last nights up to it."""
+    """Return lines on copies of the live generation, and of the last nights up to it."""
     reuse = next(
         (
             generation_status["reuse"]

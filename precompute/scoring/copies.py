@@ -1,4 +1,4 @@
-"""Records that are copied from an earlier generation instead of being computed: decisions, places, and who is asked.
+"""Records that are copied from an earlier generation instead of being computed: decisions, places, and interfaces.
 
 Who decides, and holds the records, is a feature; scoring keeps an index of rows.
 """
@@ -185,7 +185,7 @@ class UserCopies(Protocol):
 
     @property
     def tables(self) -> Collection[str]:
-        """Tables that it has records of."""
+        """Tables of which it has records."""
         ...
 
     @property
@@ -204,15 +204,15 @@ class UserCopies(Protocol):
         vectors: NDArray[np.float32],
         exclusions: Histories,
     ) -> NDArray[np.bool_]:
-        """Mask of the lists at `base_positions` that a new or changed item may enter, by the users' vectors."""
+        """Return a mask of the lists at `base_positions` that a new or changed item may enter."""
         ...
 
     def records(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
-        """Records as this night has them: with its cut `at` (Unix seconds) and its numbers of items."""
+        """Return the records with this night's cut `at` (Unix seconds) and item ordinals."""
         ...
 
     def read_seen_items(self, base_positions: NDArray[np.int64]) -> Histories:
-        """Items that the users had, by this night's numbers of items."""
+        """Return the items that the users had, by this night's ordinals."""
         ...
 
     def read_times(self, base_positions: NDArray[np.int64]) -> Histories:
@@ -220,11 +220,11 @@ class UserCopies(Protocol):
         ...
 
     def read_feature_json(self, base_positions: NDArray[np.int64]) -> Histories:
-        """JSON of what the user tower was given of the users besides."""
+        """Return the JSON of the user tower's other inputs of the users."""
         ...
 
     def read_own_vector_mask(self, base_positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Users who brought a vector along."""
+        """Return a mask of the users who brought a vector along."""
         ...
 
 
@@ -233,7 +233,7 @@ class ItemCopies(Protocol):
 
     @property
     def base_positions_by_table(self) -> Mapping[str, NDArray[np.int64]]:
-        """Their positions int64 [items of the shard] by table, -1 to be computed."""
+        """Positions int64 [items of the shard] of the records by table, -1 for one to be computed."""
         ...
 
     def select_records(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
@@ -242,12 +242,12 @@ class ItemCopies(Protocol):
 
 
 AllowedItems = Callable[[Build], Mapping[str, NDArray[np.bool_]]]
-"""Items that the lists of some tables are of, bool [items] by table; other tables are of all items."""
+"""Function that returns masks bool [items] of the allowed items by table; other tables may list all items."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardScope:
-    """Shard of a build, with the tables of one entity that are scored of it, and the device (None: the processor)."""
+    """Shard of a build, with the tables of one entity to score, and the device (None: the processor)."""
 
     build: Build
     bundle: Bundle
@@ -263,16 +263,16 @@ class CopySource(Protocol):
     """Earlier generation that records of one build may be copied from; several threads may ask at once."""
 
     def user_copies(self, shard: ShardScope) -> UserCopies | None:
-        """Records of users; None if nothing of the shard can be copied."""
+        """Return the records of users; None if none of the shard can be copied."""
         ...
 
     def item_copies(self, shard: ShardScope) -> ItemCopies | None:
-        """Records of items; None if nothing of the shard can be copied."""
+        """Return the records of items; None if none of the shard can be copied."""
         ...
 
 
 class EarlierPartitionOf(Protocol):
-    """Finds the partition of an earlier night that this one takes over."""
+    """Function that finds the partition of an earlier night to take over."""
 
     def __call__(
         self,
@@ -285,9 +285,9 @@ class EarlierPartitionOf(Protocol):
         events: int,
         user_values: str,
     ) -> tuple[EarlierPartition | None, str]:
-        """(partition, "") or (None, why all source files are read).
+        """Return (partition, ""), or (None, the reason to read all source files).
 
-        `events` of the inputs are files of the further input, `user_values` the digest of what it sets for users.
+        `events` counts the files of the further input, `user_values` is the digest of its values for users.
         """
         ...
 
@@ -312,10 +312,10 @@ def _no_files(_bundle: Bundle) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class NightCopies:
-    """What a night takes over from an earlier generation while it begins; nothing by default.
+    """Functions by which `begin` takes data over from an earlier generation; by default nothing is taken over.
 
     `facts` are fields of `base` in the report of `begin`. `note_items` writes notes of each item below a folder, whose
-    paths are `item_files`; `item_vectors` are vectors that are there already, by these notes.
+    paths are `item_files`; `item_vectors` returns the vectors that can be copied, by these notes.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -336,7 +336,7 @@ def _no_fields(_items: ItemTable) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCopies:
-    """Vectors that need not be embedded; `finish` is given all items with vectors, and returns fields of the report."""
+    """Vectors that need not be embedded; `finish` gets all items with vectors, and returns fields of the report."""
 
     vectors: CopiedVectors | None = None
     finish: Callable[[ItemTable], dict[str, Any]] = _no_fields

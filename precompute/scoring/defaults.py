@@ -1,4 +1,4 @@
-"""Lists by what suits everybody: defaults, for whom nothing is known of."""
+"""Default lists for unknown users: the items that are popular, or have the best mean scores."""
 
 from collections.abc import Callable, Sequence
 from typing import Final

@@ -54,14 +54,14 @@ FIRST_SLICES = 4
 
 
 class SampleTaker(Protocol):
-    """A feature's sample of the users whose inputs are read anyway."""
+    """Collector of a feature's sample of the users whose inputs the step reads."""
 
     def take(self, entities: ShardInput, usable: NDArray[np.int64]) -> bool:
-        """Take what it wants of a slice, whose `usable` rows the user tower can use; returns True if more is wanted."""
+        """Take rows from the `usable` ones of a slice, which fit the user tower; return True if more are needed."""
         ...
 
     def finish(self, build: Build) -> dict[str, Any]:
-        """Write what was taken; returns fields of the step's report."""
+        """Write the sample; return fields of the step's report."""
         ...
 
 
@@ -73,10 +73,10 @@ def sample_inputs(
     metric: Metric = "inner_product",
     takers: Sequence[SampleTaker] = (),
 ) -> ShardInput:
-    """Real inputs of the first slice that holds any which the model can use; histories are drawn if nobody has one.
+    """Return the real inputs of the first slice with any that the model can use; draw histories if no user has one.
 
-    `metric` is the bundle's, by which they are drawn. Each of the `takers` is given slice after slice for as long as it
-    wants more; drawn histories are given to none.
+    `metric` is the bundle's, by which they are drawn. Each of the `takers` gets slices until it needs no more, and
+    never drawn histories.
     """
     if lacks_histories(build, model):
         return with_drawn_histories(users_with_vectors(build), items, metric, seed=SAMPLE_SEED)

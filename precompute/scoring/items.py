@@ -54,9 +54,9 @@ def lay_out_items(
 ) -> tuple[dict[str, Any], str | None]:
     """Write the catalogue and the columns of its features; returns its facts, and the columns' file if there is one.
 
-    Features have the `values` that events set, also those of items that these `event_item_ids`. Vectors that are there
-    by the `copies` are known to be finite. An item whose vector is not is left out, and noted as an output of the item
-    tower; raises SourceError where that is every item.
+    Features have the `values` that events set, also those of items that these `event_item_ids`. Vectors among the
+    `copies` are known to be finite. An item whose vector is not is left out, and noted as an output of the item tower;
+    raises SourceError where that is every item.
     """
     laid = catalogue.write_catalogue(
         config,
@@ -273,7 +273,7 @@ def score_items(
 ) -> dict[str, Any]:
     """All item tables of one shard's hash range, or of its first `limit` items; returns the shard's report.
 
-    Records that may be copied are.
+    Records that may be copied are not computed.
     """
     started, begin_report = time.perf_counter(), build.need("begin")
     start, end = begin_report["bounds"][shard], begin_report["bounds"][shard + 1]

@@ -1,4 +1,4 @@
-"""Programs that the bits of results depend on: libraries, the kernel, the processor's instructions, a device."""
+"""Programs on which the bits of results depend: libraries, the kernel, the processor's instructions, a device."""
 
 import functools
 import platform

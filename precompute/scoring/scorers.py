@@ -20,7 +20,7 @@ from precompute.scoring.towers import open_tower
 
 @dataclass(frozen=True, slots=True)
 class ScoringHooks:
-    """What features bring to the scoring of one build; without any, lists are of all items, and all is computed."""
+    """Hooks of features in the scoring of one build; by default, lists are of all items and nothing is copied."""
 
     allowed_items: tuple[AllowedItems, ...] = ()
     copies: CopySource | None = None
@@ -89,15 +89,15 @@ class Scorers:
             return self._bundle
 
     def user_copies(self, shard: ShardScope) -> UserCopies | None:
-        """Records of the shard's users that may be copied."""
+        """Return the records of the shard's users that may be copied."""
         return None if self._hooks.copies is None else self._hooks.copies.user_copies(shard)
 
     def item_copies(self, shard: ShardScope) -> ItemCopies | None:
-        """Records of the shard's items that may be copied."""
+        """Return the records of the shard's items that may be copied."""
         return None if self._hooks.copies is None else self._hooks.copies.item_copies(shard)
 
     def allowed_items(self, build: Build) -> dict[str, NDArray[np.bool_]]:
-        """Items that the lists of some tables are of, by table."""
+        """Return masks of the allowed items by table."""
         return {
             table: mask
             for allowed_by_table in self._hooks.allowed_items

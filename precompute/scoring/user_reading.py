@@ -149,7 +149,7 @@ def _of_any(
 
 
 def _note_kept(work: ShardWork, users: int, with_vector: int) -> None:
-    """Counts outputs of users that are copied without being looked at: they were, when they were computed."""
+    """Count outputs of users that are copied unread: they were checked when they were computed."""
     if users:
         for name in work.models:
             looked_at = users - (with_vector if name == "user_tower" else 0)
@@ -166,7 +166,7 @@ class Slice(NamedTuple):
 
 
 def slices_of(work: ShardWork, scratch: Path) -> Iterator[Slice]:
-    """Each slice of the shard, in hash order; with copies perhaps only its users whose inputs have to be looked at."""
+    """Yield each slice of the shard, in hash order; with copies perhaps only users whose inputs have to be read."""
     config, folder = work.build.config, work.build.root / PARTITION
     if work.copies is not None and work.copies.touched is not None:
         folder = users_alone(folder, work.number, work.copies.touched, scratch)

@@ -205,7 +205,7 @@ def _write_ends(work: ShardWork, count: str, rows: Histories, ends: GrowingFile)
 def recompute_users(
     work: ShardWork, hashes: NDArray[np.uint64], scratch: Path
 ) -> dict[int, dict[str, bytes]]:
-    """Records of the users with these sorted hashes by hash and table, computed as if nothing could be copied."""
+    """Return the records of the users with these sorted hashes by hash and table, computed without copies."""
     folder = users_alone(work.build.root / PARTITION, work.number, hashes, scratch)
     limit, records_by_hash = work.build.config.history_limit, dict[int, dict[str, bytes]]()
     entities = read_shard(

@@ -53,7 +53,7 @@ from precompute.partitions.partition import (
     write_counts,
 )
 from precompute.partitions.shard_files import TOUCHED
-from precompute.releases.moves import open_releases
+from precompute.releases.release_log import open_releases
 from precompute.releases.sweep import sweep
 from precompute.scoring.copies import NightCopies
 from precompute.scoring.defaults import FILE as DEFAULTS

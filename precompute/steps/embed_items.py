@@ -86,7 +86,7 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
 
 
 def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
-    """Defaults, and tables by scores, where nothing says what is popular: what suits known users best, on average."""
+    """Write defaults and tables by scores for sources without popularity: the items with the best mean scores."""
     users = sample_user_vectors(build, bundle, items)
     write_defaults(
         build,

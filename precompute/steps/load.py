@@ -15,7 +15,7 @@ from precompute.bulk.load import load_part, loaded_pages, parts_of, total_bytes
 from precompute.config.progress import Progress, Step, quiet, size_text
 from precompute.config.settings import NightConfig
 from precompute.features import facts
-from precompute.releases.moves import open_releases
+from precompute.releases.release_log import open_releases
 from precompute.releases.sweep import note_loaded, sweep
 from precompute.steps.night import Night, StepRow
 

@@ -15,7 +15,8 @@ from precompute.bulk.governor import open_governor
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import facts
-from precompute.releases.moves import open_releases
+from precompute.releases import moves
+from precompute.releases.release_log import open_releases
 from precompute.releases.replication import confirm, run_ids
 from precompute.releases.staging import StagingNote, staged
 from precompute.steps.night import Night, StepRow
@@ -42,8 +43,8 @@ def run(
         open_governor(config.governor, releases.control) as governor,
     ):
         report = build.read_report("verified") or {}
-        moved = releases.prepare(
-            build.generation, attempt=attempt, verified=report, governor=governor
+        moved = moves.prepare_publish(
+            releases, build.generation, attempt=attempt, verified=report, governor=governor
         )
         if moved is None:
             for entities in manifest.entity_sets.values():
@@ -62,8 +63,8 @@ def run(
                 confirm(
                     releases, build.generation, node_report, timeout_s=wait_s, governor=governor
                 )
-                moved = releases.publish(
-                    build.generation, attempt=attempt, verified=report, governor=governor
+                moved = moves.publish(
+                    releases, build.generation, attempt=attempt, verified=report, governor=governor
                 )
         else:
             # A publisher killed right after its move left its note: replicas would hold the generation on its behalf.

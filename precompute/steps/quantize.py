@@ -1,4 +1,4 @@
-"""Quantization: int8 forms of the live models, compared with fp32 on real inputs, of which features take samples."""
+"""Quantization: int8 forms of the live models, compared with fp32 on real inputs, which features sample."""
 
 import time
 from collections.abc import Mapping

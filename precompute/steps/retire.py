@@ -9,8 +9,7 @@ from precompute.bundles.bundle_store import heal_swap, sweep_bundles, sweep_trai
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import after_publish
-from precompute.releases.moves import open_releases
-from precompute.releases.release_log import ReleaseLog
+from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.sweep import drop_old_rows, sweep
 from precompute.steps.night import Night, StepRow
 
@@ -19,9 +18,9 @@ UNFINISHED_S = 86_400.0
 
 
 def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
-    """Remove what nobody needs any more: pages and files of generations, rows whose overlays are gone, leftovers.
+    """Remove unneeded pages and files of generations, rows whose overlays are gone, and leftovers.
 
-    Then each feature settles and sweeps what it keeps.
+    Then sweep the stored data of each feature.
     """
     with open_releases(config) as releases:
         swept = sweep(config, releases, attempt=attempt, progress=progress)
@@ -46,8 +45,8 @@ def in_night(night: Night) -> StepRow:
     )
 
 
-def find_needed_generations(releases: ReleaseLog) -> set[str]:
-    """Generations that a replica holds, that a night makes, or that are live or previous."""
+def find_needed_generations(releases: Releases) -> set[str]:
+    """Return the generations that a replica holds, that a night makes, or that are live or previous."""
     view = releases.view()
     held_generations = {
         generation
@@ -65,9 +64,9 @@ def find_needed_generations(releases: ReleaseLog) -> set[str]:
 
 
 def sweep_leftovers(
-    config: NightConfig, releases: ReleaseLog, needed_generations: Collection[str]
+    config: NightConfig, releases: Releases, needed_generations: Collection[str]
 ) -> int:
-    """Remove leftovers, by this host's own clock; their number. Nothing of needed generations is touched."""
+    """Remove leftovers, by this host's own clock; return their number. Files of needed generations stay."""
     store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
     heal_swap(bundle)
     swept = len(store.sweep_host_copies(needed_generations, cutoff_at=now_s - COPY_IDLE_S))

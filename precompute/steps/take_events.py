@@ -10,5 +10,5 @@ from precompute.features import taking
 
 
 def run(config: NightConfig) -> Step:
-    """Write the stream's new events into the store; how many, and the position up to which the files have all."""
+    """Write the stream's new events into the store; return their number, and the position that the files reach."""
     return taking()(config)

@@ -39,7 +39,8 @@ from precompute.gates.judge import (
 from precompute.gates.rules.checksums import files
 from precompute.partitions import catalogue, holdout
 from precompute.partitions.marks import marks_file
-from precompute.releases.moves import Releases, open_releases
+from precompute.releases import moves
+from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.replication import run_ids
 from precompute.releases.sweep import take_back
 from precompute.sources.plausibility import few_in_words
@@ -102,7 +103,7 @@ def run(
             if few_ids_remark := few_in_words(named, items):
                 reasons = f"{few_ids_remark}: {reasons}"
             # Refused before its verdicts are to be read: whatever dies in between, nobody publishes it.
-            releases.refuse(generation_build.generation, reason=reasons, attempt=attempt)
+            moves.refuse(releases, generation_build.generation, reason=reasons, attempt=attempt)
             generation_build.store.write(path, manifest.to_bytes())
             raise Refused(
                 f"{generation_build.generation} is refused, the live generation stays: {reasons}",

@@ -20,7 +20,7 @@ from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.load import unlink_pages
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
-from precompute.releases.moves import Releases, open_releases
+from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.sweep import unlink_recorded
 from precompute.traffic import experiments
 from precompute.traffic.experiments import ArmOption, ExperimentOption, settings_of

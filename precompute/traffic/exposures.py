@@ -22,7 +22,7 @@ from cache.traffic.experiments import EXPERIMENT_NAME, EXPOSURES_FOLDER
 from cache.usage.hot_keys import HOUR_S
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
-from precompute.releases.release_log import ReleaseLog
+from precompute.releases.release_log import Releases
 from precompute.sources.erasures import all_erasures
 
 LATE_S = 900.0
@@ -83,9 +83,9 @@ def gather(
 
 
 def gather_in_night(
-    config: NightConfig, releases: ReleaseLog, _needed_generations: Collection[str]
+    config: NightConfig, releases: Releases, _needed_generations: Collection[str]
 ) -> Step:
-    """Make files of the hours that ended; returns `exposure_parts` as a field of a step's report."""
+    """Write files of the hours that ended; return `exposure_parts` for the step's report."""
     store = config.store()
     return {
         "exposure_parts": gather(store, at=releases.clock(), erased=erased_users(store))["parts"]

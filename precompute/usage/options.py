@@ -1,4 +1,4 @@
-"""Row of the command `worklist`, apart from what it imports."""
+"""Row of the command `worklist`, in a module without the command's imports."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from precompute.config.commands import CommandRow, absolute_path
 from precompute.config.console import CommandPlace
 
 IDS_SHOWN = 50
-"""Ids that are shown where no limit is named."""
+"""Ids shown without a limit in the command."""
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:

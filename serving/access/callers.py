@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from cache.errors import ConfigError
 from cache.process.background_loops import BackgroundLoops, stop
 from cache.store.artefacts import file_version
-from serving.access.quota import Quota, QuotaRows, Shortage, quota_exceeded, row_key
+from serving.access.quota import Quota, QuotaTable, Shortage, quota_exceeded, row_key
 from serving.access.token_file import DEFAULT_NAME, SCOPES, Scope, Tokens, read_tokens
 from serving.requests.context import CALLER_KEY
 from serving.requests.errors import Problem
@@ -169,7 +169,7 @@ class Callers:
         cls,
         token: str,
         tokens: Tokens | None,
-        rows: QuotaRows,
+        rows: QuotaTable,
         request_counts_by_name: MutableMapping[str, CallerCounts],
         *,
         clock: Callable[[], float] = time.time,
@@ -237,7 +237,7 @@ class TokenWatch(Collector):
         self,
         token: str,
         file: str,
-        rows: QuotaRows,
+        rows: QuotaTable,
         *,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Self
 
 from cache.errors import ConfigError
 from serving.requests.errors import Problem
@@ -73,28 +73,13 @@ class QuotaState(NamedTuple):
         return not self.in_flight and max(self.requests_until, self.entities_until) <= now_s
 
 
-class QuotaRows(Protocol):
-    """Quota states, shared by the workers of a service."""
-
-    def charge(
-        self, key: bytes, limits: QuotaLimits, now_s: float, requests: int, entities: int
-    ) -> Shortage | None:
-        """Charge the token under `key`, or return the shortage; requests stay in flight until given back or left."""
-
-    def give_back(self, key: bytes, limits: QuotaLimits, requests: int, entities: int) -> None:
-        """Undo a charge; its requests are no longer in flight."""
-
-    def leave(self, key: bytes) -> None:
-        """End one request in flight."""
-
-
 class Quota:
     """Quota of one token, counted in `rows`."""
 
     __slots__ = ("_key", "_rows", "_timer", "limits")
 
     def __init__(
-        self, key: bytes, limits: QuotaLimits, rows: QuotaRows, timer: Callable[[], float]
+        self, key: bytes, limits: QuotaLimits, rows: "QuotaTable", timer: Callable[[], float]
     ) -> None:
         self.limits = limits
         self._key, self._rows, self._timer = key, rows, timer

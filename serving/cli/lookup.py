@@ -34,7 +34,7 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
 
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """Return the parser of this command's arguments."""
+    """Parser of this command's arguments."""
     return question_parser(
         prog,
         "The answer of a running service for one entity of a table, and where it came from. --history and "

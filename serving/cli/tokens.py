@@ -59,7 +59,7 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
 
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """Return the parser of this command's arguments."""
+    """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Named tokens of the service: what each may do, how much of it, until when. The file holds their "

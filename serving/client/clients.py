@@ -136,7 +136,7 @@ class AsyncClient:
         return read_generations(await self._sender.send(call, self._deadline(_NONE)))
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         await self._sender.aclose()
 
     async def __aenter__(self) -> Self:

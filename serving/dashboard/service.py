@@ -14,7 +14,7 @@ from serving.dashboard.counters import Counts, MetricsPublisher
 from serving.dashboard.document import document
 from serving.dashboard.generation_history import GenerationHistory
 from serving.generations.nights import Nights
-from serving.process.resources import InThread
+from serving.process.resources import StoreThreads
 from serving.requests.errors import Problem
 from serving.usage.l1_advisor import merge_curves
 
@@ -55,7 +55,7 @@ class Dashboard:
         quality: Provider = lambda: None,
         events: Provider = lambda: None,
         arms: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
-        in_thread: InThread,
+        in_thread: StoreThreads,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_on = is_on

@@ -108,7 +108,7 @@ def _watch(fetch_body: Callable[[], dict[str, Any]], every_s: float, body: dict[
 
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """Return the parser of this command's arguments."""
+    """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="The dashboard of a running service, in a terminal.",

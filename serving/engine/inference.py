@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from cache.errors import CorruptArtefact
 from cache.l2.commands import LeaseMark
@@ -17,7 +17,7 @@ from serving.admission.work_pacer import YieldPacer
 from serving.engine.entity import PendingAnswer
 from serving.engine.event_counting import new_items_of
 from serving.engine.leases import LeaseManager
-from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable, MicroBatcher
 from serving.generations.snapshot import Snapshot
 from serving.metrics.collectors import ChangedAnswers
 from serving.requests.reasons import LiveReason
@@ -53,13 +53,6 @@ FREQUENT_SHARE = 0.02
 
 PROBE_EVERY = 16
 """Number of inputs with unread overlays per probe, which reads one overlay without delaying its answer."""
-
-
-class InferenceBatcher(Protocol):
-    """Interface of the batcher that computes live answers."""
-
-    def infer(self, job: InferenceJob) -> Awaitable[ComputedRecord]:
-        """Return the outcome of one job; raise LiveUnavailable without one."""
 
 
 class InferenceTarget(NamedTuple):
@@ -121,7 +114,7 @@ class RepeatRate:
 class LiveInferences:
     """Live rung; callers with the same input share a flight, callers with different inputs never do."""
 
-    batcher: InferenceBatcher
+    batcher: MicroBatcher
     tiers: TieredCache
     _: KW_ONLY
     overlay_ttl_s: float

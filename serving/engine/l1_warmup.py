@@ -5,9 +5,9 @@ import gc
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from cache.tiers.reads import Hit, ReadResult, RecordKey, View
+from cache.tiers.reads import Hit, RecordKey
+from cache.tiers.tiered import TieredCache
 from cache.usage.hot_keys import Name
 from serving.engine.entity import find_record_key
 from serving.generations.snapshot import Snapshot
@@ -19,15 +19,6 @@ _LONGEST_S = 5.0
 _RECORDS_AT_ONCE = 256
 
 
-class BatchReader(Protocol):
-    """Protocol of the tiers, as far as reading ahead needs it."""
-
-    async def get_many(
-        self, view: View, record_keys: Sequence[RecordKey], deadline: float, *, is_counted: bool
-    ) -> Sequence[ReadResult]:
-        """BatchReads into L1; `deadline` is monotonic."""
-
-
 @dataclass(slots=True, eq=False)
 class L1Warmup:
     """Warm-up of L1: reads each id of a generation once, so that topping up costs only the new ids.
@@ -36,7 +27,7 @@ class L1Warmup:
     generation.
     """
 
-    tiers: BatchReader
+    tiers: TieredCache
     recent: Callable[[], Sequence[Name]]
     hottest: Callable[[], Awaitable[Sequence[Name]]] | None = None
     observe: Callable[[int, float], None] = lambda _records, _seconds: None

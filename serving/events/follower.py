@@ -24,7 +24,7 @@ from cache.store.blocklist import Blocklist
 from serving.events.newer_events import NO_LIMIT, NewerEvents
 from serving.generations.heartbeat import RedisClock
 from serving.generations.holder import GenerationHolder
-from serving.process.resources import InThread
+from serving.process.resources import StoreThreads
 from serving.requests.reasons import StaleReason
 
 log = logging.getLogger(__name__)
@@ -363,7 +363,7 @@ class NewestPosition:
         self._newer_events, self._holder, self._store = newer_events, holder, store
         self._taken_position = BEGINNING
 
-    async def load_taken_position(self, in_thread: InThread) -> None:
+    async def load_taken_position(self, in_thread: StoreThreads) -> None:
         """Read once, at the start, the position up to which nights took events over; the follower sees later ones."""
         try:
             async with asyncio.timeout(_STORE_WAIT_S):

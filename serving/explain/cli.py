@@ -25,7 +25,7 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
 
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """Return the parser of this command's arguments."""
+    """Parser of this command's arguments."""
     return question_parser(
         prog,
         "Why a running service answers an entity as it does: which rung would answer, what each holds, the "

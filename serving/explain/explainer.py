@@ -61,7 +61,7 @@ from serving.generations.pointer_follower import PointerFollower
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot, user_vector_table
 from serving.metrics.registry import Metrics
-from serving.process.resources import InThread
+from serving.process.resources import StoreThreads
 from serving.requests.answers import FALLBACKS, STORED_SOURCES, Source
 from serving.requests.errors import Problem, unprocessable
 from serving.requests.models import LookupRequest, RequestOptions
@@ -162,7 +162,7 @@ class PageChecks:
     inspector: TierInspector
     keyspace: Keyspace
     store: ArtefactStore
-    in_thread: InThread
+    in_thread: StoreThreads
     _reading: set[asyncio.Task[str]] = field(init=False, default_factory=set)
 
     async def check_page(
@@ -515,7 +515,7 @@ class Explainer:
         filters: Filters,
         newer_events: NewerEvents,
         *,
-        in_thread: InThread,
+        in_thread: StoreThreads,
     ) -> None:
         self._follower = follower
         self._inspector = looking = TierInspector(tiers, remote)

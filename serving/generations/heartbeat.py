@@ -11,7 +11,7 @@ from cache.process.host import disk_free_bytes, memory_available_bytes
 from serving.generations.holder import LiveSwap
 from serving.generations.pointer_follower import PointerFollower
 from serving.metrics.registry import Metrics
-from serving.process.resources import InThread
+from serving.process.resources import StoreThreads
 
 HOST_LOOK_S = 5.0
 """Seconds between measurements of the host's memory and disk."""
@@ -46,7 +46,7 @@ class HostHeadroom:
     """Free memory and disk of the host; `headroom` has the last measurement, empty before the first."""
 
     folder: Path
-    in_thread: InThread
+    in_thread: StoreThreads
     headroom: Mapping[str, int] = field(init=False, default_factory=dict)
 
     async def refresh(self) -> None:

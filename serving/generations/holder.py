@@ -19,7 +19,7 @@ from cache.traffic.split import KeySplit
 from serving.generations.served_set import ItemUpdates, ServedGenerations, SnapshotUpdate
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
-from serving.process.resources import InThread
+from serving.process.resources import StoreThreads
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class GenerationHolder:
         warm: WarmSnapshot,
         flipped: Callable[[str], None] = lambda _before: None,
         aside: Executor | None = None,
-        in_thread: InThread,
+        in_thread: StoreThreads,
         attributes: AttributeEvents | None = None,
         new_items: NewItemEvents | None = None,
         timer: Callable[[], float] = time.monotonic,

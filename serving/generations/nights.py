@@ -21,7 +21,7 @@ from cache.store.releases import POINTED, Release, all_releases
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.served_set import ServedGenerations
 from serving.metrics.collectors import by_label
-from serving.process.resources import InThread
+from serving.process.resources import StoreThreads
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Nights:
 class ReleaseWatch:
     """Reader of the release records, off the event loop; unreadable records leave the last known state."""
 
-    def __init__(self, store: ArtefactStore, in_thread: InThread) -> None:
+    def __init__(self, store: ArtefactStore, in_thread: StoreThreads) -> None:
         self.last: dict[str, float] = {}
         self.refused: frozenset[str] = frozenset()
         self._store = store

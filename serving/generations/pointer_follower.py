@@ -17,7 +17,7 @@ from serving.generations.holder import GenerationHolder, newest_pointer
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
-from serving.process.resources import InThread
+from serving.process.resources import StoreThreads
 from serving.requests.reasons import StaleReason
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class PointerFollower:
         load_bound_s: float,
         poll_s: float,
         clock: Callable[[], float],
-        in_thread: InThread,
+        in_thread: StoreThreads,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_draining = False

@@ -19,7 +19,7 @@ from cache.store.artefacts import COPY_IDLE_S, ArtefactStore
 from cache.store.blocklist import Blocklist
 from serving.generations.heartbeat import Heartbeat
 from serving.generations.pointer_follower import PointerFollower
-from serving.process.resources import InThread
+from serving.process.resources import StoreThreads
 from serving.requests.reasons import StaleReason
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Refresher:
         poll_s: float,
         blocklist_poll_s: float,
         heartbeat_s: float,
-        in_thread: InThread,
+        in_thread: StoreThreads,
         timer: Callable[[], float] = time.monotonic,
         loops: BackgroundLoops | None = None,
     ) -> None:

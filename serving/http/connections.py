@@ -7,7 +7,7 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Collection
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple
 
 from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -48,16 +48,6 @@ _BOUND_REFUSALS = {
 StageKind = Literal["silent", "head", "body", "write", "close"]
 
 
-class Peer(Protocol):
-    """Connection that can be checked for progress, and dropped."""
-
-    def close_if_stalled(self, now_s: float) -> None:
-        """End the connection if it has not progressed in time."""
-
-    def drop(self) -> None:
-        """End the connection to make room for another, unless it has a request under way."""
-
-
 class Connections:
     """Bound on the number of connections. One timer serves all: one per request would cost as much as its answer."""
 
@@ -66,10 +56,10 @@ class Connections:
         self.unread = UnreadAnswers(bounds.answers_bytes)
         self.ended_by_reason: Counter[str] = Counter()
         """Connections ended by reason, except those ended by their peers or for idleness."""
-        self._unasked: dict[Peer, None] = {}  # oldest first
+        self._unasked: dict[Connection, None] = {}  # oldest first
         self._logged_count = 0
 
-    def admit(self, connection: Peer, count: int) -> bool:
+    def admit(self, connection: "Connection", count: int) -> bool:
         """Return whether one more connection, itself counted, may stay; may drop the oldest one without a request."""
         bounds, unasked = self.bounds, self._unasked
         is_full = count > bounds.connections_max
@@ -83,7 +73,7 @@ class Connections:
         unasked[connection] = None
         return True
 
-    def discard_unasked(self, connection: Peer) -> None:
+    def discard_unasked(self, connection: "Connection") -> None:
         """Remove a connection from those without a request: it has sent a head, or is gone."""
         self._unasked.pop(connection, None)
 
@@ -94,7 +84,7 @@ class Connections:
         shortest = min(bounds.head_timeout_s, bounds.body_timeout_s, bounds.write_timeout_s)
         return min(_CHECK_EVERY_S, shortest / 4)
 
-    async def close_stalled(self, connections: Collection[Peer], now_s: float) -> None:
+    async def close_stalled(self, connections: Collection["Connection"], now_s: float) -> None:
         """Check each connection for progress, a few per iteration of the loop."""
         for number, connection in enumerate(list(connections), 1):
             connection.close_if_stalled(now_s)
@@ -116,16 +106,6 @@ class Connections:
             self._logged_count = ended_count
 
 
-class Reader(Protocol):
-    """Connection whose peer has to read before more can be sent."""
-
-    def unread_bytes(self) -> int:
-        """Return the bytes of answers that are not sent yet."""
-
-    def cut_off(self) -> None:
-        """End the connection at once, dropping unsent answers."""
-
-
 class UnreadAnswers:
     """Connections with more than a buffer of unsent answers, and the bytes of all of them, for one event loop.
 
@@ -137,8 +117,8 @@ class UnreadAnswers:
         self.bytes_max = bytes_max
         self.cut = 0
         """Connections cut off since the start."""
-        self._waiting_since_by_reader: dict[Reader, float] = {}  # the longest first
-        self._bytes: dict[Reader, int] = {}
+        self._waiting_since_by_reader: dict[Connection, float] = {}  # the longest first
+        self._bytes: dict[Connection, int] = {}
         self._held_bytes = 0
 
     @property
@@ -146,14 +126,14 @@ class UnreadAnswers:
         """Unsent bytes, as of the last check of each connection."""
         return self._held_bytes
 
-    def add(self, reader: Reader, now_s: float) -> None:
+    def add(self, reader: "Connection", now_s: float) -> None:
         """Count the unsent bytes of a connection whose buffer is full."""
         self._waiting_since_by_reader.setdefault(reader, now_s)
         self._count(reader)
         if self._held_bytes > self.bytes_max:
             self._cut_slow(now_s)
 
-    def remove(self, reader: Reader) -> None:
+    def remove(self, reader: "Connection") -> None:
         """Stop counting a connection that can be written to again, or is gone."""
         if self._waiting_since_by_reader.pop(reader, None) is not None:
             self._held_bytes -= self._bytes.pop(reader)
@@ -164,7 +144,7 @@ class UnreadAnswers:
             self._cut_slow(now_s)
         return self._held_bytes > self.bytes_max
 
-    def _count(self, reader: Reader) -> None:
+    def _count(self, reader: "Connection") -> None:
         size = reader.unread_bytes()
         self._held_bytes += size - self._bytes.get(reader, 0)
         self._bytes[reader] = size

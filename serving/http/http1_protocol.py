@@ -107,10 +107,10 @@ def body_length(version: bytes, headers: Headers) -> int:
         return length
     if version == b"1.0":
         raise ProtocolViolation(400, "HTTP/1.0 has no Transfer-Encoding: send Content-Length")
-    names = [
-        name for name in (coding.strip(b" \t").lower() for coding in codings.split(b",")) if name
-    ]
-    if not names or names[-1] != b"chunked":
+    names = [coding.strip(b" \t").lower() for coding in codings[1:].split(b",")]
+    if b"" in names:
+        raise ProtocolViolation(400, "a Transfer-Encoding names no coding")
+    if names[-1] != b"chunked":
         raise ProtocolViolation(
             400, "the length of the body is unknown: its last Transfer-Encoding is not chunked"
         )

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 from cache.errors import ConfigError
 
@@ -67,15 +67,6 @@ def place_thread(cores: tuple[int, ...], nice: int) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
     lower_thread_priority(nice)
-
-
-class InThread(Protocol):
-    """Runs blocking work aside; `asyncio.to_thread` is one."""
-
-    async def __call__(
-        self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:  # pragma: no cover
-        """Run the work; return its result or raise its error; a caller that leaves does not end it."""
 
 
 class StoreThreads:

@@ -4,12 +4,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import xxhash
 
 from cache.store.releases import Canary
 from serving.engine.rendering.answer_fields import AnswerJson
+from serving.generations.holder import GenerationHolder
 from serving.generations.served_set import ServedGenerations
 from serving.metrics.registry import Metrics
 from serving.requests.answers import FALLBACKS, Source
@@ -45,18 +46,11 @@ class CanaryAssignment(NamedTuple):
     canary: Canary
 
 
-class CanaryHolder(Protocol):
-    """Interface of an object that holds the running canary."""
-
-    canary: Canary | None
-    """The running canary; None while none runs."""
-
-
 class CanaryRouter:
     """Router of requests by the caller's key alone, so that all replicas choose the same generation for a request."""
 
-    def __init__(self, running: CanaryHolder, metrics: Metrics) -> None:
-        self._running = running
+    def __init__(self, holder: GenerationHolder, metrics: Metrics) -> None:
+        self._holder = holder
         self._metrics = metrics
         self._counted_canary: Canary | None = None
         self._counts: dict[Arm, ArmCounts] = {}
@@ -69,7 +63,7 @@ class CanaryRouter:
         options: RequestOptions,
     ) -> tuple[ServedGenerations, CanaryAssignment | None]:
         """Holding that answers the whole request, and the arm and key by which it is counted; None for neither arm."""
-        if (canary := self._running.canary) is None:
+        if (canary := self._holder.canary) is None:
             return served, None
         if options.generation is not None:
             return self._without_arm(served, "pinned")
@@ -108,7 +102,7 @@ class CanaryRouter:
         count: int,
     ) -> Arm | None:
         """Count a report on a generation's answers, or to a key; return the arm, None if it is neither."""
-        canary = self._running.canary
+        canary = self._holder.canary
         if canary is None or served.canary is None:
             return None
         self._begin(canary)
@@ -124,7 +118,7 @@ class CanaryRouter:
 
     def report(self) -> dict[str, Any] | None:
         """Counts of both arms that the heartbeat carries while a canary runs; None while none does."""
-        if (canary := self._running.canary) is None:
+        if (canary := self._holder.canary) is None:
             return None
         self._begin(canary)
         return {

@@ -4,15 +4,15 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cache.tiers.access_sample import TRACE_MAX, AccessTrace
-from cache.tiers.l1 import LocalTier
+from cache.tiers.access_sample import TRACE_MAX
 from cache.tiers.reads import Counters
+from cache.tiers.tiered import TieredCache
 from cache.usage.miss_ratio_curve import MissRatioCurve
 from serving.generations.snapshot import Snapshot
 
@@ -53,14 +53,6 @@ _BURST = 10_000.0
 
 _SLICE = 128
 """Touches worked off before others may use the event loop: about 0.2 ms."""
-
-
-class AdvisedTiers(Protocol):
-    """Tiers that the advisor watches: L1, the trace of its reads and the counters."""
-
-    local: LocalTier
-    trace: AccessTrace
-    counters: Counters
 
 
 class HitRatioCurve(NamedTuple):
@@ -122,7 +114,7 @@ class L1Advisor(Collector):
 
     def __init__(
         self,
-        tiers: AdvisedTiers,
+        tiers: TieredCache,
         live: Callable[[], Snapshot | None],
         keys_max: int,
         timer: Callable[[], float] = time.monotonic,

@@ -16,6 +16,10 @@ import h11
 NODE = shutil.which("node")
 _NODE_JUDGE = Path(__file__).with_name("node_judge.js")
 _EMPTY_LINES = re.compile(rb"\A(?:\r\n)+")
+_DECIDING_TRAILER = re.compile(
+    rb"(?i)(\r\n0+[ \t]*(?:;[^\r\n]*)?\r\n(?:[^\r\n:]+:[^\r\n]*\r\n)*)"
+    rb"(?:(Content-Lengt)h|(Transfer-Encodin)g|(Connectio)n|(Expec)t|(Upgrad)e|(Hos)t):"
+)
 _ROOMY = 1 << 24
 """Bytes of a head that a judge reads: bounds are the product's own affair."""
 
@@ -47,8 +51,9 @@ class Reading:
 
     messages: tuple[Message, ...]
     end: End
-    begun: int
-    """Messages whose heads were read: one more than `messages` where the stream ends, or is wrong, within a body."""
+    heads: tuple[tuple[str, str], ...]
+    """Method and target of each head that was read: one more than `messages` where the stream breaks off, or is wrong,
+    within a body."""
     why: str = ""
     first_bytes: int | None = None
 
@@ -62,6 +67,21 @@ class Judge(Protocol):
         """Read a stream behind which the sender closes its side."""
 
 
+def without_deciding_trailers(stream: bytes) -> bytes:
+    """The stream as long as it was, with other names for trailers whose names would decide something in a head.
+
+    RFC 9110, section 6.5.1: a trailer decides nothing. Both judges take some for fields of the head: llhttp refuses a
+    `Content-Length`, h11 a `Transfer-Encoding` that it does not know.
+    """
+    while True:
+        renamed = _DECIDING_TRAILER.sub(
+            lambda match: match[1] + b"".join(match.groups(b"")[1:]) + b"-:", stream
+        )
+        if renamed == stream:
+            return stream
+        stream = renamed
+
+
 class H11Judge:
     """h11, as a server that refuses every upgrade, and ignores empty lines before a request (RFC 9112, section 2.2)."""
 
@@ -69,9 +89,11 @@ class H11Judge:
 
     def read(self, stream: bytes) -> Reading:
         """Read a stream behind which the sender closes its side."""
+        stream = without_deciding_trailers(stream)
         messages: list[Message] = []
         first_bytes: int | None = None
-        waiting, begun_count = _EMPTY_LINES.sub(b"", stream), 0
+        heads: list[tuple[str, str]] = []
+        waiting = _EMPTY_LINES.sub(b"", stream)
         while waiting:
             connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_ROOMY)
             connection.receive_data(waiting)
@@ -81,11 +103,11 @@ class H11Judge:
                 request = connection.next_event()
                 if not isinstance(request, h11.Request):
                     break
-                begun_count += 1
+                heads.append((request.method.decode("latin-1"), request.target.decode("latin-1")))
                 while isinstance(event := connection.next_event(), h11.Data):
                     body += bytes(event.data)
             except h11.RemoteProtocolError as error:
-                return Reading(tuple(messages), "refused", begun_count, str(error), first_bytes)
+                return Reading(tuple(messages), "refused", tuple(heads), str(error), first_bytes)
             assert isinstance(event, h11.EndOfMessage), event
             messages.append(_message(request, body))
             waiting = connection.trailing_data[0]
@@ -93,9 +115,9 @@ class H11Judge:
             connection.send(h11.Response(status_code=404, headers=[("Content-Length", "0")]))
             connection.send(h11.EndOfMessage())
             if connection.our_state is not h11.DONE:
-                return Reading(tuple(messages), "closed", begun_count, first_bytes=first_bytes)
+                return Reading(tuple(messages), "closed", tuple(heads), first_bytes=first_bytes)
             waiting = _EMPTY_LINES.sub(b"", waiting)
-        return Reading(tuple(messages), "clean", begun_count, first_bytes=first_bytes)
+        return Reading(tuple(messages), "clean", tuple(heads), first_bytes=first_bytes)
 
 
 def _message(request: h11.Request, body: bytes) -> Message:
@@ -117,7 +139,7 @@ class NodeJudge:
     def read(self, stream: bytes) -> Reading:
         """Read a stream behind which the sender closes its side."""
         assert self._process.stdin is not None
-        self._process.stdin.write(base64.b64encode(stream) + b"\n")
+        self._process.stdin.write(base64.b64encode(without_deciding_trailers(stream)) + b"\n")
         self._process.stdin.flush()
         reply = self._reply()
         messages = tuple(
@@ -127,7 +149,8 @@ class NodeJudge:
             )
             for message in reply["messages"]
         )  # fmt: skip
-        return Reading(messages, reply["end"], reply["begun"], reply["why"])
+        heads = tuple((method, target) for method, target in reply["heads"])
+        return Reading(messages, reply["end"], heads, reply["why"])
 
     def _reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None

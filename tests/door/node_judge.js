@@ -15,7 +15,7 @@ server.timeout = 0;
 
 function take(request, response) {
   const mine = reading;
-  mine.begun += 1;
+  mine.heads.push([request.method, request.url]);
   const chunks = [];
   const fields = [];
   for (let at = 0; at < request.rawHeaders.length; at += 2) fields.push(request.rawHeaders.slice(at, at + 2));
@@ -53,7 +53,7 @@ server.listen(0, '127.0.0.1', () => {
   const waiting = [];
   const next = () => {
     if (reading || !waiting.length) return;
-    reading = { messages: [], begun: 0, end: 'clean', why: '' };
+    reading = { messages: [], heads: [], end: 'clean', why: '' };
     const socket = net.connect({ port: server.address().port, host: '127.0.0.1', allowHalfOpen: true });
     // A server that answers 400 by itself (no Host, an Expect it does not know) takes no message.
     let answered = '';

@@ -16,7 +16,8 @@ target and the bytes of its body. Then:
 4. With such an answer it may have taken fewer messages than the judges: a service may be stricter, never more lenient.
    In particular what a judge refuses is never taken.
 5. A message whose head the judges have read, and whose body breaks off or is wrong, may be answered with an error that
-   does not depend on the body (404, 405 and the like). That is the last answer.
+   does not depend on the body (404, 405 and the like); so may a GET or HEAD, whose body says nothing, with its answer.
+   That is the last answer.
 
 Where a judge is stricter than the RFCs demand, so that a service may take what it refuses, `LENIENCIES` names the case.
 That judge then says nothing about the messages from there on, and the other one still has to agree.
@@ -156,14 +157,17 @@ def _violations_of_one(
 
 
 def _is_before_the_end(number: int, answer: Answer, bound: dict[str, Reading]) -> bool:
-    """Return True if an error answers a message within which each judge stops."""
-    return (
-        400 <= answer.status < 500
-        and bool(bound)
-        and all(
-            len(reading.messages) == number and reading.begun > number for reading in bound.values()
-        )
+    """Return True if a message within which each judge stops is answered, and by nothing that its body decides."""
+    return bool(bound) and all(
+        len(reading.messages) == number
+        and len(reading.heads) > number
+        and (400 <= answer.status < 500 or _is_of_head(answer, *reading.heads[number]))
+        for reading in bound.values()
     )
+
+
+def _is_of_head(answer: Answer, method: str, target: str) -> bool:
+    return method in ("GET", "HEAD") and all(name in target for name in answer.ids)
 
 
 def _could_ask_for(message: Message, ids: Sequence[str]) -> bool:

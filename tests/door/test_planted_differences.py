@@ -35,8 +35,8 @@ PLANTS = (
         (
             Change(
                 _PROTOCOL,
-                'if not names or names[-1] != b"chunked":',
-                'if not names or b"chunked" not in names:',
+                'if names[-1] != b"chunked":',
+                'if b"chunked" not in names:',
             ),
             Change(_PROTOCOL, "if len(names) > 1:", "if len(names) > 2:"),
         ),

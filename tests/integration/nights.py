@@ -22,8 +22,8 @@ from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import hand_over
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.reference.train import train_reference
-from precompute.releases.moves import open_releases
 from precompute.releases.recovery import roll_back as move_back
+from precompute.releases.release_log import open_releases
 from precompute.steps import (
     assemble,
     begin,

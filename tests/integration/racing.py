@@ -17,8 +17,9 @@ from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Pointer
 from precompute.bulk.reload import reload
-from precompute.releases.moves import Releases
+from precompute.releases import moves
 from precompute.releases.recovery import restore_redis
+from precompute.releases.release_log import Releases
 from precompute.releases.sweep import drop_old_rows, retire, sweepable
 from serving.generations.pointer_follower import judge_pointer
 
@@ -86,7 +87,7 @@ class Racer:
     def _night(self, make: Make) -> None:
         generation = self.rng.choice(self._near(self._newest() - 2))
         self.prepare(generation, make)
-        self.releases.publish(generation, attempt=self._attempt())
+        moves.publish(self.releases, generation, attempt=self._attempt())
 
     def prepare(self, generation: str, make: Make) -> None:
         releases = self.releases
@@ -101,12 +102,12 @@ class Racer:
         reload(releases.control, releases.store, generation)
         releases.note(generation, State.LOADED)
         if self.rng.random() < 0.15:
-            releases.refuse(generation, reason="bad", attempt=self._attempt())
+            moves.refuse(releases, generation, reason="bad", attempt=self._attempt())
             raise Conflict("refused")
         releases.mark_verified(generation, attempt=self._attempt())
 
     def _roll_back(self, _make: Make) -> None:
-        self.releases.roll_back(to=None, reason="bad", attempt=self._attempt())
+        moves.roll_back(self.releases, to=None, reason="bad", attempt=self._attempt())
 
     def _retire(self, _make: Make) -> None:
         for generation in sweepable(self.releases, keep=1, grace_s=0.5):
@@ -124,16 +125,16 @@ class Racer:
 
     def _canary(self, make: Make) -> None:
         if self.releases.ledger().canary is not None:
-            self.releases.end_canary(self._attempt(), "enough", self.rng.random() < 0.3)
+            moves.end_canary(self.releases, self._attempt(), "enough", self.rng.random() < 0.3)
             return
         generation = self.rng.choice(self._near(self._newest() + 1))
         self.prepare(generation, make)
-        self.releases.start_canary(generation, 5.0, self._attempt())
+        moves.start_canary(self.releases, generation, 5.0, self._attempt())
 
     def _retry(self, _make: Make) -> None:
         pointer = self.releases.control.pointer()
         if pointer is not None:
-            self.releases.publish(pointer.generation, attempt=pointer.attempt)
+            moves.publish(self.releases, pointer.generation, attempt=pointer.attempt)
 
 
 def race(

@@ -24,7 +24,8 @@ from cache.records import Layout, encode_numbers
 from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
 from cache.store.releases import Pointer
 from precompute.bulk.reload import reload
-from precompute.releases.moves import Releases
+from precompute.releases import moves
+from precompute.releases.release_log import Releases
 
 if TYPE_CHECKING:
     import redis
@@ -119,7 +120,7 @@ class World:
         for generation in generations:
             self.load(generation)
             self.clock.now += 86_400
-            self.releases.publish(generation, attempt=self.attempt())
+            moves.publish(self.releases, generation, attempt=self.attempt())
 
     def live(self) -> Pointer:
         """What readers follow."""

@@ -12,7 +12,7 @@ from cache.store.releases import MOVES, all_releases
 from precompute.bulk.load import parts_of
 from precompute.bulk.readback import verify_part
 from precompute.config.settings import NightConfig
-from precompute.releases.moves import Releases
+from precompute.releases.release_log import Releases
 from tests.opened import open_generation
 
 COMPARED = ("directory/", "items/", "tables/", "defaults.json")

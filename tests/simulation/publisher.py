@@ -16,8 +16,8 @@ from cache.store.blocklist import Blocklist, change_blocklist
 from cache.traffic.experiments import Experiments, change_experiments, latest_experiments
 from precompute.bulk import reload
 from precompute.config.progress import quiet
-from precompute.releases import recovery, sweep
-from precompute.releases.moves import Releases
+from precompute.releases import moves, recovery, sweep
+from precompute.releases.release_log import Releases
 from precompute.releases.staging import staged
 from precompute.traffic import experiments
 from precompute.traffic.experiments import ArmOption, ExperimentOption
@@ -77,7 +77,7 @@ class Publisher:
             self._baselines[generation] = live
             releases.mark_verified(generation, attempt=self._attempt())
         else:
-            releases.refuse(generation, reason="bad", attempt=self._attempt())
+            moves.refuse(releases, generation, reason="bad", attempt=self._attempt())
             self._store.write(path, night.manifest(self._verdicts, False).to_bytes())
         return generation
 
@@ -85,9 +85,9 @@ class Publisher:
         """Makes it live once replicas hold it, as the step `publish` does."""
         releases, attempt = self._releases(), self._attempt()
         report = {"baseline": self._baselines.get(generation)}
-        if releases.prepare(generation, attempt=attempt, verified=report) is None:
+        if moves.prepare_publish(releases, generation, attempt=attempt, verified=report) is None:
             with staged(releases.control, generation, FLIP, attempt=attempt):
-                releases.publish(generation, attempt=attempt, verified=report)
+                moves.publish(releases, generation, attempt=attempt, verified=report)
         return generation
 
     def canary(self, percent: float) -> str:
@@ -96,7 +96,7 @@ class Publisher:
         releases, attempt = self._releases(), self._attempt()
         report = {"baseline": self._baselines[generation]}
         with staged(releases.control, generation, FLIP, attempt=attempt):
-            releases.start_canary(generation, percent, attempt, verified=report)
+            moves.start_canary(releases, generation, percent, attempt, verified=report)
         return generation
 
     def end_canary(self, abandon: bool) -> str:
@@ -106,14 +106,14 @@ class Publisher:
         if pointer is None or pointer.canary is None:
             return "no canary runs"
         if abandon:
-            releases.end_canary(self._attempt(), "enough", True)
+            moves.end_canary(releases, self._attempt(), "enough", True)
         else:
             self.publish(pointer.canary.generation)
         return pointer.canary.generation
 
     def roll_back(self) -> str:
         """Back by one."""
-        moved = self._releases().roll_back(to=None, reason="bad", attempt=self._attempt())
+        moved = moves.roll_back(self._releases(), to=None, reason="bad", attempt=self._attempt())
         return moved.pointer.generation
 
     def retire(self) -> str:

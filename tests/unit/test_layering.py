@@ -224,13 +224,13 @@ NIGHT_FEATURES = {
         "traffic", "usage",
     ),
 }  # fmt: skip
-"""Features that attach to `cache` and `precompute`; all else of these two is core, or stands above the features."""
+"""Features of `cache` and `precompute`; every other package of these two is core, or above the features."""
 
 ABOVE_FEATURES = ("precompute.__main__", "precompute.cli", "precompute.features")
 """Where features of the night are named: by hook, and by command."""
 
 MAY_ASK_FOR_HOOKS = ("precompute.steps.", "precompute.gates.judge", "precompute.planning.trial")
-"""Modules that may import `precompute.features`: all below a step are given what they need; a plan tries steps."""
+"""Modules that may import `precompute.features`; modules below a step get hooks as arguments; a plan tries steps."""
 
 CORE_IMPORTS_FEATURE: dict[str, set[str]] = {
     "cache.l2.control_plane": {"cache.usage"},
@@ -239,7 +239,7 @@ CORE_IMPORTS_FEATURE: dict[str, set[str]] = {
 
 
 def feature_of(module: str) -> str:
-    """The feature that a module of `cache` or `precompute` is part of; "" for one of the core."""
+    """Return the feature that a module of `cache` or `precompute` is part of; "" for one of the core."""
     top, _, rest = module.partition(".")
     name = rest.partition(".")[0]
     return f"{top}.{name}" if name in NIGHT_FEATURES.get(top, ()) else ""

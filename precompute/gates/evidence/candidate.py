@@ -65,14 +65,13 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A loaded generation with what its gates may look at; `live` is None for the first one ever.
+    """Loaded generation with the facts that its gates may use; `live` is None for the first one ever.
 
     `live_root` is this host's folder of the live generation, `pages_bytes` the pages of all generations that Redis
-    may hold, `erased` what this night left out because it had to, `governor` how reading pages back spares readers
-    (None: not at all), `unreadable` the live generation whose manifest cannot be read, `keep` how many superseded ones
-    sweeps leave, `arms` what those of experiments take beside it, `build` the build
-    that it was made by, `allowed_items` and `scoring_hooks` what features bring. `evidence` is gathered once for all
-    gates.
+    may hold, `erased` the erased entities that this night left out, `governor` the pacing of reading pages back
+    (None: unpaced), `unreadable` the live generation whose manifest cannot be read, `keep` how many superseded ones
+    sweeps leave, `arms` the generations of experiments' arms, `build` the build that made it, `allowed_items` and
+    `scoring_hooks` the hooks of features. `evidence` is gathered once for all gates.
     """
 
     manifest: Manifest

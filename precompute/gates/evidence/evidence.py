@@ -51,7 +51,7 @@ DRAWN_SEED = 1
 
 
 AllowedByManifest = Callable[[Path, Manifest, ItemTable], Mapping[str, NDArray[np.bool_]]]
-"""Items bool [items] that the lists of some tables are of, by table, as the manifest below a folder says."""
+"""Function that returns masks bool [items] of the allowed items by table, from a folder and its manifest."""
 
 
 class FingerprintFile:
@@ -156,7 +156,7 @@ class Evidence:
 
     @cached_property
     def allowed(self) -> Mapping[str, NDArray[np.bool_]]:
-        """Items bool [items] that the lists of some tables are of, by table; of all items where it is not named."""
+        """Masks bool [items] of the allowed items by table; a table without a mask may list all items."""
         return {
             table: mask
             for allowed_by_table in self._allowed_items

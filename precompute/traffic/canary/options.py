@@ -1,4 +1,4 @@
-"""Row of the command `canary`, apart from what it imports."""
+"""Row of the command `canary`, in a module without the command's imports."""
 
 import argparse
 

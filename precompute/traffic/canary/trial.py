@@ -17,8 +17,9 @@ from precompute.builds.build import Build
 from precompute.bulk.governor import open_governor
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.releases.moves import Releases, new_attempt, open_releases
-from precompute.releases.release_log import demand_reason
+from precompute.releases import moves
+from precompute.releases.moves import new_attempt
+from precompute.releases.release_log import Releases, demand_reason, open_releases
 from precompute.releases.staging import StagingNote, staged
 from precompute.steps import publish as publish_step
 
@@ -91,15 +92,15 @@ def start(
                 demand("canary", generation_id, state)
             # What may not be published is not tried out either; pages that Redis has lost are streamed again.
             report = Build.of(config, {"generation": generation_id}).read_report("verified") or {}
-            moved = releases.prepare(
-                generation_id, attempt=attempt, verified=report, governor=governor
+            moved = moves.prepare_publish(
+                releases, generation_id, attempt=attempt, verified=report, governor=governor
             )
             if moved is not None:
                 raise Conflict(f"{generation_id} is live already", generation=generation_id)
             with staged(
                 releases.control, generation_id, config.flip, attempt=attempt, progress=progress
             ):
-                releases.start_canary(
+                moves.start_canary(releases,
                     generation_id, traffic_percent, attempt, verified=report, event=config.canary.feedback_event,
                     governor=governor,
                 )  # fmt: skip
@@ -162,10 +163,12 @@ def abandon(
     with open_releases(config) as releases:
         # Whoever was killed right after ending it asks again, and finds its own work.
         if (abandonment := _ended_by(releases, attempt, generation)) is not None:
-            releases.end_canary(attempt, reason, abandon=True)  # a Conflict unless it still stands
+            moves.end_canary(
+                releases, attempt, reason, abandon=True
+            )  # a Conflict unless it still stands
             return {"generation": abandonment.generation, "abandoned": abandonment.reason}
         generation_id = _running(releases.control, generation).generation
-        releases.end_canary(attempt, reason, abandon=True)
+        moves.end_canary(releases, attempt, reason, abandon=True)
     return {"generation": generation_id, "abandoned": reason}
 
 
@@ -205,7 +208,7 @@ def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
             )
         if verdict == "abandon":
             reason = "canary: " + "; ".join(against)
-            releases.end_canary(attempt, reason, abandon=True)
+            moves.end_canary(releases, attempt, reason, abandon=True)
             raise Refused(
                 f"{generation} was abandoned, the live generation goes on: {'; '.join(against)}",
                 rule="canary",

@@ -12,7 +12,7 @@ from cache.store.artefacts import ArtefactStore
 from cache.traffic.experiments import VERSIONS, Experiment, Experiments
 from cache.traffic.split import BUCKETS, KeySplit, Owners, bucket_count
 from serving.engine.service import LookupService
-from serving.process.resources import InThread
+from serving.process.resources import StoreThreads
 from serving.requests.reasons import StaleReason
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class Arms:
         store: ArtefactStore,
         open_namespace: Callable[[str], ArmNamespace],
         *,
-        in_thread: InThread,
+        in_thread: StoreThreads,
         grace_s: float,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:

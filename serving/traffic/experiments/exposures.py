@@ -17,7 +17,7 @@ from cache.errors import LarderError
 from cache.store.artefacts import ArtefactStore
 from cache.traffic.experiments import exposure_part
 from cache.usage.hot_keys import HOUR_S
-from serving.process.resources import InThread
+from serving.process.resources import StoreThreads
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class ExposureLog:
         name: str,
         *,
         clock: Callable[[], float],
-        in_thread: InThread,
+        in_thread: StoreThreads,
     ) -> None:
         self.dropped_count = 0
         self.written_count = 0

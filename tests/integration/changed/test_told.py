@@ -1,6 +1,5 @@
 """What is told of nights that copy: the night's own table, `status`, the dashboard's history, the manifest."""
 
-import asyncio
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from precompute.cli.status import read_state, render_status, report_status
 from precompute.steps.night import Night, run_night
 from serving.dashboard.generation_history import GenerationHistory
 from serving.generations.nights import ReleaseWatch
+from tests.fakes import THREADS
 from tests.integration.changed.month import Month
 from tests.integration.nights import prepare
 
@@ -100,7 +100,7 @@ def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_night
     assert f"{fact.night.copied_share:.1%}" in text and "s spared a night" in text
 
     store = month.config.store()
-    history = GenerationHistory(store, ReleaseWatch(store, asyncio.to_thread).records)
+    history = GenerationHistory(store, ReleaseWatch(store, THREADS).records)
     nights = history.read(None)[1]
     assert [night_row["generation"] for night_row in nights] == [second, first]
     assert nights[0]["reuse"] == fact.to_json()

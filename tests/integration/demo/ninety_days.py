@@ -25,8 +25,9 @@ from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.releases import Pointer, all_releases
 from precompute.bulk.reload import reload
-from precompute.releases.moves import Releases
+from precompute.releases import moves
 from precompute.releases.recovery import restore_redis
+from precompute.releases.release_log import Releases
 from precompute.releases.sweep import drop_old_rows, retire, sweepable
 from serving.generations.pointer_follower import judge_pointer
 from tests.integration.release_world import World
@@ -264,12 +265,12 @@ class Simulation:
         demand("verify", name, state)
         if int(name[-4:], 16) % 12 == 0:
             self.count("refused by a gate")
-            releases.refuse(name, reason="the dice say so", attempt=run.name)
+            moves.refuse(releases, name, reason="the dice say so", attempt=run.name)
         else:
             releases.mark_verified(name, attempt=run.name)
 
     def _publish(self, run: Run, generation: list[str]) -> None:
-        moved = self.hosts[run.host].publish(generation[0], attempt=run.name)
+        moved = moves.publish(self.hosts[run.host], generation[0], attempt=run.name)
         self.count("publish" if moved.has_moved else "publish found done")
 
     def _retire(self, run: Run, _generation: list[str]) -> None:
@@ -286,7 +287,7 @@ class Simulation:
     def _roll_back(self) -> None:
         name, left_pointer = f"roll-back-{self.now:.0f}", self.control.pointer()
         try:
-            self.hosts[0].roll_back(to=None, reason="the dice say so", attempt=name)
+            moves.roll_back(self.hosts[0], to=None, reason="the dice say so", attempt=name)
             self.count("roll back")
             if left_pointer is not None and self.rng.random() < 0.5:
                 self.at(
@@ -302,7 +303,9 @@ class Simulation:
         if not candidates:
             return
         try:
-            self.hosts[1].publish(self.rng.choice(candidates), attempt=f"by-hand-{self.now:.0f}")
+            moves.publish(
+                self.hosts[1], self.rng.choice(candidates), attempt=f"by-hand-{self.now:.0f}"
+            )
             self.count("publish by hand")
         except LarderError:
             self.count("refused as a conflict")

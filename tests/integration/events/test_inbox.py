@@ -23,8 +23,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (
         ("CLAIM_AFTER_MS", 100),
         ("CLAIM_EVERY_S", 0.05),
-        ("PAUSE_S", 0.05),
-        ("BLOCK_MS", 50),
+        ("INBOX_PAUSE_S", 0.05),
+        ("INBOX_BLOCK_MS", 50),
     ):
         monkeypatch.setattr(inbox_module, name, value)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +16,7 @@ from precompute.events.files import last_taken
 from precompute.events.stream import take_events
 from serving.events.follower import NewestPosition
 from serving.events.newer_events import NewerEvents
+from serving.process.resources import StoreThreads
 from tests.integration.events.durable_redis import DurableRedis, stream_of
 from tests.integration.events.intakes import event, intake
 
@@ -52,11 +53,14 @@ async def at_once(work: Any, /, *args: Any, **kwargs: Any) -> Any:
     return work(*args, **kwargs)
 
 
+AT_ONCE = cast(StoreThreads, at_once)
+
+
 async def test_new_events_stand_behind_what_nights_have_and_the_next_one_has_them(
     server: DurableRedis, client: Any, keyspace: Keyspace, taken: ArtefactStore
 ) -> None:
     newest_position = newest_of(taken)
-    await newest_position.load_taken_position(at_once)
+    await newest_position.load_taken_position(AT_ONCE)
     last_position = last_taken(taken)
     async with intake(server.url, keyspace) as running_intake:
         running_intake.newest = newest_position()
@@ -105,7 +109,7 @@ async def test_the_newest_of_all_that_is_known_counts(tmp_path: Path, taken: Art
     assert newest_of(empty, Position(5, 1), followed=Position(6, 0))() == Position(6, 0)
     for snapshot_position, expected_position in ((BEGINNING, taken_until), (later, later)):
         newest_position = newest_of(taken, snapshot_position)
-        await newest_position.load_taken_position(at_once)
+        await newest_position.load_taken_position(AT_ONCE)
         assert newest_position() == expected_position
 
 
@@ -118,6 +122,6 @@ async def test_what_the_store_cannot_tell_is_told_by_what_is_held(
         read_taken(store)
     newest_position = newest_of(store, Position(5, 0))
 
-    await newest_position.load_taken_position(at_once)
+    await newest_position.load_taken_position(AT_ONCE)
 
     assert newest_position() == Position(5, 0) and "is not known" in caplog.text

@@ -4,7 +4,6 @@ Generations are tiny, and replicas answer from made-up pages; what decides who i
 down of it, is the code that runs in production. Nothing sleeps: one clock, which the days move, is everybody's.
 """
 
-import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -26,6 +25,7 @@ from cache.store.releases import Pointer
 from cache.traffic.experiments import Experiment, Experiments, latest_experiments
 from cache.traffic.split import BUCKETS, Ranges
 from precompute.config.settings import NightConfig
+from precompute.releases import moves
 from precompute.releases.sweep import retire, sweepable
 from precompute.traffic import experiments
 from precompute.traffic.experiment_command import free_namespaces
@@ -43,6 +43,7 @@ from serving.traffic.canary import CanaryRouter
 from serving.traffic.experiments.arms import Arms
 from serving.traffic.experiments.exposures import ExposureLog
 from serving.traffic.experiments.router import ExperimentRouter
+from tests.fakes import THREADS
 from tests.integration.release_world import Clock
 from tests.integration.release_world import World as Nights
 from tests.unit.serving.world import LIMITS, USERS, World, ask, entity
@@ -115,16 +116,16 @@ class HeldByReplica:
         control = DayControl(namespace, days.pool, clock)
         redis_clock = RedisClock(clock, clock)
         holder = GenerationHolder(
-            self._open, metrics, warm=self._warm, in_thread=asyncio.to_thread, timer=clock
+            self._open, metrics, warm=self._warm, in_thread=THREADS, timer=clock
         )
         self.follower = PointerFollower(
             store, control, holder, metrics, load_bound_s=60.0, poll_s=0.01, clock=redis_clock,
-            in_thread=asyncio.to_thread, timer=clock,
+            in_thread=THREADS, timer=clock,
         )  # fmt: skip
         beat = Heartbeat(replica, self.follower, redis_clock, metrics)
         self.refresher = Refresher(
             self.follower, store, control, beat, poll_s=1, blocklist_poll_s=1, heartbeat_s=1,
-            in_thread=asyncio.to_thread, timer=clock,
+            in_thread=THREADS, timer=clock,
         )  # fmt: skip
         self.service = LookupService(
             follower=self.follower, trial=CanaryRouter(holder, metrics), ladder=self.world.ladder,
@@ -166,11 +167,11 @@ class SimReplica:
         own_namespace = days.namespaces[0]
         self.own = HeldByReplica(days, self.name, own_namespace)
         self.exposures = ExposureLog(
-            days.store_of(own_namespace), self.name, clock=days.clock, in_thread=asyncio.to_thread
+            days.store_of(own_namespace), self.name, clock=days.clock, in_thread=THREADS
         )
         self.arms = Arms(
             self.own.service, own_namespace, days.store_of(own_namespace), self._hold,
-            in_thread=asyncio.to_thread, grace_s=GRACE_S, timer=days.clock,
+            in_thread=THREADS, grace_s=GRACE_S, timer=days.clock,
         )  # fmt: skip
         self.router = ExperimentRouter(self.arms, self.exposures, Metrics())
 
@@ -310,7 +311,7 @@ class ThirtyDays:
         def roll_back() -> None:
             night = self.nights[second_namespace]
             generation_before = night.live().generation
-            night.releases.roll_back(to=None, reason="a test", attempt=night.attempt())
+            moves.roll_back(night.releases, to=None, reason="a test", attempt=night.attempt())
             assert night.live().generation != generation_before
 
         def stop() -> None:
@@ -361,7 +362,7 @@ class ThirtyDays:
         generation = f"{day:%Y%m%dT%H%M%SZ}-{self.made:012x}"
         night = self.nights[namespace]
         night.load(generation)
-        night.releases.publish(generation, attempt=night.attempt())
+        moves.publish(night.releases, generation, attempt=night.attempt())
         self.of_generation[generation] = namespace
 
     async def follow(self) -> None:
@@ -479,18 +480,18 @@ class ThirtyDays:
         record = self.record
         arm_by_key = {key: self.expected(record, key) for key in self.all_keys}
         arm_by_key_before = self.assigned or dict.fromkeys(arm_by_key)
-        moves = [
+        changed_arms = [
             (previous_arm, arm_by_key[key])
             for key, previous_arm in arm_by_key_before.items()
             if arm_by_key[key] != previous_arm
         ]
-        assert set(moves) <= set(may_move)
+        assert set(changed_arms) <= set(may_move)
         assert all(
             arm_by_key[key] is None
             for key in self.all_keys
             if owner(record.salt, {"": record.holdout}, key) == ""
         )
-        self.counts["moved"] += len(moves)
+        self.counts["moved"] += len(changed_arms)
         for replica in self.replicas:
             routing = replica.arms.routing
             assert {

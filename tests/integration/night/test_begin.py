@@ -23,7 +23,7 @@ from precompute.cli.commands import standing_name
 from precompute.config.settings import GateThresholds, NightConfig
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.partition import partition
-from precompute.releases.moves import open_releases
+from precompute.releases.release_log import open_releases
 from precompute.sources.columns import Ids
 from precompute.sources.readers import Interactions
 from precompute.steps import begin, embed_items

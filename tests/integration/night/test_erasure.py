@@ -31,8 +31,9 @@ from precompute.config.settings import NightConfig
 from precompute.erasure.command import erase
 from precompute.erasure.erasing import ErasureStatus, begin_erasing, drop_overlays, forget, settle
 from precompute.partitions import catalogue
-from precompute.releases.moves import open_releases
+from precompute.releases import moves
 from precompute.releases.recovery import restore
+from precompute.releases.release_log import open_releases
 from precompute.sources.erasures import all_erasures, demand_unerased, request
 from precompute.steps import begin, embed_items, retire
 from tests.integration import shell as in_process
@@ -371,7 +372,7 @@ def test_without_redis_the_entity_is_blocked_all_the_same(night: NightConfig) ->
 def test_a_refused_generation_that_holds_the_entity_keeps_it_pending(night: NightConfig) -> None:
     build = begin.run(night, data_until=NEXT, run_after=None)
     with open_releases(night) as releases:
-        releases.refuse(build["generation"], reason="a test says so", attempt="test")
+        moves.refuse(releases, build["generation"], reason="a test says so", attempt="test")
         assert releases.state(build["generation"]) is State.REFUSED
     begin_erasing(night.store(), min(histories(night)).encode(), "user", at=1.0)
 
@@ -397,7 +398,7 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
     build = begin.run(worker, data_until=UNTIL, run_after=None)
     begin_erasing(worker.store(), min(histories(night)).encode(), "user", at=1.0)
     with open_releases(other_host) as releases:
-        releases.refuse(build["generation"], reason="a test says so", attempt="test")
+        moves.refuse(releases, build["generation"], reason="a test says so", attempt="test")
 
     assert retire.run(other_host)["retired"] == [build["generation"]]
 

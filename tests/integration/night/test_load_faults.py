@@ -27,8 +27,9 @@ from precompute.builds.seal import seal
 from precompute.bulk.load import PageStream, Part, loaded_pages, page_keys, parts_of, unlink_pages
 from precompute.bulk.readback import verify_part
 from precompute.config.settings import NightConfig
-from precompute.releases.moves import open_releases
+from precompute.releases import moves
 from precompute.releases.recovery import restore
+from precompute.releases.release_log import open_releases
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
 from tests.conftest import redis_binary
 from tests.integration.nights import NEXT, prepare, publish, publish_night
@@ -510,7 +511,7 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
 
     def retire() -> None:
         with open_releases(night.config) as releases:
-            releases.refuse(generation, reason="a test says so", attempt="x")
+            moves.refuse(releases, generation, reason="a test says so", attempt="x")
             pages = {table.name: table.pages for table in manifest.tables.values()}
             releases.control.set_row(generation, RegistryRow(State.RETIRED, releases.clock()))
             releases.record("retire", generation, attempt="x", pages=pages)

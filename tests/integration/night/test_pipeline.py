@@ -47,8 +47,8 @@ from precompute.gates.rules import skew as skew_gate
 from precompute.gates.rules.models import int8_agreement
 from precompute.partitions.holdout import read_holdout
 from precompute.reference.train import train_reference
-from precompute.releases.moves import Releases
 from precompute.releases.recovery import restore
+from precompute.releases.release_log import Releases
 from precompute.sources import files
 from precompute.steps import (
     assemble,

@@ -20,7 +20,7 @@ from precompute.cli.parser import parser_of_commands
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.erasure import erasing
-from precompute.releases.moves import open_releases
+from precompute.releases.release_log import open_releases
 from precompute.steps import verify, warm
 from precompute.traffic.canary import trial
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish

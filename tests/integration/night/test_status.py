@@ -17,7 +17,8 @@ from cache.process.redis_server import RedisServer
 from precompute import __main__ as shell
 from precompute.cli.status import read_state, render_status, report_status
 from precompute.config.settings import NightConfig
-from precompute.releases.moves import open_releases
+from precompute.releases import moves
+from precompute.releases.release_log import open_releases
 from precompute.steps import take_events
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night
 
@@ -90,7 +91,7 @@ def test_a_refused_newest_and_a_missing_one_are_problems(config: NightConfig) ->
     coming = build_verified(config, NEXT)
     with open_releases(config) as releases:
         assert told_of(config)["well"]
-        releases.refuse(coming, reason="score_psi: 0.9", attempt="r")
+        moves.refuse(releases, coming, reason="score_psi: 0.9", attempt="r")
     status_report = told_of(config)
 
     assert not status_report["well"] and status_report["live"] == live
@@ -115,7 +116,7 @@ def test_a_refused_one_of_the_live_cut_is_a_problem_wherever_its_name_sorts(
     with open_releases(config) as releases:
         for generation in (earlier_generation, older):
             releases.note(generation, State.LOADED)
-            releases.refuse(generation, reason="stale_lists", attempt=generation)
+            moves.refuse(releases, generation, reason="stale_lists", attempt=generation)
 
     assert told_of(config)["problems"] == [f"{earlier_generation} was refused: stale_lists"]
 

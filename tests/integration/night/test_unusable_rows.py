@@ -19,7 +19,7 @@ from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import TableConfig
 from precompute.erasure.holders import holders
 from precompute.partitions import catalogue
-from precompute.releases.moves import open_releases
+from precompute.releases.release_log import open_releases
 from precompute.sources.erasures import Erasure, request
 from precompute.sources.unusable import ids_in
 from precompute.steps import begin, embed_items, score

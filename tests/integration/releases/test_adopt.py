@@ -12,8 +12,8 @@ from cache.control.states import State
 from cache.errors import ConfigError, Conflict, CorruptArtefact, LarderError
 from cache.store.releases import Pointer, all_releases
 from precompute.config.settings import NightConfig
-from precompute.releases.moves import open_releases
 from precompute.releases.recovery import adopt
+from precompute.releases.release_log import open_releases
 from precompute.steps import begin
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish, publish_night
 

@@ -18,8 +18,9 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import MOVES, all_releases
-from precompute.releases.moves import Releases
+from precompute.releases import moves
 from precompute.releases.recovery import restore_redis
+from precompute.releases.release_log import Releases
 from precompute.releases.sweep import sweepable
 from tests.integration.racing import Racer, follow, race
 from tests.integration.release_world import World, pages_of
@@ -128,7 +129,7 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
         racer = Racer(url, folder, keys, 99, SEED)
         racer.rng.random = lambda: 1.0  # type: ignore[method-assign]
         racer.prepare("20270101T000000Z-" + "d" * 12, make)
-        releases.publish("20270101T000000Z-" + "d" * 12, attempt="the last night")
+        moves.publish(releases, "20270101T000000Z-" + "d" * 12, attempt="the last night")
     return sum(release.action in MOVES and release.is_done for release in history)
 
 
@@ -203,6 +204,8 @@ def test_minutes_of_races_break_no_rule(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     racing, followed = race_for(120.0, own_redis.url, tmp_path, keyspace, disasters)
-    moves = check(own_redis.url, tmp_path, keyspace, followed, disasters)
+    move_count = check(own_redis.url, tmp_path, keyspace, followed, disasters)
     with capsys.disabled():
-        print(f"seed {SEED}: {moves} moves of the pointer, {disasters} times forgotten, {racing}")
+        print(
+            f"seed {SEED}: {move_count} moves of the pointer, {disasters} times forgotten, {racing}"
+        )

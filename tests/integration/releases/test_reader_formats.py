@@ -11,6 +11,7 @@ from cache.format.redis_keys import Keyspace
 from cache.formats import FORMATS, KEYS, MANIFEST, served_formats
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore
+from precompute.releases import moves
 from tests.integration.release_world import A, B, World
 
 if TYPE_CHECKING:
@@ -74,12 +75,12 @@ def test_nothing_moves_to_what_a_replica_does_not_read(world: World, move: str) 
     beat(world, "later", reads=served_formats() | {MANIFEST: (2, 2)})
     pointer_before, records = world.live(), len(world.releases.history())
 
-    moves = {
-        "publish": lambda: world.releases.publish(B, attempt="x"),
-        "canary": lambda: world.releases.start_canary(B, 50, "x"),
-        "roll_back": lambda: world.releases.roll_back(to=A, reason="a test", attempt="x"),
+    move_by_name = {
+        "publish": lambda: moves.publish(world.releases, B, attempt="x"),
+        "canary": lambda: moves.start_canary(world.releases, B, 50, "x"),
+        "roll_back": lambda: moves.roll_back(world.releases, to=A, reason="a test", attempt="x"),
     }
     with pytest.raises(Refused, match="nothing was moved"):
-        moves[move]()
+        move_by_name[move]()
 
     assert world.live() == pointer_before and len(world.releases.history()) == records

@@ -25,6 +25,7 @@ from cache.store.releases import (
 )
 from precompute.bulk.load import load_part, page_keys, parts_of
 from precompute.bulk.readback import verify_part
+from precompute.releases import moves
 from tests.integration.release_world import A, B, C, World, pages_of
 
 
@@ -52,7 +53,7 @@ def test_publishing_moves_the_pointer_and_writes_down_why_first(world):
 def test_publishing_again_changes_nothing(world):
     world.publish(A)
     pointer_before = world.live()
-    moved = world.releases.publish(A, attempt=world.attempt())
+    moved = moves.publish(world.releases, A, attempt=world.attempt())
     assert not moved.has_moved and world.live() == pointer_before
 
 
@@ -61,7 +62,7 @@ def test_p19_older_data_is_never_published_over_newer(world):
     world.load(A)
     world.publish(B)
     with pytest.raises(Conflict, match="older than"):
-        world.releases.publish(A, attempt=world.attempt())
+        moves.publish(world.releases, A, attempt=world.attempt())
     assert world.live().generation == B
 
 
@@ -73,39 +74,41 @@ def test_only_a_verified_generation_is_published(world, state):
     world.load(B)
     world.control.set_row(B, RegistryRow(state, 0.0))
     with pytest.raises(Conflict):
-        world.releases.publish(B, attempt=world.attempt())
+        moves.publish(world.releases, B, attempt=world.attempt())
     assert world.live().generation == A
 
 
 def test_p4_and_p21_rolling_back_twice_never_meets_a_bad_generation(world):
     """PITFALLS P4, P21: previous is the newest superseded one, never one rolled back."""
     world.publish(A, B, C)
-    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     assert all_releases(world.store)[-1].reason == "bad"
     assert (world.live().generation, world.live().previous) == (B, A)
-    world.releases.roll_back(to=None, reason="bad too", attempt=world.attempt())
+    moves.roll_back(world.releases, to=None, reason="bad too", attempt=world.attempt())
     assert (world.live().generation, world.live().previous) == (A, None)
     with pytest.raises(Conflict, match="no earlier"):
-        world.releases.roll_back(to=None, reason="", attempt=world.attempt())
+        moves.roll_back(world.releases, to=None, reason="", attempt=world.attempt())
     for rolled_back_generation in (B, C):
         with pytest.raises(Conflict, match="rolled_back"):
-            world.releases.roll_back(to=rolled_back_generation, reason="", attempt=world.attempt())
+            moves.roll_back(
+                world.releases, to=rolled_back_generation, reason="", attempt=world.attempt()
+            )
         with pytest.raises(Conflict, match="rolled_back"):
-            world.releases.publish(rolled_back_generation, attempt=world.attempt())
+            moves.publish(world.releases, rolled_back_generation, attempt=world.attempt())
 
 
 def test_a_rolled_back_generation_returns_after_a_new_verification_only(world):
     world.publish(A, B)
-    world.releases.roll_back(to=A, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, to=A, reason="bad", attempt=world.attempt())
     world.releases.mark_verified(B, attempt=world.attempt())
-    world.releases.publish(B, attempt=world.attempt())
+    moves.publish(world.releases, B, attempt=world.attempt())
     assert (world.live().generation, world.live().previous) == (B, A)
 
 
 def test_a_later_night_can_be_published_after_a_rollback(world):
     """PITFALLS P4 (Venice #2785): a stale guard must not block the next push."""
     world.publish(A, B)
-    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     world.publish(C)
     assert (world.live().generation, world.live().previous) == (C, A)
 
@@ -113,10 +116,12 @@ def test_a_later_night_can_be_published_after_a_rollback(world):
 def test_a_refused_generation_cannot_be_published(world):
     world.publish(A)
     world.load(B)
-    world.releases.refuse(B, reason="coverage is 0.4, the threshold 0.95", attempt=world.attempt())
+    moves.refuse(
+        world.releases, B, reason="coverage is 0.4, the threshold 0.95", attempt=world.attempt()
+    )
     assert world.control.rows()[B].reason == "coverage is 0.4, the threshold 0.95"
     with pytest.raises(Conflict, match="refused"):
-        world.releases.publish(B, attempt=world.attempt())
+        moves.publish(world.releases, B, attempt=world.attempt())
 
 
 def test_epochs_grow_even_when_the_clock_goes_back(world):
@@ -124,7 +129,7 @@ def test_epochs_grow_even_when_the_clock_goes_back(world):
     first = world.live().epoch
     world.clock.now -= 10 * 86_400
     world.load(B)
-    world.releases.publish(B, attempt=world.attempt())
+    moves.publish(world.releases, B, attempt=world.attempt())
     assert world.live().epoch > first
 
 
@@ -175,9 +180,9 @@ def test_a_crash_between_intent_and_move_leaves_the_live_one(world, monkeypatch)
     with monkeypatch.context() as patched:
         patched.setattr(Control, "move", crash)
         with pytest.raises(KeyboardInterrupt):
-            world.releases.publish(B, attempt="run-1")
+            moves.publish(world.releases, B, attempt="run-1")
     assert world.releases.ledger().live == A
-    assert world.releases.publish(B, attempt="run-1").has_moved
+    assert moves.publish(world.releases, B, attempt="run-1").has_moved
     assert world.live().generation == B
 
 
@@ -205,7 +210,7 @@ def test_rollback_works_with_redis_at_full_memory(own_redis, tmp_path, keyspace)
         client.config_set("maxmemory", client.info("memory")["used_memory"] - 1)
         with pytest.raises(redis.exceptions.OutOfMemoryError):
             client.set("anything", b"x" * 4096)
-        world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
         assert world.live().generation == A
 
 
@@ -237,10 +242,10 @@ def test_a_roll_back_moves_first_and_repairs_damaged_pages_after(world):
     page = min(pages_of(world, A))
     sound = world.client.get(page)
     world.client.setrange(page, 7, b"x")
-    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     assert world.live().generation == A
-    assert world.releases.mend(A) == [page] and world.client.get(page) == sound
-    assert world.releases.mend(A) == [] == world.releases.mend(B)
+    assert moves.repair_live(world.releases, A) == [page] and world.client.get(page) == sound
+    assert moves.repair_live(world.releases, A) == [] == moves.repair_live(world.releases, B)
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut short"])
@@ -253,7 +258,7 @@ def test_a_roll_back_loads_what_is_missing_before_it_moves(world, monkeypatch, d
         world.client.set(page, sound[:-1])
     monkeypatch.setattr(Control, "move", lambda *_arguments, **_options: pytest.fail("moved"))
     with pytest.raises(pytest.fail.Exception, match="moved"):
-        world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     assert world.client.get(page) == sound
 
 
@@ -272,10 +277,10 @@ def test_a_roll_back_looks_at_as_many_pages_of_a_large_generation_as_of_a_small_
     world.client.delete(inner)
     strlen_calls_before = strlens(world)
 
-    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
 
     assert strlens(world) - strlen_calls_before <= 4 < len(pages)
-    assert world.live().generation == A and world.releases.mend(A) == [inner]
+    assert world.live().generation == A and moves.repair_live(world.releases, A) == [inner]
     assert world.client.get(inner) == sound
 
 
@@ -287,7 +292,7 @@ def test_a_roll_back_that_misses_one_page_looks_at_all(world, monkeypatch):
     monkeypatch.setattr(Control, "move", lambda *_arguments, **_options: pytest.fail("moved"))
 
     with pytest.raises(pytest.fail.Exception, match="moved"):
-        world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
 
     assert pages_of(world, A) == pages
 
@@ -304,7 +309,7 @@ def test_publishing_streams_what_is_missing_and_only_that(world, monkeypatch):
         return load_part(*arguments, **options)
 
     monkeypatch.setattr("precompute.bulk.reload.load_part", stream)
-    world.releases.publish(B, attempt=world.attempt())
+    moves.publish(world.releases, B, attempt=world.attempt())
 
     assert streamed == ["score/1"] and world.live().generation == B
     assert pages_of(world, B) == set(page_keys(world.keys, manifest))
@@ -317,14 +322,14 @@ def test_a_move_to_files_that_are_gone_is_a_conflict(world, subpath):
         world.client.delete(key)
     world.store.delete(generation_path(A, subpath))
     with pytest.raises(Conflict, match="gone"):
-        world.releases.roll_back(to=A, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, to=A, reason="bad", attempt=world.attempt())
     assert world.live().generation == B
 
 
 def test_what_is_live_is_neither_refused_nor_marked_verified(world):
     world.publish(A)
     with pytest.raises(Conflict, match="live"):
-        world.releases.refuse(A, reason="late gate", attempt=world.attempt())
+        moves.refuse(world.releases, A, reason="late gate", attempt=world.attempt())
     world.releases.mark_verified(A, attempt=world.attempt())
     assert world.control.rows()[A].state is State.LIVE
     assert world.releases.ledger().live == A and world.releases.state(A) is State.LIVE
@@ -332,10 +337,10 @@ def test_what_is_live_is_neither_refused_nor_marked_verified(world):
 
 def test_a_repeated_roll_back_changes_nothing_however_far_the_pointer_has_moved(world):
     world.publish(A, B)
-    first = world.releases.roll_back(to=None, reason="bad", attempt="run-1")
+    first = moves.roll_back(world.releases, to=None, reason="bad", attempt="run-1")
     world.publish(C)
     pointer_before = world.live()
-    repeated_move = world.releases.roll_back(to=None, reason="bad", attempt="run-1")
+    repeated_move = moves.roll_back(world.releases, to=None, reason="bad", attempt="run-1")
     assert (
         not repeated_move.has_moved
         and repeated_move.pointer == first.pointer
@@ -345,9 +350,9 @@ def test_a_repeated_roll_back_changes_nothing_however_far_the_pointer_has_moved(
 
 def test_a_repeated_publish_changes_nothing_however_far_the_pointer_has_moved(world):
     world.load(A)
-    first = world.releases.publish(A, attempt="run-1")
+    first = moves.publish(world.releases, A, attempt="run-1")
     world.publish(B)
-    repeated_move = world.releases.publish(A, attempt="run-1")
+    repeated_move = moves.publish(world.releases, A, attempt="run-1")
     assert (
         not repeated_move.has_moved
         and repeated_move.pointer == first.pointer
@@ -358,26 +363,26 @@ def test_a_repeated_publish_changes_nothing_however_far_the_pointer_has_moved(wo
 def test_a_cleared_run_publishes_again_what_was_verified_again(world):
     world.publish(A)
     world.load(B)
-    world.releases.publish(B, attempt="run-1")
-    world.releases.roll_back(to=None, reason="bad", attempt="operator")
+    moves.publish(world.releases, B, attempt="run-1")
+    moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
     with pytest.raises(Conflict, match=r"since then roll back of .* use a new attempt"):
-        world.releases.publish(B, attempt="run-1")
+        moves.publish(world.releases, B, attempt="run-1")
     world.releases.mark_verified(B, attempt="run-1")
-    assert world.releases.publish(B, attempt="run-1").has_moved
+    assert moves.publish(world.releases, B, attempt="run-1").has_moved
     assert world.live().generation == B
 
 
 def test_a_manifest_written_by_a_new_verification_is_the_released_one(world):
     world.publish(A, B)
     path = generation_path(B, "manifest.json")
-    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     world.store.write(path, world.store.read(path) + b" ")
     world.releases.mark_verified(B, attempt=world.attempt())
-    world.releases.publish(B, attempt=world.attempt())
+    moves.publish(world.releases, B, attempt=world.attempt())
     world.store.write(path, world.store.read(path) + b" ")
     world.releases.mark_verified(B, attempt="a second run of the night")
     world.publish(C)
-    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     assert world.live().generation == B
 
 

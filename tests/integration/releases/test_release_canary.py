@@ -10,6 +10,7 @@ from cache.errors import ConfigError, Conflict
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import newest_release
+from precompute.releases import moves
 from precompute.releases.recovery import restore_redis
 from precompute.releases.sweep import retire, sweepable
 from tests.integration.release_world import A, B, C, World, keep_intents, lose_redis, meanwhile
@@ -27,7 +28,7 @@ def tried(world: World) -> World:
     world.publish(A, B)
     world.load(C)
     world.clock.now += 10
-    world.releases.start_canary(C, 5.0, "try")
+    moves.start_canary(world.releases, C, 5.0, "try")
     return world
 
 
@@ -47,29 +48,30 @@ def test_a_canary_is_in_the_pointer_under_a_new_epoch_and_makes_nothing_live(tri
 def test_a_repeated_start_changes_nothing_and_another_share_does(tried):
     pointer_before = tried.live()
     assert (
-        not tried.releases.start_canary(C, 5.0, "try").has_moved and tried.live() == pointer_before
-    )
-    assert (
-        not tried.releases.start_canary(C, 5.0, "other").has_moved
+        not moves.start_canary(tried.releases, C, 5.0, "try").has_moved
         and tried.live() == pointer_before
     )
-    assert tried.releases.start_canary(C, 10.0, "try").has_moved
+    assert (
+        not moves.start_canary(tried.releases, C, 5.0, "other").has_moved
+        and tried.live() == pointer_before
+    )
+    assert moves.start_canary(tried.releases, C, 10.0, "try").has_moved
     assert tried.live().canary.percent == 10.0 and tried.live().epoch > pointer_before.epoch
 
 
 @pytest.mark.parametrize("abandon", [False, True])
 def test_an_ended_canary_may_be_published_unless_it_was_abandoned(tried, abandon):
-    tried.releases.end_canary("end", "enough", abandon)
+    moves.end_canary(tried.releases, "end", "enough", abandon)
     assert tried.live().canary is None and tried.live().generation == B
     with pytest.raises(Conflict, match=r"since then end canary of .* use a new attempt"):
-        tried.releases.start_canary(C, 5.0, "try")
-    assert tried.releases.end_canary("end").has_moved is False
+        moves.start_canary(tried.releases, C, 5.0, "try")
+    assert moves.end_canary(tried.releases, "end").has_moved is False
     if abandon:
         assert tried.releases.state(C) is State.ABANDONED
         with pytest.raises(Conflict, match="abandoned"):
-            tried.releases.publish(C, attempt="publish")
+            moves.publish(tried.releases, C, attempt="publish")
         tried.releases.mark_verified(C, attempt="again")
-    tried.releases.publish(C, attempt="publish")
+    moves.publish(tried.releases, C, attempt="publish")
     assert (tried.live().generation, tried.live().previous) == (C, B)
 
 
@@ -77,19 +79,19 @@ def test_an_ended_canary_may_be_published_unless_it_was_abandoned(tried, abandon
 def test_every_move_ends_a_canary(tried, how):
     match how:
         case "publish":
-            tried.releases.publish(C, attempt="publish")
+            moves.publish(tried.releases, C, attempt="publish")
         case "roll back":
-            tried.releases.roll_back(to=None, reason="bad", attempt="operator")
+            moves.roll_back(tried.releases, to=None, reason="bad", attempt="operator")
         case _:
             lose_redis(tried)
             restore_redis(tried.releases, attempt="restore", chunk_bytes=1000)
     assert tried.live().canary is None and tried.releases.ledger().canary is None
     with pytest.raises(Conflict, match="no generation is being tried out"):
-        tried.releases.end_canary("end")
+        moves.end_canary(tried.releases, "end")
 
 
 def test_refusing_what_is_tried_out_ends_the_canary_first(tried):
-    tried.releases.refuse(C, reason="half the users are gone", attempt="gate")
+    moves.refuse(tried.releases, C, reason="half the users are gone", attempt="gate")
     assert tried.live().canary is None and tried.live().generation == B
     canary_end, refused = tried.releases.history()[-2:]
     assert (canary_end.action, canary_end.abandoned, canary_end.reason) == (
@@ -99,11 +101,11 @@ def test_refusing_what_is_tried_out_ends_the_canary_first(tried):
     )
     assert refused.action == "refuse" and tried.releases.state(C) is State.REFUSED
     with pytest.raises(Conflict, match="refused"):
-        tried.releases.publish(C, attempt="canary publish")
+        moves.publish(tried.releases, C, attempt="canary publish")
     # Of the same name, a later verification that fails ends a later canary as well.
     tried.releases.mark_verified(C, attempt="gate")
-    tried.releases.start_canary(C, 5.0, "once more")
-    tried.releases.refuse(C, reason="still bad", attempt="gate")
+    moves.start_canary(tried.releases, C, 5.0, "once more")
+    moves.refuse(tried.releases, C, reason="still bad", attempt="gate")
     assert tried.live().canary is None and tried.releases.state(C) is State.REFUSED
 
 
@@ -117,17 +119,17 @@ def test_what_is_tried_out_is_not_retired(tried):
 def test_only_one_verified_newer_generation_is_tried_out_beside_a_live_one(world):
     world.load(A)
     with pytest.raises(Conflict, match="nothing is live"):
-        world.releases.start_canary(A, 5.0, "try")
+        moves.start_canary(world.releases, A, 5.0, "try")
     world.load(C)
     world.publish(B)
     with pytest.raises(Conflict, match="older than"):
-        world.releases.start_canary(A, 5.0, "try")
+        moves.start_canary(world.releases, A, 5.0, "try")
     for percent in (0.0, -1.0, 101.0, float("nan")):
         with pytest.raises(ConfigError, match="share"):
-            world.releases.start_canary(C, percent, "try")
-    world.releases.refuse(C, reason="bad", attempt="gate")
+            moves.start_canary(world.releases, C, percent, "try")
+    moves.refuse(world.releases, C, reason="bad", attempt="gate")
     with pytest.raises(Conflict, match="refused"):
-        world.releases.start_canary(C, 5.0, "try")
+        moves.start_canary(world.releases, C, 5.0, "try")
 
 
 def test_a_canary_refused_between_look_and_move_is_not_tried_out(world, monkeypatch):
@@ -137,10 +139,10 @@ def test_a_canary_refused_between_look_and_move_is_not_tried_out(world, monkeypa
         monkeypatch,
         Control,
         "move",
-        lambda: world.releases.refuse(B, reason="bad", attempt="gate"),
+        lambda: moves.refuse(world.releases, B, reason="bad", attempt="gate"),
     )
     with pytest.raises(Conflict, match="tried out: it is refused"):
-        world.releases.start_canary(B, 5.0, "try")
+        moves.start_canary(world.releases, B, 5.0, "try")
     assert world.live().canary is None
 
 
@@ -154,22 +156,22 @@ def test_a_canary_whose_writer_died_after_the_move_is_settled(world, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
         with pytest.raises(KeyboardInterrupt):
-            world.releases.start_canary(B, 5.0, "try")
+            moves.start_canary(world.releases, B, 5.0, "try")
     assert world.releases.ledger().canary == world.live().canary is not None
-    assert not world.releases.start_canary(B, 5.0, "try").has_moved
+    assert not moves.start_canary(world.releases, B, 5.0, "try").has_moved
 
 
 def test_an_override_is_kept_with_its_reason_until_its_generation_is_rolled_back(world):
     world.publish(A)
     world.load(B)
-    world.releases.refuse(B, reason="score_psi", attempt="gate")
+    moves.refuse(world.releases, B, reason="score_psi", attempt="gate")
     world.releases.override(B, rule="score_psi", reason=" retrained ", attempt="operator")
     assert world.releases.ledger().overrides == {B: {"score_psi": "retrained"}}
     assert world.releases.state(B) is State.REFUSED, "only another verification lifts a refusal"
     world.releases.mark_verified(B, attempt="again")
-    world.releases.publish(B, attempt="publish")
+    moves.publish(world.releases, B, attempt="publish")
     assert world.releases.ledger().overrides == {B: {"score_psi": "retrained"}}
-    world.releases.roll_back(to=None, reason="bad", attempt="operator")
+    moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
     assert world.releases.ledger().overrides == {}
 
 
@@ -206,7 +208,7 @@ def test_a_roll_back_that_died_before_redis_was_lost_is_carried_out_by_restore(w
     with monkeypatch.context() as patched:
         patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
         with pytest.raises(KeyboardInterrupt):
-            world.releases.roll_back(to=None, reason="bad", attempt="operator")
+            moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
     pointer_before = world.live()
     lose_redis(world)
 

@@ -15,10 +15,10 @@ from cache.store.releases import (
     all_releases,
     done_path,
 )
-from precompute.releases import moves as release
+from precompute.releases import moves, sweep
 from precompute.releases import recovery as restoring
-from precompute.releases import sweep
 from precompute.releases.recovery import restore_redis
+from precompute.releases.release_log import Releases
 from precompute.releases.sweep import retire
 from tests.integration.release_world import (
     A,
@@ -42,7 +42,7 @@ def test_a_restore_never_undoes_a_roll_back_made_while_it_streams(world, monkeyp
     world.publish(A, B)
 
     def roll_back():
-        world.releases.roll_back(to=None, reason="bad", attempt="operator")
+        moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
 
     meanwhile(monkeypatch, restoring, "reload", roll_back)
     pointer, loaded, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
@@ -72,11 +72,11 @@ def test_older_data_is_not_published_over_newer_by_a_publisher_that_looked_earli
     world.load(C)
 
     def publish_newer():
-        world.releases.publish(C, attempt="other")
+        moves.publish(world.releases, C, attempt="other")
 
-    meanwhile(monkeypatch, release, "load_missing", publish_newer)
+    meanwhile(monkeypatch, moves, "load_missing", publish_newer)
     with pytest.raises(Conflict, match="older than"):
-        world.releases.publish(B, attempt=world.attempt())
+        moves.publish(world.releases, B, attempt=world.attempt())
     assert world.live().generation == C and world.control.rows()[C].state is State.LIVE
 
 
@@ -89,7 +89,7 @@ def test_a_roll_back_never_lands_on_a_generation_retired_meanwhile(world, monkey
 
     meanwhile(monkeypatch, Control, "move", retire_target)
     with pytest.raises(Conflict, match="retired by now"):
-        world.releases.roll_back(to=A, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, to=A, reason="bad", attempt=world.attempt())
     assert world.live().generation == C and not pages_of(world, A)
     assert world.releases.ledger().state(A) is State.RETIRED
 
@@ -99,11 +99,11 @@ def test_a_publish_never_lands_on_a_generation_refused_meanwhile(world, monkeypa
     world.load(B)
 
     def refuse_generation():
-        world.releases.refuse(B, reason="bad", attempt="gate")
+        moves.refuse(world.releases, B, reason="bad", attempt="gate")
 
     meanwhile(monkeypatch, Control, "move", refuse_generation)
     with pytest.raises(Conflict, match="refused by now"):
-        world.releases.publish(B, attempt=world.attempt())
+        moves.publish(world.releases, B, attempt=world.attempt())
     assert world.live().generation == A
 
 
@@ -115,12 +115,12 @@ def test_a_refusal_whose_row_redis_lost_holds_off_a_publisher_that_looked_earlie
     verified = world.control.rows()[B]
 
     def refuse_and_reset_row():
-        world.releases.refuse(B, reason="bad", attempt="gate")
+        moves.refuse(world.releases, B, reason="bad", attempt="gate")
         world.control.set_row(B, verified)  # as an older snapshot has it
 
-    meanwhile(monkeypatch, release.Releases, "record", refuse_and_reset_row)
+    meanwhile(monkeypatch, Releases, "record", refuse_and_reset_row)
     with pytest.raises(Conflict, match="it is refused"):
-        world.releases.publish(B, attempt=world.attempt())
+        moves.publish(world.releases, B, attempt=world.attempt())
     assert world.live().generation == A
 
 
@@ -130,23 +130,23 @@ def test_a_refusal_whose_row_redis_lost_while_it_was_written_down_is_marked_agai
     world.publish(A)
     world.load(B)
     verified = world.control.rows()[B]
-    meanwhile(monkeypatch, release.Releases, "record", lambda: world.control.set_row(B, verified))
-    world.releases.refuse(B, reason="bad", attempt="gate")
+    meanwhile(monkeypatch, Releases, "record", lambda: world.control.set_row(B, verified))
+    moves.refuse(world.releases, B, reason="bad", attempt="gate")
     assert world.control.rows()[B].state is State.REFUSED
 
 
 def test_a_restore_does_not_lift_a_refusal_that_is_yet_to_be_written_down(world, monkeypatch):
     world.publish(A, B)
-    world.releases.roll_back(to=None, reason="bad", attempt="operator")
+    moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
     world.releases.mark_verified(B, attempt="again")  # the records prove it verified from here on
 
     def restore_then_publish():
         restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
         with pytest.raises(Conflict, match="it is refused"):
-            world.releases.publish(B, attempt="publish")
+            moves.publish(world.releases, B, attempt="publish")
 
     meanwhile(monkeypatch, world.releases, "_write_state", restore_then_publish)
-    world.releases.refuse(B, reason="bad again", attempt="verify")
+    moves.refuse(world.releases, B, reason="bad again", attempt="verify")
     assert world.live().generation == A
     assert world.releases.ledger().state(B) is State.REFUSED
 
@@ -155,7 +155,7 @@ def test_a_generation_made_live_meanwhile_is_not_retired(world, monkeypatch):
     world.publish(A, B, C)
 
     def roll_back():
-        world.releases.roll_back(to=A, reason="bad", attempt="operator")
+        moves.roll_back(world.releases, to=A, reason="bad", attempt="operator")
 
     meanwhile(monkeypatch, sweep, "_demand_unneeded", roll_back)
     with pytest.raises(Conflict):
@@ -196,7 +196,7 @@ def test_a_move_overtaken_before_it_was_written_down_as_done_is_not_forgotten(wo
     with monkeypatch.context() as patched:
         patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
         with pytest.raises(KeyboardInterrupt):
-            world.releases.publish(B, attempt="dies")
+            moves.publish(world.releases, B, attempt="dies")
     died = world.live()
     intent = all_releases(world.store)[-1]
     assert died.generation == B and (intent.epoch, intent.is_done) == (died.epoch, False)
@@ -222,12 +222,12 @@ def test_a_mover_that_looked_before_anothers_move_never_replaces_it(world, monke
         with monkeypatch.context() as patched:
             patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
             with pytest.raises(KeyboardInterrupt):
-                world.releases.publish(B, attempt="dies")
+                moves.publish(world.releases, B, attempt="dies")
 
     meanwhile(monkeypatch, Control, "move", publish_and_die)
     with pytest.raises(Conflict, match="another publisher"):
-        world.releases.publish(C, attempt="late")
+        moves.publish(world.releases, C, attempt="late")
     assert world.live().generation == B
-    world.releases.publish(C, attempt="late")
-    moves = [(record.generation, record.is_done) for record in all_releases(world.store)]
-    assert moves == [(A, True), (C, False), (B, True), (C, True)]
+    moves.publish(world.releases, C, attempt="late")
+    written = [(record.generation, record.is_done) for record in all_releases(world.store)]
+    assert written == [(A, True), (C, False), (B, True), (C, True)]

@@ -8,6 +8,7 @@ from cache.control.states import State
 from cache.errors import Conflict
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
+from precompute.releases import moves
 from precompute.releases.sweep import retire, sweepable
 from tests.integration.release_world import A, B, C, D, World
 
@@ -21,52 +22,52 @@ def world(tmp_path, redis_url, keyspace):
 def test_p19_a_retry_after_a_newer_publish_has_succeeded_and_publishes_nothing(world):
     world.publish(A)
     world.load(B)
-    world.releases.publish(B, attempt="run-b")
+    moves.publish(world.releases, B, attempt="run-b")
     world.publish(C)
-    assert not world.releases.publish(B, attempt="run-b").has_moved
+    assert not moves.publish(world.releases, B, attempt="run-b").has_moved
     world.publish(D)
     retire(world.releases, B, attempt="sweep")
-    assert not world.releases.publish(B, attempt="run-b").has_moved
+    assert not moves.publish(world.releases, B, attempt="run-b").has_moved
     assert world.live().generation == D
 
 
 def test_a_repeated_publish_says_that_it_was_rolled_back_even_once_it_is_retired(world):
     world.publish(A)
     world.load(B)
-    world.releases.publish(B, attempt="run-b")
-    world.releases.roll_back(to=None, reason="bad", attempt="operator")
+    moves.publish(world.releases, B, attempt="run-b")
+    moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
     for _ in range(2):
         with pytest.raises(Conflict, match=r"roll back of .* use a new attempt"):
-            world.releases.publish(B, attempt="run-b")
+            moves.publish(world.releases, B, attempt="run-b")
         retire(world.releases, B, attempt="sweep")
 
 
 def test_a_repeated_publish_says_that_a_roll_back_jumped_over_it(world):
     world.publish(A)
     world.load(B)
-    world.releases.publish(B, attempt="run-b")
+    moves.publish(world.releases, B, attempt="run-b")
     world.publish(C)
-    world.releases.roll_back(to=A, reason="bad", attempt="operator")
+    moves.roll_back(world.releases, to=A, reason="bad", attempt="operator")
     with pytest.raises(Conflict, match=r"roll back of .* use a new attempt"):
-        world.releases.publish(B, attempt="run-b")
+        moves.publish(world.releases, B, attempt="run-b")
 
 
 def test_a_repeated_roll_back_says_that_what_it_left_is_back(world):
     world.publish(A, B)
-    world.releases.roll_back(to=None, reason="bad", attempt="on call")
-    assert not world.releases.roll_back(to=None, reason="bad", attempt="on call").has_moved
+    moves.roll_back(world.releases, to=None, reason="bad", attempt="on call")
+    assert not moves.roll_back(world.releases, to=None, reason="bad", attempt="on call").has_moved
     world.releases.mark_verified(B, attempt="again")
-    world.releases.publish(B, attempt="again")
+    moves.publish(world.releases, B, attempt="again")
     with pytest.raises(Conflict, match=r"publish of .* use a new attempt"):
-        world.releases.roll_back(to=None, reason="bad", attempt="on call")
+        moves.roll_back(world.releases, to=None, reason="bad", attempt="on call")
     assert world.live().generation == B
 
 
 def test_a_repeated_roll_back_stands_after_a_newer_publish(world):
     world.publish(A, B)
-    world.releases.roll_back(to=None, reason="bad", attempt="on call")
+    moves.roll_back(world.releases, to=None, reason="bad", attempt="on call")
     world.publish(C)
-    assert not world.releases.roll_back(to=None, reason="bad", attempt="on call").has_moved
+    assert not moves.roll_back(world.releases, to=None, reason="bad", attempt="on call").has_moved
     assert world.live().generation == C
 
 
@@ -74,39 +75,39 @@ def test_a_canary_start_stands_once_it_was_published_but_not_once_rolled_back(wo
     world.publish(A)
     for generation in (B, C):
         world.load(generation)
-    world.releases.start_canary(B, 5.0, "try b")
-    world.releases.publish(B, attempt="run-b")
-    assert not world.releases.start_canary(B, 5.0, "try b").has_moved
-    world.releases.start_canary(C, 5.0, "try c")
-    world.releases.roll_back(to=None, reason="bad", attempt="operator")
+    moves.start_canary(world.releases, B, 5.0, "try b")
+    moves.publish(world.releases, B, attempt="run-b")
+    assert not moves.start_canary(world.releases, B, 5.0, "try b").has_moved
+    moves.start_canary(world.releases, C, 5.0, "try c")
+    moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
     with pytest.raises(Conflict, match="use a new attempt"):
-        world.releases.start_canary(C, 5.0, "try c")
+        moves.start_canary(world.releases, C, 5.0, "try c")
 
 
 def test_a_cleared_run_tries_out_again_what_was_verified_again(world):
     world.publish(A)
     world.load(B)
-    world.releases.start_canary(B, 5.0, "run")
-    world.releases.end_canary("operator", "bad", abandon=True)
+    moves.start_canary(world.releases, B, 5.0, "run")
+    moves.end_canary(world.releases, "operator", "bad", abandon=True)
     world.releases.mark_verified(B, attempt="run")
-    assert world.releases.start_canary(B, 5.0, "run").has_moved
+    assert moves.start_canary(world.releases, B, 5.0, "run").has_moved
     assert world.live().canary.generation == B
     with pytest.raises(Conflict, match="use a new attempt"):
-        world.releases.end_canary("operator", "bad", abandon=True)
+        moves.end_canary(world.releases, "operator", "bad", abandon=True)
     assert world.live().canary.generation == B
 
 
 def test_a_roll_back_that_jumps_takes_back_all_that_came_after_its_target(world):
     world.publish(A, B, C)
-    world.releases.roll_back(to=A, reason="bad", attempt="operator")
+    moves.roll_back(world.releases, to=A, reason="bad", attempt="operator")
     assert world.live().previous is None and world.releases.ledger().previous is None
     for generation in (B, C):
         assert world.control.rows()[generation].state is State.ROLLED_BACK
         assert world.releases.state(generation) is State.ROLLED_BACK
         with pytest.raises(Conflict, match="rolled_back"):
-            world.releases.roll_back(to=generation, reason="worse", attempt="operator-2")
+            moves.roll_back(world.releases, to=generation, reason="worse", attempt="operator-2")
     world.releases.mark_verified(B, attempt="again")
-    world.releases.publish(B, attempt="again")
+    moves.publish(world.releases, B, attempt="again")
     assert (world.live().generation, world.live().previous) == (B, A)
 
 
@@ -120,7 +121,7 @@ def test_what_a_roll_back_jumps_over_stays_retired_if_it_is_being_retired(world,
         return real(*arguments, **options)
 
     monkeypatch.setattr(world.control, "move", move)
-    world.releases.roll_back(to=A, reason="bad", attempt="operator")
+    moves.roll_back(world.releases, to=A, reason="bad", attempt="operator")
     assert world.control.rows()[B].state is State.RETIRED
     assert world.releases.state(B) is State.RETIRED
 
@@ -159,8 +160,8 @@ def test_nothing_whose_gates_failed_or_never_ran_is_published_or_tried_out(world
     world.load(B)
     gates(world, B, *verdicts)
     for move in (
-        lambda: world.releases.publish(B, attempt="x"),
-        lambda: world.releases.start_canary(B, 5.0, "y"),
+        lambda: moves.publish(world.releases, B, attempt="x"),
+        lambda: moves.start_canary(world.releases, B, 5.0, "y"),
     ):
         with pytest.raises(Conflict, match="failed skew" if verdicts else "no gate"):
             move()
@@ -172,15 +173,15 @@ def test_what_was_compared_with_another_generation_is_neither_published_nor_trie
     for generation in (B, C):
         world.load(generation)
     verified = {"baseline": A}
-    world.releases.publish(B, attempt="run-b", verified=verified)
+    moves.publish(world.releases, B, attempt="run-b", verified=verified)
     for report in (verified, {"baseline": None}, {}):
         with pytest.raises(Conflict, match=r"run `verify .*` again"):
-            world.releases.publish(C, attempt="run-c", verified=report)
+            moves.publish(world.releases, C, attempt="run-c", verified=report)
         with pytest.raises(Conflict, match=r"run `verify .*` again"):
-            world.releases.start_canary(C, 5.0, "try", verified=report)
+            moves.start_canary(world.releases, C, 5.0, "try", verified=report)
     # A repeat finds its own work, whatever is live by now.
-    assert not world.releases.publish(B, attempt="run-b", verified=verified).has_moved
-    world.releases.roll_back(to=None, reason="bad", attempt="operator")
+    assert not moves.publish(world.releases, B, attempt="run-b", verified=verified).has_moved
+    moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
     with pytest.raises(Conflict, match="verified against"):
-        world.releases.publish(C, attempt="run-c", verified={"baseline": B})
-    assert world.releases.publish(C, attempt="run-c", verified=verified).has_moved
+        moves.publish(world.releases, C, attempt="run-c", verified={"baseline": B})
+    assert moves.publish(world.releases, C, attempt="run-c", verified=verified).has_moved

@@ -12,7 +12,7 @@ from cache.errors import Conflict
 from cache.l2.sync_clients import connect
 from cache.process.redis_server import RedisServer, server
 from cache.store.artefacts import ArtefactStore
-from precompute.releases import replication
+from precompute.releases import moves, replication
 from precompute.releases.replication import UNREACHABLE, confirm, run_ids, wait_for_replicas
 from tests.conftest import redis_binary
 from tests.integration.release_world import A, B, World, pages_of
@@ -120,5 +120,5 @@ def test_a_replica_that_lags_or_hangs_is_a_conflict_and_nothing_is_published(pri
         os.kill(process, signal.SIGCONT)
     assert primary.live().generation == A
     confirm(primary.releases, B, verified, timeout_s=20.0)
-    primary.releases.publish(B, attempt="again")
+    moves.publish(primary.releases, B, attempt="again")
     assert primary.live().generation == B

@@ -20,6 +20,7 @@ from cache.store.releases import (
 )
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import page_keys
+from precompute.releases import moves
 from precompute.releases.recovery import forgotten_in_words, restore_redis
 from precompute.releases.sweep import retire
 from tests.integration.release_world import A, B, C, D, World, keep_intents, lose_redis, pages_of
@@ -102,8 +103,16 @@ def test_what_readers_wait_for_comes_flat_out_and_the_previous_one_makes_way(wor
 def test_pages_missing_before_a_publish_or_a_canary_are_governed_and_before_a_roll_back_not(world):
     world.publish(A)
     for generation, act in (
-        (B, lambda governor: world.releases.start_canary(B, 5.0, "canary", governor=governor)),
-        (C, lambda governor: world.releases.publish(C, attempt="publish", governor=governor)),
+        (
+            B,
+            lambda governor: moves.start_canary(
+                world.releases, B, 5.0, "canary", governor=governor
+            ),
+        ),
+        (
+            C,
+            lambda governor: moves.publish(world.releases, C, attempt="publish", governor=governor),
+        ),
     ):
         world.load(generation)
         world.client.delete(*world.client.keys(f"larder:1:{world.keys.namespace}:g:{generation}*"))
@@ -115,7 +124,7 @@ def test_pages_missing_before_a_publish_or_a_canary_are_governed_and_before_a_ro
 def test_a_restore_names_what_redis_alone_knew(world):
     world.publish(A)
     world.load(B)
-    world.releases.start_canary(B, 5.0, world.attempt())
+    moves.start_canary(world.releases, B, 5.0, world.attempt())
     lose_redis(world)
     view_before = world.releases.view()
 
@@ -138,7 +147,7 @@ def test_p22_a_pointer_from_an_older_snapshot_is_not_trusted(world):
     world.client.set(world.keys.live, old)
     world.load(C)
     with pytest.raises(Conflict, match="older pointer"):
-        world.releases.publish(C, attempt=world.attempt())
+        moves.publish(world.releases, C, attempt=world.attempt())
     pointer, _, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     assert pointer.generation == B and pointer.epoch > Pointer.from_bytes(old).epoch
 
@@ -208,7 +217,7 @@ def test_publishing_into_an_emptied_redis_is_refused_until_restored(world):
     world.load(B)
     world.client.delete(world.keys.live)
     with pytest.raises(Conflict, match="restore"):
-        world.releases.publish(B, attempt=world.attempt())
+        moves.publish(world.releases, B, attempt=world.attempt())
 
 
 def test_a_restore_never_replaces_a_pointer_that_no_record_explains(world):
@@ -219,7 +228,7 @@ def test_a_restore_never_replaces_a_pointer_that_no_record_explains(world):
         restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     world.load(C)
     with pytest.raises(Conflict, match="no release record explains"):
-        world.releases.publish(C, attempt=world.attempt())
+        moves.publish(world.releases, C, attempt=world.attempt())
     assert world.live() == unknown
 
 
@@ -230,8 +239,8 @@ def test_a_roll_back_after_a_restore_lands_on_loaded_pages_only(world):
     restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     assert not pages_of(world, A)
 
-    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
-    world.releases.roll_back(to=None, reason="bad too", attempt=world.attempt())
+    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, to=None, reason="bad too", attempt=world.attempt())
 
     assert world.live().generation == A
     assert pages_of(world, A) == set(page_keys(world.keys, manifest))
@@ -239,11 +248,11 @@ def test_a_roll_back_after_a_restore_lands_on_loaded_pages_only(world):
 
 def test_a_generation_verified_again_before_redis_was_lost_is_published_with_its_pages(world):
     world.publish(A, B)
-    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     world.releases.mark_verified(B, attempt=world.attempt())
     lose_redis(world)
     restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
-    world.releases.publish(B, attempt=world.attempt())
+    moves.publish(world.releases, B, attempt=world.attempt())
     assert world.live().generation == B and len(pages_of(world, B)) == 10
 
 
@@ -256,11 +265,11 @@ def test_a_manifest_that_is_not_the_released_one_is_neither_restored_nor_rolled_
     assert altered_manifest != released
     world.store.write(path, altered_manifest)
     with pytest.raises(CorruptArtefact, match="release record"):
-        world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     _, loaded, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     assert loaded == [B]
     world.store.write(path, released)
-    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     world.store.write(path, altered_manifest)
     with pytest.raises(CorruptArtefact, match="release record"):
         restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
@@ -275,10 +284,10 @@ def test_of_a_manifest_cut_short_the_error_says_so_and_only_what_needs_it_stops(
     released = world.store.read(path)
     world.store.write(path, truncated_manifest)
     with pytest.raises(CorruptArtefact, match="not a manifest"):
-        world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     assert restore_redis(world.releases, attempt="restore", chunk_bytes=1000)[1] == [B]
     world.store.write(path, released)
-    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     world.store.write(path, truncated_manifest)
     with pytest.raises(CorruptArtefact, match="not a manifest"):
         restore_redis(world.releases, attempt="restore", chunk_bytes=1000)

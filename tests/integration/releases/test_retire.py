@@ -19,6 +19,7 @@ from cache.store.releases import (
 )
 from precompute.bulk.load import parts_of
 from precompute.config.settings import generations_at_peak
+from precompute.releases import moves
 from precompute.releases.sweep import (
     drop_old_rows,
     is_back,
@@ -115,9 +116,9 @@ def test_a_roll_back_names_no_previous_that_was_retired_while_it_looked(world, m
 
     monkeypatch.setattr(world.releases, "record", retire_first)
     with pytest.raises(Conflict, match=f"{A} was retired meanwhile"):
-        world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
 
-    moved = world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    moved = moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     assert (moved.pointer.generation, moved.pointer.previous) == (B, None)
 
 
@@ -145,7 +146,7 @@ def test_a_retirement_cut_short_is_finished_and_never_rolled_back_to(world, monk
         with pytest.raises(KeyboardInterrupt):
             retire(world.releases, A, attempt=world.attempt())
     with pytest.raises(Conflict, match="retired"):
-        world.releases.roll_back(to=A, reason="", attempt=world.attempt())
+        moves.roll_back(world.releases, to=A, reason="", attempt=world.attempt())
     assert sweepable(world.releases, keep=5, grace_s=60) == [A]
     retire(world.releases, A, attempt=world.attempt())
     assert world.store.names("generations") == [B, C]
@@ -177,7 +178,7 @@ def test_a_pointer_never_names_a_retired_generation_as_previous(world):
     assert world.control.move(to, expected_epoch=epoch, rows={}) is None
     world.publish(C)
     assert world.live().previous == B
-    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     assert (world.live().generation, world.live().previous) == (B, None)
 
 
@@ -247,7 +248,7 @@ def test_an_unpublished_night_goes_at_once_when_a_newer_one_is_made(world, state
 def test_a_refused_night_that_is_made_again_is_not_swept_from_under_itself(world):
     world.publish(A)
     world.load(B)
-    world.releases.refuse(B, reason="bad", attempt=world.attempt())
+    moves.refuse(world.releases, B, reason="bad", attempt=world.attempt())
 
     assert sweepable(world.releases, keep=1, grace_s=60, making=B) == []
     assert sweepable(world.releases, keep=1, grace_s=60, making=C) == [B]

@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from redis.asyncio import Redis
 
@@ -23,7 +23,7 @@ from serving.engine.batch_inference import compute
 from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
 from serving.engine.leases import LeaseManager
-from serving.engine.micro_batcher import ComputedRecord, InferenceJob
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob, MicroBatcher
 from serving.generations.served_set import ServedGenerations
 from tests.unit.serving.world import World, ask, entity, ids
 
@@ -56,7 +56,11 @@ async def run(url: str, namespace: str, name: str, wait_ms: str) -> None:
         remote, tiers, remote.control.keyspace, wait_s=float(wait_ms) / 1000, name=name
     )
     inferences = LiveInferences(
-        Gated(control, namespace, name), tiers, overlay_ttl_s=60.0, outage_ttl_s=1.0, leases=lead
+        cast(MicroBatcher, Gated(control, namespace, name)),
+        tiers,
+        overlay_ttl_s=60.0,
+        outage_ttl_s=1.0,
+        leases=lead,
     )
     world = World()
     ladder = Ladder(tiers, inferences, world.metrics, l2_deadline_s=5.0)

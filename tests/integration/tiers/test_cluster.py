@@ -12,8 +12,8 @@ from cache.store.artefacts import read_manifest
 from precompute.bulk.load import page_keys
 from precompute.bulk.reload import damaged
 from precompute.config.settings import NightConfig
-from precompute.releases.moves import open_releases
 from precompute.releases.recovery import restore
+from precompute.releases.release_log import open_releases
 from precompute.steps import load, retire
 from tests.clusters import TestCluster, cluster
 from tests.integration.nights import (

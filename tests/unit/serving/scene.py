@@ -1,6 +1,5 @@
 """A replica over a fake Redis, a fake clock and a small store, that tests publish to."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,8 @@ from serving.generations.holder import GenerationHolder
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.refresher import Refresher
 from serving.generations.snapshot import Snapshot
-from serving.process.resources import InThread
-from tests.fakes import FakeClock, FakeControl
+from serving.process.resources import StoreThreads
+from tests.fakes import THREADS, FakeClock, FakeControl
 from tests.unit.serving.world import World
 
 BOUND_S = 60.0
@@ -74,7 +73,7 @@ class FakeRedis(FakeControl):
 class Scene:
     """A refresher, what it reads from, and what it opened."""
 
-    def __init__(self, folder: Path, in_thread: InThread = asyncio.to_thread) -> None:
+    def __init__(self, folder: Path, in_thread: StoreThreads = THREADS) -> None:
         self.world = World()
         self.timer = FakeClock()
         self.redis = FakeRedis(self.timer)

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from serving.config.settings import ServingConfig
 from serving.engine.batch_inference import compute
 from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
-from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable, MicroBatcher
 from serving.generations.snapshot import DefaultList, Snapshot
 from serving.metrics.registry import Metrics
 from serving.requests.models import Limits, LookupRequest, RequestedEntity, RequestOptions
@@ -192,7 +192,9 @@ class World:
         self.users, self.user_raws = _directory("user", USERS)
         self.predictor = FakePredictor(self.items)
         self.tiers = TieredCache(LocalTier(1 << 20), NegativeCache(100, 5.0), self.remote)
-        self.inferences = LiveInferences(self, self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0)
+        self.inferences = LiveInferences(
+            cast(MicroBatcher, self), self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0
+        )
         self.ladder = Ladder(
             self.tiers, self.inferences, self.metrics, l2_deadline_s=1.0, clock=self.clock
         )

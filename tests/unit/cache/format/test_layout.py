@@ -113,13 +113,13 @@ if sys.argv[1] in FORMATS:
 import numpy as np
 from cache.format.redis_keys import Keyspace
 from cache.format.manifest import MANIFEST_FORMAT, Manifest
-from cache.records import decode, encode_numbers
+from cache.records import decode_record, encode_numbers
 from cache.records import Layout, peek_format
 
 layout = Layout("value", 1, "f4")
 record = encode_numbers(layout, np.ones(1, "u8"), np.ones((1, 1), "f4"), 1)[0].tobytes()
 manifest = Manifest("shop", "g", 1, 2, "b", "i", {}, {}, {}, {}, {}, None, ())
-assert decode(layout, record).fingerprint == 1
+assert decode_record(layout, record).fingerprint == 1
 print(json.dumps([peek_format(record), json.loads(manifest.to_bytes())["format"], Keyspace("shop").live]))
 """
 

@@ -10,7 +10,7 @@ from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Release, all_releases, done_path, intent_path
 from cache.store.write_once import PACK_FILES
 from precompute.erasure.erasing import begin_erasing
-from precompute.releases.release_log import ReleaseLog
+from precompute.releases.release_log import Releases
 from precompute.sources.erasures import all_erasures, mark_done, request
 from tests.object_stores import Counting, requests, store_of
 
@@ -57,11 +57,11 @@ def test_a_release_log_that_read_many_leaves_a_pack_to_whoever_comes_next(tmp_pa
     store = store_of(Counting, tmp_path)
     write(store, range(1, 301))
     unasked: Any = object()
-    ReleaseLog(store, unasked, time.time).history()
+    Releases(store, unasked, time.time).history()
     assert [name for name in store.names("releases") if name.startswith("pack-")]
 
     with requests() as request_counts:
-        assert len(ReleaseLog(store, unasked, time.time).history()) == 300
+        assert len(Releases(store, unasked, time.time).history()) == 300
 
     assert request_counts["get"] <= 300 // PACK_FILES + PACK_FILES
 

@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ from precompute.bulk.governor import (
     Throttle,
     p99,
 )
-from precompute.bulk.watch import RedisObservation
+from precompute.bulk.watch import RedisObservation, Watcher
 
 PIECE = 128 * 1024
 PROBE_S = 0.001
@@ -129,7 +129,7 @@ class Plant:
 def governed(plant: Plant, **settings: object) -> Governor:
     return Governor(
         GovernorConfig(**{"piece_bytes": PIECE, **settings}),  # type: ignore[arg-type]
-        plant,
+        cast(Watcher, plant),
         timer=plant.timer,
         sleep=plant.sleep,
     )
@@ -166,7 +166,7 @@ def test_while_it_rests_neither_core_halts_unless_that_would_be_felt(awake):
     plant = Plant()
     governor = Governor(
         GovernorConfig(piece_bytes=PIECE),
-        plant,
+        cast(Watcher, plant),
         timer=plant.timer,
         sleep=plant.sleep,
         spin=lambda: plant.sleep(SPIN_S),

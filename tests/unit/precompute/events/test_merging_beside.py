@@ -16,7 +16,7 @@ from precompute.events import stream as merging
 from precompute.events.files import last_taken, list_taken_files, superseded
 from precompute.events.stream import EventStores, forget_in_files, merge_files
 from precompute.events.taking import take_before_begin
-from precompute.releases.moves import open_releases
+from precompute.releases.release_log import open_releases
 from precompute.sources.erasures import ErasedEntities, all_erasures, request
 from tests.unit.precompute.events.merging_nights import MANY, Killed, erase, nights, published
 from tests.unit.precompute.events.stream import Crash, Stream

@@ -12,7 +12,7 @@ from cache.control.states import State
 from precompute.builds.build import settings_digest
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
-from precompute.releases.release_log import ReleaseLog
+from precompute.releases.release_log import Releases
 from precompute.reuse import base
 from precompute.reuse.base import (
     NO_VERIFIED_BASE,
@@ -68,7 +68,7 @@ def test_the_base_is_the_newest_that_fits(stored_generations: list[Stored], maki
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "_read_generation", lambda config, name: reads.get(name))
         base_generation, no_base_reason = choose_base(
-            cast(ReleaseLog, releases), CONFIG, OURS, making=name_of(making)
+            cast(Releases, releases), CONFIG, OURS, making=name_of(making)
         )  # fmt: skip
 
     verified = [
@@ -97,7 +97,7 @@ def test_the_base_is_the_newest_that_fits(stored_generations: list[Stored], maki
 
 def test_nothing_is_looked_at_where_it_is_off() -> None:
     base_and_reason = choose_base(
-        cast(ReleaseLog, None), replace(CONFIG, reuse="off"), OURS, making=MAKING
+        cast(Releases, None), replace(CONFIG, reuse="off"), OURS, making=MAKING
     )
 
     assert base_and_reason == (None, REUSE_OFF)

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -260,7 +260,11 @@ async def test_overload_leaves_live_out_and_says_so_and_only_for_new_work() -> N
 
     world.infer = infer  # type: ignore[method-assign]
     inferences = LiveInferences(
-        world, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, admit=lambda: is_open
+        cast(MicroBatcher, world),
+        world.tiers,
+        overlay_ttl_s=600.0,
+        outage_ttl_s=15.0,
+        admit=lambda: is_open,
     )
     ladder = Ladder(world.tiers, inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock)
     served = ServedGenerations(world.snapshot())

@@ -1,6 +1,5 @@
 """Generations and nights as the store and the registry have them."""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Release, done_path, intent_path
 from serving.dashboard.generation_history import GENERATIONS_MAX, GenerationHistory
 from serving.generations.nights import ReleaseWatch
+from tests.fakes import THREADS
 
 G1, G2, G3 = (f"2026112{day}T000000Z-00000000000{day}" for day in (1, 2, 3))
 FILE = Artefact("f", 100, "")
@@ -34,9 +34,7 @@ class Night:
 
     def __init__(self, folder: Path) -> None:
         self.store = ArtefactStore(str(folder))
-        self.history = GenerationHistory(
-            self.store, ReleaseWatch(self.store, asyncio.to_thread).records
-        )
+        self.history = GenerationHistory(self.store, ReleaseWatch(self.store, THREADS).records)
         self.releases = 0
 
     def make(self, generation: str, **changes: Any) -> None:

@@ -17,7 +17,7 @@ from serving.dashboard.service import ARCHIVE_S, READ_S, Dashboard
 from serving.generations.nights import Nights, ReleaseWatch
 from serving.metrics.collectors import refine_bounds
 from serving.requests.errors import Problem
-from tests.fakes import FakeClock
+from tests.fakes import THREADS, FakeClock
 from tests.unit.serving.dashboard.hashes import FakeRedis
 
 
@@ -34,11 +34,11 @@ class Board:
         }  # fmt: skip
         follower: Any = SimpleNamespace(served=None)
         self.store = ArtefactStore(str(folder))
-        history = GenerationHistory(self.store, ReleaseWatch(self.store, asyncio.to_thread).records)
+        history = GenerationHistory(self.store, ReleaseWatch(self.store, THREADS).records)
         self.dashboard = Dashboard(
             self.redis, history, name="a", read_counts=lambda: {"r": 1},
             about=lambda: about, bounds=refine_bounds((0.1,)), nights=Nights(Schedule(), follower, self.clock),
-            clock=self.clock, timer=self.clock, **{"in_thread": asyncio.to_thread} | more,
+            clock=self.clock, timer=self.clock, **{"in_thread": THREADS} | more,
         )  # fmt: skip
 
     async def data(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from cache.traffic.split import allot_buckets
 from serving.engine.service import LookupService
 from serving.metrics.registry import Metrics
 from serving.traffic.experiments.arms import Arms
-from tests.fakes import FakeClock
+from tests.fakes import THREADS, FakeClock
 
 KEYS = [f"key-{number}".encode() for number in range(20_000)]
 GRACE_S = 10.0
@@ -120,7 +120,7 @@ class Scene:
         self.ends.set()
         self.arms = Arms(
             cast(LookupService, self.own), "own", self.store, self.open,
-            in_thread=asyncio.to_thread, grace_s=GRACE_S, timer=self.clock,
+            in_thread=THREADS, grace_s=GRACE_S, timer=self.clock,
         )  # fmt: skip
 
     def open(self, name: str) -> FakeNamespace:

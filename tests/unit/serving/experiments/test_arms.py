@@ -10,7 +10,7 @@ import pytest
 
 from cache.traffic.experiments import Experiments
 from serving.engine.service import LookupService
-from serving.process.resources import InThread
+from serving.process.resources import StoreThreads
 from serving.traffic.experiments import arms as experiment_arms
 from serving.traffic.experiments.arms import Arms, Routing
 from tests.unit.serving.experiments.scene import GRACE_S, KEYS, OTHER, Scene, experiment
@@ -176,7 +176,7 @@ async def test_of_looks_at_the_same_time_none_takes_an_older_version_back(tmp_pa
 
     arms = Arms(
         cast(LookupService, scene.own), "own", scene.store, scene.open,
-        in_thread=cast(InThread, in_thread), grace_s=GRACE_S, timer=scene.clock,
+        in_thread=cast(StoreThreads, in_thread), grace_s=GRACE_S, timer=scene.clock,
     )  # fmt: skip
     scene.write(experiment())
     first = asyncio.create_task(arms.refresh())

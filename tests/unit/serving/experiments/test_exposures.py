@@ -1,6 +1,5 @@
 """The exposure log of a process: each key once an hour, nothing lost by a store that fails, nothing counted twice."""
 
-import asyncio
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from cache.errors import StoreError
 from cache.store.artefacts import ArtefactStore
 from serving.traffic.experiments import exposures
 from serving.traffic.experiments.exposures import ExposureLog
-from tests.fakes import FakeClock
+from tests.fakes import THREADS, FakeClock
 
 HOUR = 500_000
 START = HOUR * 3_600.0
@@ -39,7 +38,7 @@ def log_of(
 ) -> tuple[ExposureLog, FailingStore, FakeClock]:
     clock = clock or FakeClock(START)
     store = FailingStore(str(folder))
-    return ExposureLog(store, "r1", clock=clock, in_thread=asyncio.to_thread), store, clock
+    return ExposureLog(store, "r1", clock=clock, in_thread=THREADS), store, clock
 
 
 def lines(store: ArtefactStore) -> list[tuple[str, dict[str, Any]]]:

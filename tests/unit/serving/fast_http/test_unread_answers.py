@@ -1,5 +1,7 @@
 """Answers that peers do not take are bounded in bytes: slow peers are cut off first, then no large answer is begun."""
 
+from typing import Any
+
 import pytest
 
 from serving.http.connections import SLOW_READER_S, UnreadAnswers
@@ -21,11 +23,11 @@ class Peer:
 
 
 @pytest.fixture
-def unread() -> UnreadAnswers:
+def unread() -> Any:
     return UnreadAnswers(bytes_max=50 * KIB)
 
 
-def test_bytes_are_given_back_when_a_peer_has_taken_them(unread: UnreadAnswers) -> None:
+def test_bytes_are_given_back_when_a_peer_has_taken_them(unread: Any) -> None:
     peers = [Peer() for _ in range(5)]
     for peer in peers:
         unread.add(peer, 0.0)
@@ -39,7 +41,7 @@ def test_bytes_are_given_back_when_a_peer_has_taken_them(unread: UnreadAnswers) 
 
 
 def test_peers_that_have_waited_longest_are_cut_off_until_there_is_room(
-    unread: UnreadAnswers,
+    unread: Any,
 ) -> None:
     peers = [Peer() for _ in range(6)]
     for number, peer in enumerate(peers):
@@ -51,7 +53,7 @@ def test_peers_that_have_waited_longest_are_cut_off_until_there_is_room(
     assert unread.held_bytes == 45 * KIB
 
 
-def test_peers_that_came_just_now_are_left_and_no_more_is_begun(unread: UnreadAnswers) -> None:
+def test_peers_that_came_just_now_are_left_and_no_more_is_begun(unread: Any) -> None:
     peers = [Peer() for _ in range(7)]
     for peer in peers:
         unread.add(peer, 0.0)
@@ -61,7 +63,7 @@ def test_peers_that_came_just_now_are_left_and_no_more_is_begun(unread: UnreadAn
     assert [peer.is_cut for peer in peers] == [True] * 2 + [False] * 5
 
 
-def test_what_was_taken_since_is_seen_before_anybody_is_cut_off(unread: UnreadAnswers) -> None:
+def test_what_was_taken_since_is_seen_before_anybody_is_cut_off(unread: Any) -> None:
     peers = [Peer() for _ in range(7)]
     for peer in peers:
         unread.add(peer, 0.0)

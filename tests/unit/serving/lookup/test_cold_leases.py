@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import cast
 
 import pytest
 
@@ -11,7 +12,7 @@ from cache.l2.commands import LEASE_DONE_PREFIX, LEASE_GIVEN_BACK, LeaseSwap, Le
 from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
 from serving.engine.leases import REST_S, LeaseManager
-from serving.engine.micro_batcher import ComputedRecord, InferenceJob
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob, MicroBatcher
 from serving.generations.served_set import ServedGenerations
 from serving.requests.models import LookupRequest
 from tests.fakes import FakeClock
@@ -36,7 +37,7 @@ class Service:
             wait_s=WAIT_S, name=name, timer=self.clock, sleep=self._sleep, jitter=lambda: 0.5,
         )  # fmt: skip
         inferences = LiveInferences(
-            self, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, leases=self.lead,
+            cast(MicroBatcher, self), world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, leases=self.lead,
             admit=lambda: self.admits,
         )  # fmt: skip
         self.ladder = Ladder(

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from cache.format.ids import fingerprint
 from cache.store.blocklist import Blocklist
 from cache.tiers.reads import Hit, ReadResult, RecordKey, View
+from cache.tiers.tiered import TieredCache
 from cache.usage.hot_keys import Name
 from serving.engine.l1_warmup import L1Warmup
 from tests.fakes import FakeClock
@@ -50,7 +52,7 @@ class Bench:
         self.coming, self.old = world.snapshot(), world.snapshot(OLDER)
         self.reads = FakeReads(self.timer)
         self.warming = L1Warmup(
-            self.reads,
+            cast(TieredCache, self.reads),
             lambda: self.recent,
             self.hottest,
             lambda records, seconds: self.observed.append((records, seconds)),
@@ -142,7 +144,7 @@ async def test_time_is_bounded_and_the_rest_is_read_at_the_next_top_up() -> None
 
 async def test_without_a_sketch_only_its_own_are_read() -> None:
     bench = Bench(recent=[user(4)])
-    warming = L1Warmup(bench.reads, lambda: bench.recent)
+    warming = L1Warmup(cast(TieredCache, bench.reads), lambda: bench.recent)
 
     await warming(bench.coming, None)
 

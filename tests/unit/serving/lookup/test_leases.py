@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 
@@ -16,6 +17,7 @@ from cache.tiers.tiered import TieredCache
 from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
 from serving.engine.leases import REST_S, LeaseManager
+from serving.engine.micro_batcher import MicroBatcher
 from serving.generations.served_set import ServedGenerations
 from tests.fakes import DIGEST_A, DIGEST_B, GENERATION, FakeClock, FakeRemote, Night
 from tests.unit.serving.world import World, ask, entity, ids
@@ -257,7 +259,11 @@ async def test_only_answers_that_are_stored_and_may_be_anothers_are_led(leads: b
     world = World()
     lead = LeaseManager(world.remote, world.tiers, KEYS, wait_s=WAIT_S)
     inferences = LiveInferences(
-        world, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, leases=lead if leads else None
+        cast(MicroBatcher, world),
+        world.tiers,
+        overlay_ttl_s=600.0,
+        outage_ttl_s=15.0,
+        leases=lead if leads else None,
     )
     ladder = Ladder(world.tiers, inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock)
     served = ServedGenerations(world.snapshot())

@@ -1,7 +1,7 @@
 """Near answers down the ladder: marked, kept nowhere, and never for who wants an answer of its own."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -10,7 +10,7 @@ from cache.l2.commands import LEASE_GIVEN_BACK, LeaseSwap, LeaseTake
 from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
 from serving.engine.leases import LeaseManager
-from serving.engine.micro_batcher import ComputedRecord, InferenceJob
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob, MicroBatcher
 from serving.filters.filtered_lookup import FilteredLookup
 from serving.generations.served_set import ServedGenerations
 from tests.unit.serving.world import World, ask, entity, ids
@@ -25,7 +25,7 @@ class NearWorld(World):
         super().__post_init__()
         self.lead = LeaseManager(self.remote, self.tiers, Keyspace("test"), wait_s=0.2, name="me")
         self.inferences = LiveInferences(
-            self, self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, leases=self.lead,
+            cast(MicroBatcher, self), self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, leases=self.lead,
             reuses=frozenset({"user_topk"}),
         )  # fmt: skip
         self.ladder = Ladder(

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter, defaultdict
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 
@@ -12,6 +12,7 @@ from cache.tiers.l1 import OVERHEAD_BYTES, Absence, LocalTier, NegativeCache
 from cache.tiers.tiered import TieredCache
 from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
+from serving.engine.micro_batcher import MicroBatcher
 from serving.generations.served_set import ServedGenerations
 from serving.metrics.collectors import MISS_REASONS
 from serving.usage.request_observer import UsageObserver
@@ -26,7 +27,9 @@ def small_world() -> World:
     local = LocalTier(9 * (OVERHEAD_BYTES + 120), world.clock)
     negative = NegativeCache(10, 5.0, world.clock)
     world.tiers = TieredCache(local, negative, world.remote, timer=world.clock)
-    world.inferences = LiveInferences(world, world.tiers, overlay_ttl_s=20.0, outage_ttl_s=5.0)
+    world.inferences = LiveInferences(
+        cast(MicroBatcher, world), world.tiers, overlay_ttl_s=20.0, outage_ttl_s=5.0
+    )
     world.ladder = Ladder(
         world.tiers, world.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock,
         timer=world.clock, watch=UsageObserver(world.metrics.l1_misses, local.eviction_history),

@@ -3,13 +3,14 @@
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import pytest
 
 from cache.store.releases import Canary
 from cache.traffic.split import KeySplit
+from serving.generations.holder import GenerationHolder
 from serving.generations.served_set import ServedGenerations
 from serving.requests.errors import Problem
 from serving.requests.json_fields import read_id
@@ -41,7 +42,7 @@ def scene(
     return (
         world,
         ServedGenerations(live, None, coming, split),
-        CanaryRouter(Runs(canary), world.metrics),
+        CanaryRouter(cast(GenerationHolder, Runs(canary)), world.metrics),
     )
 
 
@@ -170,7 +171,7 @@ def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_al
 ):
     running = Runs(Canary(GENERATION, 100.0, 5.0, "purchase"))
     world, served, _ = scene()
-    trial = CanaryRouter(running, world.metrics)
+    trial = CanaryRouter(cast(GenerationHolder, running), world.metrics)
     for started_at in range(5):
         running.canary = Canary(GENERATION, 100.0, float(started_at), "purchase")
         for number in range(30):
@@ -192,7 +193,7 @@ def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_al
 def test_another_canary_is_counted_from_nothing() -> None:
     running = Runs(Canary(GENERATION, 100.0, 5.0))
     world, served, _ = scene()
-    trial = CanaryRouter(running, world.metrics)
+    trial = CanaryRouter(cast(GenerationHolder, running), world.metrics)
     _, part = trial.route(served, (), options(b"k"))
     trial.count(part, [{"source": "l1"}])
 
@@ -208,7 +209,7 @@ def test_a_request_under_way_does_not_count_for_the_canary_that_began_meanwhile(
 ) -> None:
     running = Runs(Canary(GENERATION, 100.0, 5.0))
     world, served, _ = scene()
-    trial = CanaryRouter(running, world.metrics)
+    trial = CanaryRouter(cast(GenerationHolder, running), world.metrics)
     _, part = trial.route(served, (), options(b"k"))
 
     running.canary = later

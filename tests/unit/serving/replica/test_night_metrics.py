@@ -1,6 +1,5 @@
 """What Prometheus hears of the nights: from the live generation's manifest, the release records and Redis."""
 
-import asyncio
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from cache.errors import TierUnavailable
 from serving.engine.leases import LeaseCounts
 from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
 from serving.metrics.collectors import HELP_BY_EVENT, InternalCounters
-from tests.fakes import FakeControl
+from tests.fakes import THREADS, FakeControl
 from tests.unit.serving.world import World
 
 MANIFEST = World().snapshot().manifest
@@ -42,7 +41,7 @@ def registered(manifest: Any, room: RedisMemory, releases: ReleaseWatch) -> Coll
 
 def releases() -> ReleaseWatch:
     store: Any = None
-    return ReleaseWatch(store, asyncio.to_thread)
+    return ReleaseWatch(store, THREADS)
 
 
 def test_before_anything_is_served_all_nights_are_missed_and_nothing_else_is_told() -> None:

@@ -1,6 +1,5 @@
 """What the release records tell of the nights, and what is told of it when they cannot be read."""
 
-import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Release, done_path, intent_path
 from serving.dashboard.generation_history import GenerationHistory
 from serving.generations.nights import UNKNOWN_GATE, ReleaseWatch, open_refusal
+from tests.fakes import THREADS
 from tests.unit.serving.world import World
 
 MANIFEST = World().snapshot().manifest
@@ -45,7 +45,7 @@ async def test_the_newest_of_each_action_is_told_and_an_intent_is_none(
 ) -> None:
     write(store, ("publish", A), ("pin", A), ("publish", B))
     write(store, ("roll_back", A), is_done=False)
-    watch = ReleaseWatch(store, asyncio.to_thread)
+    watch = ReleaseWatch(store, THREADS)
 
     await watch.refresh()
 
@@ -55,7 +55,7 @@ async def test_the_newest_of_each_action_is_told_and_an_intent_is_none(
 async def test_a_refusal_names_its_gates_once_they_can_be_read_and_until_something_is_published(
     store: ArtefactStore,
 ) -> None:
-    watch = ReleaseWatch(store, asyncio.to_thread)
+    watch = ReleaseWatch(store, THREADS)
     write(store, ("publish", A), ("refuse", B))
     await watch.refresh()
     assert watch.refused == {UNKNOWN_GATE}
@@ -95,7 +95,7 @@ def test_a_refusal_is_open_until_it_is_lifted_given_up_or_overtaken(
 async def test_records_that_cannot_be_read_leave_what_is_known_and_are_told_once(
     store: ArtefactStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = ReleaseWatch(store, asyncio.to_thread)
+    watch = ReleaseWatch(store, THREADS)
     write(store, ("publish", A))
     await watch.refresh()
     (tmp_path / "store" / intent_path(2)).write_bytes(b"no record")
@@ -111,7 +111,7 @@ async def test_whoever_reads_records_of_a_replica_reads_none_a_second_time(
     store: ArtefactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(store, ("publish", A), ("pin", A))
-    watch = ReleaseWatch(store, asyncio.to_thread)
+    watch = ReleaseWatch(store, THREADS)
     history = GenerationHistory(store, watch.records)
     await watch.refresh()
     write(store, ("publish", B))

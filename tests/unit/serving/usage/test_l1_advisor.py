@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -10,6 +10,7 @@ from cache.format.ids import HASH_SPACE
 from cache.tiers.access_sample import TRACE_MAX, AccessTrace
 from cache.tiers.l1 import Entry, LocalKey, LocalTier
 from cache.tiers.reads import Counters
+from cache.tiers.tiered import TieredCache
 from serving.generations.snapshot import Snapshot
 from serving.usage.l1_advisor import (
     BUSY_RATE,
@@ -41,7 +42,9 @@ class Worker:
     def __init__(self, l1_bytes: int = 100_000, keys_max: int = KEYS_MAX) -> None:
         self.clock, self.tiers = FakeClock(), Tiers(l1_bytes)
         self.live: Snapshot | None = World().snapshot()
-        self.advisor = L1Advisor(self.tiers, lambda: self.live, keys_max, self.clock)
+        self.advisor = L1Advisor(
+            cast(TieredCache, self.tiers), lambda: self.live, keys_max, self.clock
+        )
         self.rng = random.Random(0)
         self._spots: dict[int, int] = {}
 

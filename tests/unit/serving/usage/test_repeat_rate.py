@@ -1,5 +1,7 @@
 """Overlays that are not read while inputs hardly come again: when that begins and ends, and what it costs nobody."""
 
+from typing import cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from serving.engine.inference import (
     RepeatRate,
 )
 from serving.engine.ladder import Ladder
+from serving.engine.micro_batcher import MicroBatcher
 from serving.engine.rendering.answer_fields import AnswerJson
 from serving.generations.served_set import ServedGenerations
 from serving.requests.models import LookupRequest
@@ -89,7 +92,7 @@ class Service:
         self.world = world
         self.admits = True
         self.inferences = LiveInferences(
-            world, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0,
+            cast(MicroBatcher, world), world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0,
             admit=lambda: self.admits, spares_reads=spares_reads,
         )  # fmt: skip
         self.repeats = self.inferences.repeats
