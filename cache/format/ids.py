@@ -12,6 +12,8 @@ from cache.errors import InvalidId, InvalidInput
 from cache.native import loader, pure
 
 ID_BYTES_MAX = 256
+HASH_SPACE = 1 << 64
+"""Number of possible hashes and of possible fingerprints."""
 FINGERPRINT_SEED = 0x9E3779B97F4A7C15
 """Hash seed independent of every directory seed: a record proves whose it is even if the directory is wrong."""
 

@@ -8,9 +8,12 @@ from itertools import repeat
 import numpy as np
 import xxhash
 
+from cache.format.ids import HASH_SPACE
 from cache.tiers.l1 import LIVE_BYTES, OVERHEAD_BYTES, ReadyAnswer, size_of
 from cache.tiers.reads import Hit, ReadResult, RecordKey, RecordKeys
-from cache.usage.miss_ratio_curve import HASH_SPACE, Access
+
+Access = tuple[int, int]
+"""Spot and size of a key's access; the size is negative if the key was stored, or moved, without a counted read."""
 
 TRACE_MAX = 16_384
 """Number of reads kept until they are consumed; further reads push out the oldest."""

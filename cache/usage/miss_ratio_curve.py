@@ -5,10 +5,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice
 
-Access = tuple[int, int]
-"""Spot and size of a key's access; the size is negative if the key was stored, or moved, without a counted read."""
-
-HASH_SPACE = 1 << 64
+from cache.format.ids import HASH_SPACE
 
 _THRESHOLD_STEP = 1 << 32
 """Granularity of the threshold: the upper half of a spot decides, the lower half only tells keys apart."""
@@ -51,9 +48,10 @@ class MissRatioCurve:
         self._answerable_reads += hit_count
         self.reads += reads
 
-    def record_accesses(self, touches: Sequence[Access], slot_bytes: int = 0) -> None:
-        """Record touches in order, at most `keys_max`; `slot_bytes` is added to each size.
+    def record_accesses(self, touches: Sequence[tuple[int, int]], slot_bytes: int = 0) -> None:
+        """Record touches in order, at most `keys_max`: a key's spot and its size, to which `slot_bytes` is added.
 
+        A size is negative if the key was stored, or moved, without a counted read.
         Keys that are not in the sample are ignored; a store moves its key, and counts for nothing.
         """
         stack = self._stack

@@ -187,6 +187,11 @@ def generation_id(
     return f"{cut.astimezone(UTC):{CUT_FORMAT}}-{hasher.hexdigest()[:12]}"
 
 
+def settings_digest(config: NightConfig) -> str:
+    """Return the digest of the settings that determine a generation's content."""
+    return hashlib.sha256(config.semantic()).hexdigest()
+
+
 def cut_of(generation: str) -> int:
     """Return the `data_until` of a generation id, Unix seconds."""
     return int(

@@ -1,12 +1,11 @@
 """The seal of a generation: its manifest, from the reports of the steps."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from cache.config.timetable import NIGHT_STEPS, SEALING_STEP, STEPS_TIMED_APART
-from cache.events.new_items import ITEM_VECTORS
 from cache.format.manifest import (
     FACET,
     FEATURED_USERS,
@@ -31,8 +30,6 @@ from cache.format.manifest import (
     TablePart,
 )
 from cache.model.input_preparation import HISTORY_LIMIT
-from cache.quality.probe import FACT
-from cache.reuse import FACT as REUSE
 from cache.store.artefacts import generation_path
 from precompute.builds.build import (
     Build,
@@ -42,7 +39,6 @@ from precompute.builds.build import (
     open_bundle,
     shard_report,
 )
-from precompute.builds.reuse_fact import reuse_of
 from precompute.builds.tables import (
     configured_tables,
     entity_of,
@@ -69,12 +65,15 @@ WRITERS = {
 }
 """Manifest version above the first -> words for the nights that write it."""
 
+FactsOf = Callable[[Build, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
+"""Function that returns one feature's facts for the manifest, from a build and the reports of its shards."""
+
 REPORTED = tuple(name for name in NIGHT_STEPS[: NIGHT_STEPS.index(SEALING_STEP)] if name != "score")
 """Steps whose reports, under their names, the manifest is made from; `score` leaves one for each shard instead."""
 
 
-def seal(build: Build) -> Manifest:
-    """Write the manifest from the steps' reports; once written it stays."""
+def seal(build: Build, features: Iterable[FactsOf]) -> Manifest:
+    """Write the manifest from the steps' reports, with the facts of the `features`; once written it stays."""
     path = generation_path(build.generation, "manifest.json")
     if (sealed := build.store.read(path)) is not None:
         return Manifest.from_bytes(sealed)
@@ -148,8 +147,6 @@ def seal(build: Build) -> Manifest:
             **({} if config.sources.interactions else {WITHOUT_INTERACTIONS: True}),
             "interactions_with_unknown_items": begin_report["unknown_items"],
             "items_without_vector": begin_report["items_without_vector"],
-            **({ITEM_VECTORS: True} if begin_report.get("events") and config.sources.item_vectors else {}),
-            **({"user_vectors": True} if begin_report.get("events") and begin_report.get("user_vectors") else {}),
             HISTORY_LIMIT: config.history_limit,
             "inputs": begin_report["inputs"],
             "unusable": merged([begin_report.get("unusable", {}), *(
@@ -157,8 +154,7 @@ def seal(build: Build) -> Manifest:
             )]),
             **({"remarks": begin_report["remarks"]} if begin_report.get("remarks") else {}),
             "vocabulary_digest": bundle.vocabulary_digest,
-            REUSE: reuse_of(build, reports),
-            FACT: models.get("probe"),  # none where an earlier version had taken that step
+            **{name: fact for facts_of in features for name, fact in facts_of(build, reports).items()},
         },
         seen=tuple(
             SeenPart.of(Artefact(**seen_file) for seen_file in report["users"]["seen"])

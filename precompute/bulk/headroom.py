@@ -2,7 +2,8 @@
 
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -29,6 +30,34 @@ REDIS_USED_MAX = GateThresholds().redis_headroom
 
 OVERLAY_EXTRA_BYTES = 256
 """Bytes that an overlay's key, expiry and bookkeeping add to its record."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArmRoom:
+    """Room of a namespace that arms name: `pages` and `size_bytes` of all its generations in Redis.
+
+    `largest_bytes` of pages and `mapped_bytes` of files on a reader's host are those of its largest generation.
+    """
+
+    namespace: str
+    arms: tuple[str, ...]
+    generations: int
+    pages: int
+    size_bytes: int
+    largest_bytes: int
+    mapped_bytes: int
+
+    def growth_bytes(self, generations: int) -> int:
+        """Return the bytes by which its pages grow if so many generations of its largest size coexist."""
+        return max(0, generations * self.largest_bytes - self.size_bytes)
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.arms)} ({self.namespace}): {self.pages:,} pages, {self.size_bytes:,} bytes"
+
+
+def sum_mapped_bytes(arms: Iterable[ArmRoom], generations: int) -> int:
+    """Return the bytes that readers map for the arms if so many generations of each coexist on a host."""
+    return sum(generations * arm.mapped_bytes for arm in arms)
 
 
 def demand_redis(

@@ -27,7 +27,7 @@ from cache.store.audit import (
     ids_in_words,
 )
 from cache.store.blocklist import change_blocklist
-from precompute.config.console import CommandOutput, OutputContent, err_console, iso, table_of
+from precompute.config.console import CommandOutput, OutputContent, err_console, iso
 from precompute.config.progress import Progress, size_text
 from precompute.config.settings import NightConfig
 from precompute.releases.moves import new_attempt
@@ -72,15 +72,6 @@ def standing_name(config: NightConfig, data_until: str | None) -> str:
         return datetime.now(UTC).isoformat(timespec="seconds")  # not the name, or an error soon
     latest_change_at = max(bundle_at, *map(changed_at, all_files(config)))
     return datetime.fromtimestamp(int(latest_change_at), UTC).isoformat()
-
-
-def take_events(
-    config: NightConfig, _arguments: argparse.Namespace, _progress: Progress
-) -> dict[str, Any]:
-    """The stream's new events, as files in the store."""
-    from precompute.steps import take_events as take_events_step
-
-    return take_events_step.run(config)
 
 
 def score(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -175,26 +166,6 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
         )
         return [table, publish_hint]
     return [table]
-
-
-def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> OutputContent:
-    """The reference bundle, trained on the configured sources."""
-    from precompute.reference.train import train_reference
-
-    training_report = train_reference(config, data_until=arguments.data_until, progress=progress)
-    if arguments.json:
-        return training_report
-    lines: list[Any] = [table_of(training_report)]
-    if training_report["recall_at_20"] is not None:
-        holdout_selection = (
-            "the latest" if training_report["held_out"] == "latest" else "chosen at random"
-        )
-        lines.append(
-            f"{training_report['recall_at_20']:.0%} of the interactions that were held out ({holdout_selection}) stood "
-            "among 20 suggestions: "
-            f"the best of {training_report['shapes_tried']} models tried."
-        )
-    return lines
 
 
 def hand_over_bundle(

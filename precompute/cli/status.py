@@ -1,7 +1,7 @@
 """Command `status`: the state of one namespace in store, Redis and replicas, as a report and a table."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,18 +12,16 @@ from cache.config.timetable import Schedule
 from cache.control.control_keys import RegistryRow, Replica
 from cache.control.states import Ledger, State, fold
 from cache.errors import LarderError, TierUnavailable
-from cache.events.event import BEGINNING, Position
 from cache.format.manifest import CUT_CHARS, Manifest
-from cache.reuse import Reuse
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.releases import Canary, Pointer, all_releases
 from precompute.config.console import iso
 from precompute.config.progress import size_text
 from precompute.config.settings import NightConfig
-from precompute.events.files import last_taken
+from precompute.events.status import event_lines, events_status, events_until
 from precompute.releases.release_log import open_releases, standing
-from precompute.reuse.reasons import users_in_words
+from precompute.reuse.status import copied_share_text, copy_lines, reuse_field
 from precompute.sources.erasures import all_erasures
 
 REDIS_UNREACHABLE, REDIS_NOT_CONFIGURED, REDIS_REACHABLE = "away", "absent", "there"
@@ -35,6 +33,15 @@ NO_SETTINGS = (
 
 LOCATION_VARIABLES = ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "REDIS_URL")
 """Environment variables that locate a namespace."""
+
+FIELDS_OF_FEATURES: Mapping[str, Callable[[Manifest], Any]] = {
+    "reuse": reuse_field,
+    "events_until": events_until,
+}
+"""Fields that features add to a generation's status, from its manifest; null without a manifest."""
+
+LINES_OF_FEATURES: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (copy_lines, event_lines)
+"""Lines that features add below the table."""
 
 _TABLE_COLUMNS = ("generation", "state", "data until", "Redis", "store", "copied", "gates", "notes")
 
@@ -132,7 +139,7 @@ def report_status(
         "silent_replicas": namespace_state.silent_replicas,
         "blocklist_version": latest_blocklist(store).version,
         "erasures_pending": sum(erasure.is_pending for erasure in all_erasures(store)),
-        "events": _events(config, generations),
+        "events": events_status(config, generations),
     }
     problems = list(_problems(status, namespace_state))
     if not has_settings and namespace_state.live is None and not generations:
@@ -209,7 +216,7 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
     """Return the fields of a finished generation; null for an unfinished one."""
     if manifest is None:
         return dict.fromkeys(
-            ("data_until", "tables", "redis_bytes", "store_bytes", "gates", "reuse", "events_until")
+            ("data_until", "tables", "redis_bytes", "store_bytes", "gates", *FIELDS_OF_FEATURES)
         )
     tables = {
         name: {
@@ -229,25 +236,7 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
         "redis_bytes": sum(table_sizes["bytes"] for table_sizes in tables.values()),
         "store_bytes": sum(file.size_bytes for file in (*manifest.artefacts(), *manifest.pages())),
         "gates": {"run": len(manifest.gates), "failed": failed, "overrides": dict(overrides)},
-        "reuse": None if (reuse := Reuse.of(manifest.facts)) is None else reuse.to_json(),
-        "events_until": None if manifest.events is None else manifest.events.until,
-    }
-
-
-def _events(
-    config: NightConfig, generations: Sequence[Mapping[str, Any]]
-) -> dict[str, str | None] | None:
-    """Return the positions up to which nights took events, and the live generation has them; None without events."""
-    if not config.events.enabled:
-        return None
-    live = (
-        generation_status["events_until"]
-        for generation_status in generations
-        if "live" in generation_status["roles"]
-    )
-    return {
-        "taken_until": str(last_taken(config.of_events().store())),
-        "live_until": next(live, None),
+        **{name: field_of(manifest) for name, field_of in FIELDS_OF_FEATURES.items()},
     }
 
 
@@ -316,7 +305,7 @@ def _generation_row(generation_status: Mapping[str, Any]) -> tuple[str, ...]:
         generation_status["data_until"] or "-",
         _size(generation_status["redis_bytes"]),
         _size(generation_status["store_bytes"]),
-        _format_copied_share(generation_status["reuse"]),
+        copied_share_text(generation_status["reuse"]),
         _gates_text(generation_status["gates"]),
         " ".join(notes),
     )
@@ -324,55 +313,6 @@ def _generation_row(generation_status: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _size(size_bytes: int | None) -> str:
     return "-" if size_bytes is None else size_text(size_bytes)
-
-
-def _format_copied_share(reuse: Mapping[str, Any] | None) -> str:
-    copied_fraction = None if reuse is None else reuse["share"]
-    return "-" if copied_fraction is None else f"{copied_fraction:.1%}"
-
-
-def _copy_lines(status: Mapping[str, Any]) -> list[str]:
-    """Return lines on copies of the live generation, and of the last nights up to it."""
-    reuse = next(
-        (
-            generation_status["reuse"]
-            for generation_status in status["generations"]
-            if "live" in generation_status["roles"]
-        ),
-        None,
-    )
-    if reuse is None:
-        return []
-    lately, line = reuse["lately"], f"users of the live one: {users_in_words(reuse['users'])}"
-    if reuse["base"] is None:
-        line += f": {reuse['why']}" if reuse["why"] else ""
-    else:
-        line += f"; {reuse['spared_s']:,.1f} s spared"
-    if lately["nights"] > 1 and lately["share"] is not None:
-        line += (
-            f"; of the last {lately['nights']} nights {lately['share']:.1%} copied, "
-            f"{lately['spared_s']:,.1f} s spared a night"
-        )
-    return [line]
-
-
-def _event_lines(status: Mapping[str, Any]) -> list[str]:
-    if (events := status["events"]) is None:
-        return []
-    live, taken_until = (_position_text(events[name]) for name in ("live_until", "taken_until"))
-    return [
-        f"events: the live one has them up to {live}; nights took them over up to {taken_until}"
-    ]
-
-
-def _position_text(position: str | None) -> str:
-    """Format an event position with its time; "none" before the first."""
-    event_position = BEGINNING if position is None else Position.parse(position)
-    return (
-        "none"
-        if event_position == BEGINNING
-        else f"{iso(event_position.ms / 1000)} ({event_position})"
-    )
 
 
 def _gates_text(gates: Mapping[str, Any] | None) -> str:
@@ -410,8 +350,8 @@ def _detail_lines(status: Mapping[str, Any]) -> list[str]:
             lines.append(f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit)}")
     if (canary := status["canary"]) is not None:
         lines.append(f"canary {canary['generation']} on {canary['percent']:g} %")
-    lines += _copy_lines(status)
-    lines += _event_lines(status)
+    for lines_of in LINES_OF_FEATURES:
+        lines += lines_of(status)
     replicas = len(status["replicas"])
     replicas_text = (
         f"{replicas} replica{'s' * (replicas != 1)}"

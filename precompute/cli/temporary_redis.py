@@ -50,12 +50,6 @@ def _fill(config: NightConfig, progress: Progress) -> None:
         restore(config, attempt=new_attempt(), progress=progress)
 
 
-def prepare_nothing(
-    _config: NightConfig, _arguments: argparse.Namespace, _progress: Progress
-) -> None:
-    """Prepare nothing: most commands need only published data in a new server."""
-
-
 def load_again(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> None:
     """Loads the generation that a step is about again: the server that held its pages ended with its command."""
     from precompute.steps import load  # of the commands few prepare a server

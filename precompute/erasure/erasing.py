@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -17,8 +17,9 @@ from cache.store.blocklist import change_blocklist, latest_blocklist
 from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, hour_of, member
 from precompute.builds.tables import ENTITIES
 from precompute.bundles.bundle_store import forget_items
+from precompute.config.progress import Step
 from precompute.config.settings import NightConfig, retained
-from precompute.erasure.holders import EntityHolder, holders
+from precompute.erasure.holders import EntityHolder, holders, sweep_left_out_notes
 from precompute.events.stream import forget_events
 from precompute.releases.release_log import Releases, ReleaseView, demand_reason
 from precompute.sources.erasures import (
@@ -189,6 +190,15 @@ def settle(config: NightConfig, releases: Releases) -> list[ErasureStatus]:
     return _standings(
         erasures, holders_by_number, lambda holder: _fate(config, view, holder, now_s)
     )
+
+
+def settle_in_night(
+    config: NightConfig, releases: Releases, needed_generations: Collection[str]
+) -> Step:
+    """Settle all erasures, and sweep notes of generations that are gone; return `erasures_pending` for the report."""
+    sweep_left_out_notes(releases.store, needed_generations)
+    pending = sum(status.state == "pending" for status in settle(config, releases))
+    return {"erasures_pending": pending}
 
 
 def look_without_redis(store: ArtefactStore) -> list[ErasureStatus]:

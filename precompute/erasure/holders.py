@@ -1,6 +1,6 @@
 """Holders of an erased entity: generations, by their own files, and hosts, by the copies that they recorded."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,7 +21,7 @@ from cache.store.artefacts import COPIES_FOLDER, ArtefactStore, copies_record_pa
 from precompute.partitions import holdout
 from precompute.partitions.catalogue import directory_file
 from precompute.partitions.shard_files import kinds_of, naming, shard_of
-from precompute.sources.erasures import Erasure
+from precompute.sources.erasures import ErasedEntities, Erasure
 from precompute.sources.unusable import ids_in
 
 _LEFT_OUT_FILE = "begun.json"
@@ -227,10 +227,10 @@ def declare_hosts_gone(store: ArtefactStore, pattern: str) -> list[EntityHolder]
     return gone_copies
 
 
-def note_left_out(store: ArtefactStore, generation: str, numbers: Iterable[int]) -> None:
+def note_left_out(store: ArtefactStore, generation: str, erased: ErasedEntities) -> None:
     """Record the numbers of the erasures that a generation leaves out, before any host has a copy of it."""
     if store.copies is not None:
-        body = orjson.dumps({"erased": list(numbers)})
+        body = orjson.dumps({"erased": list(erased.numbers)})
         store.write(f"{COPIES_FOLDER}/{generation}/{_LEFT_OUT_FILE}", body)
 
 

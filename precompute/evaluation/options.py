@@ -1,12 +1,10 @@
-"""Options of the command `freshness`, in a module without the command's imports."""
+"""Row and options of the command `freshness`, in a module without the command's imports."""
 
 import argparse
 from dataclasses import dataclass
 
-DESCRIPTION = (
-    "what nights, hourly nights and events find of users' next items, replayed from the end of a log with times, and "
-    "what their lists cost"
-)
+from precompute.config.commands import CommandRow
+from precompute.config.console import CommandPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +40,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="lists of the configured bundle, which must not have seen what is replayed (default: a reference model "
         "trained on what is before)",
     )  # fmt: skip
+
+
+FRESHNESS = CommandRow(
+    "freshness",
+    CommandPlace("evaluation.freshness.command"),
+    "what nights, hourly nights and events find of users' next items, replayed from the end of a log with times, and "
+    "what their lists cost",
+    add_options,
+    redis="none",
+)

@@ -18,22 +18,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from cache.errors import ConfigError, CorruptArtefact, LarderError
 from cache.events.event import BEGINNING, Event, Position
 from cache.events.new_items import brings_item
 from cache.events.newer_events import AttributeEvents
-from cache.format.directory import map_file
-from cache.format.ids import fingerprints
 from cache.format.manifest import EntityKind
-from cache.store.artefacts import ArtefactStore, write_atomically
+from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
 from precompute.sources.columns import Ids
 from precompute.sources.features import NO_VALUES, EntityValues
 from precompute.sources.files import SourceFile, readable, source_file
-from precompute.sources.readers import BATCH_ROWS, INTERACTIONS, Interactions, reading
-from precompute.sources.unusable import EVENTS, UnusableRows
+from precompute.sources.readers import BATCH_ROWS, EVENT_ROWS, Interactions, reading
+from precompute.sources.unusable import UnusableRows
 
 FOLDER: Final = "events"
 
@@ -45,9 +42,6 @@ SCHEMA: Final = pa.schema([
     ("type", pa.string()), ("weight", pa.float64()), ("position", pa.int64()), ("event", pa.string()),
 ])  # fmt: skip
 """Columns of a file; `position` is `Position.number`, `event` the JSON of an event that is no interaction."""
-
-EVENT_ROWS: Final = f"{EVENTS}.{INTERACTIONS}"
-"""Name in reports of the interactions that events brought."""
 
 _INTERACTION_COLUMNS: Final = ["user", "item", "time", "weight", "position"]
 
@@ -233,33 +227,15 @@ def _source(config: NightConfig, store: ArtefactStore, path: str) -> SourceFile:
     return source_file(f"{config.artifacts.rstrip('/')}/{config.namespace}/{path}", Path())
 
 
-def marks_file(kind: EntityKind) -> str:
-    """Return the path, in a generation's folder, of the sorted fingerprints of users, or items, with event values."""
-    return f"work/set_by_events/{kind}.u64"
-
-
-def write_marks(root: Path, kind: EntityKind, raws: Iterable[bytes]) -> str:
-    """Write the fingerprints of these ids; return the path of the file."""
-    entity_fingerprints = np.sort(fingerprints(list(raws)))
-    write_atomically(root / marks_file(kind), entity_fingerprints.astype("<u8").tobytes())
-    return marks_file(kind)
-
-
-def are_marked(path: Path, entity_fingerprints: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return bool [n], whether each fingerprint is in the file."""
-    is_marked: NDArray[np.bool_] = np.isin(entity_fingerprints, map_file(path, "<u8"))
-    return is_marked
-
-
 def read_event_interactions(
-    files: Sequence[SourceFile], unusable: UnusableRows
+    files: Sequence[SourceFile], first_file: int, unusable: UnusableRows
 ) -> Iterator[Interactions]:
-    """Yield batches of the interactions of positive weight; no cut applies, since their position decided.
+    """Yield batches of the interactions of positive weight, from a file on; no cut applies: their position decided.
 
     Their ids were checked when they were accepted. They count as rows of events, so that they hide no share of bad rows
     of the sources. Raises SourceError naming a file that cannot be read.
     """
-    for path in files:
+    for path in files[first_file:]:
         with reading(path), readable(path) as raw, pq.ParquetFile(raw) as file:
             for batch in file.iter_batches(BATCH_ROWS, columns=_INTERACTION_COLUMNS):
                 unusable.looked_at(EVENT_ROWS, len(batch))

@@ -20,6 +20,7 @@ from cache.format.manifest import GENERATION
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.traffic.experiments import latest_experiments
+from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
 from precompute.events.files import (
     END_KEY,
@@ -35,6 +36,7 @@ from precompute.events.files import (
     until_of,
 )
 from precompute.events.stores import connect_events
+from precompute.releases.release_log import Releases
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities, Erasure, all_erasures
 
 ENTRIES_AT_ONCE: Final = 1_000
@@ -382,6 +384,22 @@ def trim_stream(
     # What is below the id goes, and the bound itself is had.
     behind = Position.of_number(bound.number + 1)
     return int(client.xtrim(keys.events, minid=str(behind), approximate=False))
+
+
+def trim_in_night(
+    config: NightConfig, _releases: Releases, _needed_generations: Collection[str]
+) -> Step:
+    """Trim the night's own stream, if events are enabled; return `events_trimmed` for the report."""
+    if not config.events.enabled:
+        return {"events_trimmed": 0}
+    # Its own stream, also where another namespace's counts since: that one is trimmed by its own nights.
+    own_events_config = replace(config, events=replace(config.events, namespace=""))
+    with connect_events(own_events_config) as client:
+        trimmed = trim_stream(
+            EventStores.of(own_events_config), client, own_events_config.keyspace(),
+            keep_s=config.events.keep_s, stream_bytes=config.events.stream_bytes,
+        )  # fmt: skip
+    return {"events_trimmed": trimmed}
 
 
 def read_entries(

@@ -25,9 +25,9 @@ from cache.filters.attributes import (
     set_item_values,
 )
 from cache.filters.expression import TEXT_BYTES_MAX, Filter, InvalidFilter, read_filter
-from cache.filters.filtering import FilterMask, mask_of
+from cache.filters.filtering import Filtering, FilterMask, mask_of
 from cache.format.item_table import ItemTable
-from cache.format.manifest import AttributeKind
+from cache.format.manifest import AttributeKind, Manifest
 from cache.store.artefacts import write_atomically
 from precompute.builds.build import AttributeFiles, Build, attribute_paths
 from precompute.config.settings import NightConfig
@@ -285,3 +285,30 @@ def allowed_items(build: Build) -> dict[str, NDArray[np.bool_]]:
         name: filter_mask_by_name[filter_].among(everything)
         for name, (_, filter_) in filtered.items()
     }
+
+
+def allowed_by_manifest(
+    root: Path, manifest: Manifest, items: ItemTable
+) -> dict[str, NDArray[np.bool_]]:
+    """Return a mask bool [items] for each filtered table, by the table's own name, as the service filters."""
+    filtering = Filtering.open(root, manifest, items)
+    mask_by_table: dict[str, NDArray[np.bool_]] = {}
+    if filtering is not None:
+        for name, named_filter in manifest.filters.items():
+            mask = filtering.evaluate(name).among(np.arange(items.count))
+            mask_by_table |= {table.name: mask for table in named_filter.tables.values()}
+    return mask_by_table
+
+
+def attributes_of_night(
+    config: NightConfig, items: ItemTable, root: Path, values: EntityValues, unusable: UnusableRows
+) -> dict[str, AttributeFiles]:
+    """Write all attributes, and try each declared filter on them; return kind and files by name."""
+    attributes = write_item_attributes(config, items, root, values=values, unusable=unusable)
+    passing_filters(config, root, attributes, items.count)
+    return attributes
+
+
+def demand_filters(config: NightConfig) -> None:
+    """Raise ConfigError for a declared filter with an invalid expression."""
+    named_filters(config)

@@ -23,6 +23,7 @@ from cache.errors import LarderError, NotJudged, Refused, StoreError, TierUnavai
 from cache.format.manifest import Manifest
 from cache.l2.sync_clients import another
 from precompute.builds.seal import WITHOUT_INTERACTIONS
+from precompute.features import feature_gates
 from precompute.gates.evidence.candidate import Candidate, Gate, Measurement, Verdict
 from precompute.gates.rules.checksums import pages_in_redis
 from precompute.gates.rules.exact import exact_lists, exact_numbers, history_in_lists, item_vectors
@@ -32,7 +33,6 @@ from precompute.gates.rules.headroom import (
     memory_headroom,
     redis_headroom,
 )
-from precompute.gates.rules.identity import identity
 from precompute.gates.rules.live import (
     distinct_lists,
     heldout_recall,
@@ -93,7 +93,7 @@ GATES: Final[tuple[Gate, ...]] = (
     pages_in_redis,
     item_vectors,
     index_vectors,
-    identity,
+    *feature_gates(),
     exact_lists,
     exact_numbers,
     history_in_lists,
@@ -119,7 +119,7 @@ GATES: Final[tuple[Gate, ...]] = (
     stale_lists,
     heldout_recall,
 )
-"""All rules that need an opened generation, in the order in which they are run."""
+"""All rules that need an opened generation, those of features included, in the order in which they run."""
 
 MIB: Final = 1 << 20
 READ_PASSES: Final = 3

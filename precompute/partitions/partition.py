@@ -21,7 +21,7 @@ from cache.format.item_table import ItemTable
 from cache.model.tower_spec import InputSpec
 from cache.store.artefacts import take_file, write_atomically
 from precompute.config.settings import NightConfig
-from precompute.events.files import read_event_interactions
+from precompute.partitions.further_input import FurtherInteractions, no_further
 from precompute.partitions.grouping import DistinctHashes
 from precompute.partitions.shard_files import (
     HASH,
@@ -30,6 +30,7 @@ from precompute.partitions.shard_files import (
     ShardFiles,
     allow_files,
     kinds_in,
+    kinds_of,
     naming,
     range_of,
     ranges_of_a_shard,
@@ -186,6 +187,19 @@ class EarlierPartition:
                 take_file(theirs, target_path)
 
 
+def partition_files(begin_report: Mapping[str, Any], shards: int) -> list[str]:
+    """Return the paths of the files of a partition, with the counts that a later night takes over."""
+    return [
+        *(
+            f"work/partition/{shard:04d}.{kind}"
+            for shard in range(shards)
+            for kind in kinds_of(begin_report)
+        ),
+        POPULARITY,
+        UNKNOWN_ITEMS,
+    ]
+
+
 class UserCounts(NamedTuple):
     """Counts of a shard's users in the sources, and of those that only the feature table names."""
 
@@ -210,7 +224,7 @@ def partition(
     erased: ErasedEntities = NO_ERASURES,
     earlier: EarlierPartition | None = None,
     files: Sequence[SourceFile] | None = None,
-    events: Sequence[SourceFile] = (),
+    further: FurtherInteractions = no_further,
     values: EntityValues = NO_VALUES,
     set_by_events: Collection[bytes] = (),
 ) -> PartitionResult:
@@ -218,7 +232,7 @@ def partition(
 
     The `files` are those that the sources name, unless they are listed here. The rows of an `earlier` partition are
     taken over, source files that are not in it are read, and the users whose inputs differ from then are recorded
-    (TOUCHED). No cut leaves out events in files of `events`. Features have the `values` that events set for users.
+    (TOUCHED). No cut leaves out `further` interactions. Features have the `values` that events set for users.
     Users' vectors, if the night is given any, must have `dims` numbers. Erased entities are in none of the files, nor
     in the batches for `late`; `restart` is called before the sources are read again. Values that one of
     `feature_inputs` cannot use are counted. Users who are `set_by_events` and otherwise known by features alone are
@@ -233,7 +247,7 @@ def partition(
         unusable = UnusableRows(erased.users | erased.items)
         interaction_counts = _write(
             config, items, folder, cutoff_at, seed, progress, late, hasher, erased, unusable, earlier,
-            files, events,
+            files, further,
         )  # fmt: skip
         if earlier is None:
             named = partial(hashes_of, seed=seed, hasher=hasher)
@@ -289,7 +303,7 @@ def _write(
     unusable: UnusableRows,
     earlier: EarlierPartition | None,
     files: Sequence[SourceFile] | None,
-    events: Sequence[SourceFile],
+    further: FurtherInteractions,
 ) -> InteractionCounts:
     popularity, unknown = np.zeros(items.count, np.int64), DistinctHashes()
     count = without_item = late_count = 0
@@ -326,8 +340,8 @@ def _write(
             skip=0 if earlier is None else earlier.files,
             files=files,
         )
-        more = events[0 if earlier is None else earlier.event_files :]
-        batches = chain(read, read_event_interactions(more, unusable))
+        first_file = 0 if earlier is None else earlier.event_files
+        batches = chain(read, further(first_file, unusable))
 
         def placed(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
             """Return a batch with the hashes of its users' names and an ordinal, -1 = unknown, for each item name."""

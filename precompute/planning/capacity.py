@@ -6,7 +6,7 @@ from cache.control.control_keys import Control
 from cache.errors import Refused
 from cache.l2.sync_clients import compute_keyspace_shares, connect, masters
 from cache.process.host import disk_free_bytes, memory_available_bytes
-from precompute.bulk.headroom import held_bytes, unevictable_bytes
+from precompute.bulk.headroom import ArmRoom, held_bytes, sum_mapped_bytes, unevictable_bytes
 from precompute.config.settings import GateThresholds, NightConfig, generations_at_peak
 from precompute.gates.evidence.candidate import Verdict
 from precompute.gates.rules.headroom import (
@@ -18,7 +18,7 @@ from precompute.gates.rules.headroom import (
     redis_headroom,
     redis_room,
 )
-from precompute.traffic.experiments import ArmRoom, arms_room, sum_mapped_bytes
+from precompute.traffic.experiments import arms_room
 
 GB = 10**9
 

@@ -18,6 +18,7 @@ from cache.control.control_keys import Control
 from cache.errors import SourceError
 from cache.l2.sync_clients import connect
 from cache.process.command_line import json_text
+from precompute.bulk.headroom import ArmRoom
 from precompute.config.console import OutputContent, out_console, show
 from precompute.config.progress import Progress, size_text
 from precompute.config.settings import NightConfig, generations_at_peak
@@ -29,7 +30,6 @@ from precompute.planning.options import PlanParameters, parameters
 from precompute.planning.sizes import step_bytes
 from precompute.planning.trial import TimeSpent
 from precompute.sources.readers import read_features
-from precompute.traffic.experiments import ArmRoom
 
 
 def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> OutputContent:

@@ -27,6 +27,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.devices import OFF, devices
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
+from precompute.features import scoring_hooks
 from precompute.partitions.catalogue import IDS, MODEL_INDEX, OFFSETS, VECTORS, open_items
 from precompute.partitions.partition import partition
 from precompute.partitions.shard_files import PARTITION
@@ -132,7 +133,7 @@ class Trial:
     embedded: TimeSpent
     at_once: int = 1
     """Shards that the night's process will have under way at a time."""
-    scorers: Scorers = field(default_factory=Scorers)
+    scorers: Scorers = field(default_factory=lambda: Scorers(hooks=scoring_hooks()))
 
     @property
     def begin_report(self) -> Mapping[str, Any]:

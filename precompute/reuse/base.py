@@ -1,6 +1,5 @@
 """Base of a night: an earlier generation whose records may be copied, in how far it fits, and its shards."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +17,12 @@ from cache.format.manifest import GENERATION, Artefact, Manifest, SeenPart, Tabl
 from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS
 from cache.store.artefacts import fetch_checked, generation_path
-from precompute.builds.build import Build, shard_report
+from precompute.builds.build import Build, settings_digest, shard_report
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
-from precompute.filters.item_attributes import allowed_items
+from precompute.partitions.digests import Digests
 from precompute.releases.release_log import Releases
-from precompute.reuse.digests import Digests
+from precompute.scoring.copies import HASH_AND_DIGEST, AllowedItems
 
 VERIFIED_STATES: Final = frozenset(
     {State.VERIFIED, State.LIVE, State.SUPERSEDED, State.ROLLED_BACK}
@@ -36,9 +35,6 @@ REUSE_OFF, NO_VERIFIED_BASE, OTHER_SETTINGS, OTHER_BUNDLE = (
     "other settings than the last nights'",
     "another bundle than the last nights'",
 )
-
-HASH_AND_DIGEST = np.dtype([("hash", "<u8"), ("digest", "<u8")])
-"""A user and the digest of the input: 16 bytes for each, in hash order."""
 
 
 @dataclass(frozen=True, eq=False)  # no slots: the item table is kept beside the fields
@@ -104,8 +100,8 @@ class BaseGeneration:
                 f"work/{name}.json of {self.generation} cannot be read: {error}", path=name
             ) from error
 
-    def allowed_items(self) -> dict[str, NDArray[np.bool_]]:
-        """Items that its lists under filters were of, by table; raises CorruptArtefact for a damaged attribute."""
+    def allowed_by_table(self, allowed_items: AllowedItems) -> Mapping[str, NDArray[np.bool_]]:
+        """Return masks of the items that its lists drew from; raise CorruptArtefact for a damaged attribute."""
         for attribute in self.manifest.items.attributes.values():
             for artefact in attribute.parts().values():
                 self.fetch(artefact)
@@ -151,11 +147,6 @@ def choose_base(
     if fallback_base is not None:
         return fallback_base, OTHER_BUNDLE
     return None, OTHER_SETTINGS if has_verified else NO_VERIFIED_BASE
-
-
-def settings_digest(config: NightConfig) -> str:
-    """Return the digest of the settings that determine a generation's content."""
-    return hashlib.sha256(config.semantic()).hexdigest()
 
 
 def _read_generation(
@@ -272,13 +263,3 @@ def _published_fields(base: BaseGeneration, files: list[dict[str, Any]]) -> dict
 
 def _starting(ends: Digests) -> NDArray[np.int64]:
     return np.concatenate([[0], ends.astype(np.int64)])
-
-
-def inputs_file(shard: int) -> str:
-    """Path of the digests of a shard's users."""
-    return f"work/inputs/{shard:04d}.u64"
-
-
-def reasons_file(shard: int) -> str:
-    """Path of the reasons for which a shard's records were computed, or copied: a byte each, in hash order."""
-    return f"work/reasons/{shard:04d}.u1"

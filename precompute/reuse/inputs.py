@@ -10,18 +10,17 @@ from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, parse_time
-from precompute.events.files import EVENT_ROWS
 from precompute.partitions.catalogue import item_texts
 from precompute.partitions.partition import (
     POPULARITY,
     UNKNOWN_ITEMS,
     UNKNOWN_ITEMS_SEED,
     EarlierPartition,
+    partition_files,
 )
 from precompute.partitions.shard_files import (
     PARTITION,
     POSITION,
-    kinds_of,
     read_batches,
     shard_paths,
 )
@@ -31,7 +30,7 @@ from precompute.reuse.items import places_of_items, turned
 from precompute.sources.columns import text_hashes
 from precompute.sources.erasures import ErasedEntities
 from precompute.sources.plausibility import RowCounts
-from precompute.sources.readers import INTERACTIONS
+from precompute.sources.readers import EVENT_ROWS, INTERACTIONS
 
 ERASED: Final = "other erasures than the base left out"
 LATE: Final = "the base left out interactions from after its cut"
@@ -42,19 +41,6 @@ VALUES: Final = "events set features of users since"
 BACK: Final = "an item is new that earlier interactions name"
 NAMED_ITEM_GONE: Final = "an item is gone that events name"
 DAMAGED: Final = "a file of the base is damaged or gone"
-
-
-def partition_files(begin_report: Mapping[str, Any], shards: int) -> list[str]:
-    """Paths of the files that a partition has for those who take it over."""
-    return [
-        *(
-            f"work/partition/{shard:04d}.{kind}"
-            for shard in range(shards)
-            for kind in kinds_of(begin_report)
-        ),
-        POPULARITY,
-        UNKNOWN_ITEMS,
-    ]
 
 
 def interaction_files(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) -> int:

@@ -11,16 +11,14 @@ from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS
-from precompute.builds.build import Build, shard_report
-from precompute.builds.tables import layout_of, metric_of
-from precompute.bundles.bundle import Bundle
-from precompute.config.settings import TableConfig
-from precompute.filters.item_attributes import allowed_items
+from precompute.builds.build import shard_report
+from precompute.builds.tables import metric_of
 from precompute.reuse.base import BaseGeneration, table_records
 from precompute.reuse.items import ItemChanges, digests_file, same_inputs, turned
 from precompute.reuse.lists import ENTERING_MAX, could_enter, floors, holds_lost, renumbered
-from precompute.reuse.reproducibility import computed_by
 from precompute.reuse.shard_reuse import ListRule
+from precompute.scoring.copies import ShardScope
+from precompute.scoring.programs import computed_by
 
 
 class ItemRecords:
@@ -48,22 +46,16 @@ class ItemRecords:
         return records
 
 
-def item_records(
-    build: Build,
-    base: BaseGeneration | None,
-    bundle: Bundle,
-    shard: int,
-    tables: Mapping[str, TableConfig],
-    items: ItemTable,
-    device: str | None,
-) -> ItemRecords | None:
+def item_records(base: BaseGeneration, scope: ShardScope) -> ItemRecords | None:
     """Records of the base for one shard of items that may be copied, None if none may."""
+    build, bundle, shard = scope.build, scope.bundle, scope.number
+    tables, items = scope.tables, scope.items
     embedded = build.need("embed_items")
-    if base is None or not base.has_changes(embedded) or not tables:
+    if not base.has_changes(embedded) or not tables:
         return None
     try:
         report = base.report(shard_report(shard))
-        if report.get("computed_by") != computed_by(device):
+        if report.get("computed_by") != computed_by(scope.device):
             return None
         changes, begin_report = ItemChanges.open(build), build.need("begin")
         base_ordinals = turned(changes.new_ordinals, items.count)
@@ -76,11 +68,11 @@ def item_records(
         ] = -1  # another seed has put it into another shard
         records: dict[str, NDArray[Any]] = {}
         base_positions_by_table: dict[str, NDArray[np.int64]] = {}
-        allowed_by_table = allowed_items(build)
-        was = base.allowed_items() if allowed_by_table else {}
+        allowed_by_table = scope.allowed_items(build)
+        was = base.allowed_by_table(scope.allowed_items) if allowed_by_table else {}
         for name, table in tables.items():
             base_table = base.manifest.stored_tables.get(name)
-            if base_table is None or base_table.layout != layout_of(bundle, table):
+            if base_table is None or base_table.layout != scope.layouts[name]:
                 continue
             if table.kind == "value":
                 model = bundle.values[str(table.value)]

@@ -16,9 +16,10 @@ from cache.store.artefacts import write_atomically
 from precompute.builds.build import Build
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.partitions.catalogue import ITEM_FEATURES, item_texts, ordinals_of_texts
+from precompute.partitions.digests import Digests, mixed, of_columns
 from precompute.reuse.base import BaseGeneration
-from precompute.reuse.digests import Digests, mixed, of_columns
-from precompute.reuse.reproducibility import computed_by
+from precompute.scoring.copies import CopiedVectors
+from precompute.scoring.programs import computed_by
 
 BASE_ITEMS_FILE = "work/base_items.i64"
 """File with the ordinals of the base's items in this night, -1 for a removed one; int64 [base items]."""
@@ -90,37 +91,26 @@ def same_inputs(
     return is_same_input
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CopiedVectors:
-    """Vectors of items that the base has: `base_ordinals[i]` is item i's row there, -1 for one to be computed."""
-
-    base_ordinals: NDArray[np.int64]
-    vectors: NDArray[np.float32]
-
-    @classmethod
-    def of(
-        cls,
-        base: BaseGeneration | None,
-        bundle: Bundle,
-        items: ItemTable,
-        root: Path,
-        device: str | None,
-    ) -> Self | None:
-        """Return the vectors that can be copied from the base, None if none can; `root` has this night's digests."""
-        model = bundle.item_tower
-        if base is None or base.manifest.items.dims != bundle.dims:
+def copied_vectors(
+    base: BaseGeneration, bundle: Bundle, items: ItemTable, root: Path, device: str | None
+) -> CopiedVectors | None:
+    """Return the vectors that can be copied from the base, None if none can; `root` has this night's digests."""
+    model = bundle.item_tower
+    if base.manifest.items.dims != bundle.dims:
+        return None
+    try:
+        embedded = base.report("embed_items")
+        if embedded.get("computed_by") != computed_by(device):
             return None
-        try:
-            embedded = base.report("embed_items")
-            if embedded.get("computed_by") != computed_by(device):
-                return None
-            base_items = base.items
-            base_ordinals = turned(places_of_items(items, base_items), items.count)
-            digests = map_file(root / digests_file(model.name), "<u8")
-            base_ordinals[~same_inputs(base, model, digests, base_ordinals)] = -1
-        except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
-            return None
-        return cls(base_ordinals, base_items.vectors) if (base_ordinals >= 0).any() else None
+        base_items = base.items
+        base_ordinals = turned(places_of_items(items, base_items), items.count)
+        digests = map_file(root / digests_file(model.name), "<u8")
+        base_ordinals[~same_inputs(base, model, digests, base_ordinals)] = -1
+    except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
+        return None
+    if not (base_ordinals >= 0).any():
+        return None
+    return CopiedVectors(base_ordinals, base_items.vectors)
 
 
 def write_changes(base: BaseGeneration, build: Build, items: ItemTable) -> list[str]:

@@ -1,25 +1,32 @@
-"""Reproducibility of results: programs that their bits depend on, and rows computed in other company."""
+"""Reproducibility of a row in another batch: if a model's bits depend on the other rows, nothing of it is copied."""
 
-import functools
-import platform
 from collections.abc import Callable
-from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.formats import RELEASE
+from cache.format.item_table import ItemTable
 from cache.model.tower import Inputs, rows_of, rows_taken
-from cache.topk.compiled import kernel
-
-_LIBRARIES = ("numpy", "onnxruntime", "onnxruntime-gpu", "faiss-cpu", "pyarrow")
-
-_DEVICE_LIBRARIES = ("torch", "triton")
-
-_INSTRUCTION_LINES = ("flags", "Features")
-"""Names of the line of instructions in /proc/cpuinfo, by architecture."""
+from precompute.builds.build import Build, fetch_partition
+from precompute.bundles.bundle import Bundle
+from precompute.partitions.shard_files import (
+    HASH,
+    PARTITION,
+    kinds_in,
+    naming,
+    read_batches,
+    shard_paths,
+)
+from precompute.partitions.shard_input import ShardInput, read_shard, scratch_folder, users_alone
+from precompute.reuse.base import BaseGeneration
+from precompute.scoring.items import item_inputs, open_item_features
+from precompute.scoring.towers import (
+    DeviceTower,
+    bind,
+    computes_featured,
+    open_tower,
+    usable_inputs,
+)
 
 REGROUPED_ROWS = 512
 """Rows of a sample that are computed once more in other company."""
@@ -27,54 +34,6 @@ REGROUPED_ROWS = 512
 _GROUP_SIZES = (1, 2, 3, 7, 33, 130)
 
 _REGROUPING_SEED = 0
-
-
-def computed_by(device: str | None = None) -> str:
-    """Return the kernel's class, the processor's instructions, a torch device's class, and versions of libraries.
-
-    Results of two nights may be combined if these are equal.
-    """
-    names = (*_LIBRARIES, *(_DEVICE_LIBRARIES if device else ()))
-    versions = [
-        f"{name} {library_version}" for name in names if (library_version := _version(name))
-    ]
-    engine = kernel()
-    level = "faiss" if engine is None else f"kernel {engine.level}"
-    processor = f"processor {instructions_digest()}"
-    return ", ".join([level, processor, *_device_names(device), f"larder {RELEASE}", *versions])
-
-
-@functools.cache
-def instructions_digest() -> str:
-    """Digest of the instructions that this processor has: libraries choose their code by them."""
-    processor_name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    flags_line = next(
-        (line for line in lines if line.partition(":")[0].strip() in _INSTRUCTION_LINES),
-        processor_name,
-    )
-    return blake2b(" ".join(sorted(flags_line.split())).encode(), digest_size=4).hexdigest()
-
-
-def _device_names(device: str | None) -> list[str]:
-    if device is None:
-        return []
-    import torch
-
-    if not device.startswith("cuda"):
-        return [device]
-    return [str(torch.cuda.get_device_name(device)), f"CUDA {torch.version.cuda}"]
-
-
-@functools.cache
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inputs) -> bool:
@@ -95,3 +54,50 @@ def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inp
         [np.empty((0, *batch_outputs.shape[1:]), np.float32), *shuffled]
     )
     return regrouped_outputs.tobytes() == batch_outputs[order].tobytes()
+
+
+def regrouped_alike(
+    build: Build, base: BaseGeneration, bundle: Bundle, items: ItemTable, device: str | None
+) -> dict[str, bool]:
+    """Return by model whether its rows have the same bits in any batch, tried on real inputs on its device.
+
+    Records are copied only of models for which that is True. It is False for one without any inputs, and for one on a
+    GPU: its batches are larger than those tried here, and their size may decide the order of its sums.
+    """
+    users, alike_by_model = _some_users(build), {}
+    for model in bundle.models:
+        if not base.has_model(model):
+            continue
+        tower = open_tower(build, model, device)
+        if isinstance(tower, DeviceTower):
+            alike_by_model[model.name] = False
+            continue
+        if model.entity == "item":
+            features = open_item_features(build, model.spec, items.count)
+            rows = np.flatnonzero(features.of(np.arange(min(REGROUPED_ROWS, items.count)))[1])
+            inputs, _ = item_inputs(model.spec, items, features, rows)
+        else:
+            rows, histories, columns = usable_inputs(items, users, {model.name: model.spec})
+            user_features = {name: column[rows] for name, column in columns[model.name].items()}
+            inputs = bind(model.spec, histories=histories.select_rows(rows), features=user_features)
+        alike_by_model[model.name] = bool(len(rows)) and is_regrouped_alike(tower.run, inputs)
+    return alike_by_model
+
+
+def _some_users(build: Build) -> ShardInput:
+    """Return some users of the first shard, those that its files name first."""
+    fetch_partition(build, 0)
+    folder, shard = build.root / PARTITION, 0
+    with scratch_folder(folder) as scratch:
+        hashes = [np.empty(0, np.uint64)]
+        for path in shard_paths(folder, shard, naming(kinds_in(folder, shard))):
+            for batch in read_batches(path, fields=[0, 1]):
+                hashes.append(np.asarray(batch.column(HASH))[:REGROUPED_ROWS])
+                break
+        alone = users_alone(folder, shard, np.unique(np.concatenate(hashes)), scratch)
+        return read_shard(
+            alone,
+            shard,
+            history_limit=build.config.history_limit,
+            answers_without_history=computes_featured(build),
+        )

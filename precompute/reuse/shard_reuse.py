@@ -1,63 +1,29 @@
 """Reuse within one shard: which users are copied from the base, which are computed, and where each record goes."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact, UnknownGeneration
-from cache.format.item_table import ItemTable
 from cache.format.manifest import FEATURED_USERS
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.records import Layout
 from precompute.builds.build import Build
-from precompute.builds.reuse_fact import COPIED, ENTERED, INPUTS, ITEM_LOST
 from precompute.builds.tables import metric_of
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
-from precompute.filters.item_attributes import allowed_items
+from precompute.partitions.digests import Digests
 from precompute.partitions.shard_files import HASH, TOUCHED, read_stream
 from precompute.partitions.shard_input import ShardInput
-from precompute.reuse.base import HASH_AND_DIGEST, BaseGeneration, BaseShard
-from precompute.reuse.digests import Digests
+from precompute.reuse.base import BaseGeneration, BaseShard
 from precompute.reuse.items import ItemChanges
 from precompute.reuse.lists import ENTERING_MAX, could_enter, floors, holds_lost, renumbered
-from precompute.reuse.reproducibility import computed_by
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CopyDecisions:
-    """Decisions on a hash range: `rows` of its inputs are checked, `unchanged_positions` locate them in the base.
-
-    `unchanged_positions` int64 [rows], -1 for changed; `could_stay` marks those that are copied unless an item enters
-    their list. `copied_positions` int64 are the base's records of all others, in hash order, with their
-    `copied_hashes`; `with_vector` of them brought a vector along. `pairs` are all users with their digests.
-    """
-
-    rows: NDArray[np.int64]
-    unchanged_positions: NDArray[np.int64]
-    could_stay: NDArray[np.bool_]
-    copied_positions: NDArray[np.int64]
-    copied_hashes: Digests
-    pairs: NDArray[Any]
-    with_vector: int = 0
-
-    @classmethod
-    def without_copies(cls, entities: ShardInput, digests: Digests) -> Self:
-        """Return decisions by which all users are computed."""
-        count = len(entities.ids)
-        nowhere, none = np.full(count, -1), np.zeros(count, np.bool_)
-        return cls(
-            np.arange(count), nowhere, none, np.empty(0, np.int64), np.empty(0, np.uint64),
-            pair_with_digests(entities, digests),
-        )  # fmt: skip
-
-    def inputs_of(self, entities: ShardInput) -> ShardInput:
-        """Return the inputs of the users that are checked."""
-        return entities if len(self.rows) == len(entities.ids) else entities.select_rows(self.rows)
+from precompute.scoring.copies import CopyDecisions, ShardScope, pair_with_digests
+from precompute.scoring.programs import computed_by
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,18 +67,9 @@ class ShardReuse:
     """Sorted hashes of the users whose inputs have to be read; None for all."""
 
     @classmethod
-    def open(
-        cls,
-        build: Build,
-        base: BaseGeneration,
-        bundle: Bundle,
-        shard: int,
-        tables: Mapping[str, TableConfig],
-        layouts: Mapping[str, Layout],
-        items: ItemTable,
-        device: str | None,
-    ) -> Self | None:
+    def open(cls, base: BaseGeneration, scope: ShardScope) -> Self | None:
         """Open the base's shard of users for comparison with this night's; None if no record of it can be copied."""
+        build, bundle, shard, tables = scope.build, scope.bundle, scope.number, scope.tables
         if base.begin_report["user_seed"] != build.need("begin")["user_seed"]:
             return None  # their hashes are of other users
         if base.begin_report.get(FEATURED_USERS, False) != build.need("begin").get(
@@ -127,7 +84,7 @@ class ShardReuse:
         }
         if not base_table_by_name:
             return None
-        kept_shard = BaseShard.open(base, shard, base_table_by_name, computed_by(device))
+        kept_shard = BaseShard.open(base, shard, base_table_by_name, computed_by(scope.device))
         if kept_shard is None:
             return None
         tower = bundle.user_tower
@@ -142,21 +99,23 @@ class ShardReuse:
             return None
         broken, rules = ~kept_shard.has_all_tables, dict[str, ListRule]()
         if changes is not None and lists.keys() <= base_table_by_name.keys():
-            allowed_by_table = allowed_items(build)
+            allowed_by_table = scope.allowed_items(build)
             try:
-                base_allowed_by_table = base.allowed_items() if allowed_by_table else {}
+                base_allowed_by_table = (
+                    base.allowed_by_table(scope.allowed_items) if allowed_by_table else {}
+                )
             except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
                 return None
             for name, table in lists.items():
                 rules[name] = ListRule.of(
-                    layouts[name],
+                    scope.layouts[name],
                     metric_of(bundle, table),
                     changes,
                     base_allowed_by_table.get(name),
                     allowed_by_table.get(name),
                 )
                 broken |= holds_lost(kept_shard.tables[name], rules[name].is_unlistable)
-        entering_limit = ENTERING_MAX * items.count
+        entering_limit = ENTERING_MAX * scope.items.count
         enter_most = (
             max((len(rule.entering) for rule in rules.values()), default=0) > entering_limit
         )
@@ -167,13 +126,29 @@ class ShardReuse:
         if touched is not None and 2 * len(touched) > len(kept_shard.pairs):
             touched = None  # to pick most of the users out takes longer than to look at all
         return cls(
-            kept_shard, changes, rules, broken, np.asarray(items.vectors), base.has_lists, touched
+            kept_shard,
+            changes,
+            rules,
+            broken,
+            np.asarray(scope.items.vectors),
+            base.has_lists,
+            touched,
         )
 
     @property
     def needs_vectors(self) -> bool:
         """True if an item could enter lists, so that the vectors of copied users are needed, too."""
         return _enters(self.lists) and not self.broken.all()
+
+    @property
+    def tables(self) -> Collection[str]:
+        """Tables of which the base's shard has records."""
+        return self.base_shard.tables.keys()
+
+    @property
+    def list_tables(self) -> Collection[str]:
+        """Tables of lists that an item may enter."""
+        return self.lists.keys()
 
     def decide(self, entities: ShardInput, digests: Digests, hashes: range) -> CopyDecisions:
         """Decide which users of a hash range, with these inputs, are checked, and which are copied unread."""
@@ -296,98 +271,3 @@ def _touched(build: Build, shard: int, broken: Digests) -> Digests | None:
     except (CorruptArtefact, UnknownGeneration):
         return None
     return np.union1d(np.asarray(read_stream(path).column(HASH)), broken)
-
-
-@dataclass(slots=True, eq=False)
-class CopiedUsers:
-    """Positions of a hash range's users: `hashes` [m] of all, `rows` [n] of the chunk's own among them, ascending.
-
-    `copied_positions` int64 [m] are the base's records of the others, -1 for the chunk's own. `unchanged_positions`
-    int64 [n] are the base's records of its own users with unchanged inputs, -1 for the others.
-    """
-
-    hashes: Digests
-    copied_positions: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    unchanged_positions: NDArray[np.int64]
-    could_stay: NDArray[np.bool_]
-    """Own users that are copied unless an item enters one of their lists, bool [n]."""
-    entered: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
-
-    @classmethod
-    def of(cls, decisions: CopyDecisions, hashes: Digests, own_rows: NDArray[np.int64]) -> Self:
-        """Build from the decisions, the `hashes` of the checked users, and the `own_rows` of this chunk."""
-        all_hashes = np.concatenate([hashes[own_rows], decisions.copied_hashes])
-        order = np.argsort(all_hashes, kind="stable")
-        turned = np.empty(len(order), np.int64)
-        turned[order] = np.arange(len(order))
-        base_positions = np.concatenate([np.full(len(own_rows), -1), decisions.copied_positions])[
-            order
-        ]
-        return cls(
-            all_hashes[order],
-            base_positions,
-            turned[: len(own_rows)],
-            decisions.unchanged_positions[own_rows],
-            decisions.could_stay[own_rows],
-        )
-
-    def parts(self, users_max: int) -> Iterator[tuple[Self, slice]]:
-        """Yield pieces of at most `users_max` users, with the own ones of each."""
-        for start in range(0, len(self.hashes), users_max):
-            end = min(start + users_max, len(self.hashes))
-            own_slice = slice(*np.searchsorted(self.rows, [start, end]).tolist())
-            yield type(self)(
-                self.hashes[start:end], self.copied_positions[start:end], self.rows[own_slice] - start,
-                self.unchanged_positions[own_slice], self.could_stay[own_slice],
-            ), own_slice  # fmt: skip
-
-    def stay(self, stay_mask: NDArray[np.bool_]) -> None:
-        """Mark own users of a mask as copied after all; into a list of the other candidates an item entered."""
-        self.copied_positions[self.rows[stay_mask]] = self.unchanged_positions[stay_mask]
-        computed_mask = ~stay_mask
-        self.entered = self.could_stay[computed_mask]
-        self.rows, self.unchanged_positions = (
-            self.rows[computed_mask],
-            self.unchanged_positions[computed_mask],
-        )
-        self.could_stay = self.could_stay[computed_mask]
-
-    def reasons(self) -> NDArray[np.uint8]:
-        """Return the reasons [m] by number."""
-        reason_numbers = np.full(len(self.hashes), COPIED, np.uint8)
-        entered = self.entered if len(self.entered) else np.zeros(len(self.rows), np.bool_)
-        reason_numbers[self.rows] = np.where(
-            self.unchanged_positions < 0, INPUTS, np.where(entered, ENTERED, ITEM_LOST)
-        )
-        return reason_numbers
-
-    @property
-    def copied_rows(self) -> NDArray[np.int64]:
-        """Rows of all copied users."""
-        return np.flatnonzero(self.copied_positions >= 0)
-
-    def merge_values(self, own_values: NDArray[Any], copied_values: NDArray[Any]) -> NDArray[Any]:
-        """Merge values of the chunk's own and of the copied users, one per user."""
-        merged_values = np.empty(len(self.hashes), own_values.dtype)
-        merged_values[self.rows], merged_values[self.copied_rows] = own_values, copied_values
-        return merged_values
-
-    def merge_histories(self, own_histories: Histories, copied_histories: Histories) -> Histories:
-        """Merge histories of the chunk's own and of the copied users."""
-        ends = np.concatenate(
-            [own_histories.indptr, own_histories.indptr[-1] + copied_histories.indptr[1:]]
-        )
-        order = np.empty(len(self.hashes), np.int64)
-        order[self.rows] = np.arange(len(self.rows))
-        order[self.copied_rows] = len(self.rows) + np.arange(len(self.copied_rows))
-        return Histories(
-            ends, np.concatenate([own_histories.indices, copied_histories.indices])
-        ).select_rows(order)
-
-
-def pair_with_digests(entities: ShardInput, digests: Digests) -> NDArray[Any]:
-    """Return users with their digests, HASH_AND_DIGEST [n]."""
-    pairs = np.empty(len(entities.ids), HASH_AND_DIGEST)
-    pairs["hash"], pairs["digest"] = entities.hashes, digests
-    return pairs

@@ -1,9 +1,9 @@
 """Samples of a build's inputs, real or drawn, on which live models are calibrated, compared and probed."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,6 @@ from cache.errors import BundleError, SourceError
 from cache.format.item_table import ItemTable, Ordinals
 from cache.model.ranking import Metric
 from cache.model.tower import Histories, Inputs, Tower, rows_of
-from cache.quality.probe import USERS_MAX, probe_part
 from precompute.builds.build import Build, fetch_model, fetch_partition
 from precompute.bundles.agreement import agreement, select_rows
 from precompute.bundles.bundle import Bundle, BundleModel
@@ -21,28 +20,17 @@ from precompute.bundles.index import exact_neighbours
 from precompute.bundles.quantize import quantize_tower
 from precompute.partitions.catalogue import ItemFeatures
 from precompute.partitions.shard_files import (
-    HASH,
     PARTITION,
-    kinds_in,
-    naming,
-    read_batches,
-    shard_paths,
 )
 from precompute.partitions.shard_input import (
     ShardInput,
     read_shard,
     scratch_folder,
     slice_shard,
-    users_alone,
 )
-from precompute.reuse.base import BaseGeneration
-from precompute.reuse.reproducibility import REGROUPED_ROWS, is_regrouped_alike
-from precompute.scoring.items import item_inputs, open_item_features
 from precompute.scoring.towers import (
-    DeviceTower,
     bind,
     computes_featured,
-    open_tower,
     usable_inputs,
 )
 
@@ -58,55 +46,51 @@ DRAWN_USERS_MAX: Final = 512
 DRAWN_LONGEST: Final = 50
 """Items of a drawn history, at most."""
 
+GIVEN_VECTORS_MAX: Final = 8_192
+"""Users whose given vectors are averaged, at most."""
+
 FIRST_SLICES = 4
 """Slices written before more of a shard is: they nearly always suffice for the samples."""
 
 
+class SampleTaker(Protocol):
+    """Collector of a feature's sample of the users whose inputs the step reads."""
+
+    def take(self, entities: ShardInput, usable: NDArray[np.int64]) -> bool:
+        """Take rows from the `usable` ones of a slice, which fit the user tower; return True if more are needed."""
+        ...
+
+    def finish(self, build: Build) -> dict[str, Any]:
+        """Write the sample; return fields of the step's report."""
+        ...
+
+
 def sample_inputs(
-    build: Build, items: ItemTable, model: BundleModel, *, metric: Metric = "inner_product"
+    build: Build,
+    items: ItemTable,
+    model: BundleModel,
+    *,
+    metric: Metric = "inner_product",
+    takers: Sequence[SampleTaker] = (),
 ) -> ShardInput:
     """Return the real inputs of the first slice with any that the model can use; draw histories if no user has one.
 
-    `metric` is the bundle's, by which they are drawn.
+    `metric` is the bundle's, by which they are drawn. Each of the `takers` gets slices until it needs no more, and
+    never drawn histories.
     """
     if lacks_histories(build, model):
         return with_drawn_histories(users_with_vectors(build), items, metric, seed=SAMPLE_SEED)
-    for entities in _slices(build):
-        if len(usable_inputs(items, entities, {model.name: model.spec})[0]):
-            return entities
-    raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")
-
-
-def probe_inputs(
-    build: Build, items: ItemTable, model: BundleModel, *, metric: Metric = "inner_product"
-) -> tuple[ShardInput, list[Any]]:
-    """Return inputs like `sample_inputs`, and the parts of the probe: slice after slice, until it is full.
-
-    Drawn histories are in no probe, and neither are users that brought a vector: their lists were not computed from
-    their history, and another answer to that would be no drift.
-    """
-    if lacks_histories(build, model):
-        return sample_inputs(build, items, model, metric=metric), []
-    sample, parts, count = None, [], 0
+    sample, wanting = None, list(takers)
     for entities in _slices(build):
         usable = usable_inputs(items, entities, {model.name: model.spec})[0]
         if len(usable):
             sample = sample or entities
-        rows = usable[~entities.has_vector[usable]][: USERS_MAX - count]
-        if len(usable) and not len(rows):
-            break  # a slice is of users at random: where one has none, there are next to none
-        if len(rows):
-            count += len(rows)
-            parts.append(
-                probe_part(
-                    entities.hashes, entities.indptr, entities.ordinals, entities.features, rows
-                )
-            )
-        if count >= USERS_MAX:
+        wanting = [taker for taker in wanting if taker.take(entities, usable)]
+        if sample is not None and not wanting:
             break
     if sample is None:
         raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")
-    return sample, parts
+    return sample
 
 
 def sample_user_vectors(build: Build, bundle: Bundle, items: ItemTable) -> NDArray[np.float32]:
@@ -125,9 +109,9 @@ def given_vectors(build: Build) -> NDArray[np.float32]:
     parts, count = [], 0
     for entities in _slices(build):
         if entities.vectors is not None:
-            parts.append(entities.vectors[entities.has_vector][: USERS_MAX - count])
+            parts.append(entities.vectors[entities.has_vector][: GIVEN_VECTORS_MAX - count])
             count += len(parts[-1])
-        if count >= USERS_MAX:
+        if count >= GIVEN_VECTORS_MAX:
             break
     return np.concatenate(parts)
 
@@ -196,53 +180,6 @@ def with_drawn_histories(
         history_limit=entities.history_limit,
         vectors=user_vectors[rows],
     )
-
-
-def regrouped_alike(
-    build: Build, base: BaseGeneration, bundle: Bundle, items: ItemTable, device: str | None
-) -> dict[str, bool]:
-    """Return by model whether its rows have the same bits in any batch, tried on real inputs on its device.
-
-    Records are copied only of models for which that is True. It is False for one without any inputs, and for one on a
-    GPU: its batches are larger than those tried here, and their size may decide the order of its sums.
-    """
-    users, alike_by_model = _some_users(build), {}
-    for model in bundle.models:
-        if not base.has_model(model):
-            continue
-        tower = open_tower(build, model, device)
-        if isinstance(tower, DeviceTower):
-            alike_by_model[model.name] = False
-            continue
-        if model.entity == "item":
-            features = open_item_features(build, model.spec, items.count)
-            rows = np.flatnonzero(features.of(np.arange(min(REGROUPED_ROWS, items.count)))[1])
-            inputs, _ = item_inputs(model.spec, items, features, rows)
-        else:
-            rows, histories, columns = usable_inputs(items, users, {model.name: model.spec})
-            user_features = {name: column[rows] for name, column in columns[model.name].items()}
-            inputs = bind(model.spec, histories=histories.select_rows(rows), features=user_features)
-        alike_by_model[model.name] = bool(len(rows)) and is_regrouped_alike(tower.run, inputs)
-    return alike_by_model
-
-
-def _some_users(build: Build) -> ShardInput:
-    """Return some users of the first shard, those that its files name first."""
-    fetch_partition(build, 0)
-    folder, shard = build.root / PARTITION, 0
-    with scratch_folder(folder) as scratch:
-        hashes = [np.empty(0, np.uint64)]
-        for path in shard_paths(folder, shard, naming(kinds_in(folder, shard))):
-            for batch in read_batches(path, fields=[0, 1]):
-                hashes.append(np.asarray(batch.column(HASH))[:REGROUPED_ROWS])
-                break
-        alone = users_alone(folder, shard, np.unique(np.concatenate(hashes)), scratch)
-        return read_shard(
-            alone,
-            shard,
-            history_limit=build.config.history_limit,
-            answers_without_history=computes_featured(build),
-        )
 
 
 @dataclass(frozen=True, slots=True)

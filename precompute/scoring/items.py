@@ -21,8 +21,6 @@ from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import device_of
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig, TableConfig
-from precompute.events.files import are_marked, marks_file
-from precompute.filters.item_attributes import allowed_items
 from precompute.partitions import catalogue
 from precompute.partitions.catalogue import (
     ITEM_FEATURES,
@@ -31,9 +29,8 @@ from precompute.partitions.catalogue import (
     open_items,
     write_item_features,
 )
-from precompute.reuse.base import BaseGeneration
-from precompute.reuse.item_records import ItemRecords, item_records
-from precompute.reuse.items import CopiedVectors, write_item_digests
+from precompute.partitions.marks import are_marked, marks_file
+from precompute.scoring.copies import NO_COPIES, CopiedVectors, ItemCopies, NightCopies, ShardScope
 from precompute.scoring.pages import Answers, PageFile, describe_pages, encode_records, finite_rows
 from precompute.scoring.scorers import Scorers, ScoringDevice
 from precompute.scoring.towers import bind, run_named
@@ -51,15 +48,15 @@ def lay_out_items(
     *,
     erased: Collection[bytes],
     unusable: UnusableRows,
-    base: BaseGeneration | None = None,
+    copies: NightCopies = NO_COPIES,
     values: EntityValues = NO_VALUES,
     event_item_ids: Collection[bytes] = (),
 ) -> tuple[dict[str, Any], str | None]:
     """Write the catalogue and the columns of its features; returns its facts, and the columns' file if there is one.
 
-    Features have the `values` that events set, also those of items that these `event_item_ids`. Vectors that `base` has
-    are known to be finite. An item whose vector is not is left out, and noted as an output of the item tower; raises
-    SourceError where that is every item.
+    Features have the `values` that events set, also those of items that these `event_item_ids`. Vectors among the
+    `copies` are known to be finite. An item whose vector is not is left out, and noted as an output of the item tower;
+    raises SourceError where that is every item.
     """
     laid = catalogue.write_catalogue(
         config,
@@ -74,8 +71,8 @@ def lay_out_items(
     columns = write_item_features(
         config, bundle, items, root, values=values, event_item_ids=event_item_ids, unusable=unusable
     )
-    write_item_digests(bundle, items, root)
-    is_nonfinite = _not_finite(config, bundle, items, root, base)
+    copies.note_items(bundle, items, root)
+    is_nonfinite = _not_finite(config, bundle, items, root, copies)
     source = f"outputs of {bundle.item_tower.name}"
     unusable.looked_at(source, items.count)
     if is_nonfinite.any():
@@ -100,15 +97,15 @@ def lay_out_items(
         columns = write_item_features(
             config, bundle, items, root, values=values, event_item_ids=event_item_ids
         )
-        write_item_digests(bundle, items, root)
+        copies.note_items(bundle, items, root)
     return laid, columns
 
 
 def _not_finite(
-    config: NightConfig, bundle: Bundle, items: ItemTable, root: Path, base: BaseGeneration | None
+    config: NightConfig, bundle: Bundle, items: ItemTable, root: Path, copies: NightCopies
 ) -> NDArray[np.bool_]:
     model, threads = bundle.item_tower, config.threads or usable_cores()
-    kept_vectors = CopiedVectors.of(base, bundle, items, root, device_of(config.device, 0))
+    kept_vectors = copies.item_vectors(bundle, items, root, device_of(config.device, 0))
     tower = Tower.open(model.path, model.spec, threads=threads)
     features = ItemFeatures.open(root / catalogue.ITEM_FEATURES, model.spec, items.count)
     nonfinite_masks = [
@@ -189,7 +186,7 @@ class ItemWork:
             if table.kind == "value"
         }
         return cls(
-            build, bundle, scoring_device, items, tables, allowed_items(build), models,
+            build, bundle, scoring_device, items, tables, scorers.allowed_items(build), models,
             {name: scoring_device.tower(build, model) for name, model in models.items()},
             {name: open_item_features(build, model.spec, items.count) for name, model in models.items()},
             UnusableRows(),
@@ -226,7 +223,7 @@ class ItemWork:
         return records
 
     def with_copies(
-        self, name: str, rows: NDArray[np.int64], base_records: ItemRecords | None, first: int
+        self, name: str, rows: NDArray[np.int64], base_records: ItemCopies | None, first: int
     ) -> tuple[NDArray[Any], int]:
         """(records of these items, how many were copied); `first` is the first item of the shard."""
         base_positions = (
@@ -273,23 +270,26 @@ def score_items(
     progress: Progress,
     *,
     limit: int | None = None,
-    base: BaseGeneration | None = None,
 ) -> dict[str, Any]:
     """All item tables of one shard's hash range, or of its first `limit` items; returns the shard's report.
 
-    Records of `base` are copied where nothing changed.
+    Records that may be copied are not computed.
     """
     started, begin_report = time.perf_counter(), build.need("begin")
     start, end = begin_report["bounds"][shard], begin_report["bounds"][shard + 1]
     end = end if limit is None else min(end, start + limit)
     work = ItemWork.of(build, bundle, shard, scorers)
-    base_records = item_records(
-        build, base, bundle, shard, work.tables, work.items, work.scoring_device.device
-    )
+    layouts = {name: layout_of(bundle, table) for name, table in work.tables.items()}
+    base_records = scorers.item_copies(
+        ShardScope(
+            build, bundle, shard, work.tables, layouts, work.items, work.scoring_device.device,
+            scorers.allowed_items,
+        )
+    )  # fmt: skip
     entry_by_table, copied = {}, 0
-    for name, table in work.tables.items():
-        layout, file = layout_of(bundle, table), f"tables/{name}/{shard:04d}.pages"
-        with PageFile(build.path(file), layout, build.config.page_bytes) as pages:
+    for name in work.tables:
+        file = f"tables/{name}/{shard:04d}.pages"
+        with PageFile(build.path(file), layouts[name], build.config.page_bytes) as pages:
             for rows in item_chunks(np.arange(start, end)):
                 records, copied_count = work.with_copies(name, rows, base_records, start)
                 copied += copied_count

@@ -1,6 +1,11 @@
 """Scorers: the devices on which the shards of a build are encoded and compared, with their shared state."""
 
 import threading
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cache.format.item_table import ItemTable
 from cache.model.ranking import Metric
@@ -9,8 +14,19 @@ from cache.topk.topk import AnyScorer, Scorer
 from precompute.builds.build import Build, open_bundle
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import OFF, devices, share_memory
-from precompute.reuse.base import BaseGeneration
+from precompute.scoring.copies import AllowedItems, CopySource, ItemCopies, ShardScope, UserCopies
 from precompute.scoring.towers import open_tower
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringHooks:
+    """Hooks of features in the scoring of one build; by default, lists are of all items and nothing is copied."""
+
+    allowed_items: tuple[AllowedItems, ...] = ()
+    copies: CopySource | None = None
+
+
+NO_HOOKS: Final = ScoringHooks()
 
 
 class ScoringDevice:
@@ -55,14 +71,14 @@ class ScoringDevice:
 class Scorers:
     """State that the shards of one build share in a process: its bundle, its base, and one device per GPU."""
 
-    def __init__(self, device: str = OFF, tasks: int = 1) -> None:
+    def __init__(self, device: str = OFF, tasks: int = 1, hooks: ScoringHooks = NO_HOOKS) -> None:
+        self._hooks = hooks
         self._device = device
         self._tasks = tasks
         self._scoring_device_by_name: dict[str | None, ScoringDevice] = {}
         self._at: dict[int, str | None] = {}
         self._finished_shards: set[int] = set()
         self._bundle: Bundle | None = None
-        self._bases: list[BaseGeneration | None] = []
         self._opening = threading.Lock()
 
     def bundle(self, build: Build) -> Bundle:
@@ -72,12 +88,21 @@ class Scorers:
                 self._bundle = open_bundle(build)
             return self._bundle
 
-    def base(self, build: Build) -> BaseGeneration | None:
-        """Return the base that `begin` chose for the build, opened at first use."""
-        with self._opening:
-            if not self._bases:
-                self._bases.append(BaseGeneration.open(build.config, build.need("begin")))
-            return self._bases[0]
+    def user_copies(self, shard: ShardScope) -> UserCopies | None:
+        """Return the records of the shard's users that may be copied."""
+        return None if self._hooks.copies is None else self._hooks.copies.user_copies(shard)
+
+    def item_copies(self, shard: ShardScope) -> ItemCopies | None:
+        """Return the records of the shard's items that may be copied."""
+        return None if self._hooks.copies is None else self._hooks.copies.item_copies(shard)
+
+    def allowed_items(self, build: Build) -> dict[str, NDArray[np.bool_]]:
+        """Return masks of the allowed items by table."""
+        return {
+            table: mask
+            for allowed_by_table in self._hooks.allowed_items
+            for table, mask in allowed_by_table(build).items()
+        }
 
     def at(self, shard: int) -> ScoringDevice:
         """Return the device of one shard, always the same: initially the one with the fewest unfinished shards."""

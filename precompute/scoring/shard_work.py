@@ -19,15 +19,12 @@ from cache.records import NO_ITEM, Layout
 from cache.topk.flat import Top
 from cache.topk.topk import AnyScorer
 from precompute.builds.build import Build, fetch_partition
-from precompute.builds.reuse_fact import REASONS
 from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import TableConfig
-from precompute.events.files import are_marked, marks_file
-from precompute.filters.item_attributes import allowed_items
 from precompute.partitions.catalogue import VECTORS, open_items
-from precompute.reuse.base import BaseGeneration
-from precompute.reuse.shard_reuse import CopiedUsers, ShardReuse
+from precompute.partitions.marks import are_marked, marks_file
+from precompute.scoring.copies import REASONS, CopiedUsers, ShardScope, UserCopies
 from precompute.scoring.pages import finite_rows
 from precompute.scoring.scorers import Scorers, ScoringDevice
 from precompute.scoring.towers import bind, run_named
@@ -155,20 +152,13 @@ class ShardWork:
     unusable: UnusableRows
     allowed: Mapping[str, NDArray[np.bool_]]
     """Items that the lists of some tables are of, bool [items]; all of them where a table is not named."""
-    reuse: ShardReuse | None = None
-    """Records of the base that may be copied; None: all are computed."""
+    copies: UserCopies | None = None
+    """Records that may be copied; None: all are computed."""
     noting: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that adds to `seconds`."""
 
     @classmethod
-    def of(
-        cls,
-        build: Build,
-        bundle: Bundle,
-        number: int,
-        scorers: Scorers,
-        base: BaseGeneration | None = None,
-    ) -> "ShardWork":
+    def of(cls, build: Build, bundle: Bundle, number: int, scorers: Scorers) -> "ShardWork":
         fetch_partition(build, number)
         build.fetch(VECTORS)
         begin_report, scoring_device = build.need("begin"), scorers.at(number)
@@ -180,11 +170,10 @@ class ShardWork:
         }
         items = open_items(build.root, begin_report, dims=bundle.dims)
         layouts = {name: layout_of(bundle, table) for name, table in tables.items()}
-        reuse = None
-        if base is not None:
-            reuse = ShardReuse.open(
-                build, base, bundle, number, tables, layouts, items, scoring_device.device
-            )
+        scope = ShardScope(
+            build, bundle, number, tables, layouts, items, scoring_device.device,
+            scorers.allowed_items,
+        )  # fmt: skip
         return cls(
             build=build,
             number=number,
@@ -197,8 +186,8 @@ class ShardWork:
             seconds=dict.fromkeys(("read", "tower", "topk", "records", "write"), 0.0),
             counts=dict.fromkeys(("entities", "scored", "short", "seen", "given", *REASONS), 0),
             unusable=UnusableRows(),
-            allowed=allowed_items(build),
-            reuse=reuse,
+            allowed=scorers.allowed_items(build),
+            copies=scorers.user_copies(scope),
         )
 
     @property
@@ -247,8 +236,8 @@ class ShardWork:
             all_users_mask = np.ones(len(chunk.ids), np.bool_)
             chunk.outputs["user_tower"] = self._outputs(chunk, "user_tower", all_users_mask)
             chunk.use_vectors()
-            if self.reuse is not None and chunk.copied.could_stay.any():
-                self._let_stay(chunk, self.reuse)
+            if self.copies is not None and chunk.copied.could_stay.any():
+                self._let_stay(chunk, self.copies)
             for name in towers:
                 if name != "user_tower":
                     is_wanted = (
@@ -263,15 +252,15 @@ class ShardWork:
     def _is_kept(self, model: str) -> bool:
         """True if the records of all tables of a model of values are copied, of whose inputs are as they were."""
         tables = [name for name, table in self.tables.items() if table.value == model]
-        return self.reuse is not None and self.reuse.base_shard.tables.keys() >= set(tables)
+        return self.copies is not None and set(self.copies.tables) >= set(tables)
 
-    def _let_stay(self, chunk: Chunk, reuse: ShardReuse) -> None:
+    def _let_stay(self, chunk: Chunk, copies: UserCopies) -> None:
         """Users whose inputs and lists are as they were, and whose lists nothing can enter, are copied."""
         rows = np.flatnonzero(chunk.copied.could_stay)
         vectors, exclusions = chunk.outputs["user_tower"][rows], chunk.seen_items.select_rows(rows)
         enters = np.zeros(len(rows), np.bool_)
-        for name in reuse.lists:
-            enters |= reuse.enters(
+        for name in copies.list_tables:
+            enters |= copies.enters(
                 name, chunk.copied.unchanged_positions[rows], vectors, exclusions
             )
         stays = np.zeros(len(chunk.ids), np.bool_)

@@ -17,6 +17,7 @@ from cache.model.tower import Histories
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
 from precompute.bulk.headroom import demand_disk
+from precompute.partitions.digests import Digests, of_users
 from precompute.partitions.shard_files import PARTITION, first_hash
 from precompute.partitions.shard_input import (
     ShardInput,
@@ -27,8 +28,7 @@ from precompute.partitions.shard_input import (
     slice_shard,
     users_alone,
 )
-from precompute.reuse.digests import Digests, of_users
-from precompute.reuse.shard_reuse import CopiedUsers, CopyDecisions
+from precompute.scoring.copies import CopiedUsers, CopyDecisions
 from precompute.scoring.pages import GrowingFile
 from precompute.scoring.shard_work import Chunk, ShardWork
 from precompute.scoring.towers import computes_featured, inputs_of
@@ -55,8 +55,8 @@ def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None)
         slices_of(work, scratch), 1
     ):
         decisions = CopyDecisions.without_copies(entities, digests)
-        if work.reuse is not None:
-            decisions = work.reuse.decide(entities, digests, hashes)
+        if work.copies is not None:
+            decisions = work.copies.decide(entities, digests, hashes)
         _note_kept(work, len(decisions.copied_positions), decisions.with_vector)
         if pairs is not None:
             pairs.write_array(decisions.pairs)
@@ -149,7 +149,7 @@ def _of_any(
 
 
 def _note_kept(work: ShardWork, users: int, with_vector: int) -> None:
-    """Count outputs of users that are copied unread: they were checked for the base."""
+    """Count outputs of users that are copied unread: they were checked when they were computed."""
     if users:
         for name in work.models:
             looked_at = users - (with_vector if name == "user_tower" else 0)
@@ -166,10 +166,10 @@ class Slice(NamedTuple):
 
 
 def slices_of(work: ShardWork, scratch: Path) -> Iterator[Slice]:
-    """Yield each slice of the shard, in hash order; with a base perhaps only users whose inputs have to be read."""
+    """Yield each slice of the shard, in hash order; with copies perhaps only users whose inputs have to be read."""
     config, folder = work.build.config, work.build.root / PARTITION
-    if work.reuse is not None and work.reuse.touched is not None:
-        folder = users_alone(folder, work.number, work.reuse.touched, scratch)
+    if work.copies is not None and work.copies.touched is not None:
+        folder = users_alone(folder, work.number, work.copies.touched, scratch)
     pieces = ShardPieces.open(folder, work.number, config.shards)
     if pieces is None:
         slices = slice_shard(folder, work.number, config.shards, scratch)

@@ -14,17 +14,15 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories
 from cache.records import NO_ITEM
 from precompute.builds.build import Build, cut_of
-from precompute.builds.reuse_fact import REASONS
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress
 from precompute.config.settings import TableConfig
 from precompute.partitions.catalogue import directory_file
+from precompute.partitions.digests import of_users
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import read_shard, scratch_folder, users_alone
 from precompute.partitions.stages import Stages
-from precompute.reuse.base import BaseGeneration, inputs_file, reasons_file
-from precompute.reuse.digests import of_users
-from precompute.reuse.shard_reuse import CopyDecisions
+from precompute.scoring.copies import REASONS, CopyDecisions, inputs_file, reasons_file
 from precompute.scoring.pages import Answers, GrowingFile, PageFile, describe_pages, encode_records
 from precompute.scoring.scorers import Scorers
 from precompute.scoring.shard_work import Chunk, ShardWork
@@ -39,11 +37,10 @@ def score_users(
     shard: int,
     scorers: Scorers,
     progress: Progress,
-    base: BaseGeneration | None = None,
 ) -> dict[str, Any]:
     """All user tables of one shard; returns the shard's report. Memory does not depend on the number of users."""
     started = time.perf_counter()
-    work = ShardWork.of(build, bundle, shard, scorers, base)
+    work = ShardWork.of(build, bundle, shard, scorers)
     directory_path, inputs = directory_file("user", shard), inputs_file(shard)
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_folder(build.root / PARTITION))
@@ -60,7 +57,7 @@ def score_users(
             for name, path in work.seen_files.items()
         }
         reasons = None
-        if work.reuse is not None:
+        if work.copies is not None:
             reasons = stack.enter_context(GrowingFile(build.path(reasons_file(shard))))
         stages = stack.enter_context(Stages())  # last, so stopped before anything they use is gone
         read = stages.ahead(timed_reads(work, read_users(work, scratch, pairs)))
@@ -80,7 +77,7 @@ def score_users(
         "short": work.counts["short"],
         "unusable": work.unusable.to_json(),
         "seconds": {**work.seconds, "all": time.perf_counter() - started},
-        "reasons": None if work.reuse is None else {name: work.counts[name] for name in REASONS},
+        "reasons": None if work.copies is None else {name: work.counts[name] for name in REASONS},
         "directory": asdict(build.describe(directory_path)),
         "inputs": asdict(build.describe(inputs)),
         "seen": [asdict(build.describe(path)) for path in work.seen_files.values()],
@@ -116,13 +113,9 @@ def own_records(work: ShardWork, name: str, table: TableConfig, chunk: Chunk) ->
     if unfit.any():
         of_events = work.are_set_by_events(chunk)
         chunk.unusable.note_rows(f"records of {name}", {UNFIT: unfit}, chunk.case, of_events)
-    if (
-        table.kind != "user_topk"
-        and work.reuse is not None
-        and name in work.reuse.base_shard.tables
-    ):
+    if table.kind != "user_topk" and work.copies is not None and name in work.copies.tables:
         rows = np.flatnonzero(chunk.copied.unchanged_positions >= 0)
-        records[rows] = work.reuse.records(name, chunk.copied.unchanged_positions[rows], at)
+        records[rows] = work.copies.records(name, chunk.copied.unchanged_positions[rows], at)
         has_answer = has_answer | (chunk.copied.unchanged_positions >= 0)
     chunk.unusable.looked_at(f"records of {name}", int(has_answer.sum()))
     return records
@@ -134,15 +127,15 @@ def _with_copies(
     """Records of all users of a chunk's range."""
     copied = chunk.copied
     copied_rows = copied.copied_rows
-    if work.reuse is None or not len(copied_rows):
+    if work.copies is None or not len(copied_rows):
         return chunk_records
     chunk.unusable.looked_at(f"records of {name}", len(copied_rows))
     at = cut_of(work.build.generation)
     if len(copied_rows) == len(copied.hashes):
-        return work.reuse.records(name, copied.copied_positions, at)
+        return work.copies.records(name, copied.copied_positions, at)
     records = np.empty(len(copied.hashes), chunk_records.dtype)
     records[copied.rows] = chunk_records
-    records[copied_rows] = work.reuse.records(name, copied.copied_positions[copied_rows], at)
+    records[copied_rows] = work.copies.records(name, copied.copied_positions[copied_rows], at)
     return records
 
 
@@ -170,7 +163,7 @@ def write_records(
 
 def write_inputs(work: ShardWork, chunk: Chunk, files: Mapping[str, GrowingFile]) -> None:
     """Writes the inputs of the users of a chunk's range, in hash order, copied ones among them."""
-    copied, reuse = chunk.copied, work.reuse
+    copied, copies = chunk.copied, work.copies
     copied_rows, base_positions = copied.copied_rows, copied.copied_positions
     seen_items, times, feature_json, has_vector = (
         chunk.seen_items,
@@ -178,19 +171,19 @@ def write_inputs(work: ShardWork, chunk: Chunk, files: Mapping[str, GrowingFile]
         chunk.feature_json,
         chunk.has_own_vector,
     )
-    if reuse is not None and len(copied_rows):
+    if copies is not None and len(copied_rows):
         seen_items = copied.merge_histories(
-            seen_items, reuse.read_seen_items(base_positions[copied_rows])
+            seen_items, copies.read_seen_items(base_positions[copied_rows])
         )
         if times is not None:
-            times = copied.merge_histories(times, reuse.read_times(base_positions[copied_rows]))
+            times = copied.merge_histories(times, copies.read_times(base_positions[copied_rows]))
         if feature_json is not None:
             feature_json = copied.merge_histories(
-                feature_json, reuse.read_feature_json(base_positions[copied_rows])
+                feature_json, copies.read_feature_json(base_positions[copied_rows])
             )
         if has_vector is not None:
             has_vector = copied.merge_values(
-                has_vector, reuse.read_own_vector_mask(base_positions[copied_rows])
+                has_vector, copies.read_own_vector_mask(base_positions[copied_rows])
             )
     _write_ends(work, "seen", seen_items, files["ends"])
     files["items"].write_array(seen_items.indices.astype("<u4"))
@@ -212,7 +205,7 @@ def _write_ends(work: ShardWork, count: str, rows: Histories, ends: GrowingFile)
 def recompute_users(
     work: ShardWork, hashes: NDArray[np.uint64], scratch: Path
 ) -> dict[int, dict[str, bytes]]:
-    """Records of the users with these sorted hashes by hash and table, computed as if there were no base."""
+    """Return the records of the users with these sorted hashes by hash and table, computed without copies."""
     folder = users_alone(work.build.root / PARTITION, work.number, hashes, scratch)
     limit, records_by_hash = work.build.config.history_limit, dict[int, dict[str, bytes]]()
     entities = read_shard(

@@ -48,6 +48,7 @@ from precompute.sources.times import MICROSECONDS, TimeScale, are_positive, micr
 from precompute.sources.unusable import (
     BREAK,
     COLUMNS,
+    EVENTS,
     HEADER,
     Case,
     UnusableRows,
@@ -56,6 +57,9 @@ from precompute.sources.unusable import (
 
 INTERACTIONS = "interactions"
 """Name of the interactions in reports."""
+
+EVENT_ROWS = f"{EVENTS}.{INTERACTIONS}"
+"""Name in reports of the interactions that events brought."""
 
 BATCH_ROWS = 1 << 19
 """Rows of a batch at most."""

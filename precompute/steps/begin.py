@@ -11,18 +11,18 @@ from typing import Any
 from cache.control.control_keys import demand_readers, demand_readers_of_night
 from cache.control.states import State, demand
 from cache.errors import ConfigError, Conflict, Refused, SourceError, StoreError
-from cache.events.event import Position
 from cache.format.manifest import FEATURED_USERS, MANIFEST_FORMAT
 from cache.formats import MANIFEST
 from cache.store.artefacts import generation_path, take_file
-from precompute.adapters.vector_bundle import vector_bundle
 from precompute.builds.build import (
+    AttributeFiles,
     Build,
     attribute_paths,
     cut_of,
     demand_publishable_cut,
     generation_id,
     record_copies,
+    settings_digest,
     sweep_copies,
 )
 from precompute.builds.seal import WRITERS, manifest_format
@@ -31,30 +31,40 @@ from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig, parse_time
-from precompute.erasure.holders import note_left_out
-from precompute.events.files import EVENT_ROWS, EventFiles, event_files, write_marks
-from precompute.filters.item_attributes import named_filters, passing_filters, write_item_attributes
+from precompute.features import (
+    before_begin,
+    choose_copies,
+    further_input,
+    generation_named,
+    item_attributes,
+    remarks_on_begin,
+    setting_checks,
+    tables_by_scores,
+    vector_bundle,
+)
 from precompute.partitions import catalogue
+from precompute.partitions.further_input import FurtherInput
 from precompute.partitions.holdout import Holdout
-from precompute.partitions.partition import PartitionResult, partition, write_counts
+from precompute.partitions.marks import write_marks
+from precompute.partitions.partition import (
+    PartitionResult,
+    partition,
+    partition_files,
+    write_counts,
+)
 from precompute.partitions.shard_files import TOUCHED
 from precompute.releases.release_log import open_releases
 from precompute.releases.sweep import sweep
-from precompute.reuse.base import BaseGeneration, choose_base, settings_digest
-from precompute.reuse.inputs import earlier_partition, partition_files
-from precompute.reuse.items import digests_files
-from precompute.reuse.reasons import base_in_words
+from precompute.scoring.copies import NightCopies
 from precompute.scoring.defaults import FILE as DEFAULTS
-from precompute.scoring.defaults import compute_popularity_scores, write_defaults, write_facets
-from precompute.scoring.event_trials import unlisted_in_words, values_of_night
+from precompute.scoring.defaults import compute_popularity_scores, write_defaults
 from precompute.scoring.items import lay_out_items
 from precompute.scoring.towers import demand_feature_types
 from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.files import InputFiles, SourceFile, copies_in_words, digest_of, pin
 from precompute.sources.plausibility import RowCounts, Shape, demand_least, remarks
-from precompute.sources.readers import INTERACTIONS
+from precompute.sources.readers import EVENT_ROWS, INTERACTIONS
 from precompute.sources.unusable import UnusableRows, merged
-from precompute.steps import take_events
 from precompute.steps.night import Night, StepRow
 
 ERASURE_LOOKS = 10
@@ -80,7 +90,7 @@ def run(
     moment = data_until or run_after or named
     if moment is None:
         raise ConfigError("a night needs a cut: give data_until, or the scheduler's run_after")
-    cut, events = parse_time(moment), event_files(config, events_until)
+    cut, further = parse_time(moment), further_input()(config, events_until)
     if not config.sources.names_users:
         raise ConfigError(
             "sources.interactions is empty, and so are sources.user_vectors and sources.user_features: name the files "
@@ -91,11 +101,11 @@ def run(
             # The clock of whoever wrote a file may be ahead, and so may a producer's position: what is named after such
             # a time would keep all nights before it from being published.
             clock_time = datetime.fromtimestamp(int(releases.clock()), UTC)
-            # What it has is as new as its events.
+            # What it has is as new as its further input.
             newest_input_at = (
                 cut
-                if events.until_position is None
-                else max(cut, _moment_of(events.until_position))
+                if further.newest_s is None
+                else max(cut, datetime.fromtimestamp(further.newest_s, UTC))
             )
             cut = min(newest_input_at, clock_time)
         sweep_copies(releases.store)
@@ -104,10 +114,10 @@ def run(
         releases.demand_agreement()
         demand_publishable_cut(releases, cut, is_chosen=data_until is not None)
     cut_text = data_until or run_after
-    files = InputFiles.of(config, events.files)
+    files = InputFiles.of(config, further.files)
     if not config.sources.item_vectors:
         with chosen_bundle(config) as bundle:
-            return _begin(config, bundle, cut, events, files, cut_text=cut_text, progress=progress)
+            return _begin(config, bundle, cut, further, files, cut_text=cut_text, progress=progress)
     # Pinned first: what changes from here on, while its bundle is made too, is noticed.
     pinned = pin(files.all)
     # Events choose no bundle but by the vectors of new items: it stays for all nights over the same tables and these.
@@ -115,18 +125,18 @@ def run(
         [
             pinned_input
             for file, pinned_input in zip(files.all, pinned[1], strict=True)
-            if file not in events.files
+            if file not in further.files
         ]
     )
     cutoff_at = parse_time(cut_text) if cut_text else None
     with ExitStack() as stack:
         with changed_or_broken(pinned[0], files.all):
-            bundle_context = vector_bundle(
+            bundle_context = vector_bundle()(
                 config, non_event_digest, files, interactions_before=cutoff_at, cut=cut
             )
             bundle = stack.enter_context(bundle_context)
         return _begin(
-            config, bundle, cut, events, files, cut_text=cut_text, progress=progress, pinned=pinned
+            config, bundle, cut, further, files, cut_text=cut_text, progress=progress, pinned=pinned
         )
 
 
@@ -134,7 +144,7 @@ def _begin(
     config: NightConfig,
     bundle: Bundle,
     cut: datetime,
-    events: EventFiles,
+    further: FurtherInput,
     files: InputFiles,
     *,
     cut_text: str | None,
@@ -143,7 +153,8 @@ def _begin(
 ) -> Step:
     demand_feature_types(config, bundle)
     _demand_histories(config, bundle)
-    named_filters(config)
+    for demand_settings in setting_checks():
+        demand_settings(config)
     sources_digest, inputs = pinned or pin(files.all)
     store = config.store()
     for _ in range(ERASURE_LOOKS):
@@ -166,40 +177,38 @@ def _begin(
             if state is None:
                 releases.note(generation, State.BEGUN)
             sweep(config, releases, attempt=generation, making=generation)
-            base, base_reason = choose_base(releases, config, bundle, making=generation)
+            copies = choose_copies()(releases, config, bundle, making=generation)
         # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
         if ErasedEntities.of(all_erasures(store)) == erased:
             break
     else:
         raise Conflict("erasures were written each time they were looked at; run `begin` again")
     if build.read_report("begin") is None:
-        note_left_out(store, generation, erased.numbers)
+        for note_named in generation_named():
+            note_named(store, generation, erased)
         record_copies(store, generation)
-        _prepare(build, bundle, base, base_reason, cut=cut_text, erased=erased, sources_digest=sources_digest, facts={
+        _prepare(build, bundle, copies, cut=cut_text, erased=erased, sources_digest=sources_digest, facts={
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
             "erased": list(erased.numbers), "settings": settings_digest(config), "cut": cut_text,
-        }, events=events, input_files=files, progress=progress)  # fmt: skip
+        }, further=further, input_files=files, progress=progress)  # fmt: skip
     return {**step_result, "already_live": False}
 
 
 def _prepare(
     build: Build,
     bundle: Bundle,
-    base: BaseGeneration | None,
-    base_reason: str,
+    copies: NightCopies,
     *,
     cut: str | None,
     erased: ErasedEntities,
     sources_digest: str,
     facts: Step,
-    events: EventFiles,
+    further: FurtherInput,
     input_files: InputFiles,
     progress: Progress,
 ) -> None:
     config, started, holdout = build.config, time.perf_counter(), Holdout()
-    if events.until_position is not None:
-        read = {"until": str(events.until_position), "files": len(events.files)}
-        facts = {**facts, "events": read, "events_namespace": config.of_events().namespace}
+    facts = {**facts, **further.facts}
     inputs = catalogue.feature_inputs(bundle, "user")
     unusable = UnusableRows(erased.users | erased.items)
     unchanged = unchanged_sources(sources_digest, input_files.all)
@@ -211,27 +220,22 @@ def _prepare(
                 pinning.result()  # what is wrong with a model is told now, not after hours of reading
             progress("read interactions", rows, 0)
 
-        values = values_of_night(
-            config, bundle, events.files, erased, unusable, cut_of(build.generation)
-        )
+        values = further.values(config, bundle, erased, unusable, cut_of(build.generation))
         fingerprint_files = [
             write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
         ] if config.events.enabled else []  # fmt: skip
         laid, item_columns = lay_out_items(
-            config, bundle, build.root, erased=erased.items, unusable=unusable, base=base,
+            config, bundle, build.root, erased=erased.items, unusable=unusable, copies=copies,
             values=values.items, event_item_ids=values.event_item_ids,
         )  # fmt: skip
         items = catalogue.open_items(build.root, laid)
-        attributes = write_item_attributes(
-            config, items, build.root, values=values.attributes, unusable=unusable
-        )
-        passing_filters(config, build.root, attributes, items.count)
-        earlier, all_read = None, base_reason
-        if base is not None:
-            earlier, all_read = earlier_partition(
-                base, config, items, facts["inputs"], cut=cut, erased=erased,
-                events=len(events.files), user_values=values.users_digest,
-            )  # fmt: skip
+        attributes: dict[str, AttributeFiles] = {}
+        for write_attributes in item_attributes():
+            attributes |= write_attributes(config, items, build.root, values.attributes, unusable)
+        earlier, all_read = copies.earlier_partition(
+            config, items, facts["inputs"], cut=cut, erased=erased,
+            events=len(further.files), user_values=values.users_digest,
+        )  # fmt: skip
         partitioned = partition(
             config,
             items,
@@ -245,7 +249,7 @@ def _prepare(
             erased=erased,
             earlier=earlier,
             files=input_files.interactions,
-            events=events.files,
+            further=further.interactions,
             values=values.users,
             set_by_events=values.users if bundle.needs_history else (),
         )
@@ -264,16 +268,13 @@ def _prepare(
     if counts_clicks:
         popular = partial(catalogue.popular, items, partitioned.interaction_counts.popularity)
         write_defaults(build, bundle, lambda table: popular(table.k))
-        facts = facts | write_facets(
-            build,
-            attributes,
-            items,
-            compute_popularity_scores(partitioned.interaction_counts.popularity),
-        )
+        scores = compute_popularity_scores(partitioned.interaction_counts.popularity)
+        for write_tables in tables_by_scores():
+            facts = facts | write_tables(build, attributes, items, scores)
     facts = {**facts, "user_vectors": config.sources.user_vectors is not None}
     kept_files = [
         *write_counts(build.root, partitioned.interaction_counts),
-        *digests_files(bundle),
+        *copies.item_files(bundle),
         *partition_files(facts, config.shards),
     ]
     touched = [f"work/partition/{shard:04d}.{TOUCHED}" for shard in range(config.shards)]
@@ -305,8 +306,7 @@ def _prepare(
         "unknown_items": counts.unknown_items, "late": counts.late, "attributes": attributes,
         "unusable": merged([unusable.to_json(), partitioned.unusable]),
         "base": {
-            "generation": base and base.generation, "has_lists": base is not None and base.has_lists,
-            "why": base_reason, "took_over": partitioned.took_over, "read_because": all_read,
+            **copies.facts, "took_over": partitioned.took_over, "read_because": all_read,
         },
         "rows": None if counts.rows is None else counts.rows.to_json(), "remarks": odd,
         "kept": {
@@ -319,27 +319,22 @@ def _prepare(
 
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
-    events_result = take_events.for_night(night) if night.config.events.enabled else {}
+    cut = night.data_until or night.config.data_until or night.run_after
+    events_until, taken_text = before_begin()(night.config, cut)
     step_result = run(
         night.config, data_until=night.data_until, run_after=night.run_after, named=night.named,
-        events_until=events_result.get("events_until"), progress=night.progress,
+        events_until=events_until, progress=night.progress,
     )  # fmt: skip
-    name, notes_text = (
-        step_result["generation"],
-        f"\n{take_events.in_words(events_result)}" if events_result else "",
-    )
+    name, notes_text = step_result["generation"], f"\n{taken_text}" if taken_text else ""
     if step_result["already_live"]:
         return StepRow(step_result, f"{name} is live already{notes_text}")
     begin_report = Build(night.config, night.config.store(), name).need("begin")
-    notes_text = (
-        unlisted_in_words(begin_report, night.config)
-        + _featured_in_words(begin_report)
-        + notes_text
-    )
+    remarks_text = "".join(remark(begin_report, night.config) for remark in remarks_on_begin())
+    notes_text = remarks_text + _featured_in_words(begin_report) + notes_text
     odd = "".join(f"\nnote: {remark}" for remark in begin_report.get("remarks", []))
     return StepRow(
         step_result,
-        f"{name} ({_read_in_words(begin_report)})\n{base_in_words(begin_report.get('base') or {})}{notes_text}{odd}",
+        f"{name} ({_read_in_words(begin_report)}){notes_text}{odd}",
     )
 
 
@@ -395,10 +390,6 @@ def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
     for name in names:
         take_file(bundle.path / name, build.path(f"bundle/{name}"))
     return names
-
-
-def _moment_of(position: Position) -> datetime:
-    return datetime.fromtimestamp(position.ms // 1000, UTC)
 
 
 def _demand_histories(config: NightConfig, bundle: Bundle) -> None:

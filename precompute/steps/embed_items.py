@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cache.errors import CorruptArtefact, Refused, UnknownGeneration
+from cache.errors import Refused
 from cache.format.item_table import ItemTable
 from precompute.builds.build import Build, attribute_paths, fetch_items, on_this_host, open_bundle
 from precompute.builds.tables import metric_of
@@ -15,20 +15,18 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.devices import device_of
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
+from precompute.features import copies_of_embedding, tables_by_scores
 from precompute.partitions import catalogue
-from precompute.reuse.base import BaseGeneration
-from precompute.reuse.items import CopiedVectors, digests_files, write_changes
-from precompute.reuse.reproducibility import computed_by
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import (
     favourites_of,
     mean_scores,
     write_defaults,
-    write_facets,
 )
-from precompute.scoring.input_samples import regrouped_alike, sample_user_vectors
+from precompute.scoring.input_samples import sample_user_vectors
 from precompute.scoring.items import embed_catalogue, open_item_features
 from precompute.scoring.pages import GrowingFile
+from precompute.scoring.programs import computed_by
 from precompute.scoring.towers import open_tower
 from precompute.steps.night import Night, StepRow
 
@@ -50,20 +48,13 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
     )
     fetch_items(generation_build)
     items, model = catalogue.open_items(generation_build.root, begin_report), bundle.item_tower
-    device, base = device_of(config.device, 0), BaseGeneration.open(config, begin_report)
+    device = device_of(config.device, 0)
     tower = open_tower(generation_build, model, device)
     features = open_item_features(generation_build, model.spec, items.count)
-    regrouped = (
-        {} if base is None else regrouped_alike(generation_build, base, bundle, items, device)
-    )
-    kept_vectors = None
-    if regrouped.get(model.name):
-        for name in digests_files(bundle):
-            generation_build.fetch(name)
-        kept_vectors = CopiedVectors.of(base, bundle, items, generation_build.root, device)
+    copies = copies_of_embedding()(generation_build, bundle, items, device)
     with GrowingFile(generation_build.path(catalogue.VECTORS)) as file:
         written = 0
-        for vectors in embed_catalogue(tower, items, features, kept_vectors):
+        for vectors in embed_catalogue(tower, items, features, copies.vectors):
             if not (finite := np.isfinite(vectors).all(axis=1)).all():
                 item = items.id_of(written + int(finite.argmin()))
                 raise Refused(
@@ -75,10 +66,8 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
             written += len(vectors)
             progress("embed items", written, items.count)
     generation_build.finish(catalogue.VECTORS)
-    changes = _write_changes(
-        generation_build,
-        base,
-        catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims),
+    copy_fields = copies.finish(
+        catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims)
     )
     facets: Step = {}
     if not config.sources.interactions:
@@ -90,27 +79,14 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
     seconds = time.perf_counter() - started
     report = {
         "items": items.count, "dims": bundle.dims, "seconds": seconds, **facets,
-        "computed_by": computed_by(device), "regrouped": regrouped, "changes": changes,
-        "base": None if base is None else base.manifest.generation,
-        "copied": 0 if kept_vectors is None else int((kept_vectors.base_ordinals >= 0).sum()),
+        "computed_by": computed_by(device), **copy_fields,
     }  # fmt: skip
     generation_build.report("embed_items", report)
     return report
 
 
-def _write_changes(build: Build, base: BaseGeneration | None, items: ItemTable) -> bool:
-    """Writes how the items differ from the base's; False where there is none to compare with, or it is damaged."""
-    if base is None or base.manifest.items.dims != items.vectors.shape[1]:
-        return False
-    try:
-        build.finish(*write_changes(base, build, items))
-    except (CorruptArtefact, UnknownGeneration):
-        return False
-    return True
-
-
 def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
-    """Write defaults and facets for sources without popularity: the items with the best mean score over known users."""
+    """Write defaults and tables by scores for sources without popularity: the items with the best mean scores."""
     users = sample_user_vectors(build, bundle, items)
     write_defaults(
         build,
@@ -119,9 +95,15 @@ def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
     )
     build.finish(DEFAULTS)
     attributes = build.need("begin").get("attributes", {})
-    for path in attribute_paths(attributes) if build.config.facets else ():
+    if not build.config.facets:
+        return {}
+    for path in attribute_paths(attributes):
         build.fetch(path)
-    return write_facets(build, attributes, items, mean_scores(items, users, bundle.metric))
+    scores = mean_scores(items, users, bundle.metric)
+    report: Step = {}
+    for write_tables in tables_by_scores():
+        report |= write_tables(build, attributes, items, scores)
+    return report
 
 
 def in_night(night: Night) -> StepRow:

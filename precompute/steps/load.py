@@ -14,6 +14,7 @@ from precompute.bulk.headroom import demand_redis, held_bytes, time_limit_remark
 from precompute.bulk.load import load_part, loaded_pages, parts_of, total_bytes
 from precompute.config.progress import Progress, Step, quiet, size_text
 from precompute.config.settings import NightConfig
+from precompute.features import facts
 from precompute.releases.release_log import open_releases
 from precompute.releases.sweep import note_loaded, sweep
 from precompute.steps.night import Night, StepRow
@@ -23,7 +24,7 @@ from precompute.steps.night import Night, StepRow
 def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
     """Stream all pages into Redis; parts that are there stay. Refused before Redis would run full."""
     generation_build, started = Build.of(config, build), time.perf_counter()
-    manifest = seal(generation_build)
+    manifest = seal(generation_build, facts())
     for artefact in manifest.pages():
         generation_build.fetch(artefact.path)
     size_bytes, loaded = total_bytes(manifest), 0

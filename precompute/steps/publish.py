@@ -14,6 +14,7 @@ from precompute.builds.seal import seal
 from precompute.bulk.governor import open_governor
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
+from precompute.features import facts
 from precompute.releases import moves
 from precompute.releases.release_log import open_releases
 from precompute.releases.replication import confirm, run_ids
@@ -32,7 +33,7 @@ def run(
     `verify` compared with.
     """
     build = Build.of(config, verified)
-    manifest = seal(build)
+    manifest = seal(build, facts())
     with (
         audited(
             build.store, "publish", build.generation, actor=config.actor, attempt=attempt

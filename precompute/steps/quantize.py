@@ -1,12 +1,10 @@
-"""Quantization: int8 forms of the live models, compared with fp32 on real inputs, which are kept as the probe."""
+"""Quantization: int8 forms of the live models, compared with fp32 on real inputs, which features sample."""
 
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from cache.quality.probe import FILE as PROBE
-from cache.quality.probe import write_probe
 from precompute.builds.build import (
     Build,
     fetch_items,
@@ -18,10 +16,10 @@ from precompute.builds.build import (
 from precompute.bulk.headroom import writes_files
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
+from precompute.features import sample_takers
 from precompute.partitions import catalogue
 from precompute.scoring.input_samples import (
     lacks_histories,
-    probe_inputs,
     quantize_models,
     sample_inputs,
 )
@@ -46,9 +44,13 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
     for model in bundle.models:
         fetch_model(generation_build, model)
     items = catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims)
-    users, parts = probe_inputs(generation_build, items, bundle.user_tower, metric=bundle.metric)
-    if parts:
-        generation_build.finish(write_probe(generation_build.root, parts))
+    takers = sample_takers()
+    users = sample_inputs(
+        generation_build, items, bundle.user_tower, metric=bundle.metric, takers=takers
+    )
+    samples: Step = {}
+    for taker in takers:
+        samples |= taker.finish(generation_build)
     models = quantize_models(
         bundle,
         generation_build.root / "models",
@@ -85,7 +87,7 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
             )
             for name, live_model in models.items()
         },
-        "probe": asdict(generation_build.describe(PROBE)) if parts else None,
+        **samples,
         "seconds": time.perf_counter() - started,
     }
     generation_build.report("quantize", report)

@@ -1,6 +1,6 @@
 """Step `retire`: removes generations that no reader and no roll back needs, and leftovers of killed programs."""
 
-from dataclasses import replace
+from collections.abc import Collection
 
 from cache.control.states import UNFINISHED
 from cache.store.artefacts import COPY_IDLE_S
@@ -8,14 +8,10 @@ from precompute.bulk.governor import open_governor
 from precompute.bundles.bundle_store import heal_swap, sweep_bundles, sweep_training
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.erasure.erasing import settle
-from precompute.erasure.holders import sweep_left_out_notes
-from precompute.events.stores import connect_events
-from precompute.events.stream import EventStores, trim_stream
+from precompute.features import after_publish
 from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.sweep import drop_old_rows, sweep
 from precompute.steps.night import Night, StepRow
-from precompute.traffic.exposures import erased_users, gather
 
 UNFINISHED_S = 86_400.0
 """Seconds without a change after which an unfinished file counts as left over."""
@@ -24,34 +20,21 @@ UNFINISHED_S = 86_400.0
 def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
     """Remove unneeded pages and files of generations, rows whose overlays are gone, and leftovers.
 
-    Then mark erasures without holders as done, write files of the exposure log's finished hours, and trim the stream of
-    events.
+    Then sweep the stored data of each feature.
     """
     with open_releases(config) as releases:
         swept = sweep(config, releases, attempt=attempt, progress=progress)
         releases.control.forget_dead_replicas()
         with open_governor(config.governor, releases.control) as governor:
             rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s, governor=governor)
-        leftovers = sweep_leftovers(config, releases)
-        pending = sum(
-            erasure_status.state == "pending" for erasure_status in settle(config, releases)
-        )
-        store, at = config.store(), releases.clock()
-        exposures = gather(store, at=at, erased=erased_users(store))["parts"]
-    trimmed = 0
-    if config.events.enabled:
-        # Its own stream, also where another namespace's counts since: that one is trimmed by its own nights.
-        own_events_config = replace(config, events=replace(config.events, namespace=""))
-        with connect_events(own_events_config) as client:
-            trimmed = trim_stream(
-                EventStores.of(own_events_config), client, own_events_config.keyspace(),
-                keep_s=config.events.keep_s, stream_bytes=config.events.stream_bytes,
-            )  # fmt: skip
-    return {
-        "retired": list(swept.retired), "spared": list(swept.spared), "keys": swept.keys,
-        "rows": rows, "leftovers": leftovers, "erasures_pending": pending, "exposure_parts": exposures,
-        "events_trimmed": trimmed,
-    }  # fmt: skip
+        needed_generations = find_needed_generations(releases)
+        report: Step = {
+            "retired": list(swept.retired), "spared": list(swept.spared), "keys": swept.keys, "rows": rows,
+            "leftovers": sweep_leftovers(config, releases, needed_generations),
+        }  # fmt: skip
+        for settle in after_publish():
+            report |= settle(config, releases, needed_generations)
+    return report
 
 
 def in_night(night: Night) -> StepRow:
@@ -62,25 +45,31 @@ def in_night(night: Night) -> StepRow:
     )
 
 
-def sweep_leftovers(config: NightConfig, releases: Releases) -> int:
-    """Remove leftovers, by this host's own clock; return their number. Files in use by readers or nights stay."""
-    store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
+def find_needed_generations(releases: Releases) -> set[str]:
+    """Return the generations that a replica holds, that a night makes, or that are live or previous."""
     view = releases.view()
     held_generations = {
         generation
         for replica in releases.control.replicas()
         for generation in replica.held_generations
     }
-    needed_generations = {
+    unfinished_generations = {
         generation for generation, row in view.rows.items() if row.state in UNFINISHED
     }
-    needed_generations |= {
+    return {
+        *unfinished_generations,
         *held_generations,
         *filter(None, (view.ledger.live, view.ledger.previous)),
     }
+
+
+def sweep_leftovers(
+    config: NightConfig, releases: Releases, needed_generations: Collection[str]
+) -> int:
+    """Remove leftovers, by this host's own clock; return their number. Files of needed generations stay."""
+    store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
     heal_swap(bundle)
     swept = len(store.sweep_host_copies(needed_generations, cutoff_at=now_s - COPY_IDLE_S))
-    sweep_left_out_notes(store, needed_generations)
     return (
         swept
         + store.sweep_unfinished(cutoff_at=now_s - UNFINISHED_S)

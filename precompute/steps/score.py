@@ -8,15 +8,14 @@ from contextlib import ExitStack
 from typing import Any
 
 from precompute.builds.build import Build, fetch_items, on_this_host, shard_report
-from precompute.builds.reuse_fact import users_by_reason
 from precompute.bulk.headroom import writes_files
 from precompute.config.devices import devices, least_busy
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.reuse.base import reasons_file
-from precompute.reuse.reasons import users_in_words
-from precompute.reuse.reproducibility import computed_by
+from precompute.features import remarks_on_scores, scoring_hooks
+from precompute.scoring.copies import reasons_file
 from precompute.scoring.items import score_items
+from precompute.scoring.programs import computed_by
 from precompute.scoring.scorers import Scorers
 from precompute.scoring.users import score_users
 from precompute.steps.night import Night, StepRow
@@ -47,11 +46,10 @@ def run_shard(
         with ExitStack() as stack:
             if scorers is None:
                 device = stack.enter_context(least_busy(config.device, shard, config.device_tasks))
-                scorers = Scorers(device or config.device, config.device_tasks)
+                scorers = Scorers(device or config.device, config.device_tasks, scoring_hooks())
             bundle = scorers.bundle(generation_build)
-            base = scorers.base(generation_build)
-            users = score_users(generation_build, bundle, shard, scorers, progress, base)
-            items = score_items(generation_build, bundle, shard, scorers, progress, base=base)
+            users = score_users(generation_build, bundle, shard, scorers, progress)
+            items = score_items(generation_build, bundle, shard, scorers, progress)
         described = [*users["tables"].values(), *items["tables"].values()]
         generation_build.finish(
             users["directory"]["path"],
@@ -91,7 +89,7 @@ def run(
 
     An exception in one ends the others at their next progress call; finished shards are found again.
     """
-    scorers = Scorers(config.device, config.device_tasks)
+    scorers = Scorers(config.device, config.device_tasks, scoring_hooks())
     given_up, telling = threading.Event(), threading.Lock()
     failed: list[BaseException] = []
 
@@ -139,7 +137,5 @@ def in_night(night: Night) -> StepRow:
     summary = f"{users:,} users, {items:,} items in {len(scored)} shards"
     build = Build.of(night.config, night.build)
     reports = [build.need(shard_report(shard)) for shard in night.build["shards"]]
-    reasons = users_by_reason(reports)
-    if sum(reasons.values()) > reasons["computed"]:
-        summary += f"\nusers: {users_in_words(reasons)}"
+    summary += "".join(remark(reports) for remark in remarks_on_scores())
     return StepRow({"users": users, "items": items}, summary, int(users + items), "entities")

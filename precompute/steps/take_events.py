@@ -4,110 +4,11 @@ It has no generation yet, and runs only where events are taken in. Its result is
 of that one reads the same events.
 """
 
-from datetime import UTC, datetime
-
-from cache.control.states import UNFINISHED
-from cache.errors import ConfigError
-from cache.events.event import Position
-from cache.format.manifest import GENERATION
-from precompute.builds.build import Build
-from precompute.bulk.headroom import writes_files
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
-from precompute.events.files import event_files
-from precompute.events.stores import connect_events
-from precompute.events.stream import EventStores, forget_in_files, merge_files, take_events
-from precompute.releases.release_log import open_releases
-from precompute.reuse.base import settings_digest
-from precompute.sources.erasures import ErasedEntities, all_erasures
-from precompute.sources.files import all_files, pin
-from precompute.steps.night import Night
+from precompute.features import taking
 
 
-@writes_files
 def run(config: NightConfig) -> Step:
-    """Write the stream's new events into the store; return their number, and the position up to which files have all.
-
-    Nights of an arm write events that the control's have not written yet into the files that both read.
-
-    Raises TierUnavailable if the Redis of events does not answer: a night never goes on without them unasked.
-    """
-    if not config.events.enabled:
-        raise ConfigError(
-            "[events] enabled is false: there are no events to take over", field="events"
-        )
-    stores, keys = EventStores.of(config), config.of_events().keyspace()
-    store = stores.home_store
-    erased = ErasedEntities.of(all_erasures(store))
-    forget_in_files(
-        store, erased, newest_alone=True
-    )  # who wrote it may have been killed before it looked again
-    with connect_events(config) as client:
-        taken_events = take_events(store, client, keys, erased=erased)
-    merge_files(stores)
-    if (
-        latest_erased := ErasedEntities.of(all_erasures(store))
-    ) != erased:  # written down while files were
-        forget_in_files(store, latest_erased)
-    return {
-        "events_until": str(taken_events.until_position), "events": taken_events.events,
-        "left_out": taken_events.left_out,
-        "unreadable": taken_events.unreadable,
-    }  # fmt: skip
-
-
-def for_night(night: Night) -> Step:
-    """The step as a night takes it: a repeat of one that was killed goes on with the events that this one had."""
-    step_result = run(night.config)
-    cut = night.data_until or night.config.data_until or night.run_after
-    unfinished_until = _unfinished_until(night.config, cut)
-    return (
-        step_result
-        if unfinished_until is None
-        else {**step_result, "events_until": unfinished_until}
-    )
-
-
-def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
-    """Position of the newest unfinished generation of this cut, of these settings and of the team's own inputs."""
-    settings, own_inputs = settings_digest(config), None
-    with open_releases(config) as releases:
-        for generation in sorted(releases.store.names("generations"), reverse=True):
-            is_one = GENERATION.fullmatch(generation) is not None
-            if not is_one or releases.state(generation) not in UNFINISHED:
-                continue
-            begin_report = Build(config, releases.store, generation).read_report("begin") or {}
-            if (begin_report.get("cut"), begin_report.get("settings")) != (
-                cut,
-                settings,
-            ) or "events" not in begin_report:
-                continue
-            events_until = str(begin_report["events"]["until"])
-            try:
-                of_events = {file.name for file in event_files(config, events_until).files}
-            except ConfigError:  # merged since, by nights that do not know of this one
-                continue
-            own_inputs = own_inputs or pin(all_files(config))[1]
-            if own_inputs == [
-                pinned_input
-                for pinned_input in begin_report["inputs"]
-                if pinned_input["name"] not in of_events
-            ]:
-                return events_until
-    return None
-
-
-def in_words(events_result: Step) -> str:
-    """Events of one try, such as "12,345 events taken over, up to 2026-01-31T00:00:00Z (1769817600000-0)"."""
-    until_position = Position.parse(events_result["events_until"])
-    at = datetime.fromtimestamp(until_position.ms / 1000, UTC)
-    summary = f"{events_result['events']:,} events taken over, up to {at:%Y-%m-%dT%H:%M:%SZ} ({until_position})"
-    if not until_position.ms:
-        summary = "0 events taken over: none was accepted yet"
-    reasons = {"left_out": "erased", "unreadable": "that are no events"}
-    left_out_texts = [
-        f"{events_result[name]:,} {reason}"
-        for name, reason in reasons.items()
-        if events_result[name]
-    ]
-    return f"{summary}; left out: {', '.join(left_out_texts)}" if left_out_texts else summary
+    """Write the stream's new events into the store; return their number, and the position that the files reach."""
+    return taking()(config)

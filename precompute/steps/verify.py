@@ -14,11 +14,12 @@ from cache.store.artefacts import fetch_checked, generation_path
 from precompute.builds.build import Build, erased_from, fetch_partition, on_this_host
 from precompute.builds.seal import seal
 from precompute.bulk.governor import open_governor
+from precompute.bulk.headroom import ArmRoom
 from precompute.bulk.load import total_bytes
 from precompute.bulk.reload import damaged
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.events.files import marks_file
+from precompute.features import allowed_by_manifest, facts, rooms, scoring_hooks
 from precompute.gates.evidence.candidate import Candidate, Measurement, Verdict
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.gates.judge import (
@@ -37,6 +38,7 @@ from precompute.gates.judge import (
 )
 from precompute.gates.rules.checksums import files
 from precompute.partitions import catalogue, holdout
+from precompute.partitions.marks import marks_file
 from precompute.releases import moves
 from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.replication import run_ids
@@ -44,7 +46,6 @@ from precompute.releases.sweep import take_back
 from precompute.sources.plausibility import few_in_words
 from precompute.steps import load
 from precompute.steps.night import Night, StepRow
-from precompute.traffic.experiments import ArmRoom, arms_room
 
 
 @on_this_host
@@ -60,7 +61,7 @@ def run(
     Raises NotJudged, and leaves the generation unchanged, if a dependency of a gate did not answer.
     """
     generation_build, started = Build.of(config, build), time.perf_counter()
-    manifest = seal(generation_build)
+    manifest = seal(generation_build, facts())
     with open_releases(config) as releases:
         ledger = releases.ledger()
         state = releases.state(generation_build.generation, ledger)
@@ -248,13 +249,17 @@ def _candidate(
             live_root = build.store.local(generation_path(live_manifest.generation))
     arms: tuple[ArmRoom, ...] = ()
     with _if_there():
-        arms = arms_room(build.config, releases.control.client)
+        arms = tuple(
+            room
+            for rooms_beside in rooms()
+            for room in rooms_beside(build.config, releases.control.client)
+        )
     candidate = Candidate(
         manifest, build.root, ItemTable.open(build.root, manifest), releases.control, live_manifest,
         build.config.gates, build.config.history_limit, live_root, pages_bytes,
         erased_from(build), build.config.governor,
         unreadable=live if live_manifest is None else None, keep=build.config.keep,
-        arms=arms, build=build,
+        arms=arms, allowed_items=allowed_by_manifest(), scoring_hooks=scoring_hooks(), build=build,
     )  # fmt: skip
     return candidate, live is not None and live_manifest is None
 

@@ -1,8 +1,7 @@
 """Experiments: versions of their record, checks that arms match, and the room that arms take."""
 
-import argparse
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,13 +27,10 @@ from cache.traffic.experiments import (
     latest_experiments,
 )
 from cache.traffic.split import allot_buckets
+from precompute.bulk.headroom import ArmRoom
 from precompute.bulk.load import total_bytes, total_pages
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
-
-ACTIONS = ("start", "status", "share", "stop", "exposures", "retire")
-
-DESCRIPTION = "let bundles live beside each other for weeks, each answering the keys of its arm"
 
 POLL_S = 0.05
 
@@ -489,29 +485,6 @@ def _shape_text(shape: Mapping[str, Any] | None) -> str:
     return " ".join(f"{name} {value}" for name, value in shape.items())
 
 
-@dataclass(frozen=True, slots=True)
-class ArmRoom:
-    """Room of a namespace that arms name: `pages` and `size_bytes` of all its generations in Redis.
-
-    `largest_bytes` of pages and `mapped_bytes` of files on a reader's host are those of its largest generation.
-    """
-
-    namespace: str
-    arms: tuple[str, ...]
-    generations: int
-    pages: int
-    size_bytes: int
-    largest_bytes: int
-    mapped_bytes: int
-
-    def growth_bytes(self, generations: int) -> int:
-        """Return the bytes by which its pages grow if so many generations of its largest size coexist."""
-        return max(0, generations * self.largest_bytes - self.size_bytes)
-
-    def __str__(self) -> str:
-        return f"{', '.join(self.arms)} ({self.namespace}): {self.pages:,} pages, {self.size_bytes:,} bytes"
-
-
 def arms_room(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]:
     """Return the room of each namespace, except the own one, that a current experiment names."""
     record = latest_experiments(config.store())
@@ -536,11 +509,6 @@ def arms_room(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]
     return tuple(rooms)
 
 
-def sum_mapped_bytes(arms: Iterable[ArmRoom], generations: int) -> int:
-    """Return the bytes that readers map for the arms if so many generations of each coexist on a host."""
-    return sum(generations * arm.mapped_bytes for arm in arms)
-
-
 def _generation_manifests(config: NightConfig, control: Control) -> list[Manifest]:
     manifests = []
     for generation, row in control.rows().items():
@@ -550,30 +518,3 @@ def _generation_manifests(config: NightConfig, control: Control) -> list[Manifes
             except LarderError:  # one in the making has no pages yet
                 continue
     return manifests
-
-
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Add actions and options of the command."""
-    command.add_argument("action", choices=ACTIONS)
-    command.add_argument("name", nargs="?", help="of the experiment: a-z, 0-9, - and _")
-    command.add_argument(
-        "--arm",
-        action="append",
-        default=[],
-        metavar="NAME=NAMESPACE:SHARE",
-        help="arm, as often as there are arms, one of them with the service's own namespace; shares sum to 1. "
-        "For `share`: NAME=SHARE",
-    )
-    command.add_argument(
-        "--share", type=float, help="share of all keys, above 0 to 1 (start: default 1)"
-    )
-    command.add_argument(
-        "--holdout", type=float, help="share of all keys that no experiment may take"
-    )
-    command.add_argument(
-        "--sample",
-        type=float,
-        default=1.0,
-        help="share of its keys whose exposures are written down (default: all)",
-    )
-    command.add_argument("--reason", default="", help="of stop; kept in the audit log")

@@ -20,6 +20,9 @@ from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore
 from cache.traffic.experiments import EXPERIMENT_NAME, EXPOSURES_FOLDER
 from cache.usage.hot_keys import HOUR_S
+from precompute.config.progress import Step
+from precompute.config.settings import NightConfig
+from precompute.releases.release_log import Releases
 from precompute.sources.erasures import all_erasures
 
 LATE_S = 900.0
@@ -77,6 +80,16 @@ def gather(
             store.delete(f"{_PARTS}/{name}")
         parts += len(hour_parts)
     return {"hours": len(names_by_hour), "files": files, "parts": parts}
+
+
+def gather_in_night(
+    config: NightConfig, releases: Releases, _needed_generations: Collection[str]
+) -> Step:
+    """Write files of the hours that ended; return `exposure_parts` for the step's report."""
+    store = config.store()
+    return {
+        "exposure_parts": gather(store, at=releases.clock(), erased=erased_users(store))["parts"]
+    }
 
 
 def erased_users(store: ArtefactStore) -> frozenset[bytes]:

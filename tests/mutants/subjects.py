@@ -146,7 +146,6 @@ SUBJECTS = {
             "precompute/reuse",
             "cache/reuse.py",
             "precompute/builds/build.py",
-            "precompute/builds/reuse_fact.py",
         ),
         (
             "tests/unit/precompute/reuse",

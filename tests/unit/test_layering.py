@@ -252,6 +252,57 @@ def _reached(start: str, imports: Mapping[str, set[str]]) -> set[str]:
     return reached
 
 
+NIGHT_FEATURES = {
+    "cache": ("events", "filters", "quality", "reuse", "traffic", "usage"),
+    "precompute": (
+        "adapters", "erasure", "evaluation", "events", "filters", "planning", "quality", "reference", "reuse",
+        "traffic", "usage",
+    ),
+}  # fmt: skip
+"""Features of `cache` and `precompute`; every other package of these two is core, or above the features."""
+
+ABOVE_FEATURES = ("precompute.__main__", "precompute.cli", "precompute.features")
+"""Where features of the night are named: by hook, and by command."""
+
+MAY_ASK_FOR_HOOKS = ("precompute.steps.", "precompute.gates.judge", "precompute.planning.trial")
+"""Modules that may import `precompute.features`; modules below a step get hooks as arguments; a plan tries steps."""
+
+CORE_IMPORTS_FEATURE: dict[str, set[str]] = {
+    "cache.l2.control_plane": {"cache.usage"},
+}
+"""Module of the core -> features that it still imports. Entries may only be removed."""
+
+
+def feature_of(module: str) -> str:
+    """Return the feature that a module of `cache` or `precompute` is part of; "" for one of the core."""
+    top, _, rest = module.partition(".")
+    name = rest.partition(".")[0]
+    return f"{top}.{name}" if name in NIGHT_FEATURES.get(top, ()) else ""
+
+
+def test_the_core_of_night_and_cache_imports_no_feature() -> None:
+    core = [
+        module
+        for module in MODULES
+        if module.partition(".")[0] in NIGHT_FEATURES
+        and not feature_of(module)
+        and not module.startswith(ABOVE_FEATURES)
+    ]
+    imported_features = {
+        module: set(map(feature_of, imported_modules(module))) - {""} for module in core
+    }
+
+    assert {name: names for name, names in imported_features.items() if names} == (
+        CORE_IMPORTS_FEATURE
+    )
+
+
+def test_only_steps_and_the_list_of_gates_ask_for_hooks() -> None:
+    importers = {module for module in MODULES if "precompute.features" in imported_modules(module)}
+
+    assert {name for name in importers if not name.startswith(MAY_ASK_FOR_HOOKS)} == set()
+
+
 def test_no_modules_import_each_other() -> None:
     assert circles({module: imported_modules(module) for module in MODULES}) == []
 

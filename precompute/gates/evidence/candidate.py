@@ -10,10 +10,11 @@ from cache.control.control_keys import Control
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
 from precompute.builds.build import Build
+from precompute.bulk.headroom import ArmRoom
 from precompute.config.settings import GateThresholds, GovernorConfig
-from precompute.gates.evidence.evidence import Evidence
+from precompute.gates.evidence.evidence import AllowedByManifest, Evidence
+from precompute.scoring.scorers import NO_HOOKS, ScoringHooks
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities
-from precompute.traffic.experiments import ArmRoom
 
 FIRST_GENERATION_NOTE = "the first generation has nothing to be compared with"
 UNREADABLE_LIVE_NOTE = "live manifest cannot be read, so nothing can be compared with it"
@@ -69,8 +70,8 @@ class Candidate:
     `live_root` is this host's folder of the live generation, `pages_bytes` the pages of all generations that Redis
     may hold, `erased` the erased entities that this night left out, `governor` the pacing of reading pages back
     (None: unpaced), `unreadable` the live generation whose manifest cannot be read, `keep` how many superseded ones
-    sweeps leave, `arms` the generations of experiments' arms, `build` the build that made it. `evidence` is gathered
-    once for all gates.
+    sweeps leave, `arms` the generations of experiments' arms, `build` the build that made it, `allowed_items` and
+    `scoring_hooks` the hooks of features. `evidence` is gathered once for all gates.
     """
 
     manifest: Manifest
@@ -88,12 +89,20 @@ class Candidate:
     unreadable: str | None = None
     keep: int = 1
     arms: tuple[ArmRoom, ...] = ()
+    allowed_items: tuple[AllowedByManifest, ...] = ()
+    scoring_hooks: ScoringHooks = NO_HOOKS
     build: Build | None = None
 
     def __post_init__(self) -> None:
         if self.prepared_evidence is None:
             evidence = Evidence(
-                self.manifest, self.root, self.items, self.history_limit, self.live, self.live_root
+                self.manifest,
+                self.root,
+                self.items,
+                self.history_limit,
+                self.live,
+                self.live_root,
+                self.allowed_items,
             )
             object.__setattr__(self, "prepared_evidence", evidence)
 

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact
-from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import FEATURED_USERS, Manifest, Table, TablePart
@@ -25,7 +24,6 @@ from cache.store.artefacts import generation_path
 from precompute.builds.seal import WITHOUT_INTERACTIONS
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.index import lengths_of
-from precompute.events.files import marks_file
 from precompute.gates.evidence.user_sample import UserSample, sample_users
 from precompute.partitions.catalogue import (
     ITEM_FEATURES,
@@ -33,6 +31,7 @@ from precompute.partitions.catalogue import (
     item_texts,
     ordinals_of_texts,
 )
+from precompute.partitions.marks import marks_file
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.input_samples import with_drawn_histories
 from precompute.scoring.towers import bind, usable_inputs
@@ -49,6 +48,10 @@ ITEM_STRATUM = 64
 
 DRAWN_SEED = 1
 """Seed of drawn histories, which are others than those that the night calibrates on."""
+
+
+AllowedByManifest = Callable[[Path, Manifest, ItemTable], Mapping[str, NDArray[np.bool_]]]
+"""Function that returns masks bool [items] of the allowed items by table, from a folder and its manifest."""
 
 
 class FingerprintFile:
@@ -127,6 +130,7 @@ class Evidence:
         history_limit: int,
         live: Manifest | None,
         live_root: Path | None,
+        allowed_items: tuple[AllowedByManifest, ...] = (),
     ) -> None:
         self.manifest = manifest
         self.root = root
@@ -134,6 +138,7 @@ class Evidence:
         self._history_limit = history_limit
         self._live = live
         self._live_root = live_root
+        self._allowed_items = allowed_items
 
     @cached_property
     def scans(self) -> Mapping[str, Scan]:
@@ -151,14 +156,12 @@ class Evidence:
 
     @cached_property
     def allowed(self) -> Mapping[str, NDArray[np.bool_]]:
-        """Masks bool [items] of the items allowed by each filter, by the filtered tables' own names."""
-        filtering = Filtering.open(self.root, self.manifest, self.items)
-        mask_by_table: dict[str, NDArray[np.bool_]] = {}
-        if filtering is not None:
-            for name, named_filter in self.manifest.filters.items():
-                mask = filtering.evaluate(name).among(np.arange(self.items.count))
-                mask_by_table |= {table.name: mask for table in named_filter.tables.values()}
-        return mask_by_table
+        """Masks bool [items] of the allowed items by table; a table without a mask may list all items."""
+        return {
+            table: mask
+            for allowed_by_table in self._allowed_items
+            for table, mask in allowed_by_table(self.root, self.manifest, self.items).items()
+        }
 
     @cached_property
     def directories(self) -> Mapping[str, Directory]:

@@ -15,7 +15,7 @@ from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
 from cache.format.ids import FINGERPRINT_SEED
 from cache.format.manifest import EntitySet
-from precompute.events.files import are_marked
+from precompute.partitions.marks import are_marked
 from precompute.partitions.shard_files import (
     HASH,
     USER_VECTORS,

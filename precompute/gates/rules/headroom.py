@@ -10,10 +10,9 @@ from cache.config.night import DISK_HEADROOM_RULE, REDIS_HEADROOM_RULE
 from cache.control.control_keys import Replica
 from cache.l2.resp import info_number
 from cache.l2.sync_clients import compute_keyspace_shares, masters
-from precompute.bulk.headroom import unevictable_bytes
+from precompute.bulk.headroom import sum_mapped_bytes, unevictable_bytes
 from precompute.config.settings import generations_at_peak
 from precompute.gates.evidence.candidate import Candidate, Measurement, at_least, at_most, integrity
-from precompute.traffic.experiments import sum_mapped_bytes
 
 
 @integrity("maxmemory_policy")

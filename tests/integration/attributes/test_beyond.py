@@ -15,7 +15,7 @@ from cache.events.event import Event
 from cache.format.manifest import Manifest
 from cache.store.artefacts import read_manifest
 from precompute.config.settings import NightConfig
-from precompute.scoring import event_trials
+from precompute.events import event_trials
 from precompute.sources.readers import read_features
 from precompute.steps import begin, embed_items, score, take_events
 from tests.integration import nights

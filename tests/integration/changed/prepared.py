@@ -12,14 +12,14 @@ from cache.control.control_keys import Control
 from cache.format.item_table import ItemTable
 from precompute.builds.build import Build, shard_report
 from precompute.builds.seal import seal
+from precompute.features import scoring_hooks
 from precompute.gates.evidence.candidate import Candidate, Measurement
-from precompute.gates.rules.identity import identity
 from precompute.partitions.catalogue import open_items
+from precompute.partitions.digests import Digests
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import ShardInput, read_shard
-from precompute.reuse.base import inputs_file
-from precompute.reuse.digests import Digests
-from precompute.reuse.shard_reuse import pair_with_digests
+from precompute.reuse.identity import identity
+from precompute.scoring.copies import inputs_file, pair_with_digests
 from precompute.steps import assemble
 from tests.integration.changed.events import Event
 from tests.integration.changed.month import Month
@@ -60,10 +60,10 @@ def judged(build: Build) -> Measurement:
     assemble.run(build.config, {"generation": build.generation})
     build.report("index", {"indexes": {}, "seconds": 0.0})
     build.report("quantize", {"models": {}, "seconds": 0.0})
-    manifest = seal(build)
+    manifest = seal(build, ())
     candidate = Candidate(
         manifest, build.root, ItemTable.open(build.root, manifest), cast(Control, None), None,
-        build.config.gates, build.config.history_limit, build=build,
+        build.config.gates, build.config.history_limit, scoring_hooks=scoring_hooks(), build=build,
     )  # fmt: skip
     return identity(candidate)
 

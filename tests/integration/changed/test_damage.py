@@ -10,8 +10,8 @@ from precompute.builds.build import shard_report
 from precompute.filters.item_attributes import ATTRIBUTES_FOLDER
 from precompute.partitions.catalogue import IDS, VECTORS, directory_file
 from precompute.partitions.partition import POPULARITY, UNKNOWN_ITEMS
-from precompute.reuse.base import inputs_file
 from precompute.reuse.items import digests_file
+from precompute.scoring.copies import inputs_file
 from tests.integration.changed import events
 from tests.integration.changed.month import Month, spoil
 from tests.integration.changed.prepared import Prepared

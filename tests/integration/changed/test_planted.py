@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from cache.model.ranking import score
 from cache.model.tower import Histories
 from cache.store.artefacts import generation_path
-from precompute.gates.rules import identity
+from precompute.partitions.digests import of_users
 from precompute.partitions.partition import EarlierPartition
-from precompute.reuse import base, item_records, items, shard_reuse
+from precompute.reuse import base, identity, item_records, items, shard_reuse
 from precompute.reuse.base import BaseShard
-from precompute.reuse.digests import of_users
 from precompute.reuse.items import ItemChanges
-from precompute.reuse.shard_reuse import CopyDecisions, ShardReuse
+from precompute.reuse.shard_reuse import ShardReuse
 from precompute.scoring import user_reading
+from precompute.scoring.copies import CopyDecisions
 from tests.integration.changed.month import Month, spoil
 from tests.integration.changed.prepared import Prepared, judged, redigested
 

@@ -20,11 +20,11 @@ from precompute.builds.build import Build
 from precompute.bulk.load import total_bytes
 from precompute.cli.status import read_state, report_status
 from precompute.config.settings import FilterConfig
+from precompute.filters import item_attributes
 from precompute.filters.item_attributes import allowed_items
 from precompute.planning.command import _tables
 from precompute.planning.forecast import forecast
 from precompute.planning.options import PlanParameters
-from precompute.scoring import shard_work as scoring
 from serving.cli import lookup
 from serving.client import AsyncClient, InvalidRequest, Options
 from serving.engine.entity import PendingAnswer
@@ -207,7 +207,7 @@ def test_lists_of_what_does_not_pass_are_never_published(
             name: np.ones_like(allowed_mask) for name, allowed_mask in allowed_items(build).items()
         }
 
-    monkeypatch.setattr(scoring, "allowed_items", spoilt)
+    monkeypatch.setattr(item_attributes, "allowed_items", spoilt)
     with pytest.raises(Refused, match=r"sampled records of user_topk\.in_stock"):
         make_shop(
             tmp_path,

@@ -374,7 +374,7 @@ def test_a_load_that_airflow_would_end_beside_readers_says_so(night):
 
 
 def test_a_value_left_under_a_pages_name_does_not_lengthen_it(night):
-    manifest = seal(Build.of(night.config, night.build))
+    manifest = seal(Build.of(night.config, night.build), ())
     part = parts_of(manifest)[0]
     name = part.key(night.config.keyspace(), manifest.generation, 0)
     with night.client as client:

@@ -17,7 +17,7 @@ from precompute.partitions.shard_input import read_shard
 from precompute.scoring import input_samples
 from precompute.scoring import users as users_of_a_shard
 from precompute.scoring.pages import PageFile
-from precompute.scoring.scorers import Scorers
+from precompute.scoring.scorers import Scorers, ScoringHooks
 from precompute.scoring.shard_work import ShardWork
 from precompute.steps import begin, embed_items, index, quantize, score
 from tests.integration.nights import UNTIL, prepare
@@ -265,7 +265,7 @@ def test_a_shard_scored_alone_takes_the_least_busy_device(
         yield "the least busy"
         given_back.append(arguments)
 
-    def scorers(device: str, tasks: int) -> Scorers:
+    def scorers(device: str, tasks: int, _hooks: ScoringHooks) -> Scorers:
         assert not given_back
         scorer_arguments.append((device, tasks))
         return Scorers()

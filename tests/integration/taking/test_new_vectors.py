@@ -16,8 +16,8 @@ from precompute.builds.build import Build
 from precompute.bundles.bundle_store import made_of_tables
 from precompute.config.settings import NightConfig, TableConfig
 from precompute.erasure.erasing import begin_erasing, settle
+from precompute.events.event_trials import BEYOND_TABLE, WIDTH
 from precompute.releases.release_log import open_releases
-from precompute.scoring.event_trials import BEYOND_TABLE, WIDTH
 from precompute.steps import take_events
 from tests.integration import nights
 from tests.integration.attributes.test_night import FIRST, SECOND

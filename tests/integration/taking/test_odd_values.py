@@ -4,7 +4,7 @@ from typing import Any
 
 from cache.events.event import Event
 from precompute.builds.build import Build
-from precompute.scoring import event_trials
+from precompute.events import event_trials
 from tests.integration.changed.month import Month, scored
 from tests.integration.taking.clicking import click, some, taken
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.usage.miss_ratio_curve import HASH_SPACE, MissRatioCurve, RecencyStack
+from cache.format.ids import HASH_SPACE
+from cache.usage.miss_ratio_curve import MissRatioCurve, RecencyStack
 from tests.bench.tools.traces import (
     capacities_of,
     lru_hit_ratio,

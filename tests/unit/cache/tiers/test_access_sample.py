@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.tiers.access_sample import TRACE_MAX
+from cache.format.ids import HASH_SPACE
+from cache.tiers.access_sample import TRACE_MAX, Access
 from cache.tiers.l1 import (
     LIVE_BYTES,
     OVERHEAD_BYTES,
@@ -17,7 +18,6 @@ from cache.tiers.l1 import (
 )
 from cache.tiers.reads import RecordKey, RecordKeys
 from cache.tiers.tiered import TieredCache
-from cache.usage.miss_ratio_curve import HASH_SPACE, Access
 from tests.fakes import DIGEST_A, GENERATION, NEXT_GENERATION, FakeClock, FakeRemote, Night
 
 NIGHT = Night()

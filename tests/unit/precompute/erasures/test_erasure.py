@@ -171,7 +171,7 @@ def test_copies_of_a_generation_that_is_gone_hold_whom_it_did_not_leave_out(stor
     """Else each night's retirement, whose copies other hosts still have, would keep every erasure pending for ever."""
     earlier_erasure, after = (request(store, raw, "user", at=5.0) for raw in (b"u1", b"u2"))
     other_store = ArtefactStore(store.url, tmp_path / "other host")
-    note_left_out(store, G1, [earlier_erasure.number])
+    note_left_out(store, G1, ErasedEntities.of([earlier_erasure]))
     record_copies(other_store, G1)
 
     holders_by_number = holders(store, [earlier_erasure, after], {})
@@ -187,7 +187,7 @@ def test_a_host_that_is_gone_for_good_is_declared_gone(store, tmp_path):
     pods = [ArtefactStore(store.url, tmp_path / f"pod-{number}") for number in range(3)]
     for pod in pods:
         record_copies(pod, G1)
-    note_left_out(store, G2, [])
+    note_left_out(store, G2, NO_ERASURES)
     with pytest.raises(Conflict, match="no copy is recorded of a host 'worker-9'"):
         declare_hosts_gone(store, "worker-9")
 
@@ -195,6 +195,6 @@ def test_a_host_that_is_gone_for_good_is_declared_gone(store, tmp_path):
 
     assert {copy.host for copy in gone_copies} == {host_of(pod) for pod in pods}
     assert not holders(store, [erasure], {})[erasure.number]
-    note_left_out(store, G1, [])
+    note_left_out(store, G1, NO_ERASURES)
     sweep_left_out_notes(store, needed_generations=[G2])
     assert store.names("copies") == [G2]

@@ -12,6 +12,7 @@ from cache.config.events import EventsConfig
 from cache.errors import TierUnavailable
 from cache.events.event import Event, Position
 from cache.store.artefacts import ArtefactStore, generation_path
+from precompute.events import taking
 from precompute.events.stream import (
     forget_events,
     forget_in_files,
@@ -21,7 +22,6 @@ from precompute.events.stream import (
     trim_stream,
 )
 from precompute.sources.erasures import ErasedEntities, Erasure, request
-from precompute.steps import take_events as take_events_step
 from tests.unit.precompute.events.stream import Crash, Stream
 
 GENERATION = "20260131T000000Z-0123456789ab"
@@ -172,12 +172,12 @@ def test_a_night_that_was_killed_before_its_second_look_holds_nobody(
 
     config = stream.config(redis_url)
     with monkeypatch.context() as patch:
-        patch.setattr(take_events_step, "take_events", killed)
+        patch.setattr(taking, "take_events", killed)
         with pytest.raises(Crash):
-            take_events_step.run(config)
+            taking.run(config)
     assert "e4" in [event_id for _, event_id in stream.rows()]
 
-    take_events_step.run(config)
+    taking.run(config)
 
     assert "e4" not in [event_id for _, event_id in stream.rows()]
 

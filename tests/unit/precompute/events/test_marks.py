@@ -8,7 +8,8 @@ import pytest
 from cache.errors import ConfigError
 from cache.format.ids import fingerprints
 from precompute.config.settings import NightConfig
-from precompute.events.files import EventFiles, are_marked, event_files, marks_file, write_marks
+from precompute.events.files import EventFiles, event_files
+from precompute.partitions.marks import are_marked, marks_file, write_marks
 
 
 def test_marks_are_of_the_entities_that_were_written_and_of_no_others(tmp_path: Path) -> None:

@@ -11,14 +11,13 @@ from cache.config.events import EventsConfig
 from cache.control.states import State
 from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore, generation_path
+from precompute.builds.build import settings_digest
 from precompute.events import stream as merging
 from precompute.events.files import last_taken, list_taken_files, superseded
 from precompute.events.stream import EventStores, forget_in_files, merge_files
+from precompute.events.taking import take_before_begin
 from precompute.releases.release_log import open_releases
-from precompute.reuse.base import settings_digest
 from precompute.sources.erasures import ErasedEntities, all_erasures, request
-from precompute.steps.night import Night
-from precompute.steps.take_events import for_night
 from tests.unit.precompute.events.merging_nights import MANY, Killed, erase, nights, published
 from tests.unit.precompute.events.stream import Crash, Stream
 
@@ -103,7 +102,7 @@ def test_a_night_whose_files_were_merged_since_is_no_one_to_go_on_with(
         releases.note(begun_generation, State.BEGUN)
     assert merge_files(stream.stores) == MANY
 
-    assert for_night(Night(arm, "try", data_until="2026-02-01"))["events_until"] == str(ends[-1])
+    assert take_before_begin(arm, "2026-02-01")[0] == str(ends[-1])
 
 
 @pytest.mark.parametrize("damage", [b"\0" * 300, None])

@@ -1,6 +1,7 @@
 """Events beside a team's own rows in a partition: in the order of their times and positions, whoever adds them."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 from cache.config.events import EventsConfig
 from cache.events.event import Event, Position
 from precompute.config.settings import NightConfig, Sources, parse_time
-from precompute.events.files import to_bytes
+from precompute.events.files import read_event_interactions, to_bytes
+from precompute.partitions.digests import of_users
 from precompute.partitions.partition import EarlierPartition, PartitionResult, partition
 from precompute.partitions.shard_input import read_shard
-from precompute.reuse.digests import of_users
 from tests.unit.precompute.reuse.test_earlier import item_table
 
 SHARDS = 2
@@ -78,7 +79,7 @@ class Sandbox:
             self.root / name,
             cutoff_at=parse_time(CUT),
             earlier=earlier,
-            events=files,
+            further=partial(read_event_interactions, files),
         )
 
     def inputs(self, name: str) -> dict[str, Any]:

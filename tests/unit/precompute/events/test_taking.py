@@ -15,11 +15,11 @@ from cache.errors import ConfigError, CorruptArtefact, TierUnavailable
 from cache.events.event import BEGINNING, Event, Position
 from precompute.config.settings import NightConfig
 from precompute.events import stream as stream_of_entries
+from precompute.events import taking
 from precompute.events.files import event_files, last_taken, path_of, read_event_interactions
 from precompute.events.stream import take_events
 from precompute.sources.erasures import ErasedEntities, request
 from precompute.sources.unusable import UnusableRows
-from precompute.steps import take_events as take_events_step
 from tests.unit.precompute.events.stream import Crash, Stream, TroubledStore
 
 HAPPENINGS = (
@@ -136,7 +136,7 @@ def test_a_night_reads_interactions_of_positive_weight_at_their_time(
     old = stream.add(Event("e", -8, b"u2", b"i2"))
     take_events(stream.store, stream.client, stream.keys)
 
-    (batch,) = read_event_interactions(event_files(config).files, unusable := UnusableRows())
+    (batch,) = read_event_interactions(event_files(config).files, 0, unusable := UnusableRows())
 
     assert [batch.users.name_of(row) for row in range(2)] == ["ü", "u2"]
     assert [batch.items.name_of(row) for row in range(2)] == ["i1", "i2"]
@@ -172,7 +172,7 @@ def test_without_events_nothing_is_read_and_a_position_is_refused(tmp_path: Path
     with pytest.raises(ConfigError, match="enabled is false"):
         event_files(config, "5-0")
     with pytest.raises(ConfigError, match="enabled is false"):
-        take_events_step.run(config)
+        taking.run(config)
 
 
 def test_a_damaged_file_is_named_and_no_event_is_lost_behind_it(
@@ -191,13 +191,13 @@ def test_the_step_never_goes_on_without_the_redis_of_events(tmp_path: Path, redi
     config = stream.config("unix:///nowhere/redis.sock")
 
     with pytest.raises(TierUnavailable, match="REDIS_URL"):
-        take_events_step.run(config)
+        taking.run(config)
 
 
 def test_a_night_before_the_first_event_says_so() -> None:
     step_result = {"events_until": "0-0", "events": 0, "left_out": 0, "unreadable": 0}
 
-    assert take_events_step.in_words(step_result) == "0 events taken over: none was accepted yet"
+    assert taking.in_words(step_result) == "0 events taken over: none was accepted yet"
 
 
 def test_the_step_leaves_out_who_is_erased_and_tells_where_it_stands(
@@ -209,8 +209,8 @@ def test_the_step_leaves_out_who_is_erased_and_tells_where_it_stands(
     last = stream.add()
     request(config.store(), b"gone", "user", at=0.0)
 
-    step_result = take_events_step.run(config)
+    step_result = taking.run(config)
 
     assert step_result == {"events_until": str(last), "events": 1, "left_out": 1, "unreadable": 0}
-    assert take_events_step.in_words(step_result).startswith("1 events taken over, up to 20")
-    assert take_events_step.in_words(step_result).endswith(f"({last}); left out: 1 erased")
+    assert taking.in_words(step_result).startswith("1 events taken over, up to 20")
+    assert taking.in_words(step_result).endswith(f"({last}); left out: 1 erased")

@@ -7,9 +7,9 @@ import pytest
 
 from cache.config.night import GateThresholds
 from cache.control.control_keys import Replica
+from precompute.bulk.headroom import ArmRoom
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.rules.headroom import disk_headroom, memory_headroom, redis_room
-from precompute.traffic.experiments import ArmRoom
 
 MAPPED = 1_000
 ROOMY = 10**9

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.control.states import State
+from precompute.builds.build import settings_digest
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
 from precompute.releases.release_log import Releases
@@ -21,7 +22,6 @@ from precompute.reuse.base import (
     VERIFIED_STATES,
     BaseGeneration,
     choose_base,
-    settings_digest,
 )
 
 CONFIG = NightConfig()

@@ -8,10 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.model.tower import Histories
-from precompute.builds.reuse_fact import COPIED, ENTERED, INPUTS, ITEM_LOST
 from precompute.partitions.shard_input import ShardInput
-from precompute.reuse.base import HASH_AND_DIGEST, BaseShard
-from precompute.reuse.shard_reuse import CopiedUsers, CopyDecisions, ShardReuse
+from precompute.reuse.base import BaseShard
+from precompute.reuse.shard_reuse import ShardReuse
+from precompute.scoring.copies import (
+    COPIED,
+    ENTERED,
+    HASH_AND_DIGEST,
+    INPUTS,
+    ITEM_LOST,
+    CopiedUsers,
+    CopyDecisions,
+)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, Sources, parse_time
+from precompute.partitions.digests import of_users
 from precompute.partitions.partition import (
     UNKNOWN_ITEMS_SEED,
     EarlierPartition,
@@ -24,8 +25,7 @@ from precompute.partitions.partition import (
 from precompute.partitions.shard_files import HASH, TOUCHED, read_stream, shard_paths
 from precompute.partitions.shard_input import read_shard
 from precompute.partitions.user_tables import USER_ROWS
-from precompute.reuse.digests import of_users
-from precompute.reuse.shard_reuse import pair_with_digests
+from precompute.scoring.copies import pair_with_digests
 from precompute.sources.columns import text_hashes
 from precompute.sources.readers import INTERACTIONS
 

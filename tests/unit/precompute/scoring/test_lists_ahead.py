@@ -13,7 +13,8 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.records import NO_ITEM
 from cache.topk.topk import Scorer
-from precompute.scoring.defaults import AttributeValues, favourites_of, mean_scores
+from precompute.filters.facets import AttributeValues
+from precompute.scoring.defaults import favourites_of, mean_scores
 from tests.unit.cache.filters.columns import names_of
 
 TEXTS = ["a", "b", "ü", "zz", ""]

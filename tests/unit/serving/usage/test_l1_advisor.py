@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 
+from cache.format.ids import HASH_SPACE
 from cache.tiers.access_sample import TRACE_MAX, AccessTrace
 from cache.tiers.l1 import Entry, LocalKey, LocalTier
 from cache.tiers.reads import Counters
 from cache.tiers.tiered import TieredCache
-from cache.usage.miss_ratio_curve import HASH_SPACE
 from serving.generations.snapshot import Snapshot
 from serving.usage.l1_advisor import (
     BUSY_RATE,

@@ -7,13 +7,15 @@ from cache.errors import LarderError
 from cache.reuse import FACT, NIGHTS
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
-
-COPIED, INPUTS, ITEM_LOST, ENTERED = range(4)
-REASONS: Final = ("copied", "inputs", "lost", "entered")
-"""Reasons by number: copied; or computed for its inputs, for an item of its list, for one that could enter it."""
+from precompute.scoring.copies import REASONS
 
 MEASURED_USERS: Final = 1_000
 """Computed users from which on a night's own time for each is believed."""
+
+
+def reuse_facts(build: Build, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fact of copies under its name in the manifest."""
+    return {FACT: reuse_of(build, reports)}
 
 
 def reuse_of(build: Build, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from precompute.reuse.reproducibility import computed_by, instructions_digest
+from precompute.scoring.programs import computed_by, instructions_digest
 
 Says = Callable[[str | None], str]
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from precompute.scoring import input_samples
+from precompute.reuse import reproducibility
 from precompute.scoring.towers import DeviceTower
 
 
@@ -23,10 +23,10 @@ def test_rows_are_alike_on_the_processor_alone(
         return tower if on is None else DeviceTower(model.name, tower, tower)
 
     features = SimpleNamespace(of=lambda rows: ({}, np.ones(len(rows), np.bool_)))
-    monkeypatch.setattr(input_samples, "open_tower", opened)
-    monkeypatch.setattr(input_samples, "_some_users", lambda _: None)
-    monkeypatch.setattr(input_samples, "open_item_features", lambda *_: features)
-    monkeypatch.setattr(input_samples, "item_inputs", lambda *given: ({"row": given[-1]}, None))
+    monkeypatch.setattr(reproducibility, "open_tower", opened)
+    monkeypatch.setattr(reproducibility, "_some_users", lambda _: None)
+    monkeypatch.setattr(reproducibility, "open_item_features", lambda *_: features)
+    monkeypatch.setattr(reproducibility, "item_inputs", lambda *given: ({"row": given[-1]}, None))
     monkeypatch.setattr(DeviceTower, "run", lambda _, inputs: tower.run(inputs))
     model = SimpleNamespace(name="item_tower", entity="item", digest="1", spec=None)
     base: Any = SimpleNamespace(has_model=lambda _: True)
@@ -34,6 +34,6 @@ def test_rows_are_alike_on_the_processor_alone(
     build: Any = None
     items: Any = SimpleNamespace(count=9)
 
-    alike_by_model = input_samples.regrouped_alike(build, base, bundle, items, device)
+    alike_by_model = reproducibility.regrouped_alike(build, base, bundle, items, device)
 
     assert alike_by_model == {"item_tower": is_alike}

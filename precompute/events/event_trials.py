@@ -5,7 +5,7 @@ Any caller can send events. A number beyond a tower's table would end the night,
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,7 @@ from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
 from precompute.events.files import EventValues, brought_vectors, counted_behind
 from precompute.partitions.catalogue import feature_inputs
+from precompute.partitions.further_input import NightValues
 from precompute.scoring.towers import bind
 from precompute.sources.columns import Ids, UnusableMaskByReason, as_rows
 from precompute.sources.erasures import ErasedEntities
@@ -47,28 +48,14 @@ BEYOND_TABLE: Final = f"a number beyond {NEW_VECTOR_ABS_MAX:,.0f} and all of the
 _TABLE_ROWS: Final = 64
 
 
-class NightValues(NamedTuple):
-    """Values that events set, as a night uses them: models' inputs, and `attributes` of items for filters.
-
-    `event_item_ids` are items that events made answerable, `unlisted` those of them that are in no table of the team's;
-    `users_digest` is that of the users' values.
-    """
-
-    users: EntityValues
-    items: EntityValues
-    attributes: EntityValues
-    event_item_ids: frozenset[bytes]
-    unlisted: frozenset[bytes]
-    users_digest: str
-
-
 def values_of_night(
     config: NightConfig,
     bundle: Bundle,
-    files: Sequence[SourceFile],
     erased: ErasedEntities,
     unusable: UnusableRows,
     cut_s: int,
+    *,
+    files: Sequence[SourceFile],
 ) -> NightValues:
     """Return the values in files of events; drop those of erased entities, and note and drop unusable ones.
 
@@ -94,16 +81,6 @@ def values_of_night(
         users, items, event_values.items, event_values.event_item_ids, _unlisted(config, event_values.event_item_ids),
         digest_of_values(users, inputs["user"]),
     )  # fmt: skip
-
-
-def unlisted_in_words(begin_report: Mapping[str, Any], config: NightConfig) -> str:
-    """Describe items that are in no table, from the report of `begin`; empty without any."""
-    if not (items := begin_report.get("unlisted_items", 0)):
-        return ""
-    return (
-        f"\nitems by events that are in no table: {items:,}; each is gone {config.events.keep_values_days:g} days "
-        "([events] keep_values_days) after its newest event with features or a vector"
-    )
 
 
 def _unlisted(config: NightConfig, event_item_ids: Collection[bytes]) -> frozenset[bytes]:

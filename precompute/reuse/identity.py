@@ -1,6 +1,7 @@
 """Gate on records that were copied: computed again in full, by the night's own code, they have the same bytes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 from zlib import crc32
 
@@ -8,14 +9,13 @@ import numpy as np
 
 from cache.format.directory import map_file
 from precompute.builds.build import Build, open_bundle, shard_report
-from precompute.builds.reuse_fact import INPUTS
 from precompute.gates.evidence.candidate import Candidate, Measurement, integrity
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
-from precompute.reuse.base import reasons_file
-from precompute.reuse.reproducibility import computed_by
+from precompute.scoring.copies import INPUTS, reasons_file
 from precompute.scoring.items import ItemWork
+from precompute.scoring.programs import computed_by
 from precompute.scoring.scorers import Scorers
 from precompute.scoring.shard_work import ShardWork
 from precompute.scoring.users import recompute_users
@@ -34,7 +34,8 @@ def identity(candidate: Candidate) -> Measurement:
         return Measurement(True, 0, 0, "nothing was copied")
     shards = sampled_shards(candidate.manifest.entity_sets["user"])
     bundle = open_bundle(build)
-    scorers = Scorers(build.config.device, build.config.device_tasks)
+    computed_alone = replace(candidate.scoring_hooks, copies=None)
+    scorers = Scorers(build.config.device, build.config.device_tasks, computed_alone)
     wrong, looked_at, note, elsewhere = 0, 0, "", []
     for shard in shards:
         # Another processor, or a GPU that is not here, gives a model's outputs other last bits.

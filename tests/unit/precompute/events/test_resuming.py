@@ -10,10 +10,9 @@ import pytest
 
 from cache.config.events import EventsConfig
 from cache.control.states import State
-from precompute.builds.build import Build
+from precompute.builds.build import Build, settings_digest
 from precompute.config.settings import NightConfig
-from precompute.reuse.base import settings_digest
-from precompute.steps import take_events
+from precompute.events import taking
 
 CUT = "2026-01-31T00:00:00Z"
 OLDER, NEWER = "20260131T000000Z-0123456789ab", "20260131T000000Z-f123456789ab"
@@ -30,8 +29,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NightConfig:
     def opened(_: NightConfig) -> Iterator[Any]:
         yield SimpleNamespace(store=night_config.store(), state=lambda _: State.BEGUN)
 
-    monkeypatch.setattr(take_events, "open_releases", opened)
-    monkeypatch.setattr(take_events, "all_files", lambda _: [])
+    monkeypatch.setattr(taking, "open_releases", opened)
+    monkeypatch.setattr(taking, "all_files", lambda _: [])
     return night_config
 
 
@@ -49,8 +48,8 @@ def test_a_generation_whose_files_were_merged_meanwhile_is_not_gone_on_with(
 ) -> None:
     begun(config, {NEWER: "5-0"})  # no file ends there any more
 
-    assert take_events._unfinished_until(config, CUT) is None
+    assert taking._unfinished_until(config, CUT) is None
 
     begun(config, {OLDER: "0-0"})
-    assert take_events._unfinished_until(config, CUT) == "0-0"
-    assert take_events._unfinished_until(config, None) is None
+    assert taking._unfinished_until(config, CUT) == "0-0"
+    assert taking._unfinished_until(config, None) is None

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from precompute.partitions.digests import Digests, of_column, of_columns, of_rows, of_users
 from precompute.partitions.shard_input import ShardInput
-from precompute.reuse.digests import Digests, of_column, of_columns, of_rows, of_users
 
 HASHES: Digests = np.random.default_rng(0).integers(0, 2**64, 40, np.uint64)
 KINDS: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {

@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 
 from cache.reuse import FACT, NIGHTS
-from precompute.builds import reuse_fact
 from precompute.builds.build import Build
-from precompute.builds.reuse_fact import MEASURED_USERS, reuse_of
+from precompute.reuse import reuse_fact
+from precompute.reuse.reuse_fact import MEASURED_USERS, reuse_of
 
 
 def made(base: str | None) -> Build:

@@ -1,0 +1,53 @@
+"""Rows of the table of commands: the data for the parser, and the name of the function, which is not imported."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from precompute.config.console import CommandPlace
+from precompute.config.progress import Progress
+from precompute.config.settings import NightConfig
+
+Prepare = Callable[[NightConfig, argparse.Namespace, Progress], None]
+
+
+def _no_options(_command: argparse.ArgumentParser) -> None:
+    return None
+
+
+def prepare_nothing(
+    _config: NightConfig, _arguments: argparse.Namespace, _progress: Progress
+) -> None:
+    """Prepare nothing: most commands need only published data in a new server."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandRow:
+    """Command of the shell: its name, place and text, the Redis that it needs, and how a new one is prepared.
+
+    One that `takes_generation` has a generation id as its first argument; `defaults` are set beside its options.
+    """
+
+    name: str
+    place: CommandPlace
+    text: str
+    add_options: Callable[[argparse.ArgumentParser], None] = _no_options
+    redis: Literal["own", "if running", "none"] = "own"
+    prepare: Prepare = prepare_nothing
+    takes_generation: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def add_cut_options(command: argparse.ArgumentParser, default: str) -> None:
+    """Add the options of a command that uses data up to a cut; `default` describes the default cut."""
+    command.add_argument(
+        "--data-until", metavar="TIME", help=f"cut of the data, ISO 8601 (default: {default})"
+    )
+    command.add_argument("--attempt", help="name of this attempt; a repeat is recognised by it")
+
+
+def absolute_path(text: str) -> str:
+    """A path on the command line is relative to the current folder."""
+    return text if "://" in text else str(Path(text).absolute())

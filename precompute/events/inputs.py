@@ -1,0 +1,52 @@
+"""Events as a further input of a night, and their entries in the manifest and the night's table."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from cache.events.new_items import ITEM_VECTORS
+from precompute.builds.build import Build
+from precompute.config.settings import NightConfig
+from precompute.events.event_trials import values_of_night
+from precompute.events.files import event_files, read_event_interactions
+from precompute.partitions.further_input import FurtherInput
+
+
+def input_of_night(config: NightConfig, events_until: str | None) -> FurtherInput:
+    """Return the events up to a position, else all in files; raise ConfigError for a position that no file ends at.
+
+    Return an empty input if events are disabled.
+    """
+    events = event_files(config, events_until)
+    facts: dict[str, Any] = {}
+    if events.until_position is not None:
+        read = {"until": str(events.until_position), "files": len(events.files)}
+        facts = {"events": read, "events_namespace": config.of_events().namespace}
+    return FurtherInput(
+        files=events.files,
+        newest_s=None if events.until_position is None else events.until_position.ms // 1000,
+        facts=facts,
+        interactions=partial(read_event_interactions, events.files),
+        values=partial(values_of_night, files=events.files),
+    )
+
+
+def event_facts(build: Build, _reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the facts of a generation with events: those that a service needs to count newer events with vectors."""
+    begin_report = build.need("begin")
+    if not begin_report.get("events"):
+        return {}
+    return {
+        **({ITEM_VECTORS: True} if build.config.sources.item_vectors else {}),
+        **({"user_vectors": True} if begin_report.get("user_vectors") else {}),
+    }
+
+
+def unlisted_in_words(begin_report: Mapping[str, Any], config: NightConfig) -> str:
+    """Describe items that are in no table, from the report of `begin`; empty without any."""
+    if not (items := begin_report.get("unlisted_items", 0)):
+        return ""
+    return (
+        f"\nitems by events that are in no table: {items:,}; each is gone {config.events.keep_values_days:g} days "
+        "([events] keep_values_days) after its newest event with features or a vector"
+    )

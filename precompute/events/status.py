@@ -1,0 +1,52 @@
+"""Positions of the events that generations have, for the command `status`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cache.events.event import BEGINNING, Position
+from cache.format.manifest import Manifest
+from precompute.config.console import iso
+from precompute.config.settings import NightConfig
+from precompute.events.files import last_taken
+
+
+def events_until(manifest: Manifest) -> str | None:
+    """Return the position up to which a generation has events; None without any."""
+    return None if manifest.events is None else manifest.events.until
+
+
+def events_status(
+    config: NightConfig, generations: Sequence[Mapping[str, Any]]
+) -> dict[str, str | None] | None:
+    """Return the positions up to which nights took events, and the live generation has them; None without events."""
+    if not config.events.enabled:
+        return None
+    live = (
+        generation_status["events_until"]
+        for generation_status in generations
+        if "live" in generation_status["roles"]
+    )
+    return {
+        "taken_until": str(last_taken(config.of_events().store())),
+        "live_until": next(live, None),
+    }
+
+
+def event_lines(status: Mapping[str, Any]) -> list[str]:
+    """Return a line on the positions; none without events."""
+    if (events := status["events"]) is None:
+        return []
+    live, taken_until = (_position_text(events[name]) for name in ("live_until", "taken_until"))
+    return [
+        f"events: the live one has them up to {live}; nights took them over up to {taken_until}"
+    ]
+
+
+def _position_text(position: str | None) -> str:
+    """Format an event position with its time; "none" before the first."""
+    event_position = BEGINNING if position is None else Position.parse(position)
+    return (
+        "none"
+        if event_position == BEGINNING
+        else f"{iso(event_position.ms / 1000)} ({event_position})"
+    )

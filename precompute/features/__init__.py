@@ -1,0 +1,223 @@
+"""Features of a night, by hook: the only module that names them; the core imports none.
+
+Each function returns the callables of one hook in the order in which they are called, and imports what that hook needs.
+To take a feature out, remove its package and its lines here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from datetime import datetime
+    from pathlib import Path
+    from typing import Any, Protocol
+
+    import numpy as np
+    import redis
+    from numpy.typing import NDArray
+
+    from cache.format.item_table import ItemTable
+    from cache.store.artefacts import ArtefactStore
+    from precompute.builds.build import AttributeFiles, Build
+    from precompute.builds.seal import FactsOf
+    from precompute.bulk.headroom import ArmRoom
+    from precompute.bundles.bundle import Bundle
+    from precompute.config.progress import Step
+    from precompute.config.settings import NightConfig
+    from precompute.gates.evidence.candidate import Gate
+    from precompute.gates.evidence.evidence import AllowedByManifest
+    from precompute.partitions.further_input import FurtherInput
+    from precompute.releases.release_log import Releases
+    from precompute.scoring.copies import EmbeddingCopies, NightCopies
+    from precompute.scoring.input_samples import SampleTaker
+    from precompute.scoring.scorers import ScoringHooks
+    from precompute.sources.erasures import ErasedEntities
+    from precompute.sources.features import EntityValues
+    from precompute.sources.files import InputFiles
+    from precompute.sources.unusable import UnusableRows
+
+    class VectorBundle(Protocol):
+        """Function that makes the bundle of `sources.item_vectors`, from a digest of the inputs and the files."""
+
+        def __call__(
+            self,
+            config: NightConfig,
+            inputs: str,
+            files: InputFiles,
+            *,
+            interactions_before: datetime | None,
+            cut: datetime,
+        ) -> AbstractContextManager[Bundle]: ...
+
+    class ChooseCopies(Protocol):
+        """Function that chooses the earlier generation from which the new one copies."""
+
+        def __call__(
+            self, releases: Releases, config: NightConfig, bundle: Bundle, *, making: str
+        ) -> NightCopies: ...
+
+    SettingCheck = Callable[[NightConfig], None]
+    """Raise ConfigError for unusable settings of a feature."""
+
+    RemarkOnBegin = Callable[[Mapping[str, Any], NightConfig], str]
+    """Line on the report of `begin`, after a line break; empty if nothing is to be reported."""
+
+    GenerationNamed = Callable[[ArtefactStore, str, ErasedEntities], None]
+    """Note the erased entities that a new generation leaves out, before any host has its files."""
+
+    ItemAttributesOf = Callable[
+        [NightConfig, ItemTable, Path, EntityValues, UnusableRows], dict[str, AttributeFiles]
+    ]
+    """Write attributes of items below a folder, with values from events; return their kinds and files by name."""
+
+    TablesByScores = Callable[[Build, Mapping[str, Any], ItemTable, NDArray[np.float32]], Step]
+    """Write tables by attributes and scores of items; return fields of the step's report."""
+
+    RoomsBeside = Callable[[NightConfig, "redis.Redis"], tuple[ArmRoom, ...]]
+    """Return the room that generations of other namespaces take in Redis and on hosts."""
+
+    AfterPublish = Callable[[NightConfig, Releases, Collection[str]], Step]
+    """Sweep a feature's stored data, given the generations still needed; return fields of the report."""
+
+
+def taking() -> Callable[[NightConfig], Step]:
+    """Return the step `take_events`."""
+    from precompute.events.taking import run
+
+    return run
+
+
+def before_begin() -> Callable[[NightConfig, str | None], tuple[str | None, str]]:
+    """Return the function to call before `begin`: from a cut to the position for `events_until`, and a line on it."""
+    from precompute.events.taking import take_before_begin
+
+    return take_before_begin
+
+
+def further_input() -> Callable[[NightConfig, str | None], FurtherInput]:
+    """Return the function that lists input in addition to the sources, up to a position."""
+    from precompute.events.inputs import input_of_night
+
+    return input_of_night
+
+
+def remarks_on_begin() -> tuple[RemarkOnBegin, ...]:
+    """Return the functions of lines on `begin` in the night's table."""
+    from precompute.events.inputs import unlisted_in_words
+    from precompute.reuse.night import base_remark
+
+    return base_remark, unlisted_in_words
+
+
+def vector_bundle() -> VectorBundle:
+    """Return the function that makes the bundle of a night whose items are a table of vectors."""
+    from precompute.adapters.vector_bundle import vector_bundle as bundle_by_adapters
+
+    return bundle_by_adapters
+
+
+def choose_copies() -> ChooseCopies:
+    """Return the function that chooses the earlier generation to copy from."""
+    from precompute.reuse.night import choose_copies as by_reuse
+
+    return by_reuse
+
+
+def copies_of_embedding() -> Callable[[Build, Bundle, ItemTable, str | None], EmbeddingCopies]:
+    """Return the function that finds vectors to copy, for a device that embeds the others (None: the processor)."""
+    from precompute.reuse.night import copies_of_embedding as by_reuse
+
+    return by_reuse
+
+
+def remarks_on_scores() -> tuple[Callable[[Sequence[Mapping[str, Any]]], str], ...]:
+    """Return the functions of lines in the night's table, from the reports of shards; a line follows a line break."""
+    from precompute.reuse.night import users_remark
+
+    return (users_remark,)
+
+
+def feature_gates() -> tuple[Gate, ...]:
+    """Return the gates of features, in the order in which they run."""
+    from precompute.reuse.identity import identity
+
+    return (identity,)
+
+
+def generation_named() -> tuple[GenerationNamed, ...]:
+    """Return the functions that note what a generation leaves out."""
+    from precompute.erasure.holders import note_left_out
+
+    return (note_left_out,)
+
+
+def setting_checks() -> tuple[SettingCheck, ...]:
+    """Return the checks of settings, which run before `begin` writes anything."""
+    from precompute.filters.item_attributes import demand_filters
+
+    return (demand_filters,)
+
+
+def item_attributes() -> tuple[ItemAttributesOf, ...]:
+    """Return the functions that write attributes of items for `begin`."""
+    from precompute.filters.item_attributes import attributes_of_night
+
+    return (attributes_of_night,)
+
+
+def tables_by_scores() -> tuple[TablesByScores, ...]:
+    """Return the functions that write tables from the items' scores."""
+    from precompute.filters.facets import write_facets
+
+    return (write_facets,)
+
+
+def scoring_hooks() -> ScoringHooks:
+    """Return new hooks for the scoring of one build."""
+    from precompute.filters.item_attributes import allowed_items
+    from precompute.reuse.night import BaseSource
+    from precompute.scoring.scorers import ScoringHooks
+
+    return ScoringHooks(allowed_items=(allowed_items,), copies=BaseSource())
+
+
+def allowed_by_manifest() -> tuple[AllowedByManifest, ...]:
+    """Return the functions of masks of allowed items, which gates compute from the manifest."""
+    from precompute.filters.item_attributes import allowed_by_manifest as by_filters
+
+    return (by_filters,)
+
+
+def sample_takers() -> tuple[SampleTaker, ...]:
+    """Return new takers of samples of the inputs that `quantize` reads."""
+    from precompute.quality.probe import ProbeTaker
+
+    return (ProbeTaker(),)
+
+
+def facts() -> tuple[FactsOf, ...]:
+    """Return the functions of facts for the manifest."""
+    from precompute.events.inputs import event_facts
+    from precompute.quality.probe import probe_facts
+    from precompute.reuse.reuse_fact import reuse_facts
+
+    return event_facts, reuse_facts, probe_facts
+
+
+def rooms() -> tuple[RoomsBeside, ...]:
+    """Return the functions of the room that `verify` adds to that of the night's own generations."""
+    from precompute.traffic.experiments import arms_room
+
+    return (arms_room,)
+
+
+def after_publish() -> tuple[AfterPublish, ...]:
+    """Return the sweeps that `retire` runs after its own."""
+    from precompute.erasure.erasing import settle_in_night
+    from precompute.events.stream import trim_in_night
+    from precompute.traffic.exposures import gather_in_night
+
+    return settle_in_night, gather_in_night, trim_in_night

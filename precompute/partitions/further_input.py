@@ -1,0 +1,65 @@
+"""Further input of a night, from a feature in addition to the sources: files, interactions and values of entities."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from precompute.bundles.bundle import Bundle
+from precompute.config.settings import NightConfig
+from precompute.sources.erasures import ErasedEntities
+from precompute.sources.features import NO_VALUES, EntityValues
+from precompute.sources.files import SourceFile
+from precompute.sources.readers import Interactions
+from precompute.sources.unusable import UnusableRows
+
+FurtherInteractions = Callable[[int, UnusableRows], Iterator[Interactions]]
+"""Function that yields batches of further interactions, from one of their files on; events have positions."""
+
+
+def no_further(_first_file: int, _unusable: UnusableRows) -> Iterator[Interactions]:
+    """Yield no interactions."""
+    return iter(())
+
+
+class NightValues(NamedTuple):
+    """Values that events set, as a night uses them: models' inputs, and `attributes` of items for filters.
+
+    `event_item_ids` are items that events made answerable, `unlisted` those of them that are in no table of the team's;
+    `users_digest` is that of the users' values.
+    """
+
+    users: EntityValues
+    items: EntityValues
+    attributes: EntityValues
+    event_item_ids: frozenset[bytes]
+    unlisted: frozenset[bytes]
+    users_digest: str
+
+
+ValuesOf = Callable[[NightConfig, Bundle, ErasedEntities, UnusableRows, int], NightValues]
+"""Function that returns values up to a cut (Unix seconds); drops those of erased entities, notes unusable ones."""
+
+
+def no_values(
+    _config: NightConfig,
+    _bundle: Bundle,
+    _erased: ErasedEntities,
+    _unusable: UnusableRows,
+    _cut_s: int,
+) -> NightValues:
+    """Return no values."""
+    return NightValues(NO_VALUES, NO_VALUES, NO_VALUES, frozenset(), frozenset(), "")
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherInput:
+    """Further input as `begin` lists it; `newest_s` is the Unix time of its newest entry, None if unknown.
+
+    `facts` are fields of the report.
+    """
+
+    files: tuple[SourceFile, ...] = ()
+    newest_s: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    interactions: FurtherInteractions = no_further
+    values: ValuesOf = no_values

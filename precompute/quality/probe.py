@@ -1,0 +1,53 @@
+"""Probe of a night: inputs of the first users that `quantize` reads, up to its size."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.quality.probe import FACT, FILE, USERS_MAX, ProbePart, probe_part, write_probe
+from precompute.builds.build import Build
+from precompute.config.progress import Step
+from precompute.partitions.shard_input import ShardInput
+
+
+class ProbeTaker:
+    """Collector of the parts of the probe from successive samples of users.
+
+    Users that brought a vector are in no probe: their lists were not computed from what they did, and another answer to
+    that would be no drift.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[ProbePart] = []
+        self._count = 0
+
+    def take(self, entities: ShardInput, usable: NDArray[np.int64]) -> bool:
+        """Take the rows still needed from the `usable` ones; return True if more are needed."""
+        rows = usable[~entities.has_vector[usable]][: USERS_MAX - self._count]
+        if len(usable) and not len(rows):
+            return (
+                False  # a slice is of users at random: where one has none, there are next to none
+            )
+        if len(rows):
+            self._count += len(rows)
+            self._parts.append(
+                probe_part(
+                    entities.hashes, entities.indptr, entities.ordinals, entities.features, rows
+                )
+            )
+        return self._count < USERS_MAX
+
+    def finish(self, build: Build) -> Step:
+        """Write and publish the probe, if it has any users; return `probe` for the step's report."""
+        if not self._parts:
+            return {"probe": None}
+        build.finish(write_probe(build.root, self._parts))
+        return {"probe": asdict(build.describe(FILE))}
+
+
+def probe_facts(build: Build, _reports: Sequence[Mapping[str, Any]]) -> Step:
+    """Return the probe's file as a fact of the manifest; None if an earlier version ran the step `quantize`."""
+    return {FACT: build.need("quantize").get("probe")}

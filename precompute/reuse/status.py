@@ -1,0 +1,45 @@
+"""Copied shares of generations, for the command `status`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cache.format.manifest import Manifest
+from cache.reuse import Reuse
+from precompute.reuse.reasons import users_in_words
+
+
+def reuse_field(manifest: Manifest) -> dict[str, Any] | None:
+    """Return the fact of copies as JSON; None if the manifest has none, or another version's."""
+    reuse = Reuse.of(manifest.facts)
+    return None if reuse is None else reuse.to_json()
+
+
+def copied_share_text(reuse: Mapping[str, Any] | None) -> str:
+    """Format the share of the users whose records were copied; "-" if unknown."""
+    copied_fraction = None if reuse is None else reuse["share"]
+    return "-" if copied_fraction is None else f"{copied_fraction:.1%}"
+
+
+def copy_lines(status: Mapping[str, Any]) -> list[str]:
+    """Return lines on copies of the live generation, and of the last nights up to it."""
+    reuse = next(
+        (
+            generation_status["reuse"]
+            for generation_status in status["generations"]
+            if "live" in generation_status["roles"]
+        ),
+        None,
+    )
+    if reuse is None:
+        return []
+    lately, line = reuse["lately"], f"users of the live one: {users_in_words(reuse['users'])}"
+    if reuse["base"] is None:
+        line += f": {reuse['why']}" if reuse["why"] else ""
+    else:
+        line += f"; {reuse['spared_s']:,.1f} s spared"
+    if lately["nights"] > 1 and lately["share"] is not None:
+        line += (
+            f"; of the last {lately['nights']} nights {lately['share']:.1%} copied, "
+            f"{lately['spared_s']:,.1f} s spared a night"
+        )
+    return [line]
