@@ -2,9 +2,9 @@
 
 A *hop* is a call from one of our modules into another one that goes on from there into a third, or out to Redis. A
 call that comes straight back (a hash, a field that is read) is a *leaf*: it stands beside the hop that makes it, since
-X_LINE
-through. What is called once more from the same place (for each of 100 entities) counts once. `cache.l2`, the client of
-Redis, counts as one module: what happens in it is shared by all who ask in one turn.
+nobody has to follow it to understand where the work goes. Packages that only observe (metrics, tracing, usage) are
+looked through. What is called once more from the same place (for each of 100 entities) counts once. `cache.l2`, the
+client of Redis, counts as one module: what happens in it is shared by all who ask in one turn.
 """
 
 import sys
