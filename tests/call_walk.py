@@ -2,9 +2,9 @@
 
 A *hop* is a call from one of our modules into another one that goes on from there into a third, or out to Redis. A
 call that comes straight back (a hash, a field that is read) is a *leaf*: it stands beside the hop that makes it, since
-nobody has to follow it to understand where the work goes. Code that only observes (metrics, tracing, usage, the
-observer of answers) is looked through. What is called once more from the same place (for each of 100 entities) counts
-once. `cache.l2`, the client of Redis, counts as one module: what happens in it is shared by all who ask in one turn.
+nobody has to follow it to understand where the work goes. Packages that only observe (metrics, tracing, usage) are
+looked through. What is called once more from the same place (for each of 100 entities) counts once. `cache.l2`, the
+client of Redis, counts as one module: what happens in it is shared by all who ask in one turn.
 """
 
 import sys
@@ -19,9 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 OURS = ("cache", "serving", "precompute", "dags")
 AS_ONE = "cache.l2"
-OBSERVERS = (
-    "serving.engine.answer_observer", "serving.metrics", "serving.tracing", "serving.usage",
-)  # fmt: skip
+OBSERVERS = ("serving.metrics", "serving.tracing", "serving.usage")
 
 
 @dataclass(eq=False)

@@ -200,7 +200,7 @@ def look_at_bundle(config: "NightConfig") -> CheckResult:
     if line := missing_extra("a look at bundles", "precompute", *PRECOMPUTE_MODULES):
         return "not used", f"by the service; {line}"
     from precompute.bundles.bundle import Bundle
-    from precompute.bundles.bundle_store import handed_over
+    from precompute.bundles.bundle_store import handed_over, is_superseded
     from precompute.scoring.towers import demand_feature_types
 
     if config.sources.item_vectors:
@@ -209,6 +209,14 @@ def look_at_bundle(config: "NightConfig") -> CheckResult:
     if folder.exists():
         bundle = Bundle.open(folder)
         demand_feature_types(config, bundle)
+        handovers = handed_over(config.store())
+        if is_superseded(bundle.digest, handovers):
+            newest = handovers[-1].digest[:12]
+            remedy = f"run `larder hand-over {folder}` for this one, or remove the folder"
+            return (
+                "to do",
+                f"{folder} holds {bundle.digest[:12]}, but nights use {newest}, which followed it: {remedy}",
+            )
         return "ok", f"{folder}: {bundle.name} {bundle.version}"
     if handovers := handed_over(config.store()):
         return "ok", f"{handovers[-1].digest[:12]}, handed over to the store"

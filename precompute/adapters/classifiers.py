@@ -21,7 +21,7 @@ from cache.model.tower import Tower
 from cache.model.tower_spec import Dtype, InputSpec, TowerSpec
 from cache.process.command_line import json_text
 from cache.store.artefacts import write_atomically
-from precompute.adapters.folder import BUNDLE, REPORT, SETTINGS, open_import_folder
+from precompute.adapters.folder import BUNDLE, REPORT, SETTINGS, open_import_folder, use_again
 from precompute.adapters.inputs import feature_table, ids_of
 from precompute.bundles.bundle import ModelFile, write_bundle
 from precompute.bundles.bundle_store import swap_in
@@ -77,6 +77,8 @@ class ClassifierReport:
     largest_difference: float | None
     is_again: bool
     seconds: float
+    remark: str = ""
+    """Why the store could not be told to use this bundle, if it could not."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON object."""
@@ -95,6 +97,7 @@ class ClassifierReport:
             f"{self.table}: {self.rows:,} rows, labels {', '.join(self.labels)}",
             *([f"{self.folder}: {replacement_note}"] if self.is_again else []),
             *self._incomplete_in_words(),
+            *([f"cannot: {self.remark}"] if self.remark else []),
             compared,
             "a request about an id without a row sends features like "
             + (features if len(features) <= 200 else f"{features[:200]}..."),
@@ -171,6 +174,7 @@ def from_classifier(
     is_again = (to / SETTINGS).exists()
     if not is_again:
         write_atomically(to / SETTINGS, _SETTINGS.format(features=FEATURES, table=table).encode())
+    remark = use_again(to) if is_again else ""
     request = {name: column[0].as_py() for name, column in inputs.items()}
     report = ClassifierReport(
         folder=str(to),
@@ -182,6 +186,7 @@ def from_classifier(
         largest_difference=difference,
         is_again=is_again,
         seconds=round(time.perf_counter() - started_at, 3),
+        remark=remark,
     )
     write_atomically(to / REPORT, json_text(report.to_json()).encode())
     return report
@@ -284,6 +289,11 @@ def _width(value: Any) -> int | None:
 
 def _input_spec(graph_input: Any, columns: Sequence[str]) -> InputSpec:
     dtype = _DTYPES[graph_input.type.tensor_type.elem_type]
+    if (axes := len(graph_input.type.tensor_type.shape.dim)) > 2:
+        raise SourceError(
+            f"input {graph_input.name!r} of the model has {axes} axes, and features are rows and columns: export the "
+            "model with an input [rows, columns]"
+        )
     is_matrix = len(graph_input.type.tensor_type.shape.dim) > 1
     width = _width(graph_input)
     if not is_matrix and len(columns) > 1:

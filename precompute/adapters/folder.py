@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache.errors import BundleError, ConfigError
+from cache.errors import BundleError, ConfigError, LarderError
 from cache.model.ranking import Metric
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
@@ -22,9 +22,10 @@ from cache.store.artefacts import write_atomically
 from precompute.adapters.inputs import ClickMatrix, Vectors
 from precompute.bundles.agreement import agreement
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
-from precompute.bundles.bundle_store import swap_in
+from precompute.bundles.bundle_store import hand_over, handed_over, is_superseded, swap_in
 from precompute.bundles.onnx_model import OnnxModel, item_tower
 from precompute.bundles.quantize import quantize_tower
+from precompute.config.settings import night_config
 
 BUNDLE, USERS, CLICKS, SETTINGS, REPORT = (
     "bundle", "user_vectors.parquet", "clicks.parquet", "larder.toml", "import.json"
@@ -195,6 +196,7 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
     limits, is_again = imported.cannot, (to / SETTINGS).exists()
     if is_again:
         limits += _unnamed((to / SETTINGS).read_text(encoding="utf-8"), imported)
+        limits += tuple(filter(None, [use_again(to)]))
     else:
         users = f'user_vectors = "{USERS}"\n' if imported.users is not None else ""
         users += "".join(f'{name} = "{name}.parquet"\n' for name in imported.features)
@@ -217,6 +219,27 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
     )  # fmt: skip
     write_atomically(to / REPORT, json_text(report.to_json()).encode())
     return report
+
+
+def use_again(to: Path) -> str:
+    """Hand the folder's bundle over once more if nights would use a later one; return a remark, or nothing.
+
+    The store knows a bundle that was imported before as an old one, if another one followed it.
+    """
+    try:
+        config = night_config(str(to / SETTINGS))
+        if config.path(config.bundle).resolve() != (to / BUNDLE).resolve():
+            return ""
+        bundle = Bundle.open(to / BUNDLE)
+        if not is_superseded(bundle.digest, handed_over(config.store())):
+            return ""
+        hand_over(config.store(), bundle)
+    except LarderError as error:
+        return (
+            f"say which bundle nights use: {error.message}; if an earlier import was this same model, run "
+            f"`larder hand-over {BUNDLE}` in {to}"
+        )
+    return ""
 
 
 def _unnamed(settings: str, imported: Imported) -> tuple[str, ...]:

@@ -394,6 +394,8 @@ def feature_table(table_source: Any, setting: str) -> Any:
     try:
         if isinstance(table_source, str | Path):
             path = Path(table_source)
+            if not path.exists():
+                raise SourceError(f"{setting}: there is no file {path}")
             is_csv = path.suffix.lower() == ".csv"
             return pa.csv.read_csv(path) if is_csv else pq.read_table(path)
         if isinstance(table_source, pa.Table):

@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,16 +223,23 @@ def _may_hold(store: ArtefactStore, digest: str, named: Any) -> bool:
         return True
 
 
+def is_superseded(digest: str, handovers: Sequence[BundleHandover]) -> bool:
+    """Return True if this bundle was handed over, and another one after it: nights use that one."""
+    digests = [handover.digest for handover in handovers]
+    return digest in digests[:-1] and digest != digests[-1]
+
+
 def _superseding(source: Path, handovers: list[BundleHandover]) -> BundleHandover | None:
     """Return the stored bundle that supersedes a folder's; None if the folder's is new, or the newest."""
     digest = sha256_of(source / BUNDLE_FILE) if (source / BUNDLE_FILE).is_file() else None
-    digests = [handover.digest for handover in handovers]
-    if not handovers or (source.exists() and (digest not in digests or digest == digests[-1])):
+    if not handovers:
+        return None
+    if source.exists() and (digest is None or not is_superseded(digest, handovers)):
         return None
     if digest is not None:
         _log.warning(
-            "the bundle at %s (%s) was followed by %s, which is used; `precompute hand-over %s` goes back to it",
-            source, digest[:12], digests[-1][:12], source,
+            "the bundle at %s (%s) was followed by %s, which is used; `larder hand-over %s` goes back to it",
+            source, digest[:12], handovers[-1].digest[:12], source,
         )  # fmt: skip
     return handovers[-1]
 

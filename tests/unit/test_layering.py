@@ -273,7 +273,7 @@ CORE_IMPORTS_FEATURE: dict[str, set[str]] = {
 """Module of the core -> features that it still imports. Entries may only be removed."""
 
 
-def feature_of(module: str) -> str:
+def night_feature_of(module: str) -> str:
     """Return the feature that a module of `cache` or `precompute` is part of; "" for one of the core."""
     top, _, rest = module.partition(".")
     name = rest.partition(".")[0]
@@ -285,11 +285,11 @@ def test_the_core_of_night_and_cache_imports_no_feature() -> None:
         module
         for module in MODULES
         if module.partition(".")[0] in NIGHT_FEATURES
-        and not feature_of(module)
+        and not night_feature_of(module)
         and not module.startswith(ABOVE_FEATURES)
     ]
     imported_features = {
-        module: set(map(feature_of, imported_modules(module))) - {""} for module in core
+        module: set(map(night_feature_of, imported_modules(module))) - {""} for module in core
     }
 
     assert {name: names for name, names in imported_features.items() if names} == (

@@ -8,6 +8,7 @@ import pytest
 from cache.errors import BundleError
 from infra.cli.check import look_at_bundle
 from precompute.bundles.bundle import BUNDLE_FILE
+from precompute.bundles.bundle_store import hand_over
 from precompute.config.settings import NightConfig
 from tests.models import train_small
 
@@ -29,3 +30,15 @@ def test_a_model_that_is_not_what_the_bundle_says_is_named(tmp_path: Path) -> No
 
     with pytest.raises(BundleError, match="item_tower"):
         look_at_bundle(NightConfig(base=str(tmp_path), bundle="bundle"))
+
+
+def test_a_bundle_that_another_one_followed_is_told_before_the_night(tmp_path: Path) -> None:
+    config = NightConfig(base=str(tmp_path), bundle="bundle", artifacts=str(tmp_path / "store"))
+    old, new = train_small(tmp_path / "bundle"), train_small(tmp_path / "new", seed=1)
+    for bundle in (old, new):
+        hand_over(config.store(), bundle)
+
+    state, message = look_at_bundle(config)
+
+    assert state == "to do"
+    assert new.digest[:12] in message and f"larder hand-over {old.path}" in message

@@ -13,6 +13,8 @@ from cache.errors import BundleError, SourceError
 from cache.model.tower import Tower
 from precompute.adapters.classifiers import from_classifier
 from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_store import chosen_bundle, hand_over, handed_over
+from precompute.config.settings import night_config
 from tests.unit.precompute.adapters import classifier_examples as examples
 
 ROWS = 40
@@ -53,6 +55,41 @@ def test_another_import_keeps_the_settings(tmp_path: Path) -> None:
     report = imported(tmp_path / "fraud")
 
     assert report.is_again and settings.read_text().endswith("# mine\n")
+
+
+def test_a_model_that_is_imported_again_after_another_one_is_what_nights_use(
+    tmp_path: Path,
+) -> None:
+    # Given two imports, each of which a night used
+    folder = tmp_path / "fraud"
+    for labels in (LABELS, LABELS[::-1]):
+        imported(folder, labels=labels)
+        config = night_config(str(folder / "larder.toml"))
+        hand_over(config.store(), Bundle.open(folder / "bundle"))
+    second = handed_over(config.store())[-1].digest
+
+    # When the first one is imported again
+    report = imported(folder, labels=LABELS)
+
+    # Then nights use it
+    assert report.remark == ""
+    with chosen_bundle(config) as bundle:
+        assert list(bundle.item_ids) == [label.encode() for label in LABELS]
+        assert bundle.digest != second
+
+
+def test_a_model_whose_input_is_no_matrix_is_refused_by_its_axes(tmp_path: Path) -> None:
+    model = examples.linear()
+    model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = 1
+
+    with pytest.raises((SourceError, BundleError), match="has 3 axes"):
+        from_classifier(model, TABLE, labels=LABELS, id_column="account", to=tmp_path / "to")
+    assert not (tmp_path / "to").exists()
+
+
+def test_a_file_that_is_not_there_is_called_so(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"there is no file nothere\.parquet"):
+        from_classifier(examples.linear(), "nothere.parquet", labels=LABELS, to=tmp_path / "to")
 
 
 def test_rows_that_lack_a_value_are_counted_and_not_compared(tmp_path: Path) -> None:
