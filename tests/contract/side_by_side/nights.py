@@ -19,6 +19,8 @@ INTERNAL: Final = re.compile(r"(work|times)/")
 """Files of a night that only the steps of that night read."""
 MOMENTARY: Final = re.compile(r"\.(created_at|user_s|note|speedup_\w+|timings\.\w+)$")
 """Fields of a manifest that say when it was made, how long that took, and how full Redis was."""
+GATES_OF_THE_MACHINE: Final = frozenset({"redis_headroom", "disk_headroom", "memory_headroom"})
+"""Gates whose values are what Redis and the disk held at that moment."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ def differences_of_nights(nights: Nights) -> list[str]:
         return of_outcomes  # one of them made no generation
     left_files, right = nights.files(0), nights.files(1)
     manifests = [orjson.loads(files.pop(MANIFEST)) for files in (left_files, right)]
+    for manifest in manifests:
+        for gate in manifest["gates"]:
+            if gate["rule"] in GATES_OF_THE_MACHINE:
+                del gate["value"]
     published = [
         {path for path in files if not INTERNAL.match(path)} for files in (left_files, right)
     ]
