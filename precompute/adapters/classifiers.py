@@ -21,7 +21,13 @@ from cache.model.tower import Tower
 from cache.model.tower_spec import Dtype, InputSpec, TowerSpec
 from cache.process.command_line import json_text
 from cache.store.artefacts import write_atomically
-from precompute.adapters.folder import BUNDLE, REPORT, SETTINGS, open_import_folder, use_again
+from precompute.adapters.folder import (
+    BUNDLE,
+    REPORT,
+    SETTINGS,
+    open_import_folder,
+    reinstate_bundle,
+)
 from precompute.adapters.inputs import feature_table, ids_of
 from precompute.bundles.bundle import ModelFile, write_bundle
 from precompute.bundles.bundle_store import swap_in
@@ -174,7 +180,7 @@ def from_classifier(
     is_again = (to / SETTINGS).exists()
     if not is_again:
         write_atomically(to / SETTINGS, _SETTINGS.format(features=FEATURES, table=table).encode())
-    remark = use_again(to) if is_again else ""
+    remark = reinstate_bundle(to) if is_again else ""
     request = {name: column[0].as_py() for name, column in inputs.items()}
     report = ClassifierReport(
         folder=str(to),

@@ -196,7 +196,7 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
     limits, is_again = imported.cannot, (to / SETTINGS).exists()
     if is_again:
         limits += _unnamed((to / SETTINGS).read_text(encoding="utf-8"), imported)
-        limits += tuple(filter(None, [use_again(to)]))
+        limits += tuple(filter(None, [reinstate_bundle(to)]))
     else:
         users = f'user_vectors = "{USERS}"\n' if imported.users is not None else ""
         users += "".join(f'{name} = "{name}.parquet"\n' for name in imported.features)
@@ -221,7 +221,7 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
     return report
 
 
-def use_again(to: Path) -> str:
+def reinstate_bundle(to: Path) -> str:
     """Hand the folder's bundle over once more if nights would use a later one; return a remark, or nothing.
 
     The store knows a bundle that was imported before as an old one, if another one followed it.

@@ -223,7 +223,7 @@ def _may_hold(store: ArtefactStore, digest: str, named: Any) -> bool:
         return True
 
 
-def is_superseded(digest: str, handovers: Sequence[BundleHandover]) -> bool:
+def is_superseded(digest: str | None, handovers: Sequence[BundleHandover]) -> bool:
     """Return True if this bundle was handed over, and another one after it: nights use that one."""
     digests = [handover.digest for handover in handovers]
     return digest in digests[:-1] and digest != digests[-1]
@@ -232,9 +232,7 @@ def is_superseded(digest: str, handovers: Sequence[BundleHandover]) -> bool:
 def _superseding(source: Path, handovers: list[BundleHandover]) -> BundleHandover | None:
     """Return the stored bundle that supersedes a folder's; None if the folder's is new, or the newest."""
     digest = sha256_of(source / BUNDLE_FILE) if (source / BUNDLE_FILE).is_file() else None
-    if not handovers:
-        return None
-    if source.exists() and (digest is None or not is_superseded(digest, handovers)):
+    if not handovers or (source.exists() and not is_superseded(digest, handovers)):
         return None
     if digest is not None:
         _log.warning(

@@ -192,7 +192,7 @@ def start_canary(
     event: str = "",
     governor: Governor | None = None,
 ) -> MoveResult:
-    """Let a verified generation answer `percent` of the requests beside the live one; again: change its share.
+    """Let a verified generation answer `percent` of the requests beside the live one, or change that percentage.
 
     `verified`: see `prepare_publish`.
 

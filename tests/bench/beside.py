@@ -29,6 +29,7 @@ from precompute.config.settings import NightConfig
 from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.client.calls import write_arrow_ids
 from tests.bench.read_path import TABLE, Case, make_case
+from tests.bench.tools.harness import machine, versions
 from tests.bench.tools.http_load import Program, place, program
 from tests.bench.tools.place import own_server
 from tests.bench.tools.sockets import per_cpu_s, request
@@ -152,6 +153,13 @@ def main() -> None:
     if not (options.tree / "serving").is_dir():
         parser.error(f"--tree is {options.tree}: there is no serving/ below it")
     trees = {"ours": OURS, "theirs": options.tree.resolve()}
+    about = {
+        "bench": "beside",
+        "tree": str(options.tree),
+        "versions": versions(("uvicorn", "uvloop", "httptools", "onnxruntime")),
+        "machine": machine(),
+    }
+    print(json.dumps(about))
     ratios: dict[str, list[float]] = {}
     with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
         case = make_case(Path(folder), server.url, quick=True)
@@ -167,7 +175,7 @@ def main() -> None:
     for name, (mean, lower, upper) in intervals.items():
         print(f"{name:12} {mean:.3f} [{lower:.3f}, {upper:.3f}], {options.pairs} pairs")
     if options.json:
-        print(json.dumps({"bench": "beside", "tree": str(options.tree), "ratios": intervals}))
+        print(json.dumps(about | {"ratios": intervals}))
 
 
 if __name__ == "__main__":

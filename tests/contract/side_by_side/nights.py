@@ -1,5 +1,6 @@
 """The first night of a shop by both checkouts, and how the two differ."""
 
+import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ INTERNAL: Final = re.compile(r"(work|times)/")
 """Files of a night that only the steps of that night read."""
 MOMENTARY: Final = re.compile(r"\.(created_at|user_s|note|speedup_\w+|timings\.\w+)$")
 """Fields of a manifest that say when it was made, how long that took, and how full Redis was."""
+HEADROOM_GATES: Final = frozenset({"redis_headroom", "disk_headroom", "memory_headroom"})
+"""Gates whose values depend on what Redis, the disk and the memory held at that moment."""
+HEADROOM_TOLERANCE: Final = 0.2
+"""Relative difference of such a value that two nights beside each other make."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,14 @@ def differences_of_nights(nights: Nights) -> list[str]:
         return of_outcomes  # one of them made no generation
     left_files, right = nights.files(0), nights.files(1)
     manifests = [orjson.loads(files.pop(MANIFEST)) for files in (left_files, right)]
+    for left_gate, right_gate in zip(manifests[0]["gates"], manifests[1]["gates"], strict=False):
+        values = left_gate["value"], right_gate["value"]
+        if (
+            left_gate["rule"] == right_gate["rule"] in HEADROOM_GATES
+            and None not in values
+            and math.isclose(*values, rel_tol=HEADROOM_TOLERANCE)
+        ):
+            right_gate["value"] = left_gate["value"]
     published = [
         {path for path in files if not INTERNAL.match(path)} for files in (left_files, right)
     ]
