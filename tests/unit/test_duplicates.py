@@ -33,8 +33,11 @@ def _spared(node: ast.AST) -> Iterator[int]:
     match node:
         case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant(value=str())):
             yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        case ast.Expr(value=ast.Constant(value=value)) if value is ...:
+            yield node.lineno
         case ast.FunctionDef() | ast.AsyncFunctionDef():
-            yield from range(node.lineno, node.body[0].lineno)
+            first = min((decorator.lineno for decorator in node.decorator_list), default=node.lineno)
+            yield from range(first, node.body[0].lineno)
 
 
 def found(*folders: Path) -> list[str]:
