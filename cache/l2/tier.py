@@ -235,9 +235,7 @@ class RemoteTier:
     def bound_s(self) -> float:
         """Return the bound in seconds for a read sent now, including the commands sent with it and before it."""
         commands = self._in_flight + self.config.batch_commands_max
-        return deadline_for(self.config.deadline_s, commands) + deadline_for(
-            SECOND_LOOK_S, commands
-        )
+        return deadline_for(self.config.deadline_s + SECOND_LOOK_S, commands)
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
         """Return the 99th percentile in ms of round trips, failures too, in the last `within_s`; None without any."""

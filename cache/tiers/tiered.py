@@ -1,7 +1,6 @@
 """Read path: L1, then one read per key from L2, singly or in batches; overlay writes in the background."""
 
 import asyncio
-import contextlib
 import functools
 import time
 from collections import deque
@@ -280,8 +279,10 @@ class TieredCache:
         if within_s is None or within_s > 0:
             flight = self._flight_keys.of(view.generation, record_key)
             fetch = functools.partial(self._fetch_one, view, key, record_key)
-            with contextlib.suppress(TimeoutError):
+            try:
                 return await self.flights.do(flight, fetch, within_s)
+            except TimeoutError:
+                pass
         return MISS_BY_REASON[MissReason.L2_TIMEOUT]
 
     async def _read(

@@ -110,7 +110,7 @@ class WorkPacer:
             if now_s - self._turned_at >= self._budget_s:
                 self._work_s = 0.0  # the loop slept, or could have
             is_free = is_free and not self._next and self._work_s < self._budget_s
-        if is_free and self._is_within_budget():
+        if is_free and self._is_within_budget(now_s):
             return 0.0
         try:
             await self._wait(self._first if is_short else self._next, now_s, is_gone)
@@ -124,8 +124,7 @@ class WorkPacer:
         """Yield to the event loop; return when begun work may continue with another portion."""
         await self._wait(self._first, self._timer(), _stays)
 
-    def _is_within_budget(self) -> bool:
-        now_s = self._timer()
+    def _is_within_budget(self, now_s: float) -> bool:
         if self._budget_ends_at is None:
             self._budget_ends_at = now_s + self._budget_s
             self._arm()
@@ -138,7 +137,7 @@ class WorkPacer:
         queue.append(waiter)
         self._arm()
         await waiter.future
-        while not self._is_within_budget():
+        while not self._is_within_budget(self._timer()):
             waiter.future = loop.create_future()
             self._put_off.append((queue, waiter))
             await waiter.future
@@ -220,9 +219,11 @@ class YieldPacer:
         """Count one more entity, and yield if a portion is full; a long input or re-ordered list counts as several."""
         self._worked_entities += self._entity_weight
         if entity.history or entity.features:
-            features = (entity.features or {}).values()
-            numbers = sum([len(feature) if type(feature) is tuple else 1 for feature in features])
-            self._worked_entities += (len(entity.history or ()) + numbers) // 16
+            values = len(entity.history or ())
+            if entity.features:
+                features = entity.features.values()
+                values += sum([len(value) if type(value) is tuple else 1 for value in features])
+            self._worked_entities += values // 16
         if self._worked_entities >= _PORTION_ENTITIES:
             self._worked_entities = 0
             await go_on()
@@ -230,8 +231,7 @@ class YieldPacer:
 
 def note_wait(scope: MutableMapping[str, Any], waited_s: float) -> None:
     """Store in a request's scope the seconds that it waited for its work to begin."""
-    if waited_s:
-        scope[_WAITED] = waited_s
+    scope[_WAITED] = waited_s
 
 
 def waited_in(scope: MutableMapping[str, Any]) -> float:

@@ -166,7 +166,7 @@ class PostedLookups:
 
 def is_k_too_large(table: Table, k: int | None) -> bool:
     """True if `k` exceeds the width of a top-k table, which the routes report."""
-    return table.kind == "topk" and k is not None and k > table.layout.width
+    return k is not None and k > table.layout.width and table.kind == "topk"
 
 
 class BatchLookups:

@@ -173,8 +173,11 @@ class PendingAnswer:
             return False
         if self.counted_events is not None and not self.is_settled:
             return True
-        is_computed_by_night = self.position >= 0 and self.reason != MissReason.NOT_IN_GENERATION
-        if self.counted_events is not None and is_computed_by_night:
+        if (
+            self.counted_events is not None
+            and self.position >= 0
+            and self.reason != MissReason.NOT_IN_GENERATION
+        ):  # the night computed it
             return False
         if not self.entity.has_input and self.own_ordinal is None:
             return False

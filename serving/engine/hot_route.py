@@ -372,7 +372,7 @@ class SingleLookups:
         live, single_lookup = get.served.live, get.lookup
         name = single_lookup.table, single_lookup.raw
         self._ladder.recent.append(name)
-        source = Source(hit.tier)
+        source = Source.L1 if hit.tier == "l1" else Source.L2
         self._metrics.count_fast_answers(
             single_lookup.table, source, self._service.timer() - get.started
         )

@@ -128,8 +128,10 @@ class Ladder:
             if self.newer_events.packed or live.new_items:
                 await self._count_newer(live, cases, context)
             for rung in self._rungs:
-                if waiting := still_open(cases):
-                    await rung(served, waiting, context)
+                waiting = still_open(cases)
+                if not waiting:
+                    break
+                await rung(served, waiting, context)
         except Exception:  # a defect of ours costs an answer its quality, not its caller the answer
             log.exception("answering failed")
             for case in still_open(cases):

@@ -181,7 +181,8 @@ class AsgiApp(FastAPI):
             paced = PACER.set(work)
             try:
                 waited_s = await work.begin(scope.get(IS_GONE, _stays), is_short=is_short)
-                note_wait(scope, waited_s)
+                if waited_s:
+                    note_wait(scope, waited_s)
                 judged: Receive | None = receive
                 if gate.admission.may_be_late(waited_s):
                     judged = await gate.late(scope, receive, waited_s)
@@ -289,7 +290,8 @@ class AsgiApp(FastAPI):
             paced = PACER.set(work)
             try:
                 waited_s = await work.begin(scope[IS_GONE], is_short=True)
-                note_wait(scope, waited_s)
+                if waited_s:
+                    note_wait(scope, waited_s)
                 if not (
                     gate.admission.may_be_late(waited_s) and gate.is_late(scope, b"", waited_s)
                 ):

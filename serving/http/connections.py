@@ -478,7 +478,7 @@ class Connection(Http1Protocol):
 
     def _respond(self, start: Message, body: bytes) -> None:
         headers = [*self.server_state.default_headers, *start["headers"]]
-        closes = any(name == b"connection" for name, _ in headers)
+        closes = b"connection" in dict(headers)
         if self._is_ending and not closes:
             headers.append((b"connection", b"close"))
         lines = [b"%b: %b\r\n" % header for header in headers]

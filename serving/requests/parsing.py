@@ -211,9 +211,7 @@ def _entity(value: object, table: str | None, field: str, limits: Limits) -> Req
         if not isinstance(named, str):
             raise unprocessable("missing_field", f"{field}.table names a table", f"{field}.table")
         table = named
-    sent_id, sent_history, sent_features = (
-        data.get(name) for name in ("id", "history", "features")
-    )
+    sent_id, sent_history, sent_features = data.get("id"), data.get("history"), data.get("features")
     raw = None if sent_id is None else read_id(sent_id, f"{field}.id")
     history = (
         None
@@ -239,7 +237,7 @@ def _check_total(entities: list[Any], data: Mapping[str, Any], limits: Limits) -
     sent_entities = [sent_entity for sent_entity in entities if isinstance(sent_entity, dict)]
     lists = [sent_entity.get("history") for sent_entity in sent_entities]
     lists.append(data.get("exclude"))
-    total = sum(len(id_list) for id_list in lists if isinstance(id_list, list))
+    total = sum([len(id_list) for id_list in lists if isinstance(id_list, list)])
     if total > limits.max_ids:
         raise unprocessable(
             "too_many_ids",
@@ -247,7 +245,7 @@ def _check_total(entities: list[Any], data: Mapping[str, Any], limits: Limits) -
             "body",
             limit=limits.max_ids,
         )
-    numbers = sum(_count_values(sent_entity.get("features")) for sent_entity in sent_entities)
+    numbers = sum([_count_values(sent_entity.get("features")) for sent_entity in sent_entities])
     if numbers > limits.max_numbers:
         raise unprocessable(
             "too_many_numbers",

@@ -55,8 +55,8 @@ PLANTS = (
         (
             Change(
                 _ENTITY,
-                "self.position >= 0 and self.reason != MissReason.NOT_IN_GENERATION",
-                "self.position >= 0",
+                "            and self.position >= 0\n            and self.reason != MissReason.NOT_IN_GENERATION\n",
+                "            and self.position >= 0\n",
             ),
         ),
     ),

@@ -117,7 +117,7 @@ def answer_start(
     """
     is_row = len(hit.record) == table.layout.size_bytes
     try:
-        if table.kind == "topk" and is_row and filter_mask is None:
+        if is_row and table.layout.kind == "topk" and filter_mask is None:
             row = np.frombuffer(hit.record, table.layout.dtype)
             if plain_record_mask(snapshot, table, row, k)[0]:
                 return answer_texts(snapshot, table, [id_], row, k, [b""])[0]
@@ -149,19 +149,20 @@ def answer_texts(
     """The JSON of each answer from a record that `plain_record_mask` marks; `ends` begin after the prediction."""
     names = _id_texts(ids)
     named = b'","table":%b' % orjson.dumps(table.name)
-    if table.kind == "topk":
+    kind = table.layout.kind
+    if kind == "topk":
         compiled_texts = _compiled_texts(snapshot, table, names, named, rows, k, ends)
         if compiled_texts is not None:
             return compiled_texts
     lists = [list_text[2:] for list_text in _number_texts(record_numbers(table, rows, k))]
     head = repeat(b'{"id":"')
-    if table.kind == "topk":
+    if kind == "topk":
         middle, after = repeat(named + _ITEMS), repeat(_SCORES)
         items = snapshot.items.texts.lines(rows["items"][:, :k])
         pieces = head, names, middle, items, after, lists, repeat(_NOT_SHORT), ends
         return [b"".join(answer_pieces) for answer_pieces in zip(*pieces, strict=False)]
     field, last = _VECTOR, b"]"
-    if table.kind == "value":
+    if kind == "value":
         field, last = _VALUES, b"]" + _LABELS + orjson.dumps(table.labels)
     middle = repeat(named + field + b"[")
     parts = head, names, middle, lists, repeat(last), ends
@@ -206,7 +207,8 @@ def _number_texts(row_numbers: NDArray[np.float32]) -> list[bytes]:
 
 def record_numbers(table: Table, rows: NDArray[Any], k: int) -> NDArray[np.float32]:
     """Numbers float32[n, k] of records that `plain_record_mask` marks: scores, or all numbers of a vector or value."""
-    layout, is_list = table.layout, table.kind == "topk"
+    layout = table.layout
+    is_list = layout.kind == "topk"
     if layout.precision == "i1":
         return dequantize(layout, rows, np.float32)
     width, is_half = k if is_list else layout.width, layout.precision == "f2"
@@ -218,7 +220,8 @@ def plain_record_mask(
     snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int
 ) -> NDArray[np.bool_]:
     """Return a mask bool[n] of complete nightly records without flags or exclusions: `k` items each, or all numbers."""
-    layout, is_list = table.layout, table.kind == "topk"
+    layout = table.layout
+    is_list = layout.kind == "topk"
     width, min_count = layout.width, k if is_list else layout.width
     if layout.precision == "i1":
         with np.errstate(over="ignore", invalid="ignore"):

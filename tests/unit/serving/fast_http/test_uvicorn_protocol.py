@@ -336,7 +336,7 @@ def test_who_does_not_read_is_not_read_from() -> None:
     async def test() -> None:
         connection = opened()
         connection.protocol.pause_writing()
-        connection.protocol.data_received(post_of(b"x" * (4 * BEHIND_BYTES_MAX)))
+        await connection.take(post_of(b"x" * (4 * BEHIND_BYTES_MAX)))  # read in turns
         assert len(connection.protocol.cycle.body) <= BEHIND_BYTES_MAX
         assert connection.transport.is_closed
 
