@@ -22,7 +22,9 @@ NAMES = [alert["alert"] for alert in ALERTS]
 FIRING = 'count by (alertname) (ALERTS{alertstate="firing"})'
 SECTIONS = dict(
     re.findall(
-        r"^## (\w+)\n(.*?)(?=^## |\Z)", (INFRA / "RUNBOOK.md").read_text(), re.MULTILINE | re.DOTALL
+        r"^### (\w+)\n(.*?)(?=^###? |\Z)",
+        (INFRA / "RUNBOOK.md").read_text(),
+        re.MULTILINE | re.DOTALL,
     )
 )
 COMMANDS = sorted(
