@@ -19,6 +19,7 @@ class Block:
     """One fenced block: where it stands, its language, its text, and why it is not run, if it is not."""
 
     page: str
+    section: str
     line: int
     kind: str
     text: str
@@ -32,8 +33,14 @@ class Block:
 
 def blocks(page: str, text: str) -> Iterator[Block]:
     """Yield all blocks of a page, those within lists as well."""
+    section = ""
     previous_token = None
     for token in MarkdownIt("commonmark").parse(text):
+        if previous_token is not None and (previous_token.type, previous_token.tag) == (
+            "heading_open",
+            "h2",
+        ):
+            section = token.content
         if token.type in ("fence", "code_block"):
             is_comment = previous_token is not None and previous_token.type == "html_block"
             reason_match = (
@@ -42,6 +49,7 @@ def blocks(page: str, text: str) -> Iterator[Block]:
             line = token.map[0] + 1 if token.map else 0
             yield Block(
                 page,
+                section,
                 line,
                 token.info.strip(),
                 token.content,
@@ -56,20 +64,30 @@ def of_page(page: Path) -> list[Block]:
 
 
 LIBRARIES = {
-    f"docs/how-to/import/{name}.md"
-    for name in (
-        "classifier-libraries",
-        "lightfm",
-        "rectools",
-        "recbole",
-        "torch-rechub",
-        "sentence-transformers",
-    )
+    "classifiers": ("classifiers.md", ("Numbers", "Import from a shell, run it and ask", "Texts")),
+    "lightfm": ("vectors.md", ("Models of LightFM",)),
+    "rectools": ("vectors.md", ("Models of RecTools",)),
+    "recbole": ("torch.md", ("Models of RecBole",)),
+    "torch-rechub": ("torch.md", ("Two towers of torch-rechub",)),
+    "sentence-transformers": ("torch.md", ("Texts by sentence-transformers",)),
 }
-"""Pages that install a library which our environment cannot hold: `tests/installs` runs each in one of its own."""
+"""Sections that install a library which our environment cannot hold, with their page in `docs/how-to/import`.
+
+`tests/installs` runs the sections of each library in an environment of its own.
+"""
 
 INSTALLING = {"docs/how-to/install.md", "docs/how-to/join-an-airflow.md"}
 """Pages that install Larder itself: `tests/installs` runs each in an environment that has none."""
 
 ALL = [block for page in PAGES for block in of_page(page)]
 """Every block of every document, in the order of pages and lines."""
+
+
+def of_library(name: str) -> list[Block]:
+    """Return the blocks of a library's sections."""
+    page, sections = LIBRARIES[name]
+    return [
+        block
+        for block in ALL
+        if block.page == f"docs/how-to/import/{page}" and block.section in sections
+    ]

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.documents import world
-from tests.documents.blocks import ALL, INSTALLING, LIBRARIES, Block
+from tests.documents.blocks import ALL, INSTALLING, LIBRARIES, Block, of_library
 from tests.documents.shell import Shell
 from tests.documents.test_blocks import RUN, place
 from tests.integration.program import started
@@ -22,20 +22,21 @@ FROM_NOTHING = {
         f"docs/how-to/import/{page_name}.md"
         for page_name in (
             "vectors",
-            "implicit",
             "torch",
-            "scikit-learn",
-            "item-weights",
-            "classifier",
+            "classifiers",
         )
     ),
 }
 """Pages for whoever has nothing yet: an empty folder, no Redis, no settings."""
 
+OF_LIBRARIES = [block for name in LIBRARIES for block in of_library(name)]
 EXAMPLES = [
     block
     for block in ALL
-    if block.kind in RUN and not block.reason and block.page not in LIBRARIES | INSTALLING
+    if block.kind in RUN
+    and not block.reason
+    and block.page not in INSTALLING
+    and block not in OF_LIBRARIES
 ]
 ANSWERS = [block for block in ALL if block.kind == "json" and '"source"' in block.text]
 

@@ -1,27 +1,26 @@
-"""The page of each library whose models are imported, as a reader types it, in an environment of that library's own."""
+"""The sections on each library whose models are imported, as a reader types them, in an environment of its own."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.documents.blocks import LIBRARIES, of_page
+from tests.documents.blocks import LIBRARIES, of_library
 from tests.documents.shell import Shell
 from tests.documents.test_blocks import RUN
 from tests.installs.conftest import Install, uv
-from tests.integration.program import ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", sorted(LIBRARIES))
+@pytest.mark.parametrize("library", sorted(LIBRARIES))
 def test_a_model_of_the_library_is_fitted_imported_and_has_its_night(
-    page: str, install: Install, tmp_path: Path
+    library: str, install: Install, tmp_path: Path
 ) -> None:
     python = install("precompute")
-    uv("pip", "install", "pip", python=python)  # which the page's own lines call
+    uv("pip", "install", "pip", python=python)  # which the section's own lines call
     folder = tmp_path / "reader"
     folder.mkdir()
     shell = Shell(folder, {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(folder)})
-    run = [block for block in of_page(ROOT / page) if block.kind in RUN]
+    run = [block for block in of_library(library) if block.kind in RUN]
     assert [block.kind for block in run][:3] == ["sh", "python", "sh"]
 
     printed = []

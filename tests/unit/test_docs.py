@@ -10,7 +10,7 @@ from cache.config.serving import ServingConfig
 from tests.unit.test_layering import MODULES, ROOT
 
 README_LINES_MAX = 200
-DECISION_LINES_MAX = 25
+DECISION_LINES_MAX = 55
 DECISIONS = ROOT / "docs/decisions"
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "infra").glob("*.md")]
 
@@ -45,15 +45,14 @@ def test_the_index_of_decisions_lists_exactly_the_files() -> None:
 
 
 @pytest.mark.parametrize("page", sorted(DECISIONS.glob("*/*.md")), ids=lambda page: page.stem)
-def test_a_decision_is_short_and_has_its_four_parts(page: Path) -> None:
+def test_a_decision_is_short_and_has_its_parts_in_their_order(page: Path) -> None:
     text = page.read_text()
 
     assert len(text.splitlines()) <= DECISION_LINES_MAX
     assert re.match(r"# \S.*\n\n20\d\d-\d\d-\d\d\n\n", text)
     assert f"- [{text.partition(chr(10))[0][2:]}](" in (DECISIONS / "README.md").read_text()
-    assert re.findall(r"^\*\*(\w+)\.\*\* \S", text, re.MULTILINE) == [
-        "Context", "Choice", "Cost", "Figure",
-    ]  # fmt: skip
+    parts = " ".join(re.findall(r"^\*\*([A-Z][a-z ]+)\.\*\* \S", text, re.MULTILINE))
+    assert re.fullmatch("Decided Why( Figure)? Cost Would change it( Before)?", parts)
 
 
 def test_every_module_that_is_named_exists() -> None:

@@ -126,8 +126,8 @@ def test_the_page_on_torch_shows(pattern: str) -> None:
 
 def test_a_page_leads_who_has_a_classifier_from_the_model_to_an_answer() -> None:
     index_page = (ROOT / "docs/how-to/import/index.md").read_text()
-    page = ROOT / "docs/how-to/import/classifier.md"
+    page = ROOT / "docs/how-to/import/classifiers.md"
 
-    assert "[Serve a classifier](classifier.md)" in index_page
+    assert "[Import a classifier or regressor](classifiers.md)" in index_page
     for step in ("write_bundle(", "values={", 'kind = "value"', "larder night", "/v1/lookup/risk/"):
         assert step in page.read_text(), step

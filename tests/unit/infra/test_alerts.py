@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from precompute.cli.parser import parser_of_commands
-from serving.__main__ import argument_parser as parser_of_service
-from serving.explain.cli import argument_parser as parser_of_explain
+from infra.cli.completion import whole_parser
 from tests.unit.infra.test_monitoring import ALERTS, INFRA
 from tests.unit.infra.test_prometheus import needs_promtool
 
@@ -22,7 +20,9 @@ NAMES = [alert["alert"] for alert in ALERTS]
 FIRING = 'count by (alertname) (ALERTS{alertstate="firing"})'
 SECTIONS = dict(
     re.findall(
-        r"^## (\w+)\n(.*?)(?=^## |\Z)", (INFRA / "RUNBOOK.md").read_text(), re.MULTILINE | re.DOTALL
+        r"^### (\w+)\n(.*?)(?=^###? |\Z)",
+        (INFRA / "RUNBOOK.md").read_text(),
+        re.MULTILINE | re.DOTALL,
     )
 )
 COMMANDS = sorted(
@@ -99,17 +99,13 @@ def test_every_series_that_the_runbook_names_is_one_that_rules_or_dashboards_rea
 
 
 @pytest.mark.parametrize(
-    "command", [command for command in COMMANDS if re.match("python|curl|airflow", command)]
+    "command", [command for command in COMMANDS if re.match("larder |curl|airflow", command)]
 )
 def test_a_command_of_the_runbook_exists(command: str) -> None:
     arguments = shlex.split(command)
     match arguments[:3]:
-        case ["python", "-m", "precompute"]:
-            parser_of_commands().parse_args(arguments[3:])
-        case ["python", "-m", "serving"] if arguments[3:4] == ["explain"]:
-            parser_of_explain().parse_args(arguments[4:])
-        case ["python", "-m", "serving"]:
-            parser_of_service().parse_args(arguments[3:])
+        case ["larder", *_]:
+            whole_parser().parse_args(arguments[1:])
         case ["curl", "-s", address]:
             path = address.removeprefix("$LARDER")
             files = ("routes.py", "openapi.py")
@@ -122,5 +118,6 @@ def test_a_command_of_the_runbook_exists(command: str) -> None:
 
 
 def test_a_command_that_does_not_exist_would_be_found() -> None:
-    with pytest.raises(SystemExit):
-        parser_of_commands().parse_args(["roll-back", "--because", "REASON"])
+    for line in (["roll-back", "--because", "REASON"], ["roll-forward"]):
+        with pytest.raises(SystemExit):
+            whole_parser().parse_args(line)

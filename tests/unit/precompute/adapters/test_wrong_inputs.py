@@ -20,7 +20,7 @@ from tests.models import train_small
 from tests.unit.precompute.adapters.written import taste_clicks
 from tests.unit.test_layering import ROOT
 
-PAGE = ROOT / "docs/how-to/import/wrong-inputs.md"
+PAGE = ROOT / "docs/how-to/import/index.md"
 CLICKS = taste_clicks()
 LEFT, VALUES, RIGHT = np.linalg.svd(CLICKS.toarray(), full_matrices=False)
 USERS = (LEFT[:, :6] * VALUES[:6]).astype(np.float32)
@@ -117,7 +117,8 @@ NO_FILE = {"frozen batch", "3 GiB of weights in files that nobody listed"}
 
 def told() -> dict[str, str]:
     """Messages by wrong input, as the table of the page has them."""
-    lines = PAGE.read_text(encoding="utf-8").partition("|---|---|---|\n")[2].splitlines()
+    section = PAGE.read_text(encoding="utf-8").partition("\n## When an import is refused\n")[2]
+    lines = section.partition("|---|---|---|\n")[2].splitlines()
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
     return {name: f"{problem}: {remedy}" for name, problem, remedy in cells}
 
