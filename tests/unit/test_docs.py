@@ -63,6 +63,90 @@ def test_every_module_that_is_named_exists() -> None:
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
+LEARNING = ROOT / "docs/explanation"
+PAGES_OF_CODE = [
+    ROOT / "docs/architecture.md",
+    ROOT / "docs/read-first.md",
+    ROOT / "docs/how-to/contribute.md",
+    LEARNING / "one-answer.md",
+    *sorted(LEARNING.glob("life-of-*.md")),
+]
+"""Pages that name functions, classes and settings of the code by their full names."""
+
+
+def definitions(module: str) -> set[str]:
+    """Return the qualified names of functions, classes and assigned names in a module."""
+    names: set[str] = set()
+
+    def collect(statements: list[ast.stmt], prefix: str) -> None:
+        for statement in statements:
+            if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                names.add(prefix + statement.name)
+                collect(statement.body, f"{prefix}{statement.name}.")
+            elif isinstance(statement, ast.Assign | ast.AnnAssign):
+                targets = (
+                    statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                )
+                for target in targets:
+                    names.update(
+                        prefix + node.id for node in ast.walk(target) if isinstance(node, ast.Name)
+                    )
+
+    collect(ast.parse(MODULES[module].read_text()).body, "")
+    return names
+
+
+def is_defined(name: str) -> bool:
+    """True for the full name of a module, or of anything that a module defines itself."""
+    parts = name.split(".")
+    module = next(
+        (
+            ".".join(parts[:end])
+            for end in range(len(parts), 0, -1)
+            if ".".join(parts[:end]) in MODULES
+        ),
+        None,
+    )
+    if module is None:
+        return False
+    return name == module or name.removeprefix(f"{module}.") in definitions(module)
+
+
+@pytest.mark.parametrize("page", PAGES_OF_CODE, ids=lambda page: page.stem)
+def test_every_name_of_the_code_that_a_page_names_is_defined(page: Path) -> None:
+    names = re.findall(r"`((?:cache|serving|precompute|dags)(?:\.\w+)+)`", page.read_text())
+
+    assert [name for name in names if not name.endswith(".py") and not is_defined(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("serving.engine.ladder", True),
+        ("serving.engine.ladder.Ladder.lookup", True),
+        ("serving.http.routes.Guard.around.answer", True),
+        ("serving.replica.hooks.Hooks.routers", True),
+        ("serving.engine.ladder.Ladder.climb", False),
+        ("serving.engine.ladders", False),
+        ("serving.engine.ladder.AnswerBuilder", False),  # imported there, defined elsewhere
+    ],
+)
+def test_a_name_is_looked_up_where_it_is_defined(name: str, expected: bool) -> None:
+    assert is_defined(name) is expected
+
+
+def test_the_twelve_files_to_read_first_answer_the_thirty_questions() -> None:
+    text = (ROOT / "docs/read-first.md").read_text()
+    files = dict(re.findall(r"^\| (\d+) \| `([\w/]+\.py)` \| .+\? \|$", text, re.MULTILINE))
+    questions = re.findall(r"^\| .+\? \| (\d+) `([\w.]+)` \|$", text, re.MULTILINE)
+
+    assert list(files) == [str(number) for number in range(1, 13)]
+    assert len(questions) == 30 and {number for number, _ in questions} == set(files)
+    for number, name in questions:
+        module = files[number].removesuffix(".py").replace("/", ".")
+        assert is_defined(f"{module}.{name}"), f"{number} {name}"
+
+
 def test_every_bound_that_security_names_is_a_setting_with_that_default() -> None:
     table = (
         (ROOT / "SECURITY.md").read_text().partition("| input | bound |")[2].partition("\n\n")[0]

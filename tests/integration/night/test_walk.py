@@ -9,7 +9,7 @@ from cache.topk.compiled import kernel
 from tests.bench.tools.night_walk import table, walk
 from tests.integration.nights import prepare
 
-DOCUMENT = Path(__file__).parents[3] / "docs/architecture.md"
+DOCUMENT = Path(__file__).parents[3] / "docs/explanation/life-of-a-night.md"
 HOPS_MAX = 25
 
 

@@ -69,7 +69,7 @@ def test_each_step_has_a_command(name: str) -> None:
     ("file", "after"),
     [
         ("dags/nightly_precompute.py", "What it does:"),
-        ("docs/architecture.md", "## A shard of a night"),
+        ("docs/explanation/life-of-a-night.md", "## The steps"),
     ],
 )
 def test_documents_name_the_steps_in_their_order(file: str, after: str) -> None:
