@@ -31,7 +31,7 @@ from cache.process.command_line import (
     missing_extra,
     printable_lines,
 )
-from cache.process.redis_server import redis_url, running_server
+from cache.process.redis_server import kept_redis_url, running_server
 from cache.store.releases import newest_release
 from serving.access.quota import QuotaTable
 from serving.process.log_setup import configure_for
@@ -94,7 +94,9 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         with (
             interrupts_never_swallowed(),
             _listening(config) as listener,
-            redis_url(Path(config.state), config.redis_url) as url,
+            kept_redis_url(
+                Path(config.state), config.redis_url, refill=functools.partial(_refill, config)
+            ) as url,
         ):
             is_own = not config.redis_url
             config = replace(config, redis_url=url)
@@ -197,6 +199,14 @@ def _check_redis(config: "ServingConfig", *, is_own: bool) -> None:
                 "nothing was published in %s yet (settings: %s): run `larder night`; or is this another folder?",
                 config.artifacts, file,
             )  # fmt: skip
+
+
+def _refill(config: "ServingConfig", redis_url: str) -> None:
+    """Fill a server of our own that was started again; what refuses it is logged, since the service goes on."""
+    try:
+        _check_redis(replace(config, redis_url=redis_url), is_own=True)
+    except (LarderError, OSError) as error:
+        log.error("the Redis that was started again is not filled: %s", error)
 
 
 def _policy(server: "redis.Redis") -> str:
