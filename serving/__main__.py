@@ -185,6 +185,12 @@ def _check_redis(config: "ServingConfig", *, is_own: bool) -> None:
             "REDIS_URL names a node of a Redis Cluster: write redis+cluster:// (with TLS rediss+cluster://)",
             field="redis_url",
         ) from error
+    except redis.AuthenticationError as error:
+        log.error(
+            "Redis refuses user and password (%s), correct them in REDIS_URL: starting from the newest release",
+            error,
+        )
+        return
     except (redis.RedisError, RedisClusterException) as error:
         log.warning("Redis does not answer (%s): starting from the newest release", error)
         return

@@ -227,7 +227,7 @@ def look_at_bundle(config: "NightConfig") -> CheckResult:
 
 def look_at_redis(config: "NightConfig") -> CheckResult:
     """Check the Redis of pages: its version, its missing commands, and its eviction policy."""
-    from redis import RedisError
+    from redis import AuthenticationError, RedisError
 
     from cache.l2.sync_clients import masters, open_client
     from cache.process.redis_server import find_server, running_server
@@ -256,6 +256,8 @@ def look_at_redis(config: "NightConfig") -> CheckResult:
             is_reader = bool(lacks) and not _refused(client, _commands_of_services(keys))
         finally:
             client.close()
+    except AuthenticationError as error:
+        return "to do", f"{place_of(url)} refuses user and password: {error}; correct REDIS_URL"
     except (RedisError, ValueError, OSError) as error:
         return (
             "to do",
