@@ -43,6 +43,7 @@ _START_MAX_S = 15.0
 _STOP_MAX_S = 20.0
 _LOOK_S = 1.0
 _PAUSE_MAX_S = 30.0
+_FILL_PAUSE_S = 10.0
 _STEADY_S = 60.0
 """Seconds after which a server that ends is started again at once."""
 
@@ -88,11 +89,12 @@ def redis_url(state: Path, configured: str | None) -> Iterator[str]:
 
 @contextmanager
 def kept_redis_url(
-    state: Path, configured: str | None, *, refill: Callable[[str], object]
+    state: Path, configured: str | None, *, refill: Callable[[str], bool]
 ) -> Iterator[str]:
     """Yield as `redis_url` does; start a server of our own again at its address if it ends before this command.
 
-    `refill` is called with the URL after each such start, in a thread of its own: the new server is empty.
+    `refill` is called with the URL after each such start, until it returns True, in a thread of its own: the new server
+    is empty.
     """
     if configured:
         yield configured
@@ -167,6 +169,12 @@ class _Membership:
             else:
                 _wait_until_gone(self.server.pid)
 
+    def let_go(self) -> None:
+        """Release what this command holds of a server that has ended."""
+        self._close()
+        if self.process is not None:
+            self.process.stop()
+
     def _close(self) -> None:
         if isinstance(self.end, GuardedCommand):
             self.end.cut()
@@ -177,9 +185,7 @@ class _Membership:
 class _ServerKeeper:
     """Keeper of a server for one command: starts it again at the same address when it is gone."""
 
-    def __init__(
-        self, state: Path, membership: _Membership, refill: Callable[[str], object]
-    ) -> None:
+    def __init__(self, state: Path, membership: _Membership, refill: Callable[[str], bool]) -> None:
         self.url = membership.server.url
         self._state, self._membership, self._refill = state, membership, refill
         self._stopping = threading.Event()
@@ -189,8 +195,12 @@ class _ServerKeeper:
     def run(self) -> None:
         """Watch the server until `close`."""
         failures, began = 0, time.monotonic()
+        is_filled, fill_at = True, 0.0
         while not self._stopping.wait(_LOOK_S):
             if _is_alive(self._membership.server.pid):
+                if not is_filled and time.monotonic() >= fill_at:
+                    is_filled = self._refill(self.url)
+                    fill_at = time.monotonic() + _FILL_PAUSE_S
                 continue
             failures = 1 if time.monotonic() - began >= _STEADY_S else failures + 1
             pause_s = min(_PAUSE_MAX_S, 2.0 ** (failures - 1)) if failures > 1 else 0.0
@@ -202,24 +212,22 @@ class _ServerKeeper:
             if self._stopping.wait(pause_s):
                 return
             try:
-                is_back = self._start_again()
+                self._start_again()
             except (LarderError, OSError) as error:
                 log.error("Redis cannot be started again: %s", error)
                 continue
-            began = time.monotonic()
-            if is_back:
-                self._refill(self.url)
+            began, is_filled, fill_at = time.monotonic(), False, 0.0
 
-    def _start_again(self) -> bool:
+    def _start_again(self) -> None:
         with self._lock:
             if self._stopping.is_set():
-                return False
+                return
+            self._membership.let_go()
             with _locked(self._state):
                 membership = _join(self._state)
                 if membership is None or membership.server.url != self.url:
                     membership = _start_at(self._state, self.url)
             self._membership = membership
-            return True
 
     def close(self) -> None:
         """Stop watching, and leave the server."""

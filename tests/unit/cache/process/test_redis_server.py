@@ -233,7 +233,11 @@ def test_a_kept_server_that_is_killed_starts_again_at_its_address_and_is_filled(
     monkeypatch.setattr(redis_server, "_LOOK_S", 0.05)
     refilled_urls: list[str] = []
 
-    with kept_redis_url(tmp_path, None, refill=refilled_urls.append) as url:
+    def refill(url: str) -> bool:
+        refilled_urls.append(url)
+        return True
+
+    with kept_redis_url(tmp_path, None, refill=refill) as url:
         first = running_server(tmp_path)
         assert first is not None
         os.kill(first.pid, signal.SIGKILL)
@@ -252,7 +256,12 @@ def test_a_kept_server_that_another_command_started_again_is_joined(
 ) -> None:
     monkeypatch.setattr(redis_server, "_LOOK_S", 0.5)
     refilled_urls: list[str] = []
-    with kept_redis_url(tmp_path, None, refill=refilled_urls.append) as url:
+
+    def refill(url: str) -> bool:
+        refilled_urls.append(url)
+        return True
+
+    with kept_redis_url(tmp_path, None, refill=refill) as url:
         first = running_server(tmp_path)
         assert first is not None
         os.kill(first.pid, signal.SIGKILL)
