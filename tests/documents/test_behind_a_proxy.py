@@ -70,7 +70,8 @@ def test_requests_pass_as_they_were_sent_and_only_those_of_the_api(
         upgrade = client.get(
             "/v1/lookup/user_topk/a0",
             headers={
-                "Upgrade": "websocket", "Connection": "Upgrade", "X-Forwarded-For": "10.0.0.1",
+                "Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13",
+                "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==", "X-Forwarded-For": "10.0.0.1",
                 "X-Forwarded-Proto": "https", "Forwarded": "for=10.0.0.1",
             },
         )  # fmt: skip
