@@ -31,7 +31,7 @@ from cache.process.command_line import (
     missing_extra,
     printable_lines,
 )
-from cache.process.redis_server import redis_url, running_server
+from cache.process.redis_server import kept_redis_url, running_server
 from cache.store.releases import newest_release
 from serving.access.quota import QuotaTable
 from serving.process.log_setup import configure_for
@@ -94,7 +94,9 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         with (
             interrupts_never_swallowed(),
             _listening(config) as listener,
-            redis_url(Path(config.state), config.redis_url) as url,
+            kept_redis_url(
+                Path(config.state), config.redis_url, refill=functools.partial(_refill, config)
+            ) as url,
         ):
             is_own = not config.redis_url
             config = replace(config, redis_url=url)
@@ -150,8 +152,11 @@ def _listening(config: "ServingConfig") -> socket.socket:
     return listener
 
 
-def _check_redis(config: "ServingConfig", *, is_own: bool) -> None:
-    """Refuses a Redis that may evict published pages; fills an empty one of our own from the artefact store."""
+def _check_redis(config: "ServingConfig", *, is_own: bool) -> bool:
+    """Refuses a Redis that may evict published pages; fills an empty one of our own from the artefact store.
+
+    Returns False if it could not be asked or filled.
+    """
     try:
         client = open_client(
             config.redis_url, protocol=2, socket_timeout=2.0, retry=Retry(NoBackoff(), 0)
@@ -162,7 +167,7 @@ def _check_redis(config: "ServingConfig", *, is_own: bool) -> None:
         log.warning(
             "no node of the Redis Cluster answers (%s): starting from the newest release", error
         )
-        return
+        return False
     try:
         policies = [_policy(server) for server in masters(client).values()]
         if policy := next(
@@ -183,20 +188,35 @@ def _check_redis(config: "ServingConfig", *, is_own: bool) -> None:
             "REDIS_URL names a node of a Redis Cluster: write redis+cluster:// (with TLS rediss+cluster://)",
             field="redis_url",
         ) from error
+    except redis.AuthenticationError as error:
+        log.error(
+            "Redis refuses user and password (%s), correct them in REDIS_URL: starting from the newest release",
+            error,
+        )
+        return False
     except (redis.RedisError, RedisClusterException) as error:
         log.warning("Redis does not answer (%s): starting from the newest release", error)
-        return
+        return False
     finally:
         client.close()
     if is_own and is_empty:
         if newest_release(config.store()) is not None:
-            _restore(config)
-        else:
-            file = os.environ.get("LARDER_CONFIG") or "defaults, no larder.toml is here"
-            log.warning(
-                "nothing was published in %s yet (settings: %s): run `larder night`; or is this another folder?",
-                config.artifacts, file,
-            )  # fmt: skip
+            return _restore(config)
+        file = os.environ.get("LARDER_CONFIG") or "defaults, no larder.toml is here"
+        log.warning(
+            "nothing was published in %s yet (settings: %s): run `larder night`; or is this another folder?",
+            config.artifacts, file,
+        )  # fmt: skip
+    return True
+
+
+def _refill(config: "ServingConfig", redis_url: str) -> bool:
+    """Fill a server of our own that was started again; what refuses it is logged, since the service goes on."""
+    try:
+        return _check_redis(replace(config, redis_url=redis_url), is_own=True)
+    except (LarderError, OSError) as error:
+        log.error("the Redis that was started again is not filled: %s", error)
+        return False
 
 
 def _policy(server: "redis.Redis") -> str:
@@ -209,7 +229,7 @@ def _policy(server: "redis.Redis") -> str:
         return ""  # there, but this user may not ask; keeping up says so
 
 
-def _restore(config: "ServingConfig") -> None:
+def _restore(config: "ServingConfig") -> bool:
     """Restore the newest release by running Larder's restore program, since serving never imports precompute."""
     log.info("the server just started is empty: filling it with the newest release")
     environment = os.environ | {
@@ -226,6 +246,7 @@ def _restore(config: "ServingConfig") -> None:
     )
     if completed.returncode:
         log.warning("restore ended with code %d: pages stay out of reach", completed.returncode)
+    return completed.returncode == 0
 
 
 def _announce(listener: socket.socket, scheme: str) -> None:

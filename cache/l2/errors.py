@@ -82,9 +82,14 @@ def _with_remedy(error: Exception, where: str, variable: str) -> LarderError:
             )
         case exceptions.ReadOnlyError():
             message = f"Redis is a read-only replica; point {variable} at the primary"
-        case exceptions.NoPermissionError() | exceptions.AuthenticationError():
+        case exceptions.NoPermissionError():
             return ConfigError(
-                f"Redis refused the user of {variable}: {error}; it needs the loader's ACL"
+                f"Redis refused the user of {variable}: {error}; it needs the loader's ACL (`user larder-loader` in "
+                "infra/redis.conf)"
+            )
+        case exceptions.AuthenticationError():
+            return ConfigError(
+                f"Redis refused user and password ({where}): {error}; correct them in {variable}"
             )
         case exceptions.BusyLoadingError():
             message = (

@@ -2,27 +2,32 @@
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 import shutil
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cache.errors import ConfigError
+from cache.errors import ConfigError, LarderError
 from cache.l2.resp import BOUNDED_POOL_SETTINGS, check_replies, info_number
 from cache.process.child_process import GuardedCommand, NamedPipe, WritingEnd
 from cache.process.command_line import install_command
+
+log = logging.getLogger(__name__)
 
 # What infra/redis.conf says too: nothing here is worth a disk write, since the artefact store can
 # rebuild it, and only keys with an expiry (overlays) may be evicted.
@@ -36,6 +41,11 @@ SETTINGS: Mapping[str, str] = {
 }
 _START_MAX_S = 15.0
 _STOP_MAX_S = 20.0
+_LOOK_S = 1.0
+_PAUSE_MAX_S = 30.0
+_FILL_PAUSE_S = 10.0
+_STEADY_S = 60.0
+"""Seconds after which a server that ends is started again at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +88,37 @@ def redis_url(state: Path, configured: str | None) -> Iterator[str]:
 
 
 @contextmanager
+def kept_redis_url(
+    state: Path, configured: str | None, *, refill: Callable[[str], bool]
+) -> Iterator[str]:
+    """Yield as `redis_url` does; start a server of our own again at its address if it ends before this command.
+
+    `refill` is called with the URL after each such start, until it returns True, in a thread of its own: the new server
+    is empty.
+    """
+    if configured:
+        yield configured
+        return
+    with _locked(state):
+        keeper = _ServerKeeper(
+            state, _join_or_start(state, None, secrets.token_urlsafe(24)), refill
+        )
+    threading.Thread(target=keeper.run, name="redis-keeper", daemon=True).start()
+    try:
+        yield keeper.url
+    finally:
+        keeper.close()
+
+
+@contextmanager
 def server(state: Path, *, binary: Path | None = None, password: str = "") -> Iterator[RedisServer]:
     """Join the state folder's running server, else start one with this password.
 
     It runs until the last command that uses it has ended, by whatever death; that one waits until it is gone.
     """
-    state.mkdir(parents=True, exist_ok=True)
     # Two commands started together must not start two servers.
     with _locked(state):
-        membership = _join(state)
-        if membership is None:
-            process, running = _start(binary or find_server(), state, password)
-            _announce(state, running)
-            membership = _Membership(running, process, process)
+        membership = _join_or_start(state, binary, password)
     try:
         yield membership.server
     finally:
@@ -126,7 +154,7 @@ class _Membership:
         """Leave the server; the last member waits until it has ended."""
         if os.getpid() != self.owner:
             return  # a forked child: the parent uses the server
-        if _read(state) != self.server:
+        if recorded_server(state) != self.server:
             self._close()  # the folder was emptied, and may have another server
             return
         with _locked(state):
@@ -141,6 +169,12 @@ class _Membership:
             else:
                 _wait_until_gone(self.server.pid)
 
+    def let_go(self) -> None:
+        """Release what this command holds of a server that has ended."""
+        self._close()
+        if self.process is not None:
+            self.process.stop()
+
     def _close(self) -> None:
         if isinstance(self.end, GuardedCommand):
             self.end.cut()
@@ -148,8 +182,63 @@ class _Membership:
             self.end.close()
 
 
+class _ServerKeeper:
+    """Keeper of a server for one command: starts it again at the same address when it is gone."""
+
+    def __init__(self, state: Path, membership: _Membership, refill: Callable[[str], bool]) -> None:
+        self.url = membership.server.url
+        self._state, self._membership, self._refill = state, membership, refill
+        self._stopping = threading.Event()
+        # Between its death and its next start the command may end.
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Watch the server until `close`."""
+        failures, began = 0, time.monotonic()
+        is_filled, fill_at = True, 0.0
+        while not self._stopping.wait(_LOOK_S):
+            if _is_alive(self._membership.server.pid):
+                if not is_filled and time.monotonic() >= fill_at:
+                    is_filled = self._refill(self.url)
+                    fill_at = time.monotonic() + _FILL_PAUSE_S
+                continue
+            failures = 1 if time.monotonic() - began >= _STEADY_S else failures + 1
+            pause_s = min(_PAUSE_MAX_S, 2.0 ** (failures - 1)) if failures > 1 else 0.0
+            log.error(
+                "the Redis that this machine runs for Larder is gone, %s may say why: it starts again in %g s",
+                self._state / "redis.log",
+                pause_s,
+            )
+            if self._stopping.wait(pause_s):
+                return
+            try:
+                self._start_again()
+            except (LarderError, OSError) as error:
+                log.error("Redis cannot be started again: %s", error)
+                continue
+            began, is_filled, fill_at = time.monotonic(), False, 0.0
+
+    def _start_again(self) -> None:
+        with self._lock:
+            if self._stopping.is_set():
+                return
+            self._membership.let_go()
+            with _locked(self._state):
+                membership = _join(self._state)
+                if membership is None or membership.server.url != self.url:
+                    membership = _start_at(self._state, self.url)
+            self._membership = membership
+
+    def close(self) -> None:
+        """Stop watching, and leave the server."""
+        self._stopping.set()
+        with self._lock:
+            self._membership.leave(self._state)
+
+
 @contextmanager
 def _locked(state: Path) -> Iterator[None]:
+    state.mkdir(parents=True, exist_ok=True)
     with (state / "redis.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -171,6 +260,26 @@ def _join(state: Path) -> _Membership | None:
     return _Membership(running, end)
 
 
+def _join_or_start(state: Path, binary: Path | None, password: str) -> _Membership:
+    """Join the running server, else start one: at the address of one that is gone, whose users find it there."""
+    membership = _join(state)
+    if membership is not None:
+        return membership
+    binary = binary or find_server()
+    if (gone := recorded_server(state)) is not None:
+        try:
+            return _start_at(state, gone.url, binary)
+        except (ConfigError, ValueError):
+            pass  # another program has the port by now
+    for _ in range(5):
+        address = f"redis://{password and f':{password}@'}127.0.0.1:{_free_port()}/0"
+        try:
+            return _start_at(state, address, binary)
+        except ConfigError as error:
+            refusal = error
+    raise refusal
+
+
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -187,16 +296,13 @@ def _wait_until_gone(pid: int) -> None:
 
 def running_server(state: Path) -> RedisServer | None:
     """Return the state folder's running server, None if there is none; starts none."""
-    recorded_server = _read(state)
+    recorded = recorded_server(state)
     # The port may belong to another process by now.
-    return (
-        recorded_server
-        if recorded_server is not None and _process_id(recorded_server.url) == recorded_server.pid
-        else None
-    )
+    return recorded if recorded is not None and _process_id(recorded.url) == recorded.pid else None
 
 
-def _read(state: Path) -> RedisServer | None:
+def recorded_server(state: Path) -> RedisServer | None:
+    """Return the server that the state folder's note names, running or gone; a clean end removes the note."""
     try:
         return RedisServer(**json.loads((state / "redis.json").read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -232,29 +338,32 @@ def _process_id(url: str) -> int | None:
             return None
 
 
-def _start(binary: Path, state: Path, password: str) -> tuple[GuardedCommand, RedisServer]:
-    """Start `binary`; try again if another program takes the chosen port before it is bound."""
-    for _ in range(5):
-        port = _free_port()
-        url = f"redis://{password and f':{password}@'}127.0.0.1:{port}/0"
-        # Not among the arguments, which everybody on this machine may read.
-        settings = _write_for_us(state / "redis.conf", password and f"requirepass {password}\n")
-        pipe = _pipe(state)
-        process = GuardedCommand(
-            _command(binary, settings, port),
-            log=state / "redis.log",
-            pipe=pipe if pipe.create() else None,
-        )
-        try:
-            if (pid := _wait_for(process, url)) is not None:
-                return process, RedisServer(url, pid)
-        except BaseException:
-            process.stop()
-            raise
-        finally:
-            settings.unlink(missing_ok=True)
+def _start_at(state: Path, url: str, binary: Path | None = None) -> _Membership:
+    """Start a server at this address and note it; raise ConfigError if it ends: another program has the port."""
+    binary, address = binary or find_server(), urlsplit(url)
+    # Not among the arguments, which everybody on this machine may read.
+    settings = _write_for_us(
+        state / "redis.conf", f"requirepass {address.password}\n" if address.password else ""
+    )
+    pipe = _pipe(state)
+    process = GuardedCommand(
+        _command(binary, settings, int(address.port or 0)),
+        log=state / "redis.log",
+        pipe=pipe if pipe.create() else None,
+    )
+    try:
+        pid = _wait_for(process, url)
+        if pid is None:
+            raise ConfigError(
+                f"{binary.name} does not start: {process.tail(5)}", binary=str(binary)
+            )
+        _announce(state, running := RedisServer(url, pid))
+    except BaseException:
         process.stop()
-    raise ConfigError(f"{binary.name} does not start: {process.tail(5)}", binary=str(binary))
+        raise
+    finally:
+        settings.unlink(missing_ok=True)
+    return _Membership(running, process, process)
 
 
 def _command(binary: Path, settings: Path, port: int) -> list[str]:
@@ -280,10 +389,19 @@ def _wait_for(process: GuardedCommand, url: str) -> int | None:
     """Wait until the server answers; return its process id, None if it ended or never answered."""
     give_up = time.monotonic() + _START_MAX_S
     while process.running and time.monotonic() < give_up:
-        if (pid := _process_id(url)) is not None:
+        pid = _process_id(url)
+        # Another program's server may answer there, while ours is refused the port.
+        if pid is not None and _session_of(pid) == process.pid:
             return pid
         time.sleep(0.02)
     return None
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
 
 
 def _free_port() -> int:

@@ -290,6 +290,20 @@ def newest_move(releases: Sequence[Release]) -> Release | None:
     )
 
 
+def publication_time(releases: Sequence[Release], generation: str) -> float | None:
+    """Unix seconds at which the generation last became live; a restore brings it back and publishes nothing."""
+    return max(
+        (
+            release.at
+            for release in releases
+            if release.generation == generation
+            and release.is_done
+            and release.action in ("publish", "roll_back")
+        ),
+        default=None,
+    )
+
+
 def released_manifest(releases: Sequence[Release], generation: str) -> str:
     """Digest of the manifest as last published or verified again; empty when no record carries one."""
     return next(

@@ -12,8 +12,10 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 from cache.errors import LarderError
+from cache.format.redis_keys import KEYSPACE_VERSION, Keyspace
 from cache.process.command_line import (
     NOT_WELL,
     PRECOMPUTE_MODULES,
@@ -225,13 +227,16 @@ def look_at_bundle(config: "NightConfig") -> CheckResult:
 
 def look_at_redis(config: "NightConfig") -> CheckResult:
     """Check the Redis of pages: its version, its missing commands, and its eviction policy."""
-    from redis import RedisError
+    from redis import AuthenticationError, RedisError
 
     from cache.l2.sync_clients import masters, open_client
     from cache.process.redis_server import find_server, running_server
+    from precompute.cli.temporary_redis import gone_in_words
 
     running_redis = running_server(config.path(config.state))
     url = config.redis_url or (running_redis.url if running_redis else None)
+    if url is None and (gone := gone_in_words(config.path(config.state))):
+        return "to do", gone
     if url is None:
         return (
             "ok",
@@ -245,8 +250,14 @@ def look_at_redis(config: "NightConfig") -> CheckResult:
                 str(server.info("memory").get("maxmemory_policy", "")) for server in servers
             }
             kinds = sorted({redis_kind_of(server) for server in servers})
+            keys = Keyspace(config.namespace)
+            is_fit = not any(kind.missing for kind in kinds)
+            lacks = _refused(client, _commands_of_nights(keys)) if is_fit else []
+            is_reader = bool(lacks) and not _refused(client, _commands_of_services(keys))
         finally:
             client.close()
+    except AuthenticationError as error:
+        return "to do", f"{place_of(url)} refuses user and password: {error}; correct REDIS_URL"
     except (RedisError, ValueError, OSError) as error:
         return (
             "to do",
@@ -257,12 +268,65 @@ def look_at_redis(config: "NightConfig") -> CheckResult:
     for kind in kinds:
         if kind.missing:
             return "to do", f"{place_of(url)} is {kind}, which has no {', no '.join(kind.missing)}"
+    if lacks and not is_reader:
+        return "to do", _missing_rights(url, config.namespace, lacks)
     summary = (
         f"{place_of(url)}{'' if config.redis_url else ', of `larder redis` or another command'}; "
     )
     summary += ", ".join(map(str, kinds))
     without = sorted({lacking_command for kind in kinds for lacking_command in kind.without})
+    if is_reader:
+        summary += (
+            f"; its user may serve, not load ({', '.join(lacks)} refused): nights need another one"
+        )
     return "ok", summary + "".join(f"; without {lacking_command}" for lacking_command in without)
+
+
+def _commands_of_nights(keys: Keyspace) -> tuple[tuple[str, ...], ...]:
+    """Commands on the way of a load, on a page and a control key that no generation has and that are removed again."""
+    page, control = keys.page("check", "check", 0), f"{keys.generations}:check"
+    return (
+        ("GET", keys.live), ("HGETALL", keys.generations),
+        ("ZRANGEBYSCORE", keys.replicas, "+inf", "+inf"), ("EVAL", FLAGGED_SCRIPT, "1", keys.live),
+        ("SET", page, "x", "EX", "60"), ("SETRANGE", page, "0", "x"), ("GETRANGE", page, "0", "0"),
+        ("STRLEN", page), ("UNLINK", page), ("HSET", control, "x", "x"), ("HDEL", control, "x"),
+    )  # fmt: skip
+
+
+def _commands_of_services(keys: Keyspace) -> tuple[tuple[str, ...], ...]:
+    """Commands on the way of an answer."""
+    return (
+        ("GET", keys.live), ("GETRANGE", keys.page("check", "check", 0), "0", "0"),
+        ("SET", keys.overlay("check", "check", "0"), "x", "PX", "1"),
+        ("EVAL", FLAGGED_SCRIPT, "1", keys.replicas),
+    )  # fmt: skip
+
+
+def _refused(client: "redis.Redis", commands: Sequence[tuple[str, ...]]) -> list[str]:
+    """Run the commands; return the names of those that the user has no right to."""
+    from redis.exceptions import NoPermissionError, OutOfMemoryError
+
+    names = []
+    for command in commands:
+        try:
+            client.execute_command(*command)  # type: ignore[no-untyped-call]
+        except NoPermissionError:
+            names.append(command[0])
+        except OutOfMemoryError:
+            pass  # of a full server a load says more
+    return names
+
+
+def _missing_rights(url: str, namespace: str, names: Sequence[str]) -> str:
+    user = urlsplit(url).username or "default"
+    rights = " ".join(f"+{name.lower()}" for name in dict.fromkeys(names))
+    patterns = (
+        f"~larder:{KEYSPACE_VERSION}:{{{namespace}}}:* ~larder:{KEYSPACE_VERSION}:{namespace}:g:*"
+    )
+    return (
+        f"{place_of(url)} refuses {', '.join(names)} to its user {user} in the namespace {namespace}: give it the line "
+        f"`user larder-loader` of infra/redis.conf with this namespace, at least ACL SETUSER {user} {patterns} {rights}"
+    )
 
 
 def look_at_events(config: "NightConfig") -> CheckResult:

@@ -137,8 +137,8 @@ def dags_folder(named: str | None, environ: Mapping[str, str] = os.environ) -> P
     """Airflow's folder of DAGs; raises ConfigError where nothing says which it is, or it cannot be one."""
     if not (folder_path := named or _of_airflow(environ)):
         raise ConfigError(
-            "where are Airflow's DAGs? Name the folder (larder dags install FOLDER), or set "
-            "AIRFLOW__CORE__DAGS_FOLDER or AIRFLOW_HOME"
+            "where are Airflow's DAGs? Name the folder (larder dags install FOLDER; Airflow has ~/airflow/dags by "
+            "itself), or set AIRFLOW__CORE__DAGS_FOLDER or AIRFLOW_HOME"
         )
     folder = Path(folder_path).expanduser().absolute()
     if not folder.parent.is_dir() or (folder.exists() and not folder.is_dir()):

@@ -229,11 +229,12 @@ def block(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> dict[str, Any]:
     """Block or unblock ids; notify replicas if a Redis is reachable."""
-    from precompute.sources.erasures import demand_unerased
+    from precompute.sources.erasures import demand_unerased, still_erased
 
     items = [canonical_id(item_id) for item_id in arguments.item]
     entities = [canonical_id(entity_id) for entity_id in arguments.entity]
     store = config.store()
+    notes = still_erased(store, entities) if arguments.unblock else []
     action: Audited = "unblock" if arguments.unblock else "block"
     subject, reason = ids_in_words(items, entities), arguments.reason
     with audited(store, action, subject, actor=config.actor, reason=reason) as audit_details:
@@ -255,6 +256,7 @@ def block(
         "version": blocklist.version,
         "items": len(blocklist.items),
         "entities": len(blocklist.entities),
+        **({"notes": notes} if notes else {}),
     }
 
 

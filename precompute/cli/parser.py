@@ -199,6 +199,7 @@ COMMANDS: tuple[CommandRow, ...] = (
         CommandPlace("cli.commands.restore"),
         "rebuild a lost Redis from the artefact store",
         _restore_options,
+        redis="running",
     ),
     CommandRow(
         "pin",

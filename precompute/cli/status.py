@@ -16,6 +16,7 @@ from cache.format.manifest import CUT_CHARS, Manifest
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.releases import Canary, Pointer, all_releases
+from precompute.cli.temporary_redis import gone_in_words
 from precompute.config.console import iso
 from precompute.config.progress import size_text
 from precompute.config.settings import NightConfig
@@ -74,7 +75,9 @@ class NamespaceState:
 def read_state(config: NightConfig) -> NamespaceState:
     """Read the state, without Redis only the store's; raise LarderError for a store that cannot be read."""
     if not config.redis_url:
-        return NamespaceState(fold(all_releases(config.store())), time.time(), REDIS_NOT_CONFIGURED)
+        ledger = fold(all_releases(config.store()))
+        gone = gone_in_words(config.path(config.state))
+        return NamespaceState(ledger, time.time(), REDIS_NOT_CONFIGURED, gone)
     try:
         with open_releases(config) as releases:
             view = releases.view()
@@ -141,20 +144,36 @@ def report_status(
         "erasures_pending": sum(erasure.is_pending for erasure in all_erasures(store)),
         "events": events_status(config, generations),
     }
-    problems = list(_problems(status, namespace_state))
+    problems = list(_problems(status, namespace_state, store.url))
     if not has_settings and namespace_state.live is None and not generations:
         problems = [NO_SETTINGS]
     return status | {"well": not problems, "problems": problems}
 
 
-def _problems(status: Mapping[str, Any], namespace_state: NamespaceState) -> list[str]:
+def _problems(
+    status: Mapping[str, Any], namespace_state: NamespaceState, store_url: str
+) -> list[str]:
     problems = []
     ledger, pointer, schedule = namespace_state.ledger, namespace_state.pointer, status["schedule"]
     if namespace_state.redis == REDIS_UNREACHABLE:
         problems.append(f"Redis cannot be asked: {namespace_state.redis_error}")
     if namespace_state.live is None:
-        problems.append("nothing is live: run `larder night`")
-    if namespace_state.redis == REDIS_REACHABLE and ledger.live is not None:
+        redis = "" if namespace_state.redis != REDIS_REACHABLE else ", nor does Redis"
+        problems.append(
+            f"nothing is live: the artefact store {store_url} tells of no publish{redis}; run `larder night`, or name "
+            "the right store (artifacts, LARDER_ARTIFACTS)"
+        )
+    if pointer is not None and pointer.epoch > ledger.live_epoch:
+        known = (
+            f"tells of no later epoch than {ledger.live_epoch}"
+            if ledger.live
+            else "tells of no publish"
+        )
+        problems.append(
+            f"Redis says that {pointer.generation} is live, epoch {pointer.epoch}, and the artefact store {store_url} "
+            f"{known}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it is: `larder restore --adopt`"
+        )
+    elif namespace_state.redis == REDIS_REACHABLE and ledger.live is not None:
         if pointer is None:
             problems.append("Redis has lost its pointer: run `larder restore`")
         elif pointer.epoch != ledger.live_epoch:
@@ -162,16 +181,8 @@ def _problems(status: Mapping[str, Any], namespace_state: NamespaceState) -> lis
                 f"Redis follows epoch {pointer.epoch}, the release records say {ledger.live_epoch}: run "
                 "`larder restore`"
             )
-    if (
-        namespace_state.silent_replicas
-        and not namespace_state.replicas
-        and namespace_state.live is not None
-    ):
-        problems.append(
-            f"no replica answers, and {namespace_state.silent_replicas} beat within the last day: start the service, "
-            "or look at "
-            "its log"
-        )
+    if namespace_state.live is not None and not namespace_state.replicas:
+        problems += _no_replica(namespace_state)
     if schedule["missing"] and namespace_state.live is not None:
         problems.append(f"the generation of {schedule['due']} is missing: what is live is older")
     live_cut = (namespace_state.live or "")[:CUT_CHARS]
@@ -189,6 +200,24 @@ def _problems(status: Mapping[str, Any], namespace_state: NamespaceState) -> lis
         if pointer is not None and replica.serving != pointer.generation:
             problems.append(f"replica {replica.name} answers from {replica.serving or 'nothing'}")
     return problems
+
+
+def _no_replica(namespace_state: NamespaceState) -> list[str]:
+    """Return the problem that nobody serves what is live; nothing while Redis, which would know, is away."""
+    live, silent = namespace_state.live, namespace_state.silent_replicas
+    if namespace_state.redis == REDIS_UNREACHABLE:
+        return []
+    if namespace_state.redis == REDIS_NOT_CONFIGURED:
+        return [
+            namespace_state.redis_error
+            or f"no replica serves {live}: no Redis is configured and none runs here; run `larder serve`, or set "
+            "REDIS_URL to the Redis of the service"
+        ]
+    if silent:
+        return [
+            f"no replica answers, and {silent} beat within the last day: start the service, or look at its log"
+        ]
+    return [f"no replica serves {live}: run `larder serve`"]
 
 
 def _generation(
@@ -255,7 +284,10 @@ def _schedule(config: NightConfig, namespace_state: NamespaceState) -> dict[str,
         "cron": config.schedule,
         "timezone": config.timezone,
         "due": _iso(schedule.due(namespace_state.read_at)),
-        "missing": schedule.is_missing(namespace_state.read_at, created_at),
+        # Of a live generation without files here nobody can tell when it was made.
+        "missing": None
+        if namespace_state.live is not None and created_at is None
+        else schedule.is_missing(namespace_state.read_at, created_at),
         "age_seconds": None if data_until is None else round(namespace_state.read_at - data_until),
         "next": _iso(next_at),
         "next_expected_by": _iso(next_at + config.schedule_grace_s),
@@ -281,17 +313,9 @@ def render_status(status: Mapping[str, Any]) -> list[Table | str | Text]:
     table = Table(*_TABLE_COLUMNS, title=f"namespace {status['namespace']}")
     for generation_status in status["generations"]:
         table.add_row(*_generation_row(generation_status))
-    lines = [f"not well: {problem}" for problem in status["problems"]] or [_well_line(status)]
+    lines = [f"not well: {problem}" for problem in status["problems"]] or ["all is well"]
     lines += list(_detail_lines(status))
     return [table, *map(Text, lines)]
-
-
-def _well_line(status: Mapping[str, Any]) -> str:
-    """Return the verdict if there are no problems; it says so if no replica serves the live generation."""
-    is_served = status["replicas"] or status["redis"]["state"] != REDIS_REACHABLE
-    return (
-        "all is well" if is_served else "all is well, but no replica serves it: run `larder serve`"
-    )
 
 
 def _generation_row(generation_status: Mapping[str, Any]) -> tuple[str, ...]:
@@ -327,7 +351,7 @@ def _gates_text(gates: Mapping[str, Any] | None) -> str:
 
 def _detail_lines(status: Mapping[str, Any]) -> list[str]:
     schedule, redis = status["schedule"], status["redis"]
-    state = "missing" if schedule["missing"] else "there"
+    state = {True: "missing", False: "there", None: "not known"}[schedule["missing"]]
     due = f"due: the generation of {schedule['due']} is {state}"
     after = f"next at {schedule['next']}, expected by {schedule['next_expected_by']}"
     lines = [f"{due}; {after} ({schedule['cron']}, {schedule['timezone']})"]

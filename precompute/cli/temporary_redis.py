@@ -4,9 +4,12 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from cache.control.states import ALLOWED, State
-from cache.process.redis_server import joined_server, redis_url, running_server
+from cache.errors import ConfigError
+from cache.process.redis_server import joined_server, recorded_server, redis_url, running_server
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.releases.moves import new_attempt
@@ -21,7 +24,8 @@ def redis_for(
 ) -> Iterator[NightConfig]:
     """Yield settings with the configured Redis, or with one of our own for this command, filled with its data.
 
-    A command that only notifies replicas joins a running server, and does without when there is none.
+    A command that only notifies replicas joins a running server, and does without when there is none. One that fills
+    the server of other commands is refused when there is none: what it filled would end with it.
     """
     state, need = config.path(config.state), arguments.redis
     if config.redis_url or need == "none":
@@ -29,6 +33,11 @@ def redis_for(
     elif need == "if running":
         with joined_server(state) as running:
             yield replace(config, redis_url=running.url if running else None)
+    elif need == "running":
+        with joined_server(state) as running:
+            if running is None:
+                raise ConfigError(gone_in_words(state) or _NONE_TO_FILL)
+            yield replace(config, redis_url=running.url)
     else:
         is_new = running_server(state) is None
         with redis_url(state, None) as url:
@@ -37,6 +46,24 @@ def redis_for(
             if is_new:
                 arguments.prepare(ready, arguments, progress)
             yield ready
+
+
+def gone_in_words(state: Path) -> str | None:
+    """Describe the state folder's Redis if it ended before the commands that use it, with the remedy; else None."""
+    recorded = recorded_server(state)
+    if recorded is None or running_server(state) is not None:
+        return None
+    return (
+        f"the Redis that Larder ran here (127.0.0.1:{urlsplit(recorded.url).port}) is gone, {state / 'redis.log'} may "
+        "say why: a `larder serve` that runs starts and fills it again within seconds, or its log says why not; "
+        "else start one"
+    )
+
+
+_NONE_TO_FILL = (
+    "no Redis is configured and none runs here, so there is none to rebuild: set REDIS_URL to the Redis of the "
+    "service; without one, `larder serve` starts and fills its own"
+)
 
 
 def _fill(config: NightConfig, progress: Progress) -> None:

@@ -34,7 +34,7 @@ class CommandRow:
     place: CommandPlace
     text: str
     add_options: Callable[[argparse.ArgumentParser], None] = _no_options
-    redis: Literal["own", "if running", "none"] = "own"
+    redis: Literal["own", "if running", "running", "none"] = "own"
     prepare: Prepare = prepare_nothing
     takes_generation: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)

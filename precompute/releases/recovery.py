@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from cache.l2.errors import translated
 from cache.l2.resp import COUNT_SHAPE, checked_reply
 from cache.store.artefacts import read_manifest
 from cache.store.audit import audited
-from cache.store.releases import Pointer, Release
+from cache.store.releases import Pointer, Release, publication_time
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.load import BytesProgress
 from precompute.bulk.reload import is_missing, reload
@@ -54,6 +55,8 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
             "generation": pointer.generation, "epoch": pointer.epoch, "previous": pointer.previous,
             "changed": moved.has_moved, "mended": [],
         }  # fmt: skip
+        if moved.has_moved and (ended := _ended_overrides(releases.history(), pointer.epoch)):
+            report["notes"] = ended
         try:
             with (
                 translated(),
@@ -70,6 +73,18 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
                 "that is possible, run `larder restore`"
             )
     return report
+
+
+def _ended_overrides(history: Sequence[Release], epoch: int) -> list[str]:
+    """Describe overrides that the move of this epoch ended: what let a generation pass does not let it pass again."""
+    before = fold([release for release in history if release.epoch < epoch]).overrides
+    after = fold([release for release in history if release.epoch <= epoch]).overrides
+    return [
+        f"the override of {', '.join(sorted(rules))} for {generation} has ended with this roll back: to publish "
+        f"{generation} again, override it again, then verify"
+        for generation, rules in sorted(before.items())
+        if generation not in after
+    ]
 
 
 def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
@@ -280,18 +295,6 @@ def _restorable(releases: Releases, view: ReleaseView, aim: Ledger) -> list[str]
     return [live, previous]
 
 
-def _published_at(view: ReleaseView, generation: str) -> float | None:
-    """Return the Unix seconds at which the generation last became live; None without a record."""
-    times = [
-        release.at
-        for release in view.history
-        if release.generation == generation
-        and release.is_done
-        and release.action in ("publish", "roll_back")
-    ]
-    return max(times, default=None)
-
-
 def _move_pointer(
     releases: Releases,
     view: ReleaseView,
@@ -312,7 +315,7 @@ def _move_pointer(
     )
     if releases.history()[-1].stored_number != release.stored_number:
         return None  # who came after us may have led readers on, and a Redis that was lost again would not tell
-    published_at = _published_at(view, live) or releases.clock()
+    published_at = publication_time(view.history, live) or releases.clock()
     to = Pointer(live, release.epoch, previous, attempt, published_at=published_at)
     rows = {live: RegistryRow(State.LIVE, releases.clock())}
     if doubt is not None:

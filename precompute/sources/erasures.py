@@ -195,6 +195,15 @@ def demand_unerased(store: ArtefactStore, items: Collection[bytes]) -> None:
         )
 
 
+def still_erased(store: ArtefactStore, entities: Collection[bytes]) -> list[str]:
+    """Describe those of the entities that are erased users: they get no list, blocked or not."""
+    erased = ErasedEntities.of(all_erasures(store)).users if entities else frozenset()
+    return [
+        f"user {raw.decode()!r} is erased and stays so; to re-admit: erase {raw.decode()} --forget --reason ..."
+        for raw in sorted(erased & frozenset(entities))
+    ]
+
+
 def _read(files: Mapping[str, bytes], number: int) -> Erasure:
     data = _load(files, _path(number, "json"))
     try:

@@ -175,6 +175,7 @@ DASHBOARD: Json = _object(
         "Totals", "Since the start of each worker that runs: the sums of what /metrics tells on every replica",
         requests={"type": "integer"}, answers=_ANSWERS, misses=_COUNTS, entities={"type": "integer"},
     ),
+    generations_at=_maybe("number", "When generations and nights were read"),
     generations=_list(
         _object(
             "Generation", "Newest first",
@@ -244,6 +245,7 @@ def document(
     advisor: Mapping[str, Any] | None,
     quality: Mapping[str, Any] | None,
     arms: Sequence[Mapping[str, Any]] = (),
+    generations_at: float | None = None,
 ) -> dict[str, Any]:
     """Every field of the contract; `roles` are those of the generations that this replica holds, by role.
 
@@ -279,6 +281,7 @@ def document(
             "misses": counters.counts_of_kind(total, counters.MISSES),
             "entities": total.get(counters.ENTITIES, 0),
         },
+        "generations_at": generations_at,
         "generations": generations,
         "schedule": dict(schedule),
         "nights": list(nights),

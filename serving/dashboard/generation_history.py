@@ -12,7 +12,7 @@ from cache.errors import LarderError
 from cache.format.manifest import GENERATION, Manifest
 from cache.reuse import Reuse
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
-from cache.store.releases import MOVES, POINTED, Release
+from cache.store.releases import MOVES, POINTED, Release, publication_time
 
 GENERATIONS_MAX = 20
 NIGHTS_MAX = 7
@@ -196,7 +196,7 @@ def _generation(
         "state": state,
         "epoch": None if moved is None else moved.epoch,
         "role": None,
-        "published_at": None if moved is None else moved.at,
+        "published_at": None if moved is None else publication_time(releases, name) or moved.at,
         **(_UNKNOWN if facts is None else facts.document_fields),
         "reason": reason,
     }

@@ -13,6 +13,8 @@ _COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BINS = 30
 _GENERATIONS = 6
+_OLD_S = 20.0
+"""Age from which the table of generations says how old it is."""
 
 Body = Mapping[str, Any]
 
@@ -68,7 +70,12 @@ def _replicas(body: Body) -> Table:
 
 
 def _generations(body: Body) -> Table:
-    table = Table("generation", "state", "role", "gates", "size", "records", expand=True)
+    read_at = body.get("generations_at")
+    age_s = 0.0 if read_at is None else body["now"] - read_at
+    title = f"generations as of {age_s:,.0f} s ago" if age_s >= _OLD_S else None
+    table = Table(
+        "generation", "state", "role", "gates", "size", "records", expand=True, title=title
+    )
     for generation in body["generations"][:_GENERATIONS]:
         failed = [gate["rule"] for gate in generation["gates"] if gate["verdict"] == "failed"]
         gates = f"{len(generation['gates'])} passed" if generation["gates"] else "-"

@@ -25,8 +25,10 @@ READ_S = 1.0
 ARCHIVE_S = 10.0
 DATA_S = 5.0
 """Seconds that a viewer waits at most: Redis has 2 s, the store one, the rest is computing."""
+ARCHIVE_OLD_S = 2 * ARCHIVE_S
+"""Age from which a viewer waits for the table of generations: the first one, and one after a pause."""
 _ARCHIVE_WAIT_S = 1.0
-"""Seconds that a slow store delays a viewer at most: then the last known state is shown."""
+"""Seconds that a slow store delays a viewer at most: then the last known table is shown, with its age."""
 
 Provider = Callable[[], Mapping[str, Any] | None]
 Archived = tuple[list[dict[str, Any]], list[dict[str, Any]]]
@@ -70,7 +72,8 @@ class Dashboard:
         self._history, self._in_thread = history, in_thread
         self._bounds, self._nights, self._timer = bounds, nights, timer
         self._archived: Archived = [], []
-        self._archived_at: float | None = None
+        self._archived_at, self._tried_at = float("-inf"), float("-inf")
+        self._generations_at: float | None = None
         self._archiving: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._body, self._read_at = b"", float("-inf")
@@ -111,6 +114,7 @@ class Dashboard:
         def composed() -> bytes:
             dashboard_document = document(
                 reading, schedule=schedule, archive=self._archived, roles=roles,
+                generations_at=self._generations_at,
                 bounds=self._bounds, advisor=_call_provider(advice), quality=quality, arms=arms,
             )  # fmt: skip
             return orjson.dumps(dashboard_document, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -122,20 +126,21 @@ class Dashboard:
         """Has generations and nights read when it is time; one reading at a time, however long the store takes."""
         at = self._timer()
         if self._archiving is None:
-            if self._archived_at is not None and at - self._archived_at < ARCHIVE_S:
+            if at - self._tried_at < ARCHIVE_S:
                 return
+            is_old = at - self._archived_at >= ARCHIVE_OLD_S
             self._archiving = asyncio.create_task(self._read_archive(reading))
-        # The first time a viewer waits for it; later it is there at the next look.
-        wait_s = _ARCHIVE_WAIT_S if self._archived_at is None else 0.0
-        await asyncio.wait({self._archiving}, timeout=wait_s)
+            # A young table is shown as it is; the new one is there at the next look.
+            await asyncio.wait({self._archiving}, timeout=_ARCHIVE_WAIT_S if is_old else 0.0)
 
     async def _read_archive(self, reading: FleetReading) -> None:
         try:
             self._archived = await self._in_thread(self._history.read, reading.registry)
+            self._archived_at, self._generations_at = self._timer(), reading.read_at
         except Exception:  # a defect here must not cost the rest of the page
             log.exception("generations and nights cannot be read")
         finally:
-            self._archived_at, self._archiving = self._timer(), None
+            self._tried_at, self._archiving = self._timer(), None
 
     async def aclose(self) -> None:
         """Stop reading, and withdraw this worker's figures from the dashboards of the others."""

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,15 @@ from cache.events.new_items import NewItemEvents
 from cache.events.newer_events import AttributeEvents
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
-from cache.store.releases import MOVES, Canary, Pointer, Release, all_releases, newest_release
+from cache.store.releases import (
+    MOVES,
+    Canary,
+    Pointer,
+    Release,
+    all_releases,
+    newest_move,
+    publication_time,
+)
 from cache.traffic.split import KeySplit
 from serving.generations.served_set import ItemUpdates, ServedGenerations, SnapshotUpdate
 from serving.generations.snapshot import Snapshot
@@ -291,8 +299,9 @@ class GenerationHolder:
 
 def newest_pointer(store: ArtefactStore) -> Pointer | None:
     """Return the pointer of the newest completed move; raise LarderError, OSError or ValueError if unreadable."""
-    release = newest_release(store)
-    return None if release is None else as_pointer(release)
+    releases = all_releases(store)
+    release = newest_move(releases)
+    return None if release is None else as_pointer(release, releases)
 
 
 def open_published(
@@ -300,13 +309,14 @@ def open_published(
 ) -> Snapshot | None:
     """Open a generation as it was last released; None, with a log line, if it never was or cannot be opened."""
     try:
+        releases = all_releases(store)
         made_live = [
             release
-            for release in all_releases(store)
+            for release in releases
             if release.is_done and release.generation == generation and release.action in MOVES
         ]
         if made_live:
-            return open_snapshot(as_pointer(made_live[-1]), blocklist)
+            return open_snapshot(as_pointer(made_live[-1], releases), blocklist)
     except Exception:
         log.warning("the previous generation %s is not here", generation, exc_info=True)
         return None
@@ -314,6 +324,9 @@ def open_published(
     return None
 
 
-def as_pointer(release: Release) -> Pointer:
-    """Return the pointer that a completed move wrote."""
-    return Pointer(release.generation, release.epoch, release.previous, release.attempt, release.at)
+def as_pointer(release: Release, releases: Sequence[Release] = ()) -> Pointer:
+    """Return the pointer that a completed move wrote; `releases` tell when a restored generation was published."""
+    published_at = publication_time(releases, release.generation) or release.at
+    return Pointer(
+        release.generation, release.epoch, release.previous, release.attempt, published_at
+    )

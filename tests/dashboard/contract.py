@@ -246,6 +246,7 @@ class Dashboard(TypedDict):
     series: Series | None
     totals: Totals | None
     generations: list[Generation] | None
+    generations_at: NotRequired[float | None]
     schedule: Schedule | None
     nights: list[Night] | None
     redis: Redis | None

@@ -110,6 +110,19 @@ def test_a_reason_that_ends_with_a_full_stop_is_followed_by_none(
     assert ".." not in browser.run("document.body.textContent")
 
 
+def test_an_old_table_of_generations_says_its_age(browser: Browser, site: Site) -> None:
+    text = "document.querySelector('#nights').textContent.replaceAll('\\u00a0', ' ')"
+    site.data = well()
+    shown(browser, site)
+    assert "As of" not in browser.run(text)
+
+    data: Any = well()
+    data["generations_at"] = data["now"] - 312
+    site.data = data
+    shown(browser, site)
+    assert "As of 5 min 12 s ago." in browser.run(text)
+
+
 def test_events_have_a_part_and_a_link_only_where_they_are_taken_in(
     fast: Browser, site: Site
 ) -> None:

@@ -53,6 +53,8 @@ function freshness() {
   };
 }
 
+// Seconds from which the table says how old it is.
+const OLD_S = 20;
 const LEVELS = { live: "ok", verified: "ok", refused: "bad", rolled_back: "warn", abandoned: "warn" };
 
 function verdictOf(gate) {
@@ -97,7 +99,10 @@ function generations() {
   return (data) => {
     const all = list(data.generations);
     head.hidden = !all.length;
-    part.lede(all.length ? `${all.length} known; open one for its gates.` : "No generation is known yet.");
+    const age = instant(data.now) - (instant(data.generations_at) ?? instant(data.now));
+    const asOf = age >= OLD_S ? ` As of ${duration(age)} ago.` : "";
+    const none = data.generations_at === null ? "The store has not been read yet." : `No generation is known yet.${asOf}`;
+    part.lede(all.length ? `${all.length} known; open one for its gates.${asOf}` : none);
     keyed(rows, all, {
       key: (each) => each.generation,
       make: () => el("li", {}, el("details", {}, el("summary", { class: "generation" }), el("div", { class: "opened" }))),

@@ -809,7 +809,7 @@ def test_the_shell_says_what_is_wrong_without_a_traceback(config, tmp_path):
         ),
         (["publish", "../../etc"], "not a generation id"),
         (["roll-back", "--reason", "x"], "no earlier generation"),
-        (["restore"], "nothing was ever published"),
+        (["restore"], "none runs here, so there is none to rebuild"),
         (["block", "--item", "x" * 300], "256 bytes"),
         (["--config", str(tmp_path / "none.toml"), "status"], "does not exist"),
         (["train"], "sources.interactions is empty"),

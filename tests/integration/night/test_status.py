@@ -1,8 +1,13 @@
 """`larder status`: what it shows, what it calls a problem, and what it still knows without Redis."""
 
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -10,17 +15,21 @@ import redis
 
 from cache.config.events import EventsConfig
 from cache.control.states import State
+from cache.errors import ConfigError
 from cache.events.event import Event
 from cache.format.manifest import CUT_CHARS
 from cache.l2.sync_clients import connect
-from cache.process.redis_server import RedisServer
+from cache.process.redis_server import RedisServer, running_server, server
 from precompute import __main__ as shell
 from precompute.cli.status import read_state, render_status, report_status
+from precompute.cli.temporary_redis import redis_for
+from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.releases import moves
 from precompute.releases.release_log import open_releases
 from precompute.steps import take_events
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night
+from tests.polling import until
 
 SOON = {"schedule": "* * * * *", "schedule_grace_s": 86_400.0}
 
@@ -28,6 +37,17 @@ SOON = {"schedule": "* * * * *", "schedule_grace_s": 86_400.0}
 @pytest.fixture
 def config(tmp_path: Path, own_redis: RedisServer) -> NightConfig:
     return prepare(tmp_path / "night", own_redis.url, users=60, items=40)
+
+
+@contextmanager
+def served(config: NightConfig, generation: str) -> Iterator[None]:
+    """A replica's heartbeat, in its eyes."""
+    with open_releases(config) as releases:
+        client, key = releases.control.client, config.keyspace().replicas
+        beat = orjson.dumps({"replica": "there", "serving": generation, "holds": [generation]})
+        client.zadd(key, {beat: releases.control.time()})
+        yield
+        client.zrem(key, beat)
 
 
 def told_of(config: NightConfig) -> dict[str, Any]:
@@ -60,7 +80,8 @@ def test_generations_with_their_sizes_gates_pins_and_the_next_one_expected(
     first, second = publish_night(config, UNTIL), publish_night(config, NEXT)
     with open_releases(config) as releases:
         releases.pin(first, reason="kept", expires_at=releases.clock() + 3_600, attempt="p")
-    status_report = told_of(config)
+    with served(config, second):
+        status_report = told_of(config)
 
     assert status_report["well"] and status_report["problems"] == []
     assert (status_report["live"], status_report["previous"]) == (second, first)
@@ -89,10 +110,10 @@ def test_generations_with_their_sizes_gates_pins_and_the_next_one_expected(
 def test_a_refused_newest_and_a_missing_one_are_problems(config: NightConfig) -> None:
     live = publish_night(config, UNTIL)
     coming = build_verified(config, NEXT)
-    with open_releases(config) as releases:
+    with open_releases(config) as releases, served(config, live):
         assert told_of(config)["well"]
         moves.refuse(releases, coming, reason="score_psi: 0.9", attempt="r")
-    status_report = told_of(config)
+        status_report = told_of(config)
 
     assert not status_report["well"] and status_report["live"] == live
     assert (
@@ -118,7 +139,8 @@ def test_a_refused_one_of_the_live_cut_is_a_problem_wherever_its_name_sorts(
             releases.note(generation, State.LOADED)
             moves.refuse(releases, generation, reason="stale_lists", attempt=generation)
 
-    assert told_of(config)["problems"] == [f"{earlier_generation} was refused: stale_lists"]
+    with served(config, live):
+        assert told_of(config)["problems"] == [f"{earlier_generation} was refused: stale_lists"]
 
 
 def test_a_lost_pointer_and_a_replica_left_behind_are_problems(config: NightConfig) -> None:
@@ -151,8 +173,9 @@ def test_without_redis_it_tells_what_the_store_knows_and_says_so(
     config: NightConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     live = publish_night(config, UNTIL)
-    assert run(config) == 0 and "all is well" in capsys.readouterr().out
-    assert run(config, "--json") == 0 and orjson.loads(capsys.readouterr().out)["live"] == live
+    with served(config, live):
+        assert run(config) == 0 and "all is well" in capsys.readouterr().out
+        assert run(config, "--json") == 0 and orjson.loads(capsys.readouterr().out)["live"] == live
     with redis.Redis.from_url(str(config.redis_url)) as client:
         client.shutdown(nosave=True)
 
@@ -206,29 +229,76 @@ def test_events_are_told_up_to_where_nights_and_the_live_one_have_them(config: N
 def test_before_the_first_night_it_says_what_to_run(config: NightConfig) -> None:
     status_report = told_of(config)
 
-    assert status_report["problems"] == ["nothing is live: run `larder night`"]
+    (problem,) = status_report["problems"]
+    assert problem.startswith(
+        f"nothing is live: the artefact store {config.store().url} tells of no"
+    )
+    assert "run `larder night`" in problem
     assert status_report["generations"] == [] and status_report["schedule"]["missing"]
 
 
-def test_where_no_redis_is_configured_none_is_started_and_none_is_missed(
+def test_where_no_redis_is_configured_none_is_started_and_no_replica_is_not_well(
     config: NightConfig,
 ) -> None:
     live = publish_night(config, UNTIL)
     status_report = told_of(replace(config, redis_url=None))
 
-    assert (
-        status_report["well"]
-        and status_report["redis"]["state"] == "absent"
-        and status_report["live"] == live
+    assert (status_report["redis"]["state"], status_report["live"]) == ("absent", live)
+    (problem,) = status_report["problems"]
+    assert problem.startswith(
+        f"no replica serves {live}: no Redis is configured and none runs here"
     )
+
+
+def test_against_another_store_it_says_what_store_and_redis_know_and_nothing_else(
+    config: NightConfig, tmp_path: Path
+) -> None:
+    live = publish_night(config, UNTIL)
+    astray = replace(config, artifacts=str(tmp_path / "elsewhere"))
+    with served(config, live):
+        status_report = told_of(astray)
+
+    (problem,) = status_report["problems"]
+    assert problem.startswith(f"Redis says that {live} is live, epoch ")
+    assert f"the artefact store {astray.store().url} tells of no publish" in problem
+    assert status_report["schedule"]["missing"] is None
+    lines = " ".join(map(str, render_status(status_report)[1:]))
+    assert "is missing" not in lines and "is not known" in lines
+
+
+def test_a_redis_of_our_own_that_was_killed_is_told_and_not_restored_for_nobody(
+    config: NightConfig,
+) -> None:
+    publish_night(config, UNTIL)
+    alone = replace(config, redis_url=None)
+    with server(alone.path(alone.state)) as running:
+        os.kill(running.pid, signal.SIGKILL)
+        assert until(lambda: running_server(alone.path(alone.state)) is None)
+        (problem,) = told_of(alone)["problems"]
+        assert "the Redis that Larder ran here" in problem and "is gone" in problem
+
+        arguments = SimpleNamespace(redis="running")
+        with (
+            pytest.raises(ConfigError, match="is gone"),
+            redis_for(alone, cast(Any, arguments), quiet),
+        ):
+            pass
+    (alone.path(alone.state) / "redis.json").unlink(missing_ok=True)
+    with (
+        pytest.raises(ConfigError, match="none runs here"),
+        redis_for(alone, cast(Any, arguments), quiet),
+    ):
+        pass
 
 
 def test_a_live_generation_that_nobody_serves_is_told(
     config: NightConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     live = publish_night(config, UNTIL)
-    assert run(config) == 0
-    assert "no replica serves it: run `larder serve`" in capsys.readouterr().out
+    assert run(config) == 3
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"not well: no replica serves {live}: run `larder serve`" in output
+    assert "all is well" not in output
     with open_releases(config) as releases:
         beat = {"replica": "gone", "serving": live, "holds": [live]}
         an_hour_ago = releases.control.time() - 3_600
@@ -254,4 +324,4 @@ def test_outside_of_a_project_the_missing_settings_are_the_verdict(
     monkeypatch.setenv("LARDER_ARTIFACTS", str(tmp_path / "store"))
     assert shell.main(["status", "--json"]) == 3
     (problem,) = orjson.loads(capsys.readouterr().out)["problems"]
-    assert problem == "nothing is live: run `larder night`"
+    assert problem.startswith("nothing is live: the artefact store ") and "larder night" in problem

@@ -27,6 +27,8 @@ from cache.process.child_process import GuardedCommand
 from cache.process.redis_server import SETTINGS, find_server
 from cache.store.releases import Pointer
 from cache.usage.hot_keys import COLD_WINDOW, HotKeyReport
+from infra.cli.check import look_at_redis
+from precompute.config.settings import NightConfig
 from precompute.releases.staging import StagingNote
 from tests.l2_reads import answers_of
 from tests.polling import until
@@ -355,3 +357,22 @@ def test_the_file_as_it_stands_in_the_repository_starts_no_server(tmp_path: Path
 def test_the_embedded_server_and_the_file_agree(loader: redis.Redis) -> None:
     for name in ("save", "appendonly", "maxmemory-policy", "protected-mode"):
         assert loader.config_get(name) == {name: SETTINGS[name]}
+
+
+def test_the_check_names_the_rights_that_a_user_lacks(socket: Path, loader: redis.Redis) -> None:
+    def redis_line(user: str, namespace: str = "default") -> tuple[str, str]:
+        url = f"unix://{user}@{socket}"
+        return look_at_redis(NightConfig(namespace=namespace, redis_url=url))
+
+    assert redis_line("larder-loader:loads")[0] == "ok"
+    assert not loader.exists(KEYS.page("check", "check", 0), f"{KEYS.generations}:check")
+
+    state, words = redis_line("larder-loader:loads", "other")
+    assert state == "to do" and "refuses GET, HGETALL, " in words and ", HDEL to its user" in words
+    assert "ACL SETUSER larder-loader ~larder:1:{other}:* ~larder:1:other:g:* +get " in words
+
+    state, words = redis_line("larder-reader:reads")
+    assert state == "ok" and "may serve, not load" in words and "UNLINK" in words
+
+    state, words = redis_line("larder-loader:wrong")
+    assert state == "to do" and "password" in words

@@ -1,6 +1,7 @@
 """`python -m serving` as a program: what it prints, what it refuses, how it stops and what it starts itself."""
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -200,6 +201,35 @@ def test_without_any_redis_it_starts_one_and_fills_it(night: NightConfig, tmp_pa
 
     assert answer["source"] == "l2" and "stale" not in answer
     assert until(lambda: not alive(redis_pid))
+
+
+def test_its_own_redis_that_is_killed_comes_back_filled(night: NightConfig, tmp_path: Path) -> None:
+    copied_artefacts = tmp_path / "artifacts"
+    shutil.copytree(night.path(night.artifacts), copied_artefacts)
+    alone = replace(night, artifacts=str(copied_artefacts), redis_url=None)
+    first, second, *_ = sorted(histories(night))
+
+    with started(environment(alone, tmp_path / "state"), tmp_path / "log.txt") as (process, url):
+
+        def answer(user: str) -> dict[str, object]:
+            return dict(httpx.get(f"{url}/v1/lookup/user_topk/{user}", params={"k": 3}).json())
+
+        published_at = answer(first)["published_at"]
+        redis_pid = running_redis(tmp_path / "state")
+        os.kill(redis_pid, signal.SIGKILL)
+
+        assert until(lambda: "stale" not in answer(first) and pages_are_back(url), timeout_s=60)
+        again = answer(second)
+        assert running_redis(tmp_path / "state") != redis_pid
+        process.send_signal(signal.SIGINT)
+        assert process.wait(15) == 0
+
+    assert again["source"] == "l2" and again["published_at"] == published_at
+
+
+def pages_are_back(url: str) -> bool:
+    body = httpx.get(f"{url}/readyz").json()
+    return bool(body["epoch"] > 0 and not body.get("stale"))
 
 
 def test_told_twice_to_stop_it_ends_at_once_and_without_a_traceback(

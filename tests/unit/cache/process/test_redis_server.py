@@ -14,6 +14,7 @@ from cache.process.redis_server import (
     SETTINGS,
     RedisServer,
     find_server,
+    kept_redis_url,
     redis_url,
     running_server,
     server,
@@ -224,6 +225,53 @@ def test_a_stale_or_torn_note_is_replaced(tmp_path: Path) -> None:
 
     with redis_url(tmp_path, None) as url:
         assert answers(url)
+
+
+def test_a_kept_server_that_is_killed_starts_again_at_its_address_and_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_server, "_LOOK_S", 0.05)
+    refilled_urls: list[str] = []
+
+    def refill(url: str) -> bool:
+        refilled_urls.append(url)
+        return True
+
+    with kept_redis_url(tmp_path, None, refill=refill) as url:
+        first = running_server(tmp_path)
+        assert first is not None
+        os.kill(first.pid, signal.SIGKILL)
+        assert until(lambda: refilled_urls == [url])
+        second = running_server(tmp_path)
+
+        assert second is not None and second.url == url and second.pid != first.pid
+        with redis_url(tmp_path, None) as joined_url:
+            assert joined_url == url
+    assert not answers(url)
+    assert not (tmp_path / "redis.json").exists()
+
+
+def test_a_kept_server_that_another_command_started_again_is_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_server, "_LOOK_S", 0.5)
+    refilled_urls: list[str] = []
+
+    def refill(url: str) -> bool:
+        refilled_urls.append(url)
+        return True
+
+    with kept_redis_url(tmp_path, None, refill=refill) as url:
+        first = running_server(tmp_path)
+        assert first is not None
+        os.kill(first.pid, signal.SIGKILL)
+        assert until(lambda: not answers(url))
+        with redis_url(tmp_path, None) as other_url:
+            assert other_url == url
+            assert until(lambda: refilled_urls == [url])
+
+        assert stays(url)
+    assert not answers(url)
 
 
 def test_a_configured_url_is_used_as_it_is(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from cache.format.manifest import Artefact, ItemFiles, Manifest
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Release, done_path, intent_path
 from serving.dashboard.generation_history import GENERATIONS_MAX, GenerationHistory
+from serving.generations.holder import newest_pointer
 from serving.generations.nights import ReleaseWatch
 from tests.fakes import THREADS
 
@@ -93,6 +94,17 @@ def test_a_generation_is_told_with_its_release_gates_and_size(night: Night) -> N
     assert generation["gates"][2] == {
         "rule": "drift", "value": None, "threshold": None, "verdict": "failed", "note": "why",
     }  # fmt: skip
+
+
+def test_a_restore_leaves_the_time_of_publication_as_it_is(night: Night) -> None:
+    night.make(G1)
+    night.release("publish", G1)
+    published_at = night.read()[0][G1]["published_at"]
+    night.release("restore", G1)
+
+    assert night.read()[0][G1]["published_at"] == published_at == 5_001.0
+    pointer = newest_pointer(night.store)
+    assert pointer is not None and (pointer.epoch, pointer.published_at) == (20, published_at)
 
 
 def test_what_looked_odd_about_the_inputs_of_a_night_is_told(night: Night) -> None:

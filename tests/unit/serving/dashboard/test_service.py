@@ -98,6 +98,40 @@ async def test_a_store_that_hangs_holds_up_nobody_after_the_first(
     assert at_once <= 1
 
 
+async def test_the_first_look_after_a_pause_shows_the_generations_of_now(tmp_path: Path) -> None:
+    board = Board(tmp_path)
+    await board.data()
+    generation = "20261121T000000Z-9aa01b77c0de"
+    row = {"at": board.clock(), "state": "loaded"}
+    board.redis.hashes[Keyspace("test").generations] = {generation.encode(): orjson.dumps(row)}
+    board.clock.tick(600)
+
+    body = await board.data()
+
+    assert [row["state"] for row in body["generations"]] == ["loaded"]
+    assert body["generations_at"] == body["now"]
+
+
+async def test_a_table_that_a_slow_store_leaves_old_carries_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board, gate = Board(tmp_path), threading.Event()
+    read_at = (await board.data())["now"]
+
+    def names(_path: str) -> list[str]:
+        gate.wait(30)
+        return []
+
+    monkeypatch.setattr(board.store, "names", names)
+    monkeypatch.setattr("serving.dashboard.service._ARCHIVE_WAIT_S", 0.01)
+    board.clock.tick(600)
+    body = await board.data()
+    gate.set()
+    await board.dashboard.aclose()
+
+    assert (body["now"], body["generations_at"]) == (read_at + 600, read_at)
+
+
 async def test_a_viewer_waits_for_a_bounded_time_and_two_readings_never_meet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

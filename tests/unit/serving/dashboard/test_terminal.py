@@ -52,3 +52,10 @@ def test_without_events_there_is_no_line(body: Any) -> None:
     body["events"] = None
 
     assert len(lines(body)) == line_count - 1
+
+
+def test_an_old_table_of_generations_says_its_age(body: Any) -> None:
+    assert not any("as of" in line for line in lines(body))
+    body["generations_at"] = body["now"] - 312
+
+    assert any("generations as of 312 s ago" in line for line in lines(body))
