@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import orjson
@@ -126,6 +127,18 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
             )
     finally:
         shutil.rmtree(private_folder, ignore_errors=True)
+
+
+@contextmanager
+def look_at_chosen(config: NightConfig) -> Iterator[Bundle | None]:
+    """Yield the bundle that `chosen_bundle` would yield, None without one; nothing is handed over."""
+    store, source = config.store(), config.path(config.bundle)
+    superseding_handover = _superseding(source, handed_over(store))
+    if superseding_handover is None:
+        yield Bundle.open(source) if source.exists() else None
+        return
+    with TemporaryDirectory(prefix="larder-bundle-") as folder:
+        yield _fetched(store, superseding_handover, Path(folder))
 
 
 def chosen_at(config: NightConfig) -> float | None:
