@@ -334,7 +334,7 @@ def unusable_rows(candidate: Candidate) -> Measurement:
     )
 
 
-@judgement("unknown_items", wants_interactions=True)
+@judgement("unknown_items")
 def unknown_items(candidate: Candidate) -> Measurement:
     """Measure the share of the team's interactions whose item the catalogue lacks: ids may be in another form."""
     threshold, facts = candidate.thresholds.unknown_items, candidate.manifest.facts
