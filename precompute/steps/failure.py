@@ -67,5 +67,5 @@ def forget_failure(config: NightConfig, step: str | None = None) -> None:
 def _write(config: NightConfig, content: bytes) -> None:
     try:
         config.store().write(FILE, content)
-    except LarderError as error:  # often the very reason why the step failed
+    except (LarderError, OSError) as error:  # often the very reason why the step failed
         _log.warning("%s could not be written, so `larder status` does not tell: %s", FILE, error)
