@@ -310,7 +310,10 @@ def test_the_id_as_a_feature_is_that_of_the_event(table: Any) -> None:
         return tower_inputs["looks"]
 
     tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
-    values = {b"new": {"looks": [0.5] * DIMS}, b"b": {"looks": [1.0] * DIMS, "item": "other"}}
+    values: dict[bytes, dict[str, Any]] = {
+        b"new": {"looks": [0.5] * DIMS},
+        b"b": {"looks": [1.0] * DIMS, "item": "other"},
+    }
     NewItemTower(inputs, tower).items(table, [NewItem(b"new", 1), NewItem(b"b", 2)], values)
 
     assert names == ["new", "b"]
