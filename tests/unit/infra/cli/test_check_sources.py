@@ -9,6 +9,7 @@ import pytest
 
 from cache.errors import SourceError
 from infra.cli.check import CheckResult, look_at_sources
+from precompute.bundles.bundle_store import hand_over
 from precompute.config.settings import GateThresholds, NightConfig, Sources
 from tests.models import train_small
 
@@ -172,3 +173,15 @@ def test_rows_of_the_catalogue_that_would_refuse_the_night_are_to_do(tmp_path: P
 
     assert state == "to do"
     assert message.startswith("4 of the 44 rows of item_features cannot be used (4 listed before)")
+
+
+def test_a_bundle_in_the_store_alone_is_compared_with_too(tmp_path: Path) -> None:
+    bundle = train_small(tmp_path / "elsewhere")
+    config = NightConfig(
+        base=str(tmp_path), artifacts=str(tmp_path / "store"), sources=Sources(("a.csv",))
+    )
+    hand_over(config.store(), bundle)
+    rows = [row.replace(",i", ",sku-") for row in clicks()]
+    (tmp_path / "a.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
+
+    assert "name items that the model does not have" in look_at_sources(config)[1]
