@@ -77,10 +77,14 @@ FINAL = RetryRule(
 def run_step(name: str, *arguments: Any, **more: Any) -> dict[str, Any]:
     """Run a step by its module in `precompute.steps`, imported here so that parsing DAGs does not load it."""
     from precompute.config.settings import night_config
+    from precompute.steps.failure import forget_failure, noting_failure
 
-    step_result: dict[str, Any] = import_module(f"precompute.steps.{name}").run(
-        night_config(), *arguments, **more
-    )
+    config, run = night_config(), import_module(f"precompute.steps.{name}").run
+    generation = arguments[0].get("generation") if arguments else None
+    with noting_failure(config, name, generation):
+        step_result: dict[str, Any] = run(config, *arguments, **more)
+    if name == "retire" or step_result.get("already_live"):  # the night is done
+        forget_failure(config)
     return step_result
 
 
@@ -141,8 +145,10 @@ def nightly_precompute() -> None:
         """Score one hash shard and write its pages."""
         from precompute.config.settings import night_config
         from precompute.steps import score
+        from precompute.steps.failure import noting_failure
 
-        return score.run_shard(night_config(), build, shard)
+        with noting_failure(config := night_config(), f"score, shard {shard}", build["generation"]):
+            return score.run_shard(config, build, shard)
 
     @task(multiple_outputs=False)
     def assemble(build: Build) -> dict[str, Any]:

@@ -16,6 +16,7 @@ if __name__ == "__main__":
     )
 
 import atexit
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -102,6 +103,13 @@ def _on_interrupt(handler: Callable[[int, FrameType | None], None] | signal.Hand
 def leave(code: int) -> NoReturn:
     """End the program after `main`; a further interrupt ends it at once."""
     _on_interrupt(_end)  # a thread that hangs can still be left behind
+    if any(thread.daemon for thread in threading.enumerate()):
+        # A gate that was interrupted may still be in ONNX Runtime: when Python ends, it ends such a thread within C++,
+        # which aborts the process.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     atexit.register(_on_interrupt, signal.SIG_IGN)  # what is left is over in a moment
     sys.exit(code)
 

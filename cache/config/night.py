@@ -160,6 +160,8 @@ class GateThresholds:
 
     unusable_rows: NonNegativeFloat = 0.001
     """Share left out of the worst source or table, at most; one row always may be, unless it is 0."""
+    unknown_items: NonNegativeFloat = 0.5
+    """Share of interactions with items that the catalogue does not have, at most; events are not judged."""
     coverage_of_source: NonNegativeFloat = 0.95
     """Share of users with an answer, in the worst table."""
     coverage_of_live: NonNegativeFloat = 0.8

@@ -33,6 +33,9 @@ ITEM_TOWER: Final = "item_tower"
 ITEM_VECTORS: Final = "item_vectors"
 """Fact of a manifest: its items are a table of vectors besides the bundle, which takes a row for each new item."""
 
+ITEM_COLUMN: Final = "item_column"
+"""Fact of a manifest: the column of ids in its feature table of items, if a model of items takes it as a feature."""
+
 NEW_VECTOR_ABS_MAX: Final = 65_504.0
 """Largest number of an item's vector that an event brought or made: scores far beyond all others would leave no list
 any precision."""
@@ -194,6 +197,7 @@ class NewItems:
     Their numbers begin behind the generation's own items, at `first`: of two equal scores that of an own item comes
     first, then the earlier one. `inputs` are what each vector was made of, and with the positions name the whole; the
     models could make none of what is `refused`, and are not asked again. On what `failed` they raised, which may pass.
+    `left_out` are the ids of both.
     """
 
     first: int = 0
@@ -202,6 +206,7 @@ class NewItems:
     inputs: tuple[bytes, ...] = ()
     refused: frozenset[bytes] = frozenset()
     failed: Mapping[bytes, NextTry] = field(default_factory=dict)
+    left_out: frozenset[bytes] = frozenset()
 
     def __len__(self) -> int:
         return len(self.items)
@@ -340,12 +345,14 @@ class FixedItems(UnfitNewItem):
 class NewItemInputs:
     """Input that makes an item answerable: `features` of the item tower, a vector of `dims` numbers, or neither.
 
-    `vector_abs_max` is the largest number that its vector may have.
+    `vector_abs_max` is the largest number that its vector may have. The feature `id_column` (empty: none) is the item's
+    own id, which the event names already.
     """
 
     features: tuple[InputSpec, ...] = ()
     dims: int = 0
     vector_abs_max: float = NEW_VECTOR_ABS_MAX
+    id_column: str = ""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
@@ -356,7 +363,7 @@ class NewItemInputs:
         spec = None if model is None else TowerSpec.from_json(model.spec)
         if spec is None or len(spec.features) < len(spec.inputs):
             return cls()
-        return cls(spec.features)
+        return cls(spec.features, id_column=manifest.facts.get(ITEM_COLUMN, ""))
 
     def check(self, event: Event) -> None:
         """Raises UnfitNewItem (`field`) for an event that brings an item which cannot be answered with."""
@@ -392,14 +399,24 @@ class NewItemInputs:
             )
 
     def _check_features(self, event: Event) -> None:
-        columns = sorted(str(input_spec.column) for input_spec in self.features)
+        named = {str(input_spec.column) for input_spec in self.features}
+        columns = sorted(named - {self.id_column})
         requirement = f"the item tower of the live generation takes {', '.join(columns)}"
         if event.vector is not None:
             raise UnfitNewItem(
                 f"{requirement} and makes the vector itself: send these as features, and no vector",
                 field="vector",
             )
-        features = event.features or {}
+        features, item_id = event.features or {}, (event.item or b"").decode()
+        if (repeated_id := features.get(self.id_column, item_id)) not in (
+            item_id,
+            _as_number(item_id),
+        ):
+            raise UnfitNewItem(
+                f"features.{self.id_column} is {repeated_id!r}, and the event is of item {item_id!r}: leave that "
+                "feature out, the item tower takes the item's id",
+                field=f"features.{self.id_column}",
+            )
         if missing := [column for column in columns if column not in features]:
             raise UnfitNewItem(
                 f"{requirement}: {', '.join(missing)} is missing; send all of them with a new item, and what changes "
@@ -408,10 +425,31 @@ class NewItemInputs:
                 field="features",
             )
         try:
-            check_features(self.features, {column: features[column] for column in columns})
+            check_features(
+                self.features, self.with_id({name: features[name] for name in columns}, item_id)
+            )
         except InvalidInput as error:
             field = f"features.{error.details.get('field')}"
             raise UnfitNewItem(f"{requirement}: {error.message}", field=field) from error
+
+    def with_id(self, values: Mapping[str, Any], item_id: str) -> Mapping[str, Any]:
+        """Values by column, with the item's id where a model takes it."""
+        return with_item_id(values, item_id, self.features, self.id_column)
+
+
+def with_item_id(
+    values: Mapping[str, Any], item_id: str, inputs: Sequence[InputSpec], id_column: str
+) -> Mapping[str, Any]:
+    """Values that events set for an item, by column; its id, and nothing else, is that of the column of ids."""
+    dtypes = {input_spec.dtype for input_spec in inputs if input_spec.column == id_column}
+    if not dtypes:
+        return values
+    return {**values, id_column: item_id if dtypes == {"string"} else _as_number(item_id)}
+
+
+def _as_number(item_id: str) -> int | str:
+    """A whole number for the decimal form of one, else the id itself."""
+    return int(item_id) if item_id.isdecimal() and item_id.isascii() else item_id
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -496,13 +534,14 @@ class NewItemTower:
             for input_key in usable_keys - failed.keys()
             if input_key not in vector_by_input or not self._fits(vector_by_input[input_key])
         )
+        left_out = frozenset(item.raw for item, key, _ in usable if key in refused or key in failed)
         usable = [
             keyed_input
             for keyed_input in usable
             if keyed_input[1] not in refused and keyed_input[1] not in failed
         ]
         if not usable:
-            return NewItems(table.count, refused=refused, failed=failed)
+            return NewItems(table.count, refused=refused, failed=failed, left_out=left_out)
         vectors = np.ascontiguousarray(
             [vector_by_input[input_key] for _, input_key, _ in usable], np.float32
         )
@@ -515,6 +554,7 @@ class NewItemTower:
             tuple(input_key for _, input_key, _ in usable),
             refused,
             failed,
+            left_out,
         )
 
     def _fits(self, vector: NDArray[np.float32]) -> bool:
@@ -526,6 +566,7 @@ class NewItemTower:
     def _input(self, item: NewItem, values: Mapping[str, Any]) -> tuple[bytes, Any]:
         """Return (key of the item's input, the input itself); the key is empty where no model can take the item."""
         if self.inputs.features:
+            values = self.inputs.with_id(values, item.raw.decode())
             features = features_with({}, values, self.inputs.features)
             if features is None:
                 return b"", None

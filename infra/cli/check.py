@@ -8,13 +8,14 @@ import asyncio
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from cache.errors import LarderError
+from cache.errors import BundleError, LarderError, StoreError
 from cache.format.redis_keys import KEYSPACE_VERSION, Keyspace
 from cache.process.command_line import (
     NOT_WELL,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import redis
 
     from cache.config.night import NightConfig
+    from precompute.sources.unusable import UnusableRows
     from serving.events.connection import FoundDurability
 
 CheckState = Literal["ok", "to do", "not used"]
@@ -141,6 +143,9 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
     """Check the files of the sources, and their first rows."""
     if line := missing_extra("a look at sources", "precompute", *PRECOMPUTE_MODULES):
         return "not used", f"by the service; {line}"
+    from precompute.bundles.bundle_store import look_at_chosen
+    from precompute.features import setting_checks
+    from precompute.partitions.table_look import first_rows, look_at_tables
     from precompute.sources.files import all_files, find_copy_remarks, source_file, source_files
     from precompute.sources.plausibility import Shape, demand_least, remarks
     from precompute.sources.readers import (
@@ -159,17 +164,15 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
     interactions = source_files(sources.interactions, base)[:FILES_COMPARED]
     demand_same_columns(interactions, sources)
     unusable = UnusableRows()
-    read = read_interactions(sources, base, unusable=unusable)
-    first = next(read, None)
-    rows = 0 if first is None else len(first.times)
+    batches, is_all = first_rows(read_interactions(sources, base, unusable=unusable))
+    rows = sum(len(batch.times) for batch in batches)
     left_out = unusable.left_out(INTERACTIONS)
-    is_all = next(read, None) is None
     if sources.interactions and is_all and not unusable.to_json().get(INTERACTIONS):
         demand_least(0, 0)
     if sources.interactions and not rows:
         return "to do", f"no interaction in the first rows of {files[0]}: is every weight above 0?"
     for name, columns in (
-        (sources.item_features, (sources.item_column,)),
+        (sources.item_features, (sources.item_column, *sources.item_attributes)),
         (sources.user_features, (sources.user_column,)),
         (sources.user_vectors, (sources.user_column, sources.vector_column)),
         (sources.item_vectors, (sources.item_column, sources.vector_column)),
@@ -178,23 +181,54 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
             feature_schema(source_file(name, base), columns)
             if not row_count(source_file(name, base)):
                 return "to do", f"{name} has no rows: write them, or leave it out of [sources]"
-    file_count_text = f"{len(files)} file{'s' * (len(files) > 1)}"
+    for demand_settings in setting_checks():
+        demand_settings(config)
+    with ExitStack() as stack:
+        bundle = None
+        if not sources.item_vectors:
+            with suppress(BundleError, StoreError):  # the line on the bundle names it
+                bundle = stack.enter_context(look_at_chosen(config))
+        odd = look_at_tables(config, bundle, batches, unusable)
+    summary = f"{len(files)} file{'s' * (len(files) > 1)}"
     if not sources.interactions:
         users = sources.user_vectors or sources.user_features
-        return "ok", f"{file_count_text}, none of interactions: users are those of {users}"
-    assert first is not None  # noqa: S101 - it has rows
-    shape = Shape.of_batch(first)
-    if is_all:
-        demand_least(shape.users, shape.items)
-    odd = "".join(f"; {remark}" for remark in [*remarks(shape), *find_copy_remarks(interactions)])
-    summary = f"{file_count_text}; {rows:,} interactions" + ("" if is_all else " in the first rows")
+        summary += f", none of interactions: users are those of {users}"
+    else:
+        shape = Shape.of_batch(batches[0])
+        if len(batches) == 1 and is_all:
+            demand_least(shape.users, shape.items)
+        odd = [*remarks(shape), *find_copy_remarks(interactions), *odd]
+        summary += f"; {rows:,} interactions" + ("" if is_all else " in the first rows")
     if left_out:
         reasons = unusable.to_json()[INTERACTIONS]["reasons"]
         reasons_text = ", ".join(
             f"{reason['rows']:,} {reason_name}" for reason_name, reason in reasons.items()
         )
         summary += f", {left_out:,} rows that cannot be used: {reasons_text}"
-    return "ok", "; ".join([summary, *unusable.remarks(INTERACTIONS)]) + odd
+    told = "; ".join([summary, *unusable.remarks(INTERACTIONS), *odd])
+    if refusal := _too_many_unusable(config, unusable, is_all=is_all):
+        return "to do", f"{refusal}; {told}"
+    return "ok", told
+
+
+def _too_many_unusable(config: "NightConfig", unusable: "UnusableRows", *, is_all: bool) -> str:
+    """Return why the gate `unusable_rows` would refuse a night of what was read; empty if it would not."""
+    from precompute.sources.readers import INTERACTIONS
+    from precompute.sources.unusable import remedy, worst_source
+
+    threshold, report = config.gates.unusable_rows, unusable.to_json()
+    source, share = worst_source(report, threshold)
+    if share <= threshold:
+        return ""
+    reasons_text = "; ".join(
+        f"{reason_report['rows']:,} {reason}{remedy(reason)}"
+        for reason, reason_report in report[source]["reasons"].items()
+    )
+    read_text = "" if is_all or source != INTERACTIONS else "first "
+    return (
+        f"{report[source]['left_out']:,} of the {read_text}{report[source]['rows']:,} rows of {source} cannot be used "
+        f"({reasons_text}): a night refuses more than {threshold:.4g} of them ([gates] unusable_rows)"
+    )
 
 
 def look_at_bundle(config: "NightConfig") -> CheckResult:

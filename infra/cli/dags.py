@@ -141,11 +141,21 @@ def dags_folder(named: str | None, environ: Mapping[str, str] = os.environ) -> P
             "itself), or set AIRFLOW__CORE__DAGS_FOLDER or AIRFLOW_HOME"
         )
     folder = Path(folder_path).expanduser().absolute()
-    if not folder.parent.is_dir() or (folder.exists() and not folder.is_dir()):
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} cannot be Airflow's folder of DAGs: it is a file")
+    if not folder.parent.is_dir():
+        origin = "" if named else f", which {_setting_of(environ)} names"
         raise ConfigError(
-            f"{folder} cannot be Airflow's folder of DAGs: there is no folder {folder.parent}"
+            f"{folder}{origin}, cannot be Airflow's folder of DAGs: there is no folder {folder.parent}. Is that name "
+            "right, and has Airflow been set up there (`airflow db migrate`)?"
         )
     return folder
+
+
+def _setting_of(environ: Mapping[str, str]) -> str:
+    return next(
+        name for name in ("AIRFLOW__CORE__DAGS_FOLDER", "AIRFLOW_HOME") if environ.get(name)
+    )
 
 
 def _of_airflow(environ: Mapping[str, str]) -> str | None:

@@ -52,7 +52,7 @@ from precompute.config.progress import Step
 from precompute.config.settings import NightConfig, TableConfig
 from precompute.partitions import catalogue
 from precompute.partitions.shard_files import first_hash
-from precompute.sources.unusable import merged
+from precompute.sources.unusable import UNKNOWN_NAMED, merged
 
 WITHOUT_INTERACTIONS = "without_interactions"
 """Fact of a generation whose night was given no table of interactions; no other has it."""
@@ -146,6 +146,7 @@ def seal(build: Build, features: Iterable[FactsOf]) -> Manifest:
             "interactions": begin_report["interactions"],
             **({} if config.sources.interactions else {WITHOUT_INTERACTIONS: True}),
             "interactions_with_unknown_items": begin_report["unknown_items"],
+            **({UNKNOWN_NAMED: named} if (named := begin_report.get(UNKNOWN_NAMED)) else {}),
             "items_without_vector": begin_report["items_without_vector"],
             HISTORY_LIMIT: config.history_limit,
             "inputs": begin_report["inputs"],

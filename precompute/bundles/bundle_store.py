@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import orjson
@@ -126,6 +127,29 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
             )
     finally:
         shutil.rmtree(private_folder, ignore_errors=True)
+
+
+@contextmanager
+def look_at_chosen(config: NightConfig) -> Iterator[Bundle | None]:
+    """Yield the bundle that `chosen_bundle` would yield, None without one; nothing is handed over.
+
+    Its description and its items alone are read: models are neither verified nor, from the store, fetched.
+    """
+    store, source = config.store(), config.path(config.bundle)
+    superseding_handover = _superseding(source, handed_over(store))
+    if superseding_handover is None and not source.exists():
+        yield None
+        return
+    with TemporaryDirectory(prefix="larder-bundle-") as name:
+        folder = source
+        if superseding_handover is not None:
+            folder = Path(name)
+            for file in (BUNDLE_FILE, ITEMS_FILE):
+                take_file(store.fetch(_file(superseding_handover.digest, file)), folder / file)
+            _forget_copies(store, superseding_handover.digest)
+        bundle = Bundle.read(folder)
+        _ = bundle.vocabulary
+        yield bundle
 
 
 def chosen_at(config: NightConfig) -> float | None:

@@ -32,6 +32,7 @@ from precompute.config.progress import Progress, size_text
 from precompute.config.settings import NightConfig
 from precompute.releases.moves import new_attempt
 from precompute.releases.release_log import demand_reason, open_releases
+from precompute.steps.failure import noting_failure
 from precompute.steps.night import Night, run_night, step_in_night
 
 
@@ -128,7 +129,8 @@ def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> OutputContent:
     """The whole night; one row per step."""
     data_until, attempt = arguments.data_until, arguments.attempt or new_attempt()
-    named = standing_name(config, data_until)
+    with noting_failure(config, "begin", None):
+        named = standing_name(config, data_until)
     night = Night(config, attempt, data_until, named=named, progress=progress)
     steps = run_night(night, arguments.until)
     if arguments.json:

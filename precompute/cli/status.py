@@ -24,6 +24,7 @@ from precompute.events.status import event_lines, events_status, events_until
 from precompute.releases.release_log import open_releases, standing
 from precompute.reuse.status import copied_share_text, copy_lines, reuse_field
 from precompute.sources.erasures import all_erasures
+from precompute.steps.failure import NightFailure, last_failure
 
 REDIS_UNREACHABLE, REDIS_NOT_CONFIGURED, REDIS_REACHABLE = "away", "absent", "there"
 
@@ -60,6 +61,7 @@ class NamespaceState:
     replicas: tuple[Replica, ...] = ()
     silent_replicas: int = 0
     memory: Mapping[str, Any] = field(default_factory=dict)
+    failure: NightFailure | None = None
 
     @property
     def live(self) -> str | None:
@@ -74,10 +76,11 @@ class NamespaceState:
 
 def read_state(config: NightConfig) -> NamespaceState:
     """Read the state, without Redis only the store's; raise LarderError for a store that cannot be read."""
+    failure = last_failure(config.store())
     if not config.redis_url:
         ledger = fold(all_releases(config.store()))
         gone = gone_in_words(config.path(config.state))
-        return NamespaceState(ledger, time.time(), REDIS_NOT_CONFIGURED, gone)
+        return NamespaceState(ledger, time.time(), REDIS_NOT_CONFIGURED, gone, failure=failure)
     try:
         with open_releases(config) as releases:
             view = releases.view()
@@ -90,10 +93,13 @@ def read_state(config: NightConfig) -> NamespaceState:
                 replicas=tuple(releases.control.replicas()),
                 silent_replicas=releases.control.silent_replicas(),
                 memory=_memory(releases.control.client),
+                failure=failure,
             )
     except TierUnavailable as error:
         ledger = fold(all_releases(config.store()))
-        return NamespaceState(ledger, time.time(), REDIS_UNREACHABLE, error.message)
+        return NamespaceState(
+            ledger, time.time(), REDIS_UNREACHABLE, error.message, failure=failure
+        )
 
 
 def _memory(client: Any) -> dict[str, Any]:
@@ -185,6 +191,12 @@ def _problems(
         problems += _no_replica(namespace_state)
     if schedule["missing"] and namespace_state.live is not None:
         problems.append(f"the generation of {schedule['due']} is missing: what is live is older")
+    if (failure := namespace_state.failure) is not None and not failure.is_refused:
+        named = f" ({failure.generation})" if failure.generation else ""
+        problems.append(
+            f"the last night failed at {iso(failure.at)} in the step {failure.step}{named}: {failure.error}; what is "
+            "live stays. Mend that, then run `larder night` again, or clear the red task"
+        )
     live_cut = (namespace_state.live or "")[:CUT_CHARS]
     for generation_status in status["generations"]:
         if (
@@ -193,7 +205,12 @@ def _problems(
         ):
             failed = (generation_status["gates"] or {}).get("failed", ())
             rules = ", ".join(gate["rule"] for gate in failed) or generation_status["reason"]
-            problems.append(f"{generation_status['generation']} was refused: {rules}")
+            refused = generation_status["generation"]
+            is_last = failure is not None and failure.generation == refused
+            at = f" at {iso(failure.at)}" if failure is not None and is_last else ""
+            problems.append(
+                f"{refused} was refused{at}: {rules}; `larder verify {refused}` tells the values, and what lets it pass"
+            )
     for replica in namespace_state.replicas:
         for generation, load_error in replica.failed.items():
             problems.append(f"replica {replica.name} cannot load {generation}: {load_error}")

@@ -22,7 +22,7 @@ from precompute.partitions import holdout
 from precompute.partitions.catalogue import directory_file
 from precompute.partitions.shard_files import kinds_of, naming, shard_of
 from precompute.sources.erasures import ErasedEntities, Erasure
-from precompute.sources.unusable import ids_in
+from precompute.sources.unusable import UNKNOWN_NAMED, ids_in
 
 _LEFT_OUT_FILE = "begun.json"
 """File with the erasures that a generation left out, kept after the generation's own files are gone."""
@@ -139,6 +139,8 @@ def _looked_up(
     hashes = hash_ids([erasure.raw for erasure in erasures], seed)
     unusable_ids = ids_in(begin_report.get("unusable", {}))
     unusable_ids |= ids_in({} if manifest is None else manifest.facts.get("unusable", {}))
+    if kind == "item":
+        unusable_ids |= set(begin_report.get(UNKNOWN_NAMED, ()))
     held_numbers = {erasure.number for erasure in erasures if erasure.entity in unusable_ids}
     for shard in np.unique(shard_of(hashes, shards)).tolist():
         shard_indices = np.flatnonzero(shard_of(hashes, shards) == shard)

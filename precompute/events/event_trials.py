@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.events.new_items import NEW_VECTOR_ABS_MAX
+from cache.events.new_items import NEW_VECTOR_ABS_MAX, with_item_id
 from cache.format.manifest import EntityKind
 from cache.model.tower import Histories, Tower, run_apart
 from cache.process.host import usable_cores
@@ -76,11 +76,26 @@ def values_of_night(
             bundle, {raw: vectors[raw] for raw in vectors.keys() - erased.items}, unusable
         )
     users = _usable(config, bundle, "user", event_values.users, unusable)
-    items = _usable(config, bundle, "item", event_values.items, unusable)
+    named_items = _with_ids(config, bundle, event_values)
+    items = _usable(config, bundle, "item", named_items, unusable)
     return NightValues(
         users, items, event_values.items, event_values.event_item_ids, _unlisted(config, event_values.event_item_ids),
         digest_of_values(users, inputs["user"]),
     )  # fmt: skip
+
+
+def _with_ids(config: NightConfig, bundle: Bundle, event_values: EventValues) -> EntityValues:
+    """Return the values of items; where a model takes the id as a feature, it is that of the event's item."""
+    inputs, id_column = feature_inputs(bundle, "item"), config.sources.item_column
+    if id_column not in {input_spec.column for input_spec in inputs}:
+        return event_values.items
+    values_by_id: dict[bytes, Mapping[str, Any]] = {
+        raw: {name: value for name, value in values.items() if name != id_column}
+        for raw, values in event_values.items.items()
+    }
+    for raw in event_values.event_item_ids:
+        values_by_id[raw] = with_item_id(values_by_id.get(raw, {}), raw.decode(), inputs, id_column)
+    return {raw: values for raw, values in values_by_id.items() if values}
 
 
 def _unlisted(config: NightConfig, event_item_ids: Collection[bytes]) -> frozenset[bytes]:

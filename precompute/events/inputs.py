@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from cache.events.new_items import ITEM_VECTORS
-from precompute.builds.build import Build
+from cache.events.new_items import ITEM_COLUMN, ITEM_VECTORS
+from precompute.builds.build import Build, open_bundle
 from precompute.config.settings import NightConfig
 from precompute.events.event_trials import values_of_night
 from precompute.events.files import event_files, read_event_interactions
+from precompute.partitions.catalogue import feature_inputs
 from precompute.partitions.further_input import FurtherInput
 
 
@@ -36,8 +37,11 @@ def event_facts(build: Build, _reports: Sequence[Mapping[str, Any]]) -> dict[str
     begin_report = build.need("begin")
     if not begin_report.get("events"):
         return {}
+    id_column = build.config.sources.item_column
+    columns = {feature.column for feature in feature_inputs(open_bundle(build), "item")}
     return {
         **({ITEM_VECTORS: True} if build.config.sources.item_vectors else {}),
+        **({ITEM_COLUMN: id_column} if id_column in columns else {}),
         **({"user_vectors": True} if begin_report.get("user_vectors") else {}),
     }
 

@@ -69,6 +69,7 @@ from precompute.gates.rules.records import (
     record_headers,
     record_ids,
     short_lists,
+    unknown_items,
     unusable_rows,
 )
 from precompute.gates.rules.skew import skew, skew_cosine
@@ -98,6 +99,7 @@ GATES: Final[tuple[Gate, ...]] = (
     exact_numbers,
     history_in_lists,
     unusable_rows,
+    unknown_items,
     coverage_of_source,
     coverage_of_live,
     items_of_live,

@@ -17,7 +17,7 @@ from cache.format.item_table import ItemTable
 from cache.format.manifest import EntityKind
 from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.store.artefacts import write_atomically
-from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
 from precompute.partitions.grouping import sort_unique
 from precompute.partitions.shard_files import first_hash
@@ -62,11 +62,12 @@ FEATURE_ROWS_AT_ONCE = 1 << 14
 
 def feature_inputs(bundle: Bundle, entity: EntityKind) -> list[InputSpec]:
     """Inputs that models of one kind of entities take from feature columns."""
+    return _feature_inputs(bundle.models, entity)
+
+
+def _feature_inputs(models: Sequence[BundleModel], entity: EntityKind) -> list[InputSpec]:
     return [
-        feature
-        for model in bundle.models
-        if model.entity == entity
-        for feature in model.spec.features
+        feature for model in models if model.entity == entity for feature in model.spec.features
     ]
 
 
@@ -102,7 +103,7 @@ def write_catalogue(
     """
     vocabulary = bundle.vocabulary
     unusable_rows = UnusableRows() if unusable is None else unusable
-    catalogue_ids = _read_feature_items(config, bundle, values, event_item_ids, unusable_rows)
+    catalogue_ids = read_feature_items(config, bundle.models, values, event_item_ids, unusable_rows)
     if catalogue_ids is None:
         catalogue_ids = vocabulary.texts
     erased_ids = pa.array(sorted(raw.decode() for raw in erased), pa.string())
@@ -113,9 +114,7 @@ def write_catalogue(
         answered &= as_rows(pc.invert(pc.is_in(catalogue_ids, value_set=left_out)))
     usable, model_indices = catalogue_ids.filter(pa.array(answered)), model_indices[answered]
     if not len(usable):
-        raise SourceError(
-            f"the model knows none of the {len(catalogue_ids)} items of the catalogue"
-        )
+        raise _unknown_catalogue(len(catalogue_ids))
     seed, hash_all = 0, text_hashes if hasher is hash_ids else _hashed_by(hasher)
     while (order := sort_unique(hashes := hash_all(usable, seed))) is None:
         seed += 1
@@ -137,9 +136,26 @@ def write_catalogue(
     }
 
 
-def _read_feature_items(
+def answered_by(bundle: Bundle, item_ids: Any) -> NDArray[np.bool_]:
+    """Mask of Arrow strings: the items that the models can answer for, as far as their vocabulary decides.
+
+    Raises SourceError if it is none of them.
+    """
+    if not needs_index(bundle):
+        return np.ones(len(item_ids), np.bool_)
+    is_known = bundle.vocabulary.find_positions(item_ids) >= 0
+    if not is_known.any():
+        raise _unknown_catalogue(len(item_ids))
+    return is_known
+
+
+def _unknown_catalogue(count: int) -> SourceError:
+    return SourceError(f"the model knows none of the {count} items of the catalogue")
+
+
+def read_feature_items(
     config: NightConfig,
-    bundle: Bundle,
+    models: Sequence[BundleModel],
     events: EntityValues,
     event_item_ids: Collection[bytes],
     unusable: UnusableRows,
@@ -149,10 +165,7 @@ def _read_feature_items(
         return None
     path = source_file(config.sources.item_features, config.path("."))
     specs = [
-        feature
-        for model in bundle.models
-        if model.name == ITEM_TOWER
-        for feature in model.spec.features
+        feature for model in models if model.name == ITEM_TOWER for feature in model.spec.features
     ]
     columns = sorted({str(feature.column) for feature in specs})
     chunks, usable = [], [np.empty(0, np.bool_)]
@@ -172,7 +185,7 @@ def _read_feature_items(
     )
     # What an event set wrongly is noted where the columns are pinned.
     for ids, values in with_event_values(
-        read, events, kind="item", unusable=UnusableRows(), inputs=feature_inputs(bundle, "item"),
+        read, events, kind="item", unusable=UnusableRows(), inputs=_feature_inputs(models, "item"),
         adds=event_item_ids,
     ):  # fmt: skip
         chunks.append(ids.texts())

@@ -73,6 +73,9 @@ UNKNOWN_ITEMS = "work/unknown_items.u64"
 UNKNOWN_ITEMS_SEED = 0
 """Seed of these hashes."""
 
+UNKNOWN_EXAMPLES = 2
+"""Unknown items that are named."""
+
 COUNTED_AT_ONCE = 2
 """Shards whose entities are counted at once: each takes COUNTED_ROWS of memory."""
 
@@ -97,6 +100,8 @@ class InteractionCounts:
     unknown: NDArray[np.uint64]
     late: int
     rows: RowCounts | None
+    unknown_examples: tuple[str, ...] = ()
+    """Some of the unknown items that the team's interactions name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,6 +138,7 @@ class EarlierPartition:
     unusable: Mapping[str, Any]
     event_files: int = 0
     row_counts: RowCounts | None = None
+    unknown_examples: tuple[str, ...] = ()
 
     def rows(self, shard: int) -> Iterator[tuple[Any, NDArray[np.uint64]]]:
         """Yield batches of a shard's rows with this night's ordinals, and the users who lost an item."""
@@ -308,6 +314,7 @@ def _write(
     popularity, unknown = np.zeros(items.count, np.int64), DistinctHashes()
     count = without_item = late_count = 0
     row_counts: RowCounts | None = RowCounts()
+    examples: tuple[str, ...] = ()
 
     def note_late_batch(batch: Interactions) -> None:
         nonlocal late_count
@@ -327,6 +334,7 @@ def _write(
             row_counts = copy.deepcopy(earlier.row_counts)
             popularity, without_item, unknown_hashes = earlier.remap_counts(items.count)
             unknown.add(unknown_hashes)
+            examples = earlier.unknown_examples
             touched = exit_stack.enter_context(
                 _shard_files(folder, TOUCHED, config.shards, _TOUCHED)
             )
@@ -356,6 +364,9 @@ def _write(
             if (name_ordinals < 0).any():
                 nameless = batch.items.names.filter(pa.array(name_ordinals < 0))
                 unknown.add(text_hashes(nameless, UNKNOWN_ITEMS_SEED))
+                if batch.positions is None and len(examples) < UNKNOWN_EXAMPLES:
+                    named = dict.fromkeys([*examples, *nameless[:UNKNOWN_EXAMPLES].to_pylist()])
+                    examples = tuple(named)[:UNKNOWN_EXAMPLES]
             count += len(ordinals)
             without_item += len(ordinals) - len(known_ordinals)
             progress(count)
@@ -374,7 +385,9 @@ def _write(
             rows.write(pa.table(placed_rows, schema=schema), ranges[codes])
             if touched is not None:
                 touched.write(pa.table([hashes], schema=_TOUCHED), ranges)
-    return InteractionCounts(count, without_item, popularity, unknown.all(), late_count, row_counts)
+    return InteractionCounts(
+        count, without_item, popularity, unknown.all(), late_count, row_counts, examples
+    )
 
 
 def _shard_files(folder: Path, kind: str, shards: int, schema: Any) -> ShardFiles:
@@ -399,7 +412,7 @@ def _count_users(
         for number in slices.numbers:
             ids, *tables = map(read_stream, shard_paths(slices.folder, number, kinds))
             for source, table in zip((USER_ROWS, VECTOR_ROWS), tables, strict=False):
-                _note_again(source, table, unusable)
+                note_repeated_users(source, table, unusable)
             features, *other_hashes = (np.asarray(table.column(HASH)) for table in (*tables, ids))
             alone = np.setdiff1d(features, np.concatenate(other_hashes))
             of_events = len(np.intersect1d(alone, set_by_events))
@@ -408,7 +421,7 @@ def _count_users(
     return UserCounts(users - uncounted, featured) if users == hashes else None
 
 
-def _note_again(source: str, table: Any, unusable: UnusableRows) -> None:
+def note_repeated_users(source: str, table: Any, unusable: UnusableRows) -> None:
     """Note rows of users that an earlier row named: the first one counts."""
     hashes = np.asarray(table.column(HASH))
     order = np.argsort(hashes, kind="stable")

@@ -31,6 +31,7 @@ from precompute.sources.columns import text_hashes
 from precompute.sources.erasures import ErasedEntities
 from precompute.sources.plausibility import RowCounts
 from precompute.sources.readers import EVENT_ROWS, INTERACTIONS
+from precompute.sources.unusable import UNKNOWN_NAMED
 
 ERASED: Final = "other erasures than the base left out"
 LATE: Final = "the base left out interactions from after its cut"
@@ -160,6 +161,7 @@ def _reuse_partition(
         interactions=begin_report["interactions"],
         unknown_items=begin_report["unknown_items"],
         row_counts=RowCounts.of_report(begin_report["rows"]) if begin_report.get("rows") else None,
+        unknown_examples=tuple(begin_report.get(UNKNOWN_NAMED, ())),
         unusable={
             name: source_report
             for name, source_report in begin_report["unusable"].items()

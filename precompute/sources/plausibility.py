@@ -3,7 +3,7 @@
 An odd figure refuses no night: a person may know why it is right.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -28,6 +28,9 @@ ONE_ID_SHARE: Final = 0.2
 
 ONCE_SHARE: Final = 0.9
 """Share of distinct items among rows from which on nearly each item comes once."""
+
+UNKNOWN_SHARE: Final = 0.2
+"""Share of rows whose ids another table lacks from which on the ids of both may have two forms."""
 
 LISTS_SHARE: Final = 0.5
 """Share of fields with several words from which on a column may hold lists."""
@@ -162,6 +165,50 @@ def odd_in_words(shape: Shape) -> list[str]:
             f"{rows} rows have no time, and count as the oldest of all: fill the times in"
         )
     return odd_remarks
+
+
+def unknown_item_share(interactions: int, unknown: int, event_rows: int) -> float | None:
+    """Return the share of the team's interactions whose item the catalogue lacks, at least; None for too few rows.
+
+    All `event_rows` count as unknown: any caller may send events, which may not make the share larger.
+    """
+    rows = interactions - event_rows
+    return None if rows < JUDGED_ROWS else max(0, unknown - event_rows) / rows
+
+
+def catalogue_in_words(sources: Sources) -> str:
+    """Name the table, or the model, whose items a night knows."""
+    table = sources.item_features or sources.item_vectors
+    return f"the catalogue ({table})" if table else "the model"
+
+
+def unanswered_in_words(items: int, without: int, table: str) -> list[str]:
+    """Return a remark on items of a table that the model cannot answer for; none for a usual share."""
+    count = items + without
+    if count < JUDGED_ROWS or without < UNKNOWN_SHARE * count:
+        return []
+    remark = (
+        f"{without:,} of the {count:,} items of {table} are left out, since the model has no vector for them. Are "
+        "their ids in the form of the model's?"
+    )
+    return [remark]
+
+
+def unknown_in_words(
+    share: float | None, kind: str, table: str, unknown: Sequence[str], known: Sequence[str]
+) -> list[str]:
+    """Return a remark on interactions whose ids a table lacks, with examples of both; none for a usual share."""
+    if share is None or share < UNKNOWN_SHARE:
+        return []
+    examples = ""
+    if unknown and known:
+        interactions_text, table_text = (" and ".join(map(repr, ids)) for ids in (unknown, known))
+        examples = f": interactions have {interactions_text}, {table} has {table_text}"
+    remark = (
+        f"{share:.0%} of the interactions name {kind}s that {table} does not have{examples}; they count for nothing. "
+        f"Are the ids of both in one form? See `[sources] {kind}_column`"
+    )
+    return [remark]
 
 
 def few_in_words(users: int, items: int) -> str | None:

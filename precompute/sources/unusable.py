@@ -52,6 +52,9 @@ _REMEDIES: Final = {
     "sources.weight_column",
 }
 
+UNKNOWN_NAMED: Final = "unknown_items_named"
+"""Field of reports and fact of a generation: items that the catalogue lacks, and that a remark names."""
+
 Case = Mapping[str, str | None]
 """Fields that identify a row, as far as known: `user`, `item`, `file`, `line`."""
 
@@ -187,6 +190,24 @@ def ids_in(report: Mapping[str, Any]) -> set[str]:
         for kind in ("user", "item")
         if case.get(kind) is not None
     }
+
+
+def left_out_share(source_report: Mapping[str, Any], threshold: float) -> float:
+    """Share of a source's rows that are left out; a single one is none, unless the threshold is 0."""
+    if source_report["left_out"] <= 1 and threshold > 0:
+        return 0.0
+    return float(source_report["left_out"] / max(1, source_report["rows"]))
+
+
+def worst_source(report: Mapping[str, Any], threshold: float) -> tuple[str, float]:
+    """Source of a `to_json` of which the largest share is left out, and that share; events judge no night."""
+    shares = {
+        name: left_out_share(source_report, threshold)
+        for name, source_report in report.items()
+        if not name.startswith(f"{EVENTS}.")
+    }
+    worst = max(shares, key=lambda name: shares[name], default="")
+    return worst, shares.get(worst, 0.0)
 
 
 def format_case_value(value: Any) -> str | None:

@@ -8,9 +8,12 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from cache.control.control_keys import demand_readers, demand_readers_of_night
 from cache.control.states import State, demand
 from cache.errors import ConfigError, Conflict, Refused, SourceError, StoreError
+from cache.format.item_table import ItemTable
 from cache.format.manifest import FEATURED_USERS, MANIFEST_FORMAT
 from cache.formats import MANIFEST
 from cache.store.artefacts import generation_path, take_file
@@ -47,6 +50,7 @@ from precompute.partitions.further_input import FurtherInput
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.marks import write_marks
 from precompute.partitions.partition import (
+    UNKNOWN_EXAMPLES,
     PartitionResult,
     partition,
     partition_files,
@@ -62,9 +66,18 @@ from precompute.scoring.items import lay_out_items
 from precompute.scoring.towers import demand_feature_types
 from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.files import InputFiles, SourceFile, copies_in_words, digest_of, pin
-from precompute.sources.plausibility import RowCounts, Shape, demand_least, remarks
+from precompute.sources.plausibility import (
+    RowCounts,
+    Shape,
+    catalogue_in_words,
+    demand_least,
+    remarks,
+    unanswered_in_words,
+    unknown_in_words,
+    unknown_item_share,
+)
 from precompute.sources.readers import EVENT_ROWS, INTERACTIONS
-from precompute.sources.unusable import UnusableRows, merged
+from precompute.sources.unusable import UNKNOWN_NAMED, UnusableRows, merged
 from precompute.steps.night import Night, StepRow
 
 ERASURE_LOOKS = 10
@@ -263,6 +276,10 @@ def _prepare(
     if partitioned.interaction_counts.rows is not None and (lists or config.sources.interactions):
         odd = remarks(_shape(partitioned, items.count))
     odd += [*bundle.training.get("remarks", []), *_learnt_too_much(bundle, cut)]
+    unknown_remarks = _unknown_in_words(config, partitioned, items)
+    odd += unknown_remarks
+    if table := config.sources.item_features:
+        odd += unanswered_in_words(items.count, laid["items_without_vector"], table)
     odd += copies_in_words(facts["inputs"][: len(input_files.interactions)])
     counts_clicks = bool(config.sources.interactions)  # else `embed_items` makes the defaults
     if counts_clicks:
@@ -309,6 +326,7 @@ def _prepare(
             **copies.facts, "took_over": partitioned.took_over, "read_because": all_read,
         },
         "rows": None if counts.rows is None else counts.rows.to_json(), "remarks": odd,
+        **({UNKNOWN_NAMED: list(counts.unknown_examples)} if unknown_remarks else {}),
         "kept": {
             artefact.path: {"size_bytes": artefact.size_bytes, "sha256": artefact.sha256}
             for artefact in map(build.describe, kept_files)
@@ -462,6 +480,18 @@ def _shape(partitioned: PartitionResult, items: int) -> Shape:
         untimed=rows.untimed,
         newest_us=rows.newest_us,
     )
+
+
+def _unknown_in_words(
+    config: NightConfig, partitioned: PartitionResult, items: ItemTable
+) -> list[str]:
+    """Remark on interactions with items that the catalogue lacks, if they are many."""
+    counts = partitioned.interaction_counts
+    event_rows = partitioned.unusable.get(EVENT_ROWS, {}).get("rows", 0)
+    share = unknown_item_share(counts.interactions, counts.unknown_items, event_rows)
+    known = items.ids_of(np.arange(min(UNKNOWN_EXAMPLES, items.count), dtype=np.uint32))
+    table = catalogue_in_words(config.sources)
+    return unknown_in_words(share, "item", table, counts.unknown_examples, known)
 
 
 def _learnt_too_much(bundle: Bundle, cut: str | None) -> list[str]:

@@ -9,6 +9,7 @@ from cache.config.timetable import NIGHT_STEPS
 from precompute.config.devices import devices
 from precompute.config.progress import Progress, Step, quiet, size_text
 from precompute.config.settings import NightConfig
+from precompute.steps.failure import forget_failure, noting_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,12 @@ def run_night(night: Night, last_step: str = NIGHT_STEPS[-1]) -> list[tuple[str,
     finished_steps: list[tuple[str, StepRow, float]] = []
     for name in NIGHT_STEPS:
         started = time.perf_counter()
-        row = step_in_night(name)(night)
+        with noting_failure(night.config, name, night.build.get("generation")):
+            row = step_in_night(name)(night)
         finished_steps.append((name, row, time.perf_counter() - started))
         if not night.build:
             night = replace(night, build=row.result)
         if name == last_step or row.result.get("already_live"):
             break
+    forget_failure(night.config)
     return finished_steps

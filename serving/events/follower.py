@@ -163,6 +163,11 @@ class EventFollower:
         latest_event_at = Position.of_number(self.newer_events.users.last).ms / 1000
         return max(0.0, self._clock() - max(latest_event_at, self._at_end_at))
 
+    def count_new_items_without_vector(self) -> int:
+        """Return the number of new items of which the live generation has no vector, since its item tower fails."""
+        served = self._holder.served
+        return 0 if served is None else len(served.live.new_items.left_out)
+
     def _wanted_floor(self) -> int | None:
         """Return the oldest position that a held generation was made at; None if no generation has events."""
         served = self._holder.served
@@ -327,6 +332,7 @@ class EventMetrics(Collector):
     def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
         """Yield the metric families."""
         follower, newer_events = self._follower, self._follower.newer_events
+        left_out = follower.count_new_items_without_vector()
         for name, text, value in (
             (
                 "lag_seconds",
@@ -336,6 +342,11 @@ class EventMetrics(Collector):
             ("users", "Users with events in memory", len(newer_events.users)),
             ("held_bytes", "Bytes of events in memory", newer_events.size_bytes),
             ("new_items", "Items in memory that events brought", len(newer_events.items)),
+            (
+                "new_items_without_vector",
+                "Of these the ones on which the live item tower fails, and that no list names",
+                left_out,
+            ),
             ("held_max_bytes", "Bytes of them that a worker may have", follower.limit_bytes),
         ):
             yield GaugeMetricFamily(f"larder_events_{name}", text, value)

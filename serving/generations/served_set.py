@@ -5,7 +5,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 from cache.events.new_items import NewItem, NewItemEvents
 from cache.events.newer_events import AttributeEvents, NewerValues, ValuesOfItems
@@ -16,6 +16,9 @@ from serving.generations.snapshot import Snapshot
 from serving.requests.errors import Problem
 
 log = logging.getLogger(__name__)
+
+_NAMED_ITEMS: Final = 3
+"""New items without a vector that a line of the log names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,6 +179,13 @@ class SnapshotUpdate:
         new_items = tower.items(
             snapshot.items, item_update.new_items, values_by_item, snapshot.new_items, self._now_s
         )
+        if newly_left_out := sorted(new_items.left_out - snapshot.new_items.left_out):
+            log.warning(
+                "generation %s has no vector of %d new items, so no list names them (%s): the item tower fails on "
+                "them, or makes a number that is not finite or too large",
+                snapshot.generation, len(newly_left_out),
+                ", ".join(repr(raw.decode()) for raw in newly_left_out[:_NAMED_ITEMS]),
+            )  # fmt: skip
         values = [values_by_item[new_item.raw] for new_item in new_items.items]
         filtering = snapshot.filtering and snapshot.filtering.with_new(values, new_items.vectors)
         return snapshot.with_new_items(new_items, filtering, item_update.version)

@@ -24,7 +24,9 @@ from precompute.gates.evidence.candidate import (
 from precompute.gates.evidence.user_sample import names_of, sampled_shards
 from precompute.partitions.catalogue import item_texts
 from precompute.sources.columns import text_hashes
-from precompute.sources.unusable import EVENTS
+from precompute.sources.plausibility import unknown_item_share
+from precompute.sources.readers import EVENT_ROWS
+from precompute.sources.unusable import UNKNOWN_NAMED, worst_source
 from precompute.sources.vocabulary import VOCABULARY_ROWS
 
 VECTORS_AT_ONCE: Final = 16_384
@@ -315,31 +317,35 @@ def unusable_rows(candidate: Candidate) -> Measurement:
     """
     threshold = candidate.thresholds.unusable_rows
     unusable_by_source: dict[str, Any] = candidate.manifest.facts.get("unusable", {})
-    sources = {
-        name: source
-        for name, source in unusable_by_source.items()
-        if not name.startswith(f"{EVENTS}.")
-    }
-    if not sources:  # an older Larder began the night
+    worst, share = worst_source(unusable_by_source, threshold)
+    if not worst:  # an older Larder began the night
         return not_measured(threshold, "nothing was counted")
-    unusable_shares = {name: _left_out(source, threshold) for name, source in sources.items()}
-    worst = max(unusable_shares, key=lambda name: unusable_shares[name])
-    worst_source = sources[worst]
-    note = f"{worst_source['left_out']:,} of {worst_source['rows']:,} of {worst}"
+    source = unusable_by_source[worst]
+    note = f"{source['left_out']:,} of {source['rows']:,} of {worst}"
     reasons_text = "; ".join(
         f"{reason}: {reason_counts['rows']:,}"
-        for reason, reason_counts in worst_source["reasons"].items()
+        for reason, reason_counts in source["reasons"].items()
     )
-    passed = unusable_shares[worst] <= threshold
     return Measurement(
-        passed,
-        round(unusable_shares[worst], 6),
+        share <= threshold,
+        round(share, 6),
         threshold,
         f"{note}: {reasons_text}" if reasons_text else note,
     )
 
 
-def _left_out(source: dict[str, Any], threshold: float) -> float:
-    if source["left_out"] <= 1 and threshold > 0:
-        return 0.0
-    return float(source["left_out"] / max(1, source["rows"]))
+@judgement("unknown_items")
+def unknown_items(candidate: Candidate) -> Measurement:
+    """Measure the share of the team's interactions whose item the catalogue lacks: ids may be in another form."""
+    threshold, facts = candidate.thresholds.unknown_items, candidate.manifest.facts
+    event_rows = facts.get("unusable", {}).get(EVENT_ROWS, {}).get("rows", 0)
+    interactions, unknown = facts["interactions"], facts["interactions_with_unknown_items"]
+    share = unknown_item_share(interactions, unknown, event_rows)
+    if share is None:
+        return not_measured(threshold, "too few interactions")
+    note = (
+        f"{unknown:,} of {interactions:,} interactions name items that the catalogue does not have"
+    )
+    if named := facts.get(UNKNOWN_NAMED):
+        note += f", such as {' and '.join(map(repr, named))}"
+    return at_most(share, threshold, note)

@@ -28,8 +28,9 @@ RARE: Final = "rare"
 """Brand of few items."""
 LISTS: Final = ("user_topk", "item_similar")
 _LENIENT: Final = {
-    "unusable_rows": 1.0, "coverage_of_source": 0.0, "coverage_of_live": 0.0, "items_of_live": 0.0,
-    "items_of_live_most": 1e9, "empty_lists": 1.0, "int8_overlap": 0.0, "int8_cosine": 0.0, "top_items": 1.0,
+    "unusable_rows": 1.0, "unknown_items": 1.0, "coverage_of_source": 0.0, "coverage_of_live": 0.0,
+    "items_of_live": 0.0, "items_of_live_most": 1e9, "empty_lists": 1.0, "int8_overlap": 0.0, "int8_cosine": 0.0,
+    "top_items": 1.0,
     "single_item": 1.0, "distinct_lists": 0.0, "score_psi": 1e9, "score_psi_retrained": 1e9, "list_jaccard": 0.0,
     "list_jaccard_retrained": 0.0, "top_items_of_live": 1e9, "distinct_lists_of_live": 0.0, "stale_lists": 1.0,
     "heldout_of_live": 0.0,

@@ -203,3 +203,43 @@ def test_a_second_pass_over_the_sources_leaves_nothing_of_the_first_in_the_holdo
     two_pass_build = Build.of(twice, begin.run(twice, data_until=UNTIL, run_after=None))
 
     assert read_holdout(two_pass_build.root) == read_holdout(single_pass_build.root) != {}
+
+
+def other_form(config: NightConfig, share: float) -> None:
+    """Writes the first clicks' items in another form than the catalogue has."""
+    path = config.path("interactions.parquet")
+    table = pq.read_table(path)
+    items = [str(item_id) for item_id in table.column("item").to_pylist()]
+    count = int(share * len(items))
+    renamed = [f"sku-{item_id}" for item_id in items[:count]] + items[count:]
+    column_index = table.column_names.index("item")
+    pq.write_table(table.set_column(column_index, "item", pa.array(renamed)), path)
+
+
+def test_clicks_whose_items_have_another_form_are_told_with_the_night_and_refused(config):
+    """Published with all gates green, and no word: only the manifest had their number."""
+    other_form(config, 0.7)
+
+    build = begin.run(config, data_until=UNTIL, run_after=None)
+    remarks = Build(config, config.store(), build["generation"]).need("begin")["remarks"]
+
+    (remark,) = [remark for remark in remarks if "does not have" in remark]
+    assert "% of the interactions name items that the catalogue (items.parquet) does not" in remark
+    assert "interactions have 'sku-" in remark and "[sources] item_column" in remark
+
+    lenient = replace(config.gates, coverage_of_source=0.0)
+    with pytest.raises(Refused, match=r"unknown_items is 0\.\d+, the threshold 0\.5") as refusal:
+        publish_night(replace(config, gates=lenient), UNTIL)
+
+    assert "such as 'sku-" in str(refusal.value)
+
+
+def test_a_fifth_of_the_clicks_on_items_that_went_is_told_and_passes(config):
+    other_form(config, 0.25)
+
+    build = begin.run(config, data_until=UNTIL, run_after=None)
+    remarks = Build(config, config.store(), build["generation"]).need("begin")["remarks"]
+
+    assert any("of the interactions name items" in remark for remark in remarks)
+    lenient = replace(config.gates, coverage_of_source=0.0)
+    publish_night(replace(config, gates=lenient), UNTIL)

@@ -15,7 +15,7 @@ import redis
 
 from cache.config.events import EventsConfig
 from cache.control.states import State
-from cache.errors import ConfigError
+from cache.errors import BundleError, ConfigError, LarderError
 from cache.events.event import Event
 from cache.format.manifest import CUT_CHARS
 from cache.l2.sync_clients import connect
@@ -27,7 +27,8 @@ from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.releases import moves
 from precompute.releases.release_log import open_releases
-from precompute.steps import take_events
+from precompute.steps import index, take_events
+from precompute.steps.night import Night, run_night
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night
 from tests.polling import until
 
@@ -140,7 +141,9 @@ def test_a_refused_one_of_the_live_cut_is_a_problem_wherever_its_name_sorts(
             moves.refuse(releases, generation, reason="stale_lists", attempt=generation)
 
     with served(config, live):
-        assert told_of(config)["problems"] == [f"{earlier_generation} was refused: stale_lists"]
+        (problem,) = told_of(config)["problems"]
+    assert problem.startswith(f"{earlier_generation} was refused: stale_lists; ")
+    assert f"`larder verify {earlier_generation}`" in problem
 
 
 def test_a_lost_pointer_and_a_replica_left_behind_are_problems(config: NightConfig) -> None:
@@ -325,3 +328,37 @@ def test_outside_of_a_project_the_missing_settings_are_the_verdict(
     assert shell.main(["status", "--json"]) == 3
     (problem,) = orjson.loads(capsys.readouterr().out)["problems"]
     assert problem.startswith("nothing is live: the artefact store ") and "larder night" in problem
+
+
+def test_a_night_that_failed_is_a_problem_until_a_night_is_done(
+    config: NightConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All was well after nights that failed: nothing but a generation that was begun remained of them."""
+    live = publish_night(config, UNTIL)
+    night = Night(config, "a", NEXT)
+    index_run = index.run
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise BundleError("the model gives no finite output")
+
+    monkeypatch.setattr(index, "run", fail)
+    with pytest.raises(BundleError):
+        run_night(night)
+    with served(config, live):
+        (problem,) = told_of(config)["problems"]
+    assert problem.startswith("the last night failed at 20") and " in the step index (2" in problem
+    assert "bundle_error: the model gives no finite output" in problem
+    assert run(config, "--json") == 3
+
+    monkeypatch.setattr(index, "run", index_run)
+    run_night(night)
+    with served(config, read_state(config).live or ""):
+        assert told_of(config)["well"]
+
+
+def test_a_night_without_its_files_is_a_problem(config: NightConfig) -> None:
+    sources = replace(config.sources, interactions=("gone.parquet",))
+    with pytest.raises(LarderError):
+        run_night(Night(replace(config, sources=sources), "a", NEXT))
+
+    assert any("in the step begin: " in problem for problem in told_of(config)["problems"])

@@ -11,6 +11,7 @@ import pytest
 
 from cache.events.event import Event
 from cache.events.new_items import (
+    ITEM_COLUMN,
     ITEM_VECTORS,
     NEW_VECTOR_ABS_MAX,
     TOWER_RETRIES_S,
@@ -287,3 +288,51 @@ def test_vectors_are_bounded_by_those_of_the_generation_where_these_go_beyond(
         new_item_tower.inputs.check(brings(vector=(max(NEW_VECTOR_ABS_MAX, size),) * 4))
         with pytest.raises(UnfitNewItem):
             new_item_tower.inputs.check(brings(vector=(max(NEW_VECTOR_ABS_MAX, size) * 1.01,) * 4))
+
+
+NAME = InputSpec("name", "feature", "string", column="item")
+
+
+def test_the_id_as_a_feature_is_that_of_the_event(table: Any) -> None:
+    """It had to be sent once more, and could be another one."""
+    inputs = NewItemInputs.of(manifest(LOOKS, NAME, **{ITEM_COLUMN: "item"}))
+    inputs.check(brings(features=LONG))
+    inputs.check(brings(features={**LONG, "item": "new"}))
+    with pytest.raises(
+        UnfitNewItem, match=r"features.item is 'other', and the event is of item 'new'"
+    ):
+        inputs.check(brings(features={**LONG, "item": "other"}))
+
+    names: list[str] = []
+
+    def run(tower_inputs: Any) -> Any:
+        names.extend(tower_inputs["name"].tolist())
+        return tower_inputs["looks"]
+
+    tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
+    values: dict[bytes, dict[str, Any]] = {
+        b"new": {"looks": [0.5] * DIMS},
+        b"b": {"looks": [1.0] * DIMS, "item": "other"},
+    }
+    NewItemTower(inputs, tower).items(table, [NewItem(b"new", 1), NewItem(b"b", 2)], values)
+
+    assert names == ["new", "b"]
+
+
+def test_the_id_as_a_number_is_one(table: Any) -> None:
+    number = InputSpec("name", "feature", "int64", column="sku")
+    inputs = NewItemInputs.of(manifest(number, **{ITEM_COLUMN: "sku"}))
+
+    assert inputs.with_id({}, "17") == {"sku": 17}
+
+
+def test_items_on_which_the_tower_fails_are_named(table: Any) -> None:
+    tower: Any = SimpleNamespace(
+        run=lambda tower_inputs: tower_inputs["looks"] * np.float32(np.nan),
+        spec=SimpleNamespace(output_dims=DIMS),
+    )
+    values = {b"new": {"looks": [0.5] * DIMS}}
+
+    items = NewItemTower(NewItemInputs((LOOKS,)), tower).items(table, [NewItem(b"new", 1)], values)
+
+    assert not len(items) and items.left_out == {b"new"}

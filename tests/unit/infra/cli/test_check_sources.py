@@ -9,7 +9,9 @@ import pytest
 
 from cache.errors import SourceError
 from infra.cli.check import CheckResult, look_at_sources
-from precompute.config.settings import NightConfig, Sources
+from precompute.bundles.bundle_store import hand_over
+from precompute.config.settings import GateThresholds, NightConfig, Sources
+from tests.models import train_small
 
 
 def check(folder: Path, rows: list[str], **sources: Any) -> CheckResult:
@@ -100,3 +102,86 @@ def test_days_with_a_header_alone_are_no_copies(tmp_path: Path) -> None:
     config = NightConfig(base=str(tmp_path), sources=Sources(interactions=("*.csv",)))
 
     assert "same bytes" not in look_at_sources(config)[1]
+
+
+def write_items(folder: Path, form: str, **columns: Any) -> None:
+    ids = [form.format(number) for number in range(40)]
+    pq.write_table(pa.table({"item": ids} | columns), folder / "items.parquet")
+
+
+def test_clicks_whose_items_have_another_form_than_the_catalogue_are_said(tmp_path: Path) -> None:
+    write_items(tmp_path, "{:06d}")
+
+    state, message = check(tmp_path, clicks(), item_features="items.parquet")
+
+    assert state == "ok"
+    expected_message = "100% of the interactions name items that the catalogue (items.parquet) does"
+    assert expected_message in message and "[sources] item_column" in message
+    assert "the catalogue (items.parquet) has '000000' and '000001'" in message
+    assert "interactions have 'i" in message
+
+
+def test_items_of_one_form_are_not_remarked_on(tmp_path: Path) -> None:
+    write_items(tmp_path, "i{}")
+
+    assert check(tmp_path, clicks(), item_features="items.parquet") == (
+        "ok", "2 files; 1,000 interactions"
+    )  # fmt: skip
+
+
+def test_clicks_on_items_that_the_model_does_not_know_are_said(tmp_path: Path) -> None:
+    train_small(tmp_path / ".larder" / "bundle")
+
+    state, message = check(tmp_path, [row.replace(",i", ",sku-") for row in clicks()])
+
+    assert state == "ok"
+    assert "100% of the interactions name items that the model does not have" in message
+
+
+def test_a_column_of_attributes_that_is_not_there_is_named(tmp_path: Path) -> None:
+    write_items(tmp_path, "i{}", price=[1.0] * 40)
+    tables = {"item_features": "items.parquet", "item_attributes": ("price", "colour")}
+
+    with pytest.raises(SourceError, match="colour"):
+        check(tmp_path, clicks(), **tables)
+
+
+@pytest.mark.parametrize("threshold", [0.001, 0.1])
+def test_rows_that_would_refuse_the_night_are_to_do(tmp_path: Path, threshold: float) -> None:
+    (tmp_path / "a.csv").write_text(
+        "user,item,timestamp\n" + "\n".join([*clicks(950), *[",i1,1700000000"] * 50]) + "\n"
+    )
+    config = NightConfig(
+        base=str(tmp_path),
+        sources=Sources(interactions=("a.csv",)),
+        gates=GateThresholds(unusable_rows=threshold),
+    )
+
+    state, message = look_at_sources(config)
+
+    assert "50 rows that cannot be used: 50 user: an id of 0" in message
+    assert (state, "a night refuses more than 0.001 of them" in message) == (
+        ("to do", True) if threshold < 0.05 else ("ok", False)
+    )
+
+
+def test_rows_of_the_catalogue_that_would_refuse_the_night_are_to_do(tmp_path: Path) -> None:
+    ids = [f"i{number}" for number in range(40)]
+    pq.write_table(pa.table({"item": ids + ids[:4]}), tmp_path / "items.parquet")
+
+    state, message = check(tmp_path, clicks(), item_features="items.parquet")
+
+    assert state == "to do"
+    assert message.startswith("4 of the 44 rows of item_features cannot be used (4 listed before)")
+
+
+def test_a_bundle_in_the_store_alone_is_compared_with_too(tmp_path: Path) -> None:
+    bundle = train_small(tmp_path / "elsewhere")
+    config = NightConfig(
+        base=str(tmp_path), artifacts=str(tmp_path / "store"), sources=Sources(("a.csv",))
+    )
+    hand_over(config.store(), bundle)
+    rows = [row.replace(",i", ",sku-") for row in clicks()]
+    (tmp_path / "a.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
+
+    assert "name items that the model does not have" in look_at_sources(config)[1]

@@ -8,7 +8,14 @@ import pytest
 
 from cache.errors import SourceError
 from precompute.config.settings import Sources
-from precompute.sources.plausibility import RowCounts, Shape, demand_least, hold_lists, remarks
+from precompute.sources.plausibility import (
+    RowCounts,
+    Shape,
+    demand_least,
+    hold_lists,
+    remarks,
+    unknown_item_share,
+)
 from precompute.sources.readers import read_interactions
 
 NOW_S = 1_700_000_000
@@ -106,3 +113,11 @@ def test_few_rows_without_a_time_are_told_by_their_number() -> None:
         rows=4_200, users=300, items=120, most_of_user=20, most_of_item=90, untimed=1, newest_us=10**15
     )  # fmt: skip
     assert any(remark.startswith("1 of 4,200 rows have no time") for remark in remarks(shape))
+
+
+def test_events_make_the_share_of_unknown_items_no_larger() -> None:
+    """Anybody sends events: those on invented items would refuse every night."""
+    assert unknown_item_share(100, 60, 0) == 0.6
+    assert unknown_item_share(100 + 900, 10 + 900, 900) == 0.1
+    assert unknown_item_share(100 + 900, 60 + 300, 900) == 0.0
+    assert unknown_item_share(19, 19, 0) is None
