@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from cache.errors import BundleError, ConfigError, LarderError
 from cache.model.ranking import Metric
@@ -19,6 +20,7 @@ from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.process.command_line import json_text
 from cache.store.artefacts import write_atomically
+from precompute.adapters.fold_in import HISTORY_MAX, complete_rows, user_inputs
 from precompute.adapters.inputs import ClickMatrix, Vectors
 from precompute.bundles.agreement import agreement
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
@@ -165,6 +167,8 @@ class Imported:
     """Columns of `item_features` that the model does not take."""
     unused_columns: tuple[str, ...] = ()
     """Columns of `user_features` that the model does not take; no table has them."""
+    user_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Feature inputs of the user tower by name, a row for each user of the clicks."""
 
 
 def open_import_folder(to: Path) -> None:
@@ -309,19 +313,17 @@ def _write_tables(to: Path, imported: Imported) -> None:
 
 
 def _agreement(bundle: Bundle, imported: Imported) -> dict[str, Any]:
-    """Measure the agreement of the user tower's int8 form, over known histories; empty without any."""
-    if (
-        imported.clicks is None
-        or imported.user_spec.history is None
-        or len(imported.user_spec.inputs) > 1
-    ):
+    """Measure the agreement of the user tower's int8 form, over known users with clicks; empty without any."""
+    clicks, spec, features = imported.clicks, imported.user_spec, imported.user_inputs
+    if clicks is None or (spec.features and not features):
         return {}
-    rows = imported.clicks.sample(COMPARED, 1, np.random.default_rng(0))
+    are_usable = complete_rows(features, clicks.matrix.shape[0])
+    rows = clicks.sample(COMPARED, 1, np.random.default_rng(0), are_usable)
     if not len(rows):
         return {}
-    longest = imported.user_spec.history.max_length or 1
-    histories: Histories = imported.clicks.histories(rows, longest)
-    inputs = {imported.user_spec.history.name: histories}
+    longest = HISTORY_MAX if spec.history is None else spec.history.max_length or 1
+    histories: Histories = clicks.histories(rows, longest)
+    inputs = user_inputs(spec, histories, {name: values[rows] for name, values in features.items()})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "int8.onnx"
         try:

@@ -171,9 +171,16 @@ class ClickMatrix:
         """True if clicks have different weights."""
         return bool(self.matrix.nnz) and self.matrix.data.min() != self.matrix.data.max()
 
-    def sample(self, max_users: int, min_items: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Return the rows of at most `max_users` users with at least `min_items` items, ascending."""
-        enough = np.flatnonzero(np.diff(self.matrix.indptr) >= min_items)
+    def sample(
+        self,
+        max_users: int,
+        min_items: int,
+        rng: np.random.Generator,
+        are_usable: NDArray[np.bool_] | None = None,
+    ) -> NDArray[np.int64]:
+        """Return the rows of at most `max_users` usable users with at least `min_items` items, ascending."""
+        has_enough = np.diff(self.matrix.indptr) >= min_items
+        enough = np.flatnonzero(has_enough if are_usable is None else has_enough & are_usable)
         return np.sort(rng.choice(enough, min(max_users, len(enough)), replace=False))
 
     def histories(self, rows: NDArray[np.int64], longest: int) -> Histories:

@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 
 from cache.errors import SourceError
 from cache.model.ranking import Metric
-from precompute.adapters.fold_in import Fold, as_by_chance, choose, ridges, share_by_chance
+from precompute.adapters.fold_in import (
+    Fold,
+    as_by_chance,
+    choose,
+    ridges,
+    share_by_chance,
+    too_few_clicks,
+    unjudged_ids,
+)
 from precompute.adapters.folder import Imported, ImportReport, write_folder
 from precompute.adapters.inputs import ClickMatrix, Vectors, ids_of
 from precompute.bundles.bundle import ModelFile
@@ -74,10 +82,15 @@ def import_vectors(
     )  # fmt: skip
     if imported.share_by_chance is not None:
         raise as_by_chance(imported.share_by_chance)
-    imported_with_columns = replace(
-        imported, further_columns=further_columns, unused_columns=unused_columns
+    limits = imported.cannot
+    if users is not None and clicks is not None:
+        users_with_clicks = np.count_nonzero(np.diff(clicks.matrix.indptr))
+        if unjudged := too_few_clicks(int(users_with_clicks), int(clicks.matrix.nnz)):
+            limits += (unjudged_ids(unjudged),)
+    completed = replace(
+        imported, cannot=limits, further_columns=further_columns, unused_columns=unused_columns
     )
-    return write_folder(to, imported_with_columns, started_at)
+    return write_folder(to, completed, started_at)
 
 
 def model_of(
