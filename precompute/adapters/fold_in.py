@@ -350,9 +350,7 @@ def check_taste(
         vectors.append(run(tower, spec, folded_histories, user_features))
         held_out += _rows(held_out_histories)
         if part == 0:
-            tower_recall = recall(
-                vectors[0], items, folded_histories, held_out_histories, metric
-            )
+            tower_recall = recall(vectors[0], items, folded_histories, held_out_histories, metric)
         if sum(map(len, held_out)) >= PAIRS_ENOUGH:
             break
     # Not what is in the history itself: a model of the next item may well place that last.
@@ -370,7 +368,8 @@ def too_few_clicks(users: int, clicks: int) -> str:
     if users >= USERS_LEAST and clicks > PAIRS_LEAST:
         return ""
     return (
-        f"{clicks:,} clicks of {users:,} users can be compared, and it takes more than {PAIRS_LEAST:,} of {USERS_LEAST}"
+        f"{clicks:,} clicks of {users:,} users can be compared, and more than {PAIRS_LEAST:,} of {USERS_LEAST} are "
+        "needed"
     )
 
 
@@ -452,9 +451,7 @@ _Shuffled = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
 """For each user: a history, and its places in a random order."""
 
 
-def _shuffled(
-    clicks: ClickMatrix, rows: NDArray[np.int64], rng: np.random.Generator
-) -> _Shuffled:
+def _shuffled(clicks: ClickMatrix, rows: NDArray[np.int64], rng: np.random.Generator) -> _Shuffled:
     histories = _rows(clicks.histories(rows, HISTORY_MAX))
     return [(history, rng.permutation(len(history))) for history in histories]
 

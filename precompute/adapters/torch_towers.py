@@ -15,7 +15,13 @@ from cache.errors import SourceError
 from cache.model.ranking import Metric
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
-from precompute.adapters.fold_in import TasteCheck, check_taste, complete_rows, unjudged_ids, user_inputs
+from precompute.adapters.fold_in import (
+    TasteCheck,
+    check_taste,
+    complete_rows,
+    unjudged_ids,
+    user_inputs,
+)
 from precompute.adapters.folder import Imported, ImportReport, write_folder
 from precompute.adapters.inputs import ClickMatrix, Vectors, feature_columns, ids_of
 from precompute.adapters.torch_export import ROWS_AT_ONCE, BoundTower, Example, export, first_line

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.errors import BundleError, ConfigError, LarderError, SourceError
+from cache.errors import BundleError, ConfigError, LarderError, ModelFailed, SourceError
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import FEATURED_USERS
 from cache.model.runtime import Accelerator
@@ -159,9 +159,9 @@ def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> ND
     """
     try:
         return tower.run(inputs)
-    except LarderError:
-        raise
     except Exception as error:
+        if isinstance(error, LarderError) and not isinstance(error, ModelFailed):
+            raise
         rows = np.arange(rows_of(inputs))
         while len(rows) > 1:
             half = rows[: len(rows) // 2]
@@ -319,12 +319,7 @@ class OnnxOnGpu:
     def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
         """Outputs of each batch; raises MemoryError where the provider's arena is full."""
         for feed in feeds:
-            try:
-                yield self._tower.fed(dict(zip(self._names, feed, strict=True)))
-            except Exception as error:  # ONNX Runtime's errors share no base class of their own
-                if "allocate" not in str(error) and "out of memory" not in str(error):
-                    raise
-                raise MemoryError(str(error)) from error
+            yield self._tower.fed(dict(zip(self._names, feed, strict=True)))
 
 
 def _on_device(build: Build, model: BundleModel, device: str) -> DeviceModel | str:

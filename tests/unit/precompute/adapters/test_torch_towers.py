@@ -434,7 +434,9 @@ def test_an_item_whose_code_the_model_does_not_know_is_named(tmp_path):
     groups = np.full(ITEMS, 1)
     groups[9] = 5
 
-    with pytest.raises(SourceError, match="item tower fails on item 'i09' with group 5: .*; give the codes"):
+    with pytest.raises(
+        SourceError, match=r"item tower fails on item 'i09' with group 5: .*; give the codes"
+    ):
         from_torch(
             towers.Mean().eval(), torch.nn.Embedding(5, DIMS).eval(), export_example, to=tmp_path / "out",
             item_ids=IDS, item_features={"group": groups},
