@@ -24,13 +24,14 @@ from precompute.adapters.fold_in import (
 )
 from precompute.adapters.folder import Imported, ImportReport, write_folder
 from precompute.adapters.inputs import ClickMatrix, Vectors, feature_columns, ids_of
-from precompute.adapters.torch_export import ROWS_AT_ONCE, BoundTower, Example, export, first_line
+from precompute.adapters.torch_export import BoundTower, Example, export, first_line
 from precompute.adapters.vectors import import_vectors
 from precompute.bundles.bundle import ModelFile
 from precompute.bundles.onnx_model import OnnxModel
 from precompute.scoring.towers import run_named
 
 _INDICES = ("history", "item", "user")
+_USERS_AT_ONCE = 1 << 16
 
 
 def from_torch(
@@ -173,8 +174,8 @@ def _demand_answers(
         path = Path(folder) / "user_tower.onnx"
         tower.write(path)
         opened_tower = Tower.open(path, spec)
-        for start in range(0, len(rows), ROWS_AT_ONCE):
-            batch_rows = rows[start : start + ROWS_AT_ONCE]
+        for start in range(0, len(rows), _USERS_AT_ONCE):
+            batch_rows = rows[start : start + _USERS_AT_ONCE]
             histories = (
                 Histories.of([()] * len(batch_rows))
                 if clicks is None

@@ -176,12 +176,14 @@ def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> ND
         inputs_text = ", ".join(
             f"{column} {format_case_value(value)}" for column, value in values.items()
         )
-        error_lines = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        cause = error.__cause__ or error
+        error_lines = str(cause).strip().splitlines()[-1:] or [type(cause).__name__]
+        model = (
+            f"the model {error.details['model']}" if isinstance(error, ModelFailed) else "the model"
+        )
         raise SourceError(
-            f"{name(row)}: the model cannot be run on {inputs_text or 'its input'} "
-            f"({format_case_value(error_lines[0])}); correct "
-            "the table, or "
-            "leave the value out of it",
+            f"{name(row)}: {model} cannot be run on {inputs_text or 'its input'} "
+            f"({format_case_value(error_lines[0])}); correct the table, or leave the value out of it",
             columns=sorted(values),
         ) from error
 

@@ -421,7 +421,9 @@ def test_a_user_on_whose_features_the_model_cannot_be_run_is_named(tmp_path):
     countries = np.arange(USERS) % 3
     countries[7] = 3
 
-    with pytest.raises(SourceError, match="user 'u7': the model cannot be run on country 3"):
+    with pytest.raises(
+        SourceError, match=r"user 'u7': the model user_tower\.onnx cannot be run on country 3"
+    ):
         imported_with_countries(
             tmp_path, TasteAndCountry, WITH_COUNTRY, IDS, user_features={"country": countries}
         )
