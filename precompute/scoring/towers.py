@@ -231,7 +231,7 @@ class DeviceTower:
             if not self._stays:
                 outputs = self._tried(inputs)
         except BundleError as error:
-            if not self._may_stay:
+            if not self._may_stay or isinstance(error, ModelFailed):
                 raise
             self._stay(error.message)
         except RuntimeError as error:

@@ -332,6 +332,22 @@ class TestClicks:
 
 
 class TestTogether:
+    def test_items_in_another_order_are_doubted_where_users_have_no_vectors(self, tmp_path):
+        ids = [f"i{item}" for item in range(80)]
+        pairs = CLICKS.tocoo()
+        clicks = parquet(
+            tmp_path / "clicks.parquet", user=[f"u{row}" for row in pairs.row],
+            item=[ids[column] for column in pairs.col],
+        )  # fmt: skip
+
+        right, shuffled = (
+            from_vectors(names, ITEMS, to=tmp_path / name, clicks=clicks)
+            for name, names in (("right", ids), ("shuffled", [*ids[1:], ids[0]]))
+        )
+
+        assert not any("by chance" in limit or "order" in limit for limit in right.cannot)
+        assert any("better than by chance" in limit for limit in shuffled.cannot)
+
     def test_columns_of_clicks_keep_their_names_for_the_next_days_file(self, tmp_path):
         # Given clicks whose columns have names of their own
         users, items = [f"u{user}" for user in range(120)], [f"i{item}" for item in range(80)]
