@@ -107,11 +107,12 @@ def _doubts(imported: Imported, clicks: ClickMatrix, seed: int) -> tuple[str, ..
             np.random.default_rng(seed),
         )  # fmt: skip
     except SourceError as error:
-        share = error.details["share"]
-        return (
+        share: Any = error.details["share"]
+        limit = (
             f"recommend better than by chance: what users clicked scores above a random item in {share:.0%} of pairs; "
-            "if the vectors were fitted on such clicks, item ids are not in the order of their rows",
+            "if the vectors were fitted on such clicks, item ids are not in the order of their rows"
         )
+        return (limit,)
     return (unjudged_ids(taste.unjudged),) if taste.unjudged else ()
 
 
