@@ -171,7 +171,7 @@ def from_classifier(
         )  # fmt: skip
         tower = Tower.open(bundle.values[table].path, spec)
         is_usable = np.stack([_usable(column) for column in inputs.values()]).all(axis=0)
-        difference = _try_rows(tower, inputs, expected, ids, np.flatnonzero(is_usable))
+        difference, nonfinite = _try_rows(tower, inputs, expected, ids, np.flatnonzero(is_usable))
         swap_in(staging_folder, to / BUNDLE)
     except BaseException:
         if is_new:
@@ -198,7 +198,7 @@ def from_classifier(
         is_again=is_again,
         seconds=round(time.perf_counter() - started_at, 3),
         remark=remark,
-        limits=rows_that_refuse(to, feature_rows, spec),
+        limits=rows_that_refuse(to, feature_rows, spec, nonfinite),
     )
     write_atomically(to / REPORT, json_text(report.to_json()).encode())
     return report
@@ -370,9 +370,10 @@ def _fed(column: Any, spec: InputSpec, rows: NDArray[np.int64]) -> NDArray[Any]:
 
 def _try_rows(
     tower: Tower, inputs: Mapping[str, Any], expected: Any, ids: Any, usable: NDArray[np.int64]
-) -> float | None:
-    """Run the model on all usable rows; return its largest deviation from its library, None if nothing is compared.
+) -> tuple[float | None, int]:
+    """Run the model on all usable rows.
 
+    Return (its largest deviation from its library, None if nothing is compared; rows whose output is not finite).
     Raises SourceError for a row on which the model fails, for outputs of which none is finite, and for outputs beyond
     TOLERANCE; it names the first id.
     """
@@ -386,7 +387,7 @@ def _try_rows(
             "each row"
         )
     differences, is_off = np.zeros(len(usable)), np.zeros(len(usable), np.bool_)
-    has_output = not len(usable)
+    nonfinite = 0
     for start in range(0, len(usable), ROWS_AT_ONCE):
         rows = usable[start : start + ROWS_AT_ONCE]
         outputs = run_named(
@@ -397,19 +398,19 @@ def _try_rows(
             },
             lambda row, rows=rows: f"row of {ids[int(rows[row])].as_py()!r}",
         )
-        has_output |= bool(np.isfinite(outputs).all(axis=1).any())
+        nonfinite += int((~np.isfinite(outputs).all(axis=1)).sum())
         if expected_outputs is not None:
             batch = slice(start, start + len(rows))
             differences[batch] = np.abs(outputs - expected_outputs[rows]).max(axis=1)
             are_close = np.isclose(outputs, expected_outputs[rows], rtol=TOLERANCE, atol=TOLERANCE)
             is_off[batch] = ~are_close.all(axis=1)
-    if not has_output:
+    if len(usable) and nonfinite == len(usable):
         raise SourceError(
             f"no output of the model is finite, on none of {len(usable):,} rows: was it trained to its end, and are "
             "the columns in the order of the training?"
         )
     if expected_outputs is None or not len(usable):
-        return None
+        return None, nonfinite
     if is_off.any():
         first = ids[int(usable[is_off.argmax()])].as_py()
         texts = any(input_spec.dtype == "string" for input_spec in tower.spec.inputs)
@@ -419,4 +420,4 @@ def _try_rows(
             f"{int(is_off.sum()):,} of {len(usable):,} rows, at most by {np.nanmax(differences):.2g}, first for "
             f"{first!r}: {remedy}"
         )
-    return float(differences.max())
+    return float(differences.max()), nonfinite

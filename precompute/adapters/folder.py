@@ -173,6 +173,8 @@ class Imported:
     """Columns of `user_features` that the model does not take; no table has them."""
     user_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Feature inputs of the user tower by name, a row for each user of the clicks."""
+    nonfinite_outputs: int = 0
+    """Number of users with all features whose vector is not finite."""
 
 
 def open_import_folder(to: Path) -> None:
@@ -226,7 +228,9 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
             )
         write_atomically(to / SETTINGS, _SETTINGS.format(users=users, clicks=clicks).encode())
     if (user_features := imported.features.get("user_features")) is not None:
-        limits += rows_that_refuse(to, user_features, imported.user_spec)
+        limits += rows_that_refuse(
+            to, user_features, imported.user_spec, imported.nonfinite_outputs
+        )
     report = ImportReport(
         str(to), imported.model, len(imported.items.ids), 0 if imported.users is None else len(imported.users.ids),
         0 if imported.clicks is None else int(imported.clicks.matrix.nnz), imported.items.dims, imported.metric,
@@ -271,8 +275,10 @@ def reinstate_bundle(to: Path) -> str:
     return ""
 
 
-def rows_that_refuse(to: Path, table: Any, spec: TowerSpec) -> tuple[str, ...]:
-    """Return limits about a table of users' features: rows that a night leaves out, and columns that refuse it.
+def rows_that_refuse(
+    to: Path, table: Any, spec: TowerSpec, nonfinite_outputs: int
+) -> tuple[str, ...]:
+    """Return limits about a table of users' features: rows that a night leaves out, and shares that refuse it.
 
     Thresholds are those of the folder's settings.
     """
@@ -280,9 +286,10 @@ def rows_that_refuse(to: Path, table: Any, spec: TowerSpec) -> tuple[str, ...]:
         config = night_config(str(to / SETTINGS))
     except LarderError:  # kept settings that `larder check` will name
         config = NightConfig()
-    limits, threshold = list[str](), config.gates.unusable_rows
+    limits, rows = list[str](), table.num_rows
+    refusals = {"have an output that is not finite": nonfinite_outputs}
     for feature in spec.features:
-        column, rows = table[str(feature.column)].combine_chunks(), table.num_rows
+        column = table[str(feature.column)].combine_chunks()
         column, is_long = without_long_texts(column, config.feature_text_bytes)
         masks = dict(read_values(column, feature).unusable_mask_by_reason)
         if long_count := int(is_long.sum()):
@@ -291,14 +298,17 @@ def rows_that_refuse(to: Path, table: Any, spec: TowerSpec) -> tuple[str, ...]:
                 f"answer for {long_count:,} of {rows:,} rows: a text of {feature.column!r} is longer than "
                 f"feature_text_bytes ({config.feature_text_bytes:,}): shorten it, or raise that in {SETTINGS}"
             )
-        count = int(np.logical_or.reduce(list(masks.values())).sum()) if masks else 0
-        if count > threshold * rows and (count > 1 or not threshold):
-            reasons = ", ".join(masks)
-            limits.append(
-                f"have a night published: {count:,} of {rows:,} rows ({count / rows:.2%}) cannot be used ({reasons}), "
-                f"and the gate unusable_rows lets {threshold:.2%} pass: fill in what the model was trained with for a "
-                f"missing value, leave the rows out, or raise [gates] unusable_rows in {SETTINGS}"
-            )
+        if masks:
+            is_unusable = np.logical_or.reduce(list(masks.values()))
+            refusals[f"cannot be used ({', '.join(masks)})"] = int(is_unusable.sum())
+    threshold = config.gates.unusable_rows
+    limits += [
+        f"have a night published: {count:,} of {rows:,} rows ({count / rows:.2%}) {lack}, and the gate unusable_rows "
+        f"lets {threshold:.2%} pass: fill in what the model was trained with for a missing value, leave the rows out, "
+        f"or raise [gates] unusable_rows in {SETTINGS}"
+        for lack, count in refusals.items()
+        if count > threshold * rows and (count > 1 or not threshold)
+    ]
     return tuple(limits)
 
 

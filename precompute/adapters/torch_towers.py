@@ -109,6 +109,7 @@ def from_torch(
             item_tower=item_model, features=tables, further_columns=tuple(further), unused_columns=unused,
         )  # fmt: skip
     tower, user_spec, _ = export(of_users)
+    nonfinite = 0
     _demand_same(user_spec.output_dims, rows.dims)
     if user_spec.features and not of_user:
         limits.append("have a night yet: name a table of these features in [sources] user_features")
@@ -117,7 +118,7 @@ def from_torch(
         )
     else:
         if of_user:
-            _demand_answers(tower, user_spec, users, click_matrix, of_user)
+            nonfinite = _count_nonfinite(tower, user_spec, users, click_matrix, of_user)
         taste = check_taste(tower, user_spec, rows.rows, click_matrix, metric, rng, of_user)
     if taste.unjudged:
         limits.append(unjudged_ids(taste.unjudged))
@@ -132,6 +133,7 @@ def from_torch(
     imported = Imported(
         model_name, rows, tower, user_spec, metric, "the user tower itself", recalls, None, click_matrix, tuple(limits),
         item_model, tables, further_columns=tuple(further), unused_columns=unused, user_inputs=of_user,
+        nonfinite_outputs=nonfinite,
     )  # fmt: skip
     return write_folder(to, imported, started_at)
 
@@ -159,17 +161,20 @@ def _loaded(module_or_path: Any, trust: bool) -> Any:
     return module
 
 
-def _demand_answers(
+def _count_nonfinite(
     tower: OnnxModel,
     spec: TowerSpec,
     users: Any,
     clicks: ClickMatrix | None,
     features: Mapping[str, NDArray[Any]],
-) -> None:
-    """Raise SourceError, naming a user, if the model cannot be run on all users' features, or none has a vector."""
+) -> int:
+    """Return the number of users, of those with all features, whose vector is not finite.
+
+    Raises SourceError, naming a user, if the model cannot be run on all of these, or if none has a vector.
+    """
     rows = np.flatnonzero(complete_rows(features, len(users)))
     longest = 0 if spec.history is None else int(spec.history.max_length or 1)
-    has_vector = False
+    count = 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "user_tower.onnx"
         tower.write(path)
@@ -187,12 +192,13 @@ def _demand_answers(
                 user_inputs(spec, histories, batch_features),
                 lambda row, batch_rows=batch_rows: f"user {users[int(batch_rows[row])].as_py()!r}",
             )
-            has_vector |= bool(np.isfinite(vectors).all(axis=1).any())
-    if not has_vector:
+            count += int((~np.isfinite(vectors).all(axis=1)).sum())
+    if count == len(rows):
         raise SourceError(
             f"no user of {len(users):,} has a finite vector by the user tower: are user_features there, and was the "
             "model trained to its end?"
         )
+    return count
 
 
 def _embed_known_users(
