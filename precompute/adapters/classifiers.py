@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from precompute.adapters.folder import (
     reinstate_bundle,
     rows_that_refuse,
 )
-from precompute.adapters.inputs import feature_table, ids_of
+from precompute.adapters.inputs import feature_table, ids_of, name_row
 from precompute.bundles.bundle import ModelFile, write_bundle
 from precompute.bundles.bundle_store import swap_in
 from precompute.bundles.onnx_model import OnnxModel, item_tower
@@ -396,7 +397,7 @@ def _try_rows(
                 input_spec.name: _fed(inputs[input_spec.name], input_spec, rows)
                 for input_spec in tower.spec.inputs
             },
-            lambda row, rows=rows: f"row of {ids[int(rows[row])].as_py()!r}",
+            partial(name_row, "row of", ids, rows),
         )
         nonfinite += int((~np.isfinite(outputs).all(axis=1)).sum())
         if expected_outputs is not None:

@@ -412,6 +412,11 @@ def _is_list(kind: Any) -> bool:
     return any(is_list_type(kind) for is_list_type in lists)
 
 
+def name_row(subject: str, ids: Any, rows: NDArray[np.int64], row: int) -> str:
+    """Return the name of a row of a batch, whose `rows` are places of ids (Arrow strings)."""
+    return f"{subject} {ids[int(rows[row])].as_py()!r}"
+
+
 def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str, Any]:
     """Return columns by name, each with a row for each id, in their order.
 

@@ -3,6 +3,7 @@
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from precompute.adapters.fold_in import (
     user_inputs,
 )
 from precompute.adapters.folder import Imported, ImportReport, write_folder
-from precompute.adapters.inputs import ClickMatrix, Vectors, feature_columns, ids_of
+from precompute.adapters.inputs import ClickMatrix, Vectors, feature_columns, ids_of, name_row
 from precompute.adapters.torch_export import BoundTower, Example, export, first_line
 from precompute.adapters.vectors import import_vectors
 from precompute.bundles.bundle import ModelFile
@@ -190,7 +191,7 @@ def _count_nonfinite(
             vectors = run_named(
                 opened_tower,
                 user_inputs(spec, histories, batch_features),
-                lambda row, batch_rows=batch_rows: f"user {users[int(batch_rows[row])].as_py()!r}",
+                partial(name_row, "user", users, batch_rows),
             )
             count += int((~np.isfinite(vectors).all(axis=1)).sum())
     if count == len(rows):
