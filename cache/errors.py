@@ -67,6 +67,10 @@ class BundleError(LarderError):
     code = "bundle_error"
 
 
+class ModelFailed(BundleError):
+    """ONNX Runtime opened a model and cannot run it on an input."""
+
+
 class CorruptArtefact(LarderError):
     """Bytes that do not match their checksum, size or format."""
 

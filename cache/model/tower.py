@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.errors import BundleError
+from cache.errors import BundleError, ModelFailed
 from cache.model.runtime import Accelerator, ort, provider_of
 from cache.model.tower_spec import TowerSpec, check_fits
 
@@ -106,9 +106,10 @@ class Tower:
     """ONNX Runtime session of one model; thread-safe, and a row's output does not depend on the other rows."""
 
     def __init__(
-        self, session: ort.InferenceSession, spec: TowerSpec, buckets: tuple[int, ...]
+        self, session: ort.InferenceSession, spec: TowerSpec, buckets: tuple[int, ...], name: str
     ) -> None:
         self.spec = spec
+        self.name = name
         self.buckets = buckets
         self.provider = provider_of(session)
         self._session = session
@@ -137,7 +138,7 @@ class Tower:
             raise BundleError(
                 f"{path.name} is not a model that ONNX Runtime opens: {error}{_remedy(str(error))}"
             ) from error
-        return cls(session, spec, check_fits(path.name, session, spec))
+        return cls(session, spec, check_fits(path.name, session, spec), path.name)
 
     def run(self, inputs: Inputs) -> NDArray[np.float32]:
         """Run the model; return float32 [n, output_dims].
@@ -152,8 +153,17 @@ class Tower:
         return outputs
 
     def fed(self, feed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
-        """Run the model for one batch of `batches`."""
-        outputs: NDArray[np.float32] = self._session.run([self.spec.output], feed)[0]
+        """Run the model for one batch of `batches`; raise ModelFailed, or MemoryError if there is no room for it."""
+        try:
+            outputs: NDArray[np.float32] = self._session.run([self.spec.output], feed)[0]
+        except Exception as error:  # ONNX Runtime's errors share no base class of their own
+            if "allocate" in str(error) or "out of memory" in str(error):
+                raise MemoryError(f"{self.name}: {error}") from error
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            shapes = ", ".join(f"{name} {list(values.shape)}" for name, values in feed.items())
+            raise ModelFailed(
+                f"{self.name} cannot be run on {shapes}: {lines[-1]}", model=self.name
+            ) from error
         return outputs
 
     def batches(

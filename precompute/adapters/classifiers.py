@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,17 @@ from precompute.adapters.folder import (
     SETTINGS,
     open_import_folder,
     reinstate_bundle,
+    rows_that_refuse,
 )
-from precompute.adapters.inputs import feature_table, ids_of
+from precompute.adapters.inputs import feature_table, ids_of, name_row
 from precompute.bundles.bundle import ModelFile, write_bundle
 from precompute.bundles.bundle_store import swap_in
 from precompute.bundles.onnx_model import OnnxModel, item_tower
+from precompute.scoring.towers import run_named
 
 FEATURES = "user_features.parquet"
 TOLERANCE = 1e-4
-"""Largest difference from `expected`: float32 against the float64 of a library."""
+"""Largest difference from `expected`, absolute plus relative to it: float32 against the float64 of a library."""
 ROWS_AT_ONCE = 8_192
 _ROWS_DIFFER = "were the same rows and columns given to both, in the same order?"
 _TEXTS_DIFFER = (
@@ -85,6 +88,8 @@ class ClassifierReport:
     seconds: float
     remark: str = ""
     """Why the store could not be told to use this bundle, if it could not."""
+    limits: tuple[str, ...] = ()
+    """What rows of the table cannot have, or a night of them: those that are unusable."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON object."""
@@ -103,7 +108,7 @@ class ClassifierReport:
             f"{self.table}: {self.rows:,} rows, labels {', '.join(self.labels)}",
             *([f"{self.folder}: {replacement_note}"] if self.is_again else []),
             *self._incomplete_in_words(),
-            *([f"cannot: {self.remark}"] if self.remark else []),
+            *(f"cannot: {limit}" for limit in (self.remark, *self.limits) if limit),
             compared,
             "a request about an id without a row sends features like "
             + (features if len(features) <= 200 else f"{features[:200]}..."),
@@ -138,7 +143,7 @@ def from_classifier(
     naming what is wrong and the remedy; nothing is written then.
     """
     started_at, to = time.perf_counter(), Path(to)
-    rows = feature_table(features, "features")
+    rows = feature_table(features, "features", id_column)
     if id_column not in rows.column_names:
         raise SourceError(
             f"features has no column {id_column!r} of ids; it has {', '.join(rows.column_names)}: name it by id_column"
@@ -167,7 +172,7 @@ def from_classifier(
         )  # fmt: skip
         tower = Tower.open(bundle.values[table].path, spec)
         is_usable = np.stack([_usable(column) for column in inputs.values()]).all(axis=0)
-        difference = _largest_difference(tower, inputs, expected, ids, np.flatnonzero(is_usable))
+        difference, nonfinite = _try_rows(tower, inputs, expected, ids, np.flatnonzero(is_usable))
         swap_in(staging_folder, to / BUNDLE)
     except BaseException:
         if is_new:
@@ -175,7 +180,8 @@ def from_classifier(
         raise
     finally:
         shutil.rmtree(staging_folder, ignore_errors=True)
-    pq.write_table(pa.table({"user": ids, **inputs}), to / f".{FEATURES}.part")
+    feature_rows = pa.table({"user": ids, **inputs})
+    pq.write_table(feature_rows, to / f".{FEATURES}.part")
     (to / f".{FEATURES}.part").replace(to / FEATURES)
     is_again = (to / SETTINGS).exists()
     if not is_again:
@@ -193,6 +199,7 @@ def from_classifier(
         is_again=is_again,
         seconds=round(time.perf_counter() - started_at, 3),
         remark=remark,
+        limits=rows_that_refuse(to, feature_rows, spec, nonfinite),
     )
     write_atomically(to / REPORT, json_text(report.to_json()).encode())
     return report
@@ -362,10 +369,15 @@ def _fed(column: Any, spec: InputSpec, rows: NDArray[np.int64]) -> NDArray[Any]:
     return values if spec.width is None else values.reshape(len(rows), spec.width)
 
 
-def _largest_difference(
+def _try_rows(
     tower: Tower, inputs: Mapping[str, Any], expected: Any, ids: Any, usable: NDArray[np.int64]
-) -> float | None:
-    """Return the model's largest deviation from its library; SourceError names the first id above TOLERANCE."""
+) -> tuple[float | None, int]:
+    """Run the model on all usable rows.
+
+    Return (its largest deviation from its library, None if nothing is compared; rows whose output is not finite).
+    Raises SourceError for a row on which the model fails, for outputs of which none is finite, and for outputs beyond
+    TOLERANCE; it names the first id.
+    """
     labels = tower.spec.output_dims
     expected_outputs = None if expected is None else np.asarray(expected, np.float64)
     if expected_outputs is not None and expected_outputs.shape == (len(ids),) and labels == 1:
@@ -375,29 +387,38 @@ def _largest_difference(
             f"expected is {list(expected_outputs.shape)}, {[len(ids), labels]} is wanted: what predict_proba says of "
             "each row"
         )
-    compared = usable if expected_outputs is not None else usable[:1]
-    differences = np.zeros(len(compared))
-    for start in range(0, len(compared), ROWS_AT_ONCE):
-        rows = compared[start : start + ROWS_AT_ONCE]
-        outputs = tower.run(
+    differences, is_off = np.zeros(len(usable)), np.zeros(len(usable), np.bool_)
+    nonfinite = 0
+    for start in range(0, len(usable), ROWS_AT_ONCE):
+        rows = usable[start : start + ROWS_AT_ONCE]
+        outputs = run_named(
+            tower,
             {
                 input_spec.name: _fed(inputs[input_spec.name], input_spec, rows)
                 for input_spec in tower.spec.inputs
-            }
+            },
+            partial(name_row, "row of", ids, rows),
         )
+        nonfinite += int((~np.isfinite(outputs).all(axis=1)).sum())
         if expected_outputs is not None:
-            differences[start : start + len(rows)] = np.abs(outputs - expected_outputs[rows]).max(
-                axis=1
-            )
-    if expected_outputs is None or not len(compared):
-        return None
-    is_off = ~(differences <= TOLERANCE)
+            batch = slice(start, start + len(rows))
+            differences[batch] = np.abs(outputs - expected_outputs[rows]).max(axis=1)
+            are_close = np.isclose(outputs, expected_outputs[rows], rtol=TOLERANCE, atol=TOLERANCE)
+            is_off[batch] = ~are_close.all(axis=1)
+    if len(usable) and nonfinite == len(usable):
+        raise SourceError(
+            f"no output of the model is finite, on none of {len(usable):,} rows: was it trained to its end, and are "
+            "the columns in the order of the training?"
+        )
+    if expected_outputs is None or not len(usable):
+        return None, nonfinite
     if is_off.any():
-        first = ids[int(compared[is_off.argmax()])].as_py()
+        first = ids[int(usable[is_off.argmax()])].as_py()
         texts = any(input_spec.dtype == "string" for input_spec in tower.spec.inputs)
         remedy = _TEXTS_DIFFER if texts else _ROWS_DIFFER
         raise SourceError(
-            f"the model differs from expected by more than {TOLERANCE:g} for {int(is_off.sum()):,} of "
-            f"{len(compared):,} rows, at most by {np.nanmax(differences):.2g}, first for {first!r}: {remedy}"
+            f"the model differs from expected by more than {TOLERANCE:g} plus {TOLERANCE:.2%} of the value for "
+            f"{int(is_off.sum()):,} of {len(usable):,} rows, at most by {np.nanmax(differences):.2g}, first for "
+            f"{first!r}: {remedy}"
         )
-    return float(differences.max())
+    return float(differences.max()), nonfinite

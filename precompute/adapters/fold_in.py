@@ -1,9 +1,11 @@
 """Folding a history into a vector: the towers that do it, as ONNX graphs, and the choice among them."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -43,6 +45,17 @@ DEVIATIONS = 3.0
 
 USERS_LEAST = 20
 """Least number of users with a click for a judgement: the clicks of one user are alike."""
+
+PAIRS_LEAST = int((DEVIATIONS * 0.5 / (CHANCE - 0.5)) ** 2)
+"""Number of clicks up to which a share of exactly one half could be chance, and is not judged."""
+
+PAIRS_ENOUGH = 4_000
+"""Number of held-out clicks from which on no further part of the histories is held out for a judgement."""
+
+PARTS = 5
+"""Parts of a history, of which one is held out at a time."""
+
+NO_FEATURES: Mapping[str, NDArray[Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -297,36 +310,84 @@ def choose(
     return winning_fold
 
 
-def recall_of(
+@dataclass(frozen=True, slots=True)
+class TasteCheck:
+    """Recall@20 of a user tower (None: nothing to hold out), and the reason why clicks could not judge its ids, if any.
+
+    A tower that clicks judge to rank by chance is refused instead.
+    """
+
+    recall: float | None
+    unjudged: str = ""
+
+
+def check_taste(
     tower: OnnxModel,
     spec: TowerSpec,
     items: NDArray[np.float32],
     clicks: ClickMatrix | None,
     metric: Metric,
     rng: np.random.Generator,
-) -> float | None:
-    """Return the recall@20 of a tower of histories alone, as `choose` measures it; None without histories.
+    features: Mapping[str, NDArray[Any]] = NO_FEATURES,
+) -> TasteCheck:
+    """Return the recall@20 of a user tower, as `choose` measures it; `features` have a row for each user of the clicks.
 
     Raises SourceError if it ranks held-out items no better than any other item.
     """
-    rows = (
-        np.empty(0, np.int64)
-        if clicks is None
-        else clicks.sample(USERS_MAX, HISTORY_ITEMS_MIN, rng)
-    )
+    if clicks is None:
+        return TasteCheck(None, "there are no clicks")
+    are_usable = complete_rows(features, clicks.matrix.shape[0])
+    rows = clicks.sample(USERS_MAX, HISTORY_ITEMS_MIN, rng, are_usable)
+    if len(rows) < USERS_LEAST:
+        rows = clicks.sample(USERS_MAX, 2, rng, are_usable)
     if not len(rows):
-        return None
-    folded_histories, held_out_histories = _cut(clicks, rows, rng)
-    vectors = run(tower, spec, folded_histories)
+        return TasteCheck(None, "no user has clicked two items, of which one could be held out")
+    user_features = {name: values[rows] for name, values in features.items()}
+    shuffled = _shuffled(clicks, rows, rng)
+    vectors, held_out, tower_recall = [], [], 0.0
+    for part in range(PARTS):
+        folded_histories, held_out_histories = _hold_out(shuffled, part)
+        vectors.append(run(tower, spec, folded_histories, user_features))
+        held_out += _rows(held_out_histories)
+        if part == 0:
+            tower_recall = recall(vectors[0], items, folded_histories, held_out_histories, metric)
+        if sum(map(len, held_out)) >= PAIRS_ENOUGH:
+            break
     # Not what is in the history itself: a model of the next item may well place that last.
-    held_out_csr = (
-        np.ones(len(held_out_histories.indices), np.float32),
-        held_out_histories.indices,
-        held_out_histories.indptr,
+    pairs = Histories.of(held_out)
+    ones = np.ones(len(pairs.indices), np.float32)
+    shape = len(pairs), len(items)
+    held_out_clicks = ClickMatrix(sp.csr_matrix((ones, pairs.indices, pairs.indptr), shape), None)
+    if len(rows) >= USERS_LEAST:
+        demand_taste(items, np.concatenate(vectors), held_out_clicks, rng)
+    return TasteCheck(tower_recall, too_few_clicks(len(rows), len(pairs.indices)))
+
+
+def too_few_clicks(users: int, clicks: int) -> str:
+    """Return why so few users or clicks cannot show that ids and rows do not belong together; empty if they can."""
+    if users >= USERS_LEAST and clicks > PAIRS_LEAST:
+        return ""
+    return (
+        f"{clicks:,} clicks of {users:,} users can be compared, and more than {PAIRS_LEAST:,} of {USERS_LEAST} are "
+        "needed"
     )
-    shape = len(held_out_histories), len(items)
-    demand_taste(items, vectors, ClickMatrix(sp.csr_matrix(held_out_csr, shape), None), rng)
-    return recall(vectors, items, folded_histories, held_out_histories, metric)
+
+
+def unjudged_ids(reason: str) -> str:
+    """Return the limit of an import in which clicks could not judge the ids."""
+    return (
+        f"tell whether all ids are in the order of the model's rows, as clicks would show: {reason}; look at a few "
+        "lists before you publish"
+    )
+
+
+def complete_rows(features: Mapping[str, NDArray[Any]], count: int) -> NDArray[np.bool_]:
+    """Return a mask of the rows whose numbers are all finite."""
+    mask = np.ones(count, np.bool_)
+    for values in features.values():
+        if values.dtype.kind == "f":
+            mask &= np.isfinite(values).reshape(count, -1).all(axis=1)
+    return mask
 
 
 def enough_steps(fold: Fold, spec: TowerSpec, histories: Histories) -> tuple[int, OnnxModel]:
@@ -352,12 +413,25 @@ def enough_steps(fold: Fold, spec: TowerSpec, histories: Histories) -> tuple[int
     return best_steps_and_tower
 
 
-def run(tower: OnnxModel, spec: TowerSpec, histories: Histories) -> NDArray[np.float32]:
-    """Vectors float32 [n, dims] of histories, by the model as it will be served."""
+def run(
+    tower: OnnxModel,
+    spec: TowerSpec,
+    histories: Histories,
+    features: Mapping[str, NDArray[Any]] = NO_FEATURES,
+) -> NDArray[np.float32]:
+    """Vectors float32 [n, dims] of histories and features, by the model as it will be served."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tower.onnx"
+        path = Path(folder) / "user_tower.onnx"
         tower.write(path)
-        return Tower.open(path, spec).run({spec.inputs[0].name: histories})
+        return Tower.open(path, spec).run(user_inputs(spec, histories, features))
+
+
+def user_inputs(
+    spec: TowerSpec, histories: Histories, features: Mapping[str, NDArray[Any]]
+) -> dict[str, Histories | NDArray[Any]]:
+    """Return the inputs of a user tower by name; histories are left out if it takes none."""
+    of_history = {} if spec.history is None else {spec.history.name: histories}
+    return {**of_history, **features}
 
 
 def _rows(histories: Histories) -> list[NDArray[np.int64]]:
@@ -370,10 +444,25 @@ def _cut(
     """Return (items to fold, items to find) of these users: one fifth of each history is held out."""
     if clicks is None or not len(rows):
         return Histories.of([]), Histories.of([])
+    return _hold_out(_shuffled(clicks, rows, rng), 0)
+
+
+_Shuffled = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
+"""For each user: a history, and its places in a random order."""
+
+
+def _shuffled(clicks: ClickMatrix, rows: NDArray[np.int64], rng: np.random.Generator) -> _Shuffled:
+    histories = _rows(clicks.histories(rows, HISTORY_MAX))
+    return [(history, rng.permutation(len(history))) for history in histories]
+
+
+def _hold_out(shuffled: _Shuffled, part: int) -> tuple[Histories, Histories]:
+    """Return (items to fold, items to find); histories of fewer items than parts have nothing to find in the last."""
     folded_histories, held_out_histories = [], []
-    for history in _rows(clicks.histories(rows, HISTORY_MAX)):
-        mixed = rng.permutation(len(history))
-        held_out_count = max(1, len(mixed) // 5)
-        held_out_histories.append(history[mixed[:held_out_count]])
-        folded_histories.append(history[np.sort(mixed[held_out_count:])])
+    for history, mixed in shuffled:
+        size = max(1, len(mixed) // PARTS)
+        is_held_out = np.zeros(len(mixed), np.bool_)
+        is_held_out[mixed[part * size : (part + 1) * size]] = True
+        held_out_histories.append(history[mixed[part * size : (part + 1) * size]])
+        folded_histories.append(history[~is_held_out])
     return Histories.of(folded_histories), Histories.of(held_out_histories)

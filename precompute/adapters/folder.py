@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from cache.errors import BundleError, ConfigError, LarderError
 from cache.model.ranking import Metric
@@ -19,17 +21,21 @@ from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.process.command_line import json_text
 from cache.store.artefacts import write_atomically
-from precompute.adapters.inputs import ClickMatrix, Vectors
+from precompute.adapters.fold_in import HISTORY_MAX, complete_rows, user_inputs
+from precompute.adapters.inputs import COLUMNS, ClickMatrix, Vectors
 from precompute.bundles.agreement import agreement
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
 from precompute.bundles.bundle_store import hand_over, handed_over, is_superseded, swap_in
 from precompute.bundles.onnx_model import OnnxModel, item_tower
 from precompute.bundles.quantize import quantize_tower
-from precompute.config.settings import night_config
+from precompute.config.settings import NightConfig, night_config
+from precompute.sources.features import read_values, without_long_texts
+from precompute.sources.unusable import TOO_LONG
 
 BUNDLE, USERS, CLICKS, SETTINGS, REPORT = (
     "bundle", "user_vectors.parquet", "clicks.parquet", "larder.toml", "import.json"
 )  # fmt: skip
+_COLUMN_SETTINGS = ("user_column", "item_column", "timestamp_column")
 FEATURES = frozenset({"user_features", "item_features"})
 COMPARED = 256
 """Number of histories on which the int8 form is compared."""
@@ -82,7 +88,7 @@ class ImportReport:
     is_again: bool = False
     """True if an earlier import in the same folder was replaced, its settings kept."""
     had_times: bool = False
-    """True if the clicks came with times: they are written in that order, without the times."""
+    """True if the clicks came with times: they are written in that order, with the times if these are known in full."""
     further_columns: tuple[str, ...] = ()
     """Columns of `item_features` that the model does not take; they are kept."""
     unused_columns: tuple[str, ...] = ()
@@ -106,7 +112,7 @@ class ImportReport:
         return [
             f"{self.model}: {size}, {self.dims} dimensions, {self.metric}",
             *([f"clicks left out: {left_out_text}"] if left_out_text else []),
-            *(["times of clicks put them in order, and are not written"] if self.had_times else []),
+            *(["times of clicks put them in order"] if self.had_times else []),
             *([f"{self.folder}: {replacement_note}"] if self.is_again else []),
             *self._columns_in_words(),
             f"a history becomes a vector by {self.fold_in}"
@@ -165,6 +171,10 @@ class Imported:
     """Columns of `item_features` that the model does not take."""
     unused_columns: tuple[str, ...] = ()
     """Columns of `user_features` that the model does not take; no table has them."""
+    user_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Feature inputs of the user tower by name, a row for each user of the clicks."""
+    nonfinite_outputs: int = 0
+    """Number of users with all features whose vector is not finite."""
 
 
 def open_import_folder(to: Path) -> None:
@@ -192,7 +202,8 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
         swap_in(staging_folder, to / BUNDLE)
     finally:
         shutil.rmtree(staging_folder, ignore_errors=True)
-    _write_tables(to, imported)
+    columns = _columns(to, imported)
+    _write_tables(to, imported, columns)
     limits, is_again = imported.cannot, (to / SETTINGS).exists()
     if is_again:
         limits += _unnamed((to / SETTINGS).read_text(encoding="utf-8"), imported)
@@ -208,7 +219,18 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
             clicks = "interactions = []     # files of what users did, if you have any: left out of their lists"
         if imported.clicks is not None:
             clicks = f'interactions = ["{CLICKS}"]     # left out of their lists; or your own files'
+            clicks += "".join(
+                f"\n{setting} = {orjson.dumps(name).decode()}"
+                for setting, name, usual_name in zip(
+                    _COLUMN_SETTINGS, columns, COLUMNS, strict=True
+                )
+                if name != usual_name
+            )
         write_atomically(to / SETTINGS, _SETTINGS.format(users=users, clicks=clicks).encode())
+    if (user_features := imported.features.get("user_features")) is not None:
+        limits += rows_that_refuse(
+            to, user_features, imported.user_spec, imported.nonfinite_outputs
+        )
     report = ImportReport(
         str(to), imported.model, len(imported.items.ids), 0 if imported.users is None else len(imported.users.ids),
         0 if imported.clicks is None else int(imported.clicks.matrix.nnz), imported.items.dims, imported.metric,
@@ -219,6 +241,17 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
     )  # fmt: skip
     write_atomically(to / REPORT, json_text(report.to_json()).encode())
     return report
+
+
+def _columns(to: Path, imported: Imported) -> tuple[str, str, str]:
+    """Return the names of columns of users, items and times: those of kept settings, else those of the clicks."""
+    if (to / SETTINGS).exists():
+        try:
+            sources = night_config(str(to / SETTINGS)).sources
+        except LarderError:  # kept settings that `larder check` will name
+            return COLUMNS
+        return sources.user_column, sources.item_column, sources.timestamp_column
+    return COLUMNS if imported.clicks is None else imported.clicks.columns
 
 
 def reinstate_bundle(to: Path) -> str:
@@ -240,6 +273,43 @@ def reinstate_bundle(to: Path) -> str:
             f"`larder hand-over {BUNDLE}` in {to}"
         )
     return ""
+
+
+def rows_that_refuse(
+    to: Path, table: Any, spec: TowerSpec, nonfinite_outputs: int
+) -> tuple[str, ...]:
+    """Return limits about a table of users' features: rows that a night leaves out, and shares that refuse it.
+
+    Thresholds are those of the folder's settings.
+    """
+    try:
+        config = night_config(str(to / SETTINGS))
+    except LarderError:  # kept settings that `larder check` will name
+        config = NightConfig()
+    limits, rows = list[str](), table.num_rows
+    refusals = {"have an output that is not finite": nonfinite_outputs}
+    for feature in spec.features:
+        column = table[str(feature.column)].combine_chunks()
+        column, is_long = without_long_texts(column, config.feature_text_bytes)
+        masks = dict(read_values(column, feature).unusable_mask_by_reason)
+        if long_count := int(is_long.sum()):
+            masks[f"{feature.column}: {TOO_LONG}"] = is_long
+            limits.append(
+                f"answer for {long_count:,} of {rows:,} rows: a text of {feature.column!r} is longer than "
+                f"feature_text_bytes ({config.feature_text_bytes:,}): shorten it, or raise that in {SETTINGS}"
+            )
+        if masks:
+            is_unusable = np.logical_or.reduce(list(masks.values()))
+            refusals[f"cannot be used ({', '.join(masks)})"] = int(is_unusable.sum())
+    threshold = config.gates.unusable_rows
+    limits += [
+        f"have a night published: {count:,} of {rows:,} rows ({count / rows:.2%}) {lack}, and the gate unusable_rows "
+        f"lets {threshold:.2%} pass: fill in what the model was trained with for a missing value, leave the rows out, "
+        f"or raise [gates] unusable_rows in {SETTINGS}"
+        for lack, count in refusals.items()
+        if count > threshold * rows and (count > 1 or not threshold)
+    ]
+    return tuple(limits)
 
 
 def _unnamed(settings: str, imported: Imported) -> tuple[str, ...]:
@@ -282,14 +352,14 @@ def bundle_of(imported: Imported, folder: Path, **training: Any) -> Bundle:
     )
 
 
-def _write_tables(to: Path, imported: Imported) -> None:
+def _write_tables(to: Path, imported: Imported, columns: tuple[str, str, str]) -> None:
     """Write clicks, users' vectors and features as Parquet; remove an earlier import's files that have no successor."""
     part = to / f".{secrets.token_hex(4)}.part"
     try:
         if imported.clicks is None:
             (to / CLICKS).unlink(missing_ok=True)
         else:
-            imported.clicks.write(part, imported.items.ids)
+            imported.clicks.write(part, imported.items.ids, columns)
             part.replace(to / CLICKS)
         if imported.users is None:
             (to / USERS).unlink(missing_ok=True)
@@ -297,31 +367,30 @@ def _write_tables(to: Path, imported: Imported) -> None:
             rows = pa.FixedSizeListArray.from_arrays(
                 pa.array(imported.users.rows.ravel()), imported.users.dims
             )
-            pq.write_table(pa.table({"user": imported.users.ids, "vector": rows}), part)
+            pq.write_table(pa.table({columns[0]: imported.users.ids, "vector": rows}), part)
             part.replace(to / USERS)
         for name in FEATURES - imported.features.keys():
             (to / f"{name}.parquet").unlink(missing_ok=True)
         for name, table in imported.features.items():
-            pq.write_table(table, part)
+            id_column = columns[0] if name == "user_features" else columns[1]
+            pq.write_table(table.rename_columns([id_column, *table.column_names[1:]]), part)
             part.replace(to / f"{name}.parquet")
     finally:
         part.unlink(missing_ok=True)
 
 
 def _agreement(bundle: Bundle, imported: Imported) -> dict[str, Any]:
-    """Measure the agreement of the user tower's int8 form, over known histories; empty without any."""
-    if (
-        imported.clicks is None
-        or imported.user_spec.history is None
-        or len(imported.user_spec.inputs) > 1
-    ):
+    """Measure the agreement of the user tower's int8 form, over known users with clicks; empty without any."""
+    clicks, spec, features = imported.clicks, imported.user_spec, imported.user_inputs
+    if clicks is None or (spec.features and not features):
         return {}
-    rows = imported.clicks.sample(COMPARED, 1, np.random.default_rng(0))
+    are_usable = complete_rows(features, clicks.matrix.shape[0])
+    rows = clicks.sample(COMPARED, 1, np.random.default_rng(0), are_usable)
     if not len(rows):
         return {}
-    longest = imported.user_spec.history.max_length or 1
-    histories: Histories = imported.clicks.histories(rows, longest)
-    inputs = {imported.user_spec.history.name: histories}
+    longest = HISTORY_MAX if spec.history is None else spec.history.max_length or 1
+    histories: Histories = clicks.histories(rows, longest)
+    inputs = user_inputs(spec, histories, {name: values[rows] for name, values in features.items()})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "int8.onnx"
         try:

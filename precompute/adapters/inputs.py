@@ -22,6 +22,12 @@ from precompute.sources.csv_files import BLANKS
 from precompute.sources.readers import Interactions, read_interactions
 from precompute.sources.vocabulary import NumberedIds, Vocabulary, repeats_in
 
+COLUMNS = ("user", "item", "timestamp")
+"""Names of columns of users, items and times in a table of clicks, unless settings name others."""
+
+_TIME = pa.timestamp("us", "UTC")
+_BATCHES_SHOWN = 8
+"""Batches of clicks whose item ids a message about ids is made of."""
 _REPEAT, _UNKNOWN, _NO_CLICK = "repeats", "of unknown users or items", "of weight 0 or less"
 
 
@@ -65,13 +71,16 @@ class ClickMatrix:
     """Clicks of users on items: a CSR matrix [users, items] of weights above 0.
 
     Those that were read from a table with times are in their order within a row (`is_ordered`). `left_out`: number of
-    clicks that are not in it, by reason.
+    clicks that are not in it, by reason. `times`: microseconds since 1970 of each click, in the order of
+    `matrix.indices`, 0 for none. `columns`: names of a table's columns of users, items and times.
     """
 
     matrix: sp.csr_matrix
     users: Any
     is_ordered: bool = False
     left_out: Mapping[str, int] = field(default_factory=dict)
+    times: NDArray[np.int64] | None = None
+    columns: tuple[str, str, str] = COLUMNS
 
     @classmethod
     def of(cls, clicks: Any, users: Any, items: Any) -> Self:
@@ -87,7 +96,9 @@ class ClickMatrix:
             clicks = Sources(interactions=(str(clicks),))
         if isinstance(clicks, Sources):
             where = ", ".join(clicks.interactions)
-            return cls.read(read_interactions(clicks, Path.cwd()), where, users, items)
+            click_matrix = cls.read(read_interactions(clicks, Path.cwd()), where, users, items)
+            names = clicks.user_column, clicks.item_column, clicks.timestamp_column
+            return replace(click_matrix, columns=names)
         if isinstance(clicks, str | Path):
             try:
                 clicks = sp.load_npz(clicks)
@@ -125,11 +136,14 @@ class ClickMatrix:
         columns, numbered = Vocabulary.of(pa.chunked_array([items])), NumberedIds()
         rows: list[NDArray[np.int64]] = []
         times: list[NDArray[np.int64]] = []
+        item_ids: list[Any] = []
         assert columns is not None  # noqa: S101 - ids were checked
         for batch in batches:
             numbered.add(batch.users)
             rows.append(columns.find_positions(batch.items.names)[batch.items.codes])
             times.append(batch.times)
+            if len(item_ids) < _BATCHES_SHOWN:
+                item_ids.append(pc.unique(batch.items.names))
         row, column, time = numbered.codes(), np.concatenate(rows), np.concatenate(times)
         names = numbered.names.cast(pa.string())
         if users is not None:
@@ -138,28 +152,39 @@ class ClickMatrix:
             row, names = user_vocabulary.find_positions(names)[row], users
         is_known = (row >= 0) & (column >= 0)
         if not is_known.any():
+            item_names = pa.concat_arrays([batch_ids.cast(pa.string()) for batch_ids in item_ids])
+            remedy = (
+                _zeros_remedy("item", items, item_names)
+                or _zeros_remedy("user", users, numbered.names.cast(pa.string()))
+                or _ids_remedy(users, items)
+            )
             raise NothingKnown(
-                f"{where}: not one click is of a known user on a known item; {_ids_remedy(users, items)}"
+                f"{where}: not one click is of a known user on a known item; {remedy}"
             )
         click_matrix = cls.in_order(
-            row[is_known], column[is_known], time[is_known], names, len(items)
+            row[is_known], column[is_known], time[is_known], names, len(items), keeps_times=True
         )
-        return replace(
-            click_matrix, left_out={**click_matrix.left_out, _UNKNOWN: int((~is_known).sum())}
-        )
+        left_out = {**click_matrix.left_out, _UNKNOWN: int((~is_known).sum())}
+        return replace(click_matrix, left_out=left_out)
 
     @classmethod
     def in_order(
-        cls, row: NDArray[np.int64], column: NDArray[np.int64], time: NDArray[Any], users: Any, items: int
+        cls, row: NDArray[np.int64], column: NDArray[np.int64], time: NDArray[Any], users: Any, items: int,
+        *, keeps_times: bool = False,
     ) -> Self:  # fmt: skip
-        """Order clicks by time, and keep the latest of each pair; `users` are Arrow strings."""
+        """Order clicks by time, and keep the latest of each pair; `users` are Arrow strings.
+
+        Times are kept only if they are microseconds since 1970.
+        """
         order = np.lexsort((time, row))[::-1]
         pairs = row[order] * items + column[order]
         latest = order[np.sort(np.unique(pairs, return_index=True)[1])][::-1]
         indptr = np.searchsorted(row[latest], np.arange(len(users) + 1))
         ones = np.ones(len(latest), np.float32)
         matrix = sp.csr_matrix((ones, column[latest], indptr), (len(users), items))
-        return cls(matrix, users, bool(time.any()), {_REPEAT: len(row) - len(latest)})
+        has_times = bool(time.any())
+        times = time[latest] if has_times and keeps_times else None
+        return cls(matrix, users, has_times, {_REPEAT: len(row) - len(latest)}, times)
 
     @property
     def usual_weight(self) -> float:
@@ -171,9 +196,16 @@ class ClickMatrix:
         """True if clicks have different weights."""
         return bool(self.matrix.nnz) and self.matrix.data.min() != self.matrix.data.max()
 
-    def sample(self, max_users: int, min_items: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Return the rows of at most `max_users` users with at least `min_items` items, ascending."""
-        enough = np.flatnonzero(np.diff(self.matrix.indptr) >= min_items)
+    def sample(
+        self,
+        max_users: int,
+        min_items: int,
+        rng: np.random.Generator,
+        are_usable: NDArray[np.bool_] | None = None,
+    ) -> NDArray[np.int64]:
+        """Return the rows of at most `max_users` usable users with at least `min_items` items, ascending."""
+        has_enough = np.diff(self.matrix.indptr) >= min_items
+        enough = np.flatnonzero(has_enough if are_usable is None else has_enough & are_usable)
         return np.sort(rng.choice(enough, min(max_users, len(enough)), replace=False))
 
     def histories(self, rows: NDArray[np.int64], longest: int) -> Histories:
@@ -189,18 +221,45 @@ class ClickMatrix:
         ]
         return Histories.of(parts)
 
-    def write(self, path: Path, items: Any) -> None:
-        """Write a Parquet file with a row for each click: the columns `user` and `item`."""
-        schema = pa.schema([("user", pa.string()), ("item", pa.string())])
+    def write(self, path: Path, items: Any, columns: tuple[str, str, str] = COLUMNS) -> None:
+        """Write a Parquet file with a row for each click: `columns` of users, items and, if there are any, times."""
+        user_column, item_column, timestamp_column = columns
+        fields = [(user_column, pa.string()), (item_column, pa.string())]
+        has_times = self.times is not None and bool(timestamp_column)
+        schema = pa.schema([*fields, (timestamp_column, _TIME)] if has_times else fields)
         with pq.ParquetWriter(path, schema) as file:
             step = 100_000
             for start in range(0, self.matrix.shape[0], step):
                 part = self.matrix[start : start + step].tocoo()
                 order = np.argsort(part.row, kind="stable")
                 users = self.users.take(pa.array(part.row[order] + start))
-                file.write_table(
-                    pa.table([users, items.take(pa.array(part.col[order]))], schema=schema)
-                )
+                values = [users, items.take(pa.array(part.col[order]))]
+                if self.times is not None and has_times:
+                    first = int(self.matrix.indptr[start])
+                    times = self.times[first : first + part.nnz]
+                    values.append(pa.array(times, pa.int64(), mask=times == 0).cast(_TIME))
+                file.write_table(pa.table(values, schema=schema))
+
+
+def _zeros_remedy(entity_kind: str, ids: Any, clicked_ids: Any) -> str:
+    """Return the remedy for ids that differ by leading zeros alone, with an example of both forms; else nothing."""
+    if ids is None or not len(clicked_ids):
+        return ""
+    bare_ids, bare_clicked = (pc.utf8_ltrim(texts, "0") for texts in (ids, clicked_ids))
+    places = pc.index_in(bare_clicked, value_set=bare_ids)
+    if places.null_count == len(places):
+        return ""
+    clicked_row = int(np.flatnonzero(np.asarray(places.is_valid()))[0])
+    id_text, clicked_text = (
+        ids[places[clicked_row].as_py()].as_py(),
+        clicked_ids[clicked_row].as_py(),
+    )
+    if id_text == clicked_text:
+        return ""
+    return (
+        f"the {entity_kind} that is {clicked_text!r} there is {id_text!r} among the {entity_kind} ids: zeros in front "
+        "are part of an id, so write both as texts of one form (integers have no zeros in front)"
+    )
 
 
 def _ids_remedy(users: Any, items: Any) -> str:
@@ -353,6 +412,11 @@ def _is_list(kind: Any) -> bool:
     return any(is_list_type(kind) for is_list_type in lists)
 
 
+def name_row(subject: str, ids: Any, rows: NDArray[np.int64], row: int) -> str:
+    """Return the name of a row of a batch, whose `rows` are places of ids (Arrow strings)."""
+    return f"{subject} {ids[int(rows[row])].as_py()!r}"
+
+
 def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str, Any]:
     """Return columns by name, each with a row for each id, in their order.
 
@@ -365,7 +429,7 @@ def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str
         return {}
     if isinstance(feature_source, Mapping):
         return dict(feature_source)
-    table = feature_table(feature_source, f"{entity_kind}_features")
+    table = feature_table(feature_source, f"{entity_kind}_features", entity_kind)
     if ids is None:
         pass  # of entities that nobody names, the values are examples
     elif entity_kind in table.column_names:
@@ -389,15 +453,21 @@ def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str
     }
 
 
-def feature_table(table_source: Any, setting: str) -> Any:
-    """Return the Arrow table of an argument, or read it from a path; raise SourceError with the argument's name."""
+def feature_table(table_source: Any, setting: str, id_column: str) -> Any:
+    """Return the Arrow table of an argument, or read it from a path; raise SourceError with the argument's name.
+
+    The column of ids in a CSV file is read as texts: "007" stays "007".
+    """
     try:
         if isinstance(table_source, str | Path):
             path = Path(table_source)
             if not path.exists():
                 raise SourceError(f"{setting}: there is no file {path}")
             is_csv = path.suffix.lower() == ".csv"
-            return pa.csv.read_csv(path) if is_csv else pq.read_table(path)
+            as_texts = pa.csv.ConvertOptions(column_types={id_column: pa.string()})
+            return (
+                pa.csv.read_csv(path, convert_options=as_texts) if is_csv else pq.read_table(path)
+            )
         if isinstance(table_source, pa.Table):
             return table_source
         if hasattr(table_source, "to_arrow"):  # polars
@@ -421,9 +491,12 @@ def _rows_of_ids(table: Any, ids: Any, entity_kind: str) -> Any:
     row_indices = pc.index_in(ids, value_set=texts)
     if row_indices.null_count:
         missing = ids.filter(pc.is_null(row_indices))[0].as_py()
+        remedy = (
+            _zeros_remedy(entity_kind, ids, texts) if row_indices.null_count == len(ids) else ""
+        )
         raise SourceError(
             f"{entity_kind}_features has no row of {row_indices.null_count:,} {entity_kind} ids, {missing!r} among "
-            "them: give one for each"
+            f"them: {remedy or 'give one for each'}"
         )
     return table.take(row_indices)
 

@@ -136,12 +136,15 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         return array_by_name
 
     def run(
-        self, rows: int, features: Mapping[str, Any], histories: Histories | None = None
+        self, ids: Any, features: Mapping[str, Any], histories: Histories | None = None
     ) -> NDArray[np.float32]:
-        """Vectors of rows 0 to `rows`, by torch; `features` have a row for each."""
+        """Vectors of all ids (Arrow strings), by torch; `features` have a row for each.
+
+        Raises SourceError, which names the first id on which the tower fails.
+        """
         vector_batches = []
-        for start in range(0, rows, ROWS_AT_ONCE):
-            batch_rows = np.arange(start, min(start + ROWS_AT_ONCE, rows))
+        for start in range(0, len(ids), ROWS_AT_ONCE):
+            batch_rows = np.arange(start, min(start + ROWS_AT_ONCE, len(ids)))
             feed = {}
             for name, value in self.inputs.items():
                 if name == "history":
@@ -154,8 +157,34 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
                     feed[name] = batch_rows.astype(_numpy_of(value, name))
                 else:
                     feed[name] = np.ascontiguousarray(features[name][batch_rows])
-            vector_batches.append(vectors_of(self, feed, self.tower_name))
+            try:
+                vector_batches.append(vectors_of(self, feed, self.tower_name))
+            except SourceError:
+                row = self._failing_row(feed, len(batch_rows))
+                if row is None:
+                    raise
+                values = ", ".join(
+                    f"{name} {feed[name][row]}" for name in self.inputs if name not in _INDICES
+                )
+                entity = self.tower_name.split()[1]
+                subject = f"{entity} {ids[start + row].as_py()!r} with {values or 'its index'}"
+                vectors_of(self, _one_row(feed, row), self.tower_name, subject)
+                raise
         return np.concatenate(vector_batches)
+
+    def _failing_row(self, feed: Feed, rows: int) -> int | None:
+        """The first row on which the tower fails alone; None if it fails on every row, or on none alone."""
+        fails = [self._fails(_one_row(feed, row)) for row in (0, rows - 1)]
+        if all(fails):
+            return None
+        return next((row for row in range(rows) if self._fails(_one_row(feed, row))), None)
+
+    def _fails(self, feed: Feed) -> bool:
+        try:
+            vectors_of(self, feed, self.tower_name)
+        except SourceError:
+            return True
+        return False
 
     def spec(self, dims: int) -> TowerSpec:
         """Specification of the inputs and the output."""
@@ -298,18 +327,28 @@ def demand_exportable(module: Any, tower_name: str) -> None:
         )
 
 
-def vectors_of(module: nn.Module, feed: Feed, tower_name: str) -> NDArray[np.float32]:
-    """Output float32 [n, dims] of the module; raises SourceError for anything else."""
+def _one_row(feed: Feed, row: int) -> Feed:
+    return {name: array[row : row + 1] for name, array in feed.items()}
+
+
+def vectors_of(
+    module: nn.Module, feed: Feed, tower_name: str, subject: str = ""
+) -> NDArray[np.float32]:
+    """Output float32 [n, dims] of the module; raises SourceError for anything else.
+
+    `subject` names the entity of a feed of one row.
+    """
     rows = len(next(iter(feed.values())))
     try:
         with torch.no_grad():
             output = module(*(torch.from_numpy(array) for array in feed.values()))
     except Exception as error:  # whatever the caller's own code raises
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
+        remedy = "pad, max_length and the number of items must be those that it was trained with"
+        if subject and feed.keys() - _INDICES.keys():
+            remedy = "give the codes and numbers that it was trained with, whose codes begin at 0"
         raise SourceError(
-            f"{tower_name} fails on {shapes}: {first_line(error)}; pad, max_length and the number of items must be "
-            "those "
-            "that it was trained with"
+            f"{tower_name} fails on {subject or shapes}: {first_line(error)}; {remedy}"
         ) from None
     if not isinstance(output, torch.Tensor) or output.ndim != 2 or len(output) != rows:
         shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
@@ -322,7 +361,8 @@ def vectors_of(module: nn.Module, feed: Feed, tower_name: str) -> NDArray[np.flo
     is_nonfinite = ~np.isfinite(vectors).all(axis=1)
     if is_nonfinite.any():
         raise SourceError(
-            f"{tower_name} returns NaN or infinity, first in row {int(is_nonfinite.argmax())}: was it trained to its "
+            f"{tower_name} returns NaN or infinity, first "
+            f"{f'for {subject}' if subject else f'in row {int(is_nonfinite.argmax())}'}: was it trained to its "
             "end, and does it "
             "mask padding without dividing by 0?"
         )

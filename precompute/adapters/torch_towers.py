@@ -1,7 +1,9 @@
 """Import of a pair of torch modules. Needs torch and onnxscript."""
 
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,25 @@ from numpy.typing import NDArray
 
 from cache.errors import SourceError
 from cache.model.ranking import Metric
-from precompute.adapters.fold_in import recall_of
+from cache.model.tower import Histories, Tower
+from cache.model.tower_spec import TowerSpec
+from precompute.adapters.fold_in import (
+    TasteCheck,
+    check_taste,
+    complete_rows,
+    unjudged_ids,
+    user_inputs,
+)
 from precompute.adapters.folder import Imported, ImportReport, write_folder
-from precompute.adapters.inputs import ClickMatrix, Vectors, feature_columns, ids_of
+from precompute.adapters.inputs import ClickMatrix, Vectors, feature_columns, ids_of, name_row
 from precompute.adapters.torch_export import BoundTower, Example, export, first_line
 from precompute.adapters.vectors import import_vectors
 from precompute.bundles.bundle import ModelFile
+from precompute.bundles.onnx_model import OnnxModel
+from precompute.scoring.towers import run_named
 
 _INDICES = ("history", "item", "user")
+_USERS_AT_ONCE = 1 << 16
 
 
 def from_torch(
@@ -71,7 +84,7 @@ def from_torch(
         of_user = _features(example.user, user_features, users, "user")
     further = _further(example.item, item_features, len(items))
     model, spec, _ = export(of_items)
-    rows = Vectors(items, of_items.run(len(items), of_item))
+    rows = Vectors(items, of_items.run(items, of_item))
     tables = {
         f"{entity_kind}_features": _table(entity_kind, ids, columns)
         for entity_kind, ids, columns in (
@@ -97,10 +110,19 @@ def from_torch(
             item_tower=item_model, features=tables, further_columns=tuple(further), unused_columns=unused,
         )  # fmt: skip
     tower, user_spec, _ = export(of_users)
+    nonfinite = 0
     _demand_same(user_spec.output_dims, rows.dims)
     if user_spec.features and not of_user:
         limits.append("have a night yet: name a table of these features in [sources] user_features")
-    recalls = {}
+        taste = TasteCheck(
+            None, "the user tower takes features, and user_ids with user_features were not given"
+        )
+    else:
+        if of_user:
+            nonfinite = _count_nonfinite(tower, user_spec, users, click_matrix, of_user)
+        taste = check_taste(tower, user_spec, rows.rows, click_matrix, metric, rng, of_user)
+    if taste.unjudged:
+        limits.append(unjudged_ids(taste.unjudged))
     if user_spec.history is not None and example.is_fixed:
         limits.append(
             f"tell whether histories are padded as in training: each is filled up with {example.pad} to "
@@ -108,12 +130,11 @@ def from_torch(
         )
     if user_spec.history is not None:
         limits += _limits(example, click_matrix)
-        if not user_spec.features:
-            tower_recall = recall_of(tower, user_spec, rows.rows, click_matrix, metric, rng)
-            recalls = {} if tower_recall is None else {"the user tower": tower_recall}
+    recalls = {} if taste.recall is None else {"the user tower": taste.recall}
     imported = Imported(
         model_name, rows, tower, user_spec, metric, "the user tower itself", recalls, None, click_matrix, tuple(limits),
-        item_model, tables, further_columns=tuple(further), unused_columns=unused,
+        item_model, tables, further_columns=tuple(further), unused_columns=unused, user_inputs=of_user,
+        nonfinite_outputs=nonfinite,
     )  # fmt: skip
     return write_folder(to, imported, started_at)
 
@@ -141,6 +162,46 @@ def _loaded(module_or_path: Any, trust: bool) -> Any:
     return module
 
 
+def _count_nonfinite(
+    tower: OnnxModel,
+    spec: TowerSpec,
+    users: Any,
+    clicks: ClickMatrix | None,
+    features: Mapping[str, NDArray[Any]],
+) -> int:
+    """Return the number of users, of those with all features, whose vector is not finite.
+
+    Raises SourceError, naming a user, if the model cannot be run on all of these, or if none has a vector.
+    """
+    rows = np.flatnonzero(complete_rows(features, len(users)))
+    longest = 0 if spec.history is None else int(spec.history.max_length or 1)
+    count = 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "user_tower.onnx"
+        tower.write(path)
+        opened_tower = Tower.open(path, spec)
+        for start in range(0, len(rows), _USERS_AT_ONCE):
+            batch_rows = rows[start : start + _USERS_AT_ONCE]
+            histories = (
+                Histories.of([()] * len(batch_rows))
+                if clicks is None
+                else clicks.histories(batch_rows, longest)
+            )
+            batch_features = {name: values[batch_rows] for name, values in features.items()}
+            vectors = run_named(
+                opened_tower,
+                user_inputs(spec, histories, batch_features),
+                partial(name_row, "user", users, batch_rows),
+            )
+            count += int((~np.isfinite(vectors).all(axis=1)).sum())
+    if count == len(rows):
+        raise SourceError(
+            f"no user of {len(users):,} has a finite vector by the user tower: are user_features there, and was the "
+            "model trained to its end?"
+        )
+    return count
+
+
 def _embed_known_users(
     tower: BoundTower, users: Any, clicks: ClickMatrix | None, features: Mapping[str, Any] | None
 ) -> NDArray[np.float32]:
@@ -154,7 +215,7 @@ def _embed_known_users(
         if clicks is None:
             raise SourceError("the user tower takes a history beside the user's index: give clicks")
         histories = clicks.histories(np.arange(len(users)), tower.example.max_length)
-    return tower.run(len(users), _features(tower.inputs, features, users, "user"), histories)
+    return tower.run(users, _features(tower.inputs, features, users, "user"), histories)
 
 
 def _features(

@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from cache.errors import SourceError
 from cache.model.ranking import Metric
-from precompute.adapters.fold_in import Fold, as_by_chance, choose, ridges, share_by_chance
+from precompute.adapters.fold_in import (
+    Fold,
+    as_by_chance,
+    check_taste,
+    choose,
+    ridges,
+    share_by_chance,
+    too_few_clicks,
+    unjudged_ids,
+)
 from precompute.adapters.folder import Imported, ImportReport, write_folder
 from precompute.adapters.inputs import ClickMatrix, Vectors, ids_of
 from precompute.bundles.bundle import ModelFile
@@ -74,10 +83,37 @@ def import_vectors(
     )  # fmt: skip
     if imported.share_by_chance is not None:
         raise as_by_chance(imported.share_by_chance)
-    imported_with_columns = replace(
-        imported, further_columns=further_columns, unused_columns=unused_columns
+    limits = imported.cannot
+    if users is not None and clicks is not None:
+        users_with_clicks = np.count_nonzero(np.diff(clicks.matrix.indptr))
+        if unjudged := too_few_clicks(int(users_with_clicks), int(clicks.matrix.nnz)):
+            limits += (unjudged_ids(unjudged),)
+    if users is None and clicks is not None:
+        limits += _doubts(imported, clicks, seed)
+    completed = replace(
+        imported, cannot=limits, further_columns=further_columns, unused_columns=unused_columns
     )
-    return write_folder(to, imported_with_columns, started_at)
+    return write_folder(to, completed, started_at)
+
+
+def _doubts(imported: Imported, clicks: ClickMatrix, seed: int) -> tuple[str, ...]:
+    """Return the limit of items' vectors that rank held-out clicks by chance, or that clicks cannot judge.
+
+    They are not refused: vectors of texts or images need not be what users choose by.
+    """
+    try:
+        taste = check_taste(
+            imported.user_tower, imported.user_spec, imported.items.rows, clicks, imported.metric,
+            np.random.default_rng(seed),
+        )  # fmt: skip
+    except SourceError as error:
+        share: Any = error.details["share"]
+        limit = (
+            f"recommend better than by chance: what users clicked scores above a random item in {share:.0%} of pairs; "
+            "if the vectors were fitted on such clicks, item ids are not in the order of their rows"
+        )
+        return (limit,)
+    return (unjudged_ids(taste.unjudged),) if taste.unjudged else ()
 
 
 def model_of(

@@ -119,6 +119,8 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
             yield _fetched(store, superseding_handover, private_folder)
         elif source.exists():
             bundle = _copied(source, private_folder)
+            if not handovers or bundle.digest != handovers[-1].digest:
+                bundle.try_models()  # one that no night can use must not follow one that nights use
             hand_over(store, bundle)
             yield bundle
         else:

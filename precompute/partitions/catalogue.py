@@ -27,6 +27,7 @@ from precompute.sources.features import (
     NO_VALUES,
     EntityValues,
     read_values,
+    union_of_masks,
     wide,
     with_event_values,
     without_long_texts,
@@ -420,14 +421,16 @@ def write_item_features(
         path, config.sources.item_column, columns, items,
         values=values, event_item_ids=event_item_ids, inputs=inputs, unusable=unusable_rows,
     )  # fmt: skip
-    for spec in {
+    judged = {
         feature
         for model in bundle.values.values()
         if model.entity == "item"
         for feature in model.spec.features
-    }:
+    }
+    for name in sorted({str(feature.column) for feature in judged}):
+        of_column = [feature for feature in judged if feature.column == name]
         _note_unusable(
-            items, placed[str(spec.column)], spec, unusable_rows, config.feature_text_bytes
+            items, name, placed[name], of_column, unusable_rows, config.feature_text_bytes
         )
     for name in {str(input_spec.column) for input_spec in inputs if input_spec.dtype == "string"}:
         placed[name], _ = without_long_texts(placed[name], config.feature_text_bytes)
@@ -473,15 +476,24 @@ def columns_by_ordinal(
 
 
 def _note_unusable(
-    items: ItemTable, column: Any, spec: InputSpec, unusable: UnusableRows, text_bytes: int
+    items: ItemTable,
+    name: str,
+    column: Any,
+    inputs: Sequence[InputSpec],
+    unusable: UnusableRows,
+    text_bytes: int,
 ) -> None:
-    unusable.looked_at(source := f"{ITEM_ROWS}.{spec.column}", len(column))
+    """Note a column's values that one of its inputs cannot use; a row is looked at once."""
+    unusable.looked_at(source := f"{ITEM_ROWS}.{name}", len(column))
     for rows in _row_pieces(len(column)):
         first = int(rows[0])
         values = column.slice(first, len(rows))
-        bad_mask_by_reason = read_values(values, spec).unusable_mask_by_reason
-        if spec.dtype == "string" and (is_long := without_long_texts(values, text_bytes)[1]).any():
-            bad_mask_by_reason[f"{spec.column}: {TOO_LONG}"] = is_long
+        bad_mask_by_reason = union_of_masks(
+            read_values(values, spec).unusable_mask_by_reason for spec in inputs
+        )
+        is_long = without_long_texts(values, text_bytes)[1]
+        if is_long.any() and any(spec.dtype == "string" for spec in inputs):
+            bad_mask_by_reason[f"{name}: {TOO_LONG}"] = is_long
         if bad_mask_by_reason:
             unusable.note_rows(source, bad_mask_by_reason, partial(_item_case, items, first))
 

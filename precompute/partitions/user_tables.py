@@ -27,6 +27,7 @@ from precompute.sources.features import (
     demand_type,
     read_set_values,
     read_values,
+    union_of_masks,
     with_event_values,
     without_long_texts,
 )
@@ -84,10 +85,12 @@ def write_features(
         for ids, column_by_name in batches:
             count += len(ids)
             column_by_name = _shortened(config, ids, column_by_name, inputs, unusable)
-            for input_spec in inputs:
-                filled[input_spec] += _note_values(
-                    ids, column_by_name[str(input_spec.column)], input_spec, unusable
-                )
+            for name in columns:
+                of_column = [input_spec for input_spec in filled if input_spec.column == name]
+                for input_spec, rows in _note_values(
+                    ids, name, column_by_name[name], of_column, unusable
+                ):
+                    filled[input_spec] += rows
             hashes = hashes_of(ids)
             table = pa.table([ids.texts(), hashes, *column_by_name.values()], schema=schema)
             if erased.users:
@@ -138,15 +141,22 @@ def _shortened(
     return shortened
 
 
-def _note_values(ids: Ids, column: Any, spec: InputSpec, unusable: UnusableRows) -> int:
-    """Number of a batch's values that an input can use; those that say nothing are noted, missing ones are not."""
-    values = read_values(column, spec)
-    unusable.looked_at(source := f"{USER_ROWS}.{spec.column}", len(ids))
-    if values.unusable_mask_by_reason:
-        unusable.note_rows(
-            source, values.unusable_mask_by_reason, lambda row: {"user": ids.name_of(row)}
-        )
-    return int(values.usable.sum())
+def _note_values(
+    ids: Ids, name: str, column: Any, inputs: Sequence[InputSpec], unusable: UnusableRows
+) -> list[tuple[InputSpec, int]]:
+    """Number of a batch's values that each input of a column can use; unusable ones are noted, missing ones are not.
+
+    A row is looked at once, and noted once, however many models take the column.
+    """
+    unusable.looked_at(source := f"{USER_ROWS}.{name}", len(ids))
+    values_by_input = {input_spec: read_values(column, input_spec) for input_spec in inputs}
+    if bad_mask_by_reason := union_of_masks(
+        values.unusable_mask_by_reason for values in values_by_input.values()
+    ):
+        unusable.note_rows(source, bad_mask_by_reason, lambda row: {"user": ids.name_of(row)})
+    return [
+        (input_spec, int(values.usable.sum())) for input_spec, values in values_by_input.items()
+    ]
 
 
 def write_vectors(

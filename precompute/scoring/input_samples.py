@@ -274,6 +274,12 @@ def _with_answers(
 ) -> tuple[Inputs, Histories | None]:
     """Return the inputs without rows whose output is not finite: they have no record, and calibrate nothing."""
     rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
+    if not len(rows):
+        raise BundleError(
+            f"no output of {tower.name} is finite, on none of {rows_of(inputs):,} sampled inputs: was the model "
+            "trained to its end, and are its features on the scale of the training?",
+            model=tower.name,
+        )
     if len(rows) == rows_of(inputs):
         return inputs, exclusions
     return select_rows(inputs, rows), None if exclusions is None else exclusions.select_rows(rows)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.errors import BundleError, ConfigError, LarderError, SourceError
+from cache.errors import BundleError, ConfigError, LarderError, ModelFailed, SourceError
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import FEATURED_USERS
 from cache.model.runtime import Accelerator
@@ -159,9 +159,9 @@ def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> ND
     """
     try:
         return tower.run(inputs)
-    except LarderError:
-        raise
     except Exception as error:
+        if isinstance(error, LarderError) and not isinstance(error, ModelFailed):
+            raise
         rows = np.arange(rows_of(inputs))
         while len(rows) > 1:
             half = rows[: len(rows) // 2]
@@ -176,12 +176,14 @@ def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> ND
         inputs_text = ", ".join(
             f"{column} {format_case_value(value)}" for column, value in values.items()
         )
-        error_lines = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        cause = error.__cause__ or error
+        error_lines = str(cause).strip().splitlines()[-1:] or [type(cause).__name__]
+        model = (
+            f"the model {error.details['model']}" if isinstance(error, ModelFailed) else "the model"
+        )
         raise SourceError(
-            f"{name(row)}: the model cannot be run on {inputs_text or 'its input'} "
-            f"({format_case_value(error_lines[0])}); correct "
-            "the table, or "
-            "leave the value out of it",
+            f"{name(row)}: {model} cannot be run on {inputs_text or 'its input'} "
+            f"({format_case_value(error_lines[0])}); correct the table, or leave the value out of it",
             columns=sorted(values),
         ) from error
 
@@ -229,7 +231,7 @@ class DeviceTower:
             if not self._stays:
                 outputs = self._tried(inputs)
         except BundleError as error:
-            if not self._may_stay:
+            if not self._may_stay or isinstance(error, ModelFailed):
                 raise
             self._stay(error.message)
         except RuntimeError as error:
@@ -319,12 +321,7 @@ class OnnxOnGpu:
     def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
         """Outputs of each batch; raises MemoryError where the provider's arena is full."""
         for feed in feeds:
-            try:
-                yield self._tower.fed(dict(zip(self._names, feed, strict=True)))
-            except Exception as error:  # ONNX Runtime's errors share no base class of their own
-                if "allocate" not in str(error) and "out of memory" not in str(error):
-                    raise
-                raise MemoryError(str(error)) from error
+            yield self._tower.fed(dict(zip(self._names, feed, strict=True)))
 
 
 def _on_device(build: Build, model: BundleModel, device: str) -> DeviceModel | str:

@@ -99,6 +99,15 @@ def _scalars(column: Any, spec: InputSpec) -> FeatureValues:
     )
 
 
+def union_of_masks(reports: Iterable[UnusableMaskByReason]) -> UnusableMaskByReason:
+    """Masks of several inputs of one column as one: by reason, the rows that any of them cannot use."""
+    union: UnusableMaskByReason = {}
+    for report in reports:
+        for reason, row_mask in report.items():
+            union[reason] = row_mask | union[reason] if reason in union else row_mask
+    return union
+
+
 def _spread(partial_mask: NDArray[np.bool_], where: NDArray[np.bool_]) -> NDArray[np.bool_]:
     full_mask = np.zeros(len(where), np.bool_)
     full_mask[where] = partial_mask

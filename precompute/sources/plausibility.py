@@ -211,14 +211,15 @@ def unknown_in_words(
     return [remark]
 
 
-def few_in_words(users: int, items: int) -> str | None:
-    """Return a remark if gates' measures vary by chance for so few users or items; None if there are enough."""
-    if users >= FEW_USERS and items >= FEW_ITEMS:
+def few_in_words(users: int, items: int | None) -> str | None:
+    """Return a remark if gates' measures vary by chance for so few users or items; None if there are enough.
+
+    `items` is None if none are recommended: those of a classifier are its labels.
+    """
+    if users >= FEW_USERS and (items is None or items >= FEW_ITEMS):
         return None
-    return (
-        f"too little data to judge by: {_numbers(users, items)}; shares of them vary by chance below about "
-        f"{FEW_USERS} users and {FEW_ITEMS} items"
-    )
+    least = f"{FEW_USERS} users" if items is None else f"{FEW_USERS} users and {FEW_ITEMS} items"
+    return f"too little data to judge by: {_numbers(users, items)}; shares of them vary by chance below about {least}"
 
 
 def demand_least(users: int, items: int) -> None:
@@ -236,8 +237,9 @@ def _newest_us(times: NDArray[np.int64]) -> int:
     return int(times[times != 0].max(initial=_NO_TIME_US))
 
 
-def _numbers(users: int, items: int) -> str:
-    return f"{users:,} user{'s' * (users != 1)} and {items:,} item{'s' * (items != 1)}"
+def _numbers(users: int, items: int | None) -> str:
+    users_text = f"{users:,} user{'s' * (users != 1)}"
+    return users_text if items is None else f"{users_text} and {items:,} item{'s' * (items != 1)}"
 
 
 def hold_lists(texts: Any) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 
 from cache.config.timetable import NIGHT_STEPS
+from cache.errors import ModelFailed
 from precompute.config.devices import devices
 from precompute.config.progress import Progress, Step, quiet, size_text
 from precompute.config.settings import NightConfig
@@ -65,7 +66,10 @@ def run_night(night: Night, last_step: str = NIGHT_STEPS[-1]) -> list[tuple[str,
     for name in NIGHT_STEPS:
         started = time.perf_counter()
         with noting_failure(night.config, name, night.build.get("generation")):
-            row = step_in_night(name)(night)
+            try:
+                row = step_in_night(name)(night)
+            except ModelFailed as error:
+                raise ModelFailed(f"step {name}: {error.message}", **error.details) from error
         finished_steps.append((name, row, time.perf_counter() - started))
         if not night.build:
             night = replace(night, build=row.result)

@@ -99,8 +99,7 @@ def run(
         path = generation_path(generation_build.generation, "manifest.json")
         if failed := [verdict for verdict in verdicts if not verdict.passed]:
             reasons = "; ".join(reason(generation_build.generation, verdict) for verdict in failed)
-            named, items = manifest.facts["users_in_source"], manifest.entity_sets["item"].count
-            if few_ids_remark := few_in_words(named, items):
+            if few_ids_remark := few_in_words(manifest.facts["users_in_source"], _listed(manifest)):
                 reasons = f"{few_ids_remark}: {reasons}"
             # Refused before its verdicts are to be read: whatever dies in between, nobody publishes it.
             moves.refuse(releases, generation_build.generation, reason=reasons, attempt=attempt)
@@ -116,6 +115,12 @@ def run(
     return {
         "generation": generation_build.generation, "gates": len(manifest.gates), "verified": True, **unasked,
     }  # fmt: skip
+
+
+def _listed(manifest: Manifest) -> int | None:
+    """Number of items that lists are made of; None if there are no lists, whose items may be a classifier's labels."""
+    has_lists = any(table.kind == "topk" for table in manifest.tables.values())
+    return manifest.entity_sets["item"].count if has_lists else None
 
 
 def in_night(night: Night) -> StepRow:

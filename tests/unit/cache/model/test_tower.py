@@ -6,7 +6,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from cache.errors import BundleError
+from cache.errors import BundleError, ModelFailed
 from cache.model.tower import Histories, Tower, repeated
 from cache.model.tower_spec import InputSpec, TowerSpec, buckets_up_to
 from precompute.bundles import onnx_model
@@ -194,3 +194,12 @@ def test_repeated_values_are_those_of_numpy(rows: int) -> None:
     values = rng.integers(-(2**62), 2**62, rows)
     counts = rng.integers(0, 12, rows) * rng.integers(0, 2, rows)
     assert np.array_equal(repeated(values, counts), np.repeat(values, counts))
+
+
+def test_a_model_that_cannot_be_run_is_named_with_its_input(model):
+    tower = Tower.open(model, SPEC)
+
+    with pytest.raises(
+        ModelFailed, match=r"^user_tower\.onnx cannot be run on history \[2, 16\]: "
+    ):
+        tower.run({"history": Histories.of([[ITEMS + 7]])})

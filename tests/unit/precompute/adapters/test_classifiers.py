@@ -8,8 +8,9 @@ import onnx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
-from cache.errors import BundleError, SourceError
+from cache.errors import BundleError, LarderError, SourceError
 from cache.model.tower import Tower
 from precompute.adapters.classifiers import from_classifier
 from precompute.bundles.bundle import Bundle
@@ -140,7 +141,8 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(
 
 def test_a_model_that_says_something_else_than_its_library_is_refused(tmp_path: Path) -> None:
     message_pattern = (
-        r"differs from expected by more than 0.0001 for \d+ of 40 rows, .*, first for 'a0'"
+        r"differs from expected by more than 0.0001 plus 0.01% of the value for \d+ of 40 rows, .*, "
+        "first for 'a0'"
     )
 
     with pytest.raises(SourceError, match=message_pattern):
@@ -175,3 +177,105 @@ def test_a_locale_that_this_host_lacks_is_told_with_its_remedy(tmp_path: Path) -
 
     with pytest.raises(BundleError, match="'locale': 'C'"):
         from_classifier(path, posts, to=tmp_path / "to", labels=["score"])
+
+
+def failing() -> onnx.ModelProto:
+    """`linear`, which cannot be run on more than three rows."""
+    model = examples.linear()
+    model.graph.initializer.append(numpy_helper.from_array(np.array([3, 3]), "shape"))
+    model.graph.node.insert(0, helper.make_node("Reshape", ["features", "shape"], ["shaped"]))
+    model.graph.node[1].input[0] = "shaped"
+    return model
+
+
+def test_a_model_that_fails_when_it_is_run_is_named_with_its_input(tmp_path: Path) -> None:
+    with pytest.raises(LarderError, match=r"cannot be run on features") as raised:
+        from_classifier(failing(), TABLE, labels=LABELS, id_column="account", to=tmp_path / "to")
+
+    assert "\n" not in raised.value.message and not (tmp_path / "to").exists()
+
+
+def test_a_model_of_which_no_output_is_finite_is_refused(tmp_path: Path) -> None:
+    model = examples.linear()
+    nan = numpy_helper.from_array(np.full((3, 2), np.nan, np.float32), "coefficients")
+    model.graph.initializer[0].CopyFrom(nan)
+
+    with pytest.raises(SourceError, match="no output of the model is finite, on none of 40 rows"):
+        from_classifier(model, TABLE, labels=LABELS, id_column="account", to=tmp_path / "to")
+
+    assert not (tmp_path / "to").exists()
+
+
+def regressor() -> onnx.ModelProto:
+    """`features` float [n, 3] -> a million times their first."""
+    model = examples.linear()
+    del model.graph.node[1:], model.graph.output[0]
+    weights = np.array([[1e6], [0], [0]], np.float32)
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weights, "coefficients"))
+    model.graph.node[0].output[0] = "price"
+    model.graph.output[0].CopyFrom(
+        helper.make_tensor_value_info("price", TensorProto.FLOAT, [None, 1])
+    )
+    return model
+
+
+def test_large_numbers_are_compared_by_their_size(tmp_path: Path) -> None:
+    expected = FEATURES[:, 0].astype(np.float64) * 1e6
+    arguments: dict[str, Any] = {"labels": ["price"], "id_column": "account"}
+
+    report = from_classifier(
+        regressor(), TABLE, to=tmp_path / "to", expected=expected * (1 + 5e-5), **arguments
+    )
+
+    assert report.largest_difference > 1
+    with pytest.raises(
+        SourceError, match=r"by more than 0\.0001 plus 0\.01% of the value for 40 of"
+    ):
+        from_classifier(
+            regressor(), TABLE, to=tmp_path / "off", expected=expected * 1.001, **arguments
+        )
+
+
+def test_rows_that_refuse_a_night_are_said_with_the_share_and_the_threshold(tmp_path: Path) -> None:
+    column = [None, float("nan"), *FEATURES[2:, 1].tolist()]
+    features = TABLE.set_column(2, "f1", pa.array(column, pa.float32()))
+
+    report = from_classifier(
+        examples.linear(), features, to=tmp_path / "to", labels=LABELS, id_column="account"
+    )
+
+    (limit,) = report.limits
+    assert "2 of 40 rows (5.00%) cannot be used" in limit
+    assert "the gate unusable_rows lets 0.10% pass" in limit
+    assert f"cannot: {limit}" in report.lines()
+
+
+def test_texts_that_are_too_long_are_said(tmp_path: Path) -> None:
+    posts = pa.table(
+        {"post": [f"p{row}" for row in range(9)], "text": ["a" * 70_000] * 2 + ["b"] * 7}
+    )
+
+    report = from_classifier(
+        examples.of_texts(), posts, to=tmp_path / "to", labels=["score"], id_column="post"
+    )
+
+    answer, night = report.limits
+    assert "2 of 9 rows: a text of 'text' is longer than feature_text_bytes (65,536)" in answer
+    assert "unusable_rows lets 0.10% pass" in night
+
+
+def test_an_id_with_zeros_in_front_stays_as_it_is_in_a_csv_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("account,f0,f1,f2\n007,1,2,3\n042,1,2,3\n")
+
+    from_classifier(
+        examples.linear(),
+        tmp_path / "rows.csv",
+        labels=LABELS,
+        id_column="account",
+        to=tmp_path / "to",
+    )
+
+    assert pq.read_table(tmp_path / "to/user_features.parquet")["user"].to_pylist() == [
+        "007",
+        "042",
+    ]

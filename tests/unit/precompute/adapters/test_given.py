@@ -1,6 +1,7 @@
 """Wrong ids, vectors and clicks: each ends in one line that names the remedy, and nothing is written."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ from cache.errors import SourceError
 from precompute.adapters.inputs import ClickMatrix, Vectors, ids_of
 from precompute.adapters.vectors import from_vectors
 from precompute.config.settings import night_config
+from precompute.sources.readers import read_interactions
 from tests.unit.precompute.adapters.written import taste_clicks
 
 CLICKS = taste_clicks()
@@ -297,8 +299,90 @@ class TestClicks:
 
         assert (click_matrix.matrix != CLICKS).nnz == 0
 
+    def test_times_are_written_and_read_again(self, tmp_path):
+        users, items = (ids.to_pylist()[:2] for ids in (self.USERS, self.ITEMS))
+        path = parquet(
+            tmp_path / "c.parquet", user=[users[1], *[users[0]] * 2], item=[items[0], items[1], items[0]],
+            timestamp=[30.5, 20.0, 10.0],
+        )  # fmt: skip
+        ClickMatrix.of(path, self.USERS, self.ITEMS).write(tmp_path / "again.parquet", self.ITEMS)
+
+        again = ClickMatrix.of(tmp_path / "again.parquet", self.USERS, self.ITEMS)
+
+        assert again.matrix.indices.tolist() == [0, 1, 0]
+        assert again.times is not None
+        assert again.times.tolist() == [10_000_000, 20_000_000, 30_500_000]
+
+    @pytest.mark.parametrize(
+        ("users", "items", "message_pattern"),
+        [
+            (["u"], ["0012"], "the item that is '0012' there is '12' among the item ids"),
+            (["07"], ["13"], "the user that is '07' there is '7' among the user ids"),
+        ],
+    )
+    def test_ids_that_differ_by_leading_zeros_alone_are_named(
+        self, users, items, message_pattern, tmp_path
+    ):
+        path = parquet(tmp_path / "clicks.parquet", user=users, item=items)
+
+        with pytest.raises(
+            SourceError, match=f"{message_pattern}: zeros in front are part of an id"
+        ):
+            ClickMatrix.of(path, pa.array(["7", "u"]), pa.array(["12", "14"]))
+
 
 class TestTogether:
+    def test_items_in_another_order_are_doubted_where_users_have_no_vectors(self, tmp_path):
+        ids = [f"i{item}" for item in range(80)]
+        pairs = CLICKS.tocoo()
+        clicks = parquet(
+            tmp_path / "clicks.parquet", user=[f"u{row}" for row in pairs.row],
+            item=[ids[column] for column in pairs.col],
+        )  # fmt: skip
+
+        right, shuffled = (
+            from_vectors(names, ITEMS, to=tmp_path / name, clicks=clicks)
+            for name, names in (
+                ("right", ids),
+                ("shuffled", np.random.default_rng(3).permutation(ids).tolist()),
+            )
+        )
+
+        assert not any("by chance" in limit or "order" in limit for limit in right.cannot)
+        assert any("better than by chance" in limit for limit in shuffled.cannot)
+
+    def test_columns_of_clicks_keep_their_names_for_the_next_days_file(self, tmp_path):
+        # Given clicks whose columns have names of their own
+        users, items = [f"u{user}" for user in range(120)], [f"i{item}" for item in range(80)]
+        pairs = CLICKS.tocoo()
+        clicks = parquet(
+            tmp_path / "clicks.parquet", customer=[users[row] for row in pairs.row],
+            sku=[items[column] for column in pairs.col], at=np.arange(1, 1 + CLICKS.nnz) * 1_000_000,
+        )  # fmt: skip
+        sources = Sources(
+            interactions=(str(clicks),),
+            user_column="customer",
+            item_column="sku",
+            timestamp_column="at",
+        )
+
+        # When they are imported, and once more
+        for _ in range(2):
+            from_vectors(items, ITEMS, users, USERS, to=tmp_path / "out", clicks=sources)
+
+        # Then settings and files have the same names, and the given file can be read beside them
+        written = night_config(str(tmp_path / "out/larder.toml"), {}).sources
+        assert (written.user_column, written.item_column) == ("customer", "sku")
+        assert written.timestamp_column == "at"
+        names = pq.read_schema(tmp_path / "out/clicks.parquet").names
+        assert names == ["customer", "sku", "at"]
+        assert pq.read_schema(tmp_path / "out/user_vectors.parquet").names == ["customer", "vector"]
+        both = replace(written, interactions=("clicks.parquet", str(clicks)))
+        assert (
+            sum(len(batch.times) for batch in read_interactions(both, tmp_path / "out"))
+            > CLICKS.nnz
+        )
+
     def test_an_unknown_metric(self, tmp_path):
         with pytest.raises(SourceError, match="metric is inner_product or cosine, not 'l2'"):
             from_vectors(None, ITEMS, to=tmp_path / "out", metric="l2")  # type: ignore[arg-type]

@@ -1,15 +1,17 @@
 """Which bundle a night takes: a host's folder, or what was handed over to the store that all hosts share."""
 
+import hashlib
 import itertools
 import shutil
 from dataclasses import replace
 from functools import partial
 
+import orjson
 import pytest
 
 from cache.errors import BundleError, ConfigError
 from precompute.bundles import bundle_store
-from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle import BUNDLE_FILE, Bundle
 from precompute.bundles.bundle_store import (
     bundle_made_of,
     chosen_at,
@@ -66,6 +68,29 @@ def test_a_folder_that_was_followed_by_another_bundle_is_not_gone_back_to(host, 
     # When somebody goes back on purpose
     hand_over(host("b").store(), Bundle.open(host("b").path("bundle")))
     assert chosen(host("a")) == old == chosen(host("b"))
+
+
+def test_a_bundle_that_no_night_can_use_does_not_follow_one_that_nights_use(host):
+    # Given a bundle that nights use, and a later one whose model is none
+    old = deliver(host("a"), 1)
+    kept = host("a").path("kept")
+    shutil.copytree(host("a").path("bundle"), kept)
+    assert chosen(host("a")) == old
+    deliver(host("a"), 2)
+    folder = host("a").path("bundle")
+    (folder / "user_tower.onnx").write_bytes(b"no model")
+    bundle_json = orjson.loads((folder / BUNDLE_FILE).read_bytes())
+    bundle_json["user_tower"]["sha256"] = hashlib.sha256(b"no model").hexdigest()
+    (folder / BUNDLE_FILE).write_bytes(orjson.dumps(bundle_json))
+
+    # When a night tries it, and the first one is put back
+    with pytest.raises(BundleError, match="user_tower"):
+        chosen(host("a"))
+    shutil.rmtree(folder)
+    kept.rename(folder)
+
+    # Then nights use that
+    assert chosen(host("a")) == old and len(handed_over(host("a").store())) == 1
 
 
 def test_handing_over_what_is_the_last_one_changes_nothing(host):

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache.errors import BundleError
 from cache.model.tower import Histories
 from cache.records import NO_ITEM
 from cache.topk.topk import Scorer
+from precompute.scoring.input_samples import _with_answers
 from precompute.scoring.shard_work import ShardWork
 
 K = 7
@@ -54,3 +56,13 @@ def test_lists_are_made_for_those_who_have_a_vector(
     assert np.array_equal(ordinals[answered], expected_lists[0][answered])
     assert np.array_equal(scores[answered], expected_lists[1][answered])
     assert (ordinals[unanswered] == NO_ITEM).all() and (scores[unanswered] == 0).all()
+
+
+def test_a_model_without_a_finite_output_is_named_before_its_int8_form_is_made() -> None:
+    tower: Any = SimpleNamespace(
+        name="risk.fp32.onnx",
+        run=lambda inputs: np.full((len(inputs["age"]), 2), np.nan, np.float32),
+    )
+
+    with pytest.raises(BundleError, match=r"no output of risk\.fp32\.onnx is finite, on none of 5"):
+        _with_answers(tower, {"age": np.zeros(5)}, None)

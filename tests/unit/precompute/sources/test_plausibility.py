@@ -9,9 +9,11 @@ import pytest
 from cache.errors import SourceError
 from precompute.config.settings import Sources
 from precompute.sources.plausibility import (
+    FEW_USERS,
     RowCounts,
     Shape,
     demand_least,
+    few_in_words,
     hold_lists,
     remarks,
     unknown_item_share,
@@ -30,6 +32,13 @@ def shape_of(folder: Path, rows: list[str], **sources: str) -> Shape:
 
 def plain(rows: int = 1000) -> list[str]:
     return [f"u{row % 150},i{row % 40},{NOW_S + row}" for row in range(rows)]
+
+
+def test_labels_of_a_classifier_are_no_items_that_are_too_few() -> None:
+    remark = few_in_words(40, None)
+
+    assert remark is not None and "40 users; shares" in remark and "item" not in remark
+    assert few_in_words(FEW_USERS, None) is None
 
 
 def test_of_usual_interactions_nothing_is_said(tmp_path: Path) -> None:

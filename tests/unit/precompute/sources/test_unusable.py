@@ -1,6 +1,7 @@
 """Rows that say nothing are left out, counted by reason and named, and cost no other row anything."""
 
 import gzip
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +12,10 @@ from hypothesis import strategies as st
 
 from cache.errors import SourceError
 from cache.model.tower_spec import InputSpec
-from precompute.config.settings import Sources, parse_time
+from precompute.config.settings import NightConfig, Sources, parse_time
+from precompute.partitions.user_tables import write_features
+from precompute.sources.columns import text_hashes
+from precompute.sources.erasures import NO_ERASURES
 from precompute.sources.features import demand_type, read_values
 from precompute.sources.readers import read_features, read_interactions
 from precompute.sources.times import times_of_texts
@@ -190,3 +194,34 @@ def test_a_column_that_no_row_can_be_read_from_is_refused_by_name(kind, dtype, w
     spec = InputSpec("x", "feature", dtype, column="age", width=width)
     with pytest.raises(SourceError, match=r"column 'age' is .* the model's input 'x' wants"):
         demand_type(kind, spec, "users.parquet")
+
+
+def test_a_row_is_counted_once_however_many_models_take_its_column(tmp_path):
+    # Given two inputs that take one column of texts, of which one of four is too long, and one of numbers
+    texts, numbers = ["a" * 5_000, "b", "c", "d"], [1.0, 2.0, np.nan, 4.0]
+    table = {"user": ["u1", "u2", "u3", "u4"], "text": texts, "number": numbers}
+    pq.write_table(pa.table(table), tmp_path / "users.parquet")
+    age = InputSpec("number", "feature", "float32", column="number")
+    inputs = [
+        InputSpec("text", "feature", "string", column="text"),
+        InputSpec("topic", "feature", "string", column="text"),
+        age, age, replace(age, name="age"),
+    ]  # fmt: skip
+    config = NightConfig(
+        base=str(tmp_path),
+        sources=Sources(user_features="users.parquet"),
+        feature_text_bytes=4_096,
+        shards=1,
+    )
+    unusable = UnusableRows()
+    (tmp_path / "parts").mkdir()
+
+    write_features(
+        config, tmp_path / "parts", lambda ids: text_hashes(ids.texts(), 1), ["number", "text"], inputs,
+        {}, NO_ERASURES, unusable,
+    )  # fmt: skip
+
+    report = unusable.to_json()
+    for column in ("text", "number"):
+        of_column = report[f"user_features.{column}"]
+        assert (of_column["rows"], of_column["left_out"]) == (4, 1)

@@ -14,8 +14,12 @@ from cache.config.timetable import (
     STAGES,
     STEPS_TIMED_APART,
 )
+from cache.errors import ModelFailed
 from precompute.builds.seal import REPORTED
 from precompute.cli.parser import INSIDE_SCORE, parser_of_commands
+from precompute.config.settings import NightConfig
+from precompute.steps import night
+from precompute.steps.night import Night, StepRow
 
 ROOT = Path(__file__).parents[4]
 STEPS = ROOT / "precompute/steps"
@@ -28,6 +32,18 @@ def test_each_step_is_a_module_named_after_it() -> None:
     for name in NIGHT_STEPS:
         step = import_module(f"precompute.steps.{name}")
         assert callable(step.run) and callable(step.in_night), name
+
+
+def test_a_model_that_cannot_be_run_ends_a_night_by_the_name_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: Night) -> StepRow:
+        raise ModelFailed("user_tower.onnx cannot be run on age [2]: no such code")
+
+    monkeypatch.setattr(night, "step_in_night", lambda _: fail)
+
+    with pytest.raises(ModelFailed, match=r"^step begin: user_tower\.onnx cannot be run on age"):
+        night.run_night(Night(NightConfig(device="off"), "attempt"))
 
 
 def test_no_step_stands_twice_and_only_publish_follows_verify() -> None:
