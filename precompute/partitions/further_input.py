@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
@@ -36,6 +36,8 @@ class NightValues(NamedTuple):
     users_digest: str
 
 
+NO_NIGHT_VALUES: Final = NightValues(NO_VALUES, NO_VALUES, NO_VALUES, frozenset(), frozenset(), "")
+
 ValuesOf = Callable[[NightConfig, Bundle, ErasedEntities, UnusableRows, int], NightValues]
 """Function that returns values up to a cut (Unix seconds); drops those of erased entities, notes unusable ones."""
 
@@ -48,7 +50,7 @@ def no_values(
     _cut_s: int,
 ) -> NightValues:
     """Return no values."""
-    return NightValues(NO_VALUES, NO_VALUES, NO_VALUES, frozenset(), frozenset(), "")
+    return NO_NIGHT_VALUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +65,6 @@ class FurtherInput:
     facts: Mapping[str, Any] = field(default_factory=dict)
     interactions: FurtherInteractions = no_further
     values: ValuesOf = no_values
+
+
+NO_FURTHER_INPUT: Final = FurtherInput()

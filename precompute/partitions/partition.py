@@ -21,7 +21,14 @@ from cache.format.item_table import ItemTable
 from cache.model.tower_spec import InputSpec
 from cache.store.artefacts import take_file, write_atomically
 from precompute.config.settings import NightConfig
-from precompute.partitions.further_input import FurtherInteractions, no_further
+from precompute.partitions.further_input import (
+    NO_FURTHER_INPUT,
+    NO_NIGHT_VALUES,
+    FurtherInput,
+    FurtherInteractions,
+    NightValues,
+    no_further,
+)
 from precompute.partitions.grouping import DistinctHashes
 from precompute.partitions.shard_files import (
     HASH,
@@ -82,6 +89,24 @@ FILES_AT_ONCE = 2
 _ROWS = pa.schema([(HASH, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
 _PLACED_ROWS = _ROWS.append(pa.field(POSITION, pa.int64()))
 _TOUCHED = pa.schema([(HASH, pa.uint64())])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NightInput:
+    """Input of a night on its users: the sources up to a cut, what features add to them, and who is left out.
+
+    `pinned` are all input files with their checksums, those of interactions first; `files` the latter of the team, None
+    for those that the sources name.
+    """
+
+    config: NightConfig
+    items: ItemTable
+    cutoff_at: datetime | None = None
+    erased: ErasedEntities = NO_ERASURES
+    files: Sequence[SourceFile] | None = None
+    pinned: Sequence[Mapping[str, Any]] = ()
+    further: FurtherInput = NO_FURTHER_INPUT
+    values: NightValues = NO_NIGHT_VALUES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

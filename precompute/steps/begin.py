@@ -33,20 +33,22 @@ from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.features import (
     before_begin,
-    choose_copies,
     further_input,
     generation_named,
     item_attributes,
+    prior_index,
     remarks_on_begin,
     setting_checks,
     tables_by_scores,
     vector_bundle,
 )
 from precompute.partitions import catalogue
+from precompute.partitions.digests import digests_files
 from precompute.partitions.further_input import FurtherInput
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.marks import write_marks
 from precompute.partitions.partition import (
+    NightInput,
     PartitionResult,
     partition,
     partition_files,
@@ -55,7 +57,7 @@ from precompute.partitions.partition import (
 from precompute.partitions.shard_files import TOUCHED
 from precompute.releases.release_log import open_releases
 from precompute.releases.sweep import sweep
-from precompute.scoring.copies import NightCopies
+from precompute.scoring.copies import Prior
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import compute_popularity_scores, write_defaults
 from precompute.scoring.items import lay_out_items
@@ -177,7 +179,7 @@ def _begin(
             if state is None:
                 releases.note(generation, State.BEGUN)
             sweep(config, releases, attempt=generation, making=generation)
-            copies = choose_copies()(releases, config, bundle, making=generation)
+            prior = prior_index().choose(releases, config, bundle, making=generation)
         # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
         if ErasedEntities.of(all_erasures(store)) == erased:
             break
@@ -187,7 +189,7 @@ def _begin(
         for note_named in generation_named():
             note_named(store, generation, erased)
         record_copies(store, generation)
-        _prepare(build, bundle, copies, cut=cut_text, erased=erased, sources_digest=sources_digest, facts={
+        _prepare(build, bundle, prior, cut=cut_text, erased=erased, sources_digest=sources_digest, facts={
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
             "erased": list(erased.numbers), "settings": settings_digest(config), "cut": cut_text,
         }, further=further, input_files=files, progress=progress)  # fmt: skip
@@ -197,7 +199,7 @@ def _begin(
 def _prepare(
     build: Build,
     bundle: Bundle,
-    copies: NightCopies,
+    prior: Prior,
     *,
     cut: str | None,
     erased: ErasedEntities,
@@ -225,22 +227,23 @@ def _prepare(
             write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
         ] if config.events.enabled else []  # fmt: skip
         laid, item_columns = lay_out_items(
-            config, bundle, build.root, erased=erased.items, unusable=unusable, copies=copies,
+            config, bundle, build.root, erased=erased.items, unusable=unusable, prior=prior,
             values=values.items, event_item_ids=values.event_item_ids,
         )  # fmt: skip
         items = catalogue.open_items(build.root, laid)
         attributes: dict[str, AttributeFiles] = {}
         for write_attributes in item_attributes():
             attributes |= write_attributes(config, items, build.root, values.attributes, unusable)
-        earlier, all_read = copies.earlier_partition(
-            config, items, facts["inputs"], cut=cut, erased=erased,
-            events=len(further.files), user_values=values.users_digest,
+        night_input = NightInput(
+            config, items, parse_time(cut) if cut else None, erased, input_files.interactions,
+            facts["inputs"], further, values,
         )  # fmt: skip
+        earlier, all_read = prior.partition(night_input)
         partitioned = partition(
             config,
             items,
             build.root / "work/partition",
-            cutoff_at=parse_time(cut) if cut else None,
+            cutoff_at=night_input.cutoff_at,
             feature_inputs=inputs,
             dims=bundle.dims,
             progress=report_rows_read,
@@ -274,7 +277,7 @@ def _prepare(
     facts = {**facts, "user_vectors": config.sources.user_vectors is not None}
     kept_files = [
         *write_counts(build.root, partitioned.interaction_counts),
-        *copies.item_files(bundle),
+        *digests_files(bundle),
         *partition_files(facts, config.shards),
     ]
     touched = [f"work/partition/{shard:04d}.{TOUCHED}" for shard in range(config.shards)]
@@ -306,7 +309,7 @@ def _prepare(
         "unknown_items": counts.unknown_items, "late": counts.late, "attributes": attributes,
         "unusable": merged([unusable.to_json(), partitioned.unusable]),
         "base": {
-            **copies.facts, "took_over": partitioned.took_over, "read_because": all_read,
+            **prior.facts, "took_over": partitioned.took_over, "read_because": all_read,
         },
         "rows": None if counts.rows is None else counts.rows.to_json(), "remarks": odd,
         "kept": {
