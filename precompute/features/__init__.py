@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from precompute.config.settings import NightConfig
     from precompute.gates.evidence.candidate import Gate
     from precompute.gates.evidence.evidence import AllowedByManifest
-    from precompute.partitions.further_input import FurtherInput
+    from precompute.partitions.night_input import FurtherInput
     from precompute.releases.release_log import Releases
     from precompute.reuse.prior import PriorIndex
     from precompute.scoring.input_samples import SampleTaker

@@ -11,12 +11,12 @@ from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, parse_time
 from precompute.partitions.catalogue import item_texts
+from precompute.partitions.night_input import NightInput
 from precompute.partitions.partition import (
     POPULARITY,
     UNKNOWN_ITEMS,
     UNKNOWN_ITEMS_SEED,
     EarlierPartition,
-    NightInput,
     partition_files,
 )
 from precompute.partitions.shard_files import (

@@ -10,7 +10,8 @@ from cache.format.item_table import ItemTable
 from precompute.builds.build import Build
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
-from precompute.partitions.partition import EarlierPartition, NightInput
+from precompute.partitions.night_input import NightInput
+from precompute.partitions.partition import EarlierPartition
 from precompute.releases.release_log import Releases
 from precompute.reuse.base import BaseGeneration, CannotCopy, choose_base
 from precompute.reuse.inputs import earlier_partition

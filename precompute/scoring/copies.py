@@ -18,7 +18,8 @@ from precompute.builds.build import Build
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
 from precompute.partitions.digests import Digests
-from precompute.partitions.partition import EarlierPartition, NightInput
+from precompute.partitions.night_input import NightInput
+from precompute.partitions.partition import EarlierPartition
 from precompute.partitions.shard_input import ShardInput
 
 COPIED, INPUTS, ITEM_LOST, ENTERED = range(4)

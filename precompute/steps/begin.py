@@ -44,13 +44,12 @@ from precompute.features import (
 )
 from precompute.partitions import catalogue
 from precompute.partitions.digests import digests_files
-from precompute.partitions.further_input import FurtherInput
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.marks import write_marks
+from precompute.partitions.night_input import FurtherInput, NightInput
 from precompute.partitions.partition import (
-    NightInput,
+    PartitionJob,
     PartitionResult,
-    partition,
     partition_files,
     write_counts,
 )
@@ -239,23 +238,15 @@ def _prepare(
             facts["inputs"], further, values,
         )  # fmt: skip
         earlier, all_read = prior.partition(night_input)
-        partitioned = partition(
-            config,
-            items,
+        partitioned = PartitionJob(
+            night_input,
             build.root / "work/partition",
-            cutoff_at=night_input.cutoff_at,
             feature_inputs=inputs,
             dims=bundle.dims,
+            needs_history=bundle.needs_history,
+            holdout=holdout,
             progress=report_rows_read,
-            late=holdout.add,
-            restart=holdout.restart,
-            erased=erased,
-            earlier=earlier,
-            files=input_files.interactions,
-            further=further.interactions,
-            values=values.users,
-            set_by_events=values.users if bundle.needs_history else (),
-        )
+        ).run(earlier)
         pinned = pinning.result()
     if not partitioned.users:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")

@@ -22,7 +22,7 @@ from precompute.builds.build import CUT_FORMAT, Build
 from precompute.cli.commands import standing_name
 from precompute.config.settings import GateThresholds, NightConfig
 from precompute.partitions.holdout import read_holdout
-from precompute.partitions.partition import partition
+from precompute.partitions.partition import PartitionJob
 from precompute.releases.release_log import open_releases
 from precompute.sources.columns import Ids
 from precompute.sources.readers import Interactions
@@ -193,12 +193,14 @@ def test_a_second_pass_over_the_sources_leaves_nothing_of_the_first_in_the_holdo
     single_pass_build = Build.of(config, begin.run(config, data_until=UNTIL, run_after=None))
     of_first = Ids.of(pa.array(["of the first pass"]))
 
-    def partition_twice(*arguments, late, restart, **named):
-        late(Interactions(of_first, of_first, np.zeros(1, np.int64)))
-        restart()
-        return partition(*arguments, late=late, restart=restart, **named)
+    run = PartitionJob.run
 
-    monkeypatch.setattr(begin, "partition", partition_twice)
+    def run_twice(job, earlier):
+        job.holdout.add(Interactions(of_first, of_first, np.zeros(1, np.int64)))
+        job.holdout.restart()
+        return run(job, earlier)
+
+    monkeypatch.setattr(PartitionJob, "run", run_twice)
     twice = replace(config, namespace=f"{config.namespace}-twice")
     two_pass_build = Build.of(twice, begin.run(twice, data_until=UNTIL, run_after=None))
 
