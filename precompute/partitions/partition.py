@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -83,7 +83,7 @@ _TOUCHED = pa.schema([(HASH, pa.uint64())])
 class InteractionCounts:
     """Counts of interactions: all before the cut, those with unknown items, those of each item, and those after it.
 
-    `unknown` are the hashes of the unknown items' ids, sorted. `rows` are None where an older release counted none.
+    `unknown` are the hashes of the unknown items' ids, sorted.
     """
 
     interactions: int
@@ -91,7 +91,7 @@ class InteractionCounts:
     popularity: NDArray[np.int64]
     unknown: NDArray[np.uint64]
     late: int
-    rows: RowCounts | None
+    rows: RowCounts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +127,7 @@ class EarlierPartition:
     unknown_items: int
     unusable: Mapping[str, Any]
     event_files: int = 0
-    row_counts: RowCounts | None = None
+    row_counts: RowCounts = field(default_factory=RowCounts)
 
     def rows(self, shard: int) -> Iterator[tuple[Any, NDArray[np.uint64]]]:
         """Yield batches of a shard's rows with this night's ordinals, and the users who lost an item."""
@@ -284,7 +284,7 @@ def _write_interactions(
     folder, config, items, erased = job.folder, job.night.config, job.night.items, job.night.erased
     popularity, unknown = np.zeros(items.count, np.int64), DistinctHashes()
     count = without_item = late_count = 0
-    row_counts: RowCounts | None = RowCounts()
+    row_counts = RowCounts()
 
     def note_late_batch(batch: Interactions) -> None:
         nonlocal late_count
@@ -341,8 +341,7 @@ def _write_interactions(
                 # Anybody sends events: users of items that nobody knows would make the coverage as low as they like.
                 batch = batch.only(ordinals >= 0)
                 hashes, ordinals = hashes_of_names(batch.users, seed, job.hasher), known_ordinals
-            if row_counts is not None:
-                row_counts.add(hashes[batch.users.codes], batch.times)
+            row_counts.add(hashes[batch.users.codes], batch.times)
             codes, ranges = batch.users.codes, range_of(hashes, config.shards)
             ids.write(pa.table([batch.users.names, hashes], schema=IDS), ranges)
             placed_rows = [hashes[codes], ordinals, batch.times]

@@ -141,7 +141,7 @@ def _reuse_partition(
         unknown=unknown,
         interactions=begin_report["interactions"],
         unknown_items=begin_report["unknown_items"],
-        row_counts=RowCounts.of_report(begin_report["rows"]) if begin_report.get("rows") else None,
+        row_counts=RowCounts.of_report(begin_report["rows"]),
         unusable={
             name: source_report
             for name, source_report in begin_report["unusable"].items()

@@ -63,7 +63,7 @@ from precompute.scoring.items import lay_out_items
 from precompute.scoring.towers import demand_feature_types
 from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.files import InputFiles, SourceFile, copies_in_words, digest_of, pin
-from precompute.sources.plausibility import RowCounts, Shape, demand_least, remarks
+from precompute.sources.plausibility import Shape, demand_least, remarks
 from precompute.sources.readers import EVENT_ROWS, INTERACTIONS
 from precompute.sources.unusable import UnusableRows, merged
 from precompute.steps.night import Night, StepRow
@@ -254,7 +254,7 @@ def _prepare(
         demand_least(partitioned.users, items.count)
     lists = [table for table in config.tables.values() if table.kind != "value"]
     odd = []
-    if partitioned.interaction_counts.rows is not None and (lists or config.sources.interactions):
+    if lists or config.sources.interactions:
         odd = remarks(_shape(partitioned, items.count))
     odd += [*bundle.training.get("remarks", []), *_learnt_too_much(bundle, cut)]
     odd += copies_in_words(facts["inputs"][: len(input_files.interactions)])
@@ -302,7 +302,7 @@ def _prepare(
         "base": {
             **prior.facts, "took_over": partitioned.took_over, "read_because": all_read,
         },
-        "rows": None if counts.rows is None else counts.rows.to_json(), "remarks": odd,
+        "rows": counts.rows.to_json(), "remarks": odd,
         "kept": {
             artefact.path: {"size_bytes": artefact.size_bytes, "sha256": artefact.sha256}
             for artefact in map(build.describe, kept_files)
@@ -444,7 +444,7 @@ def _shape(partitioned: PartitionResult, items: int) -> Shape:
     """Return the figures of all rows that were read; without ids, since reports outlive an erasure."""
     counts, rows = (
         partitioned.interaction_counts,
-        partitioned.interaction_counts.rows or RowCounts(),
+        partitioned.interaction_counts.rows,
     )
     named = int((counts.popularity > 0).sum()) + len(counts.unknown)
     return Shape(
