@@ -78,7 +78,7 @@ class ShardReuse:
         begin_report = build.need("begin")
         if base.begin_report["user_seed"] != begin_report["user_seed"]:
             raise CannotCopy("its hashes are of other users")
-        if base.begin_report.get(FEATURED_USERS, False) != begin_report.get(FEATURED_USERS, False):
+        if base.begin_report[FEATURED_USERS] != begin_report[FEATURED_USERS]:
             raise CannotCopy("a user without a record there may have one now, of the same inputs")
         fitting = _fitting(build, base, bundle, tables)
         base_table_by_name = {

@@ -73,6 +73,18 @@ def test_what_looks_odd_about_the_interactions_is_told_with_the_night_and_kept(c
     assert sum(begin_report["rows"]["user_rows"]) == begin_report["interactions"]
 
 
+def test_sub_steps_report_the_fields_that_the_lists_name(config):
+    build = begin.run(config, data_until=UNTIL, run_after=None)
+
+    begin_report = Build(config, config.store(), build["generation"]).need("begin")
+
+    sub_steps = (*begin.READING, *begin.AFTER_READING)
+    named_fields = {field for sub_step in sub_steps for field in sub_step.reports}
+    known_before = {"inputs_digest", "inputs", "bundle_digest", "erased", "settings", "cut"}
+    # There are facets only where settings have some.
+    assert named_fields | known_before == {*begin_report, "facets"} - {"seconds"}
+
+
 def test_a_copy_of_a_file_is_told_with_the_night(config):
     copy = config.path("again.parquet")
     copy.write_bytes(config.path("interactions.parquet").read_bytes())
