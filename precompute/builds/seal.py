@@ -173,7 +173,7 @@ def _events(config: NightConfig, begin_report: Step) -> EventsRead | None:
         return None
     facets = {name: facet.attribute for name, facet in config.facets.items()}
     # As `begin` noted it: a position counts in the stream that it was read from, whatever the settings name by now.
-    of = begin_report.get("events_namespace", config.namespace)
+    of = begin_report["events_namespace"]
     namespace = "" if of == config.namespace else of
     return EventsRead(read["until"], config.history_limit, facets, namespace)
 

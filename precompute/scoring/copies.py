@@ -168,6 +168,7 @@ class CopiedUsers:
         """Merge the chunk's own users' inputs with those of the copied users; only own ones that are published."""
         has_own_vector = None
         if own.has_own_vector is not None:
+            assert copied.has_own_vector is not None  # noqa: S101 - the base has the same settings
             has_own_vector = np.empty(len(self.hashes), np.bool_)
             has_own_vector[self.rows] = own.has_own_vector
             has_own_vector[self.copied_rows] = copied.has_own_vector

@@ -229,7 +229,7 @@ def _begin(
         for note_named in generation_named():
             note_named(store, generation, erased)
         record_copies(store, generation)
-        facts = {
+        facts: Step = {
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
             "erased": list(erased.numbers), "settings": settings_digest(config), "cut": cut_text,
         }  # fmt: skip
