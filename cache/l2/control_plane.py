@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol, cast
 
 from redis.asyncio import ConnectionPool, Redis
-from redis.exceptions import NoPermissionError, ReadOnlyError
+from redis.exceptions import ReadOnlyError
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
@@ -90,15 +90,7 @@ class ControlPlane(Protocol):
             self.keyspace.replicas,
             () if previous_payload is None else (previous_payload,),
         )
-        try:
-            await self.execute("EVAL", _BEAT, 1, replicas, at, payload, *old)
-        except TierUnavailable as error:
-            if not isinstance(error.__cause__, NoPermissionError):
-                raise
-            # The user's rights are those of an earlier version: then as before, which needs free memory.
-            await self.execute("ZADD", replicas, at, payload)
-            if previous_payload is not None and previous_payload != payload:
-                await self.execute("ZREM", replicas, previous_payload)
+        await self.execute("EVAL", _BEAT, 1, replicas, at, payload, *old)
 
     async def sign_off(self, payload: bytes) -> None:
         """Takes a replica's last payload away; Redis removes at maxmemory too."""

@@ -174,7 +174,7 @@ def _events(config: NightConfig, begin_report: Step) -> EventsRead | None:
         return None
     facets = {name: facet.attribute for name, facet in config.facets.items()}
     # As `begin` noted it: a position counts in the stream that it was read from, whatever the settings name by now.
-    of = begin_report.get("events_namespace", config.namespace)
+    of = begin_report["events_namespace"]
     namespace = "" if of == config.namespace else of
     return EventsRead(read["until"], config.history_limit, facets, namespace)
 
@@ -193,11 +193,8 @@ def manifest_format(config: NightConfig, bundle: Bundle) -> int:
 def scoring_seconds(reports: Sequence[Step]) -> float:
     """The time in which at least one shard was under way."""
     seconds, covered_until = 0.0, 0.0
-    timed_reports = [
-        report for report in reports if "ended_at" in report
-    ]  # an older Larder began the night
     for began_at, ended_at in sorted(
-        (report["began_at"], report["ended_at"]) for report in timed_reports
+        (report["began_at"], report["ended_at"]) for report in reports
     ):
         seconds += max(0.0, ended_at - max(began_at, covered_until))
         covered_until = max(covered_until, ended_at)

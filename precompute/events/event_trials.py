@@ -22,7 +22,7 @@ from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
 from precompute.events.files import EventValues, brought_vectors, counted_behind
 from precompute.partitions.catalogue import feature_inputs
-from precompute.partitions.further_input import NightValues
+from precompute.partitions.night_input import NightValues
 from precompute.scoring.towers import bind
 from precompute.sources.columns import Ids, UnusableMaskByReason, as_rows
 from precompute.sources.erasures import ErasedEntities

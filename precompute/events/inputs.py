@@ -10,7 +10,7 @@ from precompute.config.settings import NightConfig
 from precompute.events.event_trials import values_of_night
 from precompute.events.files import event_files, read_event_interactions
 from precompute.partitions.catalogue import feature_inputs
-from precompute.partitions.further_input import FurtherInput
+from precompute.partitions.night_input import FurtherInput
 
 
 def input_of_night(config: NightConfig, events_until: str | None) -> FurtherInput:

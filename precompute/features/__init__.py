@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from precompute.config.settings import NightConfig
     from precompute.gates.evidence.candidate import Gate
     from precompute.gates.evidence.evidence import AllowedByManifest
-    from precompute.partitions.further_input import FurtherInput
+    from precompute.partitions.night_input import FurtherInput
     from precompute.releases.release_log import Releases
-    from precompute.scoring.copies import EmbeddingCopies, NightCopies
+    from precompute.reuse.prior import PriorIndex
     from precompute.scoring.input_samples import SampleTaker
     from precompute.scoring.scorers import ScoringHooks
     from precompute.sources.erasures import ErasedEntities
@@ -51,13 +51,6 @@ if TYPE_CHECKING:
             interactions_before: datetime | None,
             cut: datetime,
         ) -> AbstractContextManager[Bundle]: ...
-
-    class ChooseCopies(Protocol):
-        """Function that chooses the earlier generation from which the new one copies."""
-
-        def __call__(
-            self, releases: Releases, config: NightConfig, bundle: Bundle, *, making: str
-        ) -> NightCopies: ...
 
     SettingCheck = Callable[[NightConfig], None]
     """Raise ConfigError for unusable settings of a feature."""
@@ -107,7 +100,7 @@ def further_input() -> Callable[[NightConfig, str | None], FurtherInput]:
 def remarks_on_begin() -> tuple[RemarkOnBegin, ...]:
     """Return the functions of lines on `begin` in the night's table."""
     from precompute.events.inputs import unlisted_in_words
-    from precompute.reuse.night import base_remark
+    from precompute.reuse.reasons import base_remark
 
     return base_remark, unlisted_in_words
 
@@ -119,23 +112,16 @@ def vector_bundle() -> VectorBundle:
     return bundle_by_adapters
 
 
-def choose_copies() -> ChooseCopies:
-    """Return the function that chooses the earlier generation to copy from."""
-    from precompute.reuse.night import choose_copies as by_reuse
+def prior_index() -> type[PriorIndex]:
+    """Return the index of an earlier generation's data that a build can copy."""
+    from precompute.reuse.prior import PriorIndex
 
-    return by_reuse
-
-
-def copies_of_embedding() -> Callable[[Build, Bundle, ItemTable, str | None], EmbeddingCopies]:
-    """Return the function that finds vectors to copy, for a device that embeds the others (None: the processor)."""
-    from precompute.reuse.night import copies_of_embedding as by_reuse
-
-    return by_reuse
+    return PriorIndex
 
 
 def remarks_on_scores() -> tuple[Callable[[Sequence[Mapping[str, Any]]], str], ...]:
     """Return the functions of lines in the night's table, from the reports of shards; a line follows a line break."""
-    from precompute.reuse.night import users_remark
+    from precompute.reuse.reasons import users_remark
 
     return (users_remark,)
 
@@ -178,10 +164,9 @@ def tables_by_scores() -> tuple[TablesByScores, ...]:
 def scoring_hooks() -> ScoringHooks:
     """Return new hooks for the scoring of one build."""
     from precompute.filters.item_attributes import allowed_items
-    from precompute.reuse.night import BaseSource
     from precompute.scoring.scorers import ScoringHooks
 
-    return ScoringHooks(allowed_items=(allowed_items,), copies=BaseSource())
+    return ScoringHooks(allowed_items=(allowed_items,), prior=prior_index().open)
 
 
 def allowed_by_manifest() -> tuple[AllowedByManifest, ...]:

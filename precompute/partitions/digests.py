@@ -6,6 +6,7 @@ added after each was mixed with its position.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,12 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.format.ids import FINGERPRINT_SEED
+from cache.format.item_table import ItemTable, Ordinals
 from cache.model.tower import repeated
+from cache.model.tower_spec import TowerSpec
+from cache.store.artefacts import write_atomically
+from precompute.bundles.bundle import Bundle
+from precompute.partitions.catalogue import ITEM_FEATURES
 from precompute.partitions.shard_input import ShardInput
 from precompute.sources.columns import is_text, text_hashes
 
@@ -98,3 +104,36 @@ def of_users(entities: ShardInput, items: Digests) -> Digests:
     if entities.times is not None:
         digests = mixed(digests + of_rows(entities.times.view(np.uint64), entities.indptr))
     return digests
+
+
+def digests_file(model: str) -> str:
+    """Return the path of the digests of an item model's inputs."""
+    return f"work/item_inputs/{model}.u64"
+
+
+def digests_files(bundle: Bundle) -> list[str]:
+    """Return the paths of the digests of all item models."""
+    return [digests_file(model.name) for model in bundle.models if model.entity == "item"]
+
+
+def write_item_digests(bundle: Bundle, items: ItemTable, root: Path) -> None:
+    """Write the digest of every item's input for each item model."""
+    for model in bundle.models:
+        if model.entity == "item":
+            item_digests = _of_items(model.spec, items, root)
+            write_atomically(root / digests_file(model.name), item_digests.astype("<u8").tobytes())
+
+
+def _of_items(spec: TowerSpec, items: ItemTable, root: Path) -> Digests:
+    count = items.count
+    columns: dict[str, Any] = {}
+    if spec.features:
+        with pa.memory_map(str(root / ITEM_FEATURES)) as source:
+            table = pa.ipc.open_stream(source).read_all()
+        columns = {
+            name: table.column(name) for name in {str(feature.column) for feature in spec.features}
+        }
+    item_digests = of_columns(columns, count)
+    if any(input_spec.bind == "item_index" for input_spec in spec.inputs):
+        item_digests += mixed(items.to_model(Ordinals(np.arange(count))).astype(np.uint64))
+    return item_digests

@@ -1,11 +1,10 @@
 """Partition: one pass over the sources that writes every entity's rows into the file of its hash shard."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,12 +16,11 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from cache.format.ids import hash_ids
-from cache.format.item_table import ItemTable
 from cache.model.tower_spec import InputSpec
 from cache.store.artefacts import take_file, write_atomically
-from precompute.config.settings import NightConfig
-from precompute.partitions.further_input import FurtherInteractions, no_further
 from precompute.partitions.grouping import DistinctHashes
+from precompute.partitions.holdout import Holdout
+from precompute.partitions.night_input import NightInput
 from precompute.partitions.shard_files import (
     HASH,
     POSITION,
@@ -57,9 +55,6 @@ from precompute.partitions.user_tables import (
     write_vectors,
 )
 from precompute.sources.columns import text_hashes
-from precompute.sources.erasures import NO_ERASURES, ErasedEntities
-from precompute.sources.features import NO_VALUES, EntityValues
-from precompute.sources.files import SourceFile
 from precompute.sources.plausibility import RowCounts
 from precompute.sources.readers import Interactions, read_interactions
 from precompute.sources.unusable import CASES, LISTED_BEFORE, UnusableRows, merged
@@ -91,7 +86,7 @@ _TOUCHED = pa.schema([(HASH, pa.uint64())])
 class InteractionCounts:
     """Counts of interactions: all before the cut, those with unknown items, those of each item, and those after it.
 
-    `unknown` are the hashes of the unknown items' ids, sorted. `rows` are None where an older release counted none.
+    `unknown` are the hashes of the unknown items' ids, sorted.
     """
 
     interactions: int
@@ -99,14 +94,14 @@ class InteractionCounts:
     popularity: NDArray[np.int64]
     unknown: NDArray[np.uint64]
     late: int
-    rows: RowCounts | None
+    rows: RowCounts
     unknown_examples: tuple[str, ...] = ()
     """Some of the unknown items that the team's interactions name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartitionResult:
-    """Result of the pass: its seed, its counts, and the unusable rows."""
+    """Result of a PartitionJob: its seed, its counts, and the unusable rows."""
 
     seed: int
     users: int
@@ -137,7 +132,7 @@ class EarlierPartition:
     unknown_items: int
     unusable: Mapping[str, Any]
     event_files: int = 0
-    row_counts: RowCounts | None = None
+    row_counts: RowCounts = field(default_factory=RowCounts)
     unknown_examples: tuple[str, ...] = ()
 
     def rows(self, shard: int) -> Iterator[tuple[Any, NDArray[np.uint64]]]:
@@ -213,113 +208,96 @@ class UserCounts(NamedTuple):
     featured: int
 
 
-def partition(
-    config: NightConfig,
-    items: ItemTable,
-    folder: Path,
-    *,
-    cutoff_at: datetime | None,
-    seed: int = 0,
-    feature_columns: Sequence[str] = (),
-    feature_inputs: Sequence[InputSpec] = (),
-    dims: int = 0,
-    progress: Callable[[int], None] = lambda _rows: None,
-    late: Callable[[Interactions], None] = lambda _late: None,
-    restart: Callable[[], None] = lambda: None,
-    hasher: Hasher = hash_ids,
-    erased: ErasedEntities = NO_ERASURES,
-    earlier: EarlierPartition | None = None,
-    files: Sequence[SourceFile] | None = None,
-    further: FurtherInteractions = no_further,
-    values: EntityValues = NO_VALUES,
-    set_by_events: Collection[bytes] = (),
-) -> PartitionResult:
-    """Write each shard's Arrow files (`kinds_in`) into `folder`, trying seeds until no id collides.
+@dataclass(frozen=True, slots=True, eq=False)
+class PartitionJob:
+    """Partition of a night's input into the Arrow files of each shard (`kinds_in`), below `folder`.
 
-    The `files` are those that the sources name, unless they are listed here. The rows of an `earlier` partition are
-    taken over, source files that are not in it are read, and the users whose inputs differ from then are recorded
-    (TOUCHED). No cut leaves out `further` interactions. Features have the `values` that events set for users.
-    Users' vectors, if the night is given any, must have `dims` numbers. Erased entities are in none of the files, nor
-    in the batches for `late`; `restart` is called before the sources are read again. Values that one of
-    `feature_inputs` cannot use are counted. Users who are `set_by_events` and otherwise known by features alone are
-    not counted: no model answers for them. Raises ConfigError where this process may not open a file for each shard,
-    SourceError for an input that no row can fill.
+    Values that one of `feature_inputs` cannot use are counted, those of further `feature_columns` are not. Vectors of
+    users, if the night has any, must have `dims` numbers. `needs_history`: no model answers for a user without a
+    history, so users whom events made known by features alone are not counted. The `holdout` gets interactions after
+    the cut.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    allow_files((FILES_AT_ONCE + (earlier is not None)) * config.shards)
-    columns = sorted({*feature_columns, *(str(input_spec.column) for input_spec in feature_inputs)})
-    seed = seed if earlier is None else earlier.seed
-    while True:
-        unusable = UnusableRows(erased.users | erased.items)
-        interaction_counts = _write(
-            config, items, folder, cutoff_at, seed, progress, late, hasher, erased, unusable, earlier,
-            files, further,
-        )  # fmt: skip
-        if earlier is None:
-            named = partial(hashes_of, seed=seed, hasher=hasher)
-            write_features(config, folder, named, columns, feature_inputs, values, erased, unusable)
-            if config.sources.user_vectors:
-                write_vectors(config, folder, dims, named, erased, unusable)
-        else:
-            note_event_values(config, columns, feature_inputs, values, unusable)
-        with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
+
+    night: NightInput
+    folder: Path
+    feature_inputs: Sequence[InputSpec] = ()
+    feature_columns: Sequence[str] = ()
+    dims: int = 0
+    needs_history: bool = False
+    holdout: Holdout | None = None
+    progress: Callable[[int], None] = lambda _rows: None
+    hasher: Hasher = hash_ids
+
+    def run(self, earlier: EarlierPartition | None = None, *, seed: int = 0) -> PartitionResult:
+        """Write the files, trying seeds until no id collides.
+
+        The rows of an `earlier` partition are taken over, source files that are not in it are read, and the users whose
+        inputs differ from then are recorded (TOUCHED). Erased entities are in none of the files, nor in the holdout.
+        Raises ConfigError where this process may not open a file for each shard, SourceError for an input that no row
+        can fill.
+        """
+        night, shards = self.night, self.night.config.shards
+        erased, values = night.erased, night.values.users
+        self.folder.mkdir(parents=True, exist_ok=True)
+        allow_files((FILES_AT_ONCE + (earlier is not None)) * shards)
+        columns = sorted(
+            {*self.feature_columns, *(str(feature.column) for feature in self.feature_inputs)}
+        )
+        seed = seed if earlier is None else earlier.seed
+        while True:
+            unusable = UnusableRows(erased.users | erased.items)
+            interaction_counts = _write_interactions(self, seed, earlier, unusable)
+            if earlier is None:
+                named = partial(hashes_of, seed=seed, hasher=self.hasher)
+                write_features(night, self.folder, named, columns, self.feature_inputs, unusable)
+                if night.config.sources.user_vectors:
+                    write_vectors(night, self.folder, self.dims, named, unusable)
+            else:
+                note_event_values(night, columns, self.feature_inputs, unusable)
             # What is taken over was counted when it was read.
             counting_notes = unusable if earlier is None else UnusableRows()
-            alone = (
-                np.unique(hasher(list(set_by_events), seed))
-                if set_by_events
-                else np.empty(0, np.uint64)
-            )
+            set_by_events = np.empty(0, np.uint64)
+            if self.needs_history and values:
+                set_by_events = np.unique(self.hasher(list(values), seed))
             count = partial(
                 _count_users,
-                folder,
-                shards=config.shards,
+                self.folder,
+                shards=shards,
                 unusable=counting_notes,
-                set_by_events=alone,
+                set_by_events=set_by_events,
             )
-            users = list(pool.map(count, range(config.shards)))
-        if None not in users:
-            unusable_report = merged(
-                [{} if earlier is None else earlier.unusable, unusable.to_json()]
-            )
-            shard_user_counts = [user_counts for user_counts in users if user_counts is not None]
-            return PartitionResult(
-                seed,
-                sum(user_counts.named for user_counts in shard_user_counts),
-                sum(user_counts.featured for user_counts in shard_user_counts),
-                interaction_counts,
-                unusable_report,
-                earlier is not None,
-            )
-        earlier = None
-        seed += 1
-        restart()
+            with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
+                user_counts = list(pool.map(count, range(shards)))
+            distinct_counts = [counts for counts in user_counts if counts is not None]
+            if len(distinct_counts) == shards:
+                return PartitionResult(
+                    seed,
+                    sum(counts.named for counts in distinct_counts),
+                    sum(counts.featured for counts in distinct_counts),
+                    interaction_counts,
+                    merged([{} if earlier is None else earlier.unusable, unusable.to_json()]),
+                    earlier is not None,
+                )
+            earlier = None
+            seed += 1
+            if self.holdout is not None:
+                self.holdout.restart()
 
 
-def _write(
-    config: NightConfig,
-    items: ItemTable,
-    folder: Path,
-    cutoff_at: datetime | None,
-    seed: int,
-    progress: Callable[[int], None],
-    late: Callable[[Interactions], None],
-    hasher: Hasher,
-    erased: ErasedEntities,
-    unusable: UnusableRows,
-    earlier: EarlierPartition | None,
-    files: Sequence[SourceFile] | None,
-    further: FurtherInteractions,
+def _write_interactions(
+    job: PartitionJob, seed: int, earlier: EarlierPartition | None, unusable: UnusableRows
 ) -> InteractionCounts:
+    folder, config, items, erased = job.folder, job.night.config, job.night.items, job.night.erased
     popularity, unknown = np.zeros(items.count, np.int64), DistinctHashes()
     count = without_item = late_count = 0
-    row_counts: RowCounts | None = RowCounts()
+    row_counts = RowCounts()
     examples: tuple[str, ...] = ()
 
     def note_late_batch(batch: Interactions) -> None:
         nonlocal late_count
         late_count += len(batch.times)
-        late(erased.leave_out(batch))
+        if job.holdout is not None:
+            job.holdout.add(erased.leave_out(batch))
 
     schema = _PLACED_ROWS if config.events.enabled else _ROWS
     with (
@@ -342,18 +320,18 @@ def _write(
         read = read_interactions(
             config.sources,
             Path(config.base),
-            cutoff_at=cutoff_at,
+            cutoff_at=job.night.cutoff_at,
             late=note_late_batch,
             unusable=unusable,
             skip=0 if earlier is None else earlier.files,
-            files=files,
+            files=job.night.files,
         )
         first_file = 0 if earlier is None else earlier.event_files
-        batches = chain(read, further(first_file, unusable))
+        batches = chain(read, job.night.further.interactions(first_file, unusable))
 
         def placed(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
             """Return a batch with the hashes of its users' names and an ordinal, -1 = unknown, for each item name."""
-            hashes = hashes_of_names(batch.users, seed, hasher)
+            hashes = hashes_of_names(batch.users, seed, job.hasher)
             return batch, hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
 
         placed_batches = stages.ahead(map(placed, stages.ahead(map(erased.leave_out, batches))))
@@ -369,13 +347,12 @@ def _write(
                     examples = tuple(named)[:UNKNOWN_EXAMPLES]
             count += len(ordinals)
             without_item += len(ordinals) - len(known_ordinals)
-            progress(count)
+            job.progress(count)
             if batch.positions is not None and len(known_ordinals) < len(ordinals):
                 # Anybody sends events: users of items that nobody knows would make the coverage as low as they like.
                 batch = batch.only(ordinals >= 0)
-                hashes, ordinals = hashes_of_names(batch.users, seed, hasher), known_ordinals
-            if row_counts is not None:
-                row_counts.add(hashes[batch.users.codes], batch.times)
+                hashes, ordinals = hashes_of_names(batch.users, seed, job.hasher), known_ordinals
+            row_counts.add(hashes[batch.users.codes], batch.times)
             codes, ranges = batch.users.codes, range_of(hashes, config.shards)
             ids.write(pa.table([batch.users.names, hashes], schema=IDS), ranges)
             placed_rows = [hashes[codes], ordinals, batch.times]

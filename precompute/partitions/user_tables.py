@@ -12,6 +12,7 @@ from cache.errors import SourceError
 from cache.model.tower_spec import InputSpec
 from precompute.config.settings import NightConfig
 from precompute.partitions.grouping import first_rows
+from precompute.partitions.night_input import NightInput
 from precompute.partitions.shard_files import (
     HASH,
     USER_VECTORS,
@@ -21,9 +22,7 @@ from precompute.partitions.shard_files import (
     shard_paths,
 )
 from precompute.sources.columns import Ids
-from precompute.sources.erasures import ErasedEntities
 from precompute.sources.features import (
-    EntityValues,
     demand_type,
     read_set_values,
     read_values,
@@ -49,19 +48,18 @@ VECTOR_ROWS = "user_vectors"
 
 
 def write_features(
-    config: NightConfig,
+    night: NightInput,
     folder: Path,
     hashes_of: Callable[[Ids], NDArray[np.uint64]],
     columns: Sequence[str],
     inputs: Sequence[InputSpec],
-    values: EntityValues,
-    erased: ErasedEntities,
     unusable: UnusableRows,
 ) -> None:
     """Write each shard's file of feature columns, events' values included; note values that an input cannot use.
 
     Raises SourceError for an input that no row can fill.
     """
+    config, values, erased = night.config, night.values.users, night.erased
     schema: Any = IDS
     batches: Any = ()
     if columns:
@@ -107,15 +105,15 @@ def write_features(
 
 
 def note_event_values(
-    config: NightConfig,
+    night: NightInput,
     columns: Sequence[str],
     inputs: Sequence[InputSpec],
-    values: EntityValues,
     unusable: UnusableRows,
 ) -> None:
     """Note unusable values set by events as `write_features` does, where an earlier partition's features are reused."""
+    values = night.values.users
     if columns and values:
-        kinds = feature_schema(feature_file(config, "user", columns[0]), columns)
+        kinds = feature_schema(feature_file(night.config, "user", columns[0]), columns)
         types = {name: kinds.field(name).type for name in columns}
         read_set_values(types, values, "user", inputs, unusable)
 
@@ -160,18 +158,17 @@ def _note_values(
 
 
 def write_vectors(
-    config: NightConfig,
+    night: NightInput,
     folder: Path,
     dims: int,
     hashes_of: Callable[[Ids], NDArray[np.uint64]],
-    erased: ErasedEntities,
     unusable: UnusableRows,
 ) -> None:
     """Write each shard's file of the vectors that have `dims` finite numbers; the others are noted.
 
     Raises SourceError for a column that is not of such vectors, or where none can be used.
     """
-    sources = config.sources
+    config, sources = night.config, night.config.sources
     path, column = source_file(str(sources.user_vectors), config.path(".")), sources.vector_column
     spec = InputSpec("vector", "feature", "float32", column=column, width=dims)
     demand_type(feature_schema(path, (column,)).field(column).type, spec, str(path))
@@ -189,7 +186,7 @@ def write_vectors(
             if vector_values.unusable_mask_by_reason:
                 named = lambda row, ids=ids: {"user": ids.name_of(row)}  # noqa: E731
                 unusable.note_rows(VECTOR_ROWS, vector_values.unusable_mask_by_reason, named)
-            is_kept = vector_values.usable & erased.keeps_users(ids)
+            is_kept = vector_values.usable & night.erased.keeps_users(ids)
             used += int(is_kept.sum())
             hashes, rows = hashes_of(ids)[is_kept], pa.array(vector_values.numbers[is_kept].ravel())
             files.write(

@@ -29,7 +29,8 @@ from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import scoring_hooks
 from precompute.partitions.catalogue import IDS, MODEL_INDEX, OFFSETS, VECTORS, open_items
-from precompute.partitions.partition import partition
+from precompute.partitions.night_input import NightInput
+from precompute.partitions.partition import PartitionJob
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
 from precompute.planning.cards import CARDS, DEFAULT_CARD
@@ -154,11 +155,13 @@ class Trial:
         """
         config = self.build.config
         sources = self.sample.write(self.folder / "sources", count, config.sources)
-        partition(
-            replace(config, sources=sources), open_items(self.build.root, self.begin_report),
-            self.build.root / PARTITION, cutoff_at=None, seed=self.begin_report["user_seed"],
-            feature_columns=feature_columns(self.bundle), dims=self.bundle.dims,
-        )  # fmt: skip
+        items = open_items(self.build.root, self.begin_report)
+        PartitionJob(
+            NightInput(replace(config, sources=sources), items),
+            self.build.root / PARTITION,
+            feature_columns=feature_columns(self.bundle),
+            dims=self.bundle.dims,
+        ).run(seed=self.begin_report["user_seed"])
 
         def score(_number: int) -> Mapping[str, float]:
             report = score_users(self.build, self.bundle, 0, self.scorers, quiet)

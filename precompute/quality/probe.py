@@ -49,5 +49,5 @@ class ProbeTaker:
 
 
 def probe_facts(build: Build, _reports: Sequence[Mapping[str, Any]]) -> Step:
-    """Return the probe's file as a fact of the manifest; None if an earlier version ran the step `quantize`."""
-    return {FACT: build.need("quantize").get("probe")}
+    """Return the probe's file as a fact of the manifest; None without any users."""
+    return {FACT: build.need("quantize")["probe"]}

@@ -1,4 +1,4 @@
 """Copies that a night may take from an earlier one: the base, what changed since, and the rule that decides.
 
-Start at `base` and `lists`.
+Start at `prior` and `lists`.
 """

@@ -1,4 +1,7 @@
-"""Base of a night: an earlier generation whose records may be copied, in how far it fits, and its shards."""
+"""Base of a night: an earlier generation whose records may be copied, in how far it fits, and its shards.
+
+Its parts raise CannotCopy, or an error about a damaged file; `prior.PriorIndex` alone handles both.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.control.states import State
-from cache.errors import CorruptArtefact, LarderError, StoreError, UnknownGeneration
+from cache.errors import CorruptArtefact, LarderError, StoreError
 from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from cache.format.manifest import GENERATION, Artefact, Manifest, SeenPart, Table
@@ -22,7 +25,7 @@ from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
 from precompute.partitions.digests import Digests
 from precompute.releases.release_log import Releases
-from precompute.scoring.copies import HASH_AND_DIGEST, AllowedItems
+from precompute.scoring.copies import HASH_AND_DIGEST, AllowedItems, PublishedInputs
 
 VERIFIED_STATES: Final = frozenset(
     {State.VERIFIED, State.LIVE, State.SUPERSEDED, State.ROLLED_BACK}
@@ -37,6 +40,13 @@ REUSE_OFF, NO_VERIFIED_BASE, OTHER_SETTINGS, OTHER_BUNDLE = (
 )
 
 
+class CannotCopy(Exception):
+    """Some data of the base cannot be copied, for the reason that is the message; it is read or computed instead."""
+
+
+OTHER_PROGRAMS: Final = "other programs or another device computed it"
+
+
 @dataclass(frozen=True, eq=False)  # no slots: the item table is kept beside the fields
 class BaseGeneration:
     """A verified generation of the same settings; `has_lists`: also of the same bundle, so all its tables count."""
@@ -45,6 +55,11 @@ class BaseGeneration:
     begin_report: Mapping[str, Any]
     manifest: Manifest
     has_lists: bool
+
+    def demand_changes(self, embedded: Mapping[str, Any]) -> None:
+        """Raise CannotCopy without changes of the items since this base."""
+        if not self.has_changes(embedded):
+            raise CannotCopy("items were not compared with those of this base")
 
     def has_changes(self, embedded: Mapping[str, Any]) -> bool:
         """Whether `embed_items`, by its report, wrote how this night's items differ from this base's.
@@ -77,6 +92,11 @@ class BaseGeneration:
         for part in self.manifest.entity_sets["item"].parts:
             self.fetch(part.file)
         return ItemTable.open(self.build.root, self.manifest)
+
+    def demand_dims(self, dims: int) -> None:
+        """Raise CannotCopy if its items have vectors of another length."""
+        if self.manifest.items.dims != dims:
+            raise CannotCopy("its vectors have another length")
 
     def fetch(self, artefact: Artefact) -> Path:
         """Fetch a file of the base; raise CorruptArtefact if it differs from the manifest or a report."""
@@ -178,30 +198,30 @@ class BaseShard:
     base_positions: NDArray[np.int64]
     tables: Mapping[str, NDArray[Any]]
     has_all_tables: NDArray[np.bool_]
-    seen_items: Histories | None = None
-    """Items in the histories of users with records, where filters or events need them."""
-    times: Histories | None = None
-    """Times of these items, where events are enabled; `feature_json`: other inputs of the user tower, as JSON."""
-    feature_json: Histories | None = None
-    has_own_vector: NDArray[np.uint8] | None = None
-    """1 for each user with a vector of its own, where sources have user vectors and events are enabled."""
+    published: PublishedInputs | None = None
 
     @classmethod
     def open(
         cls, base: BaseGeneration, shard: int, tables: Mapping[str, Table], computed_by: str
-    ) -> Self | None:
-        """The base's shard, every file verified; None where one is damaged or gone, or other programs made it."""
+    ) -> Self:
+        """Open the base's shard and verify every file."""
+        name = shard_report(shard)
+        report = base.report(name)
+        if report.get("computed_by") != computed_by:
+            raise CannotCopy(OTHER_PROGRAMS)
         try:
-            report = base.report(shard_report(shard))
-            users = report.get("users", {})
-            if report.get("computed_by") != computed_by or users.get("short"):
-                return None
-            pairs = map_file(base.fetch(Artefact(**users["inputs"])), "<u8").view(HASH_AND_DIGEST)
-            directory = map_file(base.fetch(Artefact(**users["directory"])), "<u8")
-            records = {name: table_records(base, shard, table) for name, table in tables.items()}
-            published = _published_fields(base, users["seen"])
-        except (CorruptArtefact, UnknownGeneration, FileNotFoundError, KeyError, TypeError):
-            return None
+            users = report["users"]
+            if users.get("short"):
+                raise CannotCopy("lists of the base are short")
+            inputs, directory_file = Artefact(**users["inputs"]), Artefact(**users["directory"])
+            published_files = [Artefact(**file_entry) for file_entry in users["seen"]]
+            seen_part = SeenPart.of(published_files) if published_files else None
+        except (KeyError, TypeError) as error:
+            raise CorruptArtefact(f"work/{name}.json of {base.generation}", path=name) from error
+        pairs = map_file(base.fetch(inputs), "<u8").view(HASH_AND_DIGEST)
+        directory = map_file(base.fetch(directory_file), "<u8")
+        records = {name: table_records(base, shard, table) for name, table in tables.items()}
+        published = None if seen_part is None else _published_inputs(base, seen_part)
         at = np.minimum(directory.searchsorted(pairs["hash"]), max(0, len(directory) - 1))
         has_record = (
             directory[at] == pairs["hash"] if len(directory) else np.zeros(len(pairs), np.bool_)
@@ -209,7 +229,7 @@ class BaseShard:
         is_complete = np.ones(len(directory), np.bool_)
         for stored_records in records.values():
             is_complete &= stored_records["flags"] != ABSENT_FLAGS
-        return cls(pairs, np.where(has_record, at, -1), records, is_complete, **published)
+        return cls(pairs, np.where(has_record, at, -1), records, is_complete, published)
 
     def between(self, hashes: range) -> slice:
         """Users whose hashes are in a range."""
@@ -238,28 +258,18 @@ def table_records(base: BaseGeneration, shard: int, table: Table) -> NDArray[Any
     return np.asarray(np.memmap(path, table.layout.dtype, "r", shape=(part.count,)))
 
 
-def _published_fields(base: BaseGeneration, files: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the user inputs that the base published for users with records; None for those that it did not."""
-    if not files:
-        return {}
-    part = SeenPart.of(Artefact(**file_entry) for file_entry in files)
+def _published_inputs(base: BaseGeneration, part: SeenPart) -> PublishedInputs:
+    """Open the inputs that the base published for users with records."""
 
-    def mapped(file: Artefact | None, kind: str) -> NDArray[Any] | None:
-        return None if file is None else map_file(base.fetch(file), kind)
+    def rows(ends: Artefact, values: Artefact, kind: str) -> Histories:
+        row_ends = map_file(base.fetch(ends), "<u8").astype(np.int64)
+        return Histories(np.concatenate([[0], row_ends]), map_file(base.fetch(values), kind))
 
-    def rows(ends: Artefact | None, values: Artefact | None, kind: str) -> Histories | None:
-        mapped_values, where = mapped(values, kind), mapped(ends, "<u8")
-        return (
-            None
-            if mapped_values is None or where is None
-            else Histories(_starting(where), mapped_values)
-        )
-
-    return {
-        "seen_items": rows(part.ends, part.items, "<u4"), "times": rows(part.ends, part.times, "<i8"),
-        "feature_json": rows(part.feature_ends, part.features, "u1"), "has_own_vector": mapped(part.brought, "u1"),
-    }  # fmt: skip
-
-
-def _starting(ends: Digests) -> NDArray[np.int64]:
-    return np.concatenate([[0], ends.astype(np.int64)])
+    return PublishedInputs(
+        rows(part.ends, part.items, "<u4"),
+        None if part.times is None else rows(part.ends, part.times, "<i8"),
+        None
+        if part.features is None or part.feature_ends is None
+        else rows(part.feature_ends, part.features, "u1"),
+        None if part.brought is None else map_file(base.fetch(part.brought), "u1").view(np.bool_),
+    )

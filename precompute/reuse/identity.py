@@ -34,7 +34,7 @@ def identity(candidate: Candidate) -> Measurement:
         return Measurement(True, 0, 0, "nothing was copied")
     shards = sampled_shards(candidate.manifest.entity_sets["user"])
     bundle = open_bundle(build)
-    computed_alone = replace(candidate.scoring_hooks, copies=None)
+    computed_alone = replace(candidate.scoring_hooks, prior=None)
     scorers = Scorers(build.config.device, build.config.device_tasks, computed_alone)
     wrong, looked_at, note, elsewhere = 0, 0, "", []
     for shard in shards:

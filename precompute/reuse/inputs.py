@@ -1,16 +1,17 @@
 """Partition of the base, where it may be taken over: then only source files that are new are read."""
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, parse_time
 from precompute.partitions.catalogue import item_texts
+from precompute.partitions.night_input import NightInput
 from precompute.partitions.partition import (
     POPULARITY,
     UNKNOWN_ITEMS,
@@ -25,10 +26,9 @@ from precompute.partitions.shard_files import (
     shard_paths,
 )
 from precompute.partitions.user_tables import USER_ROWS, VECTOR_ROWS
-from precompute.reuse.base import BaseGeneration
+from precompute.reuse.base import BaseGeneration, CannotCopy
 from precompute.reuse.items import places_of_items, turned
 from precompute.sources.columns import text_hashes
-from precompute.sources.erasures import ErasedEntities
 from precompute.sources.plausibility import RowCounts
 from precompute.sources.readers import EVENT_ROWS, INTERACTIONS
 from precompute.sources.unusable import UNKNOWN_NAMED
@@ -41,7 +41,6 @@ TABLES: Final = "another table of users' features or vectors"
 VALUES: Final = "events set features of users since"
 BACK: Final = "an item is new that earlier interactions name"
 NAMED_ITEM_GONE: Final = "an item is gone that events name"
-DAMAGED: Final = "a file of the base is damaged or gone"
 
 
 def interaction_files(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) -> int:
@@ -68,48 +67,31 @@ def user_tables(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) -> lis
     ]
 
 
-def earlier_partition(
-    base: BaseGeneration,
-    config: NightConfig,
-    items: ItemTable,
-    inputs: Sequence[Mapping[str, Any]],
-    *,
-    cut: str | None,
-    erased: ErasedEntities,
-    events: int = 0,
-    user_values: str = "",
-) -> tuple[EarlierPartition | None, str]:
-    """Return (the base's partition for this night, "") or (None, the reason for reading all source files).
-
-    `events` is the number of inputs that are files of events, which come after the team's own. `user_values` is the
-    digest of the users' model inputs that events set.
-    """
-    begin_report = base.begin_report
-    if list(begin_report.get("erased", ())) != list(erased.numbers):
-        return None, ERASED
+def earlier_partition(base: BaseGeneration, night_input: NightInput) -> EarlierPartition:
+    """Return the base's partition for this night; raise CannotCopy with the reason for reading all source files."""
+    begin_report, config = base.begin_report, night_input.config
+    if list(begin_report.get("erased", ())) != list(night_input.erased.numbers):
+        raise CannotCopy(ERASED)
     if begin_report.get("late") != 0:
-        return None, LATE
-    if not _is_later(cut, begin_report.get("cut")):
-        return None, CUT
+        raise CannotCopy(LATE)
+    if not _is_later(night_input.cutoff_at, begin_report.get("cut")):
+        raise CannotCopy(CUT)
     base_inputs = begin_report["inputs"]
     theirs = _own_and_events(config, base_inputs, event_files_of(begin_report))
-    current_checksums = _own_and_events(config, inputs, events)
+    current_checksums = _own_and_events(config, night_input.pinned, len(night_input.further.files))
     if any(
         current_sha256s[: len(was)] != was
         for was, current_sha256s in zip(theirs, current_checksums, strict=True)
     ):
-        return None, FILES
+        raise CannotCopy(FILES)
     has_table = bool(config.sources.user_features or config.sources.user_vectors)
-    if user_tables(config, base_inputs) != user_tables(config, inputs) or (
+    if user_tables(config, base_inputs) != user_tables(config, night_input.pinned) or (
         has_table and not base.has_lists  # another bundle wants other columns of it, or none
     ):
-        return None, TABLES
-    if begin_report.get("user_values", "") != user_values:
-        return None, VALUES
-    try:
-        return _reuse_partition(base, config, items, *map(len, theirs))
-    except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
-        return None, DAMAGED
+        raise CannotCopy(TABLES)
+    if begin_report.get("user_values", "") != night_input.values.users_digest:
+        raise CannotCopy(VALUES)
+    return _reuse_partition(base, config, night_input.items, *map(len, theirs))
 
 
 def event_files_of(begin_report: Mapping[str, Any]) -> int:
@@ -130,7 +112,7 @@ def _own_and_events(
 
 def _reuse_partition(
     base: BaseGeneration, config: NightConfig, items: ItemTable, files: int, events: int
-) -> tuple[EarlierPartition | None, str]:
+) -> EarlierPartition:
     begin_report, base_items = base.begin_report, base.items
     for name in partition_files(begin_report, config.shards):
         base.fetch_noted(name)
@@ -138,13 +120,13 @@ def _reuse_partition(
     unknown = map_file(base.build.root / UNKNOWN_ITEMS, "<u8")
     is_new = turned(new_ordinals, items.count) < 0
     if is_new.any() and np.isin(_hashes(items, is_new), unknown).any():
-        return None, BACK
+        raise CannotCopy(BACK)
     if (
         events
         and (new_ordinals < 0).any()
         and _named_by_events(base, config.shards, new_ordinals < 0)
     ):
-        return None, NAMED_ITEM_GONE
+        raise CannotCopy(NAMED_ITEM_GONE)
     stayed = len(new_ordinals) == items.count and bool(
         (new_ordinals == np.arange(len(new_ordinals))).all()
     )
@@ -160,14 +142,14 @@ def _reuse_partition(
         unknown=unknown,
         interactions=begin_report["interactions"],
         unknown_items=begin_report["unknown_items"],
-        row_counts=RowCounts.of_report(begin_report["rows"]) if begin_report.get("rows") else None,
+        row_counts=RowCounts.of_report(begin_report["rows"]),
         unknown_examples=tuple(begin_report.get(UNKNOWN_NAMED, ())),
         unusable={
             name: source_report
             for name, source_report in begin_report["unusable"].items()
             if name == EVENT_ROWS or name.partition(".")[0] in of_users
         },
-    ), ""
+    )
 
 
 def _named_by_events(base: BaseGeneration, shards: int, item_mask: NDArray[np.bool_]) -> bool:
@@ -188,7 +170,7 @@ def _hashes(items: ItemTable, item_mask: NDArray[np.bool_]) -> NDArray[np.uint64
     return text_hashes(item_texts(items), UNKNOWN_ITEMS_SEED)[item_mask]
 
 
-def _is_later(cut: str | None, base_cut: str | None) -> bool:
-    if cut is None or base_cut is None:
-        return cut is None and base_cut is None
-    return parse_time(cut) >= parse_time(base_cut)
+def _is_later(cutoff_at: datetime | None, base_cut: str | None) -> bool:
+    if cutoff_at is None or base_cut is None:
+        return cutoff_at is None and base_cut is None
+    return cutoff_at >= parse_time(base_cut)

@@ -2,22 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.directory import map_file
-from cache.format.item_table import ItemTable, Ordinals
-from cache.model.tower_spec import TowerSpec
+from cache.format.item_table import ItemTable
 from cache.store.artefacts import write_atomically
 from precompute.builds.build import Build
 from precompute.bundles.bundle import Bundle, BundleModel
-from precompute.partitions.catalogue import ITEM_FEATURES, item_texts, ordinals_of_texts
-from precompute.partitions.digests import Digests, mixed, of_columns
-from precompute.reuse.base import BaseGeneration
+from precompute.partitions.catalogue import item_texts, ordinals_of_texts
+from precompute.partitions.digests import Digests, digests_file
+from precompute.reuse.base import OTHER_PROGRAMS, BaseGeneration, CannotCopy
 from precompute.scoring.copies import CopiedVectors
 from precompute.scoring.programs import computed_by
 
@@ -27,39 +24,6 @@ CHANGED_ITEMS_FILE = "work/changed_items.u1"
 """File with flags of this night's items whose vector the base lacks: new ones, and changed ones; [items]."""
 
 _ROWS_AT_ONCE = 1 << 16
-
-
-def digests_file(model: str) -> str:
-    """Return the path of the digests of an item model's inputs."""
-    return f"work/item_inputs/{model}.u64"
-
-
-def digests_files(bundle: Bundle) -> list[str]:
-    """Return the paths of the digests of all item models."""
-    return [digests_file(model.name) for model in bundle.models if model.entity == "item"]
-
-
-def write_item_digests(bundle: Bundle, items: ItemTable, root: Path) -> None:
-    """Write the digest of every item's input for each item model."""
-    for model in bundle.models:
-        if model.entity == "item":
-            item_digests = _digests(model.spec, items, root)
-            write_atomically(root / digests_file(model.name), item_digests.astype("<u8").tobytes())
-
-
-def _digests(spec: TowerSpec, items: ItemTable, root: Path) -> Digests:
-    count = items.count
-    columns: dict[str, Any] = {}
-    if spec.features:
-        with pa.memory_map(str(root / ITEM_FEATURES)) as source:
-            table = pa.ipc.open_stream(source).read_all()
-        columns = {
-            name: table.column(name) for name in {str(feature.column) for feature in spec.features}
-        }
-    item_digests = of_columns(columns, count)
-    if any(input_spec.bind == "item_index" for input_spec in spec.inputs):
-        item_digests += mixed(items.to_model(Ordinals(np.arange(count))).astype(np.uint64))
-    return item_digests
 
 
 def places_of_items(items: ItemTable, base_items: ItemTable) -> NDArray[np.int64]:
@@ -80,7 +44,7 @@ def same_inputs(
 ) -> NDArray[np.bool_]:
     """Return a mask of the items whose inputs of an item model equal the base's; none for another model.
 
-    `base_ordinals` are their ordinals in the base, -1 for a new one. Raises CorruptArtefact for a damaged file.
+    `base_ordinals` are their ordinals in the base, -1 for a new one.
     """
     if not base.has_model(model):
         return np.zeros(len(base_ordinals), np.bool_)
@@ -93,45 +57,18 @@ def same_inputs(
 
 def copied_vectors(
     base: BaseGeneration, bundle: Bundle, items: ItemTable, root: Path, device: str | None
-) -> CopiedVectors | None:
-    """Return the vectors that can be copied from the base, None if none can; `root` has this night's digests."""
+) -> CopiedVectors:
+    """Return the vectors that can be copied from the base; `root` has this night's digests."""
     model = bundle.item_tower
-    if base.manifest.items.dims != bundle.dims:
-        return None
-    try:
-        embedded = base.report("embed_items")
-        if embedded.get("computed_by") != computed_by(device):
-            return None
-        base_items = base.items
-        base_ordinals = turned(places_of_items(items, base_items), items.count)
-        digests = map_file(root / digests_file(model.name), "<u8")
-        base_ordinals[~same_inputs(base, model, digests, base_ordinals)] = -1
-    except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
-        return None
+    base.demand_dims(bundle.dims)
+    if base.report("embed_items").get("computed_by") != computed_by(device):
+        raise CannotCopy(OTHER_PROGRAMS)
+    base_ordinals = turned(places_of_items(items, base.items), items.count)
+    digests = map_file(root / digests_file(model.name), "<u8")
+    base_ordinals[~same_inputs(base, model, digests, base_ordinals)] = -1
     if not (base_ordinals >= 0).any():
-        return None
-    return CopiedVectors(base_ordinals, base_items.vectors)
-
-
-def write_changes(base: BaseGeneration, build: Build, items: ItemTable) -> list[str]:
-    """Write the current ordinals of the base's items, and the items whose vectors it lacks; return the files.
-
-    Raises CorruptArtefact if the base's files differ from its manifest.
-    """
-    base_items = base.items
-    new_ordinals = places_of_items(items, base_items)
-    is_changed = np.ones(items.count, np.bool_)
-    kept_ordinals = np.flatnonzero(new_ordinals >= 0)
-    for start in range(0, len(kept_ordinals), _ROWS_AT_ONCE):
-        rows = kept_ordinals[start : start + _ROWS_AT_ONCE]
-        new_bits, theirs = (
-            np.ascontiguousarray(vectors).view(np.uint32)
-            for vectors in (items.vectors[new_ordinals[rows]], base_items.vectors[rows])
-        )
-        is_changed[new_ordinals[rows]] = (new_bits != theirs).any(axis=1)
-    write_atomically(build.path(BASE_ITEMS_FILE), new_ordinals.astype("<i8").tobytes())
-    write_atomically(build.path(CHANGED_ITEMS_FILE), is_changed.astype("u1").tobytes())
-    return [BASE_ITEMS_FILE, CHANGED_ITEMS_FILE]
+        raise CannotCopy("no item has the same input")
+    return CopiedVectors(base_ordinals, base.items.vectors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,6 +80,29 @@ class ItemChanges:
 
     new_ordinals: NDArray[np.int64]
     is_changed: NDArray[np.bool_]
+
+    @classmethod
+    def since(cls, base: BaseGeneration, items: ItemTable) -> Self:
+        """Compare the items, with their vectors, with the base's."""
+        base.demand_dims(items.vectors.shape[1])
+        base_items = base.items
+        new_ordinals = places_of_items(items, base_items)
+        is_changed = np.ones(items.count, np.bool_)
+        kept_ordinals = np.flatnonzero(new_ordinals >= 0)
+        for start in range(0, len(kept_ordinals), _ROWS_AT_ONCE):
+            rows = kept_ordinals[start : start + _ROWS_AT_ONCE]
+            new_bits, theirs = (
+                np.ascontiguousarray(vectors).view(np.uint32)
+                for vectors in (items.vectors[new_ordinals[rows]], base_items.vectors[rows])
+            )
+            is_changed[new_ordinals[rows]] = (new_bits != theirs).any(axis=1)
+        return cls(new_ordinals, is_changed)
+
+    def write(self, build: Build) -> None:
+        """Write the changes for the shards of this night."""
+        write_atomically(build.path(BASE_ITEMS_FILE), self.new_ordinals.astype("<i8").tobytes())
+        write_atomically(build.path(CHANGED_ITEMS_FILE), self.is_changed.astype("u1").tobytes())
+        build.finish(BASE_ITEMS_FILE, CHANGED_ITEMS_FILE)
 
     @classmethod
     def open(cls, build: Build) -> Self:

@@ -40,12 +40,6 @@ def holds_lost(records: NDArray[Any], is_lost: NDArray[np.bool_]) -> NDArray[np.
     return has_lost_item
 
 
-def renumbered(records: NDArray[Any], new_ordinals: NDArray[np.int64]) -> None:
-    """Replace the item ordinals of lists by `new_ordinals` int64 [base items]; none of the items was removed."""
-    names = np.append(new_ordinals, -1).astype(np.uint32)  # -1 is NO_ITEM
-    records["items"] = names[np.minimum(records["items"], np.uint32(len(new_ordinals)))]
-
-
 def floors(layout: Layout, records: NDArray[Any]) -> NDArray[np.float64]:
     """Return a lower bound [n] of the last score of each list before rounding; -inf for a list with a free slot."""
     last = records["numbers"][:, -1]

@@ -1,7 +1,10 @@
-"""Texts on a night's copies: its base, and its users by reason. Pure."""
+"""Texts on a night's copies: its base, and its users by reason."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from precompute.config.settings import NightConfig
+from precompute.reuse.reuse_fact import users_by_reason
 
 _REASONS = {
     "inputs": "for their inputs",
@@ -34,3 +37,16 @@ def base_in_words(base_entry: Mapping[str, Any]) -> str:
     if base_entry.get("read_because"):
         summary += f"; all files read: {base_entry['read_because']}"
     return summary
+
+
+def base_remark(begin_report: Mapping[str, Any], _config: NightConfig) -> str:
+    """Return a line on the base, after a line break."""
+    return f"\n{base_in_words(begin_report.get('base') or {})}"
+
+
+def users_remark(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line on users by reason, after a line break, from the reports of shards; empty without copies."""
+    reasons = users_by_reason(reports)
+    if sum(reasons.values()) <= reasons["computed"]:
+        return ""
+    return f"\nusers: {users_in_words(reasons)}"

@@ -1,13 +1,12 @@
 """Reuse within one shard: which users are copied from the base, which are computed, and where each record goes."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.manifest import FEATURED_USERS
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
@@ -19,10 +18,16 @@ from precompute.config.settings import TableConfig
 from precompute.partitions.digests import Digests
 from precompute.partitions.shard_files import HASH, TOUCHED, read_stream
 from precompute.partitions.shard_input import ShardInput
-from precompute.reuse.base import BaseGeneration, BaseShard
+from precompute.reuse.base import BaseGeneration, BaseShard, CannotCopy
 from precompute.reuse.items import ItemChanges
-from precompute.reuse.lists import ENTERING_MAX, could_enter, floors, holds_lost, renumbered
-from precompute.scoring.copies import CopyDecisions, ShardScope, pair_with_digests
+from precompute.reuse.lists import ENTERING_MAX, could_enter, floors, holds_lost
+from precompute.scoring.copies import (
+    CopyDecisions,
+    PublishedInputs,
+    ShardScope,
+    pair_with_digests,
+    renumbered,
+)
 from precompute.scoring.programs import computed_by
 
 
@@ -67,15 +72,14 @@ class ShardReuse:
     """Sorted hashes of the users whose inputs have to be read; None for all."""
 
     @classmethod
-    def open(cls, base: BaseGeneration, scope: ShardScope) -> Self | None:
-        """Open the base's shard of users for comparison with this night's; None if no record of it can be copied."""
+    def open(cls, base: BaseGeneration, scope: ShardScope) -> Self:
+        """Open the base's shard of users for comparison with this night's."""
         build, bundle, shard, tables = scope.build, scope.bundle, scope.number, scope.tables
-        if base.begin_report["user_seed"] != build.need("begin")["user_seed"]:
-            return None  # their hashes are of other users
-        if base.begin_report.get(FEATURED_USERS, False) != build.need("begin").get(
-            FEATURED_USERS, False
-        ):
-            return None  # who had no record there may have one now, of the same inputs
+        begin_report = build.need("begin")
+        if base.begin_report["user_seed"] != begin_report["user_seed"]:
+            raise CannotCopy("its hashes are of other users")
+        if base.begin_report[FEATURED_USERS] != begin_report[FEATURED_USERS]:
+            raise CannotCopy("a user without a record there may have one now, of the same inputs")
         fitting = _fitting(build, base, bundle, tables)
         base_table_by_name = {
             name: base.manifest.stored_tables[name]
@@ -83,50 +87,41 @@ class ShardReuse:
             if name in base.manifest.stored_tables
         }
         if not base_table_by_name:
-            return None
-        kept_shard = BaseShard.open(base, shard, base_table_by_name, computed_by(scope.device))
-        if kept_shard is None:
-            return None
+            raise CannotCopy("no table is of the same model")
+        base_shard = BaseShard.open(base, shard, base_table_by_name, computed_by(scope.device))
         tower = bundle.user_tower
         publishes_features = build.config.events.enabled and bool(tower.spec.features)
         if publishes_features and not base.has_model(tower):
-            return None  # those that the base published are of another one
+            raise CannotCopy("the features that it published are of another user tower")
         lists = {name: table for name, table in tables.items() if table.kind == "user_topk"}
         changes = ItemChanges.open(build) if base.has_changes(build.need("embed_items")) else None
-        if changes is None and (
-            kept_shard.seen_items is not None or lists.keys() & base_table_by_name.keys()
-        ):
-            return None
-        broken, rules = ~kept_shard.has_all_tables, dict[str, ListRule]()
+        if base_shard.published is not None or lists.keys() & base_table_by_name.keys():
+            base.demand_changes(build.need("embed_items"))
+        broken, rules = ~base_shard.has_all_tables, dict[str, ListRule]()
         if changes is not None and lists.keys() <= base_table_by_name.keys():
             allowed_by_table = scope.allowed_items(build)
-            try:
-                base_allowed_by_table = (
-                    base.allowed_by_table(scope.allowed_items) if allowed_by_table else {}
-                )
-            except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
-                return None
+            was = base.allowed_by_table(scope.allowed_items) if allowed_by_table else {}
             for name, table in lists.items():
                 rules[name] = ListRule.of(
                     scope.layouts[name],
                     metric_of(bundle, table),
                     changes,
-                    base_allowed_by_table.get(name),
+                    was.get(name),
                     allowed_by_table.get(name),
                 )
-                broken |= holds_lost(kept_shard.tables[name], rules[name].is_unlistable)
+                broken |= holds_lost(base_shard.tables[name], rules[name].is_unlistable)
         entering_limit = ENTERING_MAX * scope.items.count
         enter_most = (
             max((len(rule.entering) for rule in rules.values()), default=0) > entering_limit
         )
         if rules.keys() != lists.keys() or base_table_by_name.keys() != tables.keys() or enter_most:
             broken[:] = True
-        hashes = np.ascontiguousarray(kept_shard.pairs["hash"][kept_shard.base_positions >= 0])
+        hashes = np.ascontiguousarray(base_shard.pairs["hash"][base_shard.base_positions >= 0])
         touched = None if _enters(rules) else _touched(build, shard, hashes[broken])
-        if touched is not None and 2 * len(touched) > len(kept_shard.pairs):
+        if touched is not None and 2 * len(touched) > len(base_shard.pairs):
             touched = None  # to pick most of the users out takes longer than to look at all
         return cls(
-            kept_shard,
+            base_shard,
             changes,
             rules,
             broken,
@@ -210,31 +205,13 @@ class ShardReuse:
             renumbered(copied_records, self.changes.new_ordinals)
         return copied_records
 
-    def read_seen_items(self, base_positions: NDArray[np.int64]) -> Histories:
-        """Return the items that users of the base had, by this night's ordinals."""
-        assert self.base_shard.seen_items is not None  # noqa: S101 - or nobody asks
+    def read_inputs(self, base_positions: NDArray[np.int64]) -> PublishedInputs:
+        """Return the published inputs of users of the base, items by this night's ordinals."""
+        assert self.base_shard.published is not None  # noqa: S101 - or nobody asks
         assert self.changes is not None  # noqa: S101 - `open` saw to it
-        base_histories = self.base_shard.seen_items.select_rows(base_positions)
-        return Histories(
-            base_histories.indptr,
-            self.changes.new_ordinals[base_histories.indices.astype(np.int64)],
-        )
-
-    def read_times(self, base_positions: NDArray[np.int64]) -> Histories:
-        """Return the times of these items, when each happened last."""
-        assert self.base_shard.times is not None  # noqa: S101 - or nobody asks
-        return self.base_shard.times.select_rows(base_positions)
-
-    def read_feature_json(self, base_positions: NDArray[np.int64]) -> Histories:
-        """Return the JSON of the user tower's other inputs of the base's users."""
-        assert self.base_shard.feature_json is not None  # noqa: S101 - or nobody asks
-        return self.base_shard.feature_json.select_rows(base_positions)
-
-    def read_own_vector_mask(self, base_positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask of the base's users who brought a vector along."""
-        assert self.base_shard.has_own_vector is not None  # noqa: S101 - or nobody asks
-        has_vector: NDArray[np.bool_] = self.base_shard.has_own_vector[base_positions] > 0
-        return has_vector
+        inputs = self.base_shard.published.select_rows(base_positions)
+        ordinals = self.changes.new_ordinals[inputs.seen_items.indices.astype(np.int64)]
+        return replace(inputs, seen_items=Histories(inputs.seen_items.indptr, ordinals))
 
 
 def _enters(rules: Mapping[str, ListRule]) -> bool:
@@ -266,8 +243,5 @@ def _touched(build: Build, shard: int, broken: Digests) -> Digests | None:
     begin_report = build.need("begin")
     if not begin_report["base"]["took_over"] or begin_report.get("user_vectors"):
         return None
-    try:
-        path = build.fetch(f"work/partition/{shard:04d}.{TOUCHED}")
-    except (CorruptArtefact, UnknownGeneration):
-        return None
+    path = build.fetch(f"work/partition/{shard:04d}.{TOUCHED}")
     return np.union1d(np.asarray(read_stream(path).column(HASH)), broken)

@@ -1,9 +1,9 @@
 """Records that are copied from an earlier generation instead of being computed: decisions, places, and interfaces.
 
-Who decides, and holds the records, is a feature; scoring keeps an index of rows.
+A feature finds the generation and decides; scoring keeps an index of rows.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
@@ -16,11 +16,11 @@ from cache.model.tower import Histories
 from cache.records import Layout
 from precompute.builds.build import Build
 from precompute.bundles.bundle import Bundle
-from precompute.config.settings import NightConfig, TableConfig
+from precompute.config.settings import TableConfig
 from precompute.partitions.digests import Digests
+from precompute.partitions.night_input import NightInput
 from precompute.partitions.partition import EarlierPartition
 from precompute.partitions.shard_input import ShardInput
-from precompute.sources.erasures import ErasedEntities
 
 COPIED, INPUTS, ITEM_LOST, ENTERED = range(4)
 REASONS: Final = ("copied", "inputs", "lost", "entered")
@@ -38,6 +38,29 @@ def inputs_file(shard: int) -> str:
 def reasons_file(shard: int) -> str:
     """Path of the reasons for which a shard's records were computed, or copied: a byte each, in hash order."""
     return f"work/reasons/{shard:04d}.u1"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublishedInputs:
+    """Inputs of users that a generation publishes where filters or events need them; None: not published.
+
+    `times` are those of the items, `feature_json` holds the other inputs of the user tower as JSON, `has_own_vector`
+    marks users with a vector of their own.
+    """
+
+    seen_items: Histories
+    times: Histories | None = None
+    feature_json: Histories | None = None
+    has_own_vector: NDArray[np.bool_] | None = None
+
+    def select_rows(self, rows: NDArray[np.int64]) -> Self:
+        """Return the inputs of some users."""
+        return type(self)(
+            self.seen_items.select_rows(rows),
+            None if self.times is None else self.times.select_rows(rows),
+            None if self.feature_json is None else self.feature_json.select_rows(rows),
+            None if self.has_own_vector is None else self.has_own_vector[rows],
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,14 +164,28 @@ class CopiedUsers:
         """Rows of all copied users."""
         return np.flatnonzero(self.copied_positions >= 0)
 
-    def merge_values(self, own_values: NDArray[Any], copied_values: NDArray[Any]) -> NDArray[Any]:
-        """Merge values of the chunk's own and of the copied users, one per user."""
-        merged_values = np.empty(len(self.hashes), own_values.dtype)
-        merged_values[self.rows], merged_values[self.copied_rows] = own_values, copied_values
-        return merged_values
+    def merge_inputs(self, own: PublishedInputs, copied: PublishedInputs) -> PublishedInputs:
+        """Merge the chunk's own users' inputs with those of the copied users; only own ones that are published."""
+        has_own_vector = None
+        if own.has_own_vector is not None:
+            assert copied.has_own_vector is not None  # noqa: S101 - the base has the same settings
+            has_own_vector = np.empty(len(self.hashes), np.bool_)
+            has_own_vector[self.rows] = own.has_own_vector
+            has_own_vector[self.copied_rows] = copied.has_own_vector
+        return PublishedInputs(
+            self.merge_histories(own.seen_items, copied.seen_items),
+            None if own.times is None else self.merge_histories(own.times, copied.times),
+            None
+            if own.feature_json is None
+            else self.merge_histories(own.feature_json, copied.feature_json),
+            has_own_vector,
+        )
 
-    def merge_histories(self, own_histories: Histories, copied_histories: Histories) -> Histories:
+    def merge_histories(
+        self, own_histories: Histories, copied_histories: Histories | None
+    ) -> Histories:
         """Merge histories of the chunk's own and of the copied users."""
+        assert copied_histories is not None  # noqa: S101 - the base has the same settings
         ends = np.concatenate(
             [own_histories.indptr, own_histories.indptr[-1] + copied_histories.indptr[1:]]
         )
@@ -211,34 +248,36 @@ class UserCopies(Protocol):
         """Return the records with this night's cut `at` (Unix seconds) and item ordinals."""
         ...
 
-    def read_seen_items(self, base_positions: NDArray[np.int64]) -> Histories:
-        """Return the items that the users had, by this night's ordinals."""
-        ...
-
-    def read_times(self, base_positions: NDArray[np.int64]) -> Histories:
-        """Return the times of these items, when each happened last."""
-        ...
-
-    def read_feature_json(self, base_positions: NDArray[np.int64]) -> Histories:
-        """Return the JSON of the user tower's other inputs of the users."""
-        ...
-
-    def read_own_vector_mask(self, base_positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask of the users who brought a vector along."""
+    def read_inputs(self, base_positions: NDArray[np.int64]) -> PublishedInputs:
+        """Return the published inputs of the users, items by this night's ordinals."""
         ...
 
 
-class ItemCopies(Protocol):
-    """Records of items of one shard that may be copied."""
+def renumbered(records: NDArray[Any], new_ordinals: NDArray[np.int64]) -> None:
+    """Replace the item ordinals of lists by `new_ordinals` int64 [base items]; none of the items was removed."""
+    names = np.append(new_ordinals, -1).astype(np.uint32)  # -1 is NO_ITEM
+    records["items"] = names[np.minimum(records["items"], np.uint32(len(new_ordinals)))]
 
-    @property
-    def base_positions_by_table(self) -> Mapping[str, NDArray[np.int64]]:
-        """Positions int64 [items of the shard] of the records by table, -1 for one to be computed."""
-        ...
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemCopies:
+    """Records of items of one shard that may be copied.
+
+    `base_positions_by_table`: int64 [items of the shard] by table, -1 to be computed. `new_ordinals` int64 [base
+    items] are the items' ordinals in this night, None if all stayed.
+    """
+
+    base_records_by_table: Mapping[str, NDArray[Any]]
+    base_positions_by_table: Mapping[str, NDArray[np.int64]]
+    new_ordinals: NDArray[np.int64] | None
 
     def select_records(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
         """Some records of a table as this night has them, with its cut `at` (Unix seconds)."""
-        ...
+        records: NDArray[Any] = self.base_records_by_table[name][base_positions]
+        records["scored_at"] = at
+        if self.new_ordinals is not None and "items" in (records.dtype.names or ()):
+            renumbered(records, self.new_ordinals)
+        return records
 
 
 AllowedItems = Callable[[Build], Mapping[str, NDArray[np.bool_]]]
@@ -259,8 +298,23 @@ class ShardScope:
     allowed_items: AllowedItems
 
 
-class CopySource(Protocol):
-    """Earlier generation that records of one build may be copied from; several threads may ask at once."""
+class Prior(Protocol):
+    """Earlier generation from which one build copies; several threads may ask at once."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Return its fields of `base` in the report of `begin`."""
+        ...
+
+    def partition(self, night_input: NightInput) -> tuple[EarlierPartition | None, str]:
+        """Return (its partition, ""), or (None, the reason to read all source files)."""
+        ...
+
+    def item_vectors(
+        self, bundle: Bundle, items: ItemTable, root: Path, device: str | None
+    ) -> CopiedVectors | None:
+        """Return vectors of items with the same input, by the digests below `root`."""
+        ...
 
     def user_copies(self, shard: ShardScope) -> UserCopies | None:
         """Return the records of users; None if none of the shard can be copied."""
@@ -269,74 +323,3 @@ class CopySource(Protocol):
     def item_copies(self, shard: ShardScope) -> ItemCopies | None:
         """Return the records of items; None if none of the shard can be copied."""
         ...
-
-
-class EarlierPartitionOf(Protocol):
-    """Function that finds the partition of an earlier night to take over."""
-
-    def __call__(
-        self,
-        config: NightConfig,
-        items: ItemTable,
-        inputs: Sequence[Mapping[str, Any]],
-        *,
-        cut: str | None,
-        erased: ErasedEntities,
-        events: int,
-        user_values: str,
-    ) -> tuple[EarlierPartition | None, str]:
-        """Return (partition, ""), or (None, the reason to read all source files).
-
-        `events` counts the files of the further input, `user_values` is the digest of its values for users.
-        """
-        ...
-
-
-def _no_partition(*_inputs: Any, **_more: Any) -> tuple[EarlierPartition | None, str]:
-    return None, ""
-
-
-def _nothing_noted(_bundle: Bundle, _items: ItemTable, _root: Path) -> None:
-    return None
-
-
-def _no_vectors(
-    _bundle: Bundle, _items: ItemTable, _root: Path, _device: str | None
-) -> CopiedVectors | None:
-    return None
-
-
-def _no_files(_bundle: Bundle) -> list[str]:
-    return []
-
-
-@dataclass(frozen=True, slots=True)
-class NightCopies:
-    """Functions by which `begin` takes data over from an earlier generation; by default nothing is taken over.
-
-    `facts` are fields of `base` in the report of `begin`. `note_items` writes notes of each item below a folder, whose
-    paths are `item_files`; `item_vectors` returns the vectors that can be copied, by these notes.
-    """
-
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    note_items: Callable[[Bundle, ItemTable, Path], None] = _nothing_noted
-    item_files: Callable[[Bundle], list[str]] = _no_files
-    item_vectors: Callable[[Bundle, ItemTable, Path, str | None], CopiedVectors | None] = (
-        _no_vectors
-    )
-    earlier_partition: EarlierPartitionOf = _no_partition
-
-
-NO_COPIES: Final = NightCopies()
-
-
-def _no_fields(_items: ItemTable) -> dict[str, Any]:
-    return {}
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingCopies:
-    """Vectors that need not be embedded; `finish` gets all items with vectors, and returns fields of the report."""
-
-    vectors: CopiedVectors | None = None
-    finish: Callable[[ItemTable], dict[str, Any]] = _no_fields

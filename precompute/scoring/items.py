@@ -29,12 +29,13 @@ from precompute.partitions.catalogue import (
     open_items,
     write_item_features,
 )
+from precompute.partitions.digests import write_item_digests
 from precompute.partitions.marks import are_marked, marks_file
-from precompute.scoring.copies import NO_COPIES, CopiedVectors, ItemCopies, NightCopies, ShardScope
+from precompute.scoring.copies import CopiedVectors, ItemCopies, Prior, ShardScope
 from precompute.scoring.pages import Answers, PageFile, describe_pages, encode_records, finite_rows
 from precompute.scoring.scorers import Scorers, ScoringDevice
 from precompute.scoring.towers import bind, run_named
-from precompute.sources.features import NO_VALUES, EntityValues
+from precompute.sources.features import EntityValues
 from precompute.sources.unusable import NOT_FINITE, UNFIT, UnusableRows
 
 ITEMS_AT_ONCE = 16_384
@@ -48,15 +49,15 @@ def lay_out_items(
     *,
     erased: Collection[bytes],
     unusable: UnusableRows,
-    copies: NightCopies = NO_COPIES,
-    values: EntityValues = NO_VALUES,
-    event_item_ids: Collection[bytes] = (),
+    prior: Prior,
+    values: EntityValues,
+    event_item_ids: Collection[bytes],
 ) -> tuple[dict[str, Any], str | None]:
     """Write the catalogue and the columns of its features; returns its facts, and the columns' file if there is one.
 
-    Features have the `values` that events set, also those of items that these `event_item_ids`. Vectors among the
-    `copies` are known to be finite. An item whose vector is not is left out, and noted as an output of the item tower;
-    raises SourceError where that is every item.
+    Features have the `values` that events set, also those of items that these `event_item_ids`. Vectors of the `prior`
+    generation are known to be finite. An item whose vector is not is left out, and noted as an output of the item
+    tower; raises SourceError where that is every item.
     """
     laid = catalogue.write_catalogue(
         config,
@@ -71,8 +72,8 @@ def lay_out_items(
     columns = write_item_features(
         config, bundle, items, root, values=values, event_item_ids=event_item_ids, unusable=unusable
     )
-    copies.note_items(bundle, items, root)
-    is_nonfinite = _not_finite(config, bundle, items, root, copies)
+    write_item_digests(bundle, items, root)
+    is_nonfinite = _not_finite(config, bundle, items, root, prior)
     source = f"outputs of {bundle.item_tower.name}"
     unusable.looked_at(source, items.count)
     if is_nonfinite.any():
@@ -97,15 +98,15 @@ def lay_out_items(
         columns = write_item_features(
             config, bundle, items, root, values=values, event_item_ids=event_item_ids
         )
-        copies.note_items(bundle, items, root)
+        write_item_digests(bundle, items, root)
     return laid, columns
 
 
 def _not_finite(
-    config: NightConfig, bundle: Bundle, items: ItemTable, root: Path, copies: NightCopies
+    config: NightConfig, bundle: Bundle, items: ItemTable, root: Path, prior: Prior
 ) -> NDArray[np.bool_]:
     model, threads = bundle.item_tower, config.threads or usable_cores()
-    kept_vectors = copies.item_vectors(bundle, items, root, device_of(config.device, 0))
+    kept_vectors = prior.item_vectors(bundle, items, root, device_of(config.device, 0))
     tower = Tower.open(model.path, model.spec, threads=threads)
     features = ItemFeatures.open(root / catalogue.ITEM_FEATURES, model.spec, items.count)
     nonfinite_masks = [

@@ -1,6 +1,7 @@
 """Scorers: the devices on which the shards of a build are encoded and compared, with their shared state."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +15,7 @@ from cache.topk.topk import AnyScorer, Scorer
 from precompute.builds.build import Build, open_bundle
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import OFF, devices, share_memory
-from precompute.scoring.copies import AllowedItems, CopySource, ItemCopies, ShardScope, UserCopies
+from precompute.scoring.copies import AllowedItems, ItemCopies, Prior, ShardScope, UserCopies
 from precompute.scoring.towers import open_tower
 
 
@@ -23,7 +24,7 @@ class ScoringHooks:
     """Hooks of features in the scoring of one build; by default, lists are of all items and nothing is copied."""
 
     allowed_items: tuple[AllowedItems, ...] = ()
-    copies: CopySource | None = None
+    prior: Callable[[Build], Prior] | None = None
 
 
 NO_HOOKS: Final = ScoringHooks()
@@ -79,6 +80,7 @@ class Scorers:
         self._at: dict[int, str | None] = {}
         self._finished_shards: set[int] = set()
         self._bundle: Bundle | None = None
+        self._prior: Prior | None = None
         self._opening = threading.Lock()
 
     def bundle(self, build: Build) -> Bundle:
@@ -90,11 +92,19 @@ class Scorers:
 
     def user_copies(self, shard: ShardScope) -> UserCopies | None:
         """Return the records of the shard's users that may be copied."""
-        return None if self._hooks.copies is None else self._hooks.copies.user_copies(shard)
+        prior = self._open_prior(shard.build)
+        return None if prior is None else prior.user_copies(shard)
 
     def item_copies(self, shard: ShardScope) -> ItemCopies | None:
         """Return the records of the shard's items that may be copied."""
-        return None if self._hooks.copies is None else self._hooks.copies.item_copies(shard)
+        prior = self._open_prior(shard.build)
+        return None if prior is None else prior.item_copies(shard)
+
+    def _open_prior(self, build: Build) -> Prior | None:
+        with self._opening:
+            if self._prior is None and self._hooks.prior is not None:
+                self._prior = self._hooks.prior(build)
+            return self._prior
 
     def allowed_items(self, build: Build) -> dict[str, NDArray[np.bool_]]:
         """Return masks of the allowed items by table."""

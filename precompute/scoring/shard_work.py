@@ -24,7 +24,13 @@ from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import TableConfig
 from precompute.partitions.catalogue import VECTORS, open_items
 from precompute.partitions.marks import are_marked, marks_file
-from precompute.scoring.copies import REASONS, CopiedUsers, ShardScope, UserCopies
+from precompute.scoring.copies import (
+    REASONS,
+    CopiedUsers,
+    PublishedInputs,
+    ShardScope,
+    UserCopies,
+)
 from precompute.scoring.pages import finite_rows
 from precompute.scoring.scorers import Scorers, ScoringDevice
 from precompute.scoring.towers import bind, run_named
@@ -63,7 +69,8 @@ class Chunk:
     features: Mapping[str, Mapping[str, NDArray[Any]]]
     usable: Mapping[str, NDArray[np.bool_]]
     """Users with every input of each model; the others get no answer of it."""
-    seen_items: Histories
+    inputs: PublishedInputs
+    """Inputs that the generation publishes of them; the items in their histories also where it publishes none."""
     copied: CopiedUsers
     """Places of these users among all of their hash range, and of those whose records are copied."""
     entities: int = 0
@@ -72,12 +79,6 @@ class Chunk:
     """Entities of the shard: exact with its last slice, estimated before."""
     vectors: NDArray[np.float32] | None = None
     """Vectors [users, dims] from the night's source of user vectors, a row of NaN for a user without one."""
-    times: Histories | None = None
-    """Time of the last event of each item in the histories; None where events are not enabled."""
-    feature_json: Histories | None = None
-    """JSON of the user tower's other inputs; None if there are none, or they are not published."""
-    has_own_vector: NDArray[np.bool_] | None = None
-    """Mask bool [users] of the users with a vector of their own; None where that is not published."""
     fingerprints: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     outputs: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     answered: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
@@ -89,6 +90,11 @@ class Chunk:
     """Lists with fewer items than they could have."""
     unusable: UnusableRows = field(default_factory=UnusableRows)
     """Rows that cannot be used: chunks are worked on side by side, and reports name the first in hash order."""
+
+    @property
+    def seen_items(self) -> Histories:
+        """Items in the users' histories, which no list of theirs holds."""
+        return self.inputs.seen_items
 
     def case(self, row: int) -> Case:
         """Name of a user as a report gives it."""
@@ -103,16 +109,9 @@ class Chunk:
             self.hashes[remaining_rows],
             self.fingerprints[remaining_rows],
         )
-        self.histories, self.seen_items = (
+        self.histories, self.inputs = (
             self.histories.select_rows(remaining_rows),
-            self.seen_items.select_rows(remaining_rows),
-        )
-        self.times = None if self.times is None else self.times.select_rows(remaining_rows)
-        self.feature_json = (
-            None if self.feature_json is None else self.feature_json.select_rows(remaining_rows)
-        )
-        self.has_own_vector = (
-            None if self.has_own_vector is None else self.has_own_vector[remaining_rows]
+            self.inputs.select_rows(remaining_rows),
         )
         self.usable = {name: mask[remaining_rows] for name, mask in self.usable.items()}
         self.features = {

@@ -28,7 +28,7 @@ from precompute.partitions.shard_input import (
     slice_shard,
     users_alone,
 )
-from precompute.scoring.copies import CopiedUsers, CopyDecisions
+from precompute.scoring.copies import CopiedUsers, CopyDecisions, PublishedInputs
 from precompute.scoring.pages import GrowingFile
 from precompute.scoring.shard_work import Chunk, ShardWork
 from precompute.scoring.towers import computes_featured, inputs_of
@@ -122,14 +122,14 @@ def chunks_of(
                     histories=histories.select_rows(rows),
                     features=own_features,
                     usable={model: mask[rows] for model, mask in usable.items()},
-                    seen_items=seen_items.select_rows(rows),
+                    inputs=PublishedInputs(
+                        seen_items.select_rows(rows),
+                        None if times is None else times.select_rows(rows),
+                        feature_json,
+                        entities.has_vector[rows] if "brought" in work.seen_files else None,
+                    ),
                     vectors=None if entities.vectors is None else entities.vectors[rows],
                     copied=part,
-                    times=None if times is None else times.select_rows(rows),
-                    feature_json=feature_json,
-                    has_own_vector=entities.has_vector[rows]
-                    if "brought" in work.seen_files
-                    else None,
                 ),
                 reached / users,
             )

@@ -163,37 +163,21 @@ def write_records(
 
 def write_inputs(work: ShardWork, chunk: Chunk, files: Mapping[str, GrowingFile]) -> None:
     """Writes the inputs of the users of a chunk's range, in hash order, copied ones among them."""
-    copied, copies = chunk.copied, work.copies
-    copied_rows, base_positions = copied.copied_rows, copied.copied_positions
-    seen_items, times, feature_json, has_vector = (
-        chunk.seen_items,
-        chunk.times,
-        chunk.feature_json,
-        chunk.has_own_vector,
-    )
-    if copies is not None and len(copied_rows):
-        seen_items = copied.merge_histories(
-            seen_items, copies.read_seen_items(base_positions[copied_rows])
+    copied, inputs = chunk.copied, chunk.inputs
+    copied_rows = copied.copied_rows
+    if work.copies is not None and len(copied_rows):
+        inputs = copied.merge_inputs(
+            inputs, work.copies.read_inputs(copied.copied_positions[copied_rows])
         )
-        if times is not None:
-            times = copied.merge_histories(times, copies.read_times(base_positions[copied_rows]))
-        if feature_json is not None:
-            feature_json = copied.merge_histories(
-                feature_json, copies.read_feature_json(base_positions[copied_rows])
-            )
-        if has_vector is not None:
-            has_vector = copied.merge_values(
-                has_vector, copies.read_own_vector_mask(base_positions[copied_rows])
-            )
-    _write_ends(work, "seen", seen_items, files["ends"])
-    files["items"].write_array(seen_items.indices.astype("<u4"))
-    if times is not None:
-        files["times"].write_array(times.indices.astype("<i8"))
-    if feature_json is not None:
-        _write_ends(work, "given", feature_json, files["feature_ends"])
-        files["features"].write_array(feature_json.indices.astype("u1"))
-    if has_vector is not None:
-        files["brought"].write_array(has_vector.astype("u1"))
+    _write_ends(work, "seen", inputs.seen_items, files["ends"])
+    files["items"].write_array(inputs.seen_items.indices.astype("<u4"))
+    if inputs.times is not None:
+        files["times"].write_array(inputs.times.indices.astype("<i8"))
+    if inputs.feature_json is not None:
+        _write_ends(work, "given", inputs.feature_json, files["feature_ends"])
+        files["features"].write_array(inputs.feature_json.indices.astype("u1"))
+    if inputs.has_own_vector is not None:
+        files["brought"].write_array(inputs.has_own_vector.astype("u1"))
 
 
 def _write_ends(work: ShardWork, count: str, rows: Histories, ends: GrowingFile) -> None:

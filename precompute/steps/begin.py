@@ -1,12 +1,13 @@
 """Step `begin`: names the generation, pins its inputs and bundle, and writes its catalogue and partition."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -36,30 +37,31 @@ from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.features import (
     before_begin,
-    choose_copies,
     further_input,
     generation_named,
     item_attributes,
+    prior_index,
     remarks_on_begin,
     setting_checks,
     tables_by_scores,
     vector_bundle,
 )
 from precompute.partitions import catalogue
-from precompute.partitions.further_input import FurtherInput
+from precompute.partitions.digests import digests_files
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.marks import write_marks
+from precompute.partitions.night_input import FurtherInput, NightInput, NightValues
 from precompute.partitions.partition import (
     UNKNOWN_EXAMPLES,
+    PartitionJob,
     PartitionResult,
-    partition,
     partition_files,
     write_counts,
 )
 from precompute.partitions.shard_files import TOUCHED
 from precompute.releases.release_log import open_releases
 from precompute.releases.sweep import sweep
-from precompute.scoring.copies import NightCopies
+from precompute.scoring.copies import Prior
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import compute_popularity_scores, write_defaults
 from precompute.scoring.items import lay_out_items
@@ -67,7 +69,6 @@ from precompute.scoring.towers import demand_feature_types
 from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.files import InputFiles, SourceFile, copies_in_words, digest_of, pin
 from precompute.sources.plausibility import (
-    RowCounts,
     Shape,
     catalogue_in_words,
     demand_least,
@@ -81,6 +82,45 @@ from precompute.sources.unusable import UNKNOWN_NAMED, UnusableRows, merged
 from precompute.steps.night import Night, StepRow
 
 ERASURE_LOOKS = 10
+
+
+@dataclass(slots=True, eq=False)
+class BegunNight:
+    """Night that begins: its input, and the products of its sub-steps (`READING`, `AFTER_READING`) once they have run.
+
+    `facts` are fields of the report that are known before.
+    """
+
+    build: Build
+    bundle: Bundle
+    prior: Prior
+    cut: str | None
+    erased: ErasedEntities
+    facts: Step
+    further: FurtherInput
+    input_files: InputFiles
+    progress: Progress
+    unusable: UnusableRows
+    holdout: Holdout = field(default_factory=Holdout)
+    attributes: dict[str, AttributeFiles] = field(default_factory=dict)
+    pinning: Future[list[str]] = field(init=False)
+    values: NightValues = field(init=False)
+    fingerprint_files: list[str] = field(init=False)
+    laid: Step = field(init=False)
+    item_columns: str | None = field(init=False)
+    items: ItemTable = field(init=False)
+    partitioned: PartitionResult = field(init=False)
+
+    @property
+    def counts_clicks(self) -> bool:
+        """True if defaults are the items with the most clicks; else `embed_items` makes them."""
+        return bool(self.build.config.sources.interactions)
+
+    def report_rows_read(self, rows: int) -> None:
+        """Report progress, and a model that does not open: now, not after hours of reading."""
+        if self.pinning.done():
+            self.pinning.result()
+        self.progress("read interactions", rows, 0)
 
 
 @writes_files
@@ -190,7 +230,7 @@ def _begin(
             if state is None:
                 releases.note(generation, State.BEGUN)
             sweep(config, releases, attempt=generation, making=generation)
-            copies = choose_copies()(releases, config, bundle, making=generation)
+            prior = prior_index().choose(releases, config, bundle, making=generation)
         # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
         if ErasedEntities.of(all_erasures(store)) == erased:
             break
@@ -200,139 +240,184 @@ def _begin(
         for note_named in generation_named():
             note_named(store, generation, erased)
         record_copies(store, generation)
-        _prepare(build, bundle, copies, cut=cut_text, erased=erased, sources_digest=sources_digest, facts={
+        facts: Step = {
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
             "erased": list(erased.numbers), "settings": settings_digest(config), "cut": cut_text,
-        }, further=further, input_files=files, progress=progress)  # fmt: skip
+        }  # fmt: skip
+        unusable = UnusableRows(erased.users | erased.items)
+        night = BegunNight(
+            build, bundle, prior, cut_text, erased, facts, further, files, progress, unusable
+        )
+        _prepare(night, sources_digest)
     return {**step_result, "already_live": False}
 
 
-def _prepare(
-    build: Build,
-    bundle: Bundle,
-    copies: NightCopies,
-    *,
-    cut: str | None,
-    erased: ErasedEntities,
-    sources_digest: str,
-    facts: Step,
-    further: FurtherInput,
-    input_files: InputFiles,
-    progress: Progress,
-) -> None:
-    config, started, holdout = build.config, time.perf_counter(), Holdout()
-    facts = {**facts, **further.facts}
-    inputs = catalogue.feature_inputs(bundle, "user")
-    unusable = UnusableRows(erased.users | erased.items)
-    unchanged = unchanged_sources(sources_digest, input_files.all)
+def _prepare(night: BegunNight, sources_digest: str) -> None:
+    """Run all sub-steps, and write the report of `begin`: the fields that they return, and those known before."""
+    started = time.perf_counter()
+    report = {**night.facts, **night.further.facts}
+    unchanged = unchanged_sources(sources_digest, night.input_files.all)
     with unchanged, ThreadPoolExecutor(1, "bundle") as bundle_executor:
-        pinning = bundle_executor.submit(pin_bundle, build, bundle)
+        night.pinning = bundle_executor.submit(pin_bundle, night.build, night.bundle)
+        for sub_step in READING:
+            report |= sub_step.run(night)
+        night.pinning.result()
+    for sub_step in AFTER_READING:
+        report |= sub_step.run(night)
+    night.build.report("begin", {**report, "seconds": time.perf_counter() - started})
 
-        def report_rows_read(rows: int) -> None:
-            if pinning.done():
-                pinning.result()  # what is wrong with a model is told now, not after hours of reading
-            progress("read interactions", rows, 0)
 
-        values = further.values(config, bundle, erased, unusable, cut_of(build.generation))
-        fingerprint_files = [
-            write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
-        ] if config.events.enabled else []  # fmt: skip
-        laid, item_columns = lay_out_items(
-            config, bundle, build.root, erased=erased.items, unusable=unusable, copies=copies,
-            values=values.items, event_item_ids=values.event_item_ids,
-        )  # fmt: skip
-        items = catalogue.open_items(build.root, laid)
-        attributes: dict[str, AttributeFiles] = {}
-        for write_attributes in item_attributes():
-            attributes |= write_attributes(config, items, build.root, values.attributes, unusable)
-        earlier, all_read = copies.earlier_partition(
-            config, items, facts["inputs"], cut=cut, erased=erased,
-            events=len(further.files), user_values=values.users_digest,
-        )  # fmt: skip
-        partitioned = partition(
-            config,
-            items,
-            build.root / "work/partition",
-            cutoff_at=parse_time(cut) if cut else None,
-            feature_inputs=inputs,
-            dims=bundle.dims,
-            progress=report_rows_read,
-            late=holdout.add,
-            restart=holdout.restart,
-            erased=erased,
-            earlier=earlier,
-            files=input_files.interactions,
-            further=further.interactions,
-            values=values.users,
-            set_by_events=values.users if bundle.needs_history else (),
+def _take_event_values(night: BegunNight) -> Step:
+    build, config = night.build, night.build.config
+    night.values = values = night.further.values(
+        config, night.bundle, night.erased, night.unusable, cut_of(build.generation)
+    )
+    night.fingerprint_files = [
+        write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
+    ] if config.events.enabled else []  # fmt: skip
+    return {"user_values": values.users_digest}
+
+
+def _write_items(night: BegunNight) -> Step:
+    build, values = night.build, night.values
+    night.laid, night.item_columns = lay_out_items(
+        build.config, night.bundle, build.root, erased=night.erased.items, unusable=night.unusable,
+        prior=night.prior, values=values.items, event_item_ids=values.event_item_ids,
+    )  # fmt: skip
+    night.items = catalogue.open_items(build.root, night.laid)
+    unlisted = night.items.ordinals_of(list(values.unlisted)) >= 0
+    return {**night.laid, "unlisted_items": int(unlisted.sum())}
+
+
+def _write_attributes(night: BegunNight) -> Step:
+    build = night.build
+    for write_attributes in item_attributes():
+        night.attributes |= write_attributes(
+            build.config, night.items, build.root, night.values.attributes, night.unusable
         )
-        pinned = pinning.result()
+    return {"attributes": night.attributes}
+
+
+def _partition_users(night: BegunNight) -> Step:
+    config, bundle, prior = night.build.config, night.bundle, night.prior
+    night_input = NightInput(
+        config, night.items, parse_time(night.cut) if night.cut else None, night.erased,
+        night.input_files.interactions, night.facts["inputs"], night.further, night.values,
+    )  # fmt: skip
+    earlier, all_read = prior.partition(night_input)
+    night.partitioned = partitioned = PartitionJob(
+        night_input,
+        night.build.root / "work/partition",
+        feature_inputs=catalogue.feature_inputs(bundle, "user"),
+        dims=bundle.dims,
+        needs_history=bundle.needs_history,
+        holdout=night.holdout,
+        progress=night.report_rows_read,
+    ).run(earlier)
+    counts = partitioned.interaction_counts
+    is_computed = _computes_featured(config, bundle, partitioned)
+    is_answered = is_computed or not bundle.needs_history
+    return {
+        "user_seed": partitioned.seed, "users": partitioned.users - (0 if is_answered else partitioned.featured),
+        "featured": partitioned.featured, FEATURED_USERS: is_computed,
+        "answers_without_history": bundle.answers_without_history, "interactions": counts.interactions,
+        "unknown_items": counts.unknown_items, "late": counts.late,
+        "unusable": merged([night.unusable.to_json(), partitioned.unusable]),
+        "base": {**prior.facts, "took_over": partitioned.took_over, "read_because": all_read},
+        "rows": counts.rows.to_json(),
+    }  # fmt: skip
+
+
+def _look_at_figures(night: BegunNight) -> Step:
+    config, bundle, cut, facts = night.build.config, night.bundle, night.cut, night.facts
+    items, partitioned, input_files = night.items, night.partitioned, night.input_files
     if not partitioned.users:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     if config.sources.interactions:
         demand_least(partitioned.users, items.count)
     lists = [table for table in config.tables.values() if table.kind != "value"]
     odd = []
-    if partitioned.interaction_counts.rows is not None and (lists or config.sources.interactions):
+    if lists or config.sources.interactions:
         odd = remarks(_shape(partitioned, items.count))
     odd += [*bundle.training.get("remarks", []), *_learnt_too_much(bundle, cut)]
     unknown_remarks = _unknown_in_words(config, partitioned, items)
     odd += unknown_remarks
     if table := config.sources.item_features:
-        odd += unanswered_in_words(items.count, laid["items_without_vector"], table)
+        odd += unanswered_in_words(items.count, night.laid["items_without_vector"], table)
     odd += copies_in_words(facts["inputs"][: len(input_files.interactions)])
-    counts_clicks = bool(config.sources.interactions)  # else `embed_items` makes the defaults
-    if counts_clicks:
-        popular = partial(catalogue.popular, items, partitioned.interaction_counts.popularity)
-        write_defaults(build, bundle, lambda table: popular(table.k))
-        scores = compute_popularity_scores(partitioned.interaction_counts.popularity)
-        for write_tables in tables_by_scores():
-            facts = facts | write_tables(build, attributes, items, scores)
-    facts = {**facts, "user_vectors": config.sources.user_vectors is not None}
+    examples = list(partitioned.interaction_counts.unknown_examples)
+    return {"remarks": odd, **({UNKNOWN_NAMED: examples} if unknown_remarks else {})}
+
+
+def _write_defaults(night: BegunNight) -> Step:
+    if not night.counts_clicks:
+        return {}
+    popularity = night.partitioned.interaction_counts.popularity
+    popular = partial(catalogue.popular, night.items, popularity)
+    write_defaults(night.build, night.bundle, lambda table: popular(table.k))
+    scores = compute_popularity_scores(popularity)
+    report: Step = {}
+    for write_tables in tables_by_scores():
+        report |= write_tables(night.build, night.attributes, night.items, scores)
+    return report
+
+
+def _finish_files(night: BegunNight) -> Step:
+    build, bundle, partitioned = night.build, night.bundle, night.partitioned
+    shards, pinned = build.config.shards, night.pinning.result()
+    user_vectors = {"user_vectors": build.config.sources.user_vectors is not None}
     kept_files = [
         *write_counts(build.root, partitioned.interaction_counts),
-        *copies.item_files(bundle),
-        *partition_files(facts, config.shards),
+        *digests_files(bundle),
+        *partition_files(user_vectors, shards),
     ]
-    touched = [f"work/partition/{shard:04d}.{TOUCHED}" for shard in range(config.shards)]
-    files = [
+    touched = [f"work/partition/{shard:04d}.{TOUCHED}" for shard in range(shards)]
+    build.finish(
         catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX,
-        *([DEFAULTS] if counts_clicks else []),
+        *([DEFAULTS] if night.counts_clicks else []),
         *sorted({name for model in bundle.models for _, name, _ in model.files}),
-        *(catalogue.directory_file("item", shard) for shard in range(config.shards)),
+        *(catalogue.directory_file("item", shard) for shard in range(shards)),
         *kept_files,
         *(touched if partitioned.took_over else []),
-        *([item_columns] if item_columns else []),
-        *attribute_paths(attributes), *fingerprint_files,
-        holdout.write(build.root),
+        *([night.item_columns] if night.item_columns else []),
+        *attribute_paths(night.attributes), *night.fingerprint_files,
+        night.holdout.write(build.root),
         *(f"bundle/{name}" for name in pinned),
-    ]  # fmt: skip
-    build.finish(*files)
-    counts, is_computed = (
-        partitioned.interaction_counts,
-        _computes_featured(config, bundle, partitioned),
-    )
-    is_answered = is_computed or not bundle.needs_history
-    build.report("begin", {
-        **facts, **laid, "user_values": values.users_digest,
-        "unlisted_items": int((items.ordinals_of(list(values.unlisted)) >= 0).sum()),
-        "bundle_files": pinned,
-        "user_seed": partitioned.seed, "users": partitioned.users - (0 if is_answered else partitioned.featured),
-        "featured": partitioned.featured, FEATURED_USERS: is_computed,
-        "answers_without_history": bundle.answers_without_history, "interactions": counts.interactions,
-        "unknown_items": counts.unknown_items, "late": counts.late, "attributes": attributes,
-        "unusable": merged([unusable.to_json(), partitioned.unusable]),
-        "base": {
-            **copies.facts, "took_over": partitioned.took_over, "read_because": all_read,
-        },
-        "rows": None if counts.rows is None else counts.rows.to_json(), "remarks": odd,
-        **({UNKNOWN_NAMED: list(counts.unknown_examples)} if unknown_remarks else {}),
+    )  # fmt: skip
+    return {
+        **user_vectors, "bundle_files": pinned,
         "kept": {
             artefact.path: {"size_bytes": artefact.size_bytes, "sha256": artefact.sha256}
             for artefact in map(build.describe, kept_files)
         },
-        "seconds": time.perf_counter() - started,
-    })  # fmt: skip
+    }  # fmt: skip
+
+
+class SubStep(NamedTuple):
+    """Part of `begin`, with the fields of the report that it returns."""
+
+    name: str
+    run: Callable[[BegunNight], Step]
+    reports: tuple[str, ...]
+
+
+READING: Final = (
+    SubStep("values set by events", _take_event_values, ("user_values",)),
+    SubStep("items", _write_items, ("items", "item_seed", "bounds", "items_without_vector", "unlisted_items")),
+    SubStep("attributes of items", _write_attributes, ("attributes",)),
+    SubStep("users by shard", _partition_users, (
+        "user_seed", "users", "featured", FEATURED_USERS, "answers_without_history", "interactions", "unknown_items",
+        "late", "unusable", "base", "rows",
+    )),
+)  # fmt: skip
+"""Sub-steps in their order while no source file may change; the bundle is copied beside them."""
+
+AFTER_READING: Final = (
+    SubStep("remarks on the figures", _look_at_figures, ("remarks", UNKNOWN_NAMED)),
+    SubStep("defaults by clicks", _write_defaults, ("facets",)),
+    SubStep("files for the other steps", _finish_files, ("user_vectors", "bundle_files", "kept")),
+)
+"""Sub-steps after them."""
 
 
 def in_night(night: Night) -> StepRow:
@@ -466,10 +551,7 @@ def _read_in_words(begin_report: Mapping[str, Any]) -> str:
 
 def _shape(partitioned: PartitionResult, items: int) -> Shape:
     """Return the figures of all rows that were read; without ids, since reports outlive an erasure."""
-    counts, rows = (
-        partitioned.interaction_counts,
-        partitioned.interaction_counts.rows or RowCounts(),
-    )
+    counts, rows = partitioned.interaction_counts, partitioned.interaction_counts.rows
     named = int((counts.popularity > 0).sum()) + len(counts.unknown)
     return Shape(
         rows=int(rows.user_rows.sum()),

@@ -15,8 +15,9 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.devices import device_of
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.features import copies_of_embedding, tables_by_scores
+from precompute.features import prior_index, tables_by_scores
 from precompute.partitions import catalogue
+from precompute.partitions.digests import digests_files
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import (
     favourites_of,
@@ -51,10 +52,16 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
     device = device_of(config.device, 0)
     tower = open_tower(generation_build, model, device)
     features = open_item_features(generation_build, model.spec, items.count)
-    copies = copies_of_embedding()(generation_build, bundle, items, device)
+    prior = prior_index().open(generation_build)
+    regrouped = prior.reproducible_models(generation_build, bundle, items, device)
+    copied_vectors = None
+    if regrouped.get(model.name):
+        for name in digests_files(bundle):
+            generation_build.fetch(name)
+        copied_vectors = prior.item_vectors(bundle, items, generation_build.root, device)
     with GrowingFile(generation_build.path(catalogue.VECTORS)) as file:
         written = 0
-        for vectors in embed_catalogue(tower, items, features, copies.vectors):
+        for vectors in embed_catalogue(tower, items, features, copied_vectors):
             if not (finite := np.isfinite(vectors).all(axis=1)).all():
                 item = items.id_of(written + int(finite.argmin()))
                 raise Refused(
@@ -66,20 +73,17 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
             written += len(vectors)
             progress("embed items", written, items.count)
     generation_build.finish(catalogue.VECTORS)
-    copy_fields = copies.finish(
-        catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims)
-    )
+    embedded_items = catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims)
+    changes = prior.write_item_changes(generation_build, embedded_items)
     facets: Step = {}
     if not config.sources.interactions:
-        facets = _write_defaults(
-            generation_build,
-            bundle,
-            catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims),
-        )
+        facets = _write_defaults(generation_build, bundle, embedded_items)
     seconds = time.perf_counter() - started
     report = {
         "items": items.count, "dims": bundle.dims, "seconds": seconds, **facets,
-        "computed_by": computed_by(device), **copy_fields,
+        "computed_by": computed_by(device), "regrouped": regrouped, "changes": changes,
+        "base": prior.generation,
+        "copied": 0 if copied_vectors is None else int((copied_vectors.base_ordinals >= 0).sum()),
     }  # fmt: skip
     generation_build.report("embed_items", report)
     return report

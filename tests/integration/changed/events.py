@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 from cache.format.manifest import EntityKind
 from precompute.config.settings import TableConfig
 from precompute.filters.item_attributes import ATTRIBUTES_FOLDER
+from precompute.partitions.digests import digests_file
 from precompute.reference.train import train_reference
 from precompute.reuse.base import OTHER_BUNDLE, OTHER_SETTINGS
-from precompute.reuse.inputs import BACK, DAMAGED, ERASED, FILES, LATE, TABLES
-from precompute.reuse.items import digests_file
+from precompute.reuse.inputs import BACK, ERASED, FILES, LATE, TABLES
+from precompute.reuse.prior import DAMAGED
 from precompute.scoring.copies import ENTERED, INPUTS, ITEM_LOST, REASONS, inputs_file
 from tests.integration import nights
 from tests.integration.changed.month import Month, spoil

@@ -9,8 +9,8 @@ from cache.store.artefacts import generation_path
 from precompute.builds.build import shard_report
 from precompute.filters.item_attributes import ATTRIBUTES_FOLDER
 from precompute.partitions.catalogue import IDS, VECTORS, directory_file
+from precompute.partitions.digests import digests_file
 from precompute.partitions.partition import POPULARITY, UNKNOWN_ITEMS
-from precompute.reuse.items import digests_file
 from precompute.scoring.copies import inputs_file
 from tests.integration.changed import events
 from tests.integration.changed.month import Month, spoil

@@ -18,7 +18,7 @@ from precompute.reuse import base, identity, item_records, items, shard_reuse
 from precompute.reuse.base import BaseShard
 from precompute.reuse.items import ItemChanges
 from precompute.reuse.shard_reuse import ShardReuse
-from precompute.scoring import user_reading
+from precompute.scoring import copies, user_reading
 from precompute.scoring.copies import CopyDecisions
 from tests.integration.changed.month import Month, spoil
 from tests.integration.changed.prepared import Prepared, judged, redigested
@@ -119,7 +119,7 @@ def entering_forgets_filters(patch: Patch, month: Month) -> None:
 
 
 def ordinals_stay(patch: Patch, month: Month) -> None:
-    for module in (shard_reuse, item_records):
+    for module in (shard_reuse, copies):
         patch.setattr(module, "renumbered", lambda records, new_ordinals: None)
 
 

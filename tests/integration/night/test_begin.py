@@ -22,7 +22,7 @@ from precompute.builds.build import CUT_FORMAT, Build
 from precompute.cli.commands import standing_name
 from precompute.config.settings import GateThresholds, NightConfig
 from precompute.partitions.holdout import read_holdout
-from precompute.partitions.partition import partition
+from precompute.partitions.partition import PartitionJob
 from precompute.releases.release_log import open_releases
 from precompute.sources.columns import Ids
 from precompute.sources.readers import Interactions
@@ -71,6 +71,18 @@ def test_what_looks_odd_about_the_interactions_is_told_with_the_night_and_kept(c
     assert bot_remarks and bot_remarks[0].startswith("one user has 33% of all rows")
     assert any("too little data to judge by" in remark for remark in begin_report["remarks"])
     assert sum(begin_report["rows"]["user_rows"]) == begin_report["interactions"]
+
+
+def test_sub_steps_report_the_fields_that_the_lists_name(config):
+    build = begin.run(config, data_until=UNTIL, run_after=None)
+
+    begin_report = Build(config, config.store(), build["generation"]).need("begin")
+
+    sub_steps = (*begin.READING, *begin.AFTER_READING)
+    named_fields = {field for sub_step in sub_steps for field in sub_step.reports}
+    known_before = {"inputs_digest", "inputs", "bundle_digest", "erased", "settings", "cut"}
+    # There are facets only where settings have some.
+    assert named_fields | known_before == {*begin_report, "facets"} - {"seconds"}
 
 
 def test_a_copy_of_a_file_is_told_with_the_night(config):
@@ -193,12 +205,14 @@ def test_a_second_pass_over_the_sources_leaves_nothing_of_the_first_in_the_holdo
     single_pass_build = Build.of(config, begin.run(config, data_until=UNTIL, run_after=None))
     of_first = Ids.of(pa.array(["of the first pass"]))
 
-    def partition_twice(*arguments, late, restart, **named):
-        late(Interactions(of_first, of_first, np.zeros(1, np.int64)))
-        restart()
-        return partition(*arguments, late=late, restart=restart, **named)
+    run = PartitionJob.run
 
-    monkeypatch.setattr(begin, "partition", partition_twice)
+    def run_twice(job, earlier):
+        job.holdout.add(Interactions(of_first, of_first, np.zeros(1, np.int64)))
+        job.holdout.restart()
+        return run(job, earlier)
+
+    monkeypatch.setattr(PartitionJob, "run", run_twice)
     twice = replace(config, namespace=f"{config.namespace}-twice")
     two_pass_build = Build.of(twice, begin.run(twice, data_until=UNTIL, run_after=None))
 

@@ -18,7 +18,8 @@ from precompute.builds.build import Build
 from precompute.config.settings import TableConfig
 from precompute.gates.rules import skew
 from precompute.partitions import catalogue
-from precompute.partitions.partition import partition
+from precompute.partitions.night_input import NightInput
+from precompute.partitions.partition import PartitionJob
 from precompute.partitions.shard_input import read_shard
 from precompute.planning.forecast import forecast
 from precompute.planning.options import PlanParameters
@@ -214,7 +215,8 @@ def test_calibration_takes_the_first_shard_with_usable_input(config):
     root = config.path("apart")
     items = catalogue.open_items(root, catalogue.write_catalogue(config, bundle, root))
     users = pq.read_table(config.path("users.parquet"))
-    partition(config, items, root / "work/partition", cutoff_at=None, feature_columns=["taste"])
+    night = NightInput(config, items)
+    PartitionJob(night, root / "work/partition", feature_columns=["taste"]).run()
     last = read_shard(root / "work/partition", 7, history_limit=10)
     shard_users = set(last.ids.to_pylist())
     keep = pa.array([user in shard_users for user in users["user"].to_pylist()])

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -46,6 +45,7 @@ from precompute.gates.judge import run_gates
 from precompute.gates.rules import skew as skew_gate
 from precompute.gates.rules.models import int8_agreement
 from precompute.partitions.holdout import read_holdout
+from precompute.partitions.partition import PartitionJob
 from precompute.reference.train import train_reference
 from precompute.releases.recovery import restore
 from precompute.releases.release_log import Releases
@@ -518,11 +518,11 @@ def test_a_model_that_does_not_open_ends_the_night_while_it_still_reads(config, 
     data["user_tower"]["sha256"] = sha256_of(path)
     (path.parent / "bundle.json").write_bytes(orjson.dumps(data))
 
-    def endless(*_arguments: object, progress: Callable[[int], None], **_named: object) -> None:
+    def run_endlessly(job: PartitionJob, _earlier: object) -> None:
         for rows in itertools.count():
-            progress(rows)
+            job.progress(rows)
 
-    monkeypatch.setattr(begin, "partition", endless)
+    monkeypatch.setattr(PartitionJob, "run", run_endlessly)
     with pytest.raises(BundleError, match=r"user_tower\.onnx is not a model"):
         begin.run(config, data_until=UNTIL, run_after=None)
 

@@ -15,7 +15,8 @@ from cache.events.event import Event, Position
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.events.files import read_event_interactions, to_bytes
 from precompute.partitions.digests import of_users
-from precompute.partitions.partition import EarlierPartition, PartitionResult, partition
+from precompute.partitions.night_input import FurtherInput, NightInput
+from precompute.partitions.partition import EarlierPartition, PartitionJob, PartitionResult
 from precompute.partitions.shard_input import read_shard
 from tests.unit.precompute.reuse.test_earlier import item_table
 
@@ -73,14 +74,9 @@ class Sandbox:
             base=str(self.root), shards=SHARDS, sources=sources, events=EventsConfig(enabled=True)
         )
         files = [self.root / f"{number}.events" for number in range(len(self.events))]
-        return partition(
-            config,
-            self.items,
-            self.root / name,
-            cutoff_at=parse_time(CUT),
-            earlier=earlier,
-            further=partial(read_event_interactions, files),
-        )
+        further = FurtherInput(interactions=partial(read_event_interactions, files))
+        night = NightInput(config, self.items, parse_time(CUT), further=further)
+        return PartitionJob(night, self.root / name).run(earlier)
 
     def inputs(self, name: str) -> dict[str, Any]:
         """Items and times of each user, and the digest of both."""

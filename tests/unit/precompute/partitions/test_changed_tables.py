@@ -17,7 +17,8 @@ from precompute.partitions.catalogue import (
     write_catalogue,
     write_item_features,
 )
-from precompute.partitions.partition import partition
+from precompute.partitions.night_input import NO_NIGHT_VALUES, NightInput
+from precompute.partitions.partition import PartitionJob
 from precompute.partitions.shard_input import read_shard
 from precompute.sources.features import NO_VALUES, EntityValues
 from precompute.sources.unusable import UnusableRows
@@ -153,9 +154,8 @@ def test_users_are_those_of_the_changed_table(tmp_path: Path, shards: int) -> No
         sources = Sources(interactions=("clicks.parquet",), user_features="users.parquet")
         config = NightConfig(base=str(folder), shards=shards, sources=sources)
         items = item_table([item_id.encode() for item_id in IDS])
-        partition(
-            config, items, folder / "work", cutoff_at=None, feature_columns=["age"], values=values
-        )
+        night = NightInput(config, items, values=NO_NIGHT_VALUES._replace(users=values))
+        PartitionJob(night, folder / "work", feature_columns=["age"]).run()
         inputs_by_user: dict[str, Any] = {}
         for shard in range(shards):
             part = read_shard(folder / "work", shard, history_limit=9)

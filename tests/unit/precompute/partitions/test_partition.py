@@ -25,7 +25,9 @@ from cache.records import Layout, encode_numbers
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.partitions import shard_files
 from precompute.partitions.grouping import places_of, sort_unique
-from precompute.partitions.partition import partition
+from precompute.partitions.holdout import Holdout
+from precompute.partitions.night_input import NightInput
+from precompute.partitions.partition import PartitionJob
 from precompute.partitions.shard_files import (
     HASH,
     KINDS,
@@ -46,7 +48,7 @@ from precompute.scoring import input_samples
 from precompute.scoring.pages import PageFile
 from precompute.scoring.towers import usable_inputs
 from precompute.sources.features import read_values
-from precompute.sources.readers import read_interactions
+from precompute.sources.readers import Interactions, read_interactions
 
 USERS = ["007", "7", "ü/1", "u4", "u5"]
 
@@ -81,7 +83,7 @@ ITEMS = [f"i{number}".encode() for number in range(15)]
 
 def histories(config, tmp_path, **options):
     items = item_table(ITEMS)
-    partition_result = partition(config, items, tmp_path / "work", cutoff_at=None, **options)
+    partition_result = PartitionJob(NightInput(config, items), tmp_path / "work", **options).run()
     history_by_user = {}
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, history_limit=1000)
@@ -229,7 +231,7 @@ def test_slices_hold_the_shard_in_hash_order(config, tmp_path, rows):
     pq.write_table(pa.table({"user": ["u4", "quiet"], "age": [4, 5]}), tmp_path / "users.parquet")
     config = replace(config, sources=replace(config.sources, user_features="users.parquet"))
     folder, scratch = tmp_path / "work", tmp_path / "scratch"
-    partition(config, item_table(ITEMS), folder, cutoff_at=None, feature_columns=["age"])
+    PartitionJob(NightInput(config, item_table(ITEMS)), folder, feature_columns=["age"]).run()
     for shard in range(config.shards):
         whole_shard = read_shard(folder, shard, history_limit=9)
         slices = slice_shard(folder, shard, config.shards, scratch, rows=rows)
@@ -253,7 +255,7 @@ def test_slices_hold_the_shard_in_hash_order(config, tmp_path, rows):
 def test_many_slices_are_cut_in_two_passes_with_few_files_open(config, tmp_path, monkeypatch):
     """1,024 descriptors are all that many hosts allow; a shard of a billion rows has as many slices."""
     folder, scratch = tmp_path / "work", tmp_path / "scratch"
-    partition(replace(config, shards=1), item_table(ITEMS), folder, cutoff_at=None)
+    PartitionJob(NightInput(replace(config, shards=1), item_table(ITEMS)), folder).run()
     whole_shard = read_shard(folder, 0, history_limit=9)
     monkeypatch.setattr("precompute.partitions.shard_input.FILES_MAX", 9)
     opened = []
@@ -281,7 +283,7 @@ def test_wide_features_make_slices_smaller(config, tmp_path, monkeypatch):
         config, shards=1, sources=replace(config.sources, user_features="users.parquet")
     )
     folder = tmp_path / "work"
-    partition(config, item_table(ITEMS), folder, cutoff_at=None, feature_columns=["taste"])
+    PartitionJob(NightInput(config, item_table(ITEMS)), folder, feature_columns=["taste"]).run()
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_BYTES", 6_000)
 
     slices = slice_shard(folder, 0, 1, tmp_path / "scratch")
@@ -295,7 +297,7 @@ def test_wide_features_make_slices_smaller(config, tmp_path, monkeypatch):
 
 def test_only_the_first_slices_are_written_where_no_more_are_wanted(config, tmp_path):
     folder = tmp_path / "work"
-    partition(replace(config, shards=1), item_table(ITEMS), folder, cutoff_at=None)
+    PartitionJob(NightInput(replace(config, shards=1), item_table(ITEMS)), folder).run()
     every = slice_shard(folder, 0, 1, tmp_path / "all", rows=3)
     first = slice_shard(folder, 0, 1, tmp_path / "first", rows=3, first=2)
 
@@ -310,7 +312,7 @@ def test_only_the_first_slices_are_written_where_no_more_are_wanted(config, tmp_
 
 def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path, monkeypatch):
     folder, items = tmp_path / PARTITION, item_table(ITEMS)
-    partition(config, items, folder, cutoff_at=None)
+    PartitionJob(NightInput(config, items), folder).run()
     whole_shards = [read_shard(folder, shard, history_limit=9) for shard in range(config.shards)]
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 3)
     monkeypatch.setattr(input_samples, "fetch_partition", lambda *_: None)
@@ -352,7 +354,7 @@ def test_every_hash_is_found_where_it_lies(hashes, data):
 
 
 def test_rows_of_nobody_are_corrupt(config, tmp_path):
-    partition(replace(config, shards=1), item_table(ITEMS), tmp_path / "work", cutoff_at=None)
+    PartitionJob(NightInput(replace(config, shards=1), item_table(ITEMS)), tmp_path / "work").run()
     ids = tmp_path / "work/0000.ids"
     schema = read_stream(ids).schema
     with ShardFiles([ids], schema):
@@ -369,9 +371,8 @@ def test_a_collision_within_a_slice_is_seen(config, tmp_path, monkeypatch):
         seeds.append(seed)
         return hash_ids(raws, seed) if seed else np.zeros(len(raws), np.uint64)
 
-    partition_result = partition(
-        config, item_table(ITEMS), tmp_path / "work", cutoff_at=None, hasher=colliding
-    )
+    night = NightInput(config, item_table(ITEMS))
+    partition_result = PartitionJob(night, tmp_path / "work", hasher=colliding).run()
     assert partition_result.seed == 1
     assert set(seeds) == {0, 1}
     assert not list((tmp_path / "work").glob(".slices*"))
@@ -383,7 +384,9 @@ def test_features_are_aligned_with_their_entities(config, tmp_path):
         tmp_path / "users.parquet",
     )
     config = replace(config, sources=replace(config.sources, user_features="users.parquet"))
-    partition(config, item_table(ITEMS), tmp_path / "work", cutoff_at=None, feature_columns=["age"])
+    PartitionJob(
+        NightInput(config, item_table(ITEMS)), tmp_path / "work", feature_columns=["age"]
+    ).run()
     ages: dict[str, int | None] = {}
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, history_limit=10)
@@ -469,24 +472,30 @@ def test_wide_features_are_never_numbers_of_python(kind):
     assert peak < 2 * numbers.nbytes
 
 
-def test_a_pass_that_is_repeated_tells_whoever_collects_what_is_late(config, tmp_path):
+def test_a_pass_that_is_repeated_restarts_the_holdout(config, tmp_path):
     """A collision of hashes reads the sources again: each late batch came twice."""
-    late_counts: list[int] = []
+    night = NightInput(config, item_table(ITEMS), parse_time("1970-01-01T00:25:00Z"))
 
     def colliding(raws, seed):
         return hash_ids(raws, seed) if seed else np.zeros(len(raws), np.uint64)
 
-    partition(
-        config, item_table(ITEMS), tmp_path / "work",
-        cutoff_at=parse_time("1970-01-01T00:25:00Z"), hasher=colliding,
-        late=lambda batch: late_counts.append(len(batch.times)), restart=late_counts.clear,
-    )  # fmt: skip
-    single_pass_counts: list[int] = []
-    partition(
-        config, item_table(ITEMS), tmp_path / "again",
-        cutoff_at=parse_time("1970-01-01T00:25:00Z"), late=lambda batch: single_pass_counts.append(len(batch.times)),
-    )  # fmt: skip
-    assert late_counts == single_pass_counts and any(single_pass_counts)
+    repeated, single = CountingHoldout(), CountingHoldout()
+    PartitionJob(night, tmp_path / "work", holdout=repeated, hasher=colliding).run()
+    PartitionJob(night, tmp_path / "again", holdout=single).run()
+
+    assert repeated.late_counts == single.late_counts and any(single.late_counts)
+
+
+class CountingHoldout(Holdout):
+    """Holdout that counts the rows of each late batch since it was restarted."""
+
+    def restart(self) -> None:
+        super().restart()
+        self.late_counts: list[int] = []
+
+    def add(self, late: Interactions) -> None:
+        super().add(late)
+        self.late_counts.append(len(late.times))
 
 
 def test_more_files_are_allowed_or_refused_by_name(config, tmp_path, monkeypatch):
@@ -501,6 +510,6 @@ def test_more_files_are_allowed_or_refused_by_name(config, tmp_path, monkeypatch
     assert len(limits) == 2
 
     with pytest.raises(ConfigError, match=r"may open 2048.*ulimit -n.*fewer shards"):
-        partition(
-            replace(config, shards=1000), item_table(ITEMS), tmp_path / "work", cutoff_at=None
-        )
+        PartitionJob(
+            NightInput(replace(config, shards=1000), item_table(ITEMS)), tmp_path / "work"
+        ).run()

@@ -16,11 +16,12 @@ from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.partitions.digests import of_users
+from precompute.partitions.night_input import NightInput
 from precompute.partitions.partition import (
     UNKNOWN_ITEMS_SEED,
     EarlierPartition,
+    PartitionJob,
     PartitionResult,
-    partition,
 )
 from precompute.partitions.shard_files import HASH, TOUCHED, read_stream, shard_paths
 from precompute.partitions.shard_input import read_shard
@@ -88,15 +89,10 @@ def partitioned(
     sources = Sources(interactions=("clicks",), user_features="users.parquet")
     config = NightConfig(base=str(root), shards=SHARDS, sources=sources)
     items = item_table(ids)
-    partition_result = partition(
-        config,
-        items,
-        root / name,
-        cutoff_at=parse_time(CUT),
-        feature_columns=["age"],
-        earlier=earlier,
+    job = PartitionJob(
+        NightInput(config, items, parse_time(CUT)), root / name, feature_columns=["age"]
     )
-    return Night(items, root / name, partition_result)
+    return Night(items, root / name, job.run(earlier))
 
 
 def taken_over(night: Night, files: int, items: ItemTable) -> EarlierPartition:

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from cache.model.ranking import Metric, rank
 from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS, NO_ITEM, Layout, Precision, encode_topk
-from precompute.reuse.lists import could_enter, floors, holds_lost, renumbered
+from precompute.reuse.lists import could_enter, floors, holds_lost
+from precompute.scoring.copies import renumbered
 from precompute.scoring.pages import encode_records
 
 METRICS: tuple[Metric, ...] = ("inner_product", "cosine")

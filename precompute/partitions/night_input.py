@@ -1,12 +1,14 @@
-"""Further input of a night, from a feature in addition to the sources: files, interactions and values of entities."""
+"""Input of a night: its sources, and from a feature in addition to them files, interactions and values of entities."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from datetime import datetime
+from typing import Any, Final, NamedTuple
 
+from cache.format.item_table import ItemTable
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
-from precompute.sources.erasures import ErasedEntities
+from precompute.sources.erasures import NO_ERASURES, ErasedEntities
 from precompute.sources.features import NO_VALUES, EntityValues
 from precompute.sources.files import SourceFile
 from precompute.sources.readers import Interactions
@@ -36,6 +38,8 @@ class NightValues(NamedTuple):
     users_digest: str
 
 
+NO_NIGHT_VALUES: Final = NightValues(NO_VALUES, NO_VALUES, NO_VALUES, frozenset(), frozenset(), "")
+
 ValuesOf = Callable[[NightConfig, Bundle, ErasedEntities, UnusableRows, int], NightValues]
 """Function that returns values up to a cut (Unix seconds); drops those of erased entities, notes unusable ones."""
 
@@ -48,7 +52,7 @@ def no_values(
     _cut_s: int,
 ) -> NightValues:
     """Return no values."""
-    return NightValues(NO_VALUES, NO_VALUES, NO_VALUES, frozenset(), frozenset(), "")
+    return NO_NIGHT_VALUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +67,24 @@ class FurtherInput:
     facts: Mapping[str, Any] = field(default_factory=dict)
     interactions: FurtherInteractions = no_further
     values: ValuesOf = no_values
+
+
+NO_FURTHER_INPUT: Final = FurtherInput()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NightInput:
+    """Input of a night: the sources up to a cut, a feature's further input, whatever its time, and erased entities.
+
+    `files` are the team's files of interactions, None for those that the sources name; `pinned` are all input files
+    with their checksums, interactions first.
+    """
+
+    config: NightConfig
+    items: ItemTable
+    cutoff_at: datetime | None = None
+    erased: ErasedEntities = NO_ERASURES
+    files: Sequence[SourceFile] | None = None
+    pinned: Sequence[Mapping[str, Any]] = ()
+    further: FurtherInput = NO_FURTHER_INPUT
+    values: NightValues = NO_NIGHT_VALUES

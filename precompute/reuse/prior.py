@@ -1,0 +1,104 @@
+"""PriorIndex: what a night can copy of the base, and the one place that knows that something cannot be had."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
+
+from cache.errors import CorruptArtefact, UnknownGeneration
+from cache.format.item_table import ItemTable
+from precompute.builds.build import Build
+from precompute.bundles.bundle import Bundle
+from precompute.config.settings import NightConfig
+from precompute.partitions.night_input import NightInput
+from precompute.partitions.partition import EarlierPartition
+from precompute.releases.release_log import Releases
+from precompute.reuse.base import BaseGeneration, CannotCopy, choose_base
+from precompute.reuse.inputs import earlier_partition
+from precompute.reuse.item_records import item_records
+from precompute.reuse.items import ItemChanges, copied_vectors
+from precompute.reuse.reproducibility import regrouped_alike
+from precompute.reuse.shard_reuse import ShardReuse
+from precompute.scoring.copies import CopiedVectors, ItemCopies, ShardScope, UserCopies
+
+T = TypeVar("T")
+
+DAMAGED: Final = "a file of the base is damaged or gone"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PriorIndex:
+    """What one build can copy of its base: the partition, vectors of items, records of users and of items.
+
+    `why` is the reason why there is no base, or why none of its lists can be copied.
+    """
+
+    base: BaseGeneration | None
+    why: str = ""
+
+    @classmethod
+    def choose(
+        cls, releases: Releases, config: NightConfig, bundle: Bundle, *, making: str
+    ) -> Self:
+        """Choose the base of a build that begins."""
+        return cls(*choose_base(releases, config, bundle, making=making))
+
+    @classmethod
+    def open(cls, build: Build) -> Self:
+        """Open the base that `begin` chose."""
+        return cls(BaseGeneration.open(build.config, build.need("begin")))
+
+    @property
+    def generation(self) -> str | None:
+        """Return the id of the base, None without one."""
+        return None if self.base is None else self.base.generation
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Return its fields of `base` in the report of `begin`."""
+        has_lists = self.base is not None and self.base.has_lists
+        return {"generation": self.generation, "has_lists": has_lists, "why": self.why}
+
+    def _take(self, read: Callable[[BaseGeneration], T]) -> tuple[T | None, str]:
+        """Return (data that `read` takes from the base, ""), or (None, the reason why it cannot be copied)."""
+        if self.base is None:
+            return None, self.why
+        try:
+            return read(self.base), ""
+        except CannotCopy as refusal:
+            return None, str(refusal)
+        except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
+            return None, DAMAGED
+
+    def partition(self, night_input: NightInput) -> tuple[EarlierPartition | None, str]:
+        """Return (the base's partition, ""), or (None, the reason to read all source files)."""
+        return self._take(lambda base: earlier_partition(base, night_input))
+
+    def item_vectors(
+        self, bundle: Bundle, items: ItemTable, root: Path, device: str | None
+    ) -> CopiedVectors | None:
+        """Return vectors of items with the same input, by the digests below `root`."""
+        return self._take(lambda base: copied_vectors(base, bundle, items, root, device))[0]
+
+    def reproducible_models(
+        self, build: Build, bundle: Bundle, items: ItemTable, device: str | None
+    ) -> Mapping[str, bool]:
+        """Return by model of the base whether a row has the same bits in any batch."""
+        if self.base is None:
+            return {}
+        return regrouped_alike(build, self.base, bundle, items, device)
+
+    def write_item_changes(self, build: Build, items: ItemTable) -> bool:
+        """Write how the items differ from the base's; return False if they cannot be compared."""
+        changes = self._take(lambda base: ItemChanges.since(base, items))[0]
+        if changes is not None:
+            changes.write(build)
+        return changes is not None
+
+    def user_copies(self, shard: ShardScope) -> UserCopies | None:
+        """Return the records of users; None if none of the shard can be copied."""
+        return self._take(lambda base: ShardReuse.open(base, shard))[0]
+
+    def item_copies(self, shard: ShardScope) -> ItemCopies | None:
+        """Return the records of items; None if none of the shard can be copied."""
+        return self._take(lambda base: item_records(base, shard))[0]
