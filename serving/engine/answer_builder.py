@@ -7,8 +7,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.filters.filtering import FilterMask
 from cache.filters.reranking import Reranker
+from cache.model.filter_mask import FilterMask
 from cache.records import Record
 from cache.tiers.reads import NOWHERE_REASONS, PUBLIC_BY_INTERNAL_REASON, MissReason
 from serving.engine.answer_observer import AnswerObserver, AnswerSample

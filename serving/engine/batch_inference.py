@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from cache.errors import InvalidInput
-from cache.events.new_items import merged_lists
 from cache.model.input_preparation import PreparedInput
+from cache.model.new_items import merged_lists
 from cache.model.predictor import Predictor
 from serving.engine.micro_batcher import (
     Compute,

@@ -9,11 +9,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
-from cache.events.new_items import NO_NEW_ITEMS, NewItems
-from cache.filters.filtering import FilterMask
 from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
 from cache.format.manifest import Table
+from cache.model.filter_mask import FilterMask
 from cache.model.input_preparation import LiveInput
+from cache.model.new_items import NO_NEW_ITEMS, NewItems
 from cache.records import Record, decode_record
 from cache.tiers.reads import Hit, Miss, MissReason, ReadResult, RecordKey
 from serving.admission.work_pacer import YieldPacer

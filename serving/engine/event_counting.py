@@ -4,7 +4,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import xxhash
 
-from cache.events.new_items import ITEM_VECTORS, NO_ELIGIBLE_NEW_ITEMS, EligibleNewItems
+from cache.events.new_items import ITEM_VECTORS
+from cache.model.new_items import NO_ELIGIBLE_NEW_ITEMS, EligibleNewItems
 from cache.tiers.reads import Hit, MissReason, ReadResult, RecordKey
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.entity import PendingAnswer

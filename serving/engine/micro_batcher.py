@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.events.event_predictor import EventInput
-from cache.events.new_items import NO_ELIGIBLE_NEW_ITEMS, EligibleNewItems
 from cache.model.input_preparation import LiveInput
+from cache.model.new_items import NO_ELIGIBLE_NEW_ITEMS, EligibleNewItems
 from serving.generations.snapshot import Snapshot
 from serving.requests.reasons import LiveReason
 

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import xxhash
 
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.events.event_predictor import EventInput
 from cache.events.new_items import NewItemEvents
 from cache.events.newer_events import AttributeEvents, UserEvent, UserEvents, takes_any_attribute
 from cache.format.manifest import Table
+from cache.format.stream_position import Position
 from cache.model.input_preparation import LiveInput
 from serving.generations.snapshot import Snapshot
 

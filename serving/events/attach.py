@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import Request
 
-from cache.events.event import Position
+from cache.format.stream_position import Position
 from serving.access.callers import spend_quota
 from serving.engine.service import LookupService
 from serving.events.counts import counts_by_field

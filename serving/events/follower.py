@@ -15,9 +15,10 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from cache.errors import CorruptArtefact, LarderError
-from cache.events.event import BEGINNING, Event, Position
+from cache.events.event import Event
 from cache.events.stream import event_of_entry, read_taken
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import BEGINNING, Position
 from cache.l2.resp import ASYNC_BOUNDED_POOL_SETTINGS, check_replies
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist

@@ -15,14 +15,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact, LarderError, TierUnavailable
-from cache.events.event import Position
-from cache.filters.filtering import FilterMask
 from cache.filters.reranking import Reranker
 from cache.format.manifest import Table, TablePart
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import Position
 from cache.l2.commands import L2Result, Overlay, PageRead
 from cache.l2.data_plane import DataPlane
 from cache.model.agreement import absolute_errors, cosine, overlap
+from cache.model.filter_mask import FilterMask
 from cache.records import Record, decode_record, is_answer_of, is_live, peek_format
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.tiers.l1 import LocalKey

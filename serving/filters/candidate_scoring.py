@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.filters.filtering import FilterMask
 from cache.filters.reranking import Reranker
+from cache.model.filter_mask import FilterMask
 from cache.model.ranking import Metric, score
 from cache.records import Layout
 from serving.engine.ladder import Ladder

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.filters.expression import Filter, InvalidFilter
-from cache.filters.filtering import Filtering, FilterMask, UnknownAttribute, unknown_filter
+from cache.filters.filtering import Filtering, UnknownAttribute, unknown_filter
 from cache.filters.reranking import Reranker, Reranking, below
+from cache.model.filter_mask import FilterMask
 from cache.model.ranking import Metric
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.answer_builder import RequestContext, Searched, left_out

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from cache.events.new_items import NewItem, NewItemEvents
+from cache.events.new_items import NewItemEvents
 from cache.events.newer_events import AttributeEvents, NewerValues, ValuesOfItems
 from cache.filters.attributes import ItemValue
+from cache.model.new_items import NewItem
 from cache.store.blocklist import Blocklist
 from cache.traffic.split import KeySplit
 from serving.generations.snapshot import Snapshot

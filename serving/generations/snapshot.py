@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from cache.config.events import EventsConfig
 from cache.errors import CorruptArtefact
-from cache.events.event import Position
 from cache.events.event_predictor import GenerationEvents
-from cache.events.new_items import NO_NEW_ITEMS, NewItemInputs, NewItems
+from cache.events.new_items import NewItemInputs
 from cache.filters.attributes import AttributeColumn
 from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
@@ -25,6 +24,8 @@ from cache.format.ids import hash_id, input_digest
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest, Table
 from cache.format.seen_items import SeenItems
+from cache.format.stream_position import Position
+from cache.model.new_items import NO_NEW_ITEMS, NewItems
 from cache.model.predictor import Predictor, live_files, open_event_models, open_predictor
 from cache.model.ranking import Metric
 from cache.model.runtime import Accelerator

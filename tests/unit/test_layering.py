@@ -35,14 +35,11 @@ EXCEPTIONS = {
     "serving.bootstrap": {"filters", "near"},
     "serving.config.settings": {"filters"},
     "serving.engine.answer_builder": {"filters"},
-    "serving.engine.batch_inference": {"events", "near"},
-    "serving.engine.coalescer": {"filters"},
-    "serving.engine.entity": {"events", "filters"},
+    "serving.engine.batch_inference": {"near"},
     "serving.engine.event_counting": {"events"},
     "serving.engine.micro_batcher": {"events"},
     "serving.engine.newer_events": {"events"},
     "serving.engine.rendering.answer_fields": {"filters"},
-    "serving.engine.rendering.json_answers": {"filters"},
     "serving.generations.holder": {"events", "traffic"},
     "serving.generations.served_set": {"events", "filters", "traffic"},
     "serving.generations.snapshot": {"events", "filters"},
@@ -51,7 +48,7 @@ EXCEPTIONS = {
     "serving.namespace": {"events", "near"},
     "serving.replica.hooks": {"filters"},
     "serving.requests.models": {"filters"},
-    "serving.requests.options": {"events", "filters"},
+    "serving.requests.options": {"filters"},
 }
 """What the core of the service imports of features. It may only shrink."""
 

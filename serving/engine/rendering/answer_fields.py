@@ -7,9 +7,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.filters.filtering import FilterMask
 from cache.filters.reranking import Reranker
 from cache.format.manifest import Table
+from cache.model.filter_mask import FilterMask
 from cache.records import Record
 from serving.generations.snapshot import Snapshot
 from serving.requests.answers import Source

@@ -10,7 +10,8 @@ import itertools
 import time
 from collections.abc import Callable
 
-from cache.events.event import Event, Position
+from cache.events.event import Event
+from cache.format.stream_position import Position
 from serving.access.callers import Callers
 from serving.engine.hot_route import FastLookups
 from serving.http.routes import Service

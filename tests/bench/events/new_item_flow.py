@@ -23,7 +23,8 @@ from typing import Any, Final
 import numpy as np
 import uvloop
 
-from cache.events.event import Event, Position
+from cache.events.event import Event
+from cache.format.stream_position import Position
 from precompute.config.settings import NightConfig
 from serving.bootstrap import running
 from serving.http.routes import Service

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Final
 
-from cache.events.event import Event, Position
+from cache.events.event import Event
+from cache.format.stream_position import Position
 from serving.http.routes import Service
 from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
 from tests.bench.events.in_process import in_process

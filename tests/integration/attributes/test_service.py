@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from cache.config.events import EventsConfig
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.events.stream import (
     ACCEPT_SCRIPT,
     StreamBounds,
@@ -21,6 +21,7 @@ from cache.events.stream import (
     read_outcomes,
 )
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import Position
 from precompute.config.settings import FilterConfig
 from serving.generations.holder import VALUES_LOOK_S
 from tests.integration.http.hot_way import Asked, Ways, running

@@ -7,10 +7,11 @@ from typing import Any, cast
 import pytest
 
 from cache.errors import CorruptArtefact
-from cache.events.event import BEGINNING, Event, Position
+from cache.events.event import Event
 from cache.events.newer_events import UserEvents
 from cache.events.stream import TAKEN_FILE, read_taken
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import BEGINNING, Position
 from cache.store.artefacts import ArtefactStore
 from precompute.events.files import last_taken
 from precompute.events.stream import take_events

@@ -16,11 +16,12 @@ import redis
 from numpy.typing import NDArray
 
 from cache.config.events import EventsConfig
-from cache.events.event import BEGINNING, Event, Position
+from cache.events.event import Event
 from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_call, pack_event, read_outcomes
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import WITH_EVENTS, Artefact, EventsRead, Manifest, SeenPart
+from cache.format.stream_position import BEGINNING, Position
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.topk.topk import Scorer

@@ -8,9 +8,10 @@ from typing import Any
 
 import redis
 
-from cache.events.event import BEGINNING, Event, Position
+from cache.events.event import Event
 from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_call, pack_event, read_outcomes
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import BEGINNING, Position
 from cache.process.redis_server import RedisServer
 from cache.store.blocklist import Blocklist
 from serving.engine.newer_events import NewerEvents

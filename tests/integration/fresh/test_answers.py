@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from cache.config.events import EventsConfig
-from cache.events.event import Event, Position
+from cache.events.event import Event
+from cache.format.stream_position import Position
 from precompute.config.settings import TableConfig
 from serving.client import AsyncClient
 from serving.client.answers import read_arrow_answers

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cache.config.events import EventsConfig
-from cache.events.event import BEGINNING
+from cache.format.stream_position import BEGINNING
 from serving.engine.service import LookupService
 from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
 from serving.traffic.router import ExperimentRouter

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from cache.events.event import BEGINNING
+from cache.format.stream_position import BEGINNING
 from tests.integration.fresh.events_world import EVENTS, EventWorld, same_list, until_counted
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish, roll_back
 from tests.integration.serving_app import Running, eventually, serving

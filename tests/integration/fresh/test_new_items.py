@@ -10,7 +10,8 @@ import pytest
 import redis
 
 from cache.config.events import EventsConfig
-from cache.events.event import BEGINNING, Event
+from cache.events.event import Event
+from cache.format.stream_position import BEGINNING
 from cache.store.blocklist import Blocklist
 from precompute.config.settings import NightConfig
 from precompute.steps import take_events

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
-from cache.events.event import BEGINNING
+from cache.format.stream_position import BEGINNING
 from cache.store.blocklist import Blocklist
 from serving.engine.newer_events import NewerEvents
 from serving.events import follower

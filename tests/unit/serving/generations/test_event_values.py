@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.events.event_predictor import GenerationEvents
 from cache.events.new_items import TOWER_RETRIES_S, NewItemInputs, NewItemTower
 from cache.events.newer_events import AttributeEvents
 from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
 from cache.format.manifest import EventsRead
+from cache.format.stream_position import Position
 from cache.model.tower_spec import InputSpec
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer

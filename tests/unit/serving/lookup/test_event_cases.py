@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from cache.errors import InvalidInput
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.events.event_predictor import EventInput, GenerationEvents
-from cache.events.new_items import NewItem, NewItems
 from cache.filters.expression import read_filter
-from cache.filters.filtering import FilterMask
 from cache.format.ids import fingerprint, fingerprints, hash_id
+from cache.format.stream_position import Position
 from cache.l2.commands import OverlayRead, PageRead
+from cache.model.filter_mask import FilterMask
 from cache.model.input_preparation import LiveInput, PreparedInput
+from cache.model.new_items import NewItem, NewItems
 from cache.model.tower_spec import InputSpec
 from cache.records import FLAG_APPROXIMATE, FLAG_LIVE, absent_records, decode_record, encode_topk
 from cache.tiers.reads import ReadResult, RecordKey
