@@ -264,12 +264,6 @@ ABOVE_FEATURES = ("precompute.__main__", "precompute.cli", "precompute.features"
 MAY_ASK_FOR_HOOKS = ("precompute.steps.", "precompute.gates.judge", "precompute.planning.trial")
 """Modules that may import `precompute.features`; modules below a step get hooks as arguments; a plan tries steps."""
 
-CORE_IMPORTS_FEATURE: dict[str, set[str]] = {
-    "cache.l2.control_plane": {"cache.usage"},
-}
-"""Module of the core -> features that it still imports. Entries may only be removed."""
-
-
 def night_feature_of(module: str) -> str:
     """Return the feature that a module of `cache` or `precompute` is part of; "" for one of the core."""
     top, _, rest = module.partition(".")
@@ -289,9 +283,7 @@ def test_the_core_of_night_and_cache_imports_no_feature() -> None:
         module: set(map(night_feature_of, imported_modules(module))) - {""} for module in core
     }
 
-    assert {name: names for name, names in imported_features.items() if names} == (
-        CORE_IMPORTS_FEATURE
-    )
+    assert {name: names for name, names in imported_features.items() if names} == {}
 
 
 def test_only_steps_and_the_list_of_gates_ask_for_hooks() -> None:
