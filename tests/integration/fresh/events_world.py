@@ -27,6 +27,7 @@ from cache.model.tower_spec import TowerSpec
 from cache.topk.topk import Scorer
 from precompute.config.settings import NightConfig
 from precompute.partitions.grouping import by_time, last_occurrence_mask
+from tests.attached import newer_events_of
 from tests.integration.nights import UNTIL, build_verified, publish
 from tests.integration.serving_app import Running, eventually
 from tests.opened import open_generation
@@ -236,7 +237,7 @@ async def until_counted(app: Running, world: EventWorld) -> None:
     newest_number, timeout_s = world.accepted[-1][0].number, 10 + len(world.accepted) / 1_000
 
     async def has_all() -> bool:
-        return app.service.ladder.newer_events.users.last >= newest_number
+        return newer_events_of(app.service).users.last >= newest_number
 
     assert await eventually(has_all, timeout_s)
 

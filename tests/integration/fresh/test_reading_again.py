@@ -7,9 +7,9 @@ from redis.exceptions import RedisError
 
 from cache.format.stream_position import BEGINNING
 from cache.store.blocklist import Blocklist
-from serving.engine.newer_events import NewerEvents
 from serving.events import follower
 from serving.events.follower import EVENTS_BEHIND
+from serving.events.newer_events import NewerEvents
 from tests.integration.fresh.followed_stream import Stream
 
 
