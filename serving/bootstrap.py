@@ -21,7 +21,6 @@ from serving.engine.leases import LeaseManager
 from serving.engine.micro_batcher import MicroBatcher
 from serving.engine.service import LookupService
 from serving.features import FEATURES, Feature, all_operations
-from serving.filters.filtered_lookup import FILTER_THREADS, FilteredLookup, Filters
 from serving.generations.heartbeat import HOST_LOOK_S, HostHeadroom
 from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
 from serving.generations.refresher import Refresher
@@ -30,7 +29,6 @@ from serving.metrics.collectors import InternalCounters, LoopFailures, OverloadC
 from serving.metrics.exposition import Exposition, WorkerPeers
 from serving.metrics.registry import Metrics
 from serving.namespace import ServiceComponents, open_namespace
-from serving.near.near_matches import NearMetrics
 from serving.process.resources import StoreThreads, lower_thread_priority
 from serving.replica.hooks import Replica
 from serving.replica.namespace import ServedNamespace
@@ -63,7 +61,7 @@ async def running(
     host = HostHeadroom(config.store().local(""), reading)
     open_held = partial(
         open_namespace, cores=answering.cores, host=host, aside=aside, in_thread=reading,
-        near=answering.near, loops=loops,
+        loops=loops,
     )  # fmt: skip
     own = open_held(
         config, name, components, metrics=metrics, flipped=answering.local.eviction_history.flipped
@@ -87,20 +85,10 @@ async def running(
         components.leases, refresher, nights,
     )  # fmt: skip
     parts.register()
-    if answering.near is not None:
-        metrics.registry.register(NearMetrics(answering.near))
-    masking = ThreadPoolExecutor(
-        FILTER_THREADS,
-        "larder-filters",
-        initializer=lower_thread_priority,
-        initargs=(config.live_nice,),
-    )
-    filters = Filters(answering.executor, answering.admission.admit_live, mask_executor=masking)
     service = LookupService(
         follower=follower, ladder=ladder, metrics=metrics, limits=limits_of(config),
         body_bytes=config.body_bytes, body_timeout_s=config.body_timeout_s, tiers=tiers,
         l2_bound_s=remote.bound_s, admission=answering.admission, observes=config.observe,
-        reshaped=FilteredLookup(ladder, filters).lookup,
     )  # fmt: skip
 
     def open_beside(namespace: str) -> ServedNamespace:
@@ -119,15 +107,15 @@ async def running(
             attach_namespace(held)
         beside_service = replace(
             service, follower=held.follower, ladder=beside.ladder, tiers=beside.tiers,
-            l2_bound_s=beside.remote.bound_s, reshaped=FilteredLookup(beside.ladder, filters).lookup,
+            l2_bound_s=beside.remote.bound_s,
         )  # fmt: skip
         return ServedNamespace(held, beside_service, in_thread, staging)
 
     replica = Replica(
         config=config, name=name, fleet_name=name if peers is None else peers.replica, metrics=metrics,
-        loops=loops, in_thread=reading, own=own, local=answering.local, batcher=answering.batcher,
-        admission=answering.admission, nights=nights, releases=releases, filters=filters, service=service,
-        open_namespace=open_beside,
+        loops=loops, in_thread=reading, own=own, local=answering.local, executor=answering.executor,
+        batcher=answering.batcher, inference=answering.inference, admission=answering.admission, nights=nights,
+        releases=releases, service=service, open_namespace=open_beside,
     )  # fmt: skip
     hooks = replica.hooks
 
@@ -141,7 +129,7 @@ async def running(
             hooks.attached.append(feature.attach(replica))
         full_service = Service(
             **{service_field.name: getattr(service, service_field.name) for service_field in fields(service)},
-            has_tokens=config.has_tokens, drain=drain, nights=nights, filters=filters, hooks=hooks,
+            has_tokens=config.has_tokens, drain=drain, nights=nights, hooks=hooks,
             expose=Exposition(metrics.exposition if peers is None else peers.exposition),
             operations=all_operations(service.limits, features),
         )  # fmt: skip
@@ -165,8 +153,7 @@ async def running(
         for close in reversed(hooks.close):
             await close()
         await answering.aclose()
-        for executor in (aside, masking):
-            executor.shutdown(wait=False, cancel_futures=True)
+        aside.shutdown(wait=False, cancel_futures=True)
         reading.close()
 
 

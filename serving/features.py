@@ -9,6 +9,8 @@ from typing import NamedTuple
 import serving.dashboard.attach as dashboard
 import serving.events.attach as events
 import serving.explain.attach as explain
+import serving.filters.attach as filters
+import serving.near.attach as near
 import serving.quality.attach as quality
 import serving.tracing.attach as tracing
 import serving.traffic.attach as traffic
@@ -32,6 +34,8 @@ class Feature(NamedTuple):
 
 
 FEATURES = (
+    Feature(near.attach),
+    Feature(filters.attach),
     Feature(usage.attach),
     Feature(quality.attach),
     Feature(dashboard.attach, dashboard.operations),

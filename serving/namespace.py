@@ -1,12 +1,10 @@
 """Assembly of a replica and its namespaces: tiers, live inference, ladder, and the follower of each pointer."""
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from cache.config.serving import parse_cores
-from cache.events.new_items import NewItemEvents
 from cache.format.redis_keys import Keyspace
 from cache.l2.cluster import open_tier
 from cache.l2.data_plane import Breaker
@@ -20,24 +18,20 @@ from cache.tiers.tiered import TieredCache
 from serving.admission.controller import Admission, LoopLagSampler
 from serving.config.settings import ServingConfig
 from serving.engine.answer_observer import AnswerObserver
-from serving.engine.batch_inference import compute_of
+from serving.engine.batch_inference import BatchInference
 from serving.engine.inference import LiveInferences
 from serving.engine.l1_warmup import L1Warmup
 from serving.engine.ladder import Ladder
 from serving.engine.leases import LeaseManager
 from serving.engine.micro_batcher import MicroBatcher
-from serving.engine.newer_events import NewerEvents
 from serving.generations.heartbeat import Heartbeat, HostHeadroom, RedisClock
 from serving.generations.holder import GenerationHolder
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.refresher import Refresher
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
-from serving.near.near_matches import NearMatches
 from serving.process.resources import StoreThreads, check_cores, place_thread
-from serving.replica.namespace import HeldNamespace, NamespaceComponents
-
-log = logging.getLogger(__name__)
+from serving.replica.namespace import HeldNamespace, NamespaceComponents, SnapshotOpener
 
 _SAMPLES_PER_INTERVAL = 10
 """Samples of the queues per interval of the admission."""
@@ -55,7 +49,7 @@ class ServiceComponents:
     pulse: LoopLagSampler
     executor: ThreadPoolExecutor
     namespace_components: NamespaceComponents
-    near: NearMatches | None
+    inference: BatchInference
     loops: BackgroundLoops
 
     @classmethod
@@ -75,14 +69,14 @@ class ServiceComponents:
             initializer=place_thread,
             initargs=(cores, config.live_nice),
         )
-        near = NearMatches(config.near) if config.near else None
+        inference = BatchInference()
         batcher = MicroBatcher(
             executor,
             workers=config.live_workers,
             max_batch=config.live_batch,
             max_queue=config.live_queue,
             max_queue_bytes=config.live_queue_bytes,
-            compute=compute_of(near),
+            compute=inference,
             observe=metrics.inferred,
         )
         admission = Admission(
@@ -99,7 +93,9 @@ class ServiceComponents:
         keyed = _build_namespace_components(
             config, name, local, batcher, admission, metrics, watch, loops
         )
-        return cls(metrics, cores, local, batcher, admission, pulse, executor, keyed, near, loops)
+        return cls(
+            metrics, cores, local, batcher, admission, pulse, executor, keyed, inference, loops
+        )
 
     def of_namespace(self, config: ServingConfig, name: str) -> NamespaceComponents:
         """Build the components that read another namespace's keys; it shares L1, processors, admission and metrics."""
@@ -147,13 +143,10 @@ def _build_namespace_components(
         admit=admission.admit_live,
         spares_reads=config.overlay_reads == "auto",
         changed_answers=metrics.changed_answers,
-        reuses=frozenset(config.near),
     )
-    newer_events = NewerEvents(items=NewItemEvents(config.events.new_items))
     ladder = Ladder(
-        tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch,
-        newer_events=newer_events,
-    )  # fmt: skip
+        tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch
+    )
     return NamespaceComponents(remote, tiers, lead, inferences, watch, ladder)
 
 
@@ -167,13 +160,13 @@ def open_namespace(
     host: HostHeadroom,
     aside: Executor,
     in_thread: StoreThreads,
-    near: NearMatches | None,
     loops: BackgroundLoops | None = None,
     flipped: Callable[[str], None] = lambda _before: None,
 ) -> HeldNamespace:
     """All parts, `name` for a replica; nothing is read yet. `metrics` are those of this namespace alone."""
     store, control, ladder = config.store(), components.remote.control, components.ladder
     accelerator = None if config.live_provider == "cpu" else Accelerator(config.live_provider)
+    openers: list[SnapshotOpener] = []
 
     def open_snapshot(pointer: Pointer, blocklist: Blocklist) -> Snapshot:
         snapshot = Snapshot.open(
@@ -186,16 +179,9 @@ def open_namespace(
             threads=config.live_threads,
             cores=cores,
             accelerator=accelerator,
-            events=config.events if config.events.enabled else None,
         )
-        if near is not None:
-            near.check(snapshot)
-        if config.events.enabled and config.events.namespace and snapshot.events is None:
-            log.warning(
-                "generation %s of namespace %s was made without the events of %s, and its answers count none: set "
-                "[events] enabled and namespace in the settings of its nights",
-                snapshot.generation, config.namespace, config.events.namespace,
-            )  # fmt: skip
+        for opener in openers:
+            snapshot = opener(snapshot)
         return snapshot
 
     clock = RedisClock()
@@ -207,8 +193,6 @@ def open_namespace(
         flipped=flipped,
         aside=aside,
         in_thread=in_thread,
-        attributes=ladder.newer_events.values,
-        new_items=ladder.newer_events.items,
     )
     follower = PointerFollower(
         store, control, holder, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
@@ -224,5 +208,15 @@ def open_namespace(
         loops=loops,
     )  # fmt: skip
     return HeldNamespace(
-        config, metrics, components, store, clock, warmup, holder, follower, beat, refresher
+        config,
+        metrics,
+        components,
+        store,
+        clock,
+        warmup,
+        holder,
+        follower,
+        beat,
+        refresher,
+        openers,
     )

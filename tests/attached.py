@@ -2,6 +2,9 @@
 
 from typing import TypeVar
 
+from serving.engine.service import LookupService
+from serving.events.item_updates import ItemUpdater
+from serving.events.newer_events import NewerEvents
 from serving.http.routes import Service
 
 T = TypeVar("T")
@@ -10,3 +13,17 @@ T = TypeVar("T")
 def attached(service: Service, kind: type[T]) -> T:
     """The part of this class that a feature of the service returned."""
     return next(part for part in service.hooks.attached if isinstance(part, kind))
+
+
+def newer_events_of(service: LookupService) -> NewerEvents:
+    """Events that the answers of a service count."""
+    newer_inputs = service.ladder.newer_inputs
+    assert isinstance(newer_inputs, NewerEvents)
+    return newer_inputs
+
+
+def item_updater(service: LookupService) -> ItemUpdater:
+    """Updater of the generations that a service holds."""
+    updater = getattr(service.follower.holder.update, "__self__", None)
+    assert isinstance(updater, ItemUpdater)
+    return updater

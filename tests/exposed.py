@@ -14,10 +14,10 @@ from serving.access.callers import TokenWatch
 from serving.access.quota import QuotaTable
 from serving.admission.controller import Admission
 from serving.config.tls import TlsWatch
-from serving.engine.newer_events import NewerEvents
 from serving.events.counts import TEXTS as EVENT_GAUGES
 from serving.events.counts import EventCounts
 from serving.events.follower import EventMetrics
+from serving.events.newer_events import NewerEvents
 from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
 from serving.metrics import collectors
 from serving.metrics.collectors import InternalCounters, LoopFailures, OverloadCollector

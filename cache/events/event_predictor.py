@@ -14,26 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
-from cache.events.event import Position
-from cache.events.new_items import (
-    NO_NEW_ITEMS,
-    EligibleNewItems,
-    NewItemInputs,
-    NewItems,
-    NewItemTower,
-    merged_lists,
-)
+from cache.events.new_items import NewItemInputs, NewItemTower
 from cache.events.newer_events import UserEvent, features_with
 from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import FEATURED_USERS, Manifest, Table
 from cache.format.seen_items import SeenItems, UserInput
+from cache.format.stream_position import Position
 from cache.model.input_preparation import (
     LiveInput,
     PreparedInput,
     check_features,
     keep_last_occurrences,
 )
+from cache.model.new_items import NO_NEW_ITEMS, EligibleNewItems, NewItems, merged_lists
 from cache.model.predictor import Predictor
 from cache.model.ranking import Metric
 from cache.model.tower import Histories

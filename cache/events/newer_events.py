@@ -11,8 +11,9 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from cache.errors import InvalidInput
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.format.ids import FeatureValue
+from cache.format.stream_position import Position
 from cache.model.input_preparation import check_features
 from cache.model.tower_spec import InputSpec
 

@@ -7,8 +7,9 @@ import orjson
 import xxhash
 
 from cache.errors import CorruptArtefact, InvalidInput
-from cache.events.event import BEGINNING, EVENT_FIELD, Event, Position
+from cache.events.event import EVENT_FIELD, Event
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import BEGINNING, Position
 from cache.store.artefacts import ArtefactStore
 
 STREAM_FULL: Final = "FULL"

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Self
@@ -35,10 +34,10 @@ from cache.filters.expression import (
 )
 from cache.format.item_table import ItemTable
 from cache.format.manifest import AttributeKind, Manifest
+from cache.model.filter_mask import FilterMask, Mask
 from cache.model.ranking import Metric, rank
 from cache.native import loader
 
-Mask = NDArray[np.bool_]
 _EQUALITY_OPERATORS: Final = ("==", "in", "exists")
 _ORDER_OPERATORS: Final = ("==", "in", "<", "<=", ">", ">=", "exists")
 
@@ -86,41 +85,6 @@ def unknown_attribute(
     return UnknownAttribute(
         f"items have no attribute {name!r}{has}", field=path, attributes=dict(kind_by_attribute)
     )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FilterMask:
-    """Items that pass, one bit each (little-endian within a byte), and how many they are."""
-
-    bits: NDArray[np.uint8]
-    count: int
-
-    @classmethod
-    def of(cls, mask: Mask) -> Self:
-        """From a mask bool [items]."""
-        return cls(np.packbits(mask, bitorder="little"), int(np.count_nonzero(mask)))
-
-    def among(self, ordinals: NDArray[Any]) -> Mask:
-        """Mask of the ordinals that pass."""
-        bit_indexes = np.asarray(ordinals, np.int64)
-        mask: Mask = (self.bits[bit_indexes >> 3] >> (bit_indexes & 7).astype(np.uint8) & 1).astype(
-            np.bool_
-        )
-        return mask
-
-    def followed_by(self, appended_mask: "FilterMask", items: int) -> "FilterMask":
-        """Return this mask of `items` items with the mask of further items appended, numbered from `items` on."""
-        full_byte_count = items >> 3
-        last = np.unpackbits(self.bits[full_byte_count:], count=items & 7, bitorder="little")
-        more = np.unpackbits(appended_mask.bits, bitorder="little")
-        tail = np.packbits(np.concatenate([last, more]), bitorder="little")
-        return FilterMask(
-            np.concatenate([self.bits[:full_byte_count], tail]), self.count + appended_mask.count
-        )
-
-    def ordinals(self) -> NDArray[np.int64]:
-        """All that pass, ascending."""
-        return np.flatnonzero(np.unpackbits(self.bits, bitorder="little")).astype(np.int64)
 
 
 class Masks:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from cache.errors import InvalidInput
 from cache.filters.attributes import NO_CODE, NO_FLAG, NO_TIME, AttributeColumn, ItemAttributes
 from cache.filters.expression import TEXT_BYTES_MAX, Filter, InvalidFilter, read_filter
-from cache.filters.filtering import FilterMask, unknown_attribute
+from cache.filters.filtering import unknown_attribute
+from cache.model.filter_mask import FilterMask
 
 BOOSTS_MAX: Final = 8
 """Boosts of one request; each has a filter."""

@@ -1,4 +1,4 @@
-"""Control plane of L2: pointer, heartbeats, announcements, hot ids and INFO, by redis-py at leisure."""
+"""Control plane of L2: pointer, heartbeats, announcements and INFO, by redis-py at leisure."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -11,23 +11,11 @@ from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.errors import as_unavailable
 from cache.l2.resp import (
-    SCORED_MEMBERS_SHAPE,
     TEXT_SHAPE,
     check_replies,
     checked_reply,
     refuse_reply,
     refusing_unreadable,
-)
-from cache.usage.hot_keys import (
-    COLD_WINDOW,
-    HOT_WINDOW,
-    MEMBERS_MAX,
-    READ_AT_ONCE,
-    REPORT,
-    HotKeyReport,
-    Name,
-    Window,
-    hottest,
 )
 
 CommandArgument = str | bytes | float
@@ -95,20 +83,6 @@ class ControlPlane(Protocol):
     async def sign_off(self, payload: bytes) -> None:
         """Takes a replica's last payload away; Redis removes at maxmemory too."""
         await self.execute("ZREM", self.keyspace.replicas, payload)
-
-    async def report_hot(self, report: HotKeyReport) -> None:
-        """Add this replica's requests to the sketch of recent requests."""
-        keys = _sketch_keys(self.keyspace, report.hour, report.window)
-        await self.execute("EVAL", REPORT, len(keys), *keys, *report.arguments())
-
-    async def fetch_hot_names(self, hour: int, window: Window = HOT_WINDOW) -> list[Name]:
-        """Return the most requested names of all replicas in this window and the last, hottest first.
-
-        For COLD windows these are names that no generation knew; `hour` is the window's number.
-        """
-        return hottest(
-            [await _members(self, key) for key in _sketch_keys(self.keyspace, hour, window)]
-        )
 
     async def infos(self) -> list[dict[str, Any]]:
         """`INFO` of every server."""
@@ -185,21 +159,3 @@ class ServerControl(ControlPlane):
     async def aclose(self) -> None:
         """End commands under way and close the pool."""
         await self._client.aclose(close_connection_pool=True)
-
-
-def _sketch_keys(keyspace: Keyspace, number: int, window: Window) -> tuple[str, str]:
-    """Keys of a window's sketch and of the one before."""
-    name = keyspace.cold_names if window is COLD_WINDOW else keyspace.hot_names
-    return name(number), name(number - 1)
-
-
-async def _members(control: ControlPlane, key: str) -> list[bytes]:
-    scored_members: list[bytes] = []
-    for start in range(0, MEMBERS_MAX, READ_AT_ONCE):
-        last = start + READ_AT_ONCE - 1
-        reply = await control.execute("ZREVRANGE", key, start, last, "WITHSCORES")
-        with as_unavailable():
-            scored_members += (piece := checked_reply("ZREVRANGE", reply, SCORED_MEMBERS_SHAPE))
-        if len(piece) < 2 * READ_AT_ONCE:
-            break
-    return scored_members

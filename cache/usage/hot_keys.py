@@ -1,10 +1,14 @@
-"""Sketches of requests in Redis: the most requested ids of this hour and the last. Pure.
+"""Sketches of requests in Redis: the most requested ids of this hour and the last.
 
 One for ids that the night knows, by the hour (HOT), one for the others, by the day (COLD).
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+from cache.l2.control_plane import ControlPlane
+from cache.l2.errors import as_unavailable
+from cache.l2.resp import SCORED_MEMBERS_SHAPE, checked_reply
 
 HOUR_S = 3_600
 LIFE_S = 2 * HOUR_S
@@ -85,3 +89,40 @@ def hottest(hours: Iterable[Sequence[bytes]]) -> list[Name]:
     ranked = sorted(counts, key=counts.__getitem__, reverse=True)[:MEMBERS_MAX]
     parts = [sketch_member.partition(b":") for sketch_member in ranked]
     return [(table.decode(errors="replace"), raw) for table, _, raw in parts if raw]
+
+
+class SharedHotKeys:
+    """Sketches of one namespace, which all its replicas add to; everything here raises TierUnavailable."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
+
+    async def add_report(self, report: HotKeyReport) -> None:
+        """Add a replica's requests to the sketch of a window."""
+        keys = self._sketch_keys(report.hour, report.window)
+        await self._control.execute("EVAL", REPORT, len(keys), *keys, *report.arguments())
+
+    async def fetch_names(self, hour: int, window: Window = HOT_WINDOW) -> list[Name]:
+        """Return the most requested names of all replicas in this window and the last, hottest first.
+
+        For COLD windows these are names that no generation knew; `hour` is the window's number.
+        """
+        return hottest([await self._members(key) for key in self._sketch_keys(hour, window)])
+
+    def _sketch_keys(self, number: int, window: Window) -> tuple[str, str]:
+        """Return the keys of a window's sketch and of the one before."""
+        keyspace = self._control.keyspace
+        name = keyspace.cold_names if window is COLD_WINDOW else keyspace.hot_names
+        return name(number), name(number - 1)
+
+    async def _members(self, key: str) -> list[bytes]:
+        scored_members: list[bytes] = []
+        for start in range(0, MEMBERS_MAX, READ_AT_ONCE):
+            last = start + READ_AT_ONCE - 1
+            reply = await self._control.execute("ZREVRANGE", key, start, last, "WITHSCORES")
+            with as_unavailable():
+                piece = checked_reply("ZREVRANGE", reply, SCORED_MEMBERS_SHAPE)
+                scored_members += piece
+            if len(piece) < 2 * READ_AT_ONCE:
+                break
+        return scored_members

@@ -20,10 +20,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cache.errors import ConfigError, CorruptArtefact, LarderError
-from cache.events.event import BEGINNING, Event, Position
+from cache.events.event import Event
 from cache.events.new_items import brings_item
 from cache.events.newer_events import AttributeEvents
 from cache.format.manifest import EntityKind
+from cache.format.stream_position import BEGINNING, Position
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
 from precompute.sources.columns import Ids

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cache.events.event import BEGINNING, Position
 from cache.format.manifest import Manifest
+from cache.format.stream_position import BEGINNING, Position
 from precompute.config.console import iso
 from precompute.config.settings import NightConfig
 from precompute.events.files import last_taken

@@ -13,11 +13,12 @@ import pyarrow.parquet as pq
 import redis
 
 from cache.errors import CorruptArtefact, InvalidInput, UnknownGeneration
-from cache.events.event import BEGINNING, EVENT_FIELD, Event, Position
+from cache.events.event import EVENT_FIELD, Event
 from cache.events.stream import event_of_entry, note_taken
 from cache.format.ids import canonical_id
 from cache.format.manifest import GENERATION
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import BEGINNING, Position
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.traffic.experiments import latest_experiments
 from precompute.config.progress import Step

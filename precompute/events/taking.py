@@ -6,8 +6,8 @@ from typing import Any
 
 from cache.control.states import UNFINISHED
 from cache.errors import ConfigError
-from cache.events.event import Position
 from cache.format.manifest import GENERATION
+from cache.format.stream_position import Position
 from precompute.builds.build import Build, settings_digest
 from precompute.bulk.headroom import writes_files
 from precompute.config.progress import Progress, Step

@@ -25,9 +25,10 @@ from cache.filters.attributes import (
     set_item_values,
 )
 from cache.filters.expression import TEXT_BYTES_MAX, Filter, InvalidFilter, read_filter
-from cache.filters.filtering import Filtering, FilterMask, mask_of
+from cache.filters.filtering import Filtering, mask_of
 from cache.format.item_table import ItemTable
 from cache.format.manifest import AttributeKind, Manifest
+from cache.model.filter_mask import FilterMask
 from cache.store.artefacts import write_atomically
 from precompute.builds.build import AttributeFiles, Build, attribute_paths
 from precompute.config.settings import NightConfig

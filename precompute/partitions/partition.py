@@ -249,9 +249,14 @@ class PartitionJob:
             interaction_counts = _write_interactions(self, seed, earlier, unusable)
             if earlier is None:
                 named = partial(hashes_of, seed=seed, hasher=self.hasher)
-                write_features(night, self.folder, named, columns, self.feature_inputs, unusable)
+                write_features(
+                    night.config, self.folder, named, columns, self.feature_inputs, unusable,
+                    values=values, erased=erased,
+                )  # fmt: skip
                 if night.config.sources.user_vectors:
-                    write_vectors(night, self.folder, self.dims, named, unusable)
+                    write_vectors(
+                        night.config, self.folder, self.dims, named, unusable, erased=erased
+                    )
             else:
                 note_event_values(night, columns, self.feature_inputs, unusable)
             # What is taken over was counted when it was read.

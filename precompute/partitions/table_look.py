@@ -29,7 +29,6 @@ from precompute.partitions.user_tables import (
     write_vectors,
 )
 from precompute.sources.columns import Ids, as_rows
-from precompute.sources.erasures import NO_ERASURES
 from precompute.sources.features import NO_VALUES
 from precompute.sources.files import source_file
 from precompute.sources.plausibility import (
@@ -124,13 +123,11 @@ def _user_ids(
     with TemporaryDirectory(prefix="larder-check-") as name:
         folder = Path(name)
         if columns and sources.user_features and _is_read(config, sources.user_features, odd):
-            write_features(
-                one_shard, folder, hash_names, columns, inputs, NO_VALUES, NO_ERASURES, unusable
-            )
+            write_features(one_shard, folder, hash_names, columns, inputs, unusable)
             users = _written_users(folder, "features", USER_ROWS, unusable)
             yield "user", sources.user_features, users
         if sources.user_vectors and _is_read(config, sources.user_vectors, odd):
-            write_vectors(one_shard, folder, bundle.dims, hash_names, NO_ERASURES, unusable)
+            write_vectors(one_shard, folder, bundle.dims, hash_names, unusable)
             users = _written_users(folder, USER_VECTORS, VECTOR_ROWS, unusable)
             yield "user", sources.user_vectors, users
 

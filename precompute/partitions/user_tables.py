@@ -22,7 +22,10 @@ from precompute.partitions.shard_files import (
     shard_paths,
 )
 from precompute.sources.columns import Ids
+from precompute.sources.erasures import NO_ERASURES, ErasedEntities
 from precompute.sources.features import (
+    NO_VALUES,
+    EntityValues,
     demand_type,
     read_set_values,
     read_values,
@@ -48,18 +51,20 @@ VECTOR_ROWS = "user_vectors"
 
 
 def write_features(
-    night: NightInput,
+    config: NightConfig,
     folder: Path,
     hashes_of: Callable[[Ids], NDArray[np.uint64]],
     columns: Sequence[str],
     inputs: Sequence[InputSpec],
     unusable: UnusableRows,
+    *,
+    values: EntityValues = NO_VALUES,
+    erased: ErasedEntities = NO_ERASURES,
 ) -> None:
     """Write each shard's file of feature columns, events' values included; note values that an input cannot use.
 
     Raises SourceError for an input that no row can fill.
     """
-    config, values, erased = night.config, night.values.users, night.erased
     schema: Any = IDS
     batches: Any = ()
     if columns:
@@ -158,17 +163,19 @@ def _note_values(
 
 
 def write_vectors(
-    night: NightInput,
+    config: NightConfig,
     folder: Path,
     dims: int,
     hashes_of: Callable[[Ids], NDArray[np.uint64]],
     unusable: UnusableRows,
+    *,
+    erased: ErasedEntities = NO_ERASURES,
 ) -> None:
     """Write each shard's file of the vectors that have `dims` finite numbers; the others are noted.
 
     Raises SourceError for a column that is not of such vectors, or where none can be used.
     """
-    config, sources = night.config, night.config.sources
+    sources = config.sources
     path, column = source_file(str(sources.user_vectors), config.path(".")), sources.vector_column
     spec = InputSpec("vector", "feature", "float32", column=column, width=dims)
     demand_type(feature_schema(path, (column,)).field(column).type, spec, str(path))
@@ -186,7 +193,7 @@ def write_vectors(
             if vector_values.unusable_mask_by_reason:
                 named = lambda row, ids=ids: {"user": ids.name_of(row)}  # noqa: E731
                 unusable.note_rows(VECTOR_ROWS, vector_values.unusable_mask_by_reason, named)
-            is_kept = vector_values.usable & night.erased.keeps_users(ids)
+            is_kept = vector_values.usable & erased.keeps_users(ids)
             used += int(is_kept.sum())
             hashes, rows = hashes_of(ids)[is_kept], pa.array(vector_values.numbers[is_kept].ravel())
             files.write(

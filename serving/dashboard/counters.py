@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 import orjson
 
 from cache.errors import TierUnavailable
-from cache.events.event import Position
+from cache.format.stream_position import Position
 from cache.l2.control_plane import CommandArgument, ControlPlane
 from serving.events.counts import TEXTS as GAUGES
 from serving.metrics.registry import Metrics, counts_of

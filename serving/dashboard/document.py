@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from cache.events.event import Position
 from cache.format.manifest import CUT_CHARS
+from cache.format.stream_position import Position
 from cache.traffic.experiments import rate_ratio
 from serving.dashboard import counters
 from serving.dashboard.aggregator import LATELY_BINS, DrawnBin, FleetReading, quantiles, series

@@ -7,8 +7,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.filters.filtering import FilterMask
-from cache.filters.reranking import Reranker
+from cache.model.filter_mask import FilterMask
 from cache.records import Record
 from cache.tiers.reads import NOWHERE_REASONS, PUBLIC_BY_INTERNAL_REASON, MissReason
 from serving.engine.answer_observer import AnswerObserver, AnswerSample
@@ -16,6 +15,7 @@ from serving.engine.entity import PartialList, PendingAnswer
 from serving.engine.rendering.answer_fields import (
     Exclusions,
     Prediction,
+    Reranker,
     build_list,
     complete,
     from_defaults,
@@ -129,7 +129,7 @@ class AnswerBuilder:
         is_of_history = source is Source.LIVE and case.counted_events is None
         if not is_of_history and table.kind == "topk" and case.entity.history:
             exclusions += (case.history_in(snapshot).item_numbers,)
-        column, raw = snapshot.changed_facet(table), case.entity.raw
+        column, raw = snapshot.changed_facets.get(table.name), case.entity.raw
         if column is not None and raw is not None and record.items is not None:
             outdated_ordinals = record.items[~column.have(raw.decode(), record.items)]
             exclusions += (frozenset(outdated_ordinals.tolist()),)
@@ -237,9 +237,9 @@ class AnswerBuilder:
     ) -> None:
         table = case.table.name
         # Of a history that only kept items out of a list of the night, nothing was used to compute.
-        is_used = (
-            case.counted_events is None or case.counted_events.input.caller_input is not None
-        ) and (producer == "live" or case.live_reason == LiveReason.NO_USABLE_INPUT)
+        is_used = (case.counted_events is None or case.counted_events.counts_sent) and (
+            producer == "live" or case.live_reason == LiveReason.NO_USABLE_INPUT
+        )
         dropped_count = 0
         if is_used:
             by_live = case.unknown_id_count if source is Source.LIVE else None

@@ -1,6 +1,5 @@
-"""Inference for a batch of jobs: from what callers send, from newer events, and with new items."""
+"""Inference for a batch of jobs: from what callers send, from newer inputs, and with new items."""
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,40 +7,47 @@ from dataclasses import replace
 import numpy as np
 
 from cache.errors import InvalidInput
-from cache.events.new_items import merged_lists
 from cache.model.input_preparation import PreparedInput
+from cache.model.new_items import merged_lists
 from cache.model.predictor import Predictor
+from serving.engine.hooks import AnswerReuse, ComputeNewer
 from serving.engine.micro_batcher import (
-    Compute,
     ComputedRecord,
     InferenceJob,
     InferenceOutcome,
     LiveUnavailable,
     without_frames,
 )
-from serving.near.near_matches import NearInput, NearMatches, kind_of
 from serving.requests.reasons import LiveReason
 
 _Prepare = Callable[[], Sequence[PreparedInput | InvalidInput | None]]
 _Predict = Callable[[Sequence[InferenceJob], Sequence[PreparedInput]], Sequence[ComputedRecord]]
 
 
-def compute_of(near: NearMatches | None = None, clock: Callable[[], float] = time.time) -> Compute:
-    """Function that runs one inference for jobs of one snapshot, table and kind; `near` may reuse answers."""
-    compute_plain = functools.partial(compute, near=near, clock=clock)
+class BatchInference:
+    """Inference for jobs of one snapshot, table and kind; hook `compute`, whose fields features set at the start."""
 
-    def run(jobs: Sequence[InferenceJob]) -> list[InferenceOutcome]:
-        if jobs[0].event_input is not None:
-            return with_events(jobs, int(clock()))
-        return with_new_items(jobs, int(clock())) if jobs[0].new.items else compute_plain(jobs)
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.reuse: AnswerReuse | None = None
+        """Reuse of answers; None: every input goes through the model."""
+        self.compute_newer: ComputeNewer | None = None
+        """Inference from newer inputs; None where no feature makes such inputs."""
+        self._clock = clock
 
-    return run
+    def __call__(self, jobs: Sequence[InferenceJob]) -> list[InferenceOutcome]:
+        """Run one inference; a job that fails costs the others nothing."""
+        if jobs[0].newer_input is not None:
+            assert self.compute_newer is not None  # noqa: S101 - set by the feature that made the input
+            return self.compute_newer(jobs, int(self._clock()))
+        if jobs[0].new.items:
+            return with_new_items(jobs, int(self._clock()))
+        return compute(jobs, reuse=self.reuse, clock=self._clock)
 
 
 def compute(
     jobs: Sequence[InferenceJob],
     *,
-    near: NearMatches | None = None,
+    reuse: AnswerReuse | None = None,
     clock: Callable[[], float] = time.time,
 ) -> list[InferenceOutcome]:
     """Runs one inference for jobs of one snapshot and table; a job that fails costs the others nothing."""
@@ -62,38 +68,13 @@ def compute(
             ComputedRecord(record, prepared.unknown_id_count) for record, prepared in predicted_rows
         ]
 
-    def reuse(
-        batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
-    ) -> Sequence[ComputedRecord]:
-        assert near is not None  # noqa: S101 - else nobody asks
-        near_records = near.predict(
-            snapshot, table, list(map(_near_input, batch_jobs, batch)), scored_at
+    if reuse is not None and reuse.covers(snapshot, table):
+        return run_in_halves(
+            jobs,
+            lambda: _prepared(predictor, jobs),
+            lambda batch_jobs, batch: reuse.compute(batch_jobs, batch, scored_at),
         )
-        return [
-            ComputedRecord(record, prepared.unknown_id_count, distance)
-            for (record, distance), prepared in zip(near_records, batch, strict=True)
-        ]
-
-    may_reuse = near is not None and near.covers(snapshot, table)
-    return _outcomes(jobs, lambda: _prepared(predictor, jobs), reuse if may_reuse else predict)
-
-
-def with_events(jobs: Sequence[InferenceJob], scored_at: int) -> list[InferenceOutcome]:
-    """Runs one inference for jobs with newer events; a job that fails costs the others nothing."""
-    snapshot, table = jobs[0].snapshot, jobs[0].table
-    predictor = None if snapshot.events is None else snapshot.events.predictor
-    if predictor is None:
-        return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
-
-    def predict(
-        batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
-    ) -> Sequence[ComputedRecord]:
-        prints, new = [job.fingerprint for job in batch_jobs], [job.new for job in batch_jobs]
-        records = predictor.predict(table, batch, prints, scored_at, new)
-        return [ComputedRecord(record) for record in records]
-
-    inputs = [job.event_input for job in jobs if job.event_input is not None]
-    return _outcomes(jobs, lambda: predictor.prepare_all(table, inputs), predict)
+    return run_in_halves(jobs, lambda: _prepared(predictor, jobs), predict)
 
 
 def with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list[InferenceOutcome]:
@@ -120,7 +101,7 @@ def with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list[Inferen
             for record, prepared, without in predicted_rows
         ]
 
-    return _outcomes(jobs, lambda: _prepared(predictor, jobs), predict)
+    return run_in_halves(jobs, lambda: _prepared(predictor, jobs), predict)
 
 
 def _prepared(
@@ -136,10 +117,10 @@ def _prepared(
     ]
 
 
-def _outcomes(
+def run_in_halves(
     jobs: Sequence[InferenceJob], prepare: _Prepare, predict: _Predict
 ) -> list[InferenceOutcome]:
-    """Outcomes of jobs whose inputs are prepared, and predicted from, together.
+    """Return the outcomes of jobs whose inputs are prepared, and predicted from, together.
 
     Where that raises, halves are tried: whose fault it is takes twice the logarithm of runs to find.
     """
@@ -171,7 +152,3 @@ def _outcomes(
         for (job_index, _), job_result in zip(part, computed, strict=True):
             outcomes[job_index] = job_result
     return outcomes
-
-
-def _near_input(job: InferenceJob, prepared: PreparedInput) -> NearInput:
-    return NearInput(prepared, job.fingerprint, kind_of(job.source) if job.may_reuse else None)

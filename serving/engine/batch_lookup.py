@@ -259,11 +259,11 @@ class BatchLookups:
         is_plain = positions >= 0
         if live.has_blocked_entities:
             is_plain &= [not live.blocks(table, raw) for raw in lookup.raws]
-        if live.changed_facet(table) is not None:
+        if table.name in live.changed_facets:
             is_plain[:] = False
-        newer_events = self._ladder.newer_events
-        if newer_events.packed and not newer_events.packed.keys().isdisjoint(lookup.raws):
-            is_plain &= [not newer_events.changes(live, table, raw) for raw in lookup.raws]
+        newer = self._ladder.newer_inputs
+        if newer.packed and not newer.packed.keys().isdisjoint(lookup.raws):
+            is_plain &= [not newer.changes(live, table, raw) for raw in lookup.raws]
         return record_keys, is_plain
 
     async def read(

@@ -12,8 +12,8 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.filters.filtering import FilterMask
 from cache.format.manifest import Table
+from cache.model.filter_mask import FilterMask
 from cache.tiers.reads import ReadResult, RecordKey, RecordKeys, Rows
 from serving.engine.answer_observer import AnswerSample
 from serving.engine.batch_lookup import BatchLookups, BatchRequest, read_result_at

@@ -2,22 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
-from cache.events.new_items import NO_NEW_ITEMS, NewItems
-from cache.filters.filtering import FilterMask
 from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
 from cache.format.manifest import Table
+from cache.model.filter_mask import FilterMask
 from cache.model.input_preparation import LiveInput
+from cache.model.new_items import (
+    NO_ELIGIBLE_NEW_ITEMS,
+    NO_NEW_ITEMS,
+    EligibleNewItems,
+    NewItems,
+)
 from cache.records import Record, decode_record
 from cache.tiers.reads import Hit, Miss, MissReason, ReadResult, RecordKey
 from serving.admission.work_pacer import YieldPacer
-from serving.engine.newer_events import CountedEvents
 from serving.engine.rendering.answer_fields import AnswerJson, Prediction, SentHistory, history_in
 from serving.generations.snapshot import Snapshot
 from serving.requests.answers import Source
@@ -43,6 +47,50 @@ class PartialList(NamedTuple):
     """Ordinals of the user's past items, if the list is of another generation than the live one."""
 
 
+class NewerInput(Protocol):
+    """Input of an answer that is newer than the night: newer events of a user. Hook `rewrite` makes it."""
+
+    @property
+    def input(self) -> object:
+        """What live computes from, as `BatchInference.compute_newer` takes it."""
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of all inputs of the answer."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all events are known; else nothing is computed from them."""
+
+    @property
+    def is_past(self) -> bool:
+        """True if an earlier position was requested: the answer is computed, and not kept."""
+
+    @property
+    def is_approximate(self) -> bool:
+        """True if an answer computed from it may be another than the next night's."""
+
+    @property
+    def position(self) -> int:
+        """Position of the user in the directory; -1 if the night did not know them."""
+
+    @property
+    def counts_sent(self) -> bool:
+        """True if what the caller sent counts, besides the events."""
+
+    @property
+    def events(self) -> int:
+        """Number of events."""
+
+    @property
+    def as_of(self) -> str:
+        """Time when the newest was accepted, RFC 3339, UTC."""
+
+    @property
+    def items(self) -> tuple[bytes, ...]:
+        """Items of the events, by their ids."""
+
+
 @dataclass(slots=True, eq=False)
 class PendingAnswer:
     """Pending answer of one entity: `reason` is why there is no plain hit, `live_reason` why live gave no answer.
@@ -66,7 +114,7 @@ class PendingAnswer:
     partial: PartialList | None = None
     near: float | None = None
     is_exact: bool = False
-    counted_events: CountedEvents | None = None
+    counted_events: NewerInput | None = None
     is_settled: bool = False
     new_items: NewItems = NO_NEW_ITEMS
     _history: tuple[str, SentHistory] | None = None
@@ -79,7 +127,7 @@ class PendingAnswer:
         else:
             self.hit = outcome
 
-    def include_counted_events(self, counted_events: CountedEvents, *, is_settled: bool) -> None:
+    def include_counted_events(self, counted_events: NewerInput, *, is_settled: bool) -> None:
         """Set the newer events; an answer with them is stored separately, under their digest.
 
         The list that the night made under a filter is not used: items that pass are looked for in the user's own list.
@@ -126,7 +174,7 @@ class PendingAnswer:
         return (
             self.record_key.position
             if self.counted_events is None
-            else self.counted_events.input.position
+            else self.counted_events.position
         )
 
     @property
@@ -207,13 +255,27 @@ class PendingAnswer:
         if not record.live:
             return True
         counted_events = None if self.is_settled else self.counted_events
-        return counted_events is not None and counted_events.input.caller_input is None
+        return counted_events is not None and not counted_events.counts_sent
 
     def history_in(self, snapshot: Snapshot) -> SentHistory:
         """Return the sent history with this generation's ordinals, looked up once."""
         if self._history is None or self._history[0] != snapshot.generation:
             self._history = snapshot.generation, history_in(snapshot, self.entity.history)
         return self._history[1]
+
+
+def new_items_of(snapshot: Snapshot, case: PendingAnswer) -> EligibleNewItems:
+    """Return the new items that an answer may name, without its exclusions."""
+    if not case.new_items:
+        return NO_ELIGIBLE_NEW_ITEMS
+    raws = list(case.entity.history or ())
+    # Whoever settles leaves them out at the answer: the record is everybody's who sends this input.
+    if case.counted_events is not None and not case.is_settled:
+        raws += case.counted_events.items
+    excluded_numbers = {case.new_items.numbers.get(raw, -1) for raw in raws} | snapshot.blocked
+    return EligibleNewItems(
+        case.new_items, frozenset(excluded_numbers), case.nightly_key.fingerprint
+    )
 
 
 def _feature_bytes(value: FeatureValue) -> int:
@@ -255,7 +317,7 @@ def with_filter_table(
     """
     if not isinstance(options.filter, str) or options.rerank is not None or record_key.position < 0:
         return record_key
-    if snapshot.filtering is None or snapshot.filtering.differs(options.filter):
+    if options.filter in snapshot.changed_filters:
         return record_key
     declared = snapshot.manifest.filters.get(options.filter)
     table = None if declared is None else declared.tables.get(record_key.table.name)

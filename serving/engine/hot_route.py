@@ -72,8 +72,8 @@ class FastLookups:
         self._holder = service.follower.holder
         self._tiers = tiers = service.tiers
         self._ready = tiers.local.ready
-        self._newer_events = service.ladder.newer_events
-        self._events = self._newer_events.packed.get
+        self._shaper, self._newer_inputs = service.ladder.shaper, service.ladder.newer_inputs
+        self._events = self._newer_inputs.packed.get
         self._concerns = service.follower.concerns
         self._metrics = service.metrics
         self._requests = service.metrics.tally.requests
@@ -163,8 +163,8 @@ class FastLookups:
         record_key, filter_mask = find_plain_record_key(live, table, single_lookup.raw), None
         if options.filter is not None:
             # What passes must be known, and be asked of lists: else the routes behind find out, or say what is wrong.
-            if live.filtering is not None and table.kind == "topk" and not table.is_facet:
-                filter_mask = live.filtering.get_cached(options.filter)
+            if table.kind == "topk" and not table.is_facet:
+                filter_mask = self._shaper.cached_mask(live, options)
             if filter_mask is None:
                 return None
             record_key = with_filter_table(live, record_key, options)
@@ -174,10 +174,10 @@ class FastLookups:
         is_plain = (
             record_key.position >= 0
             and not live.blocks(table, single_lookup.raw)
-            and live.changed_facet(table) is None
+            and table.name not in live.changed_facets
         )
         if (events := self._events(single_lookup.raw)) is not None:
-            is_plain = is_plain and not self._newer_events.changes(live, table, single_lookup.raw)
+            is_plain = is_plain and not self._newer_inputs.changes(live, table, single_lookup.raw)
         return SingleRequest(
             served,
             table,
@@ -411,7 +411,7 @@ class SingleLookups:
         is_whole = case.counted_events is not None and not case.is_settled
         if events is None or not is_whole or answer["source"] is not Source.L1:
             return
-        if "stale" in answer or self._ladder.newer_events.packed.get(get.lookup.raw) is not events:
+        if "stale" in answer or self._ladder.newer_inputs.packed.get(get.lookup.raw) is not events:
             return
         ready = ready_with_events(live, answer, get.lookup.raw, get.request, events)
         self._tiers.keep(live.view, get.record_key, ready)

@@ -14,8 +14,7 @@ from cache.tiers.reads import STAND_IN_REASONS, Hit, MissReason, RecordKey
 from cache.tiers.singleflight import FlightSeat, SingleFlight
 from cache.tiers.tiered import TieredCache
 from serving.admission.work_pacer import YieldPacer
-from serving.engine.entity import PendingAnswer
-from serving.engine.event_counting import new_items_of
+from serving.engine.entity import PendingAnswer, new_items_of
 from serving.engine.leases import LeaseManager
 from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable, MicroBatcher
 from serving.generations.snapshot import Snapshot
@@ -192,7 +191,7 @@ class LiveInferences:
             job = InferenceJob(
                 snapshot, table, case.live_input, record_key.fingerprint, case.size_bytes, deadline,
                 may_reuse=may_reuse,
-                event_input=None if case.is_settled else case.counted_events and case.counted_events.input,
+                newer_input=None if case.is_settled else case.counted_events and case.counted_events.input,
                 new=new_items_of(snapshot, case), seen_ordinals=case.find_seen_ordinals(snapshot),
             )  # fmt: skip
             self._jobs[key] = job

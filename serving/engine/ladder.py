@@ -18,10 +18,9 @@ from serving.engine.entity import (
     find_previous_record_key,
     still_open,
 )
-from serving.engine.event_counting import count_newer
+from serving.engine.hooks import ListShaper, NewerInputs, NoNewerInputs, NoShaper
 from serving.engine.l1_warmup import RecentNames
 from serving.engine.micro_batcher import ComputedRecord, LiveUnavailable
-from serving.engine.newer_events import NewerEvents
 from serving.engine.rendering.answer_fields import AnswerJson
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
@@ -74,13 +73,15 @@ class Ladder:
         *,
         l2_deadline_s: float,
         watch: AnswerObserver | None = None,
-        newer_events: NewerEvents | None = None,
         timer: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.recent = RecentNames()
         self.watch = watch or AnswerObserver(metrics.l1_misses)
-        self.newer_events = newer_events or NewerEvents()
+        self.newer_inputs: NewerInputs = NoNewerInputs()
+        """Hook `rewrite`; a feature replaces it when it attaches."""
+        self.shaper: ListShaper = NoShaper()
+        """Hook `shape`; a feature replaces it when it attaches."""
         self._tiers, self._inferences = tiers, inferences
         self._metrics = metrics
         self.answer_builder = AnswerBuilder(metrics, self.watch, timer, clock)
@@ -125,7 +126,7 @@ class Ladder:
             if case.record_key.position >= 0 and case.entity.raw is not None
         )
         try:
-            if self.newer_events.packed or live.new_items:
+            if self.newer_inputs.packed or live.new_items:
                 await self._count_newer(live, cases, context)
             for rung in self._rungs:
                 waiting = still_open(cases)
@@ -153,7 +154,7 @@ class Ladder:
             deadline = self.l2_deadline(context.options, context.started, len(record_keys))
             return self._tiers.get_many(snapshot.view, record_keys, deadline)
 
-        await count_newer(self.newer_events, snapshot, cases, context.options, read_records)
+        await self.newer_inputs.count_newer(snapshot, cases, context.options, read_records)
 
     async def _read_stored(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext

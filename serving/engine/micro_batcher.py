@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.events.event_predictor import EventInput
-from cache.events.new_items import NO_ELIGIBLE_NEW_ITEMS, EligibleNewItems
 from cache.model.input_preparation import LiveInput
+from cache.model.new_items import NO_ELIGIBLE_NEW_ITEMS, EligibleNewItems
 from serving.generations.snapshot import Snapshot
 from serving.requests.reasons import LiveReason
 
@@ -91,8 +90,8 @@ class InferenceJob:
     queued_at: float = 0.0
     may_reuse: bool = False
     """True if the answer to a near input will do."""
-    event_input: EventInput | None = None
-    """Newer events to compute from, in place of `source`."""
+    newer_input: object = None
+    """Input newer than the night, in place of `source`, as the feature made it that computes from it."""
     new: EligibleNewItems = NO_ELIGIBLE_NEW_ITEMS
     """New items that the list may name."""
     seen_ordinals: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -101,8 +100,8 @@ class InferenceJob:
     @property
     def queue_name(self) -> str:
         """Name of the queue of jobs that share batches, and their cost estimate."""
-        if self.event_input is not None:
-            return f"{self.table} with events"
+        if self.newer_input is not None:
+            return f"{self.table} with a newer input"
         return f"{self.table} with new items" if self.new.items else self.table
 
 

@@ -25,13 +25,11 @@ LookupFunction = Callable[[ServedGenerations, LookupRequest, float], Awaitable[l
 class LookupService:
     """Parts between a request and its answer, with the bounds of requests.
 
-    `reshaped` is the ladder's `lookup` for requests with a filter or a re-ranking. `l2_bound_s` returns how long a
-    read of L2 may take now; without `observes` nothing is recorded for the dashboard.
+    `l2_bound_s` returns how long a read of L2 may take now; without `observes` nothing is recorded for the dashboard.
     """
 
     follower: PointerFollower
     ladder: Ladder
-    reshaped: LookupFunction
     metrics: Metrics
     limits: Limits
     body_bytes: int
@@ -52,7 +50,7 @@ class LookupService:
 
     def lookup(self, *, is_reshaped: bool) -> LookupFunction:
         """Return the lookup function for requests that reshape lists, or for the others."""
-        return self.reshaped if is_reshaped else self.ladder.lookup
+        return self.ladder.shaper.lookup if is_reshaped else self.ladder.lookup
 
     def attach_staleness(self, answers: list[AnswerJson]) -> list[AnswerJson]:
         """Add the reason why this replica may lag behind, if any, to each answer; return the answers."""

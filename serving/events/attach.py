@@ -1,21 +1,30 @@
 """Attachment of events to a replica: they are taken in from requests and the inbox, and followed in their stream."""
 
 import asyncio
+import dataclasses
 import functools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
 
-from cache.events.event import Position
+from cache.config.serving import parse_cores
+from cache.events.event_predictor import GenerationEvents
+from cache.events.new_items import NewItemEvents
+from cache.format.stream_position import Position
+from cache.model.predictor import open_event_models
 from serving.access.callers import spend_quota
 from serving.engine.service import LookupService
 from serving.events.counts import counts_by_field
 from serving.events.follower import EventFollower, EventMetrics, NewestPosition
 from serving.events.intake import EventIntake, EventParts
+from serving.events.item_updates import VALUES_LOOK_S, ItemUpdater, new_item_inputs
+from serving.events.newer_events import NewerEvents, compute_from_events
 from serving.events.reading import read_body_of_events
-from serving.generations.holder import VALUES_LOOK_S, GenerationHolder
+from serving.generations.holder import GenerationHolder
+from serving.generations.snapshot import Snapshot
 from serving.http import schemas
 from serving.http.openapi import Operation
 from serving.http.routes import read_request_body
@@ -26,6 +35,8 @@ from serving.requests.errors import ErrorCode, Problem
 from serving.requests.models import Limits
 from serving.requests.named_schema import Json, NamedSchema, or_null
 from serving.requests.parsing import pop_content, run_in_thread_if_large
+
+log = logging.getLogger(__name__)
 
 _CODES: Mapping[str, ErrorCode] = {
     "events_disabled": ErrorCode(409, "This service takes no events: `[events] enabled` is false"),
@@ -194,13 +205,14 @@ def attach(replica: Replica) -> EventIntake | None:
         replica.hooks.handlers["sendEvents"] = refuse_events
         return None
     config, own, hooks = replica.config, replica.own, replica.hooks
+    replica.inference.compute_newer = compute_from_events
     follower = follow_events(own)
     hooks.namespaces.append(follow_events)
-    holder, newer_events = own.holder, own.components.ladder.newer_events
+    holder, newer_events = own.holder, follower.newer_events
     newest_position = NewestPosition(newer_events, holder, config.of_events().store())
     parts = EventParts.of(
         config, replica.name, lambda: holder.blocklist, newest_position,
-        lambda: None if holder.live is None else holder.live.new_item_inputs, replica.loops,
+        lambda: None if holder.live is None else new_item_inputs(holder.live), replica.loops,
     )  # fmt: skip
     parts.also(own.refresher, config.figures_s)
     counts = parts.intake.counts
@@ -221,14 +233,45 @@ def attach(replica: Replica) -> EventIntake | None:
 def follow_events(namespace: HeldNamespace) -> EventFollower:
     """Have a namespace's answers count the events that are newer than its generations."""
     config, refresher, holder = namespace.config, namespace.refresher, namespace.holder
+    newer_events = NewerEvents(items=NewItemEvents(config.events.new_items))
+    namespace.components.ladder.newer_inputs = newer_events
+    namespace.openers.append(functools.partial(open_events, namespace))
+    updater = ItemUpdater(holder, newer_events, namespace.metrics)
     follower = EventFollower(
-        config.events_redis, config.of_events().keyspace(), namespace.components.ladder.newer_events, holder,
-        functools.partial(namespace.follower.note, "events"), limit_bytes=config.events.stream_bytes,
+        config.events_redis, config.of_events().keyspace(), newer_events, holder,
+        functools.partial(namespace.follower.note, "events"), recheck_values=updater.recheck_values,
+        limit_bytes=config.events.stream_bytes,
     )  # fmt: skip
-    refresher.add_periodic("attribute_values", VALUES_LOOK_S, holder.take_values)
+    refresher.add_periodic("attribute_values", VALUES_LOOK_S, updater.take_values)
     refresher.add_loop("events", follower.run)
     namespace.metrics.registry.register(EventMetrics(follower))
     return follower
+
+
+def open_events(namespace: HeldNamespace, snapshot: Snapshot) -> Snapshot:
+    """Return a snapshot with the events of its generation; it is degraded if their models do not open."""
+    config, seen_items, degraded = namespace.config, snapshot.seen_items, snapshot.degraded
+    events = (
+        None
+        if seen_items is None
+        else GenerationEvents.of(snapshot.manifest, config.events.namespace)
+    )
+    if events is None or seen_items is None:
+        if config.events.namespace:
+            log.warning(
+                "generation %s of namespace %s was made without the events of %s, and its answers count none: set "
+                "[events] enabled and namespace in the settings of its nights",
+                snapshot.generation, config.namespace, config.events.namespace,
+            )  # fmt: skip
+        return snapshot
+    if snapshot.predictor is not None:
+        opened = functools.partial(
+            events.opened, snapshot.manifest, snapshot.root, snapshot.items, seen_items, snapshot.predictor,
+            threads=config.live_threads, cores=parse_cores(config.live_cores),
+            exact_bytes=config.events.exact_bytes,
+        )  # fmt: skip
+        events, degraded = open_event_models(namespace.store, snapshot.manifest, opened, events)
+    return dataclasses.replace(snapshot.with_part(events), degraded=degraded)
 
 
 async def refuse_events(_request: Request, _started: float) -> object:

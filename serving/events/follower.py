@@ -15,15 +15,18 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from cache.errors import CorruptArtefact, LarderError
-from cache.events.event import BEGINNING, Event, Position
+from cache.events.event import Event
+from cache.events.event_predictor import GenerationEvents
 from cache.events.stream import event_of_entry, read_taken
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import BEGINNING, Position
 from cache.l2.resp import ASYNC_BOUNDED_POOL_SETTINGS, check_replies
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
-from serving.engine.newer_events import NO_LIMIT, NewerEvents
+from serving.events.newer_events import NO_LIMIT, NewerEvents
 from serving.generations.heartbeat import RedisClock
 from serving.generations.holder import GenerationHolder
+from serving.generations.snapshot import Snapshot
 from serving.process.resources import StoreThreads
 from serving.requests.reasons import StaleReason
 
@@ -57,7 +60,8 @@ class EventFollower:
     """Follower that keeps `newer_events` complete since the oldest held generation, up to `limit_bytes`; for one loop.
 
     Beyond that no more events are added until a night has taken some over. `note` is called while that lasts, while
-    Redis is out of reach, and until the stream was read through for the first time.
+    Redis is out of reach, and until the stream was read through for the first time; `recheck_values` is called when
+    older values of items were added.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class EventFollower:
         holder: GenerationHolder,
         note: NoteStale,
         *,
+        recheck_values: Callable[[], None],
         limit_bytes: int,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -78,6 +83,7 @@ class EventFollower:
         self.newer_events = newer_events
         self._holder = holder
         self._note = note
+        self._recheck_values = recheck_values
         self.limit_bytes = limit_bytes
         self._timer = timer
         self._clock = RedisClock(timer)
@@ -173,10 +179,7 @@ class EventFollower:
         served = self._holder.served
         if served is None:
             return None
-        return min(
-            [snapshot.events.until_number for snapshot in served.snapshots if snapshot.events],
-            default=None,
-        )
+        return min(_until_numbers(served.snapshots), default=None)
 
     async def _read(
         self,
@@ -227,7 +230,7 @@ class EventFollower:
             newer_events.forget(*self._free)  # where this was tried before, and an outage ended it
             await self._read_aside(client, self._floor, newer_events.users.last, self._free)
             if self._free.items:
-                self._holder.recheck_values()
+                self._recheck_values()
         self._free = _EventOwners()
 
     async def _read_earlier(self, client: Redis, floor: int, known_floor: int) -> None:
@@ -323,6 +326,12 @@ def _empty_events_since(number: int) -> NewerEvents:
     return empty_events
 
 
+def _until_numbers(snapshots: Iterable[Snapshot]) -> list[int]:
+    """Return the number of the position that each generation with events was made at."""
+    parts = [snapshot.part(GenerationEvents) for snapshot in snapshots]
+    return [generation_events.until_number for generation_events in parts if generation_events]
+
+
 class EventMetrics(Collector):
     """Collector of the follower's metrics."""
 
@@ -384,9 +393,7 @@ class NewestPosition:
 
     def __call__(self) -> Position:
         snapshots = () if self._holder.served is None else self._holder.served.snapshots
-        numbers = [
-            snapshot.events.until_number for snapshot in snapshots if snapshot.events is not None
-        ]
+        numbers = _until_numbers(snapshots)
         return max(
             self._taken_position, Position.of_number(max([self._newer_events.users.last, *numbers]))
         )

@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple, Self
 import orjson
 
 from cache.errors import InvalidInput, LarderError
-from cache.events.event import Position
 from cache.events.new_items import NewItemInputs
 from cache.events.stream import (
     ACCEPT_SCRIPT,
@@ -23,6 +22,7 @@ from cache.events.stream import (
     read_outcomes,
 )
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import Position
 from cache.process.background_loops import BackgroundLoops, stop
 from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig

@@ -15,14 +15,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact, LarderError, TierUnavailable
-from cache.events.event import Position
-from cache.filters.filtering import FilterMask
-from cache.filters.reranking import Reranker
+from cache.events.event_predictor import EventInput, GenerationEvents
 from cache.format.manifest import Table, TablePart
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import Position
 from cache.l2.commands import L2Result, Overlay, PageRead
 from cache.l2.data_plane import DataPlane
 from cache.model.agreement import absolute_errors, cosine, overlap
+from cache.model.filter_mask import FilterMask
 from cache.records import Record, decode_record, is_answer_of, is_live, peek_format
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.tiers.l1 import LocalKey
@@ -46,17 +46,24 @@ from cache.tiers.tiered import TieredCache
 from serving.admission.controller import Admission
 from serving.engine.answer_builder import RequestContext
 from serving.engine.entity import (
+    NewerInput,
     PendingAnswer,
     build_pending_answers,
     find_previous_record_key,
     find_record_key,
+    new_items_of,
 )
-from serving.engine.event_counting import count_newer, new_items_of
+from serving.engine.hooks import ListShaper, NewerInputs
 from serving.engine.ladder import Ladder
 from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable, MicroBatcher
-from serving.engine.newer_events import CountedEvents, NewerEvents, iso_of
-from serving.engine.rendering.answer_fields import Prediction, from_defaults, from_record, is_cut
-from serving.filters.filtered_lookup import Filters
+from serving.engine.rendering.answer_fields import (
+    Prediction,
+    Reranker,
+    from_defaults,
+    from_record,
+    is_cut,
+    iso_of,
+)
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot, user_vector_table
@@ -300,7 +307,7 @@ class Rescorer:
         job = InferenceJob(
             snapshot, case.table.name, case.live_input, case.record_key.fingerprint, case.size_bytes,
             time.monotonic() + RESCORE_TIMEOUT_S,
-            event_input=None if case.is_settled else case.counted_events and case.counted_events.input,
+            newer_input=None if case.is_settled else case.counted_events and case.counted_events.input,
             new=new_items_of(snapshot, case), seen_ordinals=case.find_seen_ordinals(snapshot),
         )  # fmt: skip
         try:
@@ -512,8 +519,8 @@ class Explainer:
         batcher: MicroBatcher,
         admission: Admission,
         store: ArtefactStore,
-        filters: Filters,
-        newer_events: NewerEvents,
+        shaper: ListShaper,
+        newer_inputs: NewerInputs,
         *,
         in_thread: StoreThreads,
     ) -> None:
@@ -521,8 +528,8 @@ class Explainer:
         self._inspector = looking = TierInspector(tiers, remote)
         self._pages = PageChecks(looking, remote.control.keyspace, store, in_thread)
         self._rescorer = Rescorer(batcher, admission, looking)
-        self._filters = filters
-        self._newer_events = newer_events
+        self._shaper = shaper
+        self._newer_inputs = newer_inputs
         self._under_way = 0
         self._uncounted_metrics = UncountedMetrics()
 
@@ -550,10 +557,10 @@ class Explainer:
                 for record_key in record_keys
             ]
 
-        await count_newer(self._newer_events, snapshot, [case], request.options, read_records)
+        await self._newer_inputs.count_newer(snapshot, [case], request.options, read_records)
         deadline = time.monotonic() + request.options.deadline_s
-        filter_mask = await self._filters.evaluate(snapshot, request.options.filter, deadline)
-        reranker = await self._filters.reranker(snapshot, request.options.rerank, deadline)
+        filter_mask = await self._shaper.filter_mask(snapshot, request.options, deadline)
+        reranker = await self._shaper.reranker(snapshot, request.options, deadline)
         table, night_key, raw, requested_key = (
             case.table,
             case.nightly_key,
@@ -687,12 +694,15 @@ class Explainer:
         return previous_report | {"found": True}
 
 
-def _events(snapshot: Snapshot, counted_events: CountedEvents | None) -> dict[str, Any] | None:
+def _events(snapshot: Snapshot, counted_events: NewerInput | None) -> dict[str, Any] | None:
     """Return the events that the answer counts, and the generation's own position; None without any."""
-    if counted_events is None or snapshot.events is None:
+    generation_events = snapshot.part(GenerationEvents)
+    if counted_events is None or generation_events is None:
         return None
+    event_input = counted_events.input
+    events = event_input.events if isinstance(event_input, EventInput) else ()
     return {
-        "until": str(Position.of_number(snapshot.events.until_number)),
+        "until": str(Position.of_number(generation_events.until_number)),
         "as_of": counted_events.as_of,
         "counted": [
             {
@@ -700,7 +710,7 @@ def _events(snapshot: Snapshot, counted_events: CountedEvents | None) -> dict[st
                 "time": iso_of(event.at_us / 1e6),
                 "position": str(Position.of_number(event.number)),
             }
-            for event in counted_events.input.events
+            for event in events
         ],
     }
 

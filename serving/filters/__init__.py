@@ -1,4 +1,4 @@
-"""Lists computed on request, by vectors: the best items that pass a filter, and a caller's candidates in order.
+"""Filters by day: lists of the items that pass, in another order if asked, searched again if too few pass.
 
 Start at `filtered_lookup`.
 """

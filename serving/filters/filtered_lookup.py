@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -13,20 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.filters.expression import Filter, InvalidFilter
-from cache.filters.filtering import Filtering, FilterMask, UnknownAttribute, unknown_filter
+from cache.filters.filtering import Filtering, UnknownAttribute, unknown_filter
 from cache.filters.reranking import Reranker, Reranking, below
+from cache.model.filter_mask import FilterMask
 from cache.model.ranking import Metric
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.answer_builder import RequestContext, Searched, left_out
 from serving.engine.entity import PendingAnswer, build_pending_answers
-from serving.engine.event_counting import count_as
 from serving.engine.ladder import Ladder
 from serving.engine.rendering.answer_fields import AnswerJson
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot, ranking_metric, user_vector_table
 from serving.requests.answers import Source
 from serving.requests.errors import Problem, from_input, unprocessable
-from serving.requests.models import LookupRequest
+from serving.requests.models import LookupRequest, RequestOptions
 from serving.requests.reasons import LiveReason
 
 FILTER_THREADS = 2
@@ -146,7 +146,8 @@ class Filters:
                 boosted.append(await self._get_or_evaluate(snapshot, boost.filter, deadline))
             except InvalidFilter as error:
                 raise below(error, f"boost[{boost_index}].filter") from error
-        attributes = None if snapshot.filtering is None else snapshot.filtering.attributes
+        filtering = snapshot.part(Filtering)
+        attributes = None if filtering is None else filtering.attributes
         return Reranker(reranking, tuple(boosted), attributes, snapshot.items.vectors)
 
     async def evaluate(
@@ -169,7 +170,7 @@ class Filters:
     async def _get_or_evaluate(
         self, snapshot: Snapshot, filter_: Filter | str, deadline: float
     ) -> FilterMask:
-        filtering = snapshot.filtering
+        filtering = snapshot.part(Filtering)
         if filtering is None:
             if isinstance(filter_, str):
                 raise unknown_filter(filter_)
@@ -228,7 +229,7 @@ class Filters:
         deadline: float,
     ) -> list[Searched] | None:
         """Search the best passing items for each vector, in order; None if not done by `deadline` (monotonic)."""
-        filtering = snapshot.filtering
+        filtering = snapshot.part(Filtering)
         assert filtering is not None  # noqa: S101 - something passes
 
         def all_of_them() -> list[Searched] | None:
@@ -280,7 +281,10 @@ class SourcedVector(NamedTuple):
 
 
 class FilteredLookup:
-    """Lookup like the ladder's, of the items that pass the request's filter, in the order of its re-ranking."""
+    """Lookup like the ladder's, of the items that pass the request's filter, in the order of its re-ranking.
+
+    Hook `shape` of one namespace; `filters` are those of the process.
+    """
 
     def __init__(self, ladder: Ladder, filters: Filters) -> None:
         self._ladder = ladder
@@ -300,6 +304,25 @@ class FilteredLookup:
         if waiting := [case for case in cases if case.answer is None]:
             await self._search(served, waiting, context)
         return [case.answer for case in cases if case.answer is not None]
+
+    def cached_mask(self, snapshot: Snapshot, options: RequestOptions) -> FilterMask | None:
+        """Return the mask of the items that pass the filter, if it is known already."""
+        filtering = snapshot.part(Filtering)
+        if filtering is None or options.filter is None:
+            return None
+        return filtering.get_cached(options.filter)
+
+    def filter_mask(
+        self, snapshot: Snapshot, options: RequestOptions, deadline: float
+    ) -> Awaitable[FilterMask | None]:
+        """Evaluate the filter of a request: see `Filters.evaluate`."""
+        return self._filters.evaluate(snapshot, options.filter, deadline)
+
+    def reranker(
+        self, snapshot: Snapshot, options: RequestOptions, deadline: float
+    ) -> Awaitable[Reranker | None]:
+        """Make the re-ranker of a request: see `Filters.reranker`."""
+        return self._filters.reranker(snapshot, options.rerank, deadline)
 
     async def _search(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
@@ -370,7 +393,7 @@ class FilteredLookup:
             of_vectors = await build_pending_answers(snapshot, LookupRequest(entities, options))
             for index, of_vector in zip(users, of_vectors, strict=True):
                 of_vector.is_exact = True
-                count_as(snapshot, of_vector, cases[index])
+                self._ladder.newer_inputs.count_as(snapshot, of_vector, cases[index])
             part = RequestContext.of(options, context.started, is_part=True)
             answers = await self._ladder.resolve(served, of_vectors, part)
             for index, of_vector, answer in zip(users, of_vectors, answers, strict=True):

@@ -5,13 +5,11 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from cache.events.new_items import NewItemEvents
-from cache.events.newer_events import AttributeEvents
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import (
@@ -23,8 +21,7 @@ from cache.store.releases import (
     newest_move,
     publication_time,
 )
-from cache.traffic.split import KeySplit
-from serving.generations.served_set import ItemUpdates, ServedGenerations, SnapshotUpdate
+from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.process.resources import StoreThreads
@@ -37,8 +34,8 @@ OpenSnapshot = Callable[[Pointer, Blocklist], Snapshot]
 WarmSnapshot = Callable[[Snapshot, Snapshot | None], Coroutine[Any, Any, None]]
 """Warmer (coming, current): reads ahead the popular ids for the coming one; current is None at the start."""
 
-VALUES_LOOK_S = 0.25
-"""Seconds between checks of the values that events set: each new set rebuilds the changed columns."""
+UpdateSnapshot = Callable[[Snapshot], Coroutine[Any, Any, Snapshot]]
+"""Returns a snapshot that was just opened with what changed since its night."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +60,6 @@ class GenerationHolder:
         flipped: Callable[[str], None] = lambda _before: None,
         aside: Executor | None = None,
         in_thread: StoreThreads,
-        attributes: AttributeEvents | None = None,
-        new_items: NewItemEvents | None = None,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.served: ServedGenerations | None = None
@@ -73,10 +68,8 @@ class GenerationHolder:
         self.is_blocklist_known = False
         self.enforcement_error: str | None = None
         """Error of the last attempt to enforce `blocklist`; None after a success."""
-        self.attributes = AttributeEvents() if attributes is None else attributes
-        """Attribute values that events set, filled by the event follower; `take_values` puts them in force."""
-        self.new_items = NewItemEvents() if new_items is None else new_items
-        """Items that events brought, filled by the event follower; `take_values` puts them in force."""
+        self.update: UpdateSnapshot | None = None
+        """Update of each snapshot that is opened; a feature sets it that changes snapshots by day, too."""
         self.pass_on: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Callback that passes a changed `blocklist` on to other holders."""
         self._own_blocklist, self.other_blocklist = Blocklist(), Blocklist()
@@ -94,7 +87,6 @@ class GenerationHolder:
         self._in_thread = in_thread
         self._timer = timer
         self._first: Snapshot | None = None
-        self._failed: set[str] = set()
 
     @property
     def live(self) -> Snapshot | None:
@@ -116,20 +108,20 @@ class GenerationHolder:
 
     async def load(self, pointer: Pointer) -> Snapshot:
         """Open a generation that should be live already; raise if it cannot be loaded."""
-        return await self._current(await self._in_thread(self._open, pointer, self.blocklist))
+        return await self._updated(await self._in_thread(self._open, pointer, self.blocklist))
 
     async def published(self, store: ArtefactStore, generation: str) -> Snapshot | None:
         """Open a superseded generation as it was last released; None if that fails."""
         snapshot = await self._in_thread(
             open_published, store, self._open, generation, self.blocklist
         )
-        return None if snapshot is None else await self._current(snapshot)
+        return None if snapshot is None else await self._updated(snapshot)
 
     async def open(self, generation: str) -> Snapshot:
         """Open a staged generation without delaying others; raise if it cannot be loaded."""
         coming = Pointer(generation, 0, None, "", time.time())
         loop = asyncio.get_running_loop()
-        return await self._current(
+        return await self._updated(
             await loop.run_in_executor(self._aside, self._open, coming, self.blocklist)
         )
 
@@ -191,12 +183,12 @@ class GenerationHolder:
         if not self._is_enforced(served):
             # It changed while this one was loading.
             served = served.with_blocklist(self.blocklist)
-        canary, split = self.canary, None
+        canary, held_canary = self.canary, None
         if canary is not None and served.next and served.next.generation == canary.generation:
-            split = KeySplit.of(canary.generation, canary.percent)
+            held_canary = canary
             next_ = served.next.released_as(served.live.epoch, canary.since)
             served = dataclasses.replace(served, next=next_)
-        self.served = dataclasses.replace(served, canary=split)
+        self.served = dataclasses.replace(served, canary=held_canary)
         live = self.served.live
         self._metrics.set_generations(self.served.roles, is_degraded=live.degraded is not None)
         self._metrics.fallback.set(live.fallback is not None)
@@ -250,51 +242,18 @@ class GenerationHolder:
     def _is_enforced(self, served: ServedGenerations) -> bool:
         return all(snapshot.blocklist is self.blocklist for snapshot in served.snapshots)
 
-    async def take_values(self) -> None:
-        """Put newer values of items' attributes, and new items, in force in all held generations."""
-        while (served := self.served) is not None and any(map(self._is_behind, served.snapshots)):
-            taking = self._taking(served.snapshots)
-            updated_served = await asyncio.to_thread(served.map_snapshots, taking.into)
-            if self.served is served:
-                self.served = updated_served
-                self._metrics.set_by_events(taking.counts[served.live.generation])
-                return
-
-    def recheck_values(self) -> None:
-        """Make `take_values` check all values again, because older ones than the checked ones were added."""
-        if self.served is not None:
-            self.served = self.served.map_snapshots(lambda snapshot: snapshot.lacking_values())
-
-    def _taking(self, snapshots: Iterable[Snapshot]) -> SnapshotUpdate:
-        behind = [snapshot for snapshot in snapshots if self._is_behind(snapshot)]
-        item_updates = [
-            ItemUpdates.of(self.attributes, self.new_items, snapshot) for snapshot in behind
-        ]
-        named = {
-            snapshot.generation: lack for snapshot, lack in zip(behind, item_updates, strict=True)
-        }
-        return SnapshotUpdate(named, self._failed, self._timer())
-
-    async def _current(self, snapshot: Snapshot) -> Snapshot:
-        """Return a newly opened snapshot with the values and items that events brought since its night."""
-        if not self._is_behind(snapshot):
-            return snapshot
-        return await asyncio.to_thread(self._taking((snapshot,)).into, snapshot)
-
-    def _is_behind(self, snapshot: Snapshot) -> bool:
-        """True if the snapshot lacks known values or items, unless earlier ones are still to be read again."""
-        if snapshot.values_until < self.attributes.complete_after_number:
+    async def change_snapshots(
+        self, served: ServedGenerations, change: Callable[[Snapshot], Snapshot]
+    ) -> bool:
+        """Replace the held generations by changed ones, which a thread makes; False if they are no longer `served`."""
+        changed_served = await asyncio.to_thread(served.map_snapshots, change)
+        if self.served is not served:
             return False
-        if (
-            snapshot.new_item_inputs is not None
-            and snapshot.new_items_version != self.new_items.version
-        ):
-            return True
-        if snapshot.new_items.retry_at <= self._timer():
-            return True
-        if snapshot.filtering is None and not snapshot.new_items:
-            return False
-        return self.attributes.newest_item > snapshot.values_until
+        self.served = changed_served
+        return True
+
+    async def _updated(self, snapshot: Snapshot) -> Snapshot:
+        return snapshot if self.update is None else await self.update(snapshot)
 
 
 def newest_pointer(store: ArtefactStore) -> Pointer | None:

@@ -7,25 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.config.events import EventsConfig
 from cache.errors import CorruptArtefact
-from cache.events.event import Position
-from cache.events.event_predictor import GenerationEvents
-from cache.events.new_items import NO_NEW_ITEMS, NewItemInputs, NewItems
-from cache.filters.attributes import AttributeColumn
-from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
 from cache.format.ids import hash_id, input_digest
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest, Table
 from cache.format.seen_items import SeenItems
-from cache.model.predictor import Predictor, live_files, open_event_models, open_predictor
+from cache.model.new_items import NO_NEW_ITEMS, NewItems
+from cache.model.predictor import Predictor, live_files, open_predictor
 from cache.model.ranking import Metric
 from cache.model.runtime import Accelerator
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
@@ -35,6 +30,15 @@ from serving.config.settings import Precision
 from serving.requests.errors import Problem
 
 _STAMPS = itertools.count(1)
+
+Part = TypeVar("Part")
+
+
+class ItemValues(Protocol):
+    """Values of one attribute of a generation's items, as they are now."""
+
+    def have(self, text: str, ordinals: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return a mask of the items that have the text as a value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,18 +76,16 @@ class Snapshot:
     blocked_ordinals: NDArray[np.int64]
     fallback: str | None = None
     """Reason why the live models run on the processor though another provider is configured."""
-    filtering: Filtering | None = None
-    """Filters over the items; None if the items have no attributes."""
     seen_items: SeenItems | None = None
     """Past items of users, if there are filters or events."""
-    events: GenerationEvents | None = None
-    """Events of the generation; None if the manifest lists none, or none are followed."""
-    values_until: int = 0
-    """Number of the position up to which the filters include values set by events."""
+    parts: Mapping[type, Any] = field(default_factory=dict)
+    """What features opened of the generation, by its class."""
+    changed_facets: Mapping[str, ItemValues] = field(default_factory=dict)
+    """Values of each facet's attribute, by its table, if some item has another value than its lists were made by."""
+    changed_filters: frozenset[str] = frozenset()
+    """Named filters that may let other items pass than they did in the night."""
     new_items: NewItems = NO_NEW_ITEMS
-    """Items that events brought and the night did not know."""
-    new_items_version: int = 0
-    """Version of `NewItemEvents` that `new_items` were made of."""
+    """Items that lists may name although the night did not know them."""
     blocked_stamp: int = field(default_factory=_STAMPS.__next__)
     """Number of the enforced blocklist, which grows with each change, of any namespace's list."""
     stamp: int = field(init=False, default_factory=_STAMPS.__next__)
@@ -104,7 +106,6 @@ class Snapshot:
         threads: int,
         cores: Sequence[int] = (),
         accelerator: Accelerator | None = None,
-        events: EventsConfig | None = None,
     ) -> Self:
         """Fetch, verify, map and warm a generation; slow, so never on the event loop.
 
@@ -124,23 +125,6 @@ class Snapshot:
         predictor, degraded, fallback = open_predictor(
             store, manifest, items, precision, threads, cores, accelerator
         )
-        seen_items = SeenItems.open(root, manifest, directories["user"])
-        has = (
-            None
-            if events is None or seen_items is None
-            else GenerationEvents.of(manifest, events.namespace)
-        )
-        if (
-            events is not None
-            and seen_items is not None
-            and has is not None
-            and predictor is not None
-        ):
-            opened = functools.partial(
-                has.opened, manifest, root, items, seen_items, predictor, threads=threads, cores=cores,
-                exact_bytes=events.exact_bytes,
-            )  # fmt: skip
-            has, degraded = open_event_models(store, manifest, opened, has)
         blocked, blocked_ordinals = _blocked_items(blocklist, items)
         return cls(
             generation=generation,
@@ -158,10 +142,7 @@ class Snapshot:
             blocklist=blocklist,
             blocked=blocked,
             blocked_ordinals=blocked_ordinals,
-            filtering=Filtering.open(root, manifest, items),
-            values_until=_events_until_number(manifest),
-            seen_items=seen_items,
-            events=has,
+            seen_items=SeenItems.open(root, manifest, directories["user"]),
         )
 
     def with_blocklist(self, blocklist: Blocklist) -> Self:
@@ -172,33 +153,27 @@ class Snapshot:
             blocked_stamp=next(_STAMPS),
         )  # fmt: skip
 
-    def with_new_items(self, new: NewItems, filtering: Filtering | None, version: int) -> Self:
-        """Return a snapshot of this generation with these new items, whose attributes its filters include."""
+    def with_new_items(self, new: NewItems) -> Self:
+        """Return a snapshot of this generation whose lists may name these new items."""
         if new.digest == self.new_items.digest:
-            return self._alike(new_items=new, filtering=filtering, new_items_version=version)
+            return self.with_same_stamp(new_items=new)
         blocked, _ = _blocked_items(self.blocklist, self.items, new)
-        return dataclasses.replace(
-            self, new_items=new, new_items_version=version, filtering=filtering, blocked=blocked,
-        )  # fmt: skip
+        return dataclasses.replace(self, new_items=new, blocked=blocked)
 
-    def with_filtering(self, filtering: Filtering | None, values_until: int) -> Self:
-        """Return a snapshot of this generation whose filters include values set by events up to a position."""
-        return self._alike(filtering=filtering, values_until=values_until)
+    def part(self, kind: type[Part]) -> Part | None:
+        """Return what a feature opened of the generation, by its class; None if it opened nothing."""
+        part: Part | None = self.parts.get(kind)
+        return part
 
-    def lacking_values(self) -> Self:
-        """Return a snapshot whose filters are to be given again the values set since the night's position."""
-        return self._alike(values_until=_events_until_number(self.manifest))
+    def with_part(self, part: object) -> Self:
+        """Return a snapshot with a part in place of the one of its class."""
+        return self.with_same_stamp(parts={**self.parts, type(part): part})
 
-    def _alike(self, **changed_fields: Any) -> Self:
+    def with_same_stamp(self, **changed_fields: Any) -> Self:
+        """Return a snapshot with changed fields on which no answer depends but those by attributes of items."""
         changed_snapshot = dataclasses.replace(self, **changed_fields)
-        # Events set values all day: answers that depend on none stay what they are.
         object.__setattr__(changed_snapshot, "stamp", self.stamp)
         return changed_snapshot
-
-    @property
-    def new_item_inputs(self) -> NewItemInputs | None:
-        """Inputs that make an unknown item answerable; None without working models, or events."""
-        return None if self.events is None else self.events.new_item_inputs
 
     @property
     def numbered(self) -> int:
@@ -227,14 +202,6 @@ class Snapshot:
     def has_blocked_entities(self) -> bool:
         """True if any entity must not be served."""
         return bool(self.blocklist.entities or self.blocklist.items or self.blocklist.users)
-
-    def changed_facet(self, table: Table) -> AttributeColumn | None:
-        """Return the attribute of a facet's table if events changed some item's value since its lists were made."""
-        filtering, events = self.filtering, self.manifest.events
-        if filtering is None or not filtering.changed_attributes or events is None:
-            return None
-        name = events.facets.get(table.name)
-        return filtering.attributes.columns[name] if name in filtering.changed_attributes else None
 
     def digest_without_input(self, table: Table) -> bytes | None:
         """Return the digest of a missing input: an item is its own input; None for other entities."""
@@ -272,10 +239,6 @@ class Snapshot:
 @functools.lru_cache(maxsize=16)
 def _digest_of_nothing(model_digest: str) -> bytes:
     return input_digest(model_digest, None, None)
-
-
-def _events_until_number(manifest: Manifest) -> int:
-    return 0 if manifest.events is None else Position.parse(manifest.events.until).number
 
 
 def _iso(at: float) -> str:

@@ -16,11 +16,10 @@ from cache.store.releases import Canary
 from serving.access.callers import caller_of, spend_quota
 from serving.access.token_file import Scope
 from serving.admission.work_pacer import waited_in
+from serving.engine.candidate_scoring import rank_candidates
 from serving.engine.rendering.answer_fields import AnswerJson
 from serving.engine.rendering.arrow_answers import answers_stream
 from serving.engine.service import LookupService, RoutedRequest
-from serving.filters.candidate_scoring import rank_candidates
-from serving.filters.filtered_lookup import Filters
 from serving.generations.nights import Nights
 from serving.generations.pointer_follower import Health
 from serving.generations.served_set import ServedGenerations
@@ -60,7 +59,6 @@ class Service(LookupService):
     drain: Callable[[], Awaitable[None]]
     nights: Nights
     expose: Callable[[], Awaitable[bytes]]
-    filters: Filters
     operations: Sequence[Operation]
     """Operations that have handlers here."""
     hooks: Hooks
@@ -104,7 +102,7 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
         user = score_request.user.of_table(user_vector_table(service.capture_served().live).name)
         routed = _route(service, (user,), score_request.options)
         served, ladder = routed.capture_served(), routed.service.ladder
-        answer = await rank_candidates(ladder, service.filters, served, score_request, started)
+        answer = await rank_candidates(ladder, served, score_request, started)
         return routed.finish([answer], is_of_candidates=True)[0]
 
     async def generations(_request: Request, _started: float) -> object:

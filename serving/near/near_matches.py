@@ -22,6 +22,7 @@ from cache.model.candidate_search import ListSearch
 from cache.model.input_preparation import LiveInput, PreparedInput
 from cache.model.predictor import Predictor
 from cache.records import NO_ITEM
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob
 from serving.generations.snapshot import Snapshot
 from serving.near.reuse_policy import Decision, ReusePolicy
 
@@ -538,6 +539,20 @@ class NearMatches:
     def covers(self, snapshot: Snapshot, table: str) -> bool:
         """True if answers of the table may be reused."""
         return table in self._configured and refusal(snapshot, table) is None
+
+    def compute(
+        self, jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput], scored_at: int
+    ) -> list[ComputedRecord]:
+        """Return a record for each job of one snapshot and table with its input; raise the model's errors."""
+        inputs = [
+            NearInput(prepared, job.fingerprint, kind_of(job.source) if job.may_reuse else None)
+            for job, prepared in zip(jobs, batch, strict=True)
+        ]
+        near_records = self.predict(jobs[0].snapshot, jobs[0].table, inputs, scored_at)
+        return [
+            ComputedRecord(record, prepared.unknown_id_count, distance)
+            for (record, distance), prepared in zip(near_records, batch, strict=True)
+        ]
 
     def predict(
         self, snapshot: Snapshot, table: str, inputs: Sequence[NearInput], scored_at: int

@@ -12,7 +12,7 @@ from cache.format.ids import hash_id
 from cache.l2.control_plane import ControlPlane
 from cache.process.background_loops import BackgroundLoops, stop
 from cache.tiers.l1 import LocalKey, LocalTier
-from cache.usage.hot_keys import COLD_WINDOW
+from cache.usage.hot_keys import COLD_WINDOW, SharedHotKeys
 from serving.admission.controller import Admission
 from serving.config.settings import ServingConfig
 from serving.engine.answer_observer import AnswerObserver, AnswerSample, AnswerSampler
@@ -74,7 +74,7 @@ class QualityMonitor:
         watch.on_cold.append(cold_names.append)
         watch.on_read.append(self._reads.add)
         watch.sampler = AnswerSampler(config.sampled_per_mille)
-        self.cold = HotKeySketch(control, cold_names, live, clock, COLD_WINDOW)
+        self.cold = HotKeySketch(SharedHotKeys(control), cold_names, live, clock, COLD_WINDOW)
         self._results = QualityResults()
         self._usage = TableUsage(control, self._reads, metrics, recent.names, live)
         self._shared_report = SharedReport(

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from cache.errors import TierUnavailable
 from cache.l2.control_plane import ControlPlane
 from cache.model.agreement import SKEW_COSINE_RULE, SKEW_RULE
-from cache.usage.hot_keys import COLD_WINDOW, Name, hour_of
+from cache.usage.hot_keys import COLD_WINDOW, Name, SharedHotKeys, hour_of
 from serving.generations.snapshot import Snapshot
 from serving.metrics.collectors import by_label
 from serving.metrics.sequential import DRIFT_ALPHA, Drift
@@ -273,7 +273,7 @@ class SharedReport:
         clock: Callable[[], float],
         every_s: float,
     ) -> None:
-        self._control = control
+        self._control, self._hot_keys = control, SharedHotKeys(control)
         self._name = name
         self._results = results
         self._usage = usage
@@ -352,7 +352,7 @@ class SharedReport:
             return
         self._worklist = len(
             still_cold(
-                live, await self._control.fetch_hot_names(hour_of(now_s, COLD_WINDOW), COLD_WINDOW)
+                live, await self._hot_keys.fetch_names(hour_of(now_s, COLD_WINDOW), COLD_WINDOW)
             )
         )
         self._until_count = _REPORTS_A_COUNT - 1

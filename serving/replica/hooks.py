@@ -1,6 +1,7 @@
 """Hooks of a replica, which features fill at the start, and the replica that each `attach` receives."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,9 +13,9 @@ from cache.process.background_loops import BackgroundLoops
 from cache.tiers.l1 import LocalTier
 from serving.admission.controller import Admission
 from serving.config.settings import ServingConfig
+from serving.engine.batch_inference import BatchInference
 from serving.engine.micro_batcher import MicroBatcher
 from serving.engine.service import LookupService, Router
-from serving.filters.filtered_lookup import Filters
 from serving.generations.nights import Nights, ReleaseWatch
 from serving.metrics.registry import Metrics
 from serving.process.resources import StoreThreads
@@ -88,11 +89,14 @@ class Replica:
     """Threads that read the store."""
     own: HeldNamespace
     local: LocalTier
+    executor: Executor
+    """Threads of live inference."""
     batcher: MicroBatcher
+    inference: BatchInference
+    """Inference that `batcher` runs; hook `compute`."""
     admission: Admission
     nights: Nights
     releases: ReleaseWatch
-    filters: Filters
     service: LookupService
     open_namespace: Callable[[str], ServedNamespace]
     """Opens another namespace by its name; its caller starts it."""

@@ -1,5 +1,6 @@
 """Parts of a namespace that a replica holds: its own, or one beside it."""
 
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -17,8 +18,12 @@ from serving.generations.heartbeat import Heartbeat, RedisClock
 from serving.generations.holder import GenerationHolder
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.refresher import Refresher
+from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.process.resources import StoreThreads
+
+SnapshotOpener = Callable[[Snapshot], Snapshot]
+"""Completes a snapshot that was opened, in a thread; raises if it cannot be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,8 @@ class HeldNamespace:
     follower: PointerFollower
     heartbeat: Heartbeat
     refresher: Refresher
+    openers: list[SnapshotOpener]
+    """Called in order with each snapshot that was opened, before it answers; features add theirs at the start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from urllib.parse import parse_qsl
 import orjson
 
 from cache.errors import InvalidInput
-from cache.events.event import Position
 from cache.filters.expression import Filter, InvalidFilter, read_filter
 from cache.filters.reranking import InvalidReranking, Reranking, read_reranking
 from cache.format.redis_keys import NAME
+from cache.format.stream_position import Position
 from serving.requests.errors import from_input, unprocessable
 from serving.requests.json_fields import read_id, read_ids, read_object
 from serving.requests.models import Limits, RequestedArm, RequestOptions

@@ -4,7 +4,7 @@ import math
 from collections import Counter as Tally
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -12,6 +12,7 @@ import xxhash
 from prometheus_client import CollectorRegistry, Counter, Summary
 
 from cache.store.releases import Canary
+from cache.traffic.split import KeySplit
 from serving.engine.rendering.answer_fields import AnswerJson
 from serving.engine.service import LookupService, RoutedRequest
 from serving.generations.holder import GenerationHolder
@@ -39,6 +40,12 @@ _STEPS_PER_OCTAVE = 8
 _OCTAVES = 16
 
 _MIDDLE_BUCKET = _OCTAVES * _STEPS_PER_OCTAVE
+
+
+@lru_cache(maxsize=16)
+def split_of(canary: Canary) -> KeySplit:
+    """Return the share of the keys that a canary answers."""
+    return KeySplit.of(canary.generation, canary.percent)
 
 
 class CanaryAssignment(NamedTuple):
@@ -100,7 +107,7 @@ class CanaryRouter:
         if served.canary is None or served.next is None:
             return self._without_arm(served, "not_held")
         self._begin(canary)
-        if served.canary.has_key(key):
+        if split_of(served.canary).has_key(key):
             return served.for_canary(served.next), CanaryAssignment("canary", key, canary)
         return served, CanaryAssignment("live", key, canary)
 
@@ -150,7 +157,7 @@ class CanaryRouter:
             arms: dict[str, Arm] = {served.live.generation: "live", canary.generation: "canary"}
             arm = arms.get(generation)
         else:
-            arm = "canary" if key is not None and served.canary.has_key(key) else "live"
+            arm = "canary" if key is not None and split_of(served.canary).has_key(key) else "live"
         if arm is not None:
             self._counts[arm].heard(event, count)
             self._metrics.feedback.labels(arm, self._events.of(event, canary.event)).inc(count)

@@ -1,5 +1,6 @@
 """Attachment of usage to a replica: hot ids of all replicas, and the best size of L1."""
 
+from cache.usage.hot_keys import SharedHotKeys
 from serving.metrics.collectors import InternalCounters
 from serving.replica.hooks import Replica
 from serving.replica.namespace import HeldNamespace
@@ -29,7 +30,10 @@ def share_hot_ids(namespace: HeldNamespace) -> HotKeySketch:
         namespace.config.sketch_s,
     )
     sketch = HotKeySketch(
-        namespace.components.remote.control, recent, lambda: holder.live, namespace.clock
+        SharedHotKeys(namespace.components.remote.control),
+        recent,
+        lambda: holder.live,
+        namespace.clock,
     )
     if sketch_s:
         namespace.warmup.hottest = sketch.hottest

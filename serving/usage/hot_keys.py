@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from cache.errors import TierUnavailable
-from cache.l2.control_plane import ControlPlane
-from cache.usage.hot_keys import HOT_WINDOW, HotKeyReport, Name, Window, hour_of
+from cache.usage.hot_keys import HOT_WINDOW, HotKeyReport, Name, SharedHotKeys, Window, hour_of
 from serving.engine.l1_warmup import RecentNames
 from serving.generations.snapshot import Snapshot
 
@@ -30,7 +29,7 @@ HELP_BY_EVENT: Mapping[str, str] = {
 class HotKeySketch:
     """Reports of this replica to the sketch; a failing Redis costs a report, nothing is retried."""
 
-    control: ControlPlane
+    shared: SharedHotKeys
     recent: RecentNames
     live: Callable[[], Snapshot | None]
     clock: Callable[[], float]
@@ -69,7 +68,7 @@ class HotKeySketch:
         try:
             for at in range(0, max(1, len(counts)), _AT_ONCE):
                 piece = counts[at : at + _AT_ONCE]
-                await self.control.report_hot(
+                await self.shared.add_report(
                     HotKeyReport(hour, piece, () if at else blocked_names, self.window)
                 )
                 self.reported += len(piece)
@@ -85,7 +84,7 @@ class HotKeySketch:
         """Return the recently most requested entities of all replicas, hottest first; empty if Redis is slow."""
         try:
             async with asyncio.timeout(_HEAR_S):
-                return await self.control.fetch_hot_names(hour_of(self.clock()))
+                return await self.shared.fetch_names(hour_of(self.clock()))
         except (TierUnavailable, TimeoutError):
             return ()
 

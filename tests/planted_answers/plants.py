@@ -46,7 +46,11 @@ PLANTS = (
                 "replace(context.options, k=None, filter=None, rerank=None, exclude=())",
                 "replace(context.options, k=None, filter=None, rerank=None, exclude=(), max_events=0)",
             ),
-            Change(_FILTERED_LOOKUP, "count_as(snapshot, of_vector, cases[index])", "pass"),
+            Change(
+                _FILTERED_LOOKUP,
+                "self._ladder.newer_inputs.count_as(snapshot, of_vector, cases[index])",
+                "pass",
+            ),
         ),
     ),
     Plant(

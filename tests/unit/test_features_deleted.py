@@ -12,7 +12,7 @@ import pytest
 from tests.unit.test_layering import FEATURE_LIST, MODULES, ROOT, feature_of, imported_modules
 
 ATTACHED = sorted({feature_of(name) for name in imported_modules(FEATURE_LIST)} - {""})
-QUICK = ("explain", "tracing")
+QUICK = ("events", "explain", "filters", "near", "tracing")
 
 ANSWERS = """
 import asyncio, sys

@@ -29,31 +29,16 @@ FEATURES = {
     "cache": ("events", "filters", "quality", "traffic", "usage"),
 }  # fmt: skip
 """Features at the rim, by the package that has a half of each."""
-INSIDE_THE_ENGINE = {"filters", "near"}
-"""Features that are built by the core itself: they work within the engine, where they have no hooks yet."""
-EXCEPTIONS = {
-    "serving.bootstrap": {"filters", "near"},
-    "serving.config.settings": {"filters"},
-    "serving.engine.answer_builder": {"filters"},
-    "serving.engine.batch_inference": {"events", "near"},
-    "serving.engine.coalescer": {"filters"},
-    "serving.engine.entity": {"events", "filters"},
-    "serving.engine.event_counting": {"events"},
-    "serving.engine.micro_batcher": {"events"},
-    "serving.engine.newer_events": {"events"},
-    "serving.engine.rendering.answer_fields": {"filters"},
-    "serving.engine.rendering.json_answers": {"filters"},
-    "serving.generations.holder": {"events", "traffic"},
-    "serving.generations.served_set": {"events", "filters", "traffic"},
-    "serving.generations.snapshot": {"events", "filters"},
-    "serving.http.routes": {"filters"},
-    "serving.http.schemas": {"filters"},
-    "serving.namespace": {"events", "near"},
-    "serving.replica.hooks": {"filters"},
-    "serving.requests.models": {"filters"},
-    "serving.requests.options": {"events", "filters"},
-}
-"""What the core of the service imports of features. It may only shrink."""
+GRAMMAR_OF_OPTIONS = {"cache.filters.expression", "cache.filters.reranking"}
+"""What a filter and a re-ranking may be, by which the core reads these two options of a request. Pure.
+
+An option is declared once, in `requests`, from which parsers, the schema and the client follow. The core hands both on
+unread, to the hook `shape`.
+"""
+OPTION_READERS = (
+    "serving.config.settings", "serving.http.schemas", "serving.requests.models", "serving.requests.options",
+)  # fmt: skip
+"""The only modules of the core that may import this grammar."""
 
 ALLOWED = {
     "cache": {"cache"},
@@ -267,11 +252,6 @@ ABOVE_FEATURES = ("precompute.__main__", "precompute.cli", "precompute.features"
 MAY_ASK_FOR_HOOKS = ("precompute.steps.", "precompute.gates.judge", "precompute.planning.trial")
 """Modules that may import `precompute.features`; modules below a step get hooks as arguments; a plan tries steps."""
 
-CORE_IMPORTS_FEATURE: dict[str, set[str]] = {
-    "cache.l2.control_plane": {"cache.usage"},
-}
-"""Module of the core -> features that it still imports. Entries may only be removed."""
-
 
 def night_feature_of(module: str) -> str:
     """Return the feature that a module of `cache` or `precompute` is part of; "" for one of the core."""
@@ -292,9 +272,7 @@ def test_the_core_of_night_and_cache_imports_no_feature() -> None:
         module: set(map(night_feature_of, imported_modules(module))) - {""} for module in core
     }
 
-    assert {name: names for name, names in imported_features.items() if names} == (
-        CORE_IMPORTS_FEATURE
-    )
+    assert {name: names for name, names in imported_features.items() if names} == {}
 
 
 def test_only_steps_and_the_list_of_gates_ask_for_hooks() -> None:
@@ -330,20 +308,24 @@ def feature_of(module: str) -> str:
 
 
 def test_the_core_imports_no_feature() -> None:
-    imported_features = {
-        module: {feature_of(name) for name in imported_modules(module)} - {""}
+    imports_of_core = {
+        module: imported_modules(module)
         for module in MODULES
         if module.startswith("serving.") and module != FEATURE_LIST and not feature_of(module)
     }
+    for module in OPTION_READERS:
+        imports_of_core[module] -= GRAMMAR_OF_OPTIONS
+    imported_features = {
+        module: set(map(feature_of, names)) - {""} for module, names in imports_of_core.items()
+    }
 
-    # Equal, so that the list shrinks with what is mended.
-    assert {module: names for module, names in imported_features.items() if names} == EXCEPTIONS
+    assert {module: names for module, names in imported_features.items() if names} == {}
 
 
 def test_every_feature_is_attached_by_the_list() -> None:
     attached = {feature_of(name) for name in imported_modules(FEATURE_LIST)} - {""}
 
-    assert attached | INSIDE_THE_ENGINE == set(FEATURES["serving"])
+    assert attached == set(FEATURES["serving"])
 
 
 def test_a_planted_circle_is_noticed() -> None:

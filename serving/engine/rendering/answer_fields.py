@@ -1,15 +1,15 @@
 """Answer fields of one entity: a record turned into JSON-able fields, everything barred left out. Pure."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.filters.filtering import FilterMask
-from cache.filters.reranking import Reranker
 from cache.format.manifest import Table
+from cache.model.filter_mask import FilterMask
 from cache.records import Record
 from serving.generations.snapshot import Snapshot
 from serving.requests.answers import Source
@@ -20,6 +20,15 @@ Prediction = dict[str, Any]
 JSON = orjson.OPT_SERIALIZE_NUMPY
 Exclusions = tuple[frozenset[int], ...]
 """Ordinals to leave out, as sets that are each made once and shared by many entities."""
+
+
+class Reranker(Protocol):
+    """Another order of a list; hook `shape` makes it."""
+
+    def rerank(
+        self, ordinals: NDArray[np.uint32], scores: NDArray[np.float32], k: int
+    ) -> NDArray[np.int64]:
+        """Return positions int64 of at most k candidates in their new order; the candidates come best first."""
 
 
 class SentHistory(NamedTuple):
@@ -129,6 +138,12 @@ def build_list(
     item_table, new = snapshot.items, snapshot.new_items
     ids = new.ids_of(item_table, items) if new else item_table.ids_of(items)
     return {"items": ids, "scores": scores, "short": len(items) < k}
+
+
+def iso_of(at: float) -> str:
+    """Time in Unix seconds as RFC 3339 in UTC, to the millisecond."""
+    text = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
 
 
 def age_s(snapshot: Snapshot, now_s: float) -> float:

@@ -8,8 +8,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.filters.filtering import FilterMask
 from cache.format.manifest import Table
+from cache.model.filter_mask import FilterMask
 from cache.native import loader
 from cache.native.loader import Numerals
 from cache.records import NIGHTLY_FLAGS, SAFE_EXPONENT, decode_record, dequantize, plain_bits

@@ -10,11 +10,13 @@ import itertools
 import time
 from collections.abc import Callable
 
-from cache.events.event import Event, Position
+from cache.events.event import Event
+from cache.format.stream_position import Position
 from serving.access.callers import Callers
 from serving.engine.hot_route import FastLookups
 from serving.http.routes import Service
 from serving.requests.context import CALLER_KEY
+from tests.attached import newer_events_of
 from tests.bench.events.in_process import in_process
 from tests.bench.tools.harness import Options, Report, alternate, parse
 from tests.integration.fresh.events_world import EventWorld
@@ -41,7 +43,7 @@ class Bench:
         item = self._items[number % len(self._items)]
         event = Event(str(number), number, user.encode(), item.encode())
         at = Position(int(time.time() * 1000) + number, 0)
-        self.service.ladder.newer_events.users.add(at, event)
+        newer_events_of(self.service).users.add(at, event)
 
     def keep_ready(self, fast_lookups: FastLookups, users: list[str]) -> list[bytes]:
         """Paths whose answers are ready in L1."""

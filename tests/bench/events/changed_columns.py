@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.events.newer_events import AttributeEvents
 from cache.filters.attributes import AttributeColumn, ItemAttributes, ItemValue, Names
 from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering, mask_of
+from cache.format.stream_position import Position
 from tests.bench.tools.harness import Options, Report, alternate, parse
 
 ITEMS, QUICK_ITEMS, VALUES, NAMES, TAGS, EVENTS = 1_000_000, 100_000, 1_000, 5_000, 200, 20_000

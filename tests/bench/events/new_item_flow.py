@@ -23,11 +23,13 @@ from typing import Any, Final
 import numpy as np
 import uvloop
 
-from cache.events.event import Event, Position
+from cache.events.event import Event
+from cache.format.stream_position import Position
 from precompute.config.settings import NightConfig
 from serving.bootstrap import running
 from serving.http.routes import Service
 from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
+from tests.attached import newer_events_of
 from tests.bench.tools.harness import Ratio, Report, parse
 from tests.bench.tools.place import own_server
 from tests.integration.attributes.test_night import FIRST, prepared
@@ -109,7 +111,7 @@ class Flow:
         }
         event = Event(f"n{number}", number, None, b"new-%d" % number, features=features)
         at = Position(int(time.time() * 1000) + number, 0)
-        self._service.ladder.newer_events.add(at, event)
+        newer_events_of(self._service).add(at, event)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from time import perf_counter
 
 import numpy as np
 
-from cache.events.new_items import EligibleNewItems, NewItem, NewItems, merged_lists
+from cache.model.new_items import EligibleNewItems, NewItem, NewItems, merged_lists
 from cache.records import Layout
 from cache.topk.topk import Scorer
 from tests.bench.tools.harness import Options, Report, alternate, parse

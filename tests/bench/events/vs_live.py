@@ -19,9 +19,11 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Final
 
-from cache.events.event import Event, Position
+from cache.events.event import Event
+from cache.format.stream_position import Position
 from serving.http.routes import Service
 from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
+from tests.attached import newer_events_of
 from tests.bench.events.in_process import in_process
 from tests.bench.events.paired import Block, Cost, interleave
 from tests.bench.tools.harness import Report, parse
@@ -74,7 +76,7 @@ class Clicks:
         item = self._items[self._number % len(self._items)].encode()
         at_us = int(time.time() * 1e6)
         at = Position(at_us // 1000 + self._number, 0)
-        self._service.ladder.newer_events.users.add(at, Event(str(at), at_us, user.encode(), item))
+        newer_events_of(self._service).users.add(at, Event(str(at), at_us, user.encode(), item))
         self._histories[user].append(item)
 
     @staticmethod

@@ -64,7 +64,7 @@ def learn(near: NearMatches, stream: HistoryStream) -> int:
         reused_before = near.counts[TABLE]["reuse"]
         jobs = stream.jobs(1_000)
         for at in range(0, len(jobs), CALLERS):
-            compute(jobs[at : at + CALLERS], near=near)
+            compute(jobs[at : at + CALLERS], reuse=near)
         if near.counts[TABLE]["reuse"] - reused_before > ENOUGH:
             break
     return learned
@@ -111,7 +111,7 @@ def true_error(
     layout = snapshot.manifest.tables[TABLE].layout
     for at in range(0, len(jobs), CALLERS):
         part = jobs[at : at + CALLERS]
-        for near_answer, live_answer in zip(compute(part, near=near), compute(part), strict=True):
+        for near_answer, live_answer in zip(compute(part, reuse=near), compute(part), strict=True):
             if (
                 isinstance(near_answer, ComputedRecord)
                 and isinstance(live_answer, ComputedRecord)
@@ -144,7 +144,7 @@ def measure(report: Report, night: NightConfig, options: Options) -> None:
     ):
         # Each its own: what the one is asked, the other has not seen.
         baseline_stream = HistoryStream(snapshot, TABLE, known_histories, seed=1)
-        reuse = functools.partial(compute, near=near)
+        reuse = functools.partial(compute, reuse=near)
         compare(
             report, "live_vs_off",
             through(runner, pool, compute, functools.partial(baseline_stream.jobs, count)),

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.format.manifest import Manifest
+from cache.format.stream_position import Position
 from precompute.builds.build import Build
 from precompute.config.settings import FacetConfig, FilterConfig, NightConfig, TableConfig
 from precompute.events.files import EventValues

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from cache.config.events import EventsConfig
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.events.stream import (
     ACCEPT_SCRIPT,
     StreamBounds,
@@ -21,8 +21,10 @@ from cache.events.stream import (
     read_outcomes,
 )
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import Position
 from precompute.config.settings import FilterConfig
-from serving.generations.holder import VALUES_LOOK_S
+from serving.events.item_updates import VALUES_LOOK_S
+from tests.attached import item_updater
 from tests.integration.http.hot_way import Asked, Ways, running
 from tests.integration.http.shop import Shop, filter_of, make_shop, wanted_of
 from tests.integration.serving_app import Running, eventually, serving
@@ -166,7 +168,7 @@ def test_an_answer_that_lay_ready_does_not_outlive_a_value(
 
     stream.accept(sets(1, sold_out_item, stock=False))
     stream.follow(ways.service)
-    ways.runner.run(ways.service.follower.holder.take_values())
+    ways.runner.run(item_updater(ways.service).take_values())
 
     # What depends on no attribute lies ready still, what does is made anew
     assert (

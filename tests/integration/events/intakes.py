@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cache.config.events import EventsConfig
-from cache.events.event import BEGINNING, Position
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import BEGINNING, Position
 from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig
 from serving.events.connection import EventsFull, EventsUnavailable

@@ -8,8 +8,8 @@ import orjson
 import pytest
 from redis.asyncio import ConnectionPool
 
-from cache.events.event import Position
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import Position
 from cache.store.blocklist import Blocklist
 from serving.requests.errors import Problem
 from tests.integration.events.durable_redis import DurableRedis, durable_redis, stream_of

@@ -7,18 +7,20 @@ from typing import Any, cast
 import pytest
 
 from cache.errors import CorruptArtefact
-from cache.events.event import BEGINNING, Event, Position
+from cache.events.event import Event
 from cache.events.newer_events import UserEvents
 from cache.events.stream import TAKEN_FILE, read_taken
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import BEGINNING, Position
 from cache.store.artefacts import ArtefactStore
 from precompute.events.files import last_taken
 from precompute.events.stream import take_events
-from serving.engine.newer_events import NewerEvents
 from serving.events.follower import NewestPosition
+from serving.events.newer_events import NewerEvents
 from serving.process.resources import StoreThreads
 from tests.integration.events.durable_redis import DurableRedis, stream_of
 from tests.integration.events.intakes import event, intake
+from tests.integration.fresh.followed_stream import Held
 
 AHEAD_MS = 3_600_000
 
@@ -37,10 +39,7 @@ def taken(client: Any, keyspace: Keyspace, tmp_path: Path) -> ArtefactStore:
 def newest_of(
     store: ArtefactStore, *snapshot_positions: Position, followed: Position = BEGINNING
 ) -> NewestPosition:
-    snapshots = [
-        SimpleNamespace(events=SimpleNamespace(until_number=position.number))
-        for position in snapshot_positions
-    ]
+    snapshots = [Held(position.number) for position in snapshot_positions]
     holder: Any = SimpleNamespace(
         served=SimpleNamespace(snapshots=snapshots) if snapshot_positions else None
     )

@@ -130,7 +130,7 @@ class HeldByReplica:
         days.canaries.add(holder, CanaryRouter(holder, CanaryMetrics(metrics.registry)))
         self.service = LookupService(
             follower=self.follower, ladder=self.world.ladder,
-            reshaped=cast(Any, None), metrics=metrics, limits=LIMITS, body_bytes=1, body_timeout_s=1.0,
+            metrics=metrics, limits=LIMITS, body_bytes=1, body_timeout_s=1.0,
             tiers=self.world.tiers, l2_bound_s=lambda: 1.0, admission=cast(Any, None),
         )  # fmt: skip
 

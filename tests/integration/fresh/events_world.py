@@ -16,16 +16,18 @@ import redis
 from numpy.typing import NDArray
 
 from cache.config.events import EventsConfig
-from cache.events.event import BEGINNING, Event, Position
+from cache.events.event import Event
 from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_call, pack_event, read_outcomes
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import WITH_EVENTS, Artefact, EventsRead, Manifest, SeenPart
+from cache.format.stream_position import BEGINNING, Position
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.topk.topk import Scorer
 from precompute.config.settings import NightConfig
 from precompute.partitions.grouping import by_time, last_occurrence_mask
+from tests.attached import newer_events_of
 from tests.integration.nights import UNTIL, build_verified, publish
 from tests.integration.serving_app import Running, eventually
 from tests.opened import open_generation
@@ -235,7 +237,7 @@ async def until_counted(app: Running, world: EventWorld) -> None:
     newest_number, timeout_s = world.accepted[-1][0].number, 10 + len(world.accepted) / 1_000
 
     async def has_all() -> bool:
-        return app.service.ladder.newer_events.users.last >= newest_number
+        return newer_events_of(app.service).users.last >= newest_number
 
     assert await eventually(has_all, timeout_s)
 

@@ -8,15 +8,27 @@ from typing import Any
 
 import redis
 
-from cache.events.event import BEGINNING, Event, Position
+from cache.events.event import Event
 from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_call, pack_event, read_outcomes
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import BEGINNING, Position
 from cache.process.redis_server import RedisServer
 from cache.store.blocklist import Blocklist
-from serving.engine.newer_events import NewerEvents
 from serving.events.follower import EventFollower
+from serving.events.newer_events import NewerEvents
 
 BOUNDS = StreamBounds(256 << 20, 86_400_000, 100_000)
+
+
+@dataclass
+class Held:
+    """A snapshot whose night took events over up to a position, or none."""
+
+    until_number: int | None
+
+    def part(self, _kind: type) -> Any:
+        """As a snapshot gives its events."""
+        return None if self.until_number is None else self
 
 
 @dataclass
@@ -35,14 +47,12 @@ class Stream:
     """Times that the shelf was asked to look at all values again."""
 
     def __post_init__(self) -> None:
-        holder: Any = SimpleNamespace(
-            served=None, blocklist=Blocklist(), recheck_values=self._look_again
-        )
+        holder: Any = SimpleNamespace(served=None, blocklist=Blocklist())
         self.shelf = holder
         self.client = redis.Redis.from_url(self.server.url, protocol=2)
         self.follower = EventFollower(
             self.url or self.server.url, self.keyspace, self.newer, holder, self.notes.append,
-            limit_bytes=self.limit_bytes, timer=self.timer,
+            recheck_values=self._look_again, limit_bytes=self.limit_bytes, timer=self.timer,
         )  # fmt: skip
         self._count = 0
 
@@ -51,11 +61,9 @@ class Stream:
 
     def hold(self, *untils: Position) -> None:
         """Holds generations made at these positions, and one that tells of no events."""
-        snapshots = [
-            SimpleNamespace(events=SimpleNamespace(until_number=position.number))
-            for position in untils
-        ]
-        self.shelf.served = SimpleNamespace(snapshots=[*snapshots, SimpleNamespace(events=None)])
+        self.shelf.served = SimpleNamespace(
+            snapshots=[Held(position.number) for position in untils] + [Held(None)]
+        )
 
     def click(self, user: str, item: str = "i") -> Position:
         """One more event, accepted."""

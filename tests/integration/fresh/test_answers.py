@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from cache.config.events import EventsConfig
-from cache.events.event import Event, Position
+from cache.events.event import Event
+from cache.events.event_predictor import GenerationEvents
+from cache.format.stream_position import Position
 from precompute.config.settings import TableConfig
 from serving.client import AsyncClient
 from serving.client.answers import read_arrow_answers
+from tests.attached import newer_events_of
 from tests.integration.fresh.asking import Told
 from tests.integration.fresh.events_world import EventWorld, same_list, until_counted
 from tests.integration.nights import prepare
@@ -46,7 +49,7 @@ async def test_an_event_changes_the_answers_of_its_user_and_of_nobody_else(told:
         assert same_list(answer, *told.expected(user)) and "approximate" not in answer
     ready = told.app.service.tiers.local.ready(b"/v1/lookup/user_topk/" + user.encode())
     assert ready is not None and ready.is_newer
-    assert ready.events is told.app.service.ladder.newer_events.packed[user.encode()]
+    assert ready.events is newer_events_of(told.app.service).packed[user.encode()]
     # The next event ends the ready answer, and nobody else noticed anything.
     await told.clicks(user, answers[0]["items"][0])
     later_answer = await told.one(user)
@@ -184,8 +187,9 @@ async def test_without_a_model_for_events_the_stored_list_answers(told: Told) ->
     await told.clicks(user, stored_answer["items"][0])
     holder = told.app.service.follower.holder
     served = holder.served
-    assert served is not None and served.live.events is not None
-    lame = replace(served.live, events=replace(served.live.events, predictor=None))
+    events = None if served is None else served.live.part(GenerationEvents)
+    assert served is not None and events is not None
+    lame = served.live.with_part(replace(events, predictor=None))
     holder.put(dataclasses.replace(served, live=lame))
 
     answer = await told.one(user)
@@ -322,7 +326,7 @@ async def test_an_event_between_the_list_and_its_vector_is_counted_by_neither(
     async def resolved(*args: Any) -> list[dict[str, Any]]:
         answers = await resolve(*args)
         position = Position(told.world.accepted[-1][0].ms + 1, 0)
-        told.app.service.ladder.newer_events.users.add(position, late)
+        newer_events_of(told.app.service).users.add(position, late)
         return answers
 
     monkeypatch.setattr(told.app.service.ladder, "resolve", resolved)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from cache.config.events import EventsConfig
-from cache.events.event import BEGINNING
+from cache.events.event_predictor import GenerationEvents
+from cache.format.stream_position import BEGINNING
 from serving.engine.service import LookupService
 from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
 from serving.traffic.router import ExperimentRouter
@@ -105,7 +106,10 @@ async def test_an_arm_whose_night_read_another_stream_counts_no_events_and_the_l
 
         assert await eventually(has_counted_events)
         live = service.follower.holder.live
-        assert live is not None and (live.generation, live.events) == (generation, None)
+        assert live is not None and (live.generation, live.part(GenerationEvents)) == (
+            generation,
+            None,
+        )
         assert "events" not in await asked(service, user)
 
     (log_message,) = [

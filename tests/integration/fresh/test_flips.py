@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from cache.events.event import BEGINNING
+from cache.format.stream_position import BEGINNING
+from tests.attached import newer_events_of
 from tests.integration.fresh.events_world import EVENTS, EventWorld, same_list, until_counted
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish, roll_back
 from tests.integration.serving_app import Running, eventually, serving
@@ -82,7 +83,7 @@ async def test_users_whose_events_the_night_has_are_answered_as_stored_again(
         assert [answer["source"] for answer in answers[1:]] == ["l1"] * 3
         assert all(answer["producer"] == "batch" and "events" not in answer for answer in answers)
         # The previous generation is held, and lacks it: a rollback must find it.
-        assert user.encode() in app.service.ladder.newer_events.packed
+        assert user.encode() in newer_events_of(app.service).packed
 
 
 async def test_where_no_generation_tells_of_events_none_are_followed(
@@ -99,4 +100,4 @@ async def test_where_no_generation_tells_of_events_none_are_followed(
         assert answer["producer"] == "batch" and "events" not in answer
         assert "stale" not in answer
     async with serving(world.config) as app:  # switched off
-        assert not app.service.ladder.newer_events.packed
+        assert not newer_events_of(app.service).packed

@@ -8,8 +8,9 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from cache.events.event import BEGINNING, Event
+from cache.events.event import Event
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import BEGINNING
 from cache.process.redis_server import RedisServer
 from cache.store.blocklist import Blocklist
 from serving.events.follower import EVENTS_BEHIND, EventMetrics

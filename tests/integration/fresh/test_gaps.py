@@ -7,6 +7,7 @@ import pytest
 
 from serving.events import attach
 from serving.events.follower import EventFollower
+from tests.attached import newer_events_of
 from tests.integration.fresh.asking import Told
 from tests.integration.fresh.events_world import EVENTS, EventWorld, same_list
 from tests.integration.nights import prepare
@@ -21,7 +22,7 @@ def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple
 
 
 async def test_who_may_lack_events_is_answered_as_stored_and_marked(told: Told) -> None:
-    user, newer_events = told.world.known[0], told.app.service.ladder.newer_events
+    user, newer_events = told.world.known[0], newer_events_of(told.app.service)
     stored_answer = await told.one(user)
     await told.clicks(user, stored_answer["items"][0], stored_answer["items"][1])
     first = told.world.accepted[-2][0].number
@@ -40,7 +41,7 @@ async def test_who_may_lack_events_is_answered_as_stored_and_marked(told: Told) 
 async def test_an_answer_that_lacked_an_event_is_never_taken_for_the_whole_one(
     told: Told,
 ) -> None:
-    user, newer_events = told.world.known[1], told.app.service.ladder.newer_events
+    user, newer_events = told.world.known[1], newer_events_of(told.app.service)
     await told.clicks(user, *told.world.items[:3])
     snapshot, raw = told.app.service.follower.holder.live, user.encode()
     assert snapshot is not None
@@ -67,9 +68,9 @@ async def test_as_many_bytes_are_held_as_the_stream_may_have(
 ) -> None:
     bounds: list[int] = []
 
-    def recorded(*args: Any, limit_bytes: int) -> EventFollower:
+    def recorded(*args: Any, limit_bytes: int, **more: Any) -> EventFollower:
         bounds.append(limit_bytes)
-        return EventFollower(*args, limit_bytes=limit_bytes)
+        return EventFollower(*args, limit_bytes=limit_bytes, **more)
 
     monkeypatch.setattr(attach, "EventFollower", recorded)
     async with serving(published[0].config, events=EVENTS):

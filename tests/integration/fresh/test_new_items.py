@@ -10,11 +10,13 @@ import pytest
 import redis
 
 from cache.config.events import EventsConfig
-from cache.events.event import BEGINNING, Event
+from cache.events.event import Event
+from cache.format.stream_position import BEGINNING
 from cache.store.blocklist import Blocklist
 from precompute.config.settings import NightConfig
 from precompute.steps import take_events
 from serving.generations.snapshot import Snapshot
+from tests.attached import newer_events_of
 from tests.integration.attributes.test_night import FIRST, SECOND, prepared
 from tests.integration.feature_towers import DIMS
 from tests.integration.fresh.followed_stream import Stream
@@ -244,7 +246,7 @@ async def test_answers_that_name_no_new_items(config: NightConfig) -> None:
         await until(app, lambda live: len(live.new_items) == 5)
         (answer,) = await lists(app, [entity])
         assert new_in(answer) == set(new_items[1:]) and not answer["short"]
-        newer_events = app.service.ladder.newer_events
+        newer_events = newer_events_of(app.service)
         assert new_items[0].encode() not in newer_events.items
         raw = new_items[0].encode()
         assert not newer_events.values.of_items([raw], 0).of(raw)

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
-from cache.events.event import BEGINNING
+from cache.format.stream_position import BEGINNING
 from cache.store.blocklist import Blocklist
-from serving.engine.newer_events import NewerEvents
 from serving.events import follower
 from serving.events.follower import EVENTS_BEHIND
+from serving.events.newer_events import NewerEvents
 from tests.integration.fresh.followed_stream import Stream
 
 

@@ -26,7 +26,7 @@ from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.child_process import GuardedCommand
 from cache.process.redis_server import SETTINGS, find_server
 from cache.store.releases import Pointer
-from cache.usage.hot_keys import COLD_WINDOW, HotKeyReport
+from cache.usage.hot_keys import COLD_WINDOW, HotKeyReport, SharedHotKeys
 from infra.cli.check import look_at_redis
 from precompute.config.settings import NightConfig
 from precompute.releases.staging import StagingNote
@@ -123,13 +123,13 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     assert await remote.write_overlays([marked, marked._replace(lease_mark=None)]) == [None, None]
     assert await remote.lease(LeaseTake(*lease_mark, 60_000)) == b"done:replica/1"
     assert await remote.lease(LeaseSwap(*lease_mark, lease_mark.token, 60_000)) is None
-    await remote.control.report_hot(
+    await SharedHotKeys(remote.control).add_report(
         HotKeyReport(5, [(("user_topk", b"u1"), 2)], [("user_topk", b"u2")])
     )
-    assert await remote.control.fetch_hot_names(5) == [("user_topk", b"u1")]
+    assert await SharedHotKeys(remote.control).fetch_names(5) == [("user_topk", b"u1")]
     cold = HotKeyReport(5, [(("user_topk", b"u3"), 2)], [("user_topk", b"u4")], COLD_WINDOW)
-    await remote.control.report_hot(cold)
-    assert await remote.control.fetch_hot_names(5, COLD_WINDOW) == [("user_topk", b"u3")]
+    await SharedHotKeys(remote.control).add_report(cold)
+    assert await SharedHotKeys(remote.control).fetch_names(5, COLD_WINDOW) == [("user_topk", b"u3")]
     read = KEYS.read("g1", "user_topk")
     await remote.control.execute("PFADD", read, b"12345678", b"87654321")
     await remote.control.execute("EXPIRE", read, 60)

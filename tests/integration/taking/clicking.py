@@ -7,7 +7,8 @@ import numpy as np
 import redis
 
 from cache.config.events import EventsConfig
-from cache.events.event import Event, Position
+from cache.events.event import Event
+from cache.format.stream_position import Position
 from precompute.config.settings import NightConfig
 from precompute.steps import take_events
 from tests.integration.changed.month import Month

@@ -6,7 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import redis
 
-from cache.events.event import Event, Position
+from cache.events.event import Event
+from cache.format.stream_position import Position
 from cache.store.artefacts import read_manifest
 from precompute.events.files import event_files
 from precompute.events.stream import read_entries

@@ -5,13 +5,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache.errors import Refused
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.events.event_predictor import TimedItems, merge_histories
 from cache.format.directory import Directory
 from cache.format.ids import hash_id
 from cache.format.item_table import ItemTable
 from cache.format.manifest import WITH_EVENTS
 from cache.format.seen_items import SeenItems, UserInput
+from cache.format.stream_position import Position
 from cache.store.artefacts import read_manifest
 from precompute.config.settings import NightConfig
 from precompute.events.files import last_taken

@@ -9,7 +9,8 @@ import redis
 
 from cache.config.events import EventsConfig
 from cache.errors import ConfigError
-from cache.events.event import BEGINNING, Event, Position
+from cache.events.event import Event
+from cache.format.stream_position import BEGINNING, Position
 from precompute.builds.build import Build, cut_of
 from precompute.events import files as event_files
 from precompute.events import stream

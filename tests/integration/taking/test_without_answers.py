@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cache.events.event_predictor import GenerationEvents
 from cache.format.ids import hash_id
 from cache.format.manifest import Manifest
 from cache.records import ABSENT_FLAGS
@@ -152,8 +153,9 @@ async def test_events_that_cannot_be_counted_leave_the_live_answer_less_their_it
     await shop.click(user, answer_before["items"][0])
     holder = shop.app.service.follower.holder
     served = holder.served
-    assert served is not None and served.live.events is not None
-    lame = replace(served.live, events=replace(served.live.events, predictor=None))
+    events = None if served is None else served.live.part(GenerationEvents)
+    assert served is not None and events is not None
+    lame = served.live.with_part(replace(events, predictor=None))
     holder.put(replace(served, live=lame))
 
     after = await shop.ask({"id": user, **caller_input})

@@ -12,7 +12,7 @@ from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.store.blocklist import change_blocklist
-from cache.usage.hot_keys import LIFE_S, MEMBERS_MAX, HotKeyReport
+from cache.usage.hot_keys import LIFE_S, MEMBERS_MAX, HotKeyReport, SharedHotKeys
 from precompute.config.settings import NightConfig
 from tests.integration.nights import NEXT, build_night, build_verified, histories, publish
 from tests.integration.serving_app import Running, eventually, serving
@@ -57,12 +57,18 @@ async def event(app: Running, name: str) -> float:
 async def test_reports_add_up_over_replicas_and_hours(
     tier: RemoteTier, client: redis.asyncio.Redis
 ) -> None:
-    await tier.control.report_hot(HotKeyReport(9, [(("t", b"a"), 3)]))
-    await tier.control.report_hot(HotKeyReport(10, [(("t", b"a"), 1), (("t", b"b:c"), 2)]))
-    await tier.control.report_hot(HotKeyReport(10, [(("u", b"\xff"), 9)]))
+    await SharedHotKeys(tier.control).add_report(HotKeyReport(9, [(("t", b"a"), 3)]))
+    await SharedHotKeys(tier.control).add_report(
+        HotKeyReport(10, [(("t", b"a"), 1), (("t", b"b:c"), 2)])
+    )
+    await SharedHotKeys(tier.control).add_report(HotKeyReport(10, [(("u", b"\xff"), 9)]))
 
-    assert await tier.control.fetch_hot_names(10) == [("u", b"\xff"), ("t", b"a"), ("t", b"b:c")]
-    assert await tier.control.fetch_hot_names(12) == []
+    assert await SharedHotKeys(tier.control).fetch_names(10) == [
+        ("u", b"\xff"),
+        ("t", b"a"),
+        ("t", b"b:c"),
+    ]
+    assert await SharedHotKeys(tier.control).fetch_names(12) == []
     for hour in (9, 10):
         assert LIFE_S - 10 < await client.ttl(tier.control.keyspace.hot_names(hour)) <= LIFE_S
 
@@ -70,23 +76,25 @@ async def test_reports_add_up_over_replicas_and_hours(
 async def test_an_hour_is_bounded_and_keeps_what_was_asked_most(
     tier: RemoteTier, client: redis.asyncio.Redis
 ) -> None:
-    await tier.control.report_hot(HotKeyReport(1, [(("t", b"hot"), 5)]))
+    await SharedHotKeys(tier.control).add_report(HotKeyReport(1, [(("t", b"hot"), 5)]))
     for start in range(0, MEMBERS_MAX + 500, 500):
         counts = [(("t", b"%d" % number), 1) for number in range(start, start + 500)]
-        await tier.control.report_hot(HotKeyReport(1, counts))
+        await SharedHotKeys(tier.control).add_report(HotKeyReport(1, counts))
 
         assert await client.zcard(tier.control.keyspace.hot_names(1)) <= MEMBERS_MAX
-    hot_names = await tier.control.fetch_hot_names(1)
+    hot_names = await SharedHotKeys(tier.control).fetch_names(1)
     assert hot_names[0] == ("t", b"hot") and len(hot_names) == len(set(hot_names)) == MEMBERS_MAX
 
 
 async def test_what_must_go_goes_from_both_hours(tier: RemoteTier) -> None:
     for hour in (3, 4):
-        await tier.control.report_hot(HotKeyReport(hour, [(("t", b"a"), 3), (("t", b"b"), 1)]))
+        await SharedHotKeys(tier.control).add_report(
+            HotKeyReport(hour, [(("t", b"a"), 3), (("t", b"b"), 1)])
+        )
 
-    await tier.control.report_hot(HotKeyReport(4, [], [("t", b"a")]))
+    await SharedHotKeys(tier.control).add_report(HotKeyReport(4, [], [("t", b"a")]))
 
-    assert await tier.control.fetch_hot_names(4) == [("t", b"b")]
+    assert await SharedHotKeys(tier.control).fetch_names(4) == [("t", b"b")]
 
 
 async def test_a_damaged_key_is_an_outage_of_the_sketch_only(
@@ -95,9 +103,9 @@ async def test_a_damaged_key_is_an_outage_of_the_sketch_only(
     await client.set(tier.control.keyspace.hot_names(2), b"not a sorted set", ex=60)
 
     with pytest.raises(TierUnavailable):
-        await tier.control.report_hot(HotKeyReport(2, [(("t", b"a"), 3)]))
+        await SharedHotKeys(tier.control).add_report(HotKeyReport(2, [(("t", b"a"), 3)]))
     with pytest.raises(TierUnavailable):
-        await tier.control.fetch_hot_names(2)
+        await SharedHotKeys(tier.control).fetch_names(2)
     await tier.control.execute("PING")
 
 

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.events.newer_events import (
     VALUES_MAX,
     AttributeEvents,
     features_with,
     takes_any_attribute,
 )
+from cache.format.stream_position import Position
 from cache.model.tower_spec import InputSpec
 
 COUNTRY = InputSpec("home", "feature", "int64", column="country")

@@ -16,12 +16,12 @@ from cache.events.new_items import (
     NEW_VECTOR_ABS_MAX,
     TOWER_RETRIES_S,
     FixedItems,
-    NewItem,
     NewItemInputs,
     NewItemTower,
     UnfitNewItem,
 )
 from cache.events.newer_events import VALUES_MAX
+from cache.model.new_items import NewItem
 from cache.model.tower_spec import InputSpec
 from tests.models import item_table, train_small
 

@@ -7,15 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.events.event import Event, Position
-from cache.events.new_items import (
-    NO_NEW_ITEMS,
-    EligibleNewItems,
-    NewItem,
-    NewItemEvents,
-    NewItems,
-    merged_lists,
-)
+from cache.events.event import Event
+from cache.events.new_items import NewItemEvents
+from cache.format.stream_position import Position
+from cache.model.new_items import NO_NEW_ITEMS, EligibleNewItems, NewItem, NewItems, merged_lists
 from cache.model.ranking import Metric, rank
 from cache.records import NO_ITEM, Layout, encode_topk
 

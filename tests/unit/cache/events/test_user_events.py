@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.events.newer_events import UserEvents
+from cache.format.stream_position import Position
 
 USERS = ("u", "v", "w")
 DRAWN = st.lists(

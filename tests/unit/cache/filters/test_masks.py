@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.filters.expression import InvalidFilter, read_filter
-from cache.filters.filtering import FilterMask, Masks, UnknownAttribute, mask_cost, mask_of
+from cache.filters.filtering import Masks, UnknownAttribute, mask_cost, mask_of
+from cache.model.filter_mask import FilterMask
 from tests.unit.cache.filters.columns import KINDS, attributes_of, passes
 
 TEXTS = ["", "a", "b", "ä", "aa", "z"]

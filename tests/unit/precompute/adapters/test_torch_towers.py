@@ -330,7 +330,7 @@ def test_weights_that_no_file_holds_stand_beside_it(monkeypatch, tmp_path):
     assert tower_outputs[0].tobytes() == tower_outputs[1].tobytes()
 
 
-class TasteAndCountry(torch.nn.Module):
+class TasteAndCountry(torch.nn.Module):  # type: ignore[misc, name-defined]
     """Mean of a history's groups, and a country's own taste."""
 
     def __init__(self):
@@ -345,7 +345,7 @@ class TasteAndCountry(torch.nn.Module):
         return mean + self.countries(country)
 
 
-class Country(torch.nn.Module):
+class Country(torch.nn.Module):  # type: ignore[misc, name-defined]
     """Taste of a country alone."""
 
     def __init__(self):

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cache.events.event import Position
 from cache.format.manifest import WITH_EVENTS, EventsRead, Manifest
+from cache.format.stream_position import Position
 from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.events.stream import take_events
 from precompute.sources.erasures import request

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import redis
 
 from cache.config.events import EventsConfig
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import Position
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
 from precompute.events.files import list_taken_files, until_of

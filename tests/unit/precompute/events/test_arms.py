@@ -7,8 +7,8 @@ import pytest
 
 from cache.config.events import EventsConfig
 from cache.errors import ConfigError
-from cache.events.event import Position
 from cache.format.manifest import WITH_EVENTS, EventsRead, Manifest
+from cache.format.stream_position import Position
 from cache.store.artefacts import generation_path
 from cache.traffic.experiments import Experiment, ExperimentArm, change_experiments
 from precompute.config.settings import NightConfig

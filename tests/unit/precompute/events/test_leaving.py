@@ -10,7 +10,8 @@ import pytest
 
 from cache.config.events import EventsConfig
 from cache.errors import TierUnavailable
-from cache.events.event import Event, Position
+from cache.events.event import Event
+from cache.format.stream_position import Position
 from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.events import taking
 from precompute.events.stream import (

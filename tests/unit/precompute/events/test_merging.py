@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import ConfigError, CorruptArtefact
-from cache.events.event import Position
+from cache.format.stream_position import Position
 from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.events import stream as merging
 from precompute.events.files import (

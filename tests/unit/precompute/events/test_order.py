@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.config.events import EventsConfig
-from cache.events.event import Event, Position
+from cache.events.event import Event
+from cache.format.stream_position import Position
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.events.files import read_event_interactions, to_bytes
 from precompute.partitions.digests import of_users

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import ConfigError, CorruptArtefact, TierUnavailable
-from cache.events.event import BEGINNING, Event, Position
+from cache.events.event import Event
+from cache.format.stream_position import BEGINNING, Position
 from precompute.config.settings import NightConfig
 from precompute.events import stream as stream_of_entries
 from precompute.events import taking

@@ -12,8 +12,9 @@ import pytest
 from cache.errors import ConfigError, SourceError
 from cache.filters.attributes import NUMBER_TOO_LARGE, TEXT_TOO_LONG, ItemAttributes
 from cache.filters.expression import read_filter
-from cache.filters.filtering import FilterMask, mask_of
+from cache.filters.filtering import mask_of
 from cache.format.manifest import Artefact, Attribute, Manifest
+from cache.model.filter_mask import FilterMask
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.filters.item_attributes import write_item_attributes
 from precompute.partitions.catalogue import open_items, write_catalogue

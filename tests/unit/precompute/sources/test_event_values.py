@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import CorruptArtefact, SourceError
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.events.newer_events import VALUES_MAX
 from cache.format.manifest import EntityKind
+from cache.format.stream_position import Position
 from precompute.events.files import EventValues, brought_vectors
 from precompute.sources.columns import Ids
 from precompute.sources.features import NO_VALUES, EntityValues, digest_of_values, with_event_values

@@ -15,7 +15,6 @@ from cache.model.tower_spec import InputSpec
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.partitions.user_tables import write_features
 from precompute.sources.columns import text_hashes
-from precompute.sources.erasures import NO_ERASURES
 from precompute.sources.features import demand_type, read_values
 from precompute.sources.readers import read_features, read_interactions
 from precompute.sources.times import times_of_texts
@@ -218,7 +217,7 @@ def test_a_row_is_counted_once_however_many_models_take_its_column(tmp_path):
 
     write_features(
         config, tmp_path / "parts", lambda ids: text_hashes(ids.texts(), 1), ["number", "text"], inputs,
-        {}, NO_ERASURES, unusable,
+        unusable,
     )  # fmt: skip
 
     report = unusable.to_json()

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cache.events.event import Position
 from cache.events.stream import PackedEvent, StreamBounds
 from cache.format.redis_keys import Keyspace
+from cache.format.stream_position import Position
 from serving.events import intake as acceptor_module
 from serving.events.connection import EventsFull, EventsUnavailable
 from serving.events.intake import EVENTS_PER_CALL, Acceptor, EventsBusy

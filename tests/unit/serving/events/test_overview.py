@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from cache.errors import InvalidInput
-from cache.events.event import Position
+from cache.format.stream_position import Position
 from serving.dashboard.counters import EVENT_NUMBERS, EVENT_TEXTS, merge_rows
 from serving.events.attach import EventOverview
 from serving.events.counts import TEXTS as GAUGES

@@ -10,16 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.events.event_predictor import GenerationEvents
 from cache.events.new_items import TOWER_RETRIES_S, NewItemInputs, NewItemTower
 from cache.events.newer_events import AttributeEvents
 from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
 from cache.format.manifest import EventsRead
+from cache.format.stream_position import Position
 from cache.model.tower_spec import InputSpec
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer
+from serving.events.item_updates import ItemUpdater
+from serving.events.newer_events import NewerEvents
 from serving.generations.snapshot import Snapshot
 from tests.unit.cache.filters.columns import attributes_of
 from tests.unit.serving.scene import A, B, Scene, pointer
@@ -35,6 +38,11 @@ class Stocked(Scene):
 
     events: GenerationEvents | None = None
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.newer_events = NewerEvents()
+        self.updater = ItemUpdater(self.shelf, self.newer_events, self.world.metrics, self.timer)
+
     def open(self, to: Pointer, blocklist: Blocklist) -> Snapshot:
         items = self.world.items
         filtering = Filtering(
@@ -47,50 +55,52 @@ class Stocked(Scene):
         manifest = dataclasses.replace(
             snapshot.manifest, events=EventsRead(str(until_position), 10)
         )
-        return dataclasses.replace(
-            snapshot, manifest=manifest, filtering=filtering, values_until=until_position.number, events=self.events,
-        )  # fmt: skip
+        parts: dict[type, Any] = {Filtering: filtering}
+        if self.events is not None:
+            parts[GenerationEvents] = self.events
+        return dataclasses.replace(snapshot, manifest=manifest, parts=parts)
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
+def scene(tmp_path: Path) -> Stocked:
     return Stocked(tmp_path)
 
 
-def told(scene: Scene, ms: int, item: str, **attributes: Any) -> None:
+def told(scene: Stocked, ms: int, item: str, **attributes: Any) -> None:
     """An event at a position."""
     event = Event(f"e{ms}", 0, None, item.encode(), attributes=attributes)
-    assert scene.shelf.attributes.add(Position(ms, 0), event)
+    assert scene.newer_events.values.add(Position(ms, 0), event)
 
 
 def out_of_stock(snapshot: Snapshot | None) -> set[str]:
-    assert snapshot is not None and snapshot.filtering is not None
-    filter_mask = snapshot.filtering.evaluate(STOCKED)
+    filtering = None if snapshot is None else snapshot.part(Filtering)
+    assert snapshot is not None and filtering is not None
+    filter_mask = filtering.evaluate(STOCKED)
     return set(ITEMS) - set(snapshot.items.ids_of(filter_mask.ordinals().astype(np.uint32)))
 
 
-async def test_a_value_is_in_force_with_the_next_look(scene: Scene) -> None:
+async def test_a_value_is_in_force_with_the_next_look(scene: Stocked) -> None:
     await scene.publish(pointer(A, 1))
     snapshot_before = scene.shelf.live
     told(scene, 101, "i3", stock=False)
     assert out_of_stock(scene.shelf.live) == set()
 
-    await scene.shelf.take_values()
+    await scene.updater.take_values()
 
     assert out_of_stock(scene.shelf.live) == {"i3"} and out_of_stock(snapshot_before) == set()
     told(scene, 102, "i3", stock=True)
     told(scene, 103, "i4", stock=False)
-    await scene.shelf.take_values()
+    await scene.updater.take_values()
     assert out_of_stock(scene.shelf.live) == {"i4"}
 
 
-async def test_each_generation_has_what_is_behind_its_own_position(scene: Scene) -> None:
+async def test_each_generation_has_what_is_behind_its_own_position(scene: Stocked) -> None:
     await scene.publish(pointer(A, 1))
     told(scene, 150, "i3", stock=False)
-    await scene.shelf.take_values()
+    await scene.updater.take_values()
     await scene.publish(pointer(B, 2, previous=A))  # its night took 150 over
     told(scene, 250, "i5", stock=False)
-    await scene.shelf.take_values()
+    await scene.updater.take_values()
 
     served = scene.shelf.served
     assert served is not None and served.previous is not None
@@ -99,13 +109,13 @@ async def test_each_generation_has_what_is_behind_its_own_position(scene: Scene)
 
 
 async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can_be_loaded(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scene: Stocked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await scene.publish(pointer(A, 1))
     await scene.publish(pointer(B, 2, previous=A))
     snapshot, changed_by = scene.shelf.find_snapshot(A), Filtering.changed_by
-    assert snapshot is not None and snapshot.filtering is not None
-    odd = snapshot.filtering
+    odd = None if snapshot is None else snapshot.part(Filtering)
+    assert odd is not None
 
     def changes(self: Filtering, values: Any) -> Any:
         if self is odd:
@@ -115,7 +125,7 @@ async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can
     monkeypatch.setattr(Filtering, "changed_by", changes)
     told(scene, 250, "i5", stock=False)
     for _ in range(3):
-        await scene.shelf.take_values()
+        await scene.updater.take_values()
 
     assert out_of_stock(scene.shelf.live) == {"i5"} and scene.shelf.find_snapshot(A) is not None
     assert sum(record.exc_info is not None for record in caplog.records) == 1
@@ -124,22 +134,22 @@ async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can
 
 
 async def test_values_that_were_read_again_are_in_force_though_newer_ones_are(
-    scene: Scene,
+    scene: Stocked,
 ) -> None:
     await scene.publish(pointer(A, 1))
     told(scene, 150, "i3", stock=False)
-    await scene.shelf.take_values()
+    await scene.updater.take_values()
     reread_events = AttributeEvents()
     reread_events.add(Position(120, 0), Event("e120", 0, None, b"i4", attributes={"stock": False}))
-    scene.shelf.attributes.put_before(reread_events)
+    scene.newer_events.values.put_before(reread_events)
 
-    scene.shelf.recheck_values()
-    await scene.shelf.take_values()
+    scene.updater.recheck_values()
+    await scene.updater.take_values()
 
     assert out_of_stock(scene.shelf.live) == {"i3", "i4"}
 
 
-async def test_what_is_opened_later_knows_them_at_once(scene: Scene) -> None:
+async def test_what_is_opened_later_knows_them_at_once(scene: Stocked) -> None:
     told(scene, 150, "i3", stock=False)
     told(scene, 250, "i5", stock=False)
 
@@ -150,14 +160,14 @@ async def test_what_is_opened_later_knows_them_at_once(scene: Scene) -> None:
 
 
 async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_again(
-    scene: Scene,
+    scene: Stocked,
 ) -> None:
     await scene.publish(pointer(B, 1))
     told(scene, 150, "i3", stock=False)
     told(scene, 250, "i5", stock=False)
-    scene.shelf.attributes.drop_until(UNTIL[B].number)
+    scene.newer_events.values.drop_until(UNTIL[B].number)
     await scene.publish(pointer(A, 2, previous=B))  # a rollback to what was not held
-    await scene.shelf.take_values()
+    await scene.updater.take_values()
     assert out_of_stock(scene.shelf.live) == set()
 
     reread_events = AttributeEvents()
@@ -166,8 +176,8 @@ async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_ag
             Position(ms, 0), Event(f"e{ms}", 0, None, item.encode(), attributes={"stock": False})
         )
     reread_events.complete_after_number = UNTIL[A].number
-    scene.shelf.attributes.become(reread_events)
-    await scene.shelf.take_values()
+    scene.newer_events.values.become(reread_events)
+    await scene.updater.take_values()
 
     served = scene.shelf.served
     assert served is not None and served.previous is not None
@@ -175,22 +185,22 @@ async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_ag
     assert out_of_stock(served.previous) == {"i5"}
 
 
-async def test_nothing_is_made_anew_where_nothing_changed(scene: Scene) -> None:
+async def test_nothing_is_made_anew_where_nothing_changed(scene: Stocked) -> None:
     await scene.publish(pointer(A, 1))
     told(scene, 50, "i3", stock=False)  # before its position
     snapshot_before = scene.shelf.live
 
-    await scene.shelf.take_values()
+    await scene.updater.take_values()
 
     assert scene.shelf.live is snapshot_before
 
 
-async def test_answers_that_depend_on_no_attribute_stay_what_they_are(scene: Scene) -> None:
+async def test_answers_that_depend_on_no_attribute_stay_what_they_are(scene: Stocked) -> None:
     await scene.publish(pointer(A, 1))
     snapshot_before = scene.shelf.live
     told(scene, 101, "i3", stock=False)
 
-    await scene.shelf.take_values()
+    await scene.updater.take_values()
 
     after = scene.shelf.live
     assert snapshot_before is not None and after is not None and after is not snapshot_before
@@ -203,7 +213,7 @@ async def test_answers_that_depend_on_no_attribute_stay_what_they_are(scene: Sce
     assert len({snapshot_before.stamp, snapshot_before.values_stamp, after.values_stamp}) == 3
 
 
-async def test_blocklist_and_values_may_change_at_once(scene: Scene) -> None:
+async def test_blocklist_and_values_may_change_at_once(scene: Stocked) -> None:
     await scene.publish(pointer(A, 1))
     for ms in range(101, 106):
         told(scene, ms, f"i{ms - 100}", stock=False)
@@ -211,7 +221,7 @@ async def test_blocklist_and_values_may_change_at_once(scene: Scene) -> None:
     async with asyncio.timeout(10):
         await asyncio.gather(
             *(scene.shelf.block(Blocklist(version, frozenset({b"i9"}))) for version in range(1, 6)),
-            *(scene.shelf.take_values() for _ in range(5)),
+            *(scene.updater.take_values() for _ in range(5)),
         )
 
     live = scene.shelf.live
@@ -220,14 +230,14 @@ async def test_blocklist_and_values_may_change_at_once(scene: Scene) -> None:
     assert out_of_stock(live) == {f"i{number}" for number in range(1, 6)}
 
 
-async def test_what_became_of_them_is_counted_once(scene: Scene) -> None:
+async def test_what_became_of_them_is_counted_once(scene: Stocked) -> None:
     await scene.publish(pointer(A, 1))
     await scene.publish(pointer(B, 2, previous=A))
     told(scene, 301, "i3", stock=False, colour="red")
     told(scene, 302, "i4", stock="no", price=3)
     told(scene, 303, "nothing-we-have", stock=True)
 
-    await scene.shelf.take_values()
+    await scene.updater.take_values()
 
     assert dict(results(scene)) == {
         "set": 2.0, "unknown item": 1.0, "unknown attribute": 1.0, "not true or false": 1.0,
@@ -235,7 +245,7 @@ async def test_what_became_of_them_is_counted_once(scene: Scene) -> None:
     assert out_of_stock(scene.shelf.live) == {"i3", "i4"}
 
 
-def results(scene: Scene) -> Iterator[tuple[str, float]]:
+def results(scene: Stocked) -> Iterator[tuple[str, float]]:
     for family in scene.world.metrics.event_values.collect():
         for sample in family.samples:
             if sample.name == "larder_event_values_total" and sample.value:
@@ -264,19 +274,19 @@ async def test_a_new_item_on_which_the_tower_raised_is_tried_again_when_it_is_ti
     await scene.publish(pointer(A, 1))
     features: dict[str, Any] = {"looks": (0.5,) * DIMS}
     event = Event("new", 0, None, b"new", features=features)
-    scene.shelf.attributes.add(Position(101, 0), event)
-    scene.shelf.new_items.add(Position(101, 0), event)
-    await scene.shelf.take_values()
+    scene.newer_events.values.add(Position(101, 0), event)
+    scene.newer_events.items.add(Position(101, 0), event)
+    await scene.updater.take_values()
     assert scene.shelf.live is not None and not scene.shelf.live.new_items
 
     is_full = False
-    await scene.shelf.take_values()
+    await scene.updater.take_values()
     snapshot_before = scene.shelf.live
     scene.timer.tick(TOWER_RETRIES_S[0])
-    await scene.shelf.take_values()
+    await scene.updater.take_values()
 
     live = scene.shelf.live
     assert live is not None and snapshot_before is not None and not snapshot_before.new_items
     assert [new_item.raw for new_item in live.new_items.items] == [b"new"]
-    await scene.shelf.take_values()
+    await scene.updater.take_values()
     assert scene.shelf.live is live

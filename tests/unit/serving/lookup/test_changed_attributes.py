@@ -16,6 +16,7 @@ from cache.format.manifest import FACET, EventsRead, NamedFilter, Producer, Tabl
 from cache.records import Layout, encode_topk
 from cache.tiers.reads import View
 from serving.engine.entity import find_plain_record_key, with_filter_table
+from serving.events.item_updates import with_changed_filtering
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.requests.models import RequestOptions
@@ -61,14 +62,15 @@ def brands(world: World) -> Snapshot:
         attributes, world.items.vectors, declared={"stocked": read_filter(stocked)}
     )
     return dataclasses.replace(
-        initial_snapshot, manifest=manifest, directories=directories, filtering=filtering,
+        initial_snapshot, manifest=manifest, directories=directories, parts={Filtering: filtering},
         view=View(GENERATION, directories),
     )  # fmt: skip
 
 
 def changed(snapshot: Snapshot, *values: ItemValue) -> Snapshot:
-    assert snapshot.filtering is not None
-    return snapshot.with_filtering(snapshot.filtering.changed_by(values)[0], 1)
+    filtering = snapshot.part(Filtering)
+    assert filtering is not None
+    return with_changed_filtering(snapshot, filtering.changed_by(values)[0])
 
 
 @pytest.fixture
@@ -106,17 +108,13 @@ async def test_a_facet_of_which_nothing_is_left_has_no_items(world: World) -> No
 
 def test_only_a_facet_of_what_changed_is_looked_at(world: World) -> None:
     snapshot = brands(world)
-    facet, lists = (snapshot.manifest.tables[table_name] for table_name in ("brands", "user_topk"))
-    assert snapshot.changed_facet(facet) is None
+    assert not snapshot.changed_facets
 
     stock_changed_snapshot = changed(snapshot, ItemValue(2, "stock", False))
-    assert stock_changed_snapshot.changed_facet(facet) is None
+    assert not stock_changed_snapshot.changed_facets
 
     brand_changed_snapshot = changed(stock_changed_snapshot, ItemValue(2, "brand", "best"))
-    assert (
-        brand_changed_snapshot.changed_facet(facet) is not None
-        and brand_changed_snapshot.changed_facet(lists) is None
-    )
+    assert set(brand_changed_snapshot.changed_facets) == {"brands"}
 
 
 def test_a_list_made_under_a_filter_is_read_only_while_it_holds(world: World) -> None:

@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 
 from cache.errors import InvalidInput
-from cache.events.event import Event, Position
+from cache.events.event import Event
 from cache.events.event_predictor import EventInput, GenerationEvents
-from cache.events.new_items import NewItem, NewItems
 from cache.filters.expression import read_filter
-from cache.filters.filtering import FilterMask
 from cache.format.ids import fingerprint, fingerprints, hash_id
+from cache.format.stream_position import Position
 from cache.l2.commands import OverlayRead, PageRead
+from cache.model.filter_mask import FilterMask
 from cache.model.input_preparation import LiveInput, PreparedInput
+from cache.model.new_items import NewItem, NewItems
 from cache.model.tower_spec import InputSpec
 from cache.records import FLAG_APPROXIMATE, FLAG_LIVE, absent_records, decode_record, encode_topk
 from cache.tiers.reads import ReadResult, RecordKey
 from serving.engine.answer_builder import RequestContext
 from serving.engine.answer_observer import AnswerSampler
-from serving.engine.batch_inference import with_events as with_events_batch
 from serving.engine.batch_inference import with_new_items
 from serving.engine.entity import build_pending_answers
-from serving.engine.event_counting import count_newer
 from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
+from serving.events.newer_events import NewerEvents, compute_from_events
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.requests.answers import Source
@@ -45,24 +45,32 @@ from tests.unit.serving.world import (
 )
 
 
+class EventWorld(World):
+    """A world whose answers count events."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.newer_events = self.ladder.newer_inputs = NewerEvents()
+
+
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> EventWorld:
+    return EventWorld()
 
 
 def with_events(world: World, *features: InputSpec) -> Snapshot:
     """A generation that has no events; its model takes these features, and is not here."""
-    return world.snapshot(events=GenerationEvents(0, {"user_topk": features}))
+    return world.snapshot(parts={GenerationEvents: GenerationEvents(0, {"user_topk": features})})
 
 
-def clicks(world: World, user: str, item: str, at: int = 1) -> None:
+def clicks(world: EventWorld, user: str, item: str, at: int = 1) -> None:
     """An event of a user, at a position."""
     event = Event(f"e{at}", 0, user.encode(), item.encode())
-    assert world.ladder.newer_events.users.add(Position(at, 0), event)
+    assert world.newer_events.users.add(Position(at, 0), event)
 
 
 async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_for_events(
-    world: World,
+    world: EventWorld,
 ) -> None:
     snapshot = with_events(world)
     clicks(world, "stranger", "i3")
@@ -73,12 +81,12 @@ async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_f
     )
 
     (job,) = world.jobs
-    assert job.event_input is None and answer["source"] == "live"
+    assert job.newer_input is None and answer["source"] == "live"
     assert "i3" not in answer["items"] and answer["approximate"] is True
 
 
-@pytest.mark.parametrize("run", [with_events_batch, with_new_items])
-def test_without_a_model_every_job_of_a_batch_is_told_so(world: World, run: Any) -> None:
+@pytest.mark.parametrize("run", [compute_from_events, with_new_items])
+def test_without_a_model_every_job_of_a_batch_is_told_so(world: EventWorld, run: Any) -> None:
     snapshot = world.snapshot(predictor=None)
     jobs = [
         InferenceJob(snapshot, "user_topk", LiveInput(history=ids("i1")), 7, 10) for _ in range(2)
@@ -90,23 +98,21 @@ def test_without_a_model_every_job_of_a_batch_is_told_so(world: World, run: Any)
     assert {outcome.reason for outcome in outcomes} == {LiveReason.NO_MODEL}
 
 
-def test_events_change_nothing_where_the_generation_takes_none_for_the_table(world: World) -> None:
+def test_events_change_nothing_where_the_generation_takes_none_for_the_table(
+    world: EventWorld,
+) -> None:
     clicks(world, "u1", "i3")
     without, events_snapshot = world.snapshot(), with_events(world)
     lists, vectors = (
         events_snapshot.manifest.tables[name] for name in ("user_topk", "user_vector")
     )
 
-    assert (
-        world.ladder.newer_events.find_counted_events(events_snapshot, lists, b"u1", -1) is not None
-    )
-    assert (
-        world.ladder.newer_events.find_counted_events(events_snapshot, vectors, b"u1", -1) is None
-    )
-    assert world.ladder.newer_events.find_counted_events(without, lists, b"u1", -1) is None
+    assert world.newer_events.find_counted_events(events_snapshot, lists, b"u1", -1) is not None
+    assert world.newer_events.find_counted_events(events_snapshot, vectors, b"u1", -1) is None
+    assert world.newer_events.find_counted_events(without, lists, b"u1", -1) is None
 
 
-async def test_who_has_only_later_events_gets_what_the_night_stored(world: World) -> None:
+async def test_who_has_only_later_events_gets_what_the_night_stored(world: EventWorld) -> None:
     # Given a user whose only event is later than what is asked for
     snapshot = with_events(world)
     clicks(world, "u1", "i3", at=5)
@@ -126,7 +132,7 @@ def new_items(*ids: str) -> NewItems:
 
 
 async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_others_share(
-    world: World,
+    world: EventWorld,
 ) -> None:
     snapshot = dataclasses.replace(with_events(world), new_items=new_items("new-0", "new-1"))
     clicks(world, "stranger", "new-0")
@@ -135,11 +141,11 @@ async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_other
     await world.ladder.lookup(ServedGenerations(snapshot), ask(requested_entity), monotonic())
 
     (job,) = world.jobs
-    assert job.event_input is None and job.new.excluded_numbers - {-1} == {len(ITEMS) + 1}
+    assert job.newer_input is None and job.new.excluded_numbers - {-1} == {len(ITEMS) + 1}
 
 
 async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(
-    world: World,
+    world: EventWorld,
 ) -> None:
     snapshot = dataclasses.replace(with_events(world), new_items=new_items("new-0"))
     sampler = world.ladder.watch.sampler = AnswerSampler(1_000)
@@ -157,9 +163,9 @@ async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(
     assert sample is not None and sample.raw == b"u1" and sampler.next() is None
 
 
-def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: World) -> None:
+def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: EventWorld) -> None:
     event = Event("e1", 0, b"u1", attributes={"country": "nl"})
-    newer_events, plain_snapshot = world.ladder.newer_events, with_events(world)
+    newer_events, plain_snapshot = world.newer_events, with_events(world)
     country_snapshot = with_events(world, InputSpec("home", "feature", "int64", column="country"))
     age_snapshot = with_events(world, InputSpec("years", "feature", "int64", column="age"))
     table = plain_snapshot.manifest.tables["user_topk"]
@@ -184,9 +190,9 @@ def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: Wo
 
 
 def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(
-    world: World,
+    world: EventWorld,
 ) -> None:
-    newer_events = world.ladder.newer_events
+    newer_events = world.newer_events
     home = InputSpec("home", "feature", "int64", column="country")
     country_snapshot, plain_snapshot = with_events(world, home), with_events(world)
     table = country_snapshot.manifest.tables["user_topk"]
@@ -214,7 +220,7 @@ def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(
     )
 
 
-async def test_part_of_a_list_that_is_approximate_says_so_under_a_filter(world: World) -> None:
+async def test_part_of_a_list_that_is_approximate_says_so_under_a_filter(world: EventWorld) -> None:
     snapshot = world.snapshot()
     (case,) = await build_pending_answers(snapshot, ask(entity("u1")))
     rows = encode_topk(
@@ -240,7 +246,7 @@ async def read_nothing(record_keys: Sequence[RecordKey]) -> Sequence[ReadResult]
     raise AssertionError(f"no record was to be read: {record_keys}")
 
 
-async def test_others_have_their_turn_while_events_of_many_are_counted(world: World) -> None:
+async def test_others_have_their_turn_while_events_of_many_are_counted(world: EventWorld) -> None:
     snapshot = with_events(world)
     users = [f"stranger-{number}" for number in range(640)]
     for at, user in enumerate(users, 1):
@@ -255,7 +261,7 @@ async def test_others_have_their_turn_while_events_of_many_are_counted(world: Wo
             await asyncio.sleep(0)
 
     task = asyncio.create_task(count_iterations())
-    await count_newer(world.ladder.newer_events, snapshot, cases, RequestOptions(1.0), read_nothing)
+    await world.newer_events.count_newer(snapshot, cases, RequestOptions(1.0), read_nothing)
     task.cancel()
 
     assert iterations >= 9 and all(case.counted_events is not None for case in cases)
@@ -301,15 +307,15 @@ class TakesWhatIsSent:
         return self.predictor.predict(table, batch, prints, scored_at, blocked=no_ordinals)
 
 
-class WorldOfValues(World):
+class WorldOfValues(EventWorld):
     """A world that computes from events."""
 
     async def infer(self, job: InferenceJob) -> ComputedRecord:
         """Inference on the spot, by the model that the job is for."""
-        if job.event_input is None:
+        if job.newer_input is None:
             return await super().infer(job)
         self.jobs.append(job)
-        (outcome,) = with_events_batch([job], SCORED_AT)
+        (outcome,) = compute_from_events([job], SCORED_AT)
         if not isinstance(outcome, ComputedRecord):
             raise outcome
         return outcome
@@ -327,7 +333,8 @@ def values() -> WorldOfValues:
 def with_values(world: World, *without_record: str) -> Snapshot:
     """A generation without the record of some users in the table of values."""
     model = cast(Any, TakesWhatIsSent(world.predictor))
-    snapshot = world.snapshot(events=GenerationEvents(0, {VALUES: (AGE,)}, model))
+    events = GenerationEvents(0, {VALUES: (AGE,)}, model)
+    snapshot = world.snapshot(parts={GenerationEvents: events})
     layout = snapshot.manifest.tables[VALUES].layout
     page = bytearray(world.remote.pages[GENERATION, VALUES, 0])
     for user in without_record:
@@ -402,7 +409,7 @@ async def test_what_a_user_without_a_record_sends_counts_before_the_events(
         assert values_of(answer) == COMPUTED and answer["source"] == "live"
         assert answer["events"] == 1 and "approximate" not in answer and "live" not in answer
     assert [
-        job.event_input is not None and job.event_input.caller_input is not None
+        isinstance(job.newer_input, EventInput) and job.newer_input.caller_input is not None
         for job in values.jobs
     ] == [True] * 2
 

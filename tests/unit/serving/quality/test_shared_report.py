@@ -5,7 +5,6 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.usage.hot_keys import HOT_WINDOW, Name, Window
 from serving.quality.results import REPORT_LIFE_S, QualityResults, SampleTotals, SharedReport
 from serving.usage.table_usage import ReadHashes, TableUsage
 from tests.fakes import FakeControl
@@ -22,6 +21,8 @@ class FakeRedis(FakeControl):
 
     async def execute(self, *command: Any) -> Any:
         match command[0]:
+            case "ZREVRANGE":
+                return []
             case "HSET":
                 self.rows[command[2].encode()] = command[3]
             case "HGETALL":
@@ -30,9 +31,6 @@ class FakeRedis(FakeControl):
                 for field_name in command[2:]:
                     del self.rows[field_name]
         return 0
-
-    async def fetch_hot_names(self, hour: int, window: Window = HOT_WINDOW) -> list[Name]:
-        return []
 
 
 def row(generation: str, **changes: Any) -> bytes:

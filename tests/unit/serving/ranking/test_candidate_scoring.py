@@ -7,8 +7,8 @@ import pytest
 
 from cache.format.ids import fingerprint
 from cache.records import Layout, decode_record, encode_numbers
-from serving.filters.candidate_scoring import rank_candidates, score_tolerance
-from serving.filters.filtered_lookup import Filters
+from serving.engine.candidate_scoring import rank_candidates, score_tolerance
+from serving.filters.filtered_lookup import FilteredLookup, Filters
 from serving.generations.served_set import ServedGenerations
 from serving.requests.errors import unprocessable
 from serving.requests.models import RequestOptions, ScoreRequest
@@ -23,7 +23,7 @@ async def test_a_sent_history_is_computed_from_although_a_vector_is_stored() -> 
     async def ranked(user):
         score_request = ScoreRequest(user, candidates, options)
         now_s = asyncio.get_running_loop().time()
-        return await rank_candidates(world.ladder, Filters(), served, score_request, now_s)
+        return await rank_candidates(world.ladder, served, score_request, now_s)
 
     stored_answer = await ranked(entity("u1", ""))
     live = [await ranked(entity("u1", "", history=ids("i3"))) for _ in range(2)]
@@ -63,10 +63,9 @@ async def test_a_previous_generation_without_the_filters_attribute_answers_no_sc
     )
     now_s = asyncio.get_running_loop().time()
 
-    previous = await rank_candidates(world.ladder, Filters(), live, unfiltered_request, now_s)
-    filtered = await rank_candidates(
-        world.ladder, FiltersOfTheLiveOne(), live, filtered_request, now_s
-    )
+    previous = await rank_candidates(world.ladder, live, unfiltered_request, now_s)
+    world.ladder.shaper = FilteredLookup(world.ladder, FiltersOfTheLiveOne())
+    filtered = await rank_candidates(world.ladder, live, filtered_request, now_s)
 
     assert previous["source"] == "previous" and previous["items"]
     assert (filtered["source"], filtered["generation"]) == ("default", GENERATION)

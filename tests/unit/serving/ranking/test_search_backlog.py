@@ -67,7 +67,7 @@ def masks() -> Iterator[ThreadPoolExecutor]:
 async def test_searches_that_nobody_waits_for_are_not_begun(executor: ThreadPoolExecutor) -> None:
     now_s = 100.0
     filtering = Filtering()
-    snapshot: Any = SimpleNamespace(filtering=filtering)
+    snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
     filter_mask: Any = SimpleNamespace(count=1 << 20)
     searches = [VectorSearch(VECTOR, np.empty(0, np.int64), 5, METRIC)] * 3
     filters: Any = Filters(executor, timer=lambda: now_s)
@@ -88,7 +88,7 @@ async def test_a_filter_is_worked_out_once_for_all_who_ask_for_it_at_once(
     executor: ThreadPoolExecutor, masks: ThreadPoolExecutor
 ) -> None:
     filtering = Filtering()
-    snapshot: Any = SimpleNamespace(filtering=filtering)
+    snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
     filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
 
     asking = [asyncio.create_task(filters.evaluate(snapshot, "cheap", 30.0)) for _ in range(50)]
@@ -107,7 +107,7 @@ async def test_a_filter_that_does_not_fit_is_refused_for_each_who_asked(
 ) -> None:
     filtering = Filtering()
     filtering.go.set()
-    snapshot: Any = SimpleNamespace(filtering=filtering)
+    snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
     filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
 
     problems = await asyncio.gather(
@@ -121,7 +121,7 @@ async def test_a_filter_waits_no_longer_than_its_request_and_is_not_begun_for_no
     executor: ThreadPoolExecutor, masks: ThreadPoolExecutor
 ) -> None:
     filtering = Filtering()
-    snapshot: Any = SimpleNamespace(filtering=filtering)
+    snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
     filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
 
     first = asyncio.create_task(filters.evaluate(snapshot, "first", 30.0))
@@ -146,7 +146,7 @@ async def test_more_filters_than_may_wait_are_refused_at_once(
     executor: ThreadPoolExecutor, masks: ThreadPoolExecutor
 ) -> None:
     filtering = Filtering()
-    snapshot: Any = SimpleNamespace(filtering=filtering)
+    snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
     filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
     waiting = [
         asyncio.create_task(filters.evaluate(snapshot, f"filter {number}", 30.0))
@@ -167,7 +167,7 @@ async def test_under_overload_no_costly_filter_is_begun(
     executor: ThreadPoolExecutor, masks: ThreadPoolExecutor
 ) -> None:
     filtering = Filtering()
-    snapshot: Any = SimpleNamespace(filtering=filtering)
+    snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
     filters: Any = Filters(executor, lambda: False, lambda: 0.0, mask_executor=masks)
 
     with pytest.raises(Problem) as refused:
@@ -181,7 +181,7 @@ async def test_work_of_other_parts_in_threads_waits_behind_no_filter(
 ) -> None:
     """Blocklists are put in force in asyncio's own threads, of which there are cores + 4."""
     filtering = Filtering()
-    snapshot: Any = SimpleNamespace(filtering=filtering)
+    snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
     with ThreadPoolExecutor(2) as masks:
         filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
         asking = [
@@ -202,7 +202,7 @@ async def test_what_a_filter_costs_decides_where_it_is_worked_out(
     executor: ThreadPoolExecutor, masks: ThreadPoolExecutor, cost: int, *, is_inline: bool
 ) -> None:
     filtering = Filtering(cost)
-    snapshot: Any = SimpleNamespace(filtering=filtering)
+    snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
     filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
 
     await filters.evaluate(snapshot, "any", 30.0)

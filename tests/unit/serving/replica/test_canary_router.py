@@ -37,12 +37,9 @@ def scene(
 ) -> tuple[World, ServedGenerations, CanaryRouter]:
     world = World()
     live, coming = world.snapshot(OLDER), world.snapshot(GENERATION)
-    split = (
-        None if canary is None or not is_held else KeySplit.of(canary.generation, canary.percent)
-    )
     return (
         world,
-        ServedGenerations(live, None, coming, split),
+        ServedGenerations(live, None, coming, canary if is_held else None),
         CanaryRouter(cast(GenerationHolder, Runs(canary)), CanaryMetrics(world.metrics.registry)),
     )
 

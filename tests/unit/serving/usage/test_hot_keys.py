@@ -13,6 +13,7 @@ from cache.usage.hot_keys import (
     MEMBERS_MAX,
     HotKeyReport,
     Name,
+    SharedHotKeys,
     Window,
     hottest,
     member,
@@ -20,12 +21,12 @@ from cache.usage.hot_keys import (
 from serving.engine.l1_warmup import RECENT, RecentNames
 from serving.generations.snapshot import Snapshot
 from serving.usage.hot_keys import REPORTED, HotKeySketch
-from tests.fakes import FakeClock, FakeControl
+from tests.fakes import FakeClock
 from tests.unit.serving.world import World
 
 
 @dataclass
-class FakeRedis(FakeControl):
+class FakeRedis(SharedHotKeys):
     """Keeps reports and answers with what tests say is hot."""
 
     down: bool = False
@@ -33,12 +34,12 @@ class FakeRedis(FakeControl):
     answers: list[Name] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
 
-    async def report_hot(self, report: HotKeyReport) -> None:
+    async def add_report(self, report: HotKeyReport) -> None:
         if self.down:
             raise TierUnavailable("gone", reason="connection")
         self.reports.append(report)
 
-    async def fetch_hot_names(self, hour: int, window: Window = HOT_WINDOW) -> list[Name]:
+    async def fetch_names(self, hour: int, window: Window = HOT_WINDOW) -> list[Name]:
         if self.down:
             raise TierUnavailable("gone", reason="connection")
         self.asked.append(hour)

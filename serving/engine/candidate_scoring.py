@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.filters.filtering import FilterMask
-from cache.filters.reranking import Reranker
+from cache.model.filter_mask import FilterMask
 from cache.model.ranking import Metric, score
 from cache.records import Layout
+from serving.engine.hooks import ListShaper
 from serving.engine.ladder import Ladder
-from serving.engine.rendering.answer_fields import AnswerJson, history_in
-from serving.filters.filtered_lookup import Filters
+from serving.engine.rendering.answer_fields import AnswerJson, Reranker, history_in
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot, ranking_metric, user_vector_table
 from serving.requests.errors import Problem
@@ -21,7 +20,6 @@ from serving.requests.models import LookupRequest, RequestOptions, ScoreRequest
 
 async def rank_candidates(
     ladder: Ladder,
-    filters: Filters,
     served: ServedGenerations,
     score_request: ScoreRequest,
     started: float,
@@ -35,11 +33,11 @@ async def rank_candidates(
     Candidates without a score are listed by reason: `unknown`, `blocked`, `excluded` (the sent history), `filtered`.
     """
     served = served.pinned(score_request.options.generation)
-    sought = score_request.options
+    sought, shaper = score_request.options, ladder.shaper
     deadline = started + sought.deadline_s
-    filter_mask = await filters.evaluate(served.live, sought.filter, deadline)
-    reranker = await filters.reranker(served.live, sought.rerank, deadline)
-    if not await _can_shape(filters, served.previous, sought, deadline):
+    filter_mask = await shaper.filter_mask(served.live, sought, deadline)
+    reranker = await shaper.reranker(served.live, sought, deadline)
+    if not await _can_shape(shaper, served.previous, sought, deadline):
         served = replace(served, previous=None)  # it cannot answer this, and the live one can
     table = user_vector_table(served.live)
     user = score_request.user.of_table(table.name)
@@ -48,8 +46,8 @@ async def rank_candidates(
     snapshot = served.find(answer["generation"]) or served.live
     vector = answer.pop("vector")
     if snapshot is not served.live:
-        filter_mask = await filters.evaluate(snapshot, sought.filter, deadline)
-        reranker = await filters.reranker(snapshot, sought.rerank, deadline)
+        filter_mask = await shaper.filter_mask(snapshot, sought, deadline)
+        reranker = await shaper.reranker(snapshot, sought, deadline)
     ordinals, named = _sorted_out(snapshot, score_request, filter_mask)
     answer |= {"items": [], "scores": []}
     if vector is not None and ordinals:
@@ -65,13 +63,13 @@ async def rank_candidates(
 
 
 async def _can_shape(
-    filters: Filters, snapshot: Snapshot | None, options: RequestOptions, deadline: float
+    shaper: ListShaper, snapshot: Snapshot | None, options: RequestOptions, deadline: float
 ) -> bool:
     """True if a generation has the attributes that the request's filter and re-ranking name."""
     if snapshot is not None:
         try:
-            await filters.evaluate(snapshot, options.filter, deadline)
-            await filters.reranker(snapshot, options.rerank, deadline)
+            await shaper.filter_mask(snapshot, options, deadline)
+            await shaper.reranker(snapshot, options, deadline)
         except Problem:
             return False
     return True

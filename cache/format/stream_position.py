@@ -1,0 +1,43 @@
+"""Position in the event stream, as a manifest, a request and an answer name it. Pure."""
+
+import re
+from typing import Final, NamedTuple, Self
+
+from cache.errors import InvalidInput
+
+_POSITION_TEXT = re.compile(r"([0-9]{1,13})-([0-9]{1,7})")
+_SEQUENCE_BITS: Final = 20
+
+
+class Position(NamedTuple):
+    """Milliseconds since 1970 by Redis' clock, and a number within them; each event's is greater than all before it."""
+
+    ms: int
+    sequence: int
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Self:
+        """Reads Redis' id of a stream entry, such as 1700000000000-3; raises InvalidInput for anything else."""
+        id_match = _POSITION_TEXT.fullmatch(
+            text.decode("ascii", "replace") if isinstance(text, bytes) else text
+        )
+        if id_match is None or int(id_match[2]) >> _SEQUENCE_BITS:
+            raise InvalidInput(f"{text!r} is no position of an event, such as 1700000000000-0")
+        return cls(int(id_match[1]), int(id_match[2]))
+
+    @property
+    def number(self) -> int:
+        """The position as one number of 64 bits, in the same order."""
+        return self.ms << _SEQUENCE_BITS | self.sequence
+
+    @classmethod
+    def of_number(cls, number: int) -> Self:
+        """Undoes `number`."""
+        return cls(number >> _SEQUENCE_BITS, number & ((1 << _SEQUENCE_BITS) - 1))
+
+    def __str__(self) -> str:
+        return f"{self.ms}-{self.sequence}"
+
+
+BEGINNING: Final = Position(0, 0)
+"""Position before every event."""

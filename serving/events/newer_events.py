@@ -1,0 +1,354 @@
+"""Newer events of users and new items: which of them an answer counts, and how live computes from them."""
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import xxhash
+
+from cache.events.event import Event
+from cache.events.event_predictor import EventInput, GenerationEvents
+from cache.events.new_items import ITEM_VECTORS, NewItemEvents
+from cache.events.newer_events import AttributeEvents, UserEvent, UserEvents, takes_any_attribute
+from cache.format.manifest import Table
+from cache.format.stream_position import Position
+from cache.model.input_preparation import LiveInput, PreparedInput
+from cache.tiers.reads import Hit, MissReason
+from serving.admission.work_pacer import YieldPacer
+from serving.engine.batch_inference import run_in_halves
+from serving.engine.entity import NewerInput, PendingAnswer
+from serving.engine.hooks import ReadRecords
+from serving.engine.micro_batcher import (
+    ComputedRecord,
+    InferenceJob,
+    InferenceOutcome,
+    LiveUnavailable,
+)
+from serving.engine.rendering.answer_fields import iso_of
+from serving.generations.snapshot import Snapshot
+from serving.requests.models import RequestOptions
+from serving.requests.reasons import LiveReason
+
+NO_LIMIT = (1 << 64) - 1
+"""Number that is above every position's."""
+
+
+class CountedEvents(NamedTuple):
+    """Newer events that an answer counts, the newest last; `digest` is that of all inputs of the answer.
+
+    Unless it `is_whole` some may be missing, and nothing is computed from the known ones. An `is_past` one is for a
+    requested earlier position: computed, and not kept; `is_approximate` if attributes are newer than it.
+    """
+
+    input: EventInput
+    digest: bytes
+    is_whole: bool = True
+    is_past: bool = False
+    is_approximate: bool = False
+
+    @property
+    def position(self) -> int:
+        """Position of the user in the directory; -1 if the night did not know them."""
+        return self.input.position
+
+    @property
+    def counts_sent(self) -> bool:
+        """True if what the caller sent counts, besides the events."""
+        return self.input.caller_input is not None
+
+    @property
+    def events(self) -> int:
+        """Number of events."""
+        return len(self.input.events)
+
+    @property
+    def as_of(self) -> str:
+        """Time when the newest was accepted, RFC 3339, UTC."""
+        return iso_of(Position.of_number(self.input.events[-1].number).ms / 1000)
+
+    @property
+    def items(self) -> tuple[bytes, ...]:
+        """Items of the events, by their ids."""
+        return tuple([event.item for event in self.input.events if event.item])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewerEvents:
+    """Events of users since the oldest generation that is held; for the event loop of one process only."""
+
+    users: UserEvents = field(default_factory=UserEvents)
+    values: AttributeEvents = field(default_factory=AttributeEvents)
+    """Attributes that events set."""
+    items: NewItemEvents = field(default_factory=NewItemEvents)
+    """Items that events brought."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that they take, about."""
+        return self.users.size_bytes + self.values.size_bytes + self.items.size_bytes
+
+    @property
+    def packed(self) -> dict[bytes, bytes]:
+        """Events by user, the same dictionary for good: a user whom it lacks has none.
+
+        With each event the user gets another object: while it is the same, an answer still counts all events.
+        """
+        return self.users.packed
+
+    def add(self, position: Position, event: Event) -> None:
+        """Add the next event."""
+        self.users.add(position, event)
+        self.values.add(position, event)
+        self.items.add(position, event)
+
+    def become_in_turns(self, replacement: "NewerEvents") -> Iterator[None]:
+        """Take over the contents of `replacement`, which is then given up; a few users between two yields."""
+        yield from self.users.become_in_turns(replacement.users)
+        self.values.become(replacement.values)
+        self.items.become(replacement.items)
+
+    def forget(self, users: Iterable[bytes], items: frozenset[bytes]) -> None:
+        """Forget the events of users, and new items and item values, of items of a night as of those of events."""
+        for raw in users:
+            self.users.forget(raw)
+            self.values.forget("user", raw)
+        for raw in items:
+            if raw in self.items:
+                self.items.forget(raw)
+        for raw in self.values.items_among(items):
+            self.values.forget("item", raw)
+
+    def changes(self, snapshot: Snapshot, table: Table, raw: bytes) -> bool:
+        """True if the user has events that the generation lacks, and that change the answers of this table."""
+        events = snapshot.part(GenerationEvents)
+        if events is None or (features := events.tables.get(table.name)) is None:
+            return False
+        if not self.users.has_newer(raw, events.until_number):
+            return False
+        return self.users.has_newer_item(raw, events.until_number) or takes_any_attribute(
+            self.values.of_user(raw, events.until_number), features
+        )
+
+    def find_counted_events(
+        self,
+        snapshot: Snapshot,
+        table: Table,
+        raw: bytes,
+        position: int,
+        sent_input: tuple[LiveInput, bytes] | None = None,
+        as_of: int = NO_LIMIT,
+    ) -> CountedEvents | None:
+        """Events of the user that an answer of the table counts, up to a position's number; None without any.
+
+        `position` is the user's in the directory (-1: the night did not know it). `sent_input` is what the caller sent,
+        with its digest: it counts for users of whom the night and these events have no input that the model takes. Of a
+        user with a record in the table it is None.
+        """
+        events_of_night = snapshot.part(GenerationEvents)
+        if events_of_night is None or not events_of_night.changes(
+            table, position, snapshot.seen_items
+        ):
+            return None
+        if snapshot.blocks(table, raw):
+            return None
+        features = events_of_night.tables[table.name]
+        newer_events = self.users.list_events_after(raw, events_of_night.until_number)
+        values = self.values.of_user(raw, events_of_night.until_number)
+        is_of_values = takes_any_attribute(values, features)
+        events = tuple(
+            [
+                event
+                for event in newer_events
+                if event.number <= as_of and (event.item or is_of_values)
+            ]
+        )
+        if not events:
+            return None
+        event_input, digest = EventInput(position, events, None, values), b""
+        if sent_input is not None and not events_of_night.has_input(table, event_input):
+            source, digest = sent_input
+            event_input = event_input._replace(caller_input=source)
+        is_whole = events_of_night.until_number >= self.users.complete_after_number
+        is_past = as_of < NO_LIMIT
+        is_approximate = is_of_values and self.values.newest_of_user(raw) > as_of
+        return CountedEvents(
+            event_input, _digest(raw, events, digest), is_whole, is_past, is_approximate
+        )
+
+    async def count_newer(
+        self,
+        snapshot: Snapshot,
+        cases: Sequence[PendingAnswer],
+        options: RequestOptions,
+        read_records: ReadRecords,
+    ) -> None:
+        """Add to pending answers the newer events of their users, and the new items, unless the request declines them.
+
+        Where that cannot be computed (no model, vectors that users brought along, events that are yet to be read
+        again), they start settled for the nightly record.
+
+        Records are read here only where the answer depends on whether there is one: a user whom the night knows has
+        events and sent an input, and the night's input and the events do not suffice for the model. Then the sent input
+        counts unless a record is read.
+        """
+        if options.max_events == 0:
+            return
+        _answer_with_new(snapshot, cases, options)
+        packed, pace = self.packed, YieldPacer()
+        undecided = []
+        for case in cases:
+            raw = case.entity.raw
+            if raw is None or raw not in packed or case.counted_events is not None:
+                continue
+            await pace.step(case.entity)
+            counted_events = _find_counted_events(
+                self, snapshot, case, raw, options, takes_sent=case.entity.has_input
+            )
+            if counted_events is None:
+                continue
+            counts_sent = case.record_key.position >= 0 and counted_events.counts_sent
+            if counts_sent and _is_computed(snapshot, case, counted_events):
+                undecided.append((case, raw))
+            else:
+                _count(snapshot, case, counted_events)
+        if not undecided:
+            return
+        record_keys = [
+            case.record_key._replace(table=case.table, digest=None) for case, _ in undecided
+        ]
+        outcomes = await read_records(record_keys)
+        for (case, raw), outcome in zip(undecided, outcomes, strict=True):
+            await pace.step(case.entity)
+            has_record = isinstance(outcome, Hit)
+            counted_events = _find_counted_events(
+                self, snapshot, case, raw, options, takes_sent=not has_record
+            )
+            if counted_events is not None:
+                _count(snapshot, case, counted_events)
+
+    def count_as(
+        self, snapshot: Snapshot, case: PendingAnswer, sibling_pending: PendingAnswer
+    ) -> None:
+        """Make a pending answer count exactly the events of another table's: both are parts of one answer.
+
+        Events that were accepted in between would make a list of one history, and leave out the items of another.
+        """
+        events, counted_events = snapshot.part(GenerationEvents), sibling_pending.counted_events
+        if events is None or counted_events is None:
+            return
+        if events.changes(case.table, counted_events.position, snapshot.seen_items):
+            _count(snapshot, case, counted_events)
+
+
+def _digest(raw: bytes, events: Sequence[UserEvent], sent_digest: bytes) -> bytes:
+    # All of them: with the newest alone an answer that lacked some would be taken for the whole one.
+    numbers = struct.pack(
+        f"<II{len(events)}Q", len(raw), len(events), *[event.number for event in events]
+    )
+    return xxhash.xxh3_128_digest(numbers + raw + sent_digest)
+
+
+def _find_counted_events(
+    newer_events: NewerEvents,
+    snapshot: Snapshot,
+    case: PendingAnswer,
+    raw: bytes,
+    options: RequestOptions,
+    *,
+    takes_sent: bool,
+) -> CountedEvents | None:
+    """Return the newer events of a user that an answer counts, with the new items among them; None without any."""
+    as_of = NO_LIMIT if options.as_of is None else options.as_of
+    sent_input = (case.live_input, case.digest) if takes_sent else None
+    counted_events = newer_events.find_counted_events(
+        snapshot, case.table, raw, case.record_key.position, sent_input, as_of
+    )
+    if counted_events is None:
+        return None
+    counted_events = _with_new(snapshot, counted_events, options.as_of)
+    if new_items := case.new_items:
+        digest = xxhash.xxh3_128_digest(counted_events.digest + new_items.digest)
+        counted_events = counted_events._replace(digest=digest)
+    if snapshot.new_items.newest_number > as_of:  # some may have been others then, or gone since
+        counted_events = counted_events._replace(is_approximate=True)
+    return counted_events
+
+
+def _is_computed(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInput) -> bool:
+    """True if a model is to compute the answer from the events."""
+    events = snapshot.part(GenerationEvents)
+    return (
+        events is not None
+        and newer_input.is_whole
+        and events.computes(case.table, newer_input.position)
+    )
+
+
+def _count(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInput) -> None:
+    is_computed = _is_computed(snapshot, case, newer_input)
+    case.include_counted_events(newer_input, is_settled=not is_computed)
+    if newer_input.is_past and is_computed:
+        case.reason = MissReason.NEWER_EVENTS  # never one that is stored
+    if snapshot.predictor is None:
+        case.live_reason = LiveReason.NO_MODEL
+
+
+def _with_new(
+    snapshot: Snapshot, counted_events: CountedEvents, as_of: int | None
+) -> CountedEvents:
+    """Return the events with the new items among them, counted as the next night counts them.
+
+    If items are a table of vectors, the next night's models know them as well, so the answer is approximate.
+    """
+    new_items = snapshot.new_items
+    if not new_items or new_items.numbers.keys().isdisjoint(counted_events.items):
+        return counted_events
+    if as_of is not None:
+        new_items = new_items.up_to(as_of)
+    among = sorted({*counted_events.items} & new_items.numbers.keys())
+    if not among:
+        return counted_events
+    named = b"".join([len(raw).to_bytes(4, "little") + raw for raw in among])
+    return counted_events._replace(
+        input=counted_events.input._replace(new_items=new_items),
+        digest=xxhash.xxh3_128_digest(counted_events.digest + named),
+        is_approximate=counted_events.is_approximate
+        or bool(snapshot.manifest.facts.get(ITEM_VECTORS)),
+    )
+
+
+def _answer_with_new(
+    snapshot: Snapshot, cases: Sequence[PendingAnswer], options: RequestOptions
+) -> None:
+    """Make computed lists of users name the new items of a generation.
+
+    Not for re-ranked lists, which need more of an item than is known of a new one.
+    """
+    new_items = snapshot.new_items
+    if not new_items or options.rerank is not None:
+        return
+    if options.as_of is not None:
+        new_items = new_items.up_to(options.as_of)
+    for case in cases:
+        if case.table.kind == "topk" and case.table.entity == "user":
+            case.include_new_items(new_items)
+
+
+def compute_from_events(jobs: Sequence[InferenceJob], scored_at: int) -> list[InferenceOutcome]:
+    """Run one inference for jobs with newer events; a job that fails costs the others nothing."""
+    snapshot, table = jobs[0].snapshot, jobs[0].table
+    events = snapshot.part(GenerationEvents)
+    predictor = None if events is None else events.predictor
+    if predictor is None:
+        return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
+
+    def predict(
+        batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
+    ) -> Sequence[ComputedRecord]:
+        prints, new = [job.fingerprint for job in batch_jobs], [job.new for job in batch_jobs]
+        records = predictor.predict(table, batch, prints, scored_at, new)
+        return [ComputedRecord(record) for record in records]
+
+    inputs = [job.newer_input for job in jobs if isinstance(job.newer_input, EventInput)]
+    return run_in_halves(jobs, lambda: predictor.prepare_all(table, inputs), predict)
