@@ -44,7 +44,7 @@ def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None
     assert " stood among 20 suggestions: the best of " in output
     larder(shop, "check", environ=redis)
     assert " gates passed" in larder(shop, "night", environ=redis)
-    status = json.loads(larder(shop, "status", "--json", environ=redis))
+    status = json.loads(larder(shop, "status", "--json", code=3, environ=redis))  # nobody serves
     (generation,) = [generation_report["generation"] for generation_report in status["generations"]]
 
     with running(
