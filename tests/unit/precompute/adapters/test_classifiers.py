@@ -227,7 +227,7 @@ def test_large_numbers_are_compared_by_their_size(tmp_path: Path) -> None:
         regressor(), TABLE, to=tmp_path / "to", expected=expected * (1 + 5e-5), **arguments
     )
 
-    assert report.largest_difference > 1
+    assert report.largest_difference is not None and report.largest_difference > 1
     with pytest.raises(
         SourceError, match=r"by more than 0\.0001 plus 0\.01% of the value for 40 of"
     ):
