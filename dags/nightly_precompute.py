@@ -77,7 +77,7 @@ FINAL = RetryRule(
 def run_step(name: str, *arguments: Any, **more: Any) -> dict[str, Any]:
     """Run a step by its module in `precompute.steps`, imported here so that parsing DAGs does not load it."""
     from precompute.config.settings import night_config
-    from precompute.steps.failure import forget_failure, noting_failure
+    from precompute.builds.night_failure import forget_failure, noting_failure
 
     config, run = night_config(), import_module(f"precompute.steps.{name}").run
     generation = arguments[0].get("generation") if arguments else None
@@ -145,7 +145,7 @@ def nightly_precompute() -> None:
         """Score one hash shard and write its pages."""
         from precompute.config.settings import night_config
         from precompute.steps import score
-        from precompute.steps.failure import noting_failure
+        from precompute.builds.night_failure import noting_failure
 
         with noting_failure(config := night_config(), f"score, shard {shard}", build["generation"]):
             return score.run_shard(config, build, shard)

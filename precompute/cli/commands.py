@@ -32,7 +32,7 @@ from precompute.config.progress import Progress, size_text
 from precompute.config.settings import NightConfig
 from precompute.releases.moves import new_attempt
 from precompute.releases.release_log import demand_reason, open_releases
-from precompute.steps.failure import noting_failure
+from precompute.builds.night_failure import noting_failure
 from precompute.steps.night import Night, run_night, step_in_night
 
 

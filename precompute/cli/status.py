@@ -24,7 +24,7 @@ from precompute.events.status import event_lines, events_status, events_until
 from precompute.releases.release_log import open_releases, standing
 from precompute.reuse.status import copied_share_text, copy_lines, reuse_field
 from precompute.sources.erasures import all_erasures
-from precompute.steps.failure import NightFailure, last_failure
+from precompute.builds.night_failure import NightFailure, last_failure
 
 REDIS_UNREACHABLE, REDIS_NOT_CONFIGURED, REDIS_REACHABLE = "away", "absent", "there"
 

@@ -330,32 +330,6 @@ def test_weights_that_no_file_holds_stand_beside_it(monkeypatch, tmp_path):
     assert tower_outputs[0].tobytes() == tower_outputs[1].tobytes()
 
 
-class TasteAndCountry(torch.nn.Module):  # type: ignore[misc, name-defined]
-    """Mean of a history's groups, and a country's own taste."""
-
-    def __init__(self):
-        super().__init__()
-        groups = torch.eye(5)[torch.arange(ITEMS + 1) % 5]
-        self.items = torch.nn.Embedding.from_pretrained(groups)
-        self.countries = torch.nn.Embedding.from_pretrained(torch.eye(5)[:3] * 0.1)
-
-    def forward(self, history, country):
-        real = (history != ITEMS).float().unsqueeze(-1)
-        mean = (self.items(history) * real).sum(1) / real.sum(1).clamp(min=1)
-        return mean + self.countries(country)
-
-
-class Country(torch.nn.Module):  # type: ignore[misc, name-defined]
-    """Taste of a country alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.countries = torch.nn.Embedding.from_pretrained(torch.eye(5))
-
-    def forward(self, country):
-        return self.countries(country)
-
-
 USERS = 300
 WITH_COUNTRY = Example(
     {"history": towers.HISTORY, "country": INDEX}, {"item": INDEX}, pad=ITEMS, max_length=20
@@ -373,7 +347,9 @@ def imported_with_countries(folder, tower, export_example, item_ids, clicked=4, 
     ]
     (folder / "clicks.csv").write_text("\n".join(["user,item", *lines]))
     items = torch.nn.Embedding.from_pretrained(torch.eye(5)[torch.arange(ITEMS) % 5])
-    arguments = {"user_features": {"country": np.arange(USERS) % (5 if tower is Country else 3)}}
+    arguments = {
+        "user_features": {"country": np.arange(USERS) % (5 if tower is towers.Country else 3)}
+    }
     return from_torch(
         tower().eval(), items.eval(), export_example, to=folder / "out", item_ids=item_ids,
         user_ids=[f"u{user}" for user in range(USERS)], clicks=folder / "clicks.csv",
@@ -384,8 +360,8 @@ def imported_with_countries(folder, tower, export_example, item_ids, clicked=4, 
 @pytest.mark.parametrize(
     ("tower", "export_example", "shuffled"),
     [
-        (TasteAndCountry, WITH_COUNTRY, np.random.default_rng(3).permutation(IDS).tolist()),
-        (Country, COUNTRY_ALONE, [*IDS[1:], IDS[0]]),
+        (towers.TasteAndCountry, WITH_COUNTRY, np.random.default_rng(3).permutation(IDS).tolist()),
+        (towers.Country, COUNTRY_ALONE, [*IDS[1:], IDS[0]]),
     ],
 )
 def test_shuffled_ids_are_refused_where_the_user_tower_takes_features(
@@ -401,17 +377,17 @@ def test_shuffled_ids_are_refused_where_the_user_tower_takes_features(
 
 
 def test_int8_is_compared_also_where_the_user_tower_takes_features(tmp_path):
-    report = imported_with_countries(tmp_path, TasteAndCountry, WITH_COUNTRY, IDS)
+    report = imported_with_countries(tmp_path, towers.TasteAndCountry, WITH_COUNTRY, IDS)
 
     assert report.agreement["overlap_at_20"] > 0.8
     assert any("int8, which answers live, finds" in line for line in report.lines())
 
 
 def test_clicks_that_cannot_judge_the_ids_are_said_to(tmp_path):
-    few = imported_with_countries(tmp_path, TasteAndCountry, WITH_COUNTRY, IDS, clicked=1)
+    few = imported_with_countries(tmp_path, towers.TasteAndCountry, WITH_COUNTRY, IDS, clicked=1)
 
     without_features = imported_with_countries(
-        tmp_path, TasteAndCountry, WITH_COUNTRY, IDS, user_features=None
+        tmp_path, towers.TasteAndCountry, WITH_COUNTRY, IDS, user_features=None
     )
 
     (limit,) = [limit for limit in few.cannot if "order of the model's rows" in limit]
@@ -428,7 +404,11 @@ def test_a_user_on_whose_features_the_model_cannot_be_run_is_named(tmp_path):
         SourceError, match=r"user 'u7': the model user_tower\.onnx cannot be run on country 3"
     ):
         imported_with_countries(
-            tmp_path, TasteAndCountry, WITH_COUNTRY, IDS, user_features={"country": countries}
+            tmp_path,
+            towers.TasteAndCountry,
+            WITH_COUNTRY,
+            IDS,
+            user_features={"country": countries},
         )
 
     assert not (tmp_path / "out").exists()

@@ -96,3 +96,29 @@ def bound(module: nn.Module, export_example: Example | None = None) -> BoundTowe
     """The module, which is made fit for an import, as the user tower."""
     export_example = export_example or example()
     return BoundTower(module.eval(), export_example.user, export_example, ITEMS, "the user tower")
+
+
+class TasteAndCountry(nn.Module):  # type: ignore[misc]
+    """Mean of a history's groups, and a country's own taste."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        groups = torch.eye(5)[torch.arange(ITEMS + 1) % 5]
+        self.items = nn.Embedding.from_pretrained(groups)
+        self.countries = nn.Embedding.from_pretrained(torch.eye(5)[:3] * 0.1)
+
+    def forward(self, history: Tensor, country: Tensor) -> Tensor:
+        real = (history != ITEMS).float().unsqueeze(-1)
+        mean = (self.items(history) * real).sum(1) / real.sum(1).clamp(min=1)
+        return mean + self.countries(country)
+
+
+class Country(nn.Module):  # type: ignore[misc]
+    """Taste of a country alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.countries = nn.Embedding.from_pretrained(torch.eye(5))
+
+    def forward(self, country: Tensor) -> Tensor:
+        return self.countries(country)

@@ -259,18 +259,21 @@ def test_models_without_a_program_and_torch_share_a_tasks_memory_out(
 
 
 def test_the_onnx_file_on_a_gpu_says_when_its_memory_is_full() -> None:
-    class Full:
-        spec = SimpleNamespace(inputs=[SimpleNamespace(name="row")])
+    class FailingSession:
+        def run(self, _names: Any, feed: Any) -> Any:
+            raise RuntimeError(bytes(feed["row"]).decode())
 
-        def fed(self, feed: Any) -> Any:
-            raise RuntimeError(feed["row"])
+    tower = Tower.__new__(Tower)
+    tower.name, tower._session = "user_tower", FailingSession()
+    tower.spec = SimpleNamespace(inputs=[SimpleNamespace(name="row")], output="vector")  # type: ignore[assignment]
 
-    full: Any = Full()
+    def outputs(message: bytes) -> None:
+        list(OnnxOnGpu(tower).outputs([[np.frombuffer(message, np.uint8)]]))
 
     with pytest.raises(MemoryError):
-        list(OnnxOnGpu(full).outputs([["Failed to allocate memory for requested buffer"]]))  # type: ignore[list-item]
-    with pytest.raises(RuntimeError, match="Invalid rank"):
-        list(OnnxOnGpu(full).outputs([["Invalid rank"]]))  # type: ignore[list-item]
+        outputs(b"Failed to allocate memory for requested buffer")
+    with pytest.raises(ModelFailed, match="Invalid rank"):
+        outputs(b"Invalid rank")
 
 
 def test_providers_are_named_with_their_device_and_share() -> None:
