@@ -88,6 +88,7 @@ class _Nothing:
 
 class _Follower:
     newer_events, limit_bytes, lag_s = NewerEvents(), 0, staticmethod(float)
+    count_new_items_without_vector = staticmethod(int)
 
 
 class _Files:

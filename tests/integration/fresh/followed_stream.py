@@ -9,6 +9,7 @@ from typing import Any
 import redis
 
 from cache.events.event import BEGINNING, Event, Position
+from cache.events.new_items import NO_NEW_ITEMS
 from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_call, pack_event, read_outcomes
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer
@@ -55,7 +56,10 @@ class Stream:
             SimpleNamespace(events=SimpleNamespace(until_number=position.number))
             for position in untils
         ]
-        self.shelf.served = SimpleNamespace(snapshots=[*snapshots, SimpleNamespace(events=None)])
+        self.shelf.served = SimpleNamespace(
+            snapshots=[*snapshots, SimpleNamespace(events=None)],
+            live=SimpleNamespace(new_items=NO_NEW_ITEMS),
+        )
 
     def click(self, user: str, item: str = "i") -> Position:
         """One more event, accepted."""
