@@ -135,7 +135,7 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
 def look_at_chosen(config: NightConfig) -> Iterator[Bundle | None]:
     """Yield the bundle that `chosen_bundle` would yield, None without one; nothing is handed over.
 
-    Its description and its items alone are read: models are neither verified nor, from the store, fetched.
+    That of a folder is read without its models.
     """
     store, source = config.store(), config.path(config.bundle)
     superseding_handover = _superseding(source, handed_over(store))
@@ -143,13 +143,10 @@ def look_at_chosen(config: NightConfig) -> Iterator[Bundle | None]:
         yield None
         return
     with TemporaryDirectory(prefix="larder-bundle-") as name:
-        folder = source
-        if superseding_handover is not None:
-            folder = Path(name)
-            for file in (BUNDLE_FILE, ITEMS_FILE):
-                take_file(store.fetch(_file(superseding_handover.digest, file)), folder / file)
-            _forget_copies(store, superseding_handover.digest)
-        bundle = Bundle.read(folder)
+        if superseding_handover is None:
+            bundle = Bundle.read(source)
+        else:
+            bundle = _fetched(store, superseding_handover, Path(name))
         _ = bundle.vocabulary
         yield bundle
 

@@ -12,6 +12,7 @@ from cache.events.event import Event
 from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_call, pack_event, read_outcomes
 from cache.format.redis_keys import Keyspace
 from cache.format.stream_position import BEGINNING, Position
+from cache.model.new_items import NO_NEW_ITEMS
 from cache.process.redis_server import RedisServer
 from cache.store.blocklist import Blocklist
 from serving.events.follower import EventFollower
@@ -62,7 +63,8 @@ class Stream:
     def hold(self, *untils: Position) -> None:
         """Holds generations made at these positions, and one that tells of no events."""
         self.shelf.served = SimpleNamespace(
-            snapshots=[Held(position.number) for position in untils] + [Held(None)]
+            snapshots=[Held(position.number) for position in untils] + [Held(None)],
+            live=SimpleNamespace(new_items=NO_NEW_ITEMS),
         )
 
     def click(self, user: str, item: str = "i") -> Position:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cache.errors import BundleError
+from cache.errors import BundleError, ModelFailed
 from cache.model.runtime import Accelerator, ort
 from cache.model.tower import Histories, Tile, Tower
 from cache.records import NO_ITEM, Layout
