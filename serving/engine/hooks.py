@@ -5,7 +5,6 @@ answer is the night's, or the model's.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Protocol
 
 from cache.format.manifest import Table
@@ -52,7 +51,8 @@ class NewerInputs(Protocol):
 class NoNewerInputs:
     """Newer inputs of a service without the feature that makes some."""
 
-    packed: Mapping[bytes, bytes] = MappingProxyType({})
+    def __init__(self) -> None:
+        self.packed: Mapping[bytes, bytes] = {}
 
     def changes(self, _snapshot: Snapshot, _table: Table, _raw: bytes) -> bool:
         """Nothing is newer."""

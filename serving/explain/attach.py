@@ -140,7 +140,7 @@ def attach(replica: Replica) -> Explainer:
     service, components = replica.service, replica.own.components
     explainer = Explainer(
         replica.own.follower, components.tiers, components.remote, replica.batcher, replica.admission,
-        replica.own.store, components.ladder.shaper, components.ladder.newer_inputs, in_thread=replica.in_thread,
+        replica.own.store, components.ladder, in_thread=replica.in_thread,
     )  # fmt: skip
 
     async def explain_one(request: Request, _started: float) -> object:

@@ -53,7 +53,6 @@ from serving.engine.entity import (
     find_record_key,
     new_items_of,
 )
-from serving.engine.hooks import ListShaper, NewerInputs
 from serving.engine.ladder import Ladder
 from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable, MicroBatcher
 from serving.engine.rendering.answer_fields import (
@@ -519,8 +518,7 @@ class Explainer:
         batcher: MicroBatcher,
         admission: Admission,
         store: ArtefactStore,
-        shaper: ListShaper,
-        newer_inputs: NewerInputs,
+        ladder: Ladder,
         *,
         in_thread: StoreThreads,
     ) -> None:
@@ -528,8 +526,7 @@ class Explainer:
         self._inspector = looking = TierInspector(tiers, remote)
         self._pages = PageChecks(looking, remote.control.keyspace, store, in_thread)
         self._rescorer = Rescorer(batcher, admission, looking)
-        self._shaper = shaper
-        self._newer_inputs = newer_inputs
+        self._ladder = ladder
         self._under_way = 0
         self._uncounted_metrics = UncountedMetrics()
 
@@ -557,10 +554,10 @@ class Explainer:
                 for record_key in record_keys
             ]
 
-        await self._newer_inputs.count_newer(snapshot, [case], request.options, read_records)
+        await self._ladder.newer_inputs.count_newer(snapshot, [case], request.options, read_records)
         deadline = time.monotonic() + request.options.deadline_s
-        filter_mask = await self._shaper.filter_mask(snapshot, request.options, deadline)
-        reranker = await self._shaper.reranker(snapshot, request.options, deadline)
+        filter_mask = await self._ladder.shaper.filter_mask(snapshot, request.options, deadline)
+        reranker = await self._ladder.shaper.reranker(snapshot, request.options, deadline)
         table, night_key, raw, requested_key = (
             case.table,
             case.nightly_key,

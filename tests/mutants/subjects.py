@@ -160,6 +160,7 @@ SUBJECTS = {
         ("serving/events", "precompute/events"),
         (
             "tests/unit/serving/events",
+            "tests/unit/serving/generations/test_event_values.py",
             "tests/unit/serving/replica",
             "tests/unit/serving/lookup/test_event_cases.py",
             "tests/unit/cache/events",
@@ -175,7 +176,12 @@ SUBJECTS = {
         ),
     ),
     "filters": Subject(
-        ("serving/filters", "cache/filters", "precompute/filters/item_attributes.py"),
+        (
+            "serving/filters",
+            "cache/filters",
+            "cache/model/filter_mask.py",
+            "precompute/filters/item_attributes.py",
+        ),
         (
             "tests/unit/serving/ranking",
             "tests/unit/cache/filters",
