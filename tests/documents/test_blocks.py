@@ -23,7 +23,7 @@ SHOWN = ("text", "{toctree}")
 """Drawings and messages; and the contents of the site, which `make docs` builds."""
 
 REASONS = {
-    "it runs this repository's own tests": 12,
+    "it runs this repository's own tests": 15,
     "it takes minutes": 3,
     "needs the demo's model, which its own test asks": 2,
     "needs a generation that a gate has refused": 1,
@@ -52,7 +52,7 @@ def test_a_block_has_a_language_that_something_is_done_with(block: Block) -> Non
 
 def test_what_is_not_run_is_counted_and_has_one_of_few_reasons() -> None:
     assert Counter(block.reason for block in NOT_RUN) == REASONS
-    assert len(REASONS) < 6 and sum(REASONS.values()) < 20
+    assert len(REASONS) < 6 and sum(REASONS.values()) < 24
 
 
 @pytest.mark.parametrize("block", named("text"), ids=place)
