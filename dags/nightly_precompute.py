@@ -76,8 +76,8 @@ FINAL = RetryRule(
 
 def run_step(name: str, *arguments: Any, **more: Any) -> dict[str, Any]:
     """Run a step by its module in `precompute.steps`, imported here so that parsing DAGs does not load it."""
-    from precompute.config.settings import night_config
     from precompute.builds.night_failure import forget_failure, noting_failure
+    from precompute.config.settings import night_config
 
     config, run = night_config(), import_module(f"precompute.steps.{name}").run
     generation = arguments[0].get("generation") if arguments else None
@@ -143,9 +143,9 @@ def nightly_precompute() -> None:
     )
     def score(build: Build, shard: int) -> dict[str, Any]:
         """Score one hash shard and write its pages."""
+        from precompute.builds.night_failure import noting_failure
         from precompute.config.settings import night_config
         from precompute.steps import score
-        from precompute.builds.night_failure import noting_failure
 
         with noting_failure(config := night_config(), f"score, shard {shard}", build["generation"]):
             return score.run_shard(config, build, shard)

@@ -27,12 +27,12 @@ from cache.store.audit import (
     ids_in_words,
 )
 from cache.store.blocklist import change_blocklist
+from precompute.builds.night_failure import noting_failure
 from precompute.config.console import CommandOutput, OutputContent, err_console, iso
 from precompute.config.progress import Progress, size_text
 from precompute.config.settings import NightConfig
 from precompute.releases.moves import new_attempt
 from precompute.releases.release_log import demand_reason, open_releases
-from precompute.builds.night_failure import noting_failure
 from precompute.steps.night import Night, run_night, step_in_night
 
 

@@ -16,6 +16,7 @@ from cache.format.manifest import CUT_CHARS, Manifest
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.releases import Canary, Pointer, all_releases
+from precompute.builds.night_failure import NightFailure, last_failure
 from precompute.cli.temporary_redis import gone_in_words
 from precompute.config.console import iso
 from precompute.config.progress import size_text
@@ -24,7 +25,6 @@ from precompute.events.status import event_lines, events_status, events_until
 from precompute.releases.release_log import open_releases, standing
 from precompute.reuse.status import copied_share_text, copy_lines, reuse_field
 from precompute.sources.erasures import all_erasures
-from precompute.builds.night_failure import NightFailure, last_failure
 
 REDIS_UNREACHABLE, REDIS_NOT_CONFIGURED, REDIS_REACHABLE = "away", "absent", "there"
 

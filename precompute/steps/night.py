@@ -7,10 +7,10 @@ from importlib import import_module
 
 from cache.config.timetable import NIGHT_STEPS
 from cache.errors import ModelFailed
+from precompute.builds.night_failure import forget_failure, noting_failure
 from precompute.config.devices import devices
 from precompute.config.progress import Progress, Step, quiet, size_text
 from precompute.config.settings import NightConfig
-from precompute.builds.night_failure import forget_failure, noting_failure
 
 
 @dataclass(frozen=True, slots=True)
