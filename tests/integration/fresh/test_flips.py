@@ -100,4 +100,4 @@ async def test_where_no_generation_tells_of_events_none_are_followed(
         assert answer["producer"] == "batch" and "events" not in answer
         assert "stale" not in answer
     async with serving(world.config) as app:  # switched off
-        assert not newer_events_of(app.service).packed
+        assert not app.service.ladder.newer_inputs.packed
