@@ -3,7 +3,6 @@
 from typing import TypeVar
 
 from serving.engine.service import LookupService
-from serving.events.item_updates import ItemUpdater
 from serving.events.newer_events import NewerEvents
 from serving.http.routes import Service
 
@@ -20,10 +19,3 @@ def newer_events_of(service: LookupService) -> NewerEvents:
     newer_inputs = service.ladder.newer_inputs
     assert isinstance(newer_inputs, NewerEvents)
     return newer_inputs
-
-
-def item_updater(service: LookupService) -> ItemUpdater:
-    """Updater of the generations that a service holds."""
-    updater = getattr(service.follower.holder.update, "__self__", None)
-    assert isinstance(updater, ItemUpdater)
-    return updater

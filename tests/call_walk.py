@@ -19,7 +19,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 OURS = ("cache", "serving", "precompute", "dags")
 AS_ONE = "cache.l2"
-OBSERVERS = ("serving.metrics", "serving.tracing", "serving.usage")
+OBSERVERS = (
+    "serving.metrics", "serving.tracing", "serving.usage", "serving.engine.answer_observer",
+)  # fmt: skip
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ import redis
 
 from cache.config.events import EventsConfig
 from cache.events.event import Event
+from cache.events.newer_events import AttributeEvents
 from cache.events.stream import (
     ACCEPT_SCRIPT,
     StreamBounds,
@@ -23,8 +24,9 @@ from cache.events.stream import (
 from cache.format.redis_keys import Keyspace
 from cache.format.stream_position import Position
 from precompute.config.settings import FilterConfig
-from serving.events.item_updates import VALUES_LOOK_S
-from tests.attached import item_updater
+from serving.events.item_updates import VALUES_LOOK_S, ItemUpdater
+from serving.events.newer_events import NewerEvents
+from tests.attached import newer_events_of
 from tests.integration.http.hot_way import Asked, Ways, running
 from tests.integration.http.shop import Shop, filter_of, make_shop, wanted_of
 from tests.integration.serving_app import Running, eventually, serving
@@ -61,11 +63,11 @@ class Stream:
         replies: Any = self.client.eval(ACCEPT_SCRIPT, len(keys), *keys, *args)
         return [outcome.position for outcome in read_outcomes(replies)]
 
-    def follow(self, service: Any) -> None:
+    def follow(self, attributes: AttributeEvents) -> None:
         """Gives on what is new in it."""
         entries: Any = self.client.xrange(self.keyspace.events, self._last)
         for id_, fields in entries:
-            service.follower.holder.attributes.add(Position.parse(id_), event_of_entry(fields))
+            attributes.add(Position.parse(id_), event_of_entry(fields))
             self._last = f"({id_.decode()}"
 
 
@@ -115,7 +117,7 @@ async def test_filters_see_what_events_set_as_a_night_would_have_it(
             *(sets(at, id_, **item_values) for at, (id_, item_values) in enumerate(values.items()))
         )
         assert None not in accepted
-        stream.follow(running.service)
+        stream.follow(newer_events_of(running.service).values)
 
         async def is_seen() -> bool:
             return await filtered(running, users, IN_STOCK) == expected(
@@ -167,8 +169,10 @@ def test_an_answer_that_lay_ready_does_not_outlive_a_value(
     lay_ready = ways.ask(unfiltered_request)
 
     stream.accept(sets(1, sold_out_item, stock=False))
-    stream.follow(ways.service)
-    ways.runner.run(item_updater(ways.service).take_values())
+    newer_events = NewerEvents()
+    updater = ItemUpdater(ways.service.follower.holder, newer_events, ways.service.metrics)
+    stream.follow(newer_events.values)
+    ways.runner.run(updater.take_values())
 
     # What depends on no attribute lies ready still, what does is made anew
     assert (
