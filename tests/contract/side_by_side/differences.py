@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 import pyarrow as pa
 
+from tests.contract.side_by_side.decided import without_added
 from tests.contract.side_by_side.exchange import Answer
 
 ARROW: Final = "application/vnd.apache.arrow.stream"
@@ -86,7 +87,7 @@ def differences_of_values(
         if not (is_shape and None in (left, right)):
             yield Difference(path, left, right)
     elif isinstance(left, dict):
-        left, right = _without_momentary(left), _without_momentary(right)
+        left, right = _without_momentary(left), _without_momentary(without_added(left, right))
         # Of counts the names are words in the order in which they were met.
         ordered = sorted if is_shape else list
         if ordered(left) != ordered(right):
@@ -96,6 +97,7 @@ def differences_of_values(
                 value, right.get(key), f"{path}.{key}", is_shape=is_shape, name=key
             )
     elif isinstance(left, list):
+        right = without_added(left, right)
         if not is_shape and len(left) != len(right):
             yield Difference(f"{path} (length)", len(left), len(right))
         for number, pair in enumerate(zip(left, right, strict=False)):

@@ -5,6 +5,7 @@ from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.contract.side_by_side.decided import ADDED_METRICS
 from tests.contract.side_by_side.differences import Difference
 
 CHANCE: Final = frozenset(
@@ -40,7 +41,7 @@ def exposed(text: str) -> dict[str, set[tuple[str, tuple[tuple[str, str], ...]]]
 def difference_of_metrics(left: str, right: str) -> Difference | None:
     """The first family that two expositions do not have alike."""
     before, after = exposed(left), exposed(right)
-    for name in sorted(before.keys() | after.keys()):
+    for name in sorted(before.keys() | after.keys() - ADDED_METRICS):
         left_samples, right_samples = before.get(name), after.get(name)
         if left_samples != right_samples:
             only = (

@@ -81,8 +81,9 @@ def test_sub_steps_report_the_fields_that_the_lists_name(config):
     sub_steps = (*begin.READING, *begin.AFTER_READING)
     named_fields = {field for sub_step in sub_steps for field in sub_step.reports}
     known_before = {"inputs_digest", "inputs", "bundle_digest", "erased", "settings", "cut"}
-    # There are facets only where settings have some.
-    assert named_fields | known_before == {*begin_report, "facets"} - {"seconds"}
+    # There are facets only where settings have some, and unknown items are named only where they are many.
+    expected_fields = {*begin_report, "facets", "unknown_items_named"} - {"seconds"}
+    assert named_fields | known_before == expected_fields
 
 
 def test_a_copy_of_a_file_is_told_with_the_night(config):

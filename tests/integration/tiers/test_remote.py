@@ -632,22 +632,6 @@ async def test_a_replica_is_alive_at_full_memory(own_redis: RedisServer) -> None
     await remote.aclose()
 
 
-async def test_a_replica_with_the_rights_of_an_earlier_version_beats_all_the_same(
-    own_redis: RedisServer,
-) -> None:
-    keyspace = Keyspace("a")
-    with redis.Redis.from_url(own_redis.url, protocol=2) as client:
-        client.execute_command(
-            "ACL", "SETUSER", "older", "on", ">x", "~larder:1:{a}:*", "+zadd", "+zrem", "+select"
-        )
-        address = own_redis.url.removeprefix("redis://")
-        remote = RemoteTier(RemoteConfig(f"redis://older:x@{address}"), keyspace)
-        await remote.control.heartbeat(b"1", 1.0)
-        await remote.control.heartbeat(b"2", 1.0, b"1")
-        assert client.zrange(keyspace.replicas, 0, -1) == [b"2"]
-    await remote.aclose()
-
-
 async def test_an_unreachable_redis_is_one_kind_of_error_for_control_commands_too() -> None:
     remote = RemoteTier(RemoteConfig("redis://127.0.0.1:1/0"), Keyspace("a"))
     control = remote.control

@@ -1,0 +1,24 @@
+"""Changes of the contract since the frozen commit that were decided: each is in the changelog, and nothing else differs."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+ADDED_FIELDS: Final = frozenset({"generations_at"})
+"""Fields of JSON documents that the frozen commit does not have."""
+
+ADDED_METRICS: Final = frozenset({"larder_events_new_items_without_vector"})
+"""Metrics that it does not have."""
+
+ADDED_GATES: Final = frozenset({"unknown_items"})
+"""Gates that it does not have."""
+
+CHANGED_CODES: Final[Mapping[str, tuple[int, int]]] = {"status": (0, 3)}
+"""Exit codes of a command before and now: a namespace that no replica serves is not well."""
+
+
+def without_added(left: Any, right: Any) -> Any:
+    """Return `right`, an object or a list of names, without the added fields that `left` does not have."""
+    added = ADDED_FIELDS.difference(name for name in left if isinstance(name, str))
+    if isinstance(right, dict):
+        return {name: value for name, value in right.items() if name not in added}
+    return [value for value in right if not (isinstance(value, str) and value in added)]
