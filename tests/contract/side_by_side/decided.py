@@ -1,4 +1,4 @@
-"""Changes of the contract since the frozen commit that were decided: each is in the changelog, and nothing else differs."""
+"""Changes of the contract that were decided since the frozen commit: each is in the changelog."""
 
 from collections.abc import Mapping
 from typing import Any, Final

@@ -41,7 +41,8 @@ def exposed(text: str) -> dict[str, set[tuple[str, tuple[tuple[str, str], ...]]]
 def difference_of_metrics(left: str, right: str) -> Difference | None:
     """The first family that two expositions do not have alike."""
     before, after = exposed(left), exposed(right)
-    for name in sorted(before.keys() | after.keys() - ADDED_METRICS):
+    names = before.keys() | {name for name in after if name.split()[0] not in ADDED_METRICS}
+    for name in sorted(names):
         left_samples, right_samples = before.get(name), after.get(name)
         if left_samples != right_samples:
             only = (
