@@ -195,7 +195,7 @@ def _problems(
         named = f" ({failure.generation})" if failure.generation else ""
         problems.append(
             f"the last night failed at {iso(failure.at)} in the step {failure.step}{named}: {failure.error}; what is "
-            "live stays. Mend that, then run `larder night` again, or clear the red task"
+            "live stays. Correct that, then run `larder night` again, or clear the red task"
         )
     live_cut = (namespace_state.live or "")[:CUT_CHARS]
     for generation_status in status["generations"]:
