@@ -16,7 +16,7 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from tests.integration.nights import environment
 
 OURS = Path(__file__).parents[2]
 BATCH = 100
+NAMES = ("l1", "l2", "batch_json", "batch_arrow", "live")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,10 @@ def services(
 
 
 def measure_pair(
-    case: Case, trees: dict[str, Path], turns: int, scale: float, first: str
+    case: Case, trees: dict[str, Path], names: Sequence[str], turns: int, scale: float, first: str
 ) -> dict[str, float]:
-    """Ratio of each workload, from processes of their own: the median of the turns."""
-    loads = workloads(case, scale)
+    """Ratio of each named workload, from processes of their own: the median of the turns."""
+    loads = {name: load for name, load in workloads(case, scale).items() if name in names}
     order = sorted(trees, key=lambda name: name != first)
     with ExitStack() as stack:
         programs = {
@@ -146,12 +147,21 @@ def main() -> None:
     parser.add_argument(
         "--scale", type=float, default=0.5, help="factor of requests of a turn (default: 0.5)"
     )
+    parser.add_argument(
+        "--only",
+        default=",".join(NAMES),
+        metavar="NAMES",
+        help="workloads, with commas between them (default: all)",
+    )
     parser.add_argument("--json", action="store_true", help="one line of JSON at the end")
     options = parser.parse_args()
     if options.pairs < 2:
         parser.error(f"--pairs is {options.pairs}: an interval needs at least 2")
     if not (options.tree / "serving").is_dir():
         parser.error(f"--tree is {options.tree}: there is no serving/ below it")
+    names = options.only.split(",")
+    if unknown_names := sorted(set(names) - set(NAMES)):
+        parser.error(f"--only names {', '.join(unknown_names)}; there are {', '.join(NAMES)}")
     trees = {"ours": OURS, "theirs": options.tree.resolve()}
     about = {
         "bench": "beside",
@@ -165,7 +175,7 @@ def main() -> None:
         case = make_case(Path(folder), server.url, quick=True)
         for pair in range(options.pairs):
             first = "ours" if pair % 2 else "theirs"
-            pair_ratios = measure_pair(case, trees, options.turns, options.scale, first)
+            pair_ratios = measure_pair(case, trees, names, options.turns, options.scale, first)
             print(
                 pair + 1, {name: round(ratio, 3) for name, ratio in pair_ratios.items()}, flush=True
             )
