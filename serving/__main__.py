@@ -31,7 +31,7 @@ from cache.process.command_line import (
     missing_extra,
     printable_lines,
 )
-from cache.process.redis_server import kept_redis_url, running_server
+from cache.process.redis_server import running_server, supervised_redis_url
 from cache.store.releases import newest_release
 from serving.access.quota import QuotaTable
 from serving.process.log_setup import configure_for
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         with (
             interrupts_never_swallowed(),
             _listening(config) as listener,
-            kept_redis_url(
+            supervised_redis_url(
                 Path(config.state), config.redis_url, refill=functools.partial(_refill, config)
             ) as url,
         ):

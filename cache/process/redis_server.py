@@ -88,7 +88,7 @@ def redis_url(state: Path, configured: str | None) -> Iterator[str]:
 
 
 @contextmanager
-def kept_redis_url(
+def supervised_redis_url(
     state: Path, configured: str | None, *, refill: Callable[[str], bool]
 ) -> Iterator[str]:
     """Yield as `redis_url` does; start a server of our own again at its address if it ends before this command.
@@ -100,14 +100,14 @@ def kept_redis_url(
         yield configured
         return
     with _locked(state):
-        keeper = _ServerKeeper(
+        supervisor = _ServerSupervisor(
             state, _join_or_start(state, None, secrets.token_urlsafe(24)), refill
         )
-    threading.Thread(target=keeper.run, name="redis-keeper", daemon=True).start()
+    threading.Thread(target=supervisor.run, name="redis-supervisor", daemon=True).start()
     try:
-        yield keeper.url
+        yield supervisor.url
     finally:
-        keeper.close()
+        supervisor.close()
 
 
 @contextmanager
@@ -169,7 +169,7 @@ class _Membership:
             else:
                 _wait_until_gone(self.server.pid)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release what this command holds of a server that has ended."""
         self._close()
         if self.process is not None:
@@ -182,8 +182,8 @@ class _Membership:
             self.end.close()
 
 
-class _ServerKeeper:
-    """Keeper of a server for one command: starts it again at the same address when it is gone."""
+class _ServerSupervisor:
+    """Supervisor of a server for one command: starts it again at the same address when it is gone."""
 
     def __init__(self, state: Path, membership: _Membership, refill: Callable[[str], bool]) -> None:
         self.url = membership.server.url
@@ -222,7 +222,7 @@ class _ServerKeeper:
         with self._lock:
             if self._stopping.is_set():
                 return
-            self._membership.let_go()
+            self._membership.release()
             with _locked(self._state):
                 membership = _join(self._state)
                 if membership is None or membership.server.url != self.url:

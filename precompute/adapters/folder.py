@@ -246,12 +246,17 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
 def _columns(to: Path, imported: Imported) -> tuple[str, str, str]:
     """Return the names of columns of users, items and times: those of kept settings, else those of the clicks."""
     if (to / SETTINGS).exists():
-        try:
-            sources = night_config(str(to / SETTINGS)).sources
-        except LarderError:  # kept settings that `larder check` will name
-            return COLUMNS
+        sources = _settings_of(to).sources
         return sources.user_column, sources.item_column, sources.timestamp_column
     return COLUMNS if imported.clicks is None else imported.clicks.columns
+
+
+def _settings_of(to: Path) -> NightConfig:
+    """Return a folder's settings; the defaults for settings that `larder check` will refuse by name."""
+    try:
+        return night_config(str(to / SETTINGS))
+    except LarderError:
+        return NightConfig()
 
 
 def reinstate_bundle(to: Path) -> str:
@@ -282,11 +287,7 @@ def rows_that_refuse(
 
     Thresholds are those of the folder's settings.
     """
-    try:
-        config = night_config(str(to / SETTINGS))
-    except LarderError:  # kept settings that `larder check` will name
-        config = NightConfig()
-    limits, rows = list[str](), table.num_rows
+    config, limits, rows = _settings_of(to), list[str](), table.num_rows
     refusals = {"have an output that is not finite": nonfinite_outputs}
     for feature in spec.features:
         column = table[str(feature.column)].combine_chunks()

@@ -66,34 +66,34 @@ def look_at_tables(
 
     `bundle` is None if there is none, or if the night makes it. Raises SourceError as the night does.
     """
-    sources, odd = config.sources, list[str]()
-    tables = [("item", catalogue_in_words(sources), _item_ids(config, bundle, unusable, odd))]
+    sources, remarks = config.sources, list[str]()
+    tables = [("item", catalogue_in_words(sources), _item_ids(config, bundle, unusable, remarks))]
     if bundle is not None:
-        tables += _user_ids(config, bundle, unusable, odd)
+        tables += _user_ids(config, bundle, unusable, remarks)
     for kind, table, texts in tables:
         if texts is not None and batches:
             columns = [batch.items if kind == "item" else batch.users for batch in batches]
             share, unknown = _unknown(columns, texts)
-            odd += unknown_in_words(
+            remarks += unknown_in_words(
                 share, kind, table, unknown, texts[:UNKNOWN_EXAMPLES].to_pylist()
             )
-    return odd
+    return remarks
 
 
-def _is_read(config: NightConfig, table: str, odd: list[str]) -> bool:
+def _is_read(config: NightConfig, table: str, remarks: list[str]) -> bool:
     rows = row_count(source_file(table, config.path(".")))
     if rows > ROWS_READ:
-        odd.append(f"{table} has {rows:,} rows, which only a night reads")
+        remarks.append(f"{table} has {rows:,} rows, which only a night reads")
     return rows <= ROWS_READ
 
 
 def _item_ids(
-    config: NightConfig, bundle: Bundle | None, unusable: UnusableRows, odd: list[str]
+    config: NightConfig, bundle: Bundle | None, unusable: UnusableRows, remarks: list[str]
 ) -> Any:
     """Return the ids of the items that a night would know, None if they are not read."""
     sources = config.sources
     if table := sources.item_features:
-        if not _is_read(config, table, odd):
+        if not _is_read(config, table, remarks):
             return None
         models = () if bundle is None else bundle.models
         texts = read_feature_items(config, models, NO_VALUES, (), unusable)
@@ -101,10 +101,10 @@ def _item_ids(
             return texts
         is_answered = answered_by(bundle, texts)
         answered = int(is_answered.sum())
-        odd += unanswered_in_words(answered, len(texts) - answered, table)
+        remarks += unanswered_in_words(answered, len(texts) - answered, table)
         return texts.filter(pa.array(is_answered))
     if table := sources.item_vectors:
-        if not _is_read(config, table, odd):
+        if not _is_read(config, table, remarks):
             return None
         path = source_file(table, config.path("."))
         read = read_features(path, sources.item_column, ())
@@ -113,7 +113,7 @@ def _item_ids(
 
 
 def _user_ids(
-    config: NightConfig, bundle: Bundle, unusable: UnusableRows, odd: list[str]
+    config: NightConfig, bundle: Bundle, unusable: UnusableRows, remarks: list[str]
 ) -> Iterator[tuple[str, str, Any]]:
     """Yield (kind, table, ids) of the tables of users that the models take."""
     sources, inputs = config.sources, feature_inputs(bundle, "user")
@@ -122,11 +122,11 @@ def _user_ids(
     one_shard = replace(config, shards=1)
     with TemporaryDirectory(prefix="larder-check-") as name:
         folder = Path(name)
-        if columns and sources.user_features and _is_read(config, sources.user_features, odd):
+        if columns and sources.user_features and _is_read(config, sources.user_features, remarks):
             write_features(one_shard, folder, hash_names, columns, inputs, unusable)
             users = _written_users(folder, "features", USER_ROWS, unusable)
             yield "user", sources.user_features, users
-        if sources.user_vectors and _is_read(config, sources.user_vectors, odd):
+        if sources.user_vectors and _is_read(config, sources.user_vectors, remarks):
             write_vectors(one_shard, folder, bundle.dims, hash_names, unusable)
             users = _written_users(folder, USER_VECTORS, VECTOR_ROWS, unusable)
             yield "user", sources.user_vectors, users

@@ -5,7 +5,7 @@ answer is the night's, or the model's.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from cache.format.manifest import Table
 from cache.model.filter_mask import FilterMask
@@ -19,43 +19,22 @@ from serving.generations.snapshot import Snapshot
 from serving.requests.errors import Problem, unprocessable
 from serving.requests.models import LookupRequest, RequestOptions
 
+_NOTHING_PACKED: Final[Mapping[bytes, bytes]] = {}
+
 ReadRecords = Callable[[Sequence[RecordKey]], Awaitable[Sequence[ReadResult]]]
 """Reader of nightly records: one outcome per record key, in order."""
 
 
-class NewerInputs(Protocol):
-    """Inputs of answers that are newer than the night, and new items; hook `rewrite`."""
+class NewerInputs:
+    """Inputs of answers that are newer than the night, and new items; hook `rewrite`. This class itself has none."""
 
     @property
     def packed(self) -> Mapping[bytes, bytes]:
         """Newer inputs by id, the same mapping for good; with each change the id gets another object."""
+        return _NOTHING_PACKED
 
-    def changes(self, snapshot: Snapshot, table: Table, raw: bytes) -> bool:
+    def changes(self, _snapshot: Snapshot, _table: Table, _raw: bytes, /) -> bool:
         """True if an answer of the table for the id is to be another one than the night's."""
-
-    async def count_newer(
-        self,
-        snapshot: Snapshot,
-        cases: Sequence[PendingAnswer],
-        options: RequestOptions,
-        read_records: ReadRecords,
-    ) -> None:
-        """Add newer inputs and new items to pending answers, unless the request declines them."""
-
-    def count_as(
-        self, snapshot: Snapshot, case: PendingAnswer, sibling_pending: PendingAnswer
-    ) -> None:
-        """Give a pending answer the newer input of another table's: both are parts of one answer."""
-
-
-class NoNewerInputs:
-    """Newer inputs of a service without the feature that makes some."""
-
-    def __init__(self) -> None:
-        self.packed: Mapping[bytes, bytes] = {}
-
-    def changes(self, _snapshot: Snapshot, _table: Table, _raw: bytes) -> bool:
-        """Nothing is newer."""
         return False
 
     async def count_newer(
@@ -64,13 +43,14 @@ class NoNewerInputs:
         _cases: Sequence[PendingAnswer],
         _options: RequestOptions,
         _read_records: ReadRecords,
+        /,
     ) -> None:
-        """Add nothing."""
+        """Add newer inputs and new items to pending answers, unless the request declines them."""
 
-    def count_as(
-        self, _snapshot: Snapshot, _case: PendingAnswer, _sibling_pending: PendingAnswer
+    def copy_newer_input(
+        self, _snapshot: Snapshot, _case: PendingAnswer, _sibling: PendingAnswer, /
     ) -> None:
-        """Add nothing."""
+        """Give a pending answer the newer input of its sibling of another table: both are parts of one answer."""
 
 
 class AnswerReuse(Protocol):
@@ -89,58 +69,37 @@ ComputeNewer = Callable[[Sequence[InferenceJob], int], list[InferenceOutcome]]
 """Runs one inference for jobs with a `newer_input`, at a time in Unix seconds."""
 
 
-class ListShaper(Protocol):
-    """Filters and other orders of lists; hook `shape`. Times are monotonic."""
-
-    def lookup(
-        self, served: ServedGenerations, request: LookupRequest, started: float
-    ) -> Awaitable[list[AnswerJson]]:
-        """Answer each entity of a request with a filter or a re-ranking once, in order, from captured generations."""
-
-    def cached_mask(self, snapshot: Snapshot, options: RequestOptions) -> FilterMask | None:
-        """Return the mask of the items that pass the filter, if it is known already."""
-
-    def filter_mask(
-        self, snapshot: Snapshot, options: RequestOptions, deadline: float
-    ) -> Awaitable[FilterMask | None]:
-        """Return the mask of the items that pass the filter, None without one; raise Problem if there can be none."""
-
-    def reranker(
-        self, snapshot: Snapshot, options: RequestOptions, deadline: float
-    ) -> Awaitable[Reranker | None]:
-        """Return the re-ranker of the items, None without one; raise Problem if there can be none."""
-
-
-class NoShaper:
-    """Shaper of a service without the feature: a request with a filter or a re-ranking is refused."""
+class ListShaper:
+    """Filters and other orders of lists; hook `shape`. This class itself refuses both. Times are monotonic."""
 
     async def lookup(
-        self, _served: ServedGenerations, request: LookupRequest, _started: float
+        self, _served: ServedGenerations, request: LookupRequest, _started: float, /
     ) -> list[AnswerJson]:
-        """Raise Problem."""
-        raise _no_shape("rerank" if request.options.filter is None else "filter")
+        """Answer each entity of a request with a filter or a re-ranking once, in order, from captured generations."""
+        raise _unshaped("rerank" if request.options.filter is None else "filter")
 
-    def cached_mask(self, _snapshot: Snapshot, _options: RequestOptions) -> FilterMask | None:
-        """No filter is known."""
+    def cached_mask(self, _snapshot: Snapshot, _options: RequestOptions, /) -> FilterMask | None:
+        """Return the mask of the items that pass the filter, if it is known already."""
         return None
 
-    async def filter_mask(
-        self, _snapshot: Snapshot, options: RequestOptions, _deadline: float
-    ) -> FilterMask | None:
-        """None; raise Problem for a filter."""
-        if options.filter is not None:
-            raise _no_shape("filter")
-        return None
+    def filter_mask(
+        self, _snapshot: Snapshot, options: RequestOptions, _deadline: float, /
+    ) -> Awaitable[FilterMask | None]:
+        """Return the mask of the items that pass the filter, None without one; raise Problem if there can be none."""
+        return _refuse_sent("filter", options.filter)
 
-    async def reranker(
-        self, _snapshot: Snapshot, options: RequestOptions, _deadline: float
-    ) -> Reranker | None:
-        """None; raise Problem for a re-ranking."""
-        if options.rerank is not None:
-            raise _no_shape("rerank")
-        return None
+    def reranker(
+        self, _snapshot: Snapshot, options: RequestOptions, _deadline: float, /
+    ) -> Awaitable[Reranker | None]:
+        """Return the re-ranker of the items, None without one; raise Problem if there can be none."""
+        return _refuse_sent("rerank", options.rerank)
 
 
-def _no_shape(option: str) -> Problem:
-    problem_message = f"this service has lists as the night made them: send no {option}"
-    return unprocessable(f"invalid_{option}", problem_message, option)
+async def _refuse_sent(option: str, value: object) -> None:
+    if value is not None:
+        raise _unshaped(option)
+
+
+def _unshaped(option: str) -> Problem:
+    message = f"this service has lists as the night made them: send no {option}"
+    return unprocessable(f"invalid_{option}", message, option)

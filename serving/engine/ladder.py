@@ -18,7 +18,7 @@ from serving.engine.entity import (
     find_previous_record_key,
     still_open,
 )
-from serving.engine.hooks import ListShaper, NewerInputs, NoNewerInputs, NoShaper
+from serving.engine.hooks import ListShaper, NewerInputs
 from serving.engine.l1_warmup import RecentNames
 from serving.engine.micro_batcher import ComputedRecord, LiveUnavailable
 from serving.engine.rendering.answer_fields import AnswerJson
@@ -78,9 +78,9 @@ class Ladder:
     ) -> None:
         self.recent = RecentNames()
         self.watch = watch or AnswerObserver(metrics.l1_misses)
-        self.newer_inputs: NewerInputs = NoNewerInputs()
+        self.newer_inputs = NewerInputs()
         """Hook `rewrite`; a feature replaces it when it attaches."""
-        self.shaper: ListShaper = NoShaper()
+        self.shaper = ListShaper()
         """Hook `shape`; a feature replaces it when it attaches."""
         self._tiers, self._inferences = tiers, inferences
         self._metrics = metrics

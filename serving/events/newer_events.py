@@ -18,7 +18,7 @@ from cache.tiers.reads import Hit, MissReason
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.batch_inference import run_in_halves
 from serving.engine.entity import NewerInput, PendingAnswer
-from serving.engine.hooks import ReadRecords
+from serving.engine.hooks import NewerInputs, ReadRecords
 from serving.engine.micro_batcher import (
     ComputedRecord,
     InferenceJob,
@@ -74,7 +74,7 @@ class CountedEvents(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NewerEvents:
+class NewerEvents(NewerInputs):
     """Events of users since the oldest generation that is held; for the event loop of one process only."""
 
     users: UserEvents = field(default_factory=UserEvents)
@@ -227,7 +227,7 @@ class NewerEvents:
             if counted_events is not None:
                 _count(snapshot, case, counted_events)
 
-    def count_as(
+    def copy_newer_input(
         self, snapshot: Snapshot, case: PendingAnswer, sibling_pending: PendingAnswer
     ) -> None:
         """Make a pending answer count exactly the events of another table's: both are parts of one answer.

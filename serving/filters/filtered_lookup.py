@@ -20,6 +20,7 @@ from cache.model.ranking import Metric
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.answer_builder import RequestContext, Searched, left_out
 from serving.engine.entity import PendingAnswer, build_pending_answers
+from serving.engine.hooks import ListShaper
 from serving.engine.ladder import Ladder
 from serving.engine.rendering.answer_fields import AnswerJson
 from serving.generations.served_set import ServedGenerations
@@ -280,7 +281,7 @@ class SourcedVector(NamedTuple):
     """Answer fields that are true because of the vector."""
 
 
-class FilteredLookup:
+class FilteredLookup(ListShaper):
     """Lookup like the ladder's, of the items that pass the request's filter, in the order of its re-ranking.
 
     Hook `shape` of one namespace; `filters` are those of the process.
@@ -393,7 +394,7 @@ class FilteredLookup:
             of_vectors = await build_pending_answers(snapshot, LookupRequest(entities, options))
             for index, of_vector in zip(users, of_vectors, strict=True):
                 of_vector.is_exact = True
-                self._ladder.newer_inputs.count_as(snapshot, of_vector, cases[index])
+                self._ladder.newer_inputs.copy_newer_input(snapshot, of_vector, cases[index])
             part = RequestContext.of(options, context.started, is_part=True)
             answers = await self._ladder.resolve(served, of_vectors, part)
             for index, of_vector, answer in zip(users, of_vectors, answers, strict=True):

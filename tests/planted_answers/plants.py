@@ -48,7 +48,7 @@ PLANTS = (
             ),
             Change(
                 _FILTERED_LOOKUP,
-                "self._ladder.newer_inputs.count_as(snapshot, of_vector, cases[index])",
+                "self._ladder.newer_inputs.copy_newer_input(snapshot, of_vector, cases[index])",
                 "pass",
             ),
         ),

@@ -14,10 +14,10 @@ from cache.process.redis_server import (
     SETTINGS,
     RedisServer,
     find_server,
-    kept_redis_url,
     redis_url,
     running_server,
     server,
+    supervised_redis_url,
 )
 from tests.polling import until
 
@@ -237,7 +237,7 @@ def test_a_kept_server_that_is_killed_starts_again_at_its_address_and_is_filled(
         refilled_urls.append(url)
         return True
 
-    with kept_redis_url(tmp_path, None, refill=refill) as url:
+    with supervised_redis_url(tmp_path, None, refill=refill) as url:
         first = running_server(tmp_path)
         assert first is not None
         os.kill(first.pid, signal.SIGKILL)
@@ -261,7 +261,7 @@ def test_a_kept_server_that_another_command_started_again_is_joined(
         refilled_urls.append(url)
         return True
 
-    with kept_redis_url(tmp_path, None, refill=refill) as url:
+    with supervised_redis_url(tmp_path, None, refill=refill) as url:
         first = running_server(tmp_path)
         assert first is not None
         os.kill(first.pid, signal.SIGKILL)
