@@ -262,7 +262,10 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
     """Return the fields of a finished generation; null for an unfinished one."""
     if manifest is None:
         return dict.fromkeys(
-            ("data_until", "tables", "redis_bytes", "store_bytes", "gates", *FIELDS_OF_FEATURES)
+            (
+                "data_until", "tables", "redis_bytes", "store_bytes", "gates", "remarks",
+                *FIELDS_OF_FEATURES,
+            )  # fmt: skip
         )
     tables = {
         name: {
@@ -281,7 +284,17 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
         "tables": tables,
         "redis_bytes": sum(table_sizes["bytes"] for table_sizes in tables.values()),
         "store_bytes": sum(file.size_bytes for file in (*manifest.artefacts(), *manifest.pages())),
-        "gates": {"run": len(manifest.gates), "failed": failed, "overrides": dict(overrides)},
+        "gates": {
+            "run": len(manifest.gates),
+            "failed": failed,
+            "not_judged": [
+                gate["rule"]
+                for gate in manifest.gates
+                if gate["passed"] and gate.get("value", 0) is None
+            ],
+            "overrides": dict(overrides),
+        },
+        "remarks": list(manifest.facts.get("remarks", [])),
         **{name: field_of(manifest) for name, field_of in FIELDS_OF_FEATURES.items()},
     }
 
@@ -363,7 +376,11 @@ def _gates_text(gates: Mapping[str, Any] | None) -> str:
         return "not run"
     failed, overrides = [gate["rule"] for gate in gates["failed"]], gates["overrides"]
     waived = f"; waived: {', '.join(overrides)}" if overrides else ""
-    return (f"failed: {', '.join(failed)}" if failed else f"{gates['run']} passed") + waived
+    if failed:
+        return f"failed: {', '.join(failed)}{waived}"
+    not_judged = len(gates["not_judged"])
+    also = f", {not_judged} not judged" if not_judged else ""
+    return f"{gates['run'] - not_judged} passed{also}{waived}"
 
 
 def _detail_lines(status: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ ADDED_FIELDS: Final = frozenset({"generations_at"})
 ADDED_METRICS: Final = frozenset({"larder_events_new_items_without_vector"})
 """Metrics that it does not have."""
 
-ADDED_GATES: Final = frozenset({"unknown_items"})
+ADDED_GATES: Final = frozenset({"unknown_items", "distinct_values", "value_psi"})
 """Gates that it does not have."""
 
 CHANGED_CODES: Final[Mapping[str, tuple[int, int]]] = {"status": (0, 3)}
