@@ -208,6 +208,7 @@ def forecast(
     with TemporaryDirectory(prefix="larder-plan-") as temporary_path:
         folder = Path(temporary_path)
         bundle = _bundle(config, folder / "bundle", cutoff_at)
+        demand_values(config, bundle)
         demand_feature_types(config, bundle)
         config = resized(config, bundle, parameters.k)
         sample = draw(

@@ -30,6 +30,7 @@ from precompute.builds.build import (
     sweep_copies,
 )
 from precompute.builds.seal import WRITERS, manifest_format
+from precompute.builds.tables import demand_values
 from precompute.bulk.headroom import writes_files
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle
@@ -206,6 +207,7 @@ def _begin(
     progress: Progress,
     pinned: tuple[str, list[dict[str, object]]] | None = None,
 ) -> Step:
+    demand_values(config, bundle)
     demand_feature_types(config, bundle)
     _demand_histories(config, bundle)
     for demand_settings in setting_checks():

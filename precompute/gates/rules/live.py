@@ -24,6 +24,7 @@ from precompute.gates.evidence.evidence import compared_depth
 from precompute.gates.evidence.user_sample import sampled_shards, seen_by
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.shard_files import shard_of
+from precompute.sources.plausibility import JUDGED_ROWS
 
 LIVE_RECORDS_AT_ONCE: Final = 200
 """Records that are read from Redis in one round trip."""
@@ -32,9 +33,6 @@ PSI_BINS: Final = 10
 TOP_SHARE: Final = 0.01
 ACTIVE_USERS_MIN: Final = 5
 """Least number of users with interactions since the live generation's cut to judge `stale_lists` by."""
-
-FEW_VALUES: Final = 20
-"""Number of records that may all have the same values."""
 
 VALUES_MIN: Final = 100
 """Least number of records of both generations by which `value_psi` judges."""
@@ -133,10 +131,10 @@ def distinct_values(candidate: Candidate) -> Measurement:
     scans = [
         scan
         for scan in candidate.evidence.asked_scans.values()
-        if scan.table.kind == "value" and scan.records - scan.absent > FEW_VALUES
+        if scan.table.kind == "value" and scan.records - scan.absent >= JUDGED_ROWS
     ]
     if not scans:
-        return not_measured(2, f"no table of values with more than {FEW_VALUES} records")
+        return not_measured(2, f"no table of values with {JUDGED_ROWS} records or more")
     for scan in scans:
         if not scan.differing:
             count = scan.records - scan.absent
