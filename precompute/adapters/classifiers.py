@@ -41,16 +41,12 @@ FEATURES = "user_features.parquet"
 TOLERANCE = 1e-4
 """Largest difference from `expected`, absolute plus relative to it: float32 against the float64 of a library."""
 COLUMN_TOLERANCE = 1e-6
-"""Further difference, relative to the largest value of the column: a float32 sum is rounded at the size of its terms."""
+"""Further difference, relative to the column's largest value: float32 sums are rounded at the size of their terms."""
 ROUNDING_SHARE = 1e-5
 """Share of the column's largest value up to which differences are taken for rounding, not for other inputs."""
 ROWS_AT_ONCE = 8_192
-_ROWS_DIFFER = (
-    "were the same rows given to both, the same columns in the order of the training, and the same codes for categories?"
-)
-_ROUNDED = (
-    "differences so small against the largest value are float32's: train on a smaller scale (thousands, or a logarithm)"
-)
+_ROWS_DIFFER = "were the same rows given to both, the same columns in the order of the training, and the same codes for categories?"
+_ROUNDED = "differences so small against the largest value are float32's: train on a smaller scale (thousands, or a logarithm)"
 _TEXTS_DIFFER = (
     "exported tokenizers and lower-casing treat letters beyond ASCII in their own way; make texts lower-case ASCII "
     "before training, before this import, and in each request, or take the numbers of the vectorizer as features"
@@ -258,7 +254,9 @@ def _no_usable_row_error(rows: Any, count: int) -> SourceError:
     empty = [
         repr(name) for name in rows.column_names if not _usable(rows[name].combine_chunks()).any()
     ]
-    reason = f"{', '.join(empty)} has no value in any" if empty else "each lacks a value in a column"
+    reason = (
+        f"{', '.join(empty)} has no value in any" if empty else "each lacks a value in a column"
+    )
     return SourceError(
         f"no row of features can be used, of {count:,}: {reason}: fill in what the model was trained with for a missing "
         "value"
@@ -521,7 +519,9 @@ def _expected_outputs(
 
 def _has_odd_letters(inputs: Mapping[str, Any], row: int) -> bool:
     """True if a text of the row has a character beyond ASCII."""
-    return any(not str(value).isascii() for column in inputs.values() for value in _texts(column[row]))
+    return any(
+        not str(value).isascii() for column in inputs.values() for value in _texts(column[row])
+    )
 
 
 def _texts(cell: Any) -> list[str]:

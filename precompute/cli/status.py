@@ -14,8 +14,8 @@ from cache.control.control_keys import RegistryRow, Replica
 from cache.control.states import Ledger, State, fold
 from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import CUT_CHARS, Manifest
-from cache.store.blocklist import latest_blocklist
 from cache.store.artefacts import generation_path, read_manifest
+from cache.store.blocklist import latest_blocklist
 from cache.store.releases import Canary, Pointer, Release, all_releases, publication_time
 from precompute.builds.night_failure import NightFailure, last_failure
 from precompute.bundles.imports import find_import
@@ -300,7 +300,12 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
     if manifest is None:
         return dict.fromkeys(
             (
-                "data_until", "tables", "redis_bytes", "store_bytes", "gates", "remarks",
+                "data_until",
+                "tables",
+                "redis_bytes",
+                "store_bytes",
+                "gates",
+                "remarks",
                 *FIELDS_OF_FEATURES,
             )  # fmt: skip
         )

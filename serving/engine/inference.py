@@ -343,7 +343,9 @@ def _outcome(
     if isinstance(error, LiveUnavailable):
         return error
     # The model is a guest: whatever it raises, the next rung answers.
-    if isinstance(error, UnfitValue):  # of the model or its input: where it was found says nothing more
+    if isinstance(
+        error, UnfitValue
+    ):  # of the model or its input: where it was found says nothing more
         log.warning("live inference for %s failed: %s", case.table.name, error.message)
     else:
         log.warning("live inference for %s failed", case.table.name, exc_info=error)

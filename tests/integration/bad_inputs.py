@@ -127,9 +127,7 @@ def with_values(config: NightConfig, folder: Path, factor: float, offset: float)
                 numpy_helper.from_array(np.array([value], np.float32), number)
             )
         proto.graph.node.append(helper.make_node("Mul", ["before", "factor"], ["product"]))
-        proto.graph.node.append(
-            helper.make_node("Add", ["product", "offset"], [model.spec.output])
-        )
+        proto.graph.node.append(helper.make_node("Add", ["product", "offset"], [model.spec.output]))
         models[name] = ModelFile(
             OnnxModel(proto.SerializeToString()), model.spec, labels=model.labels
         )

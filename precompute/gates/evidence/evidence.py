@@ -255,14 +255,13 @@ class Evidence:
     @cached_property
     def items_in_live(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Positions (here, in the live generation) of items, spread over the item table, that both have."""
-        if self.live_item_directory is None:
+        directory, live_directory = self.directories["item"], self.live_item_directory
+        if live_directory is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         rows = select_spread_rows(np.arange(self.items.count), ITEMS_COMPARED)
-        texts, directory = item_texts(self.items), self.directories["item"]
-        positions, live_positions = (
-            found_in.find_many(text_hashes(texts, found_in.seed)[rows])
-            for found_in in (directory, self.live_item_directory)
-        )
+        texts = item_texts(self.items)
+        positions = directory.find_many(text_hashes(texts, directory.seed)[rows])
+        live_positions = live_directory.find_many(text_hashes(texts, live_directory.seed)[rows])
         in_both = (positions >= 0) & (live_positions >= 0)
         return positions[in_both], live_positions[in_both]
 

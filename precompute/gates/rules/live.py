@@ -20,7 +20,7 @@ from precompute.gates.evidence.candidate import (
     none_of,
     not_measured,
 )
-from precompute.gates.evidence.evidence import compared_depth
+from precompute.gates.evidence.evidence import Scan, compared_depth
 from precompute.gates.evidence.user_sample import sampled_shards, seen_by
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.shard_files import shard_of
@@ -136,11 +136,16 @@ def distinct_values(candidate: Candidate) -> Measurement:
     if not scans:
         return not_measured(2, f"no table of values with {JUDGED_ROWS} records or more")
     for scan in scans:
-        if not scan.differing:
+        if not scan.differing and not _is_single_probability(scan):
             count = scan.records - scan.absent
             note = f"{scan.table.name}: all {count:,} records have the same values"
             return Measurement(False, 1, 2, note)
     return Measurement(True, 2, 2)
+
+
+def _is_single_probability(scan: Scan) -> bool:
+    """True if each record is the probability of the only label, which is 1 whatever the model has learnt."""
+    return scan.first_values is not None and scan.first_values.tolist() == [1.0]
 
 
 @judgement("value_psi")
@@ -176,7 +181,9 @@ def _value_shifts(candidate: Candidate, table: Table, live_table: Table) -> dict
     if are_there.sum() < VALUES_MIN:
         return {}
     values, live_values = (
-        dict(zip(_value_names(of), dequantize(of.layout, rows[are_there], np.float64).T, strict=True))
+        dict(
+            zip(_value_names(of), dequantize(of.layout, rows[are_there], np.float64).T, strict=True)
+        )
         for of, rows in ((table, records), (live_table, live_records))
     )
     return {
@@ -306,9 +313,7 @@ def read_live(candidate: Candidate, table: Table, positions: NDArray[np.int64]) 
     return LiveLists(records, candidate.evidence.live_ordinals)
 
 
-def _read_records(
-    candidate: Candidate, table: Table, positions: NDArray[np.int64]
-) -> NDArray[Any]:
+def _read_records(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> NDArray[Any]:
     """Live records at positions of their directory; raises NotJudged when Redis lacks one of them."""
     evidence = candidate.evidence
     directory = evidence.live_item_directory if table.entity == "item" else evidence.live_users

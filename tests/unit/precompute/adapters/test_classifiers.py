@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from cache.errors import BundleError, LarderError, SourceError
+from cache.errors import BundleError, ConfigError, LarderError, SourceError
 from cache.model.tower import Tower
+from infra.cli.check import look_at_bundle
 from precompute.adapters.classifiers import from_classifier
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle, hand_over, handed_over
@@ -296,7 +297,9 @@ def test_large_numbers_may_be_rounded_at_the_size_of_the_largest(tmp_path: Path)
     from_classifier(regressor(), features, to=tmp_path / "to", expected=off, **arguments)
 
     off = expected + np.array([largest * 5e-6, *[0.0] * (ROWS - 1)])
-    with pytest.raises(SourceError, match=r"for 1 of 40 rows, .*: differences so small .* smaller scale"):
+    with pytest.raises(
+        SourceError, match=r"for 1 of 40 rows, .*: differences so small .* smaller scale"
+    ):
         from_classifier(regressor(), features, to=tmp_path / "off", expected=off, **arguments)
 
 
@@ -402,3 +405,14 @@ def test_each_import_is_written_down_with_its_time_and_file(tmp_path: Path) -> N
     assert [entry["source"] for entry in imports] == ["", str(model)]
     assert find_import(folder, first) == imports[0] and imports[0]["imported_at"].endswith("Z")
     assert find_import(folder, "another") == {}
+
+
+def test_a_table_of_a_value_that_the_bundle_lacks_is_named_by_check(tmp_path: Path) -> None:
+    imported(tmp_path / "fraud", table="risk")
+    settings = tmp_path / "fraud/larder.toml"
+    settings.write_text(settings.read_text().replace('value = "risk"', 'value = "danger"'))
+
+    with pytest.raises(
+        ConfigError, match=r"\[tables\.risk\] is of the value 'danger', .*\(it has risk\)"
+    ):
+        look_at_bundle(night_config(str(settings)))
