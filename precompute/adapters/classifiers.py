@@ -45,8 +45,14 @@ COLUMN_TOLERANCE = 1e-6
 ROUNDING_SHARE = 1e-5
 """Share of the column's largest value up to which differences are taken for rounding, not for other inputs."""
 ROWS_AT_ONCE = 8_192
-_ROWS_DIFFER = "were the same rows given to both, the same columns in the order of the training, and the same codes for categories?"
-_ROUNDED = "differences so small against the largest value are float32's: train on a smaller scale (thousands, or a logarithm)"
+_ROWS_DIFFER = (
+    "were the same rows given to both, the same columns in the order of the training, and the same codes for "
+    "categories?"
+)
+_ROUNDED = (
+    "differences so small against the largest value are float32's: train on a smaller scale (thousands, or a "
+    "logarithm)"
+)
 _TEXTS_DIFFER = (
     "exported tokenizers and lower-casing treat letters beyond ASCII in their own way; make texts lower-case ASCII "
     "before training, before this import, and in each request, or take the numbers of the vectorizer as features"
@@ -210,10 +216,11 @@ def from_classifier(
     limits = rows_that_refuse(to, feature_rows, spec, tried.nonfinite)
     if tried.same_values is not None and len(usable_rows) >= JUDGED_ROWS:
         values = ", ".join(f"{value:g}" for value in tried.same_values)
-        limits += (
+        limit = (
             f"tell one row from another: all {len(usable_rows):,} rows get the same answer ({values}), and the gate "
-            "distinct_values refuses a night of it: was the model trained to its end, on these columns?",
+            "distinct_values refuses a night of it: was the model trained to its end, on these columns?"
         )
+        limits += (limit,)
     report = ClassifierReport(
         folder=str(to),
         table=table,
@@ -258,8 +265,8 @@ def _no_usable_row_error(rows: Any, count: int) -> SourceError:
         f"{', '.join(empty)} has no value in any" if empty else "each lacks a value in a column"
     )
     return SourceError(
-        f"no row of features can be used, of {count:,}: {reason}: fill in what the model was trained with for a missing "
-        "value"
+        f"no row of features can be used, of {count:,}: {reason}: fill in what the model was trained with for a "
+        "missing value"
     )
 
 
@@ -496,7 +503,7 @@ def _try_rows(
 def _expected_outputs(
     expected: Any, ids: Any, usable: NDArray[np.int64], labels: int
 ) -> NDArray[np.float64] | None:
-    """Return what the library says of the usable rows, float64 [n, labels]; raise SourceError for another shape or NaN."""
+    """Return what the library says of usable rows, float64 [n, labels]; raise SourceError for another shape or NaN."""
     if expected is None:
         return None
     matrix = np.asarray(expected, np.float64)

@@ -19,7 +19,7 @@ IMPORTS_KEPT: Final = 50
 def write_import(
     folder: Path, report: Mapping[str, Any], bundle_digest: str, source: str = ""
 ) -> None:
-    """Write the report of an import beside its bundle; `source`: the file of the model, empty if it came from Python."""
+    """Write the report of an import beside its bundle; `source`: the model's file, empty if it came from Python."""
     imported_at = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
     entry = {"bundle_digest": bundle_digest, "imported_at": imported_at, "source": source}
     imports = [*_imports(folder), entry][-IMPORTS_KEPT:]

@@ -307,7 +307,7 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
                 "gates",
                 "remarks",
                 *FIELDS_OF_FEATURES,
-            )  # fmt: skip
+            )
         )
     tables = {
         name: {

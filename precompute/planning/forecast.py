@@ -23,6 +23,7 @@ from cache.tiers.l1 import OVERHEAD_BYTES, READY_BYTES, Entry, LocalKey, LocalTi
 from precompute.adapters.vector_bundle import make_bundle
 from precompute.builds.tables import (
     configured_tables,
+    demand_values,
     entity_of,
     facet_layout,
     layout_of,

@@ -112,10 +112,11 @@ def _bundle_left_in_words(
     remedy = f"copy {store.url}/{path} to this host and run `larder hand-over` with that folder"
     if store.folder is not None:
         remedy = f"run `larder hand-over {store.folder / path}`"
-    return [
-        f"the next night uses the model of {left_id} again ({left.bundle_digest[:12]}): if that model is why you rolled "
-        f"back, {remedy}, which is the model of {now_id}, or import or train the model anew"
-    ]
+    note = (
+        f"the next night uses the model of {left_id} again ({left.bundle_digest[:12]}): if that model is why you "
+        f"rolled back, {remedy}, which is the model of {now_id}, or import or train the model anew"
+    )
+    return [note]
 
 
 def rolled_back_in_words(releases: Releases, bundle_digest: str) -> list[str]:
