@@ -306,6 +306,7 @@ def _moment(text: str) -> float:
 
 def _audit_table(records: list[AuditRecord]) -> Table:
     table = Table("number", "time", "who", "what", "of", "why", "ended")
+    table.columns[4].overflow = "fold"  # ids are whole
     for record in records:
         outcome_text = f"{record.outcome}: {record.error}" if record.error else record.outcome
         at = iso(record.at) if record.at else ""
