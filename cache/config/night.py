@@ -193,9 +193,9 @@ class GateThresholds:
     distinct_lists: NonNegativeFloat = 0.05
     """Share of lists that differ from each other, at least."""
     score_psi: NonNegativeFloat = 0.25
-    """Shift of scores against the live generation (PSI), at most."""
+    """Shift of scores and of values against the live generation (PSI), at most."""
     score_psi_retrained: NonNegativeFloat = 1.0
-    """Shift of scores with a changed bundle, at most."""
+    """Shift of scores and of values with a changed bundle, at most."""
     list_jaccard: NonNegativeFloat = 0.4
     """Similarity of lists to those of the live generation (Jaccard), at least."""
     list_jaccard_retrained: NonNegativeFloat = 0.2

@@ -235,6 +235,7 @@ def look_at_bundle(config: "NightConfig") -> CheckResult:
     """Check the bundle: its checksums, whether its models open, and whether the sources have its features."""
     if line := missing_extra("a look at bundles", "precompute", *PRECOMPUTE_MODULES):
         return "not used", f"by the service; {line}"
+    from precompute.builds.tables import demand_values
     from precompute.bundles.bundle import Bundle
     from precompute.bundles.bundle_store import handed_over, is_superseded
     from precompute.scoring.towers import demand_feature_types
@@ -244,6 +245,7 @@ def look_at_bundle(config: "NightConfig") -> CheckResult:
     folder = config.path(config.bundle)
     if folder.exists():
         bundle = Bundle.open(folder)
+        demand_values(config, bundle)
         demand_feature_types(config, bundle)
         handovers = handed_over(config.store())
         if is_superseded(bundle.digest, handovers):

@@ -17,14 +17,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cache.errors import SourceError
+from cache.errors import LarderError, SourceError
 from cache.model.tower import Tower
 from cache.model.tower_spec import Dtype, InputSpec, TowerSpec
-from cache.process.command_line import json_text
 from cache.store.artefacts import write_atomically
 from precompute.adapters.folder import (
     BUNDLE,
-    REPORT,
     SETTINGS,
     open_import_folder,
     reinstate_bundle,
@@ -33,14 +31,28 @@ from precompute.adapters.folder import (
 from precompute.adapters.inputs import feature_table, ids_of, name_row
 from precompute.bundles.bundle import ModelFile, write_bundle
 from precompute.bundles.bundle_store import swap_in
+from precompute.bundles.imports import read_report, write_import
 from precompute.bundles.onnx_model import OnnxModel, item_tower
+from precompute.config.settings import NightConfig, night_config
 from precompute.scoring.towers import run_named
+from precompute.sources.plausibility import JUDGED_ROWS
 
 FEATURES = "user_features.parquet"
 TOLERANCE = 1e-4
 """Largest difference from `expected`, absolute plus relative to it: float32 against the float64 of a library."""
+COLUMN_TOLERANCE = 1e-6
+"""Further difference, relative to the column's largest value: float32 sums are rounded at the size of their terms."""
+ROUNDING_SHARE = 1e-5
+"""Share of the column's largest value up to which differences are taken for rounding, not for other inputs."""
 ROWS_AT_ONCE = 8_192
-_ROWS_DIFFER = "were the same rows and columns given to both, in the same order?"
+_ROWS_DIFFER = (
+    "were the same rows given to both, the same columns in the order of the training, and the same codes for "
+    "categories?"
+)
+_ROUNDED = (
+    "differences so small against the largest value are float32's: train on a smaller scale (thousands, or a "
+    "logarithm)"
+)
 _TEXTS_DIFFER = (
     "exported tokenizers and lower-casing treat letters beyond ASCII in their own way; make texts lower-case ASCII "
     "before training, before this import, and in each request, or take the numbers of the vectorizer as features"
@@ -90,6 +102,8 @@ class ClassifierReport:
     """Why the store could not be told to use this bundle, if it could not."""
     limits: tuple[str, ...] = ()
     """What rows of the table cannot have, or a night of them: those that are unusable."""
+    earlier_labels: tuple[str, ...] = ()
+    """Labels of the import before it, if they were others."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON object."""
@@ -103,17 +117,23 @@ class ClassifierReport:
             else f"largest difference from what the library says: {self.largest_difference:.1e}"
         )
         replacement_note = f"the import before it is replaced, its {SETTINGS} kept"
-        features = orjson.dumps(self.request).decode()
         return [
             f"{self.table}: {self.rows:,} rows, labels {', '.join(self.labels)}",
             *([f"{self.folder}: {replacement_note}"] if self.is_again else []),
+            *self._labels_in_words(),
             *self._incomplete_in_words(),
             *(f"cannot: {limit}" for limit in (self.remark, *self.limits) if limit),
             compared,
             "a request about an id without a row sends features like "
-            + (features if len(features) <= 200 else f"{features[:200]}..."),
+            + orjson.dumps(self.request).decode(),
             f"next: cd {self.folder}, then larder check, larder night and larder serve",
         ]
+
+    def _labels_in_words(self) -> list[str]:
+        if not self.earlier_labels:
+            return []
+        were, are = ", ".join(self.earlier_labels), ", ".join(self.labels)
+        return [f"labels were {were}, and are {are} from the next night on: tell who reads values"]
 
     def _incomplete_in_words(self) -> list[str]:
         if not self.incomplete_rows:
@@ -155,6 +175,8 @@ def from_classifier(
     spec, inputs = _bound(graph, rows.drop_columns([id_column]), columns, output, labels)
     is_new = not to.exists()
     open_import_folder(to)
+    _demand_tables(to, table)
+    earlier_labels = tuple(read_report(to).get("labels", labels))
     staging_folder = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
     try:
         user_tower = ModelFile(OnnxModel(graph), spec)
@@ -172,7 +194,10 @@ def from_classifier(
         )  # fmt: skip
         tower = Tower.open(bundle.values[table].path, spec)
         is_usable = np.stack([_usable(column) for column in inputs.values()]).all(axis=0)
-        difference, nonfinite = _try_rows(tower, inputs, expected, ids, np.flatnonzero(is_usable))
+        usable_rows = np.flatnonzero(is_usable)
+        if not len(usable_rows):
+            raise _no_usable_row_error(rows.drop_columns([id_column]), len(ids))
+        tried = _try_rows(tower, inputs, expected, ids, usable_rows)
         swap_in(staging_folder, to / BUNDLE)
     except BaseException:
         if is_new:
@@ -187,7 +212,15 @@ def from_classifier(
     if not is_again:
         write_atomically(to / SETTINGS, _SETTINGS.format(features=FEATURES, table=table).encode())
     remark = reinstate_bundle(to) if is_again else ""
-    request = {name: column[0].as_py() for name, column in inputs.items()}
+    request = {name: column[int(usable_rows[0])].as_py() for name, column in inputs.items()}
+    limits = rows_that_refuse(to, feature_rows, spec, tried.nonfinite)
+    if tried.same_values is not None and len(usable_rows) >= JUDGED_ROWS:
+        values = ", ".join(f"{value:g}" for value in tried.same_values)
+        limit = (
+            f"tell one row from another: all {len(usable_rows):,} rows get the same answer ({values}), and the gate "
+            "distinct_values refuses a night of it: was the model trained to its end, on these columns?"
+        )
+        limits += (limit,)
     report = ClassifierReport(
         folder=str(to),
         table=table,
@@ -195,14 +228,46 @@ def from_classifier(
         incomplete_rows=int((~is_usable).sum()),
         labels=tuple(labels),
         request=request,
-        largest_difference=difference,
+        largest_difference=tried.difference,
         is_again=is_again,
         seconds=round(time.perf_counter() - started_at, 3),
         remark=remark,
-        limits=rows_that_refuse(to, feature_rows, spec, nonfinite),
+        limits=limits,
+        earlier_labels=() if earlier_labels == tuple(labels) else earlier_labels,
     )
-    write_atomically(to / REPORT, json_text(report.to_json()).encode())
+    source = str(model) if isinstance(model, str | Path) else ""
+    write_import(to, report.to_json(), bundle.digest, source)
     return report
+
+
+def _demand_tables(to: Path, table: str) -> None:
+    """Raise SourceError if kept settings have a table of a value that this import does not make."""
+    try:
+        config = night_config(str(to / SETTINGS)) if (to / SETTINGS).exists() else NightConfig()
+    except LarderError:  # kept settings that `larder check` will name
+        return
+    if config.tables == NightConfig().tables:
+        return
+    for name, table_config in config.tables.items():
+        if table_config.kind == "value" and table_config.value != table:
+            raise SourceError(
+                f"[tables.{name}] in {to / SETTINGS} is of the value {table_config.value!r}, and this import makes "
+                f"{table!r} alone: import with --table {table_config.value}, name another folder, or change the file"
+            )
+
+
+def _no_usable_row_error(rows: Any, count: int) -> SourceError:
+    """Return the error of a table in which no row is complete, with the columns that have no value at all."""
+    empty = [
+        repr(name) for name in rows.column_names if not _usable(rows[name].combine_chunks()).any()
+    ]
+    reason = (
+        f"{', '.join(empty)} has no value in any" if empty else "each lacks a value in a column"
+    )
+    return SourceError(
+        f"no row of features can be used, of {count:,}: {reason}: fill in what the model was trained with for a "
+        "missing value"
+    )
 
 
 def _serialised(model: Any) -> bytes:
@@ -369,29 +434,32 @@ def _fed(column: Any, spec: InputSpec, rows: NDArray[np.int64]) -> NDArray[Any]:
     return values if spec.width is None else values.reshape(len(rows), spec.width)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TriedRows:
+    """Result of a run over all usable rows.
+
+    `difference`: the largest from `expected`, None if nothing was compared; `nonfinite`: rows with an output that is
+    not finite; `same_values`: the output of every row, if it is one and the same.
+    """
+
+    difference: float | None
+    nonfinite: int
+    same_values: NDArray[np.float32] | None
+
+
 def _try_rows(
     tower: Tower, inputs: Mapping[str, Any], expected: Any, ids: Any, usable: NDArray[np.int64]
-) -> tuple[float | None, int]:
-    """Run the model on all usable rows.
+) -> TriedRows:
+    """Run the model on all usable rows, of which there is one at least.
 
-    Return (its largest deviation from its library, None if nothing is compared; rows whose output is not finite).
-    Raises SourceError for a row on which the model fails, for outputs of which none is finite, and for outputs beyond
-    TOLERANCE; it names the first id.
+    Raises SourceError for a row on which the model fails, for outputs of which none is finite, for an `expected` that
+    is not finite, and for outputs beyond the tolerance; it names the first id.
     """
-    labels = tower.spec.output_dims
-    expected_outputs = None if expected is None else np.asarray(expected, np.float64)
-    if expected_outputs is not None and expected_outputs.shape == (len(ids),) and labels == 1:
-        expected_outputs = expected_outputs[:, None]
-    if expected_outputs is not None and expected_outputs.shape != (len(ids), labels):
-        raise SourceError(
-            f"expected is {list(expected_outputs.shape)}, {[len(ids), labels]} is wanted: what predict_proba says of "
-            "each row"
-        )
-    differences, is_off = np.zeros(len(usable)), np.zeros(len(usable), np.bool_)
-    nonfinite = 0
+    expected_outputs = _expected_outputs(expected, ids, usable, tower.spec.output_dims)
+    outputs = np.empty((len(usable), tower.spec.output_dims), np.float32)
     for start in range(0, len(usable), ROWS_AT_ONCE):
         rows = usable[start : start + ROWS_AT_ONCE]
-        outputs = run_named(
+        outputs[start : start + len(rows)] = run_named(
             tower,
             {
                 input_spec.name: _fed(inputs[input_spec.name], input_spec, rows)
@@ -399,26 +467,70 @@ def _try_rows(
             },
             partial(name_row, "row of", ids, rows),
         )
-        nonfinite += int((~np.isfinite(outputs).all(axis=1)).sum())
-        if expected_outputs is not None:
-            batch = slice(start, start + len(rows))
-            differences[batch] = np.abs(outputs - expected_outputs[rows]).max(axis=1)
-            are_close = np.isclose(outputs, expected_outputs[rows], rtol=TOLERANCE, atol=TOLERANCE)
-            is_off[batch] = ~are_close.all(axis=1)
-    if len(usable) and nonfinite == len(usable):
+    nonfinite = int((~np.isfinite(outputs).all(axis=1)).sum())
+    if nonfinite == len(usable):
         raise SourceError(
             f"no output of the model is finite, on none of {len(usable):,} rows: was it trained to its end, and are "
             "the columns in the order of the training?"
         )
-    if expected_outputs is None or not len(usable):
-        return None, nonfinite
-    if is_off.any():
-        first = ids[int(usable[is_off.argmax()])].as_py()
-        texts = any(input_spec.dtype == "string" for input_spec in tower.spec.inputs)
-        remedy = _TEXTS_DIFFER if texts else _ROWS_DIFFER
+    same_values = outputs[0] if (outputs == outputs[0]).all() else None
+    if expected_outputs is None:
+        return TriedRows(None, nonfinite, same_values)
+    differences = np.abs(outputs - expected_outputs)
+    largest = np.abs(expected_outputs).max(axis=0)
+    tolerances = TOLERANCE + TOLERANCE * np.abs(expected_outputs) + COLUMN_TOLERANCE * largest
+    is_off = ~(differences <= tolerances)  # also where the output is not a number
+    if (is_off_row := is_off.any(axis=1)).any():
+        row = int(is_off_row.argmax())
+        label = int(is_off[row].argmax())
+        off_differences = differences[is_off_row]
+        finite_differences = off_differences[np.isfinite(off_differences)]
+        at_most = f"{finite_differences.max():.2g}" if len(finite_differences) else "not finite"
+        remedy = _ROWS_DIFFER
+        if (off_differences <= ROUNDING_SHARE * largest).all():
+            remedy = _ROUNDED
+        elif _has_odd_letters(inputs, int(usable[row])):
+            remedy = _TEXTS_DIFFER
         raise SourceError(
-            f"the model differs from expected by more than {TOLERANCE:g} plus {TOLERANCE:.2%} of the value for "
-            f"{int(is_off.sum()):,} of {len(usable):,} rows, at most by {np.nanmax(differences):.2g}, first for "
-            f"{first!r}: {remedy}"
+            f"the model differs from expected by more than {TOLERANCE:g} plus {TOLERANCE:.2%} of the value plus "
+            f"{COLUMN_TOLERANCE:.4%} of the column's largest for {int(is_off_row.sum()):,} of {len(usable):,} rows, at "
+            f"most by {at_most}, first for {ids[int(usable[row])].as_py()!r}, of which the model says "
+            f"{float(outputs[row, label]):.7g} and expected {float(expected_outputs[row, label]):.7g}: {remedy}"
         )
-    return float(differences.max()), nonfinite
+    return TriedRows(float(differences.max()), nonfinite, same_values)
+
+
+def _expected_outputs(
+    expected: Any, ids: Any, usable: NDArray[np.int64], labels: int
+) -> NDArray[np.float64] | None:
+    """Return what the library says of usable rows, float64 [n, labels]; raise SourceError for another shape or NaN."""
+    if expected is None:
+        return None
+    matrix = np.asarray(expected, np.float64)
+    if matrix.shape == (len(ids),) and labels == 1:
+        matrix = matrix[:, None]
+    if matrix.shape != (len(ids), labels):
+        raise SourceError(
+            f"expected is {list(matrix.shape)}, {[len(ids), labels]} is wanted: what predict_proba says of each row"
+        )
+    expected_outputs: NDArray[np.float64] = matrix[usable]
+    if not (is_finite := np.isfinite(expected_outputs).all(axis=1)).all():
+        what = "NaN" if np.isnan(expected_outputs).any() else "infinity"
+        raise SourceError(
+            f"expected holds {what} in {int((~is_finite).sum()):,} rows, first for "
+            f"{ids[int(usable[is_finite.argmin()])].as_py()!r}: give what the library says of these rows, or leave the "
+            "rows out"
+        )
+    return expected_outputs
+
+
+def _has_odd_letters(inputs: Mapping[str, Any], row: int) -> bool:
+    """True if a text of the row has a character beyond ASCII."""
+    return any(
+        not str(value).isascii() for column in inputs.values() for value in _texts(column[row])
+    )
+
+
+def _texts(cell: Any) -> list[str]:
+    values = cell.as_py() if isinstance(cell.as_py(), list) else [cell.as_py()]
+    return [value for value in values if isinstance(value, str)]

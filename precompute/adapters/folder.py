@@ -19,21 +19,21 @@ from cache.errors import BundleError, ConfigError, LarderError
 from cache.model.ranking import Metric
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
-from cache.process.command_line import json_text
 from cache.store.artefacts import write_atomically
 from precompute.adapters.fold_in import HISTORY_MAX, complete_rows, user_inputs
 from precompute.adapters.inputs import COLUMNS, ClickMatrix, Vectors
 from precompute.bundles.agreement import agreement
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
 from precompute.bundles.bundle_store import hand_over, handed_over, is_superseded, swap_in
+from precompute.bundles.imports import REPORT, write_import
 from precompute.bundles.onnx_model import OnnxModel, item_tower
 from precompute.bundles.quantize import quantize_tower
 from precompute.config.settings import NightConfig, night_config
 from precompute.sources.features import read_values, without_long_texts
 from precompute.sources.unusable import TOO_LONG
 
-BUNDLE, USERS, CLICKS, SETTINGS, REPORT = (
-    "bundle", "user_vectors.parquet", "clicks.parquet", "larder.toml", "import.json"
+BUNDLE, USERS, CLICKS, SETTINGS = (
+    "bundle", "user_vectors.parquet", "clicks.parquet", "larder.toml"
 )  # fmt: skip
 _COLUMN_SETTINGS = ("user_column", "item_column", "timestamp_column")
 FEATURES = frozenset({"user_features", "item_features"})
@@ -239,7 +239,7 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
         {} if imported.clicks is None else dict(imported.clicks.left_out), is_again,
         imported.clicks is not None and imported.clicks.is_ordered, imported.further_columns, imported.unused_columns,
     )  # fmt: skip
-    write_atomically(to / REPORT, json_text(report.to_json()).encode())
+    write_import(to, report.to_json(), bundle.digest)
     return report
 
 

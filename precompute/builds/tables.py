@@ -26,8 +26,9 @@ def entity_of(bundle: Bundle, name: str, table: TableConfig) -> EntityKind:
         return ENTITIES[table.kind]
     if table.value not in bundle.values:
         raise ConfigError(
-            f"table {name} wants the model output {table.value!r}; the bundle has "
-            f"{', '.join(bundle.values) or 'none'}"
+            f"[tables.{name}] is of the value {table.value!r}, which the bundle does not have (it has "
+            f"{', '.join(bundle.values) or 'none'}): name one of these as its value, or import or hand over the bundle "
+            f"with {table.value!r}"
         )
     return bundle.values[str(table.value)].entity
 
@@ -43,6 +44,12 @@ def layout_of(bundle: Bundle, table: TableConfig) -> Layout:
             return Layout(
                 "value", bundle.values[str(table.value)].spec.output_dims, table.precision
             )
+
+
+def demand_values(config: NightConfig, bundle: Bundle) -> None:
+    """Raise ConfigError for the first table of a value that the bundle does not have."""
+    for name, table in configured_tables(config, bundle).items():
+        entity_of(bundle, name, table)
 
 
 def facet_layout(k: int) -> Layout:

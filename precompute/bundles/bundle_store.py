@@ -151,6 +151,17 @@ def look_at_chosen(config: NightConfig) -> Iterator[Bundle | None]:
         yield bundle
 
 
+def digest_of_chosen(config: NightConfig) -> str | None:
+    """Return the digest of the bundle that `chosen_bundle` would yield; None without one, or if a night makes it."""
+    if config.sources.item_vectors:
+        return None
+    source = config.path(config.bundle)
+    superseding_handover = _superseding(source, handed_over(config.store()))
+    if superseding_handover is not None:
+        return superseding_handover.digest
+    return sha256_of(source / BUNDLE_FILE) if (source / BUNDLE_FILE).is_file() else None
+
+
 def chosen_at(config: NightConfig) -> float | None:
     """Return the time at which the current bundle was handed over, Unix seconds; None without one."""
     source = config.path(config.bundle)

@@ -306,15 +306,17 @@ def _moment(text: str) -> float:
 
 def _audit_table(records: list[AuditRecord]) -> Table:
     table = Table("number", "time", "who", "what", "of", "why", "ended")
+    table.columns[4].overflow = "fold"  # ids are whole
     for record in records:
         outcome_text = f"{record.outcome}: {record.error}" if record.error else record.outcome
         at = iso(record.at) if record.at else ""
+        about = str(record.found.get("generation", ""))  # of a roll back "to the previous one"
         table.add_row(
             str(record.number),
             at,
             record.actor,
             record.action,
-            record.subject,
+            record.subject if about in record.subject else f"{record.subject}: {about}",
             record.reason,
             outcome_text,
         )

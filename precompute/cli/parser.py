@@ -68,6 +68,10 @@ def _attempt_option(command: argparse.ArgumentParser) -> None:
 
 
 def _roll_back_options(command: argparse.ArgumentParser) -> None:
+    command.epilog = (
+        "A roll back changes what is live, not the model of the next night: that is the folder's, or the one handed "
+        "over last. If the model is the reason, import or hand over the earlier one first; the output says how."
+    )
     command.add_argument("--to", metavar="GENERATION", help="default: the previous one")
     command.add_argument("--reason", required=True, help="kept in the release record")
     command.add_argument("--attempt")

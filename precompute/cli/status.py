@@ -1,10 +1,11 @@
 """Command `status`: the state of one namespace in store, Redis and replicas, as a report and a table."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
 from rich.table import Table
 from rich.text import Text
 
@@ -13,10 +14,11 @@ from cache.control.control_keys import RegistryRow, Replica
 from cache.control.states import Ledger, State, fold
 from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import CUT_CHARS, Manifest
-from cache.store.artefacts import read_manifest
+from cache.store.artefacts import generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
-from cache.store.releases import Canary, Pointer, all_releases
+from cache.store.releases import Canary, Pointer, Release, all_releases, publication_time
 from precompute.builds.night_failure import NightFailure, last_failure
+from precompute.bundles.imports import find_import
 from precompute.cli.temporary_redis import gone_in_words
 from precompute.config.console import iso
 from precompute.config.progress import size_text
@@ -62,6 +64,7 @@ class NamespaceState:
     silent_replicas: int = 0
     memory: Mapping[str, Any] = field(default_factory=dict)
     failure: NightFailure | None = None
+    history: Sequence[Release] = ()
 
     @property
     def live(self) -> str | None:
@@ -78,9 +81,11 @@ def read_state(config: NightConfig) -> NamespaceState:
     """Read the state, without Redis only the store's; raise LarderError for a store that cannot be read."""
     failure = last_failure(config.store())
     if not config.redis_url:
-        ledger = fold(all_releases(config.store()))
+        history = all_releases(config.store())
         gone = gone_in_words(config.path(config.state))
-        return NamespaceState(ledger, time.time(), REDIS_NOT_CONFIGURED, gone, failure=failure)
+        return NamespaceState(
+            fold(history), time.time(), REDIS_NOT_CONFIGURED, gone, failure=failure, history=history
+        )
     try:
         with open_releases(config) as releases:
             view = releases.view()
@@ -94,12 +99,14 @@ def read_state(config: NightConfig) -> NamespaceState:
                 silent_replicas=releases.control.silent_replicas(),
                 memory=_memory(releases.control.client),
                 failure=failure,
+                history=view.history,
             )
     except TierUnavailable as error:
-        ledger = fold(all_releases(config.store()))
+        history = all_releases(config.store())
         return NamespaceState(
-            ledger, time.time(), REDIS_UNREACHABLE, error.message, failure=failure
-        )
+            fold(history), time.time(), REDIS_UNREACHABLE, error.message, failure=failure,
+            history=history,
+        )  # fmt: skip
 
 
 def _memory(client: Any) -> dict[str, Any]:
@@ -135,6 +142,8 @@ def report_status(
             **namespace_state.memory,
         },
         "live": namespace_state.live,
+        "published_at": _published_at(namespace_state),
+        "model": _live_model(config, namespace_state.live),
         "previous": namespace_state.ledger.previous,
         "epoch": None if namespace_state.pointer is None else namespace_state.pointer.epoch,
         "canary": namespace_state.canary
@@ -154,6 +163,34 @@ def report_status(
     if not has_settings and namespace_state.live is None and not generations:
         problems = [NO_SETTINGS]
     return status | {"well": not problems, "problems": problems}
+
+
+def _published_at(namespace_state: NamespaceState) -> str | None:
+    live, pointer = namespace_state.live, namespace_state.pointer
+    if live is None:
+        return None
+    at = publication_time(namespace_state.history, live)
+    return _iso(pointer.published_at if at is None and pointer is not None else at)
+
+
+def _live_model(config: NightConfig, live: str | None) -> dict[str, Any] | None:
+    """Return name, digest and import of the live generation's bundle; None if its files are not here."""
+    if live is None:
+        return None
+    store = config.store()
+    try:
+        digest = read_manifest(store, live).bundle_digest
+        raw = store.read(generation_path(live, "bundle/bundle.json"))
+        name = None if raw is None else str(orjson.loads(raw).get("name"))
+    except (LarderError, orjson.JSONDecodeError):
+        return None
+    bundle_import = find_import(config.path(config.bundle).parent, digest)
+    return {
+        "name": name,
+        "sha256": digest,
+        "imported_at": bundle_import.get("imported_at"),
+        "source": bundle_import.get("source") or None,
+    }
 
 
 def _problems(
@@ -262,7 +299,15 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
     """Return the fields of a finished generation; null for an unfinished one."""
     if manifest is None:
         return dict.fromkeys(
-            ("data_until", "tables", "redis_bytes", "store_bytes", "gates", *FIELDS_OF_FEATURES)
+            (
+                "data_until",
+                "tables",
+                "redis_bytes",
+                "store_bytes",
+                "gates",
+                "remarks",
+                *FIELDS_OF_FEATURES,
+            )
         )
     tables = {
         name: {
@@ -281,7 +326,17 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
         "tables": tables,
         "redis_bytes": sum(table_sizes["bytes"] for table_sizes in tables.values()),
         "store_bytes": sum(file.size_bytes for file in (*manifest.artefacts(), *manifest.pages())),
-        "gates": {"run": len(manifest.gates), "failed": failed, "overrides": dict(overrides)},
+        "gates": {
+            "run": len(manifest.gates),
+            "failed": failed,
+            "not_judged": [
+                gate["rule"]
+                for gate in manifest.gates
+                if gate["passed"] and gate.get("value", 0) is None
+            ],
+            "overrides": dict(overrides),
+        },
+        "remarks": list(manifest.facts.get("remarks", [])),
         **{name: field_of(manifest) for name, field_of in FIELDS_OF_FEATURES.items()},
     }
 
@@ -363,7 +418,33 @@ def _gates_text(gates: Mapping[str, Any] | None) -> str:
         return "not run"
     failed, overrides = [gate["rule"] for gate in gates["failed"]], gates["overrides"]
     waived = f"; waived: {', '.join(overrides)}" if overrides else ""
-    return (f"failed: {', '.join(failed)}" if failed else f"{gates['run']} passed") + waived
+    if failed:
+        return f"failed: {', '.join(failed)}{waived}"
+    not_judged = len(gates["not_judged"])
+    also = f", {not_judged} not judged" if not_judged else ""
+    return f"{gates['run'] - not_judged} passed{also}{waived}"
+
+
+def _live_in_words(status: Mapping[str, Any]) -> list[str]:
+    """Describe what is live, since when and of which model, and what was odd in its night."""
+    if status["live"] is None:
+        return []
+    text = f"live: {status['live']}"
+    if status["published_at"] is not None:
+        text += f" since {status['published_at']}"
+    if (model := status["model"]) is not None:
+        text += f", model {model['name']} (sha256 {model['sha256'][:12]}"
+        if model["imported_at"]:
+            text += f", imported {model['imported_at']}"
+            text += f" from {model['source']}" if model["source"] else ""
+        text += ")"
+    odd = [
+        f"note on {generation_status['generation']}: {remark}"
+        for generation_status in status["generations"]
+        for remark in generation_status["remarks"] or ()
+        if generation_status["state"] in (State.LIVE, State.VERIFIED)
+    ]
+    return [text, *odd]
 
 
 def _detail_lines(status: Mapping[str, Any]) -> list[str]:
@@ -371,7 +452,8 @@ def _detail_lines(status: Mapping[str, Any]) -> list[str]:
     state = {True: "missing", False: "there", None: "not known"}[schedule["missing"]]
     due = f"due: the generation of {schedule['due']} is {state}"
     after = f"next at {schedule['next']}, expected by {schedule['next_expected_by']}"
-    lines = [f"{due}; {after} ({schedule['cron']}, {schedule['timezone']})"]
+    lines = _live_in_words(status)
+    lines.append(f"{due}; {after} ({schedule['cron']}, {schedule['timezone']})")
     if redis["state"] == REDIS_UNREACHABLE:
         lines.append(
             "this is what the artefact store knows; who was loaded or verified, Redis would"

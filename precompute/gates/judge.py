@@ -35,6 +35,7 @@ from precompute.gates.rules.headroom import (
 )
 from precompute.gates.rules.live import (
     distinct_lists,
+    distinct_values,
     heldout_recall,
     list_jaccard,
     score_psi,
@@ -43,6 +44,7 @@ from precompute.gates.rules.live import (
     tables_of_live,
     top_items,
     top_items_of_live,
+    value_psi,
 )
 from precompute.gates.rules.models import (
     bundle,
@@ -115,8 +117,10 @@ GATES: Final[tuple[Gate, ...]] = (
     top_items,
     single_item,
     distinct_lists,
+    distinct_values,
     top_items_of_live,
     score_psi,
+    value_psi,
     list_jaccard,
     stale_lists,
     heldout_recall,

@@ -23,6 +23,7 @@ from cache.tiers.l1 import OVERHEAD_BYTES, READY_BYTES, Entry, LocalKey, LocalTi
 from precompute.adapters.vector_bundle import make_bundle
 from precompute.builds.tables import (
     configured_tables,
+    demand_values,
     entity_of,
     facet_layout,
     layout_of,
@@ -208,6 +209,7 @@ def forecast(
     with TemporaryDirectory(prefix="larder-plan-") as temporary_path:
         folder = Path(temporary_path)
         bundle = _bundle(config, folder / "bundle", cutoff_at)
+        demand_values(config, bundle)
         demand_feature_types(config, bundle)
         config = resized(config, bundle, parameters.k)
         sample = draw(

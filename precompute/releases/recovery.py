@@ -13,7 +13,7 @@ from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownGenerati
 from cache.format.manifest import GENERATION
 from cache.l2.errors import translated
 from cache.l2.resp import COUNT_SHAPE, checked_reply
-from cache.store.artefacts import read_manifest
+from cache.store.artefacts import generation_path, read_manifest
 from cache.store.audit import audited
 from cache.store.releases import Pointer, Release, publication_time
 from precompute.bulk.governor import Governor, open_governor
@@ -55,8 +55,12 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
             "generation": pointer.generation, "epoch": pointer.epoch, "previous": pointer.previous,
             "changed": moved.has_moved, "mended": [],
         }  # fmt: skip
-        if moved.has_moved and (ended := _ended_overrides(releases.history(), pointer.epoch)):
-            report["notes"] = ended
+        if moved.has_moved:
+            history = releases.history()
+            notes = _ended_overrides(history, pointer.epoch)
+            notes += _bundle_left_in_words(config, history, pointer)
+            if notes:
+                report["notes"] = notes
         try:
             with (
                 translated(),
@@ -85,6 +89,59 @@ def _ended_overrides(history: Sequence[Release], epoch: int) -> list[str]:
         for generation, rules in sorted(before.items())
         if generation not in after
     ]
+
+
+def _bundle_left_in_words(
+    config: NightConfig, history: Sequence[Release], pointer: Pointer
+) -> list[str]:
+    """Say that the next night uses the model that was left, if it does; empty where this cannot be told."""
+    from precompute.bundles.bundle_store import digest_of_chosen  # pyarrow waits for the move
+
+    left_id = fold([release for release in history if release.epoch < pointer.epoch]).live
+    store, now_id = config.store(), pointer.generation
+    try:
+        left, now = read_manifest(store, str(left_id)), read_manifest(store, now_id)
+        if (
+            now.bundle_digest == left.bundle_digest
+            or digest_of_chosen(config) != left.bundle_digest
+        ):
+            return []
+    except (LarderError, OSError):  # readers have moved: a remark must not undo the report
+        return []
+    path = generation_path(now_id, "bundle")
+    remedy = f"copy {store.url}/{path} to this host and run `larder hand-over` with that folder"
+    if store.folder is not None:
+        remedy = f"run `larder hand-over {store.folder / path}`"
+    note = (
+        f"the next night uses the model of {left_id} again ({left.bundle_digest[:12]}): if that model is why you "
+        f"rolled back, {remedy}, which is the model of {now_id}, or import or train the model anew"
+    )
+    return [note]
+
+
+def rolled_back_in_words(releases: Releases, bundle_digest: str) -> list[str]:
+    """Remark on a night whose model is that of a generation that was rolled back, and not that of the live one."""
+    history = releases.history()
+    ledger = fold(history)
+    rolled_back_ids = [
+        generation for generation, state in ledger.states.items() if state is State.ROLLED_BACK
+    ]
+    for generation in sorted(rolled_back_ids, key=lambda rolled: -ledger.left_in.get(rolled, 0)):
+        try:
+            digests = {
+                read_manifest(releases.store, compared).bundle_digest
+                for compared in (generation, ledger.live)
+                if compared is not None
+            }
+            if read_manifest(releases.store, generation).bundle_digest != bundle_digest:
+                continue
+        except LarderError:  # retired, or unreadable: nothing can be said of it
+            continue
+        if len(digests) > 1:
+            left_in = ledger.left_in.get(generation)
+            reason = next((release.reason for release in history if release.epoch == left_in), "")
+            return [f"uses the model of {generation}, which was rolled back: {reason}"]
+    return []
 
 
 def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:

@@ -30,6 +30,7 @@ from precompute.builds.build import (
     sweep_copies,
 )
 from precompute.builds.seal import WRITERS, manifest_format
+from precompute.builds.tables import demand_values
 from precompute.bulk.headroom import writes_files
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle
@@ -59,6 +60,7 @@ from precompute.partitions.partition import (
     write_counts,
 )
 from precompute.partitions.shard_files import TOUCHED
+from precompute.releases.recovery import rolled_back_in_words
 from precompute.releases.release_log import open_releases
 from precompute.releases.sweep import sweep
 from precompute.scoring.copies import Prior
@@ -88,7 +90,7 @@ ERASURE_LOOKS = 10
 class BegunNight:
     """Night that begins: its input, and the products of its sub-steps (`READING`, `AFTER_READING`) once they have run.
 
-    `facts` are fields of the report that are known before.
+    `facts` are fields of the report that are known before, `odd` remarks that are.
     """
 
     build: Build
@@ -101,6 +103,7 @@ class BegunNight:
     input_files: InputFiles
     progress: Progress
     unusable: UnusableRows
+    odd: Sequence[str] = ()
     holdout: Holdout = field(default_factory=Holdout)
     attributes: dict[str, AttributeFiles] = field(default_factory=dict)
     pinning: Future[list[str]] = field(init=False)
@@ -204,6 +207,7 @@ def _begin(
     progress: Progress,
     pinned: tuple[str, list[dict[str, object]]] | None = None,
 ) -> Step:
+    demand_values(config, bundle)
     demand_feature_types(config, bundle)
     _demand_histories(config, bundle)
     for demand_settings in setting_checks():
@@ -229,6 +233,7 @@ def _begin(
             demand("begin", generation, state)
             if state is None:
                 releases.note(generation, State.BEGUN)
+            rolled_back = rolled_back_in_words(releases, bundle.digest)  # before their files go
             sweep(config, releases, attempt=generation, making=generation)
             prior = prior_index().choose(releases, config, bundle, making=generation)
         # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
@@ -246,8 +251,9 @@ def _begin(
         }  # fmt: skip
         unusable = UnusableRows(erased.users | erased.items)
         night = BegunNight(
-            build, bundle, prior, cut_text, erased, facts, further, files, progress, unusable
-        )
+            build, bundle, prior, cut_text, erased, facts, further, files, progress, unusable,
+            odd=rolled_back,
+        )  # fmt: skip
         _prepare(night, sources_digest)
     return {**step_result, "already_live": False}
 
@@ -336,9 +342,9 @@ def _look_at_figures(night: BegunNight) -> Step:
     if config.sources.interactions:
         demand_least(partitioned.users, items.count)
     lists = [table for table in config.tables.values() if table.kind != "value"]
-    odd = []
+    odd = [*night.odd]
     if lists or config.sources.interactions:
-        odd = remarks(_shape(partitioned, items.count))
+        odd += remarks(_shape(partitioned, items.count))
     odd += [*bundle.training.get("remarks", []), *_learnt_too_much(bundle, cut)]
     unknown_remarks = _unknown_in_words(config, partitioned, items)
     odd += unknown_remarks

@@ -120,5 +120,5 @@ def in_night(night: Night) -> StepRow:
     if apart := sorted(
         name for name, alike in step_result.get("regrouped", {}).items() if not alike
     ):
-        summary += f"\nnot copied, as rows depend on each other: {', '.join(apart)}"
+        summary += f"\nnot copied, as last digits depend on which rows are computed together: {', '.join(apart)}"
     return StepRow(step_result, summary, items, "items", items * dims * 4)

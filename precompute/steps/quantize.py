@@ -111,5 +111,7 @@ def in_night(night: Night) -> StepRow:
 
 
 def _agreement(agreement: Mapping[str, Any]) -> str:
+    if why := agreement.get("why"):
+        return f"fp32 ({why})"  # models of trees
     overlap = f" overlap {agreement['overlap_at_20']:.4f}" if "overlap_at_20" in agreement else ""
     return f"{agreement.get('precision')}{overlap}"

@@ -113,7 +113,8 @@ def run(
         generation_build.report("verified", {"run_ids": nodes, "baseline": ledger.live})
         releases.mark_verified(generation_build.generation, attempt=attempt)
     return {
-        "generation": generation_build.generation, "gates": len(manifest.gates), "verified": True, **unasked,
+        "generation": generation_build.generation, "gates": len(manifest.gates), "verified": True,
+        "not_judged": [verdict.rule for verdict in verdicts if not verdict.is_judged], **unasked,
     }  # fmt: skip
 
 
@@ -128,7 +129,11 @@ def in_night(night: Night) -> StepRow:
     step_result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
     left_out = ", ".join(step_result.get("gates_left_out", ()))
     left_out_note = f"; left out, for there are no interactions: {left_out}" if left_out else ""
-    return StepRow(step_result, f"{step_result['gates']} gates passed{left_out_note}")
+    not_judged = step_result.get("not_judged", ())
+    passed = f"{step_result['gates'] - len(not_judged)} gates passed"
+    if not_judged:
+        passed += f", {len(not_judged)} not judged, for there is nothing to judge by: {', '.join(not_judged)}"
+    return StepRow(step_result, f"{passed}{left_out_note}")
 
 
 def _demand_still(build: Build, releases: Releases) -> None:

@@ -78,7 +78,9 @@ def _generations(body: Body) -> Table:
     )
     for generation in body["generations"][:_GENERATIONS]:
         failed = [gate["rule"] for gate in generation["gates"] if gate["verdict"] == "failed"]
-        gates = f"{len(generation['gates'])} passed" if generation["gates"] else "-"
+        unjudged = sum(gate["value"] is None for gate in generation["gates"])  # nothing to judge by
+        gates = f"{len(generation['gates']) - unjudged} passed" if generation["gates"] else "-"
+        gates += f", {unjudged} not judged" if unjudged else ""
         table.add_row(
             generation["generation"], generation["state"] or "-", generation["role"] or "-",
             f"failed: {', '.join(failed)}" if failed else gates,

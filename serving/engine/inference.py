@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
-from cache.errors import CorruptArtefact
+from cache.errors import CorruptArtefact, UnfitValue
 from cache.l2.commands import LeaseMark
 from cache.tiers.reads import STAND_IN_REASONS, Hit, MissReason, RecordKey
 from cache.tiers.singleflight import FlightSeat, SingleFlight
@@ -343,5 +343,10 @@ def _outcome(
     if isinstance(error, LiveUnavailable):
         return error
     # The model is a guest: whatever it raises, the next rung answers.
-    log.warning("live inference for %s failed", case.table.name, exc_info=error)
+    if isinstance(
+        error, UnfitValue
+    ):  # of the model or its input: where it was found says nothing more
+        log.warning("live inference for %s failed: %s", case.table.name, error.message)
+    else:
+        log.warning("live inference for %s failed", case.table.name, exc_info=error)
     return LiveUnavailable(LiveReason.FAILED)

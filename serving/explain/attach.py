@@ -56,6 +56,21 @@ _EXPLANATION: Json = schemas.named(
             "Newer events that are counted, `as_of` the newest, and `until` where the generation has them; null: none",
             is_null=True,
         ),
+        "new_items": {
+            "type": "array",
+            "items": schemas.named(
+                "ExplainedNewItem",
+                {
+                    "item": {"type": "string"},
+                    "position": {
+                        "type": "string",
+                        "description": "Position of the event that brought it",
+                    },
+                },
+                ("item", "position"),
+                description="An item of the answer that no night has seen",
+            ),
+        },
         "page": schemas.details("Its page in Redis with its checksum; null: unknown", is_null=True),
         "l1": _TIER,
         "l2": _TIER,
@@ -64,6 +79,14 @@ _EXPLANATION: Json = schemas.named(
             "description": "Whether both tiers hold the same; null: one holds nothing",
         },
         "record": schemas.details("What is stored, decoded", is_null=True),
+        "filter": schemas.details(
+            "Items that pass the filter (`passing` of `items`), and those of the stored list; null: none was sent",
+            is_null=True,
+        ),
+        "rerank": schemas.details(
+            "What the order follows (`by`), and the stored list in it; null: none was asked for",
+            is_null=True,
+        ),
         "previous": schemas.details(
             "What the previous generation has; null: none held", is_null=True
         ),

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from cache.errors import CorruptArtefact, LarderError, TierUnavailable
+from cache.errors import CorruptArtefact, LarderError, TierUnavailable, UnfitValue
 from cache.events.event_predictor import EventInput, GenerationEvents
 from cache.format.manifest import Table, TablePart
 from cache.format.redis_keys import Keyspace
@@ -316,6 +316,9 @@ class Rescorer:
             return None, None, error.reason
         except TimeoutError:
             return None, None, LiveReason.TIMEOUT
+        except UnfitValue as error:
+            log.warning("live inference for %s failed: %s", case.table.name, error.message)
+            return None, None, LiveReason.FAILED
         except Exception:  # the model is a guest
             log.warning("live inference for %s failed", case.table.name, exc_info=True)
             return None, None, LiveReason.FAILED

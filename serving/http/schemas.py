@@ -416,7 +416,16 @@ _HELD_GENERATION = named(
             "description": "Why live models run on the processor where a GPU's provider was asked for",
         },
     },
-    ("generation", "epoch", "published_at", "data_until"),
+    (
+        "generation",
+        "epoch",
+        "published_at",
+        "data_until",
+        "entities",
+        "tables",
+        "models",
+        "indexes",
+    ),
     description="A generation that this replica holds",
 )
 

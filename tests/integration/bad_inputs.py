@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from onnx import helper, numpy_helper
 
 from cache.model.tower import Histories, Inputs, Tower
 from cache.store.artefacts import sha256_of
@@ -111,6 +113,43 @@ def on_another_scale(config: NightConfig, folder: Path) -> NightConfig:
     return with_vectors(config, folder, lambda vectors: vectors * np.float32(50))
 
 
+def with_values(config: NightConfig, folder: Path, factor: float, offset: float) -> NightConfig:
+    """The bundle with another value model: factor times what it says, plus an offset."""
+    shutil.copytree(config.path(config.bundle), folder / "bundle")
+    bundle = Bundle.open(folder / "bundle")
+    models = {}
+    for name, model in bundle.values.items():
+        proto = onnx.load(model.path)
+        output = next(node for node in proto.graph.node if model.spec.output in node.output)
+        output.output[list(output.output).index(model.spec.output)] = "before"
+        for number, value in (("factor", factor), ("offset", offset)):
+            proto.graph.initializer.append(
+                numpy_helper.from_array(np.array([value], np.float32), number)
+            )
+        proto.graph.node.append(helper.make_node("Mul", ["before", "factor"], ["product"]))
+        proto.graph.node.append(helper.make_node("Add", ["product", "offset"], [model.spec.output]))
+        models[name] = ModelFile(
+            OnnxModel(proto.SerializeToString()), model.spec, labels=model.labels
+        )
+    towers = {
+        name: ModelFile(OnnxModel(model.path.read_bytes()), model.spec, entity=model.entity)
+        for name, model in (("user_tower", bundle.user_tower), ("item_tower", bundle.item_tower))
+    }
+    write_bundle(
+        folder / "changed", name="changed", version="2", dims=bundle.dims, values=models,
+        item_ids=[raw.decode() for raw in bundle.item_ids], **towers,
+    )  # fmt: skip
+    return replace(config, bundle=str(folder / "changed"))
+
+
+def constant_value_model(config: NightConfig, folder: Path) -> NightConfig:
+    return with_values(config, folder, 0.0, 0.5)
+
+
+def values_on_another_scale(config: NightConfig, folder: Path) -> NightConfig:
+    return with_values(config, folder, 50.0, 0.0)
+
+
 def with_clicks(config: NightConfig, folder: Path, edit: Callable[[Any], Any]) -> NightConfig:
     pq.write_table(
         edit(pq.read_table(config.path("interactions.parquet"))), folder / "clicks.parquet"
@@ -170,7 +209,8 @@ BAD_INPUTS: Mapping[str, tuple[Change, str]] = {
         (untrained, "list_jaccard"), (collapsed, "list_jaccard"), (on_another_scale, "score_psi"),
         (histories_exchanged, "list_jaccard"), (clicks_on_other_items, "list_jaccard"),
         (user_ids_in_another_form, "list_jaccard"), (half_the_source, "coverage_of_live"),
-        (half_the_catalogue, "items_of_live"),
+        (half_the_catalogue, "items_of_live"), (constant_value_model, "distinct_values"),
+        (values_on_another_scale, "value_psi"),
     )
 }  # fmt: skip
 """Name -> (change, the rule that must name it)."""

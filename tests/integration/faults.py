@@ -267,6 +267,22 @@ def constant_values(spoilt: Spoilt) -> None:
     )
 
 
+def same_values_for_all(spoilt: Spoilt) -> None:
+    table = spoilt.table("user_affinity")
+    values = spoilt.records("user_affinity", 0)["numbers"][0].copy()
+    for shard in range(len(table.parts)):
+        records = spoilt.records("user_affinity", shard)
+        records["numbers"] = values
+        spoilt.put("user_affinity", shard, records)
+
+
+def values_doubled(spoilt: Spoilt) -> None:
+    def edit(records: NDArray[Any]) -> None:
+        records["numbers"] *= 2
+
+    spoilt.change("user_affinity", edit)
+
+
 def item_vectors_stale(spoilt: Spoilt) -> None:
     spoilt.take("items/vectors.f32")
 
@@ -403,7 +419,8 @@ FAULTS: Mapping[str, tuple[Fault, str]] = {
         (pages_of_last_night, "record_headers"), (similar_items_shifted, "exact_lists"),
         (defaults_unknown, "defaults"), (defaults_empty, "defaults"), (nan_item_vectors, "finite"),
         (infinite_user_vectors, "finite"), (zero_user_vectors, "exact_numbers"),
-        (constant_values, "exact_numbers"), (item_vectors_stale, "item_vectors"),
+        (constant_values, "exact_numbers"), (same_values_for_all, "distinct_values"),
+        (values_doubled, "value_psi"), (item_vectors_stale, "item_vectors"),
         (wrong_dimension, "dimension"), (model_swapped, "bundle"),
         (model_swapped_and_declared, "bundle"), (bundle_swapped, "bundle"),
         (int8_lists_swapped, "int8_overlap"), (int8_items_swapped, "int8_cosine"),

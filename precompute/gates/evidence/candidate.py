@@ -47,6 +47,11 @@ class Verdict:
     baseline: str | None = None
     overridden: str | None = None
 
+    @property
+    def is_judged(self) -> bool:
+        """False if the gate passed since there was nothing to judge by."""
+        return not self.passed or self.value is not None
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able form for the manifest, without fields that do not apply."""
         fields: dict[str, Any] = {

@@ -19,7 +19,7 @@ from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import FEATURED_USERS, Manifest, Table, TablePart
 from cache.model.tower import Histories, Inputs, Tower
 from cache.model.tower_spec import TowerSpec
-from cache.records import ABSENT_FLAGS, NO_ITEM, are_nightly
+from cache.records import ABSENT_FLAGS, NO_ITEM, are_nightly, dequantize
 from cache.store.artefacts import generation_path
 from precompute.builds.seal import WITHOUT_INTERACTIONS
 from precompute.bundles.bundle import Bundle, BundleModel
@@ -45,6 +45,9 @@ FINGERPRINTS_AT_ONCE: Final = 1 << 22
 
 ITEM_STRATUM = 64
 """Items of a stratum at most."""
+
+ITEMS_COMPARED: Final = 2_000
+"""Number of items whose values are compared with those in the live generation."""
 
 DRAWN_SEED = 1
 """Seed of drawn histories, which are others than those that the night calibrates on."""
@@ -93,7 +96,8 @@ class Scan:
     `absent`: records that answer nothing, for entities with an answer in another table of their directory.
 
     For lists: `slots` int64[items] counts how often an item is in one, `empty` the lists without an item, `counts`
-    int64[K + 1] the lists by length.
+    int64[K + 1] the lists by length. For values: `first_values` are those of the first record, `differing` counts the
+    records with others.
     """
 
     table: Table
@@ -102,6 +106,8 @@ class Scan:
     records: int = 0
     absent: int = 0
     empty: int = 0
+    first_values: NDArray[np.float64] | None = None
+    differing: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     first_location_by_fault: dict[str, str] = field(default_factory=dict)
     fingerprints: FingerprintFile = field(default_factory=FingerprintFile)
@@ -213,13 +219,21 @@ class Evidence:
     @cached_property
     def live_users(self) -> Directory | None:
         """Directory of users of the live generation; None for the first generation."""
+        return self._live_directory("user")
+
+    @cached_property
+    def live_item_directory(self) -> Directory | None:
+        """Directory of items of the live generation; None for the first generation."""
+        return self._live_directory("item")
+
+    def _live_directory(self, entity: str) -> Directory | None:
         if self._live is None:
             return None
         if self._live_root is None:
             raise CorruptArtefact(
                 f"the files of {generation_path(self._live.generation)} are not here"
             )
-        return Directory.open(self._live_root, self._live.entity_sets["user"])
+        return Directory.open(self._live_root, self._live.entity_sets[entity])
 
     @cached_property
     def live_ordinals(self) -> NDArray[np.int64]:
@@ -237,6 +251,19 @@ class Evidence:
         hashes = text_hashes(self.users.users.ids, self.live_users.seed)
         live_positions = self.live_users.find_many(hashes)
         return self.users.positions[live_positions >= 0], live_positions[live_positions >= 0]
+
+    @cached_property
+    def items_in_live(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Positions (here, in the live generation) of items, spread over the item table, that both have."""
+        directory, live_directory = self.directories["item"], self.live_item_directory
+        if live_directory is None:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        rows = select_spread_rows(np.arange(self.items.count), ITEMS_COMPARED)
+        texts = item_texts(self.items)
+        positions = directory.find_many(text_hashes(texts, directory.seed)[rows])
+        live_positions = live_directory.find_many(text_hashes(texts, live_directory.seed)[rows])
+        in_both = (positions >= 0) & (live_positions >= 0)
+        return positions[in_both], live_positions[in_both]
 
     @cached_property
     def item_strata(self) -> Mapping[str, NDArray[np.int64]]:
@@ -414,6 +441,10 @@ def _scan_records(records: NDArray[Any], manifest: Manifest, where: str, scan: S
     scan.note("finite", ~finite, where)
     if layout.kind != "topk":
         scan.note("headers", counts != layout.width, f"{where}: count")
+        if layout.kind == "value" and len(records):
+            values = dequantize(layout, records, np.float64)
+            scan.first_values = values[0] if scan.first_values is None else scan.first_values
+            scan.differing += int((values != scan.first_values).any(axis=1).sum())
         return
     items, used = records["items"], np.arange(layout.width) < counts[:, None]
     scan.note("headers", counts > layout.width, f"{where}: count")

@@ -10,7 +10,7 @@ from cache.errors import CorruptArtefact, NotJudged
 from cache.format.ids import hash_ids
 from cache.format.manifest import Manifest, Table
 from cache.model.agreement import jaccard
-from cache.records import dequantize
+from cache.records import ABSENT_FLAGS, dequantize
 from precompute.gates.evidence.candidate import (
     Candidate,
     Measurement,
@@ -20,10 +20,11 @@ from precompute.gates.evidence.candidate import (
     none_of,
     not_measured,
 )
-from precompute.gates.evidence.evidence import compared_depth
+from precompute.gates.evidence.evidence import Scan, compared_depth
 from precompute.gates.evidence.user_sample import sampled_shards, seen_by
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.shard_files import shard_of
+from precompute.sources.plausibility import JUDGED_ROWS
 
 LIVE_RECORDS_AT_ONCE: Final = 200
 """Records that are read from Redis in one round trip."""
@@ -32,6 +33,9 @@ PSI_BINS: Final = 10
 TOP_SHARE: Final = 0.01
 ACTIVE_USERS_MIN: Final = 5
 """Least number of users with interactions since the live generation's cut to judge `stale_lists` by."""
+
+VALUES_MIN: Final = 100
+"""Least number of records of both generations by which `value_psi` judges."""
 
 CHOICES_MIN: Final = 200
 """Least number of held-out choices to judge by: below it, one user more or less would move the figure by percents."""
@@ -119,6 +123,83 @@ def score_psi(candidate: Candidate) -> Measurement:
     if candidate.is_retrained:
         return _against(candidate, shifts, candidate.thresholds.score_psi_retrained)
     return _against(candidate, shifts, candidate.thresholds.score_psi)
+
+
+@judgement("distinct_values")
+def distinct_values(candidate: Candidate) -> Measurement:
+    """Number of different outputs in a table of values, counted up to 2: a constant model says nothing of anybody."""
+    scans = [
+        scan
+        for scan in candidate.evidence.asked_scans.values()
+        if scan.table.kind == "value" and scan.records - scan.absent >= JUDGED_ROWS
+    ]
+    if not scans:
+        return not_measured(2, f"no table of values with {JUDGED_ROWS} records or more")
+    for scan in scans:
+        if not scan.differing and not _is_single_probability(scan):
+            count = scan.records - scan.absent
+            note = f"{scan.table.name}: all {count:,} records have the same values"
+            return Measurement(False, 1, 2, note)
+    return Measurement(True, 2, 2)
+
+
+def _is_single_probability(scan: Scan) -> bool:
+    """True if each record is the probability of the only label, which is 1 whatever the model has learnt."""
+    return scan.first_values is not None and scan.first_values.tolist() == [1.0]
+
+
+@judgement("value_psi")
+def value_psi(candidate: Candidate) -> Measurement:
+    """PSI (see `score_psi`, whose thresholds hold) of each number of a table of values against the live generation's.
+
+    Numbers are compared by their label, over the same users or items, to five digits: another host may round the last.
+    """
+    thresholds = candidate.thresholds
+    threshold = thresholds.score_psi_retrained if candidate.is_retrained else thresholds.score_psi
+    if candidate.live is None:
+        return candidate.uncompared(threshold)
+    shifts = {}
+    for table in candidate.manifest.tables.values():
+        live_table = matching_table(candidate, table) if table.kind == "value" else None
+        if live_table is not None:
+            shifts |= _value_shifts(candidate, table, live_table)
+    if not shifts:
+        note = f"no value of {VALUES_MIN} of the same users or items is in the live generation"
+        return not_measured(threshold, note)
+    return _against(candidate, shifts, threshold)
+
+
+def _value_shifts(candidate: Candidate, table: Table, live_table: Table) -> dict[str, float]:
+    """PSI by table and label; empty where too few entities, or no label, are in both."""
+    evidence = candidate.evidence
+    in_live = evidence.items_in_live if table.entity == "item" else evidence.users_in_live
+    if len(in_live[0]) < VALUES_MIN:
+        return {}
+    records = evidence.records_of(table, in_live[0])
+    live_records = _read_records(candidate, live_table, in_live[1])
+    are_there = (records["flags"] != ABSENT_FLAGS) & (live_records["flags"] != ABSENT_FLAGS)
+    if are_there.sum() < VALUES_MIN:
+        return {}
+    values, live_values = (
+        dict(
+            zip(_value_names(of), dequantize(of.layout, rows[are_there], np.float64).T, strict=True)
+        )
+        for of, rows in ((table, records), (live_table, live_records))
+    )
+    return {
+        f"{table.name}, {name}": psi(_five_digits(column), _five_digits(live_values[name]))
+        for name, column in values.items()
+        if name in live_values
+    }
+
+
+def _value_names(table: Table) -> tuple[str, ...]:
+    return table.labels or tuple(f"number {number}" for number in range(1, table.layout.width + 1))
+
+
+def _five_digits(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    fractions, exponents = np.frexp(values)
+    return np.ldexp(np.round(fractions, 5), exponents)
 
 
 @judgement("list_jaccard")
@@ -227,8 +308,15 @@ class LiveLists:
 
 
 def read_live(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> LiveLists:
-    """Records of live users at these positions; raises NotJudged when Redis lacks one of them."""
-    directory = candidate.evidence.live_users
+    """Lists of live users at these positions; raises NotJudged when Redis lacks one of them."""
+    records = _read_records(candidate, table, positions)
+    return LiveLists(records, candidate.evidence.live_ordinals)
+
+
+def _read_records(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> NDArray[Any]:
+    """Live records at positions of their directory; raises NotJudged when Redis lacks one of them."""
+    evidence = candidate.evidence
+    directory = evidence.live_item_directory if table.entity == "item" else evidence.live_users
     if candidate.live is None or directory is None:
         raise CorruptArtefact("there is no live generation")
     client, size = candidate.control.client, table.layout.size_bytes
@@ -245,9 +333,7 @@ def read_live(candidate: Candidate, table: Table, positions: NDArray[np.int64]) 
             f"Redis lacks records of {table.name} of the live generation, so nothing can be compared with it: run "
             "`larder restore`, then verify again"
         )
-    return LiveLists(
-        np.frombuffer(b"".join(raw), table.layout.dtype), candidate.evidence.live_ordinals
-    )
+    return np.frombuffer(b"".join(raw), table.layout.dtype)
 
 
 def matching_table(candidate: Candidate, table: Table) -> Table | None:

@@ -67,7 +67,9 @@ function verdictOf(gate) {
 function judged(gates) {
   if (!gates.length) return "no gates";
   const failed = gates.filter((gate) => verdictOf(gate).level === "bad").length;
-  return failed ? mark("bad", `${failed} of ${gates.length} gates failed`) : mark("ok", `${gates.length} gates passed`);
+  if (failed) return mark("bad", `${failed} of ${gates.length} gates failed`);
+  const unjudged = gates.filter((gate) => gate.value === null).length; // nothing to judge by
+  return mark("ok", `${gates.length - unjudged} gates passed${unjudged ? `, ${unjudged} not judged` : ""}`);
 }
 
 function opened(generation) {

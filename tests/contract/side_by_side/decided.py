@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-ADDED_FIELDS: Final = frozenset({"generations_at"})
+ADDED_FIELDS: Final = frozenset(
+    {"generations_at", "not_judged", "remarks", "published_at", "model", "earlier_labels"}
+)
 """Fields of JSON documents that the frozen commit does not have."""
 
 ADDED_METRICS: Final = frozenset({"larder_events_new_items_without_vector"})
 """Metrics that it does not have."""
 
-ADDED_GATES: Final = frozenset({"unknown_items"})
+ADDED_GATES: Final = frozenset({"unknown_items", "distinct_values", "value_psi"})
 """Gates that it does not have."""
 
 CHANGED_CODES: Final[Mapping[str, tuple[int, int]]] = {"status": (0, 3)}

@@ -39,12 +39,15 @@ def test_known_and_unknown_accounts_get_what_the_library_says(
     with running(
         folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
     ) as url:
+        status = json.loads(larder(folder, "status", "--json", environ=environ))
         body = {"entities": [*ids, {"id": "new", "features": {"features": rows[7].tolist()}}]}
         answers = httpx.post(f"{url}/v1/lookup/risk", json=body).json()["answers"]
 
     assert json.loads(import_output)["largest_difference"] < 1e-6
     assert "users are those of user_features.parquet" in checked
-    assert "too little data" not in night
+    assert "too little data" not in night and " not judged" in night
+    assert status["model"]["name"] == "risk" and status["model"]["source"] == "model.onnx"
+    assert status["model"]["imported_at"] <= status["published_at"]
     assert {answer["source"] for answer in answers[:-1]} == {"l2"}
     assert answers[-1]["source"] == "live" and answers[-1]["labels"] == ["ok", "fraud"]
     values = np.array([answer["values"] for answer in answers])

@@ -38,7 +38,7 @@ from tests.integration.nights import prepare, publish_night
 
 COMPARED = {
     "coverage_of_live", "items_of_live", "tables_of_live", "distinct_lists", "top_items_of_live",
-    "score_psi", "list_jaccard", "stale_lists",
+    "score_psi", "value_psi", "list_jaccard", "stale_lists",
 }  # fmt: skip
 SEED = int(os.environ.get("LARDER_SEED", "20260131"))
 CLEAN_QUICK, CLEAN_STORM = 6, 54
@@ -48,9 +48,11 @@ QUICK_FAULTS = (
     "ids_shuffled", "off_by_one", "half_the_users", "model_swapped_and_declared", "nan_scores",
     "popularity_collapsed", "stale_copy", "wrong_dimension", "index_quantizer_off",
     "index_of_a_like_night", "vocabulary_shifted", "int8_lists_swapped", "bodies_exchanged",
-    "int8_values_broken",
+    "int8_values_broken", "same_values_for_all", "values_doubled",
 )  # fmt: skip
-QUICK_INPUTS = ("bundle_vocabulary_shuffled", "half_the_source")
+QUICK_INPUTS = (
+    "bundle_vocabulary_shuffled", "half_the_source", "constant_value_model", "values_on_another_scale",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

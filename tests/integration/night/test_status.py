@@ -91,6 +91,11 @@ def test_generations_with_their_sizes_gates_pins_and_the_next_one_expected(
     assert live["roles"] == ["live"] and previous["roles"] == ["previous"]
     assert previous["pinned"] and previous["pinned_until"] and not live["pinned"]
     assert live["gates"]["run"] > 10 and live["gates"]["failed"] == []
+    assert previous["gates"]["not_judged"] and "finite" not in previous["gates"]["not_judged"]
+    assert status_report["published_at"] and status_report["model"]["name"]
+    shown = "\n".join(map(str, render_status(status_report)[1:]))
+    assert f"live: {second} since {status_report['published_at']}, model " in shown
+    assert f"(sha256 {status_report['model']['sha256'][:12]})" in shown
     with connect(config.redis_url, 5.0) as client:
         names: list[bytes] = client.keys(f"larder:1:{config.namespace}:g:{second}:*")  # type: ignore[assignment]
         pages = [name for name in names if name.rpartition(b":")[2].isdigit()]

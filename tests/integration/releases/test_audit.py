@@ -10,6 +10,7 @@ import pytest
 
 from cache.errors import ConfigError, Conflict, LarderError
 from cache.store.audit import ACTIONS, AuditRecord, audit_records, entity_digest
+from precompute.cli.commands import _audit_table
 from precompute.cli.override import override
 from precompute.cli.parser import parser_of_commands
 from precompute.config.progress import quiet
@@ -69,6 +70,8 @@ def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None
         "done",
     )
     assert roll_back_record.found["generation"] == first
+    subjects = list(_audit_table([roll_back_record]).columns[4].cells)
+    assert subjects == [f"to the previous one: {first}"]
 
     with pytest.raises(Conflict):
         override(night, second, rule="score_psi", reason="agreed", attempt="d")

@@ -1,20 +1,24 @@
 """A classifier as ONNX becomes a folder, or is refused by the name of what does not fit; nothing is written then."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from cache.errors import BundleError, LarderError, SourceError
+from cache.errors import BundleError, ConfigError, LarderError, SourceError
 from cache.model.tower import Tower
+from infra.cli.check import look_at_bundle
 from precompute.adapters.classifiers import from_classifier
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle, hand_over, handed_over
+from precompute.bundles.imports import find_import, read_report
 from precompute.config.settings import night_config
 from tests.unit.precompute.adapters import classifier_examples as examples
 
@@ -141,8 +145,9 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(
 
 def test_a_model_that_says_something_else_than_its_library_is_refused(tmp_path: Path) -> None:
     message_pattern = (
-        r"differs from expected by more than 0.0001 plus 0.01% of the value for \d+ of 40 rows, .*, "
-        "first for 'a0'"
+        r"differs from expected by more than 0\.0001 plus 0\.01% of the value plus 0\.0001% of the column's largest "
+        r"for \d+ of 40 rows, at most by [\d.]+, first for 'a0', of which the model says [\d.]+ and expected [\d.]+: "
+        "were the same rows given to both, .* the same codes for categories"
     )
 
     with pytest.raises(SourceError, match=message_pattern):
@@ -229,7 +234,7 @@ def test_large_numbers_are_compared_by_their_size(tmp_path: Path) -> None:
 
     assert report.largest_difference is not None and report.largest_difference > 1
     with pytest.raises(
-        SourceError, match=r"by more than 0\.0001 plus 0\.01% of the value for 40 of"
+        SourceError, match=r"of the column's largest for 40 of 40 rows, .*: were the same rows"
     ):
         from_classifier(
             regressor(), TABLE, to=tmp_path / "off", expected=expected * 1.001, **arguments
@@ -279,3 +284,135 @@ def test_an_id_with_zeros_in_front_stays_as_it_is_in_a_csv_file(tmp_path: Path) 
         "007",
         "042",
     ]
+
+
+def test_large_numbers_may_be_rounded_at_the_size_of_the_largest(tmp_path: Path) -> None:
+    # Given a value near 0 beside values of millions, of whose terms a float32 sum keeps seven digits
+    features = TABLE.set_column(1, "f0", pa.array([1e-6, *FEATURES[1:, 0].tolist()], pa.float32()))
+    expected = np.array([1e-6, *FEATURES[1:, 0]], np.float64) * 1e6
+    arguments: dict[str, Any] = {"labels": ["price"], "id_column": "account"}
+    largest = np.abs(expected).max()
+
+    off = expected + np.array([largest * 5e-7, *[0.0] * (ROWS - 1)])
+    from_classifier(regressor(), features, to=tmp_path / "to", expected=off, **arguments)
+
+    off = expected + np.array([largest * 5e-6, *[0.0] * (ROWS - 1)])
+    with pytest.raises(
+        SourceError, match=r"for 1 of 40 rows, .*: differences so small .* smaller scale"
+    ):
+        from_classifier(regressor(), features, to=tmp_path / "off", expected=off, **arguments)
+
+
+def test_nan_in_expected_is_named_without_a_warning(tmp_path: Path) -> None:
+    expected = examples.probabilities(FEATURES)
+    expected[10, 1] = np.nan
+
+    with (
+        warnings.catch_warnings(action="error"),
+        pytest.raises(SourceError, match="expected holds NaN in 1 rows, first for 'a10'"),
+    ):
+        imported(tmp_path / "to", expected=expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"), [("na\u00efve", "exported tokenizers"), ("spring", "the same codes")]
+)
+def test_tokenizers_are_named_only_for_letters_beyond_ascii(
+    text: str, remedy: str, tmp_path: Path
+) -> None:
+    posts = pa.table({"post": ["p1"], "text": [text]})
+
+    with pytest.raises(SourceError, match=remedy):
+        from_classifier(
+            examples.of_texts(), posts, to=tmp_path / "to", labels=["score"], id_column="post", expected=[1.0],
+        )  # fmt: skip
+
+
+def test_a_column_without_any_value_is_named(tmp_path: Path) -> None:
+    posts = pa.table({"post": ["p1", "p2"], "text": pa.array([None, None], pa.string())})
+
+    with pytest.raises(
+        SourceError, match="no row of features can be used, of 2: 'text' has no value in any"
+    ):
+        from_classifier(
+            examples.of_texts(), posts, to=tmp_path / "to", labels=["score"], id_column="post", expected=[1.0, 0.0],
+        )  # fmt: skip
+    assert not (tmp_path / "to").exists()
+
+
+def constant() -> onnx.ModelProto:
+    """`linear` without coefficients: 0.5 for both labels of every row."""
+    model = examples.linear()
+    zeros = numpy_helper.from_array(np.zeros((3, 2), np.float32), "coefficients")
+    model.graph.initializer[0].CopyFrom(zeros)
+    return model
+
+
+def test_a_model_that_says_the_same_of_all_rows_is_said(tmp_path: Path) -> None:
+    report = from_classifier(
+        constant(), TABLE, labels=LABELS, id_column="account", to=tmp_path / "to"
+    )
+
+    (limit,) = report.limits
+    assert "all 40 rows get the same answer (0.5, 0.5)" in limit and "distinct_values" in limit
+
+
+def test_another_table_in_the_same_folder_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    folder = tmp_path / "fraud"
+    imported(folder, table="risk")
+    before = Bundle.open(folder / "bundle").digest
+
+    with pytest.raises(
+        SourceError, match=r"\[tables\.risk\].*'risk', and this import makes 'danger' alone"
+    ):
+        imported(folder, table="danger")
+
+    assert Bundle.open(folder / "bundle").digest == before
+
+
+def test_labels_that_changed_are_said(tmp_path: Path) -> None:
+    imported(tmp_path / "fraud")
+
+    report = imported(tmp_path / "fraud", labels=LABELS[::-1])
+
+    said = "labels were ok, fraud, and are fraud, ok from the next night on: tell who reads values"
+    assert said in report.lines()
+    assert imported(tmp_path / "fraud", labels=LABELS[::-1]).earlier_labels == ()
+
+
+def test_the_request_that_is_shown_is_whole_and_of_a_complete_row(tmp_path: Path) -> None:
+    features = TABLE.set_column(2, "f1", pa.array([None, *FEATURES[1:, 1].tolist()], pa.float32()))
+
+    report = from_classifier(
+        examples.linear(), features, to=tmp_path / "to", labels=LABELS, id_column="account"
+    )
+
+    assert report.request == {"features": pytest.approx(FEATURES[1].tolist())}
+    assert any(line.endswith(orjson.dumps(report.request).decode()) for line in report.lines())
+
+
+def test_each_import_is_written_down_with_its_time_and_file(tmp_path: Path) -> None:
+    model, folder = tmp_path / "model.onnx", tmp_path / "fraud"
+    onnx.save(examples.linear(), model)
+    imported(folder)
+    first = Bundle.open(folder / "bundle").digest
+    from_classifier(model, TABLE, to=folder, labels=LABELS[::-1], id_column="account")
+    second = Bundle.open(folder / "bundle").digest
+
+    imports = read_report(folder)["imports"]
+
+    assert [entry["bundle_digest"] for entry in imports] == [first, second]
+    assert [entry["source"] for entry in imports] == ["", str(model)]
+    assert find_import(folder, first) == imports[0] and imports[0]["imported_at"].endswith("Z")
+    assert find_import(folder, "another") == {}
+
+
+def test_a_table_of_a_value_that_the_bundle_lacks_is_named_by_check(tmp_path: Path) -> None:
+    imported(tmp_path / "fraud", table="risk")
+    settings = tmp_path / "fraud/larder.toml"
+    settings.write_text(settings.read_text().replace('value = "risk"', 'value = "danger"'))
+
+    with pytest.raises(
+        ConfigError, match=r"\[tables\.risk\] is of the value 'danger', .*\(it has risk\)"
+    ):
+        look_at_bundle(night_config(str(settings)))
