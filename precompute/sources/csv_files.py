@@ -357,8 +357,9 @@ class CsvFile:
             end, row_ends = self._end_of_rows(text, is_over)
             self._unparsed_bytes = text[end:]
             if end:
-                yield Piece(text[:end], self._line, self._line_break, row_ends)
+                line = self._line
                 self._line += text.count(self._line_break, 0, end)
+                yield Piece(text[:end], line, self._line_break, row_ends)
 
     def _read(self, size_bytes: int) -> bytes:
         block: bytes = self._raw.read(size_bytes)

@@ -208,6 +208,13 @@ def test_a_header_in_another_order_is_refused_by_its_line(
             read(tmp_path, name)
 
 
+def test_the_line_of_a_row_is_told_far_below_the_header(tmp_path, small_pieces):
+    write(tmp_path, "user,item\n" + "u1,i1\n" * 30 + "u2,i2,x\n")
+    _, report = read(tmp_path, "a.csv")
+    (reason,) = report["reasons"].values()
+    assert reason["cases"] == [{"file": "a.csv", "line": "32"}]
+
+
 def test_ids_that_are_names_of_columns_are_rows(tmp_path):
     write(tmp_path, "user,item,tag\nu1,i1,a\nitem,tag,b\ntag,user,c\n")
     pairs, report = read(tmp_path, "a.csv")
