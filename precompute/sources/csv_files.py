@@ -29,7 +29,9 @@ BLANKS: Final = " \t\r\n\v\f"
 """Characters to strip from an id or a column's name."""
 
 NO_COLUMN_NAMES: Final = "has no line of column names: put one above, e.g. user,item,timestamp"
-ROW_IN_QUOTES: Final = "each row stands between quotes as a whole: put them around single values, or leave them out"
+ROW_IN_QUOTES: Final = (
+    "each row stands between quotes as a whole: put them around single values, or leave them out"
+)
 _NUMBER_OR_DATE = re.compile(r"[+-]?\d+(\.\d*)?$|\.\d+$|\d{4}-\d{2}-\d{2}")
 
 _NOT_QUOTED = (

@@ -524,6 +524,8 @@ def demand_named(file_columns: Sequence[str], sources: Sources, path: SourceFile
         if is_lacking or (is_like_a_row(needed) and not _are_counted(file_columns)):
             raise SourceError(f"{path} {NO_COLUMN_NAMES}")
     otherwise = ", or put a line of column names above if there is none" if is_csv else ""
+    if is_csv and "" in file_columns:
+        otherwise += "; is the first line a title? Leave it out"
     for setting in settings:
         name = getattr(sources, setting)
         title = name.strip(BLANKS) if is_csv else name

@@ -346,6 +346,8 @@ def _look_at_csv(path: Path) -> _FileLook:
 
 def _twice(names: Sequence[str]) -> str | None:
     repeated = sorted({name for name in names if names.count(name) > 1})
+    if "" in repeated:
+        return "has several columns without a name: is the first line a title? Leave it out"
     return (
         f"has several columns called {', '.join(map(repr, repeated))}: rename them"
         if repeated
