@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import redis
 
     from cache.config.night import NightConfig
+    from precompute.sources.readers import Interactions
     from precompute.sources.unusable import UnusableRows
     from serving.events.connection import FoundDurability
 
@@ -147,7 +148,12 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
     from precompute.features import setting_checks
     from precompute.partitions.table_look import first_rows, look_at_tables
     from precompute.sources.files import all_files, find_copy_remarks, source_file, source_files
-    from precompute.sources.plausibility import Shape, demand_least, remarks
+    from precompute.sources.plausibility import (
+        Shape,
+        demand_least,
+        remarks,
+        swapped_in_words,
+    )
     from precompute.sources.readers import (
         INTERACTIONS,
         demand_same_columns,
@@ -189,7 +195,7 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
             with suppress(BundleError, StoreError):  # the line on the bundle names it
                 bundle = stack.enter_context(look_at_chosen(config))
         odd = look_at_tables(config, bundle, batches, unusable)
-    summary = f"{len(files)} file{'s' * (len(files) > 1)}"
+    summary, refusal = f"{len(files)} file{'s' * (len(files) > 1)}", ""
     if not sources.interactions:
         users = sources.user_vectors or sources.user_features
         summary += f", none of interactions: users are those of {users}"
@@ -197,7 +203,8 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
         shape = Shape.of_batch(batches[0])
         if len(batches) == 1 and is_all:
             demand_least(shape.users, shape.items)
-        odd = [*remarks(shape), *find_copy_remarks(interactions), *odd]
+            refusal = _refused_by_train(config, batches[0])
+        odd = [*remarks(shape), *swapped_in_words(batches), *find_copy_remarks(interactions), *odd]
         summary += f"; {rows:,} interactions" + ("" if is_all else " in the first rows")
     if left_out:
         reasons = unusable.to_json()[INTERACTIONS]["reasons"]
@@ -206,9 +213,23 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
         )
         summary += f", {left_out:,} rows that cannot be used: {reasons_text}"
     told = "; ".join([summary, *unusable.remarks(INTERACTIONS), *odd])
-    if refusal := _too_many_unusable(config, unusable, is_all=is_all):
+    if refusal := _too_many_unusable(config, unusable, is_all=is_all) or refusal:
         return "to do", f"{refusal}; {told}"
     return "ok", told
+
+
+def _refused_by_train(config: "NightConfig", rows: "Interactions") -> str:
+    """Return why `larder train` would refuse to learn from these, all, interactions; empty if it would not."""
+    from precompute.sources.plausibility import demand_several_items
+
+    sources, users, items = config.sources, rows.users, rows.items
+    if sources.item_vectors or sources.item_features or config.path(config.bundle).exists():
+        return ""
+    try:
+        demand_several_items(users.codes, len(users.names), items.codes, len(items.names))
+    except LarderError as error:
+        return error.message
+    return ""
 
 
 def _too_many_unusable(config: "NightConfig", unusable: "UnusableRows", *, is_all: bool) -> str:

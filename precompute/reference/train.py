@@ -41,7 +41,7 @@ from precompute.reference.matrix_factorisation import (
 from precompute.sources.columns import Ids, strings_of
 from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.files import source_file
-from precompute.sources.plausibility import LEAST_ITEMS, LEAST_USERS, demand_least
+from precompute.sources.plausibility import demand_least, demand_several_items
 from precompute.sources.readers import feature_schema, read_features, read_interactions
 from precompute.sources.vocabulary import HashedIds, NumberedIds, Vocabulary, as_strings
 
@@ -130,16 +130,9 @@ def train_reference(
     user_rows, user_count = users.codes()
     item_rows, item_ids = items.codes(), items.names
     demand_least(user_count, len(item_ids))
-    last_item = np.empty(user_count, np.int64)
-    last_item[user_rows] = item_rows
     categories = _categories(config, item_ids)
-    if categories is None and (last_item[user_rows] == item_rows).all():
-        raise SourceError(
-            f"too little data: each of the {user_count:,} users has one item, so no item is like another; at least "
-            f"{LEAST_USERS} users need {LEAST_ITEMS} items or more. Is the right column named for users?",
-            users=user_count,
-            items=len(item_ids),
-        )
+    if categories is None:
+        demand_several_items(user_rows, user_count, item_rows, len(item_ids))
     when = np.concatenate(times)
     is_timed = bool((when != when[0]).any())
     data = ReferenceData(user_rows, item_rows, item_ids, categories, when if is_timed else None)

@@ -3,7 +3,7 @@
 import csv
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -27,6 +27,12 @@ LINES_SUSPECT: Final = 4
 """Lines of one quoted value that each look like a row, from which on a single value suffices to refuse a file."""
 BLANKS: Final = " \t\r\n\v\f"
 """Characters to strip from an id or a column's name."""
+
+NO_COLUMN_NAMES: Final = "has no line of column names: put one above, e.g. user,item,timestamp"
+ROW_IN_QUOTES: Final = (
+    "each row stands between quotes as a whole: put them around single values, or leave them out"
+)
+_NUMBER_OR_DATE = re.compile(r"[+-]?\d+(\.\d*)?$|\.\d+$|\d{4}-\d{2}-\d{2}")
 
 _NOT_QUOTED = (
     'if quotes in this file do not enclose values, set [sources] quote = ""; if a backslash stands before quotes that '
@@ -255,6 +261,24 @@ class CsvFile:
         if 2 * suspects > values:
             raise self._swallows(first_suspect, 2)
 
+    def find_line_of_names(self) -> tuple[int, list[str]] | None:
+        """Return (number, fields) of the first line below the header that has its names in another order, in any case.
+
+        It reads the rest of the file.
+        """
+        header = [name.lower() for name in self.names]
+        names = sorted(header)
+        for piece in self._pieces():
+            for number, line in enumerate(piece.text.split(self._line_break)):
+                if names[-1].encode() not in line.lower():
+                    continue
+                with suppress(csv.Error):
+                    fields = _fields(line.decode(errors="replace"), self._dialect)
+                    lowered = [field.lower() for field in fields]
+                    if lowered != header and sorted(lowered) == names:
+                        return piece.line + number, fields
+        return None
+
     def _swallows(self, line: int, lines: int) -> SourceError:
         return SourceError(
             f"{self._path}, line {line}: a quote is not closed: its value would take {lines} lines or more, each of "
@@ -335,8 +359,9 @@ class CsvFile:
             end, row_ends = self._end_of_rows(text, is_over)
             self._unparsed_bytes = text[end:]
             if end:
-                yield Piece(text[:end], self._line, self._line_break, row_ends)
+                line = self._line
                 self._line += text.count(self._line_break, 0, end)
+                yield Piece(text[:end], line, self._line_break, row_ends)
 
     def _read(self, size_bytes: int) -> bytes:
         block: bytes = self._raw.read(size_bytes)
@@ -395,21 +420,31 @@ class CsvFile:
             )
 
 
+def is_like_a_row(names: Sequence[str]) -> bool:
+    """True if one of the names of columns is a number or a date, as in a file without a line of names."""
+    return any(_NUMBER_OR_DATE.match(name) for name in names)
+
+
 def _names_in(header: bytes, dialect: Dialect, path: SourceFile) -> list[str]:
     """Return the names in a file's first row, stripped."""
+    try:
+        return _fields(header.decode("utf-8"), dialect)
+    except csv.Error as error:
+        raise SourceError(
+            f"{path}: its first line, of column names, cannot be read: {error}"
+        ) from None
+
+
+def _fields(row: str, dialect: Dialect) -> list[str]:
+    """Return the fields of one row, stripped; raise csv.Error for a row that cannot be read."""
     reader = csv.reader(
-        [header.decode("utf-8")],
+        [row],
         delimiter=dialect.separator.decode(),
         quotechar=dialect.quote.decode() or None,
         quoting=csv.QUOTE_MINIMAL if dialect.quote else csv.QUOTE_NONE,
         escapechar=dialect.escape.decode() or None,
     )
-    try:
-        return [name.strip(BLANKS) for name in next(reader)]
-    except csv.Error as error:
-        raise SourceError(
-            f"{path}: its first line, of column names, cannot be read: {error}"
-        ) from None
+    return [field.strip(BLANKS) for field in next(reader)]
 
 
 def _line_ends(text: bytes, line_break: bytes, *, is_over: bool = True) -> NDArray[np.int64]:

@@ -40,6 +40,7 @@ _NOTE_ENDINGS: Final = (
 """Endings of backups, locks, checksums, and unfinished files."""
 
 _NOTE_FOLDERS: Final = frozenset({"lost+found"})
+_SETTINGS_FILE: Final = "larder.toml"
 _WILDCARD: Final = re.compile(r"[*?\[]")
 _RECURSIVE: Final = "**"
 
@@ -393,7 +394,9 @@ def is_data(name: str, *, is_folder: bool = False) -> bool:
         return is_folder and "=" in name
     if name.startswith(_NOTE_BEGINNINGS):
         return False
-    return name not in _NOTE_FOLDERS if is_folder else not name.endswith(_NOTE_ENDINGS)
+    if is_folder:
+        return name not in _NOTE_FOLDERS
+    return name != _SETTINGS_FILE and not name.endswith(_NOTE_ENDINGS)
 
 
 def tables_among(entries: Iterable[FolderEntry]) -> dict[str, str]:
@@ -633,6 +636,11 @@ def looks_like_rows(head: bytes) -> str | None:
         if len(counts) == 1 and counts != {0} and (len(lines) > 1 or sign == b"\t"):
             return sign.decode()
     return None
+
+
+def name_of_sign(sign: str) -> str:
+    """Return a separator as messages name it."""
+    return {"\t": "a tab", "\x01": "the sign \\u0001"}.get(sign, repr(sign))
 
 
 def is_gzip(path: Path) -> bool:

@@ -3,6 +3,7 @@
 An odd figure refuses no night: a person may know why it is right.
 """
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -18,8 +19,10 @@ from numpy.typing import NDArray
 from cache.config.night import Sources
 from cache.errors import LarderError, SourceError
 from precompute.sources.readers import INTERACTIONS, Interactions, read_interactions
+from precompute.sources.times import MICROSECONDS, YEAR_1980_S
 from precompute.sources.unusable import HEADER, UnusableRows, remedy
 
+DAY_S: Final = 86_400
 JUDGED_ROWS: Final = 20
 """Rows below which shares of rows are not judged."""
 
@@ -32,8 +35,14 @@ ONCE_SHARE: Final = 0.9
 UNKNOWN_SHARE: Final = 0.2
 """Share of rows whose ids another table lacks from which on the ids of both may have two forms."""
 
+SWAPPED_SHARE: Final = 0.5
+"""Share of items that are also users from which on columns may be swapped somewhere."""
+
 LISTS_SHARE: Final = 0.5
 """Share of fields with several words from which on a column may hold lists."""
+
+EARLY_US: Final = YEAR_1980_S * MICROSECONDS
+"""Bound before which times among later ones indicate a second unit, or stand for none."""
 
 OLDEST_US: Final = int(datetime(1990, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000
 """Bound before which all times indicate a wrong unit."""
@@ -62,12 +71,16 @@ class RowCounts:
     user_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_BUCKETS, np.int64))
     untimed: int = 0
     newest_us: int = _NO_TIME_US
+    early: int = 0
+    """Rows with a time before 1980."""
 
     @classmethod
     def of_report(cls, report: Mapping[str, Any]) -> Self:
         """Read counts that `to_json` wrote."""
         rows = np.array(report["user_rows"], np.int64)
-        return cls(rows, int(report["untimed"]), int(report["newest_us"]))
+        # Reports of 0.1 have no count of early times.
+        early = int(report.get("early", 0))
+        return cls(rows, int(report["untimed"]), int(report["newest_us"]), early)
 
     def add(self, hashes: NDArray[np.uint64], times: NDArray[np.int64]) -> None:
         """Add rows: the hashes of their users, and their times in microseconds since 1970, 0 for none."""
@@ -76,6 +89,7 @@ class RowCounts:
         )
         self.untimed += int((times == 0).sum())
         self.newest_us = max(self.newest_us, _newest_us(times))
+        self.early += _count_early(times)
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts for a report."""
@@ -83,6 +97,7 @@ class RowCounts:
             "user_rows": self.user_rows.tolist(),
             "untimed": self.untimed,
             "newest_us": self.newest_us,
+            "early": self.early,
         }
 
 
@@ -100,6 +115,8 @@ class Shape:
     user: str | None = None
     item: str | None = None
     holds_lists: bool = False
+    early: int = 0
+    """Rows with a time before 1980."""
 
     @classmethod
     def of_batch(cls, batch: Interactions) -> Self:
@@ -116,6 +133,7 @@ class Shape:
             user=str(batch.users.names[int(users.argmax())]) if len(users) else None,
             item=str(batch.items.names[int(items.argmax())]) if len(items) else None,
             holds_lists=hold_lists(batch.items.texts()),
+            early=_count_early(batch.times),
         )
 
 
@@ -148,11 +166,17 @@ def odd_in_words(shape: Shape) -> list[str]:
             f"{shape.items:,} items in {shape.rows:,} rows: nearly each comes once{several}, so nothing can be "
             "learnt of them. Is the right column named, and does a row hold one item of one user?"
         )
-    if shape.untimed < shape.rows and shape.newest_us < OLDEST_US:
+    tomorrow_us = int((time.time() + DAY_S) * MICROSECONDS)
+    if shape.untimed < shape.rows and not OLDEST_US <= shape.newest_us <= tomorrow_us:
         newest_at = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=shape.newest_us)
         odd_remarks.append(
             f"the newest time is {newest_at:%Y-%m-%d}: times are read as seconds since 1970, or as dates; are they in "
             "another unit?"
+        )
+    if shape.early and shape.newest_us >= OLDEST_US:
+        odd_remarks.append(
+            f"{shape.early:,} of {shape.rows:,} rows have a time before 1980, others a later one: is it in another "
+            "unit, or does it stand for none?"
         )
     if 0 < shape.untimed < shape.rows:
         untimed_share = shape.untimed / shape.rows
@@ -165,6 +189,26 @@ def odd_in_words(shape: Shape) -> list[str]:
             f"{rows} rows have no time, and count as the oldest of all: fill the times in"
         )
     return odd_remarks
+
+
+def swapped_in_words(batches: Sequence[Interactions]) -> list[str]:
+    """Return a remark if most items are users, too, as if the columns were swapped below some row; else none.
+
+    Ids of digits alone are not compared: users and items are both counted from 1 often enough.
+    """
+    users, items = (
+        pa.chunked_array([ids.names for ids in columns], pa.string()).unique()
+        for columns in zip(*((batch.users, batch.items) for batch in batches), strict=True)
+    )
+    items = items.filter(pc.invert(pc.match_substring_regex(items, r"^\d+$")))
+    both = pc.sum(pc.is_in(items, value_set=users)).as_py() or 0
+    if len(items) < FEW_ITEMS or both <= SWAPPED_SHARE * len(items):
+        return []
+    remark = (
+        f"{both:,} of {len(items):,} items are users, too: are the columns of users and items swapped in a file, or "
+        "below some row?"
+    )
+    return [remark]
 
 
 def unknown_item_share(interactions: int, unknown: int, event_rows: int) -> float | None:
@@ -233,6 +277,25 @@ def demand_least(users: int, items: int) -> None:
         )
 
 
+def demand_several_items(
+    user_rows: NDArray[Any], user_count: int, item_rows: NDArray[Any], item_count: int
+) -> None:
+    """Raise SourceError if each user has one item, so that a model without categories has nothing to learn."""
+    last_item = np.empty(user_count, np.int64)
+    last_item[user_rows] = item_rows
+    if (last_item[user_rows] == item_rows).all():
+        raise SourceError(
+            f"too little data: each of the {user_count:,} users has one item, so no item is like another; at least "
+            f"{LEAST_USERS} users need {LEAST_ITEMS} items or more. Is the right column named for users?",
+            users=user_count,
+            items=item_count,
+        )
+
+
+def _count_early(times: NDArray[np.int64]) -> int:
+    return int(((times < EARLY_US) & (times != 0)).sum())
+
+
 def _newest_us(times: NDArray[np.int64]) -> int:
     return int(times[times != 0].max(initial=_NO_TIME_US))
 
@@ -266,7 +329,7 @@ def first_rows_in_words(
         for rows in islice(read_interactions(sources, base, unusable=unusable), 1):
             shape = Shape.of_batch(rows)
             # Lists in fields were told by the look at the columns already.
-            odd = [] if shape.holds_lists else odd_in_words(shape)
+            odd = [] if shape.holds_lists else [*odd_in_words(shape), *swapped_in_words([rows])]
     except LarderError as error:
         return [f"a night refuses the interactions: {error.message}"]
     report = unusable.to_json().get(INTERACTIONS, {})

@@ -4,7 +4,7 @@ import errno
 import gzip
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -34,11 +34,19 @@ from precompute.sources.columns import (
     read_ids,
     without_codes,
 )
-from precompute.sources.csv_files import BLANKS, CsvFile
+from precompute.sources.csv_files import (
+    BLANKS,
+    NO_COLUMN_NAMES,
+    ROW_IN_QUOTES,
+    CsvFile,
+    is_like_a_row,
+)
 from precompute.sources.files import (
     NOT_GZIP,
     UTF_8_MARK,
     SourceFile,
+    looks_like_rows,
+    name_of_sign,
     readable,
     source_files,
     unreadable_by_name,
@@ -77,6 +85,14 @@ TABLE_FIELDS = range(3, 9)
 """Numbers of fields that tables of interactions have."""
 
 _NUMBER_OR_TIME = re.compile(rb"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?$|\d{4}-\d{2}-\d{2}|\d{2}:\d{2}")
+KINDS_OF_IDS = 20
+"""Words before a colon up to which they may be kinds of ids."""
+_NUMBER = re.compile(rb"[+-]?\d+(\.\d*)?")
+_NAMES_OF_LINES = re.compile(
+    rb"(user|customer|visitor|session)(_?id)?s? (item|product|movie|article)(_?id)?s?( .*)?",
+    re.IGNORECASE,
+)
+"""Pattern of a first line of lines of ids that names its columns."""
 _COMMENTS = (b"# ", b"% ", b"// ")
 """Prefixes of comment lines at the start of a text file, as in those of graphs and matrices."""
 
@@ -87,9 +103,31 @@ TEXT_LENGTH_BYTES = 4
 """Bytes in a Parquet file for the length of each text outside a dictionary."""
 
 NAMES_LOOKED_AT = 10_000
-"""Ids at the start of each file that are checked for blanks around them."""
+"""Ids at the start of each file that are checked for odd signs."""
+
+_BLANKS_AROUND = ("blanks around", "trim them in the file")
+_ODD_IDS = (
+    ("^['‘’‚“”„\"«].*['‘’“”\"»]$", "quotes around",
+     "leave them out in the file; in CSV [sources] quote names the one sign around values"),
+    ("[\u200b\u2060\ufeff\u00ad]", "signs without width in", "remove them in the file"),
+    ("\ufffd", "the sign \ufffd in",
+     "it stands for text that could not be read when the file was written: write the file again, as UTF-8"),
+)  # fmt: skip
+"""Pattern of ids with signs that hardly belong to them, the signs, and advice."""
+
+_LIKE_NONE = (
+    r"^(\(not set\)|\(other\)|-+|\?+|#{3,}|nil|Nil|-1|unknown|Unknown|anonymous|Anonymous)$"
+)
+"""Pattern of ids that programs write for a missing one, but that may also be names."""
+LIKE_NONE_SHARE = 0.01
+LIKE_NONE_NAMED = 5
+"""Such ids that are counted, and the share of the first rows from which one is named."""
 
 _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException)
+_PARQUET_MAGIC = b"PAR1"
+_SNIFFED_BYTES = 1 << 16
+_CUT_OFF = re.compile("Truncated compressed stream")
+"""Message of Arrow for a compressed file without its end."""
 _NO_GZIP = re.compile("incorrect header check|Not a gzipped file")
 """Messages of readers for a file that ends in .gz but is not gzip."""
 
@@ -139,18 +177,17 @@ def read_interactions(
     named = source_files(sources.interactions, base) if files is None else files
     paths, alike = named[skip:], SameColumns(sources)
     if paths and (skipped := named[:skip]):
-        with reading(skipped[0]):
-            alike.add(skipped[0], column_names(skipped[0], sources) or ())
+        alike.add(skipped[0], column_names(skipped[0], sources) or ())
     for path in paths:
         remark = partial(unusable.remark, INTERACTIONS)
         clock, is_first = TimeScale(path, sources.timestamp_column, remark), True
         with reading(path):
-            for columns in _batches(path, sources, unusable):
+            for columns, titles in _batches(path, sources, unusable):
                 if len(columns):
                     alike.add(path, columns.schema.names)
-                batch = _usable(columns, path, sources, unusable, clock)
+                batch = _usable(columns, titles, path, sources, unusable, clock)
                 if is_first and len(batch.times):
-                    _remark_on_blanks(batch, sources, remark)
+                    _remark_on_ids(batch, sources, remark)
                     is_first = False
                 if cut is not None and (is_late := batch.times >= cut).any():
                     late(batch.only(is_late))
@@ -161,22 +198,38 @@ def read_interactions(
         unusable.demand_some(INTERACTIONS, ", ".join(path.name for path in paths[:3]))
 
 
-def _remark_on_blanks(batch: Interactions, sources: Sources, remark: Callable[[str], None]) -> None:
-    """Remark on ids with blanks around them, as in fixed-width columns; a request has to send these, too.
+def _remark_on_ids(batch: Interactions, sources: Sources, remark: Callable[[str], None]) -> None:
+    """Remark on ids with signs that a request would have to send, too, and on ids that may stand for none.
 
-    No id is named, since an erased user's id must not be in a report.
+    No other id is named, since an erased user's id must not be in a report.
     """
     for ids, column in ((batch.users, sources.user_column), (batch.items, sources.item_column)):
         names = ids.names[:NAMES_LOOKED_AT]
-        is_padded = pc.not_equal(pc.utf8_trim_whitespace(names), names)
-        if count := pc.sum(is_padded).as_py():
-            remark(
-                f"column {column!r} has blanks around {count:,} of its first {len(names):,} ids, which are part of "
-                "them: trim them in the file"
-            )
+        odd_ids = [(pc.not_equal(pc.utf8_trim_whitespace(names), names), *_BLANKS_AROUND)]
+        odd_ids += [
+            (pc.match_substring_regex(names, pattern), sign, advice)
+            for pattern, sign, advice in _ODD_IDS
+        ]
+        for mask, sign, advice in odd_ids:
+            if count := pc.sum(mask).as_py():
+                remark(
+                    f"column {column!r} has {sign} {count:,} of its first {len(names):,} ids, which are part of "
+                    f"them: {advice}"
+                )
+        like_none = np.flatnonzero(as_rows(pc.match_substring_regex(ids.names, _LIKE_NONE)))
+        for code in like_none[:LIKE_NONE_NAMED].tolist():
+            rows = int((ids.codes == code).sum())
+            if rows >= LIKE_NONE_SHARE * len(ids.codes):
+                remark(
+                    f"column {column!r} has the id {ids.names[code].as_py()!r} in {rows:,} of its first "
+                    f"{len(ids.codes):,} rows: if it stands for none, leave these rows out"
+                )
 
 
-def _batches(path: SourceFile, sources: Sources, unusable: UnusableRows) -> Iterator[Any]:
+def _batches(
+    path: SourceFile, sources: Sources, unusable: UnusableRows
+) -> Iterator[tuple[Any, Sequence[str]]]:
+    """Yield (record batch of the columns that settings name, names of all columns of the file)."""
     match format_of(path, sources):
         case "lines":
             return read_lines(path, sources)
@@ -186,7 +239,12 @@ def _batches(path: SourceFile, sources: Sources, unusable: UnusableRows) -> Iter
 
 
 def _usable(
-    batch: Any, path: SourceFile, sources: Sources, unusable: UnusableRows, clock: TimeScale
+    batch: Any,
+    titles: Sequence[str],
+    path: SourceFile,
+    sources: Sources,
+    unusable: UnusableRows,
+    clock: TimeScale,
 ) -> Interactions:
     """Return ids and times of a batch without unusable rows, which are noted."""
     names = batch.schema.names
@@ -212,7 +270,7 @@ def _usable(
     user_ids, bad_users = read_ids(batch.column(users), path, users)
     item_ids, bad_items = read_ids(batch.column(items), path, items)
     interactions = Interactions(user_ids, item_ids, times)
-    header_mask_by_reason = _header_again(user_ids, users, item_ids, items)
+    header_mask_by_reason = _header_again(interactions, batch, titles, path, sources)
     if not (
         bad_mask_by_reason := {
             **header_mask_by_reason,
@@ -232,21 +290,60 @@ def _usable(
 
 
 def _header_again(
-    users: Ids, user_column: str, items: Ids, item_column: str
+    interactions: Interactions,
+    batch: Any,
+    titles: Sequence[str],
+    path: SourceFile,
+    sources: Sources,
 ) -> UnusableMaskByReason:
-    """Return a mask of rows that repeat the column names, in any case, as in joined files."""
-    is_header = np.ones(len(users), np.bool_)
-    for ids, column in ((items, item_column), (users, user_column)):  # items are fewer
-        title = column.strip(BLANKS)
-        as_long = np.flatnonzero(
-            as_rows(pc.equal(pc.binary_length(ids.names), len(title.encode())))
-        )
-        names = pc.ascii_lower(ids.names.take(pa.array(as_long)))
-        titles = as_long[as_rows(pc.equal(names, pc.ascii_lower(pa.scalar(title))))]
-        if not len(titles):
+    """Return a mask of rows that repeat the column names, in any case, as in joined files.
+
+    Raises SourceError for one with the names in another order: the rows below it have other columns.
+    """
+    file_titles = {title.strip(BLANKS).lower() for title in titles}
+    is_header = np.ones(len(interactions.times), np.bool_)
+    for ids in (interactions.items, interactions.users):  # items are fewer
+        if not (codes := _codes_of_titles(ids.names, file_titles)).size:
             return {}
-        is_header &= np.isin(ids.codes, titles)
+        is_header &= np.isin(ids.codes, codes)
+    columns = [name for name in _column_names(sources) if name in batch.schema.names]
+    expected = [name.strip(BLANKS).lower() for name in columns]
+    other_header: list[str] = []
+    for row in np.flatnonzero(is_header).tolist():
+        cells = [str(format_case_value(_value(batch.column(name), row))) for name in columns]
+        names = [cell.strip(BLANKS).lower() for cell in cells]
+        if names != expected and len(file_titles.intersection(names)) == len(names):
+            other_header = names
+        is_header[row] = names[:2] == expected[:2]
+    if other_header:
+        _refuse_other_header(titles, other_header, path, sources)
     return {HEADER: is_header} if is_header.any() else {}
+
+
+def _codes_of_titles(names: Any, titles: set[str]) -> NDArray[np.intp]:
+    """Return the positions of ids that are a column's name, in any case."""
+    lengths = pa.array(sorted({len(title.encode()) for title in titles}), pa.int32())
+    as_long = np.flatnonzero(as_rows(pc.is_in(pc.binary_length(names), value_set=lengths)))
+    texts = pc.ascii_lower(names.take(pa.array(as_long)))
+    return as_long[as_rows(pc.is_in(texts, value_set=pa.array(sorted(titles), pa.string())))]
+
+
+def _refuse_other_header(
+    titles: Sequence[str], cells: Sequence[str], path: SourceFile, sources: Sources
+) -> None:
+    """Raise SourceError for a row of the column names in another order; in CSV, if a line is such a row."""
+    place = "one of its rows"
+    if format_of(path, sources) == "csv":
+        with CsvFile.opened(path, sources) as file:
+            if (found := file.find_line_of_names()) is None:
+                return
+        line, cells = found
+        place = f"line {line}"
+    raise SourceError(
+        f"{path}, {place} is another header: {','.join(cells)}: the rows below it have their columns in another order "
+        f"than {','.join(titles)}: write them into a file of their own",
+        path=str(path),
+    )
 
 
 def _value(column: Any, row: int) -> Any:
@@ -336,7 +433,7 @@ def reading(path: SourceFile) -> Iterator[None]:
         match error:
             case UnicodeDecodeError():
                 remedy = "it is not UTF-8; convert it, e.g. with iconv -t utf-8"
-            case EOFError():
+            case _ if isinstance(error, EOFError) or _CUT_OFF.search(str(error)):
                 remedy = "it is cut off; copy it again"
             case _ if _NO_GZIP.search(str(error)):
                 remedy = f"it {NOT_GZIP}"
@@ -345,8 +442,26 @@ def reading(path: SourceFile) -> Iterator[None]:
             case OSError():
                 remedy = "is it whole, and may this user read it?"
             case _:
-                remedy = "is it whole, and of the format that its name or sources.format says?"
+                remedy = _remedy_by_content(path)
         raise SourceError(f"cannot read {path}: {error} ({remedy})", path=str(path)) from error
+
+
+def _remedy_by_content(path: SourceFile) -> str:
+    """Return what to do about a file that its reader refused, by its name and first bytes."""
+    try:
+        with path.open("rb") as raw:
+            head = raw.read(_SNIFFED_BYTES)
+    except (*_UNREADABLE, StoreError):
+        head = _PARQUET_MAGIC
+    is_parquet = path.suffix.lower() in (".parquet", ".pq")
+    if is_parquet and not head.startswith(_PARQUET_MAGIC):
+        if not head:
+            return "it is empty; copy it again, or remove it"
+        if reason := unreadable_by_text(head):
+            return f"it {reason}"
+        if looks_like_rows(head) is not None:
+            return "it looks like rows of text: rename it to end in .csv"
+    return "is it whole, and of the format that its name or sources.format says?"
 
 
 def _may_pass(error: Exception) -> bool:
@@ -380,14 +495,15 @@ def format_of(path: SourceFile, sources: Sources) -> str:
 
 def column_names(path: SourceFile, sources: Sources) -> list[str] | None:
     """Return the names of a file's columns; None for lines of ids, which have none."""
-    match format_of(path, sources):
-        case "lines":
-            return None
-        case "csv":
-            with CsvFile.opened(path, sources) as file:
-                return file.names
-    with readable(path) as raw:
-        return list(pa.parquet.read_schema(raw).names)
+    with reading(path):
+        match format_of(path, sources):
+            case "lines":
+                return None
+            case "csv":
+                with CsvFile.opened(path, sources) as file:
+                    return file.names
+        with readable(path) as raw:
+            return list(pa.parquet.read_schema(raw).names)
 
 
 def named_columns(sources: Sources) -> list[str]:
@@ -403,6 +519,13 @@ def demand_named(file_columns: Sequence[str], sources: Sources, path: SourceFile
     needed = [sources.user_column, sources.item_column, *named_columns(sources)]
     settings = ("user_column", "item_column", "timestamp_column", "weight_column")
     is_csv = format_of(path, sources) == "csv"
+    if is_csv and is_like_a_row(file_columns):
+        is_lacking = any(name.strip(BLANKS) not in file_columns for name in needed)
+        if is_lacking or (is_like_a_row(needed) and not _are_counted(file_columns)):
+            raise SourceError(f"{path} {NO_COLUMN_NAMES}")
+    otherwise = ", or put a line of column names above if there is none" if is_csv else ""
+    if is_csv and "" in file_columns:
+        otherwise += "; is the first line a title? Leave it out"
     for setting in settings:
         name = getattr(sources, setting)
         title = name.strip(BLANKS) if is_csv else name
@@ -413,10 +536,15 @@ def demand_named(file_columns: Sequence[str], sources: Sources, path: SourceFile
                 else ", ".join(file_columns)
             )
             raise SourceError(
-                f"{path} has no column {name!r}; it has {columns_text}: name it by {setting}",
+                f"{path} has no column {name!r}; it has {columns_text}: name it by {setting}{otherwise}",
                 column=name,
             )
         demand_once(file_columns, title, path)
+
+
+def _are_counted(file_columns: Sequence[str]) -> bool:
+    """True for the names 0, 1, 2 ..., which pandas gives to columns without one."""
+    return list(file_columns) == [str(number) for number in range(len(file_columns))]
 
 
 def _is_padded(name: str) -> bool:
@@ -465,8 +593,8 @@ def _column_names(sources: Sources) -> list[str]:
     return [sources.user_column, sources.item_column, *filter(None, optional)]
 
 
-def parquet_batches(path: SourceFile, sources: Sources) -> Iterator[Any]:
-    """Yield batches of the columns of a Parquet file that settings name."""
+def parquet_batches(path: SourceFile, sources: Sources) -> Iterator[tuple[Any, Sequence[str]]]:
+    """Yield batches of the columns of a Parquet file that settings name, each with the names of all columns."""
     with readable(path) as raw:
         metadata = pa.parquet.read_metadata(raw)
     file_columns = metadata.schema.to_arrow_schema().names
@@ -481,7 +609,7 @@ def parquet_batches(path: SourceFile, sources: Sources) -> Iterator[Any]:
     )
     with readable(path) as raw, opened(raw) as file:
         for batch in file.iter_batches(BATCH_ROWS, columns=names):
-            yield plain_batch(batch)
+            yield plain_batch(batch), file_columns
 
 
 def _dictionary_columns(metadata: Any) -> set[str]:
@@ -500,8 +628,13 @@ def _dictionary_columns(metadata: Any) -> set[str]:
     }
 
 
-def csv_batches(path: SourceFile, sources: Sources, unusable: UnusableRows) -> Iterator[Any]:
-    """Yield batches of the columns of a CSV file that settings name, as strings that may not be UTF-8."""
+def csv_batches(
+    path: SourceFile, sources: Sources, unusable: UnusableRows
+) -> Iterator[tuple[Any, Sequence[str]]]:
+    """Yield batches of the columns of a CSV file that settings name, each with the names of all columns.
+
+    Columns are strings that may not be UTF-8.
+    """
 
     def skip_line(line: int) -> None:
         unusable.looked_at(INTERACTIONS, 1)
@@ -510,10 +643,14 @@ def csv_batches(path: SourceFile, sources: Sources, unusable: UnusableRows) -> I
     named = {name: name.strip(BLANKS) for name in _column_names(sources)}
     with CsvFile.opened(path, sources) as file:
         if len(file.names) == 1 and named[sources.user_column] not in file.names:
-            raise SourceError(
-                f"{path} has one column, {file.names[0]!r}: if a row's fields stand between another sign than "
-                f"{sources.separator!r}, name it in [sources] separator"
-            )
+            remedy = ROW_IN_QUOTES
+            if sources.separator not in file.names[0]:
+                remedy = (
+                    "if a row's fields stand between another sign than "
+                    f"{name_of_sign(sources.separator)}, name it in [sources] separator; is the first line a title? "
+                    "Leave it out"
+                )
+            raise SourceError(f"{path} has one column, {file.names[0]!r}: {remedy}")
         demand_named(file.names, sources, path)
         read = {name: title for name, title in named.items() if title in file.names}
         user, item = sources.user_column, sources.item_column
@@ -523,7 +660,7 @@ def csv_batches(path: SourceFile, sources: Sources, unusable: UnusableRows) -> I
                 for name in (user, item):
                     has_break = pc.match_substring_regex(rows.column(name), "[\r\n]")
                     rows = _without_rows(rows, f"{name}: {BREAK}", has_break, path, unusable)
-            yield rows
+            yield rows, file.names
 
 
 def _without_rows(
@@ -537,15 +674,16 @@ def _without_rows(
     return rows
 
 
-def read_lines(path: SourceFile, sources: Sources) -> Iterator[Any]:
-    """Yield batches of lines `user item item ...`, separated by single spaces."""
+def read_lines(path: SourceFile, sources: Sources) -> Iterator[tuple[Any, Sequence[str]]]:
+    """Yield batches of lines `user item item ...`, separated by blanks, each with the names of its columns."""
     users: list[bytes] = []
     items: list[bytes] = []
+    titles = [sources.user_column, sources.item_column]
 
-    def batch() -> Any:
+    def batch() -> tuple[Any, Sequence[str]]:
         # Not looked at here: a line that is not UTF-8 costs its own rows.
         columns = (pa.array(ids, pa.binary()).view(pa.string()) for ids in (users, items))
-        return pa.record_batch(list(columns), [sources.user_column, sources.item_column])
+        return pa.record_batch(list(columns), titles), titles
 
     if sources.format != "lines":
         demand_lines(path)
@@ -585,12 +723,53 @@ def demand_lines(path: SourceFile) -> None:
             "leave "
             "comments out"
         )
+    if reason := _odd_signs([line for line in head if line.strip()]):
+        raise SourceError(
+            f"{path} {reason}: lines are read as `user item item ...`, with blanks between them: leave out what is no "
+            'id; if it belongs to the ids, set [sources] format = "lines"; if the lines are rows of a table, '
+            'format = "csv"'
+        )
     if reason := unlike_lines([line for line in head if line.strip()]):
         raise SourceError(
-            f"{path} {reason}, not lines of `user item item ...`: put a line of column names above, and set "
-            '[sources] format = "csv" and separator to the sign between its fields; if lines of ids they are, set '
-            'format = "lines"'
+            f"{path} {reason}, not lines of `user item item ...`: put a line of column names above if there is none, "
+            'and set [sources] format = "csv" and separator to the sign between its fields; if lines of ids they are, '
+            'set format = "lines"'
         )
+
+
+def _odd_signs(lines: Sequence[bytes]) -> str | None:
+    """Return the signs around the ids of most lines, or the names above them, that would be read as ids; else None."""
+    rows = [row for row in (line.split() for line in lines) if len(row) > 1]
+    if not rows:
+        return None
+    # `user item` is left out and counted as a header.
+    if rows[0] != [b"user", b"item"] and _NAMES_OF_LINES.fullmatch(b" ".join(rows[0])):
+        return f"begins with column names, {format_case_value(b' '.join(rows[0]))!r}"
+    for sign in (b",", b";"):
+        if _are_most(field.endswith(sign) for row in rows for field in row[:-1]):
+            return f"has {sign.decode()!r} behind its ids"
+    if _are_most(row[0].endswith(b":") for row in rows):
+        return "has ':' behind the first id of its lines"
+    for sign in (b"[", b"(", b"{"):
+        if _are_most(row[1].startswith(sign) for row in rows):
+            return f"has lists that begin with {sign.decode()!r}"
+    for sign in (b"|", b":", b"->", b"=>", b"="):
+        if _are_most(row[1] == sign for row in rows):
+            return f"has {sign.decode()!r} behind the first id of its lines"
+    values = [field.rpartition(b":") for row in rows for field in row[1:]]
+    # Ids such as `film:17` have few words before the colon.
+    if _are_most(_NUMBER.fullmatch(value) is not None for _, _, value in values):
+        before, behind = ({value[part] for value in values} for part in (0, 2))
+        if len(before) > min(len(behind), KINDS_OF_IDS) and _are_most(
+            sign == b":" for _, sign, _ in values
+        ):
+            return "has a value behind each id, after ':'"
+    return None
+
+
+def _are_most(flags: Iterable[bool]) -> bool:
+    truths = list(flags)
+    return 2 * sum(truths) > len(truths)
 
 
 def unlike_lines(lines: Sequence[bytes]) -> str | None:

@@ -24,7 +24,8 @@ from precompute.sources.files import SourceFile
 
 MICROSECONDS = 1_000_000
 YEAR_2200_S = 7_258_118_400
-YEAR_1_S = -62_135_596_800
+YEAR_1900_S = -2_208_988_800
+YEAR_1980_S = 315_532_800
 
 _MISSING_SPELLINGS = pa.array(["", *WORDS_FOR_NOTHING])
 """Spellings that programs use for a missing number or time."""
@@ -94,6 +95,13 @@ _DAYS_IN_DIGITS = (
     ("yymmdd", (10_000, 100), (100, 100), (1, 100)),
 )
 """Forms of dates as digits that are not read, since they are ambiguous: form, then year, month and day."""
+DATES_FROM = 19_000_101
+DATES_UNTIL = 22_000_101
+"""Bounds of dates as the digits yyyymmdd."""
+_MOMENTS_IN_DIGITS = (("yymmddhhmm", 100, 10_000_000_000_000), ("mmddhhmmss", 1, 10_000_000_000))
+"""Forms of moments as digits that are not read: form, factor that makes its last eight digits ddhhmmss, and bound."""
+_MOMENTS_JUDGED = 20
+"""Distinct numbers of a column below which moments as digits may be chance, as their days are all one."""
 _JUDGED_DISTINCT = 5
 """Distinct numbers of a column below which a form of digits may be chance."""
 
@@ -107,15 +115,27 @@ class TimeScale:
         self._path, self._name, self._remark = path, name, remark
         self._digits: _Digits | None = None
         self._is_decided = False
+        self._is_since_1980 = False
+        """True if most of the first numbers are seconds of 1980 or later: a date as digits is then none of them."""
 
     def microseconds(self, numbers: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return int64 microseconds since 1970, and a mask of valid times; raise SourceError for numbers of days."""
         if not self._is_decided:
             self._decide(numbers)
         if self._digits is None:
-            return _of_seconds(numbers)
+            times_us, is_read = _of_seconds(numbers)
+            return times_us, is_read & ~self._days_as_digits(numbers)
         seconds, is_read = self._digits.read(np.asarray(numbers, np.float64))
         return np.where(is_read, seconds, 0) * MICROSECONDS, is_read
+
+    def _days_as_digits(self, numbers: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return a mask of dates such as 20231114 among seconds, which would be in 1970."""
+        is_date = np.zeros(len(numbers), np.bool_)
+        if self._is_since_1980:
+            rows = np.flatnonzero((numbers >= DATES_FROM) & (numbers < DATES_UNTIL))
+            if rows.size:
+                is_date[rows] = _DIGITS[0].read(np.asarray(numbers[rows], np.float64))[1]
+        return is_date
 
     def _decide(self, numbers: NDArray[Any]) -> None:
         nonzero_numbers = np.asarray(numbers, np.float64)
@@ -123,6 +143,7 @@ class TimeScale:
         if not len(nonzero_numbers):
             return
         self._is_decided = True
+        self._is_since_1980 = bool((nonzero_numbers >= YEAR_1980_S).mean() >= _SHARE_OF_DIGITS)
         for digits in _DIGITS:
             _, is_read = digits.read(nonzero_numbers)
             if is_read.mean() > _SHARE_OF_DIGITS:
@@ -131,7 +152,7 @@ class TimeScale:
                     f"column {self._name!r} holds dates as {digits.form}: they are read so, as UTC"
                 )
                 return
-        if form := _day_form(nonzero_numbers):
+        if form := _day_form(nonzero_numbers) or _moment_form(nonzero_numbers):
             raise SourceError(
                 f"{self._path}: column {self._name!r} holds numbers such as {nonzero_numbers[0]:,.0f}, which look like "
                 "dates as "
@@ -177,6 +198,25 @@ def _day_form(numbers: NDArray[np.float64]) -> str | None:
         (years >= 1980) & (years < 2200) & (days >= 1) & (days <= 366)
     ).mean() >= _SHARE_OF_NO_SECONDS:
         return "yyyyddd"
+    return None
+
+
+def _moment_form(numbers: NDArray[np.float64]) -> str | None:
+    """Return the form of moments that are not read, if the numbers have one; else None."""
+    distinct = np.unique(numbers)
+    if not (distinct == np.floor(distinct)).all() or distinct[0] < 0:
+        return None
+    for form, factor, upper_bound in _MOMENTS_IN_DIGITS:
+        moments = (distinct[distinct * factor < upper_bound] * factor).astype(np.int64)
+        if len(moments) < max(_MOMENTS_JUDGED, _SHARE_OF_NO_SECONDS * len(distinct)):
+            continue
+        month, day, hour, minute, second = (
+            moments // divisor % 100 for divisor in (100_000_000, 1_000_000, 10_000, 100, 1)
+        )
+        is_moment = (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
+        is_moment &= (hour < 24) & (minute < 60) & (second < 60)
+        if is_moment.mean() >= _SHARE_OF_NO_SECONDS and len(np.unique(moments // 1_000_000)) > 1:
+            return form
     return None
 
 
@@ -258,7 +298,7 @@ def _of_timestamps(times: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         times = times.cast(pa.timestamp("ms"))
     per_second = _PER_SECOND[times.type.unit]
     raw = np.asarray(pc.fill_null(times.cast(pa.int64()), 0))
-    readable = (raw >= YEAR_1_S * per_second) & (raw < YEAR_2200_S * per_second)
+    readable = (raw >= YEAR_1900_S * per_second) & (raw < YEAR_2200_S * per_second)
     raw = np.where(readable, raw, 0)
     # Digits below a microsecond are dropped: they could only break ties within one.
     if per_second > MICROSECONDS:
@@ -341,5 +381,5 @@ def _of_iso(texts: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         pc.utf8_slice_codeunits(pc.utf8_rpad(fraction, 6, "0"), 0, 6).cast(pa.int64())
     )
     readable = as_rows(fields.is_valid()) & is_date & is_clock
-    readable &= (seconds >= YEAR_1_S) & (seconds < YEAR_2200_S)
+    readable &= (seconds >= YEAR_1900_S) & (seconds < YEAR_2200_S)
     return np.where(readable, seconds * MICROSECONDS + micros, 0), readable

@@ -34,7 +34,8 @@ TOO_LONG = "a text longer than feature_text_bytes"
 
 _SECONDS = (
     "times are a timestamp type, ISO 8601 texts, or numbers of seconds since 1970 up to the year 2200; divide "
-    "milliseconds by 1,000 and microseconds by 1,000,000"
+    "milliseconds by 1,000 and microseconds by 1,000,000; dates such as 20231114 are read where the column holds no "
+    "seconds"
 )
 _REMEDIES: Final = {
     NO_ID: "an empty id is none, nor is a word that programs write for nothing, such as NULL, \\N, NaN or None: "

@@ -567,6 +567,7 @@ def _shape(partitioned: PartitionResult, items: int) -> Shape:
         most_of_item=int(counts.popularity.max(initial=0)),
         untimed=rows.untimed,
         newest_us=rows.newest_us,
+        early=rows.early,
     )
 
 

@@ -15,7 +15,13 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from cache.errors import LarderError, SourceError
-from precompute.sources.csv_files import BLANKS
+from precompute.sources.csv_files import (
+    BLANKS,
+    NO_COLUMN_NAMES,
+    ROW_IN_QUOTES,
+    Dialect,
+    is_like_a_row,
+)
 from precompute.sources.files import (
     NOT_GZIP,
     UTF_8_MARK,
@@ -25,6 +31,7 @@ from precompute.sources.files import (
     is_data,
     is_gzip,
     looks_like_rows,
+    name_of_sign,
     source_files,
     tables_among,
     unreadable_by_name,
@@ -99,7 +106,8 @@ def discover_tables(folder: Path, base: Path) -> tuple[list[FoundTable], list[st
         if file_look.remark:
             remarks.append(f"{_relative(path, base)} {file_look.remark}")
         if file_look.is_table:
-            groups[file_look.format, file_look.separator, file_look.columns].append(file_look)
+            columns = tuple(sorted(file_look.columns))
+            groups[file_look.format, file_look.separator, columns].append(file_look)
     tables = [_table_of(group, base) for group in groups.values()]
     remarks += _about_others(paths, base, is_all=not tables)
     return sorted(tables, key=lambda table: -table.size_bytes), remarks
@@ -184,7 +192,7 @@ def _one_remark(
     except UnicodeEncodeError:
         reason = "has a name that is not UTF-8: rename it"
     except UnicodeDecodeError:
-        reason = "is not UTF-8: convert it, e.g. with iconv -f latin1 -t utf-8"
+        reason = "is not UTF-8: convert it from its encoding, e.g. with iconv -f latin1 (or -f shift_jis) -t utf-8"
     except ERRORS as error:
         lines = str(error).splitlines() or [type(error).__name__]
         reason = f"cannot be read: {lines[0]}"
@@ -227,8 +235,8 @@ def _why_not_taken(path: Path) -> str:
     if sign is not None:
         ending = ".tsv" if sign == "\t" else ".csv"
         return (
-            f"is not taken: its name does not say its format: it looks like rows with {sign!r} between their fields: "
-            f"rename it to {ending}, and put a line of column names above if there is none"
+            f"is not taken: its name does not say its format: it looks like rows with {name_of_sign(sign)} between "
+            f"their fields: rename it to {ending}, and put a line of column names above if there is none"
         )
     return (
         "is not taken: its name does not say its format: Parquet, CSV, TSV and lines of ids are read, of names that "
@@ -278,6 +286,8 @@ def _look_at_csv(path: Path) -> _FileLook:
             remark="cannot be read: it is empty, or its first line is", is_table=False
         )
     separator = max(_SEPARATORS, key=header.count)
+    head = Dialect(separator.encode(), b'"', b"").with_bare_quotes(head)
+    header_line = re.split(rb"[\r\n]", head, maxsplit=1)[0]
     other_widths: list[Any] = []
 
     if header.count('"') % 2 and b'"' not in head[len(header_line) :]:
@@ -316,12 +326,12 @@ def _look_at_csv(path: Path) -> _FileLook:
     if not len(sample) and other_widths:
         row = other_widths[0]
         return file_look._replace(
-            remark=f"has {row.expected_columns} column names and {row.actual_columns} fields in each row: is there a "
-            f"{separator!r} behind the last one, one within a value that has no quotes around it, or a line above the "
-            "column names? Write as many fields as names",
+            remark=f"has {row.expected_columns} column names and {row.actual_columns} fields in each row: is there "
+            f"{name_of_sign(separator)} behind the last one, one within a value that has no quotes around it, or a "
+            "line above the column names? Write as many fields as names",
             is_table=False,
         )
-    if remark := _no_table(names):
+    if remark := _no_table(names, separator):
         return file_look._replace(remark=remark, is_table=False)
     sample, header_repeat_count = _without_header(sample.slice(0, SAMPLE_ROWS))
     remark = (
@@ -336,6 +346,8 @@ def _look_at_csv(path: Path) -> _FileLook:
 
 def _twice(names: Sequence[str]) -> str | None:
     repeated = sorted({name for name in names if names.count(name) > 1})
+    if "" in repeated:
+        return "has several columns without a name: is the first line a title? Leave it out"
     return (
         f"has several columns called {', '.join(map(repr, repeated))}: rename them"
         if repeated
@@ -382,17 +394,20 @@ def is_digits(texts: Any) -> bool:
     return bool(len(texts) > texts.null_count and pc.all(matches, skip_nulls=True).as_py())
 
 
-def _no_table(names: Sequence[str]) -> str | None:
+def _no_table(names: Sequence[str], separator: str) -> str | None:
     """Return the reason why a CSV file with these column names cannot be read; None if it can."""
     if any("::" in name for name in names):
         return "has fields between double colons: write it with commas"
+    if len(names) == 1 and separator in names[0]:
+        return f"has one column, {names[0]!r}: {ROW_IN_QUOTES}"
     if len(names) == 1:
         return (
             f"has one column, {names[0]!r}: if a row's fields stand between another sign than a comma, a semicolon, a "
-            "tab or a bar, name the file in [sources] interactions and the sign in separator"
+            "tab or a bar, name the file in [sources] interactions and the sign in separator; is the first line a "
+            "title? Leave it out"
         )
-    if any(name.replace(".", "", 1).isdigit() for name in names):
-        return "has no line of column names: put one above, e.g. user,item,timestamp"
+    if is_like_a_row(names):
+        return NO_COLUMN_NAMES
     return None
 
 

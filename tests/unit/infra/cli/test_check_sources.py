@@ -1,5 +1,6 @@
 """`larder check` on the files of sources: what a night would refuse, or what looks odd, is said before it."""
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from cache.errors import SourceError
 from infra.cli.check import CheckResult, look_at_sources
 from precompute.bundles.bundle_store import hand_over
 from precompute.config.settings import GateThresholds, NightConfig, Sources
+from precompute.sources.readers import read_interactions
 from tests.models import train_small
 
 
@@ -41,17 +43,37 @@ def at(times: str, rows: list[str]) -> list[str]:
             "the user '0' has 23% of all rows",
         ),
         (
-            [f"u{row},i{row} j{row} k{row},1700000000" for row in range(200)],
+            [f"u{row % 100},i{row} j{row} k{row},1700000000" for row in range(200)],
             "200 items in 200 rows: nearly each comes once, and most hold several words",
         ),
         (at("{}", clicks()), "the newest time is 1970-01-01"),
+        (at("2100-01-01", clicks()), "the newest time is 2100-01-01"),
+        (at("1970-01-02", clicks(9)) + clicks(), "9 of 1,009 rows have a time before 1980"),
         (at("0", clicks(100)) + clicks(900), "10% of the rows have no time"),
+        (
+            clicks() + [",".join([*row.split(",")[1::-1], "1700000000"]) for row in clicks()],
+            "190 of 190 items are users, too: are the columns of users and items swapped",
+        ),
+        (
+            [f"'{row.replace(',', chr(39) + ',', 1)}" for row in clicks()],
+            "'user' has quotes around 150",
+        ),
         (
             [*clicks(500), "user,item,timestamp", *clicks(500)],
             "1,000 interactions, 1 rows that cannot be used: 1 the header again",
         ),
     ],
-    ids=["an id with a fifth", "lists in a field", "times of 1970", "no times", "a header again"],
+    ids=[
+        "an id with a fifth",
+        "lists in a field",
+        "times of 1970",
+        "times of 2100",
+        "some times of 1970",
+        "no times",
+        "swapped columns",
+        "quotes",
+        "a header again",
+    ],
 )
 def test_what_looks_odd_is_said(tmp_path: Path, rows: list[str], expected_message: str) -> None:
     state, message = check(tmp_path, rows)
@@ -62,6 +84,49 @@ def test_what_looks_odd_is_said(tmp_path: Path, rows: list[str], expected_messag
 def test_too_little_data_is_to_do(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="too little data: 1 user and 1 item; at least 2 users"):
         check(tmp_path, ["u,i,1700000000"])
+
+
+def test_one_item_for_each_user_is_to_do_as_train_refuses_it(tmp_path: Path) -> None:
+    state, message = check(tmp_path, [f"u{row},i{row % 40},1700000000" for row in range(500)])
+
+    assert state == "to do" and "each of the 500 users has one item" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected_message"),
+    [
+        ("a.parquet", b"", r"it is empty; copy it again"),
+        ("a.parquet", b"PAR1 and no more of it, alas", r"is it whole, and of the format"),
+        ("a.parquet", b"ARROW1\x00\x00" * 9, r"is an Arrow file by its first bytes"),
+        ("a.parquet", b"user,item\nu1,i1\n", r"it looks like rows of text: rename it to end in \.csv"),
+        ("a.csv", "user,item,wo\u00f6\nu1,i1,x\n".encode("latin-1"), r"it is not UTF-8; convert it"),
+        ("a.csv.gz", gzip.compress(b"user,item\nu1,i1\n" * 999)[:40], r"it is cut off; copy it again"),
+        ("a.csv", b"245,1,1701329145\n234,38,1701044604\n", "has no line of column names: put one above"),
+        ("a.csv", b"Export of clicks\nuser,item\nu1,i1\n", "is the first line a title"),
+        ("a.csv", b'"user,item"\n"u1,i1"\n', "each row stands between quotes as a whole"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_is_told_as_by_a_night(
+    tmp_path: Path, name: str, content: bytes, expected_message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    config = NightConfig(base=str(tmp_path), sources=Sources(interactions=(name,)))
+
+    with pytest.raises(SourceError, match=expected_message):
+        look_at_sources(config)
+    with pytest.raises(SourceError, match=expected_message):
+        list(read_interactions(config.sources, tmp_path))
+
+
+def test_a_row_named_as_columns_is_not_taken_for_them(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("245,1,1701329145\n234,38,1701044604\n")
+    sources = Sources(interactions=("a.csv",), user_column="245", item_column="1")
+
+    with pytest.raises(SourceError, match="has no line of column names: put one above"):
+        list(read_interactions(sources, tmp_path))
+    (tmp_path / "a.csv").write_text("0,1,2\nu1,i1,1701329145\n")
+    sources = Sources(interactions=("a.csv",), user_column="0", item_column="1")
+    assert len(list(read_interactions(sources, tmp_path))) == 1
 
 
 def test_a_table_of_items_without_rows_is_to_do(tmp_path: Path) -> None:

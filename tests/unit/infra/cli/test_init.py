@@ -670,6 +670,29 @@ def test_what_is_not_taken_is_told_by_its_content(
     assert re.search(remark_pattern, " ".join(report["notes"])), report["notes"]
 
 
+def test_blanks_before_the_quotes_of_names_are_skipped_as_a_night_does(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "".join(f'"u{row % 40}", "i{row}", "17000000{row}"\n' for row in range(10, 99))
+    (here / "a.csv").write_text('"user", "item", "timestamp"\n' + rows)
+
+    report = init(capsys)
+
+    assert report["columns"] == {
+        "user": "user", "item": "item", "timestamp": "timestamp", "weight": None
+    }  # fmt: skip
+
+
+def test_files_with_the_columns_in_another_order_are_one_table(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = range(60)
+    (here / "a.csv").write_text("user,item\n" + "".join(f"u{row % 9},i{row}\n" for row in rows))
+    (here / "b.csv").write_text("item,user\n" + "".join(f"i{row},u{row % 9}\n" for row in rows))
+
+    assert init(capsys)["interactions"] == ["*.csv"]
+
+
 def test_data_of_another_format_beside_a_table_are_named(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,9 +102,45 @@ def test_numbers_that_are_no_seconds_are_refused_with_what_to_write(tmp_path, ki
         read(tmp_path, name)
 
 
-def test_a_date_in_a_file_of_seconds_stays_what_it_is(tmp_path):
-    name = write_times(tmp_path, pa.int64(), [SECONDS, SECONDS + 1, 20231114])
-    assert read(tmp_path, name)[1] == [SECONDS * 10**6, (SECONDS + 1) * 10**6, 20231114 * 10**6]
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("values", [[SECONDS, SECONDS + 1, 20231114], [20231114, SECONDS]])
+def test_a_date_as_digits_among_seconds_is_no_time(tmp_path, kind, values):
+    """As seconds it would be in August 1970, and its row the oldest of all."""
+    _, times, report = read(tmp_path, write_times(tmp_path, kind, values))
+    assert times == [value * 10**6 for value in values if value >= SECONDS]
+    assert report["left_out"] == 1
+
+
+def test_seconds_since_a_start_may_look_like_a_date(tmp_path):
+    name = write_times(tmp_path, pa.int64(), [5_000_000, 20231114, 40_000_000])
+    assert read(tmp_path, name)[1] == [5_000_000 * 10**6, 20231114 * 10**6, 40_000_000 * 10**6]
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize(("form", "per_second"), [("%y%m%d%H%M", 60), ("%m%d%H%M%S", 1)])
+def test_moments_without_a_century_or_a_year_are_refused(tmp_path, kind, form, per_second):
+    starts = [SECONDS + number * 4_001 * per_second for number in range(60)]
+    texts = [dt.datetime.fromtimestamp(start, dt.UTC).strftime(form) for start in starts]
+    name = write_times(tmp_path, kind, [int(text) for text in texts])
+    with pytest.raises(SourceError, match=r"dates as (yymmddhhmm|mmddhhmmss) .*write dates"):
+        read(tmp_path, name)
+
+
+def test_seconds_of_any_hour_are_no_moments(tmp_path):
+    for start in (SECONDS, 1_701_010_000):
+        for step in (1, 7, 60, 3_600, 86_400):
+            values = [start + number * step for number in range(100)]
+            name = write_times(tmp_path, pa.int64(), values)
+            assert read(tmp_path, name)[1] == [value * 10**6 for value in values]
+
+
+@pytest.mark.parametrize("kind", ["csv", pa.timestamp("us")])
+def test_a_time_of_the_year_1_is_out_of_range(tmp_path, kind):
+    """Programs write it for none."""
+    moments = [dt.datetime(1, 1, 1), dt.datetime(2023, 11, 14)]  # noqa: DTZ001
+    values = [moment.isoformat() for moment in moments] if kind == "csv" else moments
+    _, times, report = read(tmp_path, write_times(tmp_path, kind, values))
+    assert times == [DAY_AT] and report["left_out"] == 1
 
 
 @pytest.mark.parametrize("kind", ["csv", "text", "codes"])
@@ -420,6 +456,49 @@ def test_a_header_again_is_no_row_in_whatever_case_and_format(tmp_path, name, na
     read_pairs, _, report = read(tmp_path, name)
     assert read_pairs == [pair for pair in pairs if pair != names]
     assert report["reasons"]["the header again"]["rows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["u{0}, i1, i2, i{0}"], "has ',' behind its ids"),
+        (["u{0}: i1 i2 i{0}"], "has ':' behind the first id"),
+        (["u{0} [i1 i2 i{0}]"], r"has lists that begin with '\['"),
+        (["u{0} | i1 i2 i{0}"], r"has '\|' behind the first id"),
+        (["u{0} i1:5 i2:5 i{0}:4"], "has a value behind each id"),
+        (["user items", "u{0} i1 i2 i{0}"], "begins with column names, 'user items'"),
+        (["user_id item_id", "u{0} i1 i2 i{0}"], "begins with column names"),
+    ],
+)
+def test_signs_around_the_ids_of_lines_are_told(tmp_path, lines, reason):
+    *titles, line = lines
+    rows = [*titles, *(line.format(number) for number in range(40))]
+    (tmp_path / "a.txt").write_text("\n".join(rows) + "\n")
+    with pytest.raises(SourceError, match=rf"a\.txt {reason}.*leave out.*format = \"lines\""):
+        read(tmp_path, "a.txt")
+    assert read(tmp_path, "a.txt", format="lines")[0]
+
+
+def test_ids_of_lines_with_a_kind_before_a_colon_are_ids(tmp_path):
+    rows = [f"u{number} film:{number} album:{number % 7}" for number in range(40)]
+    (tmp_path / "a.txt").write_text("\n".join(rows) + "\n")
+    assert len(read(tmp_path, "a.txt")[0]) == 80
+
+
+@pytest.mark.parametrize(
+    ("user", "told"),
+    [
+        ("\u200bu{0}", "has signs without width in 30 of its first 30 ids"),
+        ("M\ufffdller{0}", "has the sign \ufffd in 30 of its first 30 ids"),
+        ("\u201cu{0}\u201d", "has quotes around 30 of its first 30 ids"),
+        ("(not set)", "has the id '(not set)' in 30 of its first 30 rows"),
+        ("########", "has the id '########' in 30 of its first 30 rows"),
+    ],
+)
+def test_odd_ids_are_told(tmp_path, user, told):
+    write(tmp_path, user=[user.format(row) for row in range(30)], item=["i"] * 30)
+    (remark,) = read(tmp_path, "a.parquet")[2]["remarks"]
+    assert remark.startswith(f"column 'user' {told}")
 
 
 def test_blanks_that_are_part_of_ids_are_told(tmp_path):

@@ -182,6 +182,45 @@ def test_a_header_again_is_left_out_and_counted(tmp_path, small_pieces, repeated
     assert report["reasons"]["the header again"]["rows"] == 2
 
 
+@pytest.mark.parametrize(
+    ("header", "other_header"),
+    [
+        ("user,item", "item,user"),
+        ("user,item,timestamp", "Item,User,Timestamp"),
+        ("user,item,timestamp", "user,timestamp,item"),
+        ("user,item,timestamp", '"item", "user", "timestamp"'),
+        ("user,item,timestamp,weight", "user,item,weight,timestamp"),
+        ("user,id,item,ts", "id,user,ts,item"),
+    ],
+)
+def test_a_header_in_another_order_is_refused_by_its_line(
+    tmp_path, small_pieces, header, other_header
+):
+    """Rows below it would be read with users for items."""
+    width = header.count(",") + 1
+    rows = [",".join([f"u{row}", f"i{row}", "1", "1"][:width]) for row in range(20)]
+    lines = [header, *rows, other_header, *rows]
+    write(tmp_path, "\n".join(lines) + "\n")
+    write(tmp_path, "\n".join(lines) + "\n", "b.csv.gz")
+    names = other_header.replace('"', "").replace(" ", "")
+    for name in ("a.csv", "b.csv.gz"):
+        with pytest.raises(SourceError, match=f"{name}, line 22 is another header: {names}:"):
+            read(tmp_path, name)
+
+
+def test_the_line_of_a_row_is_told_far_below_the_header(tmp_path, small_pieces):
+    write(tmp_path, "user,item\n" + "u1,i1\n" * 30 + "u2,i2,x\n")
+    _, report = read(tmp_path, "a.csv")
+    (reason,) = report["reasons"].values()
+    assert reason["cases"] == [{"file": "a.csv", "line": "32"}]
+
+
+def test_ids_that_are_names_of_columns_are_rows(tmp_path):
+    write(tmp_path, "user,item,tag\nu1,i1,a\nitem,tag,b\ntag,user,c\n")
+    pairs, report = read(tmp_path, "a.csv")
+    assert pairs == [("u1", "i1"), ("item", "tag"), ("tag", "user")] and not report["left_out"]
+
+
 @pytest.mark.parametrize("text", ["user,item\n", "user,item", "\ufeffuser,item\r\n"])
 def test_a_file_of_a_header_alone_has_no_rows(tmp_path, text):
     write(tmp_path, text)

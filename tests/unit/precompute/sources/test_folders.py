@@ -73,6 +73,12 @@ def test_lock_files_and_halves_beside_the_data_are_left_out(
     assert files_read(tmp_path, f"{path_prefix}clicks") == ["clicks/clicks.csv"]
 
 
+def test_the_settings_beside_the_data_are_left_out(place: Place, tmp_path: Path) -> None:
+    path_prefix = place(["a.csv", "larder.toml"])
+
+    assert files_read(tmp_path, f"{path_prefix}.".removesuffix("/.") or ".") == ["a.csv"]
+
+
 def test_what_a_pattern_names_by_itself_is_read_whatever_it_is_called(
     place: Place, tmp_path: Path
 ) -> None:

@@ -69,6 +69,19 @@ def test_times_that_are_all_older_than_any_log_are_told(tmp_path: Path) -> None:
     assert remark.startswith("the newest time is 1970-01-01")
 
 
+@pytest.mark.parametrize("newest", ["2100-01-01", "4102444800"])
+def test_a_newest_time_in_the_future_is_told(tmp_path: Path, newest: str) -> None:
+    (remark,) = remarks(shape_of(tmp_path, [*plain(), f"u1,i1,{newest}"]))
+
+    assert remark.startswith("the newest time is 2100-01-01")
+
+
+def test_times_before_1980_among_later_ones_are_told(tmp_path: Path) -> None:
+    (remark,) = remarks(shape_of(tmp_path, [*plain(), "u1,i1,1971-05-06", "u1,i1,86400"]))
+
+    assert remark.startswith("2 of 1,002 rows have a time before 1980")
+
+
 def test_the_share_of_rows_without_a_time_is_told(tmp_path: Path) -> None:
     rows = [row.rpartition(",")[0] + ",0" for row in plain(100)] + plain(900)
 
@@ -101,6 +114,7 @@ def test_counts_of_two_parts_are_those_of_the_whole() -> None:
 
     assert parts.to_json() == all_counts.to_json()
     assert all_counts.user_rows.sum() == 1000 and all_counts.newest_us == 2
+    assert all_counts.early == (times > 0).sum()
 
 
 def test_few_ids_and_ids_of_one_word_are_no_histories() -> None:
