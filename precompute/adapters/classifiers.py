@@ -29,10 +29,11 @@ from precompute.adapters.folder import (
     open_import_folder,
     reinstate_bundle,
     rows_that_refuse,
+    sweep_import,
 )
 from precompute.adapters.inputs import feature_table, ids_of, name_row
 from precompute.bundles.bundle import ModelFile, write_bundle
-from precompute.bundles.bundle_store import swap_in
+from precompute.bundles.bundle_store import note_import_begun, swap_in
 from precompute.bundles.onnx_model import OnnxModel, item_tower
 from precompute.scoring.towers import run_named
 
@@ -155,6 +156,7 @@ def from_classifier(
     spec, inputs = _bound(graph, rows.drop_columns([id_column]), columns, output, labels)
     is_new = not to.exists()
     open_import_folder(to)
+    sweep_import(to)
     staging_folder = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
     try:
         user_tower = ModelFile(OnnxModel(graph), spec)
@@ -173,6 +175,7 @@ def from_classifier(
         tower = Tower.open(bundle.values[table].path, spec)
         is_usable = np.stack([_usable(column) for column in inputs.values()]).all(axis=0)
         difference, nonfinite = _try_rows(tower, inputs, expected, ids, np.flatnonzero(is_usable))
+        note_import_begun(to)
         swap_in(staging_folder, to / BUNDLE)
     except BaseException:
         if is_new:

@@ -23,7 +23,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cache.errors import BundleError, ConfigError, StoreError
-from cache.store.artefacts import ArtefactStore, last_change, open_draft, sha256_of, take_file
+from cache.store.artefacts import (
+    ArtefactStore,
+    last_change,
+    open_draft,
+    sha256_of,
+    take_file,
+    write_atomically,
+)
 from precompute.bundles.bundle import BUNDLE_FILE, ITEMS_FILE, Bundle
 from precompute.config.settings import NightConfig
 
@@ -39,6 +46,12 @@ COPY_PAUSE_S = 0.5
 
 SWAP_TRIES = 3
 """Attempts at a swap: a night may put the old bundle back meanwhile."""
+
+IMPORT_REPORT = "import.json"
+"""Report of an import, in the folder of the bundle's folder."""
+
+_UNFINISHED = b'{"unfinished": true}'
+"""Report of an import that has begun to replace files."""
 
 _RECORD = re.compile(r"(\d{13})-([0-9a-f]{64})\.json")
 _FROM_TABLES_RECORD = re.compile(r"(\d{13})-([0-9a-f]{64})-([0-9a-f]{64})\.json")
@@ -112,6 +125,7 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
     store, source = config.store(), config.path(config.bundle)
     # Hidden, so that nothing that lists the store sees it.
     private_folder = store.local(f".bundle.{secrets.token_hex(4)}.part")
+    demand_finished_import(source)
     heal_swap(source)
     try:
         handovers = handed_over(store)
@@ -138,6 +152,7 @@ def look_at_chosen(config: NightConfig) -> Iterator[Bundle | None]:
     That of a folder is read without its models.
     """
     store, source = config.store(), config.path(config.bundle)
+    demand_finished_import(source)
     superseding_handover = _superseding(source, handed_over(store))
     if superseding_handover is None and not source.exists():
         yield None
@@ -328,6 +343,21 @@ def _forget_copies(store: ArtefactStore, digest: str) -> None:
     """Remove this host's copy of a remote store's bundle: the generation has a copy of its own."""
     if store.folder is None:
         shutil.rmtree(store.local(f"bundles/{digest}"), ignore_errors=True)
+
+
+def note_import_begun(folder: Path) -> None:
+    """Mark a folder whose bundle and tables an import is about to replace; its report, written last, ends that."""
+    write_atomically(folder / IMPORT_REPORT, _UNFINISHED)
+
+
+def demand_finished_import(bundle_folder: Path) -> None:
+    """Raise ConfigError if an import into the folder around a bundle was killed between bundle and tables."""
+    report = bundle_folder.parent / IMPORT_REPORT
+    if report.is_file() and report.read_bytes() == _UNFINISHED:
+        raise ConfigError(
+            f"the import into {bundle_folder.parent} was interrupted, or is not over, so that bundle and tables may "
+            "not belong together: run it again"
+        )
 
 
 def swap_in(new: Path, target: Path) -> None:

@@ -16,7 +16,7 @@ from cache.format.manifest import CUT_CHARS, Manifest
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.releases import Canary, Pointer, all_releases
-from precompute.builds.night_failure import NightFailure, last_failure
+from precompute.builds.night_failure import NightFailure, killed_in, last_failure
 from precompute.cli.temporary_redis import gone_in_words
 from precompute.config.console import iso
 from precompute.config.progress import size_text
@@ -62,6 +62,8 @@ class NamespaceState:
     silent_replicas: int = 0
     memory: Mapping[str, Any] = field(default_factory=dict)
     failure: NightFailure | None = None
+    killed_in: str | None = None
+    """Step in which a night of this host was killed, with its generation."""
 
     @property
     def live(self) -> str | None:
@@ -76,11 +78,13 @@ class NamespaceState:
 
 def read_state(config: NightConfig) -> NamespaceState:
     """Read the state, without Redis only the store's; raise LarderError for a store that cannot be read."""
-    failure = last_failure(config.store())
+    failure, killed = last_failure(config.store()), killed_in(config)
     if not config.redis_url:
         ledger = fold(all_releases(config.store()))
         gone = gone_in_words(config.path(config.state))
-        return NamespaceState(ledger, time.time(), REDIS_NOT_CONFIGURED, gone, failure=failure)
+        return NamespaceState(
+            ledger, time.time(), REDIS_NOT_CONFIGURED, gone, failure=failure, killed_in=killed
+        )
     try:
         with open_releases(config) as releases:
             view = releases.view()
@@ -94,11 +98,12 @@ def read_state(config: NightConfig) -> NamespaceState:
                 silent_replicas=releases.control.silent_replicas(),
                 memory=_memory(releases.control.client),
                 failure=failure,
+                killed_in=killed,
             )
     except TierUnavailable as error:
         ledger = fold(all_releases(config.store()))
         return NamespaceState(
-            ledger, time.time(), REDIS_UNREACHABLE, error.message, failure=failure
+            ledger, time.time(), REDIS_UNREACHABLE, error.message, failure=failure, killed_in=killed
         )
 
 
@@ -196,6 +201,10 @@ def _problems(
         problems.append(
             f"the last night failed at {iso(failure.at)} in the step {failure.step}{named}: {failure.error}; what is "
             "live stays. Mend that, then run `larder night` again, or clear the red task"
+        )
+    if namespace_state.killed_in is not None:
+        problems.append(
+            f"a night stopped in {namespace_state.killed_in} and is not running: run it again; what is live stays"
         )
     live_cut = (namespace_state.live or "")[:CUT_CHARS]
     for generation_status in status["generations"]:

@@ -37,6 +37,7 @@ from precompute.gates.judge import (
     run_within,
 )
 from precompute.gates.rules.checksums import files
+from precompute.gates.rules.live import CLICKS_BY_CHANCE
 from precompute.partitions import catalogue, holdout
 from precompute.partitions.marks import marks_file
 from precompute.releases import moves
@@ -112,8 +113,10 @@ def run(
         generation_build.store.write(path, manifest.to_bytes())
         generation_build.report("verified", {"run_ids": nodes, "baseline": ledger.live})
         releases.mark_verified(generation_build.generation, attempt=attempt)
+    odd = [verdict.note for verdict in verdicts if CLICKS_BY_CHANCE in verdict.note]
     return {
         "generation": generation_build.generation, "gates": len(manifest.gates), "verified": True, **unasked,
+        **({"remarks": odd} if odd else {}),
     }  # fmt: skip
 
 
@@ -128,7 +131,8 @@ def in_night(night: Night) -> StepRow:
     step_result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
     left_out = ", ".join(step_result.get("gates_left_out", ()))
     left_out_note = f"; left out, for there are no interactions: {left_out}" if left_out else ""
-    return StepRow(step_result, f"{step_result['gates']} gates passed{left_out_note}")
+    odd = "".join(f"\nnote: {remark}" for remark in step_result.get("remarks", ()))
+    return StepRow(step_result, f"{step_result['gates']} gates passed{left_out_note}{odd}")
 
 
 def _demand_still(build: Build, releases: Releases) -> None:
