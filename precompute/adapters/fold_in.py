@@ -346,10 +346,11 @@ class Gain:
                 "left out of lists, import without them and name their file in [sources] interactions",
                 gain=gain,
             )
-        return [
+        limit = (
             f"tell whether {ids} are in the order of the model's rows: {figures}, which shows no gain; look at a few "
             "lists before you publish"
-        ]
+        )
+        return [limit]
 
 
 @dataclass(frozen=True, slots=True)

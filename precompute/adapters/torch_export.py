@@ -13,14 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from cache.errors import BundleError, SourceError
 from cache.model.runtime import ort
 from cache.model.tower import Histories
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.bundles.onnx_model import WEIGHTS_BYTES_MAX, OnnxModel
+from precompute.bundles.onnx_model import (
+    WEIGHTS_BYTES_MAX,
+    OnnxModel,
+    refuse_negative_codes,
+)
 
 OPSET = 18
 """Opset that torch writes without converting."""
@@ -249,43 +252,8 @@ def _exported_model(program: Any, features: Sequence[str]) -> OnnxModel:
     for node in model.graph.node:
         node.ClearField("metadata_props")
         node.ClearField("doc_string")
-    _refuse_negative_codes(model.graph, constants, features)
+    refuse_negative_codes(model.graph, constants, features)
     return OnnxModel.of(model, constants)
-
-
-def _refuse_negative_codes(
-    graph: Any, constants: dict[str, NDArray[Any]], features: Sequence[str]
-) -> None:
-    """Make each embedding fail on a negative code of a feature, as torch does: ONNX would count from the table's end.
-
-    A negative code becomes one below the range that ONNX allows.
-    """
-    of_features, nodes = set(features), []
-    for number, node in enumerate(graph.node):
-        is_of_feature = not of_features.isdisjoint(node.input)
-        if is_of_feature:
-            of_features.update(node.output)
-        if node.op_type == "Gather" and node.input[0] in constants and node.input[1] in of_features:
-            index, name = node.input[1], f"larder_code_{number}"
-            constants[f"{name}_zero"] = np.array(0, np.int64)
-            axis = next((named.i for named in node.attribute if named.name == "axis"), 0)
-            rows = constants[node.input[0]].shape[axis]
-            constants[f"{name}_rows"] = np.array(rows, np.int64)
-            nodes += [
-                helper.make_node("Cast", [index], [f"{name}_wide"], to=TensorProto.INT64),
-                helper.make_node("Less", [f"{name}_wide", f"{name}_zero"], [f"{name}_negative"]),
-                helper.make_node("Sub", [f"{name}_wide", f"{name}_rows"], [f"{name}_below"]),
-                helper.make_node(
-                    "Where",
-                    [f"{name}_negative", f"{name}_below", f"{name}_wide"],
-                    [f"{name}_index"],
-                ),
-            ]
-            node.input[1] = f"{name}_index"
-        nodes.append(node)
-    copied = [type(node).FromString(node.SerializeToString()) for node in nodes]
-    del graph.node[:]
-    graph.node.extend(copied)
 
 
 def _numpy_of(value: Tensor, subject: str) -> np.dtype[Any]:

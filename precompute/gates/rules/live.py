@@ -214,8 +214,8 @@ def heldout_recall(candidate: Candidate) -> Measurement:
     """Share of sampled users' newer choices that their lists hold, against the live generation's lists.
 
     Choices that are new to the user: the same question to both generations. Without interactions newer
-    than the cut there is nothing to measure. Of towers with features it is measured, too, how clicks rank that are taken
-    out of histories: the features' codes may be another model's.
+    than the cut there is nothing to measure. Of towers with features it is measured, too, how clicks rank that are
+    taken out of histories: the features' codes may be another model's.
     """
     measurement = _measure_newer_choices(candidate)
     ranks = _rank_clicks(candidate) if measurement.passed else None
