@@ -398,24 +398,6 @@ def noisy_countries():
     return np.where(rng.random(USERS) < 0.35, rng.integers(0, 5, USERS), groups)
 
 
-def test_item_ids_are_judged_where_features_alone_rank_better_than_chance(tmp_path):
-    features = {"user_features": {"country": noisy_countries()}}
-    shuffled = np.random.default_rng(3).permutation(IDS).tolist()
-    groups = {f"i{row:02}": row % 5 for row in range(ITEMS)}
-    by_id = {"item_features": {"group": np.array([groups[item] for item in shuffled])}}
-    of_group = Example({"history": towers.HISTORY, "country": INDEX}, {"group": INDEX}, pad=ITEMS)
-
-    with pytest.raises(
-        SourceError,
-        match=r"users' own history, and in \d+\.\d% with an empty one .*give all item_ids",
-    ):
-        imported_with_groups(tmp_path, of_group, shuffled, **features, **by_id)
-
-    right = {"item_features": {"group": np.arange(ITEMS) % 5}}
-    report = imported_with_groups(tmp_path, of_group, IDS, **features, **right)
-    assert not any("in the order of the model's rows" in limit for limit in report.cannot)
-
-
 def test_features_of_other_users_are_said_to_rank_no_worse(tmp_path):
     of_group = Example({"history": towers.HISTORY, "country": INDEX}, {"group": INDEX}, pad=ITEMS)
     others = np.random.default_rng(5).permutation(noisy_countries())
