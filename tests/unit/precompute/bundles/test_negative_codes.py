@@ -55,5 +55,5 @@ def test_a_negative_code_is_refused_as_one_beyond_the_table(tmp_path: Path) -> N
 
     assert vectors.tolist() == [[-7.0, -6.0], [5.0, 6.0]]
     for code in (-1, -3, -4, 3):
-        with pytest.raises(LarderError, match="out of data bounds|out of bounds|cannot be run"):
+        with pytest.raises(LarderError, match=r"out of data bounds|out of bounds|cannot be run"):
             tower.run({"country": np.array([0, code]), "debt": np.array([0, 0])})
