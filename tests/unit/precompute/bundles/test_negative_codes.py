@@ -1,10 +1,12 @@
 """A negative code of a feature is refused by an embedding like one beyond it, and a number that is no code is not."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from cache.errors import LarderError
@@ -37,7 +39,7 @@ def model() -> OnnxModel:
     ]
     output = helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["n", 2])
     graph = helper.make_graph(nodes, "tower", inputs, [output])
-    constants = {
+    constants: dict[str, NDArray[Any]] = {
         "table": np.arange(6, dtype=np.float32).reshape(3, 2),
         "axes": np.array([1], np.int64),
     }
