@@ -172,7 +172,6 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
     unusable = UnusableRows()
     batches, is_all = first_rows(read_interactions(sources, base, unusable=unusable))
     rows = sum(len(batch.times) for batch in batches)
-    left_out = unusable.left_out(INTERACTIONS)
     if sources.interactions and is_all and not unusable.to_json().get(INTERACTIONS):
         demand_least(0, 0)
     if sources.interactions and not rows:
@@ -194,7 +193,7 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
         if not sources.item_vectors:
             with suppress(BundleError, StoreError):  # the line on the bundle names it
                 bundle = stack.enter_context(look_at_chosen(config))
-        odd = look_at_tables(config, bundle, batches, unusable)
+        odd, is_refused = look_at_tables(config, bundle, batches, unusable)
     summary, refusal = f"{len(files)} file{'s' * (len(files) > 1)}", ""
     if not sources.interactions:
         users = sources.user_vectors or sources.user_features
@@ -206,15 +205,19 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
             refusal = _refused_by_train(config, batches[0])
         odd = [*remarks(shape), *swapped_in_words(batches), *find_copy_remarks(interactions), *odd]
         summary += f"; {rows:,} interactions" + ("" if is_all else " in the first rows")
-    if left_out:
-        reasons = unusable.to_json()[INTERACTIONS]["reasons"]
-        reasons_text = ", ".join(
-            f"{reason['rows']:,} {reason_name}" for reason_name, reason in reasons.items()
-        )
-        summary += f", {left_out:,} rows that cannot be used: {reasons_text}"
+    for source, source_report in unusable.to_json().items():
+        if source_report["left_out"]:
+            of_source = "" if source == INTERACTIONS else f" of {source}"
+            reasons_text = ", ".join(
+                f"{reason['rows']:,} {reason_name}"
+                for reason_name, reason in source_report["reasons"].items()
+            )
+            summary += f", {source_report['left_out']:,} rows{of_source} that cannot be used: {reasons_text}"
     told = "; ".join([summary, *unusable.remarks(INTERACTIONS), *odd])
     if refusal := _too_many_unusable(config, unusable, is_all=is_all) or refusal:
         return "to do", f"{refusal}; {told}"
+    if is_refused:
+        return "to do", f"ids of interactions and tables are not in one form; {told}"
     return "ok", told
 
 
@@ -259,11 +262,13 @@ def look_at_bundle(config: "NightConfig") -> CheckResult:
     from precompute.builds.tables import demand_values
     from precompute.bundles.bundle import Bundle
     from precompute.bundles.bundle_store import handed_over, is_superseded
+    from precompute.bundles.imports import demand_finished_import
     from precompute.scoring.towers import demand_feature_types
 
     if config.sources.item_vectors:
         return "ok", f"made of {config.sources.item_vectors} by each night"
     folder = config.path(config.bundle)
+    demand_finished_import(folder)
     if folder.exists():
         bundle = Bundle.open(folder)
         demand_values(config, bundle)

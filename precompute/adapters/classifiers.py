@@ -27,11 +27,12 @@ from precompute.adapters.folder import (
     open_import_folder,
     reinstate_bundle,
     rows_that_refuse,
+    sweep_import,
 )
 from precompute.adapters.inputs import feature_table, ids_of, name_row
 from precompute.bundles.bundle import ModelFile, write_bundle
 from precompute.bundles.bundle_store import swap_in
-from precompute.bundles.imports import read_report, write_import
+from precompute.bundles.imports import note_import_begun, read_report, write_import
 from precompute.bundles.onnx_model import OnnxModel, item_tower
 from precompute.config.settings import NightConfig, night_config
 from precompute.scoring.towers import run_named
@@ -175,6 +176,7 @@ def from_classifier(
     spec, inputs = _bound(graph, rows.drop_columns([id_column]), columns, output, labels)
     is_new = not to.exists()
     open_import_folder(to)
+    sweep_import(to)
     _demand_tables(to, table)
     earlier_labels = tuple(read_report(to).get("labels", labels))
     staging_folder = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
@@ -198,6 +200,7 @@ def from_classifier(
         if not len(usable_rows):
             raise _no_usable_row_error(rows.drop_columns([id_column]), len(ids))
         tried = _try_rows(tower, inputs, expected, ids, usable_rows)
+        note_import_begun(to)
         swap_in(staging_folder, to / BUNDLE)
     except BaseException:
         if is_new:

@@ -17,7 +17,7 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.adapters.inputs import ClickMatrix
-from precompute.bundles.held_out import recall
+from precompute.bundles.held_out import ITEMS_COMPARED, recall, shares_above_random
 from precompute.bundles.onnx_model import OnnxModel, float32_info, int32_info, model_of
 
 TINY = np.float32(1e-30)
@@ -310,6 +310,49 @@ def choose(
     return winning_fold
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Gain:
+    """Share of pairs, float64 [users], in which held-out clicks score above a random item: with an input, and without.
+
+    `name` is `history`, without which it is empty, or `user_features`, without which they are those of other users.
+    """
+
+    name: str
+    with_own: NDArray[np.float64]
+    without: NDArray[np.float64]
+
+    def limits(self) -> list[str]:
+        """Return a limit if the input is not shown to place users' own clicks higher; raise SourceError if lower.
+
+        The test is paired: the mean of the users' differences, and its standard error.
+        """
+        gains = (self.with_own - self.without)[np.isfinite(self.with_own - self.without)]
+        if len(gains) < USERS_LEAST:
+            return []
+        gain, error = float(gains.mean()), float(gains.std(ddof=1) / np.sqrt(len(gains)))
+        if gain > DEVIATIONS * error:
+            return []
+        ids, other = ("item_ids", "an empty one")
+        if self.name == "user_features":
+            ids, other = "user_ids", "those of other users"
+        figures = (
+            f"held-out clicks score above a random item in {np.nanmean(self.with_own):.1%} of pairs with users' own "
+            f"{self.name}, and in {np.nanmean(self.without):.1%} with {other} (difference {gain:+.1%}, standard error "
+            f"{error:.1%})"
+        )
+        if gain < -DEVIATIONS * error:
+            raise SourceError(
+                f"{figures}: give all {ids} in the order of the model's rows, or, where these clicks are only to be "
+                "left out of lists, import without them and name their file in [sources] interactions",
+                gain=gain,
+            )
+        limit = (
+            f"tell whether {ids} are in the order of the model's rows: {figures}, which shows no gain; look at a few "
+            "lists before you publish"
+        )
+        return [limit]
+
+
 @dataclass(frozen=True, slots=True)
 class TasteCheck:
     """Recall@20 of a user tower (None: nothing to hold out), and the reason why clicks could not judge its ids, if any.
@@ -319,6 +362,10 @@ class TasteCheck:
 
     recall: float | None
     unjudged: str = ""
+    gains: tuple[Gain, ...] = ()
+    """What each kind of input adds, if there are clicks enough to judge by."""
+    share: float | None = None
+    """Share of pairs in which a held-out click scores above a random item, if there are enough."""
 
 
 def check_taste(
@@ -344,10 +391,15 @@ def check_taste(
         return TasteCheck(None, "no user has clicked two items, of which one could be held out")
     user_features = {name: values[rows] for name, values in features.items()}
     shuffled = _shuffled(clicks, rows, rng)
+    strangers = _strangers_inputs(spec, user_features, rng)
     vectors, held_out, tower_recall = [], [], 0.0
+    strangers_vectors: dict[str, list[NDArray[np.float32]]] = {name: [] for name in strangers}
     for part in range(PARTS):
         folded_histories, held_out_histories = _hold_out(shuffled, part)
         vectors.append(run(tower, spec, folded_histories, user_features))
+        for name, (is_emptied, features_of_others) in strangers.items():
+            histories = Histories.of([()] * len(rows)) if is_emptied else folded_histories
+            strangers_vectors[name].append(run(tower, spec, histories, features_of_others))
         held_out += _rows(held_out_histories)
         if part == 0:
             tower_recall = recall(vectors[0], items, folded_histories, held_out_histories, metric)
@@ -360,7 +412,31 @@ def check_taste(
     held_out_clicks = ClickMatrix(sp.csr_matrix((ones, pairs.indices, pairs.indptr), shape), None)
     if len(rows) >= USERS_LEAST:
         demand_taste(items, np.concatenate(vectors), held_out_clicks, rng)
-    return TasteCheck(tower_recall, too_few_clicks(len(rows), len(pairs.indices)))
+    unjudged, gains, share = too_few_clicks(len(rows), len(pairs.indices)), [], None
+    if not unjudged:
+        compared = items[rng.choice(len(items), min(len(items), ITEMS_COMPARED), replace=False)]
+        with_own = shares_above_random(
+            np.concatenate(vectors), items, compared, pairs, len(rows), metric
+        )
+        for name, vectors_of_others in strangers_vectors.items():
+            without = np.concatenate(vectors_of_others)
+            shares = shares_above_random(without, items, compared, pairs, len(rows), metric)
+            gains.append(Gain(name, with_own, shares))
+        share = round(float(np.nanmean(with_own)), 4)
+    return TasteCheck(tower_recall, unjudged, tuple(gains), share)
+
+
+def _strangers_inputs(
+    spec: TowerSpec, features: Mapping[str, NDArray[Any]], rng: np.random.Generator
+) -> dict[str, tuple[bool, Mapping[str, NDArray[Any]]]]:
+    """Return (is the history emptied, features) by the input that is taken away from its user."""
+    inputs: dict[str, tuple[bool, Mapping[str, NDArray[Any]]]] = {}
+    if spec.history is not None:
+        inputs["history"] = True, features
+    if features:
+        order = rng.permutation(len(next(iter(features.values()))))
+        inputs["user_features"] = False, {name: rows[order] for name, rows in features.items()}
+    return inputs
 
 
 def too_few_clicks(users: int, clicks: int) -> str:

@@ -24,8 +24,15 @@ from precompute.adapters.fold_in import HISTORY_MAX, complete_rows, user_inputs
 from precompute.adapters.inputs import COLUMNS, ClickMatrix, Vectors
 from precompute.bundles.agreement import agreement
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
-from precompute.bundles.bundle_store import hand_over, handed_over, is_superseded, swap_in
-from precompute.bundles.imports import REPORT, write_import
+from precompute.bundles.bundle_store import (
+    hand_over,
+    handed_over,
+    heal_swap,
+    is_superseded,
+    swap_in,
+)
+from precompute.bundles.held_out import SHARE_ABOVE_RANDOM
+from precompute.bundles.imports import REPORT, note_import_begun, write_import
 from precompute.bundles.onnx_model import OnnxModel, item_tower
 from precompute.bundles.quantize import quantize_tower
 from precompute.config.settings import NightConfig, night_config
@@ -35,6 +42,8 @@ from precompute.sources.unusable import TOO_LONG
 BUNDLE, USERS, CLICKS, SETTINGS = (
     "bundle", "user_vectors.parquet", "clicks.parquet", "larder.toml"
 )  # fmt: skip
+OWN_TOWER = "the user tower itself"
+"""Fold-in of a model whose user tower takes histories or features."""
 _COLUMN_SETTINGS = ("user_column", "item_column", "timestamp_column")
 FEATURES = frozenset({"user_features", "item_features"})
 COMPARED = 256
@@ -102,7 +111,10 @@ class ImportReport:
         """Return the report as text lines."""
         tried = ", ".join(f"{name} {recall:.4f}" for name, recall in self.recalls.items())
         overlap = self.agreement.get("overlap_at_20")
-        size = f"{self.items:,} items, {self.users:,} users with vectors, {self.clicks:,} clicks"
+        users = "users by the tower"
+        if self.fold_in != OWN_TOWER:
+            users = f"{self.users:,} users with vectors"
+        size = f"{self.items:,} items, {users}, {self.clicks:,} clicks"
         left_out_text = ", ".join(
             f"{count:,} {reason}" for reason, count in self.left_out.items() if count
         )
@@ -175,6 +187,8 @@ class Imported:
     """Feature inputs of the user tower by name, a row for each user of the clicks."""
     nonfinite_outputs: int = 0
     """Number of users with all features whose vector is not finite."""
+    share_above_random: float | None = None
+    """Share of pairs in which a held-out click scores above a random item, for a tower of the model's own."""
 
 
 def open_import_folder(to: Path) -> None:
@@ -194,11 +208,13 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
     Raises ConfigError for a folder that holds something else, with nothing written.
     """
     open_import_folder(to)
+    sweep_import(to)
     staging_folder = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
     try:
         bundle = bundle_of(imported, staging_folder)
         compared = _agreement(bundle, imported)
         size_bytes = sum(bundle_file.stat().st_size for bundle_file in staging_folder.iterdir())
+        note_import_begun(to)
         swap_in(staging_folder, to / BUNDLE)
     finally:
         shutil.rmtree(staging_folder, ignore_errors=True)
@@ -207,6 +223,7 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
     limits, is_again = imported.cannot, (to / SETTINGS).exists()
     if is_again:
         limits += _unnamed((to / SETTINGS).read_text(encoding="utf-8"), imported)
+        limits += _counted_twice(to, imported)
         limits += tuple(filter(None, [reinstate_bundle(to)]))
     else:
         users = f'user_vectors = "{USERS}"\n' if imported.users is not None else ""
@@ -241,6 +258,16 @@ def write_folder(to: Path, imported: Imported, started_at: float) -> ImportRepor
     )  # fmt: skip
     write_import(to, report.to_json(), bundle.digest)
     return report
+
+
+def sweep_import(to: Path) -> None:
+    """Remove what killed imports have left; restore the bundle that one had moved aside."""
+    heal_swap(to / BUNDLE)
+    for leftover in to.glob(".*.part"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def _columns(to: Path, imported: Imported) -> tuple[str, str, str]:
@@ -324,12 +351,30 @@ def _unnamed(settings: str, imported: Imported) -> tuple[str, ...]:
     )
 
 
+def _counted_twice(to: Path, imported: Imported) -> tuple[str, ...]:
+    """Return a remark on further files of interactions in kept settings, whose rows the clicks may hold as well."""
+    try:
+        named = night_config(str(to / SETTINGS)).sources.interactions
+    except LarderError:  # kept settings that `larder check` will name
+        return ()
+    further = [name for name in named if name != CLICKS]
+    if imported.clicks is None or CLICKS not in named or not further:
+        return ()
+    remark = (
+        f"tell whether these clicks hold the rows of {', '.join(further)}, which {SETTINGS} names as well: those count "
+        "twice then; leave the files out of [sources] interactions"
+    )
+    return (remark,)
+
+
 def bundle_of(imported: Imported, folder: Path, **training: Any) -> Bundle:
     """Write the model into a folder as a bundle; its `training` has these entries and those of the fold-in.
 
     The same model is the same bytes.
     """
     dims, spec = imported.items.dims, imported.user_spec
+    if imported.share_above_random is not None:
+        training[SHARE_ABOVE_RANDOM] = imported.share_above_random
     return write_bundle(
         folder,
         name=imported.model,

@@ -4,7 +4,7 @@ import logging
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,11 @@ from cache.errors import BundleError, SourceError
 from cache.model.runtime import ort
 from cache.model.tower import Histories
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.bundles.onnx_model import WEIGHTS_BYTES_MAX, OnnxModel
+from precompute.bundles.onnx_model import (
+    WEIGHTS_BYTES_MAX,
+    OnnxModel,
+    refuse_negative_codes,
+)
 
 OPSET = 18
 """Opset that torch writes without converting."""
@@ -232,7 +236,7 @@ def export(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
         raise SourceError(f"torch.onnx needs {error.name}: pip install onnxscript") from None
     except Exception as error:  # torch's exporter lets through whatever happens inside of it
         raise BundleError(f"{tower.tower_name} {_describe_export_failure(error)}") from None
-    model = _without_traces(program)
+    model = _exported_model(program, [feature.name for feature in spec.features])
     return (
         model,
         spec,
@@ -240,7 +244,7 @@ def export(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
     )
 
 
-def _without_traces(program: Any) -> OnnxModel:
+def _exported_model(program: Any, features: Sequence[str]) -> OnnxModel:
     """The model of an export, without its stack traces, which name folders of the machine."""
     initializers = program.model.graph.initializers
     constants = {name: initializers.pop(name).const_value.numpy() for name in list(initializers)}
@@ -248,6 +252,7 @@ def _without_traces(program: Any) -> OnnxModel:
     for node in model.graph.node:
         node.ClearField("metadata_props")
         node.ClearField("doc_string")
+    refuse_negative_codes(model.graph, constants, features)
     return OnnxModel.of(model, constants)
 
 

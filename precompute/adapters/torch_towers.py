@@ -23,7 +23,7 @@ from precompute.adapters.fold_in import (
     unjudged_ids,
     user_inputs,
 )
-from precompute.adapters.folder import Imported, ImportReport, write_folder
+from precompute.adapters.folder import OWN_TOWER, Imported, ImportReport, write_folder
 from precompute.adapters.inputs import ClickMatrix, Vectors, feature_columns, ids_of, name_row
 from precompute.adapters.torch_export import BoundTower, Example, export, first_line
 from precompute.adapters.vectors import import_vectors
@@ -123,6 +123,8 @@ def from_torch(
         taste = check_taste(tower, user_spec, rows.rows, click_matrix, metric, rng, of_user)
     if taste.unjudged:
         limits.append(unjudged_ids(taste.unjudged))
+    for gain in taste.gains:
+        limits += gain.limits()
     if user_spec.history is not None and example.is_fixed:
         limits.append(
             f"tell whether histories are padded as in training: each is filled up with {example.pad} to "
@@ -132,9 +134,9 @@ def from_torch(
         limits += _limits(example, click_matrix)
     recalls = {} if taste.recall is None else {"the user tower": taste.recall}
     imported = Imported(
-        model_name, rows, tower, user_spec, metric, "the user tower itself", recalls, None, click_matrix, tuple(limits),
+        model_name, rows, tower, user_spec, metric, OWN_TOWER, recalls, None, click_matrix, tuple(limits),
         item_model, tables, further_columns=tuple(further), unused_columns=unused, user_inputs=of_user,
-        nonfinite_outputs=nonfinite,
+        nonfinite_outputs=nonfinite, share_above_random=taste.share,
     )  # fmt: skip
     return write_folder(to, imported, started_at)
 

@@ -1,10 +1,15 @@
-"""Failure of the last night: the step that raised, kept in the store until that step, or a night, is done."""
+"""Failure of the last night: the step that raised, kept in the store until that step, or a night, is done.
 
+Of a night in one process also the step in which it was killed, kept on its host.
+"""
+
+import fcntl
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final
 
 import orjson
@@ -15,6 +20,9 @@ from precompute.config.settings import NightConfig
 
 FILE: Final = "night_failed.json"
 """Path in the store of a namespace."""
+
+RUNNING_SUFFIX: Final = ".night_running.json"
+"""End of the name of a namespace's file in the folder `state`, which a night in one process holds locked."""
 
 _log = logging.getLogger("larder.night")
 
@@ -58,10 +66,54 @@ def noting_failure(config: NightConfig, step: str, generation: str | None) -> It
 
 
 def forget_failure(config: NightConfig, step: str | None = None) -> None:
-    """Forget the failure of a step, or of any, since it is done."""
+    """Forget the failure of a step, or of any, since it is done: of any, also where a night was killed."""
+    if step is None:
+        with suppress(OSError):
+            _running_file(config).unlink(missing_ok=True)
     failure = last_failure(config.store())
     if failure is not None and step in (None, failure.step):
         _write(config, b"")
+
+
+@contextmanager
+def noting_run(config: NightConfig) -> Iterator[Callable[[str, str | None], None]]:
+    """Hold the file that tells of a running night; yield a function that notes the step, and its generation."""
+    path = _running_file(config)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b")
+    except OSError as error:
+        _log.warning("%s: %s; `larder status` does not tell if this night is killed", path, error)
+        yield lambda _step, _generation: None
+        return
+
+    def note(step: str, generation: str | None) -> None:
+        file.truncate(0)
+        file.write(orjson.dumps({"step": step, "generation": generation}))
+        file.flush()
+
+    with file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        try:
+            yield note
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def killed_in(config: NightConfig) -> str | None:
+    """Return the step, with its generation, in which a night of this host was killed; None if none was, or one runs."""
+    try:
+        with _running_file(config).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            noted = orjson.loads(file.read())
+        generation = noted["generation"]
+        return f"{noted['step']} ({generation})" if generation else str(noted["step"])
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
+        return None
+
+
+def _running_file(config: NightConfig) -> Path:
+    return config.path(config.state) / f"{config.namespace}{RUNNING_SUFFIX}"
 
 
 def _write(config: NightConfig, content: bytes) -> None:

@@ -23,8 +23,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cache.errors import BundleError, ConfigError, StoreError
-from cache.store.artefacts import ArtefactStore, last_change, open_draft, sha256_of, take_file
+from cache.store.artefacts import (
+    ArtefactStore,
+    last_change,
+    open_draft,
+    sha256_of,
+    take_file,
+)
 from precompute.bundles.bundle import BUNDLE_FILE, ITEMS_FILE, Bundle
+from precompute.bundles.imports import demand_finished_import
 from precompute.config.settings import NightConfig
 
 _log = logging.getLogger(__name__)
@@ -112,6 +119,7 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
     store, source = config.store(), config.path(config.bundle)
     # Hidden, so that nothing that lists the store sees it.
     private_folder = store.local(f".bundle.{secrets.token_hex(4)}.part")
+    demand_finished_import(source)
     heal_swap(source)
     try:
         handovers = handed_over(store)
@@ -138,6 +146,7 @@ def look_at_chosen(config: NightConfig) -> Iterator[Bundle | None]:
     That of a folder is read without its models.
     """
     store, source = config.store(), config.path(config.bundle)
+    demand_finished_import(source)
     superseding_handover = _superseding(source, handed_over(store))
     if superseding_handover is None and not source.exists():
         yield None

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import orjson
 
+from cache.errors import ConfigError
 from cache.process.command_line import json_text
 from cache.store.artefacts import write_atomically
 
@@ -24,6 +25,21 @@ def write_import(
     entry = {"bundle_digest": bundle_digest, "imported_at": imported_at, "source": source}
     imports = [*_imports(folder), entry][-IMPORTS_KEPT:]
     write_atomically(folder / REPORT, json_text({**report, "imports": imports}).encode())
+
+
+def note_import_begun(folder: Path) -> None:
+    """Mark a folder whose bundle and tables an import is about to replace; its report, written last, ends that."""
+    report = {"unfinished": True, "imports": _imports(folder)}
+    write_atomically(folder / REPORT, json_text(report).encode())
+
+
+def demand_finished_import(bundle_folder: Path) -> None:
+    """Raise ConfigError if an import into the folder around a bundle was killed between bundle and tables."""
+    if read_report(bundle_folder.parent).get("unfinished"):
+        raise ConfigError(
+            f"the import into {bundle_folder.parent} was interrupted, or is not over, so that bundle and tables may "
+            "not belong together: run it again"
+        )
 
 
 def read_report(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """ONNX models: a graph, a second file for large weights, and the graphs of plain towers, written node by node."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -159,6 +159,41 @@ def _tensors(
             )
             for graph in (attribute.g, *attribute.graphs):
                 yield from _tensors(graph.node, graph.initializer, graph.sparse_initializer)
+
+
+def refuse_negative_codes(
+    graph: onnx.GraphProto, constants: dict[str, NDArray[Any]], features: Sequence[str]
+) -> None:
+    """Make each embedding fail on a negative code of a feature, as torch does; ONNX would count from the end.
+
+    A negative code becomes one below the range that ONNX allows.
+    """
+    of_features, nodes = set(features), []
+    for number, node in enumerate(graph.node):
+        is_of_feature = not of_features.isdisjoint(node.input)
+        if is_of_feature:
+            of_features.update(node.output)
+        if node.op_type == "Gather" and node.input[0] in constants and node.input[1] in of_features:
+            index, name = node.input[1], f"larder_code_{number}"
+            constants[f"{name}_zero"] = np.array(0, np.int64)
+            axis = next((named.i for named in node.attribute if named.name == "axis"), 0)
+            rows = constants[node.input[0]].shape[axis]
+            constants[f"{name}_rows"] = np.array(rows, np.int64)
+            nodes += [
+                helper.make_node("Cast", [index], [f"{name}_wide"], to=TensorProto.INT64),
+                helper.make_node("Less", [f"{name}_wide", f"{name}_zero"], [f"{name}_negative"]),
+                helper.make_node("Sub", [f"{name}_wide", f"{name}_rows"], [f"{name}_below"]),
+                helper.make_node(
+                    "Where",
+                    [f"{name}_negative", f"{name}_below", f"{name}_wide"],
+                    [f"{name}_index"],
+                ),
+            ]
+            node.input[1] = f"{name}_index"
+        nodes.append(node)
+    copied = [type(node).FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(copied)
 
 
 def history_tower(rows: NDArray[np.float32]) -> OnnxModel:

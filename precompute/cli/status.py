@@ -17,7 +17,7 @@ from cache.format.manifest import CUT_CHARS, Manifest
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.releases import Canary, Pointer, Release, all_releases, publication_time
-from precompute.builds.night_failure import NightFailure, last_failure
+from precompute.builds.night_failure import NightFailure, killed_in, last_failure
 from precompute.bundles.imports import find_import
 from precompute.cli.temporary_redis import gone_in_words
 from precompute.config.console import iso
@@ -65,6 +65,8 @@ class NamespaceState:
     memory: Mapping[str, Any] = field(default_factory=dict)
     failure: NightFailure | None = None
     history: Sequence[Release] = ()
+    killed_in: str | None = None
+    """Step in which a night of this host was killed, with its generation."""
 
     @property
     def live(self) -> str | None:
@@ -79,12 +81,18 @@ class NamespaceState:
 
 def read_state(config: NightConfig) -> NamespaceState:
     """Read the state, without Redis only the store's; raise LarderError for a store that cannot be read."""
-    failure = last_failure(config.store())
+    failure, killed = last_failure(config.store()), killed_in(config)
     if not config.redis_url:
         history = all_releases(config.store())
         gone = gone_in_words(config.path(config.state))
         return NamespaceState(
-            fold(history), time.time(), REDIS_NOT_CONFIGURED, gone, failure=failure, history=history
+            fold(history),
+            time.time(),
+            REDIS_NOT_CONFIGURED,
+            gone,
+            failure=failure,
+            history=history,
+            killed_in=killed,
         )
     try:
         with open_releases(config) as releases:
@@ -100,12 +108,13 @@ def read_state(config: NightConfig) -> NamespaceState:
                 memory=_memory(releases.control.client),
                 failure=failure,
                 history=view.history,
+                killed_in=killed,
             )
     except TierUnavailable as error:
         history = all_releases(config.store())
         return NamespaceState(
             fold(history), time.time(), REDIS_UNREACHABLE, error.message, failure=failure,
-            history=history,
+            history=history, killed_in=killed,
         )  # fmt: skip
 
 
@@ -233,6 +242,10 @@ def _problems(
         problems.append(
             f"the last night failed at {iso(failure.at)} in the step {failure.step}{named}: {failure.error}; what is "
             "live stays. Correct that, then run `larder night` again, or clear the red task"
+        )
+    if namespace_state.killed_in is not None:
+        problems.append(
+            f"a night stopped in {namespace_state.killed_in} and is not running: run it again; what is live stays"
         )
     live_cut = (namespace_state.live or "")[:CUT_CHARS]
     for generation_status in status["generations"]:

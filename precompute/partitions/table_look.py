@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -44,6 +44,17 @@ ROWS_READ: Final = 2_000_000
 """Rows of interactions, and of a table, that are read; a night reads all."""
 
 
+ALMOST_ALL: Final = 0.99
+"""Share of interactions beyond which their users count as being in another form than those of a table."""
+
+
+class TableLook(NamedTuple):
+    """Remarks on the tables; `is_refused` if a night would be, for ids of another form than those of interactions."""
+
+    remarks: list[str]
+    is_refused: bool
+
+
 def first_rows(read: Iterator[Interactions]) -> tuple[list[Interactions], bool]:
     """Return the batches of the first ROWS_READ rows, about, and True if these are all."""
     batches, rows = list[Interactions](), 0
@@ -61,12 +72,12 @@ def look_at_tables(
     bundle: Bundle | None,
     batches: Sequence[Interactions],
     unusable: UnusableRows,
-) -> list[str]:
+) -> TableLook:
     """Note the rows that the models cannot use, as the night counts them; return remarks on ids and on tables not read.
 
     `bundle` is None if there is none, or if the night makes it. Raises SourceError as the night does.
     """
-    sources, remarks = config.sources, list[str]()
+    sources, remarks, is_refused = config.sources, list[str](), False
     tables = [("item", catalogue_in_words(sources), _item_ids(config, bundle, unusable, remarks))]
     if bundle is not None:
         tables += _user_ids(config, bundle, unusable, remarks)
@@ -77,7 +88,10 @@ def look_at_tables(
             remarks += unknown_in_words(
                 share, kind, table, unknown, texts[:UNKNOWN_EXAMPLES].to_pylist()
             )
-    return remarks
+            # Users without features get no answer, which refuses a night if there is nobody else.
+            threshold = config.gates.unknown_items if kind == "item" else ALMOST_ALL
+            is_refused |= share is not None and share > threshold
+    return TableLook(remarks, is_refused)
 
 
 def _is_read(config: NightConfig, table: str, remarks: list[str]) -> bool:

@@ -19,9 +19,7 @@ from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.index import exact_neighbours
 from precompute.bundles.quantize import quantize_tower
 from precompute.partitions.catalogue import ItemFeatures
-from precompute.partitions.shard_files import (
-    PARTITION,
-)
+from precompute.partitions.shard_files import PARTITION, read_batches, shard_paths
 from precompute.partitions.shard_input import (
     ShardInput,
     read_shard,
@@ -36,6 +34,9 @@ from precompute.scoring.towers import (
 
 SAMPLE_ROWS = 512
 """Entities on which a model is calibrated and compared, at most."""
+
+USERS_NAMED: Final = 2
+"""Users of each side that an error on ids of two forms names."""
 
 SAMPLE_SEED = 0
 """Seed of drawn histories; the gates draw others."""
@@ -89,8 +90,30 @@ def sample_inputs(
         if sample is not None and not wanting:
             break
     if sample is None:
-        raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")
+        raise SourceError(
+            f"no entity of the sources has the inputs that {model.name} wants"
+            + _forms_in_words(build, model)
+        )
     return sample
+
+
+def _forms_in_words(build: Build, model: BundleModel) -> str:
+    """Return two users of interactions and two of the feature table, whose ids may have two forms; else nothing."""
+    if not build.config.sources.user_features or not model.spec.features:
+        return ""
+    examples = {"ids": list[str](), "features": list[str]()}
+    for shard in range(build.config.shards):
+        for kind, ids in examples.items():
+            (path,) = shard_paths(build.root / PARTITION, shard, (kind,))
+            for batch in read_batches(path, fields=[0]):
+                ids += batch.column("user")[:USERS_NAMED].to_pylist()
+    if not all(examples.values()):
+        return ""
+    of_clicks, of_table = (" and ".join(map(repr, ids[:USERS_NAMED])) for ids in examples.values())
+    return (
+        f": interactions have the users {of_clicks}, {build.config.sources.user_features} has {of_table}. Are the ids "
+        "of both in one form? See `[sources] user_column`"
+    )
 
 
 def sample_user_vectors(build: Build, bundle: Bundle, items: ItemTable) -> NDArray[np.float32]:

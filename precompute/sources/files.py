@@ -145,8 +145,18 @@ def readable(file: SourceFile) -> Iterator[Any]:
 
 
 def source_file(name: str, base: Path) -> SourceFile:
-    """Return the file of this name, an URL or a path relative to `base`, without checking that it exists."""
-    if "://" not in name:
+    """Return the file of this name, an URL or a path relative to `base`, without checking that it exists.
+
+    Raises SourceError for a folder, and for a pattern that is the name of no file.
+    """
+    is_local = "://" not in name
+    is_pattern = "*" in name and not (is_local and (base / name).exists())
+    if is_pattern or (is_local and (base / name).is_dir()):
+        raise SourceError(
+            f"{name} is a {'pattern of files' if is_pattern else 'folder'}: features and vectors are read from one "
+            "Parquet file, so write them into one and name that in [sources]"
+        )
+    if is_local:
         return base / name
     return RemoteFile(name, _file_system(name)[0])
 

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from cache.config.timetable import NIGHT_STEPS
 from cache.errors import ModelFailed
-from precompute.builds.night_failure import forget_failure, noting_failure
+from precompute.builds.night_failure import forget_failure, noting_failure, noting_run
 from precompute.config.devices import devices
 from precompute.config.progress import Progress, Step, quiet, size_text
 from precompute.config.settings import NightConfig
@@ -63,17 +63,19 @@ def run_night(night: Night, last_step: str = NIGHT_STEPS[-1]) -> list[tuple[str,
     """Begin to `last_step`, each step with its row and seconds; ends early if this generation is live."""
     devices(night.config.device)  # what is not there is said before anything is read
     finished_steps: list[tuple[str, StepRow, float]] = []
-    for name in NIGHT_STEPS:
-        started = time.perf_counter()
-        with noting_failure(night.config, name, night.build.get("generation")):
-            try:
-                row = step_in_night(name)(night)
-            except ModelFailed as error:
-                raise ModelFailed(f"step {name}: {error.message}", **error.details) from error
-        finished_steps.append((name, row, time.perf_counter() - started))
-        if not night.build:
-            night = replace(night, build=row.result)
-        if name == last_step or row.result.get("already_live"):
-            break
+    with noting_run(night.config) as note_step:
+        for name in NIGHT_STEPS:
+            started, generation = time.perf_counter(), night.build.get("generation")
+            note_step(name, generation)
+            with noting_failure(night.config, name, generation):
+                try:
+                    row = step_in_night(name)(night)
+                except ModelFailed as error:
+                    raise ModelFailed(f"step {name}: {error.message}", **error.details) from error
+            finished_steps.append((name, row, time.perf_counter() - started))
+            if not night.build:
+                night = replace(night, build=row.result)
+            if name == last_step or row.result.get("already_live"):
+                break
     forget_failure(night.config)
     return finished_steps

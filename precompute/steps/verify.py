@@ -37,6 +37,7 @@ from precompute.gates.judge import (
     run_within,
 )
 from precompute.gates.rules.checksums import files
+from precompute.gates.rules.live import CLICKS_BY_CHANCE
 from precompute.partitions import catalogue, holdout
 from precompute.partitions.marks import marks_file
 from precompute.releases import moves
@@ -112,9 +113,11 @@ def run(
         generation_build.store.write(path, manifest.to_bytes())
         generation_build.report("verified", {"run_ids": nodes, "baseline": ledger.live})
         releases.mark_verified(generation_build.generation, attempt=attempt)
+    odd = [verdict.note for verdict in verdicts if CLICKS_BY_CHANCE in verdict.note]
     return {
         "generation": generation_build.generation, "gates": len(manifest.gates), "verified": True,
         "not_judged": [verdict.rule for verdict in verdicts if not verdict.is_judged], **unasked,
+        **({"remarks": odd} if odd else {}),
     }  # fmt: skip
 
 
@@ -129,11 +132,12 @@ def in_night(night: Night) -> StepRow:
     step_result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
     left_out = ", ".join(step_result.get("gates_left_out", ()))
     left_out_note = f"; left out, for there are no interactions: {left_out}" if left_out else ""
+    odd = "".join(f"\nnote: {remark}" for remark in step_result.get("remarks", ()))
     not_judged = step_result.get("not_judged", ())
     passed = f"{step_result['gates'] - len(not_judged)} gates passed"
     if not_judged:
         passed += f", {len(not_judged)} not judged, for there is nothing to judge by: {', '.join(not_judged)}"
-    return StepRow(step_result, f"{passed}{left_out_note}")
+    return StepRow(step_result, f"{passed}{left_out_note}{odd}")
 
 
 def _demand_still(build: Build, releases: Releases) -> None:

@@ -1,6 +1,6 @@
 """Gates against the live generation: lists and scores may change, but not suddenly, and must find as much."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -10,7 +10,9 @@ from cache.errors import CorruptArtefact, NotJudged
 from cache.format.ids import hash_ids
 from cache.format.manifest import Manifest, Table
 from cache.model.agreement import jaccard
+from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS, dequantize
+from precompute.bundles.held_out import ITEMS_COMPARED, SHARE_ABOVE_RANDOM, shares_above_random
 from precompute.gates.evidence.candidate import (
     Candidate,
     Measurement,
@@ -20,7 +22,7 @@ from precompute.gates.evidence.candidate import (
     none_of,
     not_measured,
 )
-from precompute.gates.evidence.evidence import Scan, compared_depth
+from precompute.gates.evidence.evidence import Scan, compared_depth, select_spread_rows
 from precompute.gates.evidence.user_sample import sampled_shards, seen_by
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.shard_files import shard_of
@@ -36,6 +38,20 @@ ACTIVE_USERS_MIN: Final = 5
 
 VALUES_MIN: Final = 100
 """Least number of records of both generations by which `value_psi` judges."""
+
+CLICKS_BY_CHANCE: Final = "clicks rank no better than chance"
+
+HALF: Final = 0.5
+"""Share of pairs in which one of two random items scores above the other."""
+
+RANK_DEVIATIONS: Final = 2.0
+"""Standard errors by which a share has to differ from a half."""
+
+RANK_PARTS: Final = 5
+"""Items of a history of which one is taken out."""
+
+RANKED_USERS_MIN: Final = 20
+"""Least number of users to judge the ranks of clicks by."""
 
 CHOICES_MIN: Final = 200
 """Least number of held-out choices to judge by: below it, one user more or less would move the figure by percents."""
@@ -279,8 +295,67 @@ def heldout_recall(candidate: Candidate) -> Measurement:
     """Share of sampled users' newer choices that their lists hold, against the live generation's lists.
 
     Choices that are new to the user: the same question to both generations. Without interactions newer
-    than the cut there is nothing to measure.
+    than the cut there is nothing to measure. Of towers with features it is measured, too, how clicks rank that are
+    taken out of histories: the features' codes may be another model's.
     """
+    measurement = _measure_newer_choices(candidate)
+    ranks = _rank_clicks(candidate) if measurement.passed else None
+    if ranks is None or ranks.share - RANK_DEVIATIONS * ranks.error > HALF:
+        return measurement
+    remark = (
+        f"{CLICKS_BY_CHANCE}: above a random item in {ranks.share:.1%} of pairs (standard error {ranks.error:.1%}); do "
+        "the codes and ids of the tables belong to the model?"
+    )
+    at_import = candidate.evidence.bundle.training.get(SHARE_ABOVE_RANDOM)
+    if at_import is not None and ranks.share + RANK_DEVIATIONS * ranks.error < HALF < at_import:
+        return Measurement(
+            False, round(ranks.share, 6), HALF, f"{remark} At its import it was {at_import:.1%}"
+        )
+    return replace(measurement, note="; ".join(filter(None, [measurement.note, remark])))
+
+
+@dataclass(frozen=True, slots=True)
+class ClickRanks:
+    """Share of pairs in which a user's click, taken out of the history, scores above a random item; its error."""
+
+    share: float
+    error: float
+
+
+def _rank_clicks(candidate: Candidate) -> ClickRanks | None:
+    """Measure the clicks of sampled users; None for too few of them, and for towers without features."""
+    evidence, users = candidate.evidence, candidate.evidence.users.users
+    model = evidence.bundle.user_tower
+    has_features = bool(model.spec.features or evidence.bundle.item_tower.spec.features)
+    if not has_features or users.vectors is not None:
+        return None
+    # Each fifth item, from the last but one on: a user with one item has nothing to take out.
+    lengths = np.diff(users.indptr)
+    from_end = np.repeat(users.indptr[1:], lengths) - np.arange(len(users.ordinals)) - 1
+    is_taken = from_end % RANK_PARTS == 1
+    taken_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_taken)])[users.indptr]
+    kept = replace(
+        users,
+        indptr=users.indptr - taken_before,
+        ordinals=users.ordinals[~is_taken],
+        times=None if users.times is None else users.times[~is_taken],
+    )
+    inputs, rows = evidence.user_inputs(model, kept)
+    taken = Histories(taken_before, users.ordinals[is_taken]).select_rows(rows)
+    if len(taken.indices) < CHOICES_MIN:
+        return None
+    items = candidate.items.vectors
+    compared = np.asarray(items[select_spread_rows(np.arange(len(items)), ITEMS_COMPARED)])
+    shares = shares_above_random(
+        evidence.run(model, inputs), items, compared, taken, len(rows), evidence.bundle.metric
+    )
+    shares = shares[np.isfinite(shares)]
+    if len(shares) < RANKED_USERS_MIN:
+        return None
+    return ClickRanks(float(shares.mean()), float(shares.std(ddof=1) / np.sqrt(len(shares))))
+
+
+def _measure_newer_choices(candidate: Candidate) -> Measurement:
     thresholds = candidate.thresholds
     held_out_by_user = read_holdout(candidate.root)
     tables = [

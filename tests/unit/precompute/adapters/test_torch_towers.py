@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 
-from cache.errors import SourceError
+from cache.errors import LarderError, SourceError
 from cache.model.tower import Histories, Tower
 from precompute.adapters.torch_export import Example, export
 from precompute.adapters.torch_towers import from_torch
@@ -350,6 +350,7 @@ def imported_with_countries(folder, tower, export_example, item_ids, clicked=4, 
     arguments = {
         "user_features": {"country": np.arange(USERS) % (5 if tower is towers.Country else 3)}
     }
+    items = changes.pop("item_tower", items)
     return from_torch(
         tower().eval(), items.eval(), export_example, to=folder / "out", item_ids=item_ids,
         user_ids=[f"u{user}" for user in range(USERS)], clicks=folder / "clicks.csv",
@@ -373,7 +374,67 @@ def test_shuffled_ids_are_refused_where_the_user_tower_takes_features(
     assert not (tmp_path / "out").exists()
     report = imported_with_countries(tmp_path, tower, export_example, IDS)
     assert report.recalls["the user tower"] > 0.5
-    assert not any("in the order of the model's rows" in limit for limit in report.cannot)
+    assert not any("item_ids are in the order" in limit for limit in report.cannot)
+
+
+class CountryAndHistory(towers.Country):
+    """The country's group, which alone ranks better than chance, and the mean of a history's rows, which are noisy."""
+
+    def __init__(self):
+        super().__init__()
+        noise = torch.randn(ITEMS + 1, 5, generator=torch.Generator().manual_seed(1))
+        rows = 0.5 * torch.eye(5)[torch.arange(ITEMS + 1) % 5] + 0.5 * noise
+        self.items = torch.nn.Embedding.from_pretrained(rows)
+
+    def forward(self, history, country):
+        real = (history != ITEMS).float().unsqueeze(-1)
+        mean = (self.items(history) * real).sum(1) / real.sum(1).clamp(min=1)
+        return 0.3 * super().forward(country) + mean
+
+
+def noisy_countries():
+    """Countries of which a third are another group's: the history knows better."""
+    groups, rng = np.arange(USERS) % 5, np.random.default_rng(7)
+    return np.where(rng.random(USERS) < 0.35, rng.integers(0, 5, USERS), groups)
+
+
+def test_features_of_other_users_are_said_to_rank_no_worse(tmp_path):
+    of_group = Example({"history": towers.HISTORY, "country": INDEX}, {"group": INDEX}, pad=ITEMS)
+    others = np.random.default_rng(5).permutation(noisy_countries())
+
+    report = imported_with_groups(
+        tmp_path, of_group, IDS, user_features={"country": others},
+        item_features={"group": np.arange(ITEMS) % 5},
+    )  # fmt: skip
+
+    (limit,) = [limit for limit in report.cannot if "in the order of the model's rows" in limit]
+    assert "tell whether user_ids are" in limit and "with those of other users" in limit
+
+
+def imported_with_groups(folder, export_example, item_ids, **features):
+    return imported_with_countries(
+        folder, CountryAndHistory, export_example, item_ids, clicked=6,
+        item_tower=torch.nn.Embedding.from_pretrained(torch.eye(5)), **features,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [-1, -5])
+def test_a_negative_code_is_refused_as_one_beyond_the_table(code, tmp_path):
+    tower = bound(towers.Country(), COUNTRY_ALONE)
+    model, spec, _ = export(tower)
+    model.write(tmp_path / "tower.onnx")
+    opened_tower = Tower.open(tmp_path / "tower.onnx", spec)
+    for wrong in (code, 5):
+        with pytest.raises(LarderError, match="out of data bounds"):
+            opened_tower.run({"country": np.array([1, wrong])})
+    assert opened_tower.run({"country": np.array([1, 4])}).shape == (2, 5)
+
+    countries = np.arange(USERS) % 5
+    countries[7] = code
+    with pytest.raises(SourceError, match=rf"user 'u7': .* cannot be run on country {code}"):
+        imported_with_countries(
+            tmp_path, towers.Country, COUNTRY_ALONE, IDS, user_features={"country": countries}
+        )
 
 
 def test_int8_is_compared_also_where_the_user_tower_takes_features(tmp_path):
