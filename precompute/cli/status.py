@@ -13,10 +13,11 @@ from cache.control.control_keys import RegistryRow, Replica
 from cache.control.states import Ledger, State, fold
 from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import CUT_CHARS, Manifest
+from cache.process.redis_server import running_server
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import latest_blocklist
+from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import Canary, Pointer, all_releases
-from precompute.builds.night_failure import NightFailure, last_failure
 from precompute.cli.temporary_redis import gone_in_words
 from precompute.config.console import iso
 from precompute.config.progress import size_text
@@ -50,7 +51,10 @@ _TABLE_COLUMNS = ("generation", "state", "data until", "Redis", "store", "copied
 
 @dataclass(frozen=True, slots=True)
 class NamespaceState:
-    """State as read; `read_at` is Redis' time if it answered. `redis_error`: why it did not."""
+    """State as read; `read_at` is Redis' time if it answered. `redis_error`: why it did not.
+
+    `is_own_redis`: it is the one that Larder runs here.
+    """
 
     ledger: Ledger
     read_at: float
@@ -62,6 +66,7 @@ class NamespaceState:
     silent_replicas: int = 0
     memory: Mapping[str, Any] = field(default_factory=dict)
     failure: NightFailure | None = None
+    is_own_redis: bool = False
 
     @property
     def live(self) -> str | None:
@@ -81,6 +86,7 @@ def read_state(config: NightConfig) -> NamespaceState:
         ledger = fold(all_releases(config.store()))
         gone = gone_in_words(config.path(config.state))
         return NamespaceState(ledger, time.time(), REDIS_NOT_CONFIGURED, gone, failure=failure)
+    own_server = running_server(config.path(config.state))
     try:
         with open_releases(config) as releases:
             view = releases.view()
@@ -94,6 +100,7 @@ def read_state(config: NightConfig) -> NamespaceState:
                 silent_replicas=releases.control.silent_replicas(),
                 memory=_memory(releases.control.client),
                 failure=failure,
+                is_own_redis=own_server is not None and own_server.url == config.redis_url,
             )
     except TierUnavailable as error:
         ledger = fold(all_releases(config.store()))
@@ -180,7 +187,12 @@ def _problems(
             f"{known}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it is: `larder restore --adopt`"
         )
     elif namespace_state.redis == REDIS_REACHABLE and ledger.live is not None:
-        if pointer is None:
+        if pointer is None and namespace_state.is_own_redis:
+            problems.append(
+                "Redis has lost its pointer: the `larder serve` that started it here fills it again within seconds; if "
+                "not, run `larder restore`"
+            )
+        elif pointer is None:
             problems.append("Redis has lost its pointer: run `larder restore`")
         elif pointer.epoch != ledger.live_epoch:
             problems.append(
