@@ -16,7 +16,8 @@ Without the pool, scoring tasks stay `scheduled` for ever and nothing says why. 
 CeleryExecutor, some worker must listen to the queue `gpu` (LARDER_SCORE_QUEUE names another); LocalExecutor ignores
 queues, and for KubernetesExecutor infra/kubernetes gives the pods of that queue a GPU.
 
-Reading a run: `begin` green and the rest skipped means that this generation is live already.
+Reading a run: `begin` green and the rest skipped means that this generation is live already; `begin` skipped as well
+means that what is live is newer than the time of the run, such as a night by hand earlier on the day: its log says so.
 `verify` red with "is refused" means that a gate failed: the log names the rule, the value, the
 threshold and, where a person may judge otherwise, the command `override` that lets it pass once
 `verify` is cleared; a retry would find the same, so there is none. Red with "could not be judged"
@@ -55,6 +56,7 @@ from airflow.sdk import (
     get_current_context,
     task,
 )
+from airflow.sdk.exceptions import AirflowSkipException
 
 from cache.config.events import EventsConfig
 from cache.config.timetable import STAGES, DagConfig, Timetable
@@ -76,10 +78,12 @@ FINAL = RetryRule(
 
 def run_step(name: str, *arguments: Any, **more: Any) -> dict[str, Any]:
     """Run a step by its module in `precompute.steps`, imported here so that parsing DAGs does not load it."""
+    from cache.control.own_store import demand_own_store
     from precompute.builds.night_failure import forget_failure, noting_failure
     from precompute.config.settings import night_config
 
     config, run = night_config(), import_module(f"precompute.steps.{name}").run
+    demand_own_store(config, config.redis_url, config.redis_timeout_s)  # a failure is noted there
     generation = arguments[0].get("generation") if arguments else None
     with noting_failure(config, name, generation):
         step_result: dict[str, Any] = run(config, *arguments, **more)
@@ -120,6 +124,8 @@ def nightly_precompute() -> None:
             run_after=context["dag_run"].run_after.isoformat(),
             events_until=take_events_result.get("events_until"),
         )
+        if nothing_newer := build.get("nothing_newer"):
+            raise AirflowSkipException(nothing_newer)
         return {} if build["already_live"] else build
 
     @task

@@ -15,6 +15,7 @@ if __name__ == "__main__":
         signal.SIGINT, lambda *_: (os.write(2, b"interrupted; nothing was begun\n"), os._exit(130))
     )
 
+import argparse
 import atexit
 import threading
 import traceback
@@ -22,12 +23,13 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
+from cache.control.own_store import demand_own_store
 from cache.errors import LarderError
 from cache.process.command_line import interrupts_never_swallowed, json_text
 from precompute.cli.parser import PROG, parser_of_commands
 from precompute.cli.temporary_redis import redis_for
 from precompute.config.console import CommandOutput, bars_on, err_console, out_console, show
-from precompute.config.settings import night_config
+from precompute.config.settings import NightConfig, night_config
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
             bars_on(err_console, is_quiet=arguments.quiet) as progress,
             redis_for(config, arguments, progress) as config,
         ):
+            _look_at_store(config, arguments)
             command_result = run(config, arguments, progress)
         command_output = (
             command_result
@@ -67,6 +70,21 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         _explain(error, debug=arguments.debug)
         return 1
     return command_output.code
+
+
+def _look_at_store(config: NightConfig, arguments: argparse.Namespace) -> None:
+    """Raise Conflict before a command writes into the store of another Redis; warn of one that would be new."""
+    # `restore --adopt` is for such a pointer.
+    if arguments.store == "reads" or getattr(arguments, "adopt", False):
+        return
+    demand_own_store(config, config.redis_url, config.redis_timeout_s)
+    store = config.store()
+    if arguments.store == "writes" and not store.names(""):
+        err_console.print(
+            f"the artefact store {store.url} is empty or new: if that is not the one of your nights, correct artifacts "
+            "(LARDER_ARTIFACTS)",
+            markup=False,
+        )
 
 
 def _explain(error: Exception, *, debug: bool) -> None:

@@ -1,6 +1,7 @@
 """Sections of settings: frozen pydantic dataclasses whose errors are one line that names setting, value and remedy."""
 
 import ast
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -156,7 +157,9 @@ def refusal(error: ValidationError, kind: type[Any]) -> ConfigError:
 def _sentence(first: ErrorDetails, name: str, kind: type[Any]) -> str:
     field_by_name = fields_of(kind)
     if name not in field_by_name:
-        return f"unknown setting {name!r}; known are {', '.join(sorted(field_by_name))}"
+        near = difflib.get_close_matches(name, field_by_name, n=1)
+        question = f" did you mean {near[0]}?" if near else ""
+        return f"unknown setting {name!r};{question} known are {', '.join(sorted(field_by_name))}"
     field, value = field_by_name[name], first["input"]
     match first["type"]:
         case "missing":

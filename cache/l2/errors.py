@@ -16,6 +16,11 @@ HANDLER_CLOSED = "the handler is closed"
 # An IPv6 address comes without brackets; a host that is empty or `?` does not say where.
 _WHERE = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (\[?[\w.:%-]+\]?):([0-9]{1,5})(?: |$)", re.ASCII)
 
+NO_USER = " (the URL names no user, as in redis://USER:PASSWORD@HOST)"
+
+_KEY_REFUSED = re.compile("access (a|one of the) keys?")
+"""Pattern in the error for a user who may run the command, and not on this key."""
+
 
 class Redirected(TierUnavailable):
     """A redirection: the key is at `address` from now on (`MOVED`), or this once (`ASK`)."""
@@ -59,20 +64,22 @@ def as_unavailable() -> Iterator[None]:
 
 
 @contextmanager
-def translated(shown_url: str = "", variable: str = "REDIS_URL") -> Iterator[None]:
+def translated(
+    shown_url: str = "", variable: str = "REDIS_URL", namespace: str = ""
+) -> Iterator[None]:
     """Convert Redis errors to ones with a remedy for the operator; `shown_url` is the URL without its password.
 
-    `variable` is the environment variable that holds the URL.
+    `variable` is the environment variable that holds the URL, `namespace` the one whose keys are used.
     """
     try:
         yield
     except (exceptions.RedisError, exceptions.RedisClusterException) as error:
         raise _with_remedy(
-            error, f"{variable} {shown_url}" if shown_url else variable, variable
+            error, f"{variable} {shown_url}" if shown_url else variable, variable, namespace
         ) from error
 
 
-def _with_remedy(error: Exception, where: str, variable: str) -> LarderError:
+def _with_remedy(error: Exception, where: str, variable: str, namespace: str) -> LarderError:
     match error:
         case exceptions.OutOfMemoryError():
             return Refused(
@@ -82,6 +89,12 @@ def _with_remedy(error: Exception, where: str, variable: str) -> LarderError:
             )
         case exceptions.ReadOnlyError():
             message = f"Redis is a read-only replica; point {variable} at the primary"
+        case exceptions.NoPermissionError() if namespace and _KEY_REFUSED.search(str(error)):
+            return ConfigError(
+                f"Redis refused the user of {variable}: {error}; its rights are not for namespace `{namespace}`; is "
+                "LARDER_NAMESPACE right?",
+                namespace=namespace,
+            )
         case exceptions.NoPermissionError():
             return ConfigError(
                 f"Redis refused the user of {variable}: {error}; it needs the loader's ACL (`user larder-loader` in "
@@ -90,6 +103,7 @@ def _with_remedy(error: Exception, where: str, variable: str) -> LarderError:
         case exceptions.AuthenticationError():
             return ConfigError(
                 f"Redis refused user and password ({where}): {error}; correct them in {variable}"
+                + (NO_USER if "://" in where and "@" not in where else "")
             )
         case exceptions.BusyLoadingError():
             message = (

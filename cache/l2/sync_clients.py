@@ -44,9 +44,9 @@ def open_client(url: str, **settings: Any) -> "redis.Redis":
 
 @contextmanager
 def connect(
-    url: str | None, timeout_s: float, variable: str = "REDIS_URL"
+    url: str | None, timeout_s: float, variable: str = "REDIS_URL", *, namespace: str = ""
 ) -> Iterator["redis.Redis"]:
-    """A synchronous client; its errors become TierUnavailable or Refused with a remedy that names the variable."""
+    """A synchronous client; its errors become Larder's, with a remedy that names the variable, or the namespace."""
     if not url:
         raise ConfigError(
             f"no Redis is configured: set {variable}, or run through a command that starts one"
@@ -62,7 +62,7 @@ def connect(
     except ValueError as error:
         raise ConfigError(f"{variable} cannot be used: {error}") from error
     try:
-        with translated(_without_password(url), variable):
+        with translated(_without_password(url), variable, namespace):
             yield client
     finally:
         client.close()

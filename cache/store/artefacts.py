@@ -27,6 +27,9 @@ COPY_IDLE_S = 3_600.0
 FETCH_TRIES = 3
 """Number of attempts to fetch a file: a sweep may remove a folder while a copy is being written into it."""
 
+NO_MANIFEST = "has no manifest in"
+"""Words of the error about a generation that the store does not have; replicas report it by heartbeat."""
+
 _RECORDED_MARKER = ".recorded"
 _HOST_FILE = ".host"
 
@@ -212,7 +215,7 @@ def read_manifest(store: ArtefactStore, generation: str) -> Manifest:
     raw = store.read(generation_path(generation, "manifest.json"))
     if raw is None:
         raise UnknownGeneration(
-            f"generation {generation} has no manifest in {store.url}", generation=generation
+            f"generation {generation} {NO_MANIFEST} {store.url}", generation=generation
         )
     manifest = Manifest.from_bytes(raw)
     if manifest.generation != generation:

@@ -113,7 +113,8 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         description="Look at settings, sources, bundle, Redis, that of events, the provider of live models, the "
         "artefact store, Airflow and lineage, and say of each whether it is ok, or what to do. Nothing is changed but "
-        "that the store's folder is made. Exit code: 0 nothing is to be done, 3 something is.",
+        "that the store's folder is made, unless Redis is another store's. Exit code: 0 nothing is to be done, 3 "
+        "something is.",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     return parser
@@ -291,6 +292,7 @@ def look_at_redis(config: "NightConfig") -> CheckResult:
     """Check the Redis of pages: its version, its missing commands, and its eviction policy."""
     from redis import AuthenticationError, RedisError
 
+    from cache.l2.errors import NO_USER
     from cache.l2.sync_clients import masters, open_client
     from cache.process.redis_server import find_server, running_server
     from precompute.cli.temporary_redis import gone_in_words
@@ -319,7 +321,11 @@ def look_at_redis(config: "NightConfig") -> CheckResult:
         finally:
             client.close()
     except AuthenticationError as error:
-        return "to do", f"{place_of(url)} refuses user and password: {error}; correct REDIS_URL"
+        no_user = "" if urlsplit(url).username else NO_USER
+        return (
+            "to do",
+            f"{place_of(url)} refuses user and password: {error}; correct REDIS_URL{no_user}",
+        )
     except (RedisError, ValueError, OSError) as error:
         return (
             "to do",
@@ -382,12 +388,14 @@ def _refused(client: "redis.Redis", commands: Sequence[tuple[str, ...]]) -> list
 def _missing_rights(url: str, namespace: str, names: Sequence[str]) -> str:
     user = urlsplit(url).username or "default"
     rights = " ".join(f"+{name.lower()}" for name in dict.fromkeys(names))
+    question = "is LARDER_NAMESPACE right? If it is, " if "GET" in names else ""
     patterns = (
         f"~larder:{KEYSPACE_VERSION}:{{{namespace}}}:* ~larder:{KEYSPACE_VERSION}:{namespace}:g:*"
     )
     return (
-        f"{place_of(url)} refuses {', '.join(names)} to its user {user} in the namespace {namespace}: give it the line "
-        f"`user larder-loader` of infra/redis.conf with this namespace, at least ACL SETUSER {user} {patterns} {rights}"
+        f"{place_of(url)} refuses {', '.join(names)} to its user {user} in the namespace {namespace}: {question}give "
+        "it the line `user larder-loader` of infra/redis.conf with this namespace, at least ACL SETUSER "
+        f"{user} {patterns} {rights}"
     )
 
 
@@ -463,7 +471,14 @@ def look_at_live(_config: "NightConfig") -> CheckResult:
 
 
 def look_at_store(config: "NightConfig") -> CheckResult:
-    """Check whether the artefact store creates files exclusively."""
+    """Check whether the artefact store is that of Redis' pointer, and creates files exclusively."""
+    from cache.control.own_store import foreign_store
+    from cache.process.redis_server import running_server
+
+    running_redis = running_server(config.path(config.state))
+    url = config.redis_url or (running_redis.url if running_redis else None)
+    if (mismatch := foreign_store(config, url, REDIS_TIMEOUT_S)) is not None:
+        return "to do", mismatch
     store = config.store()
     store.demand_write_once()
     count = len(store.names("generations"))

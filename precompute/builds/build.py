@@ -199,9 +199,10 @@ def cut_of(generation: str) -> int:
     )
 
 
-def demand_publishable_cut(releases: Releases, cut: datetime, *, is_chosen: bool) -> None:
-    """Raise ConfigError for a cut that no publish would accept, or that would block the publish of later nights.
+def newer_live(releases: Releases, cut: datetime, *, is_chosen: bool) -> str | None:
+    """Return the live generation if it is newer than a cut that nobody chose; None for a cut that can be published.
 
+    Raises ConfigError for a chosen cut that no publish would accept, or that would block the publish of later nights.
     A scheduler's time is never far ahead, and if its clock is wrong its nights are better than none.
     """
     ahead_s = cut.timestamp() - releases.clock()
@@ -212,13 +213,16 @@ def demand_publishable_cut(releases: Releases, cut: datetime, *, is_chosen: bool
             field="data_until",
         )
     live = releases.ledger().live
-    if live is not None and f"{cut:{CUT_FORMAT}}" < live[:CUT_CHARS]:
+    if live is None or f"{cut:{CUT_FORMAT}}" >= live[:CUT_CHARS]:
+        return None
+    if is_chosen:
         raise ConfigError(
             f"data_until {cut.isoformat()} is older than {live}, which is live, so it could not be published: give a "
             "newer one, or go back with `larder roll-back`",
             field="data_until",
             live=live,
         )
+    return live
 
 
 def shard_report(shard: int) -> str:

@@ -1,4 +1,4 @@
-"""Failure of the last night: the step that raised, kept in the store until that step, or a night, is done.
+"""Notes of a night's failure: the step that raised, kept in the store until that step succeeds or a night is done.
 
 Of a night in one process also the step in which it was killed, kept on its host.
 """
@@ -8,46 +8,20 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 import orjson
 
 from cache.errors import LarderError
-from cache.store.artefacts import ArtefactStore
+from cache.store.night_failure import FILE, NightFailure, last_failure
 from precompute.config.settings import NightConfig
-
-FILE: Final = "night_failed.json"
-"""Path in the store of a namespace."""
 
 RUNNING_SUFFIX: Final = ".night_running.json"
 """End of the name of a namespace's file in the folder `state`, which a night in one process holds locked."""
 
 _log = logging.getLogger("larder.night")
-
-
-@dataclass(frozen=True, slots=True)
-class NightFailure:
-    """Step that raised, its generation (None before it has a name), the time in Unix seconds, and the error in words.
-
-    `is_refused`: a gate refused the generation, which the release records tell as well.
-    """
-
-    step: str
-    generation: str | None
-    at: float
-    error: str
-    is_refused: bool = False
-
-
-def last_failure(store: ArtefactStore) -> NightFailure | None:
-    """Return the failure that no success followed; None without one, or if it cannot be read."""
-    try:
-        raw = store.read(FILE)
-        return None if not raw else NightFailure(**orjson.loads(raw))
-    except (LarderError, orjson.JSONDecodeError, TypeError):
-        return None
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Each imports its own libraries when it runs, which other commands do without.
 import argparse
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -14,10 +15,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from cache.control.control_keys import Control
+from cache.control.states import fold
 from cache.errors import ConfigError, Conflict, LarderError
-from cache.format.ids import canonical_id
+from cache.format.directory import Directory
+from cache.format.ids import canonical_id, hash_id
 from cache.l2.sync_clients import connect
 from cache.process.command_line import NOT_WELL, json_text
+from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.audit import (
     Audited,
     AuditRecord,
@@ -26,7 +30,8 @@ from cache.store.audit import (
     entity_digest,
     ids_in_words,
 )
-from cache.store.blocklist import change_blocklist
+from cache.store.blocklist import Blocklist, change_blocklist, latest_blocklist
+from cache.store.releases import all_releases
 from precompute.builds.night_failure import noting_failure
 from precompute.config.console import CommandOutput, OutputContent, err_console, iso
 from precompute.config.progress import Progress, size_text
@@ -230,13 +235,19 @@ def pin(config: NightConfig, arguments: argparse.Namespace, _progress: Progress)
 def block(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> dict[str, Any]:
-    """Block or unblock ids; notify replicas if a Redis is reachable."""
+    """Block or unblock ids and notify replicas if a Redis is reachable; or list what is blocked."""
     from precompute.sources.erasures import demand_unerased, still_erased
 
+    if arguments.list:
+        return _blocklist_to_json(latest_blocklist(config.store()))
     items = [canonical_id(item_id) for item_id in arguments.item]
     entities = [canonical_id(entity_id) for entity_id in arguments.entity]
     store = config.store()
-    notes = still_erased(store, entities) if arguments.unblock else []
+    notes = (
+        still_erased(store, entities)
+        if arguments.unblock
+        else _unknown_items_in_words(store, items)
+    )
     action: Audited = "unblock" if arguments.unblock else "block"
     subject, reason = ids_in_words(items, entities), arguments.reason
     with audited(store, action, subject, actor=config.actor, reason=reason) as audit_details:
@@ -248,7 +259,9 @@ def block(
         audit_details["version"] = blocklist.version
     if config.redis_url:
         try:
-            with connect(config.redis_url, config.redis_timeout_s) as client:
+            with connect(
+                config.redis_url, config.redis_timeout_s, namespace=config.namespace
+            ) as client:
                 Control(client, config.keyspace()).announce("blocklist")
         except LarderError as error:
             err_console.print(
@@ -260,6 +273,37 @@ def block(
         "entities": len(blocklist.entities),
         **({"notes": notes} if notes else {}),
     }
+
+
+def _blocklist_to_json(blocklist: Blocklist) -> dict[str, Any]:
+    return {
+        "version": blocklist.version,
+        "items": sorted(raw.decode() for raw in blocklist.items),
+        "entities": sorted(raw.decode() for raw in blocklist.entities),
+        "erased_users": len(blocklist.users),
+    }
+
+
+def _unknown_items_in_words(store: ArtefactStore, items: Sequence[bytes]) -> list[str]:
+    """Describe blocked ids that are no items of the live generation: they may be mistyped."""
+    live = fold(all_releases(store)).live
+    if not items or live is None:
+        return []
+    try:
+        manifest = read_manifest(store, live)
+        entities = manifest.entity_sets.get("item")
+        if entities is None:
+            return []
+        for part in entities.parts:
+            fetch_checked(store, live, part.file)
+        directory = Directory.open(store.local(generation_path(live)), entities)
+    except LarderError:
+        return []
+    return [
+        f"the live generation {live} has no item {raw.decode()!r}: is the id right? It stays blocked"
+        for raw in items
+        if directory.find(hash_id(raw, directory.seed)) < 0
+    ]
 
 
 def status(

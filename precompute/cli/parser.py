@@ -95,6 +95,7 @@ def _block_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--item", action="append", default=[], metavar="ID")
     command.add_argument("--entity", action="append", default=[], metavar="ID")
     command.add_argument("--reason", default="", help="kept in the audit log")
+    command.add_argument("--list", action="store_true", help="only show what is blocked")
 
 
 def _audit_options(command: argparse.ArgumentParser) -> None:
@@ -114,6 +115,7 @@ COMMANDS: tuple[CommandRow, ...] = (
         CommandPlace("cli.commands.night", tuple(f"steps.{step}" for step in NIGHT_STEPS)),
         f"the whole night: {', '.join(NIGHT_STEPS).replace('_', ' ')}",
         _night_options,
+        store="makes",
     ),
     TRAIN,
     CommandRow(
@@ -121,6 +123,7 @@ COMMANDS: tuple[CommandRow, ...] = (
         CommandPlace("cli.commands.begin", ("steps.begin",)),
         "name the generation, pin its inputs, partition the sources",
         _begin_options,
+        store="makes",
     ),
     TAKE_EVENTS,
     CommandRow(
@@ -129,6 +132,7 @@ COMMANDS: tuple[CommandRow, ...] = (
         "put a bundle into the store for the nights of all hosts",
         _hand_over_options,
         redis="none",
+        store="makes",
     ),
     _step_row(
         "score",
@@ -238,6 +242,7 @@ COMMANDS: tuple[CommandRow, ...] = (
         "generations with state, size, gates and pins, replicas, the next one expected; exit code 3 where not all is "
         "well, also without Redis",
         redis="if running",
+        store="reads",
     ),
     WORKLIST,
     CommandRow(
@@ -246,6 +251,7 @@ COMMANDS: tuple[CommandRow, ...] = (
         "who published, rolled back, overrode, blocked, erased or changed tokens, and how it ended",
         _audit_options,
         redis="none",
+        store="reads",
     ),
     PLAN,
     FRESHNESS,
@@ -284,7 +290,11 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
             )
         row.add_options(command)
         command.set_defaults(
-            run=row.place, redis=row.redis, prepare=row.prepare, **dict(row.defaults)
+            run=row.place,
+            redis=row.redis,
+            prepare=row.prepare,
+            store=row.store,
+            **dict(row.defaults),
         )
     return parser
 

@@ -14,10 +14,12 @@ from cache.control.control_keys import RegistryRow, Replica
 from cache.control.states import Ledger, State, fold
 from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import CUT_CHARS, Manifest
+from cache.process.redis_server import running_server
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
+from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import Canary, Pointer, Release, all_releases, publication_time
-from precompute.builds.night_failure import NightFailure, killed_in, last_failure
+from precompute.builds.night_failure import killed_in
 from precompute.bundles.imports import find_import
 from precompute.cli.temporary_redis import gone_in_words
 from precompute.config.console import iso
@@ -52,7 +54,10 @@ _TABLE_COLUMNS = ("generation", "state", "data until", "Redis", "store", "copied
 
 @dataclass(frozen=True, slots=True)
 class NamespaceState:
-    """State as read; `read_at` is Redis' time if it answered. `redis_error`: why it did not."""
+    """State as read; `read_at` is Redis' time if it answered. `redis_error`: why it did not.
+
+    `is_own_redis`: it is the one that Larder runs here.
+    """
 
     ledger: Ledger
     read_at: float
@@ -67,6 +72,7 @@ class NamespaceState:
     history: Sequence[Release] = ()
     killed_in: str | None = None
     """Step in which a night of this host was killed, with its generation."""
+    is_own_redis: bool = False
 
     @property
     def live(self) -> str | None:
@@ -94,6 +100,7 @@ def read_state(config: NightConfig) -> NamespaceState:
             history=history,
             killed_in=killed,
         )
+    own_server = running_server(config.path(config.state))
     try:
         with open_releases(config) as releases:
             view = releases.view()
@@ -109,6 +116,7 @@ def read_state(config: NightConfig) -> NamespaceState:
                 failure=failure,
                 history=view.history,
                 killed_in=killed,
+                is_own_redis=own_server is not None and own_server.url == config.redis_url,
             )
     except TierUnavailable as error:
         history = all_releases(config.store())
@@ -226,7 +234,12 @@ def _problems(
             f"{known}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it is: `larder restore --adopt`"
         )
     elif namespace_state.redis == REDIS_REACHABLE and ledger.live is not None:
-        if pointer is None:
+        if pointer is None and namespace_state.is_own_redis:
+            problems.append(
+                "Redis has lost its pointer: the `larder serve` that started it here fills it again within seconds; if "
+                "not, run `larder restore`"
+            )
+        elif pointer is None:
             problems.append("Redis has lost its pointer: run `larder restore`")
         elif pointer.epoch != ledger.live_epoch:
             problems.append(

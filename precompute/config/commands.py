@@ -28,6 +28,7 @@ class CommandRow:
     """Command of the shell: its name, place and text, the Redis that it needs, and how a new one is prepared.
 
     One that `takes_generation` has a generation id as its first argument; `defaults` are set beside its options.
+    `store`: whether it only reads the artefact store, writes into it, or makes a new one in the course of its work.
     """
 
     name: str
@@ -37,6 +38,7 @@ class CommandRow:
     redis: Literal["own", "if running", "running", "none"] = "own"
     prepare: Prepare = prepare_nothing
     takes_generation: bool = False
+    store: Literal["reads", "writes", "makes"] = "writes"
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 

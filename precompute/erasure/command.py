@@ -94,6 +94,11 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
     }
     is_unheld = erasure is not None and is_new and erasure.number in finished_numbers
     notes = _unheld(config, erasure) if erasure is not None and is_unheld else []
+    if erasure is not None and not store.names("generations"):
+        notes.append(
+            f"there is no generation in {store.url}, so the erasure stays pending until a night is done there; if "
+            "that is not the store of your nights, correct artifacts (LARDER_ARTIFACTS)"
+        )
     if arguments.json:
         rows = [_row(standing) for standing in selected_standings]
         return {"erasures": rows, "overlays_dropped": reported_overlay_count, "notes": notes}

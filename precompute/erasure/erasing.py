@@ -166,7 +166,10 @@ def _overlay_keys(
 
 
 def settle(config: NightConfig, releases: Releases) -> list[ErasureStatus]:
-    """Enforce every erasure in force and mark the done ones; return the status of each, oldest first."""
+    """Enforce every erasure in force and mark the done ones; return the status of each, oldest first.
+
+    None is done while the store has no generation: it may be the wrong store, and nothing was left out of a night.
+    """
     store, control = releases.store, releases.control
     erasures = all_erasures(store)
     block_erased(store, erasures)
@@ -180,9 +183,10 @@ def settle(config: NightConfig, releases: Releases) -> list[ErasureStatus]:
     forget_items(store, [erasure.raw for erasure in pending if erasure.kind == "item"])
     # Rows before files: a night notes itself before it looks for erasures, and writes files after.
     holders_by_number = holders(store, pending, control.rows())
+    has_generations = bool(store.names("generations"))
     erasures = [
         erasure
-        if holders_by_number.get(erasure.number, True)
+        if holders_by_number.get(erasure.number, True) or not has_generations
         else mark_done(store, erasure, at=releases.clock())
         for erasure in erasures
     ]

@@ -49,4 +49,5 @@ FRESHNESS = CommandRow(
     "what their lists cost",
     add_options,
     redis="none",
+    store="reads",
 )

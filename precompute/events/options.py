@@ -7,4 +7,5 @@ TAKE_EVENTS = CommandRow(
     "take-events",
     CommandPlace("events.taking.command", ("steps.take_events",)),
     "write the stream's new events into the store, for `begin` to read",
+    store="makes",
 )

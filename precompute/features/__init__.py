@@ -69,6 +69,9 @@ if TYPE_CHECKING:
     TablesByScores = Callable[[Build, Mapping[str, Any], ItemTable, NDArray[np.float32]], Step]
     """Write tables by attributes and scores of items; return fields of the step's report."""
 
+    RemarkOnPublish = Callable[[NightConfig, str], str]
+    """Line on the publish of a generation, before the pointer moves; empty if nothing is to be reported."""
+
     RoomsBeside = Callable[[NightConfig, "redis.Redis"], tuple[ArmRoom, ...]]
     """Return the room that generations of other namespaces take in Redis and on hosts."""
 
@@ -197,6 +200,13 @@ def rooms() -> tuple[RoomsBeside, ...]:
     from precompute.traffic.experiments import arms_room
 
     return (arms_room,)
+
+
+def remarks_on_publish() -> tuple[RemarkOnPublish, ...]:
+    """Return the functions of lines on `publish`."""
+    from precompute.traffic.arm_comparison import ending_remark
+
+    return (ending_remark,)
 
 
 def after_publish() -> tuple[AfterPublish, ...]:

@@ -12,5 +12,10 @@ def _add_options(command: argparse.ArgumentParser) -> None:
 
 
 PLAN = CommandRow(
-    "plan", CommandPlace("planning.command.plan"), DESCRIPTION, _add_options, redis="if running"
+    "plan",
+    CommandPlace("planning.command.plan"),
+    DESCRIPTION,
+    _add_options,
+    redis="if running",
+    store="reads",
 )

@@ -16,4 +16,5 @@ TRAIN = CommandRow(
     "train the reference bundle on the configured sources",
     _add_options,
     redis="none",
+    store="makes",
 )

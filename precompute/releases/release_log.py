@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cache.control.control_keys import Control, RegistryRow
+from cache.control.own_store import unexplained
 from cache.control.states import TRANSITIONS, UNFINISHED, Ledger, State, demand, fold
 from cache.errors import ConfigError, Conflict, CorruptArtefact, UnknownGeneration
 from cache.l2.sync_clients import connect
@@ -69,10 +70,7 @@ class ReleaseView:
                 "Redis holds an older pointer than the releases: run `larder restore` first"
             )
         if self.epoch > self.ledger.live_epoch:
-            raise Conflict(
-                f"Redis holds a pointer of epoch {self.epoch} that no release record explains; is this its "
-                "artefact store?"
-            )
+            raise Conflict(unexplained(self.epoch))
 
 
 class Releases:
@@ -324,7 +322,7 @@ class Releases:
 @contextmanager
 def open_releases(config: NightConfig) -> Iterator[Releases]:
     """Opens the release history for the length of a step, over a connection of its own."""
-    with connect(config.redis_url, config.redis_timeout_s) as client:
+    with connect(config.redis_url, config.redis_timeout_s, namespace=config.namespace) as client:
         yield Releases(config.store(), Control(client, config.keyspace()))
 
 

@@ -17,14 +17,14 @@ from cache.errors import ConfigError, Conflict, Refused, SourceError, StoreError
 from cache.format.item_table import ItemTable
 from cache.format.manifest import FEATURED_USERS, MANIFEST_FORMAT
 from cache.formats import MANIFEST
-from cache.store.artefacts import generation_path, take_file
+from cache.store.artefacts import ArtefactStore, generation_path, take_file
 from precompute.builds.build import (
     AttributeFiles,
     Build,
     attribute_paths,
     cut_of,
-    demand_publishable_cut,
     generation_id,
+    newer_live,
     record_copies,
     settings_digest,
     sweep_copies,
@@ -140,7 +140,8 @@ def run(
 
     The cut is `data_until`, else the configuration's, else `run_after`: rows at or after it are left out, rows
     without a time stay. Without any of these the generation is `named` after a time and nothing is cut. Events are read
-    up to a position, else all that were taken over; no cut leaves one out.
+    up to a position, else all that were taken over; no cut leaves one out. If what is live is newer than a cut that
+    nobody chose, there is nothing to do: it is returned as already live, with the reason as `nothing_newer`.
     """
     data_until = data_until or config.data_until
     moment = data_until or run_after or named
@@ -168,7 +169,8 @@ def run(
         demand_readers_of_night(releases.control)
         releases.store.demand_write_once()
         releases.demand_agreement()
-        demand_publishable_cut(releases, cut, is_chosen=data_until is not None)
+        if (live := newer_live(releases, cut, is_chosen=data_until is not None)) is not None:
+            return _nothing_newer(releases.store, config, live, cut, is_named=moment is named)
     cut_text = data_until or run_after
     files = InputFiles.of(config, further.files)
     if not config.sources.item_vectors:
@@ -194,6 +196,26 @@ def run(
         return _begin(
             config, bundle, cut, further, files, cut_text=cut_text, progress=progress, pinned=pinned
         )
+
+
+def _nothing_newer(
+    store: ArtefactStore, config: NightConfig, live: str, cut: datetime, *, is_named: bool
+) -> Step:
+    """Return the step's result where the live generation is newer than the night would be."""
+    if is_named:
+        reason = (
+            f"nothing is newer: {live} is live already, and the last change of an input is of {cut.isoformat()}; to "
+            "compute it again all the same (for other settings), give --data-until"
+        )
+    else:
+        reason = f"{live} is live already, and newer than this run's time {cut.isoformat()}: nothing is computed"
+    return {
+        "generation": live,
+        "url": f"{store.url}/{generation_path(live)}",
+        "shards": list(range(config.shards)),
+        "already_live": True,
+        "nothing_newer": reason,
+    }
 
 
 def _begin(
@@ -436,7 +458,8 @@ def in_night(night: Night) -> StepRow:
     )  # fmt: skip
     name, notes_text = step_result["generation"], f"\n{taken_text}" if taken_text else ""
     if step_result["already_live"]:
-        return StepRow(step_result, f"{name} is live already{notes_text}")
+        live_text = step_result.get("nothing_newer") or f"{name} is live already"
+        return StepRow(step_result, f"{live_text}{notes_text}")
     begin_report = Build(night.config, night.config.store(), name).need("begin")
     remarks_text = "".join(remark(begin_report, night.config) for remark in remarks_on_begin())
     notes_text = remarks_text + _featured_in_words(begin_report) + notes_text

@@ -14,7 +14,7 @@ from precompute.builds.seal import seal
 from precompute.bulk.governor import open_governor
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.features import facts
+from precompute.features import facts, remarks_on_publish
 from precompute.releases import moves
 from precompute.releases.release_log import open_releases
 from precompute.releases.replication import confirm, run_ids
@@ -96,7 +96,11 @@ def _read_back(build: Build, manifest: Manifest, table: Table, control: Control)
 
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
+    generation = str(night.build["generation"])
+    remarks = [remark(night.config, generation) for remark in remarks_on_publish()]
     step_result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
-    return StepRow(
-        step_result, f"epoch {step_result['epoch']}, previous {step_result['previous'] or 'none'}"
-    )
+    notes = [remark for remark in remarks if remark and step_result["changed"]]
+    if notes:
+        step_result = {**step_result, "notes": notes}
+    summary = f"epoch {step_result['epoch']}, previous {step_result['previous'] or 'none'}"
+    return StepRow(step_result, "\n".join([summary, *notes]))

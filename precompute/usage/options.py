@@ -27,4 +27,5 @@ WORKLIST = CommandRow(
     "ids that callers ask for and that no night knows, most asked first",
     _add_options,
     redis="if running",
+    store="reads",
 )

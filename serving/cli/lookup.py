@@ -245,10 +245,10 @@ def send_question(
         raise QuestionFailed(
             f"{where} cannot be asked: {error or type(error).__name__}; is --url that of a running service?"
         ) from error
-    return _checked_answer(where, response.status, raw)
+    return _checked_answer(where, response.status, raw, has_token=bool(token))
 
 
-def _checked_answer(where: str, status: int, raw: bytes) -> dict[str, Any]:
+def _checked_answer(where: str, status: int, raw: bytes, *, has_token: bool) -> dict[str, Any]:
     try:
         document = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -260,6 +260,8 @@ def _checked_answer(where: str, status: int, raw: bytes) -> dict[str, Any]:
         raise QuestionFailed(
             f"{where} answered {status} with what is no answer of Larder; is --url right?"
         )
+    if error.get("code") == "unauthorized" and has_token:
+        raise QuestionFailed(f"{where} does not know this token (--token, or LARDER_TOKEN)")
     raise QuestionFailed(f"{where}: {error.get('message', status)}{_remedy(error)}")
 
 

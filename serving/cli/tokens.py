@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _DAYS_MAX = 36_500.0
 
+_REDIS_TIMEOUT_S = 3.0
+
 PROG = "python -m serving tokens"
 
 
@@ -46,6 +48,7 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
         if options.command == "list":
             print(printable_lines(_format_tokens(read_tokens(path), as_json=options.json)))
         elif options.command == "add":
+            _demand_own_store(config)
             token = _added(config, path, options)
             print(json_text({"name": options.name, "token": token}) if options.json else token)
         else:
@@ -84,6 +87,16 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     for command_parser in (add, list_parser, revoke):
         command_parser.add_argument("--json", action="store_true", help="for programs")
     return parser
+
+
+def _demand_own_store(config: "ServingConfig") -> None:
+    """Raise Conflict if the audit log would be written into the store of another Redis.
+
+    Not for `revoke`: a token that is to be refused from now on waits for nothing.
+    """
+    from cache.control.own_store import demand_own_store
+
+    demand_own_store(config, config.redis_url, _REDIS_TIMEOUT_S)
 
 
 def _added(config: "ServingConfig", path: Path, options: argparse.Namespace) -> str:

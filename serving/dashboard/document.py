@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 
 from cache.format.manifest import CUT_CHARS
 from cache.format.stream_position import Position
+from cache.store.artefacts import NO_MANIFEST
 from cache.traffic.experiments import rate_ratio
 from serving.dashboard import counters
 from serving.dashboard.aggregator import LATELY_BINS, DrawnBin, FleetReading, quantiles, series
@@ -193,10 +195,16 @@ DASHBOARD: Json = _object(
     ),
     nights=_list(
         _object(
-            "Night", "Newest first",
-            generation={"type": "string"}, outcome={"type": "string"}, began_at=_maybe("number"),
+            "Night", "Newest first; one that failed stands first until its step succeeds or a night is done",
+            generation=_maybe("string"), outcome={"type": "string"}, began_at=_maybe("number"),
             steps=_list(DETAILS),
             reuse=or_null(_REUSE_SCHEMA),
+            failure=or_null(
+                _object(
+                    "NightFailure", "Step that failed, when, and why",
+                    step={"type": "string"}, at={"type": "number"}, error={"type": "string"},
+                )
+            ),
         )
     ),
     redis=_object(
@@ -515,12 +523,19 @@ def _check_ready(body: Body) -> Iterator[Finding]:
         failure = next(
             (replica["failed"] for replica in unready_replicas if replica["failed"]), "see /readyz"
         )
-        served = all(replica["generation"] is None for replica in unready_replicas)
-        advice = (
-            "Publish a generation: larder night."
-            if served
-            else f"Look at the log of {unready_replicas[0]['replica']}; larder roll-back returns to the last good one."
+        strange = next(
+            (r["replica"] for r in unready_replicas if NO_MANIFEST in (r["failed"] or "")), None
         )
+        if strange is not None:
+            advice = (
+                f"{strange} has another artefact store: correct LARDER_ARTIFACTS there; if it is the right one, its "
+                "files are gone: larder night."
+            )
+        elif all(replica["generation"] is None for replica in unready_replicas):
+            advice = "Publish a generation: larder night."
+        else:
+            name = unready_replicas[0]["replica"]
+            advice = f"Look at the log of {name}; larder roll-back returns to the last good one."
         of = f"{len(unready_replicas)} of {_count(len(body['replicas']), 'replica')}"
         yield Finding("bad", f"{of} cannot be asked: {failure.rstrip('.')}.", advice)
 
@@ -579,6 +594,19 @@ def _check_missing(body: Body) -> Iterator[Finding]:
             "bad",
             f"The last night brought no generation{age}.",
             "Look at the last run of the DAG, or run larder night.",
+        )
+
+
+def _check_failed(body: Body) -> Iterator[Finding]:
+    failed_night = next((night for night in body["nights"] if night["failure"]), None)
+    if failed_night is not None:
+        failure, generation = failed_night["failure"], failed_night["generation"]
+        at = datetime.fromtimestamp(failure["at"], UTC)
+        yield Finding(
+            "warn",
+            f"The last night failed at {at:%Y-%m-%d %H:%M} UTC in the step {failure['step']}"
+            f"{f' ({generation})' if generation else ''}: {failure['error'].rstrip('.')}; what is live stays.",
+            "Mend that, then run larder night again, or clear the red task.",
         )
 
 
@@ -752,5 +780,5 @@ def _span(seconds: float) -> str:
 
 _CHECKS: tuple[Callable[[Body], Iterator[Finding]], ...] = (
     _check_ready, _check_redis, _check_pointer, _check_missing, _check_policy, _check_fallback, _check_memory,
-    _check_stale, _check_apart, _check_hits, _check_refused, _check_degraded, _check_shed, _check_events,
+    _check_stale, _check_apart, _check_hits, _check_failed, _check_refused, _check_degraded, _check_shed, _check_events,
 )  # fmt: skip

@@ -12,6 +12,7 @@ from cache.errors import LarderError
 from cache.format.manifest import GENERATION, Manifest
 from cache.reuse import Reuse
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
+from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import MOVES, POINTED, Release, publication_time
 
 GENERATIONS_MAX = 20
@@ -70,6 +71,9 @@ class GenerationHistory:
             generations.append(_generation(name, state, reason, releases, facts))
             if facts is not None and facts.steps and len(nights) < NIGHTS_MAX:
                 nights.append(_night(name, state, facts))
+        failure = last_failure(self._store)
+        if failure is not None and not failure.is_refused:
+            nights = _with_failure(nights, failure)
         return generations, nights
 
     def _read_facts(self, name: str, state: str | None) -> GenerationFacts | None:
@@ -209,4 +213,23 @@ def _night(name: str, state: str | None, facts: GenerationFacts) -> dict[str, An
         "began_at": facts.began_at,
         "steps": list(facts.steps),
         "reuse": facts.reuse,
+        "failure": None,
     }
+
+
+def _with_failure(nights: list[dict[str, Any]], failure: NightFailure) -> list[dict[str, Any]]:
+    """Return the nights with the failed one first; one that failed early has no files, so no times of its steps."""
+    failed: dict[str, Any] = {
+        "generation": failure.generation, "began_at": None, "steps": [], "reuse": None,
+    }  # fmt: skip
+    others = []
+    for night in nights:
+        if night["generation"] == failure.generation:
+            failed = night
+        else:
+            others.append(night)
+    outcome = {
+        "outcome": f"failed in {failure.step}",
+        "failure": {"step": failure.step, "at": failure.at, "error": failure.error},
+    }
+    return [failed | outcome, *others][:NIGHTS_MAX]

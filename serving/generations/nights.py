@@ -17,6 +17,7 @@ from cache.format.manifest import Manifest
 from cache.l2.control_plane import ControlPlane
 from cache.reuse import Reuse
 from cache.store.artefacts import ArtefactStore, read_manifest
+from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import POINTED, Release, all_releases
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.served_set import ServedGenerations
@@ -71,11 +72,12 @@ class Nights:
 
 
 class ReleaseWatch:
-    """Reader of the release records, off the event loop; unreadable records leave the last known state."""
+    """Reader of the release records and the last failure, off the event loop; an error leaves the last known state."""
 
     def __init__(self, store: ArtefactStore, in_thread: StoreThreads) -> None:
         self.last: dict[str, float] = {}
         self.refused: frozenset[str] = frozenset()
+        self.failure: NightFailure | None = None
         self._store = store
         self._in_thread = in_thread
         self._release_by_number: dict[int, Release] = {}
@@ -94,7 +96,7 @@ class ReleaseWatch:
     async def refresh(self) -> None:
         """Read the new records; log a new error."""
         try:
-            self.last, self.refused = await self._in_thread(self._read)
+            self.last, self.refused, self.failure = await self._in_thread(self._read)
             trouble = None
         except (LarderError, OSError, ValueError) as error:
             trouble = str(error)
@@ -102,14 +104,15 @@ class ReleaseWatch:
             log.warning("the release records cannot be read: %s", trouble)
         self._trouble = trouble
 
-    def _read(self) -> tuple[dict[str, float], frozenset[str]]:
+    def _read(self) -> tuple[dict[str, float], frozenset[str], NightFailure | None]:
         happened = [
             release
             for release in self.records()
             if release.is_done or release.action not in POINTED
         ]
         refusal = open_refusal(happened)
-        return {release.action: release.at for release in happened}, self._rules(refusal)
+        last: dict[str, float] = {release.action: release.at for release in happened}
+        return last, self._rules(refusal), last_failure(self._store)
 
     def _rules(self, refusal: Release | None) -> frozenset[str]:
         if refusal is None:
@@ -201,6 +204,14 @@ class NightMetrics(Collector):
             "1 for each gate that refused the last night, while nothing was published since",
             "rule",
             dict.fromkeys(sorted(releases.refused), 1.0),
+        )
+        failure = releases.failure
+        yield _labelled_gauge(
+            "larder_night_failed",
+            "1 for the step in which the last night failed, until it succeeds or a night is done; no gate's refusal",
+            "step",
+            # Of a shard's step the name alone: shards are many.
+            {} if failure is None or failure.is_refused else {failure.step.partition(",")[0]: 1.0},
         )
         used_bytes = room.used_bytes
         yield GaugeMetricFamily(

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from cache.control.control_keys import Staging
-from cache.errors import CorruptArtefact, LarderError, TierUnavailable, UnknownFormat, masked
+from cache.errors import (
+    CorruptArtefact,
+    LarderError,
+    TierUnavailable,
+    UnknownFormat,
+    UnknownGeneration,
+    masked,
+)
 from cache.l2.control_plane import ControlPlane
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Pointer
@@ -258,7 +265,8 @@ class PointerFollower:
             if not isinstance(live, Pointer):
                 self.holder.serve(live, pointer)
         except Exception as error:  # whatever is wrong with it, the old one goes on
-            is_known = isinstance(error, UnknownFormat)
+            # Of another release, or of a generation that the store does not have: a traceback says no more.
+            is_known = isinstance(error, UnknownFormat | UnknownGeneration)
             log.error(
                 "generation %s cannot be loaded: %s",
                 pointer.generation,
@@ -498,7 +506,8 @@ class StagedGeneration:
                 return
             await self._holder.warm(snapshot)
         except Exception as error:  # whatever is wrong with it, the live one goes on
-            log.exception("generation %s cannot be made ready", generation)
+            if not isinstance(error, UnknownGeneration):  # the line of `_fail` says all
+                log.exception("generation %s cannot be made ready", generation)
             self._fail(generation, masked(str(error)) or type(error).__name__)
             return
         self.failed, self.is_ready = None, True

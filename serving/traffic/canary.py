@@ -12,6 +12,7 @@ import xxhash
 from prometheus_client import CollectorRegistry, Counter, Summary
 
 from cache.store.releases import Canary
+from cache.traffic.key_sketch import KeySketch
 from cache.traffic.split import KeySplit
 from serving.engine.rendering.answer_fields import AnswerJson
 from serving.engine.service import LookupService, RoutedRequest
@@ -262,6 +263,7 @@ class KeySample:
     The split is over keys, so each key is counted once, by its first answer: a few busy ones would outweigh all others.
     Beyond `limit` keys a uniform sample of them is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On
     adaptive sampling", 1990): those whose hash ends in `level` zero bits, one more whenever there are too many.
+    `sketch` has all of them.
     """
 
     limit: int = KEYS_MAX
@@ -269,6 +271,7 @@ class KeySample:
     kinds: Tally[str] = field(default_factory=Tally)
     scores: Tally[int] = field(default_factory=Tally)
     score_sum: float = 0.0
+    sketch: KeySketch = field(default_factory=KeySketch)
     _first_answer_by_key: dict[int, _FirstAnswer] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -277,7 +280,10 @@ class KeySample:
     def saw(self, key: bytes, kind: str, top: float | None) -> None:
         """Adds an answer to a key; only its first one counts."""
         digest = xxhash.xxh3_64_intdigest(key, _SAMPLE_SEED)
-        if digest in self._first_answer_by_key or digest & ((1 << self.level) - 1):
+        if digest in self._first_answer_by_key:
+            return
+        self.sketch.add(digest)
+        if digest & ((1 << self.level) - 1):
             return
         first_answer = self._first_answer_by_key[digest] = _FirstAnswer(
             kind, top, None if top is None else bucket_of_score(top)
@@ -334,12 +340,13 @@ class ArmCounts:
     def to_json(self) -> dict[str, Any]:
         """JSON object for the heartbeat; buckets as text, for JSON has no other keys.
 
-        `keys` is how many are kept, each of them standing for `weight` keys.
+        `keys` is how many are kept, each of them standing for `weight` keys; replicas' sketches of keys can be united.
         """
         return {
             "requests": self.requests,
             "keys": len(self.keys),
             "weight": 1 << self.keys.level,
+            "sketch": self.keys.sketch.to_text(),
             "kinds": dict(self.keys.kinds),
             "scores": {
                 str(score_bucket): count for score_bucket, count in sorted(self.keys.scores.items())

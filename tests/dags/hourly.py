@@ -8,6 +8,7 @@ from typing import Any
 
 import pendulum
 from airflow.dag_processing.dagbag import DagBag
+from airflow.sdk.exceptions import AirflowSkipException
 from airflow.timetables.trigger import CronTriggerTimetable
 
 ORDER = (
@@ -24,7 +25,11 @@ def night(dag: Any, run_after: datetime) -> dict[str, Any]:
     }  # fmt: skip
     for call in calls.values():
         call.__globals__["get_current_context"] = lambda: context
-    build: dict[str, Any] = calls["begin"](calls["take_events"]() if "take_events" in calls else {})
+    taken = calls["take_events"]() if "take_events" in calls else {}
+    try:
+        build: dict[str, Any] = calls["begin"](taken)
+    except AirflowSkipException as skipped:
+        return {"generation": f"skipped: {skipped}"}
     result_by_task: dict[str, Any] = {}
     for name in ORDER:
         if name == "score_shard":

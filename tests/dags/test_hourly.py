@@ -48,7 +48,10 @@ def test_the_second_of_two_hourly_nights_copies_and_reads_only_the_hour_between(
         event_position = client.xadd(config.keyspace().events, {"e": clicked.to_bytes()}).decode()
     second, two = night_after(FIRST)
 
+    _, skipped = night_after(FIRST - timedelta(seconds=1))
+
     # then
+    assert skipped.startswith(f"skipped: {two} is live already, and newer than")
     assert [first, second] == [FIRST.isoformat(), (FIRST + timedelta(hours=1)).isoformat()]
     manifest = read_manifest(month.config.store(), two)
     assert manifest.events is not None and manifest.events.until == event_position

@@ -96,12 +96,19 @@ class Copies(TypedDict):
     lately: LastNights | None
 
 
+class NightFailure(TypedDict):
+    step: str
+    at: Number
+    error: str
+
+
 class Night(TypedDict):
-    generation: str
+    generation: str | None
     outcome: str | None
     began_at: When
     steps: list[Step] | None
     reuse: NotRequired[Copies | None]
+    failure: NotRequired[NightFailure | None]
 
 
 class Redis(TypedDict):

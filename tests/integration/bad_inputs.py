@@ -131,13 +131,13 @@ def with_values(config: NightConfig, folder: Path, factor: float, offset: float)
         models[name] = ModelFile(
             OnnxModel(proto.SerializeToString()), model.spec, labels=model.labels
         )
-    towers = {
-        name: ModelFile(OnnxModel(model.path.read_bytes()), model.spec, entity=model.entity)
-        for name, model in (("user_tower", bundle.user_tower), ("item_tower", bundle.item_tower))
-    }
+    user_tower, item_tower = (
+        ModelFile(OnnxModel(model.path.read_bytes()), model.spec, entity=model.entity)
+        for model in (bundle.user_tower, bundle.item_tower)
+    )
     write_bundle(
         folder / "changed", name="changed", version="2", dims=bundle.dims, values=models,
-        item_ids=[raw.decode() for raw in bundle.item_ids], **towers,
+        item_ids=[raw.decode() for raw in bundle.item_ids], user_tower=user_tower, item_tower=item_tower,
     )  # fmt: skip
     return replace(config, bundle=str(folder / "changed"))
 

@@ -174,7 +174,7 @@ def value_psi(candidate: Candidate) -> Measurement:
     threshold = thresholds.score_psi_retrained if candidate.is_retrained else thresholds.score_psi
     if candidate.live is None:
         return candidate.uncompared(threshold)
-    shifts = {}
+    shifts: dict[str, float] = {}
     for table in candidate.manifest.tables.values():
         live_table = matching_table(candidate, table) if table.kind == "value" else None
         if live_table is not None:

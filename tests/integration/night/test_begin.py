@@ -12,12 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache.errors import BundleError, Refused, StoreError
+from cache.errors import BundleError, ConfigError, Refused, StoreError
 from cache.format.item_table import ItemTable
 from cache.format.manifest import CUT_CHARS
 from cache.model.input_preparation import LiveInput
 from cache.model.predictor import Predictor
 from cache.records import NO_ITEM, decode_record
+from cache.store.night_failure import last_failure
 from precompute.builds.build import CUT_FORMAT, Build
 from precompute.cli.commands import standing_name
 from precompute.config.settings import GateThresholds, NightConfig
@@ -27,6 +28,7 @@ from precompute.releases.release_log import open_releases
 from precompute.sources.columns import Ids
 from precompute.sources.readers import Interactions
 from precompute.steps import begin, embed_items
+from precompute.steps.night import Night, run_night
 from tests.integration.nights import UNTIL, histories, prepare, publish_night, top_lists
 from tests.models import put_weights_beside
 from tests.object_stores import Overwriting
@@ -258,3 +260,21 @@ def test_a_fifth_of_the_clicks_on_items_that_went_is_told_and_passes(config):
     assert any("of the interactions name items" in remark for remark in remarks)
     lenient = replace(config.gates, coverage_of_source=0.0)
     publish_night(replace(config, gates=lenient), UNTIL)
+
+
+def test_a_run_before_what_is_live_computes_nothing_and_records_no_failure(config):
+    live = publish_night(config, UNTIL)
+    earlier = "2026-01-28T00:00:00Z"
+
+    scheduled = begin.run(config, data_until=None, run_after=earlier)
+    by_hand = begin.run(config, data_until=None, run_after=None, named=earlier)
+
+    for build in (scheduled, by_hand):
+        assert (build["generation"], build["already_live"]) == (live, True)
+    assert "newer than this run's time 2026-01-28T00:00:00+00:00" in scheduled["nothing_newer"]
+    assert "nothing is newer" in by_hand["nothing_newer"]
+    steps = run_night(Night(config, "again", named=earlier))
+    assert [(name, row.summary) for name, row, _ in steps] == [("begin", by_hand["nothing_newer"])]
+    assert last_failure(config.store()) is None
+    with pytest.raises(ConfigError, match="is older than"):
+        begin.run(config, data_until=earlier, run_after=None)

@@ -386,7 +386,7 @@ class CountryAndHistory(towers.Country):
         rows = 0.5 * torch.eye(5)[torch.arange(ITEMS + 1) % 5] + 0.5 * noise
         self.items = torch.nn.Embedding.from_pretrained(rows)
 
-    def forward(self, history, country):
+    def forward(self, history, country):  # type: ignore[override]
         real = (history != ITEMS).float().unsqueeze(-1)
         mean = (self.items(history) * real).sum(1) / real.sum(1).clamp(min=1)
         return 0.3 * super().forward(country) + mean

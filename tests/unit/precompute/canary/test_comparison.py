@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cache.config.night import CanaryConfig
-from precompute.traffic.canary.trial import (
+from precompute.traffic.arm_comparison import (
     ArmComparison,
     CanaryArmTotals,
     decide,
@@ -114,7 +114,33 @@ def test_a_key_that_every_replica_counted_makes_nothing_more_certain() -> None:
 
     total = CanaryArmTotals.of(replica_counts.to_json() for replica_counts in counts)
 
-    assert total.certain == pytest.approx(300)
+    assert total.certain == pytest.approx(300, rel=0.1)
+    assert total.different == pytest.approx(300, rel=0.1)
+
+
+@pytest.mark.parametrize("replica_count", [1, 2, 5])
+def test_keys_that_replicas_share_out_are_counted_together(replica_count: int) -> None:
+    counts = [ArmCounts() for _ in range(replica_count)]
+    for number in range(40):
+        counts[number % replica_count].answered(b"key-%d" % number, [{"source": "l2"}])
+
+    total = CanaryArmTotals.of(replica_counts.to_json() for replica_counts in counts)
+
+    comparison = ArmComparison.of(total, total)
+    assert comparison.keys["live"] == pytest.approx(40, rel=0.1)
+    assert total.certain == pytest.approx(40, rel=0.3)
+
+
+def test_keys_of_replicas_that_send_no_sketch_may_be_the_same() -> None:
+    counts = [ArmCounts() for _ in range(2)]
+    for number in range(40):
+        counts[number % 2].answered(b"key-%d" % number, [{"source": "l2"}])
+    heartbeat_counts = [replica_counts.to_json() for replica_counts in counts]
+    del heartbeat_counts[0]["sketch"]
+
+    total = CanaryArmTotals.of(heartbeat_counts)
+
+    assert (total.different, total.certain) == (20, 20)
 
 
 def test_more_keys_than_are_kept_are_sampled_without_regard_to_how_busy_they_are() -> None:

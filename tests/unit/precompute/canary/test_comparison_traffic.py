@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from cache.config.night import CanaryConfig
 from cache.traffic.split import KeySplit
-from precompute.traffic.canary.trial import ArmComparison, CanaryArmTotals, decide
+from precompute.traffic.arm_comparison import ArmComparison, CanaryArmTotals, decide
 from serving.traffic.canary import ArmCounts
 
 USERS, REQUESTS, SPLITS, PERCENT = 20_000, 200_000, 25, 5.0

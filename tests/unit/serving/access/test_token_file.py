@@ -48,7 +48,7 @@ def test_what_is_written_is_read_and_for_its_owner_alone(tmp_path: Path) -> None
     ({"sha256": DIGEST, "scopes": []}, "scopes must name at least one"),
     ({"sha256": DIGEST, "scopes": "read"}, "scopes must be"),
     ({"sha256": DIGEST}, "scopes is missing"),
-    ({"sha256": DIGEST, "scopes": ["read"], "scope": 1}, "unknown setting 'scope'; known are"),
+    ({"sha256": DIGEST, "scopes": ["read"], "scope": 1}, "unknown setting 'scope'; did you mean scopes?"),
     ({"sha256": DIGEST, "scopes": ["read"], "requests_per_s": 0}, "requests_per_s must be above 0, not 0"),
     ({"sha256": DIGEST, "scopes": ["read"], "requests_per_s": "5"}, "requests_per_s must be a finite number, not '5'"),
     ({"sha256": DIGEST, "scopes": ["read"], "in_flight": 1.5}, "in_flight must be a whole number, not 1.5"),

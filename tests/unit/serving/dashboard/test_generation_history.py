@@ -9,6 +9,7 @@ import pytest
 
 from cache.format.manifest import Artefact, ItemFiles, Manifest
 from cache.store.artefacts import ArtefactStore, generation_path
+from cache.store.night_failure import FILE as FILE_OF_FAILURE
 from cache.store.releases import Release, done_path, intent_path
 from serving.dashboard.generation_history import GENERATIONS_MAX, GenerationHistory
 from serving.generations.holder import newest_pointer
@@ -199,3 +200,31 @@ def test_it_is_bounded_and_survives_a_broken_store(night: Night) -> None:
 
     assert list(generations) == names[: -GENERATIONS_MAX - 1 : -1] and len(nights) == 7
     assert generations[names[-1]]["bytes"] is None
+
+
+def test_a_night_that_failed_stands_first_with_its_error(night: Night) -> None:
+    night.make(G1)
+    night.store.write(
+        FILE_OF_FAILURE,
+        orjson.dumps({"step": "load", "generation": None, "at": 9.0, "error": "refused: full"}),
+    )
+
+    _, (failed, earlier) = night.read()
+
+    assert (failed["outcome"], failed["generation"]) == ("failed in load", None)
+    assert failed["failure"] == {"step": "load", "at": 9.0, "error": "refused: full"}
+    assert (earlier["generation"], earlier["failure"]) == (G1, None)
+    night.store.write(FILE_OF_FAILURE, b"")
+    assert [row["generation"] for row in night.read()[1]] == [G1]
+
+
+def test_a_night_that_failed_with_its_files_keeps_its_times(night: Night) -> None:
+    night.make(G1)
+    night.store.write(
+        FILE_OF_FAILURE,
+        orjson.dumps({"step": "publish", "generation": G1, "at": 9.0, "error": "conflict: late"}),
+    )
+
+    _, (failed,) = night.read()
+
+    assert failed["outcome"] == "failed in publish" and failed["steps"]

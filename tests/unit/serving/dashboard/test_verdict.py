@@ -29,7 +29,7 @@ def body(**changes: Any) -> dict[str, Any]:
         "lately": {"answers": answers(900, 80, 20), "misses": {"cold_start": 80, "evicted": 3}},
         "earlier": {"answers": answers(9_000, 800, 200)},
         "generations": [{"generation": G1, "state": "live", "gates": []}],
-        "schedule": {"age_s": 3_600.0, "due_at": 0.0, "missing": False},
+        "schedule": {"age_s": 3_600.0, "due_at": 0.0, "missing": False}, "nights": [],
         "redis": {"used_bytes": 50, "limit_bytes": 100, "policy": "volatile-lru"},
         "breakers": {"closed": 1, "half_open": 0, "open": 0},
         "queue": {"shed_lately": 0}, "events": None,
@@ -83,6 +83,34 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "bad",
         "1 of 2 replicas cannot be asked: no room",
         "log of b",
+    ),
+    "another store": (
+        {
+            "replicas": [
+                replica(
+                    replica="b",
+                    ready=False,
+                    generation=None,
+                    failed=f"generation {G1} has no manifest in /x",
+                )
+            ]
+        },
+        "bad",
+        "has no manifest in /x",
+        "b has another artefact store: correct LARDER_ARTIFACTS",
+    ),
+    "failed night": (
+        {
+            "nights": [
+                {
+                    "generation": G1,
+                    "failure": {"step": "load", "at": 0.0, "error": "refused: Redis is full."},
+                }
+            ]
+        },
+        "warn",
+        f"The last night failed at 1970-01-01 00:00 UTC in the step load ({G1}): refused: Redis is full; what is live",
+        "larder night again",
     ),
     "nothing published": (
         {"replicas": [replica(ready=False, generation=None)]},

@@ -8,6 +8,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from cache.config.timetable import MISSED_MAX, Schedule
 from cache.errors import TierUnavailable
+from cache.store.night_failure import NightFailure
 from serving.engine.leases import LeaseCounts
 from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
 from serving.metrics.collectors import HELP_BY_EVENT, InternalCounters
@@ -66,8 +67,10 @@ def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:
     )  # fmt: skip
     release_watch = releases()
     release_watch.last, release_watch.refused = {"publish": 7.0}, frozenset({"skew"})
+    release_watch.failure = NightFailure("score, shard 3", None, 9.0, "refused: full")
     value = registered(manifest, RedisMemory(FakeRedis()), release_watch).get_sample_value
 
+    assert value("larder_night_failed", {"step": "score"}) == 1.0
     assert value("larder_night_step_seconds", {"step": "score"}) == 2.5
     assert value("larder_generation_users", {"reason": "copied"}) == 8
     assert value("larder_generation_users", {"reason": "inputs"}) == 2

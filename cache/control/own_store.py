@@ -1,0 +1,58 @@
+"""Comparison of the artefact store with Redis: whether a release record of the store explains the pointer."""
+
+from typing import TYPE_CHECKING
+
+from cache.control.control_keys import Control
+from cache.errors import ConfigError, Conflict, CorruptArtefact, TierUnavailable
+from cache.l2.sync_clients import connect
+from cache.store.releases import all_releases
+
+if TYPE_CHECKING:
+    from cache.config.shared import SharedConfig
+
+
+def unexplained(epoch: int) -> str:
+    """Describe a pointer of this epoch that no release record explains."""
+    return (
+        f"Redis holds a pointer of epoch {epoch} that no release record explains; is this its "
+        "artefact store?"
+    )
+
+
+def foreign_store(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> str | None:
+    """Describe a pointer in Redis that the configured store does not explain, with the remedy; None if it does.
+
+    None also without a Redis or a pointer, or if Redis cannot be asked: nothing can be compared. Raises ConfigError if
+    the user of Redis has no rights in this namespace.
+    """
+    if not redis_url:
+        return None
+    try:
+        # The pointer first: its record was written before it.
+        with connect(redis_url, timeout_s, namespace=config.namespace) as client:
+            pointer = Control(client, config.keyspace()).pointer()
+    except (TierUnavailable, CorruptArtefact):
+        return None
+    except ConfigError as error:
+        if "namespace" in error.details:
+            raise
+        return None
+    if pointer is None:
+        return None
+    store = config.store()
+    epochs = [release.epoch for release in all_releases(store)]
+    if pointer.epoch in epochs:
+        return None
+    restore = (
+        'restore --adopt --reason "..."' if pointer.epoch > max(epochs, default=0) else "restore"
+    )
+    return (
+        f"{unexplained(pointer.epoch)} (key {config.keyspace().live}, artefact store {store.url}). If not, correct "
+        f"artifacts (LARDER_ARTIFACTS) or namespace (LARDER_NAMESPACE); if it is, run `larder {restore}`"
+    )
+
+
+def demand_own_store(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> None:
+    """Raise Conflict before a command writes into the store of another Redis; see `foreign_store`."""
+    if (mismatch := foreign_store(config, redis_url, timeout_s)) is not None:
+        raise Conflict(mismatch)

@@ -1,0 +1,35 @@
+"""Failure of the last night, a file of the store: nights write it, `larder status` and the service read it."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import orjson
+
+from cache.errors import LarderError
+from cache.store.artefacts import ArtefactStore
+
+FILE: Final = "night_failed.json"
+"""Path in the store of a namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class NightFailure:
+    """Step that raised, its generation (None before it has a name), the time in Unix seconds, and the error in words.
+
+    `is_refused`: a gate refused the generation, which the release records tell as well.
+    """
+
+    step: str
+    generation: str | None
+    at: float
+    error: str
+    is_refused: bool = False
+
+
+def last_failure(store: ArtefactStore) -> NightFailure | None:
+    """Return the failure that no success followed; None without one, or if it cannot be read."""
+    try:
+        raw = store.read(FILE)
+        return None if not raw else NightFailure(**orjson.loads(raw))
+    except (LarderError, orjson.JSONDecodeError, TypeError):
+        return None
