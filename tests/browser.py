@@ -62,7 +62,7 @@ class Browser:
     def __init__(self, program: str, profile: Path, timeout_s: float = 30.0) -> None:
         self._timeout_s = timeout_s
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has none for root
-        theirs, self._out = _pipe()
+        theirs, self._write_fd = _pipe()
         self._in, browser_write_fd = _pipe()
         command = [program, *_FLAGS, *sandbox, f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
@@ -97,7 +97,7 @@ class Browser:
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
-        os.write(self._out, json.dumps(message).encode() + b"\0")
+        os.write(self._write_fd, json.dumps(message).encode() + b"\0")
         give_up = time.monotonic() + self._timeout_s
         while (answer := self._read(give_up)).get("id") != self._number:
             if "method" in answer:
@@ -115,7 +115,7 @@ class Browser:
             raise BrowserError(json.dumps(evaluation["exceptionDetails"])[:2000])
         return evaluation["result"].get("value")
 
-    def until(self, script: str, timeout_s: float = 20.0) -> None:
+    def wait_until(self, script: str, timeout_s: float = 20.0) -> None:
         """Waits until an expression is true; fails with what it was last."""
         give_up = time.monotonic() + timeout_s
         while not (script_value := self.run(script)):
@@ -127,7 +127,9 @@ class Browser:
         """Goes to a page and waits until all of it is loaded; events of the page before are gone."""
         self.clear()
         self.call("Page.navigate", url=url)
-        self.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
+        self.wait_until(
+            f"location.href === {json.dumps(url)} && document.readyState === 'complete'"
+        )
 
     def clear(self) -> None:
         """Forgets what console and network told."""
@@ -194,7 +196,7 @@ class Browser:
                 )
         return messages
 
-    def asked(self) -> list[str]:
+    def requested_urls(self) -> list[str]:
         """Every URL that was asked for."""
         self.run("0")
         request_events = [
@@ -216,7 +218,7 @@ class Browser:
         return decoded_message
 
     def _stop(self) -> None:
-        os.close(self._out)
+        os.close(self._write_fd)
         os.close(self._in)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(3)

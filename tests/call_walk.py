@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-OURS = ("cache", "serving", "precompute", "dags")
+OWN_PACKAGES = ("cache", "serving", "precompute", "dags")
 AS_ONE = "cache.l2"
 OBSERVERS = (
     "serving.metrics", "serving.tracing", "serving.usage", "serving.engine.answer_observer",
@@ -33,7 +33,7 @@ class Call:
     calls: list["Call"] = field(default_factory=list)
 
     @property
-    def place(self) -> str:
+    def counted_module(self) -> str:
         """What it counts as a call of."""
         return AS_ONE if self.module.startswith(f"{AS_ONE}.") else self.module
 
@@ -96,7 +96,7 @@ class Recorder:
 
     def _named(self, code: CodeType) -> str | None:
         path = Path(code.co_filename)
-        if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in OURS:
+        if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in OWN_PACKAGES:
             return None
         return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
@@ -106,7 +106,7 @@ def hops(roots: Sequence[Call], home: str = "") -> list[Hop]:
     leaves_by_hop: dict[tuple[str, str, str], list[str]] = {}
 
     def follow(call: Call, above: str, at: list[str]) -> None:
-        current_module = call.place
+        current_module = call.counted_module
         if call.observes:
             current_module = above
         elif current_module != above:

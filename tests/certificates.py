@@ -40,7 +40,7 @@ class Authority:
     pair: Pair
 
     @classmethod
-    def made(cls, folder: Path) -> "Authority":
+    def create(cls, folder: Path) -> "Authority":
         """One with a key of its own."""
         folder.mkdir(parents=True, exist_ok=True)
         pair = Pair(folder / "ca.pem", folder / "ca.key")

@@ -16,7 +16,7 @@ from cache.l2.slots import SLOTS
 from cache.process.child_process import GuardedCommand
 from cache.process.redis_server import SETTINGS
 from tests.conftest import redis_binary
-from tests.polling import until
+from tests.polling import poll_until
 
 MASTERS = 3
 NODE_TIMEOUT_MS = 3_000
@@ -57,7 +57,7 @@ class Node:
         """Returns once it answers; skips the test where the server knows no cluster."""
         self._process = GuardedCommand(self._command, log=self._log)
         process = self._process
-        until(lambda: self._answers() or not process.running)
+        poll_until(lambda: self._answers() or not process.running)
         if not self._answers() and ("cluster" in process.tail() or "tls" in process.tail()):
             pytest.skip(f"this server has no cluster mode, or no TLS: {process.tail(3)}")
         assert self._answers(), process.tail()
@@ -66,7 +66,7 @@ class Node:
         """As `kill -9` does."""
         os.kill(int(self.client.info("server")["process_id"]), signal.SIGKILL)
         assert self._process is not None
-        assert until(lambda: not self._answers())
+        assert poll_until(lambda: not self._answers())
         self._process.stop()
 
     @contextmanager
@@ -154,7 +154,7 @@ class TestCluster:
             self.nodes[0].client.execute_command(
                 "CLUSTER MEET", "127.0.0.1", node.open_port, node.bus
             )
-        return until(self.well, 3.0)
+        return poll_until(self.well, 3.0)
 
     def well(self) -> bool:
         """Whether all nodes say that the cluster is."""

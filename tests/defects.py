@@ -139,7 +139,7 @@ def _refused_is_published(patch: pytest.MonkeyPatch) -> None:
 
 
 def _canaries_are_not_protected(patch: pytest.MonkeyPatch) -> None:
-    real = MemoryRedis.mark
+    real = MemoryRedis.write_rows
 
     def mark_unprotected(self: MemoryRedis, argv: list[bytes]) -> int:
         return real(self, [argv[0], b"", *argv[2:]])
@@ -154,12 +154,12 @@ DEFECTS: dict[str, Plant] = {
 }
 """What was planted -> how."""
 
-_PLAIN = dict.fromkeys(["pin", "unpin", "override", "canary", "end_canary"], 0)
+_NO_OVERRIDES = dict.fromkeys(["pin", "unpin", "override", "canary", "end_canary"], 0)
 _STEADY = dict.fromkeys(["wipe", "load", "clock back", "clock ahead"], 0)
 
 BIASES: dict[str, Bias] = {
     "holders are ignored": Bias(
-        operations=_PLAIN | {"retire": 20},
+        operations=_NO_OVERRIDES | {"retire": 20},
         events=_STEADY | {"much later": 12, "cut off": 1, "restart": 0},
     ),
     "pins are ignored": Bias(
@@ -167,7 +167,7 @@ BIASES: dict[str, Bias] = {
         events=_STEADY | {"much later": 8},
     ),
     "canaries are not protected": Bias(
-        operations=_PLAIN | {"canary": 12, "refuse": 10, "roll_back": 0, "retire": 0, "restore": 0},
+        operations=_NO_OVERRIDES | {"canary": 12, "refuse": 10, "roll_back": 0, "retire": 0, "restore": 0},
         events={"wipe": 0, "load": 0},
     ),
     "old pages come back": Bias(
@@ -176,20 +176,21 @@ BIASES: dict[str, Bias] = {
         steps=120,
     ),
     "rows are not looked at": Bias(
-        operations=_PLAIN | {"refuse": 12, "publish": 12, "verify": 5, "retire": 1, "roll_back": 1, "restore": 1},
+        operations=_NO_OVERRIDES | {"refuse": 12, "publish": 12, "verify": 5, "retire": 1, "roll_back": 1,
+        "restore": 1},
         events=_STEADY,
     ),
     "an attempt is recognised however old": Bias(
-        operations=_PLAIN
+        operations=_NO_OVERRIDES
         | {"restore": 30, "publish": 3, "roll_back": 2, "verify": 1, "retire": 0, "refuse": 0},
         events=dict.fromkeys(["a day later", "clock back", "clock ahead", "cut off"], 0)
         | {"save": 10, "load": 10, "wipe": 10, "later": 1, "much later": 1},
         killed=0.02,
-        again=0.3,
+        repeated=0.3,
         steps=120,
     ),
     "a roll back may be forgotten": Bias(
-        operations=_PLAIN | {"roll_back": 20, "restore": 6, "refuse": 0, "end_canary": 2},
+        operations=_NO_OVERRIDES | {"roll_back": 20, "restore": 6, "refuse": 0, "end_canary": 2},
         events={"wipe": 2},
         killed=0.3,
         wiped_when_killed=0.8,

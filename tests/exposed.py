@@ -46,7 +46,7 @@ _SUFFIXES = {
 def labels() -> dict[str, set[str]]:
     """Series name -> its label names, without those that Prometheus and histograms add."""
     admission = Admission(target_s=1.0, interval_s=1.0, requests_max=1)
-    nights = Nights(Schedule(), cast(Any, _Nothing))
+    nights = Nights(Schedule(), cast(Any, _EmptyHolder))
     unused_dependency: Any = None
     figures = NightMetrics(
         lambda: None,
@@ -82,7 +82,7 @@ def _series(name: str, kind: str, names: Any) -> dict[str, set[str]]:
     return {name + end: set(names) for end in _SUFFIXES.get(kind, ("",))}
 
 
-class _Nothing:
+class _EmptyHolder:
     served = None
 
 

@@ -45,14 +45,14 @@ THREADS = cast(StoreThreads, asyncio.to_thread)
 class FakeClock:
     """Time that only `tick` moves."""
 
-    now: float = 1000.0
+    now_s: float = 1000.0
 
     def __call__(self) -> float:
-        return self.now
+        return self.now_s
 
     def tick(self, seconds: float) -> None:
         """Lets time pass."""
-        self.now += seconds
+        self.now_s += seconds
 
 
 class FakeControl(ControlPlane):
@@ -88,7 +88,7 @@ class FakeRemote:
     calls: list[tuple[Read, ...]] = field(default_factory=list)
     writes: list[OverlayWrite] = field(default_factory=list)
     leases: dict[str, tuple[bytes, float]] = field(default_factory=dict)
-    asked: list[Lease] = field(default_factory=list)
+    lease_commands: list[Lease] = field(default_factory=list)
     lease_s: Callable[[], float] = lambda: 0.0
     control: ControlPlane = field(default_factory=FakeControl)
     stats: DataPlaneStats = field(default_factory=DataPlaneStats)
@@ -113,7 +113,7 @@ class FakeRemote:
 
     def _answer(self, read: Command) -> L2Result:
         if isinstance(read, Lease):
-            return self._asked(read)
+            return self._answer_lease(read)
         assert isinstance(read, Read), read
         if isinstance(read, OverlayRead):
             payload, expires_at = self.overlays.get(
@@ -150,11 +150,11 @@ class FakeRemote:
         completed_future: asyncio.Future[bytes | TierUnavailable | None] = (
             asyncio.get_running_loop().create_future()
         )
-        completed_future.set_result(self._asked(command))
+        completed_future.set_result(self._answer_lease(command))
         return completed_future
 
-    def _asked(self, command: Lease) -> bytes | TierUnavailable | None:
-        self.asked.append(command)
+    def _answer_lease(self, command: Lease) -> bytes | TierUnavailable | None:
+        self.lease_commands.append(command)
         if isinstance(self.timer, FakeClock):
             self.timer.tick(self.lease_s())
         return self.fails_with or self._leased(command)
@@ -231,7 +231,7 @@ class Night:
         """A snapshot's view of it."""
         return View(generation, {"user": self.directory})
 
-    def want(self, id_: str, digest: bytes | None = None) -> RecordKey:
+    def record_key(self, id_: str, digest: bytes | None = None) -> RecordKey:
         """What a request for `id_` asks for."""
         raw = canonical_id(id_)
         key = hash_id(raw, self.seed)

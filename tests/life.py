@@ -61,7 +61,7 @@ class Bias:
     events: Mapping[str, int] = field(default_factory=dict)
     killed: float = 0.1
     wiped_when_killed: float = 0.1
-    again: float = 0.2
+    repeated: float = 0.2
     reply_lost: float = 0.02
     steps: int = 60
 
@@ -162,8 +162,8 @@ class Reader:
     """A replica: follows only greater epochs, says each second what it holds unless cut off."""
 
     name: str
-    seen: Pointer | None = None
-    holds: tuple[str, ...] = ()
+    last_pointer: Pointer | None = None
+    held_generations: tuple[str, ...] = ()
     payload: bytes | None = None
     is_cut_off: bool = False
     alive_since: int = 0
@@ -176,21 +176,21 @@ class Life:
         self.rng, self.seed, self.bias = random.Random(seed), seed, bias
         self.operations = {**OPERATIONS, **bias.operations}
         self.events = {**EVENTS, **bias.events}
-        self.now, self.step = START, 0
-        self.redis = MemoryRedis(KEYS, lambda: self.now, self._pause)
+        self.now_s, self.step = START, 0
+        self.redis = MemoryRedis(KEYS, lambda: self.now_s, self._pause)
         self.redis.moved, self.redis.rowed = self._moved, self._rowed
         self.store = MemoryStore(self._pause)
         self.actors: list[Actor] = []
         self.current: Actor | None = None
         self.readers = [Reader(f"r{number}") for number in range(3)]
-        self.told: list[str] = []
-        self.asked: list[tuple[str, tuple[Any, ...]]] = []
-        self.known: dict[int, Release] = {}
+        self.log_lines: list[str] = []
+        self.started_operations: list[tuple[str, tuple[Any, ...]]] = []
+        self.release_by_number: dict[int, Release] = {}
         self.days = self.disasters = self.jumps = self.attempts = self.verdicts = 0
         self.whole_since = 0
         self.snapshot: tuple[dict[str, Any], set[str]] | None = None
         self.passed: set[str] = set()
-        self.bad: set[str] = set()
+        self.bad_generations: set[str] = set()
         self.retired: set[str] = set()
         self.lived: set[str] = set()
         self.reports: dict[str, dict[str, str | None]] = {}
@@ -208,7 +208,7 @@ class Life:
         control = Control(self.redis, KEYS)  # type: ignore[arg-type]
         releases = Releases(self.store, control)
         releases._release_by_number = (
-            self.known
+            self.release_by_number
         )  # records never change, so parsing them once is enough
         return releases
 
@@ -226,7 +226,7 @@ class Life:
                     self._check()
                 self._end()
         except (AssertionError, LarderError) as error:
-            log_text = "\n".join(self.told)
+            log_text = "\n".join(self.log_lines)
             raise Broken(f"seed {self.seed}: {error}\n{log_text}") from error
 
     def _next(self) -> None:
@@ -234,7 +234,7 @@ class Life:
         if self.actors and luck < 0.5:
             actor = self.rng.choice(self.actors)
             if self.rng.random() < self.bias.killed:
-                self._tell("kill", actor.name)
+                self._log("kill", actor.name)
                 self.actors.remove(actor)
                 actor.running.throw(Killed)
                 if self.rng.random() < self.bias.wiped_when_killed:
@@ -246,10 +246,10 @@ class Life:
         elif luck < 0.72:
             self._happen()
         elif len(self.actors) < 3:
-            self._ask()
+            self._start_random_operation()
 
-    def _tell(self, *parts: Any) -> None:
-        self.told.append(f"{self.step} {' '.join(map(str, parts))}")
+    def _log(self, *parts: Any) -> None:
+        self.log_lines.append(f"{self.step} {' '.join(map(str, parts))}")
 
     def _attempt(self) -> str:
         self.attempts += 1
@@ -257,14 +257,14 @@ class Life:
 
     # -- operations
 
-    def _ask(self) -> None:
+    def _start_random_operation(self) -> None:
         rng, generation = self.rng, self.rng.choice(GENERATIONS)
         candidates = sorted(self.passed) or [generation]
         arguments: tuple[Any, ...]
         if not self._is_whole() and rng.random() < 0.4:
             name, arguments = "restore", ("shell",)
-        elif self.asked and rng.random() < self.bias.again:
-            name, arguments = rng.choice(self.asked)
+        elif self.started_operations and rng.random() < self.bias.repeated:
+            name, arguments = rng.choice(self.started_operations)
         else:
             name = rng.choices(list(self.operations), list(self.operations.values()))[0]
             target_generation = rng.choice(candidates) if rng.random() < 0.8 else generation
@@ -273,18 +273,18 @@ class Life:
             attempt, good = self._attempt(), rng.random() < 0.75
             arguments = {
                 "night": (generation, attempt, good), "begin": (generation,), "load": (target_generation,),
-                "verify": (rng.choice(sorted(self.bad) or [target_generation]), attempt, good),
+                "verify": (rng.choice(sorted(self.bad_generations) or [target_generation]), attempt, good),
                 "publish": (target_generation, attempt),
                 "roll_back": (target_generation if rng.random() < 0.3 else None, attempt),
                 "override": (target_generation, attempt),
                 "clear": (target_generation, attempt), "canary": (target_generation, float(rng.randint(1, 3)), attempt),
                 "end_canary": (attempt, rng.random() < 0.5),
-                "pin": (target_generation, rng.choice([None, self.now + 50, self.now + 5_000]), attempt),
+                "pin": (target_generation, rng.choice([None, self.now_s + 50, self.now_s + 5_000]), attempt),
                 "unpin": (target_generation, attempt), "retire": (rng.randint(0, 2),),
                 "refuse": (target_generation, attempt),
                 "restore": (rng.choice(["shell", attempt]),),
             }[name]  # fmt: skip
-            self.asked.append((name, arguments))
+            self.started_operations.append((name, arguments))
         is_move = name in ("publish", "roll_back", "canary", "end_canary", "restore", "retire")
         self._start(
             name, arguments, pauses=rng.choice([0.0, 0.1, 0.2, 0.4] if is_move else [0.0, 0.0, 0.2])
@@ -298,15 +298,15 @@ class Life:
             try:
                 getattr(self, f"_do_{name}")(*arguments)
             except (LarderError, redis.exceptions.RedisError) as error:
-                self._tell("  no:", actor.name, "--", str(error)[:150])
+                self._log("  no:", actor.name, "--", str(error)[:150])
             except Killed:
                 pass
             else:
-                self._tell("  done:", actor.name)
+                self._log("  done:", actor.name)
 
         actor.running = greenlet.greenlet(work)
         self.actors.append(actor)
-        self._tell("start", actor.name)
+        self._log("start", actor.name)
         self._resume(actor)
 
     def _resume(self, actor: Actor) -> None:
@@ -325,7 +325,7 @@ class Life:
         if command in ("unlink", "delete"):
             self._check_removal(command, name)
         if actor is not None and actor.pauses and self.rng.random() < actor.pauses:
-            self._tell("  pause:", actor.name, "before", command, name[:60].split("\n")[0])
+            self._log("  pause:", actor.name, "before", command, name[:60].split("\n")[0])
             actor.running.parent.switch()
             self.current = actor
             if command in ("unlink", "delete"):
@@ -452,26 +452,26 @@ class Life:
 
     def _happen(self, event: str = "") -> None:
         event = event or self.rng.choices(list(self.events), list(self.events.values()))[0]
-        self._tell("event", event)
+        self._log("event", event)
         reader = self.rng.choice(self.readers)
         match event:
             case "later":
-                self.now += self.rng.uniform(0, 2.5)
+                self.now_s += self.rng.uniform(0, 2.5)
             case "much later":
-                self.now += self.rng.uniform(4, 200)
+                self.now_s += self.rng.uniform(4, 200)
             case "a day later":
-                self.now += 90_000
+                self.now_s += 90_000
                 self.days += 1
                 # Every step has a time-out far below that: what sleeps through a whole day was ended.
                 for actor in [actor for actor in self.actors if self.days - actor.days > 1]:
-                    self._tell("kill", actor.name)
+                    self._log("kill", actor.name)
                     self.actors.remove(actor)
                     actor.running.throw(Killed)
             case "clock back":
-                self.now -= self.rng.uniform(1, 90_000)
+                self.now_s -= self.rng.uniform(1, 90_000)
                 self.jumps += 1
             case "clock ahead":
-                self.now += self.rng.uniform(1, 90_000)
+                self.now_s += self.rng.uniform(1, 90_000)
             case "cut off":
                 reader.is_cut_off = True
             case "reconnect":
@@ -500,7 +500,7 @@ class Life:
         for generation in passed - self.passed:
             if ledger.state(generation) in (None, State.VERIFIED, State.LIVE, State.SUPERSEDED):
                 self.passed.add(generation)
-                self.bad.discard(generation)
+                self.bad_generations.discard(generation)
 
     # -- readers
 
@@ -509,40 +509,46 @@ class Life:
             return
         raw = self.redis.data.get(KEYS.live)
         pointer = None if raw is None else Pointer.from_bytes(raw)
-        if reader.seen is None:
+        if reader.last_pointer is None:
             with self.unwatched():
                 newest_record = newest_release(self.store)
             if newest_record is not None and (
                 pointer is None or pointer.epoch < newest_record.epoch
             ):
                 pointer = as_pointer(newest_record)
-        if pointer is not None and judge_pointer(pointer, reader.seen) == "newer":
-            assert reader.seen is None or pointer.epoch > reader.seen.epoch
+        if pointer is not None and judge_pointer(pointer, reader.last_pointer) == "newer":
+            assert reader.last_pointer is None or pointer.epoch > reader.last_pointer.epoch
             for generation in (pointer.generation, pointer.canary and pointer.canary.generation):
                 assert generation not in self.retired, (
                     f"a reader was led to {generation}, which is retired"
                 )
             if self._is_whole():
-                assert pointer.generation not in self.bad, f"a reader was led to {pointer}"
+                assert pointer.generation not in self.bad_generations, (
+                    f"a reader was led to {pointer}"
+                )
             named_generations = (
                 pointer.generation, pointer.previous, pointer.canary and pointer.canary.generation,
             )  # fmt: skip
-            reader.seen, reader.holds = (
+            reader.last_pointer, reader.held_generations = (
                 pointer,
                 tuple(generation for generation in named_generations if generation),
             )
-            self._tell("read", reader.name, pointer.generation, pointer.epoch)
+            self._log("read", reader.name, pointer.generation, pointer.epoch)
         self._beat(reader)
 
     def _beat(self, reader: Reader) -> None:
         members = self.redis.data.setdefault(KEYS.replicas, {})
-        if members.get(reader.payload, -1.0) < self.now - REPLICA_DEAD_S:
+        if members.get(reader.payload, -1.0) < self.now_s - REPLICA_DEAD_S:
             reader.alive_since = self.step
         self._silence(reader)
-        serving = None if reader.seen is None else reader.seen.generation
-        heartbeat = {"replica": reader.name, "serving": serving, "holds": list(reader.holds)}
+        serving = None if reader.last_pointer is None else reader.last_pointer.generation
+        heartbeat = {
+            "replica": reader.name,
+            "serving": serving,
+            "holds": list(reader.held_generations),
+        }
         reader.payload = orjson.dumps(heartbeat)
-        self.redis.zadd(KEYS.replicas, {reader.payload: self.now})
+        self.redis.zadd(KEYS.replicas, {reader.payload: self.now_s})
 
     def _silence(self, reader: Reader) -> None:
         if reader.payload is not None:
@@ -569,7 +575,7 @@ class Life:
         move_record = next((record for record in written if record.epoch == to.epoch), None)
         assert move_record is not None, f"no record says why the pointer moves to {to}"
         self.moves += 1
-        self._tell("  moved:", move_record.action, to)
+        self._log("  moved:", move_record.action, to)
         assert self.current is not None
         is_calm = self.current.age == self.disasters
         assert was is None or to.epoch > was.epoch, f"the epoch went from {was} to {to}"
@@ -587,7 +593,7 @@ class Life:
                     )
                     assert is_late, "published without having passed verification"
                     self.passed.add(generation)
-                    self.bad.discard(generation)
+                    self.bad_generations.discard(generation)
                 if was is not None and is_calm:
                     assert generation[:16] >= was.generation[:16], "older data over newer"
                     baseline = self.reports[generation]["baseline"]
@@ -601,7 +607,7 @@ class Life:
                 self.published[key] = to.epoch
             case "roll_back":
                 assert generation in self.passed, "rolled back to what never passed"
-                assert generation not in self.bad, "rolled back to a bad generation"
+                assert generation not in self.bad_generations, "rolled back to a bad generation"
                 superseded_at_move = self.superseded.get(
                     generation, self.moves
                 )  # a lost move left it already
@@ -615,13 +621,13 @@ class Life:
                 for jumped_generation in jumped:
                     self.superseded.pop(jumped_generation, None)
                     self.passed.discard(jumped_generation)
-                    self.bad.add(jumped_generation)
+                    self.bad_generations.add(jumped_generation)
             case "restore":
                 for recorded_generation, state in fold(all_releases_unwatched(self)).states.items():
                     if state in (State.ROLLED_BACK, State.REFUSED, State.ABANDONED):
                         self.passed.discard(recorded_generation)
-                        self.bad.add(recorded_generation)
-                assert generation not in self.bad, "restored a bad generation"
+                        self.bad_generations.add(recorded_generation)
+                assert generation not in self.bad_generations, "restored a bad generation"
                 assert generation in self.lived or not is_calm, "restored what never was live"
             case _:
                 assert was is not None and generation == was.generation, (
@@ -646,9 +652,9 @@ class Life:
     def _check_named(self, pointer: Pointer) -> None:
         previous, canary = pointer.previous, pointer.canary
         if canary is not None:
-            assert canary.generation not in self.bad, "a bad generation is tried out"
+            assert canary.generation not in self.bad_generations, "a bad generation is tried out"
         if previous is not None:
-            assert previous not in self.bad, "previous is a bad generation"
+            assert previous not in self.bad_generations, "previous is a bad generation"
             assert previous not in self.retired, "previous is retired"
             assert previous != pointer.generation, "previous is the live one"
             assert canary is None or previous != canary.generation, "previous is the canary"
@@ -658,12 +664,12 @@ class Life:
         state, is_by_operation = State(row["state"]), row["reason"] != "restored"
         if is_by_operation and state is State.VERIFIED:
             self.passed.add(generation)
-            self.bad.discard(generation)
+            self.bad_generations.discard(generation)
         elif is_by_operation and state in (State.REFUSED, State.ABANDONED):
             # Who looked before a Redis was lost may mark what has gone live since; the records say that it is.
             if not self.disasters or fold(all_releases_unwatched(self)).live != generation:
                 self.passed.discard(generation)
-                self.bad.add(generation)
+                self.bad_generations.add(generation)
         elif is_by_operation and state is State.RETIRED and self.current is not None:
             if fold(all_releases_unwatched(self)).state(generation) is not State.RETIRED:
                 self.decided[generation] = self.current.step
@@ -693,22 +699,22 @@ class Life:
         # Who ends what another one decided and wrote down before it was killed does not look at readers again.
         decision_step = min(actor.step, self.decided.get(generation, actor.step))
         for reader in self.readers:
-            is_alive = members.get(reader.payload, 0.0) >= self.now - REPLICA_DEAD_S
+            is_alive = members.get(reader.payload, 0.0) >= self.now_s - REPLICA_DEAD_S
             if (
                 is_alive
                 and reader.alive_since < decision_step
                 and self._is_whole()
                 and not self.jumps
             ):
-                assert generation not in reader.holds, (
+                assert generation not in reader.held_generations, (
                     f"{command} of {generation}, which {reader.name} holds"
                 )
         if command == "delete" and actor.name.startswith("retire") and not self.jumps:
             expires_at = self.pins.get(generation, 0.0)
-            assert expires_at is not None and self.now >= expires_at, f"{generation} is pinned"
+            assert expires_at is not None and self.now_s >= expires_at, f"{generation} is pinned"
         left_at, when = self.left_at.get(generation, (0.0, -1))
         if actor.name.startswith("retire") and when == self.disasters + self.jumps:
-            assert self.now - left_at >= GRACE_S, f"{generation} was left just now"
+            assert self.now_s - left_at >= GRACE_S, f"{generation} was left just now"
 
     def _check(self) -> None:
         """After every step."""
@@ -727,7 +733,7 @@ class Life:
             pointer = Pointer.from_bytes(raw)
             assert live == [pointer.generation], f"{live} are live, the pointer names {pointer}"
             assert pointer.epoch == self.epoch_max, "the pointer went back"
-            assert pointer.generation not in self.bad, "a bad generation is live"
+            assert pointer.generation not in self.bad_generations, "a bad generation is live"
             assert generation_path(pointer.generation, "manifest.json") in self.store.files
             for name in page_names(pointer.generation):
                 assert name in data, f"{name} of the live generation is gone"
@@ -760,7 +766,7 @@ class Life:
         for reader in self.readers:
             reader.is_cut_off = False
             self._read(reader)
-            assert reader.seen is not None and reader.seen.generation == LAST
+            assert reader.last_pointer is not None and reader.last_pointer.generation == LAST
 
     def _check_order(self) -> None:
         """No record lands before another one: what a mover has read of the history is never wrong later."""
@@ -794,4 +800,4 @@ def states_of(states: Any, state: State) -> list[str]:
 def all_releases_unwatched(life: Life) -> list[Release]:
     """The history, without a pause while it is read."""
     with life.unwatched():
-        return all_releases(life.store, dict(life.known))
+        return all_releases(life.store, dict(life.release_by_number))

@@ -87,7 +87,7 @@ class MemoryRedis:
     def __init__(
         self, keys: Keyspace, clock: Callable[[], float], watch: Watch = unwatched
     ) -> None:
-        self.keys, self.now, self.watch = keys, clock, watch
+        self.keys, self.clock, self.watch = keys, clock, watch
         self.data: dict[str, Any] = {}
         self.loses_reply = False
         self.moved: Callable[[bytes | None, bytes], None] = lambda _previous_raw, _after: None
@@ -96,7 +96,7 @@ class MemoryRedis:
     def time(self) -> tuple[int, int]:
         """Seconds and microseconds."""
         self.watch("time", "")
-        now_s = self.now()
+        now_s = self.clock()
         return int(now_s), int(1e6 * (now_s % 1))
 
     def get(self, name: str) -> bytes | None:
@@ -194,7 +194,7 @@ class MemoryRedis:
         """One of the two scripts of `control`."""
         self.watch("eval", script)
         argv = [_bytes(argument) for argument in arguments[count:]]
-        reply = self.move(argv) if script == control_keys._MOVE_SCRIPT else self.mark(argv)
+        reply = self.move(argv) if script == control_keys._MOVE_SCRIPT else self.write_rows(argv)
         if self.loses_reply:
             self.loses_reply = False
             raise redis.exceptions.ConnectionError("the reply was lost")
@@ -235,7 +235,7 @@ class MemoryRedis:
                 self._hset(self.keys.generations, field, value)
         return [1, raw]
 
-    def mark(self, argv: list[bytes]) -> int:
+    def write_rows(self, argv: list[bytes]) -> int:
         """The script that marks states under the pointer that it expects."""
         stored_pointer = self.data.get(self.keys.live)
         pointer = None if stored_pointer is None else orjson.loads(stored_pointer)

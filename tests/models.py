@@ -138,7 +138,7 @@ def ordinals_of(items: ItemTable, ids: Sequence[bytes]) -> Ordinals:
     return items.ordinals_of(list(ids))
 
 
-def put_weights_beside(folder: Path, name: str, location: str = "", **entry: str) -> Path:
+def externalize_weights(folder: Path, name: str, location: str = "", **entry: str) -> Path:
     """Put a tower's weights of a bundle into a file beside its model, list it, and return it.
 
     `entry` are other fields of the tower in `bundle.json`, say where its model lies.

@@ -36,11 +36,11 @@ class Counting(Memory):
     """Counts requests by kind; reads of many at once are one each, as an object store bills and answers them."""
 
     protocol = "counting"
-    asked: ClassVar[Counter[str]] = Counter()
+    request_counts: ClassVar[Counter[str]] = Counter()
     log: ClassVar[list[tuple[str, str]]] = []
 
     def _count(self, kind: str, path: str) -> None:
-        self.asked[kind] += 1
+        self.request_counts[kind] += 1
         self.log.append((kind, self._strip_protocol(path)))
 
     def cat_file(self, path: str, *arguments: Any, **more: Any) -> Any:
@@ -48,7 +48,7 @@ class Counting(Memory):
         return super().cat_file(path, *arguments, **more)
 
     def cat(self, path: Any, *arguments: Any, **more: Any) -> Any:
-        self.asked["rounds"] += 1
+        self.request_counts["rounds"] += 1
         return super().cat(path, *arguments, **more)
 
     def pipe_file(self, path: str, *arguments: Any, **more: Any) -> Any:
@@ -125,14 +125,14 @@ class Stale(Memory):
     """Answers `exists` and `info` from a listing made once, until it is told to forget it."""
 
     protocol = "stale"
-    listed: ClassVar[set[str]] = set()
+    listed_paths: ClassVar[set[str]] = set()
 
     def exists(self, path: str, **_more: Any) -> bool:
-        return self._strip_protocol(path) in self.listed
+        return self._strip_protocol(path) in self.listed_paths
 
 
-for each in (Counting, Overwriting, Odd, Forgetful, Stale):
-    fsspec.register_implementation(each.protocol, each, clobber=True)
+for filesystem_class in (Counting, Overwriting, Odd, Forgetful, Stale):
+    fsspec.register_implementation(filesystem_class.protocol, filesystem_class, clobber=True)
 
 
 def store_of(kind: type[Memory], host_cache: Any, *, url: str = "") -> ArtefactStore:
@@ -154,6 +154,6 @@ def failing(error: Exception) -> Iterator[None]:
 def requests() -> Iterator[Counter[str]]:
     """What a `Counting` store is asked in the block: get, put, list, and rounds of reads of many at once."""
     assert threading.current_thread() is threading.main_thread()
-    Counting.asked.clear()
+    Counting.request_counts.clear()
     Counting.log.clear()
-    yield Counting.asked
+    yield Counting.request_counts

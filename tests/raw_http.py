@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from tests.polling import until
+from tests.polling import poll_until
 
 TIMEOUT_S = 8.0
 
@@ -60,7 +60,7 @@ class RawConnection:
             unsent = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
             return int.from_bytes(unsent, "little") == 0
 
-        assert until(is_taken, 5)
+        assert poll_until(is_taken, 5)
 
     def close_own_side(self) -> None:
         """Send no more, and go on reading."""
@@ -68,7 +68,7 @@ class RawConnection:
 
     def response(self, *, is_head: bool = False) -> RawResponse | None:
         """The next response; None if the service closed the connection before it. Raises OSError after a reset."""
-        head = self._until(b"\r\n\r\n")
+        head = self._read_until(b"\r\n\r\n")
         if head is None:
             return None
         status, *lines = head.decode("latin-1").split("\r\n")
@@ -89,14 +89,14 @@ class RawConnection:
             responses.append(response)
         return responses
 
-    def rest(self) -> bytes:
+    def read_to_end(self) -> bytes:
         """All bytes until the service closes the connection."""
         while piece := self._socket.recv(1 << 16):
             self._read += piece
         remaining_bytes, self._read = self._read, b""
         return remaining_bytes
 
-    def _until(self, end: bytes) -> bytes | None:
+    def _read_until(self, end: bytes) -> bytes | None:
         while end not in self._read:
             piece = self._socket.recv(1 << 16)
             if not piece:

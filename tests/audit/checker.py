@@ -70,7 +70,7 @@ PROMISES = {
 
 
 @dataclass(frozen=True)
-class Ask:
+class EntityLookup:
     """One entity of one table, with the options of its request."""
 
     table: str
@@ -147,7 +147,9 @@ class Checker:
     knowledge: Knowledge
     report: Report
 
-    def ask(self, client: Client, *asks: Ask, route: str = "lookup") -> list[Json]:
+    def judge_lookups(
+        self, client: Client, *asks: EntityLookup, route: str = "lookup"
+    ) -> list[Json]:
         """Send asks of equal options as one request and judge the answers; look twice while changes travel."""
         while True:
             settled = self.knowledge.is_settled()
@@ -166,7 +168,7 @@ class Checker:
         self.report.count("requests")
         return answers
 
-    def _send(self, client: Client, asks: tuple[Ask, ...], route: str) -> Reply:
+    def _send(self, client: Client, asks: tuple[EntityLookup, ...], route: str) -> Reply:
         first = asks[0]
         options = first.options()
         if route == "get":
@@ -182,7 +184,7 @@ class Checker:
         return client.lookup(first.table, [lookup.entity.body() for lookup in asks], **options)
 
     def judge_reply(
-        self, asks: tuple[Ask, ...], reply: Reply
+        self, asks: tuple[EntityLookup, ...], reply: Reply
     ) -> tuple[list[Complaint], list[Json]]:
         """Judge a whole reply."""
         if reply.status != 200 or not isinstance(reply.body, dict):
@@ -206,7 +208,7 @@ class Checker:
             complaints += self.judge(lookup, answer)
         return complaints, answers
 
-    def judge(self, lookup: Ask, answer: Json) -> list[Complaint]:
+    def judge(self, lookup: EntityLookup, answer: Json) -> list[Complaint]:
         """Judge one answer; return what is wrong with it."""
         know = self.knowledge
         wrong: list[Complaint] = []
@@ -240,7 +242,7 @@ class Checker:
                 wrong.append(
                     ("source", "not the previous generation: the live one has a record", answer)
                 )
-            listed_had_items = {item for view in views for item in view.had} & set(
+            listed_had_items = {item for view in views for item in view.history_items} & set(
                 answer.get("items", ())
             )
             if listed_had_items:
@@ -261,7 +263,7 @@ class Checker:
 
     # Views
 
-    def _events(self, lookup: Ask, generation: Generation) -> list[Event]:
+    def _events(self, lookup: EntityLookup, generation: Generation) -> list[Event]:
         events = self.knowledge.events
         if not lookup.stored_only:
             return events
@@ -271,7 +273,7 @@ class Checker:
             if event_index < generation.events or event.user is None
         ]
 
-    def _banned(self, lookup: Ask, generation: Generation) -> set[str]:
+    def _banned(self, lookup: EntityLookup, generation: Generation) -> set[str]:
         return (
             self.knowledge.blocked_items
             | set(lookup.exclude)
@@ -279,7 +281,7 @@ class Checker:
             | set(generation.erased_items)
         )
 
-    def _filter(self, lookup: Ask, generation: Generation) -> Json | None:
+    def _filter(self, lookup: EntityLookup, generation: Generation) -> Json | None:
         if isinstance(lookup.filter, str):
             return generation.rules.filters[lookup.filter]
         return lookup.filter
@@ -287,7 +289,7 @@ class Checker:
     # Lists of users
 
     def _judge_user_list(
-        self, lookup: Ask, answer: Json, generation: Generation
+        self, lookup: EntityLookup, answer: Json, generation: Generation
     ) -> list[Complaint]:
         know = self.knowledge
         user = lookup.entity
@@ -296,7 +298,9 @@ class Checker:
         if user.id in know.blocked_users:
             if answer.get("reason") != "entity_blocked":
                 wrong.append(("reason", "entity_blocked", answer))
-            view = UserView(None, None, frozenset(), frozenset(), view.sent, 0, False, False, False)
+            view = UserView(
+                None, None, frozenset(), frozenset(), view.sent_items, 0, False, False, False
+            )
             return wrong + self._judge_defaults(lookup, answer, generation, view)
         if user.is_sent and user.id is not None:
             know.stored_inputs.setdefault((generation.id, user.id), []).append(user)
@@ -336,9 +340,9 @@ class Checker:
             view = UserView(
                 sent_view.vector,
                 sent_view.mood,
-                view.had,
+                view.history_items,
                 view.recent,
-                view.sent,
+                view.sent_items,
                 0,
                 view.has_record,
                 False,
@@ -373,7 +377,9 @@ class Checker:
             wrong.append(("events", "`as_of`, as events are counted", answer))
         return wrong
 
-    def _judge_default_words(self, lookup: Ask, answer: Json, view: UserView) -> list[Complaint]:
+    def _judge_default_words(
+        self, lookup: EntityLookup, answer: Json, view: UserView
+    ) -> list[Complaint]:
         if self.knowledge.impaired:
             return []
         wrong: list[Complaint] = []
@@ -383,7 +389,9 @@ class Checker:
             wrong.append(("live", "no_usable_input", answer))
         return wrong
 
-    def _judge_personal_words(self, lookup: Ask, answer: Json, view: UserView) -> list[Complaint]:
+    def _judge_personal_words(
+        self, lookup: EntityLookup, answer: Json, view: UserView
+    ) -> list[Complaint]:
         if self.knowledge.impaired:
             return []
         source, producer, reason = answer["source"], answer["producer"], answer.get("reason")
@@ -431,18 +439,23 @@ class Checker:
         return [] if right else [("source", expected, [origin_fields, answer])]
 
     def _judge_ranked(
-        self, lookup: Ask, answer: Json, generation: Generation, view: UserView, personal: bool
+        self,
+        lookup: EntityLookup,
+        answer: Json,
+        generation: Generation,
+        view: UserView,
+        personal: bool,
     ) -> list[Complaint]:
         """Judge a list that a vector of the user ranks."""
         assert view.vector is not None
         day = day_of(generation, self.knowledge.events)
         banned = self._banned(lookup, generation)
-        left_out = banned | view.had
+        left_out = banned | view.history_items
         expression = self._filter(lookup, generation)
         width = generation.rules.topk
         k = lookup.k or width
         items, scores = answer["items"], answer["scores"]
-        wrong = self._judge_items(lookup, items, scores, banned, view.had)
+        wrong = self._judge_items(lookup, items, scores, banned, view.history_items)
         if expression is not None:
             failing = [
                 item for item in items if not passes(expression, day.attributes.get(item, {}))
@@ -456,7 +469,7 @@ class Checker:
         marks_end = items if answer["producer"] == "live" else ()
         night = dict(generation.items)
         everything = night if lookup.stored_only else night | day.new_items
-        by_night = view.had - view.recent if is_stored else view.had
+        by_night = view.history_items - view.recent if is_stored else view.history_items
         ranked = generation.rank_by(
             view.vector, {i: v for i, v in night.items() if i not in by_night}
         )
@@ -481,7 +494,7 @@ class Checker:
                 if pair[1] not in left_out
             ]
             for all_ in (ranked, ranked_all)
-            for sooner in (view.sent, view.sent | self.knowledge.blocked_items)
+            for sooner in (view.sent_items, view.sent_items | self.knowledge.blocked_items)
         ]
         if lookup.rerank is not None:
             return self._judge_reranked(
@@ -567,7 +580,7 @@ class Checker:
 
     def _judge_items(
         self,
-        lookup: Ask,
+        lookup: EntityLookup,
         items: list[str],
         scores: list[float],
         banned: set[str],
@@ -630,7 +643,7 @@ class Checker:
 
     def _judge_reranked(
         self,
-        lookup: Ask,
+        lookup: EntityLookup,
         answer: Json,
         generation: Generation,
         expression: Json | None,
@@ -688,11 +701,11 @@ class Checker:
         return wrong
 
     def _judge_defaults(
-        self, lookup: Ask, answer: Json, generation: Generation, view: UserView
+        self, lookup: EntityLookup, answer: Json, generation: Generation, view: UserView
     ) -> list[Complaint]:
         banned = self._banned(lookup, generation)
         items, scores = answer["items"], answer["scores"]
-        wrong = self._judge_items(lookup, items, scores, banned, view.had)
+        wrong = self._judge_items(lookup, items, scores, banned, view.history_items)
         if wrong:
             return wrong
         day = day_of(generation, self.knowledge.events)
@@ -705,16 +718,18 @@ class Checker:
                 {i: 0.0 for i in generation.items if not generation.counts[i]}
             )
             popular = popular + unpopular
-        left_out = banned | view.had
+        left_out = banned | view.history_items
         base = [pair for pair in popular[:width] if pair[1] not in left_out]
         full = [pair for pair in popular if pair[1] not in left_out]
         if expression is not None:
             passing_items = [
-                i for i in day.passing(expression) if i in generation.items and i not in left_out
+                i
+                for i in day.find_passing_items(expression)
+                if i in generation.items and i not in left_out
             ]
             new = [
                 i
-                for i in day.passing(expression)
+                for i in day.find_passing_items(expression)
                 if i in day.new_items and i not in left_out and not lookup.stored_only
             ]
             base = [pair for pair in base if passes(expression, day.attributes[pair[1]])]
@@ -748,7 +763,7 @@ class Checker:
     # Other tables
 
     def _judge_user_vector(
-        self, lookup: Ask, answer: Json, generation: Generation
+        self, lookup: EntityLookup, answer: Json, generation: Generation
     ) -> list[Complaint]:
         user = lookup.entity
         wrong: list[Complaint] = []
@@ -770,7 +785,9 @@ class Checker:
             wrong += self._judge_events(answer, view)
         return wrong + self._judge_numbers(lookup, answer, generation, view, view.vector, "vector")
 
-    def _judge_mood(self, lookup: Ask, answer: Json, generation: Generation) -> list[Complaint]:
+    def _judge_mood(
+        self, lookup: EntityLookup, answer: Json, generation: Generation
+    ) -> list[Complaint]:
         user = lookup.entity
         if user.id in self.knowledge.blocked_users:
             if answer["values"] is not None or answer.get("reason") != "entity_blocked":
@@ -786,7 +803,7 @@ class Checker:
 
     def _judge_numbers(
         self,
-        lookup: Ask,
+        lookup: EntityLookup,
         answer: Json,
         generation: Generation,
         view: UserView,
@@ -824,7 +841,7 @@ class Checker:
         return []
 
     def _judge_item_vector(
-        self, lookup: Ask, answer: Json, generation: Generation
+        self, lookup: EntityLookup, answer: Json, generation: Generation
     ) -> list[Complaint]:
         item = lookup.entity.id or ""
         answered_vector = answer["vector"]
@@ -839,7 +856,9 @@ class Checker:
             )
         return [] if answered_vector == list(expected) else [("vector", list(expected), answer)]
 
-    def _judge_similar(self, lookup: Ask, answer: Json, generation: Generation) -> list[Complaint]:
+    def _judge_similar(
+        self, lookup: EntityLookup, answer: Json, generation: Generation
+    ) -> list[Complaint]:
         item = lookup.entity.id or ""
         know = self.knowledge
         banned = self._banned(lookup, generation)
@@ -886,7 +905,9 @@ class Checker:
             answer["source"] == "live",
         )
 
-    def _judge_facet(self, lookup: Ask, answer: Json, generation: Generation) -> list[Complaint]:
+    def _judge_facet(
+        self, lookup: EntityLookup, answer: Json, generation: Generation
+    ) -> list[Complaint]:
         attribute = generation.rules.facets[lookup.table]
         value = lookup.entity.id or ""
         banned = self._banned(lookup, generation)
@@ -930,7 +951,7 @@ class Checker:
 
     # Other routes
 
-    def explain_and_ask(self, client: Client, lookup: Ask) -> None:
+    def explain_and_ask(self, client: Client, lookup: EntityLookup) -> None:
         """Hold an explanation against the answer that follows it."""
         settled = self.knowledge.is_settled()
         options = lookup.options()
@@ -943,7 +964,7 @@ class Checker:
         if reply.status != 200:
             self.report.violate("explain", PROMISES["explain"], 200, reply.body, client.recent[-6:])
             return
-        answers = self.ask(client, lookup)
+        answers = self.judge_lookups(client, lookup)
         self.report.count("explanations")
         if not answers or not settled:
             return

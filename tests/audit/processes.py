@@ -132,7 +132,7 @@ def _reply_end(reply: bytes, start: int) -> int | None:
 class Finished:
     """Outcome of a command."""
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     code: int
     output: str
     errors: str

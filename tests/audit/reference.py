@@ -260,11 +260,11 @@ class UserView:
     vector: Vector | None
     """Vector that lists are ranked by; None: nothing personal can be computed."""
     mood: Vector | None
-    had: frozenset[str]
+    history_items: frozenset[str]
     """Items that the user had by the night, or by newer events that count."""
     recent: frozenset[str]
     """Items of newer events."""
-    sent: frozenset[str]
+    sent_items: frozenset[str]
     """Items of the sent history."""
     events: int
     has_record: bool
@@ -367,7 +367,7 @@ class Day:
     new_items: dict[str, Vector]
     facets_lost: frozenset[str]
 
-    def passing(self, expression: Json | None) -> set[str]:
+    def find_passing_items(self, expression: Json | None) -> set[str]:
         """Return the items, night's and new, that pass a filter."""
         return {
             item

@@ -17,7 +17,7 @@ class Violation:
     rule: str
     promise: str
     expected: str
-    seen: str
+    observed: str
     recipe: tuple[str, ...]
     scenario: str = ""
 
@@ -86,7 +86,7 @@ class Report:
                     f"  scenario {violation.scenario}",
                     f"  promise  {violation.promise}",
                     f"  expected {violation.expected}",
-                    f"  seen     {violation.seen}",
+                    f"  seen     {violation.observed}",
                     "  recipe",
                     *(f"    {line}" for line in violation.recipe),
                 ]

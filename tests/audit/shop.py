@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.audit.bundle import Model, make_model, write_bundle
-from tests.audit.checker import PROMISES, Ask, Checker, Knowledge
+from tests.audit.checker import PROMISES, Checker, EntityLookup, Knowledge
 from tests.audit.client import Client
 from tests.audit.filters import draw_filter
 from tests.audit.processes import RedisServer, Service, Site, wait_until
@@ -576,10 +576,12 @@ class Shop:
         self.strangers += 1
         return Input(f"someone {self.strangers}", history, country)
 
-    def draw_ask(self, rng: random.Random, generations: list[str] | None = None) -> Ask:
+    def draw_ask(self, rng: random.Random, generations: list[str] | None = None) -> EntityLookup:
         """Draw a question about a list of a user."""
         entity = self.draw_input(rng)
-        lookup = Ask("user_topk", entity, k=rng.choice([None, 1, 2, 3, 5, 10, self.rules.topk]))
+        lookup = EntityLookup(
+            "user_topk", entity, k=rng.choice([None, 1, 2, 3, 5, 10, self.rules.topk])
+        )
         if rng.random() < 0.4:
             expression = (
                 rng.choice(["in_stock", "cheap"]) if rng.random() < 0.4 else draw_filter(rng)
@@ -625,28 +627,30 @@ class Shop:
         checker = self.checker
         items = list(self.world.items)
         if kind == "list":
-            checker.ask(client, self.draw_ask(rng, generations))
+            checker.judge_lookups(client, self.draw_ask(rng, generations))
         elif kind == "get":
             lookup = replace(
                 self.draw_ask(rng, generations),
                 entity=Input(rng.choice(self.world.users)),
                 exclude=(),
             )
-            checker.ask(client, lookup, route="get")
+            checker.judge_lookups(client, lookup, route="get")
         elif kind == "batch":
             lookup = self.draw_ask(rng, generations)
-            checker.ask(
+            checker.judge_lookups(
                 client,
                 *(replace(lookup, entity=self.draw_input(rng)) for _ in range(rng.randrange(2, 9))),
             )
         elif kind == "vector":
-            checker.ask(client, Ask("user_vector", self.draw_input(rng)))
+            checker.judge_lookups(client, EntityLookup("user_vector", self.draw_input(rng)))
         elif kind == "mood":
-            checker.ask(client, Ask("mood", self.draw_input(rng)))
+            checker.judge_lookups(client, EntityLookup("mood", self.draw_input(rng)))
         elif kind == "item":
-            checker.ask(client, Ask("item_vector", Input(rng.choice([*items, "unheard of"]))))
+            checker.judge_lookups(
+                client, EntityLookup("item_vector", Input(rng.choice([*items, "unheard of"])))
+            )
         elif kind == "similar":
-            lookup = Ask(
+            lookup = EntityLookup(
                 "item_similar",
                 Input(rng.choice([*items, "unheard of"])),
                 k=rng.choice([None, 1, 5, 12]),
@@ -655,15 +659,15 @@ class Shop:
                 lookup = replace(lookup, filter=draw_filter(rng))
             elif rng.random() < 0.4:
                 lookup = replace(lookup, exclude=tuple(rng.sample(items, 3)))
-            checker.ask(client, lookup)
+            checker.judge_lookups(client, lookup)
         elif kind == "facet":
             table, value = rng.choice(
                 [("brands", rng.choice(BRANDS[:-1])), ("tagged", rng.choice(TAGS)), ("brands", "?")]
             )
-            lookup = Ask(table, Input(value), k=rng.choice([None, 1, 3]))
+            lookup = EntityLookup(table, Input(value), k=rng.choice([None, 1, 3]))
             if rng.random() < 0.3:
                 lookup = replace(lookup, exclude=tuple(rng.sample(items, 3)))
-            checker.ask(client, lookup)
+            checker.judge_lookups(client, lookup)
         elif kind == "explain":
             checker.explain_and_ask(client, self.draw_ask(rng, generations))
         elif kind == "score":
@@ -675,20 +679,20 @@ class Shop:
                 )
         elif kind == "tables":
             user = rng.choice(self.world.users)
-            checker.ask(
+            checker.judge_lookups(
                 client,
-                Ask("user_topk", Input(user)),
-                Ask("user_vector", Input(user)),
-                Ask("item_similar", Input(rng.choice(items))),
-                Ask("mood", Input(user)),
+                EntityLookup("user_topk", Input(user)),
+                EntityLookup("user_vector", Input(user)),
+                EntityLookup("item_similar", Input(rng.choice(items))),
+                EntityLookup("mood", Input(user)),
                 route="tables",
             )
         else:
             user = rng.choice(self.world.users)
             drawn_input = self.draw_input(rng)
-            checker.ask(
+            checker.judge_lookups(
                 client,
-                Ask(
+                EntityLookup(
                     "user_topk",
                     Input(user, drawn_input.history, drawn_input.country),
                     k=5,

@@ -27,16 +27,18 @@ class Item:
     """An item of the feature table."""
 
     id: str
-    looks: Vector | None
+    looks_vector: Vector | None
     lift: float
     attributes: dict[str, Attribute]
     """Attributes that the item has; one that it lacks has no key."""
 
     def vector(self) -> Vector | None:
         """Return the output of the item tower, or None if the tower has no input."""
-        if self.looks is None:
+        if self.looks_vector is None:
             return None
-        return tuple(part + self.lift * LIFT_DIRECTION[d] for d, part in enumerate(self.looks))
+        return tuple(
+            part + self.lift * LIFT_DIRECTION[d] for d, part in enumerate(self.looks_vector)
+        )
 
 
 LIFT_DIRECTION = (0.5, 0.0, -0.5, 0.0, 1.0, 0.0, 0.0, 0.25)
@@ -106,8 +108,8 @@ class World:
         """Give some items another vector or other attributes."""
         for id_ in rng.sample(list(self.items), count):
             item = self.items[id_]
-            if rng.random() < 0.5 and item.looks is not None:
-                self.items[id_] = replace(item, looks=draw_looks(rng))
+            if rng.random() < 0.5 and item.looks_vector is not None:
+                self.items[id_] = replace(item, looks_vector=draw_looks(rng))
             else:
                 self.items[id_] = replace(item, attributes=draw_attributes(rng))
 
@@ -133,7 +135,7 @@ class World:
         items = list(self.items.values())
         columns = {
             "item": pa.array([item.id for item in items], pa.string()),
-            "looks": pa.array([item.looks for item in items], pa.list_(pa.float32())),
+            "looks": pa.array([item.looks_vector for item in items], pa.list_(pa.float32())),
             "lift": pa.array([item.lift for item in items], pa.float32()),
         }
         for name, kind in ATTRIBUTE_TYPES.items():
@@ -187,7 +189,7 @@ def make_world(seed: int, shape: Shape) -> World:
         lift = 0.0 if rng.random() < 0.7 else rng.choice([-1.0, 0.5, 1.0])
         items[id_] = Item(id_, looks_vectors[number], lift, draw_attributes(rng))
     lacking = ids[rng.randrange(shape.items)]
-    items[lacking] = replace(items[lacking], looks=None)
+    items[lacking] = replace(items[lacking], looks_vector=None)
     vocabulary = tuple(id_ for id_ in ids[: shape.items - shape.unknown_items])
 
     users = tuple(_user_id(number) for number in range(shape.users))

@@ -23,7 +23,7 @@ import orjson
 
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools.harness import Options, Report, compare, parse
-from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.http_load import Program, pin_programs, program
 from tests.bench.tools.place import own_server
 from tests.bench.tools.sockets import per_cpu_s, request
 from tests.integration.nights import environment
@@ -32,7 +32,7 @@ from tests.integration.token_files import TokenPlace
 ROOT = Path(__file__).parents[2]
 COUNTS = {"ready": 30_000, "stored": 10_000, "batch": 2_000}
 """Requests of a round, by kind."""
-OTHERS = 14
+OTHER_TOKENS = 14
 
 
 def requests_of(case: Case, kind: str, header: str) -> list[bytes]:
@@ -56,7 +56,7 @@ def requests_of(case: Case, kind: str, header: str) -> list[bytes]:
 def variants(folder: Path) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """Settings of each service, and the header that its callers send."""
     tokens = TokenPlace(folder / "tokens.json")
-    for number in range(OTHERS):
+    for number in range(OTHER_TOKENS):
         tokens.add(f"other-{number}", "read")
     headers = {
         "open": "",
@@ -98,7 +98,7 @@ def measure(
         running = {
             name: serve(name, ROOT, variant_settings) for name, variant_settings in settings.items()
         }
-        placed = place(*baselines.values(), *running.values())
+        placed = pin_programs(*baselines.values(), *running.values())
         report.figures["placement"] = f"servers on {placed}"
         ratio_by_pair = compare(
             {name: run(target, name) for name, target in baselines.items()},

@@ -28,7 +28,7 @@ FACTORS = 64
 SMALL = (6_040, 3_706)
 LARGE, LARGE_QUICK = (50_000, 40_981), (4_096, 40_981)
 CLOSE = 1e-5
-WANTED = "implicit: pip install implicit==0.7.3"
+INSTALL_COMMAND = "implicit: pip install implicit==0.7.3"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class Fitted:
 
     model: Any
     clicks: sp.csr_matrix
-    seen: Histories
+    histories: Histories
 
     @classmethod
     def of(cls, als: Any, size: tuple[int, int], *, fit: bool) -> "Fitted":
@@ -69,7 +69,7 @@ class Fitted:
     def by_larder(self) -> NDArray[np.int64]:
         """Lists [users, K] by the night's scorer."""
         scorer = Scorer.of(self.model.item_factors)
-        return scorer.top(self.model.user_factors, K, self.seen)[0].astype(np.int64)
+        return scorer.top(self.model.user_factors, K, self.histories)[0].astype(np.int64)
 
     def overlap(self) -> float:
         """Share of implicit's lists that ours hold; items that score as the last one does count as equal."""
@@ -104,7 +104,7 @@ def main() -> None:
         als = importlib.import_module("implicit.als")
         importlib.import_module("threadpoolctl").threadpool_limits(1, "blas")
     except ImportError:
-        report.absent.append(WANTED)
+        report.absent.append(INSTALL_COMMAND)
         report.show(options)
         return
     report.figures |= {"k": K, "factors": FACTORS, "cores": usable_cores()}

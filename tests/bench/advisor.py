@@ -42,9 +42,9 @@ from tests.bench.tools.traces import (
 
 Errors = NDArray[np.float64]
 
-SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-SHOWN = 0.01, 0.1
-IS_LARGE = np.array(SHARES) >= 0.01
+KEY_SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+REPORTED_KEY_SHARES = 0.01, 0.1
+IS_LARGE = np.array(KEY_SHARES) >= 0.01
 FEWER = 4
 """A part of so many of the default of LARDER_ADVISOR_KEYS stands beside it."""
 QUICK_READS = 200_000
@@ -55,7 +55,7 @@ def accuracy(report: Report, options: Options) -> None:
     """The advisor's curve beside the exact one."""
     file = trace_file()
     keys = zipf(40_000, 1_000_000) if file is None else orm_busy(file)
-    capacities = capacities_of(keys, SHARES)
+    capacities = capacities_of(keys, KEY_SHARES)
     key_list = keys.tolist()
     exact = np.array([lru_hit_ratio(key_list, None, capacity) for capacity in capacities])
     errors, rates, spent, touches = [], [], 0.0, 0
@@ -74,7 +74,7 @@ def accuracy(report: Report, options: Options) -> None:
     report.figures["sampling rate"] = f"{min(rates):.3f} to {max(rates):.3f}"
     report.figures["seeds"] = len(seeds)
     report.figures["us per sampled read"] = spent / touches * 1e6
-    for key_share, capacity, ratio, error in zip(SHARES, capacities, exact, worst, strict=True):
+    for key_share, capacity, ratio, error in zip(KEY_SHARES, capacities, exact, worst, strict=True):
         name = f"{key_share:.1%} of keys ({capacity})"
         report.figures[name] = f"exact {ratio:.4f}, off by {error:.2f} points at most"
     for name, error in (
@@ -96,7 +96,7 @@ def public(report: Report, options: Options) -> None:
         if trace.path() is None:
             continue
         keys = trace.keys()[: QUICK_READS if options.quick else None]
-        capacities = capacities_of(keys, SHARES)
+        capacities = capacities_of(keys, KEY_SHARES)
         report.figures["judge"], hit_ratios_by_policy = judge(keys, capacities, ("LRU",))
         lru = np.array(hit_ratios_by_policy["LRU"])
         for sampled_keys_max, errors in worst.items():
@@ -106,7 +106,8 @@ def public(report: Report, options: Options) -> None:
                 )
             )
         hit_ratio_text = ", ".join(
-            f"{lru[SHARES.index(key_share)]:.4f} at {key_share:.0%}" for key_share in SHOWN
+            f"{lru[KEY_SHARES.index(key_share)]:.4f} at {key_share:.0%}"
+            for key_share in REPORTED_KEY_SHARES
         )
         report.figures[f"{trace.name}: {len(keys):,} reads, {int(keys.max()) + 1:,} keys"] = (
             f"LRU {hit_ratio_text}; off by at most "
@@ -125,7 +126,7 @@ def public(report: Report, options: Options) -> None:
             report.ratios[f"max_error_points_{name}{suffix}"] = Ratio(
                 error, 1.0, len(seeds), error, 1.0
             )
-    report.promises["max_error_points_public"] = Promise(most=1.0)
+    report.promises["max_error_points_public"] = Promise(maximum=1.0)
 
 
 def off(keys: Keys, capacities: list[int], keys_max: int, exact: Errors, seed: int) -> Errors:
@@ -149,9 +150,9 @@ def main() -> None:
     if trace_file() is None:
         report.absent.append(f"the trace orm-busy: {DATA} names no folder that holds traces/")
     report.promises |= {
-        "max_error_points": Promise(most=1.0, quick="two seeds instead of eight"),
+        "max_error_points": Promise(maximum=1.0, quick="two seeds instead of eight"),
         "cost_share": Promise(
-            most=0.02, quick="five pairs of processes, which differ by a few per cent"
+            maximum=0.02, quick="five pairs of processes, which differ by a few per cent"
         ),
     }
     report.show(options)

@@ -35,7 +35,7 @@ from serving.requests.parsing import lookup_from_body
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools.catalogue import make_catalogue
 from tests.bench.tools.harness import Options, Report, alternate, parse
-from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.http_load import Program, pin_programs, program
 from tests.bench.tools.place import own_server
 from tests.bench.tools.sockets import drive, request
 from tests.bench.tools.uncached import no_tiers
@@ -91,7 +91,7 @@ def over_http(
             night = environment(case.night, LARDER_OVERLAY_READS=reads, LARDER_DEADLINE_MS="10000")
             log = case.folder / f"{name}serving.log"
             servers[name] = stack.enter_context(program(command, log, night))
-        where = place(*servers.values())
+        where = pin_programs(*servers.values())
         report.figures["placement"] = f"servers on {where}, sender and redis on the last core"
         for server in servers.values():
             drive(server, strangers.requests(STRANGERS_BEFORE, 1), STRANGERS_BEFORE, IN_FLIGHT[1])

@@ -30,7 +30,7 @@ from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.client.calls import write_arrow_ids
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools.harness import machine, versions
-from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.http_load import Program, pin_programs, program
 from tests.bench.tools.place import own_server
 from tests.bench.tools.sockets import per_cpu_s, request
 from tests.integration.nights import environment
@@ -89,7 +89,7 @@ def services(
             programs[has_l1] = stack.enter_context(
                 program(serve, log, environment(night, **variables))
             )
-        place(*programs.values())
+        pin_programs(*programs.values())
         yield programs
 
 

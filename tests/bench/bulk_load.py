@@ -149,7 +149,7 @@ def measure(
     report.ratios["bytes_over_payload"] = Ratio(
         loader_bytes_per_record / size, 1.0, 1, loader_bytes_per_record, size
     )
-    report.promises["bytes_over_payload"] = Promise(least=1.0, most=1.01)
+    report.promises["bytes_over_payload"] = Promise(minimum=1.0, maximum=1.01)
 
 
 def held_by(write: Write, count: int) -> float:

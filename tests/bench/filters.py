@@ -34,14 +34,14 @@ from tests.bench.tools.harness import Options, Report, alternate, compare, parse
 from tests.bench.tools.http_load import Program, program
 from tests.bench.tools.place import own_server
 from tests.bench.tools.sockets import per_cpu_s, request
-from tests.integration.nights import UNTIL, environment, histories, prepare, publish_night
+from tests.integration.nights import DATA_UNTIL, environment, histories, prepare, publish_night
 
 Numbers = NDArray[np.float32]
 Spelling = Callable[[str, int], str]
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 ITEMS, DIMS, K = 40_981, 128, 100
 USERS = 200
-SHARES = {"": 0.1, "half_": 0.5, "hundredth_": 0.01}
+PASSING_SHARES = {"": 0.1, "half_": 0.5, "hundredth_": 0.01}
 
 
 def by_vectors(report: Report, options: Options) -> None:
@@ -52,7 +52,7 @@ def by_vectors(report: Report, options: Options) -> None:
     index, subset_search = faiss.IndexFlatIP(DIMS), SubsetSearch(vectors)
     index.add(vectors)
     faiss.omp_set_num_threads(1)
-    for name, passing_share in SHARES.items():
+    for name, passing_share in PASSING_SHARES.items():
         passing_ordinals = np.flatnonzero(rng.random(ITEMS) < passing_share)
         selector = faiss.SearchParameters(sel=faiss.IDSelectorBatch(passing_ordinals))
         theirs = index.search(users, K, params=selector)[1]
@@ -88,14 +88,14 @@ def _rate(answer: Callable[[Numbers], object], users: Numbers) -> float:
 def by_lists(report: Report, redis_url: str, folder: Path, options: Options) -> None:
     """Over HTTP, from L1."""
     config_without_prices = prepare(folder / "plain", redis_url, users=1_000, items=2_000)
-    publish_night(config_without_prices, UNTIL)
+    publish_night(config_without_prices, DATA_UNTIL)
     config = prepare(folder / "shop", redis_url, users=1_000, items=2_000)
     path = config.path("items.parquet")
     table = pq.read_table(path)
     prices = np.random.default_rng(1).uniform(0, 100, len(table))
     pq.write_table(table.append_column("price", pa.array(prices)), path)
     config = replace(config, sources=replace(config.sources, item_attributes=("price",)))
-    publish_night(config, UNTIL)
+    publish_night(config, DATA_UNTIL)
     users = random.Random(0).sample(sorted(histories(config)), USERS)
     count = 2_000 if options.quick else 5_000
     filter_ = "&filter=" + quote('{"<":["price",80]}', safe="")

@@ -23,8 +23,15 @@ from tests.bench.tools.flip_calls import Recording, calling
 from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
 from tests.bench.tools.place import own_server
 from tests.integration.fleet import control_of, fleet
-from tests.integration.nights import NEXT, UNTIL, build_verified, histories, prepare, publish_night
-from tests.polling import until
+from tests.integration.nights import (
+    DATA_UNTIL,
+    NEXT,
+    build_verified,
+    histories,
+    prepare,
+    publish_night,
+)
+from tests.polling import poll_until
 
 SEED = 20_260
 REPLICAS = 3
@@ -83,7 +90,7 @@ def main() -> None:
 def measure(folder: Path, redis_url: str, size: Size, _options: Options) -> Report:
     """All cycles, and the figures of all of them together."""
     config = prepare(folder / "night", redis_url, seed=SEED, users=size.users, items=size.items)
-    publish_night(config, UNTIL)
+    publish_night(config, DATA_UNTIL)
     second = build_verified(config, NEXT)
     paths = [
         f"/v1/lookup/user_topk/{quote(user, safe='')}?k=20" for user in sorted(histories(config))
@@ -129,7 +136,7 @@ def _swapped(control: Control, asked_at: float, *, is_rollback: bool) -> Flip:
         ]
 
     time.sleep(AFTER_S)  # looking would be work on the same cores
-    if not until(lambda: len(swaps()) == REPLICAS):
+    if not poll_until(lambda: len(swaps()) == REPLICAS):
         raise RuntimeError(f"{len(swaps())} of {REPLICAS} replicas follow epoch {pointer.epoch}")
     return Flip(is_rollback, asked_at, pointer.published_at, tuple(swaps()))
 
@@ -155,9 +162,9 @@ def _report(flips: Sequence[Flip], calls: Recording, size: Size) -> Report:
     report.ratios["skew_p99_ms"] = Ratio(skew_ms, 1.0, len(flips), skew_ms, 1.0)
     report.promises = {
         "p99_during_vs_before": Promise(
-            most=1.2, quick="three cycles: a p99 of some thousand requests"
+            maximum=1.2, quick="three cycles: a p99 of some thousand requests"
         ),
-        "skew_p99_ms": Promise(most=100.0),
+        "skew_p99_ms": Promise(maximum=100.0),
     }
     report.figures = {
         "flips": len(flips),

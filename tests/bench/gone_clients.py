@@ -27,7 +27,7 @@ import numpy as np
 
 from tests.bench.read_path import TABLE, make_case
 from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
-from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.http_load import Program, pin_programs, program
 from tests.bench.tools.place import cores_at_start, own_server
 from tests.integration.nights import environment
 
@@ -73,7 +73,7 @@ class Bench(NamedTuple):
         probing = threading.Thread(target=self._probe, args=(stop_event, probes))
         probing.start()
         try:
-            durations_ms = self._ask(self.seconds + 0.5)
+            durations_ms = self._time_lookups(self.seconds + 0.5)
         finally:
             client_outputs = [client.communicate()[0] for client in started]
             stop_event.set()
@@ -112,7 +112,7 @@ class Bench(NamedTuple):
         finally:
             connection.close()
 
-    def _ask(self, seconds: float) -> list[float]:
+    def _time_lookups(self, seconds: float) -> list[float]:
         where, draw = urlsplit(self.larder.url), random.Random(1)
         connection = HTTPConnection(str(where.hostname), where.port, timeout=60)
         durations_ms, ends_at = list[float](), time.monotonic() + seconds
@@ -184,8 +184,8 @@ def measure(report: Report, bench: Bench, rounds: int) -> None:
                 f"{sum(run.requests for run in runs[mode])}, {sum(run.answered for run in runs[mode])}"
             )
         quick = "runs of two seconds have few requests in their slowest hundredth"
-        report.promises[f"l1_p99_of_{clients}"] = Promise(most=2.0, quick=quick)
-        report.promises[f"health_of_{clients}"] = Promise(most=1.0)
+        report.promises[f"l1_p99_of_{clients}"] = Promise(maximum=2.0, quick=quick)
+        report.promises[f"health_of_{clients}"] = Promise(maximum=1.0)
     report.figures["shed"] = bench.shed()
 
 
@@ -203,7 +203,7 @@ def main() -> None:
         serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "error"]
         env = {**environment(case.night), **installed}
         with program(serve, folder / "serving.log", env) as larder:
-            report.figures["service"] = place(larder)
+            report.figures["service"] = pin_programs(larder)
             bench = Bench(larder, ids, ids_file, 2.0 if options.quick else 6.0)
             bench.warm()
             measure(report, bench, options.rounds)

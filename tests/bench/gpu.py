@@ -71,7 +71,7 @@ RATES = {
 }
 
 
-def made(users: int, items: int, dims: int, *, skewed: bool = False) -> Case:
+def draw_case(users: int, items: int, dims: int, *, skewed: bool = False) -> Case:
     """Gaussian vectors; `skewed` gives items lengths as the reference model's are (log-normal)."""
     base_case = random_case(4096, items, dims)
     rng = np.random.default_rng(1)
@@ -89,10 +89,10 @@ def made(users: int, items: int, dims: int, *, skewed: bool = False) -> Case:
 def cases(options: Options, kind: str) -> Iterator[tuple[str, Case]]:
     """(name, case); real ones only where the data is."""
     size = SIZES["gpu quick" if kind == "gpu" and options.quick else kind]
-    yield "million", made(size.users, size.items, 128)
+    yield "million", draw_case(size.users, size.items, 128)
     if kind != "processor":
-        yield "million256", made(size.users, size.items, 256)
-    yield "skewed", made(size.skewed_users, size.items, 128, skewed=True)
+        yield "million256", draw_case(size.users, size.items, 256)
+    yield "skewed", draw_case(size.skewed_users, size.items, 128, skewed=True)
     if (file := real_file()) is not None and kind == "gpu":
         for dims in (128,) if options.quick else (128, 256):
             with tempfile.TemporaryDirectory() as folder:
@@ -297,7 +297,7 @@ def measure(report: Report, options: Options, device: Any, name: str, case: Case
     )
     report.figures[f"{name}_prepare_s"] = round(time.perf_counter() - started, 3)
     report.figures[f"{name}_recall"] = recall_of(case, scorer, RECALL_ROWS)
-    without_histories = partial(scorer.top, case.users, K, nothing(case))
+    without_histories = partial(scorer.top, case.users, K, empty_histories(case))
     without_histories()  # compiles, and takes the memory that it will use
     report.figures[f"{name}_without_histories_users_per_s"] = round(
         timed(len(case.users), without_histories, device)
@@ -360,7 +360,7 @@ def tenth_users_per_s(case: Case, device: Any) -> float | None:
     return statistics.median(timed(len(case.users), run, device) for _ in range(3))
 
 
-def nothing(case: Case) -> Histories:
+def empty_histories(case: Case) -> Histories:
     """Nobody has anything."""
     return Histories(np.zeros(len(case.users) + 1, np.int64), np.empty(0, np.int64))
 

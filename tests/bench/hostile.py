@@ -76,19 +76,21 @@ class Bench:
     seconds: float
     settle_s: float
     memory_mb: float = 0.0
-    seen: dict[str, list[Block]] = field(default_factory=lambda: {"idle": [], "hostile": []})
+    blocks_by_sort: dict[str, list[Block]] = field(
+        default_factory=lambda: {"idle": [], "hostile": []}
+    )
 
     def block(self, sort: str) -> Block:
         """The 99th percentiles beside these peers."""
         kinds = ["idle"] if sort == "idle" else HOSTILE
         with peers(self.larder.url, list(itertools.islice(itertools.cycle(kinds), PEERS))):
             self._call(self.settle_s)
-            self.times.take()
+            self.times.drain_times()
             answered = self._call(self.seconds)
-            durations_ns, is_get = self.times.take()
+            durations_ns, is_get = self.times.drain_times()
             self.memory_mb = max(self.memory_mb, _memory_mb(self.larder.pid))
         block = Block(_p99_ms(durations_ns), _p99_ms(durations_ns[is_get]), answered)
-        self.seen[sort].append(block)
+        self.blocks_by_sort[sort].append(block)
         time.sleep(0.5)  # the service sees its peers go
         return block
 
@@ -102,7 +104,7 @@ class Bench:
         with_token = [
             raw_request.replace(b"\r\n", AUTHORIZED, 1) for raw_request in arrivals.requests
         ]
-        requests = [with_token[request_index] for request_index in arrivals.which]
+        requests = [with_token[request_index] for request_index in arrivals.request_indexes]
         where = urlsplit(self.larder.url)
         address = where.hostname or "", where.port or 0
         due = arrivals.due.tolist()
@@ -164,7 +166,7 @@ def measure(report: Report, bench: Bench, options: Options) -> None:
     limit = options.rounds if options.quick else max(options.rounds, ROUNDS_MAX)
     bench.block("idle")  # what is asked most is in L1 after it
     bench.block("hostile")
-    for blocks in bench.seen.values():
+    for blocks in bench.blocks_by_sort.values():
         blocks.clear()
     ends_at = time.monotonic() + 60 * MINUTES_MAX
     while len(rounds) < options.rounds or (
@@ -182,9 +184,9 @@ def measure(report: Report, bench: Bench, options: Options) -> None:
         report.figures[f"{name}: 95 % of the ratio"] = f"{low:.3f} to {high:.3f}"
         report.figures[f"{name}: ratios of all rounds"] = " ".join(map(str, round_ratios))
     quick_reason = "the p99 of a block of two seconds is that of eight requests"
-    report.promises["p99_vs_idle"] = Promise(most=1 + MARGIN, quick=quick_reason)
+    report.promises["p99_vs_idle"] = Promise(maximum=1 + MARGIN, quick=quick_reason)
     report.figures["95 % intervals within half the margin"] = "yes" if _agree(rounds) else "NO"
-    told(report, bench)
+    report_memory_and_callers(report, bench)
 
 
 def _round(bench: Bench, number: int) -> Round:
@@ -215,9 +217,9 @@ def _agree(rounds: Sequence[Round]) -> bool:
     return high - low <= MARGIN
 
 
-def told(report: Report, bench: Bench) -> None:
+def report_memory_and_callers(report: Report, bench: Bench) -> None:
     """What became of memory and of callers: `missed` is the share of requests without a 200 in the deadline."""
-    for sort, blocks in bench.seen.items():
+    for sort, blocks in bench.blocks_by_sort.items():
         answered = [block.answered for block in blocks]
         request_count, missed = (
             sum(getattr(answered_calls, name) for answered_calls in answered)
@@ -233,8 +235,8 @@ def told(report: Report, bench: Bench) -> None:
     report.ratios["memory_vs_bound"] = Ratio(
         peak_memory_mb / MEMORY_MB, 1.0, 1, peak_memory_mb, MEMORY_MB
     )
-    report.promises["memory_vs_bound"] = Promise(most=1.0)
-    report.promises["hostile_missed"] = Promise(most=0)
+    report.promises["memory_vs_bound"] = Promise(maximum=1.0)
+    report.promises["hostile_missed"] = Promise(maximum=0)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from tests.bench.read_path import TABLE, Case, body_of, make_case
 from tests.bench.tools.harness import Options, Report, compare, parse
-from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.http_load import Program, pin_programs, program
 from tests.bench.tools.place import own_server
 from tests.bench.tools.sockets import per_cpu_s, request
 from tests.integration.nights import environment
@@ -38,7 +38,7 @@ def measure(report: Report, case: Case, redis_url: str, options: Options) -> Non
             program(bare_app, case.folder / "bare.log") as bare,
             program(plain_app, case.folder / "plain.log") as fastapi_server,
         ):
-            report.figures["placement"] = f"servers on {place(larder, bare, fastapi_server)}"
+            report.figures["placement"] = f"servers on {pin_programs(larder, bare, fastapi_server)}"
             report.figures["body bytes"] = body.stat().st_size
             report.figures["unit"] = "requests per second of the server's processor time"
             lookups = [request(path) for path in paths]

@@ -48,7 +48,7 @@ class Bench:
         self.names = [LocalKey("20261123T000000Z-0", "user_topk", key_hash) for key_hash in hashes]
         self.requests = [b"/v1/lookup/user_topk/user-%d?k=20" % number for number in range(count)]
         self.records = [random.Random(number).randbytes(RECORD_BYTES) for number in range(count)]
-        self.asked = [self.names[key_index] for key_index in drawn.tolist()]
+        self.drawn_names = [self.names[key_index] for key_index in drawn.tolist()]
         self.asked_ready = [self.requests[key_index] for key_index in drawn.tolist()]
         self.entry_of = dict(
             zip(self.names, (Entry(record, 1) for record in self.records), strict=True)
@@ -100,14 +100,16 @@ def measure(report: Report, options: Options) -> None:
     """All rows."""
     bench = Bench(options)
     local, lru_cache = bench.full()
-    base = partial(rate, lru_cache.__getitem__, bench.asked)
+    base = partial(rate, lru_cache.__getitem__, bench.drawn_names)
     hits = {
-        "record_vs_cachetools": partial(rate, local.get, bench.asked),
+        "record_vs_cachetools": partial(rate, local.get, bench.drawn_names),
         "ready_vs_cachetools": partial(rate, local.ready, bench.asked_ready),
     }
     report.ratios |= alternate(base, hits, rounds=options.rounds)
-    report.figures["cachetools: ns, p50 / p99 / p99.9"] = singly(lru_cache.__getitem__, bench.asked)
-    report.figures["record: ns, p50 / p99 / p99.9"] = singly(local.get, bench.asked)
+    report.figures["cachetools: ns, p50 / p99 / p99.9"] = singly(
+        lru_cache.__getitem__, bench.drawn_names
+    )
+    report.figures["record: ns, p50 / p99 / p99.9"] = singly(local.get, bench.drawn_names)
     report.figures["ready: ns, p50 / p99 / p99.9"] = singly(local.ready, bench.asked_ready)
 
     small, base_small = bench.churned()
@@ -124,8 +126,8 @@ def measure(report: Report, options: Options) -> None:
             base_small[name] = bench.entry_of[name]
 
     report.ratios["churn_vs_cachetools"] = alternate(
-        partial(rate, through_other, bench.asked),
-        {"": partial(rate, through_local, bench.asked)},
+        partial(rate, through_other, bench.drawn_names),
+        {"": partial(rate, through_local, bench.drawn_names)},
         rounds=options.rounds,
     )[""]
     report.figures["under churn: L1 held at most, of its bound"] = round(

@@ -27,7 +27,7 @@ from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.client.calls import write_arrow_ids
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools.harness import Options, Report, alternate, compare, parse
-from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.http_load import Program, pin_programs, program
 from tests.bench.tools.place import own_server, pin
 from tests.bench.tools.sockets import per_cpu_s, request
 from tests.integration.nights import environment
@@ -57,7 +57,7 @@ def measure(report: Report, case: Case, redis_url: str, options: Options) -> Non
         names = runner.run(_fill(redis_url, len(case.users)))
         where = pin(0, 0)
         report.figures["placement"] = (
-            f"servers on {place(larder, fastapi_server, bare)}, client on {where}"
+            f"servers on {pin_programs(larder, fastapi_server, bare)}, client on {where}"
         )
         report.figures["unit"] = "per second of processor time"
         _singles(report, case, larder, (fastapi_server, bare), names, options)

@@ -252,7 +252,7 @@ def main() -> None:
             )
         unpin()
     report.promises = {
-        "p99_closed_loop_vs_idle": Promise(most=1.3),
+        "p99_closed_loop_vs_idle": Promise(maximum=1.3),
         "rate_vs_flat_out": Promise(0.1, quick="the governor has half the time to find its pace"),
         "rate_vs_set_pipeline": Promise(
             3.0, quick="the governor has half the time to find its pace"

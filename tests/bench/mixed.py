@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from tests.bench.read_path import Case, body_of, make_case
 from tests.bench.tools.harness import Options, Report, alternate, parse
-from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.http_load import Program, pin_programs, program
 from tests.bench.tools.mix import CONNECTIONS, DEADLINE_S, Stream, path_of
 from tests.bench.tools.open_loop import SOURCES, Arrivals, Outcomes, caller, drive
 from tests.bench.tools.place import own_server
@@ -64,7 +64,7 @@ class Bench:
         outcomes = self.run(self.stream.closed(self.larder.url, count))
         if not (outcomes.status == 200).all():
             raise RuntimeError(f"{(outcomes.status != 200).sum()} of {count} were not answered")
-        self.rate = count / outcomes.ended
+        self.rate = count / outcomes.elapsed_s
         return self.rate
 
     def steady(self, rate: float, load_share: float) -> None:
@@ -97,7 +97,12 @@ class Bench:
         def measure_p99_ms() -> float:
             mix = self.stream.arrivals(self.bare.url, (rate, self.seconds))
             bare_arrivals = Arrivals(
-                mix.url, [request("/")], np.zeros_like(mix.which), mix.due, CONNECTIONS, DEADLINE_S
+                mix.url,
+                [request("/")],
+                np.zeros_like(mix.request_indexes),
+                mix.due,
+                CONNECTIONS,
+                DEADLINE_S,
             )
             return _ms(self.run(bare_arrivals).seconds, 99)
 
@@ -171,7 +176,7 @@ def measure(report: Report, case: Case, options: Options) -> None:
         body.write_bytes(body_of(larder, [path_of(user) for user in case.users[:100]]))
         bare_app: list[str | Path] = [sys.executable, "-m", "tests.bench.tools.bare_asgi", body]
         with program(bare_app, case.folder / "bare.log") as bare, caller() as callers:
-            where = place(larder, bare)
+            where = pin_programs(larder, bare)
             report.figures["placement"] = f"servers on {where}, callers and redis on the last core"
             seconds = (1.0, 1.5) if options.quick else (5.0, 5.0)
             bench = Bench(report, stream, larder, bare, callers, *seconds)

@@ -44,7 +44,7 @@ K = 100
 DIMS = ReferenceConfig().dims
 COPIES, COPIES_QUICK = 8, 3
 DRAWN = (30_000, 40_000)
-UNTIL = "2026-11-22T00:00:00Z"
+DATA_UNTIL = "2026-11-22T00:00:00Z"
 REMADE = ("work/begin.json", "work/embed_items.json", "work/assemble.json", "manifest.json")
 
 
@@ -120,7 +120,7 @@ class Night:
         return float(build["users"] / (time.perf_counter() - started))
 
     def _scored(self) -> Step:
-        build = begin.run(self.config, data_until=UNTIL, run_after=None)
+        build = begin.run(self.config, data_until=DATA_UNTIL, run_after=None)
         embed_items.run(self.config, build)
         score.run(self.config, build, build["shards"])
         return assemble.run(self.config, build)

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 from tests.bench.read_path import Case, make_case
 from tests.bench.tools.harness import Options, Ratio, Report, alternate, parse
-from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.http_load import Program, pin_programs, program
 from tests.bench.tools.mix import path_of
 from tests.bench.tools.place import own_server
 from tests.bench.tools.sockets import per_cpu_s, request
@@ -42,7 +42,7 @@ def served(case: Case, name: str, settings: Mapping[str, str]) -> Iterator[Progr
     command = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
     env = environment(case.night, **settings)
     with program(command, case.folder / f"{name}.log", env) as running:
-        place(running)
+        pin_programs(running)
         yield running
 
 
@@ -64,10 +64,10 @@ def on_vs_off(case: Case, off: Mapping[str, str], options: Options) -> Ratio:
                 run(without), {"on": run(on)}, rounds=rounds, tolerance=TOLERANCE
             ).values()
             pair_ratios.append(ratio)
-    return together(pair_ratios)
+    return merge_ratios(pair_ratios)
 
 
-def together(ratios: Sequence[Ratio]) -> Ratio:
+def merge_ratios(ratios: Sequence[Ratio]) -> Ratio:
     """The ratios of several pairs of processes as one: medians."""
 
     def middle(of: Callable[[Ratio], float]) -> float:

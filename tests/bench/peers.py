@@ -36,13 +36,13 @@ from tests.bench.tools.feast_side import (
     ENVIRONMENT,
     FORMS,
     Row,
-    ask,
     call,
     differing,
+    fetch_features,
     rows_of,
 )
 from tests.bench.tools.harness import Options, Report, Run, compare, parse
-from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.http_load import Program, pin_programs, program
 from tests.bench.tools.place import own_server, pin, unpin
 from tests.bench.tools.sockets import Driven, drive, request
 from tests.integration.nights import environment
@@ -69,35 +69,35 @@ class Drivers:
     """Timed runs, and what each of them saw."""
 
     def __init__(self, quick: bool) -> None:
-        self._share = 5 if quick else 1
-        self.seen: dict[str, list[Driven]] = defaultdict(list)
+        self._count_divisor = 5 if quick else 1
+        self.runs_by_name: dict[str, list[Driven]] = defaultdict(list)
 
     def run(self, name: str, target: Program, requests: Sequence[bytes], batch: int) -> Run:
         """A run whose figure is users per second of the server's processor time."""
-        count = COUNTS[name][batch] // self._share
+        count = COUNTS[name][batch] // self._count_divisor
 
         def measure_rate() -> float:
             driven = drive(target, requests, count, CONNECTIONS[batch])
-            self.seen[f"{name}, {batch}"].append(driven)
+            self.runs_by_name[f"{name}, {batch}"].append(driven)
             return batch * driven.per_cpu_s
 
         return measure_rate
 
     def figures(self, report: Report) -> None:
         """Requests per second by the clock, and shares of the core."""
-        for name, runs in self.seen.items():
-            rate, busy = (statistics.median(map(of, runs)) for of in _SHOWN)
+        for name, runs in self.runs_by_name.items():
+            rate, busy = (statistics.median(map(of, runs)) for of in _RUN_FIGURES)
             report.figures[f"{name}: requests/s, share of its core"] = f"{rate:,.0f}, {busy:.2f}"
 
 
-_SHOWN: tuple[Callable[[Driven], float], ...] = (lambda run: run.per_s, lambda run: run.busy)
+_RUN_FIGURES: tuple[Callable[[Driven], float], ...] = (lambda run: run.per_s, lambda run: run.busy)
 
 
 def check_same(rows: dict[str, Row], feast: Program, larders: Sequence[Program]) -> None:
     """Every side answers what the night's files hold. Raises RuntimeError."""
     sample = dict(random.Random(0).sample(sorted(rows.items()), BATCH))
     users = list(sample)
-    forms = {form: ask(feast, form, users) for form in FORMS}
+    forms = {form: fetch_features(feast, form, users) for form in FORMS}
     body = json.dumps({"entities": users, "k": K}).encode()
     for larder in larders:
         larder_answers = call(f"{larder.url}/v1/lookup/{TABLE}", body)["answers"]
@@ -121,7 +121,7 @@ def measure(
         )
         report.figures["feast"] = f"{version}, one worker"
         check_same(rows, feast, list(larder.values()))
-        where = place(feast, *larder.values())
+        where = pin_programs(feast, *larder.values())
         report.figures["placement"] = f"servers on {where}; sender on {pin(0, -1)}, Redis too"
         report.figures["unit"] = "users per second of the server's processor time"
         drivers = Drivers(options.quick)
@@ -139,7 +139,7 @@ def measure(
             }
             candidates = {
                 suffix: drivers.run(f"larder {name}", larder[tier], requests, batch)
-                for suffix, (name, tier, requests) in _ours(user_batches, batch).items()
+                for suffix, (name, tier, requests) in _larder_requests(user_batches, batch).items()
             }
             ratio_by_pair = compare(
                 baselines,
@@ -167,7 +167,9 @@ def best_name(batch: int, suffix: str) -> str:
     return f"vs_feast_best_batch{batch}" + (suffix or ("_l1" if batch == 1 else ""))
 
 
-def _ours(user_batches: list[list[str]], batch: int) -> dict[str, tuple[str, str, list[bytes]]]:
+def _larder_requests(
+    user_batches: list[list[str]], batch: int
+) -> dict[str, tuple[str, str, list[bytes]]]:
     """By suffix of the ratio: what it is called, the tier it comes from, the requests."""
     path = f"/v1/lookup/{TABLE}"
     if batch == 1:

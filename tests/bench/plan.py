@@ -43,7 +43,7 @@ from tests.bench.tools.harness import Ratio, Report, parse
 from tests.bench.tools.place import own_server
 from tests.integration.nights import write_clicks
 
-UNTIL = "2026-01-31T00:00:00Z"
+DATA_UNTIL = "2026-01-31T00:00:00Z"
 REQUESTS = 400_000
 ANSWER_BYTES = 700
 REMADE = ("work/embed_items.json", "work/assemble.json", "manifest.json")
@@ -81,13 +81,13 @@ QUICK = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class NightTimes:
     """One real night."""
 
     score: TimeSpent
     load: TimeSpent
 
-    def each(self) -> Mapping[str, float]:
+    def times_by_name(self) -> Mapping[str, float]:
         """Every time by its name."""
         return {
             "time: score": self.score.wall_s, "time: load": self.load.wall_s,
@@ -116,7 +116,7 @@ def prepare(case: Case, folder: Path, redis_url: str) -> NightConfig:
             clicks, item_ids=tuple(item_id + "x" * case.id_bytes for item_id in clicks.item_ids)
         ),
     )
-    train_reference(config, data_until=UNTIL)
+    train_reference(config, data_until=DATA_UNTIL)
     return config
 
 
@@ -124,7 +124,7 @@ def foretell(config: NightConfig, case: Case, seconds: float) -> Forecast:
     """As the command does, for the requests that `drive` will send."""
     plan_parameters = PlanParameters(
         qps=REQUESTS / DAY_S, l1_mib=case.l1_mib, zipf=case.zipf, answer_bytes=ANSWER_BYTES,
-        seconds=seconds, data_until=UNTIL,
+        seconds=seconds, data_until=DATA_UNTIL,
     )  # fmt: skip
     log = np.bincount(stream(case, case.users, seed=2)) if case.has_log else None
     return forecast(config, plan_parameters, None if log is None else log[log > 0])
@@ -136,7 +136,7 @@ class Night:
     def __init__(self, config: NightConfig, running: RedisServer) -> None:
         self.config = config
         self._client = redis.Redis.from_url(running.url)
-        self._build = begin.run(config, data_until=UNTIL, run_after=None)
+        self._build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
         self._score()
         index.run(config, self._build)
         quantize.run(config, self._build)
@@ -145,7 +145,7 @@ class Night:
     def manifest(self) -> Manifest:
         return read_manifest(self.config.store(), str(self._build["generation"]))
 
-    def run(self) -> Took:
+    def run(self) -> NightTimes:
         """Scored and loaded once more."""
         root = self.config.store().local(generation_path(str(self._build["generation"])))
         shutil.rmtree(root / "tables")
@@ -153,14 +153,14 @@ class Night:
             path.unlink(missing_ok=True)
         score, _ = timed(self._score)
         self._client.flushall(asynchronous=False)
-        begin.run(self.config, data_until=UNTIL, run_after=None)  # the registry knows it again
-        self.before = self._used()
+        begin.run(self.config, data_until=DATA_UNTIL, run_after=None)  # the registry knows it again
+        self.bytes_before_load = self._used()
         load, _ = timed(lambda: load_step.run(self.config, self._build), self._cpu)
-        return Took(score, load)
+        return NightTimes(score, load)
 
     def redis_bytes(self) -> tuple[int, int]:
         """(growth of its memory with the last load, sum over its pages)."""
-        grown = self._used() - self.before
+        grown = self._used() - self.bytes_before_load
         names = page_keys(self.config.keyspace(), self.manifest)
         return grown, sum(int(self._client.memory_usage(name) or 0) for name in names)
 
@@ -204,7 +204,7 @@ def drive(case: Case, users: int, record_bytes: int, mib: int) -> tuple[float, f
 
 
 def errors(
-    case: Case, forecasts: Sequence[Forecast], night: Night, nights: Sequence[Took]
+    case: Case, forecasts: Sequence[Forecast], night: Night, nights: Sequence[NightTimes]
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Shares by which each figure is off, and what was measured."""
     last_forecast, manifest, (grown, pages) = forecasts[-1], night.manifest, night.redis_bytes()
@@ -230,9 +230,10 @@ def errors(
         for (name, measured_bytes), forecast_bytes in zip(measured.items(), foretold, strict=True)
     }
     forecast_times = [
-        Took(night_forecast.timings.all, night_forecast.load).each() for night_forecast in forecasts
+        NightTimes(night_forecast.timings.all, night_forecast.load).times_by_name()
+        for night_forecast in forecasts
     ]
-    measured_times = [real_night.each() for real_night in nights]
+    measured_times = [real_night.times_by_name() for real_night in nights]
     for name in forecast_times[0]:
         off[name] = (
             median(
@@ -278,8 +279,8 @@ def main() -> None:
             )
             kind = figure_name.partition(":")[0]
             worst[kind] = max(worst.get(kind, 0.0), abs(deviation))
-        for name in nights[0].each():
-            times = [night.each()[name] for night in nights]
+        for name in nights[0].times_by_name():
+            times = [night.times_by_name()[name] for night in nights]
             ratio = median(later / earlier for earlier, later in pairwise(times))
             aa[name.partition(":")[0]].append(ratio)
         report.figures[f"{number} seconds in all"] = round(time.perf_counter() - started, 1)

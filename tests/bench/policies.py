@@ -31,7 +31,7 @@ from tests.bench.tools.policy import POLICIES, Policy
 from tests.bench.tools.topk_cases import DATA, real_file
 from tests.bench.tools.traces import Keys, capacities_of, gowalla, zipf
 
-SHARES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5)
+KEY_SHARES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5)
 UNREAD = frozenset({"fresh", "stranger"})
 """Requests of the demo whose answers L1 does not hold."""
 KEYS_LEAST = 100
@@ -67,7 +67,9 @@ def streams(quick: bool) -> Iterator[tuple[str, Keys]]:
 
 def by_judge(report: Report, name: str, keys: Keys) -> None:
     """One stream with every policy of libCacheSim."""
-    capacities = [capacity for capacity in capacities_of(keys, SHARES) if capacity >= KEYS_LEAST]
+    capacities = [
+        capacity for capacity in capacities_of(keys, KEY_SHARES) if capacity >= KEYS_LEAST
+    ]
     report.figures["judge"], hit_ratios_by_policy = judge(keys, capacities)
     report.figures[f"{name}: reads, keys, sizes"] = (
         f"{len(keys):,}, {int(keys.max()) + 1:,}, {' · '.join(f'{capacity:,}' for capacity in capacities)}"
@@ -132,7 +134,7 @@ def main() -> None:
     """Measure and report."""
     options = parse(__doc__ or "")
     report = Report("policies")
-    report.figures["sizes"] = " · ".join(f"{key_share:.1%} of keys" for key_share in SHARES)
+    report.figures["sizes"] = " · ".join(f"{key_share:.1%} of keys" for key_share in KEY_SHARES)
     cost(report, options)
     if is_there():
         for name, keys in streams(options.quick):

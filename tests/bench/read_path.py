@@ -43,7 +43,15 @@ from serving.http.routes import Service
 from serving.requests.models import LookupRequest
 from serving.requests.parsing import lookup_from_body
 from tests.bench.tools.harness import Options, Report, alternate, parse
-from tests.bench.tools.http_load import BUSY, Load, Program, paths_script, place, program, wrk
+from tests.bench.tools.http_load import (
+    BUSY,
+    Load,
+    Program,
+    paths_script,
+    pin_programs,
+    program,
+    wrk,
+)
 from tests.bench.tools.place import own_server, pin, unpin
 from tests.integration.nights import environment, histories, prepare, publish_night
 from tests.integration.serving_app import settings
@@ -51,7 +59,7 @@ from tests.integration.serving_app import settings
 CONNECTIONS = 32
 BATCH = 32
 TABLE: Literal["user_topk"] = "user_topk"
-UNTIL = "2026-01-29T00:00:00Z"
+DATA_UNTIL = "2026-01-29T00:00:00Z"
 
 Rate = Callable[[], Coroutine[None, None, float]]
 
@@ -72,8 +80,8 @@ def make_case(folder: Path, redis_url: str, quick: bool) -> Case:
     night = prepare(folder, redis_url, users=2_000 if quick else 10_000, items=2_000)
     tables: dict[str, TableConfig] = {TABLE: TableConfig(TABLE, k=100)}
     night = replace(night, tables=tables, page_bytes=NightConfig().page_bytes)
-    generation = publish_night(night, UNTIL)
-    history_by_user = histories(night, UNTIL)
+    generation = publish_night(night, DATA_UNTIL)
+    history_by_user = histories(night, DATA_UNTIL)
     items = sorted({item for history in history_by_user.values() for item in history})
     return Case(folder, night, generation, sorted(history_by_user), items)
 
@@ -89,7 +97,7 @@ def over_http(report: Report, case: Case, options: Options) -> None:
         body.write_bytes(body_of(larder, paths))
         bare_command: list[str | Path] = [sys.executable, "-m", "tests.bench.tools.bare_asgi", body]
         with program(bare_command, case.folder / "bare.log") as bare:
-            core = place(larder, bare)
+            core = pin_programs(larder, bare)
             report.figures["placement, HTTP"] = f"servers on {core}, wrk and redis on the last core"
             report.figures["body bytes"] = body.stat().st_size
             _compare(report, options, larder, bare, script)

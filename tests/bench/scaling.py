@@ -32,7 +32,7 @@ from cache.topk.topk import Scorer
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.planning.sizes import step_bytes
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
-from tests.bench.night import UNTIL, drawn_case, write_interactions
+from tests.bench.night import DATA_UNTIL, drawn_case, write_interactions
 from tests.bench.tools import wide_night
 from tests.bench.tools.harness import Options, Ratio, Report, parse
 from tests.bench.tools.topk_cases import random_case
@@ -105,7 +105,7 @@ def run_step(folder: Path, step: str) -> None:
     build = json.loads((folder / "build.json").read_text()) if step != "begin" else {}
     cpu_start_s = time.process_time()
     if step == "begin":
-        build = dict(begin.run(config, data_until=UNTIL, run_after=None))
+        build = dict(begin.run(config, data_until=DATA_UNTIL, run_after=None))
     elif step == "embed_items":
         embed_items.run(config, build)
     elif step == "score":

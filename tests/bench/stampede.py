@@ -149,7 +149,8 @@ def measure(report: Report, case: Case, options: Options) -> None:
         with replicas(case, config, count) as pipes:
             scenes = {
                 keys: [
-                    _together(pipes, f"{name}-{keys}-{at}", keys, waiters) for at in range(rounds)
+                    _run_simultaneously(pipes, f"{name}-{keys}-{at}", keys, waiters)
+                    for at in range(rounds)
                 ]
                 for keys, waiters in SCENES[options.quick]
             }
@@ -162,7 +163,7 @@ def measure(report: Report, case: Case, options: Options) -> None:
         report.ratios[name] = Ratio(loads / keys, 1.0, rounds, loads, keys)
 
 
-def _together(pipes: list[Connection], name: str, keys: int, waiters: int) -> list[Run]:
+def _run_simultaneously(pipes: list[Connection], name: str, keys: int, waiters: int) -> list[Run]:
     for pipe in pipes:
         pipe.send((name, keys, waiters))
     for pipe in pipes:

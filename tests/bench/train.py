@@ -111,7 +111,7 @@ def pairs(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return users, np.concatenate([row[1:] for row in rows])
 
 
-def found(
+def evaluate_ranking(
     train: sp.csr_matrix, test: sp.csr_matrix, rows: np.ndarray, items: np.ndarray
 ) -> tuple[float, float]:
     """(Recall@20, NDCG@20), means over users with a test item; recall is hits over test items."""
@@ -145,7 +145,9 @@ def gowalla(report: Report, folder: Path) -> None:
     data = UserItemMatrix.of(matrix_of(*train_pairs, size))
     [(_, vectors)] = tables_of(data, [choice.shape], rng)
     report.figures["train_s"] = time.perf_counter() - started
-    recall, gain = found(matrix_of(*train_pairs, size), matrix_of(*test_pairs, size), *vectors)
+    recall, gain = evaluate_ranking(
+        matrix_of(*train_pairs, size), matrix_of(*test_pairs, size), *vectors
+    )
     report.figures |= {
         "chosen": json.dumps(choice.row()),
         "recall_at_20": recall,

@@ -27,7 +27,7 @@ def test_what_is_no_full_id_is_refused(text: str, tmp_path: Path) -> None:
         frozen_commit(file)
 
 
-def test_a_clone_without_the_commit_is_told_to_fetch_it(
+def test_a_clone_without_the_commit_gets_the_command_that_fetches_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subprocess.run(["git", "init", "-q", tmp_path], check=True)

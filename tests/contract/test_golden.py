@@ -27,7 +27,7 @@ from cache.records import (
 )
 from cache.store.releases import Pointer, Release
 
-MARKS = np.array([0x1122334455667788], np.uint64)
+FINGERPRINTS = np.array([0x1122334455667788], np.uint64)
 GENERATION = "20260131T000000Z-0123456789ab"
 
 
@@ -62,7 +62,7 @@ def test_keys_read_like_this():
 def test_a_top_k_record():
     record = encode_topk(
         Layout("topk", 3, "f2"),
-        MARKS,
+        FINGERPRINTS,
         np.array([[7, 9]], np.uint32),
         np.array([[2.0, 1.0]], np.float32),
         0x01020304,
@@ -73,7 +73,7 @@ def test_a_top_k_record():
 def test_an_int8_vector_record_written_live():
     record = encode_numbers(
         Layout("vector", 3, "i1"),
-        MARKS,
+        FINGERPRINTS,
         np.array([[127.0, -63.5, 0.0]], np.float32),
         1,
         flags=FLAG_LIVE,
@@ -83,7 +83,7 @@ def test_an_int8_vector_record_written_live():
 
 def test_a_value_record_and_its_overlay():
     record = encode_numbers(
-        Layout("value", 2, "f4"), MARKS, np.array([[1.0, 0.25]], np.float32), 1
+        Layout("value", 2, "f4"), FINGERPRINTS, np.array([[1.0, 0.25]], np.float32), 1
     )[0].tobytes()
     assert record.hex() == "887766554433221101000000020010000000803f0000803e"
     assert pack_overlay(record, b"\x01" * 16) == record + b"\x01" * 16

@@ -8,7 +8,7 @@ import pytest
 from tests import defects as of_lives
 from tests.simulation import defects as of_simulations
 
-LISTED = Path(__file__).with_name("defects.txt")
+DEFECTS_FILE = Path(__file__).with_name("defects.txt")
 PLANTED = {
     f"{module.__name__}: {name}" for module in (of_lives, of_simulations) for name in module.DEFECTS
 }
@@ -36,14 +36,14 @@ def lost_defects(frozen: list[Frozen], planted: set[str]) -> list[str]:
 
 
 def test_no_planted_defect_is_lost() -> None:
-    frozen = frozen_defects(LISTED.read_text())
+    frozen = frozen_defects(DEFECTS_FILE.read_text())
 
     assert len(frozen) >= 54
     assert lost_defects(frozen, PLANTED) == []
 
 
 def test_a_new_defect_stands_in_the_list() -> None:
-    frozen = frozen_defects(LISTED.read_text())
+    frozen = frozen_defects(DEFECTS_FILE.read_text())
 
     assert PLANTED - {name for line in frozen for name in line} == set()
 
@@ -52,7 +52,7 @@ def test_a_new_defect_stands_in_the_list() -> None:
     ("line", "expected_defects"),
     [("a: gone", ["a: gone"]), ("a: gone -> b: here", []), ("b: here", [])],
 )
-def test_a_lost_defect_is_told_unless_it_has_a_successor(
+def test_a_lost_defect_is_reported_unless_it_has_a_successor(
     line: str, expected_defects: list[str]
 ) -> None:
     assert lost_defects(frozen_defects(f"# text\n{line}\n"), {"b: here"}) == expected_defects

@@ -20,7 +20,7 @@ STEP_S = 0.004
 """Seconds between two moments of the random programs."""
 
 
-class Passing(selectors.SelectSelector):
+class InstantSelector(selectors.SelectSelector):
     """What arrives on sockets: nothing, and the time-out is over at once."""
 
     waited_s = 0.0
@@ -38,7 +38,7 @@ class Punctual(asyncio.SelectorEventLoop):
     """
 
     def __init__(self) -> None:
-        self.waits = Passing()
+        self.waits = InstantSelector()
         super().__init__(self.waits)
 
     def time(self) -> float:

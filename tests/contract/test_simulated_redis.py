@@ -40,7 +40,7 @@ class Simulated:
         self._ends, self._session = Ends(), Session(self.server)
         self._session.connection_made(self._ends)
 
-    def ask(self, packed: bytes) -> bytes:
+    def send_command(self, packed: bytes) -> bytes:
         self._ends.written = b""
         self._session.data_received(packed)
         return self._ends.written
@@ -102,7 +102,7 @@ def test_it_answers_the_same_bytes(redis_url: str, keyspace: Keyspace, seed: int
         for _ in range(COMMANDS):
             arguments = command(rng, keyspace)
             real_reply = replies(connection, packed(arguments))
-            simulated_reply = simulated.ask(packed(arguments))
+            simulated_reply = simulated.send_command(packed(arguments))
             assert parsed(simulated_reply) == real_reply, arguments
         connection.disconnect()
         client.delete("hash", "log")
@@ -119,16 +119,16 @@ def parsed(raw: bytes) -> Any:
     return reader.gets()
 
 
-def test_lives_end_and_are_told_in_milliseconds(keyspace: Keyspace) -> None:
+def test_lives_end_and_are_given_in_milliseconds(keyspace: Keyspace) -> None:
     simulated, clock = Simulated(keyspace), [START]
-    simulated.server.now = lambda: clock[0]
+    simulated.server.clock = lambda: clock[0]
     key = keyspace.overlay("g", "t", "1").encode()
-    assert simulated.ask(packed([b"SET", key, b"v", b"PX", b"1500"])) == b"+OK\r\n"
+    assert simulated.send_command(packed([b"SET", key, b"v", b"PX", b"1500"])) == b"+OK\r\n"
     clock[0] += 0.5
-    assert simulated.ask(packed([b"PTTL", key])) == b":1000\r\n"
+    assert simulated.send_command(packed([b"PTTL", key])) == b":1000\r\n"
     clock[0] += 1.0
-    assert simulated.ask(packed([b"PTTL", key])) == b":-2\r\n"
-    assert simulated.ask(packed([b"GET", key])) == b"$-1\r\n"
+    assert simulated.send_command(packed([b"PTTL", key])) == b":-2\r\n"
+    assert simulated.send_command(packed([b"GET", key])) == b"$-1\r\n"
 
 
 def test_who_listens_hears_what_is_announced(keyspace: Keyspace) -> None:
@@ -136,7 +136,7 @@ def test_who_listens_hears_what_is_announced(keyspace: Keyspace) -> None:
     listener = Session(simulated.server)
     listener.connection_made(listener_transport)
     listener.data_received(packed([b"SUBSCRIBE", keyspace.channel.encode()]))
-    simulated.ask(packed([b"PUBLISH", keyspace.channel.encode(), b"next"]))
+    simulated.send_command(packed([b"PUBLISH", keyspace.channel.encode(), b"next"]))
     assert listener_transport.written.endswith(
         b"$4\r\nnext\r\n"
     ) and listener_transport.written.startswith(b"*3\r\n$9\r\nsubscribe")

@@ -68,7 +68,7 @@ def write_interactions(
 
 
 @dataclass(frozen=True)
-class Place:
+class AirflowDeployment:
     """A running Airflow over a folder with data, and the Redis that it publishes to."""
 
     folder: Path
@@ -141,7 +141,7 @@ def airflow_over(
     *,
     config: str = CONFIG,
     settings: Mapping[str, str] | None = None,
-) -> Iterator[Place]:
+) -> Iterator[AirflowDeployment]:
     """Airflow with nothing published yet."""
     path = folder / "larder.toml"
     path.write_text(config)
@@ -155,10 +155,10 @@ def airflow_over(
         redis.Redis.from_url(server.url, protocol=3) as client,
         LocalAirflow(folder / "state", environment=airflow_environ, pools={"gpu": 2}) as airflow,
     ):
-        yield Place(folder, airflow, Control(client, Keyspace("default")), server.url)
+        yield AirflowDeployment(folder, airflow, Control(client, Keyspace("default")), server.url)
 
 
-def now() -> str:
+def current_cut() -> str:
     """A cut later than that of any night before: what is older is never published."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 

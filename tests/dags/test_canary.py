@@ -8,7 +8,14 @@ import pytest
 from cache.control.states import State
 from cache.process.redis_server import RedisServer
 from infra.local.airflow import AirflowFailed
-from tests.dags.place import CONFIG, RUN_S, Place, airflow_over, now, write_interactions
+from tests.dags.place import (
+    CONFIG,
+    RUN_S,
+    AirflowDeployment,
+    airflow_over,
+    current_cut,
+    write_interactions,
+)
 from tests.integration.nights import build_verified
 
 CANARY = """
@@ -20,7 +27,7 @@ percent = 10.0
 
 
 @pytest.fixture
-def place(tmp_path: Path, own_redis: RedisServer) -> Iterator[Place]:
+def deployment(tmp_path: Path, own_redis: RedisServer) -> Iterator[AirflowDeployment]:
     write_interactions(tmp_path / "interactions.csv", seed=7)
     with airflow_over(tmp_path, own_redis, config=CONFIG + CANARY) as deployment:
         yield deployment
@@ -53,11 +60,11 @@ def test_a_night_hands_its_generation_to_the_canary(tmp_path: Path, own_redis: R
 
 @pytest.mark.slow
 def test_a_canary_without_answers_is_left_running_for_a_person_to_decide(
-    place: Place,
+    place: AirflowDeployment,
 ) -> None:
     place.first_night()
     live_before = place.live
-    tried = build_verified(place.config, now())
+    tried = build_verified(place.config, current_cut())
 
     run_id = place.airflow.trigger("canary", {})
     with pytest.raises(AirflowFailed, match="canary answered 0 requests"):

@@ -19,12 +19,12 @@ from infra.local.airflow import MANUAL_SCHEDULE, ROOT
 from precompute.config.settings import NightConfig, night_config
 from precompute.reference.train import train_reference
 from precompute.steps import retire
-from tests.dags.place import CONFIG, now, write_interactions
+from tests.dags.place import CONFIG, current_cut, write_interactions
 from tests.integration.killed_steps import night
 from tests.integration.killing import run
-from tests.integration.wholeness import assert_whole, whole
+from tests.integration.wholeness import assert_whole, read_namespace_state
 from tests.marked import marked, working_in
-from tests.polling import until
+from tests.polling import poll_until
 
 pytestmark = [
     pytest.mark.storm,
@@ -53,12 +53,12 @@ class Running:
 
     process: "subprocess.Popen[bytes]"
     printed: Path
-    mark: str
+    process_marker: str
     state: Path
 
     def is_gone(self, database: Path) -> bool:
         """Whether nothing runs any more, PostgreSQL in `database` included."""
-        return not marked(self.mark) and not working_in(database)
+        return not marked(self.process_marker) and not working_in(database)
 
     @property
     def database(self) -> Path:
@@ -67,13 +67,13 @@ class Running:
 
     def says(self, text: str, timeout_s: float) -> None:
         """Wait until it has printed `text`."""
-        is_within_timeout = until(
-            lambda: self.process.poll() is not None or text in self.said, timeout_s
+        is_within_timeout = poll_until(
+            lambda: self.process.poll() is not None or text in self.output, timeout_s
         )
-        assert is_within_timeout and text in self.said, self.said
+        assert is_within_timeout and text in self.output, self.output
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """All that it printed."""
         return self.printed.read_text()
 
@@ -88,7 +88,7 @@ class Running:
         """Id of the session that all processes of a queue's worker belong to, its tasks' included."""
         return next(
             os.getsid(pid)
-            for pid, line in marked(self.mark).items()
+            for pid, line in marked(self.process_marker).items()
             if line.startswith("sh -c") and f"--queues {queue} " in line
         )
 
@@ -154,7 +154,7 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
     # given: data and a bundle, and the same night undisturbed, in files and a Redis database of its own
     config = configured(tmp_path, own_redis.url)
     write_interactions(tmp_path / "interactions.csv", seed=7, users=USERS, items=ITEMS)
-    cut = now()
+    cut = current_cut()
     train_reference(config, data_until=cut)
     twin_url = own_redis.url.removesuffix("0") + "1"
     twin = replace(config, artifacts="twin", state="twin-state", redis_url=twin_url)
@@ -168,7 +168,7 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
         worker, database = running.session("gpu"), running.database
         assert working_in(database)
         pages = f"{config.namespace}/generations/*/tables/user_topk/"
-        assert until(lambda: any((tmp_path / "artifacts").glob(pages + ".*.part")), RUN_S)
+        assert poll_until(lambda: any((tmp_path / "artifacts").glob(pages + ".*.part")), RUN_S)
         kill(worker)
         finished_count = len(list((tmp_path / "artifacts").glob(pages + "*.pages")))
         partial_count = len(list((tmp_path / "artifacts").glob(pages + ".*.part")))
@@ -180,23 +180,23 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
 
         # then: another one takes over, and the night is published by tasks that were tried again
         running.says("the worker of the queue gpu ended", STOP_S)
-        assert running.process.wait(RUN_S) == 0, running.said
-        print(running.said)
-        assert re.search(r"score_shard \[\d\] success \(try 2\)", running.said)
-        assert "nightly_precompute success" in running.said
+        assert running.process.wait(RUN_S) == 0, running.output
+        print(running.output)
+        assert re.search(r"score_shard \[\d\] success \(try 2\)", running.output)
+        assert "nightly_precompute success" in running.output
 
         # and: each queue's tasks were with its own worker
         assert "Executing workload" in running.worker_log("default")
         assert "queue='gpu'" not in running.worker_log("default")
         assert "queue='default'" not in running.worker_log("gpu")
         # and: nothing is left running
-        assert until(lambda: running.is_gone(database), STOP_S), marked(running.mark)
+        assert poll_until(lambda: running.is_gone(database), STOP_S), marked(running.process_marker)
 
     # and: nothing distinguishes it from its twin
     for compared_config in (config, twin):
         retire.run(compared_config)
     assert assert_whole(config) == undisturbed.result["generation"]
-    assert whole(config).differences(whole(twin)) == []
+    assert read_namespace_state(config).differences(read_namespace_state(twin)) == []
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,9 @@ def test_a_stop_leaves_nothing_running(
     configured(tmp_path, own_redis.url)
     with celery(tmp_path, own_redis.url) as running:
         running.says(after, START_S)
-        assert until((tmp_path / "s/celery/postgres").is_symlink)
+        assert poll_until((tmp_path / "s/celery/postgres").is_symlink)
         if after == "until Ctrl-C":
-            lines = " ".join(marked(running.mark).values())
+            lines = " ".join(marked(running.process_marker).values())
             assert all(program in lines for program in PROGRAMS), lines
             assert working_in(running.database)
         database = running.database
@@ -223,16 +223,18 @@ def test_a_stop_leaves_nothing_running(
         running.process.send_signal(how)
 
         code = running.process.wait(STOP_S)
-        assert code == (-signal.SIGKILL if how == signal.SIGKILL else 130), running.said
-        assert until(lambda: running.is_gone(database), STOP_S), marked(running.mark)
+        assert code == (-signal.SIGKILL if how == signal.SIGKILL else 130), running.output
+        assert poll_until(lambda: running.is_gone(database), STOP_S), marked(running.process_marker)
         assert how == signal.SIGKILL or not database.exists()
 
     # and: what a killed one left is swept by the next
     if how == signal.SIGKILL:
         with celery(tmp_path, own_redis.url) as running:
-            assert until(lambda: not database.exists(), START_S), running.said
+            assert poll_until(lambda: not database.exists(), START_S), running.output
             running.says("until Ctrl-C", START_S)
             database = running.database
             running.process.send_signal(signal.SIGTERM)
             running.process.wait(STOP_S)
-            assert until(lambda: running.is_gone(database), STOP_S), marked(running.mark)
+            assert poll_until(lambda: running.is_gone(database), STOP_S), marked(
+                running.process_marker
+            )

@@ -17,17 +17,17 @@ from precompute.steps import retire
 from tests.dags.place import (
     CONFIG,
     RUN_S,
-    Place,
+    AirflowDeployment,
     airflow_over,
-    now,
+    current_cut,
     states,
     write_interactions,
 )
 from tests.dags.task_processes import How, task_processes
 from tests.integration.killed_steps import night
 from tests.integration.killing import run
-from tests.integration.wholeness import assert_whole, moves, whole
-from tests.polling import until
+from tests.integration.wholeness import assert_whole, moves, read_namespace_state
+from tests.polling import poll_until
 
 NIGHT = "nightly_precompute"
 KILLS, PER_RUN = 10, 6
@@ -47,7 +47,7 @@ Task = tuple[str, int]
 
 
 def disturbed_run(
-    deployment: Place,
+    deployment: AirflowDeployment,
     cut: str,
     deaths: Mapping[Task, tuple[How, float]],
     kills_by_task: Counter[str],
@@ -80,15 +80,17 @@ def disturbed_run(
         time.sleep(0.01)
     assert states(deployment.airflow.wait(NIGHT, run_id, RUN_S)) == {"success"}
     # A task whose worker was killed may still be at work.
-    assert until(lambda: not task_processes(deployment.airflow.session), 30.0)
+    assert poll_until(lambda: not task_processes(deployment.airflow.session), 30.0)
     return run_id
 
 
-def differences(deployment: Place) -> list[str]:
+def differences(deployment: AirflowDeployment) -> list[str]:
     """What is not as in the twin, once nothing is left to retire but what the service still holds."""
     for config in (deployment.config, deployment.twin):
         retire.run(config)
-    return whole(deployment.config).differences(whole(deployment.twin))
+    return read_namespace_state(deployment.config).differences(
+        read_namespace_state(deployment.twin)
+    )
 
 
 @pytest.mark.storm
@@ -114,7 +116,7 @@ def test_killed_tasks_are_tried_again_and_the_night_ends_as_if_undisturbed(
                 if killed.total() >= KILLS and set(killed) >= set(ALWAYS):
                     break
                 # when: tasks of the next one are killed at random moments of the time that they take
-                data_until = now()
+                data_until = current_cut()
                 write_interactions(source, seed=7, more=20 * (night_number + 1))
                 undisturbed = run(
                     partial(night, deployment.twin, data_until, f"twin-{night_number}")
@@ -136,7 +138,9 @@ def test_killed_tasks_are_tried_again_and_the_night_ends_as_if_undisturbed(
                 # then: it is published and whole, and nothing distinguishes it from its twin
                 watch.beat()
                 assert deployment.live.generation == generation
-                assert until(lambda: not differences(deployment), 15.0), differences(deployment)
+                assert poll_until(lambda: not differences(deployment), 15.0), differences(
+                    deployment
+                )
                 watch.check_order([*moves(deployment.config), assert_whole(deployment.config)])
     print(f"killed {dict(killed)}, answers {watch.answers}, {dict(watch.sources)}")
     assert killed.total() >= KILLS

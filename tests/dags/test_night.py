@@ -12,23 +12,23 @@ from tests.dags.place import (
     CONFIG,
     RUN_S,
     SHARDS,
-    Place,
+    AirflowDeployment,
     airflow_over,
-    now,
+    current_cut,
     states,
     write_interactions,
 )
 
 
 @pytest.fixture
-def place(tmp_path: Path, own_redis: RedisServer) -> Iterator[Place]:
+def deployment(tmp_path: Path, own_redis: RedisServer) -> Iterator[AirflowDeployment]:
     """Airflow with nothing published yet."""
     write_interactions(tmp_path / "interactions.csv", seed=7)
     with airflow_over(tmp_path, own_redis) as deployment:
         yield deployment
 
 
-def test_a_new_bundle_is_scored_and_published_once(place: Place) -> None:
+def test_a_new_bundle_is_scored_and_published_once(place: AirflowDeployment) -> None:
     # when
     task_reports: list[TaskReport] = []
     night = place.first_night(task_reports.append)
@@ -52,11 +52,13 @@ def test_a_new_bundle_is_scored_and_published_once(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_night_is_rolled_back_and_a_refused_one_changes_nothing(place: Place) -> None:
+def test_a_second_night_is_rolled_back_and_a_refused_one_changes_nothing(
+    place: AirflowDeployment,
+) -> None:
     # given
     place.first_night()
     first = place.live
-    assert states(place.run("nightly_precompute", data_until=now())) == {"success"}
+    assert states(place.run("nightly_precompute", data_until=current_cut())) == {"success"}
     second = place.live
     assert second.previous == first.generation
 
@@ -71,7 +73,7 @@ def test_a_second_night_is_rolled_back_and_a_refused_one_changes_nothing(place: 
     # and: a night that a gate refuses is red at `verify`, at its first try
     config = place.folder / "larder.toml"
     config.write_text(CONFIG.replace("index_recall = 0.5", "index_recall = 1.5"))
-    run_id = place.airflow.trigger("nightly_precompute", {"data_until": now()})
+    run_id = place.airflow.trigger("nightly_precompute", {"data_until": current_cut()})
     with pytest.raises(AirflowFailed, match="index_recall"):
         place.airflow.wait("nightly_precompute", run_id, RUN_S)
     tasks = {

@@ -185,7 +185,7 @@ def test_a_canary_waits_without_a_worker_and_is_judged_only_after_that(parsed: A
     assert canary["tasks"]["conclude"]["trigger_rule"] == "all_success"
 
 
-def test_each_dag_carries_its_operators_page(parsed: Any) -> None:
+def test_every_dag_carries_its_operators_page(parsed: Any) -> None:
     for name, dag in parsed["dags"].items():
         assert dag["doc"], name
         assert len(dag["doc"].splitlines()) > 5, name

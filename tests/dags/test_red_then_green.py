@@ -7,9 +7,9 @@ import pytest
 from cache.process.redis_server import RedisServer
 from infra.local.airflow import AirflowFailed
 from precompute.steps.night import Night, run_night
-from tests.dags.place import RUN_S, USERS, airflow_over, now, states, write_interactions
+from tests.dags.place import RUN_S, USERS, airflow_over, current_cut, states, write_interactions
 from tests.integration.wholeness import assert_whole, moves
-from tests.polling import until
+from tests.polling import poll_until
 
 NIGHT = "nightly_precompute"
 
@@ -26,7 +26,7 @@ def test_a_night_from_half_the_users_is_red_and_the_same_run_is_green_with_all_o
         first = deployment.live
         with deployment.watched() as watch:
             # when: the export of the next day broke off half way
-            cut = now()
+            cut = current_cut()
             write_interactions(source, seed=7, users=USERS // 2, more=60)
             run_id = deployment.airflow.trigger(NIGHT, {"data_until": cut})
             with pytest.raises(AirflowFailed):
@@ -61,7 +61,7 @@ def test_a_night_from_half_the_users_is_red_and_the_same_run_is_green_with_all_o
             # then: it is green and callers have the new generation
             assert states(green) == {"success"}
             assert assert_whole(deployment.config) == second
-            assert until(lambda: watch.seen_last == {second})
+            assert poll_until(lambda: watch.seen_last == {second})
             watch.beat()
             watch.check_order(moves(deployment.config))
 

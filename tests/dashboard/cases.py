@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from tests.dashboard.contract import Dashboard
-from tests.dashboard.healthy import NOW, well
+from tests.dashboard.healthy import NOW_S, well
 
 HOSTILE = "<script>window.struck = 1</script><img src=x onerror='window.struck = 1'>"
 
@@ -43,7 +43,7 @@ def before_first_night() -> Dashboard:
                    "seconds": {}, "stages": {}, "misses": {}},
         "totals": {"requests": 0, "answers": {}, "misses": {}, "entities": 0},
         "replicas": [{**data["replicas"][0], "ready": False, "generation": None, "epoch": None}],  # type: ignore[index]
-        "generations": [], "nights": [], "schedule": {"age_s": None, "due_at": NOW - 3600, "missing": True},
+        "generations": [], "nights": [], "schedule": {"age_s": None, "due_at": NOW_S - 3600, "missing": True},
         "l1": {"bytes": 0, "budget_bytes": 268_435_456, "entries": 0}, "advisor": None, "quality": None,
     }  # fmt: skip
     return data | replaced_fields  # type: ignore[no-any-return]

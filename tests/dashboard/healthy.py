@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.dashboard.contract import Dashboard
 
-NOW = 1_795_338_000.0
+NOW_S = 1_795_338_000.0
 HOUR_BINS = 361
 SOURCES = ("l1", "l2", "live", "previous", "default")
 STEPS = (
@@ -17,7 +17,7 @@ RULES = (
 )  # fmt: skip
 
 
-def well(now_s: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
+def well(now_s: float = NOW_S, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
     """A service of two replicas after a good night, an hour under load with a swap in the middle."""
     draw = random.Random(seed)
     series = _series(now_s, bins, draw)
@@ -191,7 +191,7 @@ def _series(now_s: float, bins: int, draw: random.Random) -> Any:
 def _replica(name: str, generation: str, now_s: float) -> Any:
     return {
         "replica": name, "workers": 2, "generation": generation, "epoch": 1_795_312_800_123, "ready": True,
-        "stale": None, "degraded": None, "seen_s": NOW - now_s + 0.4, "failed": None,
+        "stale": None, "degraded": None, "seen_s": NOW_S - now_s + 0.4, "failed": None,
     }  # fmt: skip
 
 

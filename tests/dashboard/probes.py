@@ -1,6 +1,6 @@
 """Questions to a page in the browser, each an expression in JavaScript."""
 
-SHOWN = "document.getElementById('age').textContent.startsWith('Updated')"
+IS_UPDATED = "document.getElementById('age').textContent.startsWith('Updated')"
 
 SENTENCE = "document.getElementById('sentence').textContent"
 LEVEL = "document.getElementById('verdict').dataset.level"

@@ -17,7 +17,7 @@ from serving.dashboard.attach import PAGE
 from tests.browser import Browser
 from tests.dashboard import probes as probe
 from tests.dashboard.cases import as_json
-from tests.polling import until
+from tests.polling import poll_until
 
 
 class Site:
@@ -25,7 +25,7 @@ class Site:
 
     def __init__(self, data: object, token: str = "") -> None:
         self.data, self.token, self.status = data, token, 200
-        self.asked = 0
+        self.request_count = 0
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.host = f"127.0.0.1:{self._socket.getsockname()[1]}"
         self.url = f"http://{self.host}/dashboard"
@@ -39,7 +39,7 @@ class Site:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert until(lambda: self._server.started)
+        assert poll_until(lambda: self._server.started)
         return self
 
     def __exit__(
@@ -58,7 +58,7 @@ class Site:
         assert not self._thread.is_alive()
 
     async def _answer(self, request: Request) -> Response:
-        self.asked += 1
+        self.request_count += 1
         callers = Callers.of(self.token, None, QuotaTable.private(), {})
         if not callers.identify(request.headers.raw).may("admin"):
             error = {"error": {"code": "unauthorized", "message": "send Authorization"}}
@@ -69,7 +69,7 @@ class Site:
         return Response(as_json(self.data), 200, media_type="application/json")
 
 
-def shown(browser: Browser, site: Site) -> None:
+def open_page(browser: Browser, site: Site) -> None:
     """Opens the page and waits for its numbers."""
     browser.open(site.url)
-    browser.until(probe.SHOWN)
+    browser.wait_until(probe.IS_UPDATED)

@@ -68,7 +68,7 @@ def test_every_route_is_drawn_and_nothing_is_asked_of_others(
     browser.window(width)
 
     browser.open(f"{url}/docs")
-    browser.until(DRAWN)
+    browser.wait_until(DRAWN)
     browser.run(OPEN_ROUTES)
     browser.run("new Promise(requestAnimationFrame)")
 
@@ -80,7 +80,7 @@ def test_every_route_is_drawn_and_nothing_is_asked_of_others(
     assert browser.run("document.documentElement.scrollWidth") == width
     assert [
         requested_url
-        for requested_url in browser.asked()
+        for requested_url in browser.requested_urls()
         if not requested_url.startswith(f"{url}/")
     ] == []
     assert browser.complaints() == []
@@ -89,20 +89,20 @@ def test_every_route_is_drawn_and_nothing_is_asked_of_others(
 def test_a_request_can_be_tried(browser: Browser, url: str, night: NightConfig) -> None:
     user = min(histories(night))
     browser.open(f"{url}/docs")
-    browser.until(DRAWN)
+    browser.wait_until(DRAWN)
     route = "document.getElementById('get-/v1/lookup/{table}/{entity}')"
     browser.run(f"({route}.open = true)")
     field = (
         f"[...{route}.querySelectorAll('.fields label')]"
         ".find((each) => each.firstChild.textContent === '%s').querySelector('input')"
     )
-    browser.until(f"{route}.querySelector('button') !== null")
+    browser.wait_until(f"{route}.querySelector('button') !== null")
     for name, value in (("table", "user_topk"), ("entity", user), ("k", "3")):
         browser.run(f"({field % name}).value = {value!r}")
 
     browser.run(f"{route}.querySelector('button').click()")
 
-    browser.until(f"{route}.querySelector('[role=status]').textContent.startsWith('200 ')")
+    browser.wait_until(f"{route}.querySelector('[role=status]').textContent.startsWith('200 ')")
     browser.keep("docs.png")
     assert f'"id": "{user}"' in browser.run(f"{route}.querySelector('pre').textContent")
     assert browser.complaints() == []

@@ -8,13 +8,13 @@ import pytest
 from tests.browser import Browser
 from tests.dashboard import probes as probe
 from tests.dashboard.healthy import well
-from tests.dashboard.site import Site, shown
+from tests.dashboard.site import Site, open_page
 
 UNKNOWN = "The service does not know this token."
 
 
 def test_it_updates_by_itself_and_leaves_the_reader_alone(fast: Browser, site: Site) -> None:
-    shown(fast, site)
+    open_page(fast, site)
     fast.run("document.querySelector('.generations details').open = true")
     fast.run("document.querySelector('.generations summary').focus()")
     later: Any = well(now_s=well()["now"] + 60)  # type: ignore[operator]
@@ -22,7 +22,7 @@ def test_it_updates_by_itself_and_leaves_the_reader_alone(fast: Browser, site: S
     later["generations"][0]["bytes"] = 123 << 20
     site.data = later
 
-    fast.until(f"{probe.SENTENCE} === 'The night is late.'")
+    fast.wait_until(f"{probe.SENTENCE} === 'The night is late.'")
 
     assert fast.run(probe.LEVEL) == "warn"
     assert fast.run("document.getElementById('advice').textContent") == "Look at Airflow."
@@ -34,10 +34,10 @@ def test_it_updates_by_itself_and_leaves_the_reader_alone(fast: Browser, site: S
 
 
 def test_what_is_old_looks_old_until_new_numbers_come(fast: Browser, site: Site) -> None:
-    shown(fast, site)
+    open_page(fast, site)
 
     site.status = 503
-    fast.until(probe.IS_STALE)
+    fast.wait_until(probe.IS_STALE)
 
     assert fast.run(probe.LEVEL) == "unknown"
     assert "not known" in fast.run(probe.SENTENCE)
@@ -46,21 +46,21 @@ def test_what_is_old_looks_old_until_new_numbers_come(fast: Browser, site: Site)
     assert fast.run(probe.FAINT) == []
 
     site.status = 200
-    fast.until(f"!{probe.IS_STALE}")
+    fast.wait_until(f"!{probe.IS_STALE}")
     assert fast.run(probe.LEVEL) == "ok"
 
 
 def test_a_service_that_has_gone_is_said_to_be_away(fast: Browser, site: Site) -> None:
-    shown(fast, site)
+    open_page(fast, site)
 
     site.leave()
-    fast.until(probe.IS_STALE)
+    fast.wait_until(probe.IS_STALE)
 
     assert "it cannot be reached" in fast.run("document.getElementById('advice').textContent")
 
 
-def test_it_asks_less_often_while_nobody_answers(browser: Browser, site: Site) -> None:
-    shown(browser, site)
+def test_it_polls_less_often_while_requests_fail(browser: Browser, site: Site) -> None:
+    open_page(browser, site)
 
     periods = browser.run("""import('./dashboard/poll.js').then(({ Poller }) =>
       [0, 1, 2, 3, 4, 50].map((failures) => Object.assign(new Poller({}), { failures }).period))""")
@@ -79,32 +79,34 @@ def test_it_asks_less_often_while_nobody_answers(browser: Browser, site: Site) -
     ],
     ids=["paused", "hidden"],
 )
-def test_nobody_is_asked_while_nobody_looks(
+def test_a_paused_or_hidden_page_sends_no_requests(
     fast: Browser, site: Site, leave: str, come_back: str
 ) -> None:
-    shown(fast, site)
+    open_page(fast, site)
     fast.run(leave)
-    request_count = site.asked
+    request_count = site.request_count
 
-    fast.until(probe.IS_STALE)  # four periods later
+    fast.wait_until(probe.IS_STALE)  # four periods later
 
-    assert site.asked <= request_count + 1  # one may have been on its way
+    assert site.request_count <= request_count + 1  # one may have been on its way
     fast.run(come_back)
-    fast.until(f"!{probe.IS_STALE}")
-    assert site.asked > request_count
+    fast.wait_until(f"!{probe.IS_STALE}")
+    assert site.request_count > request_count
 
 
-def test_a_token_without_the_scope_is_told_that(browser: Browser, site: Site) -> None:
+def test_a_token_without_the_scope_gets_a_message_that_says_so(
+    browser: Browser, site: Site
+) -> None:
     site.token = "s3cret"
     browser.open(site.url)
-    browser.until("document.activeElement.id === 'token'")
+    browser.wait_until("document.activeElement.id === 'token'")
     site.status = 403
 
     browser.write("s3cret")
     browser.press("Enter")
 
     scope_message = "The service knows this token, but it lacks the scope admin."
-    browser.until(f"document.getElementById('ask-why').textContent === {scope_message!r}")
+    browser.wait_until(f"document.getElementById('ask-why').textContent === {scope_message!r}")
     site.status = 200
 
 
@@ -114,24 +116,24 @@ def test_a_token_is_asked_for_kept_in_the_tab_and_sent_as_a_header(
 ) -> None:
     site.token = token
     browser.open(site.url)
-    browser.until("document.activeElement.id === 'token'")
+    browser.wait_until("document.activeElement.id === 'token'")
     assert browser.run("document.getElementById('numbers').checkVisibility()") is False
     assert browser.run(probe.SENTENCE) == "The service asks for its token."
     assert browser.run(probe.FAINT) == browser.run(probe.UNLABELLED) == []
 
     browser.write("wrong")
     browser.press("Enter")
-    browser.until(f"document.getElementById('ask-why').textContent === {UNKNOWN!r}")
+    browser.wait_until(f"document.getElementById('ask-why').textContent === {UNKNOWN!r}")
     browser.write(token)
     browser.press("Enter")
-    browser.until(probe.SHOWN)
+    browser.wait_until(probe.IS_UPDATED)
 
     assert browser.run("document.getElementById('ask').checkVisibility()") is False
     assert browser.run("[localStorage.length, document.cookie]") == [0, ""]
     assert all(
         token not in requested_url and "wrong" not in requested_url
-        for requested_url in browser.asked()
+        for requested_url in browser.requested_urls()
     )
-    shown(browser, site)  # a reload does not ask again
+    open_page(browser, site)  # a reload does not ask again
     assert browser.complaints() == []
     browser.run("sessionStorage.clear()")

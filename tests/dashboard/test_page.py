@@ -11,11 +11,13 @@ from tests.dashboard import probes as probe
 from tests.dashboard.cases import CASES, HOSTILE
 from tests.dashboard.colours import VISIONS, contrast, distance
 from tests.dashboard.healthy import well
-from tests.dashboard.site import Site, shown
-from tests.polling import until
+from tests.dashboard.site import Site, open_page
+from tests.polling import poll_until
 
 LAPTOP, PHONE = 1280, 390
-LOOKS = [("well", width, scheme) for width in (LAPTOP, PHONE) for scheme in ("light", "dark")] + [
+APPEARANCES = [
+    ("well", width, scheme) for width in (LAPTOP, PHONE) for scheme in ("light", "dark")
+] + [
     (name, *appearance)
     for name in CASES
     if name != "well"
@@ -23,14 +25,14 @@ LOOKS = [("well", width, scheme) for width in (LAPTOP, PHONE) for scheme in ("li
 ]
 
 
-@pytest.mark.parametrize(("name", "width", "scheme"), LOOKS)
+@pytest.mark.parametrize(("name", "width", "scheme"), APPEARANCES)
 def test_every_case_is_drawn_whole(
     browser: Browser, site: Site, name: str, width: int, scheme: str
 ) -> None:
     site.data = CASES[name]()
     browser.window(width, scheme=scheme)
 
-    shown(browser, site)
+    open_page(browser, site)
     browser.keep(f"{name}-{width}-{scheme}.png")
     browser.run(probe.OPEN_ALL)
     browser.run("new Promise(requestAnimationFrame)")
@@ -45,14 +47,14 @@ def test_every_case_is_drawn_whole(
     assert browser.run("document.querySelectorAll('main script, main img').length") == 0
     assert [
         requested_url
-        for requested_url in browser.asked()
+        for requested_url in browser.requested_urls()
         if not requested_url.startswith(f"http://{site.host}/")
     ] == []
     assert browser.complaints() == []
 
 
 def test_the_numbers_are_those_of_the_data(browser: Browser, site: Site) -> None:
-    shown(browser, site)
+    open_page(browser, site)
 
     text = browser.run("document.body.innerText").replace("\u00a0", " ")
 
@@ -69,7 +71,7 @@ def test_the_numbers_are_those_of_the_data(browser: Browser, site: Site) -> None
 
 
 def test_no_two_landmarks_have_the_same_name(browser: Browser, site: Site) -> None:
-    shown(browser, site)
+    open_page(browser, site)
     browser.run(probe.OPEN_ALL)
 
     assert browser.run(probe.SAME_LANDMARKS) == []
@@ -80,7 +82,7 @@ def test_no_figure_breaks_its_unit_off(browser: Browser, site: Site, width: int)
     data = well()
     site.data = data | {"schedule": {**(data["schedule"] or {}), "age_s": 856.0}}
     browser.window(width)
-    shown(browser, site)
+    open_page(browser, site)
 
     assert (
         browser.run("document.querySelector('#figures').textContent").count(
@@ -104,7 +106,7 @@ def test_a_reason_that_ends_with_a_full_stop_is_followed_by_none(
     data["trouble"] = "Error 111 connecting to localhost:6379. Connection refused."
     site.data = data
     browser.window(LAPTOP)
-    shown(browser, site)
+    open_page(browser, site)
 
     assert "Connection refused." in browser.run("document.body.textContent")
     assert ".." not in browser.run("document.body.textContent")
@@ -113,13 +115,13 @@ def test_a_reason_that_ends_with_a_full_stop_is_followed_by_none(
 def test_an_old_table_of_generations_says_its_age(browser: Browser, site: Site) -> None:
     text = "document.querySelector('#nights').textContent.replaceAll('\\u00a0', ' ')"
     site.data = well()
-    shown(browser, site)
+    open_page(browser, site)
     assert "As of" not in browser.run(text)
 
     data: Any = well()
     data["generations_at"] = data["now"] - 312
     site.data = data
-    shown(browser, site)
+    open_page(browser, site)
     assert "As of 5 min 12 s ago." in browser.run(text)
 
 
@@ -128,7 +130,7 @@ def test_events_have_a_part_and_a_link_only_where_they_are_taken_in(
 ) -> None:
     parts = "['#events', 'nav a[href=\"#events\"]'].map((each) => document.querySelector(each).checkVisibility())"
     site.data = well() | {"events": None}
-    shown(fast, site)
+    open_page(fast, site)
     assert fast.run(parts) == [False, False]
 
     data: Any = well()
@@ -139,7 +141,7 @@ def test_events_have_a_part_and_a_link_only_where_they_are_taken_in(
         "refused": {"events_full": 12},
     }
     site.data = data
-    fast.until(f"{parts}.every(Boolean)")
+    fast.wait_until(f"{parts}.every(Boolean)")
 
     text = fast.run("document.getElementById('events').innerText").replace("\u00a0", " ")
     for expected in (
@@ -160,7 +162,7 @@ def test_what_the_service_adds_up_itself_goes_first(browser: Browser, site: Site
     }
     site.data = data
 
-    shown(browser, site)
+    open_page(browser, site)
 
     figures = browser.run("document.getElementById('figures').innerText").replace("\u00a0", " ")
     assert "90 %" in figures and "of 100 answers" in figures and "12.3 ms" in figures
@@ -170,14 +172,14 @@ def test_what_the_service_adds_up_itself_goes_first(browser: Browser, site: Site
 def test_hostile_texts_are_shown_as_they_are(browser: Browser, site: Site) -> None:
     site.data = CASES["hostile"]()
 
-    shown(browser, site)
+    open_page(browser, site)
 
     assert browser.run(probe.SENTENCE) == HOSTILE
     assert browser.run(f"document.body.innerText.split({json.dumps(HOSTILE)}).length") > 30
 
 
-def test_what_is_pointed_at_is_told_and_stays_so(fast: Browser, site: Site) -> None:
-    shown(fast, site)
+def test_the_legend_shows_the_values_at_the_pointer_and_stays_so(fast: Browser, site: Site) -> None:
+    open_page(fast, site)
     legend = "document.querySelector('.legend .value').textContent"
     cursor = "document.querySelector('.cursor').getAttribute('visibility')"
     newest_text = fast.run(legend)
@@ -193,18 +195,18 @@ def test_what_is_pointed_at_is_told_and_stays_so(fast: Browser, site: Site) -> N
         y=top + 50,
     )
 
-    fast.until(f"{cursor} === 'visible'")
+    fast.wait_until(f"{cursor} === 'visible'")
     assert fast.run(f"parseFloat({legend})") < 50 < float(newest_text.split()[0])
     assert fast.run("document.querySelectorAll('.cursor[visibility=visible]').length") == 9
-    request_count = site.asked
-    assert until(lambda: site.asked > request_count + 1)
+    request_count = site.request_count
+    assert poll_until(lambda: site.request_count > request_count + 1)
     assert fast.run(f"parseFloat({legend})") < 50
     fast.call("Input.dispatchMouseEvent", type="mouseMoved", x=5, y=5)
-    fast.until(f"{legend} === {json.dumps(newest_text)}")
+    fast.wait_until(f"{legend} === {json.dumps(newest_text)}")
 
 
 def test_structure_is_there_for_who_does_not_see_it(browser: Browser, site: Site) -> None:
-    shown(browser, site)
+    open_page(browser, site)
 
     headings = browser.run(probe.HEADINGS)
 
@@ -215,7 +217,7 @@ def test_structure_is_there_for_who_does_not_see_it(browser: Browser, site: Site
 
 
 def test_the_keyboard_reaches_everything_in_order(browser: Browser, site: Site) -> None:
-    shown(browser, site)
+    open_page(browser, site)
     reachable = browser.run(f"{probe.TABBABLE}.length")
 
     visited = []
@@ -230,7 +232,7 @@ def test_the_keyboard_reaches_everything_in_order(browser: Browser, site: Site) 
 def test_the_skip_link_leads_to_the_numbers_and_enter_opens_a_table(
     browser: Browser, site: Site
 ) -> None:
-    shown(browser, site)
+    open_page(browser, site)
 
     browser.press("Tab")
     assert browser.run("document.activeElement.className") == "skip"
@@ -240,11 +242,11 @@ def test_the_skip_link_leads_to_the_numbers_and_enter_opens_a_table(
     assert browser.run("document.activeElement.tagName") == "SUMMARY"
     browser.press("Enter")
 
-    browser.until("document.querySelector('details.tabular[open] tbody tr th time') !== null")
+    browser.wait_until("document.querySelector('details.tabular[open] tbody tr th time') !== null")
 
 
 def test_times_are_of_the_viewers_zone_and_tell_utc(browser: Browser, site: Site) -> None:
-    shown(browser, site)
+    open_page(browser, site)
 
     shown_times = browser.run(
         "[...document.querySelectorAll('#nights time')].map((each) => [each.textContent, each.title])"
@@ -265,9 +267,11 @@ TONES = {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_tones_are_told_apart_whoever_looks(browser: Browser, site: Site, scheme: str) -> None:
+def test_tones_are_distinguishable_under_every_vision(
+    browser: Browser, site: Site, scheme: str
+) -> None:
     browser.window(LAPTOP, scheme=scheme)
-    shown(browser, site)
+    open_page(browser, site)
 
     for names in TONES.values():
         colour_by_name = browser.run(f"{probe.COLOURS}({json.dumps(['paper', *names])})")

@@ -19,12 +19,12 @@ from tests.dashboard.faults import faults
 from tests.integration.fleet import fleet
 from tests.integration.nights import build_night
 from tests.integration.scraping import stream
-from tests.polling import until
+from tests.polling import poll_until
 
 REQUESTS = 600
 """Of each replica."""
 RATE = 150.0
-LOOKS = 6
+SETTLED_LOOKS = 6
 """In a row at which all is there: a replica answers from either of its workers."""
 SETTINGS = {
     "LARDER_WORKERS": "2", "LARDER_L1_BYTES": str(48 << 10), "LARDER_DASHBOARD_S": "0.5", "LARDER_QUALITY_S": "0.5",
@@ -40,16 +40,16 @@ def urls(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[l
     with fleet(night, tmp_path_factory.mktemp("fleet"), count=2, **SETTINGS) as services:
         service_urls = [service.url for service in services]
         judge = Judge()
-        asyncio.run(asked(service_urls, night, judge))
+        asyncio.run(replay_streams(service_urls, night, judge))
         assert judge.broken == 0, judge.violations
         differences_by_look: list[list[Any]] = []
-        assert until(lambda: is_settled(service_urls, differences_by_look), every_s=0.2), (
-            differences_by_look[-LOOKS:]
+        assert poll_until(lambda: is_settled(service_urls, differences_by_look), every_s=0.2), (
+            differences_by_look[-SETTLED_LOOKS:]
         )
         yield service_urls
 
 
-async def asked(urls: list[str], night: NightConfig, judge: Judge) -> None:
+async def replay_streams(urls: list[str], night: NightConfig, judge: Judge) -> None:
     streams = (stream(night, seed) for seed in range(len(urls)))
     await asyncio.gather(
         *(
@@ -63,7 +63,7 @@ def document(url: str) -> Any:
     return httpx.get(f"{url}/dashboard/data").raise_for_status().json()
 
 
-def counted(urls: list[str]) -> dict[str, Any]:
+def scrape_totals(urls: list[str]) -> dict[str, Any]:
     """What both replicas tell Prometheus together."""
     counts_by_metric: dict[str, Counter[str]] = {}
     for url in urls:
@@ -80,7 +80,7 @@ def counted(urls: list[str]) -> dict[str, Any]:
     }
 
 
-def shown(data: Any) -> dict[str, Any]:
+def dashboard_totals(data: Any) -> dict[str, Any]:
     """The same of the dashboard's document."""
     return {**data["totals"], "samples": data["quality"]["samples"]}
 
@@ -88,16 +88,18 @@ def shown(data: Any) -> dict[str, Any]:
 def is_settled(urls: list[str], differences_by_look: list[list[Any]]) -> bool:
     """Whether nobody lacked anything at the last looks, each of which may have met another worker."""
     differences_by_look.append(unsettled(urls))
-    return len(differences_by_look) >= LOOKS and not any(differences_by_look[-LOOKS:])
+    return len(differences_by_look) >= SETTLED_LOOKS and not any(
+        differences_by_look[-SETTLED_LOOKS:]
+    )
 
 
 def unsettled(urls: list[str]) -> list[Any]:
     """What does not yet show all there is, whoever is asked, and how far it is."""
     differences: list[Any] = []
     for url in urls:
-        data, first, expected = document(url), document(urls[0]), counted(urls)
-        if shown(data) != expected:
-            differences.append(("totals", url, shown(data), expected))
+        data, first, expected = document(url), document(urls[0]), scrape_totals(urls)
+        if dashboard_totals(data) != expected:
+            differences.append(("totals", url, dashboard_totals(data), expected))
         if sum(data["series"]["requests"]) != data["totals"]["requests"]:
             differences.append(
                 ("series", url, data["series"]["requests"], data["totals"]["requests"])
@@ -125,11 +127,11 @@ def test_the_page_shows_all_workers_and_replicas_as_one_whole(
     browser.window(width, scheme=scheme)
 
     browser.open(f"{url}/dashboard")
-    browser.until(probe.SHOWN)
+    browser.wait_until(probe.IS_UPDATED)
     browser.keep(f"real-{width}-{scheme}.png")
     browser.run(probe.OPEN_ALL)
 
-    data, expected = document(url), counted(urls)
+    data, expected = document(url), scrape_totals(urls)
     assert faults(data) == []
     assert [replica["workers"] for replica in data["replicas"]] == [2, 2]
     text = browser.run("document.body.innerText").replace("\u00a0", " ")
@@ -151,7 +153,7 @@ def test_the_page_shows_all_workers_and_replicas_as_one_whole(
     assert browser.run(probe.FAINT) == browser.run(probe.UNLABELLED) == []
     assert browser.run("document.documentElement.scrollWidth") == width
     assert browser.complaints() == []
-    assert {Path(requested_url).parts[1] for requested_url in browser.asked()} == {
+    assert {Path(requested_url).parts[1] for requested_url in browser.requested_urls()} == {
         httpx.URL(url).netloc.decode()
     }
 

@@ -26,7 +26,7 @@ class Block:
     reason: str
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Page and line, as editors take them."""
         return f"{self.page}:{self.line}"
 

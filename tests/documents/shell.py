@@ -50,11 +50,11 @@ class Shell:
 
     def sh(self, text: str) -> "subprocess.CompletedProcess[str]":
         """What a block of commands says; the first that fails ends it."""
-        return self._run(["bash", "-c", self._meant(PRELUDE + text)])
+        return self._run(["bash", "-c", self._fill_placeholders(PRELUDE + text)])
 
     def python(self, text: str) -> "subprocess.CompletedProcess[str]":
         """What a program says."""
-        return self._run(["python", "-c", self._meant(text)])
+        return self._run(["python", "-c", self._fill_placeholders(text)])
 
     def close(self) -> None:
         """End the services that were started."""
@@ -63,7 +63,7 @@ class Shell:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGINT)
 
-    def _meant(self, text: str) -> str:
+    def _fill_placeholders(self, text: str) -> str:
         log = self.folder / "served.log"
         served = log.read_text().partition(ANNOUNCED)[2] if log.exists() else ""
         url = served.split()[0] if served else self.url

@@ -14,7 +14,7 @@ import pytest
 from serving.config.settings import ServingConfig
 from tests.blackbox import Shop, free_port, listens, nginx, open_shop, started
 from tests.documents.blocks import ALL
-from tests.polling import until
+from tests.polling import poll_until
 
 PAGE = "docs/how-to/behind-a-proxy.md"
 SETTINGS = {block.kind: block.text for block in ALL if block.page == PAGE}
@@ -46,14 +46,14 @@ def proxy(kind: str, folder: Path, ports: tuple[int, int]) -> Iterator[str]:
         text = text.replace(shown, str(actual))
     if kind == "nginx":
         with nginx(program, folder, text):
-            assert until(lambda: listens(port))
+            assert poll_until(lambda: listens(port))
             yield f"http://127.0.0.1:{port}"
         return
     file = folder / "haproxy.cfg"
     file.write_text(text)
     process = subprocess.Popen([program, "-f", file], stderr=subprocess.DEVNULL)
     try:
-        assert until(lambda: listens(port))
+        assert poll_until(lambda: listens(port))
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()

@@ -19,7 +19,7 @@ TRIED = ("nginx", "haproxy")
 """Settings of proxies that `test_behind_a_proxy` starts."""
 READ = ("toml", "json")
 """Languages of blocks that are read as what they are."""
-SHOWN = ("text", "{toctree}")
+DISPLAYED = ("text", "{toctree}")
 """Drawings and messages; and the contents of the site, which `make docs` builds."""
 
 REASONS = {
@@ -39,14 +39,14 @@ def named(kind: str) -> list[Block]:
     return [block for block in ALL if block.kind == kind]
 
 
-def place(block: Block) -> str:
+def location_of(block: Block) -> str:
     """Name a test by it."""
-    return block.place
+    return block.location
 
 
-@pytest.mark.parametrize("block", ALL, ids=place)
+@pytest.mark.parametrize("block", ALL, ids=location_of)
 def test_a_block_has_a_language_that_something_is_done_with(block: Block) -> None:
-    assert block.kind in (*RUN, *TRIED, *READ, *SHOWN), block.place
+    assert block.kind in (*RUN, *TRIED, *READ, *DISPLAYED), block.location
     assert not block.reason or block.kind in RUN, "only what is run needs a reason not to be"
 
 
@@ -55,12 +55,12 @@ def test_what_is_not_run_is_counted_and_has_one_of_few_reasons() -> None:
     assert len(REASONS) < 6 and sum(REASONS.values()) < 24
 
 
-@pytest.mark.parametrize("block", named("text"), ids=place)
+@pytest.mark.parametrize("block", named("text"), ids=location_of)
 def test_no_command_hides_in_a_drawing(block: Block) -> None:
     assert not re.search(r"^\s*\$?\s*(python|make|curl|pip|docker) ", block.text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("block", NOT_RUN, ids=place)
+@pytest.mark.parametrize("block", NOT_RUN, ids=location_of)
 def test_what_is_not_run_names_targets_files_and_modules_that_exist(block: Block) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     commands = re.sub(r"#.*", "", block.text)
@@ -73,7 +73,7 @@ def test_what_is_not_run_names_targets_files_and_modules_that_exist(block: Block
         assert list(ROOT.glob(path)), path
 
 
-@pytest.mark.parametrize("block", named("toml"), ids=place)
+@pytest.mark.parametrize("block", named("toml"), ids=location_of)
 def test_toml_is_a_configuration_of_night_and_service(block: Block, tmp_path: Path) -> None:
     path = tmp_path / "larder.toml"
     path.write_text(block.text)
@@ -83,7 +83,7 @@ def test_toml_is_a_configuration_of_night_and_service(block: Block, tmp_path: Pa
     ServingConfig.load({"LARDER_CONFIG": str(path)})
 
 
-@pytest.mark.parametrize("block", named("json"), ids=place)
+@pytest.mark.parametrize("block", named("json"), ids=location_of)
 def test_json_can_be_read(block: Block) -> None:
     assert isinstance(json.loads(block.text), dict)
 

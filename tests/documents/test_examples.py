@@ -13,7 +13,7 @@ import pytest
 from tests.documents import world
 from tests.documents.blocks import ALL, INSTALLING, LIBRARIES, Block, of_library
 from tests.documents.shell import Shell
-from tests.documents.test_blocks import RUN, place
+from tests.documents.test_blocks import RUN, location_of
 from tests.integration.program import started
 
 FROM_NOTHING = {
@@ -65,7 +65,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[S
 
 
 @pytest.fixture(scope="module")
-def nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Shell]]:
+def fresh_installs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Shell]]:
     """Shells of who has only installed Larder, one for each page."""
     shells: dict[str, Shell] = {}
 
@@ -74,7 +74,7 @@ def nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
             folder = tmp_path_factory.mktemp("nothing")
             environ = world.environment("", folder)
             environ_without_shop = {
-                name: value for name, value in environ.items() if name not in world.OURS
+                name: value for name, value in environ.items() if name not in world.SHOP_VARIABLES
             }
             shells[page] = Shell(folder, environ_without_shop)
         return shells[page]
@@ -84,7 +84,7 @@ def nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         shell.close()
 
 
-@pytest.mark.parametrize("block", EXAMPLES, ids=place)
+@pytest.mark.parametrize("block", EXAMPLES, ids=location_of)
 def test_an_example_runs(block: Block, request: pytest.FixtureRequest) -> None:
     if block.page.endswith("import/torch.md"):
         pytest.importorskip("torch")
@@ -96,10 +96,10 @@ def test_an_example_runs(block: Block, request: pytest.FixtureRequest) -> None:
 
     completed = shell.sh(block.text) if block.kind == "sh" else shell.python(block.text)
 
-    assert completed.returncode == 0, f"{block.place}\n{completed.stdout}"
+    assert completed.returncode == 0, f"{block.location}\n{completed.stdout}"
 
 
-@pytest.mark.parametrize("block", ANSWERS, ids=place)
+@pytest.mark.parametrize("block", ANSWERS, ids=location_of)
 def test_an_answer_has_the_fields_and_types_of_a_real_one(block: Block, shop: Shell) -> None:
     documented_answer = json.loads(block.text.replace("u-00042", "42"))
     real = httpx.get(

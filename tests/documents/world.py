@@ -35,7 +35,7 @@ k = 50
 [tables.user_vector]
 kind = "user_vector"
 """
-OURS = ("REDIS_URL", "LARDER_CONFIG")
+SHOP_VARIABLES = ("REDIS_URL", "LARDER_CONFIG")
 """Variables that say where the shop's things are."""
 CUTS = ("2026-01-28T00:00:00Z", "2026-01-29T00:00:00Z", "2026-01-30T00:00:00Z")
 

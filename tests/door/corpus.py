@@ -23,7 +23,7 @@ class Case:
 
     name: str
     stream: bytes
-    taken: int
+    accepted_count: int
     is_refused: bool
     is_bounded: bool
     """The refusal is that of a bound, which not every transport has."""

@@ -54,7 +54,7 @@ class Reading:
     heads: tuple[tuple[str, str], ...]
     """Method and target of each head that was read: one more than `messages` where the stream breaks off, or is wrong,
     within a body."""
-    why: str = ""
+    error_message: str = ""
     first_bytes: int | None = None
 
 

@@ -53,7 +53,7 @@ LENIENCIES: list[Leniency] = [
     Leniency(
         "llhttp",
         lambda reading, stream: (
-            reading.why == "HPE_INVALID_CONTENT_LENGTH" and bool(_TAB_BEHIND_LENGTH.search(stream))
+            reading.error_message == "HPE_INVALID_CONTENT_LENGTH" and bool(_TAB_BEHIND_LENGTH.search(stream))
         ),
         "RFC 9110, section 5.6.3: a tab behind a value is no part of it; llhttp 9.3 refuses it behind a length",
     ),
@@ -88,7 +88,7 @@ def violations(
                 )
             if reading.end == "refused":
                 broken.append(
-                    f"{name} refuses the end ({reading.why}), the service refuses nothing"
+                    f"{name} refuses the end ({reading.error_message}), the service refuses nothing"
                 )
     return broken
 
@@ -132,7 +132,9 @@ def _violations_of_one(
         return []
     missing = [name for name, reading in bound.items() if number >= len(reading.messages)]
     if missing:
-        refusal_text = "; ".join(f"{name} refuses it ({readings[name].why})" for name in missing)
+        refusal_text = "; ".join(
+            f"{name} refuses it ({readings[name].error_message})" for name in missing
+        )
         return [f"answer {number} ({answer.status} {answer.ids}) is to no message: {refusal_text}"]
     messages = [r.messages[number] for r in readings.values() if number < len(r.messages)]
     if not messages:

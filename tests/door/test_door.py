@@ -20,7 +20,7 @@ from tests.door.judges import NODE, H11Judge, Judge, Reading
 from tests.door.mutations import mutated
 from tests.door.rule import REFUSALS, is_refusal, violations
 from tests.door.wire import Answer, Exchange, all_bytes, exchange
-from tests.polling import until
+from tests.polling import poll_until
 
 CASES = read_corpus()
 NGINX = shutil.which(
@@ -76,11 +76,11 @@ def broken(
 ) -> list[str]:
     """The ways in which the answers to a stream break the rule."""
     readings = {judge.name: judge.read(stream) for judge in judges}
-    answered = ask(service, readings, [stream] if pieces is None else pieces, apart)
+    answered = send_stream(service, readings, [stream] if pieces is None else pieces, apart)
     return violations(readings, answered, stream, preceding_count=len(apart))
 
 
-def ask(
+def send_stream(
     service: Door,
     readings: dict[str, Reading],
     pieces: Sequence[bytes],
@@ -98,7 +98,7 @@ def ask(
         return bool(answered.answers or answered.leftover)
 
     # For a second behind a backlog the service drops connections whose peers have closed their side, without a word.
-    until(is_answered, 6, every_s=1.5)
+    poll_until(is_answered, 6, every_s=1.5)
     return answered
 
 
@@ -108,13 +108,13 @@ def test_a_stream_of_the_corpus_ends_where_the_judges_say(
 ) -> None:
     readings = {judge.name: judge.read(case.stream) for judge in judges}
 
-    answered = ask(service, readings, [case.stream])
+    answered = send_stream(service, readings, [case.stream])
 
     assert violations(readings, answered, case.stream) == []
     if case.is_bounded and not service.has_bounds:
         return
     taken_answers = [answer for answer in answered.answers if not is_refusal(answer)]
-    assert len(taken_answers) == case.taken, answered
+    assert len(taken_answers) == case.accepted_count, answered
     assert len(answered.answers) - len(taken_answers) == case.is_refused, answered
 
 
@@ -131,7 +131,7 @@ def test_a_stream_of_the_corpus_may_come_on_a_connection_that_is_known(
 ) -> None:
     # Given a connection on which the first request has been answered three times, so that its head is known
     reading = H11Judge().read(case.stream)
-    if not case.taken or reading.first_bytes is None or is_ending(reading):
+    if not case.accepted_count or reading.first_bytes is None or is_ending(reading):
         first = get("a1")
     else:
         first = case.stream[: reading.first_bytes].removeprefix(b"\r\n")
@@ -164,11 +164,11 @@ def hold_in_pieces(
     for case in cases:
         readings = {judge.name: judge.read(case.stream) for judge in judges}
         for pieces in cuts_of(case, rng, count):
-            answered = ask(service, readings, pieces)
+            answered = send_stream(service, readings, pieces)
             sizes = [len(piece) for piece in pieces[:4]]
             assert violations(readings, answered, case.stream) == [], (case.name, sizes)
             taken_answers = [answer for answer in answered.answers if not is_refusal(answer)]
-            assert len(taken_answers) == case.taken, (case.name, sizes)
+            assert len(taken_answers) == case.accepted_count, (case.name, sizes)
 
 
 def test_streams_mean_the_same_in_pieces(service: Door, judges: list[Judge]) -> None:
@@ -261,7 +261,7 @@ def behind_nginx(service: Door, folder: Path) -> Iterator[list[tuple[str, int]]]
   }}"""
     folder.mkdir(exist_ok=True)
     with nginx(NGINX, folder, lines):
-        assert until(lambda: all(map(listens, ports)))
+        assert poll_until(lambda: all(map(listens, ports)))
         yield [("127.0.0.1", port) for port in ports]
 
 
@@ -291,12 +291,12 @@ def hold_behind_nginx(
             )
 
 
-def test_behind_nginx_each_caller_gets_its_own_answer(fronts: list[tuple[str, int]]) -> None:
+def test_behind_nginx_every_caller_gets_its_own_answer(fronts: list[tuple[str, int]]) -> None:
     hold_behind_nginx(fronts, [(case.name, case.stream) for case in CASES])
 
 
 @pytest.mark.storm
-def test_behind_nginx_each_caller_gets_its_own_answer_after_random_streams(
+def test_behind_nginx_every_caller_gets_its_own_answer_after_random_streams(
     fronts: list[tuple[str, int]],
 ) -> None:
     rng, streams = random.Random(SEED), [case.stream for case in CASES]

@@ -8,7 +8,7 @@ import termios
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.polling import until
+from tests.polling import poll_until
 
 _TIMEOUT_S = 20.0
 _NO_BODY = (204, 304)
@@ -109,7 +109,7 @@ def _wait_until_taken(connection: socket.socket) -> None:
         unsent = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
         return int.from_bytes(unsent, "little") == 0
 
-    assert until(is_taken, 10, every_s=0)
+    assert poll_until(is_taken, 10, every_s=0)
 
 
 def _read_all(connection: socket.socket) -> bytes:

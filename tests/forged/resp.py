@@ -1,7 +1,7 @@
 """Where the replies and commands of Redis' protocol end, read from bytes; what they mean is left alone."""
 
 _LINES = b"+-:_,#(!=$"
-_COUNTED = {b"*": 1, b"~": 1, b">": 1, b"%": 2, b"|": 2}
+_AGGREGATE_FACTORS = {b"*": 1, b"~": 1, b">": 1, b"%": 2, b"|": 2}
 _BULK = b"$=!"
 
 
@@ -15,8 +15,8 @@ def reply_end(data: bytes, at: int = 0) -> int | None:
         kind, text = data[at : at + 1], data[at + 1 : stop]
         pending -= 1
         at = stop + 2
-        if kind in _COUNTED:
-            pending += max(0, int(text)) * _COUNTED[kind]
+        if kind in _AGGREGATE_FACTORS:
+            pending += max(0, int(text)) * _AGGREGATE_FACTORS[kind]
             pending += kind == b"|"  # attributes stand before the reply that they belong to
         elif kind and kind in _BULK:
             if int(text) >= 0:

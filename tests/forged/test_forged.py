@@ -26,7 +26,7 @@ from tests.blackbox import USERS, RunningService, Shop, StartFailed, open_shop, 
 from tests.forged.malformations import MALFORMATIONS
 from tests.forged.proxy import PUSHED, ForgingProxy, Order, forging
 from tests.forged.resp import command_name, command_words, reply_end
-from tests.polling import until
+from tests.polling import poll_until
 
 SEED = int(os.environ.get("LARDER_SEED", "0"))
 MINUTES = float(os.environ.get("LARDER_FUZZ_MINUTES", "5"))
@@ -63,7 +63,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[
     with forging(redis_url) as proxy:
         shop = open_shop(tmp_path_factory.mktemp("shop"), f"redis://127.0.0.1:{proxy.port}/0")
         with started(shop, tmp_path_factory.mktemp("first") / "log") as service:
-            truth = {user: stored(ask(service, user)) for user in USERS}
+            truth = {user: stored_list(get_answer(service, user)) for user in USERS}
         yield World(shop, proxy, redis_url, truth)
 
 
@@ -73,7 +73,7 @@ def service(world: World, tmp_path: Path) -> Iterator[RunningService]:
     world.proxy.forge(None)
     log = tmp_path / "log"
     with started(world.shop, log, **IMPATIENT) as running:
-        assert until(lambda: is_well(world, running))
+        assert poll_until(lambda: is_well(world, running))
         yield running
     assert_no_request_failed(log)
 
@@ -103,14 +103,14 @@ def request(service: RunningService, path: str, body: object = None) -> tuple[in
         return error.code, {}
 
 
-def ask(service: RunningService, user: str) -> dict:  # type: ignore[type-arg]
+def get_answer(service: RunningService, user: str) -> dict:  # type: ignore[type-arg]
     """The answer to a GET of one user, which has to be one."""
     status, answer = request(service, f"{TABLE}/{user}?k={K}")
     assert status == 200, (user, status)
     return answer
 
 
-def stored(answer: dict) -> tuple[list[str], list[float]]:  # type: ignore[type-arg]
+def stored_list(answer: dict) -> tuple[list[str], list[float]]:  # type: ignore[type-arg]
     """Items and scores of an answer that says to be stored."""
     assert answer["source"] in ("l1", "l2"), answer
     return answer["items"], answer["scores"]
@@ -118,7 +118,7 @@ def stored(answer: dict) -> tuple[list[str], list[float]]:  # type: ignore[type-
 
 def hold_for_answers(world: World, service: RunningService, users: Sequence[str]) -> None:
     """Fail unless these users, one by one and together, get true answers or admitted substitutes."""
-    answers = [ask(service, user) for user in users]
+    answers = [get_answer(service, user) for user in users]
     status, batch = request(service, TABLE, {"entities": list(users), "k": K})
     assert status == 200, status
     for user, answer in zip([*users, *users], [*answers, *batch["answers"]], strict=True):
@@ -130,7 +130,9 @@ def hold_for_answers(world: World, service: RunningService, users: Sequence[str]
 def is_well(world: World, service: RunningService) -> bool:
     """Return True if users are answered from Redis, and rightly."""
     try:
-        return all(stored(ask(service, user)) == world.truth[user] for user in USERS[:3])
+        return all(
+            stored_list(get_answer(service, user)) == world.truth[user] for user in USERS[:3]
+        )
     except (AssertionError, OSError):
         return False
 
@@ -163,9 +165,9 @@ def seen_by_service(world: World, service: RunningService) -> dict[str, int]:
     """The commands of a running service, with how many replies came to each."""
     world.proxy.replies.clear()
     world.proxy.drop_connections()
-    assert until(lambda: is_well(world, service))
-    assert until(lambda: world.proxy.replies["INFO"] > 0 and world.proxy.replies["HSET"] > 1)
-    assert until(lambda: is_well(world, service))
+    assert poll_until(lambda: is_well(world, service))
+    assert poll_until(lambda: world.proxy.replies["INFO"] > 0 and world.proxy.replies["HSET"] > 1)
+    assert poll_until(lambda: is_well(world, service))
     return {name: count for name, count in world.proxy.replies.items() if name != PUSHED}
 
 
@@ -175,11 +177,11 @@ def hold_in_service(world: World, service: RunningService, order: Order, rng: ra
     if order.command.startswith(("CLIENT", "SUBSCRIBE", "HELLO", "AUTH", "SELECT")):
         world.proxy.drop_connections()
     hold_for_answers(world, service, rng.sample(USERS, 3))
-    until(lambda: world.proxy.forged > 0, 1.0)
+    poll_until(lambda: world.proxy.forged > 0, 1.0)
     hold_for_answers(world, service, rng.sample(USERS, 2))
     forged = world.proxy.forged
     world.proxy.forge(None)
-    assert until(lambda: is_well(world, service), RECOVERY_S), f"no recovery from {order}"
+    assert poll_until(lambda: is_well(world, service), RECOVERY_S), f"no recovery from {order}"
     return forged
 
 
@@ -222,7 +224,7 @@ def is_wordless(output: str) -> bool:
     return "Traceback" in output or "internal error" in output
 
 
-def assert_is_told(order: Order, output: str) -> None:
+def assert_no_traceback(order: Order, output: str) -> None:
     """Fail if what a program told under an order is an error of Python's."""
     assert not is_wordless(output), f"{order} ends without a word: {output[-2_000:]}"
 
@@ -234,7 +236,7 @@ def hold_at_start(world: World, order: Order, log: Path) -> None:
         hold_once_started(world, order, log)
     except StartFailed as error:
         world.proxy.forge(None)
-        assert_is_told(order, str(error))
+        assert_no_traceback(order, str(error))
         hold_once_started(world, None, log)
 
 
@@ -246,9 +248,9 @@ def hold_once_started(world: World, order: Order | None, log: Path) -> None:
             # Without a generation there is nothing to answer with.
             assert status in (200, 503), status
             if status == 200 and answer["source"] in ("l1", "l2"):
-                assert stored(answer) == world.truth[user], answer
+                assert stored_list(answer) == world.truth[user], answer
         world.proxy.forge(None)
-        assert until(lambda: is_well(world, service), RECOVERY_S), f"no recovery from {order}"
+        assert poll_until(lambda: is_well(world, service), RECOVERY_S), f"no recovery from {order}"
     assert_no_request_failed(log)
 
 
@@ -257,7 +259,7 @@ def hold_at_starts(world: World, folder: Path, count: int | None, until_s: float
     world.proxy.forge(None)
     world.proxy.replies.clear()
     with started(world.shop, folder / "log", **IMPATIENT) as service:
-        assert until(lambda: is_well(world, service))
+        assert poll_until(lambda: is_well(world, service))
     orders = shuffled_orders(dict(world.proxy.replies), (None, 0))
     tried, failures = 0, []
     for order in orders if count is None else spread_over_commands(orders, count):
@@ -306,13 +308,13 @@ class Nights:
         self.world.proxy.forge(None)
         return completed.returncode, completed.stdout + completed.stderr, forged
 
-    def hold(self, order: Order) -> int:
+    def hold_under_order(self, order: Order) -> int:
         """Fail unless a night under an order publishes nothing wrong and tells what is; the replies forged."""
         code, output, forged = self.run(order)
         assert code in (0, 1, 2, 3), (code, output)
         assert code == 0 or output.strip(), "no word of what is wrong"
         self.hold_for_published()
-        assert_is_told(order, output)
+        assert_no_traceback(order, output)
         return forged
 
     def hold_for_published(self) -> None:
@@ -326,9 +328,9 @@ class Nights:
                 for generation_name in generation_words(self.pointer())
             )
 
-        assert until(follows, 20), (self.pointer(), request(self.service, "/v1/generations"))
+        assert poll_until(follows, 20), (self.pointer(), request(self.service, "/v1/generations"))
         for user in USERS[::40]:
-            answer = ask(self.service, user)
+            answer = get_answer(self.service, user)
             assert (answer["source"], answer["items"], answer["scores"]) == (
                 "l2",
                 *self.world.truth[user],
@@ -375,7 +377,7 @@ def hold_in_nights(nights: Nights, count: int | None, until_s: float) -> None:
         if time.monotonic() > until_s:
             break
         try:
-            forged += nights.hold(order) > 0
+            forged += nights.hold_under_order(order) > 0
         except AssertionError as error:
             failures.append(f"{order}: {str(error)[:FAILURE_CHARS]}")
         tried += 1

@@ -59,7 +59,7 @@ def figures(control: Control) -> None:
     watch.cpu_s(info)
 
 
-def mark(control: Control) -> None:
+def mark_part(control: Control) -> None:
     part: Any = SimpleNamespace(name="a/0", loaded_digest=b"mark", progress="a/0:progress")
     mark_loaded(control.client, KEYS.loaded(POINTER.generation), part)
 
@@ -85,7 +85,7 @@ CALLS: dict[str, Callable[[Control], Any]] = {
     "newest entry": lambda control: stream.read_newest_id(control.client, KEYS.events),
     "worklist": worklist.read,
     "kind of server": lambda control: redis_kind_of(control.client),
-    "mark of a part": mark,
+    "mark of a part": mark_part,
 }
 
 

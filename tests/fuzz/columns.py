@@ -16,7 +16,7 @@ import xxhash
 from cache.native import pure
 from cache.native.loader import NUMERAL_DROPPED_BITS, Numerals
 from cache.records import Layout
-from tests.fuzz.given import Given
+from tests.fuzz.given import FuzzInput
 
 REFUSED = "refused"
 _ERRORS = (ValueError, TypeError, OverflowError, IndexError, MemoryError, BufferError)
@@ -59,7 +59,7 @@ def expect(name: str, actual: Any, expected: Any) -> None:
         raise Different(f"{name}: compiled {actual!r}, by its docstring {expected!r}")
 
 
-def hashes(columns: ModuleType, fuzz_input: Given) -> None:
+def hashes(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     seed = fuzz_input.number(0, 2**64 - 1)
     ids = fuzz_input.texts(40, 160)
     if (mine := result(columns.hashes, ids, seed)) is not None:
@@ -68,7 +68,7 @@ def hashes(columns: ModuleType, fuzz_input: Given) -> None:
         expect("hashes", any(len(name) > 128 for name in ids), True)
 
 
-def cuts_of(fuzz_input: Given, size: int) -> Any:
+def cuts_of(fuzz_input: FuzzInput, size: int) -> Any:
     """int32 cuts, sorted more often than not, in bytes that need not be aligned, or whole."""
     count = fuzz_input.number(0, 12)
     cuts = fuzz_input.array("<i4", count)
@@ -90,7 +90,7 @@ def rising(cuts: bytes, size: int) -> list[int] | None:
     return numbers
 
 
-def text_hashes(columns: ModuleType, fuzz_input: Given) -> None:
+def text_hashes(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     seed, data = fuzz_input.number(0, 2**64 - 1), fuzz_input.text(400)
     cuts = cuts_of(fuzz_input, len(data))
     numbers = rising(cuts, len(data))
@@ -112,7 +112,7 @@ def is_text(data: bytes) -> bool:
     return True
 
 
-def cut_texts(columns: ModuleType, fuzz_input: Given) -> None:
+def cut_texts(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     data = fuzz_input.text(200)
     cuts = cuts_of(fuzz_input, len(data))
     numbers = rising(cuts, len(data))
@@ -121,7 +121,7 @@ def cut_texts(columns: ModuleType, fuzz_input: Given) -> None:
     expect("cut_texts", result(columns.cut_texts, data, cuts), expected_texts)
 
 
-def joined(columns: ModuleType, fuzz_input: Given) -> None:
+def joined(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     texts: list[Any] = list(fuzz_input.texts(20, 40))
     if fuzz_input.number(0, 7) == 0:
         texts.append(fuzz_input.number(0, 9))
@@ -132,7 +132,7 @@ def joined(columns: ModuleType, fuzz_input: Given) -> None:
     expect("joined", result(columns.joined, texts), expected_join)
 
 
-def replies(fuzz_input: Given, count: int, length: int) -> bytes:
+def replies(fuzz_input: FuzzInput, count: int, length: int) -> bytes:
     """Bulk strings of one length, damaged or not."""
     data = b"".join(
         b"$%d\r\n%b\r\n" % (length, fuzz_input.raw(length).ljust(length, b"x"))
@@ -145,7 +145,7 @@ def replies(fuzz_input: Given, count: int, length: int) -> bytes:
     return data
 
 
-def could_be(columns: ModuleType, fuzz_input: Given) -> None:
+def could_be(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     length, reply_count, requested_count = (
         fuzz_input.number(0, 40),
         fuzz_input.number(0, 6),
@@ -168,7 +168,7 @@ def could_be(columns: ModuleType, fuzz_input: Given) -> None:
     result(columns.could_be, data, fuzz_input.delicate(), fuzz_input.delicate())
 
 
-def records_of(columns: ModuleType, fuzz_input: Given) -> None:
+def records_of(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     count = fuzz_input.number(0, 6)
     prints = fuzz_input.array("<u8", count).tobytes()
     size, step, first = (
@@ -179,14 +179,14 @@ def records_of(columns: ModuleType, fuzz_input: Given) -> None:
     record_format, is_odd = fuzz_input.number(0, 15), fuzz_input.number(0, 7) == 0
     if is_odd:
         size, step, first, count = (fuzz_input.delicate() for _ in range(4))
-    arguments = (fuzz_input.rest(), first, step, count, size, prints, record_format)
+    arguments = (fuzz_input.remaining_bytes(), first, step, count, size, prints, record_format)
     if is_odd:  # numpy itself ends the process for some of them
         result(columns.records_of, *arguments)
     else:
         compare("records_of", columns.records_of, pure.records_of, *arguments)
 
 
-def spread(columns: ModuleType, fuzz_input: Given) -> None:
+def spread(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     count, size = fuzz_input.number(0, 12), fuzz_input.number(1, 20)
     positions = [
         fuzz_input.number(0, 13) - 1 if fuzz_input.number(0, 7) == 0 else fuzz_input.number(0, 11)
@@ -214,7 +214,7 @@ def spread(columns: ModuleType, fuzz_input: Given) -> None:
         raise Different(f"spread takes a place outside: {count} {positions} {row_by_position}")
 
 
-def flights(columns: ModuleType, fuzz_input: Given) -> None:
+def flights(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     mine = dict.fromkeys(fuzz_input.raw(fuzz_input.number(0, 9)), 0)
     pure_flights = dict(mine)
     for _ in range(fuzz_input.number(1, 4)):
@@ -227,7 +227,7 @@ def flights(columns: ModuleType, fuzz_input: Given) -> None:
         expect("flights", (mine, list(mine)), (pure_flights, list(pure_flights)))
 
 
-def are_ids(columns: ModuleType, fuzz_input: Given) -> None:
+def are_ids(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     ids: list[Any] = list(fuzz_input.texts(10, 20))
     if fuzz_input.number(0, 7) == 0:
         ids.append("text")
@@ -241,7 +241,7 @@ def are_ids(columns: ModuleType, fuzz_input: Given) -> None:
     )
 
 
-def getranges(columns: ModuleType, fuzz_input: Given) -> None:
+def getranges(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     prefix, count = fuzz_input.text(30), fuzz_input.number(0, 6)
     pages, offsets = (
         np.array([fuzz_input.delicate() for _ in range(count)], np.int64) for _ in range(2)
@@ -256,7 +256,7 @@ def getranges(columns: ModuleType, fuzz_input: Given) -> None:
     expect(f"getranges({prefix!r}, {pages}, {offsets}, {length})", mine, expected_commands)
 
 
-def dots(columns: ModuleType, fuzz_input: Given) -> None:
+def dots(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     dims, rows = fuzz_input.number(1, 70), fuzz_input.number(0, 12)
     vector, matrix = fuzz_input.array("<f4", dims), fuzz_input.array("<f4", dims * rows)
     is_odd = fuzz_input.number(0, 3) == 0
@@ -283,7 +283,7 @@ def dots(columns: ModuleType, fuzz_input: Given) -> None:
     expect(f"dots({vector}, {matrix}, {ordinals})", close.all(), True)
 
 
-def records(fuzz_input: Given, *, is_list: bool) -> tuple[bytes, int, bool, int]:
+def records(fuzz_input: FuzzInput, *, is_list: bool) -> tuple[bytes, int, bool, int]:
     """(records, their width, whether their numbers are float16, how many there are); sometimes a byte too many."""
     width, is_half, count = fuzz_input.number(1, 20), fuzz_input.is_true(), fuzz_input.number(0, 5)
     layout = Layout("topk" if is_list else "value", width, "f2" if is_half else "f4")
@@ -305,7 +305,7 @@ def records(fuzz_input: Given, *, is_list: bool) -> tuple[bytes, int, bool, int]
     return data, width, is_half, count
 
 
-def plain(columns: ModuleType, fuzz_input: Given) -> None:
+def plain_masks(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     is_list = fuzz_input.is_true()
     data, width, is_half, _ = records(fuzz_input, is_list=is_list)
     arguments = (
@@ -328,7 +328,7 @@ def are_finite(data: bytes, width: int, is_half: bool, *, is_list: bool) -> bool
     return bool(np.isfinite(np.frombuffer(data, layout.dtype)["numbers"]).all())
 
 
-def numbers(columns: ModuleType, fuzz_input: Given) -> None:
+def numbers(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     is_list = fuzz_input.is_true()
     data, width, is_half, _ = records(fuzz_input, is_list=is_list)
     k = fuzz_input.number(1, width)
@@ -340,7 +340,7 @@ def numbers(columns: ModuleType, fuzz_input: Given) -> None:
     result(columns.numbers, data, width, is_list, is_half, fuzz_input.delicate())
 
 
-def catalogue(fuzz_input: Given) -> tuple[bytes, Any]:
+def catalogue(fuzz_input: FuzzInput) -> tuple[bytes, Any]:
     """The ids of a catalogue: their bytes, and uint64 offsets, sound more often than not."""
     texts = fuzz_input.texts(12, 12)
     offsets = np.cumsum([0, *map(len, texts)]).astype("<u8")
@@ -349,7 +349,7 @@ def catalogue(fuzz_input: Given) -> tuple[bytes, Any]:
     return b"".join(texts), offsets[: len(offsets) - (fuzz_input.number(0, 15) == 0)]
 
 
-def names(columns: ModuleType, fuzz_input: Given) -> None:
+def names(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     data, width, is_half, count = records(fuzz_input, is_list=True)
     ids, offsets = catalogue(fuzz_input)
     k = fuzz_input.number(1, width)
@@ -366,7 +366,7 @@ def names(columns: ModuleType, fuzz_input: Given) -> None:
         )
 
 
-def answers(columns: ModuleType, fuzz_input: Given) -> None:
+def answers(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     data, width, is_half, count = records(fuzz_input, is_list=True)
     ids, offsets = catalogue(fuzz_input)
     k = fuzz_input.number(1, width)
@@ -421,7 +421,7 @@ def _number_of(key: int) -> np.float32:
     return number
 
 
-def stream(columns: ModuleType, fuzz_input: Given) -> None:
+def stream(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     prefix, metadata, after = fuzz_input.text(12), fuzz_input.text(90), fuzz_input.text(12)
     room = len(metadata) + 8
     is_odd = fuzz_input.number(0, 7) == 0
@@ -453,7 +453,7 @@ def stream(columns: ModuleType, fuzz_input: Given) -> None:
     expect("stream", mine, expected_stream)
 
 
-def scanner(columns: ModuleType, fuzz_input: Given) -> None:
+def scanner(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     bounds = (
         (fuzz_input.number(0, 40), fuzz_input.number(0, 60))
         if fuzz_input.number(0, 7)
@@ -469,7 +469,7 @@ def scanner(columns: ModuleType, fuzz_input: Given) -> None:
         expect(f"admits {data!r}", mine.admits(data), pure_scanner.admits(data))
 
 
-def parts(columns: ModuleType, fuzz_input: Given) -> None:
+def parts(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     count = fuzz_input.number(1, 5)
     is_odd = fuzz_input.number(0, 7) == 0
     values = np.unique(
@@ -520,7 +520,8 @@ def parts(columns: ModuleType, fuzz_input: Given) -> None:
 
 
 TARGETS = (
-    hashes, text_hashes, cut_texts, joined, could_be, records_of, spread, flights, are_ids, getranges, dots, plain,
+    hashes, text_hashes, cut_texts, joined, could_be, records_of, spread, flights, are_ids, getranges, dots,
+    plain_masks,
     numbers, names, answers, stream, scanner, parts,
 )  # fmt: skip
 
@@ -529,7 +530,7 @@ def target(columns: ModuleType) -> Callable[[bytes], None]:
     """The function that a fuzzer calls with bytes: the first says which function of the extension is tried."""
 
     def call(data: bytes) -> None:
-        fuzz_input = Given(data)
+        fuzz_input = FuzzInput(data)
         TARGETS[fuzz_input.number(0, len(TARGETS) - 1)](columns, fuzz_input)
 
     return call

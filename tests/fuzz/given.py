@@ -9,7 +9,7 @@ _DELICATE = (
 )  # fmt: skip
 
 
-class Given:
+class FuzzInput:
     """A reader of bytes; behind their end all is zero."""
 
     def __init__(self, data: bytes) -> None:
@@ -21,7 +21,7 @@ class Given:
         self._at += size
         return next_bytes
 
-    def rest(self) -> bytes:
+    def remaining_bytes(self) -> bytes:
         """All bytes that are left."""
         return self.raw(len(self._data))
 

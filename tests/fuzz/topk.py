@@ -10,7 +10,7 @@ from cache.model.tower import Histories
 from cache.topk import compiled
 from cache.topk.topk import Scorer
 from tests.fuzz.columns import Different
-from tests.fuzz.given import Given
+from tests.fuzz.given import FuzzInput
 
 
 def target(folder: Path) -> Callable[[bytes], None]:
@@ -22,7 +22,7 @@ def target(folder: Path) -> Callable[[bytes], None]:
     ]
 
     def call(data: bytes) -> None:
-        fuzz_input = Given(data)
+        fuzz_input = FuzzInput(data)
         engine = engines[fuzz_input.number(0, len(engines) - 1)]
         items, dims, users = (
             fuzz_input.number(1, 1_400),

@@ -53,12 +53,12 @@ def served(night: NightConfig, tmp_path: Path) -> Callable[..., Iterator[str]]:
     return run
 
 
-def known(night: NightConfig) -> str:
+def scored_user(night: NightConfig) -> str:
     """A user that the night scored."""
     return str(pq.read_table(night.path("interactions.parquet"))["user"][0])
 
 
-def said(python: Path, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def run_program(python: Path, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """What a program of the environment prints, run elsewhere than in the repository."""
     base_environ = {
         name: value for name, value in os.environ.items() if not name.startswith("LARDER_")
@@ -83,10 +83,12 @@ def test_the_extra_of_the_service_serves(
     kernels = "from cache.native.loader import kernels; print(kernels.__name__)"
 
     used = "cache.native.pure\n" if is_pure else "cache.native._columns\n"
-    assert said(python, tmp_path, "-c", kernels).stdout == used
+    assert run_program(python, tmp_path, "-c", kernels).stdout == used
 
     for url in served(python):
-        answers = [httpx.get(f"{url}/v1/lookup/user_topk/{known(night)}").json() for _ in range(2)]
+        answers = [
+            httpx.get(f"{url}/v1/lookup/user_topk/{scored_user(night)}").json() for _ in range(2)
+        ]
         assert [answer["source"] for answer in answers] == ["l2", "l1"]
 
 
@@ -111,7 +113,7 @@ def test_the_command_of_a_base_install(install: Install, tmp_path: Path) -> None
         ),
         (("dags", "install", str(tmp_path / "dags")), 0, str(tmp_path / "dags/larder/canary.py")),
     ]:
-        completed = said(larder, tmp_path, *arguments)
+        completed = run_program(larder, tmp_path, *arguments)
         assert completed.returncode == code, completed.stderr
         assert (completed.stdout + completed.stderr).startswith(line), arguments
 
@@ -125,7 +127,7 @@ def test_only_the_service_brings_a_web_framework(
         "from importlib.metadata import distributions; print(*(d.name for d in distributions()))"
     )
 
-    completed = said(python, tmp_path, "-c", list_them)
+    completed = run_program(python, tmp_path, "-c", list_them)
 
     installed = set(completed.stdout.split())
     assert not {"fastapi", "starlette", "uvicorn"} & installed
@@ -143,7 +145,7 @@ def test_what_a_base_install_lacks_is_named_with_its_remedy(
         (("-m", "serving", "top", "--once"), "pip install 'larder-predictions[top]'"),
         (("-c", "import serving.client"), "pip install 'larder-predictions[client]'"),
     ]:
-        completed = said(python, tmp_path, *arguments)
+        completed = run_program(python, tmp_path, *arguments)
         assert completed.returncode, arguments
         assert completed.stderr.rstrip().splitlines()[-1].endswith(remedy), completed.stderr
         assert completed.stderr.count("\n") == 1 or arguments[0] == "-c", completed.stderr
@@ -159,7 +161,7 @@ def test_the_extra_of_the_night_runs_a_night(
     (tmp_path / "larder.toml").write_text(SHOP)
 
     for arguments in (("train",), ("night",), ("status", "--json")):
-        completed = said(
+        completed = run_program(
             python, tmp_path, "-m", "precompute", "--config", "larder.toml", *arguments
         )
         assert completed.returncode in ((0, 3) if arguments[0] == "status" else (0,)), (
@@ -177,9 +179,13 @@ def test_the_client_and_the_terminal_ask_a_service(
     )
 
     for url in served(python, LARDER_TRACES="true"):
-        assert said(python, tmp_path, "-c", lookup_program, url, known(night)).stdout == "l2\n"
         assert (
-            said(python, tmp_path, "-m", "serving", "top", "--once", "--url", url).returncode == 0
+            run_program(python, tmp_path, "-c", lookup_program, url, scored_user(night)).stdout
+            == "l2\n"
+        )
+        assert (
+            run_program(python, tmp_path, "-m", "serving", "top", "--once", "--url", url).returncode
+            == 0
         )
 
 
@@ -195,8 +201,8 @@ def test_airflow_parses_the_dags_and_has_its_executors(
         "from airflow.providers.cncf.kubernetes.executors.kubernetes_executor import KubernetesExecutor"
     )
 
-    parsed = said(python, tmp_path, str(describe), str(folder))
-    imported = said(python, tmp_path, "-c", executors)
+    parsed = run_program(python, tmp_path, str(describe), str(folder))
+    imported = run_program(python, tmp_path, "-c", executors)
 
     assert orjson.loads(parsed.stdout.splitlines()[-1])["errors"] == {}, parsed.stderr
     assert imported.returncode == 0, imported.stderr

@@ -26,7 +26,7 @@ def test_a_model_of_the_library_is_fitted_imported_and_has_its_night(
     printed = []
     for block in run:
         completed = shell.sh(block.text) if block.kind == "sh" else shell.python(block.text)
-        assert completed.returncode == 0, f"{block.place}\n{completed.stdout[-4000:]}"
+        assert completed.returncode == 0, f"{block.location}\n{completed.stdout[-4000:]}"
         printed.append(completed.stdout)
 
     assert "night" in printed[2] and "gates passed" in printed[2]

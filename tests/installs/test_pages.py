@@ -52,7 +52,7 @@ def type_in(shell: Shell, page: str) -> str:
         if block.kind in RUN:
             completed = shell.sh(block.text) if block.kind == "sh" else shell.python(block.text)
             output += completed.stdout
-            assert completed.returncode == 0, f"{block.place}\n{completed.stdout[-4000:]}"
+            assert completed.returncode == 0, f"{block.location}\n{completed.stdout[-4000:]}"
     return output
 
 

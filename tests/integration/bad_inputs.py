@@ -21,7 +21,7 @@ from precompute.bundles.bundle import Bundle, BundleModel, ModelFile, write_bund
 from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import NightConfig, ReferenceConfig
 from precompute.reference.train import train_reference
-from tests.integration.nights import UNTIL
+from tests.integration.nights import DATA_UNTIL
 
 Change = Callable[[NightConfig, Path], NightConfig]
 """(the night's configuration, an empty folder) -> the configuration of the night that goes wrong."""
@@ -48,7 +48,7 @@ def retrained_and_shuffled(config: NightConfig, folder: Path) -> NightConfig:
         bundle=str(folder / "bundle"),
         reference=ReferenceConfig(dims=16, seed=7, choose=False),
     )
-    train_reference(retrained_config, data_until=UNTIL)
+    train_reference(retrained_config, data_until=DATA_UNTIL)
     with_items_in_another_order(folder / "bundle")
     return retrained_config
 

@@ -25,7 +25,7 @@ from precompute.bulk.load import unlink_pages
 from precompute.config.settings import NightConfig, parse_time
 from precompute.reference.train import train_reference
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
-from tests.integration.nights import UNTIL, pin, prepare, publish_night, write_clicks
+from tests.integration.nights import DATA_UNTIL, pin, prepare, publish_night, write_clicks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +35,7 @@ class Spoilt:
     config: NightConfig
     root: Path
     generation: str
-    other: Path
+    other_root: Path
     live_root: Path
     data: dict[str, Any]
 
@@ -85,9 +85,9 @@ class Spoilt:
         """Replace a plain file."""
         (self.root / path).write_bytes(data if isinstance(data, bytes) else data.tobytes())
 
-    def take(self, path: str, source: str | None = None) -> None:
+    def copy_from_other(self, path: str, source: str | None = None) -> None:
         """A file of another night's generation in place of ours."""
-        shutil.copyfile(self.other / (source or path), self.root / path)
+        shutil.copyfile(self.other_root / (source or path), self.root / path)
 
     def seal(self) -> None:
         """Sizes and checksums of all files as they are now."""
@@ -114,8 +114,8 @@ class Bench:
 
     config: NightConfig
     generation: str
-    kept: Path
-    other: Path
+    pristine_root: Path
+    other_root: Path
     live: str
 
     def judge(
@@ -132,9 +132,9 @@ class Bench:
             for generation_id in (self.generation, self.live)
         )
         shutil.rmtree(root, ignore_errors=True)
-        shutil.copytree(self.kept, root)
+        shutil.copytree(self.pristine_root, root)
         data = orjson.loads((root / "manifest.json").read_bytes())
-        spoilt = Spoilt(self.config, root, self.generation, self.other, live_root, data)
+        spoilt = Spoilt(self.config, root, self.generation, self.other_root, live_root, data)
         spoil(spoilt)
         if reseal:
             spoilt.seal()
@@ -208,12 +208,15 @@ def make_bench(folder: Path, redis_url: str, *, seed: int, users: int, items: in
     theirs = replace(config, base=str(folder / "theirs"), namespace=f"{config.namespace}-theirs")
     clicks = synthesize(World(users=users, items=items, seed=seed))
     # Within what is trained on and within the rest: as many items are known as in ours.
-    items_of, until_us = clicks.item_rows.copy(), int(parse_time(UNTIL).timestamp() * 1_000_000)
+    items_of, until_us = (
+        clicks.item_rows.copy(),
+        int(parse_time(DATA_UNTIL).timestamp() * 1_000_000),
+    )
     for rows in (np.flatnonzero(clicks.times < until_us), np.flatnonzero(clicks.times >= until_us)):
         items_of[rows] = items_of[np.random.default_rng(seed).permutation(rows)]
     (folder / "theirs").mkdir()
     write_clicks(folder / "theirs", replace(clicks, item_rows=items_of))
-    train_reference(theirs, data_until=UNTIL)
+    train_reference(theirs, data_until=DATA_UNTIL)
     other_generation_id = build(theirs, cut_at(theirs, 0.9))
     return Bench(
         config,

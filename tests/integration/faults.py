@@ -284,7 +284,7 @@ def values_doubled(spoilt: Spoilt) -> None:
 
 
 def item_vectors_stale(spoilt: Spoilt) -> None:
-    spoilt.take("items/vectors.f32")
+    spoilt.copy_from_other("items/vectors.f32")
 
 
 def wrong_dimension(spoilt: Spoilt) -> None:
@@ -297,30 +297,32 @@ def wrong_dimension(spoilt: Spoilt) -> None:
 
 
 def model_swapped(spoilt: Spoilt) -> None:
-    spoilt.take("models/user_tower.fp32.onnx")
+    spoilt.copy_from_other("models/user_tower.fp32.onnx")
 
 
 def model_swapped_and_declared(spoilt: Spoilt) -> None:
-    spoilt.take("models/item_tower.fp32.onnx")
-    entry = Manifest.from_bytes((spoilt.other / "manifest.json").read_bytes()).models["item_tower"]
+    spoilt.copy_from_other("models/item_tower.fp32.onnx")
+    entry = Manifest.from_bytes((spoilt.other_root / "manifest.json").read_bytes()).models[
+        "item_tower"
+    ]
     spoilt.data["models"]["item_tower"]["digest"] = entry.digest
 
 
 def bundle_swapped(spoilt: Spoilt) -> None:
     shutil.rmtree(spoilt.root / "bundle")
-    shutil.copytree(spoilt.other / "bundle", spoilt.root / "bundle")
+    shutil.copytree(spoilt.other_root / "bundle", spoilt.root / "bundle")
 
 
 def int8_lists_swapped(spoilt: Spoilt) -> None:
-    spoilt.take("models/user_tower.int8.onnx")
+    spoilt.copy_from_other("models/user_tower.int8.onnx")
 
 
 def int8_items_swapped(spoilt: Spoilt) -> None:
-    spoilt.take("models/item_tower.int8.onnx")
+    spoilt.copy_from_other("models/item_tower.int8.onnx")
 
 
 def int8_values_swapped(spoilt: Spoilt) -> None:
-    spoilt.take("models/user_affinity.int8.onnx")
+    spoilt.copy_from_other("models/user_affinity.int8.onnx")
 
 
 def int8_values_broken(spoilt: Spoilt) -> None:
@@ -363,7 +365,7 @@ def index_quantizer_off(spoilt: Spoilt) -> None:
 
 
 def index_of_another_night(spoilt: Spoilt) -> None:
-    spoilt.take("index/inner_product.faiss")
+    spoilt.copy_from_other("index/inner_product.faiss")
 
 
 def index_of_a_like_night(spoilt: Spoilt) -> None:

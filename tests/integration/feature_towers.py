@@ -20,7 +20,7 @@ COUNTRIES: Final = 5
 SCENTS: Final = 4
 COUNTRY = InputSpec("country", "feature", "int64", column="country")
 TASTE = InputSpec("taste", "feature", "float32", column="taste", width=DIMS)
-LOOKS = InputSpec("looks", "feature", "float32", column="looks", width=DIMS)
+LOOKS_INPUT = InputSpec("looks", "feature", "float32", column="looks", width=DIMS)
 MOODS: Final = ("glad", "sad")
 MOOD = InputSpec("mood", "feature", "float32", column="mood", width=len(MOODS))
 SCENT = InputSpec("scent", "feature", "float32", column="scent", width=SCENTS)
@@ -91,7 +91,7 @@ def from_mood(times: float = 1.0) -> ModelFile:
 def from_looks() -> ModelFile:
     """Item tower that needs no vocabulary."""
     rotation = np.linalg.qr(np.random.default_rng(1).standard_normal((DIMS, DIMS)))[0]
-    return _product(LOOKS, rotation.astype(np.float32), DIMS)
+    return _product(LOOKS_INPUT, rotation.astype(np.float32), DIMS)
 
 
 def from_scent() -> ModelFile:

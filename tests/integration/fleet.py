@@ -11,7 +11,7 @@ from cache.control.control_keys import Control, Replica
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
 from tests.integration.nights import PATIENT_ENVIRON, environment
-from tests.polling import until
+from tests.polling import poll_until
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def fleet(
         for service in services:
             stack.push(service)
         with control_of(config) as control:
-            assert until(lambda: len(control.replicas()) >= count)
+            assert poll_until(lambda: len(control.replicas()) >= count)
         yield services
 
 

@@ -39,37 +39,39 @@ class Point:
     """Where work dies: after `seconds`, or at mark number `mark` (from 1); None and None: nowhere."""
 
     seconds: float | None = None
-    mark: int | None = None
+    mark_number: int | None = None
 
     def __str__(self) -> str:
-        return f"mark {self.mark}" if self.seconds is None else f"{self.seconds * 1e3:.1f} ms"
+        return (
+            f"mark {self.mark_number}" if self.seconds is None else f"{self.seconds * 1e3:.1f} ms"
+        )
 
 
 NOWHERE = Point()
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CompletedWork:
     """Work that came to its end: what it returned, how long it took, and how many marks it passed."""
 
     result: Any
     seconds: float
-    marks: int
+    mark_count: int
 
     def point(self, moments: random.Random) -> Point:
         """A random point of the same work: of its time, or of its marks."""
         if moments.random() < 0.5:
             return Point(seconds=moments.uniform(0.0, self.seconds))
-        return Point(mark=moments.randint(1, max(1, self.marks)))
+        return Point(mark_number=moments.randint(1, max(1, self.mark_count)))
 
 
-def run(work: Callable[[], Any], point: Point = NOWHERE) -> Ended | None:
+def run(work: Callable[[], Any], point: Point = NOWHERE) -> CompletedWork | None:
     """Run picklable `work`; None when it was killed at `point`. Raises AssertionError when it fails or hangs."""
     receiving_end, theirs = _WARM.Pipe(duplex=False)
-    process = _WARM.Process(target=_work, args=(work, point.mark, theirs))
+    process = _WARM.Process(target=_work, args=(work, point.mark_number, theirs))
     process.start()
     theirs.close()
-    outcome: Ended | str | None = None
+    outcome: CompletedWork | str | None = None
     try:
         receiving_end.recv()
         if point.seconds is not None and not receiving_end.poll(point.seconds):
@@ -98,7 +100,7 @@ def _work(work: Callable[[], Any], mark_number: int | None, pipe: Any) -> None:
     except BaseException:
         pipe.send(traceback.format_exc())
         return
-    pipe.send(Ended(result, time.perf_counter() - started_at, passed()))
+    pipe.send(CompletedWork(result, time.perf_counter() - started_at, passed()))
 
 
 def _die_at(number: int | None) -> Callable[[], int]:

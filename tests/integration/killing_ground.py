@@ -22,10 +22,10 @@ from precompute.steps import publish, retire, verify
 from precompute.traffic.canary import trial
 from tests.integration.killed_steps import build, night, refused
 from tests.integration.killing import run
-from tests.integration.nights import UNTIL, top_lists
+from tests.integration.nights import DATA_UNTIL, top_lists
 from tests.integration.watching import Watch
-from tests.integration.wholeness import assert_whole, moves, whole
-from tests.polling import until
+from tests.integration.wholeness import assert_whole, moves, read_namespace_state
+from tests.polling import poll_until
 
 STEP_OF_CUTS = timedelta(minutes=11)
 LOSSES = ("everything", "control keys", "an older snapshot", "some pages")
@@ -58,10 +58,10 @@ class Ground:
     moments: random.Random
     users: list[str]
     killed: Counter[str] = field(default_factory=Counter)
-    cut: datetime = field(default_factory=lambda: datetime.fromisoformat(UNTIL))
+    cut: datetime = field(default_factory=lambda: datetime.fromisoformat(DATA_UNTIL))
 
     @property
-    def both(self) -> tuple[NightConfig, NightConfig]:
+    def configs(self) -> tuple[NightConfig, NightConfig]:
         return self.config, self.twin
 
     def next_cut(self) -> str:
@@ -119,12 +119,12 @@ class Ground:
                     for replica in replicas
                 )
 
-            assert until(follows, 20.0), f"{control.pointer()}, {control.replicas()}"
+            assert poll_until(follows, 20.0), f"{control.pointer()}, {control.replicas()}"
 
     def compare(self) -> None:
         """Both places are the same, and what is live is whole."""
         self.follow()
-        differences = whole(self.config).differences(whole(self.twin))
+        differences = read_namespace_state(self.config).differences(read_namespace_state(self.twin))
         assert not differences, differences
         self.watch.check_order([*moves(self.config), assert_whole(self.config)])
 
@@ -191,7 +191,7 @@ class Ground:
 
     def roll_back(self, *, kills: int) -> None:
         """Back by one; the generation left behind is retired."""
-        to = whole(self.twin).previous
+        to = read_namespace_state(self.twin).previous
         reason = "a test says so"
         self.step(
             "roll_back",
@@ -205,7 +205,7 @@ class Ground:
         """Lose something in both Redis databases and bring it back."""
         pages_gone = loss in ("everything", "some pages")
         with self.watch.pages_lost() if pages_gone else nullcontext():
-            for config in self.both:
+            for config in self.configs:
                 self._lose(config, loss)
             self.step(
                 "restore",
@@ -241,7 +241,7 @@ class Ground:
 
     def damage(self, generation: str) -> None:
         """One page of it, in both places, is not what was loaded."""
-        for config in self.both:
+        for config in self.configs:
             names = sorted(page_keys(config.keyspace(), read_manifest(config.store(), generation)))
             with connect(config.redis_url, 5.0) as client:
                 client.setrange(names[len(names) // 2], 17, b"damaged")

@@ -38,7 +38,7 @@ from precompute.steps import publish as publish_step
 from precompute.steps.night import Night, run_night
 from tests.opened import open_generation
 
-UNTIL = "2026-01-29T00:00:00Z"
+DATA_UNTIL = "2026-01-29T00:00:00Z"
 NEXT = "2026-01-30T00:00:00Z"
 K = 50
 PATIENT_ENVIRON = {"LARDER_QUEUE_INTERVAL_MS": "60000"}
@@ -52,7 +52,7 @@ def build_night(
     seed: int = 0,
     users: int = 400,
     items: int = 120,
-    data_until: str = UNTIL,
+    data_until: str = DATA_UNTIL,
 ) -> NightConfig:
     """Publish one generation from `folder`'s data, which is made on the first call; a later cut adds a generation."""
     config = prepare(folder, redis_url, seed=seed, users=users, items=items)
@@ -66,7 +66,7 @@ def prepare(
     """Data and bundle under `folder`, in a namespace of its own; nothing is built yet."""
     config = _config(folder, redis_url)
     if not (folder / "interactions.parquet").exists():
-        template_folder = Path(_made(seed, users, items).name)
+        template_folder = Path(_make_template(seed, users, items).name)
         # Written now, like what is made now: nights are named after the newest change of an input.
         shutil.copytree(template_folder, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
         hand_over(config.store(), Bundle.open(config.path(config.bundle)))
@@ -98,12 +98,12 @@ def _config(folder: Path, redis_url: str) -> NightConfig:
 
 
 @functools.cache
-def _made(seed: int, users: int, items: int) -> "tempfile.TemporaryDirectory[str]":
+def _make_template(seed: int, users: int, items: int) -> "tempfile.TemporaryDirectory[str]":
     """Folder with the data and the bundle of these sizes, made once: they are the same bytes every time."""
     temporary_folder = tempfile.TemporaryDirectory(prefix="larder-made-")
     folder = Path(temporary_folder.name)
     write_clicks(folder, synthesize(World(users=users, items=items, seed=seed)))
-    train_reference(_config(folder, "redis://nowhere"), data_until=UNTIL)
+    train_reference(_config(folder, "redis://nowhere"), data_until=DATA_UNTIL)
     shutil.rmtree(folder / "artifacts")
     return temporary_folder
 
@@ -165,7 +165,7 @@ def roll_back(config: NightConfig, to: str | None = None) -> str:
     return str(moved["generation"])
 
 
-def histories(config: NightConfig, data_until: str = UNTIL) -> dict[str, list[str]]:
+def histories(config: NightConfig, data_until: str = DATA_UNTIL) -> dict[str, list[str]]:
     """What each user had clicked before the cut, oldest first, read from the source file itself."""
     table = pq.read_table(config.path("interactions.parquet"))
     cut = datetime.fromisoformat(data_until)

@@ -56,7 +56,7 @@ TROUBLES = (
 
 
 @dataclass
-class Seen:
+class AnswerJudge:
     """What callers got, judged; `wrong` says what nobody should have got."""
 
     lists: Lists
@@ -69,7 +69,7 @@ class Seen:
     seconds: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
-    async def ask(self, connection: HttpConnection) -> None:
+    async def send_request(self, connection: HttpConnection) -> None:
         """One request: a known user, a batch of them, or strangers with and without a history."""
         kind = self.rng.choice(("one", "batch", "live", "stranger"), p=(0.5, 0.2, 0.2, 0.1))
         entities: list[dict[str, Any]] = [{"id": f"new-{self.rng.integers(1 << 40)}"}]
@@ -124,12 +124,12 @@ class Ordeal:
         service: ServiceProcess,
         proxy: FaultProxy,
         model: Path,
-        answer_judge: Seen,
+        answer_judge: AnswerJudge,
         callers: int = CALLERS,
     ) -> None:
         self.service = service
         self.proxy = proxy
-        self.seen = answer_judge
+        self.answer_judge = answer_judge
         self._model = model
         self._late: list[float] = []
         self._callers = callers
@@ -138,26 +138,26 @@ class Ordeal:
         """Callers ask while the trouble lasts, for so long and so many; a line of figures."""
         self._model.write_text(trouble.model)
         self.proxy.set(trouble.redis)
-        first, ends_at = self.seen.requests, time.monotonic() + seconds
-        self.seen.seconds.clear()
+        first, ends_at = self.answer_judge.requests, time.monotonic() + seconds
+        self.answer_judge.seconds.clear()
 
         async def call() -> None:
             async with HttpConnection(self.service.url) as connection:
-                while time.monotonic() < ends_at or self.seen.requests - first < requests:
-                    await self.seen.ask(connection)
-                    await asyncio.sleep(self.seen.rng.exponential(PAUSE_S))
+                while time.monotonic() < ends_at or self.answer_judge.requests - first < requests:
+                    await self.answer_judge.send_request(connection)
+                    await asyncio.sleep(self.answer_judge.rng.exponential(PAUSE_S))
 
-        sources_before = Counter(self.seen.sources)
+        sources_before = Counter(self.answer_judge.sources)
         self._late.clear()
         witness = asyncio.create_task(self._witness())
         await asyncio.gather(*(call() for _ in range(self._callers)))
         witness.cancel()
-        p50, p99 = np.quantile(self.seen.seconds, (0.5, 0.99)) * 1000
+        p50, p99 = np.quantile(self.answer_judge.seconds, (0.5, 0.99)) * 1000
         source_counts_text = ", ".join(
-            f"{name} {n}" for name, n in (self.seen.sources - sources_before).items()
+            f"{name} {n}" for name, n in (self.answer_judge.sources - sources_before).items()
         )
         return (
-            f"Redis {trouble.redis:8} model {trouble.model:8} {len(self.seen.seconds):6} requests, "
+            f"Redis {trouble.redis:8} model {trouble.model:8} {len(self.answer_judge.seconds):6} requests, "
             f"p50 {p50:6.1f} ms, p99 {p99:6.1f} ms of {DEADLINE_MS} "
             f"(this machine's own {self.lateness_ms:.1f}): {source_counts_text}"
         )
@@ -177,15 +177,15 @@ class Ordeal:
     @property
     def p99_ms(self) -> float:
         """Of the last trouble."""
-        return float(np.quantile(self.seen.seconds, 0.99)) * 1000
+        return float(np.quantile(self.answer_judge.seconds, 0.99)) * 1000
 
     async def recovered(self) -> bool:
         """Without trouble, whether it finds its way back to Redis, for the pointer and for records."""
         for _ in range(200):
-            l2_count_before = self.seen.sources["l2"]
+            l2_count_before = self.answer_judge.sources["l2"]
             await self.endure(Trouble(), requests=1)
             status, raw = await get(self.service.url, "/readyz")
-            is_reading = self.seen.sources["l2"] > l2_count_before
+            is_reading = self.answer_judge.sources["l2"] > l2_count_before
             if status == 200 and orjson.loads(raw)["stale"] is None and is_reading:
                 return True
             await asyncio.sleep(0.05)
@@ -204,13 +204,15 @@ class Ordeal:
         """Its own counters."""
         return ServiceCounts.read((await get(self.service.url, "/metrics"))[1].decode())
 
-    async def held(self) -> dict[str, float]:
+    async def read_resource_usage(self) -> dict[str, float]:
         """What the process holds: tasks, descriptors, threads and private memory in kB."""
         return troubled_service.held_of((await get(self.service.url, "/metrics"))[1].decode())
 
 
 @contextlib.asynccontextmanager
-async def ordeal(config: NightConfig, folder: Path, answer_judge: Seen) -> AsyncIterator[Ordeal]:
+async def ordeal(
+    config: NightConfig, folder: Path, answer_judge: AnswerJudge
+) -> AsyncIterator[Ordeal]:
     """A service with little room in L1, so that most of what is asked needs Redis."""
     model = folder / "model"
     model.write_text("ok")

@@ -70,7 +70,7 @@ class Racer:
         self.attempts += 1
         return f"racer-{self.number}-{self.attempts}"
 
-    def _newest(self) -> int:
+    def _live_index(self) -> int:
         pointer = self.releases.control.pointer()
         return -1 if pointer is None else NIGHTS.index(pointer.generation)
 
@@ -85,7 +85,7 @@ class Racer:
         return list(islice(unretired_generations, NEAR))
 
     def _night(self, make: Make) -> None:
-        generation = self.rng.choice(self._near(self._newest() - 2))
+        generation = self.rng.choice(self._near(self._live_index() - 2))
         self.prepare(generation, make)
         moves.publish(self.releases, generation, attempt=self._attempt())
 
@@ -118,7 +118,7 @@ class Racer:
         restore_redis(self.releases, attempt=self._attempt(), chunk_bytes=1 << 16)
 
     def _pin(self, _make: Make) -> None:
-        generation = NIGHTS[max(0, self._newest())]
+        generation = NIGHTS[max(0, self._live_index())]
         self.releases.pin(
             generation, reason="audit", expires_at=time.time() + 0.5, attempt=self._attempt()
         )
@@ -127,7 +127,7 @@ class Racer:
         if self.releases.ledger().canary is not None:
             moves.end_canary(self.releases, self._attempt(), "enough", self.rng.random() < 0.3)
             return
-        generation = self.rng.choice(self._near(self._newest() + 1))
+        generation = self.rng.choice(self._near(self._live_index() + 1))
         self.prepare(generation, make)
         moves.start_canary(self.releases, generation, 5.0, self._attempt())
 

@@ -38,10 +38,10 @@ class Clock:
     """Unix seconds that move only when told."""
 
     def __init__(self) -> None:
-        self.now = 1_800_000_000.0
+        self.now_s = 1_800_000_000.0
 
     def __call__(self) -> float:
-        return self.now
+        return self.now_s
 
 
 class TimedControl(Control):
@@ -119,7 +119,7 @@ class World:
         """Load and publish each, a day apart."""
         for generation in generations:
             self.load(generation)
-            self.clock.now += 86_400
+            self.clock.now_s += 86_400
             moves.publish(self.releases, generation, attempt=self.attempt())
 
     def live(self) -> Pointer:

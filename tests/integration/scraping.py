@@ -20,7 +20,7 @@ from infra.demo.dataset import Dataset
 from infra.demo.traffic import Background, Stream
 from precompute.config.settings import NightConfig
 from tests.integration.nights import histories
-from tests.polling import until
+from tests.polling import poll_until
 
 INFRA = Path(__file__).parents[2] / "infra"
 BOARDS: list[Any] = [
@@ -47,7 +47,7 @@ class Prometheus:
 
     http: httpx.Client
 
-    def ask(self, query: str) -> list[Any]:
+    def run_query(self, query: str) -> list[Any]:
         """The samples of an instant query; fails on one that Prometheus refuses."""
         answer = self.http.post("/api/v1/query", data={"query": query}).json()
         assert answer["status"] == "success", f"{query}: {answer}"
@@ -56,7 +56,7 @@ class Prometheus:
 
     def value(self, query: str) -> float:
         """The one sample of a query, NaN if there is none."""
-        series = self.ask(query)
+        series = self.run_query(query)
         return float(series[0]["value"][1]) if series else float("nan")
 
     def firing(self) -> set[str]:
@@ -68,7 +68,7 @@ class Prometheus:
         return self._names('last_over_time(ALERTS{alertstate="firing"}[1h])')
 
     def _names(self, query: str) -> set[str]:
-        return {alert["metric"]["alertname"] for alert in self.ask(query)}
+        return {alert["metric"]["alertname"] for alert in self.run_query(query)}
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def prometheus(
         def scraped() -> bool:
             return is_ready(http) and running.value("count(up == 1)") == len(services)
 
-        assert until(scraped, every_s=LOOK_S), process.tail()
+        assert poll_until(scraped, every_s=LOOK_S), process.tail()
         yield running
 
 

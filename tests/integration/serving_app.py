@@ -44,7 +44,7 @@ class Running:
         response_body: dict[str, Any] = response.json()
         return response_body
 
-    async def counted(self, name: str) -> dict[tuple[str, ...], float]:
+    async def scrape_samples(self, name: str) -> dict[tuple[str, ...], float]:
         """A counter's samples by label values in the order of label names, as Prometheus would scrape them."""
         text = (await self.http.get("/metrics")).text
         return {

@@ -19,17 +19,17 @@ from cache.model.predictor import Predictor
 from serving.__main__ import main
 from serving.metrics.registry import Metrics
 
-HELD = "troubled_held"
+RESOURCE_METRIC = "troubled_held"
 FAULT_FILE = "TROUBLED_MODEL"
 _STATUS = ("RssAnon", "Threads")
 
 
-class Held(Collector):
+class ResourceCollector(Collector):
     """Tasks, descriptors and private memory of this process, at the moment of a scrape."""
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """One family."""
-        family = GaugeMetricFamily(HELD, "What this process holds", labels=["what"])
+        family = GaugeMetricFamily(RESOURCE_METRIC, "What this process holds", labels=["what"])
         try:
             family.add_metric(["tasks"], len(asyncio.all_tasks()))
         except RuntimeError:  # no loop runs yet
@@ -44,8 +44,8 @@ class Held(Collector):
 
 def held_of(exposed: str) -> dict[str, float]:
     """What `Held` told, by name, in metrics as they are exposed."""
-    lines = [line for line in exposed.splitlines() if line.startswith(HELD + "{")]
-    sample_parts = [line.removeprefix(HELD).rpartition(" ") for line in lines]
+    lines = [line for line in exposed.splitlines() if line.startswith(RESOURCE_METRIC + "{")]
+    sample_parts = [line.removeprefix(RESOURCE_METRIC).rpartition(" ") for line in lines]
     return {labels.split('"')[1]: float(value) for labels, _, value in sample_parts}
 
 
@@ -65,19 +65,19 @@ def trouble(file: Path) -> None:
     Predictor.predict = predict  # type: ignore[method-assign,assignment]
 
 
-def tell() -> None:
+def expose_resources() -> None:
     """Adds `Held` to the metrics of the service."""
     real = Metrics.__init__
 
     def begin(self: Metrics) -> None:
         real(self)
-        self.registry.register(Held())
+        self.registry.register(ResourceCollector())
 
     Metrics.__init__ = begin  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    tell()
+    expose_resources()
     if name := os.environ.get(FAULT_FILE):
         trouble(Path(name))
     sys.exit(main())

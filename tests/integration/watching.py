@@ -12,11 +12,11 @@ import numpy as np
 import orjson
 
 from infra.demo.http import HttpConnection
-from tests.polling import until
+from tests.polling import poll_until
 
 BATCH, K = 8, 10
 PAUSE_S = 0.01
-STORED = frozenset({"l1", "l2"})
+STORED_SOURCES = frozenset({"l1", "l2"})
 SLOWEST_S = 5.0
 
 
@@ -34,9 +34,9 @@ class Watch:
         self.answers = 0
         self.wrong: list[str] = []
         self._url, self._users, self._items = url, list(users), list(items)
-        self._seen: list[list[str]] = [[], []]
+        self._generations_by_caller: list[list[str]] = [[], []]
         self._rng = np.random.default_rng(seed)
-        self._stored = STORED
+        self._allowed_sources = STORED_SOURCES
         self._over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._ask_all()), daemon=True)
 
@@ -57,26 +57,26 @@ class Watch:
     @contextmanager
     def pages_lost(self) -> Iterator[None]:
         """Pages are gone meanwhile, so answers may come from down the ladder; they still come."""
-        self._stored = STORED | {"previous", "default"}
+        self._allowed_sources = STORED_SOURCES | {"previous", "default"}
         yield
-        self.beat(2 * len(self._seen))  # what was asked meanwhile is answered
-        self._stored = STORED
+        self.beat(2 * len(self._generations_by_caller))  # what was asked meanwhile is answered
+        self._allowed_sources = STORED_SOURCES
 
     def beat(self, answers: int = 2) -> None:
         """Raises AssertionError unless more answers come, all of them right so far."""
         goal = self.answers + answers
-        came = until(lambda: bool(self.wrong) or self.answers >= goal, 60.0)
+        came = poll_until(lambda: bool(self.wrong) or self.answers >= goal, 60.0)
         assert not self.wrong, "\n".join(self.wrong[:10])
         assert came, "callers get no answers"
 
     @property
     def seen_last(self) -> set[str]:
         """The generations that callers were last answered from."""
-        return {generations[-1] for generations in self._seen if generations}
+        return {generations[-1] for generations in self._generations_by_caller if generations}
 
     def check_order(self, moves: Sequence[str]) -> None:
         """Raises AssertionError unless every caller went through the generations in the order of `moves`."""
-        for generations in self._seen:
+        for generations in self._generations_by_caller:
             remaining_moves = iter(moves)
             generation_order = list(generations)
             assert all(generation in remaining_moves for generation in generation_order), (
@@ -84,9 +84,11 @@ class Watch:
             )
 
     async def _ask_all(self) -> None:
-        await asyncio.gather(*(self._ask(number) for number in range(len(self._seen))))
+        await asyncio.gather(
+            *(self._run_caller(number) for number in range(len(self._generations_by_caller)))
+        )
 
-    async def _ask(self, number: int) -> None:
+    async def _run_caller(self, number: int) -> None:
         async with HttpConnection(self._url, SLOWEST_S) as connection:
             for request_number in range(1 << 60):
                 if self._over.is_set():
@@ -98,7 +100,7 @@ class Watch:
                 await asyncio.sleep(PAUSE_S)
 
     async def _ask_once(self, connection: HttpConnection, number: int, request_number: int) -> None:
-        allowed_sources = self._stored
+        allowed_sources = self._allowed_sources
         history = [str(item_id) for item_id in self._rng.choice(self._items, 5, replace=False)]
         if request_number % 16 == 15:
             entities: list[dict[str, Any]] = [
@@ -121,10 +123,10 @@ class Watch:
                 f"{len(answers)} of {len(entities)} answers, from {answering_generations}"
             )
         for generation in answering_generations - self.canaries:
-            if self._seen[number][-1:] != [generation]:
-                self._seen[number].append(generation)
+            if self._generations_by_caller[number][-1:] != [generation]:
+                self._generations_by_caller[number].append(generation)
         for entity, answer in zip(entities, answers, strict=False):
-            self._judge(entity, answer, allowed_sources | self._stored)
+            self._judge(entity, answer, allowed_sources | self._allowed_sources)
         self.answers += 1
 
     def _judge(

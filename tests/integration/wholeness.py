@@ -20,7 +20,7 @@ COMPARED = ("directory/", "items/", "tables/", "defaults.json")
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class NamespaceState:
     """Everything that must come out the same after a crash; `files` and `pages` are name -> content."""
 
     live: str | None
@@ -31,7 +31,7 @@ class Whole:
     files: Mapping[str, str]
     pages: Mapping[str, bytes | dict[bytes, bytes]]
 
-    def differences(self, other_namespace: "Whole") -> list[str]:
+    def differences(self, other_namespace: "NamespaceState") -> list[str]:
         """One line per thing that is not the same, none if all is."""
         difference_lines = [
             f"{name}: {getattr(self, name)} here, {getattr(other_namespace, name)} there"
@@ -52,7 +52,7 @@ class Whole:
         return difference_lines
 
 
-def whole(config: NightConfig) -> Whole:
+def read_namespace_state(config: NightConfig) -> NamespaceState:
     """The namespace as it stands; unfinished files, which are hidden, and how long late steps took left out."""
     store, keys = config.store(), config.keyspace()
     files = {}
@@ -72,7 +72,7 @@ def whole(config: NightConfig) -> Whole:
             pipeline.hgetall(name) if name.endswith(b":loaded") else pipeline.get(name)
         pages = dict(zip((key.decode() for key in names), pipeline.execute(), strict=True))
         canary = view.pointer.canary if view.pointer else None
-        return Whole(
+        return NamespaceState(
             live=view.pointer.generation if view.pointer else None,
             previous=view.pointer.previous if view.pointer else None,
             canary=(canary.generation, canary.percent) if canary else None,

@@ -30,7 +30,7 @@ class Measurement:
             data_file=None, config_file=False, include=self._modules, messages=False
         )
         self._contexts: list[str] = []
-        self._since = 0.0
+        self._context_started_at = 0.0
         self._seconds: dict[str, float] = defaultdict(float)
         self._failed: set[str] = set()
         self._passed: set[str] = set()
@@ -45,13 +45,13 @@ class Measurement:
         """Count time and lines for this context from now on; None: for the one before."""
         now_s = time.perf_counter()
         if self._contexts:
-            self._seconds[self._contexts[-1]] += now_s - self._since
+            self._seconds[self._contexts[-1]] += now_s - self._context_started_at
         if context is None:
             self._contexts.pop()
         else:
             self._contexts.append(context)
         self._coverage.switch_context(self._contexts[-1] if self._contexts else "")
-        self._since = time.perf_counter()
+        self._context_started_at = time.perf_counter()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(

@@ -52,7 +52,7 @@ class _Trial:
         self._seconds = {test.test: 5 * test.seconds + SLACK_S[test.is_unit] for test in tests}
         self._started = time.monotonic()
         self.deadline = self._started + 60.0
-        self._begun: list[str] = []
+        self._begun_tests: list[str] = []
         self._end = ""
         self._unread = b""
         reader, writer = os.pipe()
@@ -70,7 +70,7 @@ class _Trial:
         for line in lines:
             status, _, test = line.decode().partition(" ")
             if status == "begin":
-                self._begun.append(test)
+                self._begun_tests.append(test)
                 self.deadline = time.monotonic() + self._seconds[test]
             else:
                 self._end = status
@@ -84,13 +84,13 @@ class _Trial:
         os.waitpid(self.process, 0)
         self.reader.close()
         seconds = round(time.monotonic() - self._started, 3)
-        last = self._begun[-1] if self._begun else ""
+        last = self._begun_tests[-1] if self._begun_tests else ""
         if is_late and not self._end:
-            return Outcome(self.mutant, "timed out", last, tuple(self._begun[:-1]), seconds)
+            return Outcome(self.mutant, "timed out", last, tuple(self._begun_tests[:-1]), seconds)
         if self._end in ("survived", "invalid"):
-            return Outcome(self.mutant, self._end, "", tuple(self._begun), seconds)
+            return Outcome(self.mutant, self._end, "", tuple(self._begun_tests), seconds)
         # Without a word: the change ended the process.
-        return Outcome(self.mutant, "killed", last, tuple(self._begun[:-1]), seconds)
+        return Outcome(self.mutant, "killed", last, tuple(self._begun_tests[:-1]), seconds)
 
 
 class Trials:
@@ -202,7 +202,7 @@ def _run_fork(
         for standard in (0, 1, 2):
             os.dup2(nowhere, standard)
         end = "invalid"
-        if place(mutant, functions):
+        if install_mutant(mutant, functions):
             end = "survived"
             # The session, as the item behind the last one, keeps its fixtures: the process ends without them.
             behind: list[pytest.Item] = [*items[1:], items[0].session]  # type: ignore[list-item]
@@ -239,7 +239,9 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def place(mutant: Mutant, functions: Mapping[tuple[str, str, int], list[FunctionType]]) -> bool:
+def install_mutant(
+    mutant: Mutant, functions: Mapping[tuple[str, str, int], list[FunctionType]]
+) -> bool:
     """Give the mutant's code to each live function that it is the code of; returns whether there is one."""
     path = str(ROOT / mutant.module)
     function_key = (path, mutant.function, mutant.function_line)

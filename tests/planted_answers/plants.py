@@ -18,7 +18,7 @@ class Plant:
     """A defect: what a caller would see, and the changes of source that make it."""
 
     name: str
-    seen: str
+    symptom: str
     changes: tuple[Change, ...]
 
     def put_into(self, tree: Path) -> None:

@@ -36,7 +36,7 @@ def audit(tree: Path, seed: int) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_each_plant_stands_in_the_sources(tmp_path: Path) -> None:
+def test_every_plant_applies_to_the_sources(tmp_path: Path) -> None:
     assert len({plant.name for plant in PLANTS}) == len(PLANTS) == 10
 
     for plant in PLANTS:
@@ -56,7 +56,7 @@ def test_the_audit_finds_eight_of_ten_planted_answers(tmp_path: Path) -> None:
         assert audit_process.returncode in (0, 1), audit_process.stderr
         is_found_by_plant[plant.name] = audit_process.returncode == 1
         print(
-            f"{'found' if is_found_by_plant[plant.name] else 'MISSED'} {plant.name}: {plant.seen}",
+            f"{'found' if is_found_by_plant[plant.name] else 'MISSED'} {plant.name}: {plant.symptom}",
             flush=True,
         )
         print(audit_process.stdout[-3000:], flush=True)

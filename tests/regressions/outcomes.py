@@ -69,12 +69,12 @@ class Outcomes:
     """Selects tests, limits their time and writes their outcomes."""
 
     def __init__(self, selected_tests: list[str], file: Path, timeout_s: float, root: Path) -> None:
-        self._chosen = selected_tests
+        self._selected_tests = selected_tests
         self._file = file
         self._timeout_s = timeout_s
         self._root = root
         self._failed: set[str] = set()
-        self._shown: set[str | None] = set()
+        self._tests_shown_by_product: set[str | None] = set()
 
     def _write(self, line: object) -> None:
         with self._file.open("a") as lines:
@@ -82,7 +82,9 @@ class Outcomes:
 
     def _row(self, test: str) -> str | None:
         """The chosen test that this one is, or is a case of."""
-        return next((row for row in (test, test.partition("[")[0]) if row in self._chosen), None)
+        return next(
+            (row for row in (test, test.partition("[")[0]) if row in self._selected_tests), None
+        )
 
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
@@ -108,7 +110,7 @@ class Outcomes:
             elif _LACKS_A_NAME.search(text):
                 kind = "interface"
             module = collector.nodeid.partition("::")[0]
-            for test in self._chosen:
+            for test in self._selected_tests:
                 if test.partition("::")[0] == module:
                     self._write(Outcome(test, kind, text)._asdict())
         return report
@@ -116,12 +118,12 @@ class Outcomes:
     @pytest.hookimpl(tryfirst=True, specname="pytest_runtest_protocol")
     def pytest_leave_out_what_is_shown(self, item: pytest.Item) -> bool | None:
         """Run no further case of a test that has failed by what the product did: one is enough."""
-        return True if self._row(item.nodeid) in self._shown else None
+        return True if self._row(item.nodeid) in self._tests_shown_by_product else None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """End a test that takes too long, setup included."""
-        if self._row(item.nodeid) in self._shown:
+        if self._row(item.nodeid) in self._tests_shown_by_product:
             return (yield)
         self._write({"started": self._row(item.nodeid)})
         signal.signal(signal.SIGALRM, self._end_test)
@@ -147,7 +149,7 @@ class Outcomes:
             error = call.excinfo.value
             kind = kind_of_failure(error, call.excinfo.tb, self._root)
             if kind in SHOWN_BY_PRODUCT:
-                self._shown.add(test)
+                self._tests_shown_by_product.add(test)
             text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             self._write(Outcome(test, kind, text)._asdict())
         elif report.skipped or (report.passed and report.when == "call"):

@@ -6,7 +6,7 @@ import time
 
 from tests.simulation.leftovers import Broken
 from tests.simulation.scenarios import scenario
-from tests.simulation.shrinking import shrunk, told
+from tests.simulation.shrinking import format_failure, shrunk
 from tests.simulation.simulation import START, Simulation, installed
 
 
@@ -22,7 +22,7 @@ def main() -> int:
         except Broken as error:
             print("\n".join(simulation.lines))
             print(f"\nseed {seed}: {error}\n\nmaking it small ...", file=sys.stderr)
-            print(told(seed, *shrunk(seed, simulation.steps)))
+            print(format_failure(seed, *shrunk(seed, simulation.steps)))
             return 1
     virtual_s, seconds = simulation.loop.time() - START, time.perf_counter() - started_at
     print("\n".join(simulation.lines))

@@ -14,7 +14,7 @@ from tests.simulation.nights import COUNT, ITEMS, LIVE, TABLE, WIDTH, generation
 from tests.simulation.virtual_loop import Host
 
 JSON = b"content-type: application/json\r\n"
-STORED = ("l1", "l2")
+STORED_SOURCES = ("l1", "l2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Client(asyncio.Protocol):
     def __init__(self) -> None:
         self.is_lost = False
         self.answers = 0
-        self._held = b""
+        self._received = b""
         self._waiting: asyncio.Future[Reply] | None = None
         self._transport: asyncio.Transport
 
@@ -94,12 +94,12 @@ class Client(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Whoever waits waits no more."""
         self.is_lost = True
-        self._tell(Reply(0, None))
+        self._resolve(Reply(0, None))
 
     def data_received(self, data: bytes) -> None:
         """Takes in a response until it is whole."""
-        self._held += data
-        head, end, body = self._held.partition(b"\r\n\r\n")
+        self._received += data
+        head, end, body = self._received.partition(b"\r\n\r\n")
         if not end:
             return
         lines = head.split(b"\r\n")
@@ -108,11 +108,11 @@ class Client(asyncio.Protocol):
         )
         if len(body) >= length:
             assert len(body) == length, "more was answered than asked"
-            self._held = b""
+            self._received = b""
             self.answers += 1
-            self._tell(Reply(int(lines[0].split()[1]), orjson.loads(body)))
+            self._resolve(Reply(int(lines[0].split()[1]), orjson.loads(body)))
 
-    async def ask(self, request: bytes) -> Reply:
+    async def send_request(self, request: bytes) -> Reply:
         """Sends it, and waits for the response."""
         self._waiting = asyncio.get_running_loop().create_future()
         if self.is_lost:
@@ -124,12 +124,12 @@ class Client(asyncio.Protocol):
         """Goes away."""
         self._transport.abort()
 
-    def _tell(self, reply: Reply) -> None:
+    def _resolve(self, reply: Reply) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(reply)
 
 
-class Known(NamedTuple):
+class ServedState(NamedTuple):
     """What a replica served from a namespace at some moment."""
 
     epoch: int
@@ -138,14 +138,14 @@ class Known(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CallContext:
     """What was known when a call began."""
 
     call: Call
     at: float
     host: Host
     service: Service | None
-    known: Mapping[str, Known]
+    served_by_namespace: Mapping[str, ServedState]
     """By namespace that the replica answered from."""
     stalled_s: float
     redis_away_s: float
@@ -155,7 +155,11 @@ class Asked:
     @property
     def blocklist(self) -> Blocklist:
         """Blocklist of the service's own namespace."""
-        return self.known[nights.OWN].blocklist if nights.OWN in self.known else Blocklist()
+        return (
+            self.served_by_namespace[nights.OWN_NAMESPACE].blocklist
+            if nights.OWN_NAMESPACE in self.served_by_namespace
+            else Blocklist()
+        )
 
 
 class Wrong(AssertionError):

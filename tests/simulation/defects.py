@@ -177,12 +177,12 @@ def _a_slow_load_holds_up_the_next_look(patch: pytest.MonkeyPatch) -> None:
 def _recent_names_are_read_by_a_thread(patch: pytest.MonkeyPatch) -> None:
     async def report(self: HotKeySketch) -> None:
         if self.live() is not None:
-            await asyncio.to_thread(_counted, self.recent)
+            await asyncio.to_thread(_count_names, self.recent)
 
     patch.setattr(HotKeySketch, "report", report)
 
 
-def _counted(recent: RecentNames) -> int:
+def _count_names(recent: RecentNames) -> int:
     name_count = 0
     for name in recent:
         is_one = name is not None
@@ -300,7 +300,7 @@ def _previous_is_whatever_arrives_last(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PointerFollower, "_follow", follow)
 
 
-def _nobody_says_that_redis_is_gone(patch: pytest.MonkeyPatch) -> None:
+def _missing_redis_goes_unreported(patch: pytest.MonkeyPatch) -> None:
     real = Concerns.note
 
     def note(self: Concerns, about: Any, reason: str | None) -> bool:
@@ -413,7 +413,7 @@ def _an_arm_that_cannot_obey_answers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Arm, "answering", property(answering))
 
 
-def _keys_are_drawn_anew_for_each_version_of_the_experiments(patch: pytest.MonkeyPatch) -> None:
+def _keys_are_drawn_again_for_every_version_of_the_experiments(patch: pytest.MonkeyPatch) -> None:
     real = Routing.__init__
 
     def init(self: Routing, record: Any) -> None:

@@ -24,8 +24,8 @@ class Faults:
         self._of = simulation
         self._lasting: dict[str, Callable[[], None]] = {}
         """What is wrong -> how it ends."""
-        self._began: dict[str, float] = {}
-        self._ended: dict[str, float] = {}
+        self._begun_at: dict[str, float] = {}
+        self._ended_at: dict[str, float] = {}
         self.kinds: dict[str, Callable[..., Callable[[], None]]] = {
             "redis down": self._redis_down, "redis wiped": self._redis_wiped, "redis older": self._redis_older,
             "redis held": self._redis_held,
@@ -40,7 +40,7 @@ class Faults:
         name = " ".join(map(str, (kind, *arguments[:-1])))
         if name in self._lasting:
             return
-        self._began[name] = self._of.loop.time()
+        self._begun_at[name] = self._of.loop.time()
         self._lasting[name] = self.kinds[kind](rng, *arguments[:-1])
         loop = self._of.loop
         loop.call_later(arguments[-1], self.end, name, context=context_of(None))
@@ -58,8 +58,8 @@ class Faults:
 
     def happened(self, fault_name: str) -> None:
         """Notes what is over at once: a restart, a cut."""
-        self._of.tell("over", fault_name)
-        self._ended[fault_name] = self._of.loop.time()
+        self._of.log("over", fault_name)
+        self._ended_at[fault_name] = self._of.loop.time()
 
     def calm_s(self, *about: str, but: tuple[str, ...] = ()) -> float:
         """Seconds without any fault, or without one whose name begins so, except those that begin as in `but`."""
@@ -70,11 +70,11 @@ class Faults:
 
         if any(counts(name) for name in self._lasting):
             return 0.0
-        return now_s - max([at for name, at in self._ended.items() if counts(name)], default=0.0)
+        return now_s - max([at for name, at in self._ended_at.items() if counts(name)], default=0.0)
 
     def lasting_s(self, *names: str) -> float:
         """Seconds for which the oldest of these faults has lasted, 0 if none does."""
-        begin_times = [self._began[name] for name in names if name in self._lasting]
+        begin_times = [self._begun_at[name] for name in names if name in self._lasting]
         return self._of.loop.time() - min(begin_times) if begin_times else 0.0
 
     # -- each kind begins, and returns how it ends
@@ -92,17 +92,17 @@ class Faults:
     def _redis_wiped(self, _rng: random.Random) -> Callable[[], None]:
         self._of.redis.wipe()
         self.cut_redis()
-        return _nothing
+        return _do_nothing
 
     def _redis_older(self, _rng: random.Random) -> Callable[[], None]:
         self._of.redis.load()
         self.cut_redis()
-        return _nothing
+        return _do_nothing
 
     def _redis_held(self, _rng: random.Random) -> Callable[[], None]:
         links = [self.link(replica.number) for replica in self._of.replicas]
         for link in links:
-            link.holds += 1
+            link.hold_count += 1
 
         def ends() -> None:
             for link in links:
@@ -126,7 +126,7 @@ class Faults:
 
     def _link_held(self, _rng: random.Random, number: int) -> Callable[[], None]:
         link = self.link(number)
-        link.holds += 1
+        link.hold_count += 1
         return lambda: self._of.wires.release(link)
 
     def _store_hung(self, _rng: random.Random, number: int | None) -> Callable[[], None]:
@@ -183,5 +183,5 @@ def _is_redis(wire: Wire) -> bool:
     return isinstance(wire.get_protocol(), Session)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Ends by itself."""

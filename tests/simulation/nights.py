@@ -33,11 +33,11 @@ from cache.store.blocklist import Blocklist
 from cache.tiers.reads import View
 from serving.generations.snapshot import DefaultList, Snapshot
 
-OWN = "default"
+OWN_NAMESPACE = "default"
 """Namespace that the service serves."""
-FIRST_NIGHTS = {OWN: 1, "arm-b": 150, "arm-c": 250}
+FIRST_NIGHTS = {OWN_NAMESPACE: 1, "arm-b": 150, "arm-c": 250}
 """First number of a night of each namespace, so that a generation tells which namespace it is of."""
-ARMS = tuple(name for name in FIRST_NIGHTS if name != OWN)
+ARMS = tuple(name for name in FIRST_NIGHTS if name != OWN_NAMESPACE)
 """Namespaces of arms."""
 TABLE = "user_topk"
 WIDTH = 5

@@ -22,7 +22,7 @@ from precompute.releases.staging import staged
 from precompute.traffic import experiments
 from precompute.traffic.experiments import ArmOption, ExperimentOption
 from tests.simulation import nights
-from tests.simulation.nights import FIRST_NIGHTS, OWN, TABLE
+from tests.simulation.nights import FIRST_NIGHTS, OWN_NAMESPACE, TABLE
 from tests.simulation.redis_server import SimulatedRedis
 
 GRACE_S = 10.0
@@ -153,12 +153,12 @@ class Publisher:
         name = f"e{self._experiments}"
         parts = 1 / (1 + len(namespaces))
         arms = (
-            ArmOption("control", OWN, parts),
+            ArmOption("control", OWN_NAMESPACE, parts),
             *(ArmOption(namespace, namespace, parts) for namespace in namespaces),
         )
-        own_control = self._control(OWN)
+        own_control = self._control(OWN_NAMESPACE)
         controls = {arm.namespace: self._control(arm.namespace) for arm in arms}
-        option = ExperimentOption(OWN, name, arms, share)
+        option = ExperimentOption(OWN_NAMESPACE, name, arms, share)
         self._edit(lambda record: experiments.add_experiment(record, option, at=own_control.time()))
         experiments._wait_for_replicas(own_control, controls, name, FLIP.wait_s, quiet)
         self._edit(lambda record: experiments.begin_experiment(record, name, at=own_control.time()))
@@ -168,11 +168,13 @@ class Publisher:
         """Stops one of those that are not over."""
         name = self._current(position)
         self._edit(
-            lambda record: experiments.end_experiment(record, name, at=self._control(OWN).time())
+            lambda record: experiments.end_experiment(
+                record, name, at=self._control(OWN_NAMESPACE).time()
+            )
         )
         return name
 
-    def share(self, position: int, share: float, control: float | None) -> str:
+    def change_share(self, position: int, share: float, control: float | None) -> str:
         """Changes the share of one of them, or that of its arms."""
         name = self._current(position)
         if control is None:

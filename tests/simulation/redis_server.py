@@ -42,7 +42,7 @@ class SimulatedRedis(MemoryRedis):
                 keys[0], self.move, argv
             ),
             control_keys._WRITE_ROWS_SCRIPT.encode(): lambda keys, argv: self._in(
-                keys[0], self.mark, argv
+                keys[0], self.write_rows, argv
             ),
         }
 
@@ -67,7 +67,7 @@ class SimulatedRedis(MemoryRedis):
 
     def _drop_expired(self) -> None:
         if self.ends:
-            now_s = self.now()
+            now_s = self.clock()
             for name in [name for name, end in self.ends.items() if end <= now_s]:
                 del self.ends[name]
                 self.data.pop(name, None)
@@ -97,7 +97,7 @@ class SimulatedRedis(MemoryRedis):
             self.data[key] = value
             self.ends.pop(key, None)
             if life_ms is not None:
-                self.ends[key] = self.now() + life_ms / 1000
+                self.ends[key] = self.clock() + life_ms / 1000
         if b"GET" in option_list:
             return previous_value
         return OK if b"NX" not in option_list or previous_value is None else None
@@ -107,18 +107,18 @@ class SimulatedRedis(MemoryRedis):
         key = name.decode()
         if key not in self.data:
             return -2
-        return -1 if key not in self.ends else round(1000 * (self.ends[key] - self.now()))
+        return -1 if key not in self.ends else round(1000 * (self.ends[key] - self.clock()))
 
     def do_expire(self, name: bytes, seconds: bytes) -> int:
         """Sets a life."""
         key = name.decode()
         if key in self.data:
-            self.ends[key] = self.now() + int(seconds)
+            self.ends[key] = self.clock() + int(seconds)
         return int(key in self.data)
 
     def do_time(self) -> list[bytes]:
         """Seconds and microseconds."""
-        now_s = self.now()
+        now_s = self.clock()
         return [b"%d" % int(now_s), b"%d" % int(1e6 * (now_s % 1))]
 
     def do_zadd(self, name: bytes, score: bytes, member: bytes) -> int:

@@ -91,7 +91,7 @@ class Replica:
         """By namespace: what answers from it."""
         if self.service is None or (arms := self.arms) is None:
             return {}
-        names = dict.fromkeys((nights.OWN, *arms.states))
+        names = dict.fromkeys((nights.OWN_NAMESPACE, *arms.states))
         service_by_namespace = {name: arms.service(name) for name in names}
         return {
             name: service for name, service in service_by_namespace.items() if service is not None

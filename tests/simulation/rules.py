@@ -13,7 +13,7 @@ from serving.replica.namespace import ServedNamespace
 from serving.requests.answers import STORED_SOURCES
 from serving.traffic.arms import ArmState
 from tests.simulation import nights
-from tests.simulation.callers import Asked, Call, Known, Question, Reply, Wrong, judge
+from tests.simulation.callers import Call, CallContext, Question, Reply, ServedState, Wrong, judge
 from tests.simulation.leftovers import Broken, demand_nothing_left, demand_sums
 from tests.simulation.replicas import Replica
 from tests.simulation.virtual_loop import HOST, Host
@@ -80,9 +80,9 @@ class Rules:
         self._obeyed: dict[Host, tuple[Blocklist, float]] = {}
         """Process -> blocklist that its own namespace obeys, and since when."""
         self._blocklists: list[tuple[float, Blocklist]] = []
-        self._seen: dict[Host, tuple[int, int]] = {}
+        self._progress_by_host: dict[Host, tuple[int, int]] = {}
         """Process -> greatest epoch and version of the blocklist that it had."""
-        self._holds: dict[tuple[Host, str], float] = {}
+        self._first_held_at: dict[tuple[Host, str], float] = {}
         """Process and generation -> since when it was seen to be held."""
         self._probed: dict[tuple[Host, str], float] = {}
         """Process and namespace -> the first call in this calm that L1 did not answer."""
@@ -98,7 +98,7 @@ class Rules:
         namespace = nights.namespace_of(nights.number_of(pointer.generation))
         self._epochs[namespace][pointer.epoch] = pointer.generation
         self._first_at.setdefault(namespace, self._of.loop.time())
-        if namespace == nights.OWN:
+        if namespace == nights.OWN_NAMESPACE:
             self._moved_at = self._of.loop.time()
         if pointer.canary is not None:
             self._tried.add(pointer.canary.generation)
@@ -146,7 +146,7 @@ class Rules:
                 raise Broken(f"{name} goes, {replica.host.name} holds it")
 
     def _held_since(self, replica: Replica, generation: str) -> float:
-        return self._holds.setdefault((replica.host, generation), self._of.loop.time())
+        return self._first_held_at.setdefault((replica.host, generation), self._of.loop.time())
 
     def can_talk(self, fingerprint: int) -> bool:
         """True if processes have been able to tell each other what they compute: after calm, and none left Redis alone.
@@ -160,7 +160,7 @@ class Rules:
 
     # -- calls
 
-    def asked(self, call: Call, replica: Replica) -> Asked:
+    def begin_call(self, call: Call, replica: Replica) -> CallContext:
         """What is known as a call begins."""
         service, services = replica.service, replica.services
         if any(
@@ -177,10 +177,10 @@ class Rules:
             caller_s = min(call.deadline_ms, DEADLINE_MS) / 1000
             alone_at = self._of.loop.time() + min(0.2, caller_s * 0.75 / 2)
             self._waiting[fingerprint(question.id.encode())].setdefault(id(call), alone_at)
-        return Asked(
+        return CallContext(
             call, self._of.loop.time(), replica.host, service,
             {
-                name: Known(served.live.epoch, served.live.generation, served.live.blocklist)
+                name: ServedState(served.live.epoch, served.live.generation, served.live.blocklist)
                 for name, served in holdings.items()
             },
             self._of.loop.stalled_s,
@@ -195,12 +195,12 @@ class Rules:
         """Seconds for which a replica has not been able to reach Redis."""
         return self._of.faults.lasting_s("redis down", "redis held", f"link held {replica.number}")
 
-    def ended(self, call: Call) -> None:
+    def end_call(self, call: Call) -> None:
         """A call that was answered, or whose caller left."""
         for question in call.questions:
             self._waiting[fingerprint(question.id.encode())].pop(id(call), None)
 
-    def answered(self, call_context: Asked, reply: Reply) -> list[Any]:
+    def answered(self, call_context: CallContext, reply: Reply) -> list[Any]:
         """Judges a reply; what to write down of it."""
         call, now_s = call_context.call, self._of.loop.time()
         replica = self._of.replicas[call.replica]
@@ -213,7 +213,11 @@ class Rules:
             is_cut = self._of.faults.calm_s(f"cut {call.replica}") <= now_s - call_context.at
             is_gone = reply.status == 409 and call.generation is not None
             may_fail = is_gone or is_shedding or is_cut
-            if reply.status != 200 and nights.OWN in call_context.known and not may_fail:
+            if (
+                reply.status != 200
+                and nights.OWN_NAMESPACE in call_context.served_by_namespace
+                and not may_fail
+            ):
                 raise Wrong(f"{call} was answered {reply}")
         if reply.status != 200:
             if reply.status not in (0, 409, 503):
@@ -231,10 +235,12 @@ class Rules:
             (answer["source"], answer["generation"][-4:], answer["items"][:2]) for answer in answers
         ]
 
-    def _judge(self, call_context: Asked, question: Question, answer: Mapping[str, Any]) -> None:
-        call, sent_at_by_history = call_context.call, self._of.sent[question.id]
+    def _judge(
+        self, call_context: CallContext, question: Question, answer: Mapping[str, Any]
+    ) -> None:
+        call, sent_at_by_history = call_context.call, self._of.sent_histories_by_id[question.id]
         namespace = nights.namespace_of(nights.number_of(answer["generation"]))
-        known_state = call_context.known.get(namespace)
+        known_state = call_context.served_by_namespace.get(namespace)
         blocklist = call_context.blocklist if known_state is None else known_state.blocklist
         items = frozenset(raw_item.decode() for raw_item in blocklist.items)
         judge(call, question, answer, items, {history for history, _ in sent_at_by_history.items()})
@@ -264,18 +270,18 @@ class Rules:
             if self._of.loop.time() - at > FORGOTTEN_S + LEARNS_S:
                 raise Wrong(f"older than it may get: {answer}")
         # An arm out of order is no excuse for the service's own namespace.
-        but = ("arm",) if namespace == nights.OWN else ()
+        but = ("arm",) if namespace == nights.OWN_NAMESPACE else ()
         if self._of.faults.calm_s(but=but) > LEARNS_S and call_context.service is not None:
             self._demand_learnt(call_context, namespace, question, answer)
 
     def _demand_current(
-        self, call_context: Asked, namespace: str, answer: Mapping[str, Any]
+        self, call_context: CallContext, namespace: str, answer: Mapping[str, Any]
     ) -> None:
         """Never backwards: what was live when the call began, or came later."""
         generation, pinned = answer["generation"], call_context.call.generation
         if pinned is not None and generation != pinned:
             raise Wrong(f"{pinned} was pinned, and {answer} came")
-        known_state = call_context.known.get(namespace)
+        known_state = call_context.served_by_namespace.get(namespace)
         if answer["source"] == "previous" or known_state is None or pinned is not None:
             return
         pointers = self._epochs[namespace].items()
@@ -286,7 +292,7 @@ class Rules:
             raise Wrong(f"{known_state.live} was live, and {answer} came")
 
     def _demand_routed(
-        self, call_context: Asked, namespace: str, answer: Mapping[str, Any]
+        self, call_context: CallContext, namespace: str, answer: Mapping[str, Any]
     ) -> None:
         """An arm answers whole requests of keys that a version gave it, and all of them once all is calm."""
         label = answer.get("experiment"), answer.get("arm")
@@ -294,7 +300,7 @@ class Rules:
         has_key = len(call.questions) == 1 and call.generation is None
         owners: list[tuple[str | None, str | None]] = [(None, None)]
         settled: tuple[str | None, str | None] | None = (None, None)
-        of_arm: dict[tuple[str | None, str | None], str] = {(None, None): nights.OWN}
+        of_arm: dict[tuple[str | None, str | None], str] = {(None, None): nights.OWN_NAMESPACE}
         for version in self._records if has_key else ():
             of_arm |= {
                 (experiment.name, arm.name): arm.namespace
@@ -323,7 +329,11 @@ class Rules:
             raise Wrong(f"{call} is of {settled} for long, and {answer} came")
 
     def _demand_learnt(
-        self, call_context: Asked, namespace: str, question: Question, answer: Mapping[str, Any]
+        self,
+        call_context: CallContext,
+        namespace: str,
+        question: Question,
+        answer: Mapping[str, Any],
     ) -> None:
         """In calm: what was written down some time ago is known, and what is stored is found."""
         if self._up_s(call_context.host) < LEARNS_S:
@@ -373,7 +383,7 @@ class Rules:
         """Looks at every replica."""
         for replica in self._of.replicas:
             if replica.service is not None:
-                self._look(replica, replica.service)
+                self._check_replica(replica, replica.service)
             elif not replica.is_down and not replica.is_stopping:
                 starts_s = self._of.loop.time() - replica.started_at
                 if min(starts_s, self._of.faults.calm_s(but=("arm",))) > 2 * LEARNS_S:
@@ -383,17 +393,17 @@ class Rules:
         if self._of.errors:
             raise Broken(f"logged: {self._of.errors[0]}")
 
-    def _look(self, replica: Replica, service: Service) -> None:
+    def _check_replica(self, replica: Replica, service: Service) -> None:
         served = service.follower.served
         if served is None:
             return
         epoch, version = served.live.epoch, served.live.blocklist.version
-        previous_seen = self._seen.get(replica.host, (0, -1))
+        previous_seen = self._progress_by_host.get(replica.host, (0, -1))
         if epoch < previous_seen[0] or version < previous_seen[1]:
             raise Broken(
                 f"{replica.host.name} went back from {previous_seen} to {(epoch, version)}"
             )
-        self._seen[replica.host] = epoch, version
+        self._progress_by_host[replica.host] = epoch, version
         for generation in served.generations:
             self._held_since(replica, generation)
         self._demand_obedient(replica, served.live.blocklist)
@@ -447,14 +457,14 @@ class Rules:
 
     # -- the end
 
-    def rest(self, replica: Replica) -> None:
+    def check_at_rest(self, replica: Replica) -> None:
         """After calm without calls: nothing is under way, and what was counted adds up."""
         service = replica.service
         if service is None:
             raise Broken(f"{replica.host.name} does not come up again")
         health = service.follower.health
         is_well = health.ready and health.stale is None and health.degraded is None
-        if self._epochs[nights.OWN] and not is_well:
+        if self._epochs[nights.OWN_NAMESPACE] and not is_well:
             raise Broken(f"{replica.host.name} is not well: {health}")
         self._demand_arms_held(replica)
         for lookup_service in replica.services.values():
@@ -463,7 +473,7 @@ class Rules:
 
     def _demand_arms_held(self, replica: Replica) -> None:
         """After calm: exactly the namespaces that experiments name are held, and all answer."""
-        named = self._records[-1].record.namespaces(nights.OWN) if self._records else ()
+        named = self._records[-1].record.namespaces(nights.OWN_NAMESPACE) if self._records else ()
         states = {} if replica.arms is None else replica.arms.states
         if states != dict.fromkeys(named, ArmState.SERVING):
             raise Broken(f"{replica.host.name} is to hold {named}: {states}")
@@ -473,7 +483,7 @@ class Rules:
         if silent:
             raise Broken(f"{replica.host.name} holds {silent}, and does not answer from there")
 
-    def gone(self, replica: Replica, host: Host) -> None:
+    def check_stopped(self, replica: Replica, host: Host) -> None:
         """After it was stopped: no task of it is left, and no namespace is open."""
         still_open = [name for (of, name), count in self._open_arms.items() if of is host and count]
         if still_open:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.callers import Call, Question
-from tests.simulation.nights import ARMS, ITEMS, OWN, STRANGERS, USERS, generation_of
+from tests.simulation.nights import ARMS, ITEMS, OWN_NAMESPACE, STRANGERS, USERS, generation_of
 
 REPLICAS = 2
-HOT = USERS[1:4]
+POPULAR_USERS = USERS[1:4]
 """Users who are asked for most."""
 STEPS = 44
 
@@ -38,14 +38,14 @@ class Step:
     """Something that happens at `at` seconds; `seed` is for whatever is left to chance in it."""
 
     at: float
-    what: str
+    kind: str
     arguments: tuple[Any, ...] = ()
     seed: int = 0
     calls: tuple[Call, ...] = field(default=())
 
     def __str__(self) -> str:
         calls = f" {len(self.calls)} calls, first {self.calls[0]}" if self.calls else ""
-        return f"{self.at:8.3f} {self.what} {self.arguments or ''}{calls}"
+        return f"{self.at:8.3f} {self.kind} {self.arguments or ''}{calls}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,11 @@ def _step(at: float, kind: str, rng: random.Random) -> Step:
         case "arm hung" | "arm broken":
             arguments = (rng.choice(ARMS), rng.choice([1.0, 20.0, 45.0]))
         case "no threads":
-            arguments = (rng.randrange(REPLICAS), rng.choice([OWN, *ARMS]), rng.choice([1.0, 30.0]))
+            arguments = (
+                rng.randrange(REPLICAS),
+                rng.choice([OWN_NAMESPACE, *ARMS]),
+                rng.choice([1.0, 30.0]),
+            )
         case _ if " " in kind and kind != "bad night":
             arguments = (long_s,)
     return Step(round(at, 4), kind, arguments, rng.getrandbits(32), calls)
@@ -135,7 +139,7 @@ def _step(at: float, kind: str, rng: random.Random) -> Step:
 def _call(rng: random.Random) -> Call:
     """A request, as likely plain as not."""
     replica, luck = rng.randrange(REPLICAS), rng.random()
-    user = rng.choice([*USERS, *HOT * 8, *STRANGERS[:3] * 4])
+    user = rng.choice([*USERS, *POPULAR_USERS * 8, *STRANGERS[:3] * 4])
     if luck < 0.5:
         return Call(
             replica,
@@ -145,7 +149,7 @@ def _call(rng: random.Random) -> Call:
         )
     questions = tuple(
         Question(
-            rng.choice([*USERS, *HOT * 4, *STRANGERS[:3] * 2]),
+            rng.choice([*USERS, *POPULAR_USERS * 4, *STRANGERS[:3] * 2]),
             tuple(rng.sample(ITEMS, rng.randint(1, 3)))
             if rng.random() < 0.5 and luck > 0.6
             else (),

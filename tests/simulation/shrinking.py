@@ -81,7 +81,7 @@ def _without_pairs(luck: Luck, steps: list[Step], failure: str) -> tuple[Luck, l
     return luck, steps, failure
 
 
-def told(first: int, luck: Luck, steps: Sequence[Step], failure: str) -> str:
+def format_failure(first: int, luck: Luck, steps: Sequence[Step], failure: str) -> str:
     """A failure as it is printed: the seed that was run, and what is left of its steps, under another one perhaps."""
     step_lines = "\n".join(map(str, steps))
     return f"seed {first} breaks a rule; {len(steps)} of its steps do so under {luck}: {failure}\n{step_lines}"

@@ -67,7 +67,7 @@ class Simulation:
     ) -> None:
         self.seed, self.steps = seed, steps
         self.lines: list[str] = []
-        self.keys = Keyspace(nights.OWN)
+        self.keys = Keyspace(nights.OWN_NAMESPACE)
         self.wires = Wires(self._rng("wires"))
         self.loop = VirtualLoop(self.wires, START)
         self.wires.loop = self.loop
@@ -92,13 +92,15 @@ class Simulation:
         self.rules = Rules(self)
         self.models.can_talk = self.rules.can_talk
         self.redis.moved = lambda _previous_raw, after: self.rules.moved(after)
-        self.publishers[nights.OWN].blocked = self.rules.blocked
-        self.publishers[nights.OWN].experimented = self.rules.experimented
+        self.publishers[nights.OWN_NAMESPACE].blocked = self.rules.blocked
+        self.publishers[nights.OWN_NAMESPACE].experimented = self.rules.experimented
         self.replicas = [
             Replica(number, self.loop, lambda: settings(self.store, overlay_ttl_s=FORGOTTEN_S))
             for number in range(REPLICAS)
         ]
-        self.sent: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+        self.sent_histories_by_id: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(
+            dict
+        )
         """Histories that were sent with an id, and when each was last."""
         self.answered: Counter[str] = Counter()
         self.errors: list[str] = []
@@ -131,7 +133,7 @@ class Simulation:
         """Hash of all that happened: of one seed always the same."""
         return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()[:16]
 
-    def tell(self, *parts: Any) -> None:
+    def log(self, *parts: Any) -> None:
         """Writes down what happens."""
         self.lines.append(f"{self.loop.time() - START:9.4f} {' '.join(map(str, parts))}")
 
@@ -221,33 +223,33 @@ class Simulation:
             self._start(starting_replica)
         for step in self.steps:
             await asyncio.sleep(max(0.0, START + step.at - self.loop.time()))
-            self._look()
-            self.tell("step", step.what, *step.arguments)
+            self._check()
+            self.log("step", step.kind, *step.arguments)
             self._happen(step)
         await asyncio.sleep(1.0)
         self.faults.end_all()
         for _ in range(2):  # what a writer left half done is over by the second time
             self._restore()
             await asyncio.sleep(CALM_S / 2)
-        self._look()
+        self._check()
         if pending := [task for task in self._work if not task.done()]:
             raise Broken(f"{pending[0]} never ends")
         for replica in self.replicas:
-            self.rules.rest(replica)
+            self.rules.check_at_rest(replica)
         for replica in self.replicas:
             host = replica.host
             await replica.stop()
             await asyncio.sleep(1.0)
-            self.rules.gone(replica, host)
-        self._look()
+            self.rules.check_stopped(replica, host)
+        self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._wrong is not None:
             raise self._wrong
         self.rules.step()
 
     def _happen(self, step: Step) -> None:
-        kind, arguments = step.what, step.arguments
+        kind, arguments = step.kind, step.arguments
         match kind:
             case "ask" | "burst" | "crowd":
                 for call in step.calls:
@@ -280,17 +282,17 @@ class Simulation:
             case _:
                 self.faults.begin(kind, arguments, random.Random(step.seed))
 
-    def _publish(self, name: str, *arguments: Any, namespace: str = nights.OWN) -> None:
+    def _publish(self, name: str, *arguments: Any, namespace: str = nights.OWN_NAMESPACE) -> None:
         def work() -> None:
             outcome = self.publishers[namespace].run(name, *arguments)
-            of_arm = () if namespace == nights.OWN else (namespace,)
-            self.tell(name, *of_arm, *arguments, "->", outcome)
+            of_arm = () if namespace == nights.OWN_NAMESPACE else (namespace,)
+            self.log(name, *of_arm, *arguments, "->", outcome)
 
         self.threads.begin(work, 0.0)
 
     def _restore(self) -> None:
         for namespace, store in self.stores.items():
-            if namespace == nights.OWN or store.files:
+            if namespace == nights.OWN_NAMESPACE or store.files:
                 self._publish("restore", namespace=namespace)
 
     def _start(self, replica: Replica) -> None:
@@ -299,12 +301,12 @@ class Simulation:
 
     def _watch(self, task: asyncio.Task[Any]) -> None:
         self._work[task] = None
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._finish_task)
 
     def _spawn(self, work: Any) -> None:
         self._watch(self.loop.create_task(work))
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
+    def _finish_task(self, task: asyncio.Task[Any]) -> None:
         self._work.pop(task, None)
         if not task.cancelled() and task.exception() is not None:
             self._wrong = self._wrong or task.exception()
@@ -326,7 +328,7 @@ class Simulation:
                 await asyncio.wait({stopping}, timeout=1.0)
             await asyncio.sleep(0.5)
             if not host.is_dead:
-                self.rules.gone(replica, host)
+                self.rules.check_stopped(replica, host)
                 self._start(replica)
             self.faults.happened(f"restart {replica.number}")
 
@@ -336,22 +338,24 @@ class Simulation:
         replica = self.replicas[call.replica]
         for question in call.questions:
             if question.history:
-                self.sent[question.id][question.history] = self.loop.time()
-        call_context = self.rules.asked(call, replica)
-        asking = self.loop.create_task(self._asked(call.request(), replica, call.leaves_after_s))
+                self.sent_histories_by_id[question.id][question.history] = self.loop.time()
+        call_context = self.rules.begin_call(call, replica)
+        asking = self.loop.create_task(
+            self._fetch_reply(call.request(), replica, call.leaves_after_s)
+        )
         try:
             reply = await asking
         finally:
-            self.rules.ended(call)
+            self.rules.end_call(call)
         if reply is not None:
             answer_notes = self.rules.answered(call_context, reply)
             self.rules.step()
             self.answered.update(
                 note[0] if isinstance(note, tuple) else str(note) for note in answer_notes
             )
-            self.tell("answer", call.replica, *answer_notes)
+            self.log("answer", call.replica, *answer_notes)
 
-    async def _asked(
+    async def _fetch_reply(
         self, request: bytes, replica: Replica, leaves_after_s: float | None
     ) -> Reply | None:
         """The reply; a connection that was kept too long is replaced by another one. None: the caller left."""
@@ -359,7 +363,7 @@ class Simulation:
         while (
             client := idle_clients.pop() if idle_clients else await self._connected(replica)
         ) is not None:
-            asking = self.loop.create_task(client.ask(request))
+            asking = self.loop.create_task(client.send_request(request))
             await asyncio.wait({asking}, timeout=leaves_after_s)
             if not asking.done():
                 client.leave()
@@ -416,7 +420,7 @@ class ScarcePool(Pool):
 _CURRENT: list[Simulation] = []
 
 
-class _Now:
+class _CurrentSimulation:
     """The simulation that runs now, as the process that code takes its clocks and threads from."""
 
     def monotonic(self) -> float:
@@ -445,7 +449,7 @@ def installed() -> Iterator[None]:
     """While it lasts, this process is that of simulations, one after the other."""
     substitution.import_all()
     replaced = {
-        **substitution.replacements(_Now()),
+        **substitution.replacements(_CurrentSimulation()),
         **MODELLED,
         freeze_objects: lambda: None,
         memory_available_bytes: lambda: 1 << 30,

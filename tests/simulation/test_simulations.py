@@ -11,7 +11,7 @@ import pytest
 from tests.simulation.defects import BIASES, DEFECTS, planted
 from tests.simulation.leftovers import Broken
 from tests.simulation.scenarios import Bias, scenario
-from tests.simulation.shrinking import shrunk, told
+from tests.simulation.shrinking import format_failure, shrunk
 from tests.simulation.simulation import START, Simulation, installed
 
 SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
@@ -52,7 +52,7 @@ def run_from(first: int) -> tuple[float, str]:
             try:
                 simulation.run()
             except Broken:
-                return virtual_s, told(seed, *shrunk(seed, simulation.steps))
+                return virtual_s, format_failure(seed, *shrunk(seed, simulation.steps))
             virtual_s += simulation.loop.time() - START
     return virtual_s, ""
 
@@ -102,7 +102,7 @@ def test_a_seed_repeats_itself_in_any_process() -> None:
         assert not differences, differences[:3]
 
 
-def found(name: str) -> int:
+def find_seed(name: str) -> int:
     """The first seed under which a planted mistake shows, and without it nothing does."""
     bias = BIASES.get(name, Bias())
     with installed():
@@ -125,14 +125,14 @@ def found(name: str) -> int:
     ],
 )
 def test_a_planted_mistake_is_found(name: str) -> None:
-    print(f"{name}: seed {found(name)}")
+    print(f"{name}: seed {find_seed(name)}")
 
 
 @pytest.mark.storm
 @pytest.mark.parametrize("name", sorted(DEFECTS))
-def test_a_planted_mistake_is_told_in_few_steps(name: str) -> None:
-    seed = found(name)
+def test_a_planted_mistake_is_reported_in_few_steps(name: str) -> None:
+    seed = find_seed(name)
     with installed(), planted(name):
         failure = shrunk(seed, scenario(seed, BIASES.get(name, Bias())))
-    print(told(seed, *failure))
+    print(format_failure(seed, *failure))
     assert len(failure[1]) <= STEPS_MAX

@@ -60,14 +60,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, network: Network, start: float) -> None:
         super().__init__()
         self._network = network
-        self._now = start
+        self._now_s = start
         self._clock_resolution = 1e-9
         self.stalled_s = 0.0
         """Seconds in which nothing ran, in all."""
 
     def time(self) -> float:
         """Virtual seconds."""
-        return self._now
+        return self._now_s
 
     def _run_once(self) -> None:
         """Runs what is ready, as asyncio's own does.
@@ -90,8 +90,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if not ready and not self._stopping:
             if not timers:
                 raise Stuck("every task waits, and no timer is set")
-            self._now = max(self._now, timers[0][0])
-        end = self._now + self._clock_resolution
+            self._now_s = max(self._now_s, timers[0][0])
+        end = self._now_s + self._clock_resolution
         while timers and timers[0][0] < end:
             timer = heapq.heappop(timers)[1]
             timer._scheduled = False
@@ -131,7 +131,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def stall(self, seconds: float) -> None:
         """Lets time pass in which nothing runs: a collection, a long callback, a process that is not scheduled."""
-        self._now += seconds
+        self._now_s += seconds
         self.stalled_s += seconds
 
     def kill(self, host: Host) -> None:

@@ -17,7 +17,7 @@ NEAR_S, FAR_S = 0.00005, 0.002
 class Link:
     """What a host and the rest of the world hear of each other. While anything holds it, bytes wait."""
 
-    holds: int = 0
+    hold_count: int = 0
     slow_s: float = 0.0
     waiting: list[Callable[[], None]] = field(default_factory=list)
 
@@ -34,7 +34,7 @@ class Wire(asyncio.Transport):
         self._is_closing = False
         self._is_aborted = False
         self._arrives_at = 0.0
-        self.other: Wire
+        self.peer: Wire
 
     @property
     def host(self) -> Host | None:
@@ -57,7 +57,7 @@ class Wire(asyncio.Transport):
         """Sends bytes."""
         if data and not self._is_closing:
             for piece in self._wires.pieces(bytes(data)):
-                self._send(self.other._hear, piece)
+                self._send(self.peer._hear, piece)
 
     def writelines(self, list_of_data: Any) -> None:
         """Sends all of it."""
@@ -67,8 +67,8 @@ class Wire(asyncio.Transport):
         """Ends the connection behind what was written."""
         if not self._is_closing:
             self._is_closing = True
-            self._send(self.other._lose)
-            self._wires.loop.call_soon(self._lost, context=self._context)
+            self._send(self.peer._lose)
+            self._wires.loop.call_soon(self._call_connection_lost, context=self._context)
 
     def abort(self) -> None:
         """Ends the connection; what waits on this side of a link that is held is thrown away."""
@@ -94,11 +94,11 @@ class Wire(asyncio.Transport):
 
     def cut(self) -> None:
         """Ends the connection on both ends, what is under way lost."""
-        for wire in (self, self.other):
+        for wire in (self, self.peer):
             self._wires.ends.pop(wire, None)
             if not wire._is_closing:
                 wire._is_closing = True
-                self._wires.loop.call_soon(wire._lost, context=wire._context)
+                self._wires.loop.call_soon(wire._call_connection_lost, context=wire._context)
 
     def _send(self, hear: Callable[..., None], *arguments: Any) -> None:
         loop = self._wires.loop
@@ -109,9 +109,9 @@ class Wire(asyncio.Transport):
                 return
             # Never at one moment: timers of the same time run in no order.
             self._arrives_at = max(when, loop.time(), self._arrives_at + 1e-6)
-            loop.call_at(self._arrives_at, hear, *arguments, context=self.other._context)
+            loop.call_at(self._arrives_at, hear, *arguments, context=self.peer._context)
 
-        if self._link.holds:
+        if self._link.hold_count:
             self._link.waiting.append(go)
         else:
             go()
@@ -123,9 +123,9 @@ class Wire(asyncio.Transport):
     def _lose(self) -> None:
         if not self._is_closing:
             self._is_closing = True
-            self._lost()
+            self._call_connection_lost()
 
-    def _lost(self) -> None:
+    def _call_connection_lost(self) -> None:
         self._protocol.connection_lost(None)
         self._wires.ends.pop(self, None)
 
@@ -196,7 +196,7 @@ class Wires:
         """A connection; raises ConnectionRefusedError where nobody listens."""
         link = self._link_of(port)
         await asyncio.sleep(self.delay_s(link))
-        if link.holds:  # who connects across a broken link hears nothing until it is mended
+        if link.hold_count:  # who connects across a broken link hears nothing until it is mended
             mended = asyncio.Event()
             link.waiting.append(mended.set)
             await mended.wait()
@@ -207,7 +207,7 @@ class Wires:
         client_wire = Wire(self, protocol, link)
         server_wire = context.run(lambda: Wire(self, protocol_factory(), link))
         server_wire._context = context
-        client_wire.other, server_wire.other = server_wire, client_wire
+        client_wire.peer, server_wire.peer = server_wire, client_wire
         self.ends |= {client_wire: None, server_wire: None}
         self.loop.call_soon(server_wire._protocol.connection_made, server_wire, context=context)
         protocol.connection_made(client_wire)
@@ -228,8 +228,8 @@ class Wires:
 
     def release(self, link: Link) -> None:
         """One thing less holds it; what waited for the last one arrives."""
-        link.holds -= 1
-        if link.holds:
+        link.hold_count -= 1
+        if link.hold_count:
             return
         waiting, link.waiting = link.waiting, []
         for go in waiting:

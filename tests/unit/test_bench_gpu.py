@@ -122,7 +122,7 @@ def nearest(users, items, k, *, backend):
 def test_flashlib_is_measured_by_a_named_path_and_its_recall_is_of_its_own_distance(monkeypatch):
     torch = pytest.importorskip("torch", reason="make torch-env")
     install_flashlib(monkeypatch, nearest)
-    report, case = Report("gpu"), gpu.made(32, 1000, 16, skewed=True)
+    report, case = Report("gpu"), gpu.draw_case(32, 1000, 16, skewed=True)
 
     users_and_search = gpu.flashlib(report, "skewed", case, torch.device("cpu"))
 
@@ -144,12 +144,12 @@ def test_a_flashlib_that_fails_is_a_figure_and_the_others_are_measured(monkeypat
     install_flashlib(monkeypatch, fails)
     report = Report("gpu")
 
-    assert gpu.flashlib(report, "million", gpu.made(8, 1000, 8), torch.device("cpu")) is None
+    assert gpu.flashlib(report, "million", gpu.draw_case(8, 1000, 8), torch.device("cpu")) is None
     assert report.figures == {"million_flashlib": "failed: RuntimeError: out of resources"}
 
 
 def test_baselines_that_make_lists_get_the_first_users_with_their_histories():
-    case = gpu.made(40, 1000, 4)
+    case = gpu.draw_case(40, 1000, 4)
 
     first_users_case = gpu.first_users(case, 10)
 

@@ -46,7 +46,7 @@ def test_a_ratio_that_is_not_what_the_readme_says_is_told_with_the_reason(report
 def test_a_promise_may_have_two_bounds():
     report = Report("bulk_load")
     report.ratios["bytes_over_payload"] = Ratio(-0.22, 1.0, 1, -6.2, 28.0)
-    report.promises["bytes_over_payload"] = Promise(least=1.0, most=1.01)
+    report.promises["bytes_over_payload"] = Promise(minimum=1.0, maximum=1.01)
 
     assert report.to_json()["short_of"] == [
         "bulk_load.bytes_over_payload is -0.22, the README says at least 1 and at most 1.01"
@@ -55,7 +55,7 @@ def test_a_promise_may_have_two_bounds():
 
 def test_a_promise_without_its_ratio_is_an_error():
     report = made(0.8)
-    report.promises["skew_p99_ms"] = Promise(most=100.0)
+    report.promises["skew_p99_ms"] = Promise(maximum=100.0)
 
     with pytest.raises(ValueError, match="night promises skew_p99_ms and did not measure it"):
         report.show(Options(json=False, quick=False, rounds=5))

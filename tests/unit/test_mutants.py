@@ -76,7 +76,7 @@ def test_a_change_is_put_into_the_live_function(
     functions = {(path, "Shop.is_open", mutant.function_line): [is_open]}
 
     # Then whoever has the function runs the change
-    assert trial.place(mutant, functions) and not is_open(8) and is_open(9)
+    assert trial.install_mutant(mutant, functions) and not is_open(8) and is_open(9)
 
 
 def mutant_of(*lines: int) -> Mutant:

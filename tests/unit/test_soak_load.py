@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.integration.soak.mixed_load import SHARES, MixedLoad
+from tests.integration.soak.mixed_load import SHARE_BY_KIND, MixedLoad
 
 LISTS = {"g1": {"u": ("a", "b")}}
 
@@ -51,15 +51,15 @@ def test_what_nobody_should_get_is_wrong(
 
 
 def test_every_kind_and_source_has_to_come(load: MixedLoad) -> None:
-    assert len(load.missing()) == len(SHARES) + 3
-    load.kinds.update(SHARES)
+    assert len(load.missing()) == len(SHARE_BY_KIND) + 3
+    load.kinds.update(SHARE_BY_KIND)
     for source in ("l1", "l2", "live"):
         load.judge("one", {}, answer(source=source, reason="fresh"))
     assert load.wrong == load.missing() == []
 
 
 def test_defaults_are_for_strangers(load: MixedLoad) -> None:
-    load.kinds.update(SHARES)
+    load.kinds.update(SHARE_BY_KIND)
     load.sources.update(("l1", "l2", "live"))
     for _ in range(9):
         load.judge(

@@ -271,7 +271,7 @@ class Shop:
 
 def until(condition: Callable[[], bool]) -> bool:
     """Poll a service now and then: it shares its cores with everything else here."""
-    return polling.until(condition, FOLLOW_S, every_s=0.1)
+    return polling.poll_until(condition, FOLLOW_S, every_s=0.1)
 
 
 def rule_of(refusal: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.audit.checker import Ask
+from tests.audit.checker import EntityLookup
 from tests.audit.processes import Service, wait_until
 from tests.audit.reference import TOPK, Input, Rules, dot, history_of
 from tests.audit.scenarios.stage import Stage
@@ -138,14 +138,14 @@ def _try_long_histories(stage: Stage) -> None:
     shop.serve()
     try:
         for user in shop.world.users[:30]:
-            shop.checker.ask(shop.client, Ask("user_vector", Input(user)))
-            shop.checker.ask(shop.client, Ask("user_topk", Input(user)))
+            shop.checker.judge_lookups(shop.client, EntityLookup("user_vector", Input(user)))
+            shop.checker.judge_lookups(shop.client, EntityLookup("user_topk", Input(user)))
         for number in range(15):
             history = tuple(
                 rng.choice(list(shop.world.items)) for _ in range(rng.randrange(10, 50))
             )
-            shop.checker.ask(
-                shop.client, Ask("user_topk", Input(f"long {number}", history, 2), k=5)
+            shop.checker.judge_lookups(
+                shop.client, EntityLookup("user_topk", Input(f"long {number}", history, 2), k=5)
             )
         clicks: list[Json] = [
             {
@@ -157,7 +157,7 @@ def _try_long_histories(stage: Stage) -> None:
         ]
         shop.send_events(clicks)
         for event in clicks[:15]:
-            shop.checker.ask(shop.client, Ask("user_topk", Input(event["user"])))
+            shop.checker.judge_lookups(shop.client, EntityLookup("user_topk", Input(event["user"])))
         stage.report.count("users with long histories", 45)
     finally:
         shop.close()

@@ -6,7 +6,7 @@ import random
 import time
 from dataclasses import replace
 
-from tests.audit.checker import PROMISES, Ask
+from tests.audit.checker import PROMISES, EntityLookup
 from tests.audit.processes import wait_until
 from tests.audit.reference import Event, Input, Rules
 from tests.audit.scenarios.stage import Stage
@@ -18,7 +18,7 @@ ERASE = "docs/how-to/erase-somebody.md: "
 LEASE_S = 60
 """Seconds that tell a stored answer from a lease, by what is left of its life."""
 OVERLAY_TTL_S = 600
-GONE = -2
+MISSING_KEY_TTL = -2
 """Answer of Redis to TTL of a key that is not there."""
 SECRET = "somebody-9f3a71"
 """Id of a user that is erased: long enough to be searched for in bytes."""
@@ -147,7 +147,7 @@ def _try_repeats(stage: Stage, shop: Shop, rng: random.Random) -> None:
         shop.client.recent[-2:],
     )
     for user in {event["user"] for event in events}:
-        shop.checker.ask(shop.client, Ask("user_topk", Input(user)))
+        shop.checker.judge_lookups(shop.client, EntityLookup("user_topk", Input(user)))
     twice = {
         "user": rng.choice(shop.world.users),
         "item": shop.draw_item(rng),
@@ -164,7 +164,7 @@ def _try_repeats(stage: Stage, shop: Shop, rng: random.Random) -> None:
     )
     shop.log_event(twice, reply.body["position"], time.time())
     shop.knowledge.change()
-    shop.checker.ask(shop.client, Ask("user_topk", Input(twice["user"])))
+    shop.checker.judge_lookups(shop.client, EntityLookup("user_topk", Input(twice["user"])))
 
 
 def _try_inbox(stage: Stage, shop: Shop, rng: random.Random) -> None:
@@ -192,7 +192,7 @@ def _try_inbox(stage: Stage, shop: Shop, rng: random.Random) -> None:
         )
     shop.knowledge.change()
     for event in events:
-        shop.checker.ask(shop.client, Ask("user_topk", Input(event["user"])))
+        shop.checker.judge_lookups(shop.client, EntityLookup("user_topk", Input(event["user"])))
     stage.report.count("events by the inbox", len(events))
 
 
@@ -209,7 +209,9 @@ def _try_as_of(stage: Stage, shop: Shop, rng: random.Random) -> None:
         receipt = shop.send_events(clicks)
         wait_until(knowledge.is_settled, 5, "the events have travelled", 0.1)
         for user in users:
-            answers = shop.checker.ask(shop.client, Ask("user_topk", Input(user), k=5))
+            answers = shop.checker.judge_lookups(
+                shop.client, EntityLookup("user_topk", Input(user), k=5)
+            )
             if answers and "events" in answers[0]:
                 answer = answers[0]
                 earlier.append(
@@ -310,7 +312,7 @@ def _try_erasure(stage: Stage, shop: Shop, rng: random.Random) -> None:
     keys_before = _keys(shop, pattern)
     history = tuple(list(shop.world.items)[:4])
     for user in (stranger, SECRET):
-        shop.checker.ask(shop.client, Ask("user_topk", Input(user, history, 3)))
+        shop.checker.judge_lookups(shop.client, EntityLookup("user_topk", Input(user, history, 3)))
     overlays_before_events = _wait_for_overlays(shop, pattern, keys_before)
     shop.send_events(
         [
@@ -321,8 +323,8 @@ def _try_erasure(stage: Stage, shop: Shop, rng: random.Random) -> None:
     wait_until(shop.knowledge.is_settled, 5, "the events have travelled", 0.1)
     shop.erase(stranger)
     _require_gone(stage, shop, "erased overlays", overlays_before_events, _keys(shop, pattern))
-    shop.checker.ask(shop.client, Ask("user_topk", Input(SECRET, history, 3)))
-    shop.checker.ask(shop.client, Ask("user_vector", Input(SECRET, history, 3)))
+    shop.checker.judge_lookups(shop.client, EntityLookup("user_topk", Input(SECRET, history, 3)))
+    shop.checker.judge_lookups(shop.client, EntityLookup("user_vector", Input(SECRET, history, 3)))
     with_events = _wait_for_overlays(shop, pattern, keys_before | overlays_before_events)
     stage.report.count("overlays of who is erased", len(overlays_before_events | with_events))
     shop.erase(SECRET)
@@ -331,7 +333,7 @@ def _try_erasure(stage: Stage, shop: Shop, rng: random.Random) -> None:
     )
     lives_s = [int(shop.servers.pages.command("TTL", key)[1:-2]) for key in sorted(with_events)]
     stage.require(
-        all(life_s == GONE or 0 <= life_s <= OVERLAY_TTL_S for life_s in lives_s),
+        all(life_s == MISSING_KEY_TTL or 0 <= life_s <= OVERLAY_TTL_S for life_s in lives_s),
         "life of answers with events of who is erased",
         ERASE + "expires within the service's `overlay_ttl_s` (ten minutes)",
         f"at most {OVERLAY_TTL_S} s",
@@ -340,7 +342,7 @@ def _try_erasure(stage: Stage, shop: Shop, rng: random.Random) -> None:
     )
     for user in (stranger, SECRET):
         for table in ("user_topk", "user_vector", "mood"):
-            shop.checker.ask(shop.client, Ask(table, Input(user)))
+            shop.checker.judge_lookups(shop.client, EntityLookup(table, Input(user)))
     shop.send_events([{"user": SECRET, "item": shop.draw_item(rng), "id": "after the erasure"}])
     stream = shop.servers.events.command("EVAL", _SEARCH, "0", SECRET)
     stage.require(

@@ -6,7 +6,7 @@ import random
 import signal
 from dataclasses import replace
 
-from tests.audit.checker import Ask
+from tests.audit.checker import EntityLookup
 from tests.audit.processes import wait_until
 from tests.audit.reference import Input
 from tests.audit.scenarios.stage import Stage
@@ -100,17 +100,17 @@ def _ask_keys(
         lookup = replace(shop.draw_ask(rng), entity=Input(user), exclude=(), generation=None)
         key = user
         if key_source == "user":
-            answers = shop.checker.ask(shop.client, lookup)
+            answers = shop.checker.judge_lookups(shop.client, lookup)
         elif key_source == "get":
-            answers = shop.checker.ask(shop.client, lookup, route="get")
+            answers = shop.checker.judge_lookups(shop.client, lookup, route="get")
         else:
             key = user if rng.random() < 0.3 else f"key {rng.randrange(60)}"
             entities = [Input(rng.choice(shop.world.users)) for _ in range(3)]
             if key_source == "body":
                 asks = [replace(lookup, entity=entity, canary_key=key) for entity in entities]
-                answers = shop.checker.ask(shop.client, *asks)
+                answers = shop.checker.judge_lookups(shop.client, *asks)
             elif key_source == "query":
-                answers = shop.checker.ask(
+                answers = shop.checker.judge_lookups(
                     shop.client, replace(lookup, canary_key=key), route="get"
                 )
             else:
@@ -125,7 +125,7 @@ def _ask_keys(
                     },
                 )
                 key = key if key.isascii() else "key 1"
-                asks = [Ask("user_topk", entity, k=3) for entity in entities]
+                asks = [EntityLookup("user_topk", entity, k=3) for entity in entities]
                 complaints, answers = shop.checker.judge_reply(tuple(asks), reply)
                 if complaints and shop.knowledge.is_settled():
                     for rule, expected, observed in complaints:
@@ -150,7 +150,9 @@ def _ask_without_key(stage: Stage, shop: Shop, live: str) -> None:
     """A batch of several users without a key is answered by the live generation."""
     for first in range(0, 40, 4):
         users = [Input(user) for user in shop.world.users[first : first + 4]]
-        answers = shop.checker.ask(shop.client, *(Ask("user_topk", user, k=3) for user in users))
+        answers = shop.checker.judge_lookups(
+            shop.client, *(EntityLookup("user_topk", user, k=3) for user in users)
+        )
         stage.require(
             {answer["generation"] for answer in answers} == {live},
             "canary without key",
@@ -251,7 +253,11 @@ def run_experiment(stage: Stage) -> None:
             for _ in range(8):
                 lookup = replace(control.draw_ask(rng), generation=None, arm=f"ranker={arm}")
                 _check_arm(
-                    stage, control, control.checker.ask(control.client, lookup), arm, generations
+                    stage,
+                    control,
+                    control.checker.judge_lookups(control.client, lookup),
+                    arm,
+                    generations,
                 )
         reply = control.client.lookup("user_topk", ["x"], arm="ranker=nobody")
         stage.require(
@@ -274,7 +280,7 @@ def run_experiment(stage: Stage) -> None:
         control.knowledge.change()
         for _ in range(30):
             lookup = replace(control.draw_ask(rng), generation=None)
-            for answer in control.checker.ask(control.client, lookup):
+            for answer in control.checker.judge_lookups(control.client, lookup):
                 stage.require(
                     "arm" not in answer,
                     "experiment stopped",
@@ -338,7 +344,9 @@ def _ask_arms(
         if rng.random() < 0.5:
             key = f"key {rng.randrange(60)}"
             lookup = replace(lookup, canary_key=key)
-        answers = shop.checker.ask(shop.client, lookup, route=rng.choice(["get", "lookup"]))
+        answers = shop.checker.judge_lookups(
+            shop.client, lookup, route=rng.choice(["get", "lookup"])
+        )
         if not answers or not shop.knowledge.is_settled():
             continue
         arm = answers[0].get("arm")
@@ -385,8 +393,8 @@ def _block_in_arm(stage: Stage, control: Shop, arm_shop: Shop, rng: random.Rando
             item,
             control.client.recent[-1:],
         )
-    answers = control.checker.ask(
-        control.client, Ask("user_topk", Input(user), arm="ranker=control")
+    answers = control.checker.judge_lookups(
+        control.client, EntityLookup("user_topk", Input(user), arm="ranker=control")
     )
     stage.report.count("lists of the control beside a block in the arm", len(answers))
     arm_shop.site.run("unblock", "--item", item)

@@ -24,7 +24,7 @@ from precompute.steps import begin, embed_items, score
 K = 100
 CLICKS = 16
 SHARDS = 2
-UNTIL = "2026-11-22T00:00:00Z"
+DATA_UNTIL = "2026-11-22T00:00:00Z"
 STAGES = ("read", "tower", "topk", "records", "write")
 
 
@@ -96,7 +96,7 @@ class DrawnShards:
             folder, size, device, programs=programs, redis_url=redis_url, device_tasks=tasks
         )
         started = time.perf_counter()
-        self.build = begin.run(self.config, data_until=UNTIL, run_after=None)
+        self.build = begin.run(self.config, data_until=DATA_UNTIL, run_after=None)
         self.begin_s = time.perf_counter() - started
         started = time.perf_counter()
         embed_items.run(self.config, self.build)

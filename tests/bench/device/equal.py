@@ -11,7 +11,7 @@ import numpy as np
 
 from cache.topk.topk import Scorer
 from precompute.config.devices import devices
-from tests.bench.gpu import K, made
+from tests.bench.gpu import K, draw_case
 from tests.bench.tools.harness import Report, parse
 
 SIZES = {"gpu": (100_000, 1_000_000), "gpu quick": (20_000, 262_144), "processor": (500, 8_192)}
@@ -30,7 +30,7 @@ def main() -> None:
 
         kind = "processor" if device_names[0] == "cpu" else "gpu quick" if options.quick else "gpu"
         users, items = SIZES[kind]
-        case = made(users, items, 128)
+        case = draw_case(users, items, 128)
         scorer = DeviceScorer.of(case.items, "inner_product", device_names[0])
         if scorer is None:
             raise SystemExit(f"{device_names[0]} cannot be used: the log says why")

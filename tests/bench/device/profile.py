@@ -14,7 +14,7 @@ from precompute.config.devices import devices
 from tests.bench.tools.harness import Report, parse
 
 USERS, ITEMS, DIMS, K, HISTORY = 200_000, 1_000_000, 128, 100, 32
-SHOWN = 12
+KERNELS_REPORTED = 12
 """Kernels and copies that took longest."""
 
 
@@ -59,7 +59,7 @@ def main() -> None:
             "users": USERS,
             "span_us": round((ended_us - events[0][0]) / USERS, 4),
             "busy_us": round(busy_us / USERS, 4),
-            **{name: round(us / USERS, 4) for name, us in spent_us.most_common(SHOWN)},
+            **{name: round(us / USERS, 4) for name, us in spent_us.most_common(KERNELS_REPORTED)},
         }
     report.show(options)
 

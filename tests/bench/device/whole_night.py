@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from cache.process.redis_server import server
 from precompute.config.devices import devices
 from precompute.steps.night import Night, run_night
-from tests.bench.device.drawn import UNTIL, drawn_config
+from tests.bench.device.drawn import DATA_UNTIL, drawn_config
 from tests.bench.device.shard import SIZES
 from tests.bench.tools.harness import Report, parse
 
@@ -28,7 +28,7 @@ def main() -> None:
         (folder / "redis").mkdir()
         with server(folder / "redis") as running:
             config = drawn_config(folder, size, device, redis_url=running.url)
-            steps = run_night(Night(config, "bench", UNTIL))
+            steps = run_night(Night(config, "bench", DATA_UNTIL))
     seconds = {name: spent for name, _, spent in steps}
     report.figures |= {
         "device": device_names[0] if device_names else "processor",

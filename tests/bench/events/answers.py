@@ -22,7 +22,7 @@ from tests.bench.tools.harness import Options, Report, alternate, parse
 from tests.integration.fresh.events_world import EventWorld
 
 TABLE = "user_topk"
-OTHERS = 100_000
+OTHER_USERS = 100_000
 
 
 class Bench:
@@ -31,7 +31,7 @@ class Bench:
     def __init__(self, world: EventWorld, service: Service, runner: asyncio.Runner) -> None:
         self.world, self.service, self.runner = world, service, runner
         self._numbers = itertools.count(1)
-        known_users, self._items = world.known, world.items
+        known_users, self._items = world.known_users, world.items
         self.without, self.clicking = (
             known_users[: len(known_users) // 2],
             known_users[len(known_users) // 2 :],
@@ -50,12 +50,12 @@ class Bench:
         paths = [f"/v1/lookup/{TABLE}/{user}".encode() for user in users]
         for _ in range(3):
             for path in paths:
-                self.runner.run(self._asked(fast_lookups, path))
+                self.runner.run(self._require_fast_answer(fast_lookups, path))
         if any(fast_lookups.answer(path) is None for path in paths):
             raise RuntimeError("an answer is not ready")
         return paths
 
-    async def _asked(self, fast_lookups: FastLookups, path: bytes) -> None:
+    async def _require_fast_answer(self, fast_lookups: FastLookups, path: bytes) -> None:
         caller = Callers(is_open=True).identify([])
         get = fast_lookups.parse_get(
             {"raw_path": path, "query_string": b"", "headers": [], CALLER_KEY: caller}
@@ -85,7 +85,7 @@ def measure(bench: Bench, report: Report, options: Options) -> None:
     """In this process, on one thread."""
     fast_lookups = FastLookups(bench.service)
     paths = bench.keep_ready(fast_lookups, bench.without[:200])
-    for number in range(OTHERS):
+    for number in range(OTHER_USERS):
         bench.click(f"another-{number}")
     count = 20_000 if options.quick else 100_000
     for user in bench.clicking[:200]:
@@ -101,7 +101,7 @@ def main() -> None:
     """Measure and report."""
     options = parse(__doc__ or "")
     report = Report("events", ("onnxruntime", "faiss-cpu", "uvloop"))
-    report.figures["others with events"] = OTHERS
+    report.figures["others with events"] = OTHER_USERS
     with in_process(report, options) as (world, service, runner):
         measure(Bench(world, service, runner), report, options)
     report.show(options)

@@ -35,7 +35,7 @@ from cache.config.events import EventsConfig
 from infra.demo.http import HttpConnection
 from precompute.config.settings import NightConfig
 from tests.bench.mixed import L1, LIVE
-from tests.bench.read_path import TABLE, UNTIL, Case
+from tests.bench.read_path import DATA_UNTIL, TABLE, Case
 from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
 from tests.bench.tools.mix import Stream, path_of
 from tests.bench.tools.open_loop import Outcomes, caller, drive
@@ -67,7 +67,7 @@ class ReplicaCalls:
         self._url = url
         self._idle: list[HttpConnection] = []
 
-    async def ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
+    async def send_request(self, method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
         """(status, JSON); a connection that the service has closed meanwhile is replaced once."""
         connection = self._idle.pop() if self._idle else HttpConnection(self._url)
         try:
@@ -96,7 +96,7 @@ class FollowedEvents:
     """Seconds from the 202 until each replica has answered with it; the one that accepted it comes first."""
     answers: Counter[str] = field(default_factory=Counter)
     """Sources of the answers that had the event; `approximate` beside."""
-    asked: int = 0
+    lookup_count: int = 0
 
     async def send(self, due: Sequence[float]) -> None:
         """Sends an event at each of these moments, seconds from now, and waits until all are seen."""
@@ -111,14 +111,14 @@ class FollowedEvents:
         """Forgets what was measured, and whose lists events have changed."""
         for measurements in (self.accepted_s, self.seen_s, self.answers):
             measurements.clear()
-        self.asked = 0
+        self.lookup_count = 0
 
     async def _click(self, user: str) -> None:
         item = self.rng.choice(self.lists.pop(user))
         event = {"user": user, "item": item, "id": f"click-{user}", "type": "click"}
         order = self.rng.sample(self.replicas, len(self.replicas))
         sent_at = time.monotonic()
-        status, receipt = await order[0].ask(
+        status, receipt = await order[0].send_request(
             "POST", "/v1/events", orjson.dumps({"events": [event]})
         )
         accepted = time.monotonic()
@@ -126,15 +126,17 @@ class FollowedEvents:
             raise RuntimeError(f"an event was not accepted: {status} {receipt}")
         self.accepted_s.append(accepted - sent_at)
         delays_s = await asyncio.gather(
-            *(self._seen(replica, user, item, accepted) for replica in order)
+            *(self._measure_event_delay(replica, user, item, accepted) for replica in order)
         )
         self.seen_s.append(delays_s)
 
-    async def _seen(self, replica: ReplicaCalls, user: str, item: str, accepted_at: float) -> float:
+    async def _measure_event_delay(
+        self, replica: ReplicaCalls, user: str, item: str, accepted_at: float
+    ) -> float:
         while True:
-            status, answer = await replica.ask("GET", path_of(user))
+            status, answer = await replica.send_request("GET", path_of(user))
             elapsed_s = time.monotonic() - accepted_at
-            self.asked += 1
+            self.lookup_count += 1
             if status == 200 and answer.get("events", 0) >= 1 and item not in answer["items"]:
                 self.answers[answer["source"]] += 1
                 self.answers["approximate"] += bool(answer.get("approximate"))
@@ -183,7 +185,7 @@ async def lists_of(replica: ReplicaCalls, users: Sequence[str]) -> dict[str, lis
     for start in range(0, len(users), 100):
         user_batch = users[start : start + 100]
         body = orjson.dumps({"entities": list(user_batch), "k": K})
-        status, lookup_reply = await replica.ask("POST", f"/v1/lookup/{TABLE}", body)
+        status, lookup_reply = await replica.send_request("POST", f"/v1/lookup/{TABLE}", body)
         if status != 200:
             raise RuntimeError(f"no lists: {status} {lookup_reply}")
         items_by_user |= {
@@ -202,7 +204,7 @@ def _moments(rng: random.Random, count: int) -> list[float]:
     return moments_s
 
 
-def tell(report: Report, clicks: FollowedEvents, outcomes: Sequence[Outcomes]) -> None:
+def report_delays(report: Report, clicks: FollowedEvents, outcomes: Sequence[Outcomes]) -> None:
     """Ratios and figures."""
     delays_s = np.array(clicks.seen_s)
     last = delays_s.max(axis=1)
@@ -214,8 +216,8 @@ def tell(report: Report, clicks: FollowedEvents, outcomes: Sequence[Outcomes]) -
     report.ratios["p99_ms"] = Ratio(slow, 1.0, len(last), slow, 1.0)
     shared = "all replicas, callers and both Redis share few cores"
     report.promises = {
-        "p50_ms": Promise(most=50.0, quick=shared),
-        "p99_ms": Promise(most=1_000.0, quick=shared),
+        "p50_ms": Promise(maximum=50.0, quick=shared),
+        "p99_ms": Promise(maximum=1_000.0, quick=shared),
     }
     figures = report.figures
     figures["events"], figures["never seen"] = len(last), int(np.isinf(last).sum())
@@ -227,7 +229,9 @@ def tell(report: Report, clicks: FollowedEvents, outcomes: Sequence[Outcomes]) -
     ):
         for percent in (50, 90, 99, 100):
             figures[f"{name}: p{percent} ms"] = _ms(values, percent)
-    figures["lookups until all replicas had it, per event"] = round(clicks.asked / len(last), 2)
+    figures["lookups until all replicas had it, per event"] = round(
+        clicks.lookup_count / len(last), 2
+    )
     figures["sources of answers that had it"] = ", ".join(
         f"{name} {count}" for name, count in sorted(clicks.answers.items())
     )
@@ -258,8 +262,8 @@ def make_case(folder: Path, pages: str, events: str, *, users: int) -> Case:
         night, tables={TABLE: night.tables[TABLE]}, page_bytes=NightConfig().page_bytes,
         events=EventsConfig(enabled=True), events_url=events,
     )  # fmt: skip
-    generation = publish_night(night, UNTIL)
-    history_by_user = histories(night, UNTIL)
+    generation = publish_night(night, DATA_UNTIL)
+    history_by_user = histories(night, DATA_UNTIL)
     items = sorted({item for history in history_by_user.values() for item in history})
     return Case(folder, night, generation, sorted(history_by_user), items)
 
@@ -283,7 +287,7 @@ def measure(
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 clicks = runner.run(measured(urls, case.users, seconds))
             outcomes = [future.result() for future in under_way]
-    tell(report, clicks, outcomes)
+    report_delays(report, clicks, outcomes)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import redis
 
 from cache.format.redis_keys import Keyspace
 from tests.bench.tools.harness import Options, Report, compare, parse
-from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.http_load import Program, pin_programs, program
 from tests.bench.tools.place import pin
 from tests.bench.tools.sockets import drive, request
 from tests.integration.events.durable_redis import DurableRedis, durable_redis
@@ -156,7 +156,7 @@ def measure(report: Report, folder: Path, options: Options) -> None:
         with server.client() as client:
             report.figures["redis"] = str(client.info("server")["redis_version"])
             pin(int(client.info("server")["process_id"]), -1)
-        report.figures["placement"] = f"service on {place(target)}"
+        report.figures["placement"] = f"service on {pin_programs(target)}"
         rates_by_kind: dict[str, dict[str, list[float]]] = {
             name: {"by the clock": [], "per second of Redis' processor time": []}
             for name in ("batches", "singles")

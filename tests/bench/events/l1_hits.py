@@ -30,10 +30,10 @@ from tests.bench.tools.http_load import Program
 from tests.bench.tools.mix import path_of
 from tests.bench.tools.place import own_server
 from tests.bench.tools.sockets import per_cpu_s, request
-from tests.polling import until
+from tests.polling import poll_until
 
 TIMES, QUICK_TIMES = 12, 3
-OTHERS = 100_000
+OTHER_USERS = 100_000
 """Users with an event each, none of whom is asked for."""
 SETTLE, QUICK_SETTLE = 400_000, 40_000
 """Requests before the first round."""
@@ -63,7 +63,7 @@ def counts_others(target: Program) -> bool:
     with urlopen(f"{target.url}/metrics") as response:  # noqa: S310 - our own loopback server
         lines = response.read().decode().splitlines()
     user_count_lines = [line for line in lines if line.startswith("larder_events_users")]
-    return bool(user_count_lines) and float(user_count_lines[0].split()[-1]) >= OTHERS
+    return bool(user_count_lines) and float(user_count_lines[0].split()[-1]) >= OTHER_USERS
 
 
 def one_time(case: Case, settle: int, count: int) -> list[tuple[float, float, float]]:
@@ -76,7 +76,7 @@ def one_time(case: Case, settle: int, count: int) -> list[tuple[float, float, fl
         served(case, "off", {}) as off,
         served(case, "again", {}) as second_off,
     ):
-        if not until(lambda: counts_others(with_events), 60.0, every_s=0.2):
+        if not poll_until(lambda: counts_others(with_events), 60.0, every_s=0.2):
             raise RuntimeError("the events of others are not counted")
         targets = with_events, off, second_off
         for target in targets:
@@ -96,7 +96,7 @@ def measure(report: Report, case: Case, options: Options) -> None:
     times, settle, count = (
         (QUICK_TIMES, QUICK_SETTLE, QUICK_COUNT) if options.quick else (TIMES, SETTLE, COUNT)
     )
-    accept(case, OTHERS)
+    accept(case, OTHER_USERS)
     rates_by_run = [one_time(case, settle, count) for _ in range(times)]
     ratios = [
         median(2 * on / (off + second_off) for on, off, second_off in rates)
@@ -115,7 +115,7 @@ def measure(report: Report, case: Case, options: Options) -> None:
         low, high = interval(run_ratios)
         report.figures[f"{name}: 95 % interval"] = f"{low:.3f} to {high:.3f}"
         report.figures[f"{name}: all"] = " ".join(f"{ratio:.3f}" for ratio in run_ratios)
-    report.figures["others with events"] = OTHERS
+    report.figures["others with events"] = OTHER_USERS
     report.figures["times three processes"] = times
     report.figures["unit"] = "requests per second of the server's processor time"
 

@@ -51,7 +51,7 @@ class Phase:
     seconds: list[float] = field(default_factory=list)
 
     @property
-    def share(self) -> float:
+    def l1_share(self) -> float:
         """Share of answers from L1."""
         return self.sources["l1"] / self.sources.total()
 
@@ -74,11 +74,11 @@ class Flow:
         weights = 1 / np.arange(1, INPUTS + 1)
         self._weights, self._numbers = weights / weights.sum(), itertools.count(1)
 
-    async def each_once(self) -> None:
+    async def fill_l1(self) -> None:
         """Has L1 hold what is computed of each input."""
         await asyncio.sleep(1.0)  # the last new items are in force
         for entity in self._entities:
-            await self._ask(entity, time.perf_counter(), Phase())
+            await self._look_up(entity, time.perf_counter(), Phase())
 
     async def phase(self, new_per_s: int, seconds: float) -> Phase:
         """Lookups when they are due, and new items between them."""
@@ -92,10 +92,10 @@ class Flow:
                     self._bring()
                 due = started_at + arrival_index / RATE
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                group.create_task(self._ask(self._entities[entity], due, phase))
+                group.create_task(self._look_up(self._entities[entity], due, phase))
         return phase
 
-    async def _ask(self, entity: RequestedEntity, due: float, phase: Phase) -> None:
+    async def _look_up(self, entity: RequestedEntity, due: float, phase: Phase) -> None:
         lookup = LookupRequest((entity,), RequestOptions(10.0))
         (answer,) = await self._service.ladder.lookup(
             self._service.capture_served(), lookup, time.monotonic()
@@ -129,17 +129,17 @@ def main() -> None:
             phases = {}
             for name, rate in PHASES.items():
                 if not rate:
-                    runner.run(flow.each_once())
+                    runner.run(flow.fill_l1())
                 phases[name] = runner.run(flow.phase(rate, seconds))
             runner.run(stack.aclose())
     for name, phase in phases.items():
-        report.figures[f"{name}: from L1"] = round(phase.share, 3)
+        report.figures[f"{name}: from L1"] = round(phase.l1_share, 3)
         for percent in (50, 99):
             value = 1e3 * float(np.percentile(phase.seconds, percent))
             report.figures[f"{name}: p{percent}, ms"] = round(value, 2)
-    base, final_share = phases["none"].share, phases["none again"].share
+    base, final_share = phases["none"].l1_share, phases["none again"].l1_share
     for key, name in (("l1_under_new_items", "1 a second"), ("l1_under_many_new_items", "10 a second")):  # fmt: skip
-        under = phases[name].share
+        under = phases[name].l1_share
         report.ratios[key] = Ratio(under / base, final_share / base, 1, under, base)
     report.show(options)
 

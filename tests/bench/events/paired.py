@@ -52,19 +52,19 @@ class Paired:
     """Costs float64 [rounds, 2] (wall, processor) of the first way, of it once more, and of the other way."""
 
     first: NDArray[np.float64]
-    again: NDArray[np.float64]
-    other: NDArray[np.float64]
+    first_repeated: NDArray[np.float64]
+    candidate: NDArray[np.float64]
     requests: int
     seed: int
 
     def ratio(self, cost: int = 0) -> Ratio:
         """Rate of the other way over the first one's, median of the rounds; the first one over itself beside it."""
-        middle = (self.first[:, cost] + self.again[:, cost]) / 2
+        middle = (self.first[:, cost] + self.first_repeated[:, cost]) / 2
         return Ratio(
-            value=float(np.median(middle / self.other[:, cost])),
-            aa=float(np.median(self.first[:, cost] / self.again[:, cost])),
+            value=float(np.median(middle / self.candidate[:, cost])),
+            aa=float(np.median(self.first[:, cost] / self.first_repeated[:, cost])),
             rounds=len(middle),
-            candidate=self.requests / float(np.median(self.other[:, cost])),
+            candidate=self.requests / float(np.median(self.candidate[:, cost])),
             baseline=self.requests / float(np.median(middle)),
             tolerance=TOLERANCE,
         )
@@ -72,15 +72,15 @@ class Paired:
     def figures(self, name: str, candidate_name: str) -> dict[str, float | str]:
         """Intervals of the ratio and of the A/A, and milliseconds of paired differences, to be printed."""
         rng, figure_by_label = np.random.default_rng(self.seed), dict[str, float | str]()
-        middle = (self.first + self.again) / 2
+        middle = (self.first + self.first_repeated) / 2
         for cost, kind in enumerate(("wall", "processor")):
-            ratio = Interval.of(middle[:, cost] / self.other[:, cost], rng)
-            aa_interval = Interval.of(self.first[:, cost] / self.again[:, cost], rng)
+            ratio = Interval.of(middle[:, cost] / self.candidate[:, cost], rng)
+            aa_interval = Interval.of(self.first[:, cost] / self.first_repeated[:, cost], rng)
             figure_by_label[f"{name}, {kind}: ratio, 95 %"] = str(ratio)
             figure_by_label[f"{name}, {kind}: A/A, 95 %"] = str(aa_interval)
         for kind, over, under in (
-            (candidate_name, self.other, middle),
-            ("A/A", self.again, self.first),
+            (candidate_name, self.candidate, middle),
+            ("A/A", self.first_repeated, self.first),
         ):
             apart_ms = 1e3 * (over[:, 0] - under[:, 0])
             for percent in (50, 99):

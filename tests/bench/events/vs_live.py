@@ -28,7 +28,7 @@ from tests.bench.events.in_process import in_process
 from tests.bench.events.paired import Block, Cost, interleave
 from tests.bench.tools.harness import Report, parse
 from tests.integration.fresh.events_world import EventWorld
-from tests.integration.nights import UNTIL
+from tests.integration.nights import DATA_UNTIL
 
 TABLE: Final = "user_topk"
 BLOCKS: Final = {"vs_live": (32, 32), "vs_live_alone": (8, 1)}
@@ -42,9 +42,9 @@ class Clicks:
 
     def __init__(self, world: EventWorld, service: Service, runner: asyncio.Runner) -> None:
         self._service, self._runner = service, runner
-        self._items, self._users = world.items, world.known
+        self._items, self._users = world.items, world.known_users
         self._histories = {user: list[bytes]() for user in self._users}
-        cut_us = datetime.fromisoformat(UNTIL).timestamp() * 1e6
+        cut_us = datetime.fromisoformat(DATA_UNTIL).timestamp() * 1e6
         for user, item, at_us in sorted(world.rows, key=lambda row: row[2]):
             if at_us < cut_us and user in self._histories:
                 self._histories[user].append(item.encode())
@@ -52,7 +52,7 @@ class Clicks:
 
     def events(self, users: int, at_once: int) -> Block:
         """First answers after an event of each user of the round."""
-        return self._block(users, at_once, self._known)
+        return self._block(users, at_once, self._known_entity)
 
     def live(self, users: int, at_once: int) -> Block:
         """Live answers to strangers who send the histories of the round's users."""
@@ -80,7 +80,7 @@ class Clicks:
         self._histories[user].append(item)
 
     @staticmethod
-    def _known(user: str) -> RequestedEntity:
+    def _known_entity(user: str) -> RequestedEntity:
         return RequestedEntity(TABLE, user, user.encode(), "id")
 
     def _stranger(self, user: str) -> RequestedEntity:

@@ -12,13 +12,13 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-USERS, ITEMS, CLICKS, LEAST = 943, 1_682, 100_000, 20
+USERS, ITEMS, CLICKS, USER_CLICKS_MIN = 943, 1_682, 100_000, 20
 GENRES = (
     "action", "adventure", "animation", "children", "comedy", "crime", "documentary", "drama", "fantasy",
     "noir", "horror", "musical", "mystery", "romance", "science", "thriller", "war", "western",
 )  # fmt: skip
 DIMS, TASTE, POPULARITY = 8, 0.7, 0.8
-ASKED, TOP = 200, 20
+EVALUATED_COUNT, TOP = 200, 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +26,7 @@ class Cut:
     """Histories of users in the order of their clicks, and what is held out of them; `genres` of items by number."""
 
     histories: tuple[NDArray[np.int64], ...]
-    held: tuple[NDArray[np.int64], ...]
+    held_out: tuple[NDArray[np.int64], ...]
     genres: NDArray[np.int64]
 
     @property
@@ -37,9 +37,9 @@ class Cut:
         return sp.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), (USERS, ITEMS))
 
     @property
-    def asked(self) -> NDArray[np.int64]:
+    def evaluated_users(self) -> NDArray[np.int64]:
         """Users whose lists are asked for."""
-        return np.sort(np.random.default_rng(1).choice(USERS, ASKED, replace=False))
+        return np.sort(np.random.default_rng(1).choice(USERS, EVALUATED_COUNT, replace=False))
 
     def rows(self) -> list[tuple[int, int, int]]:
         """(user, item, time) of each click that models are fitted on."""
@@ -65,10 +65,10 @@ class Cut:
             padded_items[row, : len(last)] = last
         return padded_items
 
-    def best(self, scores: NDArray[np.floating]) -> NDArray[np.int64]:
+    def rank_items(self, scores: NDArray[np.floating]) -> NDArray[np.int64]:
         """Lists [asked, TOP] by the scores of these users, float [asked, items], their histories left out."""
         remaining_scores = np.array(scores, np.float64)
-        for row, user in enumerate(self.asked):
+        for row, user in enumerate(self.evaluated_users):
             remaining_scores[row, self.histories[user]] = -np.inf
         return np.argsort(-remaining_scores, axis=1, kind="stable")[:, :TOP]
 
@@ -77,8 +77,9 @@ class Cut:
         return float(
             np.mean(
                 [
-                    len(np.intersect1d(row, self.held[user])) / min(TOP, len(self.held[user]))
-                    for row, user in zip(lists, self.asked, strict=True)
+                    len(np.intersect1d(row, self.held_out[user]))
+                    / min(TOP, len(self.held_out[user]))
+                    for row, user in zip(lists, self.evaluated_users, strict=True)
                 ]
             )
         )
@@ -91,7 +92,9 @@ def draw(seed: int = 0) -> Cut:
     items = rng.normal(size=(len(GENRES), DIMS))[genres] + 0.5 * rng.normal(size=(ITEMS, DIMS))
     popularity = -POPULARITY * np.log1p(rng.permutation(ITEMS))
     activity = rng.lognormal(sigma=0.8, size=USERS)
-    lengths = LEAST + rng.multinomial(CLICKS - LEAST * USERS, activity / activity.sum())
+    lengths = USER_CLICKS_MIN + rng.multinomial(
+        CLICKS - USER_CLICKS_MIN * USERS, activity / activity.sum()
+    )
     histories, held_out = [], []
     for length in lengths:
         # The largest of logits plus Gumbel noise, in their order, are draws without replacement.

@@ -51,7 +51,7 @@ def _implicit(model: Any, cut: Cut) -> Fitted:
         lambda to: from_implicit(model, clicks, to=to),
         lambda: np.asarray(
             model.recommend(
-                cut.asked, clicks[cut.asked], N=TOP, filter_already_liked_items=True
+                cut.evaluated_users, clicks[cut.evaluated_users], N=TOP, filter_already_liked_items=True
             )[0],
             np.int64,
         ),
@@ -75,9 +75,9 @@ def _sklearn(model: Any, cut: Cut) -> Fitted:
     model.fit(clicks)
 
     def scores() -> Any:
-        return model.inverse_transform(model.transform(clicks[cut.asked]))
+        return model.inverse_transform(model.transform(clicks[cut.evaluated_users]))
 
-    return Fitted(lambda to: from_sklearn(model, clicks, to=to), lambda: cut.best(scores()))
+    return Fitted(lambda to: from_sklearn(model, clicks, to=to), lambda: cut.rank_items(scores()))
 
 
 def ease_weights(cut: Cut) -> Fitted:
@@ -107,10 +107,12 @@ def _weights(weights: Any, cut: Cut) -> Fitted:
     clicks = cut.matrix
 
     def scores() -> Any:
-        user_scores = clicks[cut.asked] @ weights
+        user_scores = clicks[cut.evaluated_users] @ weights
         return user_scores.toarray() if sp.issparse(user_scores) else user_scores
 
-    return Fitted(lambda to: from_item_weights(weights, clicks, to=to), lambda: cut.best(scores()))
+    return Fitted(
+        lambda to: from_item_weights(weights, clicks, to=to), lambda: cut.rank_items(scores())
+    )
 
 
 def warp(cut: Cut) -> Fitted:
@@ -120,10 +122,13 @@ def warp(cut: Cut) -> Fitted:
     model.fit(clicks, epochs=20)
 
     def scores() -> Any:
-        users, items = np.repeat(cut.asked, ITEMS), np.tile(np.arange(ITEMS), len(cut.asked))
+        users, items = (
+            np.repeat(cut.evaluated_users, ITEMS),
+            np.tile(np.arange(ITEMS), len(cut.evaluated_users)),
+        )
         return model.predict(users, items).reshape(-1, ITEMS)
 
-    return Fitted(lambda to: from_lightfm(model, clicks, to=to), lambda: cut.best(scores()))
+    return Fitted(lambda to: from_lightfm(model, clicks, to=to), lambda: cut.rank_items(scores()))
 
 
 def pure_svd(cut: Cut) -> Fitted:
@@ -137,9 +142,9 @@ def pure_svd(cut: Cut) -> Fitted:
     model.fit(dataset)
 
     def lists() -> Any:
-        recommendations = model.recommend(cut.asked, dataset, k=TOP, filter_viewed=True)
+        recommendations = model.recommend(cut.evaluated_users, dataset, k=TOP, filter_viewed=True)
         order = recommendations.sort_values(["user_id", "rank"])
-        return order["item_id"].to_numpy(np.int64).reshape(len(cut.asked), TOP)
+        return order["item_id"].to_numpy(np.int64).reshape(len(cut.evaluated_users), TOP)
 
     assert dataset.user_id_map.size == USERS
     return Fitted(lambda to: from_rectools(model, dataset, to=to), lists)

@@ -75,8 +75,8 @@ def _recbole(name: str, cut: Cut, more: dict[str, Any]) -> Fitted:
     def lists() -> Any:
         with torch.no_grad():
             if hasattr(model, "max_seq_length"):
-                item_sequences = np.zeros((len(cut.asked), LENGTH), np.int64)
-                for row_index, user in enumerate(cut.asked):
+                item_sequences = np.zeros((len(cut.evaluated_users), LENGTH), np.int64)
+                for row_index, user in enumerate(cut.evaluated_users):
                     last = [column[int(item)] for item in cut.histories[user][-LENGTH:]]
                     item_sequences[row_index, : len(last)] = last
                 model_input = {
@@ -84,11 +84,13 @@ def _recbole(name: str, cut: Cut, more: dict[str, Any]) -> Fitted:
                     model.ITEM_SEQ_LEN: torch.from_numpy((item_sequences != 0).sum(axis=1)),
                 }
             else:
-                model_input = {model.USER_ID: torch.tensor([row[int(user)] for user in cut.asked])}
-            scores = model.full_sort_predict(model_input).view(len(cut.asked), -1).numpy()
-        item_scores = np.full((len(cut.asked), ITEMS), -np.inf)
+                model_input = {
+                    model.USER_ID: torch.tensor([row[int(user)] for user in cut.evaluated_users])
+                }
+            scores = model.full_sort_predict(model_input).view(len(cut.evaluated_users), -1).numpy()
+        item_scores = np.full((len(cut.evaluated_users), ITEMS), -np.inf)
         item_scores[:, list(column)] = scores[:, list(column.values())]
-        return cut.best(item_scores)
+        return cut.rank_items(item_scores)
 
     return Fitted(lambda to: from_recbole(model, dataset, to=to), lists)
 
@@ -135,13 +137,13 @@ def youtube(cut: Cut) -> Fitted:
 
     def lists() -> Any:
         model.eval()
-        history = torch.from_numpy(cut.padded(cut.asked, LENGTH, 0, first=1))
+        history = torch.from_numpy(cut.padded(cut.evaluated_users, LENGTH, 0, first=1))
         with torch.no_grad():
             model.mode = "user"
             of_users = model({"history": history})
             model.mode = "item"
             of_items = model({"item": torch.arange(1, ITEMS + 1)})
-        return cut.best((of_users @ of_items.T).numpy())
+        return cut.rank_items((of_users @ of_items.T).numpy())
 
     def put(to: Path) -> Any:
         with TemporaryDirectory() as folder:
@@ -168,8 +170,8 @@ def sentences(cut: Cut) -> Fitted:
 
     def lists() -> Any:
         rows = model.encode(texts, normalize_embeddings=True, convert_to_numpy=True)
-        means = cut.matrix[cut.asked] @ rows
-        return cut.best(means @ rows.T)
+        means = cut.matrix[cut.evaluated_users] @ rows
+        return cut.rank_items(means @ rows.T)
 
     return Fitted(
         lambda to: from_sentence_transformer(model, range(ITEMS), texts, to=to, clicks=cut.matrix),

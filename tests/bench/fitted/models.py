@@ -22,7 +22,7 @@ import httpx
 import numpy as np
 
 from cache.process.redis_server import server
-from tests.bench.fitted.cut import ASKED, TOP, draw
+from tests.bench.fitted.cut import EVALUATED_COUNT, TOP, draw
 from tests.bench.fitted.fitted import Kind
 from tests.bench.tools.harness import Report, parse
 from tests.integration.larder.commands import ROOT, larder, running
@@ -58,7 +58,7 @@ def measure(kind: Kind) -> dict[str, Any]:
         import_report = fitted.put(folder)
         imported = time.perf_counter() - started
         larder(folder, "night", "--quiet", environ=environ)
-        entities: list[dict[str, Any]] = [{"id": str(user)} for user in cut.asked]
+        entities: list[dict[str, Any]] = [{"id": str(user)} for user in cut.evaluated_users]
         with running(
             folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
         ) as url:
@@ -141,7 +141,7 @@ def main() -> None:
             continue
         report.figures[name] = json.dumps(row)
         print(f"{name}: {report.figures[name]}", file=sys.stderr, flush=True)
-    report.figures["users asked"] = ASKED
+    report.figures["users asked"] = EVALUATED_COUNT
     print(table(report))
     report.show(options)
 

@@ -51,7 +51,7 @@ class Attentive(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(ITEMS + 1, DIMS, padding_idx=ITEMS)
-        self.places = nn.Embedding(LENGTH, DIMS)
+        self.position_embedding = nn.Embedding(LENGTH, DIMS)
         layer = nn.TransformerEncoderLayer(DIMS, 2, 2 * DIMS, 0.1, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
@@ -59,7 +59,7 @@ class Attentive(nn.Module):  # type: ignore[misc]
         """Vectors [n, DIMS] of histories [n, length up to LENGTH], padded with ITEMS."""
         positions = torch.arange(history.shape[1])
         states = self.encoder(
-            self.table(history) + self.places(positions),
+            self.table(history) + self.position_embedding(positions),
             mask=positions[:, None] < positions[None, :],
             is_causal=False,
         )
@@ -115,7 +115,7 @@ def _fitted(kind: type[nn.Module], cut: Cut, *, steps: int) -> Fitted:
 
     def lists() -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":
         with torch.no_grad():
-            history = torch.from_numpy(cut.padded(cut.asked, LENGTH, ITEMS))
-            return cut.best((tower(history) @ items.weight.T).numpy())
+            history = torch.from_numpy(cut.padded(cut.evaluated_users, LENGTH, ITEMS))
+            return cut.rank_items((tower(history) @ items.weight.T).numpy())
 
     return Fitted(put, lists)

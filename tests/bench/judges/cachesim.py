@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from tests.bench.judges import cachesim_side
-from tests.bench.judges.environment import ask
+from tests.bench.judges.environment import run_program
 from tests.bench.tools.traces import Keys
 
 POLICIES = ("LRU", "Sieve", "S3FIFO", "WTinyLFU", "ARC")
@@ -23,5 +23,5 @@ def judge(
         file = Path(folder, "keys.npy")
         np.save(file, keys)
         job = {"keys": str(file), "policies": list(policies), "capacities": list(capacities)}
-        judge_reply = ask(cachesim_side.__file__, job, _TIMEOUT_S)
+        judge_reply = run_program(cachesim_side.__file__, job, _TIMEOUT_S)
     return f"libcachesim {judge_reply['version']}", judge_reply["hit_ratios"]

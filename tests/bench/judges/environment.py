@@ -17,7 +17,9 @@ def is_there() -> bool:
     return PYTHON.exists()
 
 
-def ask(program: str, job: Mapping[str, Any], timeout_s: float, *, last_core: bool = False) -> Any:
+def run_program(
+    program: str, job: Mapping[str, Any], timeout_s: float, *, last_core: bool = False
+) -> Any:
     """Run a program of theirs on a job, and read the JSON on the last line that it says.
 
     Raises RuntimeError with its last words where it fails, TimeoutExpired where it takes too long.

@@ -31,13 +31,13 @@ from tests.bench.loadgen.runs import Judged, Target, highest_valid
 from tests.bench.loadgen.samples import PATH, K, write_samples
 from tests.bench.read_path import Case, body_of, make_case
 from tests.bench.tools.harness import Report, Run, alternate, parse
-from tests.bench.tools.http_load import place, program
+from tests.bench.tools.http_load import pin_programs, program
 from tests.bench.tools.mix import path_of
 from tests.bench.tools.place import own_server, unpin
 from tests.integration.nights import environment
 
 LOGS = Path("build/loadgen")
-TOGETHER = 8
+SAMPLES_PER_QUERY = 8
 BELOW = 0.95
 """The long run's rate over the search's: what a short run lets through a long one may not."""
 GUESS = 10_000.0
@@ -57,7 +57,7 @@ class Lengths:
 
 
 QUICK = Lengths(1.5, 1.5, 4.0, 4, 1, 5_000)
-PLAIN = Lengths(6.0, 4.0, 60.0, 6, 2, 50_000)
+STANDARD = Lengths(6.0, 4.0, 60.0, 6, 2, 50_000)
 LONG = Lengths(10.0, 10.0, 600.0, 7, 3, 50_000)
 
 
@@ -77,7 +77,9 @@ def multistream(target: Target, seconds: float) -> Callable[[], float]:
     """Milliseconds of the 99th percentile."""
 
     def measure_p99_ms() -> float:
-        return target.run("MultiStream", GUESS, seconds, per_query=TOGETHER).latency_ms("99.00")
+        return target.run("MultiStream", GUESS, seconds, per_query=SAMPLES_PER_QUERY).latency_ms(
+            "99.00"
+        )
 
     return measure_p99_ms
 
@@ -143,7 +145,7 @@ def describe(report: Report, name: str, rate: float, judged: Judged) -> None:
 
 def body_of_many(url: str, users: list[str]) -> bytes:
     """An answer to as many as MultiStream asks for at once."""
-    body = json.dumps({"entities": users[:TOGETHER], "k": K}).encode()
+    body = json.dumps({"entities": users[:SAMPLES_PER_QUERY], "k": K}).encode()
     http_request = urllib.request.Request(url + PATH, body, {"Content-Type": "application/json"})  # noqa: S310
     with urllib.request.urlopen(http_request, timeout=30.0) as response:  # noqa: S310 - our own loopback
         response_body: bytes = response.read()
@@ -172,7 +174,7 @@ def measure(report: Report, case: Case, lengths: Lengths, logs: Path, stack: Exi
         for body_path in (single_body_path, batch_body_path)
     )
     report.figures["placement"] = (
-        f"servers on {place(larder, bare, bare_many)}, the rest on the last"
+        f"servers on {pin_programs(larder, bare, bare_many)}, the rest on the last"
     )
     report.figures["bytes of an answer, of one to eight"] = (
         f"{single_body_path.stat().st_size:,}, {batch_body_path.stat().st_size:,}"
@@ -245,7 +247,7 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=LOGS)
     arguments, sys.argv[1:] = parser.parse_known_args()
     options = parse(__doc__ or "")
-    lengths = QUICK if options.quick else LONG if arguments.long else PLAIN
+    lengths = QUICK if options.quick else LONG if arguments.long else STANDARD
     report = Report(
         "loadgen", ("fastapi", "uvicorn", "uvloop", "redis", "onnxruntime", "faiss-cpu")
     )

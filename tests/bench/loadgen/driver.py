@@ -69,8 +69,8 @@ class Driver:
         self._idle: deque[Wire] = deque()  # used in turn, so that none stands idle for long
         self._waiting: deque[Query] = deque()
         self._strangers = job["first_stranger"]
-        self.done = threading.Event()
-        self.bad: dict[str, int] = {}
+        self.stop_event = threading.Event()
+        self.error_counts: dict[str, int] = {}
         self.strangers = self.live = self.retried = 0
         for _ in range(job["connections"]):
             self._connect()
@@ -83,7 +83,9 @@ class Driver:
             )
             self._send(
                 Query(
-                    [query_sample.id for query_sample in queries], self._together(entities), False
+                    [query_sample.id for query_sample in queries],
+                    self._batch_request(entities),
+                    False,
                 )
             )
             return
@@ -97,7 +99,7 @@ class Driver:
         self._strangers += 1
         return (b"%012d" % self._strangers).join(parts)
 
-    def _together(self, entities: bytes) -> bytes:
+    def _batch_request(self, entities: bytes) -> bytes:
         body = b'{"entities":[%b],"k":%d}' % (entities, self._k)
         return (
             b"POST %b HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
@@ -119,7 +121,7 @@ class Driver:
 
     def receive(self) -> None:
         """Until LoadGen has all answers."""
-        while not self.done.is_set():
+        while not self.stop_event.is_set():
             answered: list[int] = []
             for number, _ in self._poll.poll(0.05):
                 self._read(self._wires[number], answered)
@@ -136,7 +138,7 @@ class Driver:
         except OSError:
             piece = b""
         if not piece:
-            self._lost(wire, answered)
+            self._handle_disconnect(wire, answered)
             return
         data = wire.data = wire.data + piece if wire.data else piece
         if not is_whole(data):
@@ -154,7 +156,7 @@ class Driver:
         self._free(wire)
 
     def _note(self, error_name: str) -> None:
-        self.bad[error_name] = self.bad.get(error_name, 0) + 1
+        self.error_counts[error_name] = self.error_counts.get(error_name, 0) + 1
 
     def _free(self, wire: Wire) -> None:
         with self._lock:
@@ -164,7 +166,7 @@ class Driver:
         if wire.query is not None:
             self._write(wire, wire.query)
 
-    def _lost(self, wire: Wire, answered: list[int]) -> None:
+    def _handle_disconnect(self, wire: Wire, answered: list[int]) -> None:
         """A closed connection: idle ones are after a while, and a query that was just sent goes to another."""
         self._poll.unregister(wire.socket.fileno())
         del self._wires[wire.socket.fileno()]
@@ -251,7 +253,7 @@ def main() -> None:
                 system, library, settings_of(job, loadgen), logs_to(job["log"], loadgen)
             )
         finally:
-            driver.done.set()
+            driver.stop_event.set()
 
     testing = threading.Thread(target=test)
     testing.start()
@@ -264,7 +266,7 @@ def main() -> None:
         "version": f"mlcommons-loadgen {version('mlcommons-loadgen')}",
         "seconds": elapsed_s,
         "busy": (time.process_time() - spent) / elapsed_s,
-        "bad": driver.bad,
+        "bad": driver.error_counts,
         "strangers": driver.strangers,
         "live": driver.live,
         "retried": driver.retried,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.bench.judges.environment import ask
+from tests.bench.judges.environment import run_program
 from tests.bench.loadgen import driver
 
 SUMMARY = "mlperf_log_summary.txt"
@@ -84,7 +84,7 @@ class Target:
             "seed": number + 1,
             "first_stranger": number * 100_000_000,
         }
-        driven = ask(driver.__file__, job, 10 * seconds + _PATIENCE_S, last_core=True)
+        driven = run_program(driver.__file__, job, 10 * seconds + _PATIENCE_S, last_core=True)
         judged = Judged(read_summary((log / SUMMARY).read_text()), driven, log)
         self.runs.append(judged)
         return judged

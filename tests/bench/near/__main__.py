@@ -36,7 +36,7 @@ from tests.bench.live import Measured, compare, open_snapshot
 from tests.bench.near.stream import HistoryStream
 from tests.bench.tools.harness import Options, Report, parse
 from tests.bench.tools.place import own_server
-from tests.integration.nights import UNTIL, histories, prepare, publish_night
+from tests.integration.nights import DATA_UNTIL, histories, prepare, publish_night
 from tests.integration.serving_app import settings
 
 TABLE, K, ITEMS, DIMS, CALLERS = "user_topk", 100, 80_000, 128, 256
@@ -51,8 +51,8 @@ def make_night(folder: Path, redis_url: str, quick: bool) -> NightConfig:
         night, bundle="wide", reference=ReferenceConfig(dims=DIMS, choose=False),
         tables={TABLE: TableConfig("user_topk", k=K)}, index="flat",
     )  # fmt: skip
-    train_reference(night, data_until=UNTIL)
-    publish_night(night, UNTIL)
+    train_reference(night, data_until=DATA_UNTIL)
+    publish_night(night, DATA_UNTIL)
     return night
 
 
@@ -131,7 +131,7 @@ def measure(report: Report, night: NightConfig, options: Options) -> None:
     snapshot = open_snapshot(settings(night), "int8")
     config = NearConfig()
     near = NearMatches({TABLE: config})
-    known_histories = list(histories(night, UNTIL).values())
+    known_histories = list(histories(night, DATA_UNTIL).values())
     stream = HistoryStream(snapshot, TABLE, known_histories)
     report.figures["inputs learned from before"] = learn(near, stream)
     report.figures["items"] = snapshot.items.count

@@ -8,7 +8,7 @@ from cache.model.input_preparation import LiveInput
 from serving.engine.micro_batcher import InferenceJob
 from serving.generations.snapshot import Snapshot
 
-SHARE = 0.5
+NEAR_DUPLICATE_SHARE = 0.5
 """Share of near-duplicates."""
 LENGTH = 30
 """Items of a history, at least: one more moves its vector by a tenth or so."""
@@ -28,7 +28,7 @@ class HistoryStream:
     ) -> None:
         self._snapshot = snapshot
         self._table = table
-        self._known = [history for history in known_histories if len(history) >= 5]
+        self._known_histories = [history for history in known_histories if len(history) >= 5]
         self._recent: deque[list[str]] = deque(maxlen=RECENT)
         self._rng = random.Random(seed)
 
@@ -44,10 +44,10 @@ class HistoryStream:
 
     def _next(self) -> list[str]:
         rng = self._rng
-        if self._recent and rng.random() < SHARE:
-            return [*rng.choice(self._recent), rng.choice(rng.choice(self._known))]
+        if self._recent and rng.random() < NEAR_DUPLICATE_SHARE:
+            return [*rng.choice(self._recent), rng.choice(rng.choice(self._known_histories))]
         history: list[str] = []
         while len(history) < LENGTH:
-            history += rng.choice(self._known)
+            history += rng.choice(self._known_histories)
         self._recent.append(history)
         return history

@@ -10,7 +10,7 @@ from precompute.bundles import onnx_model
 from precompute.bundles.bundle import ModelFile, write_bundle
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from tests.bench.night import write_interactions
-from tests.bench.read_path import TABLE, UNTIL, Case
+from tests.bench.read_path import DATA_UNTIL, TABLE, Case
 from tests.integration.nights import publish_night
 
 ITEMS, DIMS, USERS = 40_981, 128, 2_000
@@ -52,5 +52,5 @@ def make_catalogue(folder: Path, redis_url: str) -> Case:
         tables={TABLE: TableConfig(TABLE, k=100)},
         base=str(folder),
     )
-    generation = publish_night(night, UNTIL)
+    generation = publish_night(night, DATA_UNTIL)
     return Case(folder, night, generation, [], names)

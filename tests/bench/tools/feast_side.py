@@ -139,7 +139,7 @@ def call(url: str, body: bytes) -> Any:
         return json.load(response)
 
 
-def ask(feast: Program, form: str, users: Sequence[str]) -> Any:
+def fetch_features(feast: Program, form: str, users: Sequence[str]) -> Any:
     """One request's answer."""
     return call(feast.url + _PATH, question(form, users))
 
@@ -163,7 +163,7 @@ def served(folder: Path, rows: Mapping[str, Row], redis_url: str) -> Iterator[tu
     serve: list[str | Path] = [ENVIRONMENT / "feast", "--chdir", folder, "serve", "--port", "0"]
     serve += ["--workers", "1", "--no-access-log", "--max-requests", "0", "-r", "0"]
     with program(serve, folder / "serving.log", {"HOME": str(folder)}) as parent:
-        ask(parent, "bytes", [next(iter(rows))])
+        fetch_features(parent, "bytes", [next(iter(rows))])
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
         if len(children) != 1:
             raise RuntimeError(f"one worker was asked for, not {len(children)}")

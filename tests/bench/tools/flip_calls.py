@@ -106,7 +106,7 @@ async def _call_all(
         # A popular few and a long tail, as users come back.
         rng = np.random.default_rng([seed, number])
         lanes.append(
-            _lane(
+            _call_on_connection(
                 urls[replica], paths, rng, calls[replica], over,
                 first=first_due_at + number / rate, every=total / rate,
             )
@@ -116,7 +116,7 @@ async def _call_all(
     return calls
 
 
-async def _lane(
+async def _call_on_connection(
     url: str,
     paths: list[str],
     rng: np.random.Generator,

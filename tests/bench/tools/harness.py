@@ -55,16 +55,16 @@ class Ratio:
 class Promise:
     """What the README says of a ratio, and why a quick run may not show it (empty: it has to)."""
 
-    least: float = float("-inf")
-    most: float = float("inf")
+    minimum: float = float("-inf")
+    maximum: float = float("inf")
     quick: str = ""
 
     def is_kept(self, ratio: Ratio) -> bool:
         """Whether a ratio that is not void is within it."""
-        return self.least <= ratio.value <= self.most
+        return self.minimum <= ratio.value <= self.maximum
 
     def __str__(self) -> str:
-        bounds = (("at least", self.least), ("at most", self.most))
+        bounds = (("at least", self.minimum), ("at most", self.maximum))
         return " and ".join(
             f"{bound_name} {bound:g}" for bound_name, bound in bounds if math.isfinite(bound)
         )
@@ -130,7 +130,7 @@ class Report:
         if self.figures:
             table = Table("figure", "value", title=self.bench)
             for name, value in self.figures.items():
-                table.add_row(name, _shown(value))
+                table.add_row(name, _format_figure(value))
             console.print(table)
         if self.ratios:
             table = Table("ratio", "value", "A/A", "rounds", "candidate", "baseline")
@@ -140,8 +140,8 @@ class Report:
                     "void" if ratio.void else f"{ratio.value:.3f}",
                     f"{ratio.aa:.3f}",
                     str(ratio.rounds),
-                    _shown(ratio.candidate),
-                    _shown(ratio.baseline),
+                    _format_figure(ratio.candidate),
+                    _format_figure(ratio.baseline),
                 )
             console.print(table)
         facts = " · ".join(f"{name} {value}" for name, value in machine().items())
@@ -290,7 +290,7 @@ def _median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
     return statistics.median(a / b if b else float("nan") for a, b in zip(over, under, strict=True))
 
 
-def _shown(value: float | str) -> str:
+def _format_figure(value: float | str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int) or abs(value) >= 1000:

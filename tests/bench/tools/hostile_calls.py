@@ -25,7 +25,7 @@ class Answered(NamedTuple):
 
 class _Call(NamedTuple):
     wire: socket.socket
-    sent: float
+    sent_at: float
     data: bytearray
 
 
@@ -70,7 +70,7 @@ class Calls:
             if self._free:
                 self._close(self._free.popleft())
             wire = self._wire()
-        self._times.sent[wire.getsockname()[1]] = time.monotonic_ns()
+        self._times.sent_at_ns[wire.getsockname()[1]] = time.monotonic_ns()
         self._under_way[wire.fileno()] = _Call(wire, time.monotonic(), bytearray())
         wire.send(request)
 
@@ -99,7 +99,7 @@ class Calls:
         if data and not _is_whole(call.data):
             return
         del self._under_way[number]
-        took_s = time.monotonic() - call.sent
+        took_s = time.monotonic() - call.sent_at
         self._slowest_s = max(self._slowest_s, took_s)
         self._missed += took_s > self._deadline_s or not call.data.startswith(b"HTTP/1.1 200")
         if data and b"connection: close" not in call.data and len(self._free) < CONNECTIONS:

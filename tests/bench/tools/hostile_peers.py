@@ -51,9 +51,9 @@ class Peers:
         self._poll = select.epoll()
         self._due: list[tuple[float, int, int, Callable[[int], None]]] = []
         self._numbers: list[int] = [-1] * len(kinds)
-        self._turn = 0
+        self._sequence_number = 0
         self._rng = random.Random(0)
-        self.ended = 0
+        self.disconnect_count = 0
 
     def open(self, peer_index: int) -> None:
         """Connects the peer at this place, and sends what it sends first."""
@@ -74,7 +74,7 @@ class Peers:
         first, _, every_s = KINDS[self._kinds[peer_index]]
         self._send(wire, first)
         if every_s:
-            self._after(every_s, peer_index, self._again)
+            self._after(every_s, peer_index, self._send_more)
         elif self._kinds[peer_index] == "pipeline":
             self._after(self._rng.uniform(*STAYS_S), peer_index, self._anew)
 
@@ -83,7 +83,7 @@ class Peers:
         while True:
             rest_s = self._due[0][0] - time.monotonic() if self._due else 1.0
             for number, _ in self._poll.poll(min(max(rest_s, 0.001), 1.0)):
-                self._lost(self._wires[number][1])
+                self._handle_disconnect(self._wires[number][1])
             while self._due and self._due[0][0] <= time.monotonic():
                 _, _, peer_index, act = heapq.heappop(self._due)
                 act(peer_index)
@@ -92,27 +92,29 @@ class Peers:
         with contextlib.suppress(OSError):  # full, or closed: the poll tells
             wire.send(data)
 
-    def _again(self, peer_index: int) -> None:
+    def _send_more(self, peer_index: int) -> None:
         if (number := self._numbers[peer_index]) >= 0:
             _, more, every_s = KINDS[self._kinds[peer_index]]
             self._send(self._wires[number][0], more)
-            self._after(every_s, peer_index, self._again)
+            self._after(every_s, peer_index, self._send_more)
 
     def _anew(self, peer_index: int) -> None:
         if self._numbers[peer_index] >= 0:
-            self._lost(peer_index, 0.0)
+            self._handle_disconnect(peer_index, 0.0)
 
-    def _lost(self, peer_index: int, back_s: float | None = None) -> None:
+    def _handle_disconnect(self, peer_index: int, back_s: float | None = None) -> None:
         number = self._numbers[peer_index]
         self._poll.unregister(number)
         self._wires.pop(number)[0].close()
         self._numbers[peer_index] = -1
-        self.ended += 1
+        self.disconnect_count += 1
         self._after(self._rng.uniform(*BACK_S) if back_s is None else back_s, peer_index, self.open)
 
     def _after(self, seconds: float, peer_index: int, act: Callable[[int], None]) -> None:
-        self._turn += 1
-        heapq.heappush(self._due, (time.monotonic() + seconds, self._turn, peer_index, act))
+        self._sequence_number += 1
+        heapq.heappush(
+            self._due, (time.monotonic() + seconds, self._sequence_number, peer_index, act)
+        )
 
 
 @contextmanager

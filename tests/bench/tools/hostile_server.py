@@ -35,20 +35,23 @@ class Times:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), size)
         mapped_array: NDArray[np.int64] = np.frombuffer(self._memory, np.int64)
-        self._count, self.sent = mapped_array[:1], mapped_array[1 : 1 + PORTS]
-        self._took, self._is_get = mapped_array[1 + PORTS :].reshape(2, TIMES)
+        self._count, self.sent_at_ns = mapped_array[:1], mapped_array[1 : 1 + PORTS]
+        self._durations_ns, self._is_get = mapped_array[1 + PORTS :].reshape(2, TIMES)
 
     def add(self, duration_ns: int, is_get: bool) -> None:
         """One answer."""
         at = int(self._count[0])
         if at < TIMES:
-            self._took[at], self._is_get[at] = duration_ns, is_get
+            self._durations_ns[at], self._is_get[at] = duration_ns, is_get
             self._count[0] = at + 1
 
-    def take(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def drain_times(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """All times since the last call, and which of them are of a GET."""
         count = int(self._count[0])
-        durations_and_kinds = self._took[:count].copy(), self._is_get[:count].astype(np.bool_)
+        durations_and_kinds = (
+            self._durations_ns[:count].copy(),
+            self._is_get[:count].astype(np.bool_),
+        )
         self._count[0] = 0
         return durations_and_kinds
 
@@ -64,8 +67,8 @@ class _Noting:
 
     def write(self, data: bytes) -> None:
         self._transport.write(data)
-        if sent_ns := int(self._times.sent[self._port]):
-            self._times.sent[self._port] = 0
+        if sent_ns := int(self._times.sent_at_ns[self._port]):
+            self._times.sent_at_ns[self._port] = 0
             self._times.add(time.monotonic_ns() - sent_ns, self.is_get)
 
     def __getattr__(self, name: str) -> Any:

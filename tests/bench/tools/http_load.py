@@ -115,6 +115,6 @@ def paths_script(path: Path, paths: Sequence[str]) -> Path:
     return path
 
 
-def place(*programs: Program, core: int = 0) -> str:
+def pin_programs(*programs: Program, core: int = 0) -> str:
     """Pin servers with all their threads, once they have started them."""
     return {pin(server_program.pid, core) for server_program in programs}.pop()

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-STRANGERS, KNOWN = 40, 20
+STRANGERS, KNOWN_COUNT = 40, 20
 LEAVE_S = 0.004
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     requests = answered = failed = 0
     while time.monotonic() < ends_at:
         strangers = [f"stranger-{draw.randrange(10**9)}" for _ in range(STRANGERS)]
-        body = json.dumps({"entities": strangers + draw.sample(known_ids, KNOWN)}).encode()
+        body = json.dumps({"entities": strangers + draw.sample(known_ids, KNOWN_COUNT)}).encode()
         try:
             answered += post((host, int(port)), body, is_patient=mode == "wait")
         except OSError:

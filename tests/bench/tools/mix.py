@@ -26,22 +26,22 @@ class Stream:
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     strangers: int = 0
     items: NDArray[np.str_] = field(init=False)
-    known: list[bytes] = field(init=False)
-    shares: NDArray[np.float64] = field(init=False)
+    known_requests: list[bytes] = field(init=False)
+    probabilities: NDArray[np.float64] = field(init=False)
 
     def __post_init__(self) -> None:
         self.items = np.array(self.case.items)
         users = random.Random(0).sample(self.case.users, len(self.case.users))
-        self.known = [request(path_of(user)) for user in users]
+        self.known_requests = [request(path_of(user)) for user in users]
         weights = 1 / np.arange(1, len(users) + 1)
-        self.shares = weights / weights.sum()
+        self.probabilities = weights / weights.sum()
 
     def draw(self, count: int) -> tuple[list[bytes], NDArray[np.int64]]:
         """Requests, and which of them comes when."""
-        request_indexes = self.rng.choice(len(self.known), count, p=self.shares)
+        request_indexes = self.rng.choice(len(self.known_requests), count, p=self.probabilities)
         new = np.flatnonzero(self.rng.random(count) < UNKNOWN)
-        request_indexes[new] = len(self.known) + np.arange(len(new))
-        return self.known + [self._stranger() for _ in range(len(new))], request_indexes
+        request_indexes[new] = len(self.known_requests) + np.arange(len(new))
+        return self.known_requests + [self._stranger() for _ in range(len(new))], request_indexes
 
     def _stranger(self) -> bytes:
         self.strangers += 1
@@ -64,8 +64,10 @@ class Stream:
 
     def all_known(self, url: str) -> Arrivals:
         """Each known user twice: after it all of them are ready in L1."""
-        request_indexes = np.tile(np.arange(len(self.known)), 2)
-        return Arrivals(url, self.known, request_indexes, np.zeros(len(request_indexes)), IN_FLIGHT)
+        request_indexes = np.tile(np.arange(len(self.known_requests)), 2)
+        return Arrivals(
+            url, self.known_requests, request_indexes, np.zeros(len(request_indexes)), IN_FLIGHT
+        )
 
     def closed(self, url: str, count: int) -> Arrivals:
         """All are due at once, a few under way: as quick as it can."""

@@ -16,7 +16,7 @@ from cache.process.redis_server import server
 from precompute.config.settings import NightConfig
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score
 from tests.call_walk import Call, Recorder
-from tests.integration.nights import UNTIL, prepare
+from tests.integration.nights import DATA_UNTIL, prepare
 
 SHARD = 1
 DEEDS = {
@@ -50,7 +50,7 @@ class WayHop:
     deed: str
 
 
-def way(task: str, roots: Sequence[Call]) -> list[WayHop]:
+def list_hops(task: str, roots: Sequence[Call]) -> list[WayHop]:
     """Distinct hops that lead to the deeds of a task, deed after deed."""
     hop_by_target: dict[tuple[str, str], WayHop] = {}
     for deed, deed_text in DEEDS[task].items():
@@ -86,7 +86,7 @@ def walked(task: Callable[[], Any]) -> list[Call]:
 
 def walk(config: NightConfig) -> list[WayHop]:
     """The way of one shard through both tasks, which are the first to work on their generation."""
-    build: Mapping[str, Any] = begin.run(config, data_until=UNTIL, run_after=None)
+    build: Mapping[str, Any] = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     embed_items.run(config, build)
     for shard in build["shards"]:
         if shard != SHARD:
@@ -96,7 +96,7 @@ def walk(config: NightConfig) -> list[WayHop]:
     index.run(config, build)
     quantize.run(config, build)
     loaded = walked(lambda: load.run(config, build))
-    return [*way("score", scored), *way("load", loaded)]
+    return [*list_hops("score", scored), *list_hops("load", loaded)]
 
 
 def table(hops: Sequence[WayHop]) -> str:

@@ -24,7 +24,7 @@ from tests.bench.tools.place import pin
 
 SOURCES = ("none", "l1", "l2", "live", "previous", "default")
 _CODES = {name[:2].encode(): code for code, name in enumerate(SOURCES)}
-_MARK = b'"source":"'
+_SOURCE_KEY = b'"source":"'
 _OVERLOADED = b'"overloaded"'
 _AFTER_S = 5.0
 """How long after the last was due an answer is waited for, beside the time of so many at `_RATE_MIN`."""
@@ -37,7 +37,7 @@ class Arrivals:
 
     url: str
     requests: Sequence[bytes]
-    which: NDArray[np.int64]
+    request_indexes: NDArray[np.int64]
     due: NDArray[np.float64]
     connections: int
     patience_s: float = float("inf")
@@ -52,7 +52,7 @@ class Outcomes:
     status: NDArray[np.int64]
     source: NDArray[np.int64]
     is_shed: NDArray[np.bool_]
-    ended: float
+    elapsed_s: float
     given_up: int
     busy: float
 
@@ -100,7 +100,7 @@ class _Drive:
         count = len(arrivals.due)
         self._arrivals = arrivals
         self._due = arrivals.due.tolist()
-        self._which = arrivals.which.tolist()
+        self._request_indexes = arrivals.request_indexes.tolist()
         self._seconds = np.full(count, np.inf)
         self._status = np.zeros(count, np.int64)
         self._source = np.zeros(count, np.int64)
@@ -176,11 +176,11 @@ class _Drive:
         line.at, line.data = at, b""
         self._open += 1
         try:
-            line.wire.send(self._arrivals.requests[self._which[at]])
+            line.wire.send(self._arrivals.requests[self._request_indexes[at]])
         except OSError:
-            self._lost(line)
+            self._handle_disconnect(line)
 
-    def _lost(self, line: _Line) -> None:
+    def _handle_disconnect(self, line: _Line) -> None:
         """A connection that the service closed: idle ones are, after a while."""
         if line.at >= 0:
             self._open -= 1
@@ -198,7 +198,7 @@ class _Drive:
         except OSError:
             data = b""
         if not data:
-            self._lost(line)
+            self._handle_disconnect(line)
             return False
         data = line.data = line.data + data if line.data else data
         if not _is_whole(data):
@@ -206,10 +206,10 @@ class _Drive:
         number = line.at
         self._seconds[number] = time.monotonic() - started_at - self._due[number]
         self._status[number] = int(data[9:12])
-        source_start = data.find(_MARK)
+        source_start = data.find(_SOURCE_KEY)
         if source_start > 0:
             self._source[number] = _CODES[
-                data[source_start + len(_MARK) : source_start + len(_MARK) + 2]
+                data[source_start + len(_SOURCE_KEY) : source_start + len(_SOURCE_KEY) + 2]
             ]
             self._is_shed[number] = data.find(_OVERLOADED, source_start) > 0
         line.at = -1

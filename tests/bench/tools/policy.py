@@ -165,16 +165,16 @@ class WTinyLfu:
             del segment[victim]
         self._probation[candidate] = None
 
-    def _places(self, key: int) -> tuple[int, int, int, int]:
+    def _sketch_columns(self, key: int) -> tuple[int, int, int, int]:
         spread = key * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
         mask = self._mask
         return spread >> 40 & mask, spread >> 28 & mask, spread >> 16 & mask, spread >> 4 & mask
 
     def _count(self, key: int) -> int:
-        return min([row[at] for row, at in zip(self._rows, self._places(key), strict=True)])
+        return min([row[at] for row, at in zip(self._rows, self._sketch_columns(key), strict=True)])
 
     def _add(self, key: int) -> None:
-        for row, at in zip(self._rows, self._places(key), strict=True):
+        for row, at in zip(self._rows, self._sketch_columns(key), strict=True):
             if row[at] < 15:
                 row[at] += 1
         self._added += 1

@@ -44,7 +44,7 @@ def seconds(run: Callable[[], object], rounds: int = 3) -> float:
     return sorted(durations_s[1:])[rounds // 2]
 
 
-def held(items: Any, device: Any, group: int) -> Any:
+def load_items(items: Any, device: Any, group: int) -> Any:
     """Items on the device in groups of some size."""
     import torch
 
@@ -60,7 +60,7 @@ def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
 
     from precompute.device import fused
 
-    on = held(items, device, fused.GROUP)
+    on = load_items(items, device, fused.GROUP)
     users = users[:USERS]
     count, columns = len(users), on.whole
     if not fused.fits(on, columns, FETCH):
@@ -117,7 +117,7 @@ def main() -> None:
         print(f"{dims} numbers: {square:,.0f} users/s at the rate of a square product", flush=True)
         for stage, us in times_of(items, users, device).items():
             print(f"  {stage:10} {us:8.4f} us a user", flush=True)
-        on = held(items, device, fused.GROUP)
+        on = load_items(items, device, fused.GROUP)
         units = fused.units_of(device)
         for rows, wide, warps, stages, resident in TRIED[dims]:
             if time.monotonic() > ends_at - (25 if dims == 128 else 0):

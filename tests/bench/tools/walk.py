@@ -39,7 +39,7 @@ class Caller:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, request: bytes) -> bytes:
+    async def send_request(self, request: bytes) -> bytes:
         """Sends one request; returns the body of its answer, which must be of status 200."""
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
@@ -86,7 +86,7 @@ async def walked(caller: Caller, request: bytes) -> list[Call]:
     """The calls that one request causes."""
     recorder = Recorder()
     with recorder.recording():
-        await caller.ask(request)
+        await caller.send_request(request)
         await asyncio.sleep(0)  # what is done once the answer is on its way
     return [
         root_call for root_call in recorder.roots if not root_call.module.startswith(BACKGROUND)
@@ -112,13 +112,13 @@ async def walks(night: NightConfig, users: Sequence[str], **changes: Any) -> dic
     roots_by_request = {}
     async with served(night, **changes) as (caller, _):
         for user in users[:3]:
-            await caller.ask(get(f"/v1/lookup/user_topk/{user}"))
-        await caller.ask(get("/v1/lookup/user_topk/nobody-0"))
+            await caller.send_request(get(f"/v1/lookup/user_topk/{user}"))
+        await caller.send_request(get("/v1/lookup/user_topk/nobody-0"))
         roots_by_request["get"] = await walked(caller, get(f"/v1/lookup/user_topk/{users[3]}"))
         roots_by_request["unknown"] = await walked(caller, get("/v1/lookup/user_topk/nobody-1"))
         bodies = [orjson.dumps({"entities": users[at : at + 100]}) for at in (100, 200, 300)]
         for body in bodies[:-1]:
-            await caller.ask(post("/v1/lookup/user_topk", body))
+            await caller.send_request(post("/v1/lookup/user_topk", body))
         roots_by_request["post"] = await walked(caller, post("/v1/lookup/user_topk", bodies[-1]))
     return roots_by_request
 

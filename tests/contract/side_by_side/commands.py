@@ -16,14 +16,14 @@ from tests.contract.side_by_side.differences import Difference, differences_of_v
 
 LAUNCH: Final = Path(__file__).with_name("launch")
 _WITHIN_S: Final = 600.0
-Words = Sequence[str]
+CommandLine = Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a command ended: its code, and what it printed."""
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     code: int
     output: str
     errors: str
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def outcomes(
-    checkout: Checkout, folder: Path, environ: dict[str, str], commands: Sequence[Words]
+    checkout: Checkout, folder: Path, environ: dict[str, str], commands: Sequence[CommandLine]
 ) -> list[Outcome]:
     """Outcomes of these commands of a checkout, run in `folder`, with this environment."""
     variables = checkout.environment({**environ, "LARDER_CHECKOUT": str(checkout.root)})
@@ -70,7 +70,7 @@ def outcomes(
 def difference_of_outcomes(left: Outcome, right: Outcome) -> Difference | None:
     """The first difference of two outcomes of one command: its code, or names and types of what it printed as JSON."""
     codes = left.code, right.code
-    if left.code != right.code and CHANGED_CODES.get(left.words[0]) != codes:
+    if left.code != right.code and CHANGED_CODES.get(left.arguments[0]) != codes:
         sides = (
             f"{outcome.code}: {(outcome.errors or outcome.output)[-300:]}"
             for outcome in (left, right)
@@ -78,6 +78,6 @@ def difference_of_outcomes(left: Outcome, right: Outcome) -> Difference | None:
         return Difference("exit code", *sides)
     if left.error_code != right.error_code:
         return Difference("code of the error", left.errors[-300:], right.errors[-300:])
-    if "--json" not in left.words:
+    if "--json" not in left.arguments:
         return None
     return next(differences_of_values(left.document, right.document, "--json", is_shape=True), None)

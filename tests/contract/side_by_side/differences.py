@@ -38,18 +38,18 @@ _MASKS: Final = re.compile(
 )
 _STALE: Final = re.compile(rf',"stale":"(?:{"|".join(sorted(MOMENTARY_STALE))})"'.encode())
 _MISSING: Final = object()
-_SHOWN: Final = 300
+_SHOWN_CHARS: Final = 300
 
 
 class Difference(NamedTuple):
     """Place in an answer where two differ, and what stands there on either side."""
 
     path: str
-    left: object
+    left_side: object
     right: object
 
     def __str__(self) -> str:
-        return f"{self.path}: {_shown(self.left)} | {_shown(self.right)}"
+        return f"{self.path}: {_shorten(self.left_side)} | {_shorten(self.right)}"
 
 
 def difference(left: Answer, right: Answer, *, is_shape: bool = False) -> Difference | None:
@@ -57,8 +57,8 @@ def difference(left: Answer, right: Answer, *, is_shape: bool = False) -> Differ
     if left.status != right.status:
         return Difference(
             "status",
-            f"{left.status} {left.body[:_SHOWN]!r}",
-            f"{right.status} {right.body[:_SHOWN]!r}",
+            f"{left.status} {left.body[:_SHOWN_CHARS]!r}",
+            f"{right.status} {right.body[:_SHOWN_CHARS]!r}",
         )
     if (of_headers := _difference_of_headers(left, right)) is not None:
         return of_headers
@@ -171,6 +171,6 @@ def _schema(table: pa.Table) -> str:
     return f"{table.schema.to_string(show_schema_metadata=True)}"
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     text = "(nothing)" if value is _MISSING else repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

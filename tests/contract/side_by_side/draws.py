@@ -8,7 +8,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from tests.contract.side_by_side.exchange import AS_OF
-from tests.contract.side_by_side.world import BRANDS, FEATURE_TEXT_BYTES, TAGS, Known
+from tests.contract.side_by_side.world import BRANDS, FEATURE_TEXT_BYTES, TAGS, ShopFacts
 from tests.integration.feature_towers import COUNTRIES, DIMS
 
 WIDTHS: Final[Mapping[str, int]] = {
@@ -34,7 +34,7 @@ class Draw:
     """Source of one request's parts, from its own random numbers."""
 
     rng: random.Random
-    known: Known
+    facts: ShopFacts
 
     def chance(self, probability: float) -> bool:
         """True for that share of the draws."""
@@ -53,7 +53,7 @@ class Draw:
             return rng.choice((*BRANDS, "nobody's"))
         if table in OF_ITEMS:
             return (
-                rng.choice(self.known.items) if self.chance(0.9) else f"item-{rng.randrange(300)}"
+                rng.choice(self.facts.items) if self.chance(0.9) else f"item-{rng.randrange(300)}"
             )
         return self.user()
 
@@ -61,21 +61,21 @@ class Draw:
         """Id of a user: known, gone, blocked, or a stranger."""
         pool = self.rng.random()
         if pool < 0.7:
-            return self.rng.choice(self.known.users)
+            return self.rng.choice(self.facts.users)
         if pool < 0.78:
-            return self.rng.choice(self.known.gone)
+            return self.rng.choice(self.facts.removed_users)
         if pool < 0.82:
-            return self.rng.choice(self.known.blocked_users)
+            return self.rng.choice(self.facts.blocked_users)
         return f"stranger-{self.rng.randrange(400)}"
 
     def item(self) -> str:
         """Id of an item: known, new, blocked or unknown."""
         pool = self.rng.random()
         if pool < 0.9:
-            return self.rng.choice(self.known.items)
+            return self.rng.choice(self.facts.items)
         if pool < 0.94:
             return f"new-{self.rng.randrange(60)}"
-        return self.rng.choice((*self.known.blocked_items, "item-nowhere"))
+        return self.rng.choice((*self.facts.blocked_items, "item-nowhere"))
 
     def history(self, length_max: int = 30) -> list[Any]:
         """Items in an order, some of them unknown."""
@@ -83,8 +83,8 @@ class Draw:
 
     def near_history(self) -> list[str]:
         """One of few histories, but for one item of it."""
-        base = random.Random(self.rng.randrange(BASES)).sample(self.known.items, 40)
-        base[self.rng.randrange(len(base))] = self.rng.choice(self.known.items)
+        base = random.Random(self.rng.randrange(BASES)).sample(self.facts.items, 40)
+        base[self.rng.randrange(len(base))] = self.rng.choice(self.facts.items)
         return base
 
     def features(self, table: str) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class Draw:
             "as_of": lambda: rng.choice(
                 (AS_OF, AS_OF, "2020-01-01T00:00:00Z", "2100-01-01T00:00:00+01:00", "0-0")
             ),
-            "generation": lambda: rng.choice(self.known.generations),
+            "generation": lambda: rng.choice(self.facts.generations),
             "deadline_ms": lambda: rng.choice((20_000, 30_000.5, 100_000)),
             "canary_key": lambda: f"key-{rng.randrange(60)}",
             "arm": lambda: rng.choice(("ranker=b", "ranker=control")),
@@ -216,7 +216,7 @@ class Draw:
             )
         return tuple(header_pairs)
 
-    def word(self) -> str:
+    def draw_word(self) -> str:
         """A word that is the name of nothing."""
         return "".join(self.rng.choices(string.ascii_lowercase, k=8))
 

@@ -106,7 +106,7 @@ class Line:
 
     def _body(self, answer: Answer) -> bytes:
         if length := answer.header("content-length"):
-            return self._take(int(length))
+            return self._read_bytes(int(length))
         if answer.header("transfer-encoding").lower() == "chunked":
             return b"".join(self._chunks())
         assert answer.header("connection").lower() == "close", answer
@@ -118,13 +118,13 @@ class Line:
         while True:
             while (end := self._buffer.find(b"\r\n")) < 0:
                 self._fill()
-            size = int(self._take(end + 2).split(b";")[0], 16)
-            chunk = self._take(size + 2)[:-2]
+            size = int(self._read_bytes(end + 2).split(b";")[0], 16)
+            chunk = self._read_bytes(size + 2)[:-2]
             if not size:
                 return
             yield chunk
 
-    def _take(self, size: int) -> bytes:
+    def _read_bytes(self, size: int) -> bytes:
         while len(self._buffer) < size:
             self._fill()
         piece = bytes(self._buffer[:size])

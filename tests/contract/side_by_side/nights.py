@@ -60,7 +60,7 @@ def run_nights(folder: Path, checkouts: Checkouts, redis_urls: tuple[str, str]) 
 def differences_of_nights(nights: Nights) -> list[str]:
     """Differences of both nights: files, their bytes, fields of manifests, exit codes and keys of `--json`."""
     of_outcomes = [
-        f"larder {' '.join(before.words)}: {difference}"
+        f"larder {' '.join(before.arguments)}: {difference}"
         for before, after in zip(*nights.outcomes, strict=True)
         if (difference := difference_of_outcomes(before, after)) is not None
     ]

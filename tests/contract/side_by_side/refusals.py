@@ -46,7 +46,7 @@ def _unknown_route(draw: Draw) -> Request:
 def _unknown_table(draw: Draw) -> Request:
     table = draw.rng.choice(("nothing", "user_topk.in_stock", "%ff", "user%20topk", "USER_TOPK"))
     if draw.chance(0.5):
-        return Request("refused", "GET", f"/v1/lookup/{table}/{draw.known.users[0]}")
+        return Request("refused", "GET", f"/v1/lookup/{table}/{draw.facts.users[0]}")
     return _post("/v1/lookup", {"entities": [{"id": "x", "table": table}]})
 
 
@@ -153,8 +153,8 @@ def _bad_header(draw: Draw) -> Request:
         ("X-Larder-Arm", "ranker=nothing"), ("X-Larder-Canary-Key", ""), ("X-Larder-Canary-Key", "a" * 300),
     ))  # fmt: skip
     if draw.chance(0.5):
-        return Request("refused", "GET", f"{_LOOKUP}/{draw.known.users[7]}", (header,))
-    return _post(_LOOKUP, {"entities": [draw.known.users[7]]}, _JSON, header)
+        return Request("refused", "GET", f"{_LOOKUP}/{draw.facts.users[7]}", (header,))
+    return _post(_LOOKUP, {"entities": [draw.facts.users[7]]}, _JSON, header)
 
 
 def _explained(draw: Draw) -> Request:

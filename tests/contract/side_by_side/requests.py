@@ -12,7 +12,7 @@ from tests.contract.side_by_side.differences import ARROW
 from tests.contract.side_by_side.draws import BAD_OPTIONS, TABLES, WIDTHS, Draw, quoted
 from tests.contract.side_by_side.exchange import Request
 from tests.contract.side_by_side.refusals import REFUSALS, WIRES
-from tests.contract.side_by_side.world import Known
+from tests.contract.side_by_side.world import ShopFacts
 from tests.integration.feature_towers import DIMS
 
 BATCH_MAX: Final = 1_000
@@ -32,7 +32,7 @@ class Recipe(NamedTuple):
 
 
 def request(
-    seed: int, number: int, shop_facts: Known, headers: tuple[tuple[str, str], ...]
+    seed: int, number: int, shop_facts: ShopFacts, headers: tuple[tuple[str, str], ...]
 ) -> Request:
     """Request of this number in the run of this seed, with the headers that all have."""
     draw = Draw(random.Random(f"{seed}:{number}"), shop_facts)
@@ -142,7 +142,7 @@ def _explain_input(draw: Draw, _number: int) -> Request:
 def _feedback(draw: Draw, _number: int) -> Request:
     rng = draw.rng
     of: dict[str, Any] = rng.choice((
-        {"generation": rng.choice((*draw.known.generations, "20200101T000000Z-000000000000"))},
+        {"generation": rng.choice((*draw.facts.generations, "20200101T000000Z-000000000000"))},
         {"canary_key": f"key-{rng.randrange(60)}"},
         {"arm": rng.choice(("ranker=b", "ranker=control", "ranker=x"))},
     ))  # fmt: skip
@@ -156,8 +156,8 @@ def _events(draw: Draw, number: int) -> Request:
     """Clicks, and some that are rejected; those who click are few, so that most users have the night's list."""
     rng = draw.rng
     clicking = (
-        *draw.known.users[4:34],
-        *draw.known.gone[:3],
+        *draw.facts.users[4:34],
+        *draw.facts.removed_users[:3],
         *(f"stranger-{at}" for at in range(20)),
     )
     is_busy = draw.chance(0.1)
@@ -189,12 +189,12 @@ def _values(draw: Draw, number: int) -> Request:
         if drawn_fraction < 0.5:
             price: Any = rng.choice((round(rng.uniform(0, 100), 2), None))
             event |= {
-                "item": rng.choice(draw.known.items[10:50]),
+                "item": rng.choice(draw.facts.items[10:50]),
                 "attributes": {"price": price, "stock": rng.random() < 0.5, "tags": ["sale"]},
             }
         elif drawn_fraction < 0.7:
             event |= {
-                "user": rng.choice(draw.known.users[4:34]),
+                "user": rng.choice(draw.facts.users[4:34]),
                 "attributes": {"country": rng.randrange(5)},
             }
         else:
@@ -210,8 +210,8 @@ def _values(draw: Draw, number: int) -> Request:
 def _bad_events(draw: Draw, number: int) -> tuple[Any, ...]:
     valid_event = {
         "id": f"b-{number}",
-        "user": draw.known.users[9],
-        "item": draw.known.items[9],
+        "user": draw.facts.users[9],
+        "item": draw.facts.items[9],
         "time": 1_769_000_000,
     }
     alone = {"id": f"b-{number}", "item": "new-99"}
@@ -220,7 +220,7 @@ def _bad_events(draw: Draw, number: int) -> tuple[Any, ...]:
         {**valid_event, "time": "2100-01-01T00:00:00Z"}, {**valid_event, "time": "soon"}, {**valid_event, "time": -1},
         {**valid_event, "weight": "x"}, {**valid_event, "type": ""}, {**valid_event, "colour": 1},
         {**valid_event, "attributes": {"a": 1}},
-        {**valid_event, "user": draw.known.blocked_users[0]}, alone, {**alone, "features": {"brand": "acme"}},
+        {**valid_event, "user": draw.facts.blocked_users[0]}, alone, {**alone, "features": {"brand": "acme"}},
         {**alone, "vector": [0.5] * DIMS}, {**alone, "features": {"looks": [1.0]}}, {**alone, "attributes": {}},
         {**alone, "attributes": {"a": {"b": 1}}}, {**alone, "attributes": {"a": "x" * 1_025}},
         {**alone, "attributes": {f"a{at}": "x" * 1_000 for at in range(5)}}, {**alone, "features": {"looks": True}},
@@ -275,7 +275,7 @@ def _bad_option(draw: Draw, _number: int) -> Request:
             options=(name,),
         )
     if form == 2:
-        body = {"user": draw.known.users[5], "items": list(draw.known.items[:3]), name: value}
+        body = {"user": draw.facts.users[5], "items": list(draw.facts.items[:3]), name: value}
         return Request("score", "POST", "/v1/score", (_JSON,), orjson.dumps(body), options=(name,))
     body = {"entities": [entity], name: value}
     return Request(
@@ -291,9 +291,9 @@ def _with_token(draw: Draw, number: int) -> Request:
     """Any request in the name of another token than that of the run, which may do less or is nobody's."""
     recipe = draw.rng.choices(RECIPES[:8], [recipe.weight for recipe in RECIPES[:8]])[0]
     drawn = recipe.draw(draw, number)
-    names = tuple(name for name in draw.known.tokens if name != "all")
+    names = tuple(name for name in draw.facts.tokens if name != "all")
     token = draw.rng.choice(
-        (*(f"Bearer {draw.known.tokens[name]}" for name in names), "Bearer x", "", "Basic eDp5")
+        (*(f"Bearer {draw.facts.tokens[name]}" for name in names), "Bearer x", "", "Basic eDp5")
     )
     return drawn.numbered(number, (("Authorization", token),))
 

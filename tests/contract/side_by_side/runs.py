@@ -14,9 +14,11 @@ from tests.contract.side_by_side.differences import ARROW
 from tests.contract.side_by_side.exchange import Answer, Request
 from tests.contract.side_by_side.requests import request
 from tests.contract.side_by_side.twins import Twins
-from tests.contract.side_by_side.world import Known
+from tests.contract.side_by_side.world import ShopFacts
 
-_WORDS: Final = re.compile(rb'"(code|reason|live|source|producer|reranked|stale)":"([a-z0-9_+,]+)"')
+_FIELD_VALUES: Final = re.compile(
+    rb'"(code|reason|live|source|producer|reranked|stale)":"([a-z0-9_+,]+)"'
+)
 _VALUES: Final = (b'"attributes"', b'"features"', b'"vector"')
 
 
@@ -24,7 +26,7 @@ _VALUES: Final = (b'"attributes"', b'"features"', b'"vector"')
 class Met:
     """What the requests of a run reached: words by the field that has them, and what was sent."""
 
-    words: Counter[tuple[str, str]] = field(default_factory=Counter)
+    field_values: Counter[tuple[str, str]] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     options: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
@@ -41,31 +43,33 @@ class Met:
             with pa.ipc.open_stream(answer.body) as stream:
                 table = stream.read_all()
             for name in ("reason", "live", "source", "producer", "reranked"):
-                self.words.update(
+                self.field_values.update(
                     (name, field_value) for field_value in table[name].to_pylist() if field_value
                 )
         else:
             self.forms["json"] += 1
-            pairs = _WORDS.findall(answer.body)
-            self.words.update((name.decode(), raw_value.decode()) for name, raw_value in pairs)
+            pairs = _FIELD_VALUES.findall(answer.body)
+            self.field_values.update(
+                (name.decode(), raw_value.decode()) for name, raw_value in pairs
+            )
 
     def of(self, name: str) -> set[str]:
         """Words that were met in a field."""
-        return {field_value for field_name, field_value in self.words if field_name == name}
+        return {field_value for field_name, field_value in self.field_values if field_name == name}
 
     def __str__(self) -> str:
-        lines = [f"{name}: {_listed(counts)}" for name, counts in (
+        lines = [f"{name}: {_format_counts(counts)}" for name, counts in (
             ("requests", self.kinds), ("statuses", self.statuses), ("options", self.options), ("forms", self.forms),
         )]  # fmt: skip
-        for name in sorted({name for name, _ in self.words}):
+        for name in sorted({name for name, _ in self.field_values}):
             counts = Counter(
                 {
                     field_value: count
-                    for (field_name, field_value), count in self.words.items()
+                    for (field_name, field_value), count in self.field_values.items()
                     if field_name == name
                 }
             )
-            lines.append(f"{name}: {_listed(counts)}")
+            lines.append(f"{name}: {_format_counts(counts)}")
         return "\n".join(lines)
 
 
@@ -75,19 +79,19 @@ class Run:
 
     twins: Twins
     seed: int
-    known: Known
+    facts: ShopFacts
     met: Met = field(default_factory=Met)
-    most: int = 5
+    differences_max: int = 5
     """Differences after which the run ends."""
     differing: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def ask(self, numbers: Iterable[int]) -> None:
+    def send_all(self, numbers: Iterable[int]) -> None:
         """Send the requests of these numbers, until so many were answered differently that it is enough."""
         started_at = time.monotonic()
         for number in numbers:
-            self.send(request(self.seed, number, self.known, self.twins.headers))
-            if len(self.differing) >= self.most:
+            self.send(request(self.seed, number, self.facts, self.twins.headers))
+            if len(self.differing) >= self.differences_max:
                 break
         self.seconds += time.monotonic() - started_at
 
@@ -115,7 +119,7 @@ class Run:
             raise AssertionError(f"{heading}\n{listing}")
 
 
-def _listed(counts: "Counter[str] | Counter[int]") -> str:
+def _format_counts(counts: "Counter[str] | Counter[int]") -> str:
     return ", ".join(
         f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda pair: str(pair[0]))
     )

@@ -14,7 +14,7 @@ from tests.contract.side_by_side.draws import OF_ITEMS, TABLES
 from tests.contract.side_by_side.twins import SETTLE_S, Twins
 from tests.contract.side_by_side.world import BRANDS, start_canary, start_experiment
 from tests.integration.nights import roll_back
-from tests.polling import until
+from tests.polling import poll_until
 
 ARM: Final = "ranker=b"
 ARM_TARGET: Final = f"/v1/lookup/user_topk/nobody?arm={quote(ARM)}"
@@ -32,7 +32,7 @@ def begin_trials(twins: Twins) -> None:
     """Start the experiment and the canary, and block two more items; return once both services know of it."""
     twins.move(start_experiment)
     twins.move(start_canary)
-    items = [item.encode() for item in twins.shop.known.items[20:22]]
+    items = [item.encode() for item in twins.shop.facts.items[20:22]]
     blocklist = change_blocklist(_store(twins), block_items=items)
 
     def is_there(view: dict[str, Any]) -> bool:
@@ -53,7 +53,7 @@ def end_trials(twins: Twins) -> None:
     twins.move(lambda config: experiments.stop(config, "ranker", reason="a test"))
     twins.move(_abandon)
     twins.move(roll_back)
-    previous = twins.shop.known.generations[1]
+    previous = twins.shop.facts.generations[1]
 
     def is_back(view: dict[str, Any]) -> bool:
         return bool(view["canary"] is None and view["live"]["generation"] == previous)
@@ -68,11 +68,11 @@ def _abandon(config: NightConfig) -> None:
 
 
 def _await(twins: Twins, is_reached: Callable[[dict[str, Any]], bool]) -> None:
-    assert until(
-        lambda: all(is_reached(view) for view in twins.both("/v1/generations")),
+    assert poll_until(
+        lambda: all(is_reached(view) for view in twins.fetch_from_both("/v1/generations")),
         SETTLE_S,
         every_s=0.05,
-    ), twins.both("/v1/generations")
+    ), twins.fetch_from_both("/v1/generations")
 
 
 def _await_experiments(twins: Twins, *, status: int) -> None:
@@ -82,27 +82,27 @@ def _await_experiments(twins: Twins, *, status: int) -> None:
     line = f"larder_experiments_version {float(version)}\n".encode()
 
     def do_follow() -> bool:
-        return all(line in answer.body for answer in twins.ask(metrics)) and all(
-            answer.status == status for answer in twins.ask(arm)
+        return all(line in answer.body for answer in twins.send(metrics)) and all(
+            answer.status == status for answer in twins.send(arm)
         )
 
-    assert until(do_follow, SETTLE_S, every_s=0.05), (version, twins.ask(arm))
+    assert poll_until(do_follow, SETTLE_S, every_s=0.05), (version, twins.send(arm))
 
 
 def _level(twins: Twins) -> None:
     """Have both read all records of all generations into L1: how many a flip reads ahead depends on time."""
-    shop_facts = twins.shop.known
+    shop_facts = twins.shop.facts
     of_items = dict.fromkeys(OF_ITEMS, shop_facts.items)
     for generation in shop_facts.generations:
         for table in TABLES:
             ids = (
                 BRANDS
                 if table == "brands"
-                else of_items.get(table, (*shop_facts.users, *shop_facts.gone))
+                else of_items.get(table, (*shop_facts.users, *shop_facts.removed_users))
             )
             for options in ({}, {"filter": "in_stock"}) if table == "user_topk" else ({},):
                 body = {"entities": ids, "generation": generation, **options}
-                twins.ask(twins.request("POST", f"/v1/lookup/{table}", body))
+                twins.send(twins.request("POST", f"/v1/lookup/{table}", body))
 
 
 def _store(twins: Twins) -> ArtefactStore:

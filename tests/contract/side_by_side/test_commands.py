@@ -14,8 +14,8 @@ from tests.contract.side_by_side.world import (
     ARM_NAMESPACE,
     CUTS,
     NAMESPACE,
-    Known,
     Shop,
+    ShopFacts,
     running_redis,
 )
 
@@ -26,7 +26,7 @@ ENDLESS = {"demo", "redis", "serve"}
 """Commands that go on until they are stopped."""
 
 
-def commands_of(shop_facts: Known) -> list[list[str]]:
+def commands_of(shop_facts: ShopFacts) -> list[list[str]]:
     """Commands over a shop, in this order: what each leaves is what the next one meets; many are refused."""
     live, previous, tried, _ = shop_facts.generations
     user, item = shop_facts.users[40], shop_facts.items[40]
@@ -105,7 +105,7 @@ def asking(url: str, user_id: str) -> list[list[str]]:
 
 
 def test_commands_of_a_shop(checkouts: Checkouts, shop: Shop, tmp_path: Path) -> None:
-    shop_facts = shop.known
+    shop_facts = shop.facts
     commands = commands_of(shop_facts)
     sides = []
     for side, checkout in zip(("left", "right"), checkouts, strict=True):
@@ -116,7 +116,7 @@ def test_commands_of_a_shop(checkouts: Checkouts, shop: Shop, tmp_path: Path) ->
 
     codes: defaultdict[str, set[int]] = defaultdict(set)
     for outcome in sides[0]:
-        codes[outcome.words[0] if outcome.words else ""].add(outcome.code)
+        codes[outcome.arguments[0] if outcome.arguments else ""].add(outcome.code)
     print(
         "\n".join(
             f"{name}: {', '.join(map(str, sorted(exit_codes)))}"
@@ -135,7 +135,7 @@ def test_commands_that_ask_a_service(checkouts: Checkouts, shop: Shop, tmp_path:
                 checkout,
                 pair.shop.folder,
                 pair.shop.environ(redis_url),
-                asking(url, shop.known.users[40]),
+                asking(url, shop.facts.users[40]),
             )
             for checkout, url, redis_url in zip(checkouts, pair.urls, pair.redis_urls, strict=True)
         ]
@@ -146,7 +146,7 @@ def test_commands_that_ask_a_service(checkouts: Checkouts, shop: Shop, tmp_path:
 def assert_alike(sides: Sequence[Sequence[Outcome]]) -> None:
     """Raise AssertionError with the commands that did not end alike."""
     differing = [
-        f"larder {' '.join(left_outcome.words)}: {change}"
+        f"larder {' '.join(left_outcome.arguments)}: {change}"
         for left_outcome, right in zip(*sides, strict=True)
         if (change := difference_of_outcomes(left_outcome, right)) is not None
     ]

@@ -26,15 +26,15 @@ class Change(NamedTuple):
     """Text of a file of the frozen commit, and what takes its place."""
 
     path: str
-    before: str
+    original: str
     after: str
 
     def plant(self, folder: Path) -> None:
         """Change the file; raises AssertionError where the commit has no such text any more."""
         file = folder / self.path
         text = file.read_text()
-        assert self.before in text, f"{self.path} has no {self.before!r}: plant another change"
-        file.write_text(text.replace(self.before, self.after))
+        assert self.original in text, f"{self.path} has no {self.original!r}: plant another change"
+        file.write_text(text.replace(self.original, self.after))
 
 
 ANSWERS = {
@@ -103,14 +103,14 @@ def test_a_change_of_the_service_is_found(
     pair = checkouts[0], planted(ANSWERS[name], checkouts[0], tmp_path / "planted")
 
     with twins(tmp_path, shop, pair, token=TOKENS["all"]) as twin_services:
-        run = Run(twin_services, seed, shop.known, most=1)
+        run = Run(twin_services, seed, shop.facts, differences_max=1)
         await_ready(twin_services)
         of_metrics = None
         for start in range(0, ROUNDS_MAX * COUNT, COUNT):
-            run.ask(range(start, start + COUNT))
+            run.send_all(range(start, start + COUNT))
             texts = [
                 answer.body.decode()
-                for answer in twin_services.ask(twin_services.request("GET", "/metrics"))
+                for answer in twin_services.send(twin_services.request("GET", "/metrics"))
             ]
             of_metrics = difference_of_metrics(texts[0], texts[1])
             if run.differing or of_metrics:

@@ -11,7 +11,7 @@ from tests.contract.side_by_side.runs import Run
 from tests.contract.side_by_side.stages import await_ready, begin_trials
 from tests.contract.side_by_side.twins import Checkouts, twins
 from tests.contract.side_by_side.world import TOKENS, Shop
-from tests.polling import until
+from tests.polling import poll_until
 
 COUNT = 2_000
 
@@ -23,11 +23,11 @@ def run(
     """A run of 2,000 requests, the second half while an experiment and a canary go on."""
     folder = tmp_path_factory.mktemp("twins")
     with twins(folder, shop, checkouts, token=TOKENS["all"]) as pair:
-        run = Run(pair, seed, shop.known)
+        run = Run(pair, seed, shop.facts)
         await_ready(pair)
-        run.ask(range(COUNT // 2))
+        run.send_all(range(COUNT // 2))
         begin_trials(pair)
-        run.ask(range(COUNT // 2, COUNT))
+        run.send_all(range(COUNT // 2, COUNT))
         yield run
 
 
@@ -44,14 +44,14 @@ def test_metrics_have_the_same_names_types_and_labels(run: Run) -> None:
     metric_differences: list[Difference | None] = []
 
     def is_same() -> bool:
-        left_answer, right = run.twins.ask(run.twins.request("GET", "/metrics"))
+        left_answer, right = run.twins.send(run.twins.request("GET", "/metrics"))
         assert left_answer.header("content-type") == right.header("content-type")
         metric_differences.append(
             difference_of_metrics(left_answer.body.decode(), right.body.decode())
         )
         return metric_differences[-1] is None
 
-    assert until(is_same, every_s=0.2), str(metric_differences[-1])
+    assert poll_until(is_same, every_s=0.2), str(metric_differences[-1])
 
 
 def test_both_have_the_same_night(nights: Nights) -> None:

@@ -14,12 +14,14 @@ from tests.contract.side_by_side.runs import Met, Run
 from tests.contract.side_by_side.stages import await_ready, begin_trials, end_trials
 from tests.contract.side_by_side.twins import Checkouts, twins
 from tests.contract.side_by_side.world import TOKENS, Shop
-from tests.polling import until
+from tests.polling import poll_until
 
 pytestmark = pytest.mark.storm
 
-SHARE: Final = float(os.environ.get("LARDER_TEST_REQUESTS", "100000")) / 100_000
-PLAIN, TRIALS, AFTER, SLOW = (int(SHARE * count) for count in (40_000, 40_000, 10_000, 10_000))
+SCALE: Final = float(os.environ.get("LARDER_TEST_REQUESTS", "100000")) / 100_000
+BEFORE_TRIALS, TRIALS, AFTER, SLOW = (
+    int(SCALE * count) for count in (40_000, 40_000, 10_000, 10_000)
+)
 """Requests before trials, while they go on, behind a roll back, and without the code that is there for speed."""
 UNREACHED_CODES: Final = {
     "disconnected": "its caller is gone, and reads nothing",
@@ -59,13 +61,13 @@ def test_90_000_requests_before_during_and_after_trials(
     checkouts: Checkouts, shop: Shop, seed: int, folder: Path, met: Met
 ) -> None:
     with twins(folder, shop, checkouts, token=TOKENS["all"]) as pair:
-        run = Run(pair, seed, shop.known, met)
+        run = Run(pair, seed, shop.facts, met)
         await_ready(pair)
-        run.ask(range(PLAIN))
+        run.send_all(range(BEFORE_TRIALS))
         begin_trials(pair)
-        run.ask(range(PLAIN, PLAIN + TRIALS))
+        run.send_all(range(BEFORE_TRIALS, BEFORE_TRIALS + TRIALS))
         end_trials(pair)
-        run.ask(range(PLAIN + TRIALS, PLAIN + TRIALS + AFTER))
+        run.send_all(range(BEFORE_TRIALS + TRIALS, BEFORE_TRIALS + TRIALS + AFTER))
         _lose_redis(run)
 
     print(f"{sum(met.kinds.values()):,} requests in {run.seconds:,.0f} s\n{met}")
@@ -76,9 +78,9 @@ def test_10_000_requests_on_the_way_without_what_is_there_for_speed(
     checkouts: Checkouts, shop: Shop, seed: int, folder: Path, met: Met
 ) -> None:
     with twins(folder, shop, checkouts, LARDER_FAST_HTTP="false") as pair:
-        run = Run(pair, seed, shop.known, met)
+        run = Run(pair, seed, shop.facts, met)
         await_ready(pair)
-        run.ask(range(SLOW))
+        run.send_all(range(SLOW))
 
     print(f"{SLOW:,} requests in {run.seconds:,.0f} s")
     run.check()
@@ -101,7 +103,7 @@ def test_a_service_without_a_generation_events_and_a_dashboard(
                 for path in ("/v1/generations", "/dashboard/data", "/readyz", "/healthz")
             ),
         ):
-            answers = pair.ask(request)
+            answers = pair.send(request)
             met.note(request, answers[0])
             change = difference(*answers)
             assert change is None, f"{request.curl(pair.urls[0])}\n{change}"
@@ -147,17 +149,17 @@ def _lose_redis(run: Run) -> None:
     for url in pair.redis_urls:
         with redis.Redis.from_url(url, protocol=3) as client:
             client.shutdown(nosave=True)
-    assert until(lambda: all(health["stale"] for health in pair.both("/readyz")))
+    assert poll_until(lambda: all(health["stale"] for health in pair.fetch_from_both("/readyz")))
     strangers = [f"never-{number}" for number in range(3)]
     for kind, request in (
         ("lookup", pair.request("GET", f"/v1/lookup/user_vector/{strangers[0]}")),
         (
             "lookupBatch",
             pair.request(
-                "POST", "/v1/lookup/user_topk", {"entities": list(run.known.users[30:90])}
+                "POST", "/v1/lookup/user_topk", {"entities": list(run.facts.users[30:90])}
             ),
         ),
-        ("explain", pair.request("GET", f"/v1/explain/user_topk/{run.known.users[50]}")),
+        ("explain", pair.request("GET", f"/v1/explain/user_topk/{run.facts.users[50]}")),
         (
             "sendEvents",
             pair.request("POST", "/v1/events", {"events": [{"id": "a", "user": "a", "item": "b"}]}),

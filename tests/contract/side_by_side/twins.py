@@ -18,7 +18,7 @@ from tests.checkouts import Checkout
 from tests.contract.side_by_side.differences import Difference, difference
 from tests.contract.side_by_side.exchange import AS_OF, Answer, Line, Request
 from tests.contract.side_by_side.world import CALM, RedisCopy, Shop, running_redis
-from tests.polling import until
+from tests.polling import poll_until
 
 LAUNCH: Final = Path(__file__).with_name("launch")
 SETTLE_S: Final = 30.0
@@ -45,7 +45,7 @@ class Twins:
         self._as_of = (b"1-0", b"1-0")
         self._probes = itertools.count(1)
 
-    def ask(self, request: Request) -> tuple[Answer, Answer]:
+    def send(self, request: Request) -> tuple[Answer, Answer]:
         """Answers of both."""
         raw = request.raw()
         for line, position in zip(self._lines, self._as_of, strict=True):
@@ -59,12 +59,12 @@ class Twins:
     def compare(self, request: Request) -> tuple[tuple[Answer, Answer], Difference | None]:
         """Answers of both and their difference, once what may lag behind has settled."""
         is_shape = request.kind in SHAPES
-        answers = self.ask(request)
+        answers = self.send(request)
         change = difference(*answers, is_shape=is_shape)
         give_up = time.monotonic() + SETTLE_S
         while change is not None and request.settles and time.monotonic() < give_up:
             time.sleep(0.05)  # a bounded poll: what is asked changes nothing
-            answers = self.ask(request)
+            answers = self.send(request)
             change = difference(*answers, is_shape=is_shape)
         return answers, change
 
@@ -75,9 +75,9 @@ class Twins:
         keys = config.keyspace()
         RedisCopy.of(self.redis_urls[0], (keys.live, keys.generations)).restore(self.redis_urls[1])
 
-    def both(self, target: str) -> list[Any]:
+    def fetch_from_both(self, target: str) -> list[Any]:
         """JSON of both, which is not compared."""
-        return [orjson.loads(answer.body) for answer in self.ask(self.request("GET", target))]
+        return [orjson.loads(answer.body) for answer in self.send(self.request("GET", target))]
 
     def follow_events(self, answers: tuple[Answer, Answer], *, has_values: bool) -> None:
         """Return once all events of a request that both have accepted count; AS_OF is their position from now on."""
@@ -93,13 +93,13 @@ class Twins:
         number = next(self._probes)
         user, price = f"probe-{number}", _PROBE_PRICE + number
         # Of one item OF_ONE events are accepted; those of a run are shared out among the first of the shop.
-        item, prober = self.shop.known.items[number % PROBED_ITEMS], self.shop.known.users[-1]
+        item, prober = self.shop.facts.items[number % PROBED_ITEMS], self.shop.facts.users[-1]
         events: list[dict[str, Any]] = [
             {"id": f"probe-{number}", "user": user, "item": item, "time": _PROBE_TIME}
         ]
         if has_values:
             events.append({"id": f"price-{number}", "item": item, "attributes": {"price": price}})
-        receipts = self.ask(self.request("POST", "/v1/events", {"events": events}))
+        receipts = self.send(self.request("POST", "/v1/events", {"events": events}))
         assert {answer.status for answer in receipts} == {202}, receipts
         # Of an arm there are no explanations.
         paths = [f"/v1/explain/user_vector/{user}"]
@@ -111,17 +111,17 @@ class Twins:
         ]
 
         def have_followed() -> bool:
-            if not all(view.get("events") for path in paths for view in self.both(path)):
+            if not all(view.get("events") for path in paths for view in self.fetch_from_both(path)):
                 return False
             return not has_values or all(
                 not orjson.loads(answer.body)["filtered"]
                 for priced in priced_requests
-                for answer in self.ask(priced)
+                for answer in self.send(priced)
             )
 
-        assert until(have_followed, SETTLE_S), (
-            f"events are not followed: {[self.both(path) for path in paths]} "
-            f"{[self.ask(priced) for priced in priced_requests]}"
+        assert poll_until(have_followed, SETTLE_S), (
+            f"events are not followed: {[self.fetch_from_both(path) for path in paths]} "
+            f"{[self.send(priced) for priced in priced_requests]}"
         )
 
     def request(self, method: str, target: str, body: Any = None) -> Request:

@@ -193,11 +193,11 @@ class RedisCopy:
 
 
 @dataclass(frozen=True)
-class Known:
+class ShopFacts:
     """What a generator of requests draws from: ids, words and generations of the shop."""
 
     users: tuple[str, ...]
-    gone: tuple[str, ...]
+    removed_users: tuple[str, ...]
     """Users whom the previous generation alone knows."""
     items: tuple[str, ...]
     blocked_items: tuple[str, ...]
@@ -213,7 +213,7 @@ class Shop:
     """Folder of the shop, its state in Redis when nothing has been asked yet, and all that is known of it."""
 
     folder: Path
-    known: Known = field(init=False)
+    facts: ShopFacts = field(init=False)
     redis: RedisCopy = field(init=False)
 
     def copied_to(self, folder: Path) -> "Shop":
@@ -311,7 +311,7 @@ def finish_shop(shop: Shop, redis_url: str) -> None:
     )
     _damage(redis_url, live)
     shop.redis = RedisCopy.of(redis_url)
-    shop.known = Known(
+    shop.facts = ShopFacts(
         users,
         removed_users,
         items,

@@ -11,7 +11,7 @@ from airflow.dag_processing.dagbag import DagBag
 
 from infra.local.airflow import DAGS
 
-SAID = "states "
+STATES_PREFIX = "states "
 
 
 def main(cuts: Sequence[str]) -> None:
@@ -23,7 +23,7 @@ def main(cuts: Sequence[str]) -> None:
             task_instance.task_id: str(task_instance.state)
             for task_instance in run.get_task_instances()
         }
-        print(SAID + json.dumps(states), flush=True)
+        print(STATES_PREFIX + json.dumps(states), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,15 +25,15 @@ def schemas() -> Mapping[str, Any]:
 def complaints(event: Mapping[str, Any]) -> list[str]:
     """All that is wrong with an event and with its facets."""
     (core,) = [schema_id for schema_id in schemas() if schema_id.endswith(_EVENT)]
-    messages = _held(f"{core}#/$defs/RunEvent", event)
+    messages = _schema_errors(f"{core}#/$defs/RunEvent", event)
     for name, facet in _facets(event):
         url = facet["_schemaURL"]
         if url.startswith("https://openlineage.io/spec/facets/"):  # others are Airflow's own
-            messages += [f"{name}: {message}" for message in _held(url, facet)]
+            messages += [f"{name}: {message}" for message in _schema_errors(url, facet)]
     return messages
 
 
-def _held(url: str, value: Any) -> list[str]:
+def _schema_errors(url: str, value: Any) -> list[str]:
     if url.partition("#")[0] not in schemas():
         return [f"there is no schema {url}"]
     resources = [(name, Resource.from_contents(schema)) for name, schema in schemas().items()]

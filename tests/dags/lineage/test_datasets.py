@@ -100,7 +100,7 @@ def are_of_the_stream(night: NightConfig, run_event: dict[str, Any]) -> bool:
     return counts == (3, 3) and versions == {"1769731200000-0"}
 
 
-def test_each_task_says_what_it_read_and_wrote_and_how_much(
+def test_every_task_reports_what_it_read_and_wrote_and_how_much(
     night: NightConfig, extracted: Callable[[str], Events]
 ) -> None:
     generation = night.store().names("generations")[0]

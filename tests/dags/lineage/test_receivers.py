@@ -17,7 +17,7 @@ from cache.process.redis_server import RedisServer
 from infra.local.airflow import MANUAL_SCHEDULE, ROOT, settings
 from precompute.config.settings import night_config
 from precompute.reference.train import train_reference
-from tests.dags.lineage.dag_runs import SAID
+from tests.dags.lineage.dag_runs import STATES_PREFIX
 from tests.dags.lineage.receiver import receiving, silent
 from tests.dags.lineage.schemas import SPEC, complaints
 from tests.dags.place import CONFIG, USERS, write_interactions
@@ -47,9 +47,9 @@ class Nights:
             cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=True,
         )  # fmt: skip
         (states,) = [
-            line for line in completed_process.stdout.splitlines() if line.startswith(SAID)
+            line for line in completed_process.stdout.splitlines() if line.startswith(STATES_PREFIX)
         ]
-        return json.loads(states.removeprefix(SAID)), time.monotonic() - started_at
+        return json.loads(states.removeprefix(STATES_PREFIX)), time.monotonic() - started_at
 
 
 @pytest.fixture

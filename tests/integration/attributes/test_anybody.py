@@ -38,7 +38,7 @@ def wrong(config: NightConfig) -> list[Event]:
     return [replace(event, id=f"e{number}") for number, event in enumerate(events)]
 
 
-def test_wrong_events_are_told_and_refuse_no_night(tmp_path: Path, redis_url: str) -> None:
+def test_wrong_events_are_reported_and_refuse_no_night(tmp_path: Path, redis_url: str) -> None:
     config = prepared(tmp_path, redis_url)
     gates = replace(config.gates, unusable_rows=0.001, coverage_of_source=0.95)
     events = EventsConfig(enabled=True)

@@ -63,7 +63,9 @@ def left_out(manifest: Manifest) -> dict[str, int]:
     return {name: rows for name, rows in left_out_counts.items() if rows}
 
 
-def test_what_a_model_cannot_take_of_events_costs_nobody_else_anything(config: NightConfig) -> None:
+def test_values_of_events_that_a_model_cannot_take_cost_no_other_entity_anything(
+    config: NightConfig,
+) -> None:
     good = sets(config, {5: 2, 6: 0}, {7: [0.5] * 16})
     unusable_events = sets(config, {0: 2**40, 1: -9, 2: 5}, {0: [HUGE] * 16, 1: [1e30] * 16})
     unusable_events += [
@@ -93,7 +95,7 @@ def test_what_a_model_cannot_take_of_events_costs_nobody_else_anything(config: N
         assert event_contents[name] == expected_contents[name], name
 
 
-def test_what_only_real_inputs_overflow_is_told_of_the_events_and_refuses_nothing(
+def test_values_that_only_real_inputs_overflow_are_reported_and_refuse_nothing(
     config: NightConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     click(config, sets(config, {}, {row: [HUGE] * 16 for row in range(9)}))

@@ -20,7 +20,7 @@ from precompute.steps import begin, take_events
 from precompute.steps.night import Night
 from tests.integration import nights
 from tests.integration.attributes.test_night import contents, prepared, rows_of
-from tests.integration.changed.worlds import beside
+from tests.integration.changed.worlds import other_database
 from tests.integration.taking.clicking import alone
 from tests.integration.taking.test_inputs import inputs_of
 
@@ -50,7 +50,7 @@ def test_a_value_counts_for_as_many_days_as_are_set(tmp_path: Path, redis_url: s
     countries, stock_row_counts = [], []
 
     for cut in (DAY.format(10, 0), DAY.format(12, 9), DAY.format(12, 11), DAY.format(20, 0)):
-        full = replace(alone(config, f"full-{cut[8:13]}"), redis_url=beside(redis_url))
+        full = replace(alone(config, f"full-{cut[8:13]}"), redis_url=other_database(redis_url))
         events_folder, theirs = (
             config.path(night_config.artifacts) / config.namespace / "events"
             for night_config in (config, full)
@@ -69,7 +69,7 @@ def test_a_value_counts_for_as_many_days_as_are_set(tmp_path: Path, redis_url: s
     assert stock_row_counts == [1, 1, 0, 0]
 
 
-def test_an_item_that_events_brought_is_in_nights_for_as_many_days_and_told_while_no_table_has_it(
+def test_an_item_that_events_brought_is_in_nights_for_as_many_days_and_reported_while_no_table_has_it(
     tmp_path: Path, redis_url: str
 ) -> None:
     config = prepared(tmp_path, redis_url)

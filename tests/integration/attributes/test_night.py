@@ -65,7 +65,7 @@ def rows_of(config: NightConfig, name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def told(config: NightConfig) -> list[Event]:
+def make_value_events(config: NightConfig) -> list[Event]:
     """Events that set values of users and items, some twice, some to what they were."""
     users = [row["user"].encode() for row in rows_of(config, "users.parquet")]
     items = [row["item"].encode() for row in rows_of(config, "items.parquet")]
@@ -139,7 +139,7 @@ def test_a_night_takes_over_what_events_set(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = prepared(tmp_path, redis_url)
-    events = told(config)
+    events = make_value_events(config)
     nights.publish_night(config, FIRST)  # a base, in which nothing of this was set
     write_events(config.path("events.parquet"), events)
     read = EventValues.read

@@ -27,7 +27,7 @@ from precompute.config.settings import FilterConfig
 from serving.events.item_updates import VALUES_LOOK_S, ItemUpdater
 from serving.events.newer_events import NewerEvents
 from tests.attached import newer_events_of
-from tests.integration.http.hot_way import Asked, Ways, running
+from tests.integration.http.hot_way import AsgiRequest, Ways, running
 from tests.integration.http.shop import Shop, filter_of, make_shop, wanted_of
 from tests.integration.serving_app import Running, eventually, serving
 
@@ -143,12 +143,14 @@ async def test_filters_see_what_events_set_as_a_night_would_have_it(
             if item_attributes.get("stock")
         }
         assert set(scored["items"]) <= stocked and set(scored["filtered"]) == {*shop.ids} - stocked
-        value_counts = await running.counted("larder_event_values_total")
+        value_counts = await running.scrape_samples("larder_event_values_total")
         assert value_counts["set",] == 4 * len(values)
 
 
 def expected(shop: Shop, users: list[str], filter_: Any) -> list[list[str]]:
-    return [wanted_of(shop, shop.users[user], shop.seen[user], filter_, K)[0] for user in users]
+    return [
+        wanted_of(shop, shop.users[user], shop.seen_ordinals[user], filter_, K)[0] for user in users
+    ]
 
 
 @pytest.fixture
@@ -159,14 +161,18 @@ def ways(shop: Shop) -> Iterator[Ways]:
 def test_an_answer_that_lay_ready_does_not_outlive_a_value(
     shop: Shop, stream: Stream, ways: Ways
 ) -> None:
-    unfiltered_request = Asked("GET", b"/v1/lookup/user_topk/%b" % quote(max(shop.users)).encode())
+    unfiltered_request = AsgiRequest(
+        "GET", b"/v1/lookup/user_topk/%b" % quote(max(shop.users)).encode()
+    )
     under = replace(unfiltered_request, query=b"filter=in_stock&k=5")
     for request in (unfiltered_request, under):
         for _ in range(4):  # from Redis, from memory, and ready from then on
-            ready_response = ways.ask(request)
-        assert ways.hot.answer(request.path + (b"?" + request.query if request.query else b""))
+            ready_response = ways.send(request)
+        assert ways.fast_lookups.answer(
+            request.path + (b"?" + request.query if request.query else b"")
+        )
     sold_out_item = orjson.loads(ready_response.body)["items"][0]
-    lay_ready = ways.ask(unfiltered_request)
+    lay_ready = ways.send(unfiltered_request)
 
     stream.accept(sets(1, sold_out_item, stock=False))
     newer_events = NewerEvents()
@@ -176,11 +182,11 @@ def test_an_answer_that_lay_ready_does_not_outlive_a_value(
 
     # What depends on no attribute lies ready still, what does is made anew
     assert (
-        ways.hot.answer(unfiltered_request.path)
-        and ways.ask(unfiltered_request).body == lay_ready.body
+        ways.fast_lookups.answer(unfiltered_request.path)
+        and ways.send(unfiltered_request).body == lay_ready.body
     )
-    assert ways.hot.answer(under.path + b"?" + under.query) is None
-    after = [ways.ask(under) for _ in range(4)]
+    assert ways.fast_lookups.answer(under.path + b"?" + under.query) is None
+    after = [ways.send(under) for _ in range(4)]
     assert sold_out_item not in orjson.loads(after[0].body)["items"]
-    expected_items = orjson.loads(ways.ask(under, is_fast=False).body)["items"]
+    expected_items = orjson.loads(ways.send(under, is_fast=False).body)["items"]
     assert all(orjson.loads(response.body)["items"] == expected_items for response in after)

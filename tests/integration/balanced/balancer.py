@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cache.process.child_process import GuardedCommand
 from infra.local.service import ROOT
-from tests.polling import until
+from tests.polling import poll_until
 
 # Debian has it where only root looks.
 PROGRAM = shutil.which(
@@ -58,29 +58,29 @@ class Balancer:
     def add(self, url: str) -> int:
         """Makes a ready pod an endpoint; the number of its slot, once connections go there."""
         slot, port = self._free.pop(), url.rpartition(":")[2]
-        self._tell(f"set server pods/pod{slot} addr 127.0.0.1 port {port}")
-        self._tell(f"set server pods/pod{slot} state ready")
-        self._tell(f"set server pods/pod{slot} health up")
-        assert until(lambda: self.status(slot) == "UP")
+        self._send_command(f"set server pods/pod{slot} addr 127.0.0.1 port {port}")
+        self._send_command(f"set server pods/pod{slot} state ready")
+        self._send_command(f"set server pods/pod{slot} health up")
+        assert poll_until(lambda: self.status(slot) == "UP")
         return slot
 
     def remove(self, slot: int) -> None:
         """Sends it no new connection; those that are open stay, as they do at a Service."""
-        self._tell(f"set server pods/pod{slot} state drain")
+        self._send_command(f"set server pods/pod{slot} state drain")
 
     def forget(self, slot: int) -> None:
         """The pod is gone, and its slot free."""
-        self._tell(f"set server pods/pod{slot} state maint")
+        self._send_command(f"set server pods/pod{slot} state maint")
         self._free.insert(0, slot)
 
     def status(self, slot: int) -> str:
         """UP, DOWN, DRAIN, MAINT: as its page of figures has it."""
-        lines = [line.split(",") for line in self._tell("show stat").splitlines()]
+        lines = [line.split(",") for line in self._send_command("show stat").splitlines()]
         column = lines[0].index("status")
         (slot_status,) = [line[column] for line in lines if line[:2] == ["pods", f"pod{slot}"]]
         return slot_status.split()[0]
 
-    def _tell(self, command: str) -> str:
+    def _send_command(self, command: str) -> str:
         with socket.socket(socket.AF_UNIX) as admin:
             admin.settimeout(5)
             admin.connect(str(self._folder / "admin"))

@@ -15,9 +15,9 @@ import httpx
 from infra.demo.http import HttpConnection
 from precompute.config.settings import NightConfig
 from tests.integration.balanced.balancer import Balancer
-from tests.integration.ordeal import Seen
+from tests.integration.ordeal import AnswerJudge
 from tests.integration.program import environment, started
-from tests.polling import until
+from tests.polling import poll_until
 
 PRE_STOP_S = 0.8
 """Seconds between the removal of a pod and its SIGTERM; the chart has 5."""
@@ -60,7 +60,7 @@ class Deployment:
             **{"LARDER_L1_BYTES": "16384", **self.revision},
         )  # fmt: skip
         process, url = closing.enter_context(started(environ, self.folder / f"log-{self.started}"))
-        assert until(lambda: httpx.get(f"{url}/readyz", timeout=10).status_code == 200)
+        assert poll_until(lambda: httpx.get(f"{url}/readyz", timeout=10).status_code == 200)
         self.pods.append(Pod(process, self.balancer.add(url), closing))
 
     def stop(self, pod: Pod, *, pre_stop_s: float = PRE_STOP_S) -> None:
@@ -99,30 +99,32 @@ class Deployment:
 class Load:
     """Callers that never try again: half of them keep their connection, half open one for each request."""
 
-    def __init__(self, url: str, answer_judge: Seen) -> None:
-        self.seen = answer_judge
+    def __init__(self, url: str, answer_judge: AnswerJudge) -> None:
+        self.answer_judge = answer_judge
         self._url = url
-        self._done = threading.Event()
+        self._stop_event = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
-    def asked(self, more: int) -> bool:
+    def wait_for_requests(self, more: int) -> bool:
         """True once so many more requests have been answered or have failed."""
-        goal = self.seen.requests + len(self.seen.wrong) + more
-        return until(lambda: self.seen.requests + len(self.seen.wrong) >= goal, 60)
+        goal = self.answer_judge.requests + len(self.answer_judge.wrong) + more
+        return poll_until(
+            lambda: self.answer_judge.requests + len(self.answer_judge.wrong) >= goal, 60
+        )
 
     async def _run(self) -> None:
         await asyncio.gather(*(self._call(is_kept=number % 2 == 0) for number in range(CALLERS)))
 
     async def _call(self, *, is_kept: bool) -> None:
         async with HttpConnection(self._url, timeout_s=20) as connection:
-            while not self._done.is_set():
+            while not self._stop_event.is_set():
                 try:
-                    await self.seen.ask(connection)
+                    await self.answer_judge.send_request(connection)
                 except (OSError, EOFError, asyncio.LimitOverrunError) as error:
-                    self.seen.wrong.append(repr(error))
+                    self.answer_judge.wrong.append(repr(error))
                 if not is_kept:
                     connection.close()
-                await asyncio.sleep(self.seen.rng.exponential(PAUSE_S))
+                await asyncio.sleep(self.answer_judge.rng.exponential(PAUSE_S))
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator["Load"]:
@@ -131,5 +133,5 @@ class Load:
         try:
             yield self
         finally:
-            self._done.set()
+            self._stop_event.set()
             self._thread.join(30)

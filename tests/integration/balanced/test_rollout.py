@@ -13,9 +13,9 @@ from precompute.releases.recovery import restore
 from tests.integration.balanced.balancer import PROGRAM, balancer
 from tests.integration.balanced.pods import Deployment, Load
 from tests.integration.events.durable_redis import DurableRedis, durable_redis
-from tests.integration.nights import UNTIL, histories, prepare, publish_night, top_lists
-from tests.integration.ordeal import Seen
-from tests.polling import until
+from tests.integration.nights import DATA_UNTIL, histories, prepare, publish_night, top_lists
+from tests.integration.ordeal import AnswerJudge
+from tests.polling import poll_until
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no haproxy here: apt-get install haproxy")
 SEED = 26
@@ -34,10 +34,10 @@ def under_load(
 ) -> Iterator[tuple[NightConfig, Deployment, Load]]:
     """Pods behind a balancer, under load."""
     night = prepare(folder / "night", server.url, users=100, items=60)
-    live = publish_night(night, UNTIL)
+    live = publish_night(night, DATA_UNTIL)
     users = sorted(histories(night))
     items = sorted({item for history in histories(night).values() for item in history})
-    answer_judge = Seen(
+    answer_judge = AnswerJudge(
         {live: top_lists(night, live, users)}, users, items, np.random.default_rng(SEED)
     )
     with balancer(folder / "balancer") as front:
@@ -45,7 +45,7 @@ def under_load(
         try:
             pods.scale(count)
             with Load(front.url, answer_judge).going_on() as load:
-                assert load.asked(20)
+                assert load.wait_for_requests(20)
                 yield night, pods, load
         finally:
             pods.close()
@@ -54,20 +54,20 @@ def under_load(
 def lose_redis(server: DurableRedis, night: NightConfig, load: Load) -> None:
     """Killed under load, away for a while, back without anything, filled again from the store."""
     server.kill()
-    assert load.asked(60)
+    assert load.wait_for_requests(60)
     server.start()
-    assert load.asked(20)
+    assert load.wait_for_requests(20)
     restore(night)
-    l2_count_before = load.seen.sources["l2"]
-    assert until(lambda: load.seen.sources["l2"] > l2_count_before, 60)
+    l2_count_before = load.answer_judge.sources["l2"]
+    assert poll_until(lambda: load.answer_judge.sources["l2"] > l2_count_before, 60)
 
 
 def killed_pods_are_noticed(pods: Deployment, load: Load) -> None:
     """The same callers do count what fails: a pod killed at once, without preStop and drain, costs requests."""
-    assert load.seen.wrong == []
+    assert load.answer_judge.wrong == []
     for victim in pods.pods:
         victim.process.send_signal(signal.SIGKILL)
-    assert until(lambda: bool(load.seen.wrong))
+    assert poll_until(lambda: bool(load.answer_judge.wrong))
 
 
 def test_a_replaced_pod_and_a_killed_redis_fail_no_request(
@@ -75,10 +75,10 @@ def test_a_replaced_pod_and_a_killed_redis_fail_no_request(
 ) -> None:
     with under_load(tmp_path, server, 1) as (night, pods, load):
         pods.roll_out()
-        assert load.asked(20)
+        assert load.wait_for_requests(20)
         lose_redis(server, night, load)
-        print(f"{load.seen.requests} requests: {dict(load.seen.sources)}")
-        assert load.seen.wrong == []
+        print(f"{load.answer_judge.requests} requests: {dict(load.answer_judge.sources)}")
+        assert load.answer_judge.wrong == []
         killed_pods_are_noticed(pods, load)
 
 
@@ -88,9 +88,9 @@ def test_a_day_of_a_deployment_fails_no_request(tmp_path: Path, server: DurableR
         report_lines = []
 
         def report_stage(stage: str) -> None:
-            assert load.asked(100)
+            assert load.wait_for_requests(100)
             report_lines.append(
-                f"{stage}: {load.seen.requests} requests, {len(load.seen.wrong)} failed"
+                f"{stage}: {load.answer_judge.requests} requests, {len(load.answer_judge.wrong)} failed"
             )
             print(report_lines[-1])
 
@@ -106,6 +106,6 @@ def test_a_day_of_a_deployment_fails_no_request(tmp_path: Path, server: DurableR
         pods.stop(pods.pods[0])
         report_stage("a drained host")
 
-        assert load.seen.wrong == []
-        assert load.seen.requests > 1_000
+        assert load.answer_judge.wrong == []
+        assert load.answer_judge.requests > 1_000
         killed_pods_are_noticed(pods, load)

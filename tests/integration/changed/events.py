@@ -42,12 +42,12 @@ class Event:
 
     happen: Callable[[Month], None]
     reads: str = ""
-    why: str = ""
+    no_copy_reason: str = ""
     computed: tuple[int, ...] = ()
     copies: bool = True
 
 
-def nothing(month: Month) -> None:
+def change_nothing(month: Month) -> None:
     """No file comes."""
 
 
@@ -144,12 +144,12 @@ def countries(month: Month, count: int) -> Sequence[Any]:
 
 def new_items(count: int) -> Callable[[Month], None]:
     """Items come that nobody named before."""
-    return lambda month: come(
+    return lambda month: add_items(
         month, [f"new-item-{month.night}-{number}" for number in range(count)]
     )
 
 
-def come(month: Month, ids: Sequence[str]) -> None:
+def add_items(month: Month, ids: Sequence[str]) -> None:
     """Items are in the catalogue from now on."""
     path = month.config.path("items.parquet")
     table = pq.read_table(path)
@@ -220,47 +220,49 @@ def damaged(*names: str) -> Callable[[Month], None]:
 
     def happen(month: Month) -> None:
         for name in names:
-            spoil(month.config, month.made[-1], name)
+            spoil(month.config, month.generations[-1], name)
 
     return happen
 
 
-FIRST = Event(nothing)
+FIRST = Event(change_nothing)
 USUAL = Event(Month.a_day, computed=(INPUTS,))
-NOTHING = Event(nothing)
+NO_CHANGE = Event(change_nothing)
 AVID_DAY = Event(avid_day, computed=(INPUTS,))
 LATE_ROWS = Event(late_rows)
-AFTER_LATE_ROWS = Event(nothing, reads=LATE)
+AFTER_LATE_ROWS = Event(change_nothing, reads=LATE)
 IN_BETWEEN = Event(in_between, reads=FILES, computed=(INPUTS,))
 REWRITTEN = Event(rewritten, reads=FILES, computed=(INPUTS,))
-GONE = Event(items_gone, computed=(INPUTS, ITEM_LOST))
+ITEMS_REMOVED = Event(items_gone, computed=(INPUTS, ITEM_LOST))
 RETURNED = Event(items_back, reads=BACK)
 ERASED_USER = Event(erased("user"), reads=ERASED)
 ERASED_ITEM = Event(erased("item"), reads=ERASED)
 STOCK = Event(other_column("items.parquet", "stock", 0.02, stock))
 ROLLED_BACK = Event(rolled_back)
-RETRAINED = Event(retrained, why=OTHER_BUNDLE, copies=False)
-RETRAINED_BESIDE_TABLES = Event(retrained, reads=TABLES, why=OTHER_BUNDLE, copies=False)
-OTHER_K = Event(other_k, why=OTHER_SETTINGS, copies=False)
+RETRAINED = Event(retrained, no_copy_reason=OTHER_BUNDLE, copies=False)
+RETRAINED_WITH_TABLES = Event(retrained, reads=TABLES, no_copy_reason=OTHER_BUNDLE, copies=False)
+OTHER_K = Event(other_k, no_copy_reason=OTHER_SETTINGS, copies=False)
 BAD_PAGES = Event(damaged("tables/user_topk/0000.pages"))
 BAD_PARTITION = Event(damaged("work/partition/0001.rows"), reads=DAMAGED)
 BAD_DIGESTS = Event(damaged(inputs_file(1), digests_file("item_tower")))
 BAD_ATTRIBUTES = Event(damaged(f"{ATTRIBUTES_FOLDER}/0000.values"), copies=False)
-LOOKS = Event(
+OTHER_LOOKS = Event(
     other_column("items.parquet", "looks", 0.02, whole_vectors), computed=(ITEM_LOST, ENTERED)
 )
 SCENT = Event(other_column("items.parquet", "scent", 0.1, drawn_vectors(SCENTS)))
 NEW_ITEMS = Event(new_items(2), computed=(ENTERED,))
 MANY_NEW_ITEMS = Event(new_items(12), computed=(ITEM_LOST,), copies=False)
 NAMED_EARLY = Event(named_before_it_is_there)
-NAMED_COMES = Event(lambda month: come(month, [NAMED]), reads=BACK, computed=(INPUTS,))
+NAMED_COMES = Event(lambda month: add_items(month, [NAMED]), reads=BACK, computed=(INPUTS,))
 MOOD = Event(other_column("users.parquet", "mood", 0.1, drawn_vectors(2)), reads=TABLES)
 COUNTRY = Event(
     other_column("users.parquet", "country", 0.05, countries), reads=TABLES, computed=(INPUTS,)
 )
-OTHER_TOWER = Event(other_user_tower, reads=TABLES, why=OTHER_BUNDLE, copies=False)
-OTHER_VALUES = Event(other_values, reads=TABLES, why=OTHER_BUNDLE, copies=False)
-SHORTER_HISTORIES = Event(shorter_histories, reads=TABLES, why=OTHER_BUNDLE, copies=False)
+OTHER_TOWER = Event(other_user_tower, reads=TABLES, no_copy_reason=OTHER_BUNDLE, copies=False)
+OTHER_VALUES = Event(other_values, reads=TABLES, no_copy_reason=OTHER_BUNDLE, copies=False)
+SHORTER_HISTORIES = Event(
+    shorter_histories, reads=TABLES, no_copy_reason=OTHER_BUNDLE, copies=False
+)
 VECTORS = Event(
     other_column("user_vectors.parquet", "vector", 0.1, drawn_vectors(16)),
     reads=TABLES, computed=(INPUTS,),
@@ -270,13 +272,13 @@ VECTORS = Event(
 def check(month: Month, generation: str, events: Sequence[Event]) -> None:
     """What a night says of its copies fits what had happened before it."""
     base_note = month.build(generation).need("begin")["base"]
-    expected_reason = next((event.why for event in events if event.why), "")
+    expected_reason = next((event.no_copy_reason for event in events if event.no_copy_reason), "")
     reads = {event.reads for event in events if event.reads}
     assert base_note["why"] == expected_reason
     if expected_reason == OTHER_SETTINGS:
         assert base_note["generation"] is None and base_note["read_because"] == expected_reason
     else:
-        assert base_note["generation"] == month.made[-2]
+        assert base_note["generation"] == month.generations[-2]
         assert base_note["read_because"] in (reads or {""}), (base_note, reads)
         assert base_note["took_over"] == (not reads)
     reasons = month.reasons(generation)

@@ -22,7 +22,7 @@ from tests.integration import nights
 
 COMPARED = ("tables", "directory", "items", "seen")
 """Folders of a generation that must have the same bytes, beside the defaults."""
-SAID = (
+REPORTED_FIELDS = (
     "users",
     "interactions",
     "unknown_items",
@@ -33,7 +33,7 @@ SAID = (
     "items_without_vector",
 )
 SHARD_SAID = ("entities", "scored", "without_input", "short", "unusable")
-FIRST = datetime.fromisoformat(nights.UNTIL)
+FIRST = datetime.fromisoformat(nights.DATA_UNTIL)
 
 
 @dataclass(slots=True)
@@ -44,8 +44,8 @@ class Month:
     full: NightConfig
     rng: np.random.Generator
     night: int = 0
-    gone: list[dict[str, Any]] = field(default_factory=list)
-    made: list[str] = field(default_factory=list)
+    removed_items: list[dict[str, Any]] = field(default_factory=list)
+    generations: list[str] = field(default_factory=list)
     """Generations that were published, the newest last."""
 
     @classmethod
@@ -128,14 +128,14 @@ class Month:
         """Items leave the catalogue."""
         table = pq.read_table(self.config.path("items.parquet"))
         rows = self.rng.choice(len(table), count, replace=False)
-        self.gone += table.take(pa.array(rows)).to_pylist()
+        self.removed_items += table.take(pa.array(rows)).to_pylist()
         kept_rows = np.setdiff1d(np.arange(len(table)), rows)
         pq.write_table(table.take(pa.array(kept_rows)), self.config.path("items.parquet"))
 
     def bring_items_back(self, count: int) -> None:
         """Items that left are there again."""
         table = pq.read_table(self.config.path("items.parquet"))
-        back, self.gone = self.gone[:count], self.gone[count:]
+        back, self.removed_items = self.removed_items[:count], self.removed_items[count:]
         if back:
             more = pa.Table.from_pylist(back, schema=table.schema)
             pq.write_table(pa.concat_tables([table, more]), self.config.path("items.parquet"))
@@ -153,8 +153,8 @@ class Month:
 
     def publish(self) -> str:
         """The night that copies; its generation, which is live."""
-        self.made.append(nights.publish_night(self.config, self.cut.isoformat()))
-        return self.made[-1]
+        self.generations.append(nights.publish_night(self.config, self.cut.isoformat()))
+        return self.generations[-1]
 
     def score(self) -> str:
         """The night that copies, up to its pages."""
@@ -181,15 +181,17 @@ class Month:
             for name in files_of(copying_build.root, theirs.root)
             if not same_file(copying_build.root / name, theirs.root / name)
         ]
-        difference_lines += told("begin", copying_build.need("begin"), theirs.need("begin"), SAID)
+        difference_lines += compare_reports(
+            "begin", copying_build.need("begin"), theirs.need("begin"), REPORTED_FIELDS
+        )
         for shard in range(self.config.shards):
             mine, full_report = (
                 build.need(shard_report(shard)) for build in (copying_build, theirs)
             )
-            difference_lines += told(
+            difference_lines += compare_reports(
                 f"shard {shard}", mine["users"], full_report["users"], SHARD_SAID
             )
-            difference_lines += told(
+            difference_lines += compare_reports(
                 f"items {shard}", mine["items"], full_report["items"], ("scored", "unusable")
             )
         return difference_lines
@@ -235,7 +237,7 @@ def same_file(copied_path: Path, theirs: Path) -> bool:
     )
 
 
-def told(
+def compare_reports(
     where: str, copied_report: dict[str, Any], theirs: dict[str, Any], names: tuple[str, ...]
 ) -> list[str]:
     """Differences of two reports in these fields."""

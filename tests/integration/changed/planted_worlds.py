@@ -75,18 +75,18 @@ def prepared(folder: Callable[[], Path], redis_url: str) -> dict[str, Prepared]:
     """Worlds by name, each in a folder of its own."""
     return {
         "users": Prepared.of(
-            reference(folder(), redis_url, SEED), [], [events.USUAL, events.GONE]
+            reference(folder(), redis_url, SEED), [], [events.USUAL, events.ITEMS_REMOVED]
         ),
         "filters": Prepared.of(
             reference(folder(), redis_url, SEED),
             [],
-            [events.USUAL, events.GONE, events.Event(turned("usual"))],
+            [events.USUAL, events.ITEMS_REMOVED, events.Event(turned("usual"))],
         ),
         "histories": Prepared.of(
             reference(folder(), redis_url, SEED), [events.AVID_DAY], [events.Event(unclicked)]
         ),
         "vectors": Prepared.of(
-            vectors(folder(), redis_url, SEED), [], [events.USUAL, events.GONE, events.VECTORS]
+            vectors(folder(), redis_url, SEED), [], [events.USUAL, events.ITEMS_REMOVED, events.VECTORS]
         ),
         "places": Prepared.of(
             with_few(reference(folder(), redis_url, SEED)),
@@ -96,7 +96,7 @@ def prepared(folder: Callable[[], Path], redis_url: str) -> dict[str, Prepared]:
         "items": Prepared.of(
             features(folder(), redis_url, SEED, items=160),
             [],
-            [events.USUAL, events.LOOKS, events.SCENT, events.COUNTRY],
+            [events.USUAL, events.OTHER_LOOKS, events.SCENT, events.COUNTRY],
         ),
         "ties": Prepared.of(
             with_exact_similar(features(folder(), redis_url, SEED, users=400, items=160)),

@@ -52,7 +52,9 @@ class Prepared:
             replace(night_config, base=str(folder))
             for night_config in (self.month.config, self.month.full)
         )
-        return Month(config, full, np.random.default_rng(0), 1, made=list(self.month.made))
+        return Month(
+            config, full, np.random.default_rng(0), 1, generations=list(self.month.generations)
+        )
 
 
 def judged(build: Build) -> Measurement:
@@ -70,7 +72,7 @@ def judged(build: Build) -> Measurement:
 
 def redigested(month: Month, digests: Any) -> None:
     """Writes the base's digests of users once more, by another function of (entities, hashes of the items)."""
-    base = month.build(month.made[-1])
+    base = month.build(month.generations[-1])
     items = open_items(base.root, base.need("begin")).directory.hashes()
     for shard in range(month.config.shards):
         entities: ShardInput = read_shard(

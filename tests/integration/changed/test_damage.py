@@ -35,22 +35,22 @@ def world(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Prepared:
     """A base, and a day after it on which an item left."""
     folder = tmp_path_factory.mktemp("damaged") / "night"
     month = reference(folder, redis_url, 7, users=120)
-    return Prepared.of(month, [events.NAMED_EARLY], [events.USUAL, events.GONE])
+    return Prepared.of(month, [events.NAMED_EARLY], [events.USUAL, events.ITEMS_REMOVED])
 
 
-def gone(month: Month, name: str) -> None:
+def delete_file(month: Month, name: str) -> None:
     """The file is not there any more."""
-    month.config.store().local(generation_path(month.made[-1], name)).unlink()
+    month.config.store().local(generation_path(month.generations[-1], name)).unlink()
 
 
 def bit(month: Month, name: str) -> None:
     """One bit of the file is another."""
-    spoil(month.config, month.made[-1], name)
+    spoil(month.config, month.generations[-1], name)
 
 
 def cut(month: Month, name: str) -> None:
     """The file is cut off."""
-    path = month.config.store().local(generation_path(month.made[-1], name))
+    path = month.config.store().local(generation_path(month.generations[-1], name))
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(data[: len(data) // 2])
@@ -59,8 +59,8 @@ def cut(month: Month, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "how"),
     [(name, bit) for name in FILES]
-    + [(name, how) for how in (cut, gone) for name in REPORTS]
-    + [pytest.param(name, gone, marks=pytest.mark.storm) for name in FILES],
+    + [(name, how) for how in (cut, delete_file) for name in REPORTS]
+    + [pytest.param(name, delete_file, marks=pytest.mark.storm) for name in FILES],
 )
 def test_a_night_over_a_damaged_base_is_as_a_full_one(
     name: str, how: Callable[[Month, str], None], world: Prepared, tmp_path: Path

@@ -16,7 +16,7 @@ from precompute.planning.options import PlanParameters
 from tests.integration.changed.month import Month
 from tests.integration.nights import prepare, top_lists
 
-USERS, ITEMS, GONE, K = 600, 200, 4, 10
+USERS, ITEMS, REMOVED_COUNT, K = 600, 200, 4, 10
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def typical_items(month: Month, generation: str) -> list[str]:
             abs(counts[item] / mean - 1) for counts, mean in zip(item_counts, means, strict=True)
         )
 
-    return sorted(month.ids("item"), key=off)[:GONE]
+    return sorted(month.ids("item"), key=off)[:REMOVED_COUNT]
 
 
 def pairs(table: pa.Table) -> tuple[list[str], list[str]]:
@@ -73,7 +73,7 @@ def foretold(month: Month, items_changed: float) -> CopyingNight:
     return copying
 
 
-def shares(month: Month, generation: str) -> dict[str, float]:
+def measure_shares(month: Month, generation: str) -> dict[str, float]:
     """Users by reason, as shares."""
     count_by_reason = month.reasons(generation)
     return {name: count / sum(count_by_reason.values()) for name, count in count_by_reason.items()}
@@ -85,7 +85,7 @@ def test_what_is_foretold_is_what_a_small_night_finds(month: Month) -> None:
     # a day like any other: users alone
     month.night = 1
     month.a_day()
-    predicted_night, measured_shares = foretold(month, 0.0), shares(month, month.publish())
+    predicted_night, measured_shares = foretold(month, 0.0), measure_shares(month, month.publish())
     assert measured_shares["inputs"] == pytest.approx(predicted_night.inputs, abs=0.01)
     assert measured_shares["copied"] == pytest.approx(predicted_night.copied, abs=0.01)
 
@@ -94,7 +94,10 @@ def test_what_is_foretold_is_what_a_small_night_finds(month: Month) -> None:
     month.a_day()
     removed_items = typical_items(month, first)
     catalogue = without(month, removed_items)
-    predicted_night, measured_shares = foretold(month, GONE / ITEMS), shares(month, month.publish())
+    predicted_night, measured_shares = (
+        foretold(month, REMOVED_COUNT / ITEMS),
+        measure_shares(month, month.publish()),
+    )
     assert measured_shares["inputs"] == pytest.approx(predicted_night.inputs, abs=0.06)
     assert measured_shares["lost"] == pytest.approx(predicted_night.lost, abs=0.06)
     assert measured_shares["copied"] >= predicted_night.copied - 0.05
@@ -103,7 +106,10 @@ def test_what_is_foretold_is_what_a_small_night_finds(month: Month) -> None:
     month.night = 3
     month.a_day()
     pq.write_table(catalogue, month.config.path("items.parquet"))
-    predicted_night, measured_shares = foretold(month, GONE / ITEMS), shares(month, month.publish())
+    predicted_night, measured_shares = (
+        foretold(month, REMOVED_COUNT / ITEMS),
+        measure_shares(month, month.publish()),
+    )
     assert measured_shares["lost"] == 0.0
     assert measured_shares["entered"] == pytest.approx(predicted_night.lost, abs=0.06)
     assert measured_shares["copied"] >= predicted_night.copied - 0.05

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cache.process.redis_server import RedisServer
-from tests.integration.changed.events import GONE, STOCK, USUAL
+from tests.integration.changed.events import ITEMS_REMOVED, STOCK, USUAL
 from tests.integration.changed.month import Month
 from tests.integration.changed.worlds import reference
 from tests.integration.killed_steps import night
@@ -25,7 +25,7 @@ def month(tmp_path: Path, own_redis: RedisServer, seed: int) -> Month:
 def next_night(month: Month) -> partial[dict[str, str]]:
     """The night after a day on which users did something, an item left and others are in stock."""
     month.night += 1
-    for event in (USUAL, STOCK, *([GONE] if month.night % 2 else [])):
+    for event in (USUAL, STOCK, *([ITEMS_REMOVED] if month.night % 2 else [])):
         event.happen(month)
     return partial(night, month.config, month.cut.isoformat(), f"night-{month.night}")
 
@@ -34,17 +34,17 @@ def survive(month: Month, seed: int, kills: int) -> None:
     """Nights that are killed again and again, so many times in all, and that end as full ones."""
     undisturbed, moments, died = run(next_night(month)), random.Random(seed), 0
     assert undisturbed is not None
-    month.made.append(undisturbed.result["generation"])
+    month.generations.append(undisturbed.result["generation"])
     while died < kills:
         work = next_night(month)
         for _ in range(4):
             died += run(work, undisturbed.point(moments)) is None
         completed_run = run(work)
         assert completed_run is not None
-        month.made.append(completed_run.result["generation"])
-        assert month.differences(month.made[-1], month.compute()) == []
-        base_note = month.build(month.made[-1]).need("begin")["base"]
-        assert month.reasons(month.made[-1]).get("copied"), (month.night, died, base_note)
+        month.generations.append(completed_run.result["generation"])
+        assert month.differences(month.generations[-1], month.compute()) == []
+        base_note = month.build(month.generations[-1]).need("begin")["base"]
+        assert month.reasons(month.generations[-1]).get("copied"), (month.night, died, base_note)
     print(f"killed {died} times")
 
 

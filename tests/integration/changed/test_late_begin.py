@@ -13,7 +13,7 @@ def test_a_late_begin_with_another_base_renumbers_nothing_wrongly(
     month = reference(tmp_path / "night", redis_url, 7, users=120)
     earlier = month.publish()
     month.night = 1
-    events.GONE.happen(month)
+    events.ITEMS_REMOVED.happen(month)
     events.USUAL.happen(month)
     month.publish()
     month.night = 2

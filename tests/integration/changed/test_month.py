@@ -17,7 +17,7 @@ Nights = Sequence[tuple[Event, ...]]
 USUAL = (events.USUAL,)
 QUICK: dict[str, Nights] = {
     "reference": (
-        (events.USUAL, events.GONE, events.STOCK),
+        (events.USUAL, events.ITEMS_REMOVED, events.STOCK),
         (events.USUAL, events.RETURNED, events.BAD_PAGES),
         (events.REWRITTEN, events.IN_BETWEEN, events.ERASED_USER, events.ERASED_ITEM),
         (events.ROLLED_BACK, events.BAD_DIGESTS, events.LATE_ROWS),
@@ -25,8 +25,8 @@ QUICK: dict[str, Nights] = {
         (events.OTHER_K, events.AVID_DAY),
     ),
     "features": (
-        (events.USUAL, events.LOOKS, events.NAMED_EARLY),
-        (events.NOTHING,),
+        (events.USUAL, events.OTHER_LOOKS, events.NAMED_EARLY),
+        (events.NO_CHANGE,),
         (events.MOOD, events.COUNTRY),
         (events.NEW_ITEMS, events.NAMED_COMES, events.SCENT),
         (events.OTHER_VALUES,),
@@ -38,27 +38,30 @@ QUICK: dict[str, Nights] = {
 """Nights with all kinds of events, but vectors of users, of which `test_planted` has one."""
 STORM: dict[str, Nights] = {
     "reference": (
-        USUAL, (events.NOTHING,), (events.USUAL, events.GONE), USUAL, (events.USUAL, events.RETURNED),
+        USUAL, (events.NO_CHANGE,), (events.USUAL, events.ITEMS_REMOVED), USUAL, (events.USUAL, events.RETURNED),
         (events.STOCK,), (events.USUAL, events.STOCK), (events.REWRITTEN,), (events.USUAL, events.IN_BETWEEN),
         (events.ERASED_USER,), USUAL, (events.ERASED_ITEM,), USUAL, (events.USUAL, events.ROLLED_BACK),
         (events.USUAL, events.RETRAINED), USUAL, (events.OTHER_K,), USUAL, (events.AVID_DAY,), USUAL,
         (events.USUAL, events.LATE_ROWS), (events.USUAL, events.AFTER_LATE_ROWS), USUAL,
         (events.USUAL, events.BAD_PAGES), (events.USUAL, events.BAD_PARTITION), (events.BAD_DIGESTS,),
-        (events.BAD_ATTRIBUTES,), (events.USUAL, events.GONE, events.STOCK), (events.RETURNED,), USUAL,
+        (events.BAD_ATTRIBUTES,), (events.USUAL, events.ITEMS_REMOVED, events.STOCK), (events.RETURNED,), USUAL,
     ),
     "features": (
-        USUAL, (events.LOOKS,), (events.USUAL, events.LOOKS), (events.NEW_ITEMS,), (events.USUAL, events.NEW_ITEMS),
+        USUAL, (events.OTHER_LOOKS,), (events.USUAL, events.OTHER_LOOKS), (events.NEW_ITEMS,),
+        (events.USUAL, events.NEW_ITEMS),
         (events.MOOD,), USUAL, (events.COUNTRY,), (events.USUAL, events.COUNTRY, events.MOOD), (events.SCENT,), USUAL,
-        (events.USUAL, events.NAMED_EARLY), (events.NAMED_COMES,), (events.MANY_NEW_ITEMS,), USUAL, (events.GONE,),
+        (events.USUAL, events.NAMED_EARLY), (events.NAMED_COMES,), (events.MANY_NEW_ITEMS,), USUAL,
+        (events.ITEMS_REMOVED,),
         (events.USUAL, events.RETURNED), (events.OTHER_VALUES,), (events.SHORTER_HISTORIES,), USUAL,
         (events.OTHER_TOWER,), USUAL, (events.ERASED_ITEM,), (events.ERASED_USER,),
-        (events.REWRITTEN, events.LOOKS), USUAL, (events.ROLLED_BACK, events.LOOKS), (events.BAD_PARTITION,),
-        (events.USUAL, events.BAD_DIGESTS), (events.OTHER_K,), USUAL, (events.AVID_DAY,), (events.NOTHING,),
+        (events.REWRITTEN, events.OTHER_LOOKS), USUAL, (events.ROLLED_BACK, events.OTHER_LOOKS),
+        (events.BAD_PARTITION,),
+        (events.USUAL, events.BAD_DIGESTS), (events.OTHER_K,), USUAL, (events.AVID_DAY,), (events.NO_CHANGE,),
     ),
     "vectors": (
-        USUAL, (events.VECTORS,), (events.USUAL, events.GONE), (events.RETURNED,), USUAL,
-        (events.VECTORS, events.REWRITTEN), (events.ERASED_USER,), (events.NOTHING,),
-        (events.RETRAINED_BESIDE_TABLES,), USUAL,
+        USUAL, (events.VECTORS,), (events.USUAL, events.ITEMS_REMOVED), (events.RETURNED,), USUAL,
+        (events.VECTORS, events.REWRITTEN), (events.ERASED_USER,), (events.NO_CHANGE,),
+        (events.RETRAINED_WITH_TABLES,), USUAL,
     ) * 3,
 }  # fmt: skip
 
@@ -97,7 +100,7 @@ def test_a_bundle_without_features_takes_no_table_of_them_over(
     alone = table.slice(0, 3).set_column(0, "user", pa.array(["a", "b", "c"]))
     pq.write_table(pa.concat_tables([table, alone]), month.config.path("users.parquet"))
 
-    run(month, [(events.RETRAINED_BESIDE_TABLES,)])
+    run(month, [(events.RETRAINED_WITH_TABLES,)])
 
 
 @pytest.mark.storm

@@ -81,7 +81,7 @@ def with_floors(change: Callable[[Any, Any, Any], Any]) -> Callable[[Patch, Mont
     return plant
 
 
-def stored(layout: Any, records: Any, lower_bounds: Any) -> Any:
+def use_stored_floors(layout: Any, records: Any, lower_bounds: Any) -> Any:
     last = np.ldexp(records["numbers"][:, -1].astype(np.float64), records["exponent"].astype(int))
     return np.where(np.isneginf(lower_bounds), lower_bounds, last)
 
@@ -166,7 +166,7 @@ def vectors_stay(patch: Patch, month: Month) -> None:
 
 
 def damage_unseen(patch: Patch, month: Month) -> None:
-    spoil(month.config, month.made[-1], "tables/user_topk/0000.pages")
+    spoil(month.config, month.generations[-1], "tables/user_topk/0000.pages")
     patch.setattr(
         base,
         "fetch_checked",
@@ -219,7 +219,7 @@ DEFECTS = {
     "a digest forgets features": Defect("items", stale_digest),
     "a digest ends at the cap of histories": Defect("histories", capped_digest),
     "a tie at the last place is a no": Defect("ties", tie_is_no),
-    "rounding to be stored is ignored": Defect("ties", with_floors(stored)),
+    "rounding to be stored is ignored": Defect("ties", with_floors(use_stored_floors)),
     "a free place is full": Defect("places", with_floors(last_of_short)),
     "a list may hold what is gone": Defect("users", lost_forgets),
     "a list may hold what its filter lets no longer pass": Defect("filters", lost_forgets_filters),

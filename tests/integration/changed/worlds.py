@@ -63,7 +63,7 @@ def reference(
     sources = replace(config.sources, item_attributes=("stock", "brand"))
     filters = {"in_stock": FilterConfig({"==": ["stock", True]}, LISTS)}
     config = replace(config, sources=sources, filters=filters)
-    return Month.of(config, beside(redis_url), seed)
+    return Month.of(config, other_database(redis_url), seed)
 
 
 def vectors(
@@ -75,7 +75,7 @@ def vectors(
     table = {"user": users_with_vector, "vector": vectors_column(len(users_with_vector), 4)}
     pq.write_table(pa.table(table), config.path("user_vectors.parquet"))
     config = replace(config, sources=replace(config.sources, user_vectors="user_vectors.parquet"))
-    return Month.of(config, beside(redis_url), seed)
+    return Month.of(config, other_database(redis_url), seed)
 
 
 def features(
@@ -117,7 +117,7 @@ def features(
     }
     sources = replace(config.sources, user_features="users.parquet")
     return Month.of(
-        replace(config, sources=sources, tables=lists | values), beside(redis_url), seed
+        replace(config, sources=sources, tables=lists | values), other_database(redis_url), seed
     )
 
 
@@ -128,7 +128,7 @@ WORLDS: Final[dict[str, Callable[..., Month]]] = {
 }
 
 
-def beside(redis_url: str) -> str:
+def other_database(redis_url: str) -> str:
     """Another database of the same Redis, for the full nights."""
     return redis_url.removesuffix("0") + "1"
 

@@ -67,7 +67,7 @@ class Reader:
     """A replica that only follows; `skew_s` is how wrong its clock is."""
 
     skew_s: float
-    seen: Pointer | None = None
+    last_pointer: Pointer | None = None
     verdict: str = "vanished"
 
 
@@ -76,15 +76,15 @@ class QuickStore(ArtefactStore):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self._known: dict[str, bytes] = {}
+        self._raw_by_path: dict[str, bytes] = {}
 
     def read(self, path: str) -> bytes | None:
         """A file's bytes, None when there is none."""
         if not path.startswith("releases/"):
             return super().read(path)
-        if path not in self._known and (raw := super().read(path)) is not None:
-            self._known[path] = raw
-        return self._known.get(path)
+        if path not in self._raw_by_path and (raw := super().read(path)) is not None:
+            self._raw_by_path[path] = raw
+        return self._raw_by_path.get(path)
 
 
 class TinyWorld(World):
@@ -110,7 +110,7 @@ class Simulation:
         self, seed: int, store: ArtefactStore, client: "redis.Redis", keys: Keyspace, *,
         zone: str, first_day: str, days: int = 90,
     ) -> None:  # fmt: skip
-        self.rng, self.now = random.Random(seed), 0.0
+        self.rng, self.now_s = random.Random(seed), 0.0
         self.store, self.client, self.keys = store, client, keys
         self.world = TinyWorld(store, client, keys)
         self.control = Control(client, keys)
@@ -129,7 +129,7 @@ class Simulation:
         self._numbers = itertools.count()
 
     def _host(self, skew_s: float) -> Releases:
-        return Releases(self.store, Control(self.client, self.keys), lambda: self.now + skew_s)
+        return Releases(self.store, Control(self.client, self.keys), lambda: self.now_s + skew_s)
 
     def count(self, counter_name: str) -> None:
         """One more of these."""
@@ -143,17 +143,17 @@ class Simulation:
         """All of it, in order of time."""
         self._plan()
         while self._events:
-            self.now, _, event = heapq.heappop(self._events)
+            self.now_s, _, event = heapq.heappop(self._events)
             event()
             for reader in self.readers:  # they look every second, so between any two events
                 self._follow(reader)
 
-    def rest(self) -> None:
+    def pass_quiet_days(self) -> None:
         """Two quiet days with a retire after each: what a restore brought back, for its overlays' sake, may go now."""
         self._restore()
         for _ in range(2):
-            self.now += OVERLAY_S + HOUR
-            self._retire(Run(f"rest-{self.now:.0f}", self.now, 0, 0), [])
+            self.now_s += OVERLAY_S + HOUR
+            self._retire(Run(f"rest-{self.now_s:.0f}", self.now_s, 0, 0), [])
 
     def _plan(self) -> None:
         rng = self.rng
@@ -205,11 +205,11 @@ class Simulation:
         ]  # fmt: skip
         for step in steps:
             for _ in range(rng.choice([1, 1, 1, 2, 3])):
-                self.at(when, lambda step=step: self._take(step, run, generation))  # type: ignore[misc]
+                self.at(when, lambda step=step: self._run_step(step, run, generation))  # type: ignore[misc]
                 when += rng.uniform(1, 8 * MINUTE)
             when += rng.choice([MINUTE, MINUTE, MINUTE, 10 * MINUTE, 26 * HOUR])
 
-    def _take(
+    def _run_step(
         self, step: Callable[[Run, list[str]], None], run: Run, generation: list[str]
     ) -> None:
         if self.rng.random() < 0.2:
@@ -219,7 +219,7 @@ class Simulation:
         except Conflict as error:
             self.count("refused as a conflict")
             if "restore" in error.message:
-                self.at(self.now + self.rng.uniform(MINUTE, 3 * HOUR), self._restore)
+                self.at(self.now_s + self.rng.uniform(MINUTE, 3 * HOUR), self._restore)
         self.check()
 
     def _clear(self, run: Run) -> None:
@@ -227,7 +227,7 @@ class Simulation:
         if self.rng.random() < 0.5:
             self.count("late data")
             run.inputs += 1
-        self._schedule(run, self.now)
+        self._schedule(run, self.now_s)
 
     def _begin(self, run: Run, generation: list[str]) -> None:
         releases = self.hosts[run.host]
@@ -252,7 +252,7 @@ class Simulation:
         if self.store.read(generation_path(name, "manifest.json")) is None:
             self.world.made_at = releases.clock()
             self.world.make(name)
-            self.created[name] = self.now
+            self.created[name] = self.now_s
         reload(releases.control, self.store, name)
         if state in (None, State.BEGUN):
             releases.note(name, State.LOADED)
@@ -282,29 +282,29 @@ class Simulation:
             retire(releases, generation_id, attempt=run.name, abandon_after_s=ABANDON_S)
             self.count("retired")
         drop_old_rows(releases, overlay_ttl_s=OVERLAY_S)
-        self.swept_at = self.now
+        self.swept_at = self.now_s
 
     def _roll_back(self) -> None:
-        name, left_pointer = f"roll-back-{self.now:.0f}", self.control.pointer()
+        name, left_pointer = f"roll-back-{self.now_s:.0f}", self.control.pointer()
         try:
             moves.roll_back(self.hosts[0], to=None, reason="the dice say so", attempt=name)
             self.count("roll back")
             if left_pointer is not None and self.rng.random() < 0.5:
                 self.at(
-                    self.now + 10 * MINUTE, lambda: self._publish_by_hand(left_pointer.generation)
+                    self.now_s + 10 * MINUTE, lambda: self._publish_by_hand(left_pointer.generation)
                 )
         except Conflict:
             self.count("refused as a conflict")
 
     def _publish_by_hand(self, generation: str | None = None) -> None:
         """Somebody tries a recent generation, whatever became of it; only a verified one may go live."""
-        candidates = sorted(name for name, at in self.created.items() if self.now - at < 4 * DAY)
+        candidates = sorted(name for name, at in self.created.items() if self.now_s - at < 4 * DAY)
         candidates = candidates if generation is None else [generation]
         if not candidates:
             return
         try:
             moves.publish(
-                self.hosts[1], self.rng.choice(candidates), attempt=f"by-hand-{self.now:.0f}"
+                self.hosts[1], self.rng.choice(candidates), attempt=f"by-hand-{self.now_s:.0f}"
             )
             self.count("publish by hand")
         except LarderError:
@@ -312,7 +312,7 @@ class Simulation:
 
     def _restore(self) -> None:
         try:
-            restore_redis(self.hosts[0], attempt=f"restore-{self.now:.0f}", chunk_bytes=1 << 20)
+            restore_redis(self.hosts[0], attempt=f"restore-{self.now_s:.0f}", chunk_bytes=1 << 20)
             self.count("restore")
         except Conflict:
             self.count("refused as a conflict")
@@ -335,7 +335,7 @@ class Simulation:
         self.count("Redis lost")
         if names := self.stored_keys():
             self.client.delete(*names)
-        self.at(self.now + self.rng.uniform(MINUTE, 12 * HOUR), self._restore)
+        self.at(self.now_s + self.rng.uniform(MINUTE, 12 * HOUR), self._restore)
 
     def _keep_snapshot(self) -> None:
         names: list[bytes] = self.stored_keys()
@@ -349,11 +349,11 @@ class Simulation:
         self.client.delete(*self.stored_keys() or [b"nothing"])
         for name, raw in self.snapshot.items():
             self.client.restore(name, 0, raw)
-        self.at(self.now + self.rng.uniform(MINUTE, 12 * HOUR), self._restore)
+        self.at(self.now_s + self.rng.uniform(MINUTE, 12 * HOUR), self._restore)
 
     def _follow(self, reader: Reader) -> None:
         pointer = self.control.pointer()
-        verdict, previous_pointer = judge_pointer(pointer, reader.seen), reader.seen
+        verdict, previous_pointer = judge_pointer(pointer, reader.last_pointer), reader.last_pointer
         reader.verdict = verdict
         self.count(f"reader: {verdict}")
         if verdict == "newer" and pointer is not None:
@@ -363,7 +363,7 @@ class Simulation:
                 and pointer.generation[:16] < previous_pointer.generation[:16]
             ):
                 self._explained(pointer)
-            reader.seen = pointer
+            reader.last_pointer = pointer
         assert verdict != "conflicting"
 
     def _explained(self, pointer: Pointer) -> None:
@@ -378,21 +378,23 @@ class Simulation:
     def compare_with_truth(self, reader: Reader) -> None:
         """Whether a generation is missing, as the reader says by its clock and as it is."""
         created_at = None
-        if reader.seen is not None:
+        if reader.last_pointer is not None:
             try:
-                created_at = float(read_manifest(self.store, reader.seen.generation).created_at)
+                created_at = float(
+                    read_manifest(self.store, reader.last_pointer.generation).created_at
+                )
             except LarderError:
                 assert reader.verdict not in ("same", "newer"), "what is live has lost its files"
-                created_at = self.created[reader.seen.generation]
-        due = max(tick for tick in self.ticks if tick + GRACE_S <= self.now)
-        live = None if reader.seen is None else self.created[reader.seen.generation]
+                created_at = self.created[reader.last_pointer.generation]
+        due = max(tick for tick in self.ticks if tick + GRACE_S <= self.now_s)
+        live = None if reader.last_pointer is None else self.created[reader.last_pointer.generation]
         if live is not None and abs(live - due) < CLOCKS_APART_S + SKEW_S:
             self.count("made at a tick, so of this one or the one before")
             return
         truth = live is None or live < due
-        is_missing = self.schedule.is_missing(self.now + reader.skew_s, created_at)
+        is_missing = self.schedule.is_missing(self.now_s + reader.skew_s, created_at)
         self.count("missing" if truth else "not missing")
-        assert is_missing == truth, (self.now, due, live, created_at)
+        assert is_missing == truth, (self.now_s, due, live, created_at)
 
     def check(self) -> None:
         """What must hold after every step: no leak, and no key of a generation that nobody knows."""

@@ -25,7 +25,7 @@ from serving.client import Answer, Client, EventReceipt
 from serving.requests.answers import Source
 from tests.integration import nights
 from tests.integration.fleet import fleet
-from tests.polling import until
+from tests.polling import poll_until
 
 WORLD = World(users=300, items=150, seed=4, drift=0.3)
 
@@ -68,10 +68,10 @@ def test_a_click_is_counted_taken_over_and_counted_again_after_a_roll_back(
         data.write_second(tmp_path / "night")
         take_events.run(config)
         second = nights.publish_night(config, data.second_cut.isoformat())
-        assert until(lambda: generation_of(service.url) == second, 20.0)
+        assert poll_until(lambda: generation_of(service.url) == second, 20.0)
         click.taken_over(step)
         nights.roll_back(config)
-        assert until(lambda: generation_of(service.url) != second, 20.0)
+        assert poll_until(lambda: generation_of(service.url) != second, 20.0)
         click.counted_again(step)
         click.judged()
         counts = asyncio.run(scrape(service.url))
@@ -150,7 +150,7 @@ def test_who_clicks_has_nothing_else_to_come() -> None:
     assert click.user not in data.arriving.users.to_pylist()
 
 
-def test_a_dashboard_that_somebody_has_open_is_asked_again_until_it_shows_the_click(
+def test_an_open_dashboard_is_polled_until_it_shows_the_click(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stale = {"counted_until": "1-0", "results": {}, "lag_s": 0.0}

@@ -12,7 +12,7 @@ import pytest
 
 from infra.local.service import ROOT
 from tests.marked import marked
-from tests.polling import until
+from tests.polling import poll_until
 
 pytestmark = [
     pytest.mark.storm,
@@ -35,7 +35,7 @@ def test_an_interrupted_demo_leaves_nothing_running(
     with log.open("w") as log_file:
         demo = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=log_file, stderr=log_file)
     try:
-        assert until(
+        assert poll_until(
             lambda: (
                 demo.poll() is not None
                 or f"  {after}" in log.read_text()
@@ -52,7 +52,7 @@ def test_an_interrupted_demo_leaves_nothing_running(
 
         # then
         assert code == (-signal.SIGKILL if how == signal.SIGKILL else 130), log.read_text()
-        assert until(lambda: not marked(process_tag), 30.0), marked(process_tag)
+        assert poll_until(lambda: not marked(process_tag), 30.0), marked(process_tag)
     finally:
         demo.kill()
         demo.wait()

@@ -14,7 +14,7 @@ from tests.integration.fleet import fleet
 from tests.integration.nights import build_night, histories, top_lists
 
 
-async def test_served_lists_are_the_nights_own_each_asked_once_and_judged(
+async def test_served_lists_are_the_nights_own_looked_up_once_and_judged(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate, "BATCH", 7)

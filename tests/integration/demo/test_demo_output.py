@@ -136,7 +136,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handlers")
-def test_an_interrupt_is_told_in_one_line(
+def test_an_interrupt_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def run(_args: object, console: Console) -> int:
@@ -153,7 +153,7 @@ def test_an_interrupt_is_told_in_one_line(
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_failure_is_told_within_a_terminals_width(
+def test_a_failure_is_reported_within_a_terminals_width(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def run(_self: Demo) -> None:

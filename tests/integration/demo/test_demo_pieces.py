@@ -23,7 +23,7 @@ from infra.demo.traffic import Stream
 from precompute.config.settings import NightConfig
 
 SMALL = World(users=300, items=120, seed=5)
-NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
+CURRENT_TIME = datetime(2026, 1, 31, 12, tzinfo=UTC)
 
 
 def test_the_same_world_gives_the_same_clicks() -> None:
@@ -65,7 +65,7 @@ def test_what_is_held_out_is_newer_and_newcomers_are_unknown() -> None:
     assert data.newcomers
 
 
-def test_a_second_day_lies_beside_the_first(tmp_path: Path) -> None:
+def test_a_second_day_is_written_next_to_the_first(tmp_path: Path) -> None:
     # given
     data = synthetic(SMALL)
     data.write_first(tmp_path / "data")
@@ -95,7 +95,7 @@ def test_lines_with_a_test_file_are_read_in_place(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_text("007 4 5\n8 1\n")
 
     # when
-    data = user_data(tmp_path, current_time=NOW)
+    data = user_data(tmp_path, current_time=CURRENT_TIME)
     data.write_first(tmp_path / "state")
 
     # then
@@ -111,7 +111,7 @@ def test_a_csv_with_times_is_split_by_time(tmp_path: Path) -> None:
     (tmp_path / "clicks.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
 
     # when
-    data = user_data(tmp_path, current_time=NOW)
+    data = user_data(tmp_path, current_time=CURRENT_TIME)
 
     # then
     assert len(data.initial_pairs) in range(88, 93)
@@ -119,13 +119,15 @@ def test_a_csv_with_times_is_split_by_time(tmp_path: Path) -> None:
     assert data.first_cut < data.second_cut
 
 
-def test_without_times_one_item_of_each_user_is_held_out(tmp_path: Path) -> None:
+def test_without_times_one_item_of_every_user_is_held_out(tmp_path: Path) -> None:
     # given
     rows = [f"u{user},i{item}" for user in range(40) for item in range(4)] + ["few,i1", "few,i2"]
     (tmp_path / "clicks.csv").write_text("user,item\n" + "\n".join(rows) + "\n")
 
     # when
-    first_dataset, two = (user_data(tmp_path / "clicks.csv", current_time=NOW) for _ in range(2))
+    first_dataset, two = (
+        user_data(tmp_path / "clicks.csv", current_time=CURRENT_TIME) for _ in range(2)
+    )
 
     # then
     assert first_dataset.held_out == two.held_out
@@ -136,7 +138,7 @@ def test_without_times_one_item_of_each_user_is_held_out(tmp_path: Path) -> None
 
 def test_a_folder_without_interactions_is_named(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="holds no interactions"):
-        user_data(tmp_path, current_time=NOW)
+        user_data(tmp_path, current_time=CURRENT_TIME)
 
 
 def test_recall_and_ndcg_by_hand() -> None:
@@ -181,7 +183,7 @@ GOOD: dict[str, Any] = {
     "id": "ann", "source": "l2", "producer": "batch", "generation": "g1",
     "items": ["b", "c"], "scores": [2.0, 1.0], "short": False,
 }  # fmt: skip
-ASKED = Question("user_topk", "ann", 2, frozenset({"x"}))
+QUESTION = Question("user_topk", "ann", 2, frozenset({"x"}))
 
 
 def judge() -> Judge:
@@ -191,7 +193,7 @@ def judge() -> Judge:
 def test_a_good_answer_breaks_nothing() -> None:
     watching = judge()
 
-    watching.request([ASKED], [GOOD])
+    watching.request([QUESTION], [GOOD])
     watching.published({"g1"})
 
     assert watching.broken == 0
@@ -213,12 +215,12 @@ def test_a_good_answer_breaks_nothing() -> None:
         {"generation": "g9"},
     ],
 )
-def test_each_broken_rule_is_noticed(wrong: dict[str, Any]) -> None:
+def test_every_broken_rule_is_noticed(wrong: dict[str, Any]) -> None:
     # given
     watching = judge()
 
     # when
-    watching.request([ASKED], [{**GOOD, **wrong}], rolled_back_generations={"gone"})
+    watching.request([QUESTION], [{**GOOD, **wrong}], rolled_back_generations={"gone"})
     watching.published({"g1", "gone"})
 
     # then
@@ -230,7 +232,7 @@ def test_two_generations_in_one_request_are_noticed() -> None:
     watching, second_question = judge(), Question("user_topk", "bob", 2)
 
     # when
-    watching.request([ASKED, second_question], [GOOD, {**GOOD, "id": "bob", "generation": "g2"}])
+    watching.request([QUESTION, second_question], [GOOD, {**GOOD, "id": "bob", "generation": "g2"}])
 
     # then
     assert "several generations" in watching.violations[0]
@@ -238,7 +240,7 @@ def test_two_generations_in_one_request_are_noticed() -> None:
 
 def test_two_answers_within_one_generation_are_noticed() -> None:
     # given
-    watching, question_without_hidden = judge(), dataclasses.replace(ASKED, hidden=frozenset())
+    watching, question_without_hidden = judge(), dataclasses.replace(QUESTION, hidden=frozenset())
     watching.request([question_without_hidden], [GOOD])
 
     # when
@@ -248,7 +250,7 @@ def test_two_answers_within_one_generation_are_noticed() -> None:
     assert "two different answers" in watching.violations[0]
 
 
-def test_counters_that_do_not_add_up_are_told() -> None:
+def test_counters_that_do_not_add_up_are_reported() -> None:
     # given
     text = """
 larder_entities_total{table="user_topk"} 3.0

@@ -22,9 +22,9 @@ class Intake:
     parts: EventParts
     keyspace: Keyspace
     blocklist: Blocklist = Blocklist()  # noqa: RUF009  frozen
-    newest: Position = BEGINNING
+    newest_position: Position = BEGINNING
 
-    async def take(self, *events: Mapping[str, Any]) -> dict[str, Any]:
+    async def accept_events(self, *events: Mapping[str, Any]) -> dict[str, Any]:
         """What a request with these events is answered; raises Problem."""
         return await self.parts.intake.accept_events([*events])
 
@@ -43,7 +43,7 @@ async def intake(
         namespace=keyspace.namespace, events_url=url, events=EventsConfig(enabled=True, **events)
     )
     parts = EventParts.of(
-        config, name, lambda: running_intake.blocklist, lambda: running_intake.newest
+        config, name, lambda: running_intake.blocklist, lambda: running_intake.newest_position
     )
     running_intake = Intake(parts, keyspace)
     if inbox:

@@ -35,14 +35,14 @@ ENDED_S: Final = 30.0
 BATCH: Final = 5
 ITEMS: Final = 10
 """Items that events are of: few, so that every list has some left."""
-_AWAY = (OSError, EOFError, TimeoutError, RedisError)
+_UNREACHABLE = (OSError, EOFError, TimeoutError, RedisError)
 
 
 class KilledService(ServiceProcess):
     """Service that is ended as a crash ends it."""
 
     @property
-    def told(self) -> str:
+    def log_tail(self) -> str:
         """End of its log, for a message."""
         return "" if self._process is None else self._process.tail(60)
 
@@ -64,12 +64,12 @@ class KilledProcesses:
     rng: random.Random
     users: list[str] = field(init=False)
     items: list[str] = field(init=False)
-    sent: Counter[str] = field(default_factory=Counter)
+    sent_counts: Counter[str] = field(default_factory=Counter)
     """Events that each user may have: those that were sent, whatever became of them."""
     acknowledged: set[str] = field(default_factory=set)
     """Ids of events that were accepted, or taken by the inbox."""
     killed: Counter[str] = field(default_factory=Counter)
-    looks: int = 0
+    lookup_count: int = 0
     _number: int = 0
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class KilledProcesses:
 
     async def ordeal(self, kills: int) -> None:
         """Kills so often, while events come in both ways and answers are looked at."""
-        work = (self._over_http(), self._over_http(), self._into_inbox(), self._look())
+        work = (self._over_http(), self._over_http(), self._into_inbox(), self._look_up_users())
         tasks = [asyncio.create_task(coroutine) for coroutine in work]
         order = [KINDS[number % len(KINDS)] for number in range(kills)]
         self.rng.shuffle(order)
@@ -115,7 +115,7 @@ class KilledProcesses:
     def _event(self) -> dict[str, Any]:
         self._number += 1
         user = self.rng.choice(self.users)
-        self.sent[user] += 1
+        self.sent_counts[user] += 1
         return {"user": user, "item": self.rng.choice(self.items), "id": f"e-{self._number}"}
 
     async def _over_http(self) -> None:
@@ -128,11 +128,11 @@ class KilledProcesses:
                 try:
                     async with HttpConnection(service.url) as connection:
                         status, raw = await connection.request("POST", "/v1/events", body)
-                except _AWAY:
+                except _UNREACHABLE:
                     status, raw = 0, b""
                 if status == 202:
                     break
-                assert status in (0, 503), f"{raw!r}\n{service.told}"
+                assert status in (0, 503), f"{raw!r}\n{service.log_tail}"
                 await asyncio.sleep(GAP_S)
             receipt = orjson.loads(raw)
             assert (
@@ -157,7 +157,7 @@ class KilledProcesses:
                 while True:
                     try:
                         entry = await client.xadd(inbox, event)
-                    except _AWAY:
+                    except _UNREACHABLE:
                         await asyncio.sleep(GAP_S)
                         if has_id:
                             continue
@@ -166,15 +166,15 @@ class KilledProcesses:
                     break
                 await asyncio.sleep(GAP_S)
 
-    async def _look(self) -> None:
+    async def _look_up_users(self) -> None:
         """Asks for users: no answer counts more events than were sent."""
         while True:
             user = self.rng.choice(self.users)
-            with contextlib.suppress(*_AWAY):
+            with contextlib.suppress(*_UNREACHABLE):
                 status, answer = await self.answer(self.rng.choice(self.services), user)
                 assert status == 200, answer
-                assert answer.get("events", 0) <= self.sent[user], answer
-                self.looks += 1
+                assert answer.get("events", 0) <= self.sent_counts[user], answer
+                self.lookup_count += 1
             await asyncio.sleep(GAP_S)
 
     async def answer(self, service: ServiceProcess, user: str) -> tuple[int, dict[str, Any]]:

@@ -20,23 +20,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DurableRedis]:
         yield running
 
 
-def told(folder: Path, url: str = "", **events: Any) -> tuple[str, str]:
+def check_events(folder: Path, url: str = "", **events: Any) -> tuple[str, str]:
     config = NightConfig(events_url=url, events=EventsConfig(**events), base=str(folder))
     return CHECKS["events"](config)
 
 
 def test_without_events_no_redis_is_looked_at(tmp_path: Path) -> None:
-    assert told(tmp_path)[0] == "not used"
+    assert check_events(tmp_path)[0] == "not used"
 
 
-def test_a_fit_one_is_told_with_what_it_keeps(server: DurableRedis, tmp_path: Path) -> None:
-    state, detail = told(tmp_path, server.url, enabled=True, durability="everysec")
+def test_a_fit_one_is_shown_with_its_durability(server: DurableRedis, tmp_path: Path) -> None:
+    state, detail = check_events(tmp_path, server.url, enabled=True, durability="everysec")
 
     assert state == "ok" and "durability everysec" in detail and "noeviction" in detail
 
 
 def test_less_than_is_demanded_is_to_be_done(server: DurableRedis, tmp_path: Path) -> None:
-    state, detail = told(tmp_path, server.url, enabled=True, durability="always")
+    state, detail = check_events(tmp_path, server.url, enabled=True, durability="always")
 
     assert state == "to do" and "appendfsync always" in detail
 
@@ -48,7 +48,7 @@ def test_one_that_may_evict_events_or_their_ids_is_to_be_changed(
     with server.client() as client:
         client.config_set("maxmemory-policy", policy)
         try:
-            state, detail = told(tmp_path, server.url, enabled=True)
+            state, detail = check_events(tmp_path, server.url, enabled=True)
         finally:
             client.config_set("maxmemory-policy", "noeviction")
 
@@ -72,7 +72,7 @@ def test_one_that_is_shared_with_pages_may_evict_ids_and_says_so(
 
 
 def test_one_that_is_away_is_named_without_its_password(tmp_path: Path) -> None:
-    state, detail = told(tmp_path, "redis://:secret@127.0.0.1:1/0", enabled=True)
+    state, detail = check_events(tmp_path, "redis://:secret@127.0.0.1:1/0", enabled=True)
 
     assert state == "to do" and "127.0.0.1:1" in detail and "secret" not in detail
 

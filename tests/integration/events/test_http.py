@@ -52,7 +52,7 @@ async def post(app: Running, *events: Any, **headers: str) -> httpx.Response:
     return await app.http.post("/v1/events", json={"events": [*events]}, headers=headers)
 
 
-async def test_events_are_accepted_told_and_counted(
+async def test_events_are_accepted_reported_and_counted(
     app: Running, night: NightConfig, client: Any
 ) -> None:
     response = await post(app, event(1), event(1), event(2), {"id": 1})
@@ -66,22 +66,22 @@ async def test_events_are_accepted_told_and_counted(
     assert [
         stored_event["id"] for stored_event in stream_of(client, Keyspace(night.namespace))
     ] == ["e-1", "e-2"]
-    event_counts = await app.counted("larder_events_total")
+    event_counts = await app.scrape_samples("larder_events_total")
     assert (
         event_counts["accepted",] == 2
         and event_counts["repeated",] == 1
         and event_counts["missing_field",] == 1
     )
-    assert (await app.counted("larder_requests_total"))["POST /v1/events", "202"] == 1
+    assert (await app.scrape_samples("larder_requests_total"))["POST /v1/events", "202"] == 1
 
     async def is_stream_counted() -> bool:
-        return await app.counted("larder_events_stream_length") == {(): 2.0}
+        return await app.scrape_samples("larder_events_stream_length") == {(): 2.0}
 
     assert await eventually(is_stream_counted)
-    assert (await app.counted("larder_events_up")) == {(): 1.0}
-    assert (await app.counted("larder_events_stream_bytes"))[()] > 0
-    assert (await app.counted("larder_events_inbox_length")) == {(): 0.0}
-    assert (await app.counted("larder_events_accept_seconds_count"))["http",] == 1
+    assert (await app.scrape_samples("larder_events_up")) == {(): 1.0}
+    assert (await app.scrape_samples("larder_events_stream_bytes"))[()] > 0
+    assert (await app.scrape_samples("larder_events_inbox_length")) == {(): 0.0}
+    assert (await app.scrape_samples("larder_events_accept_seconds_count"))["http",] == 1
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ async def test_an_event_that_is_no_json_is_rejected_alone(
         "an open text of escapes",
     ],
 )
-async def test_a_body_whose_events_cannot_be_told_apart_is_refused(
+async def test_a_body_whose_events_cannot_be_separated_is_refused(
     app: Running, client: Any, body: bytes
 ) -> None:
     response = await app.http.post("/v1/events", content=body)
@@ -314,8 +314,8 @@ async def test_a_full_stream_is_429_with_a_time_to_come_again(
         async with AsyncClient(BASE, transport=small.http._transport) as larder:
             with pytest.raises(Unavailable) as caught:
                 await larder.send_events([NewEvent("1", user="u", item="i")])
-        refused = await small.counted("larder_events_refused_total")
-        bound = await small.counted("larder_events_stream_max_bytes")
+        refused = await small.scrape_samples("larder_events_refused_total")
+        bound = await small.scrape_samples("larder_events_stream_max_bytes")
 
     assert (response.status_code, response.json()["error"]["code"]) == (429, "events_full")
     assert refused["events_full",] >= 2 and refused["events_unavailable",] == 0

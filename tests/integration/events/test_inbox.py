@@ -60,7 +60,7 @@ async def test_what_lies_there_and_what_comes_is_taken_in_and_removed(
     ]
 
 
-async def test_entries_under_ids_of_a_producers_own_hold_nobody_up(
+async def test_entries_under_a_producers_own_ids_delay_no_others(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
     # Microseconds as ids: no positions of events. There before the service starts, which looks at the oldest.
@@ -77,7 +77,7 @@ async def test_entries_under_ids_of_a_producers_own_hold_nobody_up(
     ]
 
 
-async def test_what_is_no_event_is_kept_as_rejected_and_holds_nobody_up(
+async def test_an_entry_that_is_no_event_is_kept_as_rejected_and_delays_no_others(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
     client.xadd(keyspace.inbox, {"user": "u"})
@@ -108,7 +108,7 @@ async def test_a_malformed_event_of_an_erased_user_leaves_nothing_of_itself(
             )
 
         assert await eventually(all_rejected)
-        receipt = await running_intake.take({"user": "gone", "weight": "x"})
+        receipt = await running_intake.accept_events({"user": "gone", "weight": "x"})
 
     assert [rejection["reason"] for rejection in receipt["rejected"]] == ["erased"]
     rejections = rejected(client, keyspace)
@@ -174,7 +174,7 @@ async def test_what_a_killed_consumer_took_counts_once(
     assert successor_intake.results["repeated"] == (11 if is_accepted else 0)
 
 
-async def test_an_entry_that_was_deleted_while_a_consumer_had_it_holds_nobody_up(
+async def test_an_entry_deleted_while_a_consumer_had_it_delays_no_others(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
     write(client, keyspace, 1, 2)
@@ -216,7 +216,7 @@ async def test_a_full_stream_leaves_the_inbox_as_it_is(
     assert len(stream_of(client, keyspace)) == 5
 
 
-async def test_an_inbox_is_emptied_at_redis_maxmemory_whoever_starts(
+async def test_an_inbox_is_emptied_at_redis_maxmemory_by_a_starting_service(
     tmp_path: Path, keyspace: Keyspace
 ) -> None:
     with durable_redis(tmp_path, maxmemory="100mb") as small, small.client() as client:

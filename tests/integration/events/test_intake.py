@@ -21,8 +21,8 @@ async def test_events_are_accepted_once_in_their_order(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
     async with intake(server.url, keyspace, durability="always") as running_intake:
-        first = await running_intake.take(*(event(number) for number in range(600)))
-        repeat_receipt = await running_intake.take(event(5), event(600), event(600))
+        first = await running_intake.accept_events(*(event(number) for number in range(600)))
+        repeat_receipt = await running_intake.accept_events(event(5), event(600), event(600))
 
     assert (first["accepted"], first["repeated"], first["rejected"]) == (600, 0, [])
     assert first["durability"] == "always"
@@ -39,12 +39,12 @@ async def test_events_are_accepted_once_in_their_order(
     assert (running_intake.results["accepted"], running_intake.results["repeated"]) == (601, 2)
 
 
-async def test_what_is_rejected_is_told_beside_the_others_counted_and_kept(
+async def test_rejected_events_are_reported_in_the_receipt_counted_and_kept(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
     async with intake(server.url, keyspace, of_one=2) as running_intake:
         running_intake.blocklist = Blocklist(users=frozenset([b"gone"]))
-        receipt = await running_intake.take(
+        receipt = await running_intake.accept_events(
             event(0), {"id": "x"}, event(1, "gone"), event(2), event(3), event(4, "other")
         )
 
@@ -67,11 +67,11 @@ async def test_what_is_rejected_is_told_beside_the_others_counted_and_kept(
     assert running_intake.results["too_many"] == running_intake.results["erased"] == 1
 
 
-async def test_a_user_and_an_item_of_one_id_are_no_repetition_and_bounded_each(
+async def test_a_user_and_an_item_of_one_id_are_no_repetition_and_bounded_separately(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
     async with intake(server.url, keyspace, of_one=1) as running_intake:
-        receipt = await running_intake.take(
+        receipt = await running_intake.accept_events(
             {"user": "7", "id": "1", "attributes": {"country": "NL"}},
             {"item": "7", "id": "1", "attributes": {"price": 2}},
         )
@@ -80,12 +80,12 @@ async def test_a_user_and_an_item_of_one_id_are_no_repetition_and_bounded_each(
     assert len(stream_of(client, keyspace)) == 2
 
 
-async def test_a_rejected_event_too_deep_to_be_written_is_counted_and_told(
+async def test_a_rejected_event_too_deep_to_be_written_is_counted_and_reported(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
     deep = orjson.loads(b'{"id":"1","user":' + b"[" * 600 + b"]" * 600 + b"}")
     async with intake(server.url, keyspace) as running_intake:
-        receipt = await running_intake.take(event(0), deep)
+        receipt = await running_intake.accept_events(event(0), deep)
 
     assert receipt["accepted"] == 1
     assert [rejection["reason"] for rejection in receipt["rejected"]] == ["missing_field"]
@@ -97,10 +97,10 @@ async def test_a_flood_by_one_user_costs_others_nothing(
 ) -> None:
     async with intake(server.url, keyspace, of_one=20) as running_intake:
         flood = [
-            await running_intake.take(*(event(100 * call + n, "loud") for n in range(100)))
+            await running_intake.accept_events(*(event(100 * call + n, "loud") for n in range(100)))
             for call in range(5)
         ]
-        quiet_receipt = await running_intake.take(*(event(n, "quiet") for n in range(20)))
+        quiet_receipt = await running_intake.accept_events(*(event(n, "quiet") for n in range(20)))
 
     assert [receipt["accepted"] for receipt in flood] == [20, 0, 0, 0, 0]
     assert quiet_receipt["accepted"] == 20
@@ -119,7 +119,7 @@ async def test_a_full_stream_takes_nothing_until_it_is_trimmed(
         async def fill() -> None:
             nonlocal sent_count
             while sent_count < 100_000:
-                await running_intake.take(
+                await running_intake.accept_events(
                     *(event(sent_count + n, f"u-{n}", type="x" * 60) for n in range(500))
                 )
                 sent_count += 500
@@ -135,7 +135,7 @@ async def test_a_full_stream_takes_nothing_until_it_is_trimmed(
         client.xtrim(keyspace.events, maxlen=10, approximate=False)
 
         repeated_events = [event(sent_count + n, f"u-{n}", type="x" * 60) for n in range(500)]
-        receipt = await running_intake.take(*repeated_events)
+        receipt = await running_intake.accept_events(*repeated_events)
         # What went in before the stream was full counts once.
         assert (
             receipt["accepted"] + receipt["repeated"] == 500
@@ -146,12 +146,12 @@ async def test_a_full_stream_takes_nothing_until_it_is_trimmed(
 async def test_a_redis_at_its_maxmemory_is_full(tmp_path: Path, keyspace: Keyspace) -> None:
     with durable_redis(tmp_path, maxmemory="100mb") as small, small.client() as client:
         async with intake(small.url, keyspace) as running_intake:
-            await running_intake.take(event(0))
+            await running_intake.accept_events(event(0))
             client.config_set("maxmemory", "1")
             with pytest.raises(Problem) as caught:
-                await running_intake.take(event(1))
+                await running_intake.accept_events(event(1))
             client.config_set("maxmemory", "100mb")
-            receipt = await running_intake.take(event(0), event(1))
+            receipt = await running_intake.accept_events(event(0), event(1))
 
     assert caught.value.reason == "events_full"
     assert (receipt["accepted"], receipt["repeated"]) == (1, 1)
@@ -161,11 +161,11 @@ async def test_a_repetition_is_a_write_so_that_waiting_for_the_disk_waits_for_it
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
     async with intake(server.url, keyspace) as running_intake:
-        await running_intake.take(event(0))
+        await running_intake.accept_events(event(0))
         (id_key,) = client.keys(keyspace.event_ids + b"*")
         client.pexpire(id_key, 10_000)
 
-        assert (await running_intake.take(event(0)))["repeated"] == 1
+        assert (await running_intake.accept_events(event(0)))["repeated"] == 1
 
     assert client.pttl(id_key) > 10_000
 
@@ -177,10 +177,10 @@ async def test_positions_hold_while_redis_clock_stands_still(
     ms = int(client.time()[0]) * 1000 + 86_400_000
     client.xadd(keyspace.events, {"e": "{}"}, id=f"{ms}-{(1 << 19) - 1}")
     async with intake(server.url, keyspace) as running_intake:
-        first = await running_intake.take(event(0))
-        second_receipt = await running_intake.take(event(1), event(2))
+        first = await running_intake.accept_events(event(0))
+        second_receipt = await running_intake.accept_events(event(1), event(2))
         client.xtrim(keyspace.events, maxlen=0, approximate=False)
-        last = await running_intake.take(event(3))
+        last = await running_intake.accept_events(event(3))
 
     assert [receipt["position"] for receipt in (first, second_receipt, last)] == [
         f"{ms}-{1 << 19}",
@@ -189,7 +189,7 @@ async def test_positions_hold_while_redis_clock_stands_still(
     ]
 
 
-async def test_a_policy_that_evicts_ids_is_told_in_the_log(
+async def test_a_policy_that_evicts_ids_is_logged(
     server: DurableRedis, client: Any, keyspace: Keyspace, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def warned(**events: Any) -> bool:
@@ -211,16 +211,16 @@ async def test_less_durability_than_demanded_accepts_nothing_until_it_is_mended(
     with durable_redis(tmp_path, "everysec") as server, server.client() as client:
         async with intake(server.url, keyspace, durability="always") as strict:
             with pytest.raises(Problem) as caught:
-                await strict.take(event(0))
+                await strict.accept_events(event(0))
             assert (caught.value.status, caught.value.reason) == (503, "events_unavailable")
             assert "'everysec'" in caught.value.message
             assert client.xlen(keyspace.events) == 0
             async with intake(server.url, keyspace, durability="everysec") as patient:
-                assert (await patient.take(event(0)))["durability"] == "everysec"
+                assert (await patient.accept_events(event(0)))["durability"] == "everysec"
 
             client.config_set("appendfsync", "always")
 
-            assert (await strict.take(event(1)))["durability"] == "always"
+            assert (await strict.accept_events(event(1)))["durability"] == "always"
 
 
 async def test_another_server_behind_the_same_address_is_looked_at_anew(
@@ -228,14 +228,14 @@ async def test_another_server_behind_the_same_address_is_looked_at_anew(
 ) -> None:
     with durable_redis(tmp_path) as server:
         async with intake(server.url, keyspace, durability="always") as strict:
-            assert (await strict.take(event(0)))["accepted"] == 1
+            assert (await strict.accept_events(event(0)))["accepted"] == 1
             server.stop()
             server._settings["appendonly"] = "no"
             server.start()
 
             async def refused() -> bool:
                 with pytest.raises(Problem) as caught:
-                    await strict.take(event(1))
+                    await strict.accept_events(event(1))
                 return "'none'" in caught.value.message
 
             assert await eventually(
@@ -245,22 +245,22 @@ async def test_another_server_behind_the_same_address_is_looked_at_anew(
                 assert client.xlen(keyspace.events) == 0
 
 
-async def test_an_outage_is_told_and_over_when_redis_is_back(
+async def test_an_outage_is_reported_and_over_when_redis_is_back(
     tmp_path: Path, keyspace: Keyspace
 ) -> None:
     with durable_redis(tmp_path) as server:
         async with intake(server.url, keyspace) as running_intake:
-            await running_intake.take(event(0))
+            await running_intake.accept_events(event(0))
             server.kill()
             with pytest.raises(Problem) as caught:
-                await running_intake.take(event(1))
+                await running_intake.accept_events(event(1))
             assert (caught.value.status, caught.value.reason) == (503, "events_unavailable")
             assert running_intake.parts.intake.counts.refusals["events_unavailable"] == 1
             await running_intake.parts.intake.counts.refresh()
             assert running_intake.parts.intake.counts.gauges == {"up": 0.0}
             server.start()
 
-            receipt = await running_intake.take(event(0), event(1))
+            receipt = await running_intake.accept_events(event(0), event(1))
 
             assert (receipt["accepted"], receipt["repeated"]) == (1, 1)
 
@@ -269,13 +269,13 @@ async def test_the_script_comes_back_by_itself(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
     async with intake(server.url, keyspace) as running_intake:
-        await running_intake.take(event(0))
+        await running_intake.accept_events(event(0))
         client.script_flush()
 
-        assert (await running_intake.take(event(1)))["accepted"] == 1
+        assert (await running_intake.accept_events(event(1)))["accepted"] == 1
 
 
-async def test_requests_at_once_of_many_callers_count_each_event_once(
+async def test_requests_at_once_of_many_callers_count_every_event_once(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
     async with (
@@ -284,7 +284,7 @@ async def test_requests_at_once_of_many_callers_count_each_event_once(
     ):
         receipts = await asyncio.gather(
             *(
-                target_intake.take(event(n), event(n + 1))
+                target_intake.accept_events(event(n), event(n + 1))
                 for n in range(50)
                 for target_intake in (first_intake, two)
             )
@@ -311,8 +311,8 @@ async def test_a_connection_that_closes_while_it_opens_is_an_outage_and_any_othe
 
         monkeypatch.setattr(ConnectionPool, "get_connection", opened)
         with pytest.raises(Problem) as caught:
-            await running_intake.take(event(1))
+            await running_intake.accept_events(event(1))
         with pytest.raises(RuntimeError, match="a defect"):
-            await running_intake.take(event(1))
+            await running_intake.accept_events(event(1))
 
     assert (caught.value.status, caught.value.reason) == (503, "events_unavailable")

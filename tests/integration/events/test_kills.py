@@ -14,7 +14,7 @@ from serving.requests.errors import Problem
 from tests.integration.events.durable_redis import DurableRedis, durable_redis, stream_of
 from tests.integration.events.intakes import Intake, event, intake
 from tests.integration.events.killed_processes import KINDS, killed_processes
-from tests.integration.nights import UNTIL, prepare, publish_night
+from tests.integration.nights import DATA_UNTIL, prepare, publish_night
 
 BATCH = 20
 
@@ -27,7 +27,7 @@ async def send(
         batch = range(start, min(start + BATCH, numbers.stop))
         while True:
             try:
-                receipt = await target_intake.take(
+                receipt = await target_intake.accept_events(
                     *(event(number, f"u-{number % 7}") for number in batch)
                 )
             except Problem as problem:
@@ -96,15 +96,15 @@ async def processes_are_killed(folder: Path, kills: int) -> None:
         tables = {"user_topk": config.tables["user_topk"]}
         enabled = EventsConfig(enabled=True)
         config = replace(config, tables=tables, events=enabled, events_url=events.url)
-        publish_night(config, UNTIL)
+        publish_night(config, DATA_UNTIL)
         async with killed_processes(config, folder, pages, events, seed) as running:
             await running.ordeal(kills)
             await running.check(60.0)
             print(
-                f"{len(running.acknowledged)} acknowledged, {running.looks} looks, {dict(running.killed)}"
+                f"{len(running.acknowledged)} acknowledged, {running.lookup_count} looks, {dict(running.killed)}"
             )
             assert running.killed.total() == kills and set(running.killed) == set(KINDS)
-            assert running.acknowledged and running.looks
+            assert running.acknowledged and running.lookup_count
 
 
 async def test_kills_of_services_and_either_redis_lose_nothing_and_count_nothing_twice(

@@ -26,7 +26,7 @@ AHEAD_MS = 3_600_000
 
 
 @pytest.fixture
-def taken(client: Any, keyspace: Keyspace, tmp_path: Path) -> ArtefactStore:
+def store_ahead(client: Any, keyspace: Keyspace, tmp_path: Path) -> ArtefactStore:
     """A store that has an event of an hour ahead of Redis' clock, whose stream is gone."""
     store, now_ms = ArtefactStore(str(tmp_path)), client.time()[0] * 1000
     body = Event("old", 0, b"u", b"i").to_bytes()
@@ -62,9 +62,9 @@ async def test_new_events_stand_behind_what_nights_have_and_the_next_one_has_the
     await newest_position.load_taken_position(AT_ONCE)
     last_position = last_taken(taken)
     async with intake(server.url, keyspace) as running_intake:
-        running_intake.newest = newest_position()
-        receipts = [await running_intake.take(event(number)) for number in range(3)]
-        repeat_receipt = await running_intake.take(event(1))
+        running_intake.newest_position = newest_position()
+        receipts = [await running_intake.accept_events(event(number)) for number in range(3)]
+        repeat_receipt = await running_intake.accept_events(event(1))
 
     positions = [Position.parse(receipt["position"]) for receipt in receipts]
     assert positions[0] == Position(last_position.ms + 1, 0)
@@ -85,12 +85,12 @@ async def test_a_clock_that_is_not_behind_gives_positions_as_ever(
 ) -> None:
     now_ms = client.time()[0] * 1000
     async with intake(server.url, keyspace) as running_intake:
-        running_intake.newest = Position(now_ms - 1_000, 7)
-        first = Position.parse((await running_intake.take(event(0)))["position"])
-        running_intake.newest = Position(
+        running_intake.newest_position = Position(now_ms - 1_000, 7)
+        first = Position.parse((await running_intake.accept_events(event(0)))["position"])
+        running_intake.newest_position = Position(
             first.ms, first.sequence + 9
         )  # as another replica knows it
-        second = Position.parse((await running_intake.take(event(1)))["position"])
+        second = Position.parse((await running_intake.accept_events(event(1)))["position"])
 
     assert now_ms <= first.ms <= now_ms + 60_000
     assert Position(first.ms, first.sequence + 9) < second < Position(first.ms + 60_000, 0)
@@ -112,7 +112,7 @@ async def test_the_newest_of_all_that_is_known_counts(tmp_path: Path, taken: Art
         assert newest_position() == expected_position
 
 
-async def test_what_the_store_cannot_tell_is_told_by_what_is_held(
+async def test_without_a_readable_position_in_the_store_that_of_the_snapshots_counts_and_a_warning_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = ArtefactStore(str(tmp_path))

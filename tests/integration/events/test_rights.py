@@ -26,16 +26,16 @@ from serving.events import intake as inbox_module
 from serving.events.intake import INBOX_GROUP
 from tests.conftest import redis_binary
 from tests.integration.events.intakes import event, intake
-from tests.integration.events.test_check import told
+from tests.integration.events.test_check import check_events
 from tests.integration.releases.test_acl import CONF, answering, client
 from tests.integration.serving_app import eventually
-from tests.polling import until
+from tests.polling import poll_until
 from tests.unit.infra.test_alerts import SECTIONS
 
 KEYS = Keyspace("default")
 SERVICES: Any = yaml.safe_load((CONF.parent / "compose.yaml").read_text())["services"]
-SHARED, OWN = "redis", "redis-events"
-KEPT = {SHARED: "none", OWN: "everysec"}
+SHARED, EVENTS_SERVER = "redis", "redis-events"
+DURABILITY = {SHARED: "none", EVENTS_SERVER: "everysec"}
 """Durability of events in the server of pages, and in their own."""
 PASSWORDS = {"larder-reader": "reads", "larder-loader": "loads"}
 
@@ -59,7 +59,7 @@ def started(name: str, folder: Path, socket: Path) -> GuardedCommand:
     return GuardedCommand([shell, flags, script], log=folder / "log", env={**os.environ, **environ})
 
 
-@pytest.fixture(scope="module", params=[SHARED, OWN])
+@pytest.fixture(scope="module", params=[SHARED, EVENTS_SERVER])
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Path]]:
@@ -67,7 +67,7 @@ def server(
     folder = tmp_path_factory.mktemp("rights")
     path = folder / "redis.sock"
     with started(request.param, folder, path) as process:
-        assert until(lambda: answering(path)), process.tail()
+        assert poll_until(lambda: answering(path)), process.tail()
         yield request.param, path
 
 
@@ -87,10 +87,10 @@ async def test_the_service_takes_events_in_with_the_readers_rights(
         producer.xadd(KEYS.inbox, {"user": "u", "item": "i", "id": "1"})
         producer.xadd(KEYS.inbox, {"user": "u"})
     async with intake(url, KEYS, inbox=True) as running_intake:
-        answer = await running_intake.take(event(1), event(1), {"id": "x"})
+        answer = await running_intake.accept_events(event(1), event(1), {"id": "x"})
         await running_intake.parts.intake.rejections.flush()
         assert (answer["accepted"], answer["repeated"]) == (1, 1)
-        assert answer["durability"] == KEPT[name]
+        assert answer["durability"] == DURABILITY[name]
 
         counts = running_intake.parts.intake.counts
 
@@ -134,19 +134,19 @@ def test_the_night_takes_over_trims_and_forgets_with_the_loaders_rights(
 
         assert forgotten_count >= 2 and taken_events.events == trimmed == event_count - 1
         assert reader.xlen(KEYS.events) == 0
-    state, _ = told(tmp_path, url, enabled=True)  # `larder check`
-    assert state == ("ok" if name == OWN else "to do")
+    state, _ = check_events(tmp_path, url, enabled=True)  # `larder check`
+    assert state == ("ok" if name == EVENTS_SERVER else "to do")
 
 
-def test_with_a_server_of_their_own_nobody_reaches_anything_else(tmp_path: Path) -> None:
+def test_with_a_server_of_their_own_no_user_reaches_anything_else(tmp_path: Path) -> None:
     socket = tmp_path / "redis.sock"
     commands = [
         ("SET", KEYS.overlay("g1", "user_topk", "ab"), "x"), ("GET", KEYS.live), ("SET", KEYS.live, "{}"),
         ("HSET", KEYS.generations, "g1", "{}"), ("ZADD", KEYS.replicas, "1", "a"), ("FLUSHALL",),
         ("CONFIG", "SET", "appendonly", "no"), ("ACL", "LIST"), ("SHUTDOWN",), ("UNLINK", KEYS.events),
     ]  # fmt: skip
-    with started(OWN, tmp_path, socket) as process:
-        assert until(lambda: answering(socket)), process.tail()
+    with started(EVENTS_SERVER, tmp_path, socket) as process:
+        assert poll_until(lambda: answering(socket)), process.tail()
         for user, password in (("larder-reader", "reads"), ("larder-loader", "loads")):
             with client(socket, user, password) as connection:
                 for command in commands:
@@ -182,14 +182,14 @@ def test_a_server_of_their_own_gives_no_right_that_the_shared_one_does_not() -> 
     assert commands(own_lines["larder-loader"]) <= commands(shared["larder-loader"])
 
 
-def told_to_run() -> list[tuple[str, str, str]]:
+def read_runbook_commands() -> list[tuple[str, str, str]]:
     """(server, user, command) of each line of redis-cli in the runbook; "" where no user is named.
 
     What sections of events say holds for either server, by where events lie.
     """
     runbook_commands = []
     for name, text in SECTIONS.items():
-        servers = (SHARED, OWN) if name.startswith("LarderEvents") else (SHARED,)
+        servers = (SHARED, EVENTS_SERVER) if name.startswith("LarderEvents") else (SHARED,)
         for line in re.split(r"(?m)^- ", text):
             user = ""  # who is named holds for the rest of a step
             for named, command in re.findall(r"as `(larder-\w+)`|`redis-cli ([^`]+)`", line):
@@ -199,7 +199,9 @@ def told_to_run() -> list[tuple[str, str, str]]:
     return sorted(set(runbook_commands))
 
 
-@pytest.mark.parametrize(("server", "user", "command"), told_to_run(), indirect=["server"], ids=str)
+@pytest.mark.parametrize(
+    ("server", "user", "command"), read_runbook_commands(), indirect=["server"], ids=str
+)
 def test_what_the_runbook_says_to_run_the_user_that_it_names_may_run(
     server: tuple[str, Path], user: str, command: str
 ) -> None:
@@ -218,8 +220,8 @@ def test_what_the_runbook_says_to_run_the_user_that_it_names_may_run(
 
 
 def test_the_runbook_tells_to_run_something_on_either_server() -> None:
-    of_server = Counter(server for server, _, _ in told_to_run())
-    assert of_server[OWN] >= 4 and of_server[SHARED] >= 4 + 6
+    of_server = Counter(server for server, _, _ in read_runbook_commands())
+    assert of_server[EVENTS_SERVER] >= 4 and of_server[SHARED] >= 4 + 6
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ async def test_what_is_accepted_was_on_disk_though_settings_are_hidden(
             client.execute_command("ACL", "SETUSER", "events", *rights)
         url = server.url.replace("//", "//events:hidden@")
         async with intake(url, keyspace, durability="always") as running_intake:
-            receipt = await running_intake.take(event(0), event(1))
-            repeat_receipt = await running_intake.take(event(1), event(2))
+            receipt = await running_intake.accept_events(event(0), event(1))
+            repeat_receipt = await running_intake.accept_events(event(1), event(2))
             server.kill()
 
         assert running_intake.parts.redis.found_durability == FoundDurability("always", waits=True)

@@ -20,7 +20,7 @@ from precompute.config.settings import NightConfig
 from precompute.traffic import experiments
 from precompute.traffic.experiments import demand_match, published_manifest
 from tests.integration.fleet import control_of
-from tests.integration.nights import UNTIL, build_night, publish_night
+from tests.integration.nights import DATA_UNTIL, build_night, publish_night
 
 ARMS = ("--arm", "control={own}:0.5", "--arm", "other={arm}:0.5")
 
@@ -35,7 +35,7 @@ def namespaces(
         build_night(folder, redis_url, users=40, items=30), flip=FlipConfig(wait_s=0.3)
     )
     arm = replace(own_config, namespace=f"{own_config.namespace}-b", page_bytes=8 * 1024)
-    publish_night(arm, UNTIL)
+    publish_night(arm, DATA_UNTIL)
     return own_config, arm
 
 
@@ -153,7 +153,7 @@ def test_arms_of_other_tables_are_refused(namespaces: tuple[NightConfig, NightCo
         ("less", less, r"user_affinity' is .* and absent in"),
     ):
         arm_config = replace(own_config, namespace=f"{own_config.namespace}-{name}", tables=tables)
-        publish_night(arm_config, UNTIL)
+        publish_night(arm_config, DATA_UNTIL)
         with pytest.raises(Conflict, match=error_pattern):
             run((own_config, arm_config), "start", "b", *ARMS)
 

@@ -51,7 +51,7 @@ def test_the_log_is_exact_and_feedback_finds_its_arm(tmp_path: Path, redis_url: 
     user = min(histories(own_config))
     with fleet(own_config, tmp_path / "logs", count=1) as (service,):
         experiments.start(own_config, ExperimentOption(own_config.namespace, "ranker", named, 0.8))
-        expected, clicks = _asked(own_config, service, user)
+        expected, clicks = _look_up_and_click(own_config, service, user)
 
     status = run(own_config, "experiment", "status", "ranker")
     (experiment_status,) = status["experiments"]
@@ -87,7 +87,7 @@ def test_the_log_is_exact_and_feedback_finds_its_arm(tmp_path: Path, redis_url: 
     assert "exposure_parts" in retire.run(own_config)
 
 
-def _asked(
+def _look_up_and_click(
     own_config: NightConfig, service: ServiceProcess, user: str
 ) -> tuple[dict[str, str | None], Counter[str]]:
     """Asks three times for each key, and reports clicks; the arm of each key, and the clicks of each arm."""

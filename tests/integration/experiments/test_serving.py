@@ -21,7 +21,7 @@ from serving.client.clients import AsyncClient
 from tests.integration.experiments.arms import arms, live_of
 from tests.integration.fleet import beating, fleet
 from tests.integration.nights import histories, publish_night, roll_back
-from tests.polling import until
+from tests.polling import poll_until
 
 KEYS = [f"key-{number}" for number in range(120)]
 CONTEXT = ssl.create_default_context()
@@ -73,14 +73,14 @@ def _client(service: ServiceProcess) -> httpx.Client:
     return httpx.Client(base_url=service.url, verify=CONTEXT)
 
 
-def ask(
+def get_answers(
     service: ServiceProcess, body: dict[str, Any], status: int = 200, arm: str | None = None
 ) -> list[dict[str, Any]]:
     with _client(service) as client:
-        return _asked(client, body, status, {} if arm is None else {"x-larder-arm": arm})
+        return _post_lookup(client, body, status, {} if arm is None else {"x-larder-arm": arm})
 
 
-def _asked(
+def _post_lookup(
     client: httpx.Client,
     body: dict[str, Any],
     status: int = 200,
@@ -93,12 +93,12 @@ def _asked(
     return answers
 
 
-def seen(service: ServiceProcess, users: list[str]) -> dict[str, Any]:
+def get_assignments(service: ServiceProcess, users: list[str]) -> dict[str, Any]:
     """What answers each key; several entities each, so that a torn request would show."""
     assignment_by_key = {}
     with _client(service) as client:
         for key in KEYS:
-            answers = _asked(client, {"entities": users, "k": 5, "canary_key": key})
+            answers = _post_lookup(client, {"entities": users, "k": 5, "canary_key": key})
             (assignment_by_key[key],) = {
                 (answer["generation"], answer.get("experiment"), answer.get("arm"))
                 for answer in answers
@@ -120,7 +120,7 @@ def followed(
             for service in services
         )
 
-    assert until(is_so)
+    assert poll_until(is_so)
 
 
 def version_of(service: ServiceProcess) -> int:
@@ -138,12 +138,12 @@ async def test_arms_answer_whole_requests_of_their_keys_alike_everywhere(served:
     own_config, arm_config, services = served
     users = sorted(histories(own_config))[:3]
 
-    assert {batch_answer.get("arm") for batch_answer in ask(services[0], {"entities": users})} == {
-        None
-    }
+    assert {
+        batch_answer.get("arm") for batch_answer in get_answers(services[0], {"entities": users})
+    } == {None}
     await asyncio.to_thread(start, own_config, arm_config, "ranker", holdout=0.1)
     await asyncio.to_thread(followed, own_config, arm_config, services)
-    assignments = [seen(service, users) for service in services]
+    assignments = [get_assignments(service, users) for service in services]
 
     assert (
         assignments[0]
@@ -153,16 +153,16 @@ async def test_arms_answer_whole_requests_of_their_keys_alike_everywhere(served:
     assert len(Counter(assignments[0].values())) == 3
     # By default the user decides; several have no key.
     for user in users:
-        (answer,) = ask(services[1], {"entities": [user]})
+        (answer,) = get_answers(services[1], {"entities": [user]})
         assert (answer["generation"], answer.get("experiment"), answer.get("arm")) == expected(
             own_config, arm_config, user
         )
     assert {
-        batch_answer["generation"] for batch_answer in ask(services[0], {"entities": users})
+        batch_answer["generation"] for batch_answer in get_answers(services[0], {"entities": users})
     } == {live_of(own_config)}
     # A pin finds the namespace that has it.
     for config in (own_config, arm_config):
-        (answer, _) = ask(
+        (answer, _) = get_answers(
             services[0], {"entities": users[:2], "generation": live_of(config), "canary_key": "k"}
         )
         assert answer["generation"] == live_of(config) and "arm" not in answer
@@ -171,7 +171,7 @@ async def test_arms_answer_whole_requests_of_their_keys_alike_everywhere(served:
 async def test_a_tester_chooses_an_arm_and_one_that_is_not_held_is_refused(served: Served) -> None:
     own_config, arm_config, services = served
     users = sorted(histories(own_config))[:2]
-    request_counts_before = counted(services[0])
+    request_counts_before = scrape_arm_requests(services[0])
 
     for body, header in (
         ({"entities": users, "arm": "ranker=b"}, None),
@@ -179,7 +179,7 @@ async def test_a_tester_chooses_an_arm_and_one_that_is_not_held_is_refused(serve
         ({"entities": users, "arm": "ranker=b"}, "ranker=control"),
         ({"entities": users, "arm": "ranker=b", "canary_key": KEYS[0]}, None),
     ):
-        answers = ask(services[0], body, arm=header)
+        answers = get_answers(services[0], body, arm=header)
         assert {(answer["generation"], answer["arm"]) for answer in answers} == {
             (live_of(arm_config), "b")
         }
@@ -194,10 +194,10 @@ async def test_a_tester_chooses_an_arm_and_one_that_is_not_held_is_refused(serve
         assert (single.arm, single.generation) == ("control", live_of(own_config))
         ranked = await client.score(users[0], list(single.items or ())[:3], Options(arm="ranker=b"))
         assert (ranked.arm, ranked.generation) == ("b", live_of(arm_config))
-    assert counted(services[0]) == request_counts_before
+    assert scrape_arm_requests(services[0]) == request_counts_before
     for arm, status in (("ranker=c", 409), ("nobody=b", 409), ("b", 422), ("a=b=c", 422)):
-        ask(services[0], {"entities": users, "arm": arm}, status)
-        ask(services[0], {"entities": users}, status, arm)
+        get_answers(services[0], {"entities": users, "arm": arm}, status)
+        get_answers(services[0], {"entities": users}, status, arm)
         with _client(services[0]) as http:
             query = http.get(f"/v1/lookup/user_topk/{users[0]}", params={"arm": arm})
         assert query.status_code == status
@@ -206,7 +206,7 @@ async def test_a_tester_chooses_an_arm_and_one_that_is_not_held_is_refused(serve
     assert explained.status_code == 422
 
 
-def counted(service: ServiceProcess) -> list[str]:
+def scrape_arm_requests(service: ServiceProcess) -> list[str]:
     """Requests of arms, as they are exposed."""
     with _client(service) as client:
         text = client.get("/metrics").text
@@ -225,7 +225,9 @@ async def test_a_night_and_a_roll_back_in_one_arm_are_that_arms_alone(served: Se
     await asyncio.to_thread(publish_night, arm_config, "2026-01-28T12:00:00Z")
     assert live_of(arm_config) != previous_generation and live_of(own_config) == mine
     await asyncio.to_thread(followed, own_config, arm_config, services)
-    assert seen(services[0], users) == {key: expected(own_config, arm_config, key) for key in KEYS}
+    assert get_assignments(services[0], users) == {
+        key: expected(own_config, arm_config, key) for key in KEYS
+    }
     # What the arm's previous generation was is held, too: its retire leaves it.
     assert all(previous_generation in replica.held_generations for replica in beating(arm_config))
     assert not any(
@@ -235,10 +237,12 @@ async def test_a_night_and_a_roll_back_in_one_arm_are_that_arms_alone(served: Se
     await asyncio.to_thread(roll_back, arm_config)
     assert live_of(arm_config) == previous_generation
     await asyncio.to_thread(followed, own_config, arm_config, services)
-    assert seen(services[1], users) == {key: expected(own_config, arm_config, key) for key in KEYS}
+    assert get_assignments(services[1], users) == {
+        key: expected(own_config, arm_config, key) for key in KEYS
+    }
 
 
-async def test_what_the_control_blocks_no_arm_serves_and_the_other_way_round_each_its_own(
+async def test_an_item_that_the_control_blocks_no_arm_serves_and_an_arms_block_is_its_own(
     served: Served,
 ) -> None:
     own_config, arm_config, services = served
@@ -246,19 +250,19 @@ async def test_what_the_control_blocks_no_arm_serves_and_the_other_way_round_eac
     arm_bodies = [{"entities": [user], "arm": f"ranker={arm}"} for arm in ("control", "b")]
 
     def items(body: dict[str, Any]) -> list[str]:
-        (answer,) = ask(services[0], body)
+        (answer,) = get_answers(services[0], body)
         item_ids: list[str] = answer["items"]
         return item_ids
 
     first, second = (items(body) for body in arm_bodies)
     blocked_item = next(item for item in second if item in first)
     change_blocklist(own_config.store(), block_items=[blocked_item.encode()])
-    assert until(lambda: not any(blocked_item in items(body) for body in arm_bodies))
+    assert poll_until(lambda: not any(blocked_item in items(body) for body in arm_bodies))
     change_blocklist(own_config.store(), unblock_items=[blocked_item.encode()])
-    assert until(lambda: all(blocked_item in items(body) for body in arm_bodies))
+    assert poll_until(lambda: all(blocked_item in items(body) for body in arm_bodies))
 
     change_blocklist(arm_config.store(), block_items=[blocked_item.encode()])
-    assert until(lambda: blocked_item not in items(arm_bodies[1]))
+    assert poll_until(lambda: blocked_item not in items(arm_bodies[1]))
     assert blocked_item in items(arm_bodies[0])
     change_blocklist(arm_config.store(), unblock_items=[blocked_item.encode()])
 
@@ -266,11 +270,11 @@ async def test_what_the_control_blocks_no_arm_serves_and_the_other_way_round_eac
 async def test_a_change_of_shares_moves_no_key_but_those_it_names(served: Served) -> None:
     own_config, arm_config, services = served
     users = sorted(histories(own_config))[:2]
-    assignment_before = seen(services[0], users)
+    assignment_before = get_assignments(services[0], users)
 
     await asyncio.to_thread(experiments.change_shares, own_config, "ranker", key_share=0.9)
     await asyncio.to_thread(followed, own_config, arm_config, services)
-    after = seen(services[0], users)
+    after = get_assignments(services[0], users)
 
     assert after == {key: expected(own_config, arm_config, key) for key in KEYS}
     moved = {key for key in KEYS if after[key] != assignment_before[key]}
@@ -284,12 +288,16 @@ async def test_when_it_stops_its_keys_are_the_services_own_and_the_namespace_is_
     users = sorted(histories(own_config))[:2]
 
     await asyncio.to_thread(experiments.stop, own_config, "ranker")
-    assert until(lambda: not beating(arm_config))
+    assert poll_until(lambda: not beating(arm_config))
 
-    assert set((seen(services[0], users)).values()) == {(live_of(own_config), None, None)}
-    ask(services[0], {"entities": users, "arm": "ranker=b"}, 409)
+    assert set((get_assignments(services[0], users)).values()) == {
+        (live_of(own_config), None, None)
+    }
+    get_answers(services[0], {"entities": users, "arm": "ranker=b"}, 409)
     # And a namespace that is let go is held again where one asks for it.
     await asyncio.to_thread(start, own_config, arm_config, "again", share=0.9)
     await asyncio.to_thread(followed, own_config, arm_config, services)
-    assert seen(services[1], users) == {key: expected(own_config, arm_config, key) for key in KEYS}
+    assert get_assignments(services[1], users) == {
+        key: expected(own_config, arm_config, key) for key in KEYS
+    }
     await asyncio.to_thread(experiments.stop, own_config, "again")

@@ -78,7 +78,7 @@ async def test_what_is_blocked_while_an_arm_starts_is_in_none_of_its_answers(
         assert blocked_item not in await items("b")
 
 
-async def test_a_service_that_starts_opens_each_arm_once(
+async def test_a_service_that_starts_opens_every_arm_once(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_config, arm_config = arms(tmp_path, redis_url)

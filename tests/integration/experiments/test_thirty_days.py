@@ -41,7 +41,7 @@ def check_log(days: ThirtyDays) -> None:
     for experiment in ("first", "second", "third"):
         arm_totals = totals(store, experiment)
         for arm, arm_total in arm_totals.items():
-            assert arm_total.requests == days.asked[experiment, arm]
+            assert arm_total.requests == days.request_counts[experiment, arm]
             assert arm_total.feedback["click"] == days.clicked[experiment, arm]
         for file in store.names(f"exposures/{experiment}"):
             if file.endswith(".parquet"):

@@ -142,9 +142,9 @@ class HeldByReplica:
 
     async def start(self) -> None:
         await self.refresher.look_at_blocklist()
-        await self.look()
+        await self.poll()
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """What the background does every second."""
         await self.follower.poll_pointer()
         await self.follower.settled()
@@ -163,39 +163,41 @@ class SimReplica:
 
     def __init__(self, days: "ThirtyDays", number: int, life: int) -> None:
         self.name = f"replica-{number}-{life}"
-        self.held: dict[str, HeldByReplica] = {}
+        self.held_namespaces: dict[str, HeldByReplica] = {}
         self._days = days
         own_namespace = days.namespaces[0]
-        self.own = HeldByReplica(days, self.name, own_namespace)
+        self.own_held_namespace = HeldByReplica(days, self.name, own_namespace)
         self.exposures = ExposureLog(
             days.store_of(own_namespace), self.name, clock=days.clock, in_thread=THREADS
         )
         self.arms = Arms(
-            self.own.service, own_namespace, days.store_of(own_namespace), self._hold,
+            self.own_held_namespace.service, own_namespace, days.store_of(own_namespace), self._hold_namespace,
             in_thread=THREADS, grace_s=GRACE_S, timer=days.clock,
         )  # fmt: skip
         self.router = ExperimentRouter(
             self.arms, self.exposures, ExperimentMetrics(Metrics().registry), days.canaries.of
         )
 
-    def _hold(self, namespace: str) -> HeldByReplica:
-        replica_namespace = self.held[namespace] = HeldByReplica(self._days, self.name, namespace)
+    def _hold_namespace(self, namespace: str) -> HeldByReplica:
+        replica_namespace = self.held_namespaces[namespace] = HeldByReplica(
+            self._days, self.name, namespace
+        )
         return replica_namespace
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """All that the background does, once."""
-        await self.own.look()
+        await self.own_held_namespace.poll()
         await self.arms.refresh()
         await self.arms.settled()
         needed = self.arms.record.namespaces(self._days.namespaces[0])
-        for namespace, replica_namespace in self.held.items():
+        for namespace, replica_namespace in self.held_namespaces.items():
             if namespace in needed:
-                await replica_namespace.look()
+                await replica_namespace.poll()
 
     async def stop(self) -> None:
         """Ends as a service does: what it counted is written down."""
         await self.arms.aclose()
-        await self.own.aclose()
+        await self.own_held_namespace.aclose()
         while self.exposures._parts or self.exposures._windows:
             await self.exposures.flush()
 
@@ -225,7 +227,7 @@ class ThirtyDays:
     counts: Counter[str] = field(default_factory=Counter)
     exposed: set[tuple[str, int, str, str]] = field(default_factory=set)
     """Experiment, hour, arm and key of every exposure there should be."""
-    asked: Counter[tuple[str, str]] = field(default_factory=Counter)
+    request_counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     clicked: Counter[tuple[str, str]] = field(default_factory=Counter)
     assigned: dict[bytes, Arm] = field(default_factory=dict)
     live: dict[str, str] = field(default_factory=dict)
@@ -233,13 +235,13 @@ class ThirtyDays:
     def __post_init__(self) -> None:
         self.rng, self.clock = random.Random(self.seed), Clock()
         self.canaries = CanaryRouters()
-        self.clock.now = float(START)
+        self.clock.now_s = float(START)
         self.pool = ConnectionPool.from_url(self.redis_url, protocol=3)
         self.nights = {name: self._night_of(name) for name in self.namespaces}
         self.config = NightConfig(
             namespace=self.namespaces[0], artifacts="artifacts", redis_url=self.redis_url, base=str(self.folder),
         )  # fmt: skip
-        self.made = 0
+        self.generation_count = 0
         self.of_generation: dict[str, str] = {}
         self.replicas: list[SimReplica] = []
         self.all_keys = [f"key-{number}".encode() for number in range(self.keys)]
@@ -270,7 +272,7 @@ class ThirtyDays:
             self.publish(name)
         self.replicas = [SimReplica(self, number, 0) for number in range(REPLICAS)]
         for replica in self.replicas:
-            await replica.own.start()
+            await replica.own_held_namespace.start()
         events = self._events()
         for day in range(30):
             event = events.get(day)
@@ -280,11 +282,11 @@ class ThirtyDays:
             await self.follow()
             self.check_assignment(event[1] if event is not None else ())
             for hour in sorted(self.rng.sample(range(24), 2)):
-                self.clock.now = float(
+                self.clock.now_s = float(
                     START + day * DAY_S + hour * HOUR_S + self.rng.random() * 600
                 )
                 await self.traffic()
-            self.clock.now = float(START + day * DAY_S + 24 * HOUR_S - 60)
+            self.clock.now_s = float(START + day * DAY_S + 24 * HOUR_S - 60)
             await self.night(day)
         await self.end()
 
@@ -361,9 +363,9 @@ class ThirtyDays:
 
     def publish(self, namespace: str) -> None:
         """A night: another generation, live from now on."""
-        self.made += 1
-        day = datetime(2027, 1, 1, tzinfo=UTC) + timedelta(hours=self.made)
-        generation = f"{day:%Y%m%dT%H%M%SZ}-{self.made:012x}"
+        self.generation_count += 1
+        day = datetime(2027, 1, 1, tzinfo=UTC) + timedelta(hours=self.generation_count)
+        generation = f"{day:%Y%m%dT%H%M%SZ}-{self.generation_count:012x}"
         night = self.nights[namespace]
         night.load(generation)
         moves.publish(night.releases, generation, attempt=night.attempt())
@@ -372,9 +374,9 @@ class ThirtyDays:
     async def follow(self) -> None:
         """Every replica looks at everything."""
         for replica in self.replicas:
-            await replica.look()
+            await replica.poll()
             assert replica.arms.record == self.record
-            assert replica.own.follower.stale in (None, "blocklist_unreadable")
+            assert replica.own_held_namespace.follower.stale in (None, "blocklist_unreadable")
 
     async def night(self, day: int) -> None:
         """Nights of all namespaces, sweeps, exposures; now and then another replica takes one's place."""
@@ -383,20 +385,20 @@ class ThirtyDays:
             if not is_freed and self.rng.random() < self.nightly:
                 self.publish(namespace)
         await self.follow()
-        self.clock.now += 30.0
+        self.clock.now_s += 30.0
         await self.follow()  # beats of now: what replicas hold is known to the sweeps
         for namespace, night in self.nights.items():
             for generation in sweepable(night.releases, keep=KEEP, grace_s=0.0):
                 retire(night.releases, generation, attempt=night.attempt(), grace_s=0.0)
                 self.counts["retired"] += 1
-            assert self.pages_by_generation(namespace).keys() <= self.kept(namespace)
+            assert self.pages_by_generation(namespace).keys() <= self.allowed_generations(namespace)
         for replica in self.replicas:
             await replica.exposures.flush()
         at = self.rng.randrange(REPLICAS)
         if self.rng.random() < 0.3:
             await self.replicas[at].stop()
             self.replicas[at] = SimReplica(self, at, day + 1)
-            await self.replicas[at].own.start()
+            await self.replicas[at].own_held_namespace.start()
             self.counts["replaced"] += 1
         self.gather()
 
@@ -407,7 +409,7 @@ class ThirtyDays:
 
     async def traffic(self) -> None:
         """Requests of random keys at random replicas, and clicks on some of the answers."""
-        hour = int(self.clock.now // HOUR_S)
+        hour = int(self.clock.now_s // HOUR_S)
         self.live = {
             name: pointer.generation
             for name, night in self.nights.items()
@@ -428,7 +430,7 @@ class ThirtyDays:
             if (assigned_arm := self.assigned[key]) is not None:
                 name, arm = assigned_arm
                 self.exposed.add((name, hour, arm, key.decode()))
-                self.asked[assigned_arm] += 1
+                self.request_counts[assigned_arm] += 1
                 if self.rng.random() < 0.2:
                     feedback_report = FeedbackReport(None, key, None, "click", 1)
                     assert replica.router.feedback(feedback_report)["experiment"] == f"{name}={arm}"
@@ -442,7 +444,7 @@ class ThirtyDays:
         for experiment_name in ("first", "third"):
             experiments.stop(self.config, experiment_name)
         await self.follow()
-        self.clock.now += GRACE_S
+        self.clock.now_s += GRACE_S
         await self.follow()
         for namespace in self.namespaces[1:]:
             assert self.nights[namespace].control.replicas() == []
@@ -452,7 +454,7 @@ class ThirtyDays:
             free_namespaces(self.config, experiment_name)
         for namespace in self.namespaces:
             assert (self.pages(namespace) > 0) == (namespace == self.namespaces[0])
-        self.clock.now += 2 * HOUR_S
+        self.clock.now_s += 2 * HOUR_S
         self.gather()
         await self.pool.disconnect()
 
@@ -524,7 +526,7 @@ class ThirtyDays:
         """Number of page keys in Redis."""
         return self.pages_by_generation(namespace).total()
 
-    def kept(self, namespace: str) -> set[str]:
+    def allowed_generations(self, namespace: str) -> set[str]:
         """Generations that may have pages: live, those that a sweep leaves, and those that replicas hold."""
         night = self.nights[namespace]
         held_generations = {
@@ -536,10 +538,10 @@ class ThirtyDays:
         return (
             {generation_id for generation_id in (ledger.live, ledger.previous) if generation_id}
             | held_generations
-            | self._left(night)
+            | self._spared_generations(night)
         )
 
-    def _left(self, night: Nights) -> set[str]:
+    def _spared_generations(self, night: Nights) -> set[str]:
         states = night.releases.ledger().states
         superseded = sorted(
             (generation_id for generation_id, state in states.items() if state == "superseded"),

@@ -6,7 +6,7 @@ from tests.integration.fresh.events_world import EventWorld, until_counted
 from tests.integration.serving_app import Running
 
 
-class Told(NamedTuple):
+class ServedWorld(NamedTuple):
     """A running service and its world."""
 
     app: Running
@@ -18,7 +18,7 @@ class Told(NamedTuple):
         self.world.accept([self.world.event(user, item) for item in items])
         await until_counted(self.app, self.world)
 
-    async def one(self, user: str, table: str = "user_topk", **query: Any) -> dict[str, Any]:
+    async def get_answer(self, user: str, table: str = "user_topk", **query: Any) -> dict[str, Any]:
         """The answer to a GET."""
         return await self.app.get(f"/v1/lookup/{table}/{user}", **query)
 

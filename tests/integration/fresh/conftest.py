@@ -6,7 +6,7 @@ import pytest
 
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer
-from tests.integration.fresh.asking import Told
+from tests.integration.fresh.asking import ServedWorld
 from tests.integration.fresh.events_world import EVENTS, EventWorld, until_counted
 from tests.integration.fresh.followed_stream import Stream
 from tests.integration.serving_app import serving
@@ -20,9 +20,9 @@ def stream(redis_server: RedisServer, keyspace: Keyspace) -> Iterator[Stream]:
 
 
 @pytest.fixture
-async def told(published: tuple[EventWorld, str]) -> AsyncIterator[Told]:
+async def served_world(published: tuple[EventWorld, str]) -> AsyncIterator[ServedWorld]:
     world, generation = published
     async with serving(world.config, events=EVENTS) as app:
         if world.accepted:
             await until_counted(app, world)
-        yield Told(app, world, generation)
+        yield ServedWorld(app, world, generation)

@@ -28,7 +28,7 @@ from cache.topk.topk import Scorer
 from precompute.config.settings import NightConfig
 from precompute.partitions.grouping import by_time, last_occurrence_mask
 from tests.attached import newer_events_of
-from tests.integration.nights import UNTIL, build_verified, publish
+from tests.integration.nights import DATA_UNTIL, build_verified, publish
 from tests.integration.serving_app import Running, eventually
 from tests.opened import open_generation
 
@@ -66,9 +66,9 @@ class EventWorld:
         return sorted({user for user, _, _ in self.rows})
 
     @cached_property
-    def known(self) -> list[str]:
+    def known_users(self) -> list[str]:
         """Users whom a night knows, sorted."""
-        return sorted(self._history(BEGINNING, UNTIL))
+        return sorted(self._history(BEGINNING, DATA_UNTIL))
 
     @cached_property
     def items(self) -> list[str]:
@@ -101,7 +101,7 @@ class EventWorld:
         at = self._newest_us + self._count if at_us is None else at_us
         return Event(f"event-{self._count}", at, user.encode(), item.encode(), weight=weight)
 
-    def build(self, until_position: Position = BEGINNING, data_until: str = UNTIL) -> str:
+    def build(self, until_position: Position = BEGINNING, data_until: str = DATA_UNTIL) -> str:
         """A verified generation that has the events up to a position; its lists are those of the source alone."""
         generation = build_verified(self.config, data_until)
         manifest, root = open_generation(self.config.store(), generation)
@@ -112,7 +112,7 @@ class EventWorld:
         self.config.store().write(path, manifest.to_bytes())
         return generation
 
-    def publish(self, until_position: Position = BEGINNING, data_until: str = UNTIL) -> str:
+    def publish(self, until_position: Position = BEGINNING, data_until: str = DATA_UNTIL) -> str:
         """The same, live."""
         generation = self.build(until_position, data_until)
         publish(self.config, generation)
@@ -174,7 +174,7 @@ class EventWorld:
         generation: str,
         users: Sequence[str],
         upto: Position | None = None,
-        data_until: str = UNTIL,
+        data_until: str = DATA_UNTIL,
     ) -> dict[str, tuple[list[str], NDArray[np.float32]]]:
         """Lists of a night over the source and all events up to a position, made here from the rows themselves."""
         rows = self._history(upto or self.accepted[-1][0], data_until)

@@ -42,27 +42,27 @@ class Stream:
     timer: Callable[[], float] = time.monotonic
     url: str = ""
     """Where the follower looks for the stream, if elsewhere than `server`."""
-    newer: NewerEvents = field(default_factory=NewerEvents)
+    newer_events: NewerEvents = field(default_factory=NewerEvents)
     notes: list[str | None] = field(default_factory=list)
-    looks: int = 0
+    recheck_count: int = 0
     """Times that the shelf was asked to look at all values again."""
 
     def __post_init__(self) -> None:
         holder: Any = SimpleNamespace(served=None, blocklist=Blocklist())
-        self.shelf = holder
+        self.holder = holder
         self.client = redis.Redis.from_url(self.server.url, protocol=2)
         self.follower = EventFollower(
-            self.url or self.server.url, self.keyspace, self.newer, holder, self.notes.append,
+            self.url or self.server.url, self.keyspace, self.newer_events, holder, self.notes.append,
             recheck_values=self._look_again, limit_bytes=self.limit_bytes, timer=self.timer,
         )  # fmt: skip
         self._count = 0
 
     def _look_again(self) -> None:
-        self.looks += 1
+        self.recheck_count += 1
 
-    def hold(self, *untils: Position) -> None:
+    def hold_generations(self, *untils: Position) -> None:
         """Holds generations made at these positions, and one that tells of no events."""
-        self.shelf.served = SimpleNamespace(
+        self.holder.served = SimpleNamespace(
             snapshots=[Held(position.number) for position in untils] + [Held(None)],
             live=SimpleNamespace(new_items=NO_NEW_ITEMS),
         )
@@ -87,5 +87,6 @@ class Stream:
     def items(self, user: str, after: Position = BEGINNING) -> list[bytes]:
         """Items of a user's events in memory."""
         return [
-            event.item for event in self.newer.users.list_events_after(user.encode(), after.number)
+            event.item
+            for event in self.newer_events.users.list_events_after(user.encode(), after.number)
         ]

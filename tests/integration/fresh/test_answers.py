@@ -16,7 +16,7 @@ from precompute.config.settings import TableConfig
 from serving.client import AsyncClient
 from serving.client.answers import read_arrow_answers
 from tests.attached import newer_events_of
-from tests.integration.fresh.asking import Told
+from tests.integration.fresh.asking import ServedWorld
 from tests.integration.fresh.events_world import EventWorld, same_list, until_counted
 from tests.integration.nights import prepare
 from tests.integration.serving_app import BASE, serving
@@ -34,14 +34,14 @@ def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple
     return world, world.publish()
 
 
-async def test_an_event_changes_the_answers_of_its_user_and_of_nobody_else(told: Told) -> None:
-    user, other_user = told.world.known[:2]
-    answer_before, other_answer = await told.one(user), await told.one(other_user)
-    await told.one(user)  # ready in L1 from here on
+async def test_an_event_changes_the_answers_of_its_user_and_no_others(told: ServedWorld) -> None:
+    user, other_user = told.world.known_users[:2]
+    answer_before, other_answer = await told.get_answer(user), await told.get_answer(other_user)
+    await told.get_answer(user)  # ready in L1 from here on
     item = answer_before["items"][0]
 
     await told.clicks(user, item)
-    answers = [await told.one(user) for _ in range(4)]
+    answers = [await told.get_answer(user) for _ in range(4)]
 
     assert [answer["source"] for answer in answers] == ["live", "l1", "l1", "l1"]
     for answer in answers:
@@ -52,22 +52,22 @@ async def test_an_event_changes_the_answers_of_its_user_and_of_nobody_else(told:
     assert ready.events is newer_events_of(told.app.service).packed[user.encode()]
     # The next event ends the ready answer, and nobody else noticed anything.
     await told.clicks(user, answers[0]["items"][0])
-    later_answer = await told.one(user)
+    later_answer = await told.get_answer(user)
     assert later_answer["source"] == "live" and later_answer["events"] == 2
     assert same_list(later_answer, *told.expected(user))
-    unchanged = await told.one(other_user)
+    unchanged = await told.get_answer(other_user)
     assert unchanged["items"] == other_answer["items"] and "events" not in unchanged
-    assert (await told.one(user, max_events=0))["items"] == answer_before["items"]
+    assert (await told.get_answer(user, max_events=0))["items"] == answer_before["items"]
 
 
-async def test_every_way_of_asking_gets_the_same_answer(told: Told) -> None:
-    user, other_user = told.world.known[2:4]
+async def test_every_way_of_asking_gets_the_same_answer(told: ServedWorld) -> None:
+    user, other_user = told.world.known_users[2:4]
     await told.clicks(user, told.world.items[3], told.world.items[4])
     items, scores = told.expected(user)
     http = told.app.http
     body = {"entities": [other_user, user]}
 
-    single_answer = await told.one(user)
+    single_answer = await told.get_answer(user)
     batch = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
     tables = {
         "entities": [{"id": user, "table": "user_topk"}, {"id": user, "table": "user_vector"}]
@@ -93,16 +93,16 @@ async def test_every_way_of_asking_gets_the_same_answer(told: Told) -> None:
 
 
 async def test_what_passes_a_filter_says_as_well_that_newer_events_are_why_it_is_live(
-    told: Told,
+    told: ServedWorld,
 ) -> None:
-    user = told.world.known[30]
+    user = told.world.known_users[30]
     await told.clicks(user, told.world.items[5])
     body = {"entities": [user], "k": 50, "filter": {"==": ["category", "bags"]}}
 
     (answer,) = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
 
     assert (answer["source"], answer["reason"], answer["events"]) == ("live", "newer_events", 1)
-    miss_counts = await told.app.counted("larder_misses_total")
+    miss_counts = await told.app.scrape_samples("larder_misses_total")
     assert (
         miss_counts["newer_events", "user_topk"]
         and ("internal_error", "user_topk") not in miss_counts
@@ -110,9 +110,9 @@ async def test_what_passes_a_filter_says_as_well_that_newer_events_are_why_it_is
 
 
 async def test_what_callers_send_of_known_users_is_left_out_and_changes_nothing_else(
-    told: Told,
+    told: ServedWorld,
 ) -> None:
-    user = told.world.known[4]
+    user = told.world.known_users[4]
     await told.clicks(user, told.world.items[5])
     items, _ = told.expected(user)
 
@@ -126,12 +126,12 @@ async def test_what_callers_send_of_known_users_is_left_out_and_changes_nothing_
 
 
 async def test_strangers_are_answered_from_what_they_sent_and_then_their_events(
-    told: Told,
+    told: ServedWorld,
 ) -> None:
     clicks = told.world.items[6:9]
     await told.clicks("a-stranger", *clicks)
 
-    alone = await told.one("a-stranger")
+    alone = await told.get_answer("a-stranger")
     sent_entity = {"id": "a-stranger", "history": told.world.items[20:22]}
     combined_answer = (await told.app.post("/v1/lookup/user_topk", {"entities": [sent_entity]}))[
         "answers"
@@ -148,7 +148,7 @@ async def test_strangers_are_answered_from_what_they_sent_and_then_their_events(
     )
     assert not {*clicks, *sent_entity["history"]} & {*combined_answer["items"]}
     # Nobody gets what was computed from what another one sent.
-    assert (await told.one("a-stranger"))["items"] == alone["items"]
+    assert (await told.get_answer("a-stranger"))["items"] == alone["items"]
     as_if = {"id": None, "history": [*sent_entity["history"], *clicks]}
     anonymous_answer = (await told.app.post("/v1/lookup/user_topk", {"entities": [as_if]}))[
         "answers"
@@ -158,16 +158,16 @@ async def test_strangers_are_answered_from_what_they_sent_and_then_their_events(
     )  # int8 here, fp32 there
 
 
-async def test_under_overload_the_stored_list_less_the_events_items_is_told_as_what_it_is(
-    told: Told, monkeypatch: pytest.MonkeyPatch
+async def test_under_overload_the_stored_list_less_the_events_items_is_marked_as_such(
+    told: ServedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    user, stranger = told.world.known[5], "nobody-else"
-    stored_answer = await told.one(user)
+    user, stranger = told.world.known_users[5], "nobody-else"
+    stored_answer = await told.get_answer(user)
     await told.clicks(user, stored_answer["items"][1])
     await told.clicks(stranger, stored_answer["items"][1])
     monkeypatch.setattr(told.app.service.ladder._inferences, "admit", lambda: False)
 
-    answer, stranger_answer = await told.one(user), await told.one(stranger)
+    answer, stranger_answer = await told.get_answer(user), await told.get_answer(stranger)
 
     remaining_items = [item for item in stored_answer["items"] if item != stored_answer["items"][1]]
     assert answer["items"] == remaining_items and answer["source"] in ("l1", "l2")
@@ -181,9 +181,9 @@ async def test_under_overload_the_stored_list_less_the_events_items_is_told_as_w
     )
 
 
-async def test_without_a_model_for_events_the_stored_list_answers(told: Told) -> None:
-    user = told.world.known[6]
-    stored_answer = await told.one(user)
+async def test_without_a_model_for_events_the_stored_list_answers(told: ServedWorld) -> None:
+    user = told.world.known_users[6]
+    stored_answer = await told.get_answer(user)
     await told.clicks(user, stored_answer["items"][0])
     holder = told.app.service.follower.holder
     served = holder.served
@@ -192,57 +192,57 @@ async def test_without_a_model_for_events_the_stored_list_answers(told: Told) ->
     lame = served.live.with_part(replace(events, predictor=None))
     holder.put(dataclasses.replace(served, live=lame))
 
-    answer = await told.one(user)
+    answer = await told.get_answer(user)
 
     assert answer["items"] == stored_answer["items"][1:] and answer["approximate"] is True
     assert answer["source"] in ("l1", "l2") and answer["events"] == 1
 
 
 async def test_lists_found_by_the_index_say_so_also_in_l1_and_to_other_replicas(
-    told: Told,
+    told: ServedWorld,
 ) -> None:
-    user = told.world.known[7]
+    user = told.world.known_users[7]
     by_index = EventsConfig(enabled=True, exact_bytes=0)
     async with serving(told.world.config, events=by_index) as first_app:
         asker = told._replace(app=first_app)
         await asker.clicks(user, told.world.items[9])
-        answers = [await asker.one(user) for _ in range(3)]
+        answers = [await asker.get_answer(user) for _ in range(3)]
     async with serving(told.world.config, events=by_index) as other_app:
         await until_counted(other_app, told.world)
-        answers.append(await told._replace(app=other_app).one(user))
+        answers.append(await told._replace(app=other_app).get_answer(user))
 
     assert [answer["source"] for answer in answers] == ["live", "l1", "l1", "l2"]
     assert all(answer["approximate"] for answer in answers)
     assert all(answer["items"] == answers[0]["items"] for answer in answers)
 
 
-async def test_each_entity_is_counted_once_by_source_and_those_with_events_by_table(
-    told: Told,
+async def test_every_entity_is_counted_once_by_source_and_those_with_events_by_table(
+    told: ServedWorld,
 ) -> None:
-    users = told.world.known[10:20]
+    users = told.world.known_users[10:20]
     for user in users[:5]:
         await told.clicks(user, told.world.items[10])
     for _ in range(3):
         await told.app.post("/v1/lookup/user_topk", {"entities": users})
         for user in users:
-            await told.one(user)
+            await told.get_answer(user)
 
-    entities = await told.app.counted("larder_entities_total")
-    answers = await told.app.counted("larder_answers_total")
-    event_answer_counts = await told.app.counted("larder_event_answers_total")
-    misses = await told.app.counted("larder_misses_total")
+    entities = await told.app.scrape_samples("larder_entities_total")
+    answers = await told.app.scrape_samples("larder_answers_total")
+    event_answer_counts = await told.app.scrape_samples("larder_event_answers_total")
+    misses = await told.app.scrape_samples("larder_misses_total")
 
     assert entities["user_topk",] == 60
     assert sum(count for (_, table), count in answers.items() if table == "user_topk") == 60
     assert answers["live", "user_topk"] == 5 == misses["newer_events", "user_topk"]
     assert event_answer_counts["user_topk",] == 30
-    event_user_counts = await told.app.counted("larder_events_users")
+    event_user_counts = await told.app.scrape_samples("larder_events_users")
     assert event_user_counts[()] == len({event.user for _, event in told.world.accepted})
 
 
-async def test_blocked_users_and_items_stay_out(told: Told) -> None:
-    user, friend = told.world.known[20:22]
-    item = (await told.one(friend))["items"][0]
+async def test_blocked_users_and_items_stay_out(told: ServedWorld) -> None:
+    user, friend = told.world.known_users[20:22]
+    item = (await told.get_answer(friend))["items"][0]
     await told.clicks(user, item)
     await told.clicks(friend, told.world.items[11])
     holder = told.app.service.follower.holder
@@ -254,7 +254,7 @@ async def test_blocked_users_and_items_stay_out(told: Told) -> None:
     )
     await holder.block(blocklist)
 
-    answer, friend_answer = await told.one(user), await told.one(friend)
+    answer, friend_answer = await told.get_answer(user), await told.get_answer(friend)
 
     assert answer["reason"] == "entity_blocked" and "events" not in answer
     items, _ = told.expected(friend)
@@ -262,14 +262,14 @@ async def test_blocked_users_and_items_stay_out(told: Told) -> None:
 
 
 async def test_an_explanation_tells_the_events_and_makes_an_earlier_answer_again(
-    told: Told,
+    told: ServedWorld,
 ) -> None:
-    user = told.world.known[22]
+    user = told.world.known_users[22]
     await told.clicks(user, told.world.items[12])
-    first = await told.one(user)
+    first = await told.get_answer(user)
     position = told.world.accepted[-1][0]
     await told.clicks(user, first["items"][0])
-    newest_answer = await told.one(user)
+    newest_answer = await told.get_answer(user)
 
     newest_explanation = await told.app.get(f"/v1/explain/user_topk/{user}")
     then = await told.app.get(f"/v1/explain/user_topk/{user}", as_of=str(position))
@@ -288,8 +288,10 @@ async def test_an_explanation_tells_the_events_and_makes_an_earlier_answer_again
     assert refused.status_code == 422 and refused.json()["error"]["field"] == "as_of"
 
 
-async def test_a_search_under_a_filter_counts_once_for_the_table_that_was_asked(told: Told) -> None:
-    quiet_user, clicked = told.world.known[40:42]
+async def test_a_search_under_a_filter_counts_once_for_the_table_that_was_asked(
+    told: ServedWorld,
+) -> None:
+    quiet_user, clicked = told.world.known_users[40:42]
     await told.clicks(clicked, told.world.items[5])
     entities = [quiet_user, clicked, {"id": "new", "history": told.world.items[:2]}, "nobody"]
     body = {"entities": entities, "k": 50, "filter": {"==": ["category", "bags"]}}
@@ -297,7 +299,9 @@ async def test_a_search_under_a_filter_counts_once_for_the_table_that_was_asked(
     answers = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
 
     names = ("entities", "answers", "misses", "event_answers", "l1_misses")
-    counts_by_metric = {name: await told.app.counted(f"larder_{name}_total") for name in names}
+    counts_by_metric = {
+        name: await told.app.scrape_samples(f"larder_{name}_total") for name in names
+    }
     assert {labels[-1] for counts in counts_by_metric.values() for labels in counts} == {
         "user_topk"
     }
@@ -314,9 +318,9 @@ async def test_a_search_under_a_filter_counts_once_for_the_table_that_was_asked(
 
 
 async def test_an_event_between_the_list_and_its_vector_is_counted_by_neither(
-    told: Told, monkeypatch: pytest.MonkeyPatch
+    told: ServedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    user, filter_ = told.world.known[43], {"==": ["category", "bags"]}
+    user, filter_ = told.world.known_users[43], {"==": ["category", "bags"]}
     body = {"entities": [user], "k": 50, "filter": filter_}
     await told.clicks(user, told.world.items[5])
     (answer_before,) = (await told.app.post("/v1/lookup/user_topk", body))["answers"]

@@ -24,7 +24,7 @@ TABLE = "user_topk"
 
 
 @pytest.fixture
-def own(tmp_path: Path, redis_url: str) -> EventWorld:
+def control_world(tmp_path: Path, redis_url: str) -> EventWorld:
     return EventWorld(prepare(tmp_path, redis_url, users=60, items=50))
 
 
@@ -39,7 +39,7 @@ def arm_of(control_world: EventWorld, namespace: str) -> EventWorld:
 
 
 @asynccontextmanager
-async def held(app: Running, arm: EventWorld) -> AsyncIterator[LookupService]:
+async def open_arm(app: Running, arm: EventWorld) -> AsyncIterator[LookupService]:
     """The arm as a replica holds it."""
     opened = attached(app.service, ExperimentRouter)._arms._open(arm.config.namespace)
     await opened.start()
@@ -49,7 +49,7 @@ async def held(app: Running, arm: EventWorld) -> AsyncIterator[LookupService]:
         await opened.aclose()
 
 
-async def asked(service: LookupService, user: str) -> dict[str, Any]:
+async def get_answer(service: LookupService, user: str) -> dict[str, Any]:
     """The answer of a namespace."""
     entity = RequestedEntity(TABLE, user, user.encode(), "id")
     lookup = LookupRequest((entity,), RequestOptions(5.0))
@@ -61,22 +61,23 @@ async def test_an_arm_counts_the_events_behind_its_own_generation_as_the_control
     own: EventWorld,
 ) -> None:
     # given: the control's night has no event, the arm's was made after the first of two
-    user = own.known[0]
+    user = own.known_users[0]
     generation = own.publish(BEGINNING)
     ((first, _),) = own.accept([own.event(user, own.items[3])])
     arm = arm_of(own, own.config.namespace)
     of_arm = arm.publish(first, NEXT)
     ((second, _),) = own.accept([own.event(user, own.items[7])])
-    async with serving(own.config, events=EVENTS) as app, held(app, arm) as service:
+    async with serving(own.config, events=EVENTS) as app, open_arm(app, arm) as service:
         # when
         async def has_counted_events() -> bool:
             arm_answers = [
-                await asked(namespace_service, user) for namespace_service in (app.service, service)
+                await get_answer(namespace_service, user)
+                for namespace_service in (app.service, service)
             ]
             return [arm_answer.get("events") for arm_answer in arm_answers] == [2, 1]
 
         assert await eventually(has_counted_events)
-        own_answer, theirs = await asked(app.service, user), await asked(service, user)
+        own_answer, theirs = await get_answer(app.service, user), await get_answer(service, user)
 
     # then
     assert (own_answer["generation"], theirs["generation"]) == (generation, of_arm)
@@ -97,12 +98,12 @@ async def test_an_arm_whose_night_read_another_stream_counts_no_events_and_the_l
     own.publish(BEGINNING)
     arm = arm_of(own, namespace)
     generation = arm.publish(BEGINNING, NEXT)
-    user = own.known[0]
+    user = own.known_users[0]
     own.accept([own.event(user, own.items[3])])
-    async with serving(own.config, events=EVENTS) as app, held(app, arm) as service:
+    async with serving(own.config, events=EVENTS) as app, open_arm(app, arm) as service:
 
         async def has_counted_events() -> bool:
-            return "events" in await asked(app.service, user)
+            return "events" in await get_answer(app.service, user)
 
         assert await eventually(has_counted_events)
         live = service.follower.holder.live
@@ -110,7 +111,7 @@ async def test_an_arm_whose_night_read_another_stream_counts_no_events_and_the_l
             generation,
             None,
         )
-        assert "events" not in await asked(service, user)
+        assert "events" not in await get_answer(service, user)
 
     (log_message,) = [
         message
@@ -127,7 +128,7 @@ async def test_where_no_events_are_taken_in_nothing_is_said_of_arms(
     arm = arm_of(own, "")
     generation = arm.publish(BEGINNING, NEXT)
 
-    async with serving(own.config) as app, held(app, arm) as service:
+    async with serving(own.config) as app, open_arm(app, arm) as service:
         assert service.capture_served().live.generation == generation
 
     assert not [

@@ -72,7 +72,7 @@ def drawn(
     return events
 
 
-async def asked(app: Running, users: Sequence[str]) -> list[dict[str, Any]]:
+async def get_answers(app: Running, users: Sequence[str]) -> list[dict[str, Any]]:
     """Answers of all users, a batch at a time."""
     answers: list[dict[str, Any]] = []
     for start in range(0, len(users), BATCH):
@@ -110,9 +110,12 @@ async def compare(world: EventWorld, generation: str, count: int) -> None:
         world.config, events=EVENTS, live_queue=10_000, deadline_ms=DEADLINE_MS
     ) as app:
         await until_counted(app, world)
-        first, repeated_answers = await asked(app, with_events), await asked(app, with_events)
+        first, repeated_answers = (
+            await get_answers(app, with_events),
+            await get_answers(app, with_events),
+        )
         stored_batch = await app.post(
-            "/v1/lookup/user_topk", {"entities": world.known[:20], "max_events": 0}
+            "/v1/lookup/user_topk", {"entities": world.known_users[:20], "max_events": 0}
         )
 
     approximate = sum("approximate" in answer for answer in first)

@@ -23,23 +23,23 @@ async def test_events_behind_the_oldest_generation_are_read_in_their_order(strea
     stream.click("u", "a")
     stream.click("v", "b")
     newest_position = stream.click("u", "c")
-    stream.hold(newest_position, old)
+    stream.hold_generations(newest_position, old)
 
     assert await stream.steps()
 
     assert stream.items("u") == [b"a", b"c"] and stream.items("v") == [b"b"]
-    assert stream.newer.users.last == newest_position.number
+    assert stream.newer_events.users.last == newest_position.number
     assert stream.notes == [EVENTS_BEHIND, None] and stream.follower.lag_s() == 0.0
 
 
 async def test_nothing_is_followed_before_a_generation_tells_of_events(stream: Stream) -> None:
     stream.click("u")
     assert not await stream.steps()
-    stream.hold()
+    stream.hold_generations()
 
     assert not await stream.steps()
 
-    assert not stream.newer.packed and EVENTS_BEHIND not in stream.notes
+    assert not stream.newer_events.packed and EVENTS_BEHIND not in stream.notes
 
 
 async def test_what_all_generations_have_is_forgotten_and_read_again_for_an_older_one(
@@ -47,24 +47,24 @@ async def test_what_all_generations_have_is_forgotten_and_read_again_for_an_olde
 ) -> None:
     first, second = stream.click("u", "a"), stream.click("v", "b")
     stream.click("u", "c")
-    stream.hold(BEGINNING)
+    stream.hold_generations(BEGINNING)
     await stream.steps()
-    probed = stream.newer.packed
+    probed = stream.newer_events.packed
 
-    stream.hold(second)
+    stream.hold_generations(second)
     await stream.steps()
     assert stream.items("u") == [b"c"] and not stream.items("v")
 
-    stream.hold(second, first)  # one that was rolled back to
+    stream.hold_generations(second, first)  # one that was rolled back to
     await stream.steps()
     assert stream.items("u") == [b"c"] and stream.items("v") == [b"b"]
-    assert stream.newer.packed is probed  # probes go on where they were
+    assert stream.newer_events.packed is probed  # probes go on where they were
     packed = sum(180 + len(user) + len(packed_events) for user, packed_events in probed.items())
-    assert stream.newer.users.size_bytes == packed
+    assert stream.newer_events.users.size_bytes == packed
 
 
 async def test_what_is_no_event_is_passed_over_once(stream: Stream) -> None:
-    stream.hold(BEGINNING)
+    stream.hold_generations(BEGINNING)
     stream.client.xadd(stream.keyspace.events, {"e": b"{"})
     stream.client.xadd(stream.keyspace.events, {"x": b"1"})
     stream.click("u", "a")
@@ -88,13 +88,13 @@ async def test_a_full_memory_takes_no_more_in_says_so_and_goes_on_when_there_is_
 ) -> None:
     """Whatever kind of events fills it: each is held by a part of its own, and no other part has room for it."""
     stream = Stream(redis_server, keyspace, limit_bytes=1_000)
-    stream.hold(BEGINNING)
+    stream.hold_generations(BEGINNING)
     for number in range(300):
         last = stream.accept(EVENTS[kind](number))
     for _ in range(4):
         await stream.steps()
 
-    newer_events = stream.newer
+    newer_events = stream.newer_events
     held_count = {
         "click": len(newer_events.users),
         "attribute": len(newer_events.values.all_values("item", 0)),
@@ -105,12 +105,12 @@ async def test_a_full_memory_takes_no_more_in_says_so_and_goes_on_when_there_is_
     assert newer_events.users.size_bytes < 256 * 300
     assert stream.follower.lag_s() > 0.0
 
-    stream.hold(last)
+    stream.hold_generations(last)
     after = stream.click("u7", "new")
     await stream.steps(3)
 
     assert stream.items("u7") == [b"new"] and stream.notes[-1] is None
-    assert stream.newer.users.last == after.number
+    assert stream.newer_events.users.last == after.number
     stream.client.close()
 
 
@@ -129,7 +129,7 @@ async def test_a_worker_that_has_read_nothing_yet_is_behind_since_there_is_somet
     await asyncio.sleep(0)
     clock_s[0] += 60
     assert stream.follower.lag_s() == 0.0 and not stream.notes  # no generation tells of events
-    stream.hold(BEGINNING)
+    stream.hold_generations(BEGINNING)
     assert await eventually(lambda: tried(1))
     clock_s[0] += 7
     assert await eventually(lambda: tried(2))
@@ -150,40 +150,40 @@ async def test_a_worker_that_has_read_nothing_yet_is_behind_since_there_is_somet
 async def test_events_of_the_blocked_are_forgotten_and_found_again_once_they_are_free(
     stream: Stream,
 ) -> None:
-    stream.hold(BEGINNING)
+    stream.hold_generations(BEGINNING)
     stream.click("u", "a")
     stream.click("v", "b")
     await stream.steps()
-    stream.shelf.blocklist = Blocklist(users=frozenset([b"u"]))
+    stream.holder.blocklist = Blocklist(users=frozenset([b"u"]))
     stream.click("u", "c")
     await stream.steps(2)
     assert not stream.items("u") and stream.items("v") == [b"b"]
 
-    stream.shelf.blocklist = Blocklist()
+    stream.holder.blocklist = Blocklist()
     await stream.steps()
 
     assert stream.items("u") == [b"a", b"c"]
 
 
-async def test_values_that_one_item_has_too_many_of_are_counted_and_delay_nobody(
+async def test_values_that_one_item_has_too_many_of_are_counted_and_delay_no_others(
     stream: Stream,
 ) -> None:
-    stream.hold(BEGINNING)
+    stream.hold_generations(BEGINNING)
     for number in range(2):
         names = [f"a{number}-{index}" for index in range(40)]
         event = Event(f"v{number}", 0, None, b"i", attributes=dict.fromkeys(names, 1))
         stream.accept(event)
     await stream.steps()
 
-    assert stream.notes[-1] is None and stream.newer.values.refusals == 1
+    assert stream.notes[-1] is None and stream.newer_events.values.refusals == 1
     families = EventMetrics(stream.follower).collect()
     values = {family.name: family.samples[0].value for family in families}
     assert values["larder_event_values_refused"] == 1
 
 
-async def test_an_outage_leaves_what_is_known_and_is_told(own_redis: RedisServer) -> None:
+async def test_an_outage_leaves_the_known_events_and_is_reported(own_redis: RedisServer) -> None:
     stream = Stream(own_redis, Keyspace("outage"))
-    stream.hold(BEGINNING)
+    stream.hold_generations(BEGINNING)
     stream.click("u", "a")
     async with stream.follower.connected() as client:
         await stream.follower.step(client, 1)

@@ -27,7 +27,7 @@ IN_STOCK: dict[str, Any] = {"==": ["stock", True]}
 STRANGER = "somebody-new"
 
 
-def brought(count: int, *, size: float = 3.0) -> list[dict[str, Any]]:
+def new_item_events(count: int, *, size: float = 3.0) -> list[dict[str, Any]]:
     """Events of new items, whose vectors are long: each stands first in many lists."""
     rng = np.random.default_rng(8)
     item_vectors = (size * rng.standard_normal((count, DIMS))).astype(np.float32)
@@ -65,7 +65,7 @@ def live_of(app: Running) -> Snapshot:
     return live_snapshot
 
 
-async def until(app: Running, condition: Callable[[Any], bool]) -> None:
+async def wait_for_live(app: Running, condition: Callable[[Any], bool]) -> None:
     """Waits for what the live snapshot is."""
 
     async def is_fulfilled() -> bool:
@@ -102,11 +102,11 @@ async def test_new_items_are_answered_with_and_the_next_night_has_the_same_lists
         {"id": f"c{at}", "user": user, "item": "new-0" if at % 5 == 0 else items[at]}
         for at, user in enumerate(clicking)
     ]
-    new, strangers = brought(6), sent_by(config)
+    new, strangers = new_item_events(6), sent_by(config)
     async with serving(config, events=config.events, precision="fp32") as app:
         answers_before = await lists(app, quiet_users)
         assert (await send(app, new))["accepted"] == 6
-        await until(app, lambda live: len(live.new_items) == 6)
+        await wait_for_live(app, lambda live: len(live.new_items) == 6)
         assert (await send(app, clicks))["accepted"] == 20
 
         async def all_count() -> bool:
@@ -125,7 +125,7 @@ async def test_new_items_are_answered_with_and_the_next_night_has_the_same_lists
 
         take_events.run(config)
         second = publish_night(config, SECOND)
-        await until(app, lambda live: live.generation == second)
+        await wait_for_live(app, lambda live: live.generation == second)
         assert len(live_of(app).new_items) == 0
         night = await lists(app, clicking)
         night_filtered = await lists(app, [*quiet_users, *clicking], filter=IN_STOCK)
@@ -182,12 +182,12 @@ async def test_a_new_item_in_a_full_history_takes_the_place_that_the_next_night_
 
         assert await eventually(all_count)
         unheard = await answers("user_vector")
-        await send(app, brought(2))
-        await until(app, lambda live: len(live.new_items) == 2)
+        await send(app, new_item_events(2))
+        await wait_for_live(app, lambda live: len(live.new_items) == 2)
         day = {table: await answers(table) for table in tables}
         take_events.run(config)
         second = publish_night(config, SECOND)
-        await until(app, lambda live: live.generation == second)
+        await wait_for_live(app, lambda live: live.generation == second)
         night = {table: await answers(table) for table in tables}
 
     for unheard_answer, day_answer, theirs in zip(
@@ -204,8 +204,8 @@ async def test_answers_that_name_no_new_items(config: NightConfig) -> None:
     publish_night(config, FIRST)
     user = min(histories(config, FIRST))
     async with serving(config, events=config.events) as app:
-        await send(app, brought(6))
-        await until(app, lambda live: len(live.new_items) == 6)
+        await send(app, new_item_events(6))
+        await wait_for_live(app, lambda live: len(live.new_items) == 6)
         entity = sent_by(config)[0]
         (named,) = await lists(app, [entity])
         assert new_in(named)
@@ -243,7 +243,7 @@ async def test_answers_that_name_no_new_items(config: NightConfig) -> None:
         blocklist = Blocklist(9, items=frozenset([new_items[0].encode()]))
         await holder.block(blocklist)
         assert new_items[0] not in (await lists(app, [entity]))[0]["items"]
-        await until(app, lambda live: len(live.new_items) == 5)
+        await wait_for_live(app, lambda live: len(live.new_items) == 5)
         (answer,) = await lists(app, [entity])
         assert new_in(answer) == set(new_items[1:]) and not answer["short"]
         newer_events = newer_events_of(app.service)
@@ -263,22 +263,22 @@ async def test_the_oldest_goes_and_what_changes_an_item_changes_its_lists(
         for country in range(5)
     ]  # fmt: skip
     async with serving(config, events=config.events) as app:
-        await send(app, brought(3))
-        await until(app, lambda live: len(live.new_items) == 2)
+        await send(app, new_item_events(3))
+        await wait_for_live(app, lambda live: len(live.new_items) == 2)
         ids = [new_item.raw for new_item in live_of(app).new_items.items]
         assert ids == [b"new-1", b"new-2"]
-        assert (await app.counted("larder_event_new_items_evicted_total"))[()] == 1
-        assert (await app.counted("larder_events_new_items"))[()] == 2
+        assert (await app.scrape_samples("larder_event_new_items_evicted_total"))[()] == 1
+        assert (await app.scrape_samples("larder_events_new_items"))[()] == 2
         first = await lists(app, entities)
 
         # Another vector, and another value that filters see
-        negated_looks = [-number for number in brought(3)[2]["features"]["looks"]]
+        negated_looks = [-number for number in new_item_events(3)[2]["features"]["looks"]]
         change = {
             "id": "x", "item": "new-2", "features": {"looks": negated_looks}, "attributes": {"stock": False},
         }  # fmt: skip
         digest_before = live_of(app).new_items.digest
         await send(app, [change])
-        await until(app, lambda live: live.new_items.digest != digest_before)
+        await wait_for_live(app, lambda live: live.new_items.digest != digest_before)
         second = await lists(app, entities)
         named, named_after = (
             {at for at, answer in enumerate(answers) if "new-2" in answer["items"]}
@@ -302,7 +302,7 @@ async def test_what_the_model_cannot_take_is_refused_at_once(
         assert receipt["accepted"] == 0
         assert [rejection["reason"] for rejection in receipt["rejected"]] == ["unfit_item"] * 3
         assert "send these as features" in receipt["rejected"][0]["detail"]
-        event_counts = await app.counted("larder_events_total")
+        event_counts = await app.scrape_samples("larder_events_total")
         assert event_counts["unfit_item",] == 3
 
         with redis.Redis.from_url(redis_url) as client:
@@ -321,7 +321,7 @@ async def test_what_the_model_cannot_take_is_refused_at_once(
             assert await eventually(is_rejected)
 
             async def four() -> bool:
-                return (await app.counted("larder_events_total"))["unfit_item",] == 4
+                return (await app.scrape_samples("larder_events_total"))["unfit_item",] == 4
 
             assert await eventually(four)
 
@@ -335,53 +335,56 @@ async def test_what_the_model_cannot_take_is_refused_at_once(
         assert "import the bundle anew with the item" in receipt["rejected"][0]["detail"]
 
 
-async def test_of_a_blocked_item_no_value_stays_or_comes_whoever_brought_it(
+async def test_a_blocked_item_has_no_value_and_gets_none_from_any_source(
     stream: Stream,
 ) -> None:
-    stream.hold(BEGINNING)
+    stream.hold_generations(BEGINNING)
     stream.accept(Event("n1", 0, item=b"known", attributes={"price": 3}))
     stream.accept(Event("n2", 0, item=b"other", attributes={"price": 5}))
     await stream.steps()
-    newer_values = stream.newer.values
+    newer_values = stream.newer_events.values
     assert newer_values.all_values("item", 0).keys() == {b"known", b"other"}
 
-    stream.shelf.blocklist = Blocklist(1, items=frozenset([b"known"]))
+    stream.holder.blocklist = Blocklist(1, items=frozenset([b"known"]))
     stream.accept(Event("n3", 0, item=b"known", features={"looks": (1.0,)}))
     stream.accept(Event("n4", 0, item=b"other", attributes={"stock": True}))
     await stream.steps()
     assert newer_values.all_values("item", 0) == {b"other": {"price": 5, "stock": True}}
-    assert len(stream.newer.items) == 0 and stream.looks == 0
+    assert len(stream.newer_events.items) == 0 and stream.recheck_count == 0
 
-    stream.shelf.blocklist = Blocklist(2)
+    stream.holder.blocklist = Blocklist(2)
     await stream.steps()
     assert newer_values.all_values("item", 0)[b"known"] == {"price": 3, "looks": [1.0]}
-    assert stream.looks == 1
+    assert stream.recheck_count == 1
 
 
 async def test_a_blocked_item_is_forgotten_and_read_again(stream: Stream) -> None:
-    stream.hold(BEGINNING)
+    stream.hold_generations(BEGINNING)
     for at in range(3):
         stream.accept(
             Event(f"n{at}", 0, item=b"i%d" % at, features={"size": at}, attributes={"stock": True})
         )
     await stream.steps()
-    assert [new_item.raw for new_item in stream.newer.items.list_items_after(0)] == [
+    assert [new_item.raw for new_item in stream.newer_events.items.list_items_after(0)] == [
         b"i0",
         b"i1",
         b"i2",
     ]
 
-    stream.shelf.blocklist = Blocklist(1, items=frozenset([b"i1"]))
+    stream.holder.blocklist = Blocklist(1, items=frozenset([b"i1"]))
     await stream.steps()
     stream.accept(Event("again", 0, item=b"i1", features={"size": 9}))
     await stream.steps()
-    assert [new_item.raw for new_item in stream.newer.items.list_items_after(0)] == [b"i0", b"i2"]
+    assert [new_item.raw for new_item in stream.newer_events.items.list_items_after(0)] == [
+        b"i0",
+        b"i2",
+    ]
 
-    stream.shelf.blocklist = Blocklist(2)
+    stream.holder.blocklist = Blocklist(2)
     await stream.steps()
-    assert [new_item.raw for new_item in stream.newer.items.list_items_after(0)] == [
+    assert [new_item.raw for new_item in stream.newer_events.items.list_items_after(0)] == [
         b"i0",
         b"i2",
         b"i1",
     ]
-    assert stream.newer.values.of_items([b"i1"], 0).of(b"i1") == {"size": 9, "stock": True}
+    assert stream.newer_events.values.of_items([b"i1"], 0).of(b"i1") == {"size": 9, "stock": True}

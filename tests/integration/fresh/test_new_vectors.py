@@ -14,7 +14,7 @@ from precompute.config.settings import NightConfig, TableConfig
 from precompute.steps import take_events
 from tests.integration.attributes.test_night import FIRST, SECOND
 from tests.integration.changed.worlds import LENIENT
-from tests.integration.fresh.test_new_items import lists, live_of, new_in, send, until
+from tests.integration.fresh.test_new_items import lists, live_of, new_in, send, wait_for_live
 from tests.integration.nights import histories, prepare, publish_night
 from tests.integration.serving_app import eventually, serving
 
@@ -66,7 +66,7 @@ async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
         assert [rejection["reason"] for rejection in refused["rejected"]] == ["unfit_item"] * 3
         assert "12 numbers, not 1" in refused["rejected"][0]["detail"]
         assert (await send(app, new))["accepted"] == 4
-        await until(app, lambda live: len(live.new_items) == 4)
+        await wait_for_live(app, lambda live: len(live.new_items) == 4)
         clicks = [
             {"id": f"c{at}", "user": user, "item": items[at]} for at, user in enumerate(users)
         ]
@@ -94,7 +94,7 @@ async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
 
         take_events.run(config)
         second = publish_night(config, SECOND)
-        await until(app, lambda live: live.generation == second)
+        await wait_for_live(app, lambda live: live.generation == second)
         live = live_of(app)
         assert len(live.new_items) == 0 and live.items.count == 44
         night = await lists(app, users)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cache.events.event import Event
-from tests.integration.fresh.asking import Told
+from tests.integration.fresh.asking import ServedWorld
 from tests.integration.fresh.events_world import EventWorld, same_list, until_counted
 from tests.integration.fresh.test_equal import feature_world
 
@@ -17,9 +17,9 @@ def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple
     return world, world.publish()
 
 
-async def test_a_value_beyond_the_towers_table_costs_its_user_alone(told: Told) -> None:
-    odd, *other_users = told.world.known[:8]
-    stored_answer = await told.one(odd)
+async def test_a_value_beyond_the_towers_table_costs_its_user_alone(told: ServedWorld) -> None:
+    odd, *other_users = told.world.known_users[:8]
+    stored_answer = await told.get_answer(odd)
     value = Event("odd", 0, odd.encode(), None, attributes={"country": 2**40})
     told.world.accept(
         [value, *(told.world.event(other_user, told.world.items[2]) for other_user in other_users)]

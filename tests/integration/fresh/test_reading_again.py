@@ -13,27 +13,27 @@ from serving.events.newer_events import NewerEvents
 from tests.integration.fresh.followed_stream import Stream
 
 
-async def test_who_is_free_again_costs_nobody_else_anything_and_the_newest_go_on_being_counted(
+async def test_an_unblocked_user_costs_no_others_anything_and_the_newest_go_on_being_counted(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream.shelf.blocklist = Blocklist(users=frozenset([b"u"]))
-    stream.hold(BEGINNING)
+    stream.holder.blocklist = Blocklist(users=frozenset([b"u"]))
+    stream.hold_generations(BEGINNING)
     for number in range(600):
         stream.click("u" if number % 100 == 0 else "v", f"i{number}")
     await stream.steps(4)
-    packed, last_number = stream.newer.packed[b"v"], stream.newer.users.last
+    packed, last_number = stream.newer_events.packed[b"v"], stream.newer_events.users.last
     stream.click("u", "new")
     stream.click("w", "new")
     while_reading = watched(stream, monkeypatch, "w")
 
-    stream.shelf.blocklist = Blocklist()
+    stream.holder.blocklist = Blocklist()
     await stream.steps()
 
     assert stream.items("u") == [b"i%d" % item_number for item_number in range(0, 600, 100)] + [
         b"new"
     ]
-    assert while_reading[-1] == [b"new"] and stream.newer.users.last > last_number
-    assert stream.newer.packed[b"v"] is packed
+    assert while_reading[-1] == [b"new"] and stream.newer_events.users.last > last_number
+    assert stream.newer_events.packed[b"v"] is packed
     assert stream.notes[-2:] == [EVENTS_BEHIND, None]
 
 
@@ -45,21 +45,21 @@ async def test_for_an_older_generation_only_what_lacks_is_read_and_put_in_front(
         second = stream.click("u", f"i{number}")
     stream.click("u", "c")
     stream.click("v", "d")
-    stream.hold(second)
+    stream.hold_generations(second)
     await stream.steps()
-    packed = stream.newer.packed[b"v"]
+    packed = stream.newer_events.packed[b"v"]
     stream.click("w", "new")
     while_reading = watched(stream, monkeypatch, "w")
 
-    stream.hold(second, first)
+    stream.hold_generations(second, first)
     await stream.steps()
 
     assert stream.items("u") == [b"i%d" % item_number for item_number in range(600)] + [b"c"]
     assert len(while_reading) == 3 and while_reading[-1] == stream.items("w") == [b"new"]
-    assert stream.newer.packed[b"v"] is packed
+    assert stream.newer_events.packed[b"v"] is packed
     assert (
-        stream.newer.users.complete_after_number
-        == stream.newer.values.complete_after_number
+        stream.newer_events.users.complete_after_number
+        == stream.newer_events.values.complete_after_number
         == first.number
     )
 
@@ -67,11 +67,11 @@ async def test_for_an_older_generation_only_what_lacks_is_read_and_put_in_front(
 async def test_an_outage_while_somebodys_events_are_read_again_loses_none(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream.shelf.blocklist = Blocklist(users=frozenset([b"u"]))
-    stream.hold(BEGINNING)
+    stream.holder.blocklist = Blocklist(users=frozenset([b"u"]))
+    stream.hold_generations(BEGINNING)
     stream.click("u", "a")
     await stream.steps()
-    stream.shelf.blocklist = Blocklist()
+    stream.holder.blocklist = Blocklist()
     stream.click("u", "b")
     read = stream.follower._read
 
@@ -79,7 +79,7 @@ async def test_an_outage_while_somebodys_events_are_read_again_loses_none(
         client: Any, newer_events: NewerEvents, wait_ms: int | None, **more: Any
     ) -> int:
         read_count = await read(client, newer_events, wait_ms, **more)
-        if newer_events is stream.newer:
+        if newer_events is stream.newer_events:
             raise RedisError("away")
         return read_count
 
@@ -103,8 +103,8 @@ async def test_a_blocklist_is_looked_through_once(
         return union(blocklist)
 
     monkeypatch.setattr(follower, "_blocked_owners", record_blocklist)
-    stream.shelf.blocklist = blocklist = Blocklist(users=frozenset([b"u"]))
-    stream.hold(BEGINNING)
+    stream.holder.blocklist = blocklist = Blocklist(users=frozenset([b"u"]))
+    stream.hold_generations(BEGINNING)
     for _ in range(5):
         stream.click("u")
         await stream.steps()
@@ -120,7 +120,7 @@ def watched(stream: Stream, monkeypatch: pytest.MonkeyPatch, user: str) -> list[
     async def watch(
         client: Any, newer_events: NewerEvents, wait_ms: int | None, **more: Any
     ) -> int:
-        if newer_events is not stream.newer:
+        if newer_events is not stream.newer_events:
             items_per_read.append(stream.items(user))
         return await read(client, newer_events, wait_ms, **more)
 

@@ -16,11 +16,11 @@ from serving.requests.bodies import Messages
 from serving.requests.context import CALLER_KEY
 from tests.integration.serving_app import PATIENT, settings
 
-NOW = 1_800_000_000.125
-OWN = (b"server-timing", b"x-request-id")
+NOW_S = 1_800_000_000.125
+PER_REQUEST_HEADERS = (b"server-timing", b"x-request-id")
 
 
-class Sent(NamedTuple):
+class AsgiResponse(NamedTuple):
     """What came back."""
 
     status: int
@@ -29,7 +29,7 @@ class Sent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asked:
+class AsgiRequest:
     """A request as it stands on the wire, its body in pieces."""
 
     method: str
@@ -45,7 +45,7 @@ class Ways:
 
     app: AsgiApp
     runner: asyncio.Runner
-    hot: FastLookups = field(init=False)
+    fast_lookups: FastLookups = field(init=False)
     joins: bool = False
     """Whether requests of one turn come as from a connection that needs no task for them."""
     joined: int = 0
@@ -53,9 +53,9 @@ class Ways:
 
     def __post_init__(self) -> None:
         assert self.app.fast is not None
-        self.hot = FastLookups(self.service, clock=lambda: NOW)
+        self.fast_lookups = FastLookups(self.service, clock=lambda: NOW_S)
         ladder: Any = self.service.ladder
-        ladder._clock = ladder.answer_builder._clock = lambda: NOW
+        ladder._clock = ladder.answer_builder._clock = lambda: NOW_S
 
     @property
     def service(self) -> Service:
@@ -70,24 +70,24 @@ class Ways:
             local._drop(key)
         self.service.tiers.negative._keys.clear()
 
-    def ask(self, request: Asked, *, is_fast: bool = True) -> Sent:
+    def send(self, request: AsgiRequest, *, is_fast: bool = True) -> AsgiResponse:
         """One request one way."""
-        self.app.fast = self.hot if is_fast else None
+        self.app.fast = self.fast_lookups if is_fast else None
         return self.runner.run(_call(self.app, request))
 
-    def ask_at_once(self, requests: Iterable[Asked]) -> list[Sent]:
+    def ask_at_once(self, requests: Iterable[AsgiRequest]) -> list[AsgiResponse]:
         """Requests of one turn of the loop, the hot way, as if as many had come together before."""
-        self.app.fast = self.hot
-        self.hot._singles._coalescer._expected = GROUP_SIZE_MIN
+        self.app.fast = self.fast_lookups
+        self.fast_lookups._singles._coalescer._expected = GROUP_SIZE_MIN
 
-        async def all_of_them() -> list[Sent]:
+        async def all_of_them() -> list[AsgiResponse]:
             call = self._joined if self.joins else _call
             return await asyncio.gather(*(call(self.app, request) for request in requests))
 
         return self.runner.run(all_of_them())
 
-    async def _joined(self, app: AsgiApp, request: Asked) -> Sent:
-        get = self.hot.parse_get(self._identified(_scope(request)))
+    async def _joined(self, app: AsgiApp, request: AsgiRequest) -> AsgiResponse:
+        get = self.fast_lookups.parse_get(self._identified(_scope(request)))
         group_future = None if get is None else app.try_join(get)
         if get is not None and group_future is not None:
             assert not group_future.done()
@@ -98,10 +98,12 @@ class Ways:
                     (b"content-length", b"%d" % len(body)),
                     (b"content-type", b"application/json"),
                 )
-                return Sent(200, head, body)
+                return AsgiResponse(200, head, body)
             if (messages := await app.answer_after_join(get, group_future)) is not None:
                 start, end = messages
-                return Sent(start["status"], _plain(start["headers"]), end["body"])
+                return AsgiResponse(
+                    start["status"], _without_request_headers(start["headers"]), end["body"]
+                )
         return await _call(app, request)
 
     def _identified(self, scope: dict[str, Any]) -> dict[str, Any]:
@@ -109,15 +111,17 @@ class Ways:
 
     async def alone(self, scope: dict[str, Any]) -> Messages | None:
         """The fast way's own answer to a GET of one id."""
-        parsed_get = self.hot.parse_get(self._identified(scope))
-        return None if parsed_get is None else await self.hot.get(parsed_get)
+        parsed_get = self.fast_lookups.parse_get(self._identified(scope))
+        return None if parsed_get is None else await self.fast_lookups.get(parsed_get)
 
-    def both(self, request: Asked, times: int = 3) -> tuple[list[Sent], list[Sent]]:
+    def send_both_ways(
+        self, request: AsgiRequest, times: int = 3
+    ) -> tuple[list[AsgiResponse], list[AsgiResponse]]:
         """The request several times each way, from an empty L1: what Redis, L1 and a ready answer give."""
         response_lists = []
         for is_fast in (True, False):
             self.forget()
-            response_lists.append([self.ask(request, is_fast=is_fast) for _ in range(times)])
+            response_lists.append([self.send(request, is_fast=is_fast) for _ in range(times)])
         return response_lists[0], response_lists[1]
 
     def scraped(self, name: str) -> dict[str, float]:
@@ -127,7 +131,7 @@ class Ways:
         return {labels[len(name) :]: float(value) for labels, _, value in rows}
 
 
-def _scope(request: Asked) -> dict[str, Any]:
+def _scope(request: AsgiRequest) -> dict[str, Any]:
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -145,7 +149,7 @@ def _scope(request: Asked) -> dict[str, Any]:
     }
 
 
-async def _call(app: AsgiApp, request: Asked) -> Sent:
+async def _call(app: AsgiApp, request: AsgiRequest) -> AsgiResponse:
     pieces = list(request.pieces)
     messages: list[Any] = []
 
@@ -161,12 +165,14 @@ async def _call(app: AsgiApp, request: Asked) -> Sent:
     await app(_scope(request), receive, send)
     start, *body_messages = messages
     body = b"".join(message.get("body", b"") for message in body_messages)
-    return Sent(start["status"], _plain(start["headers"]), body)
+    return AsgiResponse(start["status"], _without_request_headers(start["headers"]), body)
 
 
-def _plain(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
+def _without_request_headers(
+    headers: Iterable[tuple[bytes, bytes]],
+) -> tuple[tuple[bytes, bytes], ...]:
     """Without what tells of the request itself: no two are alike in that."""
-    return tuple((name, value) for name, value in headers if name not in OWN)
+    return tuple((name, value) for name, value in headers if name not in PER_REQUEST_HEADERS)
 
 
 def running(night: NightConfig, **changes: object) -> Iterator[Ways]:

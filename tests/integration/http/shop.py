@@ -17,7 +17,7 @@ from cache.model.ranking import Metric, rank
 from cache.records import decode_record
 from precompute.adapters.vectors import from_vectors
 from precompute.config.settings import FacetConfig, FilterConfig, NightConfig
-from tests.integration.nights import UNTIL, histories, prepare, publish_night, raw_records
+from tests.integration.nights import DATA_UNTIL, histories, prepare, publish_night, raw_records
 from tests.opened import open_generation
 from tests.unit.cache.filters.columns import passes
 
@@ -36,7 +36,7 @@ class Shop:
     ids: list[str]
     vectors: Any
     users: dict[str, Any]
-    seen: dict[str, set[int]]
+    seen_ordinals: dict[str, set[int]]
     metric: Metric = "inner_product"
 
 
@@ -101,7 +101,7 @@ def make_shop(
     sources = replace(config.sources, item_attributes=names)
     config = replace(config, tables=tables, sources=sources, filters=dict(filters or {}))
     config = replace(config, facets=dict(facets or {}))
-    generation = publish_night(config, UNTIL)
+    generation = publish_night(config, DATA_UNTIL)
     manifest, root = open_generation(config.store(), generation)
     assert manifest.format == (WITH_FILTERS if filters or facets else WITH_ATTRIBUTES)
     items = ItemTable.open(root, manifest)

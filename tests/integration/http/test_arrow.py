@@ -18,14 +18,14 @@ from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.client import AsyncClient, Entity, InvalidRequest, Options, Policy
 from serving.client.calls import write_arrow_ids
 from serving.requests.answers import Answer
-from tests.integration.http.hot_way import Asked, Sent, Ways
+from tests.integration.http.hot_way import AsgiRequest, AsgiResponse, Ways
 from tests.integration.nights import K, build_night, histories, publish_night
 from tests.integration.serving_app import BASE, eventually, serving, settings
 
 ARROW = ARROW_MEDIA_TYPE.encode()
 ACCEPT = ((b"accept", ARROW),)
 NEXT_DAY = "2026-02-02T00:00:00Z"
-NOBODY = ["no-such", "用户 157", "a/b", 'q"\\', "0000007"]
+UNKNOWN_IDS = ["no-such", "用户 157", "a/b", 'q"\\', "0000007"]
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,12 @@ def ways(night: NightConfig) -> Iterator[Ways]:
             runner.run(life.__aexit__(None, None, None))
 
 
-def post(body: object, table: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Asked:
+def post(body: object, table: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> AsgiRequest:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return Asked("POST", f"/v1/lookup/{table}".encode(), headers=headers, pieces=(raw,))
+    return AsgiRequest("POST", f"/v1/lookup/{table}".encode(), headers=headers, pieces=(raw,))
 
 
-def rows_of(response: Sent) -> list[dict[str, Any]]:
+def rows_of(response: AsgiResponse) -> list[dict[str, Any]]:
     """As the JSON form has them: what is null there is null here, what is absent there is null here."""
     assert response.status == 200, response.body
     assert dict(response.headers)[b"content-type"] == ARROW
@@ -78,7 +78,7 @@ def rows_of(response: Sent) -> list[dict[str, Any]]:
     ]
 
 
-def json_of(response: Sent) -> list[dict[str, Any]]:
+def json_of(response: AsgiResponse) -> list[dict[str, Any]]:
     """Numbers as the float32 that they stand for."""
     assert response.status == 200, response.body
     answers: list[dict[str, Any]] = orjson.loads(response.body)["answers"]
@@ -96,7 +96,7 @@ def same_both_ways(ways: Ways, body: dict[str, Any], table: str) -> list[dict[st
         for headers in ((), ACCEPT):
             ways.forget()
             request = post(body, table, headers)
-            response_pairs.append([ways.ask(request, is_fast=is_fast) for _ in range(2)])
+            response_pairs.append([ways.send(request, is_fast=is_fast) for _ in range(2)])
     hot_json, hot_arrow, slow_json, slow_arrow = response_pairs
     for fast_response, slow_response in zip(hot_json, slow_json, strict=True):
         assert json_of(fast_response) == json_of(slow_response)
@@ -114,7 +114,7 @@ def test_every_table_says_the_same_in_both_forms(
     ways: Ways, users: list[str], table: str, k: int | None
 ) -> None:
     items = [f"i-{number:05d}" for number in range(20)]
-    ids = [*users[:20], NOBODY[0], *items, *NOBODY[1:], users[0]]
+    ids = [*users[:20], UNKNOWN_IDS[0], *items, *UNKNOWN_IDS[1:], users[0]]
     body: dict[str, Any] = {"entities": ids}
     if k is not None:
         body["k"] = k
@@ -129,7 +129,9 @@ def test_known_ids_alone_take_the_hot_way_and_are_counted(ways: Ways, users: lis
     ways.forget()
     reads_before = ways.service.tiers.counters.l1, ways.service.tiers.counters.l2
 
-    first, second = (ways.ask(post({"entities": users, "k": 5}, "user_topk", ACCEPT)) for _ in "ab")
+    first, second = (
+        ways.send(post({"entities": users, "k": 5}, "user_topk", ACCEPT)) for _ in "ab"
+    )
 
     assert {row["source"] for row in rows_of(first)} == {"l2"}
     assert {row["source"] for row in rows_of(second)} == {"l1"}
@@ -139,13 +141,13 @@ def test_known_ids_alone_take_the_hot_way_and_are_counted(ways: Ways, users: lis
 
 
 @pytest.mark.parametrize("ids", [["no-such"], ["no-such", "nobody", "no-such"]])
-def test_a_batch_of_nobody_known_takes_the_hot_way_too(
+def test_a_batch_of_unknown_ids_takes_the_hot_way_too(
     ways: Ways, ids: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     ways.forget()
     requests_before = ways.service.metrics.tally.requests["POST /v1/lookup/{table}"]
 
-    rows = rows_of(ways.ask(post({"entities": ids, "k": 5}, "user_topk", ACCEPT)))
+    rows = rows_of(ways.send(post({"entities": ids, "k": 5}, "user_topk", ACCEPT)))
 
     assert [row["source"] for row in rows] == ["default"] * len(ids)
     assert ways.service.metrics.tally.requests["POST /v1/lookup/{table}"] == requests_before + 1
@@ -184,9 +186,9 @@ def test_inputs_and_options_say_the_same(ways: Ways, users: list[str]) -> None:
         text, arrow = (
             post({"entities": entities, **more}, "user_topk", headers) for headers in ((), ACCEPT)
         )
-        ways.ask(text)  # from now on what was computed is in L1
-        answers = json_of(ways.ask(text))
-        assert rows_of(ways.ask(arrow)) == answers and len(answers) == len(entities)
+        ways.send(text)  # from now on what was computed is in L1
+        answers = json_of(ways.send(text))
+        assert rows_of(ways.send(arrow)) == answers and len(answers) == len(entities)
         sources |= {answer["source"] for answer in answers}
     assert sources == {"l1", "live", "default"}
 
@@ -231,18 +233,18 @@ def test_blocked_items_and_entities_are_left_out_of_both_forms(
 def test_a_question_in_arrow_is_the_same_question(
     ways: Ways, users: list[str], options: dict[str, str]
 ) -> None:
-    ids = [*users, *NOBODY]
+    ids = [*users, *UNKNOWN_IDS]
     raw = write_arrow_ids(ids, options)
     text = {"entities": ids} | {name: json.loads(value) for name, value in options.items()}
     sent_as = (b"content-type", ARROW)
 
     for is_fast in (True, False):
         ways.forget()
-        json_response = ways.ask(post(text, "user_topk"), is_fast=is_fast)
+        json_response = ways.send(post(text, "user_topk"), is_fast=is_fast)
         ways.forget()
-        response_to_arrow = ways.ask(post(raw, "user_topk", (sent_as,)), is_fast=is_fast)
+        response_to_arrow = ways.send(post(raw, "user_topk", (sent_as,)), is_fast=is_fast)
         ways.forget()
-        arrow_response = ways.ask(post(raw, "user_topk", (sent_as, *ACCEPT)), is_fast=is_fast)
+        arrow_response = ways.send(post(raw, "user_topk", (sent_as, *ACCEPT)), is_fast=is_fast)
 
         assert response_to_arrow == json_response
         assert rows_of(arrow_response) == json_of(json_response)
@@ -261,7 +263,7 @@ def test_a_question_in_arrow_is_the_same_question(
 def test_refusals_are_problems_in_json_on_both_ways(
     ways: Ways, body: bytes, headers: tuple[tuple[bytes, bytes], ...], status: int, code: str | None
 ) -> None:
-    fast_responses, slow = ways.both(post(body, "user_topk", headers), 1)
+    fast_responses, slow = ways.send_both_ways(post(body, "user_topk", headers), 1)
 
     assert fast_responses == slow
     assert fast_responses[0].status == status
@@ -284,8 +286,8 @@ async def test_the_client_gives_the_same_answers_in_binary(
     night: NightConfig, users: list[str], table: str
 ) -> None:
     questions: list[tuple[list[Any], Options]] = [
-        ([*users, *NOBODY, 7], Options()),
-        ([*users, *NOBODY], Options(k=3, deadline_ms=5_000, fresh=False)),
+        ([*users, *UNKNOWN_IDS, 7], Options()),
+        ([*users, *UNKNOWN_IDS], Options(k=3, deadline_ms=5_000, fresh=False)),
         ([users[0], Entity("new", history=["i-00001"]), Entity(history=["i-00002"])], Options(k=2)),
         (users, Options(exclude=["i-00003"])),
     ]
@@ -313,7 +315,7 @@ async def test_the_client_gives_the_same_answers_in_binary(
 
 
 def test_openapi_names_both_forms(ways: Ways) -> None:
-    route = orjson.loads(ways.ask(Asked("GET", b"/openapi.json")).body)["paths"][
+    route = orjson.loads(ways.send(AsgiRequest("GET", b"/openapi.json")).body)["paths"][
         "/v1/lookup/{table}"
     ]["post"]
 

@@ -23,9 +23,9 @@ from serving.client import (
     Source,
     Unreachable,
 )
-from tests.integration.nights import UNTIL, build_night, build_verified, histories, publish
+from tests.integration.nights import DATA_UNTIL, build_night, build_verified, histories, publish
 from tests.integration.serving_app import BASE, Running, eventually, serving
-from tests.polling import until
+from tests.polling import poll_until
 
 PATIENT = 10_000.0
 
@@ -46,12 +46,12 @@ class Watched(httpx.AsyncBaseTransport):
 
     def __init__(self, app: Running) -> None:
         self._inner = app.http._transport
-        self.seen: list[httpx.Request] = []
-        self.before: dict[int, Callable[[], Awaitable[None]]] = {}
+        self.requests: list[httpx.Request] = []
+        self.hook_by_number: dict[int, Callable[[], Awaitable[None]]] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        self.seen.append(request)
-        if (event := self.before.pop(len(self.seen), None)) is not None:
+        self.requests.append(request)
+        if (event := self.hook_by_number.pop(len(self.requests), None)) is not None:
             await event()
         return await self._inner.handle_async_request(request)
 
@@ -78,7 +78,7 @@ async def test_every_documented_route_under_v1_has_a_method(
         with pytest.raises(InvalidRequest, match="events_disabled"):
             await larder.send_events([NewEvent("1", user=user, item="i")])
 
-    paths = {request.url.path for request in watched.seen}
+    paths = {request.url.path for request in watched.requests}
     called = {
         f"/v1/lookup/user_topk/{user}": "/v1/lookup/{table}/{entity}",
         "/v1/lookup/user_topk": "/v1/lookup/{table}",
@@ -132,14 +132,14 @@ async def test_a_batch_beyond_the_services_limit_comes_back_whole_and_in_order(
         none = await larder.lookup_many("user_topk", [])
 
     assert [answer.id for answer in answers] == ids and none == []
-    assert len(watched.seen) == 3
+    assert len(watched.requests) == 3
 
 
 async def test_a_long_batch_is_of_one_generation_though_a_flip_falls_into_it(
     night: NightConfig, app: Running
 ) -> None:
     users = sorted(histories(night))[:30]
-    later = (datetime.fromisoformat(UNTIL) + timedelta(minutes=30)).isoformat()
+    later = (datetime.fromisoformat(DATA_UNTIL) + timedelta(minutes=30)).isoformat()
     next_ = await asyncio.to_thread(build_verified, night, later)
     watched = Watched(app)
 
@@ -152,10 +152,10 @@ async def test_a_long_batch_is_of_one_generation_though_a_flip_falls_into_it(
 
         assert await eventually(followed)
 
-    watched.before[2] = flip
+    watched.hook_by_number[2] = flip
     async with asking(watched, max_batch=10, at_once=1, deadline_ms=120_000.0) as larder:
         generation_before = (await larder.generations()).live.generation
-        watched.seen.clear()
+        watched.requests.clear()
         answers = await larder.lookup_many("user_topk", users, Options(k=1))
         after = (await larder.generations()).live.generation
 
@@ -199,14 +199,14 @@ async def test_the_service_hears_of_the_deadline_and_gives_up_by_then(
 
 async def test_a_service_that_hangs_costs_the_deadline_and_no_more(app: Running) -> None:
     watched, hung = Watched(app), asyncio.Event()
-    watched.before[1] = hung.wait  # type: ignore[assignment]
+    watched.hook_by_number[1] = hung.wait  # type: ignore[assignment]
 
     async with asking(watched) as larder:
         with pytest.raises(DeadlineExceeded):
             await larder.lookup("user_topk", "u-1", Options(deadline_ms=30))
         after = await larder.lookup("user_topk", "u-1")
 
-    assert after.source == "default" and len(watched.seen) == 2
+    assert after.source == "default" and len(watched.requests) == 2
 
 
 async def test_a_bad_request_names_its_field(app: Running) -> None:
@@ -220,7 +220,7 @@ async def test_a_bad_request_names_its_field(app: Running) -> None:
     assert unknown.value.status == 404 and unknown.value.code == "unknown_table"
 
 
-def test_a_port_where_nobody_listens_is_unreachable_in_one_line() -> None:
+def test_a_port_without_a_listener_is_unreachable_in_one_line() -> None:
     with Client("http://127.0.0.1:9") as larder, pytest.raises(Unreachable) as exc_info:
         larder.lookup("user_topk", "u-1")
 
@@ -245,7 +245,7 @@ def test_threads_that_wait_are_released_by_close() -> None:
 
     thread = threading.Thread(target=look_up_user, daemon=True)
     thread.start()
-    assert until(lambda: bool(waiting))
+    assert poll_until(lambda: bool(waiting))
     larder.close()
     thread.join(10)
 

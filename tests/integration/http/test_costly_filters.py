@@ -24,14 +24,14 @@ class Gate:
     """Lets no filter end before it is opened, and notes which were begun."""
 
     def __init__(self) -> None:
-        self.begun: list[Any] = []
+        self.started_filters: list[Any] = []
         self._may_end = threading.Event()
 
     def open(self) -> None:
         self._may_end.set()
 
     def wait(self, filter_: Any) -> None:
-        self.begun.append(filter_)
+        self.started_filters.append(filter_)
         assert self._may_end.wait(30)
 
 
@@ -55,7 +55,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     filter_gate.open()
 
 
-def ask(running: Running, user: str, filter_: Any) -> asyncio.Task[Any]:
+def start_lookup(running: Running, user: str, filter_: Any) -> asyncio.Task[Any]:
     body = {"entities": [user], "k": 3, "filter": filter_}
     return asyncio.create_task(running.http.post("/v1/lookup/user_topk", json=body))
 
@@ -65,22 +65,24 @@ async def test_a_filter_is_worked_out_once_for_all_who_ask_for_it_at_once(
 ) -> None:
     user = min(shop.users)
     async with serving(shop.night) as running:
-        tasks = [ask(running, user, {"==": ["brand", BRANDS[0]]}) for _ in range(20)]
-        assert await eventually(_is(lambda: bool(gate.begun)))
+        tasks = [start_lookup(running, user, {"==": ["brand", BRANDS[0]]}) for _ in range(20)]
+        assert await eventually(_is(lambda: bool(gate.started_filters)))
         for _ in range(50):  # the others come as far as they do
             await asyncio.sleep(0)
         gate.open()
         answers = await asyncio.gather(*tasks)
 
     assert {answer.status_code for answer in answers} == {200}
-    assert len(gate.begun) == 1
+    assert len(gate.started_filters) == 1
 
 
 async def test_other_work_in_threads_waits_behind_no_filter(shop: Shop, gate: Gate) -> None:
     user = min(shop.users)
     async with serving(shop.night) as running:
-        tasks = [ask(running, user, {"==": ["brand", f"brand-{row}"]}) for row in range(CROWD)]
-        assert await eventually(_is(lambda: bool(gate.begun)))
+        tasks = [
+            start_lookup(running, user, {"==": ["brand", f"brand-{row}"]}) for row in range(CROWD)
+        ]
+        assert await eventually(_is(lambda: bool(gate.started_filters)))
         for _ in range(50):
             await asyncio.sleep(0)
         thread_task = asyncio.create_task(asyncio.to_thread(threading.get_ident))

@@ -16,10 +16,10 @@ import pytest
 from precompute.config.settings import NightConfig
 from tests.integration.nights import build_night, environment, histories
 from tests.integration.program import started
-from tests.polling import until
+from tests.polling import poll_until
 
 IDS = 1_000
-ENDED = re.compile(r"since the start: .*\d unread")
+UNREAD_LOG_LINE = re.compile(r"since the start: .*\d unread")
 Address = tuple[str, int]
 
 
@@ -46,7 +46,7 @@ def batch(ids: list[str], more: bytes = b"") -> bytes:
     )
 
 
-def known(night: NightConfig) -> list[str]:
+def list_known_ids(night: NightConfig) -> list[str]:
     """As many ids as a batch may have, each with a stored answer."""
     users = sorted(histories(night))
     return (users * (1 + IDS // len(users)))[:IDS]
@@ -76,7 +76,7 @@ def test_ready_answers_wait_for_a_portion_of_a_crowd_of_batches_not_for_all(
     night: NightConfig, service: tuple[str, Address]
 ) -> None:
     url, address = service
-    ids = known(night)
+    ids = list_known_ids(night)
     ready = f"/v1/lookup/user_topk/{ids[0]}?k=5"
     waits: list[float] = []
     with ExitStack() as stack:
@@ -116,7 +116,7 @@ def test_a_batch_is_held_to_its_deadline_also_while_it_is_rendered(
     with socket.create_connection(address) as connected:
         statuses = []
         for more in (b"", b"X-Deadline-Ms: 1\r\n"):  # all ids are in L1 for the second
-            connected.sendall(batch(known(night), more))
+            connected.sendall(batch(list_known_ids(night), more))
             statuses.append(status_of(connected))
 
     assert statuses == [200, 503] and metric(url, 'larder_shed_total{stage="late"}') == 1
@@ -135,7 +135,7 @@ def test_nothing_is_worked_out_for_clients_that_have_gone(service: tuple[str, Ad
     def all_done() -> bool:
         return metric(url, shed_metric) + metric(url, answered) == count
 
-    assert until(all_done, 60.0, every_s=0.1)
+    assert poll_until(all_done, 60.0, every_s=0.1)
     assert metric(url, shed_metric) > count / 2
     assert metric(url, "larder_requests_under_way") == 0
 
@@ -145,7 +145,7 @@ def test_peers_that_take_no_answers_hold_a_bounded_number_of_bytes(
 ) -> None:
     log = tmp_path / "service.log"
     environ = environment(night, LARDER_QUEUE_INTERVAL_MS="60000", LARDER_ANSWERS_BYTES="1000000")
-    request = batch(known(night))
+    request = batch(list_known_ids(night))
 
     with started(environ, log) as (_, url), ExitStack() as stack:
         where = urlsplit(url)
@@ -162,7 +162,7 @@ def test_peers_that_take_no_answers_hold_a_bounded_number_of_bytes(
                 return status_of(reader) == 200
 
         def are_cut_off() -> bool:
-            return is_answered() and bool(ENDED.search(log.read_text()))
+            return is_answered() and bool(UNREAD_LOG_LINE.search(log.read_text()))
 
         # Each answer is about as much as all may hold.
-        assert until(are_cut_off, every_s=0.2)
+        assert poll_until(are_cut_off, every_s=0.2)

@@ -20,8 +20,8 @@ from serving.explain.cli import main
 from serving.explain.explainer import EXPLANATIONS_MAX, Explainer
 from tests.attached import attached
 from tests.integration.nights import (
+    DATA_UNTIL,
     NEXT,
-    UNTIL,
     K,
     build_night,
     histories,
@@ -51,7 +51,7 @@ async def counts(service: Running) -> dict[str, Any]:
     inner = service.service
     names = ("larder_answers_total", "larder_misses_total", "larder_entities_total")
     return {
-        **{name: await service.counted(name) for name in names},
+        **{name: await service.scrape_samples(name) for name in names},
         "l1": (len(inner.tiers.local), list(inner.tiers.local._entries)),
         "negative": len(inner.tiers.negative),
         "tiers": (inner.tiers.counters.total, inner.tiers.counters.l2_reads),
@@ -99,7 +99,7 @@ async def test_every_page_is_found_and_sound(night: NightConfig) -> None:
     assert len({explanation["page"]["number"] for explanation in explanations}) > 2
 
 
-async def test_the_model_says_what_it_would_from_a_history_and_the_difference_is_told(
+async def test_the_model_says_what_it_would_from_a_history_and_the_difference_is_shown(
     night: NightConfig, user: str
 ) -> None:
     history = histories(night)[user]
@@ -256,7 +256,7 @@ async def test_a_blocked_entity_gets_the_default_and_a_blocked_item_is_left_out(
 
 async def test_damage_in_redis_is_found(tmp_path: Path, own_redis: RedisServer) -> None:
     config = prepare(tmp_path / "night", own_redis.url, users=60, items=40)
-    publish_night(config, UNTIL)
+    publish_night(config, DATA_UNTIL)
     publish_night(config, NEXT)
     users = sorted(histories(config))
     with redis.Redis.from_url(own_redis.url) as client:
@@ -302,18 +302,18 @@ async def test_with_redis_away_it_says_who_answers_instead(
         later_explanation = await service.post("/v1/explain/user_topk", body)
 
     assert warm["answer"]["tier"] == "l1" and "Redis" in warm["sentence"].partition(";")[2]
-    assert cold["answer"]["tier"] == "default" and cold["page"]["state"] in AWAY
-    assert cold["answer"]["reason"] in AWAY and cold["page"]["expected"] is not None
+    assert cold["answer"]["tier"] == "default" and cold["page"]["state"] in REDIS_DOWN_REASONS
+    assert cold["answer"]["reason"] in REDIS_DOWN_REASONS and cold["page"]["expected"] is not None
     assert live["answer"]["tier"] == "live"
     assert [answer["source"] for answer in answers] == ["l1", "default"]
     assert lookup_response["answers"][0]["source"] == "live"  # and stands in while Redis is away
     assert (
         later_explanation["answer"]["tier"] == "l1"
-        and later_explanation["answer"]["reason"] in AWAY
+        and later_explanation["answer"]["reason"] in REDIS_DOWN_REASONS
     )
 
 
-AWAY = ("l2_down", "l2_timeout", "breaker_open")
+REDIS_DOWN_REASONS = ("l2_down", "l2_timeout", "breaker_open")
 
 
 async def test_what_cannot_be_explained_is_refused_like_any_request(

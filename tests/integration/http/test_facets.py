@@ -15,7 +15,7 @@ from cache.errors import ConfigError
 from precompute.config.settings import FacetConfig, NightConfig, Sources
 from serving.client import AsyncClient, Options
 from tests.integration.http import shop as shop_module
-from tests.integration.http.hot_way import Asked, running
+from tests.integration.http.hot_way import AsgiRequest, running
 from tests.integration.http.shop import BRANDS, TAGS, Shop, drawn, make_shop
 from tests.integration.nights import NEXT, histories, publish_night
 from tests.integration.serving_app import BASE, eventually, serving
@@ -114,8 +114,10 @@ async def test_what_is_left_out_is_left_out(shop: Shop) -> None:
 def test_both_ways_send_the_same_bytes(shop: Shop) -> None:
     for ways in running(shop.night):
         for value in (*BRANDS, "no-such-brand"):
-            request = Asked("GET", f"/v1/lookup/brands/{quote(value, safe='')}".encode(), b"k=3")
-            fast_responses, routed = ways.both(request)
+            request = AsgiRequest(
+                "GET", f"/v1/lookup/brands/{quote(value, safe='')}".encode(), b"k=3"
+            )
+            fast_responses, routed = ways.send_both_ways(request)
             assert fast_responses == routed, value
 
 

@@ -21,7 +21,7 @@ from serving.client import AsyncClient, Options
 from serving.engine.entity import PendingAnswer
 from serving.explain import cli as explain_cli
 from serving.filters.filtered_lookup import FilteredLookup
-from tests.integration.http.hot_way import Asked, Ways, running
+from tests.integration.http.hot_way import AsgiRequest, Ways, running
 from tests.integration.http.shop import BRANDS, Shop, filter_of, make_shop, wanted_of
 from tests.integration.nights import (
     NEXT,
@@ -53,12 +53,12 @@ def any_shop(
 
 
 @pytest.fixture(params=["json", "client", "arrow"])
-def way(request: pytest.FixtureRequest) -> str:
+def request_form(request: pytest.FixtureRequest) -> str:
     """Form of request and answer."""
     return str(request.param)
 
 
-async def asked(running: Running, form: str, user: str, filter_: Any, k: int, **more: Any) -> Any:
+async def look_up(running: Running, form: str, user: str, filter_: Any, k: int, **more: Any) -> Any:
     """(items, scores, short, source) of one known user."""
     if form == "json":
         body = {"entities": [{"id": user, **more}], "k": k, "filter": filter_}
@@ -86,8 +86,10 @@ async def compare(shop: Shop, form: str, count: int) -> set[str]:
     async with serving(shop.night, l2_deadline_ms=2_500.0, sketch_s=0.0) as running:
         for _ in range(count):
             user, filter_, k = rng.choice(users), filter_of(rng), rng.randrange(1, 51)
-            items, scores, short, source = await asked(running, form, user, filter_, k)
-            expected = wanted_of(shop, shop.users[user], shop.seen[user], filter_, k, shop.metric)
+            items, scores, short, source = await look_up(running, form, user, filter_, k)
+            expected = wanted_of(
+                shop, shop.users[user], shop.seen_ordinals[user], filter_, k, shop.metric
+            )
             failure_message = f"seed {SEED}: {user} {k} {orjson.dumps(filter_).decode()}"
             assert items == expected[0], failure_message
             np.testing.assert_array_equal(scores, expected[1], err_msg=failure_message)
@@ -176,7 +178,7 @@ async def test_it_is_explained_how_many_pass_and_from_where(shop: Shop) -> None:
     )
 
 
-async def test_part_of_the_previous_list_is_told_to_be_of_the_previous_generation(
+async def test_part_of_the_previous_list_is_marked_as_of_the_previous_generation(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def none(
@@ -326,7 +328,7 @@ async def test_short_means_that_fewer_pass_in_all_also_of_what_is_not_found_by_v
 
     monkeypatch.setattr(FilteredLookup, "_vectors_of", none)
     known_user = min(shop.users)
-    seen_ordinals = shop.seen[known_user] if user == "known" else set()
+    seen_ordinals = shop.seen_ordinals[known_user] if user == "known" else set()
     filter_ = {"==": ["brand", BRANDS[0]]}
     passing_ordinals = [
         at
@@ -359,13 +361,13 @@ def test_both_ways_send_the_same_bytes_under_a_filter(shop: Shop, ways: Ways) ->
         query = f"k={rng.randrange(1, 40)}&filter={filter_}".encode()
         table = rng.choice(["user_topk", "user_topk", "item_similar", "user_vector"])
         id_ = rng.choice(shop.ids if table == "item_similar" else [*users, "nobody"])
-        request = Asked("GET", f"/v1/lookup/{table}/{quote(id_, safe='')}".encode(), query)
+        request = AsgiRequest("GET", f"/v1/lookup/{table}/{quote(id_, safe='')}".encode(), query)
         # The first works out what passes and fills L1, the second makes the answer ready, the third sends it so.
-        fast_responses, routed = ways.both(request)
+        fast_responses, routed = ways.send_both_ways(request)
 
         assert fast_responses == routed, f"seed {SEED}: {request}"
-        assert ways.ask(request) == routed[-1]
-        at_once += ways.hot.answer(request.path + b"?" + query) is not None
+        assert ways.send(request) == routed[-1]
+        at_once += ways.fast_lookups.answer(request.path + b"?" + query) is not None
     assert at_once > QUICK // 40
 
 
@@ -374,13 +376,13 @@ def test_an_answer_under_a_filter_is_counted_once(shop: Shop, ways: Ways) -> Non
     selective_filter, permissive_filter = {"==": ["brand", BRANDS[0]]}, {"exists": "price"}
     for filter_, k in ((selective_filter, 50), (permissive_filter, 5)):
         query = f"k={k}&filter={quote(orjson.dumps(filter_).decode(), safe='')}".encode()
-        request = Asked("GET", f"/v1/lookup/user_topk/{min(shop.users)}".encode(), query)
+        request = AsgiRequest("GET", f"/v1/lookup/user_topk/{min(shop.users)}".encode(), query)
         counts = []
         for is_fast in (False, True):
             ways.forget()
-            ways.ask(request, is_fast=False)
+            ways.send(request, is_fast=False)
             counts_before = ways.scraped("larder_answers_total"), ways.service.tiers.counters.total
-            ways.ask(request, is_fast=is_fast)
+            ways.send(request, is_fast=is_fast)
             after = ways.scraped("larder_answers_total"), ways.service.tiers.counters.total
             answered = {
                 name: count - counts_before[0].get(name, 0) for name, count in after[0].items()
@@ -405,7 +407,7 @@ def test_an_hour_of_distinct_filters_does_not_grow_memory(shop: Shop) -> None:
                 filter_ = quote(f'{{"<":["price",{1 + number / 1e6}]}}', safe="")
                 id_ = quote(users[number % len(users)], safe="")
                 path = f"/v1/lookup/user_topk/{id_}".encode()
-                response = ways.ask(Asked("GET", path, f"k=3&filter={filter_}".encode()))
+                response = ways.send(AsgiRequest("GET", path, f"k=3&filter={filter_}".encode()))
                 assert response.status == 200
             gc.collect()
             return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

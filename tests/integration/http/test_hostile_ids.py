@@ -15,26 +15,26 @@ from precompute.reference.train import train_reference
 from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.client.calls import write_arrow_ids
 from tests import hostile
-from tests.integration.http.hot_way import Asked, Ways, running
-from tests.integration.nights import UNTIL, prepare, publish_night, top_lists, write_clicks
+from tests.integration.http.hot_way import AsgiRequest, Ways, running
+from tests.integration.nights import DATA_UNTIL, prepare, publish_night, top_lists, write_clicks
 
 ARROW = ARROW_MEDIA_TYPE.encode()
 K = 5
-KNOWN = tuple(hostile_id for hostile_id in hostile.EVERY if hostile_id != "null")
+KNOWN_IDS = tuple(hostile_id for hostile_id in hostile.EVERY if hostile_id != "null")
 """Ids that a source may have: `null` is what programs write for nothing."""
-STRANGERS = [f"{hostile_id}~" for hostile_id in KNOWN if len(hostile_id.encode()) < 256]
+STRANGERS = [f"{hostile_id}~" for hostile_id in KNOWN_IDS if len(hostile_id.encode()) < 256]
 
 
 @pytest.fixture(scope="module")
 def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
     """Every user and every item has such an id."""
-    folder, count = tmp_path_factory.mktemp("hostile"), len(KNOWN)
+    folder, count = tmp_path_factory.mktemp("hostile"), len(KNOWN_IDS)
     clicks = synthesize(World(users=count, items=count, seed=0))
-    users, items = KNOWN, KNOWN[::-1]
+    users, items = KNOWN_IDS, KNOWN_IDS[::-1]
     write_clicks(folder, replace(clicks, user_ids=users, item_ids=items))
     config = prepare(folder, redis_url, users=count, items=count)
-    train_reference(config, data_until=UNTIL)
-    publish_night(config, UNTIL)
+    train_reference(config, data_until=DATA_UNTIL)
+    publish_night(config, DATA_UNTIL)
     return config
 
 
@@ -48,7 +48,7 @@ def lists(night: NightConfig, ways: Ways) -> dict[str, dict[str, list[str]]]:
     """The first of each list by table and id, as they lie in the page files."""
     generation = ways.service.capture_served().live.generation
     lists_by_table = {
-        table: top_lists(night, generation, list(KNOWN), table)
+        table: top_lists(night, generation, list(KNOWN_IDS), table)
         for table in ("user_topk", "item_similar")
     }
     return {
@@ -57,13 +57,13 @@ def lists(night: NightConfig, ways: Ways) -> dict[str, dict[str, list[str]]]:
     }
 
 
-def get(id_: str, table: str, route: str = "lookup") -> Asked:
-    return Asked("GET", f"/v1/{route}/{table}/{quote(id_, safe='')}".encode(), b"k=%d" % K)
+def get(id_: str, table: str, route: str = "lookup") -> AsgiRequest:
+    return AsgiRequest("GET", f"/v1/{route}/{table}/{quote(id_, safe='')}".encode(), b"k=%d" % K)
 
 
-def post(body: object, path: str, *headers: tuple[bytes, bytes]) -> Asked:
+def post(body: object, path: str, *headers: tuple[bytes, bytes]) -> AsgiRequest:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return Asked("POST", path.encode(), headers=headers, pieces=(raw,))
+    return AsgiRequest("POST", path.encode(), headers=headers, pieces=(raw,))
 
 
 def read(response: Any) -> Any:
@@ -79,7 +79,7 @@ def rows(response: Any) -> list[dict[str, Any]]:
     return answer_rows
 
 
-def told(answers: list[dict[str, Any]]) -> dict[str, list[str]]:
+def lists_by_id(answers: list[dict[str, Any]]) -> dict[str, list[str]]:
     return {answer["id"]: answer["items"] for answer in answers}
 
 
@@ -91,8 +91,8 @@ def test_single_lookups(ways: Ways, lists: Any, table: str, is_fast: bool) -> No
     ways.forget()
 
     for source in ("l2", "l1", "l1"):  # from Redis, from a record, ready
-        answers = [read(ways.ask(get(id_, table), is_fast=is_fast)) for id_ in expected]
-        assert told(answers) == expected
+        answers = [read(ways.send(get(id_, table), is_fast=is_fast)) for id_ in expected]
+        assert lists_by_id(answers) == expected
         assert {answer["source"] for answer in answers} == {source}
 
 
@@ -106,7 +106,7 @@ def test_single_lookups_of_one_turn(ways: Ways, lists: Any, joins: bool) -> None
 
     for source in ("l2", "l1", "l1"):
         answers = [read(response) for response in ways.ask_at_once(requests)]
-        assert told(answers) == expected
+        assert lists_by_id(answers) == expected
         assert {answer["source"] for answer in answers} == {source}
     assert (ways.joined > joined_before) == joins
 
@@ -122,16 +122,22 @@ def test_batches(ways: Ways, lists: Any, table: str, is_fast: bool) -> None:
     ways.forget()
 
     for _ in range(2):  # from Redis, from L1
-        assert told(read(ways.ask(post(body, path), is_fast=is_fast))["answers"]) == expected
-    assert told(rows(ways.ask(post(body, path, accept_header), is_fast=is_fast))) == expected
+        assert (
+            lists_by_id(read(ways.send(post(body, path), is_fast=is_fast))["answers"]) == expected
+        )
     assert (
-        told(read(ways.ask(post(as_arrow, path, content_type_header), is_fast=is_fast))["answers"])
+        lists_by_id(rows(ways.send(post(body, path, accept_header), is_fast=is_fast))) == expected
+    )
+    assert (
+        lists_by_id(
+            read(ways.send(post(as_arrow, path, content_type_header), is_fast=is_fast))["answers"]
+        )
         == expected
     )
     assert (
-        told(
+        lists_by_id(
             rows(
-                ways.ask(post(as_arrow, path, content_type_header, accept_header), is_fast=is_fast)
+                ways.send(post(as_arrow, path, content_type_header, accept_header), is_fast=is_fast)
             )
         )
         == expected
@@ -143,9 +149,9 @@ def test_batches_of_numbers(ways: Ways, lists: Any, table: str) -> None:
     ids, path = list(lists["user_topk"]), f"/v1/lookup/{table}"
     field = "vector" if table == "user_vector" else "values"
 
-    answers = read(ways.ask(post({"entities": ids}, path)))["answers"]
-    behind = read(ways.ask(post({"entities": ids}, path), is_fast=False))["answers"]
-    table_rows = rows(ways.ask(post({"entities": ids}, path, (b"accept", ARROW))))
+    answers = read(ways.send(post({"entities": ids}, path)))["answers"]
+    behind = read(ways.send(post({"entities": ids}, path), is_fast=False))["answers"]
+    table_rows = rows(ways.send(post({"entities": ids}, path, (b"accept", ARROW))))
 
     assert [answer["id"] for answer in answers] == ids
     numbers = [answer[field] for answer in answers]
@@ -165,9 +171,9 @@ def test_ids_that_the_night_does_not_know(ways: Ways, lists: Any, is_fast: bool)
     entities += STRANGERS[40:]
     body = {"entities": entities, "k": K, "deadline_ms": 9_000, "exclude": items[:2]}
 
-    answers = read(ways.ask(post(body, path), is_fast=is_fast))["answers"]
-    in_arrow = rows(ways.ask(post(body, path, (b"accept", ARROW)), is_fast=is_fast))
-    alone = [read(ways.ask(get(id_, "user_topk"), is_fast=is_fast)) for id_ in STRANGERS[40:]]
+    answers = read(ways.send(post(body, path), is_fast=is_fast))["answers"]
+    in_arrow = rows(ways.send(post(body, path, (b"accept", ARROW)), is_fast=is_fast))
+    alone = [read(ways.send(get(id_, "user_topk"), is_fast=is_fast)) for id_ in STRANGERS[40:]]
 
     assert (
         [answer["id"] for answer in answers] == STRANGERS == [answer["id"] for answer in in_arrow]
@@ -184,11 +190,11 @@ def test_ids_that_the_night_does_not_know(ways: Ways, lists: Any, is_fast: bool)
     assert all(set(answer["items"]) <= known_items and answer["items"] for answer in alone)
 
 
-def test_tables_beside_each_other(ways: Ways, lists: Any) -> None:
+def test_several_tables_in_one_batch(ways: Ways, lists: Any) -> None:
     table_id_pairs = [(table, id_) for table in lists for id_ in lists[table]]
     entities = [{"table": table, "id": id_} for table, id_ in table_id_pairs]
 
-    answers = read(ways.ask(post({"entities": entities, "k": K}, "/v1/lookup")))["answers"]
+    answers = read(ways.send(post({"entities": entities, "k": K}, "/v1/lookup")))["answers"]
 
     assert [(answer["table"], answer["id"]) for answer in answers] == table_id_pairs
     assert [answer["items"] for answer in answers] == [
@@ -201,7 +207,7 @@ def test_candidates_are_put_in_order_and_named(ways: Ways, lists: Any) -> None:
     for user in users[::20]:
         body = {"user": {"id": user, "history": items[:3]}, "items": [*items, *STRANGERS[:30]]}
 
-        answer = read(ways.ask(post(body, "/v1/score")))
+        answer = read(ways.send(post(body, "/v1/score")))
 
         assert answer["id"] == user
         assert sorted(answer["items"]) == sorted(items[3:])
@@ -211,11 +217,11 @@ def test_candidates_are_put_in_order_and_named(ways: Ways, lists: Any) -> None:
 def test_explanations(ways: Ways, lists: Any) -> None:
     expected = lists["user_topk"]
     for id_ in list(expected)[::4]:
-        explanation = read(ways.ask(get(id_, "user_topk", "explain")))
+        explanation = read(ways.send(get(id_, "user_topk", "explain")))
         body = {"entities": [id_], "k": K}
-        by_body = read(ways.ask(post(body, "/v1/explain/user_topk")))
+        by_body = read(ways.send(post(body, "/v1/explain/user_topk")))
 
         assert explanation["id"] == by_body["id"] == id_
         assert explanation["record"]["items"] == by_body["record"]["items"] == expected[id_]
     for id_ in STRANGERS[::10]:
-        assert read(ways.ask(get(id_, "user_topk", "explain")))["id"] == id_
+        assert read(ways.send(get(id_, "user_topk", "explain")))["id"] == id_

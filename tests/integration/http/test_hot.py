@@ -22,7 +22,7 @@ from serving.client.calls import write_arrow_ids
 from serving.engine import batch_lookup
 from serving.engine.entity import find_record_key
 from serving.requests import parsing
-from tests.integration.http.hot_way import Asked, Ways, running
+from tests.integration.http.hot_way import AsgiRequest, Ways, running
 from tests.integration.nights import K, build_night, histories
 
 QUIET = example_settings(
@@ -51,14 +51,14 @@ def long_lived(night: NightConfig) -> Iterator[Ways]:
     yield from running(night)
 
 
-def get(user: str, query: bytes = b"", table: str = "user_topk", **more: object) -> Asked:
+def get(user: str, query: bytes = b"", table: str = "user_topk", **more: object) -> AsgiRequest:
     path = f"/v1/lookup/{table}/{quote(user, safe='')}".encode()
-    return Asked("GET", path, query, **more)  # type: ignore[arg-type]
+    return AsgiRequest("GET", path, query, **more)  # type: ignore[arg-type]
 
 
-def post(body: object, table: str = "user_topk", **more: object) -> Asked:
+def post(body: object, table: str = "user_topk", **more: object) -> AsgiRequest:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return Asked("POST", f"/v1/lookup/{table}".encode(), pieces=(raw,), **more)  # type: ignore[arg-type]
+    return AsgiRequest("POST", f"/v1/lookup/{table}".encode(), pieces=(raw,), **more)  # type: ignore[arg-type]
 
 
 TABLES = st.sampled_from(
@@ -87,18 +87,18 @@ HEADERS = st.lists(
 
 
 @st.composite
-def gets(draw: st.DrawFn) -> Asked:
+def gets(draw: st.DrawFn) -> AsgiRequest:
     path = f"/v1/lookup/{draw(TABLES)}/{quote(draw(IDS), safe=draw(st.sampled_from(['', '/'])))}"
-    return Asked("GET", path.encode(), draw(QUERIES), draw(HEADERS))
+    return AsgiRequest("GET", path.encode(), draw(QUERIES), draw(HEADERS))
 
 
 ITEMS = st.integers(0, 130).map(lambda number: f"i-{number:05d}")
 # Live answers for ids that the night does not know are stored, and the second way would find them.
 # Users 7 and 57 have other names.
-KNOWN = st.integers(0, 105).filter(lambda number: number not in (7, 57))
+KNOWN_NUMBERS = st.integers(0, 105).filter(lambda number: number not in (7, 57))
 WITH_INPUT = st.one_of(
     st.fixed_dictionaries(
-        {"id": KNOWN.map(lambda number: f"u-{number:05d}")},
+        {"id": KNOWN_NUMBERS.map(lambda number: f"u-{number:05d}")},
         optional={"history": st.lists(ITEMS, max_size=5), "features": st.just({"age": 1})},
     ),
     st.fixed_dictionaries(
@@ -134,7 +134,7 @@ BODIES = st.one_of(
 
 
 @st.composite
-def posts(draw: st.DrawFn) -> Asked:
+def posts(draw: st.DrawFn) -> AsgiRequest:
     raw = draw(
         st.one_of(
             BODIES.map(orjson.dumps), st.sampled_from([b"", b"{", b'{"entities":["\\ud800"]}'])
@@ -142,13 +142,13 @@ def posts(draw: st.DrawFn) -> Asked:
     )
     cut = draw(st.integers(0, len(raw)))
     path = draw(st.one_of(TABLES.map(lambda table: f"/v1/lookup/{table}"), st.just("/v1/lookup")))
-    return Asked("POST", path.encode(), draw(QUERIES), draw(HEADERS), (raw[:cut], raw[cut:]))
+    return AsgiRequest("POST", path.encode(), draw(QUERIES), draw(HEADERS), (raw[:cut], raw[cut:]))
 
 
 @QUIET
 @given(http_request=st.one_of(gets(), posts()))
-def test_both_ways_send_the_same_bytes(long_lived: Ways, http_request: Asked) -> None:
-    fast_responses, slow = long_lived.both(http_request)
+def test_both_ways_send_the_same_bytes(long_lived: Ways, http_request: AsgiRequest) -> None:
+    fast_responses, slow = long_lived.send_both_ways(http_request)
 
     assert fast_responses == slow
 
@@ -161,13 +161,13 @@ def test_known_ids_take_the_hot_way_from_redis_from_memory_and_ready(
     for request in lookup_requests:
         for source in (b'"source":"l2"', b'"source":"l1"', b'"source":"l1"'):
             ways.service.metrics.tally.drain()
-            response = ways.ask(request)
+            response = ways.send(request)
             _, requests = ways.service.metrics.tally.drain()
             assert response.status == 200 and source in response.body
             assert sum(requests.values()) == 1
         ways.forget()
-    ways.ask(lookup_requests[0])
-    ways.ask(lookup_requests[0])
+    ways.send(lookup_requests[0])
+    ways.send(lookup_requests[0])
     assert ways.service.tiers.local.ready(lookup_requests[0].path + b"?k=20") is not None
 
 
@@ -175,7 +175,7 @@ def test_a_stranger_with_a_history_takes_the_hot_way(ways: Ways, users: list[str
     stranger = {"id": "stranger-of-the-hot-way", "history": ["i-00001", "i-00002"]}
     ways.service.metrics.tally.drain()
 
-    response = ways.ask(post({"entities": [stranger, users[0]], "k": 5, "exclude": ["i-00003"]}))
+    response = ways.send(post({"entities": [stranger, users[0]], "k": 5, "exclude": ["i-00003"]}))
 
     _, requests = ways.service.metrics.tally.drain()
     answers = json.loads(response.body)["answers"]
@@ -188,18 +188,18 @@ def test_whole_batches_are_the_same_both_ways(ways: Ways, users: list[str]) -> N
     mixed = [*users[:200], "nobody", *users[:3], "nobody", 'q"\\']
     for table in ("user_topk", "user_vector", "user_affinity"):
         for body in ({"entities": mixed, "k": 7}, {"entities": users}, {"entities": ["nobody"]}):
-            fast_responses, slow = ways.both(post(body, table), times=2)
+            fast_responses, slow = ways.send_both_ways(post(body, table), times=2)
             assert fast_responses == slow
 
 
 def test_what_is_blocked_is_gone_from_the_next_answer(ways: Ways, users: list[str]) -> None:
     """Also where an answer lay ready."""
     get_request = get(users[0], b"k=5")
-    first = [json.loads(ways.ask(get_request).body) for _ in range(3)][-1]
+    first = [json.loads(ways.send(get_request).body) for _ in range(3)][-1]
     blocked_item = first["items"][0].encode()
 
     ways.runner.run(ways.service.follower.holder.block(Blocklist(1, frozenset({blocked_item}))))
-    second = json.loads(ways.ask(get_request).body)
+    second = json.loads(ways.send(get_request).body)
 
     assert second["source"] == "l1" and first["items"][0] not in second["items"]
     for request in (
@@ -207,15 +207,15 @@ def test_what_is_blocked_is_gone_from_the_next_answer(ways: Ways, users: list[st
         post({"entities": users[:50], "k": 20}),
         post({"entities": users[:50]}),
     ):
-        fast_responses, slow = ways.both(request)
+        fast_responses, slow = ways.send_both_ways(request)
         assert fast_responses == slow
 
     erased = Blocklist(2, entities=frozenset({users[0].encode()}))
     ways.runner.run(ways.service.follower.holder.block(erased))
-    erased_answer = json.loads(ways.ask(get_request).body)
+    erased_answer = json.loads(ways.send(get_request).body)
 
     assert (erased_answer["source"], erased_answer["reason"]) == ("default", "entity_blocked")
-    fast_responses, slow = ways.both(post({"entities": users[:50], "k": 20}))
+    fast_responses, slow = ways.send_both_ways(post({"entities": users[:50], "k": 20}))
     assert fast_responses == slow
 
 
@@ -224,13 +224,13 @@ def test_while_a_canary_runs_every_request_is_routed_and_counted(
 ) -> None:
     get_request = get(users[0], b"k=5")
     for _ in range(3):
-        ways.ask(get_request)
+        ways.send(get_request)
     ways.service.metrics.tally.drain()
 
     ways.service.follower.holder.canary = Canary("20990101T000000Z-0", 50.0, 0.0)
     ways.service.follower.holder.divide(by_experiments=False)
     for request in (get_request, post({"entities": users[:3]})):
-        assert ways.ask(request).status == 200
+        assert ways.send(request).status == 200
 
     assert ways.service.metrics.tally.drain() == ({}, {})
     count_by_label = ways.scraped("larder_canary_requests_total")
@@ -242,19 +242,19 @@ def test_while_experiments_run_every_request_is_routed_and_an_arm_is_never_passe
 ) -> None:
     get_request = get(users[0], b"k=5")
     for _ in range(3):
-        ways.ask(get_request)
+        ways.send(get_request)
     for request in (
         get(users[0], b"arm=e%3Da"),
         get(users[0], b"k=5", headers=[(b"x-larder-arm", b"e=a")]),
         post({"entities": users[:3], "arm": "e=a"}),
         post({"entities": users[:3]}, headers=[(b"x-larder-arm", b"e=a")]),
     ):
-        assert ways.ask(request).status == 409
+        assert ways.send(request).status == 409
     ways.service.metrics.tally.drain()
 
     ways.service.follower.holder.divide(by_experiments=True)
     for request in (get_request, post({"entities": users[:3]})):
-        assert ways.ask(request).status == 200
+        assert ways.send(request).status == 200
 
     assert ways.service.metrics.tally.drain() == ({}, {})
 
@@ -262,12 +262,12 @@ def test_while_experiments_run_every_request_is_routed_and_an_arm_is_never_passe
 def test_answers_of_a_stale_replica_say_so(ways: Ways, users: list[str]) -> None:
     get_request = get(users[0], b"k=5")
     for _ in range(3):
-        ways.ask(get_request)
+        ways.send(get_request)
 
     ways.service.follower.note("pointer", "pointer_vanished")
 
     for request in (get_request, post({"entities": [*users[:5], "nobody"]})):
-        fast_responses, slow = ways.both(request)
+        fast_responses, slow = ways.send_both_ways(request)
         assert fast_responses == slow and all(
             b'"stale":"pointer_vanished"' in response.body for response in fast_responses
         )
@@ -277,8 +277,8 @@ def test_sources_sum_to_entities_and_latencies_to_answers(ways: Ways, users: lis
     """Invariant 6, over both ways."""
     for is_fast in (True, False, True):
         for request in (get(users[0]), get("nobody"), post({"entities": [*users[:20], "nobody"]})):
-            assert ways.ask(request, is_fast=is_fast).status == 200
-    ways.ask(get(users[0], b"k=0"))
+            assert ways.send(request, is_fast=is_fast).status == 200
+    ways.send(get(users[0], b"k=0"))
 
     entities = sum(ways.scraped("larder_entities_total").values())
     answers = sum(ways.scraped("larder_answers_total").values())
@@ -295,7 +295,7 @@ def test_sources_sum_to_entities_and_latencies_to_answers(ways: Ways, users: lis
 
 def test_what_was_answered_hot_is_read_ahead_before_a_flip(ways: Ways, users: list[str]) -> None:
     for _ in range(3):
-        ways.ask(get(users[7]))
+        ways.send(get(users[7]))
 
     assert list(ways.service.ladder.recent.names()).count(("user_topk", users[7].encode())) == 3
 
@@ -305,7 +305,7 @@ def test_a_body_that_is_too_long_is_refused_as_before(ways: Ways) -> None:
     long = b'{"entities":["' + b"x" * limit + b'"]}'
     declared = ((b"content-length", b"%d" % (limit + 1)),)
     for request in (post(long), post(b"", headers=declared)):
-        fast_responses, slow = ways.both(request, times=1)
+        fast_responses, slow = ways.send_both_ways(request, times=1)
         assert fast_responses == slow and fast_responses[0].status == 413
 
 
@@ -313,7 +313,7 @@ def test_without_the_token_nothing_is_answered(night: NightConfig, users: list[s
     for ways in running(night, token="sésame"):
         good = ((b"authorization", "Bearer sésame".encode()),)
         for _ in range(3):
-            assert ways.ask(get(users[0], headers=good)).status == 200
+            assert ways.send(get(users[0], headers=good)).status == 200
         for headers in (
             (),
             ((b"authorization", b"Bearer x"),),
@@ -323,8 +323,8 @@ def test_without_the_token_nothing_is_answered(night: NightConfig, users: list[s
                 get(users[0], headers=headers),
                 post({"entities": users[:2]}, headers=headers),
             ):
-                assert ways.ask(request).status == 401
-        assert ways.ask(get(users[0], headers=good)).status == 200
+                assert ways.send(request).status == 401
+        assert ways.send(get(users[0], headers=good)).status == 200
 
 
 def test_ready_answers_count_in_the_bound_of_memory(night: NightConfig, users: list[str]) -> None:
@@ -333,7 +333,7 @@ def test_ready_answers_count_in_the_bound_of_memory(night: NightConfig, users: l
         local = ways.service.tiers.local
         for user in users:
             for _ in range(3):
-                ways.ask(get(user, b"k=20"))
+                ways.send(get(user, b"k=20"))
             assert local.size_bytes <= bound
         assert len(local) < 2 * len(users)
 
@@ -362,13 +362,13 @@ def test_whatever_a_record_holds_both_ways_make_the_same_of_it(
         response_pairs = []
         for is_fast in (True, False):
             ways.forget()
-            ways.ask(post({"entities": users[:4]}), is_fast=False)
+            ways.send(post({"entities": users[:4]}), is_fast=False)
             key = LocalKey(live.generation, table.name, record_keys[0].key)
             entry = ways.service.tiers.local.get(key)
             assert entry is not None
             record = entry.record[:at] + raw + entry.record[at + len(raw) :]
             ways.service.tiers.local.put(key, entry._replace(record=record))
-            response_pairs.append([ways.ask(request, is_fast=is_fast) for _ in range(2)])
+            response_pairs.append([ways.send(request, is_fast=is_fast) for _ in range(2)])
         assert response_pairs[0] == response_pairs[1]
 
 
@@ -395,12 +395,12 @@ def test_a_body_is_parsed_once_whatever_comes_of_it(
 
     monkeypatch.setattr(orjson, "loads", note_and_load)
     monkeypatch.setattr(long_lived.service.admission.loop, "wait", 0.1 if is_behind else 0.0)
-    response = long_lived.ask(post(body))
+    response = long_lived.send(post(body))
 
     assert response.status == status and parsed.count(body) == 1
 
 
-def to(path: bytes, body: bytes) -> Asked:
+def to(path: bytes, body: bytes) -> AsgiRequest:
     return replace(post(body), path=path)
 
 
@@ -419,7 +419,7 @@ SENT_AS_ARROW = ((b"content-type", ARROW_MEDIA_TYPE.encode()),)
 def test_a_large_body_is_read_in_no_turn_of_the_loop(
     long_lived: Ways,
     monkeypatch: pytest.MonkeyPatch,
-    http_request: Asked,
+    http_request: AsgiRequest,
     is_fast: bool,
     is_behind: bool,
 ) -> None:
@@ -438,7 +438,7 @@ def test_a_large_body_is_read_in_no_turn_of_the_loop(
         monkeypatch.setattr(module, "LARGE_BODY_BYTES", len(http_request.pieces[0]) - 1)
     monkeypatch.setattr(long_lived.service.admission.loop, "wait", 0.1 if is_behind else 0.0)
 
-    response = long_lived.ask(http_request, is_fast=is_fast)
+    response = long_lived.send(http_request, is_fast=is_fast)
 
     assert response.status in (200, 422) and len(threads) == 1
     assert threading.get_ident() not in threads
@@ -452,9 +452,9 @@ def test_of_a_stranger_no_body_is_waited_for_on_either_way(
         for wait in 0.0, 0.1:
             monkeypatch.setattr(ways.service.admission.loop, "wait", wait)
             for path in paths:
-                bodiless_request = Asked(
+                bodiless_request = AsgiRequest(
                     "POST", path, pieces=()
                 )  # whoever waits for it hears of its end
                 assert [
-                    ways.ask(bodiless_request, is_fast=is_fast).status for is_fast in (True, False)
+                    ways.send(bodiless_request, is_fast=is_fast).status for is_fast in (True, False)
                 ] == [401] * 2

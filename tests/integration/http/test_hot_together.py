@@ -15,7 +15,7 @@ from cache.tiers.reads import reads_of
 from precompute.config.settings import NightConfig
 from serving.engine.coalescer import GROUP_SIZE_MAX, GROUP_SIZE_MIN
 from serving.engine.entity import find_record_key
-from tests.integration.http.hot_way import Asked, Sent, Ways, running
+from tests.integration.http.hot_way import AsgiRequest, AsgiResponse, Ways, running
 from tests.integration.nights import K, build_night, histories
 
 TABLES = "user_topk", "user_vector", "user_affinity", "item_similar"
@@ -47,8 +47,8 @@ def patient(night: NightConfig, request: pytest.FixtureRequest) -> Iterator[Ways
         yield running_ways
 
 
-def get(user: str, query: bytes = b"", table: str = "user_topk") -> Asked:
-    return Asked("GET", f"/v1/lookup/{table}/{quote(user, safe='')}".encode(), query)
+def get(user: str, query: bytes = b"", table: str = "user_topk") -> AsgiRequest:
+    return AsgiRequest("GET", f"/v1/lookup/{table}/{quote(user, safe='')}".encode(), query)
 
 
 def batches(ways: Ways) -> int:
@@ -68,13 +68,13 @@ def test_a_turn_is_one_read_and_its_answers_are_those_of_the_routes(
     assert batches(ways) - batches_before == 1
     assert ways.joined == (len(requests) if ways.joins else 0)
     ways.forget()
-    assert grouped_responses == [ways.ask(request, is_fast=False) for request in requests]
+    assert grouped_responses == [ways.send(request, is_fast=False) for request in requests]
 
 
-def test_nobody_waits_for_company_unless_many_came_of_late(
+def test_a_request_waits_for_company_only_if_many_came_of_late(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coalescer = ways.hot._singles._coalescer
+    coalescer = ways.fast_lookups._singles._coalescer
     joined: list[str] = []
     join = coalescer.join
 
@@ -116,7 +116,7 @@ def test_whatever_is_asked_in_a_turn_is_answered_as_by_the_routes(
         ]
     ]  # fmt: skip
     response_rounds = [patient.ask_at_once(requests) for _ in range(3)]
-    behind = [patient.ask(request, is_fast=False) for request in requests]
+    behind = [patient.send(request, is_fast=False) for request in requests]
 
     # One by one, the second question about a record finds it in L1.
     assert b'"source":"l2"' in response_rounds[0][0].body
@@ -128,7 +128,7 @@ def test_whatever_is_asked_in_a_turn_is_answered_as_by_the_routes(
         assert [pair for pair in pairs if pair[0] != pair[1]] == []
 
 
-def _of_l1(response: Sent) -> tuple[int, bytes]:
+def _of_l1(response: AsgiResponse) -> tuple[int, bytes]:
     return response.status, response.body.replace(b'"source":"l2"', b'"source":"l1"')
 
 
@@ -143,7 +143,7 @@ def test_more_than_a_group_holds_are_several_groups(ways: Ways, users: list[str]
     ]
 
 
-def test_each_request_of_a_turn_is_counted_once(ways: Ways, users: list[str]) -> None:
+def test_every_request_of_a_loop_iteration_is_counted_once(ways: Ways, users: list[str]) -> None:
     requests = [get(user) for user in [*users[:30], "nobody", "nothing"]]
     for _ in range(3):
         ways.ask_at_once(requests)
@@ -158,10 +158,10 @@ def test_each_request_of_a_turn_is_counted_once(ways: Ways, users: list[str]) ->
     assert recent.count(("user_topk", users[7].encode())) == 3
 
 
-def test_a_caller_that_leaves_takes_nobody_along_and_is_not_counted(
+def test_a_caller_that_leaves_takes_no_others_along_and_is_not_counted(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coalescer = ways.hot._singles._coalescer
+    coalescer = ways.fast_lookups._singles._coalescer
     coalescer._expected = GROUP_SIZE_MIN
 
     async def run_iteration() -> list[object]:
@@ -210,13 +210,13 @@ def test_who_has_less_time_than_a_read_may_take_has_a_clock_of_its_own(
     assert len(read_as_rows) == 1 and 0 < read_as_rows[0] <= 20
 
     ways.forget()
-    coalescer = ways.hot._singles._coalescer
+    coalescer = ways.fast_lookups._singles._coalescer
     monkeypatch.setattr(coalescer, "_has_time_for_all", lambda _members: False)
     assert {response.status for response in ways.ask_at_once(requests)} == {200}
     assert len(read_as_rows) == 1
 
 
-def test_without_redis_each_goes_down_the_ladder_with_its_reason(
+def test_without_redis_every_request_goes_down_the_ladder_with_its_reason(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote: Any = ways.service.tiers._remote
@@ -258,7 +258,7 @@ def test_a_turn_over_a_flip_mixes_nothing(ways: Ways, users: list[str]) -> None:
     holder = ways.service.follower.holder
     old = ways.service.capture_served()
     new = dataclasses.replace(old, live=old.live.released_as(old.live.epoch + 1, 1_800_000_000.0))
-    fast_lookups = ways.hot
+    fast_lookups = ways.fast_lookups
     fast_lookups._singles._coalescer._expected = GROUP_SIZE_MIN
 
     async def run_iteration() -> list[Any]:
@@ -288,7 +288,7 @@ def test_a_turn_over_a_flip_mixes_nothing(ways: Ways, users: list[str]) -> None:
         (16 + 4 * K, b"\x00\x7e"),  # not a number
     ],
 )
-def test_a_damaged_record_costs_nobody_else_an_answer(
+def test_a_damaged_record_costs_no_other_request_an_answer(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch, at: int, raw: bytes
 ) -> None:
     live = ways.service.capture_served().live
@@ -316,7 +316,7 @@ def test_a_damaged_record_costs_nobody_else_an_answer(
     ways.forget()
 
     # Whom the hot route leaves to the ladder finds in L1 what it has just read.
-    behind = [ways.ask(request, is_fast=False) for request in requests]
+    behind = [ways.send(request, is_fast=False) for request in requests]
     assert [_of_l1(response) for response in grouped_responses] == [
         _of_l1(response) for response in behind
     ]
@@ -325,19 +325,19 @@ def test_a_damaged_record_costs_nobody_else_an_answer(
 def test_what_lies_in_memory_waits_for_no_read(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ways.ask(get(users[3], b"k=7"))
+    ways.send(get(users[3], b"k=7"))
     remote: Any = ways.service.tiers._remote
     monkeypatch.setattr(remote, "submit", lambda *_: asyncio.get_running_loop().create_future())
 
     async def run_iteration() -> list[bool]:
-        ways.hot._singles._coalescer._expected = GROUP_SIZE_MIN
+        ways.fast_lookups._singles._coalescer._expected = GROUP_SIZE_MIN
         tasks = [asyncio.ensure_future(ways.alone(_scope(user))) for user in users[:10]]
         for _ in range(20):
             await asyncio.sleep(0)
         done_flags = [task.done() for task in tasks]
         for task in tasks:
             task.cancel()
-        for task in ways.hot._singles._coalescer._tasks:
+        for task in ways.fast_lookups._singles._coalescer._tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         return done_flags
@@ -347,12 +347,12 @@ def test_what_lies_in_memory_waits_for_no_read(
 
 def test_what_is_blocked_is_gone_from_a_turn(ways: Ways, users: list[str]) -> None:
     requests = [get(user, b"k=5") for user in users[:20]]
-    blocked_item = json.loads(ways.ask(requests[0]).body)["items"][0].encode()
+    blocked_item = json.loads(ways.send(requests[0]).body)["items"][0].encode()
     blocklist = Blocklist(1, frozenset({blocked_item}), entities=frozenset({users[5].encode()}))
     ways.runner.run(ways.service.follower.holder.block(blocklist))
 
     ways.forget()
     grouped_responses = ways.ask_at_once(requests)
     ways.forget()
-    assert grouped_responses == [ways.ask(request, is_fast=False) for request in requests]
+    assert grouped_responses == [ways.send(request, is_fast=False) for request in requests]
     assert json.loads(grouped_responses[5].body)["reason"] == "entity_blocked"

@@ -12,7 +12,7 @@ import pytest
 from precompute.config.settings import NightConfig
 from tests.integration.nights import build_night, histories
 from tests.integration.program import environment, started
-from tests.polling import until
+from tests.polling import poll_until
 from tests.raw_http import RawConnection, RawResponse, exchange
 
 TABLE = "/v1/lookup/user_topk"
@@ -94,7 +94,7 @@ class Rule(NamedTuple):
     """What is sent, and the statuses of which each answer has one; `is_followed`: the next request is answered."""
 
     name: str
-    sent: bytes
+    raw_request: bytes
     answers: tuple[set[int], ...]
     is_followed: bool
 
@@ -147,7 +147,7 @@ RULES = [
 
 @pytest.mark.parametrize("rule", RULES, ids=[rule.name for rule in RULES])
 def test_a_rule_of_http_holds(url: str, rule: Rule) -> None:
-    responses = exchange(url, rule.sent + LAST)
+    responses = exchange(url, rule.raw_request + LAST)
 
     assert len(responses) == len(rule.answers) + rule.is_followed
     for response, expected in zip(responses, rule.answers, strict=False):
@@ -176,7 +176,7 @@ def test_chunks_and_a_length_close_the_connection(url: str) -> None:
 def test_an_answer_to_head_has_no_body(url: str) -> None:
     with RawConnection(url) as connection:
         connection.send(b"HEAD / HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n")
-        head, _, body = connection.rest().partition(b"\r\n\r\n")
+        head, _, body = connection.read_to_end().partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 404")
     assert body == b""
 
@@ -269,7 +269,7 @@ def test_a_bare_carriage_return_in_a_value_is_refused(url: str) -> None:
     assert statuses(exchange(url, get("/healthz", b"X: a\rb") + LAST)) == [400]
 
 
-def test_a_client_of_http_1_0_is_told_of_no_interim_answer(url: str, users: list[str]) -> None:
+def test_a_client_of_http_1_0_gets_no_interim_answer(url: str, users: list[str]) -> None:
     body = lookup(users[0])
     request = b"POST %b HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n" % (
         TABLE.encode(),
@@ -281,7 +281,7 @@ def test_a_client_of_http_1_0_is_told_of_no_interim_answer(url: str, users: list
         assert statuses(connection.responses()) == [200]
 
 
-def test_a_client_that_expects_to_be_told_is_told_to_go_on(url: str, users: list[str]) -> None:
+def test_a_client_that_expects_100_continue_gets_it(url: str, users: list[str]) -> None:
     body = lookup(users[0])
     with RawConnection(url) as connection:
         connection.send(post(body, b"Expect: 100-continue").removesuffix(body))
@@ -297,7 +297,7 @@ def test_a_client_that_expects_to_be_told_is_told_to_go_on(url: str, users: list
 @pytest.mark.parametrize("codings", [
     (b"cow, chunked",), (b"gzip, chunked",), (b"identity, chunked",), (b"gzip", b"chunked"), (b"GZIP , Chunked",),
 ])  # fmt: skip
-def test_a_coding_beside_chunked_is_not_served(
+def test_a_coding_besides_chunked_is_not_served(
     url: str, users: list[str], codings: tuple[bytes, ...]
 ) -> None:
     lines = b"".join(b"Transfer-Encoding: %b\r\n" % coding for coding in codings)
@@ -497,7 +497,7 @@ def test_head_is_answered_wherever_get_is(url: str, users: list[str]) -> None:
     ("POST", "/dashboard/data", {"GET", "HEAD"}), ("POST", "/dashboard", {"GET", "HEAD"}),
     ("OPTIONS", "/v1/feedback", {"POST"}), ("POST", "/openapi.json", {"GET", "HEAD"}),
 ])  # fmt: skip
-def test_a_method_that_is_not_allowed_is_told_which_are(
+def test_a_refused_method_is_answered_with_the_allowed_ones(
     url: str, method: str, path: str, allowed: set[str]
 ) -> None:
     with RawConnection(url) as connection:
@@ -541,4 +541,4 @@ def test_a_connection_that_ends_does_not_wait_for_its_peer_for_ever(url: str) ->
                 return True
             return False
 
-        assert until(is_cut_off, every_s=0.1)
+        assert poll_until(is_cut_off, every_s=0.1)

@@ -25,10 +25,10 @@ from serving.engine.hot_route import FastLookups
 from serving.http.http1_protocol import Http1Protocol
 from serving.http.lookup_connection import SharedState, connection_factory
 from tests import hostile
-from tests.integration.http.hot_way import NOW
+from tests.integration.http.hot_way import NOW_S
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import settings as service_settings
-from tests.polling import until
+from tests.polling import poll_until
 
 QUIET_S, PATIENT_S = 0.05, 1.0
 CLOSE = b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
@@ -39,7 +39,7 @@ OF_THE_MOMENT = [
 ]
 
 
-class Told(NamedTuple):
+class StreamReply(NamedTuple):
     """What came back, without what no two answers share, and whether the connection was ended."""
 
     data: bytes
@@ -54,19 +54,19 @@ class Court:
     state: ServerState
     shared: SharedState
     users: list[str]
-    ours: Callable[[], asyncio.Protocol]
+    service_protocol: Callable[[], asyncio.Protocol]
     judges: Callable[[], asyncio.Protocol]
     servers: list[Any] = field(default_factory=list)
 
-    def both(
+    def get_replies(
         self, pieces: list[bytes], quiet_s: float = QUIET_S, *, waits: bool = False
-    ) -> tuple[Told, Told]:
+    ) -> tuple[StreamReply, StreamReply]:
         """What each answers to these bytes."""
 
-        async def send_to_both() -> tuple[Told, Told]:
+        async def send_to_both() -> tuple[StreamReply, StreamReply]:
             service_reply, judges = await asyncio.gather(
                 *(
-                    _tell(server.sockets[0].getsockname(), pieces, quiet_s, waits=waits)
+                    _send_pieces(server.sockets[0].getsockname(), pieces, quiet_s, waits=waits)
                     for server in self.servers
                 )
             )
@@ -78,7 +78,7 @@ class Court:
         """Fails unless both answer alike, or a bound was passed."""
         ended_count = self.shared.connections.ended_by_reason.total()
         for quiet_s in (QUIET_S, PATIENT_S):
-            service_reply, judges = self.both(pieces, quiet_s, waits=waits)
+            service_reply, judges = self.get_replies(pieces, quiet_s, waits=waits)
             if service_reply == judges:
                 return
         assert self.shared.connections.ended_by_reason.total() > ended_count, (
@@ -90,7 +90,7 @@ class Court:
         assert service_reply.is_ended, (service_reply, judges)
         assert self.judged(answered_data, judges, b"".join(pieces)), (service_reply, judges)
 
-    def judged(self, answered_data: bytes, judges: Told, sent_data: bytes) -> bool:
+    def judged(self, answered_data: bytes, judges: StreamReply, sent_data: bytes) -> bool:
         """Whether the judge answers some beginning of what was sent with these bytes.
 
         Not always the whole: for what is no request behind one that is not answered yet it drops that one's answer.
@@ -99,7 +99,7 @@ class Court:
             return True
         ends = [match.end() for match in re.finditer(rb"\r\n\r\n", sent_data)]
         return any(
-            self.both([sent_data[:end]], PATIENT_S)[1].data.startswith(answered_data)
+            self.get_replies([sent_data[:end]], PATIENT_S)[1].data.startswith(answered_data)
             for end in reversed(ends)
         )
 
@@ -119,9 +119,9 @@ class Caller(asyncio.Protocol):
         self.moved.set()
 
 
-async def _tell(
+async def _send_pieces(
     where: tuple[str, int], pieces: list[bytes], quiet_s: float, *, waits: bool
-) -> Told:
+) -> StreamReply:
     """Sends piece by piece; listens until the connection ends, or nothing comes any more."""
     transport, caller = await asyncio.get_running_loop().create_connection(Caller, *where)
     for piece in pieces:
@@ -138,7 +138,7 @@ async def _tell(
     reply_data = bytes(caller.data)
     for pattern, instead in OF_THE_MOMENT:
         reply_data = pattern.sub(instead, reply_data)
-    return Told(reply_data, caller.is_ended)
+    return StreamReply(reply_data, caller.is_ended)
 
 
 @pytest.fixture(scope="module")
@@ -159,9 +159,9 @@ def court(night: NightConfig) -> Iterator[Court]:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         life = app.router.lifespan_context(app)
         runner.run(life.__aenter__())
-        app.fast = app.untraced_fast = FastLookups(app.state.service, clock=lambda: NOW)
+        app.fast = app.untraced_fast = FastLookups(app.state.service, clock=lambda: NOW_S)
         ladder: Any = app.state.service.ladder
-        ladder._clock = ladder.answer_builder._clock = lambda: NOW
+        ladder._clock = ladder.answer_builder._clock = lambda: NOW_S
         fuzz_court = Court(
             runner, state, shared, sorted(histories(night))[:6],
             lambda: protocol_factory(config, state, {}), lambda: Http1Protocol(config, state, {}),
@@ -171,11 +171,12 @@ def court(night: NightConfig) -> Iterator[Court]:
             return await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
 
         fuzz_court.servers = [
-            runner.run(listen(factory)) for factory in (fuzz_court.ours, fuzz_court.judges)
+            runner.run(listen(factory))
+            for factory in (fuzz_court.service_protocol, fuzz_court.judges)
         ]
         for user in fuzz_court.users * 3:
             target = f"/v1/lookup/user_topk/{quote(user, safe='')}".encode()
-            fuzz_court.both(
+            fuzz_court.get_replies(
                 [b"GET " + target + b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"]
             )
         yield fuzz_court
@@ -337,13 +338,13 @@ def leave(court: Court, examples: int) -> None:
     front = court.shared.app
 
     def is_empty() -> bool:
-        court.both([CLOSE])
+        court.get_replies([CLOSE])
         requests_and_bytes = front.state.service.admission.under_way, front.bodies.held_bytes
         return (
             not court.state.tasks and not court.state.connections and requests_and_bytes == (0, 0)
         )
 
-    assert until(is_empty)
+    assert poll_until(is_empty)
 
 
 def test_callers_that_leave_at_any_point_leave_nothing_behind(court: Court) -> None:

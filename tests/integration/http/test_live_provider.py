@@ -49,7 +49,7 @@ def opened(
     return open_predictor(store, manifest, items, precision, 1, (), accelerator)
 
 
-async def test_a_provider_that_is_not_there_is_told_and_answers_stay(
+async def test_a_provider_that_is_not_there_is_reported_and_answers_stay(
     night: NightConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     history = next(iter(histories(night).values()))
@@ -63,7 +63,7 @@ async def test_a_provider_that_is_not_there_is_told_and_answers_stay(
                 ]
                 response = await app.post("/v1/lookup/user_topk", {"entities": body})
                 overview = (await app.get("/v1/generations"))["live"]
-                gauge = await app.counted("larder_live_fallback")
+                gauge = await app.scrape_samples("larder_live_fallback")
         answers[provider] = [
             (answer["source"], answer["items"], answer["scores"]) for answer in response["answers"]
         ]
@@ -78,7 +78,7 @@ async def test_a_provider_that_is_not_there_is_told_and_answers_stay(
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
-def test_a_provider_that_does_not_load_is_told(
+def test_a_provider_that_does_not_load_is_reported(
     live: tuple[ArtefactStore, Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])

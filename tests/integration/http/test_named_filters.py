@@ -30,9 +30,9 @@ from serving.client import AsyncClient, InvalidRequest, Options
 from serving.engine.entity import PendingAnswer
 from serving.explain import cli as explain_cli
 from serving.filters.filtered_lookup import FilteredLookup
-from tests.integration.http.hot_way import Asked, running
+from tests.integration.http.hot_way import AsgiRequest, running
 from tests.integration.http.shop import BRANDS, Shop, make_shop, wanted_of
-from tests.integration.nights import NEXT, UNTIL, publish_night, top_lists
+from tests.integration.nights import DATA_UNTIL, NEXT, publish_night, top_lists
 from tests.integration.program import environment, started
 from tests.integration.serving_app import BASE, Running, eventually, serving
 from tests.unit.cache.filters.columns import passes
@@ -46,7 +46,7 @@ DECLARED: dict[str, Any] = {
 }  # fmt: skip
 LISTS = ("user_topk", "item_similar")
 TABLES = {"in_stock": LISTS, "hardly": LISTS, "nothing": ("user_topk",)}
-MADE = ("items", "scores", "short", "source", "reason", "generation")
+COMPARED_FIELDS = ("items", "scores", "short", "source", "reason", "generation")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Shop:
     return make_shop(tmp_path_factory.mktemp("named"), redis_url, filters=declared)
 
 
-async def both(
+async def get_answer_pairs(
     running: Running, table: str, entities: list[Any], name: str, **more: Any
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Answers to each entity under a declared filter, and under its expression sent along, without their ages."""
@@ -67,7 +67,7 @@ async def both(
         body = {"entities": entities, "filter": filter_, **more}
         answers.append((await running.post(f"/v1/lookup/{table}", body))["answers"])
     named, expression_answers = (
-        [{field: answer.get(field) for field in MADE} for answer in answer_list]
+        [{field: answer.get(field) for field in COMPARED_FIELDS} for answer in answer_list]
         for answer_list in answers
     )
     return list(zip(named, expression_answers, strict=True))
@@ -81,7 +81,7 @@ async def test_a_name_means_its_expression(shop: Shop, name: str) -> None:
             excluded_ids = rng.sample(shop.ids, 30)
             known_entities = [{"id": user} for user in sorted(shop.users)]
             unknown_entities = [{"id": "nobody"}, {"id": "new", "history": rng.sample(shop.ids, 5)}]
-            pairs = await both(
+            pairs = await get_answer_pairs(
                 running,
                 "user_topk",
                 [*known_entities, *unknown_entities],
@@ -89,7 +89,9 @@ async def test_a_name_means_its_expression(shop: Shop, name: str) -> None:
                 k=k,
                 exclude=excluded_ids,
             )
-            pairs += await both(running, "item_similar", shop.ids[:40], name, k=min(k, 20))
+            pairs += await get_answer_pairs(
+                running, "item_similar", shop.ids[:40], name, k=min(k, 20)
+            )
             for named, expression_answer in pairs:
                 assert named["items"] == expression_answer["items"], f"seed {SEED}: {name} {k}"
                 assert named["short"] == expression_answer["short"], f"seed {SEED}: {name} {k}"
@@ -109,7 +111,7 @@ async def test_what_was_made_under_a_filter_is_read_and_not_searched(
             name: [
                 expression_answer["items"]
                 for table, ids in (("user_topk", users), ("item_similar", items))
-                for _, expression_answer in await both(running, table, ids, name, k=k)
+                for _, expression_answer in await get_answer_pairs(running, table, ids, name, k=k)
             ]
             for name in ("in_stock", "hardly")
         }
@@ -119,11 +121,11 @@ async def test_what_was_made_under_a_filter_is_read_and_not_searched(
             name: [
                 named
                 for table, ids in (("user_topk", users), ("item_similar", items))
-                for named, _ in await both(running, table, ids, name, k=k)
+                for named, _ in await get_answer_pairs(running, table, ids, name, k=k)
             ]
             for name in expected_lists
         }
-        unmade = await both(running, "user_topk", users, "cheap-sale.1", k=k)
+        unmade = await get_answer_pairs(running, "user_topk", users, "cheap-sale.1", k=k)
 
     # Then lists that the night made are whole all the same; the others are what of a list passes
     assert {
@@ -138,14 +140,19 @@ async def test_what_was_made_under_a_filter_is_read_and_not_searched(
     assert any(named["reason"] == "filtered" for named, _ in unmade)
 
 
-async def test_its_order_and_scores_are_those_of_a_look_at_each_item(shop: Shop) -> None:
+async def test_its_order_and_scores_are_those_of_a_look_at_all_items(shop: Shop) -> None:
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
         for name in ("in_stock", "hardly"):
             body = {"entities": sorted(shop.users), "filter": name}
             for answer in (await running.post("/v1/lookup/user_topk", body))["answers"]:
                 user = answer["id"]
                 items, scores = wanted_of(
-                    shop, shop.users[user], shop.seen[user], DECLARED[name], 50, shop.metric
+                    shop,
+                    shop.users[user],
+                    shop.seen_ordinals[user],
+                    DECLARED[name],
+                    50,
+                    shop.metric,
                 )
                 assert answer["items"] == items
                 np.testing.assert_array_equal(np.array(answer["scores"], np.float32), scores)
@@ -155,7 +162,9 @@ async def test_its_order_and_scores_are_those_of_a_look_at_each_item(shop: Shop)
 async def test_another_order_has_the_candidates_of_the_expression(shop: Shop) -> None:
     rerank = {"diversify": {"attribute": "brand", "most": 1}}
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
-        pairs = await both(running, "user_topk", sorted(shop.users), "in_stock", k=5, rerank=rerank)
+        pairs = await get_answer_pairs(
+            running, "user_topk", sorted(shop.users), "in_stock", k=5, rerank=rerank
+        )
 
     assert all(named["items"] == expression_answer["items"] for named, expression_answer in pairs)
 
@@ -166,7 +175,7 @@ async def test_a_list_that_exclude_uses_up_is_searched_for(shop: Shop) -> None:
         body = {"entities": [user], "filter": "in_stock"}
         (full_answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
         excluded_ids = full_answer["items"][5:]
-        ((named, expression_answer),) = await both(
+        ((named, expression_answer),) = await get_answer_pairs(
             running, "user_topk", [user], "in_stock", exclude=excluded_ids
         )
 
@@ -231,7 +240,7 @@ def test_status_tells_what_it_takes(shop: Shop) -> None:
 async def test_a_name_goes_along_in_all_ways(shop: Shop) -> None:
     user, name = min(shop.users), "cheap-sale.1"
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
-        ((expected_answer, _),) = await both(running, "user_topk", [user], name, k=7)
+        ((expected_answer, _),) = await get_answer_pairs(running, "user_topk", [user], name, k=7)
         in_url = await running.get(f"/v1/lookup/user_topk/{user}", filter=name, k=7)
         item_lists = [in_url["items"]]
         for is_binary in (False, True):
@@ -271,7 +280,7 @@ async def test_an_unknown_name_is_refused_with_those_there_are(shop: Shop) -> No
         assert error["declared"] == sorted(DECLARED)
 
 
-async def test_each_generation_has_filters_of_its_own(
+async def test_every_generation_has_filters_of_its_own(
     tmp_path_factory: pytest.TempPathFactory, redis_url: str
 ) -> None:
     # Given a night that means one brand, and the next, which means another
@@ -332,12 +341,14 @@ def test_both_ways_send_the_same_bytes_under_a_name(shop: Shop) -> None:
                 shop.ids if table == "item_similar" else [*sorted(shop.users), "nobody"]
             )
             query = f"k={rng.randrange(1, 20)}&filter={rng.choice([*DECLARED, 'gone'])}".encode()
-            request = Asked("GET", f"/v1/lookup/{table}/{quote(id_, safe='')}".encode(), query)
-            fast_responses, routed = ways.both(request)
+            request = AsgiRequest(
+                "GET", f"/v1/lookup/{table}/{quote(id_, safe='')}".encode(), query
+            )
+            fast_responses, routed = ways.send_both_ways(request)
 
             assert fast_responses == routed, f"seed {SEED}: {request}"
-            assert ways.ask(request) == routed[-1]
-            at_once += ways.hot.answer(request.path + b"?" + query) is not None
+            assert ways.send(request) == routed[-1]
+            at_once += ways.fast_lookups.answer(request.path + b"?" + query) is not None
     assert at_once > 10
 
 
@@ -363,7 +374,7 @@ def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
     (generation_report,) = report_status(shop.night, read_state(shop.night))["generations"]
     manifest = read_manifest(shop.night.store(), generation_report["generation"])
     lists = top_lists(shop.night, manifest.generation, sorted(shop.users))
-    parameters = PlanParameters(sample=1.0, seconds=0.1, data_until=UNTIL, qps=50.0)
+    parameters = PlanParameters(sample=1.0, seconds=0.1, data_until=DATA_UNTIL, qps=50.0)
 
     plan = forecast(shop.night, parameters)
 

@@ -98,7 +98,7 @@ class Strangers:
         }
 
 
-async def asked(
+async def get_answers(
     app: Running, table: str, entities: list[dict[str, Any]], **options: Any
 ) -> list[dict[str, Any]]:
     """Answers, in order."""
@@ -113,7 +113,7 @@ async def until_near(app: Running, table: str, draw: Any, **options: Any) -> lis
     for _ in range(60):
         drawn_entities = [draw() for _ in range(16)]
         for entity, answer in zip(
-            drawn_entities, await asked(app, table, drawn_entities, **options), strict=True
+            drawn_entities, await get_answers(app, table, drawn_entities, **options), strict=True
         ):
             if "near" in answer:
                 answered_entities.append(entity | {"answer": answer})
@@ -126,7 +126,7 @@ async def test_lists_are_reused_marked_and_leave_out_what_they_must(
     app: Running, night: NightConfig
 ) -> None:
     strangers = Strangers(night)
-    excluded = (await asked(app, "user_topk", [strangers.history()]))[0]["items"][:2]
+    excluded = (await get_answers(app, "user_topk", [strangers.history()]))[0]["items"][:2]
 
     near = await until_near(app, "user_topk", strangers.history, exclude=excluded)
 
@@ -139,13 +139,13 @@ async def test_lists_are_reused_marked_and_leave_out_what_they_must(
         assert answer["scores"] == sorted(answer["scores"], reverse=True)
     # What was reused is stored nowhere: the same id and input is computed, or reused, again.
     repeated_entity = {key: near[-1][key] for key in ("id", "history", "features")}
-    assert (await asked(app, "user_topk", [repeated_entity]))[0]["source"] == "live"
-    near_counts = await app.counted("larder_near_inputs_total")
+    assert (await get_answers(app, "user_topk", [repeated_entity]))[0]["source"] == "live"
+    near_counts = await app.scrape_samples("larder_near_inputs_total")
     assert near_counts["reuse", "user_topk"] >= len(near)
-    assert (await app.counted("larder_near_reusing"))["both", "user_topk"] == 1
-    error = await app.counted("larder_near_error_ratio")
+    assert (await app.scrape_samples("larder_near_reusing"))["both", "user_topk"] == 1
+    error = await app.scrape_samples("larder_near_error_ratio")
     assert error["highest", "both", "user_topk"] >= error["lowest", "both", "user_topk"]
-    assert (await app.counted("larder_near_off"))["both", "user_topk"] == 0
+    assert (await app.scrape_samples("larder_near_off"))["both", "user_topk"] == 0
 
 
 async def test_values_are_reused_and_the_client_and_arrow_have_the_mark(
@@ -187,8 +187,10 @@ async def test_known_ids_fresh_answers_and_filters_are_never_near(
     known_users = sorted(histories(night))[:16]
 
     drawn_entities = [strangers.history() | {"id": user} for user in known_users]
-    of_known = await asked(app, "user_topk", drawn_entities, fresh=True)
-    fresh = await asked(app, "user_topk", [strangers.history() for _ in range(16)], fresh=True)
+    of_known = await get_answers(app, "user_topk", drawn_entities, fresh=True)
+    fresh = await get_answers(
+        app, "user_topk", [strangers.history() for _ in range(16)], fresh=True
+    )
 
     assert {answer["source"] for answer in (*of_known, *fresh)} == {"live"}
     assert not [answer for answer in (*of_known, *fresh) if "near" in answer]
@@ -212,11 +214,11 @@ async def test_what_is_blocked_meanwhile_is_in_no_near_answer(
 async def test_off_there_is_no_mark_and_nothing_is_counted(night: NightConfig) -> None:
     async with serving(night) as app:
         strangers = Strangers(night)
-        answers = await asked(app, "user_topk", [strangers.history() for _ in range(100)])
+        answers = await get_answers(app, "user_topk", [strangers.history() for _ in range(100)])
 
         assert {answer["source"] for answer in answers} == {"live"}
         assert not [answer for answer in answers if "near" in answer]
-        assert not await app.counted("larder_near_inputs_total")
+        assert not await app.scrape_samples("larder_near_inputs_total")
 
 
 async def test_another_generation_starts_from_nothing(app: Running, night: NightConfig) -> None:
@@ -225,12 +227,12 @@ async def test_another_generation_starts_from_nothing(app: Running, night: Night
 
     generation = await asyncio.to_thread(publish_night, night, NEXT)
     for _ in range(100):
-        answer = (await asked(app, "user_topk", [strangers.history()]))[0]
+        answer = (await get_answers(app, "user_topk", [strangers.history()]))[0]
         if answer["generation"] == generation:
             break
         await asyncio.sleep(0.1)
     assert answer["generation"] == generation
-    first = await asked(app, "user_topk", [strangers.history() for _ in range(8)])
+    first = await get_answers(app, "user_topk", [strangers.history() for _ in range(8)])
 
     assert "near" not in answer and not [
         first_answer for first_answer in first if "near" in first_answer

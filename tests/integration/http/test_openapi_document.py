@@ -144,7 +144,7 @@ async def test_a_refusal_has_an_error_with_a_code(document: Json) -> None:
 
 
 @pytest.mark.parametrize("name", ["Reason", "LiveReason", "StaleReason"])
-async def test_a_list_of_words_is_told_and_open(document: Json, name: str) -> None:
+async def test_a_list_of_words_is_documented_and_open(document: Json, name: str) -> None:
     schemas = document["components"]["schemas"]
     known_schema = schemas[f"Known{name}"]
     reasons = open_words(name)
@@ -217,7 +217,7 @@ async def test_a_refusal_is_as_it_is_documented(app: Running, document: Json) ->
         assert response.json()["error"]["code"] in known_codes
 
 
-async def test_arrow_is_told_beside_the_schemas(document: Json) -> None:
+async def test_arrow_is_documented_next_to_the_schemas(document: Json) -> None:
     operation = document["paths"]["/v1/lookup/{table}"]["post"]
 
     for direction in ("requestBody", "response"):

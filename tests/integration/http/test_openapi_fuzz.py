@@ -22,11 +22,11 @@ WITH_INPUT = {
     "GET /v1/lookup/{table}/{entity}", "POST /v1/lookup/{table}", "POST /v1/lookup", "POST /v1/score",
     "POST /v1/feedback", "POST /v1/events", "GET /v1/explain/{table}/{entity}", "POST /v1/explain/{table}",
 }  # fmt: skip
-OTHERS = {
+WITHOUT_INPUT = {
     "GET /v1/generations", "GET /dashboard/data", "GET /healthz", "GET /readyz", "GET /metrics",
 }  # fmt: skip
 TABLES = ["user_topk", "user_vector", "item_vector", "item_similar", "user_affinity", "nothing"]
-COUNTED = partial(
+FUZZ_SETTINGS = partial(
     settings, deadline=None, database=None, phases=[Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
@@ -109,7 +109,7 @@ def fuzz(api: Any, label: str, mode: GenerationMode, examples: int) -> None:
         result.ok() for result in api.get_all_operations() if result.ok().label == label
     )
 
-    @COUNTED(max_examples=examples)
+    @FUZZ_SETTINGS(max_examples=examples)
     @given(case=operation.as_strategy(generation_mode=mode))
     def conforms(case: Any) -> None:
         wrong = {location for location, how in case.meta.components.items() if how.mode.is_negative}
@@ -132,13 +132,15 @@ def walk(api: Any, examples: int) -> None:
             # What an answer led to replaces a part of the case, so that a wrong one may be right by then.
             case.validate_response(response, excluded_checks=[*NOT_SAID, negative_data_rejection])
 
-    run_state_machine_as_test(Walk, settings=COUNTED(max_examples=examples, stateful_step_count=8))
+    run_state_machine_as_test(
+        Walk, settings=FUZZ_SETTINGS(max_examples=examples, stateful_step_count=8)
+    )
 
 
-def test_each_route_is_fuzzed(api: Any) -> None:
+def test_every_route_is_fuzzed(api: Any) -> None:
     labels = {result.ok().label for result in api.get_all_operations()}
 
-    assert labels == WITH_INPUT | OTHERS
+    assert labels == WITH_INPUT | WITHOUT_INPUT
 
 
 @pytest.mark.parametrize("label", sorted(WITH_INPUT))
@@ -147,7 +149,7 @@ def test_answers_are_as_documented(api: Any, label: str, mode: GenerationMode) -
     fuzz(api, label, mode, examples=8)
 
 
-@pytest.mark.parametrize("label", sorted(OTHERS))
+@pytest.mark.parametrize("label", sorted(WITHOUT_INPUT))
 def test_what_takes_no_input_is_as_documented(api: Any, label: str) -> None:
     fuzz(api, label, GenerationMode.POSITIVE, examples=1)
 

@@ -22,7 +22,7 @@ from tests.integration.serving_app import eventually
 
 CALLERS, ROUNDS, ENTITIES = 64, 4, 100
 CROWDS_MAX = 9
-PLAIN, CALM_MAX = 40, 5
+CALM_REQUESTS, CALM_MAX = 40, 5
 SHED = re.compile(r'larder_shed_total{stage="live"} (\d+)')
 
 
@@ -36,7 +36,7 @@ class Strangers:
 
     def __init__(self, night: NightConfig) -> None:
         history_by_user = histories(night)
-        self.known = f"/v1/lookup/user_topk/{min(history_by_user)}?k=5"
+        self.known_path = f"/v1/lookup/user_topk/{min(history_by_user)}?k=5"
         self._items = sorted({item for history in history_by_user.values() for item in history})
         self._numbers = itertools.count()
 
@@ -99,7 +99,7 @@ async def test_overload_goes_down_the_ladder_says_so_and_ends(
                     break
                 responses += await crowd(http, strangers)
         async with asking(url) as http:
-            stored_response = await http.get(strangers.known)
+            stored_response = await http.get(strangers.known_path)
             shed = int(SHED.findall((await http.get("/metrics")).text)[0])
 
             async def is_calm() -> bool:
@@ -163,7 +163,7 @@ async def test_a_body_that_does_not_come_costs_its_place_for_a_bounded_time(
         slow = await asyncio.to_thread(ask_by_hand, url, table, trickle=True)
         scored = await asyncio.to_thread(ask_by_hand, url, "/v1/score")
         async with asking(url) as http:
-            after = await http.get(strangers.known)
+            after = await http.get(strangers.known_path)
             metrics = (await http.get("/metrics")).text
 
     for reply in (no_body_reply, half, slow, scored):
@@ -183,7 +183,7 @@ async def test_beyond_the_most_requests_are_refused_with_a_time_to_come_again(
         async with asking(url) as http:
             responses = await crowd(http, strangers)
         async with asking(url) as http:
-            health, after = await http.get("/healthz"), await http.get(strangers.known)
+            health, after = await http.get("/healthz"), await http.get(strangers.known_path)
 
     refused = [response for response in responses if response.status_code != 200]
     assert refused and all(is_honest(response) for response in refused)
@@ -200,7 +200,7 @@ async def test_without_load_and_as_it_is_set_by_default_nothing_is_refused(
         async with asking(url) as http:
             for _ in range(CALM_MAX):  # where others load the machine, a round of them may be late
                 responses = []
-                for number in range(PLAIN):
+                for number in range(CALM_REQUESTS):
                     user, batch = (
                         known_users[number % len(known_users)],
                         {"entities": known_users[:10], "k": 5},
@@ -214,4 +214,4 @@ async def test_without_load_and_as_it_is_set_by_default_nothing_is_refused(
 
     assert is_calm, Counter(response.status_code for response in responses)
     left_out = Counter(response.json()["answers"][0].get("live") for response in responses[3::4])
-    assert left_out["overloaded"] < PLAIN / 2
+    assert left_out["overloaded"] < CALM_REQUESTS / 2

@@ -136,7 +136,7 @@ async def test_under_a_filter_the_candidates_are_the_best_that_pass(shop: Shop) 
             )
             if len(expected_ids) < k:  # the list does not do
                 passing_candidates = wanted_of(
-                    shop, shop.users[user], shop.seen[user], filter_, WIDTH
+                    shop, shop.users[user], shop.seen_ordinals[user], filter_, WIDTH
                 )
                 expected_ids = by_hand(shop, *passing_candidates, rerank, k)
             items, *_ = await answer_of(running, "json", user, k=k, filter=filter_, rerank=rerank)

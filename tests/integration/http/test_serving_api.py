@@ -19,7 +19,7 @@ from tests.opened import open_generation
 
 
 @pytest.fixture(scope="module", params=["fast", "plain"])
-def way(request: pytest.FixtureRequest) -> str:
+def transport(request: pytest.FixtureRequest) -> str:
     """Which way the service answers."""
     return str(request.param)
 
@@ -299,15 +299,15 @@ async def test_sources_sum_to_the_entities_asked_and_misses_to_the_rest(
         await app.http.post("/v1/lookup/user_topk", json={"entities": [""]})
 
     answers, misses = (
-        await app.counted("larder_answers_total"),
-        await app.counted("larder_misses_total"),
+        await app.scrape_samples("larder_answers_total"),
+        await app.scrape_samples("larder_misses_total"),
     )
     total = 2 * (22 + 5)
     assert sum(answers.values()) == total
-    assert sum((await app.counted("larder_entities_total")).values()) == total
+    assert sum((await app.scrape_samples("larder_entities_total")).values()) == total
     stored_count = sum(value for (source, _), value in answers.items() if source in ("l1", "l2"))
     assert sum(misses.values()) == total - stored_count
-    seconds = await app.counted("larder_answer_seconds_count")
+    seconds = await app.scrape_samples("larder_answer_seconds_count")
     assert sum(seconds.values()) == total
 
 
@@ -316,7 +316,7 @@ async def test_the_probes_and_the_overview_describe_the_replica(
 ) -> None:
     ready = await app.get("/readyz")
     overview = await app.get("/v1/generations")
-    info = await app.counted("larder_generation_info")
+    info = await app.scrape_samples("larder_generation_info")
 
     assert await app.get("/healthz") == {"status": "ok"}
     assert ready["ready"] and ready["generation"] == generation and ready["stale"] is None
@@ -379,7 +379,7 @@ async def test_connections_to_redis_are_open_before_it_is_ready(
         assert [pool.opened for pool in pools] == [1]
 
 
-async def test_what_is_like_an_item_that_nobody_knows_is_an_empty_list_with_a_reason(
+async def test_items_similar_to_an_unknown_item_are_an_empty_list_with_a_reason(
     app: Running,
 ) -> None:
     """Popular items are like no item; a stranger among the users gets them."""

@@ -14,13 +14,13 @@ import httpx
 import pytest
 
 from precompute.config.settings import NightConfig
-from tests.integration.http.hot_way import Asked, running
+from tests.integration.http.hot_way import AsgiRequest, running
 from tests.integration.nights import build_night, histories
 from tests.integration.program import environment, started
-from tests.polling import until
+from tests.polling import poll_until
 
 TOKEN = "sesame"
-KNOWN = {"Authorization": f"Bearer {TOKEN}"}
+AUTH_HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 PEERS = 200
 GROWTH_MB = 40
 DESCRIPTORS = 120
@@ -50,12 +50,12 @@ class Larder(NamedTuple):
 
     def answers(self) -> bool:
         """Whether a caller that behaves well, on a connection of its own, is answered."""
-        response = httpx.get(self.url + self.path, headers=KNOWN, timeout=30)
+        response = httpx.get(self.url + self.path, headers=AUTH_HEADERS, timeout=30)
         return response.status_code == 200
 
     def under_way(self) -> str:
         """The line of `/metrics`."""
-        text = httpx.get(f"{self.url}/metrics", headers=KNOWN, timeout=30).text
+        text = httpx.get(f"{self.url}/metrics", headers=AUTH_HEADERS, timeout=30).text
         return next(
             line for line in text.splitlines() if line.startswith("larder_requests_under_way ")
         )
@@ -142,7 +142,7 @@ def test_heads_without_an_end_are_cut_off(larder: Larder, start: bytes, more: by
 def test_who_never_ends_what_it_began_is_ended(larder: Larder, first: bytes) -> None:
     with peers(larder, first) as connections:
         assert larder.answers()
-        assert until(lambda: all(map(is_ended, connections)))
+        assert poll_until(lambda: all(map(is_ended, connections)))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_trickle_keeps_no_connection(larder: Larder, first: bytes) -> None:
             ]
             return not connections
 
-        assert until(are_ended, every_s=0.05)
+        assert poll_until(are_ended, every_s=0.05)
     assert larder.answers() and larder.under_way().endswith(" 0.0")
 
 
@@ -172,9 +172,9 @@ def test_who_asks_and_does_not_read_is_bounded_and_cut_off(
         peers(larder, request * 500, count) as greedy_peers,
     ):
         assert len(moderate_peers) == len(greedy_peers) and larder.answers()
-        assert until(lambda: larder.under_way().endswith(" 0.0"))
+        assert poll_until(lambda: larder.under_way().endswith(" 0.0"))
         assert larder.memory_mb() - memory_before_mb < GROWTH_MB
-        assert until(lambda: larder.files() < files + count // 3)
+        assert poll_until(lambda: larder.files() < files + count // 3)
 
 
 def test_bodies_together_are_bounded_and_end(larder: Larder) -> None:
@@ -189,7 +189,7 @@ def test_bodies_together_are_bounded_and_end(larder: Larder) -> None:
     assert b"overloaded" in b"".join(replies)
     assert larder.answers() and larder.under_way().endswith(" 0.0")
     body = b'{"entities":["nobody"]}' + b" " * 150_000
-    after = httpx.post(f"{larder.url}/v1/lookup/user_topk", headers=KNOWN, content=body)
+    after = httpx.post(f"{larder.url}/v1/lookup/user_topk", headers=AUTH_HEADERS, content=body)
     assert after.status_code == 200
 
 
@@ -211,7 +211,7 @@ def test_running_out_of_files_passes(larder: Larder) -> None:
                     return larder.answers()
                 return False
 
-            assert until(is_answered)
+            assert poll_until(is_answered)
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
     assert larder.process.poll() is None and larder.answers()
@@ -221,5 +221,5 @@ def test_what_a_stranger_asks_is_not_remembered(night: NightConfig) -> None:
     path = f"/v1/lookup/user_topk/{quote(min(histories(night)), safe='')}".encode()
     for ways in running(night, token=TOKEN):
         for number in range(20):
-            assert ways.ask(Asked("GET", path, b"k=%d" % (1 + number))).status == 401
-        assert not ways.hot._queries._options_by_query
+            assert ways.send(AsgiRequest("GET", path, b"k=%d" % (1 + number))).status == 401
+        assert not ways.fast_lookups._queries._options_by_query

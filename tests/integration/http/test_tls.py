@@ -17,7 +17,7 @@ from serving.client import Client, Unreachable
 from tests.certificates import Authority, Pair
 from tests.integration.nights import build_night, histories
 from tests.integration.program import ROOT, environment, started
-from tests.polling import until
+from tests.polling import poll_until
 
 TOKEN = "sesame-sesame"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
@@ -30,11 +30,11 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority.made(tmp_path_factory.mktemp("ca"))
+    return Authority.create(tmp_path_factory.mktemp("ca"))
 
 
 @dataclass
-class Place:
+class TlsFiles:
     """Where the service reads its certificate, key and authorities."""
 
     folder: Path
@@ -60,7 +60,7 @@ class Place:
         } | more
 
 
-def settings(night: NightConfig, tls_files: Place, **more: str) -> dict[str, str]:
+def settings(night: NightConfig, tls_files: TlsFiles, **more: str) -> dict[str, str]:
     state = tls_files.folder / "state"
     return environment(night, state, REDIS_URL=str(night.redis_url), **tls_files.settings(**more))
 
@@ -69,7 +69,7 @@ def path_of(night: NightConfig) -> str:
     return f"/v1/lookup/user_topk/{quote(min(histories(night)), safe='')}"
 
 
-def shown(url: str, trusted: str) -> bytes:
+def fetch_certificate(url: str, trusted: str) -> bytes:
     """The certificate that a new connection is shown."""
     parts = urlsplit(url)
     context = ssl.create_default_context(cafile=trusted)
@@ -92,11 +92,11 @@ def context(trusted: Authority, client_pair: Pair | None = None) -> ssl.SSLConte
 
 
 @pytest.mark.parametrize(("fast", "workers"), [("on", "1"), ("off", "1"), ("on", "2")])
-def test_everything_speaks_tls_and_a_new_certificate_drops_nobody(
+def test_everything_speaks_tls_and_a_new_certificate_drops_no_connection(
     night: NightConfig, authority: Authority, tmp_path: Path, fast: str, workers: str
 ) -> None:
     first, second, stranger = (authority.signed(f"{fast}{workers}{suffix}") for suffix in "abc")
-    tls_files, path = Place(tmp_path), path_of(night)
+    tls_files, path = TlsFiles(tmp_path), path_of(night)
     tls_files.put(first)
     environ = settings(night, tls_files, LARDER_FAST_HTTP=fast, LARDER_WORKERS=workers)
     with started(environ, tmp_path / "log") as (_, url):
@@ -106,12 +106,13 @@ def test_everything_speaks_tls_and_a_new_certificate_drops_nobody(
             assert {response.status_code for response in responses} == {200}
             posted = caller.post(f"{url}/v1/lookup/user_topk", json={"entities": ["a"] * 200})
             assert posted.status_code == 200 and len(posted.json()["answers"]) == 200
-            assert shown(url, authority.file) == der(first)
+            assert fetch_certificate(url, authority.file) == der(first)
 
             tls_files.put(second)
 
-            assert until(
-                lambda: {shown(url, authority.file) for _ in range(8)} == {der(second)}, 15
+            assert poll_until(
+                lambda: {fetch_certificate(url, authority.file) for _ in range(8)} == {der(second)},
+                15,
             )
             later_response = caller.get(url + path)
             assert later_response.status_code == 200
@@ -120,10 +121,15 @@ def test_everything_speaks_tls_and_a_new_certificate_drops_nobody(
 
             tls_files.put(Pair(stranger.certificate, first.key))  # no pair
             stale = "larder_tls_stale"
-            assert until(lambda: all_of(caller.get(f"{url}/metrics").text, stale) == {1.0}, 15)
-            assert {shown(url, authority.file) for _ in range(4)} == {der(second)}
+            assert poll_until(lambda: all_of(caller.get(f"{url}/metrics").text, stale) == {1.0}, 15)
+            assert {fetch_certificate(url, authority.file) for _ in range(4)} == {der(second)}
             tls_files.put(stranger)
-            assert until(lambda: {shown(url, authority.file) for _ in range(8)} == {der(stranger)}, 15)  # fmt: skip
+            assert poll_until(
+                lambda: (
+                    {fetch_certificate(url, authority.file) for _ in range(8)} == {der(stranger)}
+                ),
+                15,
+            )
         plain_is_refused(url)
         if workers == "1":
             asked_by_our_own(url, night, authority)
@@ -172,10 +178,10 @@ def test_callers_show_certificates_of_the_authorities_in_force(
     night: NightConfig, authority: Authority, tmp_path: Path, client: str
 ) -> None:
     first_authority, second_authority = (
-        Authority.made(tmp_path / name) for name in ("ours", "others")
+        Authority.create(tmp_path / name) for name in ("ours", "others")
     )
     first_pair, second_pair = first_authority.signed("one"), second_authority.signed("other")
-    tls_files, path = Place(tmp_path), path_of(night)
+    tls_files, path = TlsFiles(tmp_path), path_of(night)
     tls_files.put(authority.signed(f"server-{client}"), first_authority)
     ca = str(tmp_path / "clients.pem")
     environ = settings(night, tls_files, LARDER_TLS_CLIENT=client, LARDER_TLS_CLIENT_CA=ca)
@@ -193,14 +199,14 @@ def test_callers_show_certificates_of_the_authorities_in_force(
         # A certificate takes no token's place.
         assert httpx.get(url + path, verify=context(authority, first_pair)).status_code == 401
         tls_files.put(authority.signed("renewed"), second_authority)
-        assert until(lambda: is_answered(second_pair), 15)
+        assert poll_until(lambda: is_answered(second_pair), 15)
         assert not is_answered(first_pair)
 
 
 def test_who_never_shakes_hands_is_ended(
     night: NightConfig, authority: Authority, tmp_path: Path
 ) -> None:
-    tls_files = Place(tmp_path)
+    tls_files = TlsFiles(tmp_path)
     tls_files.put(authority.signed("silent"))
     with started(settings(night, tls_files), tmp_path / "log") as (_, url):
         parts = urlsplit(url)
@@ -214,11 +220,11 @@ def test_who_never_shakes_hands_is_ended(
         assert httpx.get(f"{url}/healthz", verify=trusting).status_code == 200
 
 
-def test_a_pair_that_is_none_is_told_before_anything_starts(
+def test_a_pair_that_does_not_match_is_reported_before_anything_starts(
     night: NightConfig, authority: Authority, tmp_path: Path
 ) -> None:
     first_pair, second_pair = authority.signed("start-a"), authority.signed("start-b")
-    tls_files = Place(tmp_path)
+    tls_files = TlsFiles(tmp_path)
     tls_files.put(Pair(first_pair.certificate, second_pair.key))
 
     completed_process = subprocess.run(

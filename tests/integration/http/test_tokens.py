@@ -25,7 +25,7 @@ from tests.integration.program import environment, started
 from tests.integration.serving_app import Running, serving
 from tests.integration.token_files import EXPIRED, TokenPlace
 from tests.openapi_document import operations
-from tests.polling import until
+from tests.polling import poll_until
 
 Route = tuple[str, str]
 NEEDS: dict[Route, Scope] = {
@@ -60,7 +60,7 @@ BODIES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module", params=["fast", "plain"])
-def way(request: pytest.FixtureRequest) -> str:
+def transport(request: pytest.FixtureRequest) -> str:
     """Which way the service answers."""
     return str(request.param)
 
@@ -71,13 +71,13 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
 
 
 @pytest.fixture(scope="module")
-def known(night: NightConfig) -> str:
+def known_path(night: NightConfig) -> str:
     """The path of a lookup that the night answers."""
     return f"/v1/lookup/user_topk/{quote(min(histories(night)), safe='')}"
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> TokenPlace:
+def token_file(tmp_path: Path) -> TokenPlace:
     return place_in(tmp_path)
 
 
@@ -118,7 +118,7 @@ def request_of(route: Route) -> tuple[str, str, Any]:
     return method, concrete_path, BODIES.get(path)
 
 
-async def asked(app: Running, route: Route, headers: dict[str, str]) -> httpx.Response:
+async def send_request(app: Running, route: Route, headers: dict[str, str]) -> httpx.Response:
     method, path, body = request_of(route)
     return await app.http.request(method, path, json=body, headers=headers)
 
@@ -130,7 +130,7 @@ async def test_every_route_asks_for_exactly_its_scope(app: Running, place: Token
     table: dict[Route, dict[str, int]] = {}
     for route, needed in NEEDS.items():
         for scope in SCOPES:
-            response = await asked(app, route, place.header(scope))
+            response = await send_request(app, route, place.header(scope))
             error = response.json().get("error", {})
             if scope == needed:
                 assert response.status_code in (200, 202, 404, 409, 422), (
@@ -146,17 +146,17 @@ async def test_every_route_asks_for_exactly_its_scope(app: Running, place: Token
             ({}, "unauthorized"), ({"Authorization": "Bearer wrong"}, "unauthorized"),
             (place.header("late"), "token_expired"),
         ):  # fmt: skip
-            refused = await asked(app, route, headers)
+            refused = await send_request(app, route, headers)
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, code)
             assert refused.headers["www-authenticate"] == "Bearer"
-        everything = await asked(app, route, {"Authorization": "Bearer sesame"})
+        everything = await send_request(app, route, {"Authorization": "Bearer sesame"})
         assert everything.status_code in (200, 202, 404, 409, 422), (route, everything.text)
     assert {
         route: [scope for scope, status in status_by_scope.items() if status != 403]
         for route, status_by_scope in table.items()
     } == {route: [needed] for route, needed in NEEDS.items()}
     for route in OPEN:
-        assert (await asked(app, route, {})).status_code in (200, 308), route
+        assert (await send_request(app, route, {})).status_code in (200, 308), route
 
 
 async def test_the_document_tells_of_every_scope_and_refusal(app: Running) -> None:
@@ -181,7 +181,7 @@ async def test_the_document_tells_of_every_scope_and_refusal(app: Running) -> No
 async def test_without_tokens_nothing_is_asked_and_nothing_documented(night: NightConfig) -> None:
     async with serving(night) as open_:
         for route in NEEDS:
-            assert (await asked(open_, route, {})).status_code not in (401, 403)
+            assert (await send_request(open_, route, {})).status_code not in (401, 403)
         document = await open_.get("/openapi.json")
     assert document["security"] == [] and "securitySchemes" not in document["components"]
     for operation in operations(document):
@@ -195,13 +195,15 @@ class Service:
     """A program that serves, with its tokens and its log."""
 
     url: str
-    place: TokenPlace
+    token_file: TokenPlace
     log: Path
-    known: str
+    known_path: str
 
     def get(self, name: str, client: httpx.Client, path: str = "") -> httpx.Response:
         """The answer to the owner of a token."""
-        return client.get(self.url + (path or self.known), headers=self.place.header(name))
+        return client.get(
+            self.url + (path or self.known_path), headers=self.token_file.header(name)
+        )
 
     def series(self, name: str) -> dict[tuple[str, ...], float]:
         """Samples of a series by their label values, in the order of label names."""
@@ -231,7 +233,7 @@ def service(
 
 
 def test_a_thousand_wrong_tokens_are_refused_alike(service: Service) -> None:
-    right, replies = service.place.tokens["read"], set[tuple[int, bytes]]()
+    right, replies = service.token_file.tokens["read"], set[tuple[int, bytes]]()
     near = [right[:-1] + letter for letter in "AZ" if not right.endswith(letter)]
     with httpx.Client() as client:
         for _ in range(3):
@@ -239,7 +241,7 @@ def test_a_thousand_wrong_tokens_are_refused_alike(service: Service) -> None:
         random = [f"larder_{secrets.token_urlsafe(32)}" for _ in range(1_000)]
         for wrong in [*near, right.lower(), *random]:
             headers = {"Authorization": f"Bearer {wrong}"}
-            response = client.get(service.url + service.known, headers=headers)
+            response = client.get(service.url + service.known_path, headers=headers)
             replies.add((response.status_code, response.content))
         assert {status for status, _ in replies} == {401} and len(replies) == 1
         assert service.get("read", client).status_code == 200
@@ -249,49 +251,55 @@ def test_a_thousand_wrong_tokens_are_refused_alike(service: Service) -> None:
 def test_a_token_is_in_force_or_not_within_a_second_also_where_it_was_judged_before(
     service: Service,
 ) -> None:
-    token_file = service.place
+    token_file = service.token_file
     with httpx.Client() as client:
         for _ in range(
             5
         ):  # the same head again and again: ready answers, by a judgement that is kept
             assert service.get("read", client).status_code == 200
         token_file.drop("read")  # a revoked token
-        assert until(lambda: service.get("read", client).status_code == 401, 5)
+        assert poll_until(lambda: service.get("read", client).status_code == 401, 5)
         assert service.get("score", client).status_code == 403
         token_file.add("new", "read")
-        assert until(lambda: service.get("new", client).status_code == 200, 5)
+        assert poll_until(lambda: service.get("new", client).status_code == 200, 5)
 
         token_file.path.write_text("{")
-        assert until(lambda: service.series("larder_tokens_stale") == {(): 1.0}, 5)
+        assert poll_until(lambda: service.series("larder_tokens_stale") == {(): 1.0}, 5)
         for _ in range(3):
             assert service.get("new", client).status_code == 200
         token_file.add("read", "read")
-        assert until(lambda: service.series("larder_tokens_stale") == {(): 0.0}, 5)
+        assert poll_until(lambda: service.series("larder_tokens_stale") == {(): 0.0}, 5)
     lines = [line for line in service.log.read_text().splitlines() if "stay as they were" in line]
     assert len(lines) == 1 and str(token_file.path) in lines[0]
 
 
 def test_a_token_that_expires_is_refused_from_then_on(service: Service) -> None:
     soon = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=2.5)
-    service.place.add("brief", "read", expires_at=soon.isoformat())
+    service.token_file.add("brief", "read", expires_at=soon.isoformat())
     with httpx.Client() as client:
-        assert until(lambda: service.get("brief", client).status_code == 200, 2)
-        assert until(lambda: service.get("brief", client).status_code == 401, 5)
+        assert poll_until(lambda: service.get("brief", client).status_code == 200, 2)
+        assert poll_until(lambda: service.get("brief", client).status_code == 401, 5)
         assert dt.datetime.now(dt.UTC) >= soon
         response = service.get("brief", client)
     assert response.json()["error"]["code"] == "token_expired"
     assert service.series("larder_token_refusals_total")["expired", "brief"] >= 1
 
 
-def test_quotas_are_kept_on_every_way_and_told_with_when_to_come_again(service: Service) -> None:
-    token_file = service.place
+def test_quotas_are_kept_on_both_transports_and_refusals_say_when_to_come_again(
+    service: Service,
+) -> None:
+    token_file = service.token_file
     token_file.add("few", "read", requests_per_s=0.01)
     token_file.add("light", "read", entities_per_s=0.01)
     post = f"{service.url}/v1/lookup/user_topk"
     with httpx.Client() as client:
-        assert until(lambda: service.get("light", client).status_code == 200, 5)
+        assert poll_until(lambda: service.get("light", client).status_code == 200, 5)
         assert service.get("few", client).status_code == 200
-        for path in (service.known, "/v1/generations", "/v1/lookup/user_topk/nobody?fresh=true"):
+        for path in (
+            service.known_path,
+            "/v1/generations",
+            "/v1/lookup/user_topk/nobody?fresh=true",
+        ):
             refused = service.get("few", client, path)
             error = refused.json()["error"]
             assert refused.status_code == 429 and error["code"] == "quota_exceeded"
@@ -310,7 +318,7 @@ def test_quotas_are_kept_on_every_way_and_told_with_when_to_come_again(service: 
         def batch() -> int:
             return client.post(post, json=ids, headers=token_file.header("once")).status_code
 
-        assert until(lambda: batch() == 200, 5) and batch() == 429
+        assert poll_until(lambda: batch() == 200, 5) and batch() == 429
     refusals = service.series("larder_token_refusals_total")
     assert refusals["requests_per_s", "few"] == 3 and refusals["entities_per_s", "light"] >= 2
     requests = service.series("larder_token_requests_total")
@@ -318,7 +326,7 @@ def test_quotas_are_kept_on_every_way_and_told_with_when_to_come_again(service: 
 
 
 def test_requests_in_flight_are_bounded_and_their_places_come_back(service: Service) -> None:
-    token_file = service.place
+    token_file = service.token_file
     header = token_file.add("narrow", "read", in_flight=1)["Authorization"]
     where = urlsplit(service.url)
     head = (
@@ -326,30 +334,30 @@ def test_requests_in_flight_are_bounded_and_their_places_come_back(service: Serv
         "Content-Type: application/json\r\nContent-Length: 20\r\n\r\n"
     ).encode()
     with httpx.Client() as client:
-        assert until(lambda: service.get("narrow", client).status_code == 200, 5)
+        assert poll_until(lambda: service.get("narrow", client).status_code == 200, 5)
         for _ in range(5):
             assert service.get("narrow", client).status_code == 200
         with socket.create_connection((where.hostname, where.port)) as slow:
             slow.sendall(head)  # its body takes its time
-            assert until(lambda: service.get("narrow", client).status_code == 429, 5)
+            assert poll_until(lambda: service.get("narrow", client).status_code == 429, 5)
             response = service.get("narrow", client)
             assert response.json()["error"]["quota"] == "in_flight"
             assert response.headers["retry-after"] == "1"
             slow.sendall(b'{"entities":["abcd"]')
             slow.settimeout(10)
             assert slow.recv(100).startswith(b"HTTP/1.1 422")
-        assert until(lambda: service.get("narrow", client).status_code == 200, 5)
+        assert poll_until(lambda: service.get("narrow", client).status_code == 200, 5)
         with socket.create_connection((where.hostname, where.port)) as abandoned_connection:
             abandoned_connection.sendall(head)
-            assert until(lambda: service.get("narrow", client).status_code == 429, 5)
-        assert until(lambda: service.get("narrow", client).status_code == 200, 15)
+            assert poll_until(lambda: service.get("narrow", client).status_code == 429, 5)
+        assert poll_until(lambda: service.get("narrow", client).status_code == 200, 15)
 
 
-def test_the_client_has_an_error_for_each_refusal_and_waits_as_told(service: Service) -> None:
-    token_file, user = service.place, min(SCOPES)
+def test_the_client_has_an_error_for_every_refusal_and_waits_as_asked(service: Service) -> None:
+    token_file, user = service.token_file, min(SCOPES)
     token_file.add("steady", "read", requests_per_s=2.0)
     with httpx.Client() as probe:
-        assert until(lambda: service.get("steady", probe).status_code == 200, 5)
+        assert poll_until(lambda: service.get("steady", probe).status_code == 200, 5)
     for name, error in (("score", Forbidden), ("late", TokenExpired)):
         with (
             Client(service.url, token=token_file.tokens[name]) as client,
@@ -377,11 +385,11 @@ def test_the_client_has_an_error_for_each_refusal_and_waits_as_told(service: Ser
 
 
 def test_no_secret_is_written_down_and_names_are(service: Service, night: NightConfig) -> None:
-    token_file = service.place
+    token_file = service.token_file
     token_file.add("rare", "read", "explain", requests_per_s=0.01)
     texts: list[str] = []
     with httpx.Client() as client:
-        assert until(lambda: service.get("rare", client).status_code == 200, 5)
+        assert poll_until(lambda: service.get("rare", client).status_code == 200, 5)
         for name in token_file.tokens:
             for method, path, body in map(request_of, NEEDS):
                 response = client.request(

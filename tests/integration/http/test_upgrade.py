@@ -16,7 +16,7 @@ import pytest
 from precompute.config.settings import NightConfig
 from tests.integration.nights import build_night, histories
 from tests.integration.program import environment, started
-from tests.polling import until
+from tests.polling import poll_until
 from tests.raw_http import RawConnection, RawResponse
 
 NGINX = shutil.which(
@@ -203,7 +203,7 @@ http {{
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
     try:
-        assert until(listens)
+        assert poll_until(listens)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()

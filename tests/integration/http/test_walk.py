@@ -30,7 +30,7 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
 
 
 @pytest.fixture(scope="module")
-def plain(night: NightConfig) -> dict[str, list[Call]]:
+def plain_walks(night: NightConfig) -> dict[str, list[Call]]:
     return asyncio.run(walks(night, sorted(histories(night)), fast_http=False))
 
 

@@ -24,7 +24,7 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
 
 
 @pytest.fixture(scope="module", params=["on", "off"])
-def way(request: pytest.FixtureRequest) -> str:
+def fast_http(request: pytest.FixtureRequest) -> str:
     """Whether connections answer lookups themselves."""
     return str(request.param)
 
@@ -41,25 +41,25 @@ class Caller:
     """One connection, which sends the same headers with every request."""
 
     def __init__(self, url: str, **more: str) -> None:
-        self.sent = {**HEADERS, **more}
+        self.request_headers = {**HEADERS, **more}
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
         self.headers: dict[str, str] = {}
 
     def get(self, path: str) -> tuple[int, Any]:
         """Status and JSON; the headers are in `headers`."""
-        self._connection.request("GET", path, headers=self.sent)
+        self._connection.request("GET", path, headers=self.request_headers)
         response = self._connection.getresponse()
         self.headers = {name.lower(): value for name, value in response.getheaders()}
         return response.status, json.loads(response.read())
 
-    def told(self, path: str) -> Any:
+    def get_stable_body(self, path: str) -> Any:
         """The body without what changes from request to request."""
         status, body = self.get(path)
         assert status == 200, body
         return {key: value for key, value in body.items() if key not in ("age_seconds", "source")}
 
 
-def counted(url: str, name: str) -> dict[tuple[str, ...], float]:
+def scrape_samples(url: str, name: str) -> dict[tuple[str, ...], float]:
     """Samples of a metric by label values."""
     text = httpx.get(f"{url}/metrics", headers=HEADERS).text
     return {
@@ -76,25 +76,27 @@ def test_from_redis_from_memory_and_ready_it_is_the_same_answer(
     users = sorted(histories(night))[:40]
     watched = {"x-request-id", "server-timing"} if way == "off" else set()
     paths = [f"/v1/lookup/user_topk/{quote(user, safe='')}?k=7" for user in users]
-    fresh = [Caller(url).told(path) for path in paths[:20]]
+    fresh = [Caller(url).get_stable_body(path) for path in paths[:20]]
     caller = Caller(url)
-    requests_before = counted(url, "larder_requests_total")
+    requests_before = scrape_samples(url, "larder_requests_total")
     for _ in range(4):
-        assert [caller.told(path) for path in paths[:20]] == fresh
+        assert [caller.get_stable_body(path) for path in paths[:20]] == fresh
         assert set(caller.headers) - watched == {"date", "server", "content-length", "content-type"}
-    cold = [caller.told(path) for path in paths[20:]]  # from Redis, past uvicorn
-    after = counted(url, "larder_requests_total")
+    cold = [caller.get_stable_body(path) for path in paths[20:]]  # from Redis, past uvicorn
+    after = scrape_samples(url, "larder_requests_total")
 
-    assert cold == [Caller(url).told(path) for path in paths[20:]]
+    assert cold == [Caller(url).get_stable_body(path) for path in paths[20:]]
     route = ("GET /v1/lookup/{table}", "200")
     assert after[route] - requests_before[route] == 4 * 20 + 20
-    answers, entities = (counted(url, f"larder_{name}_total") for name in ("answers", "entities"))
+    answers, entities = (
+        scrape_samples(url, f"larder_{name}_total") for name in ("answers", "entities")
+    )
     assert sum(answers.values()) == sum(entities.values())
-    seconds = counted(url, "larder_answer_seconds_count")
-    assert sum(seconds.values()) == sum(counted(url, "larder_entities_total").values())
+    seconds = scrape_samples(url, "larder_answer_seconds_count")
+    assert sum(seconds.values()) == sum(scrape_samples(url, "larder_entities_total").values())
 
 
-def test_what_is_wrong_is_told_in_the_same_words(url: str, night: NightConfig) -> None:
+def test_wrong_requests_get_the_same_messages(url: str, night: NightConfig) -> None:
     user = quote(min(histories(night)), safe="")
     good = f"/v1/lookup/user_topk/{user}"
     wrong = [
@@ -103,14 +105,14 @@ def test_what_is_wrong_is_told_in_the_same_words(url: str, night: NightConfig) -
     ]  # fmt: skip
     caller = Caller(url)
     for _ in range(3):
-        caller.told(good)
+        caller.get_stable_body(good)
     for path in wrong:
         status, body = caller.get(path)
         expected_status, expected = Caller(url).get(path)
         for answer in (body, expected):
             answer.pop("age_seconds", None)
         assert (status, body) == (expected_status, expected), path
-        caller.told(good)
+        caller.get_stable_body(good)
 
 
 def test_a_connection_without_the_token_learns_nothing_however_often_it_asks(
@@ -119,21 +121,21 @@ def test_a_connection_without_the_token_learns_nothing_however_often_it_asks(
     path = f"/v1/lookup/user_topk/{quote(min(histories(night)), safe='')}"
     caller, stranger = Caller(url), Caller(url, Authorization="Bearer sesam")
     for _ in range(4):
-        caller.told(path)
+        caller.get_stable_body(path)
         assert stranger.get(path)[0] == 401
 
 
-def test_headers_that_change_on_a_connection_are_read_each_time(
+def test_headers_that_change_on_a_connection_are_read_for_every_request(
     url: str, night: NightConfig
 ) -> None:
     path = f"/v1/lookup/user_topk/{quote(min(histories(night)), safe='')}"
     caller = Caller(url)
     for _ in range(3):
-        caller.told(path)
-    caller.sent["X-Deadline-Ms"] = "soon"
+        caller.get_stable_body(path)
+    caller.request_headers["X-Deadline-Ms"] = "soon"
     for _ in range(3):
         assert caller.get(path)[0] == 422
-    caller.sent["X-Deadline-Ms"] = "1000"
-    caller.sent["X-Request-Id"] = "mine"
+    caller.request_headers["X-Deadline-Ms"] = "1000"
+    caller.request_headers["X-Request-Id"] = "mine"
     for _ in range(3):
-        caller.told(path)
+        caller.get_stable_body(path)

@@ -13,7 +13,7 @@ from tests.conftest import redis_binary
 
 ROOT = Path(__file__).parents[3]
 START_S = 60.0
-NOTHING: Mapping[str, str] = {}
+NO_SETTINGS: Mapping[str, str] = {}
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
@@ -26,7 +26,7 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def larder(
-    folder: Path, *arguments: str, code: int = 0, environ: Mapping[str, str] = NOTHING
+    folder: Path, *arguments: str, code: int = 0, environ: Mapping[str, str] = NO_SETTINGS
 ) -> str:
     """What a command prints; it ends with this code, and with no traceback."""
     completed_process = subprocess.run(
@@ -44,7 +44,7 @@ def larder(
 
 @contextlib.contextmanager
 def running(
-    folder: Path, *arguments: str, line_prefix: str, environ: Mapping[str, str] = NOTHING
+    folder: Path, *arguments: str, line_prefix: str, environ: Mapping[str, str] = NO_SETTINGS
 ) -> Iterator[str]:
     """A command that runs until Ctrl-C: the end of its first line that begins with `line_prefix`; it ends well."""
     log = folder / f"{arguments[0]}.log"

@@ -94,7 +94,7 @@ def test_what_is_served_is_what_the_library_recommends(
         ),
     ],
 )
-def test_what_cannot_be_imported_is_told_in_one_line(
+def test_models_that_cannot_be_imported_are_refused_in_one_line(
     tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     (tmp_path / "empty.npz").touch()

@@ -28,9 +28,9 @@ from precompute.steps import (
     verify,
 )
 from tests.integration.larder.commands import larder, running
-from tests.integration.larder.vectors import TOP, Floats, asking, best, unit, write
+from tests.integration.larder.vectors import TOP, Floats, asking, top_items, unit, write
 from tests.integration.nights import top_lists
-from tests.polling import until
+from tests.polling import poll_until
 
 USERS, ITEMS, DIMS = 60, 90, 12
 FIRST, LATER = "2026-01-29T00:00:00Z", "2026-01-30T00:00:00Z"
@@ -74,7 +74,7 @@ def shop(tmp_path: Path, items: Floats, users: Floats) -> Path:
     return tmp_path
 
 
-def test_each_night_answers_from_the_vectors_of_its_day(
+def test_every_night_answers_from_the_vectors_of_its_day(
     shop: Path, environ: dict[str, str], items: Floats, users: Floats
 ) -> None:
     everyone = [{"id": f"u{number}"} for number in range(USERS)]
@@ -99,29 +99,29 @@ def test_each_night_answers_from_the_vectors_of_its_day(
         write(shop / "items.parquet", "item", "i", changed_vectors)
         larder(shop, "night", "--data-until", LATER, environ=environ)
         first = known_answers[0]["generation"]
-        assert until(lambda: look_up("user_topk", everyone[0])[0]["generation"] != first)
+        assert poll_until(lambda: look_up("user_topk", everyone[0])[0]["generation"] != first)
         after = look_up("user_topk", *everyone)
         (new_item_answer,) = look_up("item_similar", {"id": f"i{ITEMS}"})
 
         larder(shop, "roll-back", "--reason", "a test", environ=environ)
-        assert until(lambda: look_up("user_topk", everyone[0])[0]["generation"] == first)
+        assert poll_until(lambda: look_up("user_topk", everyone[0])[0]["generation"] == first)
         rolled_back_answers = look_up("user_topk", *everyone)
 
-    assert [answer["items"] for answer in known_answers] == best(users @ items.T)
+    assert [answer["items"] for answer in known_answers] == top_items(users @ items.T)
     mean = items[[3, 5, 8]].mean(axis=0, keepdims=True) @ items.T
     mean[:, [3, 5, 8]] = -np.inf
     assert live["source"] == "live"
-    assert len({*live["items"]} & {*best(mean)[0]}) >= TOP - 1  # by the int8 model
+    assert len({*live["items"]} & {*top_items(mean)[0]}) >= TOP - 1  # by the int8 model
     assert unknown_answer["source"] == "default"
-    assert unknown_answer["items"] == best(users.mean(axis=0, keepdims=True) @ items.T)[0]
+    assert unknown_answer["items"] == top_items(users.mean(axis=0, keepdims=True) @ items.T)[0]
     cosines = unit(items) @ unit(items).T
     np.fill_diagonal(cosines, -np.inf)
-    assert alike["items"] == best(cosines)[7]
-    assert [answer["items"] for answer in after] == best(users @ changed_vectors.T)
+    assert alike["items"] == top_items(cosines)[7]
+    assert [answer["items"] for answer in after] == top_items(users @ changed_vectors.T)
     assert [answer["items"] for answer in after] != [answer["items"] for answer in known_answers]
     cosines = unit(changed_vectors) @ unit(changed_vectors).T
     np.fill_diagonal(cosines, -np.inf)
-    assert new_item_answer["items"] == best(cosines)[ITEMS]
+    assert new_item_answer["items"] == top_items(cosines)[ITEMS]
     assert [answer["items"] for answer in rolled_back_answers] == [
         answer["items"] for answer in known_answers
     ]
@@ -164,7 +164,7 @@ def test_with_what_users_did_it_is_left_out_and_every_gate_is_asked(
         shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
     ) as url:
         answers = asking(url)("user_topk", *({"id": f"u{number}"} for number in range(USERS)))
-    assert [answer["items"] for answer in answers] == best(scores)
+    assert [answer["items"] for answer in answers] == top_items(scores)
     (path,) = (shop / ".larder/artifacts").glob("**/bundle/bundle.json")
     training = json.loads(path.read_text())["training"]
     assert {"mean", "ridge 1"} <= training["recalls"].keys()
@@ -184,7 +184,7 @@ def test_a_bundle_of_ones_own_and_a_table_of_items_are_one_too_many(
     assert output.count("\n") == 1
 
 
-def test_each_step_may_run_on_a_host_of_its_own_and_a_retried_begin_finds_its_bundle(
+def test_every_step_may_run_on_a_host_of_its_own_and_a_retried_begin_finds_its_bundle(
     shop: Path,
     environ: dict[str, str],
     items: Floats,
@@ -212,7 +212,7 @@ def test_each_step_may_run_on_a_host_of_its_own_and_a_retried_begin_finds_its_bu
 
     everyone = [f"u{number}" for number in range(USERS)]
     lists = top_lists(scored, build["generation"], everyone)
-    expected_lists = best(users @ items.T, 50)
+    expected_lists = top_items(users @ items.T, 50)
     assert [list(lists[user]) for user in everyone] == expected_lists
 
 

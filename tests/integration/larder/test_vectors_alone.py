@@ -12,8 +12,8 @@ import pytest
 
 from cache.process.redis_server import RedisServer
 from tests.integration.larder.commands import larder, running
-from tests.integration.larder.vectors import TOP, Floats, asking, best, unit, write
-from tests.polling import until
+from tests.integration.larder.vectors import TOP, Floats, asking, top_items, unit, write
+from tests.polling import poll_until
 
 USERS, ITEMS, DIMS = 60, 90, 12
 LATER = "2026-01-30T00:00:00Z"
@@ -49,7 +49,7 @@ def shop(tmp_path: Path, items: Floats, users: Floats, redis_server: RedisServer
     return tmp_path / "shop", environ
 
 
-def test_known_users_have_their_best_items_strangers_are_folded_in_and_nights_follow_each_other(
+def test_known_users_have_their_best_items_strangers_are_folded_in_and_a_night_follows_a_night(
     shop: tuple[Path, dict[str, str]], items: Floats, users: Floats
 ) -> None:
     folder, environ = shop
@@ -73,27 +73,27 @@ def test_known_users_have_their_best_items_strangers_are_folded_in_and_nights_fo
         write(folder / "user_vectors.parquet", "user", "u", changed_vectors)
         larder(folder, "night", "--data-until", LATER, environ=environ)
         first = known_answers[0]["generation"]
-        assert until(lambda: look_up("user_topk", everyone[0])[0]["generation"] != first)
+        assert poll_until(lambda: look_up("user_topk", everyone[0])[0]["generation"] != first)
         after = look_up("user_topk", *everyone)
 
         larder(folder, "roll-back", "--reason", "a test", environ=environ)
-        assert until(lambda: look_up("user_topk", everyone[0])[0]["generation"] == first)
+        assert poll_until(lambda: look_up("user_topk", everyone[0])[0]["generation"] == first)
         rolled_back_answers = look_up("user_topk", *everyone)
 
-    assert [answer["items"] for answer in known_answers] == best(users @ items.T)
+    assert [answer["items"] for answer in known_answers] == top_items(users @ items.T)
     assert {answer["source"] for answer in known_answers} <= {"l1", "l2"}
     for answer, row in zip(known_answers, users @ items.T, strict=True):
         assert np.allclose(answer["scores"], np.sort(row)[::-1][:TOP], rtol=1e-5)
     mean = items[[3, 5, 8]].mean(axis=0, keepdims=True) @ items.T
     mean[:, [3, 5, 8]] = -np.inf
     assert live["source"] == "live"
-    assert len({*live["items"]} & {*best(mean)[0]}) >= TOP - 1  # by the int8 model
+    assert len({*live["items"]} & {*top_items(mean)[0]}) >= TOP - 1  # by the int8 model
     assert unknown_answer["source"] == "default"
-    assert unknown_answer["items"] == best(users.mean(axis=0, keepdims=True) @ items.T)[0]
+    assert unknown_answer["items"] == top_items(users.mean(axis=0, keepdims=True) @ items.T)[0]
     cosines = unit(items[[7]]) @ unit(items).T
     cosines[:, 7] = -np.inf
-    assert alike["items"] == best(cosines)[0]
-    assert [answer["items"] for answer in after] == best(changed_vectors @ items.T)
+    assert alike["items"] == top_items(cosines)[0]
+    assert [answer["items"] for answer in after] == top_items(changed_vectors @ items.T)
     assert [answer["items"] for answer in rolled_back_answers] == [
         answer["items"] for answer in known_answers
     ]
@@ -145,7 +145,7 @@ def test_features_of_users_are_too_little_for_a_user_tower_that_takes_a_history(
     ],
     ids=["not configured", "empty", "other dimensions"],
 )
-def test_vectors_that_no_night_can_be_made_of_are_told_in_one_line(
+def test_vectors_that_no_night_can_be_made_of_are_refused_in_one_line(
     shop: tuple[Path, dict[str, str]], vectors: Floats | None, message: str
 ) -> None:
     folder, environ = shop

@@ -21,7 +21,7 @@ def write(path: Path, name: str, prefix: str, rows: Floats) -> None:
     pq.write_table(pa.table({name: ids, "vector": list(rows)}), path)
 
 
-def best(scores: Floats, k: int = TOP) -> list[list[str]]:
+def top_items(scores: Floats, k: int = TOP) -> list[list[str]]:
     """Items of each row with the highest scores, as lists of ids."""
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     return [[f"i{item}" for item in row] for row in order.tolist()]

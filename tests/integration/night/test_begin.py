@@ -29,8 +29,8 @@ from precompute.sources.columns import Ids
 from precompute.sources.readers import Interactions
 from precompute.steps import begin, embed_items
 from precompute.steps.night import Night, run_night
-from tests.integration.nights import UNTIL, histories, prepare, publish_night, top_lists
-from tests.models import put_weights_beside
+from tests.integration.nights import DATA_UNTIL, histories, prepare, publish_night, top_lists
+from tests.models import externalize_weights
 from tests.object_stores import Overwriting
 from tests.opened import open_generation
 
@@ -40,10 +40,10 @@ def config(tmp_path: Path, redis_url: str) -> NightConfig:
     return prepare(tmp_path, redis_url, users=60, items=30)
 
 
-def test_weights_beside_a_model_that_the_bundle_does_not_list_are_refused_by_name(config):
+def test_weights_of_a_model_that_the_bundle_does_not_list_are_refused_by_name(config):
     """They would lie in no generation, and every step after this one would fail, hours later."""
     folder = config.path(config.bundle)
-    put_weights_beside(folder, "user_tower")
+    externalize_weights(folder, "user_tower")
     bundle_document = orjson.loads((folder / "bundle.json").read_bytes())
     del bundle_document["user_tower"]["weights"]
     (folder / "bundle.json").write_bytes(orjson.dumps(bundle_document))
@@ -51,12 +51,12 @@ def test_weights_beside_a_model_that_the_bundle_does_not_list_are_refused_by_nam
     with pytest.raises(
         BundleError, match=r"user_tower keeps weights in user_tower\.weights"
     ) as caught:
-        begin.run(config, data_until=UNTIL, run_after=None)
+        begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
     assert caught.value.details["model"] == "user_tower"
 
 
-def test_what_looks_odd_about_the_interactions_is_told_with_the_night_and_kept(config):
+def test_oddities_of_the_interactions_are_reported_with_the_night_and_kept(config):
     """Counted once, over all rows: by a night that reads all, and by one that copies the first file's partition."""
     table = pq.read_table(config.path("interactions.parquet"))
     bot = pa.array(["0"] * (len(table) // 2), table.schema.field("user").type)
@@ -66,7 +66,7 @@ def test_what_looks_odd_about_the_interactions_is_told_with_the_night_and_kept(c
     sources = replace(config.sources, interactions=("interactions.parquet", "more.parquet"))
     config = replace(config, sources=sources)
 
-    build = begin.run(config, data_until=None, run_after=None, named=UNTIL)
+    build = begin.run(config, data_until=None, run_after=None, named=DATA_UNTIL)
     begin_report = Build(config, config.store(), build["generation"]).need("begin")
 
     bot_remarks = [remark for remark in begin_report["remarks"] if "has 3" in remark]
@@ -76,7 +76,7 @@ def test_what_looks_odd_about_the_interactions_is_told_with_the_night_and_kept(c
 
 
 def test_sub_steps_report_the_fields_that_the_lists_name(config):
-    build = begin.run(config, data_until=UNTIL, run_after=None)
+    build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
     begin_report = Build(config, config.store(), build["generation"]).need("begin")
 
@@ -88,12 +88,12 @@ def test_sub_steps_report_the_fields_that_the_lists_name(config):
     assert named_fields | known_before == expected_fields
 
 
-def test_a_copy_of_a_file_is_told_with_the_night(config):
+def test_a_copy_of_a_file_is_reported_with_the_night(config):
     copy = config.path("again.parquet")
     copy.write_bytes(config.path("interactions.parquet").read_bytes())
     sources = replace(config.sources, interactions=("interactions.parquet", "again.parquet"))
 
-    build = begin.run(replace(config, sources=sources), data_until=UNTIL, run_after=None)
+    build = begin.run(replace(config, sources=sources), data_until=DATA_UNTIL, run_after=None)
 
     remarks = Build(config, config.store(), build["generation"]).need("begin")["remarks"]
     expected_remark = (
@@ -106,17 +106,17 @@ def test_a_refusal_over_few_users_and_items_says_that_there_are_few(config):
     config = replace(config, gates=GateThresholds(distinct_lists=2.0))
 
     with pytest.raises(Refused, match="stays: too little data to judge by: 60 users and 30 items"):
-        publish_night(config, UNTIL)
+        publish_night(config, DATA_UNTIL)
 
 
 @pytest.mark.parametrize(("trained", "is_reported"), [("2100-01-01", True), ("1999-01-01", False)])
-def test_a_model_that_learnt_what_it_is_judged_by_is_told(config, trained, is_reported):
+def test_a_model_that_learnt_its_test_data_is_reported(config, trained, is_reported):
     path = config.path(config.bundle) / "bundle.json"
     bundle_document = orjson.loads(path.read_bytes())
     bundle_document["training"]["trained_until"] = f"{trained}T00:00:00+00:00"
     path.write_bytes(orjson.dumps(bundle_document))
 
-    build = begin.run(config, data_until=UNTIL, run_after=None)
+    build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     remarks = Build(config, config.store(), build["generation"]).need("begin")["remarks"]
 
     assert any("learnt from interactions up to 2100" in remark for remark in remarks) is is_reported
@@ -134,13 +134,13 @@ def test_a_file_from_the_future_names_no_generation(config):
     assert clock_time - timedelta(minutes=5) < named <= clock_time
 
 
-def test_a_night_of_models_with_weights_beside_them_is_the_night_without(config, tmp_path):
-    inside = publish_night(config, UNTIL)
+def test_a_night_of_models_with_external_weights_is_the_night_without(config, tmp_path):
+    inside = publish_night(config, DATA_UNTIL)
     lists = top_lists(config, inside, sorted(histories(config)))
     for name in ("user_tower", "item_tower"):
-        put_weights_beside(config.path(config.bundle), name)
+        externalize_weights(config.path(config.bundle), name)
 
-    outside = publish_night(config, UNTIL)
+    outside = publish_night(config, DATA_UNTIL)
 
     assert top_lists(config, outside, sorted(histories(config))) == lists
     manifest, root = open_generation(config.store(), outside)
@@ -169,8 +169,8 @@ def test_a_night_of_models_with_weights_beside_them_is_the_night_without(config,
 
 
 def test_weights_that_changed_since_the_night_began_are_refused(config):
-    put_weights_beside(config.path(config.bundle), "item_tower")
-    build = begin.run(config, data_until=UNTIL, run_after=None)
+    externalize_weights(config.path(config.bundle), "item_tower")
+    build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     path = config.store().local(f"generations/{build['generation']}/models/item_tower.weights")
     path.write_bytes(path.read_bytes()[:-1] + b"x")
 
@@ -179,7 +179,7 @@ def test_weights_that_changed_since_the_night_began_are_refused(config):
 
 
 def test_no_night_of_such_a_model_begins_while_a_replica_cannot_read_it(config):
-    put_weights_beside(config.path(config.bundle), "user_tower")
+    externalize_weights(config.path(config.bundle), "user_tower")
     with open_releases(config) as releases:
         beat: dict[str, object] = {"replica": "old", "serving": None, "holds": []}
         keys, beat_at = releases.control.keys, releases.control.time()
@@ -188,7 +188,7 @@ def test_no_night_of_such_a_model_begins_while_a_replica_cannot_read_it(config):
     with pytest.raises(
         Refused, match=r"old \(Larder 0\.1\.0\) reads manifest format 1, a night of a"
     ):
-        begin.run(config, data_until=UNTIL, run_after=None)
+        begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
 
 def test_a_store_that_lets_the_last_writer_win_is_refused_before_anything_is_read(
@@ -199,13 +199,13 @@ def test_a_store_that_lets_the_last_writer_win_is_refused_before_anything_is_rea
     overwriting = f"{Overwriting.protocol}://{uuid.uuid4().hex}"
 
     with pytest.raises(StoreError, match="does not create objects exclusively"):
-        begin.run(replace(config, artifacts=overwriting), data_until=UNTIL, run_after=None)
+        begin.run(replace(config, artifacts=overwriting), data_until=DATA_UNTIL, run_after=None)
 
 
 def test_a_second_pass_over_the_sources_leaves_nothing_of_the_first_in_the_holdout(
     config, monkeypatch
 ):
-    single_pass_build = Build.of(config, begin.run(config, data_until=UNTIL, run_after=None))
+    single_pass_build = Build.of(config, begin.run(config, data_until=DATA_UNTIL, run_after=None))
     of_first = Ids.of(pa.array(["of the first pass"]))
 
     run = PartitionJob.run
@@ -217,7 +217,7 @@ def test_a_second_pass_over_the_sources_leaves_nothing_of_the_first_in_the_holdo
 
     monkeypatch.setattr(PartitionJob, "run", run_twice)
     twice = replace(config, namespace=f"{config.namespace}-twice")
-    two_pass_build = Build.of(twice, begin.run(twice, data_until=UNTIL, run_after=None))
+    two_pass_build = Build.of(twice, begin.run(twice, data_until=DATA_UNTIL, run_after=None))
 
     assert read_holdout(two_pass_build.root) == read_holdout(single_pass_build.root) != {}
 
@@ -237,7 +237,7 @@ def test_clicks_whose_items_have_another_form_are_told_with_the_night_and_refuse
     """Published with all gates green, and no word: only the manifest had their number."""
     other_form(config, 0.7)
 
-    build = begin.run(config, data_until=UNTIL, run_after=None)
+    build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     remarks = Build(config, config.store(), build["generation"]).need("begin")["remarks"]
 
     (remark,) = [remark for remark in remarks if "does not have" in remark]
@@ -246,7 +246,7 @@ def test_clicks_whose_items_have_another_form_are_told_with_the_night_and_refuse
 
     lenient = replace(config.gates, coverage_of_source=0.0)
     with pytest.raises(Refused, match=r"unknown_items is 0\.\d+, the threshold 0\.5") as refusal:
-        publish_night(replace(config, gates=lenient), UNTIL)
+        publish_night(replace(config, gates=lenient), DATA_UNTIL)
 
     assert "such as 'sku-" in str(refusal.value)
 
@@ -254,16 +254,16 @@ def test_clicks_whose_items_have_another_form_are_told_with_the_night_and_refuse
 def test_a_fifth_of_the_clicks_on_items_that_went_is_told_and_passes(config):
     other_form(config, 0.25)
 
-    build = begin.run(config, data_until=UNTIL, run_after=None)
+    build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     remarks = Build(config, config.store(), build["generation"]).need("begin")["remarks"]
 
     assert any("of the interactions name items" in remark for remark in remarks)
     lenient = replace(config.gates, coverage_of_source=0.0)
-    publish_night(replace(config, gates=lenient), UNTIL)
+    publish_night(replace(config, gates=lenient), DATA_UNTIL)
 
 
 def test_a_run_before_what_is_live_computes_nothing_and_records_no_failure(config):
-    live = publish_night(config, UNTIL)
+    live = publish_night(config, DATA_UNTIL)
     earlier = "2026-01-28T00:00:00Z"
 
     scheduled = begin.run(config, data_until=None, run_after=earlier)

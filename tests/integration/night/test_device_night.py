@@ -16,7 +16,7 @@ from precompute.scoring.towers import DEVICE_LENGTH_AGREEMENT, DeviceTower
 from precompute.steps import begin, embed_items, score
 from tests.devices import DEVICE
 from tests.integration.night.test_streaming import elsewhere, files_of
-from tests.integration.nights import UNTIL, prepare, publish_night
+from tests.integration.nights import DATA_UNTIL, prepare, publish_night
 
 pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
 
@@ -27,7 +27,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightC
 
 
 def scored(config: NightConfig, shards: list[int]) -> dict[str, Any]:
-    build = begin.run(config, data_until=UNTIL, run_after=None)
+    build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     embed_items.run(config, build)
     score.run(config, build, shards)
     return build
@@ -75,7 +75,7 @@ def with_programs(prepared: NightConfig, folder: Path) -> NightConfig:
         bundle=str(folder / "bundle"),
         reference=replace(prepared.reference, programs=True),
     )
-    train_reference(config, data_until=UNTIL)
+    train_reference(config, data_until=DATA_UNTIL)
     return config
 
 
@@ -91,7 +91,7 @@ def test_a_night_by_programs_is_published(
         return run_tower(self, inputs)
 
     monkeypatch.setattr(DeviceTower, "run", run)
-    generation = publish_night(config, UNTIL)
+    generation = publish_night(config, DATA_UNTIL)
     root = config.store().local(generation_path(generation))
     assert set(opened) == {"user_tower", "item_tower", "user_affinity"}
     assert (root / "bundle/user_tower.pt2").is_file()
@@ -119,7 +119,7 @@ def test_a_shard_whose_towers_moved_between_device_and_processor_passes_the_gate
 
     monkeypatch.setattr(DeviceTower, "_tried", outputs)
 
-    assert publish_night(config, UNTIL)
+    assert publish_night(config, DATA_UNTIL)
     assert sum(moved) > 150
 
 
@@ -128,5 +128,5 @@ def test_a_device_that_is_not_there_is_said_before_anything_is_read(
 ) -> None:
     config = elsewhere(replace(prepared, device="cuda:97"), tmp_path)
     with pytest.raises(ConfigError, match="'cuda:97' is not there"):
-        publish_night(config, UNTIL)
+        publish_night(config, DATA_UNTIL)
     assert not Path(config.artifacts).exists()

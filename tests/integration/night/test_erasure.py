@@ -38,8 +38,8 @@ from precompute.sources.erasures import all_erasures, demand_unerased, request
 from precompute.steps import begin, embed_items, retire
 from tests.integration import shell as in_process
 from tests.integration.nights import (
+    DATA_UNTIL,
     NEXT,
-    UNTIL,
     environment,
     histories,
     prepare,
@@ -55,7 +55,7 @@ LATER = "2026-01-31T00:00:00Z"
 def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
     """One small night, made once; each test works on a copy of its files."""
     config = prepare(tmp_path_factory.mktemp("erasure"), redis_url, users=80, items=60)
-    publish_night(config, UNTIL)
+    publish_night(config, DATA_UNTIL)
     return config
 
 
@@ -322,7 +322,7 @@ def test_a_user_without_a_record_is_still_found_in_the_partition(night: NightCon
     assert [holder.generation for holder, _ in standing.holders] == [generation]
 
 
-def test_unblocking_resurrects_nobody_and_forgetting_needs_a_reason(night: NightConfig) -> None:
+def test_unblocking_resurrects_no_entity_and_forgetting_needs_a_reason(night: NightConfig) -> None:
     store = night.store()
     begin_erasing(store, b"u1", "user", at=1.0)
     begin_erasing(store, b"i1", "item", at=1.0)
@@ -395,7 +395,7 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
         )
         for name in ("worker", "other")
     )
-    build = begin.run(worker, data_until=UNTIL, run_after=None)
+    build = begin.run(worker, data_until=DATA_UNTIL, run_after=None)
     begin_erasing(worker.store(), min(histories(night)).encode(), "user", at=1.0)
     with open_releases(other_host) as releases:
         moves.refuse(releases, build["generation"], reason="a test says so", attempt="test")

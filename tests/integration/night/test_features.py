@@ -104,7 +104,7 @@ def overlap(live_items, theirs):
 def test_a_tower_of_history_and_features_is_published_and_answers_live(config):
     with_towers(config, from_history_and_country)
 
-    generation = nights.publish_night(config, nights.UNTIL)
+    generation = nights.publish_night(config, nights.DATA_UNTIL)
 
     manifest, items, predictor = opened(config, generation)
     assert gate(manifest, "skew")["passed"] and manifest.models["user_tower"].int8
@@ -125,7 +125,7 @@ def test_a_tower_of_history_and_features_is_published_and_answers_live(config):
 def test_a_tower_of_features_alone_is_published_in_fp32_and_answers_live(config):
     with_towers(config, lambda _items: from_taste())
 
-    generation = nights.publish_night(config, nights.UNTIL)
+    generation = nights.publish_night(config, nights.DATA_UNTIL)
 
     manifest, items, predictor = opened(config, generation)
     verdict = gate(manifest, "int8_agreement")
@@ -139,7 +139,7 @@ def test_a_tower_of_features_alone_is_published_in_fp32_and_answers_live(config)
 def test_items_unknown_to_the_vocabulary_get_vectors_and_live_answers(config):
     with_towers(config, lambda _items: from_taste())
 
-    generation = nights.publish_night(config, nights.UNTIL)
+    generation = nights.publish_night(config, nights.DATA_UNTIL)
 
     manifest, items, predictor = opened(config, generation)
     ordinal = items.ordinal_of(NEW_ITEM.encode())
@@ -156,7 +156,7 @@ def test_items_unknown_to_the_vocabulary_get_vectors_and_live_answers(config):
 
 def test_item_features_are_read_once_and_stay_as_the_night_began_with_them(config):
     with_towers(config, lambda _items: from_taste())
-    expected = nights.publish_night(config, nights.UNTIL)
+    expected = nights.publish_night(config, nights.DATA_UNTIL)
     vectors = open_generation(config.store(), expected)[0].items.vectors.sha256
 
     build = begin.run(config, data_until=nights.NEXT, run_after=None)
@@ -205,7 +205,7 @@ def test_an_item_without_a_feature_is_left_out_by_name(config):
 def test_user_features_that_are_not_there_are_named(config, spoil, message):
     with_towers(config, from_history_and_country)
     with pytest.raises(SourceError, match=message):
-        begin.run(spoil(config), data_until=nights.UNTIL, run_after=None)
+        begin.run(spoil(config), data_until=nights.DATA_UNTIL, run_after=None)
 
 
 def test_calibration_takes_the_first_shard_with_usable_input(config):
@@ -222,7 +222,7 @@ def test_calibration_takes_the_first_shard_with_usable_input(config):
     keep = pa.array([user in shard_users for user in users["user"].to_pylist()])
     pq.write_table(users.filter(keep), config.path("users.parquet"))
 
-    build = begin.run(config, data_until=nights.UNTIL, run_after=None)
+    build = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
     embed_items.run(config, build)
     for shard in build["shards"]:
         score.run_shard(config, build, shard)
@@ -239,15 +239,15 @@ def test_a_live_path_that_answers_otherwise_refuses_the_night(config, monkeypatc
         lambda source, column, row: (source.features[column][row].as_py() + 1) % 5,
     )
     with pytest.raises(Refused, match="skew"):
-        nights.publish_night(config, nights.UNTIL)
+        nights.publish_night(config, nights.DATA_UNTIL)
 
 
 def test_a_plan_samples_the_features_that_the_models_want(config):
-    parameters = PlanParameters(seconds=0.1, data_until=nights.UNTIL)
+    parameters = PlanParameters(seconds=0.1, data_until=nights.DATA_UNTIL)
 
     plan = forecast(config, parameters)
 
-    build = begin.run(config, data_until=nights.UNTIL, run_after=None)
+    build = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
     embed_items.run(config, build)
     scored = [score.run_shard(config, build, shard) for shard in build["shards"]]
     assert plan.shape.users == sum(shard_report["users"] for shard_report in scored)
@@ -256,7 +256,7 @@ def test_a_plan_samples_the_features_that_the_models_want(config):
 
 async def test_a_user_of_the_feature_table_alone_is_answered_from_the_night(config):
     with_towers(config, from_history_and_country)
-    generation = nights.publish_night(config, nights.UNTIL)
+    generation = nights.publish_night(config, nights.DATA_UNTIL)
 
     manifest, items, predictor = opened(config, generation)
 
@@ -276,7 +276,7 @@ def test_users_of_the_feature_table_alone_are_left_out_where_they_are_too_many(c
     with_towers(config, from_history_and_country)
     with_strangers(config, 130)
 
-    build = begin.run(config, data_until=nights.UNTIL, run_after=None)
+    build = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
 
     begin_report = Build.of(config, build).need("begin")
     assert (begin_report["users"], begin_report["featured"], begin_report["featured_users"]) == (
@@ -284,7 +284,7 @@ def test_users_of_the_feature_table_alone_are_left_out_where_they_are_too_many(c
         131,
         False,
     )
-    row = begin.in_night(Night(config, "attempt", data_until=nights.UNTIL))
+    row = begin.in_night(Night(config, "attempt", data_until=nights.DATA_UNTIL))
     assert "131 users of the feature table alone get no records" in row.summary
     assert "featured_users = true" in row.summary
 
@@ -294,7 +294,7 @@ def test_all_of_them_are_computed_where_settings_say_so_and_the_gate_names_who_c
     with_strangers(config, 130, without_country=2)
     config = replace(config, featured_users=True)
 
-    generation = nights.publish_night(config, nights.UNTIL)
+    generation = nights.publish_night(config, nights.DATA_UNTIL)
 
     manifest, _, _ = opened(config, generation)
     assert manifest.entity_sets["user"].count == CLICKED + 131 - 2
@@ -303,10 +303,10 @@ def test_all_of_them_are_computed_where_settings_say_so_and_the_gate_names_who_c
     assert "2 a value of 'country'" in verdict["note"]
 
 
-def test_nobody_of_them_is_computed_where_settings_say_so(config):
+def test_none_of_them_is_computed_where_settings_say_so(config):
     with_towers(config, from_history_and_country)
 
-    generation = nights.publish_night(replace(config, featured_users=False), nights.UNTIL)
+    generation = nights.publish_night(replace(config, featured_users=False), nights.DATA_UNTIL)
 
     manifest, _, _ = opened(config, generation)
     assert nights.top_lists(config, generation, [QUIET]) == {}

@@ -54,7 +54,7 @@ TRIES, PAUSE_S = 3, 2.0
 """As the DAG has it, but for a shorter pause."""
 
 
-def take(step: Callable[[], T]) -> T:
+def run_with_retries(step: Callable[[], T]) -> T:
     """A step as Airflow takes it: again after a pause, unless the same inputs would fail again."""
     for tries_left in reversed(range(TRIES)):
         try:
@@ -94,19 +94,21 @@ def night(
 ) -> None:
     """A scheduled night. Raises Refused."""
     name = f"scheduled-{due:%Y%m%d}"
-    build = take(lambda: begin.run(config, data_until=None, run_after=due.isoformat()))
-    take(lambda: embed_items.run(config, build))
+    build = run_with_retries(lambda: begin.run(config, data_until=None, run_after=due.isoformat()))
+    run_with_retries(lambda: embed_items.run(config, build))
     for shard in build["shards"]:
-        take(partial(score.run_shard, config, build, shard))
-    take(lambda: assemble.run(config, build))
-    take(lambda: index.run(config, build))
-    take(lambda: quantize.run(config, build))
-    take(lambda: load.run(config, build))
+        run_with_retries(partial(score.run_shard, config, build, shard))
+    run_with_retries(lambda: assemble.run(config, build))
+    run_with_retries(lambda: index.run(config, build))
+    run_with_retries(lambda: quantize.run(config, build))
+    run_with_retries(lambda: load.run(config, build))
     with verifying() as progress:
-        verified = take(lambda: verify.run(config, build, attempt=name, progress=progress))
-    take(lambda: publish.run(config, verified, attempt=name))
-    take(lambda: warm.run(config, build))
-    take(lambda: retire.run(config, attempt=name))
+        verified = run_with_retries(
+            lambda: verify.run(config, build, attempt=name, progress=progress)
+        )
+    run_with_retries(lambda: publish.run(config, verified, attempt=name))
+    run_with_retries(lambda: warm.run(config, build))
+    run_with_retries(lambda: retire.run(config, attempt=name))
 
 
 def planned_bytes(config: NightConfig) -> tuple[int, int]:
@@ -124,7 +126,7 @@ def planned_bytes(config: NightConfig) -> tuple[int, int]:
 
 
 @pytest.mark.storm
-def test_forty_nights_fit_what_plan_asked_for_and_need_nobody(tmp_path, own_redis):
+def test_forty_nights_fit_what_plan_asked_for_and_need_no_operator(tmp_path, own_redis):
     rng = random.Random(SEED)
     print(f"from seed {SEED}")
     config = replace(

@@ -15,7 +15,7 @@ async def test_live_answers_a_history_as_the_night_did_whatever_its_length(
 ) -> None:
     config = nights.prepare(tmp_path, redis_url, users=80, items=40)
     config = replace(config, gates=LENIENT, history_limit=LIMIT)
-    nights.publish_night(config, nights.UNTIL)  # its gates compare both
+    nights.publish_night(config, nights.DATA_UNTIL)  # its gates compare both
     histories = nights.histories(config)
     users = [user for user in sorted(histories) if len(histories[user]) > LIMIT][:10]
 

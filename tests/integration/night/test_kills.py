@@ -18,7 +18,7 @@ from infra.local.service import ServiceProcess
 from tests.integration.killed_steps import night
 from tests.integration.killing import run
 from tests.integration.killing_ground import LOSSES, Ground
-from tests.integration.nights import UNTIL, environment, histories, prepare, top_lists
+from tests.integration.nights import DATA_UNTIL, environment, histories, prepare, top_lists
 from tests.integration.watching import Watch
 from tests.integration.wholeness import moves
 
@@ -42,7 +42,7 @@ def ground(tmp_path: Path, own_redis: RedisServer) -> Iterator[Ground]:
         redis_url=own_redis.url.removesuffix("0") + "1",
     )
     for namesake in (config, twin):
-        assert run(partial(night, namesake, UNTIL, "first")) is not None
+        assert run(partial(night, namesake, DATA_UNTIL, "first")) is not None
     users = sorted(histories(config))
     items = sorted({item for history in histories(config).values() for item in history})
     live = moves(config)[0]

@@ -45,7 +45,7 @@ def count(kind: type) -> int:
     return sum(type(instance) is kind for instance in gc.get_objects())
 
 
-async def ask(app: Running, night: NightConfig) -> None:
+async def request_every_rung(app: Running, night: NightConfig) -> None:
     """Something from every rung: stored, live, an input of which nothing can be used, a model that fails."""
     users, history = zip(*sorted(histories(night).items())[:5], strict=True)
     for entities in (
@@ -94,7 +94,7 @@ async def test_nothing_keeps_a_generation_that_is_no_longer_held(
                 ItemTable
             ) - tables == len(served.generations)
 
-        await ask(app, night)
+        await request_every_rung(app, night)
         for is_forward in (True, False, True):
             generation_before = live()
             if is_forward:
@@ -106,5 +106,5 @@ async def test_nothing_keeps_a_generation_that_is_no_longer_held(
                 return live() != generation_before
 
             assert await eventually(flipped)
-            await ask(app, night)
+            await request_every_rung(app, night)
             assert await eventually(only_what_is_held), alive(generations)

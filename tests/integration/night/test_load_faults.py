@@ -33,7 +33,7 @@ from precompute.releases.release_log import open_releases
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
 from tests.conftest import redis_binary
 from tests.integration.nights import NEXT, prepare, publish, publish_night
-from tests.polling import until
+from tests.polling import poll_until
 
 
 @dataclass
@@ -189,7 +189,7 @@ def restarted(running: RedisServer, log: Path) -> GuardedCommand:
             except redis.exceptions.ConnectionError:
                 return False
 
-    assert until(answers), process.tail()
+    assert poll_until(answers), process.tail()
     return process
 
 
@@ -365,7 +365,7 @@ def test_a_load_that_died_once_all_pages_were_there_is_reported_by_its_retry(nig
     night.finishes()
 
 
-def test_a_load_that_airflow_would_end_beside_readers_says_so(night):
+def test_a_load_among_readers_that_airflow_would_end_says_so(night):
     assert "remark" not in night.load()
 
     remark = str(night.load(dag=DagConfig(load_timeout_s=1e-6))["remark"])

@@ -28,7 +28,7 @@ from precompute.bulk.readback import (
 from precompute.bulk.reload import load_missing, repair
 from precompute.bulk.watch import FOREIGN_READS_S, Watcher
 from tests.integration.release_world import A, World
-from tests.polling import until
+from tests.polling import poll_until
 
 ALWAYS = GovernorConfig(readers="always", floor_mib_s=512.0, idle_s=0.05)
 
@@ -204,7 +204,7 @@ def test_a_page_that_is_only_shorter_is_noticed_without_reading_it(world):
     assert calls(world, "getrange") + calls(world, "get") - reads_before <= 6 + 3
 
 
-def test_retiring_beside_readers_unlinks_a_page_at_a_time(world, small):
+def test_retiring_among_readers_unlinks_a_page_at_a_time(world, small):
     manifest, _ = loaded(world, small)
     unlinks_before = calls(world, "unlink")
 
@@ -219,7 +219,7 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
         client.set(keyspace.live, Pointer(A, 1, None, "test", 0.0).to_bytes())
         watch = Watcher(control, probe_ms=1.0)
         try:
-            assert until(
+            assert poll_until(
                 lambda: (
                     (look := watch.get_latest_observation()) is not None
                     and look.foreign_s is not None
@@ -234,7 +234,7 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
                 round_trips_s.extend(watch.round_trips())
                 return len(round_trips_s) > 50
 
-            assert until(has_many)
+            assert poll_until(has_many)
             assert all(0 < round_trip_s < 5 for round_trip_s in round_trips_s)
 
             beat = b'{"replica":"r1","serving":null,"holds":[],"l2_p99_ms":0.4}'
@@ -244,7 +244,7 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
                 observation = watch.get_latest_observation()
                 return observation is not None and observation.replicas_ms == {"r1": 0.4}
 
-            assert until(beating)
+            assert poll_until(beating)
 
             def noticed() -> bool:
                 for _ in range(50):
@@ -252,7 +252,7 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
                 observation = watch.get_latest_observation()
                 return observation is not None and (observation.foreign_s or 0.0) > FOREIGN_READS_S
 
-            assert until(noticed)
+            assert poll_until(noticed)
             pings_before = client.info("commandstats").get("cmdstat_ping", {"calls": 0})["calls"]
             for _ in range(10):
                 watch.stir()
@@ -261,7 +261,7 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
             watch.close()
         watch.stir()  # harmless
         # Redis drops a connection after its reader has gone, not in the same moment.
-        assert until(lambda: len(client.client_list()) == 1)
+        assert poll_until(lambda: len(client.client_list()) == 1)
 
 
 def test_a_watch_that_cannot_connect_says_so_by_round_trips_that_never_end(world):
@@ -274,7 +274,12 @@ def test_a_watch_that_cannot_connect_says_so_by_round_trips_that_never_end(world
         assert None not in values(world, manifest)
         assert watch.get_latest_observation() is None
         round_trips_s: list[float] = []
-        assert until(lambda: round_trips_s.extend(watch.round_trips()) or math.inf in round_trips_s)  # type: ignore[func-returns-value]
+
+        def has_no_answer() -> bool:
+            round_trips_s.extend(watch.round_trips())
+            return math.inf in round_trips_s
+
+        assert poll_until(has_no_answer)
     finally:
         governor.close()
 
@@ -289,7 +294,7 @@ def test_an_idle_redis_is_loaded_without_waiting(own_redis, keyspace):
             governor.pace(1)
             return governor.piece_bytes is None
 
-        assert until(flat_out)
+        assert poll_until(flat_out)
         slept_s = governor.slept_s
         for _ in range(1_000):
             governor.pace(1 << 20)

@@ -62,7 +62,14 @@ from precompute.steps import (
     verify,
 )
 from precompute.steps import index as index_step
-from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night, roll_back
+from tests.integration.nights import (
+    DATA_UNTIL,
+    NEXT,
+    build_verified,
+    prepare,
+    publish_night,
+    roll_back,
+)
 from tests.integration.shell import shell
 from tests.opened import open_generation
 
@@ -90,7 +97,7 @@ def state(config, generation):
 
 def test_a_night_works_on_a_remote_store_and_another_host_opens_it(config, tmp_path):
     config = replace(config, artifacts=f"memory://night-{uuid.uuid4().hex}")
-    generation = publish_night(config, UNTIL)
+    generation = publish_night(config, DATA_UNTIL)
 
     # The host that built it is gone; only the store is left.
     shutil.rmtree(tmp_path / "state")
@@ -105,10 +112,10 @@ def test_a_night_works_on_a_remote_store_and_another_host_opens_it(config, tmp_p
 
 
 def test_every_step_can_be_repeated_and_finds_its_own_work(config):
-    generation = build_verified(config, UNTIL)
+    generation = build_verified(config, DATA_UNTIL)
     manifest_before = read_manifest(config.store(), generation)
 
-    assert build_verified(config, UNTIL) == generation
+    assert build_verified(config, DATA_UNTIL) == generation
 
     after = read_manifest(config.store(), generation)
     assert (after.tables, after.entity_sets, after.items) == (
@@ -120,22 +127,22 @@ def test_every_step_can_be_repeated_and_finds_its_own_work(config):
 
 
 def test_a_changed_input_is_another_generation(config):
-    first = build_verified(config, UNTIL)
-    assert build_verified(replace(config, shards=3), UNTIL) != first
+    first = build_verified(config, DATA_UNTIL)
+    assert build_verified(replace(config, shards=3), DATA_UNTIL) != first
     assert (
-        build_verified(replace(config, gates=replace(config.gates, skew_overlap=0.1)), UNTIL)
+        build_verified(replace(config, gates=replace(config.gates, skew_overlap=0.1)), DATA_UNTIL)
         == first
     )
     assert build_verified(config, NEXT) != first  # last: it replaces those that nobody published
 
 
 def test_a_generation_that_is_live_is_not_built_again(config):
-    publish_night(config, UNTIL)
-    assert begin.run(config, data_until=UNTIL, run_after=None)["already_live"]
+    publish_night(config, DATA_UNTIL)
+    assert begin.run(config, data_until=DATA_UNTIL, run_after=None)["already_live"]
 
 
 def test_a_gate_that_fails_refuses_and_the_live_generation_stays(config):
-    first = publish_night(config, UNTIL)
+    first = publish_night(config, DATA_UNTIL)
     strict = replace(config, gates=replace(config.gates, coverage_of_source=1.01))
 
     with pytest.raises(Refused, match=r"coverage_of_source is .* the threshold 1\.01") as caught:
@@ -156,7 +163,7 @@ def test_a_gate_that_fails_refuses_and_the_live_generation_stays(config):
 
 
 def test_a_page_that_changed_in_redis_is_loaded_again_before_publishing(config):
-    first = publish_night(config, UNTIL)
+    first = publish_night(config, DATA_UNTIL)
     build = begin.run(config, data_until=NEXT, run_after=None)
     embed_items.run(config, build)
     for shard in build["shards"]:
@@ -177,7 +184,7 @@ def test_a_page_that_changed_in_redis_is_loaded_again_before_publishing(config):
 
 
 def test_a_file_that_changed_on_disk_is_noticed_before_publishing(config):
-    build = {"generation": build_verified(config, UNTIL)}
+    build = {"generation": build_verified(config, DATA_UNTIL)}
     root = config.store().local(f"generations/{build['generation']}")
     with (root / "items/vectors.f32").open("r+b") as file:
         file.write(b"\x01")
@@ -188,7 +195,7 @@ def test_a_file_that_changed_on_disk_is_noticed_before_publishing(config):
 
 def test_p3_a_gate_that_raises_hangs_or_lacks_its_input_lets_nothing_pass(config, tmp_path):
     """PITFALLS P3: fail closed."""
-    generation = build_verified(config, UNTIL)
+    generation = build_verified(config, DATA_UNTIL)
     manifest, root = open_generation(config.store(), generation)
     release = threading.Event()
 
@@ -224,7 +231,7 @@ def test_p3_a_gate_that_raises_hangs_or_lacks_its_input_lets_nothing_pass(config
 def test_p11_loading_costs_one_command_per_page_not_per_entity(config, own_redis):
     """PITFALLS P11: bulk only."""
     config = replace(config, redis_url=own_redis.url)
-    generation = build_verified(config, UNTIL)
+    generation = build_verified(config, DATA_UNTIL)
     manifest = read_manifest(config.store(), generation)
     pages = sum(table.pages for table in manifest.tables.values())
     with connect(own_redis.url, 5.0) as client:
@@ -242,7 +249,7 @@ def test_p15_loading_is_refused_before_redis_runs_full(config, own_redis):
     with connect(own_redis.url, 5.0) as client:
         client.config_set("maxmemory", client.info("memory")["used_memory"] + 100_000)
     with pytest.raises(Refused) as caught:
-        build_verified(config, UNTIL)
+        build_verified(config, DATA_UNTIL)
     assert caught.value.details["rule"] == "redis_headroom"
     with connect(own_redis.url, 5.0) as client:
         assert not list(client.scan_iter(f"larder:1:{config.namespace}:g:*"))
@@ -250,7 +257,7 @@ def test_p15_loading_is_refused_before_redis_runs_full(config, own_redis):
 
 def test_p9_no_key_belongs_to_a_generation_that_the_registry_does_not_know(config):
     """Invariant 3."""
-    publish_night(config, UNTIL)
+    publish_night(config, DATA_UNTIL)
     publish_night(config, NEXT)
     with connect(config.redis_url, 5.0) as client:
         registered_generations = set(Control(client, config.keyspace()).rows())
@@ -263,7 +270,7 @@ def test_p9_no_key_belongs_to_a_generation_that_the_registry_does_not_know(confi
 
 def test_p5_p14_and_p20_the_manifest_names_index_recall_model_and_vocabulary_of_one_build(config):
     """PITFALLS P5, P14: one manifest over tables, index and model; recall measured and stored."""
-    manifest = read_manifest(config.store(), build_verified(config, UNTIL))
+    manifest = read_manifest(config.store(), build_verified(config, DATA_UNTIL))
     assert set(manifest.indexes) == {"inner_product", "cosine"}
     assert all(
         index.recall is not None and index.recall > 0.99 for index in manifest.indexes.values()
@@ -276,10 +283,10 @@ def test_p5_p14_and_p20_the_manifest_names_index_recall_model_and_vocabulary_of_
 
 def test_p17_records_of_a_shard_do_not_depend_on_how_many_threads_made_them(config):
     manifest_of_one_thread = read_manifest(
-        config.store(), build_verified(replace(config, threads=1), UNTIL)
+        config.store(), build_verified(replace(config, threads=1), DATA_UNTIL)
     )
     moved = replace(config, threads=2, artifacts="elsewhere", namespace=f"{config.namespace}-2")
-    two = read_manifest(moved.store(), build_verified(moved, UNTIL))
+    two = read_manifest(moved.store(), build_verified(moved, DATA_UNTIL))
     for name, table in manifest_of_one_thread.tables.items():
         if table.kind == "topk":
             checksums = [part.file.sha256 for part in table.parts]
@@ -291,7 +298,7 @@ def test_a_night_without_a_cut_or_sources_says_what_to_set(config):
         begin.run(config, data_until=None, run_after=None)
     empty = replace(config, sources=replace(config.sources, interactions=()))
     with pytest.raises(ConfigError, match=r"sources\.interactions is empty"):
-        begin.run(empty, data_until=UNTIL, run_after=None)
+        begin.run(empty, data_until=DATA_UNTIL, run_after=None)
 
 
 def test_a_cut_that_has_not_come_yet_is_refused_before_anything_is_read(config):
@@ -301,14 +308,16 @@ def test_a_cut_that_has_not_come_yet_is_refused_before_anything_is_read(config):
         begin.run(config, data_until=later.isoformat(), run_after=None)
     assert not config.store().names("generations")
     with pytest.raises(ConfigError, match="ahead of Redis' clock"):
-        begin.run(replace(config, data_until=later.isoformat()), data_until=None, run_after=UNTIL)
+        begin.run(
+            replace(config, data_until=later.isoformat()), data_until=None, run_after=DATA_UNTIL
+        )
 
 
 def test_a_cut_older_than_the_live_generation_is_refused_before_anything_is_read(config):
     first = publish_night(config, NEXT)
 
     with pytest.raises(ConfigError, match=f"older than {first}, which is live.*roll-back"):
-        begin.run(config, data_until=UNTIL, run_after=None)
+        begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
     assert config.store().names("generations") == [first]
     assert begin.run(config, data_until=NEXT, run_after=None)["already_live"]
@@ -316,11 +325,13 @@ def test_a_cut_older_than_the_live_generation_is_refused_before_anything_is_read
 
 def test_a_scheduled_night_leaves_out_what_came_after_it_was_due(config):
     """A run that waited for a pool, or was cleared, is as old as it says, and has choices to be judged by."""
-    cut_build = Build.of(config, begin.run(config, data_until=UNTIL, run_after=None))
+    cut_build = Build.of(config, begin.run(config, data_until=DATA_UNTIL, run_after=None))
     due = replace(config, namespace=f"{config.namespace}-due")
-    scheduled = Build.of(due, begin.run(due, data_until=None, run_after=UNTIL))
+    scheduled = Build.of(due, begin.run(due, data_until=None, run_after=DATA_UNTIL))
     named = replace(config, namespace=f"{config.namespace}-named")
-    uncut_build = Build.of(named, begin.run(named, data_until=None, run_after=None, named=UNTIL))
+    uncut_build = Build.of(
+        named, begin.run(named, data_until=None, run_after=None, named=DATA_UNTIL)
+    )
 
     assert scheduled.need("begin")["interactions"] == cut_build.need("begin")["interactions"]
     assert scheduled.need("begin")["interactions"] < uncut_build.need("begin")["interactions"]
@@ -330,7 +341,7 @@ def test_a_scheduled_night_leaves_out_what_came_after_it_was_due(config):
 
 def test_steps_that_need_room_sweep_what_earlier_nights_left(config):
     """One night that is refused, or breaks, must not take the room of all nights after it."""
-    publish_night(config, UNTIL)
+    publish_night(config, DATA_UNTIL)
     strict = replace(config, gates=replace(config.gates, coverage_of_source=1.01))
     with pytest.raises(Refused, match="coverage_of_source"):
         build_verified(strict, NEXT)
@@ -351,7 +362,7 @@ def test_steps_that_need_room_sweep_what_earlier_nights_left(config):
 
 
 def test_a_night_that_a_newer_one_retired_says_so(config):
-    older = begin.run(config, data_until=UNTIL, run_after=None)
+    older = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     embed_items.run(config, older)
     newer_build = begin.run(config, data_until=NEXT, run_after=None)
 
@@ -365,7 +376,7 @@ def test_a_night_that_a_newer_one_retired_says_so(config):
 
 def test_retire_sweeps_old_nights_and_keeps_what_a_rollback_needs(config):
     config = replace(config, keep=1, superseded_grace_s=0.0)
-    first = publish_night(config, UNTIL)
+    first = publish_night(config, DATA_UNTIL)
     second = publish_night(config, NEXT)
     third = publish_night(config, "2026-01-31T00:00:00Z")
     assert config.store().names("generations") == sorted([second, third])
@@ -373,16 +384,16 @@ def test_retire_sweeps_old_nights_and_keeps_what_a_rollback_needs(config):
     assert roll_back(config) == second
 
 
-GONE = "20250101T000000Z-aaaaaaaaaaaa"
+ABSENT_GENERATION = "20250101T000000Z-aaaaaaaaaaaa"
 
 
 def leave_copy(store):
     """A copy of a generation that the store does not have, on this store's host."""
-    record_copies(store, GONE)
-    path = store.local(f"generations/{GONE}/items/ids.bin")
+    record_copies(store, ABSENT_GENERATION)
+    path = store.local(f"generations/{ABSENT_GENERATION}/items/ids.bin")
     path.parent.mkdir(parents=True)
     path.write_bytes(b"ids")
-    assert store.host_copies() == [GONE] and store.names(f"copies/{GONE}")
+    assert store.host_copies() == [ABSENT_GENERATION] and store.names(f"copies/{ABSENT_GENERATION}")
 
 
 def test_every_step_runs_on_a_host_that_shares_only_store_sources_and_redis_and_sweeps_its_copies(
@@ -402,12 +413,12 @@ def test_every_step_runs_on_a_host_that_shares_only_store_sources_and_redis_and_
         host = next(hosts)
         leave_copy(host.store())
         step_result = step(host, *arguments, **named)
-        assert GONE not in host.store().host_copies(), step.__module__
-        assert not host.store().names(f"copies/{GONE}"), step.__module__
+        assert ABSENT_GENERATION not in host.store().host_copies(), step.__module__
+        assert not host.store().names(f"copies/{ABSENT_GENERATION}"), step.__module__
         return step_result
 
-    trained = train_reference(next(hosts), data_until=UNTIL)
-    publish_night(next(hosts), UNTIL)
+    trained = train_reference(next(hosts), data_until=DATA_UNTIL)
+    publish_night(next(hosts), DATA_UNTIL)
     build = apart(begin.run, data_until=NEXT, run_after=None)
     apart(embed_items.run, build)
     for shard in build["shards"]:
@@ -429,7 +440,7 @@ def test_every_step_runs_on_a_host_that_shares_only_store_sources_and_redis_and_
 
 def test_gates_have_the_time_that_reading_all_bytes_takes_at_the_governors_floor(config):
     """However many the bytes are: with a fixed time large generations were refused for their size."""
-    build = {"generation": build_verified(config, UNTIL)}
+    build = {"generation": build_verified(config, DATA_UNTIL)}
     gates = replace(config.gates, timeout_s=1e-6, total_timeout_s=1e-6)
     fast = replace(config.governor, floor_mib_s=1e9, ceiling_mib_s=0)
     with pytest.raises(NotJudged):
@@ -446,7 +457,7 @@ def pages_of(client, config, generation, table):
 
 def test_p6_publish_reads_records_back_before_the_pointer_moves(config, monkeypatch):
     """PITFALLS P6: success is what a reader can read back, even after pages of a wrong length were loaded again."""
-    first = publish_night(config, UNTIL)
+    first = publish_night(config, DATA_UNTIL)
     build = {"generation": build_verified(config, NEXT)}
 
     def cut_off(*_arguments, **_options):
@@ -461,7 +472,7 @@ def test_p6_publish_reads_records_back_before_the_pointer_moves(config, monkeypa
 
 
 def test_pages_lost_since_they_were_verified_are_streamed_again_before_the_pointer_moves(config):
-    publish_night(config, UNTIL)
+    publish_night(config, DATA_UNTIL)
     build = {"generation": build_verified(config, NEXT)}
     with connect(config.redis_url, 5.0) as client:
         lost_keys = pages_of(client, config, build["generation"], "user_topk")
@@ -473,7 +484,7 @@ def test_pages_lost_since_they_were_verified_are_streamed_again_before_the_point
 
 def retrain(config, dims):
     reference = replace(config.reference, dims=dims)
-    return train_reference(replace(config, reference=reference), data_until=UNTIL)
+    return train_reference(replace(config, reference=reference), data_until=DATA_UNTIL)
 
 
 def test_a_bundle_replaced_while_the_night_begins_leaves_the_night_whole(config, monkeypatch):
@@ -485,7 +496,7 @@ def test_a_bundle_replaced_while_the_night_begins_leaves_the_night_whole(config,
         retrain(config, 8)
 
     monkeypatch.setattr(shutil, "copytree", replaced_after)
-    build = begin.run(config, data_until=UNTIL, run_after=None)
+    build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     monkeypatch.setattr(shutil, "copytree", copy)
 
     root = config.store().local(f"generations/{build['generation']}")
@@ -507,7 +518,7 @@ def test_a_bundle_torn_while_it_is_copied_is_copied_again(config, monkeypatch):
             (target / "user_tower.onnx").write_bytes(b"half")
 
     monkeypatch.setattr(shutil, "copytree", torn_once)
-    begin.run(config, data_until=UNTIL, run_after=None)
+    begin.run(config, data_until=DATA_UNTIL, run_after=None)
     assert len(copies) == 2
 
 
@@ -524,12 +535,12 @@ def test_a_model_that_does_not_open_ends_the_night_while_it_still_reads(config, 
 
     monkeypatch.setattr(PartitionJob, "run", run_endlessly)
     with pytest.raises(BundleError, match=r"user_tower\.onnx is not a model"):
-        begin.run(config, data_until=UNTIL, run_after=None)
+        begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
 
 @pytest.mark.parametrize("file", ["models/user_tower.fp32.onnx", "bundle/bundle.json"])
 def test_a_model_that_changed_since_the_night_began_is_refused(config, file):
-    build = begin.run(config, data_until=UNTIL, run_after=None)
+    build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     embed_items.run(config, build)
     path = config.store().local(f"generations/{build['generation']}/{file}")
     path.write_bytes(path.read_bytes() + b" ")
@@ -566,12 +577,12 @@ def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(begin, "pin", rewritten_after)
         with pytest.raises(StoreError, match="changed while"):
-            begin.run(config, data_until=UNTIL, run_after=None)
+            begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
-    assert begin.run(config, data_until=UNTIL, run_after=None)
+    assert begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
 
-@pytest.mark.parametrize("data_until", [UNTIL, None], ids=["cut", "no cut"])
+@pytest.mark.parametrize("data_until", [DATA_UNTIL, None], ids=["cut", "no cut"])
 def test_files_that_arrive_while_the_night_reads_are_for_the_next_one(
     config, monkeypatch, data_until
 ):
@@ -590,7 +601,7 @@ def test_files_that_arrive_while_the_night_reads_are_for_the_next_one(
 
     with monkeypatch.context() as patched:
         patched.setattr(begin, "pin", arriving_after)
-        build = begin.run(config, data_until=data_until, run_after=None, named=UNTIL)
+        build = begin.run(config, data_until=data_until, run_after=None, named=DATA_UNTIL)
     begin_report = Build(config, config.store(), build["generation"]).need("begin")
 
     names = [input_file["name"] for input_file in begin_report["inputs"]]
@@ -615,10 +626,10 @@ def test_a_source_that_is_being_replaced_while_it_is_read_is_read_again(
     with monkeypatch.context() as patched:
         patched.setattr(begin, "pin", torn_after)
         with pytest.raises(StoreError, match="changed while"):
-            begin.run(config, data_until=UNTIL, run_after=None)
+            begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
     path.write_bytes(original_content)
-    assert begin.run(config, data_until=UNTIL, run_after=None)
+    assert begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
 
 def test_a_bundle_that_is_replaced_all_the_time_is_worth_another_try(config, monkeypatch):
@@ -633,7 +644,7 @@ def test_a_bundle_that_is_replaced_all_the_time_is_worth_another_try(config, mon
     monkeypatch.setattr(shutil, "copytree", torn)
     monkeypatch.setattr("precompute.bundles.bundle_store.time.sleep", pauses.append)
     with pytest.raises(StoreError, match="cannot copy the bundle"):
-        begin.run(config, data_until=UNTIL, run_after=None)
+        begin.run(config, data_until=DATA_UNTIL, run_after=None)
     assert pauses == [bundle_store.COPY_PAUSE_S] * (bundle_store.COPY_TRIES - 1)
 
 
@@ -642,12 +653,12 @@ def test_a_bundle_that_is_torn_and_stays_so_is_refused(config, monkeypatch):
     monkeypatch.setattr("precompute.bundles.bundle_store.time.sleep", lambda _seconds: None)
 
     with pytest.raises(BundleError, match="SHA-256"):
-        begin.run(config, data_until=UNTIL, run_after=None)
+        begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
 
 def test_a_damaged_copy_on_this_host_is_downloaded_once_more(config, tmp_path):
     config = replace(config, artifacts=f"memory://damaged-{uuid.uuid4().hex}")
-    generation = publish_night(config, UNTIL)
+    generation = publish_night(config, DATA_UNTIL)
     host = ArtefactStore(config.store().url, tmp_path / "another-host")
     manifest, root = open_generation(host, generation)
     (root / manifest.items.vectors.path).write_bytes(b"")
@@ -663,7 +674,7 @@ def test_a_damaged_copy_on_this_host_is_downloaded_once_more(config, tmp_path):
 
 def test_a_store_that_does_not_answer_is_not_an_unfinished_step(config, monkeypatch):
     config = replace(config, artifacts=f"memory://silent-{uuid.uuid4().hex}")
-    build = begin.run(config, data_until=UNTIL, run_after=None)
+    build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
     def silent(*_arguments, **_options):
         raise OSError("503 slow down")
@@ -680,7 +691,7 @@ def test_a_store_that_does_not_answer_is_not_an_unfinished_step(config, monkeypa
 
 
 def test_pages_lost_after_they_were_marked_loaded_are_loaded_again(config):
-    build = {"generation": build_verified(config, UNTIL)}
+    build = {"generation": build_verified(config, DATA_UNTIL)}
     keys = config.keyspace()
     with connect(config.redis_url, 5.0) as client:
         client.delete(keys.page(build["generation"], "user_topk", 0))
@@ -708,7 +719,7 @@ def test_overlays_make_way_for_pages(config, own_redis):
                 pipe.set(name, b"x" * 700, ex=3600)
             pipe.execute()
         assert client.info("memory")["used_memory"] > REDIS_USED_MAX * limit
-    assert publish_night(config, UNTIL) == live(config)
+    assert publish_night(config, DATA_UNTIL) == live(config)
 
 
 def test_a_gate_that_hangs_does_not_hold_up_the_end_of_the_program(config):
@@ -729,7 +740,7 @@ def test_a_gate_that_hangs_does_not_hold_up_the_end_of_the_program(config):
 
 
 def candidate_of(config, control, **changes):
-    manifest, root = open_generation(config.store(), build_verified(config, UNTIL))
+    manifest, root = open_generation(config.store(), build_verified(config, DATA_UNTIL))
     return Candidate(
         replace(manifest, **changes), root, ItemTable.open(root, manifest), control, None,
         config.gates, config.history_limit,
@@ -776,7 +787,7 @@ def test_the_skew_gate_compares_every_table_of_lists_for_users(config, monkeypat
         assert not skew_gate.skew(candidate).passed
 
 
-def places(config, tmp_path):
+def location_options(config, tmp_path):
     """Options that name the night's namespace and store, and a state of the command's own."""
     value_by_option = {
         "--namespace": config.namespace,
@@ -794,7 +805,7 @@ def environment(tmp_path):
 
 def run(config, tmp_path, *arguments):
     """The command line in a process of its own."""
-    command = [sys.executable, "-m", "precompute", *places(config, tmp_path), *arguments]
+    command = [sys.executable, "-m", "precompute", *location_options(config, tmp_path), *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment(tmp_path), check=False
     )
@@ -815,7 +826,7 @@ def test_the_shell_says_what_is_wrong_without_a_traceback(config, tmp_path):
         (["train"], "sources.interactions is empty"),
     ):
         completed_process = shell(
-            *places(config, tmp_path), *arguments, environ=environment(tmp_path)
+            *location_options(config, tmp_path), *arguments, environ=environment(tmp_path)
         )
         assert completed_process.returncode == 1, (arguments, completed_process)
         assert message in completed_process.stderr.replace("\n", " "), (
@@ -826,7 +837,7 @@ def test_the_shell_says_what_is_wrong_without_a_traceback(config, tmp_path):
 
 
 def test_a_shell_without_redis_restores_what_was_published_and_leaves_no_process(config, tmp_path):
-    generation = publish_night(config, UNTIL)
+    generation = publish_night(config, DATA_UNTIL)
     completed_process = run(config, tmp_path, "warm", generation)  # which needs a pointer
     assert completed_process.returncode == 0, completed_process.stderr
     assert generation in completed_process.stdout

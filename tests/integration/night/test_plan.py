@@ -15,7 +15,7 @@ from precompute.bulk.load import page_keys, total_bytes
 from precompute.config.settings import NightConfig
 from precompute.planning.capacity import limits_of
 from tests.clusters import cluster
-from tests.integration.nights import UNTIL, build_verified, histories, prepare
+from tests.integration.nights import DATA_UNTIL, build_verified, histories, prepare
 from tests.integration.shell import shell
 
 USERS, ITEMS = 600, 150
@@ -55,7 +55,7 @@ def plan(config, *options, url=None):
         "--seconds",
         "0.2",
         "--data-until",
-        UNTIL,
+        DATA_UNTIL,
     )
     return shell(*arguments, *options, environ=environment)
 
@@ -112,7 +112,7 @@ def test_a_plan_foretells_the_bytes_of_the_night_that_follows(config):
         estimate = json.loads(completed_process.stdout)
         assert {"begin", "score", "index", "verify"} < set(estimate["step_memory_bytes"])
 
-        manifest = read_manifest(config.store(), build_verified(config, UNTIL))
+        manifest = read_manifest(config.store(), build_verified(config, DATA_UNTIL))
         keys = list(page_keys(config.keyspace(), manifest))
         in_redis = sum(client.memory_usage(key) for key in keys)
     parts = [part.file for entity_set in manifest.entity_sets.values() for part in entity_set.parts]
@@ -260,7 +260,7 @@ def test_what_cannot_be_asked_is_said_at_once(config, options, message):
 def test_generations_of_the_namespace_itself_count_as_room(config):
     limits_before = limits_of(config, record_bytes=500)
 
-    build_verified(config, UNTIL)
+    build_verified(config, DATA_UNTIL)
     after = limits_of(config, record_bytes=500)
 
     (node,) = after.nodes

@@ -11,7 +11,7 @@ from precompute.config.settings import GateThresholds, NightConfig
 from precompute.releases.recovery import roll_back
 from precompute.steps import begin
 from tests.integration.corpus import retrain
-from tests.integration.nights import NEXT, UNTIL, prepare, publish_night
+from tests.integration.nights import NEXT, DATA_UNTIL, prepare, publish_night
 
 LATER = ("2026-01-30T06:00:00Z", "2026-01-30T12:00:00Z")
 LENIENT = GateThresholds(list_jaccard_retrained=0.0, score_psi_retrained=1e9, heldout_of_live=0.0)
@@ -30,8 +30,8 @@ def test_the_model_that_was_left_is_told_by_the_roll_back_and_by_the_night(
     # Given a generation of one model, and then one of another
     config = replace(prepare(tmp_path / "n", redis_url, users=80, items=50), gates=LENIENT)
     store = config.store()
-    first = publish_night(config, UNTIL)
-    retrain(config, seed=1, data_until=UNTIL)
+    first = publish_night(config, DATA_UNTIL)
+    retrain(config, seed=1, data_until=DATA_UNTIL)
     second = publish_night(config, NEXT)
     earlier, later = (read_manifest(store, name).bundle_digest for name in (first, second))
     assert earlier != later
@@ -58,7 +58,7 @@ def test_the_model_that_was_left_is_told_by_the_roll_back_and_by_the_night(
 
 def test_a_roll_back_for_the_data_says_nothing_of_the_model(tmp_path: Path, redis_url: str) -> None:
     config = replace(prepare(tmp_path / "n", redis_url, users=80, items=50), gates=LENIENT)
-    publish_night(config, UNTIL)
+    publish_night(config, DATA_UNTIL)
     second = publish_night(config, NEXT)
 
     report = roll_back(config, to=None, reason="wrong rows", attempt="a")

@@ -13,11 +13,11 @@ MISSING, DUE = "larder_generation_missing", "larder_generation_due_timestamp_sec
 
 
 async def gauge(app: Running, name: str) -> float:
-    (value,) = (await app.counted(name)).values()
+    (value,) = (await app.scrape_samples(name)).values()
     return value
 
 
-async def test_where_no_night_ever_ran_the_generation_is_missing_though_nobody_raised_an_alarm(
+async def test_where_no_night_ever_ran_the_generation_is_missing_though_no_alarm_was_raised(
     tmp_path: Path, redis_url: str
 ) -> None:
     config = NightConfig(namespace=tmp_path.name, redis_url=redis_url, base=str(tmp_path))

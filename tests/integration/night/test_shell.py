@@ -19,7 +19,7 @@ from precompute import __main__ as program
 from precompute.steps import embed_items
 from tests.integration.nights import prepare
 from tests.integration.shell import shell
-from tests.polling import until
+from tests.polling import poll_until
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = """
@@ -209,7 +209,7 @@ def test_ctrl_c_leaves_one_line_and_no_process(folder, moment):
     code, terminal_output = on_a_terminal(folder, "night", interrupt_at=moment.encode())
     assert code == 130
     assert terminal_output.count("interrupted;") == 1 and "Traceback" not in terminal_output
-    assert until(lambda: not processes_naming(folder))
+    assert poll_until(lambda: not processes_naming(folder))
     assert running_server(folder / "state") is None
 
 
@@ -229,7 +229,7 @@ def test_an_interrupt_at_any_moment_shows_no_traceback(folder, after_s):
     is_done = process.returncode == 0 and "retire" in output
     assert process.returncode == 130 or is_done or after_s < 0.1 or not was_running
     assert "Traceback" not in errors or after_s < 0.1, errors
-    assert until(lambda: not processes_naming(folder))
+    assert poll_until(lambda: not processes_naming(folder))
 
 
 @pytest.fixture

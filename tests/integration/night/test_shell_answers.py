@@ -23,7 +23,7 @@ from precompute.erasure import erasing
 from precompute.releases.release_log import open_releases
 from precompute.steps import verify, warm
 from precompute.traffic.canary import trial
-from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish
+from tests.integration.nights import DATA_UNTIL, NEXT, build_verified, prepare, publish
 
 BLANK = ("", "  ", None)
 
@@ -35,7 +35,7 @@ def nights_of(
     """A superseded night and the live one after it."""
     config = prepare(tmp_path_factory.mktemp("shell") / "n", redis_url, users=150, items=60)
     generations = []
-    for data_until in (UNTIL, NEXT):
+    for data_until in (DATA_UNTIL, NEXT):
         generations.append(build_verified(config, data_until))
         publish(config, generations[-1])
     return replace(config, warm_timeout_s=0.3), generations[0], generations[1]
@@ -188,7 +188,7 @@ def test_a_roll_back_that_cannot_mend_says_that_readers_have_moved(
     tmp_path: Path, own_redis: RedisServer
 ) -> None:
     config = prepare(tmp_path / "n", own_redis.url, users=150, items=60)
-    first = build_verified(config, UNTIL)
+    first = build_verified(config, DATA_UNTIL)
     publish(config, first)
     publish(config, build_verified(config, NEXT))
     page = config.keyspace().page(first, "user_topk", 0)

@@ -29,8 +29,8 @@ from precompute.releases import moves
 from precompute.releases.release_log import open_releases
 from precompute.steps import index, take_events
 from precompute.steps.night import Night, run_night
-from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night
-from tests.polling import until
+from tests.integration.nights import DATA_UNTIL, NEXT, build_verified, prepare, publish_night
+from tests.polling import poll_until
 
 SOON = {"schedule": "* * * * *", "schedule_grace_s": 86_400.0}
 
@@ -51,7 +51,7 @@ def served(config: NightConfig, generation: str) -> Iterator[None]:
         client.zrem(key, beat)
 
 
-def told_of(config: NightConfig) -> dict[str, Any]:
+def make_report(config: NightConfig) -> dict[str, Any]:
     """The report, as JSON has it, also shown once."""
     status_report = report_status(config, read_state(config))
     render_status(status_report)
@@ -59,7 +59,7 @@ def told_of(config: NightConfig) -> dict[str, Any]:
     return report_json
 
 
-def one(status_report: dict[str, Any], generation: str) -> dict[str, Any]:
+def find_generation(status_report: dict[str, Any], generation: str) -> dict[str, Any]:
     (generation_report,) = [
         row for row in status_report["generations"] if row["generation"] == generation
     ]
@@ -78,15 +78,15 @@ def run(config: NightConfig, *arguments: str) -> int:
 def test_generations_with_their_sizes_gates_pins_and_the_next_one_expected(
     config: NightConfig,
 ) -> None:
-    first, second = publish_night(config, UNTIL), publish_night(config, NEXT)
+    first, second = publish_night(config, DATA_UNTIL), publish_night(config, NEXT)
     with open_releases(config) as releases:
         releases.pin(first, reason="kept", expires_at=releases.clock() + 3_600, attempt="p")
     with served(config, second):
-        status_report = told_of(config)
+        status_report = make_report(config)
 
     assert status_report["well"] and status_report["problems"] == []
     assert (status_report["live"], status_report["previous"]) == (second, first)
-    live, previous = one(status_report, second), one(status_report, first)
+    live, previous = find_generation(status_report, second), find_generation(status_report, first)
     assert (live["state"], previous["state"]) == ("live", "superseded")
     assert live["roles"] == ["live"] and previous["roles"] == ["previous"]
     assert previous["pinned"] and previous["pinned_until"] and not live["pinned"]
@@ -114,12 +114,12 @@ def test_generations_with_their_sizes_gates_pins_and_the_next_one_expected(
 
 
 def test_a_refused_newest_and_a_missing_one_are_problems(config: NightConfig) -> None:
-    live = publish_night(config, UNTIL)
+    live = publish_night(config, DATA_UNTIL)
     coming = build_verified(config, NEXT)
     with open_releases(config) as releases, served(config, live):
-        assert told_of(config)["well"]
+        assert make_report(config)["well"]
         moves.refuse(releases, coming, reason="score_psi: 0.9", attempt="r")
-        status_report = told_of(config)
+        status_report = make_report(config)
 
     assert not status_report["well"] and status_report["live"] == live
     assert (
@@ -135,7 +135,7 @@ def test_a_refused_newest_and_a_missing_one_are_problems(config: NightConfig) ->
 def test_a_refused_one_of_the_live_cut_is_a_problem_wherever_its_name_sorts(
     config: NightConfig,
 ) -> None:
-    live = publish_night(config, UNTIL)
+    live = publish_night(config, DATA_UNTIL)
     older = f"20200101T000000Z-{'0' * 12}"
     earlier_generation = (
         f"{live[:CUT_CHARS]}-{'0' * 12}"  # in `status` it stands below the live one
@@ -146,13 +146,13 @@ def test_a_refused_one_of_the_live_cut_is_a_problem_wherever_its_name_sorts(
             moves.refuse(releases, generation, reason="stale_lists", attempt=generation)
 
     with served(config, live):
-        (problem,) = told_of(config)["problems"]
+        (problem,) = make_report(config)["problems"]
     assert problem.startswith(f"{earlier_generation} was refused: stale_lists; ")
     assert f"`larder verify {earlier_generation}`" in problem
 
 
 def test_a_lost_pointer_and_a_replica_left_behind_are_problems(config: NightConfig) -> None:
-    first, second = publish_night(config, UNTIL), publish_night(config, NEXT)
+    first, second = publish_night(config, DATA_UNTIL), publish_night(config, NEXT)
     with open_releases(config) as releases:
         beat = {
             "replica": "slow",
@@ -163,14 +163,14 @@ def test_a_lost_pointer_and_a_replica_left_behind_are_problems(config: NightConf
         releases.control.client.zadd(
             config.keyspace().replicas, {orjson.dumps(beat): releases.control.time()}
         )
-        status_report = told_of(config)
+        status_report = make_report(config)
         releases.control.client.delete(config.keyspace().live)
     assert any(
         "slow cannot load" in problem and "no disk" in problem
         for problem in status_report["problems"]
     )
     assert any(f"slow answers from {first}" in problem for problem in status_report["problems"])
-    report_without_pointer = told_of(config)
+    report_without_pointer = make_report(config)
     assert (
         any("lost its pointer" in problem for problem in report_without_pointer["problems"])
         and report_without_pointer["live"] == second
@@ -180,7 +180,7 @@ def test_a_lost_pointer_and_a_replica_left_behind_are_problems(config: NightConf
 def test_without_redis_it_tells_what_the_store_knows_and_says_so(
     config: NightConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    live = publish_night(config, UNTIL)
+    live = publish_night(config, DATA_UNTIL)
     with served(config, live):
         assert run(config) == 0 and "all is well" in capsys.readouterr().out
         assert run(config, "--json") == 0 and orjson.loads(capsys.readouterr().out)["live"] == live
@@ -193,14 +193,14 @@ def test_without_redis_it_tells_what_the_store_knows_and_says_so(
     assert run(config, "--json") == 3
     status_report = orjson.loads(capsys.readouterr().out)
     assert status_report["live"] == live and status_report["redis"]["state"] == "away"
-    assert one(status_report, live)["redis_bytes"] > 0
+    assert find_generation(status_report, live)["redis_bytes"] > 0
 
 
 def test_without_redis_replicas_are_not_said_to_be_none(
     config: NightConfig, own_redis: RedisServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They beat in Redis: with it away, two may be answering all the same."""
-    publish_night(config, UNTIL)
+    publish_night(config, DATA_UNTIL)
     with redis.Redis.from_url(own_redis.url) as client:
         client.shutdown(nosave=True)
 
@@ -211,16 +211,18 @@ def test_without_redis_replicas_are_not_said_to_be_none(
     assert "replicas not counted, for they beat in Redis" in text
 
 
-def test_events_are_told_up_to_where_nights_and_the_live_one_have_them(config: NightConfig) -> None:
+def test_events_are_reported_up_to_where_nights_and_the_live_one_have_them(
+    config: NightConfig,
+) -> None:
     config = replace(config, events=EventsConfig(enabled=True))
-    publish_night(config, UNTIL)
-    assert told_of(config)["events"] == {"taken_until": "0-0", "live_until": "0-0"}
+    publish_night(config, DATA_UNTIL)
+    assert make_report(config)["events"] == {"taken_until": "0-0", "live_until": "0-0"}
     with connect(config.redis_url, 5.0) as client:
         body = Event("1", 1, b"u", b"i").to_bytes()
         client.xadd(config.keyspace().events, {"e": body}, id="1769860800391-4")
     take_events.run(config)
 
-    status_report = told_of(config)
+    status_report = make_report(config)
 
     assert status_report["events"] == {"taken_until": "1769860800391-4", "live_until": "0-0"}
     (line,) = [
@@ -231,11 +233,11 @@ def test_events_are_told_up_to_where_nights_and_the_live_one_have_them(config: N
     assert line == (
         "events: the live one has them up to none; nights took them over up to 2026-01-31T12:00:00Z (1769860800391-4)"
     )
-    assert told_of(replace(config, events=EventsConfig()))["events"] is None
+    assert make_report(replace(config, events=EventsConfig()))["events"] is None
 
 
 def test_before_the_first_night_it_says_what_to_run(config: NightConfig) -> None:
-    status_report = told_of(config)
+    status_report = make_report(config)
 
     (problem,) = status_report["problems"]
     assert problem.startswith(
@@ -248,8 +250,8 @@ def test_before_the_first_night_it_says_what_to_run(config: NightConfig) -> None
 def test_where_no_redis_is_configured_none_is_started_and_no_replica_is_not_well(
     config: NightConfig,
 ) -> None:
-    live = publish_night(config, UNTIL)
-    status_report = told_of(replace(config, redis_url=None))
+    live = publish_night(config, DATA_UNTIL)
+    status_report = make_report(replace(config, redis_url=None))
 
     assert (status_report["redis"]["state"], status_report["live"]) == ("absent", live)
     (problem,) = status_report["problems"]
@@ -261,10 +263,10 @@ def test_where_no_redis_is_configured_none_is_started_and_no_replica_is_not_well
 def test_against_another_store_it_says_what_store_and_redis_know_and_nothing_else(
     config: NightConfig, tmp_path: Path
 ) -> None:
-    live = publish_night(config, UNTIL)
+    live = publish_night(config, DATA_UNTIL)
     astray = replace(config, artifacts=str(tmp_path / "elsewhere"))
     with served(config, live):
-        status_report = told_of(astray)
+        status_report = make_report(astray)
 
     (problem,) = status_report["problems"]
     assert problem.startswith(f"Redis says that {live} is live, epoch ")
@@ -277,12 +279,12 @@ def test_against_another_store_it_says_what_store_and_redis_know_and_nothing_els
 def test_a_redis_of_our_own_that_was_killed_is_told_and_not_restored_for_nobody(
     config: NightConfig,
 ) -> None:
-    publish_night(config, UNTIL)
+    publish_night(config, DATA_UNTIL)
     alone = replace(config, redis_url=None)
     with server(alone.path(alone.state)) as running:
         os.kill(running.pid, signal.SIGKILL)
-        assert until(lambda: running_server(alone.path(alone.state)) is None)
-        (problem,) = told_of(alone)["problems"]
+        assert poll_until(lambda: running_server(alone.path(alone.state)) is None)
+        (problem,) = make_report(alone)["problems"]
         assert "the Redis that Larder ran here" in problem and "is gone" in problem
 
         arguments = SimpleNamespace(redis="running")
@@ -299,10 +301,10 @@ def test_a_redis_of_our_own_that_was_killed_is_told_and_not_restored_for_nobody(
         pass
 
 
-def test_a_live_generation_that_nobody_serves_is_told(
+def test_a_live_generation_that_no_replica_serves_is_reported(
     config: NightConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    live = publish_night(config, UNTIL)
+    live = publish_night(config, DATA_UNTIL)
     assert run(config) == 3
     output = " ".join(capsys.readouterr().out.split())
     assert f"not well: no replica serves {live}: run `larder serve`" in output
@@ -339,7 +341,7 @@ def test_a_night_that_failed_is_a_problem_until_a_night_is_done(
     config: NightConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All was well after nights that failed: nothing but a generation that was begun remained of them."""
-    live = publish_night(config, UNTIL)
+    live = publish_night(config, DATA_UNTIL)
     night = Night(config, "a", NEXT)
     index_run = index.run
 
@@ -350,7 +352,7 @@ def test_a_night_that_failed_is_a_problem_until_a_night_is_done(
     with pytest.raises(BundleError):
         run_night(night)
     with served(config, live):
-        (problem,) = told_of(config)["problems"]
+        (problem,) = make_report(config)["problems"]
     assert problem.startswith("the last night failed at 20") and " in the step index (2" in problem
     assert "bundle_error: the model gives no finite output" in problem
     assert run(config, "--json") == 3
@@ -358,7 +360,7 @@ def test_a_night_that_failed_is_a_problem_until_a_night_is_done(
     monkeypatch.setattr(index, "run", index_run)
     run_night(night)
     with served(config, read_state(config).live or ""):
-        assert told_of(config)["well"]
+        assert make_report(config)["well"]
 
 
 def test_a_night_without_its_files_is_a_problem(config: NightConfig) -> None:
@@ -366,4 +368,4 @@ def test_a_night_without_its_files_is_a_problem(config: NightConfig) -> None:
     with pytest.raises(LarderError):
         run_night(Night(replace(config, sources=sources), "a", NEXT))
 
-    assert any("in the step begin: " in problem for problem in told_of(config)["problems"])
+    assert any("in the step begin: " in problem for problem in make_report(config)["problems"])

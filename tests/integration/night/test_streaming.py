@@ -20,7 +20,7 @@ from precompute.scoring.pages import PageFile
 from precompute.scoring.scorers import Scorers, ScoringHooks
 from precompute.scoring.shard_work import ShardWork
 from precompute.steps import begin, embed_items, index, quantize, score
-from tests.integration.nights import UNTIL, prepare
+from tests.integration.nights import DATA_UNTIL, prepare
 
 SHARDS = 2
 STAGES: dict[str, tuple[Any, str]] = {
@@ -40,8 +40,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightC
     return prepare(folder, redis_url, users=160, items=90, seed=5)
 
 
-def begun(config: NightConfig) -> dict[str, Any]:
-    build = begin.run(config, data_until=UNTIL, run_after=None)
+def run_first_steps(config: NightConfig) -> dict[str, Any]:
+    build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     embed_items.run(config, build)
     return build
 
@@ -67,11 +67,13 @@ def one_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(prepared: NightConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def expected_files(
+    prepared: NightConfig, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
     config = elsewhere(prepared, tmp_path_factory.mktemp("whole"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cache.model.tower.OF_CACHES", Tile(1, 1 << 21))
-        build = begun(config)
+        build = run_first_steps(config)
         for shard in range(SHARDS):
             score.run_shard(config, build, shard)
     return files_of(config, build)
@@ -97,7 +99,7 @@ def test_chunks_and_slices_do_not_show_in_the_files(
     rows: int,
 ) -> None:
     config = elsewhere(prepared, tmp_path)
-    build = begun(config)
+    build = run_first_steps(config)
     monkeypatch.setattr("precompute.scoring.shard_work.CHUNK_USERS", chunk)
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", rows)
     monkeypatch.setattr("precompute.partitions.shard_input.PIECE_ROWS", 1 + rows // 6)
@@ -139,7 +141,7 @@ def test_a_stage_that_fails_ends_the_shard_and_its_retry_ends_right(
     stage: str,
 ) -> None:
     config = elsewhere(prepared, tmp_path)
-    build = begun(config)
+    build = run_first_steps(config)
     threads = threading.active_count()
     calls = 0
     holder, name = STAGES[stage]
@@ -175,7 +177,7 @@ def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
     prepared: NightConfig, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = elsewhere(prepared, tmp_path)
-    build = begun(config)
+    build = run_first_steps(config)
     monkeypatch.setattr("precompute.scoring.shard_work.CHUNK_USERS", 9)
     telling = threading.Lock()
     progress_calls: list[tuple[str, int, int]] = []
@@ -199,7 +201,7 @@ def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
 
 @pytest.mark.parametrize("error", [ConnectionError, KeyboardInterrupt])
 @pytest.mark.usefixtures("cores")
-def test_a_shard_that_fails_ends_those_beside_it_and_what_was_done_is_found_again(
+def test_a_failed_shard_ends_the_others_and_completed_work_is_found_again(
     prepared: NightConfig,
     whole: dict[str, bytes],
     tmp_path: Path,
@@ -207,7 +209,7 @@ def test_a_shard_that_fails_ends_those_beside_it_and_what_was_done_is_found_agai
     error: type[BaseException],
 ) -> None:
     config = elsewhere(prepared, tmp_path)
-    build = begun(config)
+    build = run_first_steps(config)
     score.run_shard(config, build, 0)
     finished_files, threads, progress_count = files_of(config, build), threading.active_count(), 0
 
@@ -234,7 +236,7 @@ def test_what_comes_after_scoring_reads_no_whole_shard(
 ) -> None:
     """`index` and `quantize` run at the same time; each took 100 to 150 bytes for every row of a shard."""
     config = elsewhere(prepared, tmp_path)
-    build = begun(config)
+    build = run_first_steps(config)
     scored = [score.run_shard(config, build, shard)["users"] for shard in range(SHARDS)]
     user_counts: list[int] = []
 
@@ -255,7 +257,7 @@ def test_a_shard_scored_alone_takes_the_least_busy_device(
     prepared: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(elsewhere(prepared, tmp_path), device="off", device_tasks=3)
-    build, scorer_arguments = begun(config), []
+    build, scorer_arguments = run_first_steps(config), []
     opened: list[Any] = []
     given_back: list[Any] = []
 

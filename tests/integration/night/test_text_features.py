@@ -27,7 +27,7 @@ from tests.integration.feature_towers import (
 from tests.integration.serving_app import serving
 from tests.opened import open_generation
 
-WORDS = ("ham", "spam", "eggs")
+TOKENS = ("ham", "spam", "eggs")
 SCORES = (0.25, -1.5, 3.0)
 UNKNOWN_SCORE = 0.5
 TEXT_BYTES = 5_000
@@ -69,7 +69,7 @@ def value_model(width: int | None) -> ModelFile:
             ["words"],
             ["scores"],
             domain="ai.onnx.ml",
-            keys_strings=list(WORDS),
+            keys_strings=list(TOKENS),
             values_floats=list(SCORES),
             default_float=UNKNOWN_SCORE,
         ),
@@ -96,7 +96,7 @@ def value_model(width: int | None) -> ModelFile:
 
 def score(tokens: list[str]) -> float:
     """What the model says of these words."""
-    score_by_token = dict(zip(WORDS, SCORES, strict=True))
+    score_by_token = dict(zip(TOKENS, SCORES, strict=True))
     return sum(score_by_token.get(token, UNKNOWN_SCORE) for token in tokens)
 
 
@@ -106,7 +106,7 @@ class World:
 
     night: NightConfig
     shape: Shape
-    words: dict[str, list[str]]
+    tokens_by_user: dict[str, list[str]]
     long_user: str
 
 
@@ -120,7 +120,7 @@ def world(
     users = sorted(nights.histories(night))
     count = shape.width or 1
     tokens_by_user = {
-        user: [[*WORDS, "new"][(row + index) % 4] for index in range(count)]
+        user: [[*TOKENS, "new"][(row + index) % 4] for index in range(count)]
         for row, user in enumerate(users)
     }
     long_user = users[7]
@@ -150,13 +150,13 @@ def world(
         folder / "items.parquet",
     )  # fmt: skip
     with_towers(night, from_history_and_country, {"risk": value_model(shape.width)})
-    nights.publish_night(night, nights.UNTIL)
+    nights.publish_night(night, nights.DATA_UNTIL)
     return World(night, shape, tokens_by_user, long_user)
 
 
 async def test_stored_and_live_answers_are_the_models(world: World) -> None:
     async with serving(world.night, **LIMIT) as running:
-        for user, tokens in list(world.words.items())[:5]:
+        for user, tokens in list(world.tokens_by_user.items())[:5]:
             stored_answer = await running.get(f"/v1/lookup/risk/{user}")
             text = world.shape.value(tokens)
             stranger = {"id": f"stranger-{user}", "features": {"text": text}}
@@ -223,7 +223,7 @@ def test_a_model_that_no_replica_can_run_is_not_published(tmp_path: Path, redis_
     with_towers(night, from_history_and_country, {"risk": model_that_wants_an_age()})
 
     with pytest.raises(Refused) as refusal:
-        nights.publish_night(night, nights.UNTIL)
+        nights.publish_night(night, nights.DATA_UNTIL)
 
     assert "live_models" in str(refusal.value)
 
@@ -258,7 +258,7 @@ async def test_a_table_of_features_is_enough_for_a_classifier(
     tmp_path: Path, redis_url: str, user_tower: Callable[[int], ModelFile]
 ) -> None:
     night = nights.prepare(tmp_path, redis_url, users=120, items=60)
-    token_by_account = {f"account-{row}": WORDS[row % 3] for row in range(120)}
+    token_by_account = {f"account-{row}": TOKENS[row % 3] for row in range(120)}
     accounts = {
         "user": list(token_by_account),
         "text": list(token_by_account.values()),
@@ -276,7 +276,7 @@ async def test_a_table_of_features_is_enough_for_a_classifier(
         tables={"risk": TableConfig("value", precision="f4", value="risk")},
     )
 
-    nights.publish_night(night, nights.UNTIL)
+    nights.publish_night(night, nights.DATA_UNTIL)
     nights.publish_night(night, nights.NEXT)
 
     async with serving(night) as running:
@@ -294,4 +294,4 @@ def test_features_alone_are_refused_for_a_model_of_histories(
     sources = replace(night.sources, interactions=(), user_features="users.parquet")
 
     with pytest.raises(ConfigError, match="the model takes a history and no features: name"):
-        nights.publish_night(replace(night, sources=sources), nights.UNTIL)
+        nights.publish_night(replace(night, sources=sources), nights.DATA_UNTIL)

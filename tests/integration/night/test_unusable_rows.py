@@ -66,7 +66,7 @@ def config(tmp_path, redis_url):
 
 
 def scored(config):
-    build = begin.run(config, data_until=nights.UNTIL, run_after=None)
+    build = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
     embed_items.run(config, build)
     for shard in build["shards"]:
         score.run_shard(config, build, shard)
@@ -82,7 +82,7 @@ def published_bytes(root):
     return {str(path.relative_to(root)): path.read_bytes() for path in files if path.is_file()}
 
 
-def begun(root):
+def read_begin_report(root):
     return orjson.loads((root / "work/begin.json").read_bytes())
 
 
@@ -155,7 +155,7 @@ def test_garbage_among_clean_rows_changes_no_byte_that_readers_see(config, tmp_p
     root = scored(replace(config, sources=sources))[1]
 
     assert published_bytes(root) == clean, f"seed {seed}"
-    unusable_counts = begun(root)["unusable"]
+    unusable_counts = read_begin_report(root)["unusable"]
     assert unusable_counts["interactions"]["left_out"] == 12 + 12 + 1
     assert unusable_counts["item_features"]["reasons"]["listed before"]["cases"] == [
         {"item": item, "file": "items.parquet"}
@@ -193,7 +193,7 @@ def test_a_value_that_cannot_be_used_costs_its_user_one_table(
     users = pq.read_table(tmp_path / "users.parquet")["user"].to_pylist()
     spoilt(tmp_path, users[7], mood)
 
-    generation = nights.publish_night(config, nights.UNTIL)
+    generation = nights.publish_night(config, nights.DATA_UNTIL)
 
     moods = nights.raw_records(config, generation, users, "user_mood")
     assert [user for user in users if moods[user][14] == ABSENT_FLAGS] == [users[7]]
@@ -225,7 +225,7 @@ def test_a_vector_that_is_not_finite_costs_its_users_their_lists(config, tmp_pat
     )  # fmt: skip
     gates = replace(config.gates, unusable_rows=0.1, coverage_of_source=0.8)
 
-    generation = nights.publish_night(replace(config, gates=gates), nights.UNTIL)
+    generation = nights.publish_night(replace(config, gates=gates), nights.DATA_UNTIL)
 
     lost_users = {user for user, history in histories.items() if rare in history[-64:]}
     for name in ("user_topk", "user_vector"):
@@ -253,7 +253,7 @@ def test_an_item_whose_vector_is_not_finite_is_not_in_the_catalogue_and_costs_no
     rows[5]["looks"] = [3e38] * DIMS  # finite, and their products are not
     pq.write_table(pa.Table.from_pylist(rows, table.schema), tmp_path / "items.parquet")
 
-    generation = nights.publish_night(config, nights.UNTIL)
+    generation = nights.publish_night(config, nights.DATA_UNTIL)
 
     manifest, root = open_generation(config.store(), generation)
     assert published_bytes(root) == clean
@@ -270,17 +270,17 @@ def test_a_tower_that_has_a_vector_for_no_item_is_refused_in_begin(config, tmp_p
     pq.write_table(table.set_column(1, "looks", looks_column), tmp_path / "items.parquet")
 
     with pytest.raises(SourceError, match="none of the 60 rows of the outputs of item_tower"):
-        begin.run(config, data_until=nights.UNTIL, run_after=None)
+        begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
 
 
 def test_an_item_that_loses_its_vector_after_begin_ends_the_night_by_name(config, monkeypatch):
     """As on a device whose numbers overflow where the processor's do not."""
-    build = begin.run(config, data_until=nights.UNTIL, run_after=None)
+    build = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
     vectors = np.ones((60, DIMS), np.float32)
     vectors[7, 3] = np.inf
     monkeypatch.setattr(embed_items, "embed_catalogue", lambda *_: iter((vectors[:5], vectors[5:])))
     root = config.store().local(f"generations/{build['generation']}")
-    items = catalogue.open_items(root, begun(root))
+    items = catalogue.open_items(root, read_begin_report(root))
 
     with pytest.raises(Refused, match=f"non-finite vector for item '{items.id_of(7)}'"):
         embed_items.run(config, build)
@@ -288,11 +288,11 @@ def test_an_item_that_loses_its_vector_after_begin_ends_the_night_by_name(config
 
 def test_more_than_the_share_is_refused_by_reason_and_may_be_overridden(config, tmp_path):
     mixed_in(tmp_path, "users.parquet", random.Random(0), [{"country": 1}] * 3)
-    build = begin.run(config, data_until=nights.UNTIL, run_after=None)
+    build = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
     with pytest.raises(
         Refused, match=r"unusable_rows is 0\.0\d+, the threshold 0\.001 .*user: no id: 3"
     ) as caught:
-        nights.publish_night(config, nights.UNTIL)
+        nights.publish_night(config, nights.DATA_UNTIL)
     assert caught.value.details["rule"] == "unusable_rows"
     with open_releases(config) as releases:
         assert releases.state(build["generation"]) is State.REFUSED
@@ -318,15 +318,15 @@ def test_what_no_row_can_be_read_from_is_refused_in_begin(
     column_index = table.column_names.index(column)
     pq.write_table(table.set_column(column_index, column, values(len(table))), tmp_path / file)
     with pytest.raises(SourceError, match=message):
-        begin.run(config, data_until=nights.UNTIL, run_after=None)
+        begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
 
 
-def test_whoever_a_report_names_is_held_until_that_generation_is_gone(config, tmp_path):
+def test_an_id_that_a_report_names_is_held_until_that_generation_is_gone(config, tmp_path):
     """An erasure is done only when no generation names the id any more."""
     item = pq.read_table(tmp_path / "items.parquet")["item"][0].as_py()
     mixed_in(tmp_path, "interactions.parquet", random.Random(0), [{"user": "shy", "item": item}])
     generation, root = scored(config)
-    assert ids_in(begun(root)["unusable"]) == {"shy", item}
+    assert ids_in(read_begin_report(root)["unusable"]) == {"shy", item}
 
     erasures = [Erasure(1, "shy", "user", 0.0), Erasure(2, "nobody", "user", 0.0)]
     holders_by_erasure = holders(config.store(), erasures, {})
@@ -337,4 +337,4 @@ def test_whoever_a_report_names_is_held_until_that_generation_is_gone(config, tm
     }
     assert generations_by_erasure == {1: [generation], 2: []}
     request(config.store(), b"shy", "user", at=0.0)
-    assert "shy" not in ids_in(begun(scored(config)[1])["unusable"])
+    assert "shy" not in ids_in(read_begin_report(scored(config)[1])["unusable"])

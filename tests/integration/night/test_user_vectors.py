@@ -36,7 +36,7 @@ def config(tmp_path, redis_url):
 
 
 @pytest.fixture
-def given(config):
+def user_vectors(config):
     """Vectors of every other user, and of one of whom nothing else is known."""
     users = [*sorted(nights.histories(config))[::2], ONLY]
     vectors = np.random.default_rng(3).standard_normal((len(users), DIMS)).astype(np.float32)
@@ -45,7 +45,7 @@ def given(config):
 
 
 def test_users_are_answered_from_their_vectors_and_the_others_by_the_tower(config, given):
-    generation = nights.publish_night(config, nights.UNTIL)
+    generation = nights.publish_night(config, nights.DATA_UNTIL)
 
     manifest, root = open_generation(config.store(), generation)
     items = ItemTable.open(root, manifest)
@@ -71,7 +71,7 @@ def test_users_are_answered_from_their_vectors_and_the_others_by_the_tower(confi
 
 def test_the_probe_holds_those_who_were_scored_by_the_tower_and_no_others(config, given):
     """Else a service that computes answers once more would call lists from vectors drift."""
-    generation = nights.publish_night(config, nights.UNTIL)
+    generation = nights.publish_night(config, nights.DATA_UNTIL)
 
     manifest, root = open_generation(config.store(), generation)
     artefact = Artefact(**manifest.facts[FACT])
@@ -86,7 +86,7 @@ def test_where_all_users_bring_vectors_there_is_no_skew_to_measure(config):
     rng = np.random.default_rng(4)
     write(config, users, rng.standard_normal((len(users), DIMS)).tolist())
 
-    generation = nights.publish_night(config, nights.UNTIL)
+    generation = nights.publish_night(config, nights.DATA_UNTIL)
 
     manifest, _ = open_generation(config.store(), generation)
     assert manifest.facts[FACT] is None
@@ -99,7 +99,7 @@ def test_vectors_that_say_nothing_are_noted_and_their_users_left_to_the_tower(co
     good = [1.0] * DIMS
     write(config, [*users, users[0]], [good, [float("nan")] * DIMS, good[:3], None, good])
 
-    build = begin.run(config, data_until=nights.UNTIL, run_after=None)
+    build = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
 
     unusable_text = str(Build.of(config, build).need("begin")["unusable"])
     for user in users[:3]:
@@ -124,13 +124,13 @@ def test_a_table_that_holds_no_vector_of_the_bundles_dimensions_is_named(config,
         write(config, ["a", "b"], vectors)
 
     with pytest.raises(SourceError, match=message):
-        begin.run(config, data_until=nights.UNTIL, run_after=None)
+        begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
 
 
 def test_other_vectors_make_another_generation(config, given):
-    first = begin.run(config, data_until=nights.UNTIL, run_after=None)
+    first = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
     write(config, list(given), [(2 * vector).tolist() for vector in given.values()])
-    second = begin.run(config, data_until=nights.UNTIL, run_after=None)
+    second = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
 
     assert first["generation"] != second["generation"]
 

@@ -14,7 +14,7 @@ from precompute.builds.build import Build
 from precompute.releases.replication import run_ids
 from precompute.steps import verify
 from tests.integration.corpus import build
-from tests.integration.nights import NEXT, UNTIL, prepare, publish_night
+from tests.integration.nights import DATA_UNTIL, NEXT, prepare, publish_night
 
 
 def test_another_host_compares_with_the_live_generation_from_the_store(
@@ -22,7 +22,7 @@ def test_another_host_compares_with_the_live_generation_from_the_store(
 ) -> None:
     config = prepare(tmp_path, redis_url, users=150, items=60)
     config = replace(config, artifacts=f"memory://verify-{uuid.uuid4().hex}")
-    live = publish_night(config, UNTIL)
+    live = publish_night(config, DATA_UNTIL)
     generation = build(config, NEXT)
     shutil.rmtree(tmp_path / "state")
 
@@ -45,7 +45,7 @@ def test_a_live_generation_whose_files_are_gone_is_missed_by_the_gates_that_need
     tmp_path: Path, redis_url: str
 ) -> None:
     config = prepare(tmp_path, redis_url, users=150, items=60)
-    live = publish_night(config, UNTIL)
+    live = publish_night(config, DATA_UNTIL)
     generation = build(config, NEXT)
     (config.store().local(f"generations/{live}") / "items/ids.bin").unlink()
 

@@ -27,7 +27,7 @@ def night(tmp_path: Path, redis_url: str) -> NightConfig:
     return build_night(tmp_path / "night", redis_url, users=120, items=60)
 
 
-def found(night: NightConfig) -> list[WorklistRow]:
+def read_worklist(night: NightConfig) -> list[WorklistRow]:
     with connect(night.redis_url, 5.0) as client:
         control = Control(client, night.keyspace())
         pointer = control.pointer()
@@ -35,21 +35,21 @@ def found(night: NightConfig) -> list[WorklistRow]:
         return lines(night.store(), read(control), pointer.generation)
 
 
-async def ask(app: Running, ids: list[str]) -> None:
+async def look_up(app: Running, ids: list[str]) -> None:
     body = {"entities": [{"id": entity_id} for entity_id in ids]}
     await app.post("/v1/lookup/user_topk", body)
 
 
-async def listed(night: NightConfig, expected: dict[str, int]) -> bool:
-    return {row.entity: row.reads for row in found(night)} == expected
+async def has_read_counts(night: NightConfig, expected: dict[str, int]) -> bool:
+    return {row.entity: row.reads for row in read_worklist(night)} == expected
 
 
 async def test_what_is_asked_for_in_vain_is_listed_most_asked_first(night: NightConfig) -> None:
     known_ids = sorted(histories(night))[:5]
     expected = {"often": 3, "once": 1, "live": 2}
     async with serving(night, quality_s=0.05) as app:
-        await ask(app, ["often", "once", *known_ids])
-        await ask(app, ["often", "often"])
+        await look_up(app, ["often", "once", *known_ids])
+        await look_up(app, ["often", "often"])
         # Answered by the live model, then from what that has left: a night would have known.
         item = histories(night)[known_ids[0]][0]
         for _ in range(2):
@@ -57,24 +57,26 @@ async def test_what_is_asked_for_in_vain_is_listed_most_asked_first(night: Night
             await app.post("/v1/lookup/user_topk", body)
         await app.get("/v1/lookup/item_similar/no-such-item")
 
-        assert await eventually(lambda: listed(night, expected | {"no-such-item": 1}))
+        assert await eventually(lambda: has_read_counts(night, expected | {"no-such-item": 1}))
 
-    assert [row.entity for row in found(night)][:2] == ["often", "live"]
-    assert {row.standing for row in found(night)} == {"no input"}
+    assert [row.entity for row in read_worklist(night)][:2] == ["often", "live"]
+    assert {row.standing for row in read_worklist(night)} == {"no input"}
 
 
 async def test_blocked_and_erased_ids_are_neither_kept_nor_listed(night: NightConfig) -> None:
     async with serving(night, quality_s=0.05) as app:
-        await ask(app, ["stays", "blocked", "erased"])
-        assert await eventually(lambda: listed(night, {"stays": 1, "blocked": 1, "erased": 1}))
+        await look_up(app, ["stays", "blocked", "erased"])
+        assert await eventually(
+            lambda: has_read_counts(night, {"stays": 1, "blocked": 1, "erased": 1})
+        )
 
         change_blocklist(night.store(), block_users=[b"blocked"])
         begin_erasing(night.store(), b"erased", "user", at=1.0)
 
-        assert await eventually(lambda: listed(night, {"stays": 1}))
+        assert await eventually(lambda: has_read_counts(night, {"stays": 1}))
 
         async def check_still_uncounted() -> bool:
-            await ask(app, ["blocked", "erased"])
+            await look_up(app, ["blocked", "erased"])
             with redis.Redis.from_url(str(night.redis_url)) as client:
                 day = hour_of(Control(client, night.keyspace()).time(), COLD_WINDOW)
                 cold_ids = client.zrange(night.keyspace().cold_names(day), 0, -1)
@@ -83,7 +85,7 @@ async def test_blocked_and_erased_ids_are_neither_kept_nor_listed(night: NightCo
         assert await eventually(check_still_uncounted)
 
 
-def test_the_command_shows_and_exports_with_what_is_known_of_each(
+def test_the_command_shows_and_exports_the_standing_of_every_id(
     night: NightConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = night.keyspace()

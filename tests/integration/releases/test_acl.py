@@ -31,7 +31,7 @@ from infra.cli.check import look_at_redis
 from precompute.config.settings import NightConfig
 from precompute.releases.staging import StagingNote
 from tests.l2_reads import answers_of
-from tests.polling import until
+from tests.polling import poll_until
 
 CONF = Path(__file__).parents[3] / "infra/redis.conf"
 KEYS = Keyspace("default")
@@ -73,7 +73,7 @@ def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         path,
     ]
     with GuardedCommand(command, log=folder / "log") as process:
-        assert until(lambda: answering(path)), process.tail()
+        assert poll_until(lambda: answering(path)), process.tail()
         yield path
 
 
@@ -177,7 +177,7 @@ def test_the_service_hears_of_a_publish(reader: redis.Redis, loader: redis.Redis
             heard.extend([message] if message else [])
             return bool(heard)
 
-        assert until(listen)
+        assert poll_until(listen)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_the_night_stays_within_its_namespace(
         loader.execute_command(*command)
 
 
-def test_nobody_gets_in_without_a_password(socket: Path) -> None:
+def test_a_connection_without_a_password_is_refused(socket: Path) -> None:
     with (
         redis.Redis(
             unix_socket_path=str(socket), protocol=2, retry=Retry(NoBackoff(), 0)
@@ -349,7 +349,7 @@ def test_nobody_gets_in_without_a_password(socket: Path) -> None:
 
 def test_the_file_as_it_stands_in_the_repository_starts_no_server(tmp_path: Path) -> None:
     with GuardedCommand([find_server(), CONF, "--port", "0"], log=tmp_path / "log") as process:
-        assert until(lambda: not process.running)
+        assert poll_until(lambda: not process.running)
 
         assert process.returncode != 0
 

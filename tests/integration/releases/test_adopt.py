@@ -15,16 +15,25 @@ from precompute.config.settings import NightConfig
 from precompute.releases.recovery import adopt
 from precompute.releases.release_log import open_releases
 from precompute.steps import begin
-from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish, publish_night
+from tests.integration.nights import (
+    DATA_UNTIL,
+    NEXT,
+    build_verified,
+    prepare,
+    publish,
+    publish_night,
+)
 
 FUTURE = 9_999_999_999_999
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple[NightConfig, str, str]:
+def verified_nights(
+    tmp_path_factory: pytest.TempPathFactory, redis_url: str
+) -> tuple[NightConfig, str, str]:
     """Two verified nights, one of them published."""
     config = prepare(tmp_path_factory.mktemp("adopt") / "n", redis_url, users=150, items=60)
-    first = build_verified(config, UNTIL)
+    first = build_verified(config, DATA_UNTIL)
     publish(config, first)
     return config, first, build_verified(config, NEXT)
 
@@ -83,13 +92,13 @@ def test_a_new_store_publishes_its_first_night_once_the_stray_pointer_is_removed
     tmp_path: Path, redis_url: str, client: redis.Redis, stray: str
 ) -> None:
     config = prepare(tmp_path / "n", redis_url, users=150, items=60)
-    lost_generation = publish_night(config, UNTIL)
+    lost_generation = publish_night(config, DATA_UNTIL)
     shutil.rmtree(config.path(config.artifacts))
     key = config.keyspace().live
     if stray == "garbage":
         client.set(key, b"garbage")
     with pytest.raises((Conflict, CorruptArtefact), match="--adopt"):
-        publish_night(config, UNTIL)
+        publish_night(config, DATA_UNTIL)
 
     adoption = adopt(config, reason="a new store", attempt="adopt")
 
@@ -97,7 +106,7 @@ def test_a_new_store_publishes_its_first_night_once_the_stray_pointer_is_removed
     with open_releases(config) as releases:
         assert releases.control.rows()[lost_generation].state is State.ABANDONED
     # The very same night, made once more.
-    assert publish_night(config, UNTIL) == lost_generation == live(config).generation
+    assert publish_night(config, DATA_UNTIL) == lost_generation == live(config).generation
     assert publish_night(config, NEXT) == live(config).generation
 
 

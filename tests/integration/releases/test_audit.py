@@ -17,7 +17,7 @@ from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.releases.recovery import roll_back
 from precompute.steps import publish as publish_step
-from tests.integration.nights import NEXT, UNTIL, build_verified, histories, prepare, publish
+from tests.integration.nights import DATA_UNTIL, NEXT, build_verified, histories, prepare, publish
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +32,30 @@ def run(config: NightConfig, *line: str) -> object:
     return arguments.run.load()(config, arguments, quiet)
 
 
-def newest(config: NightConfig, count: int = 1) -> list[AuditRecord]:
+def latest_audit_records(config: NightConfig, count: int = 1) -> list[AuditRecord]:
     return audit_records(config.store())[-count:]
 
 
-def told(record: AuditRecord) -> tuple[str, str, str, str, str]:
+def summarize_audit_record(record: AuditRecord) -> tuple[str, str, str, str, str]:
     return record.actor, record.action, record.subject, record.reason, record.outcome
 
 
 def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None:
-    first, store = build_verified(night, UNTIL), night.store()
+    first, store = build_verified(night, DATA_UNTIL), night.store()
     publish(night, first)
-    assert told(newest(night)[0]) == ("ana", "publish", first, "", "done")
-    assert newest(night)[0].found == {"changed": True} and newest(night)[0].attempt
+    assert summarize_audit_record(latest_audit_records(night)[0]) == (
+        "ana",
+        "publish",
+        first,
+        "",
+        "done",
+    )
+    assert (
+        latest_audit_records(night)[0].found == {"changed": True}
+        and latest_audit_records(night)[0].attempt
+    )
     publish(night, first)  # again: written down as well, and that it changed nothing
-    assert newest(night)[0].found == {"changed": False}
+    assert latest_audit_records(night)[0].found == {"changed": False}
     unknown = f"20260101T000000Z-{'0' * 12}"
     with pytest.raises(LarderError):
         publish_step.run(night, {"generation": unknown}, attempt="a")
@@ -57,12 +66,18 @@ def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None
         roll_back(night, to=None, reason=" ", attempt="a")
     with pytest.raises(LarderError):
         roll_back(night, to=unknown, reason="a typo", attempt="b")
-    failed = newest(night)[0]
-    assert told(failed) == ("ana", "roll_back", f"to {unknown}", "a typo", "failed")
+    failed = latest_audit_records(night)[0]
+    assert summarize_audit_record(failed) == (
+        "ana",
+        "roll_back",
+        f"to {unknown}",
+        "a typo",
+        "failed",
+    )
     assert failed.error and failed.attempt == "b"
     roll_back(night, to=None, reason="second is bad", attempt="c")
-    roll_back_record = newest(night)[0]
-    assert told(roll_back_record) == (
+    roll_back_record = latest_audit_records(night)[0]
+    assert summarize_audit_record(roll_back_record) == (
         "ana",
         "roll_back",
         "to the previous one",
@@ -76,27 +91,57 @@ def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None
     with pytest.raises(Conflict):
         override(night, second, rule="score_psi", reason="agreed", attempt="d")
     subject = f"{second}, rule score_psi"
-    assert told(newest(night)[0]) == ("ana", "override", subject, "agreed", "failed")
+    assert summarize_audit_record(latest_audit_records(night)[0]) == (
+        "ana",
+        "override",
+        subject,
+        "agreed",
+        "failed",
+    )
 
     user, item = min(histories(night)), "i-blocked"
     run(night, "block", "--item", item, "--entity", user, "--reason", "a complaint")
     subject = f"items {item}; entities {entity_digest(user.encode())}"
-    assert told(newest(night)[0]) == ("ana", "block", subject, "a complaint", "done")
+    assert summarize_audit_record(latest_audit_records(night)[0]) == (
+        "ana",
+        "block",
+        subject,
+        "a complaint",
+        "done",
+    )
     run(night, "unblock", "--item", item)
-    assert told(newest(night)[0])[1:3] == ("unblock", f"items {item}")
+    assert summarize_audit_record(latest_audit_records(night)[0])[1:3] == (
+        "unblock",
+        f"items {item}",
+    )
 
     run(night, "erase", user, "--reason", "asked for it")
     subject = f"user {entity_digest(user.encode())}"
-    assert told(newest(night)[0]) == ("ana", "erase", subject, "asked for it", "done")
-    assert newest(night)[0].found == {"number": 1}
+    assert summarize_audit_record(latest_audit_records(night)[0]) == (
+        "ana",
+        "erase",
+        subject,
+        "asked for it",
+        "done",
+    )
+    assert latest_audit_records(night)[0].found == {"number": 1}
     run(night, "erase", user, "--forget", "--reason", "a mistake")
-    assert told(newest(night)[0]) == ("ana", "forget", subject, "a mistake", "done")
+    assert summarize_audit_record(latest_audit_records(night)[0]) == (
+        "ana",
+        "forget",
+        subject,
+        "a mistake",
+        "done",
+    )
     with contextlib.suppress(LarderError):
         run(night, "erase", "--gone", "no-such-host")
-    assert told(newest(night)[0])[1:3] == ("declare_gone", "host no-such-host")
+    assert summarize_audit_record(latest_audit_records(night)[0])[1:3] == (
+        "declare_gone",
+        "host no-such-host",
+    )
     with pytest.raises(Conflict):
         run(night, "erase", "nobody", "--forget", "--reason", "never was")
-    assert newest(night)[0].outcome == "failed"
+    assert latest_audit_records(night)[0].outcome == "failed"
 
     records = audit_records(store)
     assert [record.number for record in records] == list(range(1, len(records) + 1))

@@ -23,7 +23,7 @@ from precompute.releases.recovery import roll_back
 from precompute.traffic.canary import trial
 from tests.integration.fleet import beating, control_of, fleet
 from tests.integration.nights import build_night, build_verified, histories, publish
-from tests.polling import until
+from tests.polling import poll_until
 
 PERCENT = 30.0
 KEYS = [f"key-{number}" for number in range(120)]
@@ -64,7 +64,7 @@ def follow(config: NightConfig) -> None:
     with control_of(config) as control:
         pointer = control.pointer()
     assert pointer is not None
-    assert until(lambda: {replica.epoch for replica in beating(config)} == {pointer.epoch})
+    assert poll_until(lambda: {replica.epoch for replica in beating(config)} == {pointer.epoch})
 
 
 async def post(url: str, path: str, body: bytes) -> tuple[int, bytes]:
@@ -72,7 +72,7 @@ async def post(url: str, path: str, body: bytes) -> tuple[int, bytes]:
         return await connection.request("POST", path, body)
 
 
-async def ask(
+async def look_up(
     service: ServiceProcess, entities: list[Any], status: int = 200, **options: Any
 ) -> list[dict[str, Any]]:
     body = orjson.dumps({"entities": entities, "k": 5, **options})
@@ -86,7 +86,7 @@ async def generations(service: ServiceProcess, users: list[str]) -> dict[str, st
     """What answers each key; several entities each, so that a torn request would show."""
     generation_by_key = {}
     for key in KEYS:
-        answers = await ask(service, users, canary_key=key)
+        answers = await look_up(service, users, canary_key=key)
         (generation_by_key[key],) = {answer["generation"] for answer in answers}
     return generation_by_key
 
@@ -118,10 +118,12 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
     assert abs(canary_key_count - canary_fraction * len(KEYS)) < bound
     # By default the user decides; several users have no key; a pin wins; the header counts too.
     user = next(user_id for user_id in sorted(histories(config)) if split.has_key(user_id.encode()))
-    assert (await ask(services[0], [user]))[0]["generation"] == tried
-    assert {answer["generation"] for answer in await ask(services[0], [user, users[0]])} == {live}
-    assert (await ask(services[0], [user], generation=live))[0]["generation"] == live
-    assert (await ask(services[0], users, generation=tried))[0]["generation"] == tried
+    assert (await look_up(services[0], [user]))[0]["generation"] == tried
+    assert {answer["generation"] for answer in await look_up(services[0], [user, users[0]])} == {
+        live
+    }
+    assert (await look_up(services[0], [user], generation=live))[0]["generation"] == live
+    assert (await look_up(services[0], users, generation=tried))[0]["generation"] == tried
     # Feedback finds its arm.
     feedback = {"event": "click", "generation": tried, "count": 3}
     assert await post(services[0].url, "/v1/feedback", orjson.dumps(feedback)) == (
@@ -136,8 +138,10 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
     await asyncio.to_thread(follow, config)
 
     assert set((await generations(services[1], users)).values()) == {live}
-    assert await ask(services[1], users, 409, generation=tried) == []
-    assert until(lambda: all(tried not in replica.held_generations for replica in beating(config)))
+    assert await look_up(services[1], users, 409, generation=tried) == []
+    assert poll_until(
+        lambda: all(tried not in replica.held_generations for replica in beating(config))
+    )
     with control_of(config) as control:
         assert control.rows()[tried].state is State.ABANDONED
     with pytest.raises(Conflict):
@@ -164,8 +168,8 @@ async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_i
     def has_enough_requests() -> bool:
         return bool(min(trial.status(config)["requests"].values()) > 100)
 
-    assert await asyncio.to_thread(until, has_enough_requests)
-    assert await asyncio.to_thread(until, lambda: trial.is_over(config, tried))
+    assert await asyncio.to_thread(poll_until, has_enough_requests)
+    assert await asyncio.to_thread(poll_until, lambda: trial.is_over(config, tried))
     print(trial.status(config))
 
     conclusion = await asyncio.to_thread(trial.conclude, config, tried, attempt="conclude")
@@ -182,7 +186,7 @@ async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_i
     # Silence is no evidence: it goes on, and waiting for it ends some day.
     assert not trial.is_over(config, unasked)
     patience = replace(config, canary=replace(config.canary, wait_max_s=1.0))
-    assert await asyncio.to_thread(until, lambda: trial.is_over(patience, unasked))
+    assert await asyncio.to_thread(poll_until, lambda: trial.is_over(patience, unasked))
     with control_of(config) as control:
         pointer = control.pointer()
         assert pointer is not None and pointer.canary is not None
@@ -242,7 +246,7 @@ async def test_a_publish_ends_a_canary_and_a_rollback_does_too(
 
     await asyncio.to_thread(trial.publish, config, attempt="publish")
     await asyncio.to_thread(follow, config)
-    assert (await ask(services[0], users))[0]["generation"] == tried
+    assert (await look_up(services[0], users))[0]["generation"] == tried
     newer_generation = await asyncio.to_thread(verified, config)
     await asyncio.to_thread(start, config, newer_generation, 100.0)
     await asyncio.to_thread(roll_back, config, to=None, reason="a test", attempt="roll-back")

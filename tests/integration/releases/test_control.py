@@ -100,7 +100,7 @@ def test_a_release_record_that_cannot_be_read_is_named_with_what_to_do(
         assert world.store.url in caught.value.message
 
 
-def test_an_action_that_nobody_knows_is_no_release_record() -> None:
+def test_an_unknown_action_is_no_release_record() -> None:
     record = Release(1, "pin", A, None, "x", 0.0)
     raw = record.to_bytes().replace(b'"pin"', b'"dance"')
     with pytest.raises(CorruptArtefact, match="dance"):

@@ -24,7 +24,7 @@ from precompute.releases.release_log import Releases
 from precompute.releases.sweep import sweepable
 from tests.integration.racing import Racer, follow, race
 from tests.integration.release_world import World, pages_of
-from tests.polling import until
+from tests.polling import poll_until
 
 SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
 RACERS, READERS = 4, 2
@@ -60,7 +60,7 @@ def moved(folder: Path) -> int:
     )
 
 
-def told(racing: Any) -> dict[str, int]:
+def sum_racer_counts(racing: Any) -> dict[str, int]:
     """What all racers did, and what they were told."""
     counts: dict[str, int] = {}
     for name, count in itertools.chain.from_iterable(
@@ -99,11 +99,11 @@ def race_for(
                 take_back(client, {} if (number + rng.randrange(2)) % 2 else saved)
             moves_before = moved(folder)
             time.sleep(seconds / (disasters + 1))
-            goes_on = until(lambda: moved(folder) >= moves_before + MOVES_MIN, 30.0)
+            goes_on = poll_until(lambda: moved(folder) >= moves_before + MOVES_MIN, 30.0)
         finally:
             stop.set()
-        assert goes_on, f"the pointer stands still: {told(racing)}"
-        return told(racing), [future.result(60) for future in reading]
+        assert goes_on, f"the pointer stands still: {sum_racer_counts(racing)}"
+        return sum_racer_counts(racing), [future.result(60) for future in reading]
 
 
 def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int) -> int:

@@ -24,12 +24,12 @@ from precompute.bulk.load import page_keys
 from precompute.config.settings import NightConfig
 from tests.conftest import redis_binary
 from tests.integration.nights import NEXT, build_night, environment, histories, publish_night
-from tests.polling import until
+from tests.polling import poll_until
 
 OUTAGES = {"l2_down", "l2_timeout", "breaker_open", "page_missing"}
 
 
-class Asked:
+class CountingCaller:
     """A caller that keeps count of what it got."""
 
     def __init__(self, url: str) -> None:
@@ -37,7 +37,7 @@ class Asked:
         self.sources: dict[str, int] = {}
         self.entities = 0
 
-    def ask(self, entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def look_up(self, entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The answers; a request that is not answered fails the test."""
         body = {"entities": entities, "k": 20}
         response = self.http.post("/v1/lookup/user_topk", json=body)
@@ -82,7 +82,7 @@ def empty_redis_at(url: str, folder: Path) -> Iterator[None]:
             return False
 
     with GuardedCommand(command, log=folder / "second-redis.log"):
-        assert until(answers)
+        assert poll_until(answers)
         yield
 
 
@@ -104,9 +104,9 @@ def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
     history = histories(night, NEXT)[known_users[0]][:5]
     with ServiceProcess(tmp_path / "service.log", environ) as service:
         # given: a service that has answered some users, so that they are in L1
-        caller = Asked(service.url)
+        caller = CountingCaller(service.url)
         first_answer_by_id = {
-            answer["id"]: answer for answer in caller.ask([{"id": user} for user in hot_users])
+            answer["id"]: answer for answer in caller.look_up([{"id": user} for user in hot_users])
         }
         assert {answer["source"] for answer in first_answer_by_id.values()} == {"l2"}
         epoch = caller.ready()["epoch"]
@@ -115,29 +115,29 @@ def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
         os.kill(own_redis.pid, signal.SIGKILL)
 
         # then: what is in L1 answers as before, everybody else gets what can be had, marked
-        for answer in caller.ask([{"id": user} for user in hot_users]):
+        for answer in caller.look_up([{"id": user} for user in hot_users]):
             assert answer["source"] == "l1"
             assert answer["items"] == first_answer_by_id[answer["id"]]["items"]
-        for answer in caller.ask([{"id": user} for user in cold]):
+        for answer in caller.look_up([{"id": user} for user in cold]):
             assert answer["source"] == "default"
             assert answer["reason"] in OUTAGES
             assert answer["items"]
-        for answer in caller.ask([{"id": user, "history": history} for user in cold[:20]]):
+        for answer in caller.look_up([{"id": user, "history": history} for user in cold[:20]]):
             assert answer["source"] == "live"
             assert answer["reason"] in OUTAGES
             assert not set(history).intersection(answer["items"])
-        stranger = caller.ask([{"id": "nobody"}])[0]
+        stranger = caller.look_up([{"id": "nobody"}])[0]
         assert stranger["source"] == "default"
-        assert until(lambda: caller.ready()["stale"] == "redis_unreachable")
+        assert poll_until(lambda: caller.ready()["stale"] == "redis_unreachable")
         assert caller.ready()["ready"]
-        assert caller.ask([{"id": hot_users[0]}])[0]["stale"] == "redis_unreachable"
+        assert caller.look_up([{"id": hot_users[0]}])[0]["stale"] == "redis_unreachable"
 
         with empty_redis_at(night.redis_url or "", tmp_path):
             # when: it is back and empty
-            assert until(lambda: caller.ready()["stale"] == "pointer_vanished")
+            assert poll_until(lambda: caller.ready()["stale"] == "pointer_vanished")
 
             # then: still every answer, from the same generation
-            for answer in caller.ask([{"id": user} for user in cold]):
+            for answer in caller.look_up([{"id": user} for user in cold]):
                 assert answer["generation"] == first_answer_by_id[hot_users[0]]["generation"]
                 assert answer["source"] == "default"
                 assert answer["reason"] in OUTAGES
@@ -146,14 +146,14 @@ def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
             run_restore(environ)
 
             # then: readers follow under a new epoch, and pages answer again
-            assert until(lambda: caller.ready()["epoch"] > epoch)
+            assert poll_until(lambda: caller.ready()["epoch"] > epoch)
             assert caller.ready()["stale"] is None
             assert caller.ready()["generation"] == first_answer_by_id[hot_users[0]]["generation"]
-            assert until(
+            assert poll_until(
                 lambda: (
                     {
                         entity["source"]
-                        for entity in caller.ask([{"id": entity} for entity in cold[20:]])
+                        for entity in caller.look_up([{"id": entity} for entity in cold[20:]])
                     }
                     <= {"l1", "l2"}
                 )

@@ -226,7 +226,7 @@ def test_a_policy_that_evicts_pages_is_refused(own_redis, keyspace):
     }  # fmt: skip
 
 
-def test_redis_errors_come_in_words_of_ours(own_redis, keyspace):
+def test_redis_errors_become_errors_of_larder(own_redis, keyspace):
     with pytest.raises(ConfigError, match="REDIS_URL"), connect(None, 1.0):
         pass
     with pytest.raises(ConfigError, match="cannot be used"), connect("http://x", 1.0):

@@ -27,7 +27,7 @@ def tried(world: World) -> World:
     """A and B were published, C is tried out on 5 %."""
     world.publish(A, B)
     world.load(C)
-    world.clock.now += 10
+    world.clock.now_s += 10
     moves.start_canary(world.releases, C, 5.0, "try")
     return world
 
@@ -116,7 +116,7 @@ def test_what_is_tried_out_is_not_retired(tried):
         retire(tried.releases, C, attempt="sweep", abandon_after_s=0)
 
 
-def test_only_one_verified_newer_generation_is_tried_out_beside_a_live_one(world):
+def test_only_one_verified_newer_generation_is_tried_out_next_to_a_live_one(world):
     world.load(A)
     with pytest.raises(Conflict, match="nothing is live"):
         moves.start_canary(world.releases, A, 5.0, "try")

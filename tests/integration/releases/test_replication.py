@@ -17,7 +17,7 @@ from precompute.releases.replication import UNREACHABLE, confirm, run_ids, wait_
 from tests.conftest import redis_binary
 from tests.integration.release_world import A, B, World, pages_of
 from tests.integration.releases.test_restore import Paced
-from tests.polling import until
+from tests.polling import poll_until
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def replica(own_redis, tmp_path, primary) -> Iterator[RedisServer]:
         port = int(own_redis.url.rsplit(":", 1)[1].split("/")[0])
         with connect(running.url, 5.0) as client:
             client.replicaof("127.0.0.1", port)
-        assert until(
+        assert poll_until(
             lambda: primary.client.info("replication").get("slave0", {}).get("state") == "online",
             20.0,
         )
@@ -66,7 +66,7 @@ def test_pages_are_read_back_when_the_primary_is_not_the_one_that_was_verified(p
     assert primary.client.get(page) == sound
 
 
-def test_pages_are_read_back_beside_readers_with_care(primary):
+def test_reading_pages_back_is_paced_for_the_readers(primary):
     primary.load(B)
     governor = Paced()
 

@@ -73,7 +73,7 @@ def test_a_loader_that_comes_late_to_its_retirement_takes_its_pages_away_again(w
     assert not world.client.keys(f"larder:1:{world.keys.namespace}:g:{A}*")
 
 
-def test_pages_that_came_back_go_beside_readers_with_care(world):
+def test_deleting_pages_that_came_back_is_paced_for_the_readers(world):
     world.publish(A, B, C, D)
     manifest = read_manifest(world.store, A)
     world.clock.now += 100

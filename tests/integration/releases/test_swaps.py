@@ -16,9 +16,9 @@ import pytest
 from infra.demo.http import HttpConnection, get, scrape
 from infra.local.service import ServiceProcess
 from tests.integration.nights import (
+    DATA_UNTIL,
     NEXT,
     PATIENT_ENVIRON,
-    UNTIL,
     build_verified,
     environment,
     histories,
@@ -43,15 +43,15 @@ class Callers:
     rng: np.random.Generator
     sources: Counter[str] = field(default_factory=Counter)
     generations: Counter[str] = field(default_factory=Counter)
-    barred: set[str] = field(default_factory=set)
-    done: int = 0
+    forbidden_generations: set[str] = field(default_factory=set)
+    answered_requests: int = 0
     entities: int = 0
     wrong: list[str] = field(default_factory=list)
     _progress: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def ask(self, connection: HttpConnection, number: int) -> None:
+    async def send_request(self, connection: HttpConnection, number: int) -> None:
         """One request: mostly a batch of known users, now and then a stranger with a history."""
-        forbidden_generations = set(self.barred)
+        forbidden_generations = set(self.forbidden_generations)
         history = [str(item_id) for item_id in self.rng.choice(self.items, 5)]
         if number % 10 == 0:
             entities: list[dict[str, Any]] = [{"id": f"new-{number % 50}", "history": history}]
@@ -63,7 +63,7 @@ class Callers:
         body = orjson.dumps({"entities": entities, "k": 20})
         status, raw = await connection.request("POST", "/v1/lookup/user_topk", body)
         async with self._progress:
-            self.done += 1
+            self.answered_requests += 1
             self._progress.notify_all()
         if status != 200:
             self.wrong.append(f"{status} {raw[:200]!r}")
@@ -81,7 +81,7 @@ class Callers:
     async def reach(self, request_count: int) -> None:
         """Wait until so many requests were answered."""
         async with self._progress:
-            await self._progress.wait_for(lambda: self.done >= request_count)
+            await self._progress.wait_for(lambda: self.answered_requests >= request_count)
 
     def _judge(
         self, entity: dict[str, Any], answer: dict[str, Any], forbidden_generations: set[str]
@@ -102,7 +102,7 @@ class Callers:
 
 def cuts(count: int) -> list[str]:
     """So many moments after the first night's, in order."""
-    first, last = datetime.fromisoformat(UNTIL), datetime.fromisoformat(NEXT)
+    first, last = datetime.fromisoformat(DATA_UNTIL), datetime.fromisoformat(NEXT)
     return [
         (first + timedelta(seconds=(last - first).total_seconds() * step / count)).isoformat()
         for step in range(1, count + 1)
@@ -119,7 +119,7 @@ async def test_swaps_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
     # given: one live generation, as many verified ones as will be published, and a running service
     print(f"seed {SEED}")
     config = prepare(tmp_path / "night", redis_url, seed=SEED, users=300)
-    live = publish_night(config, UNTIL)
+    live = publish_night(config, DATA_UNTIL)
     coming = [build_verified(config, cut, pinned=True) for cut in cuts(moves.count("P"))]
     users = sorted(histories(config))
     expected = {generation: top_lists(config, generation, users) for generation in (live, *coming)}
@@ -139,7 +139,7 @@ async def test_swaps_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
         async def caller(numbers: "itertools.count[int]") -> None:
             async with HttpConnection(service.url) as connection:
                 while not finished.is_set():
-                    await callers.ask(connection, next(numbers))
+                    await callers.send_request(connection, next(numbers))
 
         # when: pointer moves are spread over the requests
         numbers = itertools.count()
@@ -154,7 +154,7 @@ async def test_swaps_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
                 previous_live, live = live, await asyncio.to_thread(roll_back, config)
             followed.append(await follows(service.url, live))
             if move == "R":
-                callers.barred.add(previous_live)
+                callers.forbidden_generations.add(previous_live)
             await callers.reach(requests * number // len(moves))
         finished.set()
         await asyncio.gather(*callings)
@@ -163,7 +163,7 @@ async def test_swaps_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
     # then
     assert all(followed)
     assert callers.wrong == []
-    assert callers.done >= requests
+    assert callers.answered_requests >= requests
     assert set(callers.generations) == {*expected}
     assert counts.disagreements(callers.sources, callers.entities) == []
 

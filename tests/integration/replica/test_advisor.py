@@ -11,7 +11,7 @@ import pytest
 from precompute.config.settings import NightConfig
 from serving.dashboard.service import Dashboard
 from tests.attached import attached
-from tests.integration.nights import UNTIL, build_night, build_verified, histories, publish
+from tests.integration.nights import DATA_UNTIL, build_night, build_verified, histories, publish
 from tests.integration.serving_app import Running, eventually, serving
 
 L1_BYTES = 120_000
@@ -24,7 +24,7 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
 
 
 @pytest.fixture(scope="module")
-def asked(night: NightConfig) -> list[str]:
+def requested_ids(night: NightConfig) -> list[str]:
     """Single lookups and batches of users, some far more popular than others; and of strangers."""
     rng = np.random.default_rng(0)
     users = [*sorted(histories(night)), *(f"nobody-{number}" for number in range(20))]
@@ -47,12 +47,12 @@ async def look_up(app: Running, user_ids: list[str]) -> float:
     return (counters.l1 - counters_before.l1) / (counters.total - total)
 
 
-async def told(app: Running) -> dict[str, float]:
+async def read_predicted_ratios(app: Running) -> dict[str, float]:
     """The advisor's word once it has seen all that was read."""
     readings: list[dict[tuple[str, ...], float]] = []
 
     async def is_done() -> bool:
-        readings.append(await app.counted("larder_l1_predicted_hit_ratio"))
+        readings.append(await app.scrape_samples("larder_l1_predicted_hit_ratio"))
         # A step counts its reads first, and takes a part of them in each turn of the loop.
         return (
             bool(readings[-1])
@@ -74,7 +74,7 @@ async def test_its_prediction_is_what_l1_of_that_size_does(
         async with serving(night, l1_bytes=int(L1_BYTES * times)) as app:
             measured_by_size[size] = await look_up(app, asked)
             if size == "now":
-                predicted = await told(app)
+                predicted = await read_predicted_ratios(app)
                 advice = attached(app.service, Dashboard).advisor()
     assert advice is not None and advice["sampling_rate"] == 1.0
     assert advice["sentence"].startswith("L1 of 117 KiB gives ")
@@ -89,11 +89,11 @@ async def test_after_a_flip_it_goes_on_with_the_keys_of_the_new_generation(
 ) -> None:
     night = build_night(tmp_path, redis_url, users=200, items=60)
     users = sorted(histories(night))
-    later = (datetime.fromisoformat(UNTIL) + timedelta(minutes=30)).isoformat()
+    later = (datetime.fromisoformat(DATA_UNTIL) + timedelta(minutes=30)).isoformat()
     next_ = await asyncio.to_thread(build_verified, night, later)
     async with serving(night, l1_bytes=4 << 20) as app:
         await look_up(app, users * 3)
-        ratios_before = await told(app)
+        ratios_before = await read_predicted_ratios(app)
         await asyncio.to_thread(publish, night, next_)
 
         async def is_flipped() -> bool:
@@ -102,8 +102,8 @@ async def test_after_a_flip_it_goes_on_with_the_keys_of_the_new_generation(
 
         assert await eventually(is_flipped)
         await look_up(app, users * 3)
-        after = await told(app)
-        keys = (await app.counted("larder_l1_advisor_sampled_keys"))[()]
+        after = await read_predicted_ratios(app)
+        keys = (await app.scrape_samples("larder_l1_advisor_sampled_keys"))[()]
 
     # Each key is new once more, but for what was read ahead: L1 had it, the sample had not.
     assert after["now"] == pytest.approx(ratios_before["now"], abs=0.1)
@@ -117,7 +117,7 @@ async def test_switched_off_nothing_is_sampled_and_ready_answers_are_not_counted
         await look_up(app, asked[:100] * 3)
 
         assert attached(app.service, Dashboard).advisor() is None and not app.service.tiers.trace
-        answers = await app.counted("larder_answers_total")
-        sampled = await app.counted("larder_l1_advisor_sampling_rate")
+        answers = await app.scrape_samples("larder_answers_total")
+        sampled = await app.scrape_samples("larder_l1_advisor_sampling_rate")
     assert sum(answers.values()) < 300
     assert sampled == {(): 0.0}

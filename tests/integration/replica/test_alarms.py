@@ -45,7 +45,7 @@ from tests.integration.scraping import (
     sampling,
     traffic,
 )
-from tests.polling import until
+from tests.polling import poll_until
 
 pytestmark = needs_prometheus
 
@@ -79,8 +79,10 @@ def watched(
 
 def stays(server: Prometheus, expected: set[str]) -> bool:
     """Whether exactly these fire before long, and go on to."""
-    begins = until(lambda: server.firing() - PACE == expected, PATIENCE_S, every_s=LOOK_S)
-    changes = begins and until(lambda: server.firing() - PACE != expected, SILENT_S, every_s=LOOK_S)
+    begins = poll_until(lambda: server.firing() - PACE == expected, PATIENCE_S, every_s=LOOK_S)
+    changes = begins and poll_until(
+        lambda: server.firing() - PACE != expected, SILENT_S, every_s=LOOK_S
+    )
     return begins and not changes
 
 
@@ -92,7 +94,7 @@ def test_killing_redis_raises_what_follows_from_it_and_nothing_else(
     with watched(tmp_path, night, LARDER_L1_BYTES="1") as server:
         # A drop is one from the mean up to half an hour ago.
         yesterday = "avg_over_time(larder:hit_ratio:rate5m[1h] offset 10s)"
-        assert until(lambda: server.value(yesterday) > 0.5, PATIENCE_S, every_s=LOOK_S)
+        assert poll_until(lambda: server.value(yesterday) > 0.5, PATIENCE_S, every_s=LOOK_S)
         assert server.fired() - PACE == set()
 
         os.kill(own_redis.pid, signal.SIGKILL)
@@ -140,14 +142,16 @@ def test_a_drifted_generation_raises_its_gate_alone_until_something_is_published
         with pytest.raises(Refused, match="score_psi"):
             verify.run(scaled, {"generation": generation})
         assert stays(server, {"LarderGateRefused"}), server.firing()
-        (refused,) = server.ask('ALERTS{alertname="LarderGateRefused",alertstate="firing"}')
+        (refused,) = server.run_query('ALERTS{alertname="LarderGateRefused",alertstate="firing"}')
         assert refused["metric"]["rule"] == "score_psi"
         assert server.fired() - PACE == {"LarderGateRefused"}
 
         override(scaled, generation, rule="score_psi", reason="agreed", attempt="a")
         verify.run(scaled, {"generation": generation})
         publish_step.run(scaled, {"generation": generation}, attempt="b")
-        assert until(lambda: "LarderGateRefused" not in server.firing(), PATIENCE_S, every_s=LOOK_S)
+        assert poll_until(
+            lambda: "LarderGateRefused" not in server.firing(), PATIENCE_S, every_s=LOOK_S
+        )
 
 
 @pytest.mark.slow
@@ -159,22 +163,22 @@ def test_publishing_a_generation_that_its_model_contradicts_raises_drift_until_i
     rearrange(night, drifted, "user_topk")
     judged = "sum(larder_quality_samples_total)"
     with watched(tmp_path, night, **sampling(every_s=0.3)) as server:
-        assert until(lambda: server.value(judged) > ENOUGH, PATIENCE_S, every_s=LOOK_S)
+        assert poll_until(lambda: server.value(judged) > ENOUGH, PATIENCE_S, every_s=LOOK_S)
         assert stays(server, set()), server.firing()
 
         publish(night, drifted)
         assert stays(server, {"LarderQualityDrift"}), server.firing()
-        assert server.ask("larder_quality_drift == 1")[0]["metric"]["table"] == "user_topk"
+        assert server.run_query("larder_quality_drift == 1")[0]["metric"]["table"] == "user_topk"
         assert server.fired() - PACE == {"LarderQualityDrift"}
         # What the runbook says to look at.
-        (up_series,) = server.ask("up")
+        (up_series,) = server.run_query("up")
         explain_url = (
             f"http://{up_series['metric']['instance']}/v1/explain/user_topk/{min(histories(night))}"
         )
         assert httpx.get(explain_url).json()["page"]["state"] == "damaged"
 
         roll_back(night)
-        over = until(
+        over = poll_until(
             lambda: "LarderQualityDrift" not in server.firing(), PATIENCE_S, every_s=LOOK_S
         )
         assert over, server.firing()

@@ -43,7 +43,7 @@ class Replica:
     def __init__(
         self, night: NightConfig, front: AsgiApp, foreign_tasks: set[asyncio.Task[Any]]
     ) -> None:
-        self.night, self.front, self._others = night, front, foreign_tasks
+        self.night, self.front, self._foreign_tasks = night, front, foreign_tasks
 
     @property
     def service(self) -> Service:
@@ -62,7 +62,7 @@ class Replica:
     def other_tasks(self) -> set[str]:
         """Names of coroutines that run as tasks of the service, and are neither loops nor uvicorn's own."""
         excluded_tasks = {loop.task for loop in self.loops.running} | {asyncio.current_task()}
-        tasks = asyncio.all_tasks() - self._others - excluded_tasks
+        tasks = asyncio.all_tasks() - self._foreign_tasks - excluded_tasks
         names = {getattr(task.get_coro(), "__qualname__", repr(task)) for task in tasks}
         return {name for name in names if name not in NOT_LOOPS}
 
@@ -73,7 +73,7 @@ async def replica(tmp_path: Path, redis_url: str) -> AsyncIterator[Replica]:
     _start_experiment(service_night, arm_night)
     tokens = TokenPlace(tmp_path / "tokens.json")
     tokens.add("ana")
-    tls = Authority.made(tmp_path / "tls").signed("replica")
+    tls = Authority.create(tmp_path / "tls").signed("replica")
     config = settings(
         service_night, tokens_file=str(tokens.path), tls_certificate=str(tls.certificate),
         tls_key=str(tls.key), events=EventsConfig(enabled=True), near={"user_topk": NearConfig()},

@@ -20,7 +20,7 @@ from tests.integration.nights import build_night, histories
 from tests.integration.program import environment, started
 from tests.integration.serving_app import Running, eventually, serving
 from tests.openapi_document import resolved
-from tests.polling import until
+from tests.polling import poll_until
 
 SOURCES = ("l1", "l2", "live", "previous", "default")
 
@@ -30,7 +30,7 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
     return build_night(tmp_path_factory.mktemp("night"), redis_url, users=100, items=60)
 
 
-def told(*texts: str) -> dict[str, Any]:
+def sum_metrics(*texts: str) -> dict[str, Any]:
     """Totals of what several `/metrics` say."""
     answers, misses, totals = Counter[str](), Counter[str](), Counter[str]()
     for text in texts:
@@ -52,7 +52,7 @@ def told(*texts: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def ask(url: str, users: list[str]) -> None:
+def send_lookups(url: str, users: list[str]) -> None:
     """Plain lookups, one unknown id, one batch and one request that is refused, each on a connection of its own."""
     for user in users:
         assert httpx.get(f"{url}/v1/lookup/user_topk/{user}").status_code == 200
@@ -76,8 +76,8 @@ def test_two_replicas_and_two_workers_are_shown_as_one_whole_that_equals_metrics
     ):
         urls = [alone.url, pair]
         for url in urls:
-            ask(url, users)
-        expected = told(*(httpx.get(f"{url}/metrics").text for url in urls))
+            send_lookups(url, users)
+        expected = sum_metrics(*(httpx.get(f"{url}/metrics").text for url in urls))
 
         def fetch_dashboard(url: str) -> dict[str, Any]:
             document: dict[str, Any] = httpx.get(f"{url}/dashboard/data").json()
@@ -88,7 +88,7 @@ def test_two_replicas_and_two_workers_are_shown_as_one_whole_that_equals_metrics
             return bool(body["whole"] and body["totals"] == expected and len(body["replicas"]) == 2)
 
         for url in urls:
-            assert until(functools.partial(is_whole, url)), (
+            assert poll_until(functools.partial(is_whole, url)), (
                 fetch_dashboard(url)["totals"],
                 expected,
             )
@@ -106,7 +106,7 @@ def test_two_replicas_and_two_workers_are_shown_as_one_whole_that_equals_metrics
             series = fetch_dashboard(urls[0])["series"]
             return bool(sum(series["requests"]) == expected["requests"])
 
-        assert until(drawn, 3 * BIN_S)
+        assert poll_until(drawn, 3 * BIN_S)
         series = fetch_dashboard(urls[1])["series"]
         assert {source: sum(series["answers"][source]) for source in SOURCES} == expected["answers"]
         assert {reason: sum(n) for reason, n in series["misses"].items()} == expected["misses"]
@@ -181,7 +181,7 @@ async def test_without_redis_a_worker_shows_its_own_and_with_it_the_whole_again(
         assert await eventually(lambda: is_whole(connected_app, 3), 20)
 
 
-async def test_generations_and_the_night_are_told_with_state_gates_size_and_times(
+async def test_generations_and_the_night_are_reported_with_state_gates_size_and_times(
     night: NightConfig,
 ) -> None:
     async with serving(night, quality_per_mille=0.0) as app:
@@ -208,7 +208,7 @@ async def test_the_data_are_guarded_not_counted_and_can_be_switched_off(night: N
         refused = await app.http.get("/dashboard/data")
         answered = await app.http.get("/dashboard/data", headers={"Authorization": "Bearer secret"})
         document = (await app.http.get("/openapi.json")).json()
-        request_counts = await app.counted("larder_requests_total")
+        request_counts = await app.scrape_samples("larder_requests_total")
     async with serving(night, dashboard_s=0.0) as app:
         off = await app.http.get("/dashboard/data")
 

@@ -16,7 +16,7 @@ from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
 from precompute.traffic.canary import trial
 from tests.integration.nights import (
-    UNTIL,
+    DATA_UNTIL,
     build_verified,
     environment,
     histories,
@@ -32,7 +32,7 @@ from tests.integration.scraping import (
     sampling,
     traffic,
 )
-from tests.polling import until
+from tests.polling import poll_until
 
 pytestmark = needs_prometheus
 
@@ -58,13 +58,15 @@ def without_data(server: Prometheus) -> list[str]:
     queries_without_data = []
     for query, element_name in sorted(QUERIES.items()):
         expanded_query = query.replace("$__rate_interval", RATE_INTERVAL).replace("$table", ".*")
-        if all(math.isnan(float(series["value"][1])) for series in server.ask(expanded_query)):
+        if all(
+            math.isnan(float(series["value"][1])) for series in server.run_query(expanded_query)
+        ):
             queries_without_data.append(f"{element_name}: {query}")
     return queries_without_data
 
 
 def later(config: NightConfig, minutes: int) -> str:
-    return (datetime.fromisoformat(UNTIL) + timedelta(minutes=minutes)).isoformat()
+    return (datetime.fromisoformat(DATA_UNTIL) + timedelta(minutes=minutes)).isoformat()
 
 
 def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str) -> None:
@@ -72,7 +74,7 @@ def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str)
         prepare(tmp_path / "night", redis_url, users=200, items=60),
         events=EventsConfig(enabled=True),
     )
-    publish_night(night, UNTIL)
+    publish_night(night, DATA_UNTIL)
     (tmp_path / "larder.toml").write_text(
         "[events]\nenabled = true\n[serving.near.user_topk]\nerror = 0.5\n"
     )
@@ -106,10 +108,10 @@ def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str)
             ):  # none while it has more to do than it can
                 click = {"id": "click", "user": user, "item": items[0]}
                 http.post("/v1/events", json={"events": [click, click, {"id": "no-event"}]})
-                until(lambda: http.get(path).json().get("events") == 1, 2.0)
+                poll_until(lambda: http.get(path).json().get("events") == 1, 2.0)
             return not without_data(server)
 
-        assert until(report, 40.0, every_s=0.5), without_data(server)
+        assert poll_until(report, 40.0, every_s=0.5), without_data(server)
         exposed = http.get("/metrics").content
         assert server.value("count(count by (worker) (larder_ready))") == 2
 

@@ -11,7 +11,7 @@ import yaml
 from cache.config.events import EventsConfig
 from cache.config.serving import NearConfig
 from tests.certificates import Authority
-from tests.integration.nights import UNTIL, build_night, build_verified, publish
+from tests.integration.nights import DATA_UNTIL, build_night, build_verified, publish
 from tests.integration.scraping import BOARDS, INFRA
 from tests.integration.serving_app import eventually, serving
 
@@ -32,10 +32,10 @@ async def test_a_running_service_exposes_what_is_read_and_measures_its_flips(
     tmp_path: Path, redis_url: str
 ) -> None:
     night = build_night(tmp_path, redis_url, users=200, items=60)
-    later = (datetime.fromisoformat(UNTIL) + timedelta(minutes=30)).isoformat()
+    later = (datetime.fromisoformat(DATA_UNTIL) + timedelta(minutes=30)).isoformat()
     next_ = await asyncio.to_thread(build_verified, night, later)
 
-    tls = Authority.made(tmp_path / "tls").signed("replica")
+    tls = Authority.create(tmp_path / "tls").signed("replica")
 
     files = {"tls_certificate": str(tls.certificate), "tls_key": str(tls.key)}
     more = {"events": EventsConfig(enabled=True), "near": {"user_topk": NearConfig()}}
@@ -43,14 +43,14 @@ async def test_a_running_service_exposes_what_is_read_and_measures_its_flips(
         await asyncio.to_thread(publish, night, next_)
 
         async def measured() -> bool:
-            (skew,) = (await app.counted("larder_flip_skew_seconds")).values()
-            (warm,) = (await app.counted("larder_warm_seconds")).values()
+            (skew,) = (await app.scrape_samples("larder_flip_skew_seconds")).values()
+            (warm,) = (await app.scrape_samples("larder_warm_seconds")).values()
             return skew != 0 and warm > 0
 
         assert await eventually(measured)
         text = (await app.http.get("/metrics")).text
-        generation_infos = await app.counted("larder_generation_info")
-        steps = await app.counted("larder_night_step_seconds")
+        generation_infos = await app.scrape_samples("larder_generation_info")
+        steps = await app.scrape_samples("larder_night_step_seconds")
 
     named = dict(re.findall(r"^# TYPE (larder_\w+) (\w+)$", text, re.MULTILINE))
     suffixes = {"histogram": ("_bucket", "_count", "_sum"), "summary": ("_count", "_sum")}

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from cache.process.redis_server import RedisServer
-from tests.integration.nights import UNTIL, histories, prepare, publish_night, top_lists
-from tests.integration.ordeal import DEADLINE_MS, TROUBLES, Seen, Trouble, ordeal
+from tests.integration.nights import DATA_UNTIL, histories, prepare, publish_night, top_lists
+from tests.integration.ordeal import DEADLINE_MS, TROUBLES, AnswerJudge, Trouble, ordeal
 
 SEED = 77
 REQUESTS = 300
@@ -18,10 +18,10 @@ async def test_no_trouble_costs_a_request_its_answer_or_its_mark(
     tmp_path: Path, own_redis: RedisServer
 ) -> None:
     config = prepare(tmp_path / "night", own_redis.url, seed=SEED, users=300)
-    live = publish_night(config, UNTIL)
+    live = publish_night(config, DATA_UNTIL)
     users = sorted(histories(config))
     items = sorted({item for history in histories(config).values() for item in history})
-    answer_judge = Seen(
+    answer_judge = AnswerJudge(
         {live: top_lists(config, live, users)}, users, items, np.random.default_rng(SEED)
     )
     async with ordeal(config, tmp_path, answer_judge) as service:

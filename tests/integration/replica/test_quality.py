@@ -51,7 +51,7 @@ def quality(app: Running) -> QualityMonitor:
     return attached(app.service, QualityMonitor)
 
 
-def told(app: Running) -> dict[str, Any]:
+def read_quality_report(app: Running) -> dict[str, Any]:
     report = quality(app).to_json()
     assert report is not None
     return report
@@ -62,7 +62,7 @@ def samples(app: Running, table: str) -> int:
     return sum(group["samples"] for group in by if group["table"] == table)
 
 
-async def ask(app: Running, table: str, ids: list[str], **options: Any) -> list[dict[str, Any]]:
+async def look_up(app: Running, table: str, ids: list[str], **options: Any) -> list[dict[str, Any]]:
     body = {"entities": [{"id": entity_id} for entity_id in ids], **options}
     answers: list[dict[str, Any]] = (await app.post(f"/v1/lookup/{table}", body))["answers"]
     return answers
@@ -79,7 +79,7 @@ async def _has(app: Running, table: str, samples_min: int) -> bool:
 async def test_a_sound_generation_agrees_with_its_model_in_every_table(sound: NightConfig) -> None:
     users = sorted(histories(sound))
     async with serving(sound, **ALL) as app:
-        items = [answer["items"][0] for answer in await ask(app, "user_topk", users[:40], k=50)]
+        items = [answer["items"][0] for answer in await look_up(app, "user_topk", users[:40], k=50)]
         for table, ids in (
             ("user_topk", users[40:100]),
             ("user_vector", users[:30]),
@@ -87,11 +87,11 @@ async def test_a_sound_generation_agrees_with_its_model_in_every_table(sound: Ni
             ("item_similar", items[:30]),
             ("item_vector", items[:30]),
         ):
-            await ask(app, table, ids)
+            await look_up(app, table, ids)
             assert await sampled(app, table, 20)
-        report = told(app)
-        text = await app.counted("larder_quality_samples_total")
-        drift = await app.counted("larder_quality_drift")
+        report = read_quality_report(app)
+        text = await app.scrape_samples("larder_quality_samples_total")
+        drift = await app.scrape_samples("larder_quality_drift")
 
     by = {(group["table"], group["source"]): group for group in report["by"]}
     assert {table for table, _ in by} == set(sound.tables)
@@ -112,12 +112,12 @@ async def test_every_way_of_asking_is_sampled_and_says_what_it_was(night: NightC
     async with serving(night, **ALL) as app:
         for _ in range(3):  # Redis, L1, ready
             await app.get(f"/v1/lookup/user_topk/{users[0]}", k=5)
-        await ask(app, "user_topk", users[:20])
-        await ask(app, "user_topk", users[:20])
+        await look_up(app, "user_topk", users[:20])
+        await look_up(app, "user_topk", users[:20])
         body = {"entities": [{"id": "stranger", "history": list(history)}]}
         await app.post("/v1/lookup/user_topk", body)
         assert await sampled(app, "user_topk", 44)
-        report = told(app)
+        report = read_quality_report(app)
 
     by: dict[tuple[str, str], int] = {}
     for group in report["by"]:
@@ -134,16 +134,16 @@ async def test_pages_that_were_altered_are_found_out_within_the_stated_number_of
     users = sorted(histories(night))
     rearrange(night, live_generation(night), "user_topk")
     async with serving(night, **ALL) as app:
-        await ask(app, "user_vector", users[:30])
+        await look_up(app, "user_vector", users[:30])
         assert await sampled(app, "user_vector", 30)
-        assert not told(app)["drift"]
+        assert not read_quality_report(app)["drift"]
 
-        answers = await ask(app, "user_topk", users[:WITHIN])
+        answers = await look_up(app, "user_topk", users[:WITHIN])
 
         assert {answer["source"] for answer in answers} == {"l2"}
         assert await sampled(app, "user_topk", WITHIN)
-        report = told(app)
-        drift = await app.counted("larder_quality_drift")
+        report = read_quality_report(app)
+        drift = await app.scrape_samples("larder_quality_drift")
     assert report["drift"] and report["drifted"] == ["user_topk"]
     assert "restore" in report["sentence"]
     assert [table for (table,), value in drift.items() if value] == ["user_topk"]
@@ -154,24 +154,24 @@ async def test_replicas_tell_one_whole_of_samples_reads_and_ids_asked_for_in_vai
 ) -> None:
     users = sorted(histories(night))[:60]
     async with serving(night, **ALL) as first, serving(night, **ALL) as second:
-        await ask(first, "user_topk", users[:40])
-        await ask(second, "user_topk", users[20:60])
-        await ask(first, "user_topk", ["stranger", "other"])
-        await ask(second, "user_topk", ["stranger"])
+        await look_up(first, "user_topk", users[:40])
+        await look_up(second, "user_topk", users[20:60])
+        await look_up(first, "user_topk", ["stranger", "other"])
+        await look_up(second, "user_topk", ["stranger"])
 
         async def is_report_complete() -> bool:
-            parts = [told(app) for app in (first, second)]
-            read = await first.counted("larder_table_read_records")
+            parts = [read_quality_report(app) for app in (first, second)]
+            read = await first.scrape_samples("larder_table_read_records")
             return (
                 all(report["samples"] == 80 and report["worklist"] == 2 for report in parts)
                 and abs(read["user_topk",] - 60) <= 1
             )
 
         assert await eventually(is_report_complete, 30.0)
-        report = told(second)
-        records = await second.counted("larder_table_records")
+        report = read_quality_report(second)
+        records = await second.scrape_samples("larder_table_records")
         assert report["read_share"] == pytest.approx(60 / sum(records.values()), abs=0.01)
-        size = sum((await second.counted("larder_table_bytes")).values())
+        size = sum((await second.scrape_samples("larder_table_bytes")).values())
         assert report["hits_per_gb"] == pytest.approx(80 / size * 1e9)
     with redis.Redis.from_url(str(night.redis_url)) as client:
         keys = Keyspace(night.namespace)
@@ -179,10 +179,10 @@ async def test_replicas_tell_one_whole_of_samples_reads_and_ids_asked_for_in_vai
         assert client.ttl(keys.quality) in (-2, *range(121))
 
 
-async def test_without_redis_each_replica_tells_its_own(sound: NightConfig) -> None:
+async def test_without_redis_every_replica_reports_its_own_quality(sound: NightConfig) -> None:
     users = sorted(histories(sound))
     async with serving(sound, **ALL) as app:
-        await ask(app, "user_topk", users[:5])
+        await look_up(app, "user_topk", users[:5])
         assert await sampled(app, "user_topk", 5)
         shared_report = quality(app)._shared_report
 
@@ -192,7 +192,7 @@ async def test_without_redis_each_replica_tells_its_own(sound: NightConfig) -> N
         shared_report._control.execute = raise_unavailable  # type: ignore[method-assign]
         await shared_report.report()
 
-        report = told(app)
+        report = read_quality_report(app)
     assert report["samples"] == 5 and report["worklist"] is None
 
 
@@ -203,9 +203,9 @@ async def test_the_budget_of_processor_time_is_kept_and_live_requests_come_first
     async with serving(sound, quality_per_mille=1_000.0, quality_cpu_share=0.02) as app:
         loop, sampler = asyncio.get_running_loop(), quality(app)._judge
         started_at = loop.time()
-        await ask(app, "user_topk", users[:100])
+        await look_up(app, "user_topk", users[:100])
         assert await eventually(lambda: _spent(app, 3))
-        spent = (await app.counted("larder_quality_cpu_seconds_total"))[()]
+        spent = (await app.scrape_samples("larder_quality_cpu_seconds_total"))[()]
         lasted = loop.time() - started_at
         # One judgement may begin before its pause is known.
         assert spent <= 0.02 * lasted + 0.1
@@ -214,13 +214,13 @@ async def test_the_budget_of_processor_time_is_kept_and_live_requests_come_first
         waiting_count = len(app.service.ladder.watch.sampler)
         await sampler.step()
 
-        skipped = await app.counted("larder_quality_skipped_total")
+        skipped = await app.scrape_samples("larder_quality_skipped_total")
         assert waiting_count and skipped["overload",] >= waiting_count
         assert len(app.service.ladder.watch.sampler) == 0
 
 
 async def _spent(app: Running, samples_min: int) -> bool:
-    return sum((await app.counted("larder_quality_samples_total")).values()) >= samples_min
+    return sum((await app.scrape_samples("larder_quality_samples_total")).values()) >= samples_min
 
 
 def test_the_probe_holds_what_the_night_computed_from(sound: NightConfig) -> None:

@@ -15,7 +15,7 @@ from precompute.config.settings import NightConfig
 from tests.integration.nights import build_night, histories
 from tests.integration.program import environment, started
 from tests.integration.token_files import TokenPlace
-from tests.polling import until
+from tests.polling import poll_until
 
 WORKERS = 4
 PER_S = 150.0
@@ -43,8 +43,8 @@ class Callers:
         self._request, self._where = request, where
         self.through: list[float] = []
         self.refused: list[float] = []
-        self._until = time.monotonic() + SECONDS
-        self._threads = [threading.Thread(target=self._ask) for _ in range(count)]
+        self._ends_at = time.monotonic() + SECONDS
+        self._threads = [threading.Thread(target=self._send_requests) for _ in range(count)]
         for thread in self._threads:
             thread.start()
 
@@ -52,9 +52,9 @@ class Callers:
         for thread in self._threads:
             thread.join()
 
-    def _ask(self) -> None:
+    def _send_requests(self) -> None:
         with socket.create_connection(self._where) as connection:
-            while time.monotonic() < self._until:
+            while time.monotonic() < self._ends_at:
                 connection.sendall(self._request)
                 status = _status(connection)
                 assert status in (200, 429), status
@@ -143,12 +143,12 @@ def test_what_a_killed_worker_had_in_flight_is_free_again(
         connections = [socket.create_connection((parts.hostname, parts.port)) for _ in range(2)]
         for connection in connections:
             connection.sendall(head)
-        assert until(
+        assert poll_until(
             lambda: [status() for _ in range(5)] == [429] * 5, 10
         )  # whichever worker is asked
         workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         for worker in workers:
             os.kill(int(worker), signal.SIGKILL)
-        assert until(lambda: [status() for _ in range(5)] == [200] * 5, 60)
+        assert poll_until(lambda: [status() for _ in range(5)] == [200] * 5, 60)
         for connection in connections:
             connection.close()

@@ -20,7 +20,7 @@ from precompute.config.settings import NightConfig
 from serving.client import Client, Entity, Options
 from tests.integration.nights import build_night, histories
 from tests.integration.program import ROOT, alive, environment, started
-from tests.polling import until
+from tests.polling import poll_until
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_redis_that_may_evict_published_pages_is_refused(
     assert completed_process.returncode == 2 and "volatile-lru" in completed_process.stderr
 
 
-def test_it_serves_on_a_free_port_and_stops_cleanly_when_told(
+def test_it_serves_on_a_free_port_and_stops_cleanly_on_a_signal(
     night: NightConfig, tmp_path: Path
 ) -> None:
     assert night.redis_url is not None
@@ -105,7 +105,7 @@ def test_it_serves_on_a_free_port_and_stops_cleanly_when_told(
     assert set(scores.items) == set(answer.items)
 
 
-def test_requests_that_were_sent_before_it_was_told_to_stop_are_answered(
+def test_requests_that_were_sent_before_the_stop_signal_are_answered(
     night: NightConfig, tmp_path: Path
 ) -> None:
     history_by_user = histories(night)
@@ -136,7 +136,7 @@ def test_requests_that_were_sent_before_it_was_told_to_stop_are_answered(
     assert all(b"connection: close" in answer for answer in answers[20:])
 
 
-def test_a_stopping_service_is_not_ready_but_answers_until_it_is_told_again(
+def test_a_stopping_service_is_not_ready_but_answers_until_the_second_signal(
     night: NightConfig, tmp_path: Path
 ) -> None:
     environ = environment(night, tmp_path, REDIS_URL=str(night.redis_url))
@@ -147,7 +147,7 @@ def test_a_stopping_service_is_not_ready_but_answers_until_it_is_told_again(
             unfinished.sendall(head)  # someone is still asking
             assert client.get("/readyz").status_code == 200
             process.send_signal(signal.SIGTERM)
-            assert until(lambda: client.get("/readyz").status_code == 503)
+            assert poll_until(lambda: client.get("/readyz").status_code == 503)
             stopping = client.get("/readyz").json()
             answer = client.get("/v1/lookup/user_topk/nobody")
             process.send_signal(signal.SIGTERM)
@@ -202,7 +202,7 @@ def test_without_any_redis_it_starts_one_and_fills_it(night: NightConfig, tmp_pa
         assert process.wait(15) == 0
 
     assert answer["source"] == "l2" and "stale" not in answer
-    assert until(lambda: not alive(redis_pid))
+    assert poll_until(lambda: not alive(redis_pid))
 
 
 def test_its_own_redis_that_is_killed_comes_back_filled(night: NightConfig, tmp_path: Path) -> None:
@@ -221,11 +221,13 @@ def test_its_own_redis_that_is_killed_comes_back_filled(night: NightConfig, tmp_
         assert redis_pid is not None
         os.kill(redis_pid, signal.SIGKILL)
 
-        assert until(
+        assert poll_until(
             lambda: running_redis(tmp_path / "state") not in (None, redis_pid), timeout_s=60
         )
-        assert until(lambda: "stale" not in answer(first) and pages_are_back(url), timeout_s=60)
-        assert until(lambda: answer(second)["source"] == "l2", timeout_s=60)
+        assert poll_until(
+            lambda: "stale" not in answer(first) and pages_are_back(url), timeout_s=60
+        )
+        assert poll_until(lambda: answer(second)["source"] == "l2", timeout_s=60)
         again = answer(second)
         process.send_signal(signal.SIGINT)
         assert process.wait(15) == 0
@@ -238,7 +240,7 @@ def pages_are_back(url: str) -> bool:
     return bool(body["epoch"] > 0 and not body.get("stale"))
 
 
-def test_told_twice_to_stop_it_ends_at_once_and_without_a_traceback(
+def test_two_stop_signals_end_it_at_once_and_without_a_traceback(
     night: NightConfig, tmp_path: Path
 ) -> None:
     assert night.redis_url is not None
@@ -263,7 +265,7 @@ def test_a_killed_service_takes_its_redis_along(night: NightConfig, tmp_path: Pa
         process.kill()
         process.wait(10)
 
-    assert until(lambda: not alive(redis_pid))
+    assert poll_until(lambda: not alive(redis_pid))
 
 
 def running_redis(state: Path) -> int | None:

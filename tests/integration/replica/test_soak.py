@@ -15,8 +15,8 @@ from cache.process.redis_server import RedisServer
 from infra.demo.http import get
 from precompute.config.settings import NightConfig
 from tests.integration.nights import (
+    DATA_UNTIL,
     NEXT,
-    UNTIL,
     build_verified,
     histories,
     prepare,
@@ -25,7 +25,7 @@ from tests.integration.nights import (
     roll_back,
     top_lists,
 )
-from tests.integration.ordeal import DEADLINE_MS, TROUBLES, Ordeal, Seen, Trouble, ordeal
+from tests.integration.ordeal import DEADLINE_MS, TROUBLES, AnswerJudge, Ordeal, Trouble, ordeal
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="what a process holds is read from /proc"
@@ -42,7 +42,7 @@ MEMORY_MORE_KB = 24 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ResourceUsage:
     """What the service holds while nobody asks anything."""
 
     tasks: float
@@ -54,7 +54,7 @@ class Held:
 @pytest.fixture
 def night(tmp_path: Path, own_redis: RedisServer) -> NightConfig:
     config = prepare(tmp_path / "night", own_redis.url, seed=SEED, users=300)
-    publish_night(config, UNTIL)
+    publish_night(config, DATA_UNTIL)
     return config
 
 
@@ -66,7 +66,7 @@ async def tried(night: NightConfig, tmp_path: Path) -> AsyncIterator[tuple[Ordea
     coming = build_verified(night, NEXT)
     live = next(generation for generation in generations(night) if generation != coming)
     lists = {generation: top_lists(night, generation, users) for generation in (live, coming)}
-    answer_judge = Seen(lists, users, items, np.random.default_rng(SEED))
+    answer_judge = AnswerJudge(lists, users, items, np.random.default_rng(SEED))
     async with ordeal(night, tmp_path, answer_judge) as service:
         yield service, live, coming
 
@@ -75,15 +75,15 @@ def generations(night: NightConfig) -> list[str]:
     return sorted(night.store().names("generations"))
 
 
-async def quiet(service: Ordeal, night: NightConfig) -> Held:
+async def quiet(service: Ordeal, night: NightConfig) -> ResourceUsage:
     """The least of several looks: what is under way at one of them is over at another."""
     observations = []
     async with redis.asyncio.Redis.from_url(str(night.redis_url)) as client:
         for _ in range(20):
-            resource_usage = await service.held()
+            resource_usage = await service.read_resource_usage()
             connections: list[Any] = await client.client_list()
             observations.append(
-                Held(
+                ResourceUsage(
                     resource_usage["tasks"],
                     resource_usage["descriptors"],
                     resource_usage["RssAnon"],
@@ -91,10 +91,10 @@ async def quiet(service: Ordeal, night: NightConfig) -> Held:
                 )
             )
             await asyncio.sleep(0.05)
-    return Held(
+    return ResourceUsage(
         *(
             min(getattr(observation, name) for observation in observations)
-            for name in Held.__slots__
+            for name in ResourceUsage.__slots__
         )
     )
 
@@ -115,7 +115,7 @@ async def soak(
     service, live, coming = tried
     loop = asyncio.get_running_loop()
     late: list[str] = []
-    samples: list[Held] = []
+    samples: list[ResourceUsage] = []
     started_at = loop.time()
     while loop.time() - started_at < seconds or len(samples) < 3:
         moving: asyncio.Future[Any] | None = None
@@ -137,8 +137,8 @@ async def soak(
         print(f"{loop.time() - started_at:5.0f} s {samples[-1]}")
     counts = await service.counts()
 
-    assert service.seen.wrong == []
-    assert counts.disagreements(service.seen.sources, service.seen.entities) == []
+    assert service.answer_judge.wrong == []
+    assert counts.disagreements(service.answer_judge.sources, service.answer_judge.entities) == []
     # Warm by then: both generations were held, every thread and connection was needed once.
     start = samples[len(samples) // 3]
     for sample in samples[len(samples) // 3 + 1 :]:

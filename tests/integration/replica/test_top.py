@@ -16,7 +16,7 @@ from precompute.config.settings import NightConfig
 from tests.integration.fleet import fleet
 from tests.integration.nights import build_night
 from tests.integration.program import ROOT
-from tests.polling import until
+from tests.polling import poll_until
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +107,9 @@ def test_it_goes_on_until_ctrl_c_which_ends_it_cleanly(url: str) -> None:
         return drawn.count(b"UTC")
 
     try:
-        assert until(lambda: frames() >= 2)
+        assert poll_until(lambda: frames() >= 2)
         process.send_signal(signal.SIGINT)
-        assert until(lambda: frames() >= 2 and process.poll() is not None)
+        assert poll_until(lambda: frames() >= 2 and process.poll() is not None)
     finally:
         process.kill()
         process.wait(10)

@@ -149,7 +149,7 @@ async def test_only_who_asks_for_times_is_sure_to_hear_its_id(
         assert await ids({**mine, "X-Larder-Timing": "1"}) == ["mine"] * 3
 
 
-async def test_a_request_has_a_span_below_its_callers_with_one_for_each_stage(
+async def test_a_request_has_a_span_below_its_callers_with_one_for_every_stage(
     night: NightConfig, users: list[str], exporter: InMemorySpanExporter
 ) -> None:
     headers = {"traceparent": SAMPLED, "tracestate": "a=1", "X-Request-Id": "mine"}
@@ -277,7 +277,7 @@ async def test_spans_travel_over_the_wire_before_the_service_is_gone(
     assert resource_attributes["service.name"] == "of-the-test"
 
 
-async def test_a_collector_that_is_away_holds_nobody_up(
+async def test_a_collector_that_is_away_delays_no_answer(
     night: NightConfig, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")

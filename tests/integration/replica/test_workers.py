@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from precompute.config.settings import NightConfig
 from serving.process.supervisor import Workers, WorkerSpawner, pause_s
 from tests.integration.fleet import beating
-from tests.integration.nights import UNTIL, build_night, build_verified, histories, publish
+from tests.integration.nights import DATA_UNTIL, build_night, build_verified, histories, publish
 from tests.integration.program import alive, environment, started
-from tests.polling import until
+from tests.polling import poll_until
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def workers_of(process: "subprocess.Popen[str]") -> set[int]:
     return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
-def counted(url: str, name: str) -> Counter[str]:
+def scrape_sums_by_worker(url: str, name: str) -> Counter[str]:
     """Sums of a series by worker."""
     sum_by_worker: Counter[str] = Counter()
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
@@ -55,18 +55,18 @@ def test_two_workers_serve_one_address_and_any_tells_the_counts_of_both(
     users = sorted(histories(night))
     with started(settings(night, tmp_path / "state")) as (process, url):
         pids = workers_of(process)
-        assert until(lambda: len({replica.name for replica in beating(night)}) == 2)
+        assert poll_until(lambda: len({replica.name for replica in beating(night)}) == 2)
 
         def send_round() -> bool:
             """One more round, each request on a connection of its own."""
             for user in users:
                 assert httpx.get(f"{url}/v1/lookup/user_topk/{user}").status_code == 200
             rounds.append(len(users))
-            return len(+counted(url, "larder_entities_total")) == 2
+            return len(+scrape_sums_by_worker(url, "larder_entities_total")) == 2
 
         rounds: list[int] = []
-        assert until(send_round)
-        assert sum(counted(url, "larder_answers_total").values()) == sum(rounds)
+        assert poll_until(send_round)
+        assert sum(scrape_sums_by_worker(url, "larder_answers_total").values()) == sum(rounds)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
 
@@ -77,13 +77,13 @@ def test_two_workers_serve_one_address_and_any_tells_the_counts_of_both(
 def test_a_publish_waits_for_every_worker_and_all_of_them_flip(
     night: NightConfig, tmp_path: Path
 ) -> None:
-    later = (datetime.fromisoformat(UNTIL) + timedelta(minutes=30)).isoformat()
+    later = (datetime.fromisoformat(DATA_UNTIL) + timedelta(minutes=30)).isoformat()
     with started(settings(night, tmp_path / "state")) as (_, _):
-        assert until(lambda: len(beating(night)) == 2)
+        assert poll_until(lambda: len(beating(night)) == 2)
         next_ = build_verified(night, later)
         publish(night, next_)
 
-        assert until(lambda: [replica.serving for replica in beating(night)] == [next_] * 2)
+        assert poll_until(lambda: [replica.serving for replica in beating(night)] == [next_] * 2)
         assert all(replica.warm_s is not None for replica in beating(night))
 
 
@@ -95,20 +95,22 @@ def test_a_killed_worker_gets_a_successor_while_the_others_answer(
         pids_before = workers_of(process)
         victim = min(pids_before)
         os.kill(victim, signal.SIGKILL)
-        assert until(lambda: not alive(victim))
+        assert poll_until(lambda: not alive(victim))
 
         def replaced() -> bool:
             assert httpx.get(f"{url}/v1/lookup/user_topk/nobody").status_code == 200
-            return len(workers_of(process)) == 2 and set(counted(url, "larder_ready")) == {"0", "1"}
+            return len(workers_of(process)) == 2 and set(
+                scrape_sums_by_worker(url, "larder_ready")
+            ) == {"0", "1"}
 
-        assert until(replaced)
+        assert poll_until(replaced)
         after = workers_of(process)
 
     assert len(after & pids_before) == 1
     assert f"(process {victim}) ended with code -9: another starts in" in log.read_text()
 
 
-def test_a_rolling_restart_replaces_all_workers_and_refuses_nobody(
+def test_a_rolling_restart_replaces_all_workers_and_refuses_no_request(
     night: NightConfig, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
@@ -130,7 +132,7 @@ def test_a_rolling_restart_replaces_all_workers_and_refuses_nobody(
         for thread in threads:
             thread.start()
         process.send_signal(signal.SIGHUP)
-        assert until(lambda: "all workers have been replaced" in log.read_text(), 60)
+        assert poll_until(lambda: "all workers have been replaced" in log.read_text(), 60)
         finished.set()
         for thread in threads:
             thread.join(30)
@@ -148,7 +150,9 @@ def test_a_second_signal_ends_all_of_it_at_once(night: NightConfig, tmp_path: Pa
             unfinished.sendall(head)  # someone is still asking
             assert httpx.get(f"{url}/healthz").status_code == 200
             process.send_signal(signal.SIGTERM)
-            assert until(lambda: len(workers_of(process)) == 1)  # the other one has nothing to do
+            assert poll_until(
+                lambda: len(workers_of(process)) == 1
+            )  # the other one has nothing to do
             process.send_signal(signal.SIGTERM)
             assert process.wait(10) == 0
     assert not any(map(alive, pids))
@@ -160,7 +164,7 @@ def test_workers_do_not_outlive_their_parent(night: NightConfig, tmp_path: Path)
         process.kill()
         process.wait(10)
 
-    assert len(pids) == 2 and until(lambda: not any(map(alive, pids)))
+    assert len(pids) == 2 and poll_until(lambda: not any(map(alive, pids)))
 
 
 def test_settings_that_no_worker_can_use_are_refused_before_any_starts(

@@ -16,10 +16,10 @@ from cache.process.child_process import GuardedCommand
 from tests.certificates import self_signed
 from tests.conftest import redis_binary
 from tests.integration.program import ROOT
-from tests.polling import until
+from tests.polling import poll_until
 
 ADMIN = "user admin on >administers ~* &* +@all"
-_WORD = re.compile(rb'"((?:[^"\\]|\\.)*)"')
+_QUOTED_ARGUMENT = re.compile(rb'"((?:[^"\\]|\\.)*)"')
 
 
 class ManagedServer:
@@ -68,7 +68,9 @@ def managed_server(folder: Path, namespace: str) -> Iterator[ManagedServer]:
     folder.mkdir(parents=True)
     server = ManagedServer(folder / "server", namespace, self_signed(folder))
     try:
-        assert until(lambda: server.answers() or not server.process.running), server.process.tail()
+        assert poll_until(lambda: server.answers() or not server.process.running), (
+            server.process.tail()
+        )
         if not server.answers() and "tls" in server.process.tail():
             pytest.skip(f"this server was built without TLS: {server.process.tail(3)}")
         assert server.answers(), server.process.tail()
@@ -82,7 +84,7 @@ class CommandLog:
 
     def __init__(self, server: ManagedServer) -> None:
         self._client = server.client()
-        self._asked = server.client()
+        self._marker_client = server.client()
         self._connection: Any = self._client.connection_pool.get_connection()
         self._connection.send_command("MONITOR")
         assert self._connection.read_response() == b"OK"
@@ -96,7 +98,7 @@ class CommandLog:
 
     def close(self) -> None:
         """Returns once the log has all that was asked before."""
-        with self._asked as client:
+        with self._marker_client as client:
             client.echo("END OF THE LOG")
             self._reader.join(30)
         self._connection.disconnect()
@@ -108,7 +110,7 @@ class CommandLog:
         for line in self.lines:
             sender, command = (
                 line.partition(b"] ")[0],
-                [word_match[1] for word_match in _WORD.finditer(line)],
+                [word_match[1] for word_match in _QUOTED_ARGUMENT.finditer(line)],
             )
             if sender.endswith(b" lua"):
                 script_calls[-1][1].append(command)

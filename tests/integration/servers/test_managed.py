@@ -9,10 +9,10 @@ import pytest
 from infra.cli.check import CHECKS
 from precompute.releases.recovery import restore
 from tests.integration.events.intakes import event
-from tests.integration.nights import UNTIL, histories, prepare, publish_night
+from tests.integration.nights import DATA_UNTIL, histories, prepare, publish_night
 from tests.integration.program import environment, started
 from tests.integration.servers.managed import keys_of, logged, managed_server
-from tests.polling import until
+from tests.polling import poll_until
 
 
 def test_a_night_and_the_service_work_within_the_limits_of_managed_offerings(
@@ -23,7 +23,7 @@ def test_a_night_and_the_service_work_within_the_limits_of_managed_offerings(
     with managed_server(tmp_path / "redis", night.namespace) as server:
         config = replace(night, redis_url=server.url("larder-loader", "loads"))
         with logged(server) as log:
-            live = publish_night(config, UNTIL)
+            live = publish_night(config, DATA_UNTIL)
             settings = tmp_path / "larder.toml"
             settings.write_text('[events]\nenabled = true\ndurability = "any"\n')
             environ = environment(
@@ -37,14 +37,14 @@ def test_a_night_and_the_service_work_within_the_limits_of_managed_offerings(
                     assert answer["generation"] == live
                     return {answer["source"]}
 
-                assert until(lambda: sources(users[0]) <= {"l1", "l2"})
+                assert poll_until(lambda: sources(users[0]) <= {"l1", "l2"})
                 assert sources("nobody") == {"default"}
                 events = {"events": [event(1), event(1), event(2)]}
                 assert httpx.post(f"{url}/v1/events", json=events).json()["accepted"] == 2
                 with server.client() as client:
                     client.flushall()
                 assert restore(config)["generation"] == live
-                assert until(lambda: sources(users[1]) <= {"l1", "l2"})
+                assert poll_until(lambda: sources(users[1]) <= {"l1", "l2"})
 
         log_text = (tmp_path / "log").read_text()
         assert "Traceback" not in log_text, log_text

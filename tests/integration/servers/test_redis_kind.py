@@ -47,7 +47,9 @@ def test_a_server_that_has_all_is_named_with_its_version(redis_server: RedisServ
     assert state == "ok" and check_message.endswith(f"; {server_kind}")
 
 
-def test_what_is_missing_is_to_be_done_and_what_is_done_without_is_told(tmp_path: Path) -> None:
+def test_the_check_asks_for_missing_commands_and_names_those_that_larder_does_without(
+    tmp_path: Path,
+) -> None:
     with lacking(tmp_path / "eval", "EVAL", "XAUTOCLAIM") as client:
         server_kind = redis_kind_of(client)
         port = client.connection_pool.connection_kwargs["port"]
@@ -91,7 +93,7 @@ def test_a_server_that_refuses_writes_is_not_taken_for_an_old_one(
         ({}, "Redis"),
     ],
 )  # fmt: skip
-def test_servers_that_call_themselves_redis_are_told_apart(
+def test_servers_that_call_themselves_redis_are_distinguished(
     server_info: dict[str, Any], expected: str
 ) -> None:
     name, version = check._product_and_version(server_info)

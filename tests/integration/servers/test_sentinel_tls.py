@@ -14,7 +14,7 @@ from cache.process.child_process import GuardedCommand
 from precompute.gates.judge import GateConnectionPool, GateConnections
 from tests.certificates import self_signed
 from tests.conftest import redis_binary
-from tests.polling import until
+from tests.polling import poll_until
 
 
 def free_port() -> int:
@@ -33,7 +33,9 @@ def can_ask(url: str) -> bool:
         client.close()
 
 
-async def test_both_are_asked_over_tls_each_with_its_own_password(tmp_path: Path) -> None:
+async def test_server_and_sentinel_are_reached_over_tls_with_their_own_passwords(
+    tmp_path: Path,
+) -> None:
     tls = self_signed(tmp_path)
     lines = "".join(f"{name} {value}\n" for name, value in tls.items())
     server, sentinel = free_port(), free_port()
@@ -56,7 +58,7 @@ async def test_both_are_asked_over_tls_each_with_its_own_password(tmp_path: Path
             log=tmp_path / "sentinel/log",
         ) as second,
     ):
-        if not until(lambda: can_ask(url), 10) and "tls" in first.tail() + second.tail():
+        if not poll_until(lambda: can_ask(url), 10) and "tls" in first.tail() + second.tail():
             pytest.skip(f"this server was built without TLS: {first.tail(3)}")
         assert can_ask(url), second.tail()
         assert not can_ask(wrong)

@@ -17,7 +17,7 @@ from redis.retry import Retry
 from cache.process.child_process import GuardedCommand
 from tests.conftest import redis_binary
 from tests.integration.program import ROOT
-from tests.polling import until
+from tests.polling import poll_until
 
 SERVICE = "mymaster"
 DOWN_AFTER_MS = 500
@@ -72,14 +72,14 @@ class WatchedServer:
         """Returns once it answers."""
         command: list[str | Path] = [redis_binary(), self._folder / "conf", *self._more]
         self._process = GuardedCommand(command, log=self._folder / "log")
-        assert until(self._answers), self._process.tail()
+        assert poll_until(self._answers), self._process.tail()
 
     def kill(self) -> None:
         """As `kill -9` does."""
         with self.client() as client:
             pid = int(client.info("server")["process_id"])
         os.kill(pid, signal.SIGKILL)
-        assert until(lambda: not self._answers())
+        assert poll_until(lambda: not self._answers())
         self.stop()
 
     def stop(self) -> None:
@@ -145,10 +145,10 @@ def watched_pair(folder: Path, namespace: str) -> Iterator[WatchedPair]:
         for server in pair.servers:
             server.start()
         # A sentinel asks a primary for its replicas as it starts, and then every ten seconds.
-        assert until(first.has_replica)
+        assert poll_until(first.has_replica)
         for sentinel in pair.sentinels:
             sentinel.start()
-        assert until(pair.is_whole)
+        assert poll_until(pair.is_whole)
         yield pair
     finally:
         for node in (*pair.sentinels, *pair.servers):

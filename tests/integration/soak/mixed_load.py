@@ -20,7 +20,7 @@ from tests.integration.ordeal import Lists
 CONNECTIONS: Final = 32
 BATCH: Final = 50
 K: Final = 10
-SHARES: Final = {
+SHARE_BY_KIND: Final = {
     "one": 0.52, "batch": 0.06, "live": 0.10, "fresh": 0.03, "stranger": 0.08, "filtered": 0.08,
     "tables": 0.05, "events": 0.08,
 }  # fmt: skip
@@ -47,20 +47,20 @@ class MixedLoad:
     requests: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
-    known: Counter[str] = field(default_factory=Counter)
+    known_entity_sources: Counter[str] = field(default_factory=Counter)
     """Sources of answers about what the night knows."""
     generations: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    _sent: int = 0
+    _event_count: int = 0
 
     def __post_init__(self) -> None:
         weights = np.cumsum(1 / np.arange(1, len(self.users) + 1))
         self._cumulated = weights / weights[-1]
         self._items = sorted(self.category)
-        self._kinds = list(SHARES)
-        cumulated_shares = np.cumsum(list(SHARES.values()))
-        self._shares = cumulated_shares / cumulated_shares[-1]
+        self._kinds = list(SHARE_BY_KIND)
+        cumulated_shares = np.cumsum(list(SHARE_BY_KIND.values()))
+        self._cumulated_shares = cumulated_shares / cumulated_shares[-1]
 
     async def drive(self, url: str, *, rate: float, is_over: Callable[[], bool]) -> None:
         """Poisson arrivals at `rate` per second; times count from when each was due."""
@@ -71,20 +71,25 @@ class MixedLoad:
                 while not is_over():
                     due = next(arrivals)
                     await asyncio.sleep(max(0.0, due - time.monotonic()))
-                    await self._ask(connection)
+                    await self._send_request(connection)
                     self.seconds.append(time.monotonic() - due)
 
         await asyncio.gather(*(call() for _ in range(CONNECTIONS)))
 
     def missing(self) -> list[str]:
         """Complaints about what did not happen: a kind that was not asked, a source that never answered."""
-        complaints = [f"no request of kind {kind}" for kind in SHARES if not self.kinds[kind]]
+        complaints = [
+            f"no request of kind {kind}" for kind in SHARE_BY_KIND if not self.kinds[kind]
+        ]
         complaints += [
             f"no answer from {source}"
             for source in (*STORED_SOURCES, Source.LIVE)
             if not self.sources[source]
         ]
-        defaulted, answers = self.known[Source.DEFAULT], self.known.total()
+        defaulted, answers = (
+            self.known_entity_sources[Source.DEFAULT],
+            self.known_entity_sources.total(),
+        )
         if defaulted > DEFAULTED_MAX * answers:
             complaints.append(
                 f"{defaulted} of {answers} answers about what the night knows are `default`"
@@ -97,8 +102,8 @@ class MixedLoad:
             due += float(self.rng.exponential(1 / rate))
             yield due
 
-    async def _ask(self, connection: HttpConnection) -> None:
-        kind = self._kinds[int(np.searchsorted(self._shares, self.rng.random()))]
+    async def _send_request(self, connection: HttpConnection) -> None:
+        kind = self._kinds[int(np.searchsorted(self._cumulated_shares, self.rng.random()))]
         path, body = getattr(self, f"_{kind}")()
         try:
             method, raw = ("POST", orjson.dumps(body)) if body else ("GET", b"")
@@ -132,7 +137,7 @@ class MixedLoad:
         for answer in answers:
             self.sources[answer["source"]] += 1
             if kind not in UNKNOWN:
-                self.known[answer["source"]] += 1
+                self.known_entity_sources[answer["source"]] += 1
             self.generations[answer["generation"]] += 1
             if answer["generation"] not in self.lists:
                 self.wrong.append(f"{kind} {answer['id']}: {answer['generation']} is no generation")
@@ -174,7 +179,7 @@ class MixedLoad:
     def _history(self) -> list[str]:
         return [str(item_id) for item_id in self.rng.choice(self._items, 6, replace=False)]
 
-    def _one(self) -> tuple[str, dict[str, Any]]:
+    def _single(self) -> tuple[str, dict[str, Any]]:
         return f"/v1/lookup/user_topk/{quote(self._user(), safe='')}?k={K}", {}
 
     def _batch(self) -> tuple[str, dict[str, Any]]:
@@ -208,13 +213,13 @@ class MixedLoad:
         return "/v1/lookup", {"entities": entities, "k": K}
 
     def _events(self) -> tuple[str, dict[str, Any]]:
-        self._sent += 1
+        self._event_count += 1
         self.newest_us += 1
         item = self._items[int(self.rng.integers(len(self._items)))]
         # Of the long tail: those who are asked for most are to be answered with the night's list.
         user = self.users[int(self.rng.integers(len(self.users) // 2, len(self.users)))]
         event = {
-            "id": f"soak-{self._sent}",
+            "id": f"soak-{self._event_count}",
             "user": user,
             "item": item,
             "time": self.newest_us / 1e6,

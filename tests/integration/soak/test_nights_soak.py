@@ -25,7 +25,7 @@ from precompute.config.settings import NightConfig
 from precompute.steps import take_events
 from precompute.steps.night import Night, step_in_night
 from tests.integration import troubled_service
-from tests.integration.nights import UNTIL, environment, histories, prepare, top_lists
+from tests.integration.nights import DATA_UNTIL, environment, histories, prepare, top_lists
 from tests.integration.serving_app import eventually
 from tests.integration.soak.flat import growth
 from tests.integration.soak.mixed_load import MixedLoad
@@ -43,7 +43,7 @@ WIDE: Final = {
     "distinct_lists_of_live": 0.0, "heldout_of_live": 0.0, "stale_lists": 1.0,
 }  # fmt: skip
 """Gates on what is unusual: clicks at random, some on each of few users, are."""
-LOOKS: Final = 4
+SAMPLE_COUNT: Final = 4
 LISTS_KEPT: Final = 4
 """Generations whose lists are at hand: live, previous, the one to come, and one more."""
 
@@ -59,7 +59,7 @@ class Soak:
 
     def next_night(self) -> str:
         """A whole night whose lists are known before anybody can get one."""
-        cut = datetime.fromisoformat(UNTIL) + timedelta(hours=self.nights)
+        cut = datetime.fromisoformat(DATA_UNTIL) + timedelta(hours=self.nights)
         night = Night(self.night, f"soak-{uuid.uuid4().hex[:8]}", cut.isoformat())
         if self.nights:
             take_events.run(self.night)
@@ -81,15 +81,15 @@ class Soak:
     def _lists(self, generation: str) -> dict[str, tuple[str, ...]]:
         return dict(top_lists(self.night, generation, self.load.users))
 
-    async def held(self) -> dict[str, float]:
+    async def read_resource_usage(self) -> dict[str, float]:
         """Tasks, descriptors, threads and private memory of the service, and what Redis uses: the least of some looks.
 
         What requests need while they are under way differs between them.
         """
-        samples = [await self._look() for _ in range(LOOKS)]
+        samples = [await self._sample_resource_usage() for _ in range(SAMPLE_COUNT)]
         return {name: min(sample[name] for sample in samples) for name in samples[0]}
 
-    async def _look(self) -> dict[str, float]:
+    async def _sample_resource_usage(self) -> dict[str, float]:
         async with redis.asyncio.Redis.from_url(str(self.night.redis_url)) as client:
             used = int((await client.info("memory"))["used_memory"])
         text = (await get(self.service.url, "/metrics"))[1].decode()
@@ -135,7 +135,7 @@ async def soak(tmp_path: Path, own_redis: RedisServer) -> AsyncIterator[Soak]:
         await asyncio.to_thread(service.__exit__, None, None, None)
 
 
-def looked(
+def format_log_line(
     at_s: float, resource_usage: dict[str, float], load: MixedLoad, lately_ms: NDArray[np.float64]
 ) -> str:
     """A line of the log."""
@@ -175,11 +175,11 @@ async def soaked(
     async def log_samples() -> None:
         logged_count, complained = 0, 0
         while not is_over():
-            timed_samples.append((time.monotonic() - started_at, await soak.held()))
+            timed_samples.append((time.monotonic() - started_at, await soak.read_resource_usage()))
             lately = np.asarray(load.seconds[logged_count:] or [0.0]) * 1000
             logged_count = len(load.seconds)
             print(
-                looked(*timed_samples[-1], load, lately),
+                format_log_line(*timed_samples[-1], load, lately),
                 *load.wrong[complained:][:5],
                 sep="\n",
                 flush=True,
@@ -209,7 +209,7 @@ async def soaked(
     return grown
 
 
-async def test_nights_under_mixed_load_fail_nobody_and_mix_nothing(soak: Soak) -> None:
+async def test_nights_under_mixed_load_fail_no_request_and_mix_no_generations(soak: Soak) -> None:
     await soaked(soak, seconds=4, rate=100, nights=1, look_s=0.5)
 
 

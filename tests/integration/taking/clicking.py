@@ -50,13 +50,13 @@ def drawn(
     ]  # fmt: skip
 
 
-def some(month: Month, name: str, count: int = 150) -> list[Event]:
+def draw_mixed_events(month: Month, name: str, count: int = 150) -> list[Event]:
     """Events of known users and new ones, on known items and unknown ones."""
     users = [*month.ids("user")[::2], "new-1", f"new-{name}"]
     return drawn(month.rng, users, [*month.ids("item"), "nowhere"], count, month.cut, name=name)
 
 
-def taken(config: NightConfig) -> NightConfig:
+def take_all_events(config: NightConfig) -> NightConfig:
     """The settings, once their store has all events."""
     take_events.run(config)
     return config

@@ -14,7 +14,7 @@ from precompute.events.stream import read_entries
 from precompute.sources.erasures import all_erasures, request
 from precompute.steps import retire, take_events
 from tests.integration.changed.month import Month
-from tests.integration.taking.clicking import click, some
+from tests.integration.taking.clicking import click, draw_mixed_events
 
 
 def test_retire_trims_what_every_generation_has(featured: Month) -> None:
@@ -25,7 +25,7 @@ def test_retire_trims_what_every_generation_has(featured: Month) -> None:
     positions = []
     for number in range(3):
         month.night = number
-        positions.append(click(month.config, some(month, f"n{number}", 4))[-1])
+        positions.append(click(month.config, draw_mixed_events(month, f"n{number}", 4))[-1])
         month.publish()
 
     # then: the stream begins behind the oldest generation that is left
@@ -51,7 +51,7 @@ def test_retire_trims_what_every_generation_has(featured: Month) -> None:
 def test_erasing_reaches_files_and_stream_before_it_is_done(featured: Month) -> None:
     month, config = featured, featured.config
     user = "new-somebody"
-    old = some(month, "a", 3)
+    old = draw_mixed_events(month, "a", 3)
     click(config, [*old, Event("theirs", 1, user.encode(), month.ids("item")[0].encode())])
     take_events.run(config)
     click(config, [Event("later", 1, user.encode(), month.ids("item")[1].encode())])

@@ -7,7 +7,7 @@ from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
 from tests.integration.changed.month import Month
 from tests.integration.nights import publish_night
-from tests.integration.taking.clicking import click, some, taken
+from tests.integration.taking.clicking import click, draw_mixed_events, take_all_events
 from tests.integration.taking.test_nights import same_bytes
 
 
@@ -15,9 +15,9 @@ def test_nights_of_an_arm_have_the_events_of_its_control(featured: Month) -> Non
     control_config = featured.config
     events = EventsConfig(enabled=True, namespace=control_config.namespace)
     arm = replace(control_config, namespace=f"{control_config.namespace}-b", events=events)
-    click(control_config, some(featured, "a", 20))
-    taken(control_config)
-    click(control_config, some(featured, "b", 20))
+    click(control_config, draw_mixed_events(featured, "a", 20))
+    take_all_events(control_config)
+    click(control_config, draw_mixed_events(featured, "b", 20))
 
     theirs = publish_night(arm, featured.cut.isoformat())  # takes the rest over
     control_generation = featured.publish()

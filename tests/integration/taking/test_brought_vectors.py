@@ -15,7 +15,7 @@ from precompute.config.settings import NightConfig
 from tests.integration.changed.month import Month, scored
 from tests.integration.changed.worlds import WORLDS, add_columns
 from tests.integration.serving_app import Running, eventually, serving
-from tests.integration.taking.clicking import click, some, taken, with_events
+from tests.integration.taking.clicking import click, draw_mixed_events, take_all_events, with_events
 from tests.opened import open_generation
 
 
@@ -30,7 +30,7 @@ def with_vector(config: NightConfig) -> set[str]:
     return set(pq.read_table(config.path("user_vectors.parquet"))["user"].to_pylist())
 
 
-def told_apart(config: NightConfig, generation: str, users: list[str]) -> dict[str, bool]:
+def find_brought_vectors(config: NightConfig, generation: str, users: list[str]) -> dict[str, bool]:
     """Users whom the generation knows, and of whom it says that they brought one."""
     manifest, root = open_generation(config.store(), generation)
     directory = Directory.open(root, manifest.entity_sets["user"])
@@ -49,12 +49,12 @@ def told_apart(config: NightConfig, generation: str, users: list[str]) -> dict[s
 def test_nights_say_who_brought_a_vector_and_copies_say_the_same(month: Month) -> None:
     for number in range(2):
         month.night = number
-        click(month.config, some(month, f"n{number}", 12))
-        full = taken(month.full)
+        click(month.config, draw_mixed_events(month, f"n{number}", 12))
+        full = take_all_events(month.full)
         generation = month.publish()
 
         assert month.differences(generation, scored(full, month.cut)) == []
-        has_vector_by_user = told_apart(month.config, generation, month.ids("user"))
+        has_vector_by_user = find_brought_vectors(month.config, generation, month.ids("user"))
         users_with_vector = with_vector(month.config)
         assert has_vector_by_user == {
             user: user in users_with_vector for user in has_vector_by_user
@@ -69,7 +69,7 @@ async def test_lists_of_those_without_are_those_of_the_next_night(month: Month) 
     generation = month.publish()
     users = month.ids("user")
     users_with_vector = with_vector(month.config)
-    has_vector_by_user = told_apart(month.config, generation, users)
+    has_vector_by_user = find_brought_vectors(month.config, generation, users)
     users_without_vector = [user for user in has_vector_by_user if user not in users_with_vector][
         :5
     ]
@@ -95,7 +95,7 @@ async def test_lists_of_those_without_are_those_of_the_next_night(month: Month) 
         assert await eventually(all_count)
         day = (await app.post(path, {"entities": [*users_without_vector, *theirs]}))["answers"]
     month.night = 1
-    taken(month.config)
+    take_all_events(month.config)
     month.publish()
     async with serving(month.config) as app:
         night = (await app.post(path, {"entities": users_without_vector}))["answers"]
@@ -128,7 +128,7 @@ def filtered(month: Month) -> Month:
     return month
 
 
-async def asked(app: Running, users: list[Any], **options: Any) -> list[dict[str, Any]]:
+async def look_up(app: Running, users: list[Any], **options: Any) -> list[dict[str, Any]]:
     """Answers of user_topk, as many items as a list has."""
     body = {"entities": users, "k": 10, **options}
     answers: list[dict[str, Any]] = (await app.post("/v1/lookup/user_topk", body))["answers"]
@@ -142,7 +142,7 @@ async def send_clicks(app: Running, clicks: dict[str, str]) -> None:
     assert response.json()["accepted"] == len(events), response.text
 
     async def all_count() -> bool:
-        answers = await asked(app, [*clicks])
+        answers = await look_up(app, [*clicks])
         return all(answer.get("events") == 1 for answer in answers)
 
     assert await eventually(all_count)
@@ -162,7 +162,7 @@ async def test_searches_under_a_filter_count_the_events_that_the_answer_tells_of
     generation = month.publish()
     users = month.ids("user")
     users_with_vector = with_vector(month.config)
-    has_vector_by_user = told_apart(month.config, generation, users)
+    has_vector_by_user = find_brought_vectors(month.config, generation, users)
     users_without_vector = [user for user in has_vector_by_user if user not in users_with_vector][
         :5
     ]
@@ -171,19 +171,19 @@ async def test_searches_under_a_filter_count_the_events_that_the_answer_tells_of
     async with serving(
         month.config, events=month.config.events, events_url=month.config.events_url
     ) as app:
-        answers_before = await asked(app, [*users_without_vector, *theirs], **options)
+        answers_before = await look_up(app, [*users_without_vector, *theirs], **options)
         clicks = {answer["id"]: answer["items"][0] for answer in answers_before}
         await send_clicks(app, clicks)
-        day = await asked(app, [*users_without_vector, *theirs], **options)
+        day = await look_up(app, [*users_without_vector, *theirs], **options)
         scored = [
             await app.post("/v1/score", {"user": user, "items": answer["items"]})
             for user, answer in zip(users_without_vector, day, strict=False)
         ]
     month.night = 1
-    taken(month.config)
+    take_all_events(month.config)
     month.publish()
     async with serving(month.config) as app:
-        night = await asked(app, [*users_without_vector, *theirs], **options)
+        night = await look_up(app, [*users_without_vector, *theirs], **options)
 
     for user, mine, next_, old in zip(
         [*users_without_vector, *theirs], day, night, answers_before, strict=True
@@ -208,11 +208,11 @@ async def test_a_strangers_search_under_a_filter_counts_what_was_sent_and_then_t
     async with serving(
         month.config, events=month.config.events, events_url=month.config.events_url
     ) as app:
-        answer_before = (await asked(app, [stranger_entity], filter=IN_STOCK))[0]
+        answer_before = (await look_up(app, [stranger_entity], filter=IN_STOCK))[0]
         await send_clicks(app, {"a-stranger": items[20]})
-        (answer_with_event,) = await asked(app, [stranger_entity], filter=IN_STOCK)
+        (answer_with_event,) = await look_up(app, [stranger_entity], filter=IN_STOCK)
         equivalent_entity = {"id": None, "history": [*items[10:13], items[20]]}
-        (equivalent_answer,) = await asked(app, [equivalent_entity], filter=IN_STOCK)
+        (equivalent_answer,) = await look_up(app, [equivalent_entity], filter=IN_STOCK)
 
     assert answer_with_event["events"] == 1 and items[20] not in answer_with_event["items"]
     assert np.allclose(answer_with_event["scores"], equivalent_answer["scores"], rtol=0.05)

@@ -18,7 +18,7 @@ from precompute.config.settings import NightConfig
 from precompute.events.files import last_taken
 from tests.integration import nights
 from tests.integration.changed.month import Month, spoil
-from tests.integration.taking.clicking import click, microseconds, some
+from tests.integration.taking.clicking import click, draw_mixed_events, microseconds
 from tests.opened import open_generation
 
 
@@ -38,9 +38,9 @@ def inputs_of(config: NightConfig, generation: str) -> tuple[ItemTable, dict[int
 
 def test_published_inputs_and_newer_events_are_what_the_next_night_publishes(month: Month) -> None:
     # given: two nights, the second with more events; the history is cut short
-    click(month.config, some(month, "a"))
+    click(month.config, draw_mixed_events(month, "a"))
     earlier_generation = month.publish()
-    newer_events = some(month, "b")
+    newer_events = draw_mixed_events(month, "b")
     users, items = month.ids("user"), month.ids("item")
     # ahead of the cut, and long before everything
     newer_events += [

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 from cache.events.event import Event
 from precompute.reuse.inputs import NAMED_ITEM_GONE
 from tests.integration.changed.month import Month, scored
-from tests.integration.taking.clicking import click, microseconds, taken
+from tests.integration.taking.clicking import click, microseconds, take_all_events
 
 
 def lose(month: Month, item: str) -> None:
@@ -24,13 +24,13 @@ def test_users_of_an_item_that_left_are_in_no_night_that_copies_either(month: Mo
         month.config,
         [Event(f"e{n}", at, b"only-by-event-%d" % n, named.encode()) for n in range(9)],
     )
-    taken(month.full)
+    take_all_events(month.full)
     month.publish()
     reasons, users = [], []
     for number, item in enumerate([quiet, named], 1):
         month.night = number
         lose(month, item)
-        full = scored(taken(month.full), month.cut)
+        full = scored(take_all_events(month.full), month.cut)
 
         generation = month.publish()
 

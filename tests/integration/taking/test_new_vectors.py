@@ -43,17 +43,23 @@ def config(tmp_path: Path, redis_url: str) -> NightConfig:
     )  # fmt: skip
 
 
-def brought(name: str, vector: list[float]) -> Event:
+def make_vector_event(name: str, vector: list[float]) -> Event:
     return Event(name, 0, None, name.encode(), vector=tuple(vector))
 
 
-def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_told(config: NightConfig) -> None:
+def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_reported(
+    config: NightConfig,
+) -> None:
     known_item = pq.read_table(config.path("vectors.parquet"))["item"][0].as_py()
-    click(config, [brought("new", [0.5] * DIMS), brought(known_item, [3e38] * DIMS)])
+    click(
+        config,
+        [make_vector_event("new", [0.5] * DIMS), make_vector_event(known_item, [3e38] * DIMS)],
+    )
     take_events.run(config)
     first = nights.publish_night(config, FIRST)
     click(config, [
-        brought("far", [1e13] + [0.0] * (DIMS - 1)), brought("farthest", [3e38] * DIMS), brought("short", [1.0]),
+        make_vector_event("far", [1e13] + [0.0] * (DIMS - 1)), make_vector_event("farthest", [3e38] * DIMS),
+        make_vector_event("short", [1.0]),
     ])  # fmt: skip
     take_events.run(config)
 
@@ -82,7 +88,9 @@ def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_told(config: N
 def test_a_bundle_with_the_vector_of_an_erased_item_goes_from_the_store_at_once(
     config: NightConfig,
 ) -> None:
-    click(config, [brought("gone", [0.25] * DIMS), brought("new", [0.5] * DIMS)])
+    click(
+        config, [make_vector_event("gone", [0.25] * DIMS), make_vector_event("new", [0.5] * DIMS)]
+    )
     take_events.run(config)
     nights.publish_night(config, FIRST)
     store, row = config.store(), np.full(DIMS, 0.25, np.float32).tobytes()

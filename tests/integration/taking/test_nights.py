@@ -18,7 +18,13 @@ from precompute.events.files import FOLDER
 from precompute.events.stream import EventStores
 from precompute.steps import begin, take_events
 from tests.integration.changed.month import Month, files_of, same_file, scored
-from tests.integration.taking.clicking import alone, click, microseconds, some, taken
+from tests.integration.taking.clicking import (
+    alone,
+    click,
+    draw_mixed_events,
+    microseconds,
+    take_all_events,
+)
 
 
 def same_bytes(first_build: Build, theirs: Build) -> list[str]:
@@ -37,10 +43,10 @@ def test_events_are_rows_of_a_file_behind_the_teams_own(month: Month) -> None:
               if number % 5 == 0 else team_rows["item"][20 + number].as_py().encode())
         for number in range(20)
     ]  # fmt: skip
-    events = [*some(month, "a"), *ties]
+    events = [*draw_mixed_events(month, "a"), *ties]
     for part in (events[:60], events[60:]):
         click(month.config, part)
-        taken(month.config)
+        take_all_events(month.config)
 
     # when
     event_generation = scored(month.config, month.cut)
@@ -73,8 +79,8 @@ def go_through(month: Month, nights: int) -> None:
         month.night = number
         if number % 3 == 2:  # a file of the team comes behind events that were read
             month.a_day()
-        click(month.config, some(month, f"n{number}", 12) if number != 1 else [])
-        full = taken(month.full)
+        click(month.config, draw_mixed_events(month, f"n{number}", 12) if number != 1 else [])
+        full = take_all_events(month.full)
         generation = month.publish()
 
         assert month.differences(generation, scored(full, month.cut)) == []
@@ -103,7 +109,7 @@ def test_nights_whose_older_files_were_merged_have_the_bytes_of_full_ones(
     assert copying_folder is not None and theirs is not None
     for number in range(4):
         featured.night = number
-        click(featured.config, some(featured, f"n{number}", 12))
+        click(featured.config, draw_mixed_events(featured, f"n{number}", 12))
 
         generation = featured.publish()
 
@@ -120,10 +126,10 @@ def test_a_fortnight_that_copies_has_the_bytes_of_full_nights(month: Month) -> N
 
 def test_a_retry_of_begin_finds_its_own_work(month: Month) -> None:
     config, cut = month.config, month.cut.isoformat()
-    click(config, some(month, "a", 5))
+    click(config, draw_mixed_events(month, "a", 5))
     until_position = take_events.run(config)["events_until"]
     first = begin.run(config, data_until=cut, run_after=None, events_until=until_position)
-    click(config, some(month, "b", 5))
+    click(config, draw_mixed_events(month, "b", 5))
     take_events.run(config)
 
     repeated_build = begin.run(config, data_until=cut, run_after=None, events_until=until_position)
@@ -148,7 +154,7 @@ def test_without_events_a_night_is_as_it_was(month: Month) -> None:
 
 
 def test_a_night_without_a_cut_is_as_new_as_its_events(month: Month) -> None:
-    click(month.config, some(month, "a", 3))
+    click(month.config, draw_mixed_events(month, "a", 3))
     until_position = take_events.run(month.config)["events_until"]
 
     build = begin.run(month.config, data_until=None, run_after=None, named="2026-01-01T00:00:00Z")
@@ -161,7 +167,7 @@ def test_a_night_without_a_cut_is_as_new_as_its_events(month: Month) -> None:
 def test_a_night_without_a_cut_is_never_ahead_of_the_clock(month: Month) -> None:
     ahead = Position(4_000_000_000_000, 0)  # a producer gave its own position
     with redis.Redis.from_url(month.config.events_redis, protocol=3) as client:
-        (event,) = some(month, "a", 1)
+        (event,) = draw_mixed_events(month, "a", 1)
         client.xadd(month.config.keyspace().events, {"e": event.to_bytes()}, id=str(ahead))
         redis_now_s = client.time()[0]
     until_position = take_events.run(month.config)["events_until"]

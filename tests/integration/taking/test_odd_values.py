@@ -6,7 +6,7 @@ from cache.events.event import Event
 from precompute.builds.build import Build
 from precompute.events import event_trials
 from tests.integration.changed.month import Month, scored
-from tests.integration.taking.clicking import click, some, taken
+from tests.integration.taking.clicking import click, draw_mixed_events, take_all_events
 
 HUGE = 3e38
 
@@ -38,8 +38,8 @@ def test_nights_with_odd_values_copy_as_full_nights_compute(featured: Month) -> 
     month = featured
     for number in range(3):
         month.night = number
-        click(month.config, [*odd(month, number), *some(month, f"n{number}", 10)])
-        full = taken(month.full)
+        click(month.config, [*odd(month, number), *draw_mixed_events(month, f"n{number}", 10)])
+        full = take_all_events(month.full)
         generation = month.publish()
 
         assert month.differences(generation, scored(full, month.cut)) == []

@@ -8,7 +8,7 @@ from cache.store.artefacts import read_manifest
 from precompute.steps import load
 from precompute.steps.night import Night, run_night
 from tests.integration.changed.month import Month
-from tests.integration.taking.clicking import click, some
+from tests.integration.taking.clicking import click, draw_mixed_events
 
 
 class Killed(Exception):
@@ -19,18 +19,18 @@ def killed(_night: Night) -> Any:
     raise Killed
 
 
-def begun(month: Month) -> set[str]:
+def list_generations(month: Month) -> set[str]:
     return set(month.config.store().names("generations"))
 
 
 def kill_in_load(month: Month) -> str:
     """Generation of a night that was killed before its pages were in Redis."""
-    generations_before = begun(month)
+    generations_before = list_generations(month)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "in_night", killed)
         with pytest.raises(Killed):
             run_night(night(month))
-    (generation,) = begun(month) - generations_before
+    (generation,) = list_generations(month) - generations_before
     return generation
 
 
@@ -40,9 +40,9 @@ def night(month: Month) -> Night:
 
 def test_a_second_night_goes_on_where_the_first_was_killed(featured: Month) -> None:
     month = featured
-    first = click(month.config, some(month, "a", 5))[-1]
+    first = click(month.config, draw_mixed_events(month, "a", 5))[-1]
     unfinished = kill_in_load(month)
-    second = click(month.config, some(month, "b", 5))[-1]
+    second = click(month.config, draw_mixed_events(month, "b", 5))[-1]
 
     assert run_night(night(month))[0][1].result["generation"] == unfinished
 
@@ -57,9 +57,9 @@ def test_a_second_night_goes_on_where_the_first_was_killed(featured: Month) -> N
 
 def test_other_files_of_the_team_make_another_night(featured: Month) -> None:
     month = featured
-    click(month.config, some(month, "a", 5))
+    click(month.config, draw_mixed_events(month, "a", 5))
     unfinished = kill_in_load(month)
-    second = click(month.config, some(month, "b", 5))[-1]
+    second = click(month.config, draw_mixed_events(month, "b", 5))[-1]
     month.a_day()
 
     next_generation = run_night(night(month))[0][1].result["generation"]

@@ -31,7 +31,7 @@ def without_features(month: Month, users: list[str]) -> None:
     pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
 
 
-def test_whoever_has_a_history_is_there_without_an_answer(featured: Month) -> None:
+def test_users_with_a_history_are_published_without_an_answer(featured: Month) -> None:
     month, users_without_features = featured, featured.ids("user")[:3]
     without_features(month, users_without_features)
 
@@ -60,11 +60,13 @@ class Shop:
     """A service whose night has histories of some users, `lost`, and no features that its models take of them."""
 
     app: Running
-    lost: list[str]
+    users_without_features: list[str]
     items: list[str]
-    had: dict[str, set[str]]
+    history_items_by_user: dict[str, set[str]]
 
-    async def ask(self, entity: Any, table: str = "user_topk", **options: Any) -> dict[str, Any]:
+    async def look_up(
+        self, entity: Any, table: str = "user_topk", **options: Any
+    ) -> dict[str, Any]:
         """The answer for one entity."""
         body = {"entities": [entity], **options}
         (answer,) = (await self.app.post(f"/v1/lookup/{table}", body))["answers"]
@@ -77,7 +79,7 @@ class Shop:
         assert response.json()["accepted"] == 1, response.text
 
         async def counts() -> bool:
-            return (await self.ask(user)).get("events") == 1
+            return (await self.look_up(user)).get("events") == 1
 
         assert await eventually(counts)
 
@@ -108,19 +110,21 @@ def only(item: str) -> dict[str, Any]:
 async def test_a_click_leaves_who_has_no_record_the_answer_that_is_computed_from_what_is_sent(
     shop: Shop, fresh: bool
 ) -> None:
-    user, half = shop.lost[0], {"==": ["half", 1]}
-    had_items = sorted(shop.had[user])
-    new = [item for item in shop.items if item not in shop.had[user]]
+    user, half = shop.users_without_features[0], {"==": ["half", 1]}
+    had_items = sorted(shop.history_items_by_user[user])
+    new = [item for item in shop.items if item not in shop.history_items_by_user[user]]
     caller_input: dict[str, Any] = {"history": new[:2], "features": {"country": 3}}
-    answer_before = await shop.ask({"id": user, **caller_input})
+    answer_before = await shop.look_up({"id": user, **caller_input})
     await shop.click(user, new[2])
     await shop.click("stranger", new[2])
     options: dict[str, Any] = {"k": 10} | ({"fresh": True} if fresh else {})
 
     option_sets: list[dict[str, Any]] = [options, options | {"filter": half}]
     for option_set in option_sets:
-        mine = await shop.ask({"id": user, **caller_input}, **option_set)
-        theirs = await shop.ask({"id": "stranger", **caller_input}, exclude=had_items, **option_set)
+        mine = await shop.look_up({"id": user, **caller_input}, **option_set)
+        theirs = await shop.look_up(
+            {"id": "stranger", **caller_input}, exclude=had_items, **option_set
+        )
         assert (mine["source"], mine["events"]) == ("live", 1) and "approximate" not in mine
         common_items = [item for item in mine["items"] if item in theirs["items"]]
         assert common_items == theirs["items"][: len(common_items)] and len(common_items) >= len(
@@ -128,28 +132,30 @@ async def test_a_click_leaves_who_has_no_record_the_answer_that_is_computed_from
         )
         assert not {*had_items, *new[:3]} & {*mine["items"]}
     vectors = [
-        await shop.ask({"id": entity_id, **caller_input}, "user_vector", fresh=fresh)
+        await shop.look_up({"id": entity_id, **caller_input}, "user_vector", fresh=fresh)
         for entity_id in (user, "stranger")
     ]
     assert answer_before["source"] == "live" and answer_before["reason"] == "not_in_generation"
     assert vectors[0]["events"] == 1 and np.array_equal(vectors[0]["vector"], vectors[1]["vector"])
     # What one caller sends is no answer for who sends something else, or nothing.
-    answer_to_other_input = await shop.ask(
+    answer_to_other_input = await shop.look_up(
         {"id": user, "history": new[4:6], "features": {"country": 2}}
     )
     assert (
         answer_to_other_input["source"] == "live" and new[4] not in answer_to_other_input["items"]
     )
-    assert (await shop.ask(user))["source"] in ("default", "l1")
+    assert (await shop.look_up(user))["source"] in ("default", "l1")
 
 
 async def test_events_that_cannot_be_counted_leave_the_live_answer_less_their_items(
     shop: Shop,
 ) -> None:
-    user = shop.lost[1]
-    new = [item for item in shop.items if item not in shop.had[user]]
+    user = shop.users_without_features[1]
+    new = [item for item in shop.items if item not in shop.history_items_by_user[user]]
     caller_input: dict[str, Any] = {"history": new[:2], "features": {"country": 3}}
-    answer_before = await shop.ask({"id": None, **caller_input}, exclude=sorted(shop.had[user]))
+    answer_before = await shop.look_up(
+        {"id": None, **caller_input}, exclude=sorted(shop.history_items_by_user[user])
+    )
     await shop.click(user, answer_before["items"][0])
     holder = shop.app.service.follower.holder
     served = holder.served
@@ -158,7 +164,7 @@ async def test_events_that_cannot_be_counted_leave_the_live_answer_less_their_it
     lame = served.live.with_part(replace(events, predictor=None))
     holder.put(replace(served, live=lame))
 
-    after = await shop.ask({"id": user, **caller_input})
+    after = await shop.look_up({"id": user, **caller_input})
 
     assert after["source"] == "live" and after["approximate"] is True
     assert answer_before["items"][0] not in after["items"]
@@ -170,23 +176,23 @@ async def test_events_that_cannot_be_counted_leave_the_live_answer_less_their_it
 async def test_what_was_had_by_the_night_is_left_out_of_who_has_no_record(
     shop: Shop, history: int | None
 ) -> None:
-    user = shop.lost[2]
-    new = [item for item in shop.items if item not in shop.had[user]]
+    user = shop.users_without_features[2]
+    new = [item for item in shop.items if item not in shop.history_items_by_user[user]]
     caller_input = {} if history is None else {"history": new[:history], "features": {"country": 3}}
     entity = {"id": user, **caller_input}
-    one_had = min(shop.had[user])
+    one_had = min(shop.history_items_by_user[user])
 
-    of_had = await shop.ask(entity, k=1, filter=only(one_had))
-    of_new = await shop.ask(entity, k=1, filter=only(new[-1]))
-    full_answer = await shop.ask(entity, k=10)
+    of_had = await shop.look_up(entity, k=1, filter=only(one_had))
+    of_new = await shop.look_up(entity, k=1, filter=only(new[-1]))
+    full_answer = await shop.look_up(entity, k=10)
 
     assert (of_had["items"], of_had["short"]) == ([], True)
     assert of_new["short"] is False
-    assert not shop.had[user] & {*full_answer["items"], *of_new["items"]}
+    assert not shop.history_items_by_user[user] & {*full_answer["items"], *of_new["items"]}
     assert full_answer["producer"] == ("defaults" if history is None else "live")
     explained = await shop.app.get(f"/v1/explain/user_topk/{user}")
     if history is None:
-        assert explained["default"]["items"] == (await shop.ask(entity))["items"]
+        assert explained["default"]["items"] == (await shop.look_up(entity))["items"]
 
 
 @dataclass(frozen=True)
@@ -201,10 +207,10 @@ class Moods:
     clicks: str
     lacks: str
 
-    async def ask(self, user: str, mood: list[float] | None = None, **options: Any) -> Any:
+    async def look_up_mood(self, user: str, mood: list[float] | None = None, **options: Any) -> Any:
         """The values of one user, who sends a mood or nothing."""
         caller_input = {} if mood is None else {"features": {"mood": mood}}
-        return await self.shop.ask({"id": user, **caller_input}, "user_mood", **options)
+        return await self.shop.look_up({"id": user, **caller_input}, "user_mood", **options)
 
 
 @pytest.fixture
@@ -233,12 +239,12 @@ async def test_a_click_leaves_who_has_a_record_of_values_that_record_whatever_is
 ) -> None:
     # Given a user with a record of values and a click
     user = str(getattr(moods, kind))
-    answer_before = await moods.ask(user)
+    answer_before = await moods.look_up_mood(user)
     await moods.shop.click(user, moods.shop.items[0])
 
     # When values are asked for with another mood, and without one
-    answer_without_mood = await moods.ask(user, fresh=fresh)
-    answer_with_mood = await moods.ask(user, [9.0, -9.0], fresh=fresh)
+    answer_without_mood = await moods.look_up_mood(user, fresh=fresh)
+    answer_with_mood = await moods.look_up_mood(user, [9.0, -9.0], fresh=fresh)
     body = {"entities": [{"id": user, "features": {"mood": [9.0, -9.0]}}], "fresh": fresh}
     explained = await moods.shop.app.post("/v1/explain/user_mood", body)
 
@@ -266,11 +272,14 @@ async def test_a_click_leaves_who_has_no_record_of_values_those_of_what_is_sent(
     await moods.shop.click(user, moods.shop.items[0])
 
     # When a mood is sent, then another one, then none
-    first, second = await moods.ask(user, [9.0, -9.0]), await moods.ask(user, [1.0, 2.0])
-    repeated_answer = await moods.ask(user, [1.0, 2.0])
+    first, second = (
+        await moods.look_up_mood(user, [9.0, -9.0]),
+        await moods.look_up_mood(user, [1.0, 2.0]),
+    )
+    repeated_answer = await moods.look_up_mood(user, [1.0, 2.0])
     body = {"entities": [{"id": user, "features": {"mood": [3.0, 2.0]}}]}
     explained = await moods.shop.app.post("/v1/explain/user_mood", body)
-    answer_without_mood = await moods.ask(user)
+    answer_without_mood = await moods.look_up_mood(user)
 
     # Then values are those of the mood, and of nothing there are none
     assert (first["values"], first["source"]) == ([9.0, -9.0], "live")

@@ -22,7 +22,7 @@ def live(night: NightConfig) -> str:
     return release.generation
 
 
-async def ask(app: Running, users: list[str]) -> dict[str, dict[str, Any]]:
+async def look_up_users(app: Running, users: list[str]) -> dict[str, dict[str, Any]]:
     """Every user is answered, from one generation, with a source, and with a reason where it is not from L2."""
     body = await app.post("/v1/lookup/user_topk", {"entities": users})
     answers = {answer["id"]: answer for answer in body["answers"]}
@@ -33,7 +33,7 @@ async def ask(app: Running, users: list[str]) -> dict[str, dict[str, Any]]:
 
 
 async def all_from_l2(app: Running, users: list[str]) -> bool:
-    return {answer["source"] for answer in (await ask(app, users)).values()} == {"l2"}
+    return {answer["source"] for answer in (await look_up_users(app, users)).values()} == {"l2"}
 
 
 def page_key_of(night: NightConfig, user: str) -> str:

@@ -112,12 +112,12 @@ class Process:
         async with asyncio.timeout(60):
             return await self._process.stdout.readline()
 
-    def ask(self, user: str, item: str = "i1") -> None:
+    def start_request(self, user: str, item: str = "i1") -> None:
         """Starts a request."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"ask {user} {item}\n".encode())
 
-    async def take(self, count: int = 1) -> dict[str, Any]:
+    async def take_answers(self, count: int = 1) -> dict[str, Any]:
         """The oldest answers not yet taken, and what the process has counted by then."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"take {count}\n".encode())

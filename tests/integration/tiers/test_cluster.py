@@ -19,8 +19,8 @@ from serving.quality.monitor import QualityMonitor
 from tests.attached import attached
 from tests.clusters import TestCluster, cluster
 from tests.integration.nights import (
+    DATA_UNTIL,
     NEXT,
-    UNTIL,
     prepare,
     publish_night,
     roll_back,
@@ -29,8 +29,8 @@ from tests.integration.nights import (
 from tests.integration.serving_app import Running, eventually, serving
 from tests.integration.tiers.clustered import (
     all_from_l2,
-    ask,
     live,
+    look_up_users,
     other_than,
     page_key_of,
     users_of,
@@ -51,7 +51,7 @@ def night(tmp_path_factory: pytest.TempPathFactory, servers: TestCluster) -> Nig
     """Two generations, the second one live; pages so small that there are hundreds."""
     config = prepare(tmp_path_factory.mktemp("night"), servers.url, users=USERS)
     config = replace(config, page_bytes=4096)
-    publish_night(config, UNTIL)
+    publish_night(config, DATA_UNTIL)
     publish_night(config, NEXT)
     return config
 
@@ -69,7 +69,7 @@ async def test_a_batch_from_all_masters_is_what_the_night_computed(
     users = users_of(night)
     owners = {servers.of_slot(key_slot(page_key_of(night, user).encode())) for user in users[:50]}
 
-    answers = await ask(app, users)
+    answers = await look_up_users(app, users)
 
     assert {name: tuple(answer["items"]) for name, answer in answers.items()} == dict(
         top_lists(night, live(night), users)
@@ -109,12 +109,12 @@ async def test_replicas_are_seen_and_a_roll_back_reaches_them(
     generation_after = roll_back(night)
 
     async def moved() -> bool:
-        return {answer["generation"] for answer in (await ask(app, users)).values()} == {
+        return {answer["generation"] for answer in (await look_up_users(app, users)).values()} == {
             generation_after
         }
 
     assert generation_after != generation_before and await eventually(moved)
-    answers = await ask(app, users)
+    answers = await look_up_users(app, users)
     assert {name: tuple(answer["items"]) for name, answer in answers.items()} == dict(
         top_lists(night, generation_after, users)
     )
@@ -140,7 +140,7 @@ async def test_a_killed_master_costs_only_its_own_keys(
 
     victim.kill()
     for _ in range(20):
-        answers = await ask(app, users)
+        answers = await look_up_users(app, users)
         assert {
             name for name, answer in answers.items() if answer["source"] != "l2"
         } == affected_users
@@ -176,11 +176,13 @@ async def test_a_master_that_hangs_costs_only_its_own_keys(
 
     with victim.frozen():
         for _ in range(8):
-            answers = await ask(app, users)
+            answers = await look_up_users(app, users)
             assert {
                 name for name, answer in answers.items() if answer["source"] != "l2"
             } == affected_users
-        assert (await app.counted("larder_breaker_state"))[()] > 0, "its own; the others' are shut"
+        assert (await app.scrape_samples("larder_breaker_state"))[()] > 0, (
+            "its own; the others' are shut"
+        )
 
     async def healed() -> bool:
         return await all_from_l2(app, users)
@@ -209,7 +211,7 @@ async def test_reads_follow_a_slot_on_its_way(
     for _ in range(3):  # MOVED, once
         assert await all_from_l2(app, users)
 
-    assert (await app.counted("larder_breaker_state"))[()] == 0
+    assert (await app.scrape_samples("larder_breaker_state"))[()] == 0
     assert servers.of_slot(slot) is to
     manifest = read_manifest(night.store(), live(night))
     with open_releases(night) as releases:
@@ -256,7 +258,7 @@ async def test_the_users_of_redis_conf_suffice(night: NightConfig, servers: Test
             return await all_from_l2(app, users)
 
         async def is_memory_counted() -> bool:
-            return bool(await app.counted("larder_redis_memory_used_bytes"))
+            return bool(await app.scrape_samples("larder_redis_memory_used_bytes"))
 
         assert await eventually(is_all_from_l2)
         assert await eventually(is_memory_counted)

@@ -94,7 +94,7 @@ async def test_tls_is_a_matter_of_the_url(tmp_path: Path, keyspace: Keyspace) ->
         await tier.aclose()
 
 
-def test_the_wrong_kind_of_url_is_told_apart(servers: TestCluster, redis_url: str) -> None:
+def test_the_wrong_kind_of_url_is_refused(servers: TestCluster, redis_url: str) -> None:
     node = f"redis://{servers.nodes[0].address}"
     keys = [f"key-{number}" for number in range(50)]
     with pytest.raises(ConfigError, match=r"redis\+cluster://"):

@@ -38,11 +38,11 @@ def night(tmp_path: Path, redis_url: str) -> NightConfig:
     return build_night(tmp_path / "night", redis_url, users=120, items=60)
 
 
-def known(night: NightConfig) -> list[str]:
+def list_known_users(night: NightConfig) -> list[str]:
     return sorted(histories(night))[:USERS]
 
 
-async def ask(app: Running, users: list[str]) -> list[str]:
+async def look_up_sources(app: Running, users: list[str]) -> list[str]:
     """Where the answers came from."""
     body = {"entities": [{"id": user} for user in users], "k": 10}
     return [
@@ -51,7 +51,7 @@ async def ask(app: Running, users: list[str]) -> list[str]:
 
 
 async def event(app: Running, name: str) -> float:
-    return (await app.counted(f"larder_{name}_total"))[()]
+    return (await app.scrape_samples(f"larder_{name}_total"))[()]
 
 
 async def test_reports_add_up_over_replicas_and_hours(
@@ -112,18 +112,18 @@ async def test_a_damaged_key_is_an_outage_of_the_sketch_only(
 async def test_a_replica_that_starts_cold_answers_its_first_requests_from_l1(
     night: NightConfig,
 ) -> None:
-    users = known(night)
+    users = list_known_users(night)
     async with serving(night, sketch_s=0.05) as first:
-        assert set(await ask(first, users)) == {"l2"}
+        assert set(await look_up_sources(first, users)) == {"l2"}
         assert await eventually(lambda: reported(first, USERS))
 
     async with serving(night) as second:
-        assert set(await ask(second, users)) == {"l1"}
-        assert (await second.counted("larder_warmed_records_total"))[()] == USERS
-        assert (await second.counted("larder_warming_seconds_total"))[()] > 0
+        assert set(await look_up_sources(second, users)) == {"l1"}
+        assert (await second.scrape_samples("larder_warmed_records_total"))[()] == USERS
+        assert (await second.scrape_samples("larder_warming_seconds_total"))[()] > 0
 
     async with serving(night, sketch_s=0.0) as third:
-        assert set(await ask(third, users)) == {"l2"}
+        assert set(await look_up_sources(third, users)) == {"l2"}
 
 
 async def reported(app: Running, count: int) -> bool:
@@ -133,10 +133,10 @@ async def reported(app: Running, count: int) -> bool:
 async def test_before_a_flip_a_replica_reads_ahead_what_others_were_asked(
     night: NightConfig,
 ) -> None:
-    users = known(night)
+    users = list_known_users(night)
     coming = build_verified(night, NEXT)
     async with serving(night, sketch_s=0.05) as busy, serving(night) as idle:
-        await ask(busy, users)
+        await look_up_sources(busy, users)
         assert await eventually(lambda: reported(busy, USERS))
 
         await asyncio.to_thread(publish, night, coming)
@@ -146,18 +146,18 @@ async def test_before_a_flip_a_replica_reads_ahead_what_others_were_asked(
             return bool(live["generation"] == coming)
 
         assert await eventually(follows)
-        assert set(await ask(idle, users)) == {"l1"}
+        assert set(await look_up_sources(idle, users)) == {"l1"}
 
 
 async def test_who_is_blocked_leaves_the_sketch_and_is_not_read_ahead(night: NightConfig) -> None:
-    users = known(night)
+    users = list_known_users(night)
     async with serving(night, sketch_s=0.05) as app:
-        await ask(app, users)
+        await look_up_sources(app, users)
         assert await eventually(lambda: reported(app, USERS))
         await asyncio.to_thread(change_blocklist, night.store(), block_users=[users[0].encode()])
 
         async def is_forgotten() -> bool:
-            await ask(app, users[:1])  # whoever is blocked may go on asking
+            await look_up_sources(app, users[:1])  # whoever is blocked may go on asking
             async with redis.asyncio.Redis.from_url(str(night.redis_url)) as client:
                 members = [
                     sketch_member
@@ -170,15 +170,15 @@ async def test_who_is_blocked_leaves_the_sketch_and_is_not_read_ahead(night: Nig
         assert await eventually(is_forgotten)
 
 
-async def test_a_replica_starts_without_redis_and_its_reports_harm_nobody(
+async def test_a_replica_starts_without_redis_and_its_failed_reports_harm_no_answer(
     night: NightConfig,
 ) -> None:
     nowhere = dataclasses.replace(night, redis_url="redis://127.0.0.1:1/0")
     async with serving(nowhere, sketch_s=0.05) as app:
-        assert set(await ask(app, known(night))) == {"default"}
+        assert set(await look_up_sources(app, list_known_users(night))) == {"default"}
 
         async def failed() -> bool:
-            await ask(app, known(night))
+            await look_up_sources(app, list_known_users(night))
             return await event(app, "hot_reports_failed") >= 1
 
         assert await eventually(failed)

@@ -50,10 +50,10 @@ async def test_two_processes_compute_once_while_the_leader_lives(
         ]
         for process in (first_process, two):
             for _ in range(10):
-                process.ask("stranger")
+                process.start_request("stranger")
 
         async def both_have_asked() -> bool:
-            counts = [await first_process.take(0), await two.take(0)]
+            counts = [await first_process.take_answers(0), await two.take_answers(0)]
             # The lease may be won by a question that then joins another of its own process: given back, it is taken
             # over by whoever waits, who counts twice.
             return all(
@@ -67,7 +67,7 @@ async def test_two_processes_compute_once_while_the_leader_lives(
         assert await eventually(both_have_asked)
         await redis.rpush(f"{keyspace.namespace}:go", "now")
 
-        first, second = await first_process.take(10), await two.take(10)
+        first, second = await first_process.take_answers(10), await two.take_answers(10)
 
         assert first["answers"] == second["answers"]
         assert {source for source, _ in first["answers"]} == {"live"}
@@ -81,7 +81,7 @@ async def test_a_leader_that_computes_for_longer_than_a_lease_lives_keeps_it(
     redis_url: str, redis: Redis, keyspace: Keyspace
 ) -> None:
     async with Process(redis_url, keyspace.namespace, "one", SHORT_MS) as leader:
-        leader.ask("stranger")
+        leader.start_request("stranger")
         assert await eventually(lambda: _count(redis, keyspace, 1))
         (name,) = await lease_keys(redis, keyspace)
         life_ms, renewals = SHORT_MS / 2, 0
@@ -96,7 +96,7 @@ async def test_a_leader_that_computes_for_longer_than_a_lease_lives_keeps_it(
         assert await eventually(renewed)
         assert 0 < left_ms <= life_ms and (await value(redis, name)).startswith(b"one/")
         await redis.rpush(f"{keyspace.namespace}:go", "now")
-        assert (await leader.take())["leases_led"] == 1
+        assert (await leader.take_answers())["leases_led"] == 1
 
 
 async def test_a_killed_leader_costs_at_most_one_more_inference(
@@ -110,20 +110,22 @@ async def test_a_killed_leader_costs_at_most_one_more_inference(
             )
             for name, wait_ms in (("one", SHORT_MS), ("two", LONG_MS), ("three", LONG_MS))
         ]
-        leader.ask("stranger")
+        leader.start_request("stranger")
         assert await eventually(lambda: _count(redis, keyspace, 1))
-        two.ask("stranger")
-        three.ask("stranger")
+        two.start_request("stranger")
+        three.start_request("stranger")
 
         async def both_wait() -> bool:
-            return [(await process.take(0))["leases_waited"] for process in (two, three)] == [1, 1]
+            return [
+                (await process.take_answers(0))["leases_waited"] for process in (two, three)
+            ] == [1, 1]
 
         assert await eventually(both_wait)
         await leader.kill()
         assert await eventually(lambda: _count(redis, keyspace, 2), 30.0)
         await redis.rpush(f"{keyspace.namespace}:go", "now", "now", "now")
 
-        second, third = await two.take(), await three.take()
+        second, third = await two.take_answers(), await three.take_answers()
         assert second["answers"] == third["answers"]
         loader_names = await loads(redis, keyspace)
         assert len(loader_names) == 2 and loader_names[0] == b"one"
@@ -131,7 +133,7 @@ async def test_a_killed_leader_costs_at_most_one_more_inference(
         assert second["leases_adopted"] + third["leases_adopted"] == 1
 
 
-async def test_processes_with_different_inputs_compute_each(
+async def test_processes_with_different_inputs_compute_separately(
     redis_url: str, redis: Redis, keyspace: Keyspace
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -139,12 +141,12 @@ async def test_processes_with_different_inputs_compute_each(
             await stack.enter_async_context(Process(redis_url, keyspace.namespace, name, LONG_MS))
             for name in ("one", "two")
         ]
-        first_process.ask("stranger", "i1")
-        two.ask("stranger", "i7")
+        first_process.start_request("stranger", "i1")
+        two.start_request("stranger", "i7")
         assert await eventually(lambda: _count(redis, keyspace, 2))
         await redis.rpush(f"{keyspace.namespace}:go", "now", "now")
 
-        first, second = await first_process.take(), await two.take()
+        first, second = await first_process.take_answers(), await two.take_answers()
 
         assert first["answers"] != second["answers"]
         assert first["leases_waited"] == second["leases_waited"] == 0

@@ -79,7 +79,7 @@ async def remote(redis_url: str, loaded: Keyspace) -> AsyncIterator[RemoteTier]:
     await tier.aclose()
 
 
-async def test_a_page_is_read_beside_the_wires(remote: RemoteTier) -> None:
+async def test_a_page_is_read_without_the_pipelined_pool(remote: RemoteTier) -> None:
     page_read = PageRead("g", "t", 1, 0, len(page_bytes(1)))
 
     assert await remote.page(page_read) == page_bytes(1)
@@ -256,7 +256,7 @@ async def elapsed_after(seconds: float) -> float:
     return time.monotonic() - started_at
 
 
-async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_nobody(
+async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_no_caller(
     own_redis: RedisServer,
 ) -> None:
     """C10, C16."""

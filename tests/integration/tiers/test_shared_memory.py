@@ -15,7 +15,7 @@ from tests.integration.mapped import mapped, private_kb
 from tests.integration.mapping_reader import HASHES, INDEX, VECTORS
 from tests.integration.nights import build_night, histories
 from tests.integration.program import ROOT, environment, started
-from tests.polling import until
+from tests.polling import poll_until
 
 ITEMS, DIMS, USERS = 100_000, 64, 3_000_000
 FILES_KB = (ITEMS * DIMS * 4 * 2 + USERS * 8) // 1024
@@ -87,7 +87,7 @@ def test_workers_keep_no_copy_of_what_they_map(tmp_path: Path, redis_url: str) -
                 for usage in (*first_usage_by_file.values(), *theirs.values())
             )
 
-        assert until(are_shared, 60)
+        assert poll_until(are_shared, 60)
         files = mapped(first, artefacts)
     kinds = {Path(name).suffix for name in files}
     assert ".faiss" in kinds and any("directory/" in name for name in files), sorted(files)

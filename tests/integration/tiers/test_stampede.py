@@ -111,7 +111,7 @@ async def test_waiters_with_different_inputs_never_share_an_inference(replica: R
     assert all(tuple(answer["items"]) == heads[at % 20] for at, answer in enumerate(answers))
 
 
-async def test_a_thousand_cold_answers_with_ten_waiters_each_are_inferred_once_and_in_batches(
+async def test_a_thousand_cold_answers_with_ten_waiters_apiece_are_inferred_once_and_in_batches(
     replica: Replica, own_redis: RedisServer
 ) -> None:
     strangers = [entity(f"stranger-{number}", history=ids("i1")) for number in range(1_000)]

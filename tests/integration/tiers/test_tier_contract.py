@@ -45,10 +45,10 @@ class L1:
     ) -> None:
         expires_at = asyncio.get_running_loop().time() + ttl_s
         entry = Entry(record, peek_fingerprint(record), DIGEST_A, expires_at)
-        self.tier.put(LocalKey(generation, night.table.name, night.want(id_).key), entry)
+        self.tier.put(LocalKey(generation, night.table.name, night.record_key(id_).key), entry)
 
     async def get(self, night: Night, generation: str, id_: str) -> bytes | None:
-        entry = self.tier.get(LocalKey(generation, night.table.name, night.want(id_).key))
+        entry = self.tier.get(LocalKey(generation, night.table.name, night.record_key(id_).key))
         return None if entry is None else entry.record
 
 
@@ -59,13 +59,13 @@ class L2:
     async def put(
         self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float
     ) -> None:
-        name = hash_hex(night.want(id_).key)
+        name = hash_hex(night.record_key(id_).key)
         payload = pack_overlay(record, DIGEST_A)
         write = OverlayWrite(generation, night.table.name, name, payload, ttl_s)
         assert await self.tier.write_overlays([write]) == [None]
 
     async def get(self, night: Night, generation: str, id_: str) -> bytes | None:
-        name = hash_hex(night.want(id_).key)
+        name = hash_hex(night.record_key(id_).key)
         (overlay,) = await answers_of(self.tier, [OverlayRead(generation, night.table.name, name)])
         if overlay is None:
             return None
@@ -76,17 +76,17 @@ class L2:
 
 
 @dataclass
-class Both:
+class Tiered:
     tier: TieredCache
 
     async def put(
         self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float
     ) -> None:
-        self.tier.put_live(night.view(generation), night.want(id_), record, DIGEST_A, ttl_s)
+        self.tier.put_live(night.view(generation), night.record_key(id_), record, DIGEST_A, ttl_s)
 
     async def get(self, night: Night, generation: str, id_: str) -> bytes | None:
         deadline = asyncio.get_running_loop().time() + 5
-        outcome = await self.tier.get(night.view(generation), night.want(id_), deadline)
+        outcome = await self.tier.get(night.view(generation), night.record_key(id_), deadline)
         return outcome.record if isinstance(outcome, Hit) else None
 
 
@@ -106,10 +106,10 @@ async def tier(
         case "l2":
             yield L2(remote)
         case "tiered":
-            yield Both(tiered_cache)
+            yield Tiered(tiered_cache)
         case _:
             yield Replicas(
-                Both(tiered_cache), Both(TieredCache(LocalTier(0), NegativeCache(0, 0), remote))
+                Tiered(tiered_cache), Tiered(TieredCache(LocalTier(0), NegativeCache(0, 0), remote))
             )
     await tiered_cache.aclose()
     await remote.aclose()
@@ -119,8 +119,8 @@ async def tier(
 class Replicas:
     """What one process keeps, another reads."""
 
-    writer: Both
-    reader: Both
+    writer: Tiered
+    reader: Tiered
 
     async def put(
         self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float

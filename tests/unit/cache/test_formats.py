@@ -38,7 +38,7 @@ def test_the_reference_lists_every_format_with_its_versions() -> None:
     ]
 
 
-def test_version_1_is_not_told_and_a_later_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_1_is_not_written_and_a_later_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"format" not in POINTED.to_bytes() and version_of({}) == 1
 
     raised = FORMATS[POINTER]._replace(written=2, newest_readable=2)

@@ -70,7 +70,7 @@ def test_a_silent_case_has_all_that_the_alert_reads(alert: Any) -> None:
             assert series_names and read <= series_names
 
 
-def test_the_runbook_has_a_section_for_each_alert_and_for_nothing_else() -> None:
+def test_the_runbook_has_a_section_for_every_alert_and_for_nothing_else() -> None:
     assert sorted(SECTIONS) == sorted(NAMES) and len(set(NAMES)) == len(NAMES)
 
 

@@ -25,7 +25,9 @@ WEAK = {
 ENTRY = '[[advisory]]\nid = "CVE-2"\npackage = "starlette"\nreason = "no uploads"\nuntil = {}\n'
 
 
-def found(*packages: dict[str, Any], acceptance_text: str = "", today: date = TODAY) -> list[str]:
+def find_complaints(
+    *packages: dict[str, Any], acceptance_text: str = "", today: date = TODAY
+) -> list[str]:
     return complaints(
         answer({"dependencies": [CANARY, *packages]}), accepted(acceptance_text), today
     )
@@ -43,13 +45,15 @@ def test_a_source_that_knows_nothing_bad_of_a_bad_version_was_not_asked(
         answer({"dependencies": dependencies})
 
 
-def test_an_advisory_is_told_with_its_ids_and_its_remedy() -> None:
-    assert found(WEAK) == ["starlette 1.0: CVE-2, PYSEC-1; mended in 1.1"]
-    assert found() == []
+def test_an_advisory_is_reported_with_its_ids_and_its_remedy() -> None:
+    assert find_complaints(WEAK) == ["starlette 1.0: CVE-2, PYSEC-1; mended in 1.1"]
+    assert find_complaints() == []
 
 
 def test_a_package_that_the_source_does_not_know_was_not_audited() -> None:
-    assert found({"name": "x", "skip_reason": "?"}) == ["x: unknown to the source, so not audited"]
+    assert find_complaints({"name": "x", "skip_reason": "?"}) == [
+        "x: unknown to the source, so not audited"
+    ]
 
 
 def test_an_accepted_advisory_counts_again_once_its_day_is_over_or_nothing_stands_behind_it() -> (
@@ -57,11 +61,11 @@ def test_an_accepted_advisory_counts_again_once_its_day_is_over_or_nothing_stand
 ):
     acceptance_text = ENTRY.format("2026-11-24")
 
-    assert found(WEAK, acceptance_text=acceptance_text) == []
-    assert found(WEAK, acceptance_text=acceptance_text, today=date(2026, 11, 25)) == [
+    assert find_complaints(WEAK, acceptance_text=acceptance_text) == []
+    assert find_complaints(WEAK, acceptance_text=acceptance_text, today=date(2026, 11, 25)) == [
         "starlette 1.0: CVE-2, PYSEC-1; accepted until 2026-11-24 only"
     ]
-    assert found(acceptance_text=acceptance_text) == [
+    assert find_complaints(acceptance_text=acceptance_text) == [
         "starlette: CVE-2 is accepted, but no advisory any more"
     ]
 

@@ -153,7 +153,7 @@ def test_everything_rendered_is_as_the_schemas_of_the_api_have_it(
     ), output_lines
 
 
-def test_each_kind_is_there_when_it_is_asked_for() -> None:
+def test_every_kind_is_there_when_it_is_asked_for() -> None:
     always = {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service", "ServiceAccount"}
 
     assert set(objects("fixed")) == always
@@ -288,7 +288,7 @@ def test_another_configuration_is_another_revision() -> None:
     )
 
 
-def test_the_autoscaler_goes_by_processor_time_and_by_the_queue_where_it_is_told_to() -> None:
+def test_the_autoscaler_goes_by_processor_time_and_by_the_queue_where_it_is_configured() -> None:
     def metrics(case: str) -> Any:
         return objects(case)["HorizontalPodAutoscaler"]["spec"]["metrics"]
 
@@ -340,7 +340,7 @@ def test_what_cannot_be_used_is_refused_by_name(
         ({"resources": None, "autoscaling": {"enabled": False}}, "Deployment"),
     ],
 )
-def test_what_lies_beside_a_refusal_is_taken(values: dict[str, Any], kind: str) -> None:
+def test_values_next_to_the_refused_ones_are_accepted(values: dict[str, Any], kind: str) -> None:
     needed = {**NEEDED, "artifacts": {}} if "artifacts" in values else NEEDED
     completed_process = helm("template", "night", str(CHART), values={**needed, **values})
 
@@ -409,7 +409,7 @@ def test_the_label_of_a_long_tag_is_one_that_the_api_takes() -> None:
     assert serving["image"] == f"larder-serving:{tag}"
 
 
-def test_the_schema_tells_of_exactly_the_values_and_each_is_used() -> None:
+def test_the_schema_covers_exactly_the_values_and_all_are_used() -> None:
     def names(values: Any, prefix: str = "") -> set[str]:
         return {
             path

@@ -14,7 +14,7 @@ DOCKERFILES = sorted(INFRA.glob("Dockerfile.*"))
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
-def test_an_image_takes_the_driver_of_an_object_store_beside_the_fsspec_of_its_lock(
+def test_an_image_takes_the_driver_of_an_object_store_with_the_fsspec_of_its_lock(
     file: Path,
 ) -> None:
     dockerfile_head, argument, after = file.read_text().partition("ARG STORE_DRIVER=\n")
@@ -83,7 +83,7 @@ def test_every_variable_has_a_default_or_a_line_to_fill_in() -> None:
 @pytest.mark.parametrize(
     ("variable", "server"), [("REDIS_URL", "redis"), ("LARDER_EVENTS_URL", "redis-events")]
 )
-def test_each_program_gets_the_redis_user_with_its_own_rights(variable: str, server: str) -> None:
+def test_every_program_gets_the_redis_user_with_its_own_rights(variable: str, server: str) -> None:
     users = {
         name: match.groups()
         for name, service in SERVICES.items()
@@ -121,7 +121,7 @@ def test_service_and_night_read_one_file_of_settings() -> None:
     assert files == {"${LARDER_DATA:?}/larder.toml"}
 
 
-def test_airflow_is_told_to_create_the_pool_that_scoring_waits_for() -> None:
+def test_airflow_creates_the_pool_that_scoring_waits_for() -> None:
     command = " ".join(SERVICES["airflow-init"]["command"])
 
     assert "airflow pools set gpu" in command
@@ -146,7 +146,9 @@ def test_a_dockerfile_copies_what_exists_and_is_sent_to_the_builder(dockerfile: 
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
-def test_an_image_builds_what_is_compiled_of_each_package_that_it_copies(dockerfile: Path) -> None:
+def test_an_image_builds_the_compiled_parts_of_every_package_that_it_copies(
+    dockerfile: Path,
+) -> None:
     text = dockerfile.read_text()
 
     for package, built in (
@@ -163,14 +165,14 @@ def test_no_image_takes_what_a_developer_compiled() -> None:
     assert "**/*.so" in (ROOT / ".dockerignore").read_text().splitlines()
 
 
-def test_the_dags_are_not_paused_where_nobody_unpauses_them() -> None:
+def test_the_dags_are_created_unpaused() -> None:
     for name in ("airflow-api-server", "airflow-scheduler", "airflow-dag-processor"):
         settings = SERVICES[name]["environment"]
         assert settings["AIRFLOW__CORE__DAGS_ARE_PAUSED_AT_CREATION"] == "False"
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
-def test_an_image_installs_locked_hashes_and_runs_as_nobody_special(dockerfile: Path) -> None:
+def test_an_image_installs_locked_hashes_and_does_not_run_as_root(dockerfile: Path) -> None:
     text = dockerfile.read_text()
 
     assert "--require-hashes" in text

@@ -17,16 +17,16 @@ from infra.dependencies.licences import (
 )  # fmt: skip
 from infra.dependencies.locks import Pin
 
-KNOWN = rules(ALLOWED.read_text())
-SOME = frozenset({"MIT", "Apache-2.0", "Apache-2.0 WITH LLVM-exception"})
+LICENCE_RULES = rules(ALLOWED.read_text())
+ACCEPTED_LICENCES = frozenset({"MIT", "Apache-2.0", "Apache-2.0 WITH LLVM-exception"})
 
 
 def test_every_licence_of_the_locks_is_allowed_or_excepted_with_a_reason() -> None:
-    assert judge_pins(pinned(), KNOWN).complaints == ()
+    assert judge_pins(pinned(), LICENCE_RULES).complaints == ()
 
 
 def test_the_page_of_what_is_shipped_is_true() -> None:
-    assert PAGE.read_text() == page(judge_pins(pinned(), KNOWN).licences), (
+    assert PAGE.read_text() == page(judge_pins(pinned(), LICENCE_RULES).licences), (
         "python -m infra.dependencies.licences --write"
     )
 
@@ -40,7 +40,7 @@ def test_the_page_of_what_is_shipped_is_true() -> None:
 def test_an_expression_is_allowed_where_one_may_choose_only_what_is(
     expression: str, *, expected: bool
 ) -> None:
-    assert is_allowed(expression, SOME) == expected
+    assert is_allowed(expression, ACCEPTED_LICENCES) == expected
 
 
 @pytest.mark.parametrize(("fields", "expected"), [
@@ -57,11 +57,11 @@ def test_a_licence_is_read_where_the_package_says_it(fields: dict[str, str], exp
     for name, value in fields.items():
         metadata[name] = value
 
-    assert licence_of(metadata, KNOWN.spelled) == expected
+    assert licence_of(metadata, LICENCE_RULES.spelled) == expected
 
 
 def test_what_is_not_allowed_not_there_or_another_version_is_named() -> None:
-    strict = Rules(frozenset(), KNOWN.spelled, {}, {})
+    strict = Rules(frozenset(), LICENCE_RULES.spelled, {}, {})
 
     assert (
         judge_pins([("all", Pin("pytest", "0"))], strict).complaints[0].endswith("installed, not 0")
@@ -83,7 +83,9 @@ def test_an_exception_holds_for_one_licence_and_never_for_the_service() -> None:
     pin = Pin("pytest", version)
 
     def judged(lock: str, licence: str) -> tuple[str, ...]:
-        licence_rules = Rules(frozenset(), KNOWN.spelled, {"pytest": {"licence": licence}}, {})
+        licence_rules = Rules(
+            frozenset(), LICENCE_RULES.spelled, {"pytest": {"licence": licence}}, {}
+        )
         return judge_pins([(lock, pin)], licence_rules).complaints
 
     assert judged("all", "MIT") == ()

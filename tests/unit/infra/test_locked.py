@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[3]
 TARGET = re.compile(r"^([a-z-]+-env):.*\n((?:\t.*\n)+)", re.MULTILINE)
 
 
-def test_each_environment_of_the_run_is_made_by_hash() -> None:
+def test_every_environment_of_the_run_is_made_by_hash() -> None:
     run = (ROOT / ".ci/run").read_text()
     syncs = {
         target: [line for line in commands.splitlines() if "pip sync" in line]

@@ -151,7 +151,7 @@ def test_flips_canaries_missing_nights_erasures_and_events_have_an_alert_and_a_p
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_no_two_panels_lie_over_each_other(name: str) -> None:
+def test_no_two_panels_overlap(name: str) -> None:
     occupied_cells: set[tuple[int, int]] = set()
     for panel in BOARDS[name]["panels"]:
         at = panel["gridPos"]

@@ -37,7 +37,7 @@ class FakeRedis(FakeControl):
     """A pointer that tests set, an outage that they cause, and the beats it was sent."""
 
     timer: FakeClock
-    now: Pointer | bytes | None = None
+    live_pointer: Pointer | bytes | None = None
     note: Staging | bytes | None = None
     down: bool = False
     policy: str | Exception = "volatile-lru"
@@ -46,7 +46,11 @@ class FakeRedis(FakeControl):
     async def watch(self) -> tuple[bytes | None, bytes | None]:
         if self.down:
             raise TierUnavailable("gone", reason="connection")
-        pointer = self.now.to_bytes() if isinstance(self.now, Pointer) else self.now
+        pointer = (
+            self.live_pointer.to_bytes()
+            if isinstance(self.live_pointer, Pointer)
+            else self.live_pointer
+        )
         return pointer, self.note.to_bytes() if isinstance(self.note, Staging) else self.note
 
     async def time(self) -> float:
@@ -113,7 +117,7 @@ class Scene:
         self.warmed.append(coming.generation)
 
     async def publish(self, to: Pointer | bytes | None) -> None:
-        self.redis.now = to
+        self.redis.live_pointer = to
         await self.follower.poll_pointer()
         await self.follower.settled()
 

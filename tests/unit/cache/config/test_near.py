@@ -17,7 +17,7 @@ def test_a_table_without_a_section_has_none(tmp_path: Path) -> None:
     assert ServingConfig().near == {} and load(tmp_path, "[serving]\nport = 1\n").near == {}
 
 
-def test_each_section_is_of_a_table(tmp_path: Path) -> None:
+def test_every_section_is_of_one_table(tmp_path: Path) -> None:
     config = load(
         tmp_path,
         "[serving.near.user_topk]\nerror = 0.02\noverlap = 0.8\n[serving.near.mood]\n"

@@ -7,7 +7,7 @@ import pytest
 
 from cache.traffic.experiments import RATE_RATIO_ALPHA, rate_ratio
 
-LOOKS = 60
+LOOK_COUNT = 60
 RUNS = 1_500
 
 
@@ -16,8 +16,8 @@ def runs(seed: int, rate: float, base: float, per_look: int) -> list[tuple[bool,
     rng = np.random.default_rng(seed)
     run_verdicts = []
     for _ in range(RUNS):
-        events = rng.poisson(rate * per_look, LOOKS).cumsum().tolist()
-        baseline_events = rng.poisson(base * per_look, LOOKS).cumsum().tolist()
+        events = rng.poisson(rate * per_look, LOOK_COUNT).cumsum().tolist()
+        baseline_events = rng.poisson(base * per_look, LOOK_COUNT).cumsum().tolist()
         misses = excludes = False
         for look_number, (a, b) in enumerate(zip(events, baseline_events, strict=True), 1):
             interval = rate_ratio(a, look_number * per_look, b, look_number * per_look)

@@ -140,7 +140,7 @@ def test_the_next_tick_is_the_first_that_comes_after(cron: str, zone: str) -> No
         assert schedule.tick_before(after - 0.001) == schedule.tick_before(at) <= at
 
 
-def test_whoever_asks_again_in_the_same_second_computes_nothing(
+def test_a_second_call_in_the_same_second_computes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     computed: list[object] = []

@@ -21,7 +21,7 @@ from cache.model.tower_spec import InputSpec
 COUNTRY = InputSpec("home", "feature", "int64", column="country")
 TASTE = InputSpec("taste", "feature", "float32", column="taste", width=2)
 VALUE = st.sampled_from([None, True, -5, 2.5, "", "é", [], ["a", "b"]])
-TOLD = st.lists(
+EVENT_ROWS = st.lists(
     st.tuples(
         st.sampled_from(["item", "user"]),
         st.sampled_from([b"a", b"b", b"c"]),
@@ -49,7 +49,7 @@ def added(event_rows: list[tuple[str, bytes, dict[str, Any]]]) -> AttributeEvent
 
 
 @pytest.mark.parametrize("recent_items_max", [1, 2, 4_096])
-@given(TOLD, st.integers(0, 21))
+@given(EVENT_ROWS, st.integers(0, 21))
 def test_the_newest_value_behind_any_position_is_known(
     recent_items_max: int, told: Any, ms: int
 ) -> None:
@@ -74,7 +74,7 @@ def test_the_newest_value_behind_any_position_is_known(
         assert newer_values.until_number == attribute_events.newest_item > newer_values.after
 
 
-@given(TOLD, st.integers(0, 21))
+@given(EVENT_ROWS, st.integers(0, 21))
 def test_what_all_generations_have_is_forgotten_and_nothing_else(told: Any, ms: int) -> None:
     attribute_events, number = added(told), Position(ms, 0).number
     values_before = (
@@ -151,7 +151,7 @@ def test_many_values_are_put_in_front_in_turns() -> None:
     assert later.all_values("item", 0)[b"7"] == {"a": 7, "b": 1} and len(later) == 2_000
 
 
-def test_what_is_kept_is_a_copy_of_what_was_told() -> None:
+def test_a_stored_value_is_a_copy_of_the_attribute() -> None:
     attributes = {"tags": ["a"]}
     attribute_events = added([("item", b"i", attributes)])
     attributes["tags"].append("b")
@@ -203,7 +203,7 @@ def test_old_ones_are_forgotten_some_at_a_time() -> None:
     assert len(attribute_events) == 4 and attribute_events.complete_after_number == until_number
 
 
-@given(TOLD, st.integers(0, 21))
+@given(EVENT_ROWS, st.integers(0, 21))
 def test_earlier_values_put_in_front_are_as_if_they_had_come_first(told: Any, ms: int) -> None:
     complete_events, earlier, later = added(told), added(told[:ms]), AttributeEvents()
     for at, event_row in enumerate(told[ms:], ms + 1):

@@ -41,7 +41,7 @@ def rows_of(rows: Sequence[Row]) -> TimedItems:
 
 
 @given(st.lists(st.tuples(published(), EVENTS), max_size=5), st.integers(1, 8))
-def test_each_history_is_what_it_is_alone(
+def test_every_history_is_merged_as_if_it_were_alone(
     users: list[tuple[list[Row], list[Row]]], limit: int
 ) -> None:
     merged_histories = merge_histories(

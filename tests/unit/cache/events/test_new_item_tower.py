@@ -26,7 +26,7 @@ from cache.model.tower_spec import InputSpec
 from tests.models import item_table, train_small
 
 DIMS = 16
-LOOKS = InputSpec("looks", "feature", "float32", column="looks", width=DIMS)
+LOOKS_INPUT = InputSpec("looks", "feature", "float32", column="looks", width=DIMS)
 INDEX = InputSpec("item_index", "item_index", "int64")
 
 
@@ -51,15 +51,16 @@ LONG = {"looks": (0.5,) * DIMS}
 @pytest.mark.parametrize(
     ("inputs", "event", "code", "field", "says"),
     [
-        (manifest(LOOKS), brings(vector=(1.0,)), "unfit_item", "vector", "takes looks and makes the vector itself"),
-        (manifest(LOOKS), brings(features={"size": 1}), "unfit_item", "features", "looks is missing"),
-        (manifest(LOOKS), brings(features={"looks": (1.0,)}), "unfit_item", "features.looks", "takes 16 numbers"),
+        (manifest(LOOKS_INPUT), brings(vector=(1.0,)), "unfit_item", "vector",
+        "takes looks and makes the vector itself"),
+        (manifest(LOOKS_INPUT), brings(features={"size": 1}), "unfit_item", "features", "looks is missing"),
+        (manifest(LOOKS_INPUT), brings(features={"looks": (1.0,)}), "unfit_item", "features.looks", "takes 16 numbers"),
         (
-            manifest(LOOKS), brings(features=LONG, attributes={f"a{at}": 1 for at in range(VALUES_MAX)}),
+            manifest(LOOKS_INPUT), brings(features=LONG, attributes={f"a{at}": 1 for at in range(VALUES_MAX)}),
             "unfit_item", "features", "65 features and attributes, 64",
         ),
         (manifest(INDEX), brings(features=LONG), "fixed_items", "features", "import the bundle anew"),
-        (manifest(INDEX, LOOKS), brings(vector=(1.0,)), "fixed_items", "vector", "takes an item's index"),
+        (manifest(INDEX, LOOKS_INPUT), brings(vector=(1.0,)), "fixed_items", "vector", "takes an item's index"),
         (manifest(), brings(vector=(1.0,)), "fixed_items", "vector", "import the bundle anew"),
         (
             manifest(INDEX, **{ITEM_VECTORS: True}), brings(vector=(1.0, 2.0)),
@@ -85,7 +86,7 @@ def test_what_models_cannot_take_is_refused_with_the_remedy(
 
 
 def test_what_models_take_is_not_refused() -> None:
-    NewItemInputs.of(manifest(LOOKS)).check(brings(features={**LONG, "price": 3}))
+    NewItemInputs.of(manifest(LOOKS_INPUT)).check(brings(features={**LONG, "price": 3}))
     NewItemInputs.of(manifest(INDEX, **{ITEM_VECTORS: True})).check(brings(vector=(1.0,) * 4))
 
 
@@ -104,7 +105,7 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
             return inputs["looks"] @ projection
 
     tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
-    new_item_tower = NewItemTower(NewItemInputs((LOOKS,)), tower)
+    new_item_tower = NewItemTower(NewItemInputs((LOOKS_INPUT,)), tower)
     look_features = rng.standard_normal((300, DIMS)).astype(np.float32)
     values: dict[bytes, dict[str, Any]] = {
         b"new-%d" % at: {"looks": row.tolist()} for at, row in enumerate(look_features)
@@ -295,7 +296,7 @@ NAME = InputSpec("name", "feature", "string", column="item")
 
 def test_the_id_as_a_feature_is_that_of_the_event(table: Any) -> None:
     """It had to be sent once more, and could be another one."""
-    inputs = NewItemInputs.of(manifest(LOOKS, NAME, **{ITEM_COLUMN: "item"}))
+    inputs = NewItemInputs.of(manifest(LOOKS_INPUT, NAME, **{ITEM_COLUMN: "item"}))
     inputs.check(brings(features=LONG))
     inputs.check(brings(features={**LONG, "item": "new"}))
     with pytest.raises(
@@ -333,6 +334,8 @@ def test_items_on_which_the_tower_fails_are_named(table: Any) -> None:
     )
     values = {b"new": {"looks": [0.5] * DIMS}}
 
-    items = NewItemTower(NewItemInputs((LOOKS,)), tower).items(table, [NewItem(b"new", 1)], values)
+    items = NewItemTower(NewItemInputs((LOOKS_INPUT,)), tower).items(
+        table, [NewItem(b"new", 1)], values
+    )
 
     assert not len(items) and items.left_out == {b"new"}

@@ -23,7 +23,7 @@ def brings(item: bytes, vector: tuple[float, ...] | None = (1.0, 2.0)) -> Event:
     return Event("id", 0, item=item, vector=vector, features=features)
 
 
-def held(items: NewItemEvents, after: int = 0) -> list[tuple[bytes, int]]:
+def list_raws_and_numbers(items: NewItemEvents, after: int = 0) -> list[tuple[bytes, int]]:
     return [(item.raw, item.number) for item in items.list_items_after(after)]
 
 
@@ -41,12 +41,20 @@ def test_the_newest_items_are_held_in_the_order_of_their_positions(
             del number_by_id[next(iter(number_by_id))]
 
     expected_items = list(number_by_id.items())
-    assert held(new_item_events) == expected_items and len(new_item_events) == len(expected_items)
+    assert list_raws_and_numbers(new_item_events) == expected_items and len(new_item_events) == len(
+        expected_items
+    )
     number = Position(after, 0).number
-    assert held(new_item_events, number) == [item for item in expected_items if item[1] > number]
+    assert list_raws_and_numbers(new_item_events, number) == [
+        item for item in expected_items if item[1] > number
+    ]
     assert new_item_events.size_bytes == sum(180 + 1 + 8 for _ in expected_items)
-    assert new_item_events.drop_until(number) == len(expected_items) - len(held(new_item_events))
-    assert held(new_item_events) == [item for item in expected_items if item[1] > number]
+    assert new_item_events.drop_until(number) == len(expected_items) - len(
+        list_raws_and_numbers(new_item_events)
+    )
+    assert list_raws_and_numbers(new_item_events) == [
+        item for item in expected_items if item[1] > number
+    ]
 
 
 @given(st.lists(IDS, max_size=20), st.integers(0, 20), st.integers(1, 6))
@@ -60,7 +68,10 @@ def test_what_is_read_again_stands_before_what_is_held(
 
     later.put_before(aside)
 
-    assert held(later) == held(complete_events) and later.size_bytes == complete_events.size_bytes
+    assert (
+        list_raws_and_numbers(later) == list_raws_and_numbers(complete_events)
+        and later.size_bytes == complete_events.size_bytes
+    )
 
 
 def test_an_event_counts_once_and_only_one_that_brings_an_item() -> None:
@@ -76,14 +87,21 @@ def test_an_event_counts_once_and_only_one_that_brings_an_item() -> None:
         2,
     ):
         assert new_item_events.add(Position(ms, 0), event)
-    assert held(new_item_events) == [(b"a", Position(1, 0).number)] and new_item_events.version == 1
+    assert (
+        list_raws_and_numbers(new_item_events) == [(b"a", Position(1, 0).number)]
+        and new_item_events.version == 1
+    )
     # Features that come later leave the vector what it was.
     new_item_events.add(Position(9, 0), brings(b"a", None))
     (item,) = new_item_events.list_items_after(0)
     assert item.number == Position(9, 0).number and item.vector is not None
     new_item_events.forget(b"a")
     new_item_events.forget(b"a")
-    assert (held(new_item_events), new_item_events.size_bytes, new_item_events.version) == (
+    assert (
+        list_raws_and_numbers(new_item_events),
+        new_item_events.size_bytes,
+        new_item_events.version,
+    ) == (
         [],
         0,
         3,

@@ -63,7 +63,7 @@ def test_what_is_dropped_is_gone_and_the_rest_is_as_it_was(
         assert (packed is packed_before[user]) == (packed == packed_before[user])
 
 
-def test_each_event_gives_its_user_another_object_and_nobody_else() -> None:
+def test_an_event_replaces_the_packed_object_of_its_user_only() -> None:
     users = filled([("u", "a", 1), ("v", "b", 2)])
     mine, packed_of_v = users.packed[b"u"], users.packed[b"v"]
     assert not users.add(Position(0, 2), Event("again", 3, b"u", b"c"))  # not behind the last one

@@ -188,7 +188,9 @@ def test_declared_filters_differ_by_what_they_compare() -> None:
 
 
 @given(st.lists(ITEM, min_size=1, max_size=12), st.sampled_from([*TEXTS, "nobody"]))
-def test_who_has_a_text_is_told_of_a_list(items: list[Any], text: str) -> None:
+def test_a_column_finds_items_with_a_text_or_with_a_list_that_has_it(
+    items: list[Any], text: str
+) -> None:
     attributes, ordinals = attributes_of(items), np.arange(len(items), dtype=np.uint32)[::-1]
 
     brands = attributes.columns["brand"].have(text, ordinals)

@@ -22,7 +22,7 @@ def nested(depth: int) -> Any:
     return filter_json
 
 
-BAD: list[tuple[Any, str, str]] = [
+INVALID_EXPRESSIONS: list[tuple[Any, str, str]] = [
     (None, "", "a JSON object with one operator"),
     ("price < 20", "", "a JSON object with one operator"),
     ([], "", "a JSON object with one operator"),
@@ -67,7 +67,7 @@ BAD: list[tuple[Any, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("value", "field_path", "reason"), BAD)
+@pytest.mark.parametrize(("value", "field_path", "reason"), INVALID_EXPRESSIONS)
 def test_a_bad_filter_is_refused_with_place_and_reason(
     value: Any, field_path: str, reason: str
 ) -> None:
@@ -79,7 +79,7 @@ def test_a_bad_filter_is_refused_with_place_and_reason(
 
 
 def test_there_are_forty_bad_ones() -> None:
-    assert len(BAD) >= 40
+    assert len(INVALID_EXPRESSIONS) >= 40
 
 
 def test_a_filter_is_read_as_it_was_meant() -> None:

@@ -123,7 +123,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
     assert masks.of(filters[-1]) is masks.get_cached(filters[-1])
 
 
-def test_what_is_larger_than_all_that_may_be_kept_is_computed_each_time() -> None:
+def test_a_mask_larger_than_the_cache_is_computed_every_time() -> None:
     masks = Masks(attributes_of([{"price": 1}] * 100), bytes_max=10)
     filter_ = read_filter({"exists": "price"})
 

@@ -24,7 +24,7 @@ from cache.records import (
     unpack_overlay,
 )
 
-MARKS = np.array([1, 2**64 - 1], np.uint64)
+FINGERPRINTS = np.array([1, 2**64 - 1], np.uint64)
 moderate = st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-3)
 
 
@@ -38,9 +38,9 @@ def test_scores_come_back_within_half_precision_and_items_exactly(scores, precis
     items = np.arange(10, dtype=np.uint32).reshape(2, 5)
     layout = Layout("topk", 8, precision)
 
-    records = encode_topk(layout, MARKS, items, scores, 1_700_000_000)
+    records = encode_topk(layout, FINGERPRINTS, items, scores, 1_700_000_000)
 
-    for row, fingerprint in enumerate(MARKS.tolist()):
+    for row, fingerprint in enumerate(FINGERPRINTS.tolist()):
         record = decode_record(layout, records[row].tobytes())
         assert (record.fingerprint, record.scored_at, record.live) == (
             fingerprint,
@@ -58,7 +58,9 @@ def test_the_shared_exponent_keeps_precision_at_any_scale(power):
     scores = np.ldexp(np.array([[3.25, 1.5, -0.75]], np.float32), power)
     layout = Layout("topk", 3, "f2")
     items = np.array([[5, 6, 7]], np.uint32)
-    record = decode_record(layout, encode_topk(layout, MARKS[:1], items, scores, 0)[0].tobytes())
+    record = decode_record(
+        layout, encode_topk(layout, FINGERPRINTS[:1], items, scores, 0)[0].tobytes()
+    )
     assert record.numbers.tolist() == scores[0].tolist()
 
 
@@ -75,7 +77,7 @@ def test_a_number_is_rounded_once_to_its_record_s_range(numbers, power):
     assume(np.isfinite(numbers).all())
     layout = Layout("vector", numbers.shape[1], "f2")
     try:
-        records = encode_numbers(layout, MARKS[:1].repeat(len(numbers)), numbers, 0)
+        records = encode_numbers(layout, FINGERPRINTS[:1].repeat(len(numbers)), numbers, 0)
     except UnfitValue:
         return
     scaled = np.ldexp(numbers.astype(np.float64), -records["exponent"][:, None].astype(int))
@@ -86,7 +88,7 @@ def test_unused_slots_never_come_back():
     layout = Layout("topk", 4, "f2")
     items = np.array([[9, NO_ITEM, NO_ITEM]], np.uint32)
     record = decode_record(
-        layout, encode_topk(layout, MARKS[:1], items, np.ones((1, 3), "f4"), 0)[0].tobytes()
+        layout, encode_topk(layout, FINGERPRINTS[:1], items, np.ones((1, 3), "f4"), 0)[0].tobytes()
     )
     assert record.items is not None and record.items.tolist() == [9]
     assert len(record.numbers) == 1
@@ -97,7 +99,7 @@ def test_unused_slots_never_come_back():
 def test_a_non_finite_number_is_refused_never_clipped(non_finite, precision):
     with pytest.raises(UnfitValue) as caught:
         encode_numbers(
-            Layout("value", 2, precision), MARKS[:1], np.array([[1.0, non_finite]], "f4"), 0
+            Layout("value", 2, precision), FINGERPRINTS[:1], np.array([[1.0, non_finite]], "f4"), 0
         )
     assert caught.value.details["rule"] == "non_finite"
 
@@ -105,14 +107,16 @@ def test_a_non_finite_number_is_refused_never_clipped(non_finite, precision):
 def test_a_score_that_would_turn_zero_is_refused():
     scores = np.array([[1.0, 1e-20]], np.float32)
     with pytest.raises(UnfitValue) as caught:
-        encode_topk(Layout("topk", 2, "f2"), MARKS[:1], np.array([[1, 2]], np.uint32), scores, 0)
+        encode_topk(
+            Layout("topk", 2, "f2"), FINGERPRINTS[:1], np.array([[1, 2]], np.uint32), scores, 0
+        )
     assert caught.value.details["rule"] == "underflow"
 
 
 @given(hnp.arrays(np.float32, (2, 6), elements=moderate))
 def test_int8_vectors_keep_the_direction_within_half_a_step(vectors):
     layout = Layout("vector", 6, "i1")
-    records = encode_numbers(layout, MARKS, vectors, 0)
+    records = encode_numbers(layout, FINGERPRINTS, vectors, 0)
     for row in range(2):
         step = np.abs(vectors[row]).max() / 127
         decoded_vector = decode_record(layout, records[row].tobytes()).numbers
@@ -121,16 +125,18 @@ def test_int8_vectors_keep_the_direction_within_half_a_step(vectors):
 
 def test_a_tiny_component_of_a_vector_is_rounded_but_a_vanishing_vector_refused():
     layout = Layout("vector", 2, "f2")
-    record = encode_numbers(layout, MARKS[:1], np.array([[1.0, 1e-20]], "f4"), 0)[0]
+    record = encode_numbers(layout, FINGERPRINTS[:1], np.array([[1.0, 1e-20]], "f4"), 0)[0]
     assert decode_record(layout, record.tobytes()).numbers.tolist() == [1.0, 0.0]
     with pytest.raises(UnfitValue):
-        encode_numbers(Layout("vector", 1, "f2"), MARKS[:1], np.array([[np.float32(1e-45)]]), 0)
+        encode_numbers(
+            Layout("vector", 1, "f2"), FINGERPRINTS[:1], np.array([[np.float32(1e-45)]]), 0
+        )
 
 
 def test_a_zero_vector_stays_zero():
     for precision in ("f2", "f4", "i1"):
         layout = Layout("vector", 3, precision)
-        record = encode_numbers(layout, MARKS[:1], np.zeros((1, 3), "f4"), 0)[0]
+        record = encode_numbers(layout, FINGERPRINTS[:1], np.zeros((1, 3), "f4"), 0)[0]
         assert decode_record(layout, record.tobytes()).numbers.tolist() == [0, 0, 0]
 
 
@@ -149,9 +155,9 @@ def test_a_row_is_unfit_where_its_record_would_be_refused(kind, precision, numbe
         try:
             if kind == "topk":
                 items = np.array([[1, 2, 3]], np.uint32)
-                encode_topk(layout, MARKS[:1], items, numbers[row : row + 1], 0)
+                encode_topk(layout, FINGERPRINTS[:1], items, numbers[row : row + 1], 0)
             else:
-                encode_numbers(layout, MARKS[:1], numbers[row : row + 1], 0)
+                encode_numbers(layout, FINGERPRINTS[:1], numbers[row : row + 1], 0)
         except UnfitValue:
             return True
         return False
@@ -162,8 +168,8 @@ def test_a_row_is_unfit_where_its_record_would_be_refused(kind, precision, numbe
 def test_a_record_without_an_answer_is_no_record_to_decode():
     for kind in ("topk", "vector", "value"):
         layout = Layout(kind, 2, "f2")
-        raw = absent_records(layout, MARKS[:1], 7)[0].tobytes()
-        assert is_absent(raw, int(MARKS[0])) and not is_absent(raw, int(MARKS[0]) ^ 1)
+        raw = absent_records(layout, FINGERPRINTS[:1], 7)[0].tobytes()
+        assert is_absent(raw, int(FINGERPRINTS[0])) and not is_absent(raw, int(FINGERPRINTS[0]) ^ 1)
         assert not is_absent(b"", 0)
         with pytest.raises(CorruptArtefact):
             decode_record(layout, raw)
@@ -172,7 +178,7 @@ def test_a_record_without_an_answer_is_no_record_to_decode():
 def test_c17_another_format_or_length_is_corrupt():
     """PITFALLS C17: the format number stands in the record."""
     layout = Layout("value", 2, "f4")
-    raw = encode_numbers(layout, MARKS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
+    raw = encode_numbers(layout, FINGERPRINTS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
     assert peek_format(raw) == 1 and peek_fingerprint(raw) == 1
     with pytest.raises(CorruptArtefact):
         decode_record(layout, raw[:14] + bytes([0x20]) + raw[15:])
@@ -182,20 +188,22 @@ def test_c17_another_format_or_length_is_corrupt():
 
 def test_a_count_beyond_the_width_is_corrupt():
     layout = Layout("value", 2, "f4")
-    raw = encode_numbers(layout, MARKS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
+    raw = encode_numbers(layout, FINGERPRINTS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
     with pytest.raises(CorruptArtefact):
         decode_record(layout, raw[:12] + b"\xff\xff" + raw[14:])
 
 
 def test_the_live_flag_travels():
     layout = Layout("value", 1, "f4")
-    raw = encode_numbers(layout, MARKS[:1], np.ones((1, 1), "f4"), 0, flags=FLAG_LIVE)[0].tobytes()
+    raw = encode_numbers(layout, FINGERPRINTS[:1], np.ones((1, 1), "f4"), 0, flags=FLAG_LIVE)[
+        0
+    ].tobytes()
     assert decode_record(layout, raw).live
 
 
 def test_an_overlay_is_a_record_and_the_digest_of_its_input():
     layout = Layout("value", 1, "f4")
-    raw = encode_numbers(layout, MARKS[:1], np.ones((1, 1), "f4"), 0)[0].tobytes()
+    raw = encode_numbers(layout, FINGERPRINTS[:1], np.ones((1, 1), "f4"), 0)[0].tobytes()
     assert unpack_overlay(layout, pack_overlay(raw, b"d" * 16)) == (raw, b"d" * 16)
     assert unpack_overlay(layout, raw) is None
     with pytest.raises(ValueError):
@@ -237,10 +245,10 @@ def test_a_number_that_is_not_finite_is_damage_and_no_answer(layout, damage):
         decode_record(layout, record[0].tobytes())
 
 
-def test_an_ordinal_beyond_the_catalogue_is_damage_to_whoever_knows_the_catalogue():
+def test_decoding_with_the_size_of_the_catalogue_refuses_an_ordinal_beyond_it():
     layout = Layout("topk", 3, "f4")
     items = np.array([[4, 9]], np.uint32)
-    raw = encode_topk(layout, MARKS[:1], items, np.ones((1, 2), np.float32), 0)[0].tobytes()
+    raw = encode_topk(layout, FINGERPRINTS[:1], items, np.ones((1, 2), np.float32), 0)[0].tobytes()
 
     decoded_items = decode_record(layout, raw, 10).items
     assert decoded_items is not None and decoded_items.tolist() == [4, 9]

@@ -53,7 +53,7 @@ def test_an_id_of_exactly_256_bytes_is_accepted():
 
 
 @given(st.lists(ids, max_size=20), st.integers(0, 3))
-def test_hashes_of_many_are_the_hashes_of_each(raws, seed):
+def test_hashes_of_many_are_the_hashes_of_the_single_ids(raws, seed):
     assert hash_ids(raws, seed).tolist() == [hash_id(raw, seed) for raw in raws]
     assert fingerprints(raws).tolist() == [fingerprint(raw) for raw in raws]
 

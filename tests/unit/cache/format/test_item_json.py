@@ -11,7 +11,7 @@ def names(ordinals: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.uint32]])
     return [f'item "{ordinal}"' for ordinal in ordinals]
 
 
-def test_each_ordinal_has_its_own_json_whatever_was_asked_before() -> None:
+def test_every_ordinal_has_its_own_json_whatever_was_asked_before() -> None:
     texts = ItemJsonTexts(50, names)
 
     for row in ([3, 4, 3], [4, 9, 0], [49, 3, 9]):

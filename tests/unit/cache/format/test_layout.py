@@ -89,7 +89,7 @@ def test_what_peeks_at_bytes_sees_what_the_fields_say() -> None:
     ] * 2
 
 
-def test_nobody_else_knows_a_place_in_a_record_by_number() -> None:
+def test_only_the_layout_module_has_offsets_within_a_record() -> None:
     """Offsets stood in five files; now `layout` has them, and the C sources a copy that is compared."""
     offences = [
         f"{file.relative_to(ROOT)}: {line.strip()}"
@@ -133,7 +133,7 @@ print(json.dumps([peek_format(record), json.loads(manifest.to_bytes())["format"]
         ("Redis keys", [1, 1, "larder:2:{shop}:live"]),
     ],
 )
-def test_each_version_changes_alone(changed_format: str, expected: list[object]) -> None:
+def test_every_version_changes_alone(changed_format: str, expected: list[object]) -> None:
     """It was one number: a new format of records would have moved the pointer, and old replicas seen it vanish."""
     output = subprocess.run(
         [sys.executable, "-c", PROGRAM, changed_format],

@@ -25,7 +25,7 @@ ESCAPES = (
 )  # fmt: skip
 
 
-def whole() -> Manifest:
+def make_complete_manifest() -> Manifest:
     """One with every kind of file."""
     manifest = World().snapshot().manifest
     model = Model("tower", FILE, FILE, "d", {})
@@ -46,7 +46,7 @@ def files(json_node: Any) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", ESCAPES, ids=repr)
 def test_no_file_of_a_manifest_lies_outside_of_its_generation(path: object, tmp_path: Path) -> None:
-    sound = whole().to_bytes()
+    sound = make_complete_manifest().to_bytes()
     described = list(files(orjson.loads(sound)))
     is_text = isinstance(path, str)
     message_pattern = (
@@ -65,12 +65,12 @@ def test_no_file_of_a_manifest_lies_outside_of_its_generation(path: object, tmp_
 
     store = ArtefactStore("memory://elsewhere", tmp_path)
     facts = {FACT: {**asdict(FILE), "path": path}}
-    snapshot = World().snapshot(manifest=replace(whole(), facts=facts))
+    snapshot = World().snapshot(manifest=replace(make_complete_manifest(), facts=facts))
     assert open_inputs(store, snapshot) is None and not list(tmp_path.iterdir())
 
 
-def test_a_manifest_has_all_its_fields_each_of_its_type_and_no_others() -> None:
-    sound = orjson.loads(whole().to_bytes())
+def test_a_manifest_has_all_its_fields_with_their_types_and_no_others() -> None:
+    sound = orjson.loads(make_complete_manifest().to_bytes())
     table = next(iter(sound["tables"]))
 
     def spoilt(change: Callable[[Any], object]) -> bytes:
@@ -91,9 +91,11 @@ def test_a_manifest_has_all_its_fields_each_of_its_type_and_no_others() -> None:
 
 
 def test_a_manifest_tells_filters_only_where_there_are_any() -> None:
-    declared = replace(whole(), filters={"cheap": NamedFilter({"<": ["price", 20]})})
+    declared = replace(
+        make_complete_manifest(), filters={"cheap": NamedFilter({"<": ["price", 20]})}
+    )
 
-    assert "filters" not in orjson.loads(whole().to_bytes())
+    assert "filters" not in orjson.loads(make_complete_manifest().to_bytes())
     assert Manifest.from_bytes(declared.to_bytes()) == declared
 
 
@@ -107,7 +109,7 @@ def test_who_only_names_a_manifest_does_not_wait_for_its_reader() -> None:
 
 
 def test_a_manifest_under_the_name_of_another_generation_is_refused(tmp_path: Path) -> None:
-    store, manifest = ArtefactStore(str(tmp_path)), whole()
+    store, manifest = ArtefactStore(str(tmp_path)), make_complete_manifest()
     other_generation_id = "20260101T000000Z-bbbbbbbbbbbb"
     for name in (manifest.generation, other_generation_id):
         store.write(generation_path(name, "manifest.json"), manifest.to_bytes())

@@ -9,7 +9,7 @@ from cache.reuse import FACT, NIGHTS, REASONS, Reuse
 USERS = {"copied": 90, "inputs": 6, "lost": 3, "entered": 1, "computed": 0}
 
 
-def told(**changes: Any) -> dict[str, Any]:
+def make_facts(**changes: Any) -> dict[str, Any]:
     night = {"users": USERS, "spared_s": 4.5}
     fact = {
         "base": "g",
@@ -22,9 +22,9 @@ def told(**changes: Any) -> dict[str, Any]:
     return {FACT: fact | changes}
 
 
-def test_a_night_is_told_with_the_mean_of_those_before_it() -> None:
+def test_a_night_is_reported_with_the_mean_of_those_before_it() -> None:
     first = {"users": dict.fromkeys(USERS, 0) | {"computed": 100}, "spared_s": 0.0}
-    reuse = Reuse.of(told(nights=[first, {"users": USERS, "spared_s": 4.5}]))
+    reuse = Reuse.of(make_facts(nights=[first, {"users": USERS, "spared_s": 4.5}]))
 
     assert reuse is not None and reuse.night.copied_share == 0.9
     reuse_json = reuse.to_json()
@@ -34,8 +34,8 @@ def test_a_night_is_told_with_the_mean_of_those_before_it() -> None:
     }  # fmt: skip
 
 
-def test_both_reasons_are_told_as_the_night_wrote_them() -> None:
-    reuse = Reuse.of(told(why="another bundle", read_because="files vanished", base=None))
+def test_both_reasons_are_reported_as_the_night_wrote_them() -> None:
+    reuse = Reuse.of(make_facts(why="another bundle", read_because="files vanished", base=None))
 
     assert reuse is not None
     assert (reuse.not_copied_because, reuse.read_because, reuse.base) == (
@@ -47,16 +47,16 @@ def test_both_reasons_are_told_as_the_night_wrote_them() -> None:
     assert (reuse_json["why"], reuse_json["read_because"]) == ("another bundle", "files vanished")
 
 
-def test_of_more_nights_than_are_told_the_last_ones_count() -> None:
+def test_of_more_nights_than_are_reported_the_last_ones_count() -> None:
     nights = [{"users": USERS, "spared_s": float(number)} for number in range(NIGHTS + 3)]
-    reuse = Reuse.of(told(nights=nights))
+    reuse = Reuse.of(make_facts(nights=nights))
 
     assert reuse is not None and len(reuse.nights) == NIGHTS
     assert reuse.lately.spared_s == 3 + (NIGHTS - 1) / 2
 
 
 def test_who_has_no_users_has_no_share() -> None:
-    reuse = Reuse.of(told(users={}, nights=[]))
+    reuse = Reuse.of(make_facts(users={}, nights=[]))
 
     assert reuse is not None and reuse.night.copied_share is None
     assert reuse.night.users == dict.fromkeys(REASONS, 0)
@@ -66,8 +66,8 @@ def test_who_has_no_users_has_no_share() -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        {}, {FACT: None}, {FACT: {}}, told(users=3), told(users={"copied": "many"}),
-        told(nights=[1]), told(spared_s=None), told(nights=None),
+        {}, {FACT: None}, {FACT: {}}, make_facts(users=3), make_facts(users={"copied": "many"}),
+        make_facts(nights=[1]), make_facts(spared_s=None), make_facts(nights=None),
     ],
 )  # fmt: skip
 def test_what_another_version_says_is_nothing(facts: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ def test_whatever_is_asked_is_whole_commands_one_per_reply_and_no_write_without_
             assert command[-2] == b"PX" and int(command[-1]) > 0
 
 
-def test_a_lease_is_taken_only_if_nobody_leads_and_marked_with_the_answer_itself() -> None:
+def test_a_lease_is_taken_only_if_it_is_free_and_marked_with_the_answer_itself() -> None:
     key = KEYS.lease("g", "t", "ff", bytes(16))
     lease_take, lease_mark = LeaseTake(key, b"me/1", 100), LeaseMark(key, b"me/1")
     write = OverlayWrite("g", "t", "ff", b"payload", 1.5, lease_mark)
@@ -115,7 +115,7 @@ def test_a_packer_remembers_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch)
         assert len(packer._heads) <= 10 and len(packer._tails) <= 10
 
 
-def test_each_reply_becomes_the_answer_of_its_own_command() -> None:
+def test_every_reply_becomes_the_answer_of_its_own_command() -> None:
     error = hiredis.ReplyError("WRONGTYPE")
     read, overlay = PageRead("g", "t", 0, 0, 4), OverlayRead("g", "t", "ff")
     command_batch: list[Command] = [read, overlay, read, overlay, read, overlay, overlay]

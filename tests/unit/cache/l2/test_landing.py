@@ -20,10 +20,10 @@ class FakePool:
     """Keeps what it is to send until the test says what comes back."""
 
     def __init__(self) -> None:
-        self.sent: list[Pipeline] = []
+        self.sent_pipelines: list[Pipeline] = []
 
     def send(self, pipeline: Pipeline) -> None:
-        self.sent.append(pipeline)
+        self.sent_pipelines.append(pipeline)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ async def answers(tier: RemoteTier, replies: list[Any]) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("odd", ["MOVED 1", "MOVED ² a:1", "ASK", "ASK 1", "MOVED 99999 a:1"])
-async def test_an_odd_redirect_costs_its_own_caller_an_answer_and_nobody_the_end(
+async def test_an_odd_redirect_costs_only_its_own_caller_an_answer(
     tier: RemoteTier, odd: str
 ) -> None:
     caller_answers = await answers(tier, [RECORD, hiredis.ReplyError(odd), None, RECORD])

@@ -41,7 +41,7 @@ def left_s(pipeline: Pipeline) -> float:
     return pipeline.timer.when() - asyncio.get_running_loop().time()
 
 
-def sent(pool: PipelinePool, count: int) -> Pipeline:
+def send_pipeline(pool: PipelinePool, count: int) -> Pipeline:
     pipeline = Pipeline(b"", count, lambda _outcome: None)
     pool.send(pipeline)
     return pipeline
@@ -56,7 +56,7 @@ def test_the_time_allowed_grows_with_the_commands() -> None:
 async def test_a_large_batch_and_one_behind_it_have_more_time() -> None:
     pool = pool_on(FakeConnection())
 
-    large, behind = sent(pool, 1_000), sent(pool, 1)
+    large, behind = send_pipeline(pool, 1_000), send_pipeline(pool, 1)
 
     assert left_s(large) == pytest.approx(3 * BASE_S, abs=0.5)
     assert left_s(behind) == pytest.approx(3 * BASE_S, abs=0.5)
@@ -66,7 +66,7 @@ async def test_a_large_batch_and_one_behind_it_have_more_time() -> None:
 
 async def test_the_second_look_waits_until_a_large_reply_can_have_been_read() -> None:
     pool = pool_on(connection := FakeConnection())
-    small, large = sent(pool, 1), sent(pool, 10_000)
+    small, large = send_pipeline(pool, 1), send_pipeline(pool, 10_000)
     remaining_s = []
 
     for pipeline in (small, large):

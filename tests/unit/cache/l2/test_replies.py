@@ -19,7 +19,7 @@ def bulk(*values: bytes) -> bytes:
     return b"".join(b"$%d\r\n%b\r\n" % (len(payload), payload) for payload in values)
 
 
-def test_each_reply_is_found_and_parts_of_parts_are_the_same_replies() -> None:
+def test_every_reply_is_found_and_parts_of_parts_are_the_same_replies() -> None:
     values = [bytes([number]) * 8 for number in range(6)]
     frames = Frames(bulk(*values) + b"more", 6, 8)
 
@@ -79,7 +79,7 @@ REPLIES = st.one_of(
     batches=st.lists(st.tuples(REPLIES, st.sampled_from([0, 8])), min_size=1, max_size=4),
     cuts=st.lists(st.integers(0, 200), max_size=6),
 )
-def test_however_replies_are_cut_and_whatever_they_are_each_batch_has_its_own(
+def test_however_replies_are_cut_every_batch_has_its_own(
     batches: list[tuple[list[bytes], int]], cuts: list[int]
 ) -> None:
     connection, transport = connected()

@@ -54,7 +54,7 @@ def test_an_error_stands_where_its_input_was(world):
     assert first is not None and third is not None and isinstance(second, InvalidInput)
 
 
-def test_an_item_is_its_own_input_beside_items_that_nobody_knows(world):
+def test_an_item_is_its_own_input_next_to_unknown_items(world):
     predictor, items = world
 
     prepared_inputs = predictor.prepare_all(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-LOOK = """
+IMPORT_PROGRAM = """
 import os, sys
 class Look:
     def find_spec(self, name, path=None, target=None):
@@ -40,7 +40,7 @@ def test_telemetry_is_off_before_the_first_import_unless_it_is_wanted(
     } | ({} if telemetry_setting is None else {"ORT_DISABLE_TELEMETRY": telemetry_setting})
 
     completed_process = subprocess.run(
-        [sys.executable, "-c", LOOK.format(module=module)],
+        [sys.executable, "-c", IMPORT_PROGRAM.format(module=module)],
         env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
 

@@ -58,7 +58,7 @@ async def test_a_loop_goes_on_after_an_error_which_is_counted(
     assert loops.failures["body"] == 2 and loops.failing == {}
 
 
-async def test_a_loop_that_keeps_failing_is_told_until_it_does_well(
+async def test_a_loop_that_keeps_failing_is_reported_until_it_recovers(
     loops: BackgroundLoops, caplog: pytest.LogCaptureFixture
 ) -> None:
     failure_reports: list[dict[str, str]] = []
@@ -84,7 +84,7 @@ async def test_a_loop_that_keeps_failing_is_told_until_it_does_well(
     assert "body" in tracebacks[0].getMessage()
 
 
-async def test_an_error_of_larders_is_told_in_a_sentence(
+async def test_an_error_of_larder_is_logged_in_a_sentence(
     loops: BackgroundLoops, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:
@@ -118,7 +118,7 @@ async def test_an_endless_body_does_well_once_it_has_run_for_a_while(
     assert await eventually(lambda: _truth(not loops.failing))
 
 
-async def test_a_loop_ends_when_it_is_told_to_or_has_nothing_to_do(loops: BackgroundLoops) -> None:
+async def test_a_loop_ends_when_it_is_stopped_or_has_nothing_to_do(loops: BackgroundLoops) -> None:
     work = [1, 2, 3]
 
     async def pop_work_item() -> None:

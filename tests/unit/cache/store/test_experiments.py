@@ -23,20 +23,20 @@ ARMS = (
     ExperimentArm("other", "second", 0.5, ((5000, 10_000),)),
 )
 RANKER = Experiment("ranker", "default/ranker", 0.2, ((500, 2500),), ARMS, 10.0, 11.0)
-FOUND = Experiments(0, "default", 0.05, ((0, 500),), (RANKER,))
+EXPERIMENTS = Experiments(0, "default", 0.05, ((0, 500),), (RANKER,))
 
 
 def add(experiment: Experiment) -> "Experiments":
-    return replace(FOUND, experiments=(experiment,))
+    return replace(EXPERIMENTS, experiments=(experiment,))
 
 
 def test_what_was_written_is_read_and_there_is_nothing_before(tmp_path: Path) -> None:
     store = ArtefactStore(str(tmp_path))
 
     assert latest_experiments(store) == Experiments()
-    written = change_experiments(store, lambda _experiments: FOUND)
+    written = change_experiments(store, lambda _experiments: EXPERIMENTS)
 
-    assert written == replace(FOUND, version=1) == latest_experiments(store)
+    assert written == replace(EXPERIMENTS, version=1) == latest_experiments(store)
     assert change_experiments(store, lambda experiments: experiments) == written
     assert VERSIONS.read_newest_number(store) == 1
     assert written.namespaces("default") == ("second",) and written.running == (RANKER,)
@@ -49,7 +49,7 @@ def test_a_change_that_comes_in_between_is_kept(tmp_path: Path) -> None:
 
     def slow(experiments: Experiments) -> Experiments:
         if not calls:
-            change_experiments(store, lambda _experiments: FOUND)
+            change_experiments(store, lambda _experiments: EXPERIMENTS)
         calls.append(experiments)
         return replace(experiments, experiments=(*experiments.experiments, second))
 
@@ -68,7 +68,7 @@ def test_only_the_latest_of_what_ended_are_listed(tmp_path: Path) -> None:
     )
 
     changed_experiments = change_experiments(
-        store, lambda _experiments: replace(FOUND, experiments=(*stopped_experiments, RANKER))
+        store, lambda _experiments: replace(EXPERIMENTS, experiments=(*stopped_experiments, RANKER))
     )
 
     assert changed_experiments.experiments == (*stopped_experiments[3:], RANKER)
@@ -86,14 +86,14 @@ def test_only_the_latest_of_what_ended_are_listed(tmp_path: Path) -> None:
     ],
 )
 def test_what_replicas_could_not_agree_on_is_refused(field: str, value: object) -> None:
-    data = orjson.loads(FOUND.to_bytes()) | {field: value}
+    data = orjson.loads(EXPERIMENTS.to_bytes()) | {field: value}
 
     with pytest.raises(CorruptArtefact):
         Experiments.from_bytes(orjson.dumps(data))
 
 
 def test_a_newer_format_is_refused_as_such_and_an_unfit_name_too() -> None:
-    data = orjson.loads(FOUND.to_bytes())
+    data = orjson.loads(EXPERIMENTS.to_bytes())
 
     with pytest.raises(UnknownFormat):
         Experiments.from_bytes(orjson.dumps(data | {"format": 2}))

@@ -26,7 +26,7 @@ def recorded(store: ArtefactStore, generation: str) -> list[str]:
     return store.names(f"{COPIES_FOLDER}/{generation}")
 
 
-def test_each_host_is_recorded_before_its_copies_come_and_until_they_are_gone(hosts):
+def test_every_host_is_recorded_before_its_copies_come_and_until_they_are_gone(hosts):
     first, second = hosts
     names = sorted(f"{host_store.copies.host}.json" for host_store in hosts)
     assert recorded(first, OLD) == recorded(first, LIVE) == names

@@ -36,7 +36,7 @@ def test_a_store_that_lets_the_last_writer_win_is_refused_by_name(tmp_path):
     assert store.read("releases/1.json") is None
 
 
-def test_a_refusal_told_by_an_error_of_the_drivers_own_is_a_refusal(tmp_path):
+def test_a_refusal_reported_by_an_error_of_the_drivers_own_is_a_refusal(tmp_path):
     store = store_of(Odd, tmp_path)
 
     assert store.write_once("releases/1.json", b"first")
@@ -53,13 +53,13 @@ def test_what_was_created_and_is_not_there_is_an_error_and_no_success(tmp_path):
 
 def test_a_listing_made_before_does_not_say_what_exists(tmp_path):
     store = store_of(Stale, tmp_path)
-    Stale.listed.add(Stale._strip_protocol(f"{store.url}/releases/1.json"))
+    Stale.listed_paths.add(Stale._strip_protocol(f"{store.url}/releases/1.json"))
 
     assert store.write_once("releases/1.json", b"first")
     assert not store.write_once("releases/1.json", b"second")
 
 
-def test_every_error_of_a_driver_is_ours_with_the_path_and_without_secrets(tmp_path):
+def test_every_error_of_a_driver_becomes_one_of_larder_with_the_path_and_without_secrets(tmp_path):
     store = store_of(Odd, tmp_path)
     store.write("generations/x/file", b"data")
     error = PreconditionFailed(

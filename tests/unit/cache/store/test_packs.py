@@ -53,7 +53,7 @@ def test_many_that_came_at_once_are_read_singly_once(tmp_path):
     assert (request_counts["list"], request_counts["get"], request_counts["put"]) == (1, 1, 0)
 
 
-def test_a_release_log_that_read_many_leaves_a_pack_to_whoever_comes_next(tmp_path):
+def test_a_release_log_that_read_many_leaves_a_pack_to_the_next_reader(tmp_path):
     store = store_of(Counting, tmp_path)
     write(store, range(1, 301))
     unasked: Any = object()
@@ -102,7 +102,7 @@ def test_a_record_that_went_missing_is_missed_although_a_pack_holds_it(tmp_path)
         all_releases(store)
 
 
-def test_a_damaged_record_is_told_and_never_packed(tmp_path):
+def test_a_damaged_record_is_reported_and_never_packed(tmp_path):
     store = store_of(Counting, tmp_path)
     write(store, range(1, 301))
     store.write(intent_path(200), b"damaged")

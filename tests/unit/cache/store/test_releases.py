@@ -66,7 +66,7 @@ def test_a_pointer_is_read_as_it_was_written() -> None:
         {"canary": {"generation": G2, "percent": 1.0, "since": 1.0, "event": 3}},
     ],
 )  # fmt: skip
-def test_a_pointer_that_nobody_could_follow_is_refused(changes: dict[str, Any]) -> None:
+def test_a_pointer_that_no_replica_could_follow_is_refused(changes: dict[str, Any]) -> None:
     raw = orjson.dumps({**orjson.loads(POINTER.to_bytes()), **changes})
 
     with pytest.raises(CorruptArtefact, match="not a pointer"):

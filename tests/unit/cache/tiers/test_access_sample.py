@@ -42,19 +42,21 @@ class Bench:
         )
         self.cache.trace.sample(HASH_SPACE - 1)
 
-    def taken(self) -> list[Access]:
+    def drain_trace(self) -> list[Access]:
         touches = list(self.cache.trace)
         self.cache.trace.clear()
         return touches
 
-    async def many(self, *ids: str) -> list[Access]:
-        record_keys = [NIGHT.want(entity_id) for entity_id in ids]
+    async def read_many(self, *ids: str) -> list[Access]:
+        record_keys = [NIGHT.record_key(entity_id) for entity_id in ids]
         await self.cache.get_many(VIEW, record_keys, self.clock() + 60)
-        return self.taken()
+        return self.drain_trace()
 
     async def rows(self, *ids: str) -> list[Access]:
-        await self.cache.get_rows(VIEW, columns([NIGHT.want(entity_id) for entity_id in ids]), None)
-        return self.taken()
+        await self.cache.get_rows(
+            VIEW, columns([NIGHT.record_key(entity_id) for entity_id in ids]), None
+        )
+        return self.drain_trace()
 
 
 def columns(record_keys: Sequence[RecordKey]) -> RecordKeys:
@@ -73,17 +75,21 @@ def bench() -> Bench:
 
 
 async def test_every_way_of_reading_writes_the_same(bench: Bench) -> None:
-    known_id, record_key = NIGHT.ids[3], NIGHT.want(NIGHT.ids[3])
+    known_id, record_key = NIGHT.ids[3], NIGHT.record_key(NIGHT.ids[3])
 
-    written = [await bench.many(known_id), await bench.rows(known_id), await bench.many(known_id)]
+    written = [
+        await bench.read_many(known_id),
+        await bench.rows(known_id),
+        await bench.read_many(known_id),
+    ]
     bench.cache.peek(VIEW, record_key)
-    written.append(bench.taken())
+    written.append(bench.drain_trace())
     bench.cache.local.discard(next(iter(bench.cache.local._entries)))  # type: ignore[arg-type]
     bench.cache.peek(VIEW, record_key)
     await bench.cache.get(VIEW, record_key)
-    written.append(bench.taken())
+    written.append(bench.drain_trace())
     await bench.cache.get(VIEW, record_key, bench.clock() + 60)
-    written.append(bench.taken())
+    written.append(bench.drain_trace())
 
     ((spot, size),) = written[0]
     assert size == BYTES and spot >> 32 == record_key.fingerprint >> 32
@@ -91,13 +97,13 @@ async def test_every_way_of_reading_writes_the_same(bench: Bench) -> None:
     assert bench.cache.counters.total == 6
 
 
-async def test_a_batch_writes_each_of_its_reads(bench: Bench) -> None:
+async def test_a_batch_writes_all_of_its_reads(bench: Bench) -> None:
     ids = NIGHT.ids[:9]
 
     first, repeat_touches, single = (
         await bench.rows(*ids),
         await bench.rows(*ids),
-        await bench.many(*ids),
+        await bench.read_many(*ids),
     )
 
     assert first == repeat_touches == single and len({spot for spot, _ in first}) == 9
@@ -106,44 +112,44 @@ async def test_a_batch_writes_each_of_its_reads(bench: Bench) -> None:
 async def test_what_is_found_nowhere_is_not_written(bench: Bench) -> None:
     bench.remote.fails_with = TierUnavailable("no", reason="connection")
 
-    written = await bench.rows(*NIGHT.ids[:3]), await bench.many(STRANGER, NIGHT.ids[4])
+    written = await bench.rows(*NIGHT.ids[:3]), await bench.read_many(STRANGER, NIGHT.ids[4])
 
     assert written == ([], [])
     assert bench.cache.counters.total == 5
 
 
 async def test_only_spots_in_the_sample_are_written(bench: Bench) -> None:
-    prints = sorted(NIGHT.want(entity_id).fingerprint for entity_id in NIGHT.ids)
+    prints = sorted(NIGHT.record_key(entity_id).fingerprint for entity_id in NIGHT.ids)
     bench.cache.trace.sample((prints[len(prints) // 2] >> 32 << 32) - 1)
 
-    rows, touches_of_many = await bench.rows(*NIGHT.ids), await bench.many(*NIGHT.ids)
+    rows, touches_of_many = await bench.rows(*NIGHT.ids), await bench.read_many(*NIGHT.ids)
 
     assert rows == touches_of_many and len(rows) == len(prints) // 2
     assert all(spot <= bench.cache.trace.last for spot, _ in rows)
 
 
 async def test_a_live_answer_is_written_as_a_store_and_then_as_reads(bench: Bench) -> None:
-    record_key = NIGHT.want(STRANGER, DIGEST_A)
+    record_key = NIGHT.record_key(STRANGER, DIGEST_A)
     bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER), DIGEST_A, 10.0)
-    ((spot, size),) = bench.taken()
+    ((spot, size),) = bench.drain_trace()
     await bench.cache.get(VIEW, record_key, bench.clock() + 60)
 
     assert size == -(BYTES + LIVE_BYTES)
-    assert bench.taken() == [(spot, -size)]
+    assert bench.drain_trace() == [(spot, -size)]
     await bench.cache.aclose()
 
 
 async def test_a_ready_answer_is_written_as_a_store_and_says_how_it_is_read(bench: Bench) -> None:
-    record_key = NIGHT.want(NIGHT.ids[0])
+    record_key = NIGHT.record_key(NIGHT.ids[0])
     bench.cache.keep(VIEW, record_key, READY)
     ready_answer = bench.cache.local.ready(READY.request)
 
     assert ready_answer is not None and ready_answer.access is not None
     assert ready_answer.access[1] == size_of(READY)
-    assert bench.taken() == [(ready_answer.access[0], -size_of(READY))]
+    assert bench.drain_trace() == [(ready_answer.access[0], -size_of(READY))]
 
 
-async def test_requests_and_generations_are_told_apart(bench: Bench) -> None:
+async def test_requests_and_generations_are_distinguished(bench: Bench) -> None:
     sample_ready, other_ready = bench.cache.trace.attach_access, READY._replace(request=b"/a/1?k=2")
     ready = [
         sample_ready(GENERATION, 7 << 40, READY),
@@ -167,18 +173,18 @@ def test_a_new_generation_is_sampled_from_its_first_answer_on() -> None:
     assert trace.last == HASH_SPACE - 1
 
 
-async def test_nothing_is_written_unless_somebody_samples(bench: Bench) -> None:
+async def test_nothing_is_written_without_sampling(bench: Bench) -> None:
     bench.cache.trace.sample(-1)
     bench.cache.trace.begin(GENERATION)
 
-    assert await bench.rows(*NIGHT.ids[:5]) == await bench.many(NIGHT.ids[1]) == []
+    assert await bench.rows(*NIGHT.ids[:5]) == await bench.read_many(NIGHT.ids[1]) == []
     assert bench.cache.trace.attach_access(NEXT_GENERATION, 0, READY) is READY
 
 
-async def test_what_nobody_takes_stays_bounded(bench: Bench) -> None:
+async def test_a_trace_that_is_not_drained_stays_bounded(bench: Bench) -> None:
     for _ in range(TRACE_MAX // len(NIGHT.ids) + 2):
         await bench.cache.get_rows(
-            VIEW, columns([NIGHT.want(entity_id) for entity_id in NIGHT.ids]), None
+            VIEW, columns([NIGHT.record_key(entity_id) for entity_id in NIGHT.ids]), None
         )
 
     assert len(bench.cache.trace) == TRACE_MAX

@@ -80,7 +80,9 @@ def outcomes(rows: Rows) -> list[ReadResult]:
 async def test_records_that_l1_can_never_hold_are_counted_and_missing_ones_are_not() -> None:
     # Given an L1 that is smaller than a record, and a batch of which one page is gone
     bench = Bench(entries_max=0)
-    of_pages = {record_key.position // 8: record_key for record_key in map(NIGHT.want, NIGHT.ids)}
+    of_pages = {
+        record_key.position // 8: record_key for record_key in map(NIGHT.record_key, NIGHT.ids)
+    }
     record_keys = [of_pages[page] for page in range(3)]
     del bench.remote.pages[GENERATION, NIGHT.table.name, 2]
 
@@ -90,7 +92,7 @@ async def test_records_that_l1_can_never_hold_are_counted_and_missing_ones_are_n
     assert bench.cache.local.too_large == 2
 
 
-async def turns(count: int = 5) -> None:
+async def run_loop_iterations(count: int = 5) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -114,7 +116,7 @@ def test_whatever_happened_rows_and_single_reads_agree(
         benches = Bench(entries_max), Bench(entries_max)
         requested_count = 0
         for action, numbers in script:
-            record_keys = [NIGHT.want(NIGHT.ids[number], digest) for number in numbers]
+            record_keys = [NIGHT.record_key(NIGHT.ids[number], digest) for number in numbers]
             if action == "ask":
                 requested_count += len(record_keys)
                 columnar_results = await benches[0].rows(record_keys)
@@ -145,9 +147,9 @@ def test_whatever_happened_rows_and_single_reads_agree(
     asyncio.run(run())
 
 
-async def test_a_batch_and_whoever_reads_the_same_at_that_time_share_its_flight() -> None:
+async def test_a_batch_and_concurrent_reads_of_the_same_records_share_its_flight() -> None:
     bench = Bench(entries_max=0)
-    record_keys = [NIGHT.want(entity_id) for entity_id in NIGHT.ids[:6]]
+    record_keys = [NIGHT.record_key(entity_id) for entity_id in NIGHT.ids[:6]]
     bench.remote.gate = asyncio.Event()
 
     tasks = [
@@ -156,9 +158,9 @@ async def test_a_batch_and_whoever_reads_the_same_at_that_time_share_its_flight(
         asyncio.create_task(bench.cache.get_many(VIEW, record_keys[3:5], bench.clock() + 60)),
         asyncio.create_task(bench.rows(record_keys[:1])),
     ]
-    await turns()
+    await run_loop_iterations()
     tasks[0].cancel()  # leaves alone: others have boarded
-    await turns()
+    await run_loop_iterations()
     bench.remote.gate.set()
     await asyncio.wait(tasks)
 
@@ -176,11 +178,11 @@ async def test_a_batch_and_whoever_reads_the_same_at_that_time_share_its_flight(
 
 async def test_a_batch_that_has_less_time_than_l2_leaves_alone_and_keeps_what_l1_had() -> None:
     bench = Bench()
-    record_keys = [NIGHT.want(entity_id) for entity_id in NIGHT.ids[:3]]
+    record_keys = [NIGHT.record_key(entity_id) for entity_id in NIGHT.ids[:3]]
     await bench.rows(record_keys[:1])
     bench.remote.gate = asyncio.Event()
     patient = asyncio.create_task(bench.rows(record_keys, left_s=60.0))
-    await turns()
+    await run_loop_iterations()
 
     assert await bench.rows(record_keys, left_s=0.0) == await bench.rows(record_keys, left_s=0.001)
     late = await bench.rows(record_keys, left_s=0.001)
@@ -191,10 +193,10 @@ async def test_a_batch_that_has_less_time_than_l2_leaves_alone_and_keeps_what_l1
     assert [type(read_result) for read_result in await patient] == [Hit] * 3
 
 
-async def test_a_live_answer_beside_a_missing_page_stands_in_for_it() -> None:
+async def test_a_live_answer_stands_in_for_a_missing_page() -> None:
     bench = Bench()
     bench.remote.pages.clear()
-    record_keys = [NIGHT.want(entity_id, DIGEST_A) for entity_id in NIGHT.ids[:2]]
+    record_keys = [NIGHT.record_key(entity_id, DIGEST_A) for entity_id in NIGHT.ids[:2]]
     bench.cache.put_live(VIEW, record_keys[1], NIGHT.live_record(NIGHT.ids[1]), DIGEST_A, 30)
 
     missed, stands_in = await bench.rows(record_keys)
@@ -204,7 +206,7 @@ async def test_a_live_answer_beside_a_missing_page_stands_in_for_it() -> None:
     assert stands_in.reason == MissReason.PAGE_MISSING
 
 
-def test_reads_of_many_are_those_of_each() -> None:
+def test_reads_of_many_equal_the_single_reads() -> None:
     """Over parts, each with pages of its own."""
     hashes = NIGHT.directory.hashes()
     directory = Directory(7, [0, int(hashes[9])], [hashes[:9], hashes[9:]])
@@ -247,7 +249,7 @@ async def test_work_for_several_keys_fails_for_all_who_wait_for_it() -> None:
         asyncio.create_task(flights.do_batch(["a", "b", "a"], fails)),
         asyncio.create_task(flights.do_batch(["c", "b"], fails)),
     ]
-    await turns()
+    await run_loop_iterations()
     go.set()
     failed = await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -261,7 +263,7 @@ async def test_records_without_an_answer_are_of_entities_that_the_night_did_not_
         records = np.frombuffer(page, NIGHT.layout.dtype).copy()
         records[::2] = absent_records(NIGHT.layout, records["fingerprint"][::2], 0)
         bench.remote.pages[name] = records.tobytes()
-    record_keys = [NIGHT.want(entity_id) for entity_id in NIGHT.ids]
+    record_keys = [NIGHT.record_key(entity_id) for entity_id in NIGHT.ids]
 
     rows = await bench.rows(record_keys)
 

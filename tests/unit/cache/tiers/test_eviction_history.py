@@ -26,7 +26,7 @@ def tier(entries: int, clock: FakeClock | None = None) -> LocalTier:
     return LocalTier(entries * (OVERHEAD_BYTES + 200), clock or FakeClock())
 
 
-def why(local: LocalTier, number: int, generation: str = "g1") -> str:
+def find_reason(local: LocalTier, number: int, generation: str = "g1") -> str:
     return local.eviction_history.find_reason(generation, "t", number)
 
 
@@ -37,17 +37,17 @@ def test_what_was_never_here_is_cold_and_what_made_room_was_evicted() -> None:
 
     evicted_numbers = [number for number in range(100) if local.get(key(number)) is None]
     assert evicted_numbers
-    assert {why(local, number) for number in evicted_numbers} == {"evicted"}
-    assert why(local, 1_000) == "cold_start"
+    assert {find_reason(local, number) for number in evicted_numbers} == {"evicted"}
+    assert find_reason(local, 1_000) == "cold_start"
 
 
 def test_a_life_that_is_over_is_no_eviction() -> None:
     clock = FakeClock()
     local = tier(20, clock)
-    local.put(key(1), Entry(b"x", 1, b"d" * 16, clock.now + 5))
+    local.put(key(1), Entry(b"x", 1, b"d" * 16, clock.now_s + 5))
     clock.tick(6)
 
-    assert local.get(key(1)) is None and why(local, 1) == "expired"
+    assert local.get(key(1)) is None and find_reason(local, 1) == "expired"
 
 
 def test_what_the_generation_before_had_is_flipped_for_a_while() -> None:
@@ -55,13 +55,13 @@ def test_what_the_generation_before_had_is_flipped_for_a_while() -> None:
     local = tier(50, clock)
     local.put(key(1), Entry(b"x", 1))
     local.put(key(2, "g2"), Entry(b"x", 1))
-    assert why(local, 1, "g2") == "cold_start"
+    assert find_reason(local, 1, "g2") == "cold_start"
 
     local.eviction_history.flipped("g1")
 
-    assert (why(local, 1, "g2"), why(local, 3, "g2")) == ("flipped", "cold_start")
+    assert (find_reason(local, 1, "g2"), find_reason(local, 3, "g2")) == ("flipped", "cold_start")
     clock.tick(FLIPPED_S)
-    assert why(local, 1, "g2") == "cold_start"
+    assert find_reason(local, 1, "g2") == "cold_start"
 
 
 def test_what_was_evicted_before_the_flip_counts_as_flipped_too() -> None:
@@ -70,11 +70,11 @@ def test_what_was_evicted_before_the_flip_counts_as_flipped_too() -> None:
         local.put(key(number), Entry(b"x" * 100, 1))
     local.eviction_history.flipped("g1")
 
-    assert why(local, 0, "g2") == "flipped"
+    assert find_reason(local, 0, "g2") == "flipped"
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_each_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
+def test_every_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
     rng, absences = random.Random(seed), EvictionHistory(timer=FakeClock(), slots=64)
     evicted_numbers: set[int] = set()
     for _ in range(2_000):

@@ -6,7 +6,7 @@ from tests.fakes import GENERATION, Night
 
 def test_no_two_records_share_a_flight() -> None:
     night, keys = Night(), FlightKeys()
-    record_keys = [night.want(entity_id) for entity_id in night.ids[:3]]
+    record_keys = [night.record_key(entity_id) for entity_id in night.ids[:3]]
     record_keys += [record_keys[0]._replace(key=b"0" * 16)]
     flight_keys = [
         keys.of(generation, record_key)

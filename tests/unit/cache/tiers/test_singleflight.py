@@ -20,7 +20,7 @@ class Work:
     ) -> None:
         self.value = value
         self.error = error
-        self.turns = iterations
+        self.iterations = iterations
         self.go = asyncio.Event()
         self.runs = 0
         self.cancelled = 0
@@ -29,7 +29,7 @@ class Work:
         self.runs += 1
         try:
             await self.go.wait()
-            for _ in range(self.turns):
+            for _ in range(self.iterations):
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
             self.cancelled += 1
@@ -44,7 +44,7 @@ async def within(awaited: Awaitable[T], limit_s: float = 5.0) -> T:
     return await asyncio.wait_for(awaited, limit_s)
 
 
-async def turns(count: int = 3) -> None:
+async def run_loop_iterations(count: int = 3) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -52,7 +52,7 @@ async def turns(count: int = 3) -> None:
 async def test_callers_of_one_key_share_one_piece_of_work() -> None:
     flights, work = SingleFlight[str, int](), Work()
     callers = [asyncio.create_task(flights.do("key", work)) for _ in range(10_000)]
-    await turns()
+    await run_loop_iterations()
 
     work.go.set()
 
@@ -61,10 +61,10 @@ async def test_callers_of_one_key_share_one_piece_of_work() -> None:
     assert len(flights) == 0
 
 
-async def test_different_keys_do_not_wait_for_each_other() -> None:
+async def test_different_keys_do_not_wait_for_one_another() -> None:
     flights, slow, fast = SingleFlight[str, int](), Work(1), Work(2)
     waiting = asyncio.create_task(flights.do("slow", slow))
-    await turns()
+    await run_loop_iterations()
 
     fast.go.set()
 
@@ -74,14 +74,14 @@ async def test_different_keys_do_not_wait_for_each_other() -> None:
     assert await waiting == 1
 
 
-async def test_cancelling_the_first_caller_cancels_nobody_else() -> None:
+async def test_cancelling_the_first_caller_cancels_no_other() -> None:
     """C7."""
     flights, work = SingleFlight[str, int](), Work()
     first, second = (asyncio.create_task(flights.do("key", work)) for _ in range(2))
-    await turns()
+    await run_loop_iterations()
 
     first.cancel()
-    await turns()
+    await run_loop_iterations()
     work.go.set()
 
     assert await within(second) == 42
@@ -92,11 +92,11 @@ async def test_the_work_is_cancelled_when_the_last_caller_has_left() -> None:
     """C7."""
     flights, work = SingleFlight[str, int](), Work()
     callers = [asyncio.create_task(flights.do("key", work)) for _ in range(3)]
-    await turns()
+    await run_loop_iterations()
 
     for caller in callers:
         caller.cancel()
-        await turns()
+        await run_loop_iterations()
 
     assert work.cancelled == 1 and len(flights) == 0
 
@@ -113,9 +113,9 @@ async def test_a_newcomer_does_not_board_work_that_is_being_cancelled() -> None:
             await let_go.wait()
 
     caller = asyncio.create_task(flights.do("key", old))
-    await turns()
+    await run_loop_iterations()
     caller.cancel()
-    await turns()
+    await run_loop_iterations()
     assert caller.cancelled() and not let_go.is_set()
     new.go.set()
 
@@ -127,7 +127,7 @@ async def test_an_error_reaches_every_caller_and_the_next_one_starts_afresh() ->
     """C7, C11: a failed leader leaves nobody waiting, and nothing of it is kept."""
     flights, broken = SingleFlight[str, int](), Work(error=ValueError("broken"))
     callers = [asyncio.create_task(flights.do("key", broken)) for _ in range(3)]
-    await turns()
+    await run_loop_iterations()
 
     broken.go.set()
     outcomes = await within(asyncio.gather(*callers, return_exceptions=True))
@@ -150,7 +150,7 @@ async def test_work_cancelled_from_outside_is_an_error_to_its_callers_and_not_th
         return inner[0]
 
     callers = [asyncio.create_task(flights.do("key", work)) for _ in range(2)]
-    await turns()
+    await run_loop_iterations()
     inner[0].cancel()
 
     outcomes = await within(asyncio.gather(*callers, return_exceptions=True))
@@ -170,9 +170,9 @@ async def test_many_keys_take_off_together_and_join_what_is_under_way() -> None:
         return [len(key) for key in keys]
 
     first = asyncio.create_task(flights.do_many(["a", "bb"], work))
-    await turns()
+    await run_loop_iterations()
     second = asyncio.create_task(flights.do_many(["bb", "ccc", "ccc", "a"], work))
-    await turns()
+    await run_loop_iterations()
     go.set()
 
     assert await first == [1, 2]
@@ -187,13 +187,13 @@ async def test_an_error_in_one_of_several_flights_is_raised_and_leaves_no_trace(
     flights, sound, broken = SingleFlight[str, int](), Work(), Work(error=ValueError("broken"))
     sound_task = asyncio.create_task(flights.do("sound", sound))
     broken_task = asyncio.create_task(flights.do("broken", broken))
-    await turns()
+    await run_loop_iterations()
 
     async def none(keys: Sequence[str]) -> Sequence[int]:
         raise AssertionError("both keys have flights")
 
     batch_task = asyncio.create_task(flights.do_many(["sound", "broken"], none))
-    await turns()
+    await run_loop_iterations()
     broken.go.set()
     with pytest.raises(ValueError, match="broken"):
         await within(broken_task)
@@ -220,7 +220,7 @@ def cancellations(draw: st.DrawFn) -> list[tuple[int, int]]:
     fails=st.booleans(),
     work_turns=st.integers(0, 3),
 )
-def test_every_order_of_cancellations_leaves_each_remaining_caller_with_the_outcome(
+def test_every_order_of_cancellations_leaves_the_remaining_callers_with_the_outcome(
     cancelled: list[tuple[int, int]], joins: list[int], ends_at: int, fails: bool, work_turns: int
 ) -> None:
     """C7: a cancel at every await, by any caller, before, while and after the work ends."""
@@ -275,7 +275,7 @@ async def test_a_future_is_used_as_it_is() -> None:
         return futures[0]
 
     caller = asyncio.create_task(flights.do_many(["a", "b"], work))
-    await turns()
+    await run_loop_iterations()
     futures[0].set_result([1, 2])
 
     assert await within(caller) == [1, 2]
@@ -297,7 +297,7 @@ async def test_a_lone_caller_whose_time_is_over_leaves_alone() -> None:
     flights: SingleFlight[str, int] = SingleFlight()
     landing: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     patient = asyncio.create_task(flights.do("key", lambda: landing))
-    await turns()
+    await run_loop_iterations()
 
     with pytest.raises(TimeoutError):
         await within(flights.do("key", lambda: landing, 0.0))

@@ -25,7 +25,7 @@ from tests.fakes import (
 
 NIGHT = Night()
 VIEW = NIGHT.view()
-KNOWN = NIGHT.ids[3]
+KNOWN_ID = NIGHT.ids[3]
 STRANGER = "nobody-the-night-knew"
 
 
@@ -48,7 +48,7 @@ class Bench:
         return await self.cache.get(NIGHT.view(generation), record_key, self.clock() + 60)
 
     def store_overlay(self, id_: str, digest: bytes, ttl_s: float, value: float = 0.5) -> None:
-        name = (GENERATION, NIGHT.table.name, hash_hex(NIGHT.want(id_).key))
+        name = (GENERATION, NIGHT.table.name, hash_hex(NIGHT.record_key(id_).key))
         payload = pack_overlay(NIGHT.live_record(id_, value), digest)
         self.remote.overlays[name] = payload, self.clock() + ttl_s
 
@@ -58,14 +58,14 @@ def bench() -> Bench:
     return Bench()
 
 
-async def turns(count: int = 5) -> None:
+async def run_loop_iterations(count: int = 5) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 async def test_a_known_entity_comes_from_l2_and_then_from_l1(bench: Bench) -> None:
-    first = await bench.get(NIGHT.want(KNOWN))
-    second = await bench.get(NIGHT.want(KNOWN))
+    first = await bench.get(NIGHT.record_key(KNOWN_ID))
+    second = await bench.get(NIGHT.record_key(KNOWN_ID))
 
     assert isinstance(first, Hit) and isinstance(second, Hit)
     assert (first.tier, second.tier) == ("l2", "l1")
@@ -75,16 +75,16 @@ async def test_a_known_entity_comes_from_l2_and_then_from_l1(bench: Bench) -> No
 
 
 async def test_a_lone_read_shares_the_flight_of_other_readers_and_is_counted(bench: Bench) -> None:
-    record_key, view = NIGHT.want(KNOWN), NIGHT.view(GENERATION)
+    record_key, view = NIGHT.record_key(KNOWN_ID), NIGHT.view(GENERATION)
     bench.remote.gate = asyncio.Event()
     callers = [
         asyncio.create_task(bench.cache.get(view, record_key)),
         asyncio.create_task(bench.get(record_key)),
         asyncio.create_task(bench.cache.get(view, record_key)),
     ]
-    await turns()
+    await run_loop_iterations()
     callers[0].cancel()  # C7: takes nobody along
-    await turns()
+    await run_loop_iterations()
     bench.remote.gate.set()
 
     results = [await caller for caller in callers[1:]]
@@ -96,7 +96,7 @@ async def test_a_lone_read_shares_the_flight_of_other_readers_and_is_counted(ben
 
 
 async def test_every_known_entity_gets_its_own_record(bench: Bench) -> None:
-    record_keys = [NIGHT.want(entity_id) for entity_id in NIGHT.ids]
+    record_keys = [NIGHT.record_key(entity_id) for entity_id in NIGHT.ids]
 
     outcomes = await bench.cache.get_many(VIEW, record_keys, bench.clock() + 60)
 
@@ -107,10 +107,10 @@ async def test_every_known_entity_gets_its_own_record(bench: Bench) -> None:
 
 
 async def test_peek_finds_what_l1_holds_and_counts_only_hits(bench: Bench) -> None:
-    assert bench.cache.peek(VIEW, NIGHT.want(KNOWN)) is None
-    await bench.get(NIGHT.want(KNOWN))
+    assert bench.cache.peek(VIEW, NIGHT.record_key(KNOWN_ID)) is None
+    await bench.get(NIGHT.record_key(KNOWN_ID))
 
-    hit = bench.cache.peek(VIEW, NIGHT.want(KNOWN))
+    hit = bench.cache.peek(VIEW, NIGHT.record_key(KNOWN_ID))
 
     assert hit is not None and hit.tier == "l1"
     assert bench.cache.counters.total == 2
@@ -119,7 +119,7 @@ async def test_peek_finds_what_l1_holds_and_counts_only_hits(bench: Bench) -> No
 async def test_a_page_that_is_not_there_is_a_miss_of_its_own_kind(bench: Bench) -> None:
     bench.remote.pages.clear()
 
-    assert await bench.get(NIGHT.want(KNOWN)) == Miss(MissReason.PAGE_MISSING)
+    assert await bench.get(NIGHT.record_key(KNOWN_ID)) == Miss(MissReason.PAGE_MISSING)
     assert bench.cache.local.size_bytes == 0
 
 
@@ -127,8 +127,8 @@ async def test_another_entitys_record_is_a_counted_corrupt_miss_and_is_not_kept(
     bench: Bench,
 ) -> None:
     """C4, C16: a reply that belongs to somebody else is never an answer."""
-    record_key = NIGHT.want(KNOWN)
-    wrong = record_key._replace(position=NIGHT.want(NIGHT.ids[4]).position)
+    record_key = NIGHT.record_key(KNOWN_ID)
+    wrong = record_key._replace(position=NIGHT.record_key(NIGHT.ids[4]).position)
 
     assert await bench.get(wrong) == Miss(MissReason.CORRUPT)
     assert bench.cache.counters.missed[MissReason.CORRUPT] == 1
@@ -139,7 +139,7 @@ async def test_an_id_whose_hash_collides_with_a_known_one_gets_no_answer_even_fr
     bench: Bench,
 ) -> None:
     """C4: the hash is not the identity; the fingerprint inside the record is compared on every read."""
-    known_key = NIGHT.want(KNOWN)
+    known_key = NIGHT.record_key(KNOWN_ID)
     await bench.get(known_key)
 
     impostor = known_key._replace(fingerprint=known_key.fingerprint ^ 1)
@@ -157,7 +157,7 @@ async def test_a_record_of_another_format_is_not_read(bench: Bench) -> None:
             record[14] = 2 << 4
         pages[name] = b"".join(bytes(record) for record in records)
 
-    assert await bench.get(NIGHT.want(KNOWN)) == Miss(MissReason.CORRUPT)
+    assert await bench.get(NIGHT.record_key(KNOWN_ID)) == Miss(MissReason.CORRUPT)
 
 
 def without_answers(bench: Bench) -> None:
@@ -173,30 +173,32 @@ async def test_a_record_without_an_answer_is_of_an_entity_that_the_night_did_not
     """The night could answer for it in other tables of the same entities only."""
     without_answers(bench)
 
-    assert await bench.get(NIGHT.want(KNOWN)) == Miss(MissReason.NOT_IN_GENERATION)
+    assert await bench.get(NIGHT.record_key(KNOWN_ID)) == Miss(MissReason.NOT_IN_GENERATION)
     misses = await bench.cache.get_many(
-        VIEW, [NIGHT.want(entity_id) for entity_id in NIGHT.ids[:3]], bench.clock() + 60
+        VIEW, [NIGHT.record_key(entity_id) for entity_id in NIGHT.ids[:3]], bench.clock() + 60
     )
     assert {miss.reason for miss in misses} == {MissReason.NOT_IN_GENERATION}
     assert bench.cache.local.size_bytes == 0
-    misplaced_key = NIGHT.want(KNOWN)._replace(position=NIGHT.want(NIGHT.ids[4]).position)
+    misplaced_key = NIGHT.record_key(KNOWN_ID)._replace(
+        position=NIGHT.record_key(NIGHT.ids[4]).position
+    )
     assert await bench.get(misplaced_key) == Miss(MissReason.CORRUPT)
 
 
 async def test_a_live_answer_stands_in_where_the_night_has_none(bench: Bench) -> None:
     without_answers(bench)
-    record_key = NIGHT.want(KNOWN)._replace(digest=DIGEST_A)
-    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN), DIGEST_A, 60)
+    record_key = NIGHT.record_key(KNOWN_ID)._replace(digest=DIGEST_A)
+    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN_ID), DIGEST_A, 60)
 
     hit = await bench.get(record_key)
 
     assert isinstance(hit, Hit) and hit.live and hit.reason is None
-    assert await bench.get(NIGHT.want(KNOWN)) == Miss(MissReason.NOT_IN_GENERATION)
+    assert await bench.get(NIGHT.record_key(KNOWN_ID)) == Miss(MissReason.NOT_IN_GENERATION)
 
 
 async def test_format_and_generation_are_part_of_every_key(bench: Bench) -> None:
     """C2, C17: what a late write leaves under an old generation is never seen under a new one."""
-    stranger = NIGHT.want(STRANGER)
+    stranger = NIGHT.record_key(STRANGER)
     bench.cache.put_live(VIEW, stranger, NIGHT.live_record(STRANGER), DIGEST_A, 60)
     await bench.cache.aclose()
 
@@ -219,7 +221,7 @@ async def test_why_redis_did_not_answer_is_the_reason_of_the_miss(
     """C10, C11: and nothing is remembered of it."""
     bench.remote.fails_with = TierUnavailable("no", reason=reason)
 
-    known_key, stranger = NIGHT.want(KNOWN), NIGHT.want(STRANGER)
+    known_key, stranger = NIGHT.record_key(KNOWN_ID), NIGHT.record_key(STRANGER)
     assert await bench.get(known_key) == Miss(missed) == await bench.get(stranger)
 
     bench.remote.fails_with = None
@@ -229,7 +231,7 @@ async def test_why_redis_did_not_answer_is_the_reason_of_the_miss(
 
 async def test_a_caller_whose_deadline_is_over_does_not_read(bench: Bench) -> None:
     """C10."""
-    outcome = await bench.cache.get(VIEW, NIGHT.want(KNOWN), bench.clock() - 1)
+    outcome = await bench.cache.get(VIEW, NIGHT.record_key(KNOWN_ID), bench.clock() - 1)
 
     assert outcome == Miss(MissReason.L2_TIMEOUT)
     assert bench.remote.calls == []
@@ -238,10 +240,10 @@ async def test_a_caller_whose_deadline_is_over_does_not_read(bench: Bench) -> No
 async def test_a_callers_deadline_ends_only_its_own_waiting(bench: Bench) -> None:
     """C7, C10."""
     bench.remote.gate = asyncio.Event()
-    patient = asyncio.create_task(bench.get(NIGHT.want(KNOWN)))
-    await turns()
+    patient = asyncio.create_task(bench.get(NIGHT.record_key(KNOWN_ID)))
+    await run_loop_iterations()
 
-    hasty = await bench.cache.get(VIEW, NIGHT.want(KNOWN), bench.clock() + 0.01)
+    hasty = await bench.cache.get(VIEW, NIGHT.record_key(KNOWN_ID), bench.clock() + 0.01)
     bench.remote.gate.set()
 
     assert hasty == Miss(MissReason.L2_TIMEOUT)
@@ -252,8 +254,8 @@ async def test_a_callers_deadline_ends_only_its_own_waiting(bench: Bench) -> Non
 async def test_ten_thousand_callers_of_one_cold_key_cost_one_read(bench: Bench) -> None:
     """C9: each is counted once, as answered from L2; that they shared a read is counted apart."""
     bench.remote.gate = asyncio.Event()
-    callers = [asyncio.create_task(bench.get(NIGHT.want(KNOWN))) for _ in range(10_000)]
-    await turns()
+    callers = [asyncio.create_task(bench.get(NIGHT.record_key(KNOWN_ID))) for _ in range(10_000)]
+    await run_loop_iterations()
 
     bench.remote.gate.set()
     outcomes = await asyncio.gather(*callers)
@@ -264,14 +266,14 @@ async def test_ten_thousand_callers_of_one_cold_key_cost_one_read(bench: Bench) 
     assert bench.cache.flights.shared == 9_999
 
 
-async def test_a_cancelled_caller_takes_nobody_along(bench: Bench) -> None:
+async def test_a_cancelled_caller_cancels_no_other(bench: Bench) -> None:
     """C7."""
     bench.remote.gate = asyncio.Event()
-    callers = [asyncio.create_task(bench.get(NIGHT.want(KNOWN))) for _ in range(3)]
-    await turns()
+    callers = [asyncio.create_task(bench.get(NIGHT.record_key(KNOWN_ID))) for _ in range(3)]
+    await run_loop_iterations()
 
     callers[0].cancel()
-    await turns()
+    await run_loop_iterations()
     bench.remote.gate.set()
     outcomes = await asyncio.gather(*callers, return_exceptions=True)
 
@@ -282,7 +284,11 @@ async def test_a_cancelled_caller_takes_nobody_along(bench: Bench) -> None:
 async def test_the_same_entity_twice_in_a_batch_is_read_once_and_answered_twice(
     bench: Bench,
 ) -> None:
-    record_keys = [NIGHT.want(KNOWN), NIGHT.want(STRANGER), NIGHT.want(KNOWN)]
+    record_keys = [
+        NIGHT.record_key(KNOWN_ID),
+        NIGHT.record_key(STRANGER),
+        NIGHT.record_key(KNOWN_ID),
+    ]
 
     outcomes = await bench.cache.get_many(VIEW, record_keys, bench.clock() + 60)
 
@@ -292,7 +298,7 @@ async def test_the_same_entity_twice_in_a_batch_is_read_once_and_answered_twice(
 
 
 async def test_a_flood_of_one_unknown_id_costs_one_read_per_negative_life(bench: Bench) -> None:
-    record_key = NIGHT.want(STRANGER)
+    record_key = NIGHT.record_key(STRANGER)
 
     outcomes = [await bench.get(record_key) for _ in range(50)]
     assert outcomes[0] == Miss(MissReason.NOT_IN_GENERATION)
@@ -305,12 +311,12 @@ async def test_a_flood_of_one_unknown_id_costs_one_read_per_negative_life(bench:
 
 
 async def test_unknown_ids_evict_nothing_from_l1(bench: Bench) -> None:
-    await bench.get(NIGHT.want(KNOWN))
+    await bench.get(NIGHT.record_key(KNOWN_ID))
 
     for number in range(500):
-        await bench.get(NIGHT.want(f"stranger-{number}"))
+        await bench.get(NIGHT.record_key(f"stranger-{number}"))
 
-    assert isinstance(bench.cache.peek(VIEW, NIGHT.want(KNOWN)), Hit)
+    assert isinstance(bench.cache.peek(VIEW, NIGHT.record_key(KNOWN_ID)), Hit)
     assert len(bench.cache.negative) == 100
 
 
@@ -319,20 +325,20 @@ async def test_an_overlay_lives_here_no_longer_than_in_redis(bench: Bench) -> No
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
     bench.clock.tick(7)
 
-    hit = await bench.get(NIGHT.want(STRANGER))
+    hit = await bench.get(NIGHT.record_key(STRANGER))
     assert isinstance(hit, Hit) and hit.live
     assert hit.expires_at == bench.clock() + 3
     bench.clock.tick(3)
 
-    assert await bench.get(NIGHT.want(STRANGER)) == Miss(MissReason.NOT_IN_GENERATION)
+    assert await bench.get(NIGHT.record_key(STRANGER)) == Miss(MissReason.NOT_IN_GENERATION)
 
 
 async def test_an_overlay_whose_reply_came_late_lives_no_longer_for_that(bench: Bench) -> None:
     """C1: what was left of its life was left when Redis was asked."""
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
     bench.remote.gate = asyncio.Event()
-    reading = asyncio.create_task(bench.get(NIGHT.want(STRANGER)))
-    await turns()
+    reading = asyncio.create_task(bench.get(NIGHT.record_key(STRANGER)))
+    await run_loop_iterations()
     ends_at = bench.clock() + 10
     bench.clock.tick(4)
     bench.remote.gate.set()
@@ -346,9 +352,9 @@ async def test_a_write_that_waited_does_not_outlive_its_answer(bench: Bench) -> 
     bench.remote.gate = asyncio.Event()
     for number in range(257):
         id_ = f"stranger-{number}"
-        bench.cache.put_live(VIEW, NIGHT.want(id_), NIGHT.live_record(id_), DIGEST_A, 30)
-    bench.cache.put_live(VIEW, NIGHT.want(STRANGER), NIGHT.live_record(STRANGER), DIGEST_A, 3)
-    await turns()
+        bench.cache.put_live(VIEW, NIGHT.record_key(id_), NIGHT.live_record(id_), DIGEST_A, 30)
+    bench.cache.put_live(VIEW, NIGHT.record_key(STRANGER), NIGHT.live_record(STRANGER), DIGEST_A, 3)
+    await run_loop_iterations()
     bench.clock.tick(4)
     bench.remote.gate.set()
     await bench.cache.aclose()
@@ -362,7 +368,7 @@ async def test_an_overlay_without_life_left_is_expired_and_not_kept(bench: Bench
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
     bench.remote.left_at_most_s = 0.0
 
-    assert await bench.get(NIGHT.want(STRANGER)) == Miss(MissReason.EXPIRED)
+    assert await bench.get(NIGHT.record_key(STRANGER)) == Miss(MissReason.EXPIRED)
     assert len(bench.cache.local) == 0
 
 
@@ -371,11 +377,11 @@ async def test_an_answer_computed_from_another_input_is_a_miss(bench: Bench, tie
     """C19."""
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
     if tier == "l1":
-        await bench.get(NIGHT.want(STRANGER))
+        await bench.get(NIGHT.record_key(STRANGER))
 
-    assert await bench.get(NIGHT.want(STRANGER, DIGEST_B)) == Miss(MissReason.INPUT_CHANGED)
-    assert isinstance(await bench.get(NIGHT.want(STRANGER, DIGEST_A)), Hit)
-    assert isinstance(await bench.get(NIGHT.want(STRANGER)), Hit)
+    assert await bench.get(NIGHT.record_key(STRANGER, DIGEST_B)) == Miss(MissReason.INPUT_CHANGED)
+    assert isinstance(await bench.get(NIGHT.record_key(STRANGER, DIGEST_A)), Hit)
+    assert isinstance(await bench.get(NIGHT.record_key(STRANGER)), Hit)
 
 
 async def test_callers_with_different_inputs_share_a_read_and_not_an_answer(bench: Bench) -> None:
@@ -383,7 +389,8 @@ async def test_callers_with_different_inputs_share_a_read_and_not_an_answer(benc
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
 
     hit, miss = await asyncio.gather(
-        bench.get(NIGHT.want(STRANGER, DIGEST_A)), bench.get(NIGHT.want(STRANGER, DIGEST_B))
+        bench.get(NIGHT.record_key(STRANGER, DIGEST_A)),
+        bench.get(NIGHT.record_key(STRANGER, DIGEST_B)),
     )
 
     assert isinstance(hit, Hit) and miss == Miss(MissReason.INPUT_CHANGED)
@@ -393,7 +400,7 @@ async def test_callers_with_different_inputs_share_a_read_and_not_an_answer(benc
 async def test_a_live_answer_for_an_unknown_entity_is_kept_in_both_tiers_with_an_end(
     bench: Bench,
 ) -> None:
-    record_key = NIGHT.want(STRANGER, DIGEST_A)
+    record_key = NIGHT.record_key(STRANGER, DIGEST_A)
     await bench.get(record_key)
 
     bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER), DIGEST_A, 30)
@@ -407,7 +414,7 @@ async def test_a_live_answer_for_an_unknown_entity_is_kept_in_both_tiers_with_an
 
 async def test_a_live_answer_ends_the_negative_life_of_its_key() -> None:
     bench = Bench(max_bytes=0)
-    record_key = NIGHT.want(STRANGER, DIGEST_A)
+    record_key = NIGHT.record_key(STRANGER, DIGEST_A)
     await bench.get(record_key)
     assert await bench.get(record_key) == Miss(MissReason.NEGATIVE)
 
@@ -419,12 +426,12 @@ async def test_a_live_answer_ends_the_negative_life_of_its_key() -> None:
 
 
 async def test_a_new_input_replaces_the_answer_to_the_old_one(bench: Bench) -> None:
-    record_key = NIGHT.want(STRANGER, DIGEST_A)
+    record_key = NIGHT.record_key(STRANGER, DIGEST_A)
     bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER, 1.0), DIGEST_A, 30)
     bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER, 2.0), DIGEST_B, 30)
     await bench.cache.aclose()
 
-    hit = await bench.get(NIGHT.want(STRANGER, DIGEST_B))
+    hit = await bench.get(NIGHT.record_key(STRANGER, DIGEST_B))
     payload, _ = next(iter(bench.remote.overlays.values()))
 
     assert isinstance(hit, Hit) and hit.record == NIGHT.live_record(STRANGER, 2.0)
@@ -433,21 +440,21 @@ async def test_a_new_input_replaces_the_answer_to_the_old_one(bench: Bench) -> N
 
 async def test_a_live_answer_never_takes_the_place_of_the_nights(bench: Bench) -> None:
     """A fresh answer for a known entity is kept beside its batch record and written to no other tier."""
-    known_key = NIGHT.want(KNOWN)
+    known_key = NIGHT.record_key(KNOWN_ID)
     batch = await bench.get(known_key)
 
-    bench.cache.put_live(VIEW, known_key, NIGHT.live_record(KNOWN), DIGEST_A, 30)
+    bench.cache.put_live(VIEW, known_key, NIGHT.live_record(KNOWN_ID), DIGEST_A, 30)
     await bench.cache.aclose()
 
     assert (await bench.get(known_key))[0] == batch[0]
-    assert (await bench.get(NIGHT.want(KNOWN, DIGEST_A)))[0] == batch[0]
+    assert (await bench.get(NIGHT.record_key(KNOWN_ID, DIGEST_A)))[0] == batch[0]
     assert bench.remote.writes == []
 
 
 async def test_a_live_answer_of_an_outage_does_not_outlive_the_outage(bench: Bench) -> None:
-    record_key = NIGHT.want(KNOWN, DIGEST_A)
+    record_key = NIGHT.record_key(KNOWN_ID, DIGEST_A)
     bench.remote.fails_with = TierUnavailable("no", reason="connection")
-    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN), DIGEST_A, 30)
+    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN_ID), DIGEST_A, 30)
 
     meanwhile = await bench.get(record_key)
     bench.remote.fails_with = None
@@ -459,9 +466,9 @@ async def test_a_live_answer_of_an_outage_does_not_outlive_the_outage(bench: Ben
 
 
 async def test_a_damaged_record_can_be_forgotten(bench: Bench) -> None:
-    record_key = NIGHT.want(KNOWN, DIGEST_A)
+    record_key = NIGHT.record_key(KNOWN_ID, DIGEST_A)
     await bench.get(record_key)
-    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN), DIGEST_A, 30)
+    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN_ID), DIGEST_A, 30)
 
     bench.cache.discard(VIEW, record_key)
 
@@ -473,15 +480,15 @@ async def test_while_a_page_is_missing_a_live_answer_serves_only_those_who_sent_
 ) -> None:
     """C19."""
     bench.remote.pages.clear()
-    record_key = NIGHT.want(KNOWN, DIGEST_A)
+    record_key = NIGHT.record_key(KNOWN_ID, DIGEST_A)
 
-    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN), DIGEST_A, 30)
+    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN_ID), DIGEST_A, 30)
 
     hit = await bench.get(record_key)
     assert isinstance(hit, Hit) and hit.live and hit.reason == MissReason.PAGE_MISSING
     assert (await bench.cache.get_many(VIEW, [record_key], bench.clock() + 60)) == [hit]
-    assert await bench.get(NIGHT.want(KNOWN, DIGEST_B)) == Miss(MissReason.PAGE_MISSING)
-    assert await bench.get(NIGHT.want(KNOWN)) == Miss(MissReason.PAGE_MISSING)
+    assert await bench.get(NIGHT.record_key(KNOWN_ID, DIGEST_B)) == Miss(MissReason.PAGE_MISSING)
+    assert await bench.get(NIGHT.record_key(KNOWN_ID)) == Miss(MissReason.PAGE_MISSING)
 
 
 async def test_an_older_overlay_that_arrives_late_does_not_replace_a_newer_answer(
@@ -489,14 +496,16 @@ async def test_an_older_overlay_that_arrives_late_does_not_replace_a_newer_answe
 ) -> None:
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=100, value=1.0)
     bench.remote.gate = asyncio.Event()
-    reading = asyncio.create_task(bench.get(NIGHT.want(STRANGER)))
-    await turns()
+    reading = asyncio.create_task(bench.get(NIGHT.record_key(STRANGER)))
+    await run_loop_iterations()
 
-    bench.cache.put_live(VIEW, NIGHT.want(STRANGER), NIGHT.live_record(STRANGER, 2.0), DIGEST_B, 30)
+    bench.cache.put_live(
+        VIEW, NIGHT.record_key(STRANGER), NIGHT.live_record(STRANGER, 2.0), DIGEST_B, 30
+    )
     bench.remote.gate.set()
     await reading
 
-    hit = await bench.get(NIGHT.want(STRANGER))
+    hit = await bench.get(NIGHT.record_key(STRANGER))
     assert isinstance(hit, Hit) and hit.record == NIGHT.live_record(STRANGER, 2.0)
 
 
@@ -504,9 +513,11 @@ async def test_an_empty_look_up_that_arrives_late_does_not_hide_a_newer_answer(
     bench: Bench,
 ) -> None:
     bench.remote.gate = asyncio.Event()
-    reading = asyncio.create_task(bench.get(NIGHT.want(STRANGER)))
-    await turns()
-    bench.cache.put_live(VIEW, NIGHT.want(STRANGER), NIGHT.live_record(STRANGER), DIGEST_A, 30)
+    reading = asyncio.create_task(bench.get(NIGHT.record_key(STRANGER)))
+    await run_loop_iterations()
+    bench.cache.put_live(
+        VIEW, NIGHT.record_key(STRANGER), NIGHT.live_record(STRANGER), DIGEST_A, 30
+    )
 
     bench.remote.gate.set()
 
@@ -516,9 +527,9 @@ async def test_an_empty_look_up_that_arrives_late_does_not_hide_a_newer_answer(
 
 async def test_only_whole_live_records_of_the_entity_itself_are_kept(bench: Bench) -> None:
     """C11: no default, no partial answer and nobody else's is ever stored."""
-    record_key = NIGHT.want(STRANGER)
+    record_key = NIGHT.record_key(STRANGER)
     good = NIGHT.live_record(STRANGER)
-    batch = await bench.get(NIGHT.want(KNOWN))
+    batch = await bench.get(NIGHT.record_key(KNOWN_ID))
     assert isinstance(batch, Hit)
 
     for invalid_record in (
@@ -539,12 +550,12 @@ async def test_an_overlay_of_another_layout_is_corrupt(bench: Bench) -> None:
     name, (payload, expires_at) = next(iter(bench.remote.overlays.items()))
     bench.remote.overlays[name] = payload[4:], expires_at
 
-    assert await bench.get(NIGHT.want(STRANGER)) == Miss(MissReason.CORRUPT)
+    assert await bench.get(NIGHT.record_key(STRANGER)) == Miss(MissReason.CORRUPT)
 
 
 async def test_feature_keys_are_compared_in_all_their_128_bits(bench: Bench) -> None:
     """C3, C4: the key of an id-less request is the digest of its input."""
-    record_key = NIGHT.want(STRANGER, DIGEST_A)._replace(key=DIGEST_A)
+    record_key = NIGHT.record_key(STRANGER, DIGEST_A)._replace(key=DIGEST_A)
     bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER), DIGEST_A, 30)
     await bench.cache.aclose()
 
@@ -563,7 +574,7 @@ async def test_overlay_writes_are_bounded_and_what_is_dropped_is_counted() -> No
 
     for number in range(5):
         id_ = f"stranger-{number}"
-        bench.cache.put_live(VIEW, NIGHT.want(id_), NIGHT.live_record(id_), DIGEST_A, 30)
+        bench.cache.put_live(VIEW, NIGHT.record_key(id_), NIGHT.live_record(id_), DIGEST_A, 30)
 
     assert bench.cache.writes.dropped_count == 2
     bench.remote.gate.set()
@@ -575,8 +586,8 @@ async def test_closing_stores_what_is_queued_and_counts_what_it_cannot(bench: Be
     bench.remote.gate = asyncio.Event()
     for number in range(600):
         id_ = f"stranger-{number}"
-        bench.cache.put_live(VIEW, NIGHT.want(id_), NIGHT.live_record(id_), DIGEST_A, 30)
-    await turns()
+        bench.cache.put_live(VIEW, NIGHT.record_key(id_), NIGHT.live_record(id_), DIGEST_A, 30)
+    await run_loop_iterations()
 
     await bench.cache.aclose(timeout_s=0.01)
 
@@ -586,24 +597,26 @@ async def test_closing_stores_what_is_queued_and_counts_what_it_cannot(bench: Be
 
 async def test_a_failed_write_is_counted_and_not_tried_again(bench: Bench) -> None:
     bench.remote.fails_with = TierUnavailable("no", reason="connection")
-    bench.cache.put_live(VIEW, NIGHT.want(STRANGER), NIGHT.live_record(STRANGER), DIGEST_A, 30)
+    bench.cache.put_live(
+        VIEW, NIGHT.record_key(STRANGER), NIGHT.live_record(STRANGER), DIGEST_A, 30
+    )
 
     await bench.cache.aclose()
 
     assert bench.cache.writes.failed_count == 1 and bench.remote.writes == []
-    assert isinstance(await bench.get(NIGHT.want(STRANGER)), Hit), "L1 has it"
+    assert isinstance(await bench.get(NIGHT.record_key(STRANGER)), Hit), "L1 has it"
 
 
 async def test_warming_fills_l1_and_counts_no_request(bench: Bench) -> None:
     hits = await bench.cache.get_many(
         VIEW,
-        [NIGHT.want(entity_id) for entity_id in NIGHT.ids],
+        [NIGHT.record_key(entity_id) for entity_id in NIGHT.ids],
         bench.clock() + 60,
         is_counted=False,
     )
 
     assert all(isinstance(hit, Hit) for hit in hits) and bench.cache.counters.total == 0
-    assert bench.cache.peek(VIEW, NIGHT.want(KNOWN)) is not None
+    assert bench.cache.peek(VIEW, NIGHT.record_key(KNOWN_ID)) is not None
 
 
 async def test_l1_stays_within_its_bytes_when_everybody_comes_by() -> None:
@@ -611,7 +624,7 @@ async def test_l1_stays_within_its_bytes_when_everybody_comes_by() -> None:
     bench = Bench(max_bytes=room_for(5, NIGHT.layout.size_bytes))
 
     for id_ in NIGHT.ids * 2:
-        assert isinstance(await bench.get(NIGHT.want(id_)), Hit)
+        assert isinstance(await bench.get(NIGHT.record_key(id_)), Hit)
         assert bench.cache.local.size_bytes <= bench.cache.local.max_bytes
 
     assert 3 <= len(bench.cache.local) <= 5  # the table has grown with those that came and went
@@ -629,7 +642,7 @@ actions = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(actions)
-def test_each_request_has_one_outcome_and_no_answer_belongs_to_another_input(
+def test_every_request_has_one_outcome_and_no_answer_belongs_to_another_input(
     script: list[tuple[str, int, bytes | None]],
 ) -> None:
     """C9, C19: whatever happens, outcomes sum to requests and an answer is the asker's own."""
@@ -647,13 +660,15 @@ def test_each_request_has_one_outcome_and_no_answer_belongs_to_another_input(
                     assert computed_from[outcome.record] == record_key.digest
 
         for value, (action, number, digest) in enumerate(script):
-            record_key = NIGHT.want(ids[number], digest)
+            record_key = NIGHT.record_key(ids[number], digest)
             match action:
                 case "get":
                     request_count += 1
                     check(record_key, await bench.get(record_key))
                 case "many":
-                    record_keys = [NIGHT.want(entity_id, digest) for entity_id in ids[: number + 1]]
+                    record_keys = [
+                        NIGHT.record_key(entity_id, digest) for entity_id in ids[: number + 1]
+                    ]
                     request_count += len(record_keys)
                     outcomes = await bench.cache.get_many(VIEW, record_keys, bench.clock() + 60)
                     for requested_key, outcome in zip(record_keys, outcomes, strict=True):

@@ -25,7 +25,7 @@ engines = pytest.mark.parametrize("engine", ENGINES, ids=NAMES)
 kernels = pytest.mark.parametrize("engine", ENGINES[1:], ids=NAMES[1:])
 
 
-def same(left_lists, right):
+def has_same_bits(left_lists, right):
     """Same ordinals, same bits."""
     return np.array_equal(left_lists[0], right[0]) and np.array_equal(
         left_lists[1].view(np.uint32), right[1].view(np.uint32)
@@ -51,12 +51,12 @@ def test_the_kernel_gives_the_bits_of_faiss_and_numpy(engine, metric, skewed):
 
     kernel_lists = Scorer.of(items, metric, engine=engine).top(users, 60, excluded, threads=2)
 
-    assert same(
+    assert has_same_bits(
         kernel_lists, Scorer.of(items, metric, engine=False).top(users, 60, excluded, threads=1)
     )
     rows = np.arange(100, 117)
     part = Scorer.of(items, metric, engine=engine).top(users[rows], 60, excluded.select_rows(rows))
-    assert same(part, (kernel_lists[0][rows], kernel_lists[1][rows]))
+    assert has_same_bits(part, (kernel_lists[0][rows], kernel_lists[1][rows]))
 
 
 @engines
@@ -81,7 +81,7 @@ def test_shuffled_near_ties_come_in_the_order_of_their_bits(engine):
 
     kernel_lists = Scorer.of(items, engine=engine).top(users, 50, excluded)
 
-    assert same(kernel_lists, Scorer.of(items, engine=False).top(users, 50, excluded))
+    assert has_same_bits(kernel_lists, Scorer.of(items, engine=False).top(users, 50, excluded))
 
 
 @engines
@@ -131,7 +131,7 @@ def test_any_case_is_exact(engine, data):
     reference_lists = Scorer.of(vectors, metric, engine=False).top(
         queries, k, excluded, allowed=allowed
     )
-    assert same(engine_lists, reference_lists)
+    assert has_same_bits(engine_lists, reference_lists)
 
 
 @engines
@@ -187,7 +187,7 @@ def test_a_numpy_that_adds_in_another_order_means_no_kernel(monkeypatch):
 
 
 @pytest.mark.skipif(BUILT is None, reason="nothing is compiled here")
-def test_a_file_that_cannot_be_loaded_leaves_the_one_beside_it(tmp_path):
+def test_a_file_that_cannot_be_loaded_leaves_the_next_candidate(tmp_path):
     # Given a tree that was copied from another machine, and this machine's own build in it
     built_library = next(Path(compiled.__file__).parent.glob("_topk*.so"))
     first, *_, last = EXTENSION_SUFFIXES

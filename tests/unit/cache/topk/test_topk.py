@@ -216,13 +216,13 @@ def test_without_a_number_as_many_threads_run_as_cores_may_be_used(
     users, items, excluded = make(30, 200, 8)
     scorer, numbers = Scorer.of(items), []
 
-    class Noted(ThreadPoolExecutor):
+    class RecordingExecutor(ThreadPoolExecutor):
         def __init__(self, threads):
             numbers.append(threads)
             super().__init__(threads)
 
     monkeypatch.setattr(topk, "usable_cores", lambda: 3)
-    monkeypatch.setattr(topk, "ThreadPoolExecutor", Noted)
+    monkeypatch.setattr(topk, "ThreadPoolExecutor", RecordingExecutor)
 
     scorer.top(users, 5, excluded, threads=requested_threads)
 

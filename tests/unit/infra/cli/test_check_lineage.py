@@ -10,7 +10,7 @@ from infra.cli.check import CHECKS
 
 TRANSPORT, EXTRACTORS = "AIRFLOW__OPENLINEAGE__TRANSPORT", "AIRFLOW__OPENLINEAGE__EXTRACTORS"
 PROVIDER = "apache-airflow-providers-openlineage"
-OURS = "infra.lineage.extractor.NightExtractor"
+NIGHT_EXTRACTOR = "infra.lineage.extractor.NightExtractor"
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
@@ -29,9 +29,9 @@ def installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     [
         ({}, "not used", TRANSPORT),
         ({TRANSPORT: "{}"}, "to do", EXTRACTORS),
-        ({TRANSPORT: "{}", EXTRACTORS: "other.Extractor"}, "to do", OURS),
-        ({TRANSPORT: "{}", EXTRACTORS: f"other.Extractor; {OURS} ;"}, "ok", ""),
-        ({"OPENLINEAGE_URL": "http://x", EXTRACTORS: f"other.Extractor;{OURS}"}, "ok", ""),
+        ({TRANSPORT: "{}", EXTRACTORS: "other.Extractor"}, "to do", NIGHT_EXTRACTOR),
+        ({TRANSPORT: "{}", EXTRACTORS: f"other.Extractor; {NIGHT_EXTRACTOR} ;"}, "ok", ""),
+        ({"OPENLINEAGE_URL": "http://x", EXTRACTORS: f"other.Extractor;{NIGHT_EXTRACTOR}"}, "ok", ""),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named(
@@ -50,7 +50,7 @@ def test_what_is_missing_is_named(
 
 def test_openlineages_own_client_is_no_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TRANSPORT, "{}")
-    monkeypatch.setenv(EXTRACTORS, OURS)
+    monkeypatch.setenv(EXTRACTORS, NIGHT_EXTRACTOR)
     installed(monkeypatch, "openlineage-python")
 
     state, message = CHECKS["lineage"](NightConfig())

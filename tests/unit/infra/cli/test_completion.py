@@ -12,7 +12,7 @@ from infra.cli.completion import SHELLS
 
 pytest.importorskip("shtab")
 
-ASKED = """
+COMPLETION_PROGRAM = """
 source {script}
 COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMPREPLY=()
 _shtab_larder
@@ -62,7 +62,7 @@ def test_every_command_is_completed(script: tuple[str, Path]) -> None:
     ],
 )
 def test_bash_completes(script: tuple[str, Path], command_line: str, expected: str) -> None:
-    bash_program = ASKED.format(script=script[1], words=command_line)
+    bash_program = COMPLETION_PROGRAM.format(script=script[1], words=command_line)
 
     completed_process = subprocess.run(
         ["bash", "-c", bash_program], capture_output=True, text=True, check=False

@@ -71,7 +71,7 @@ def test_a_file_of_an_older_release_is_replaced(
         (lambda text: text.partition("\n")[2], "was not written by this command"),
     ],
 )
-def test_what_is_not_ours_is_refused_and_nothing_is_written(
+def test_a_foreign_file_is_refused_and_nothing_is_written(
     folder: Path, change, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(folder)

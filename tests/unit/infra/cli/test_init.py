@@ -260,7 +260,7 @@ def test_what_could_not_be_guessed_is_said_with_what_to_write(
     assert "(a, b, c)" in report["missing"][0]
 
 
-def test_the_one_column_that_is_left_is_a_guess_that_is_told() -> None:
+def test_the_one_column_that_is_left_is_reported_as_a_guess() -> None:
     roles = roles_of({"uid": "text", "thing": "text", "ts": "integer", "price": "float"})
 
     assert roles.columns == {"user": "uid", "item": "thing", "timestamp": "ts"}
@@ -509,7 +509,7 @@ def test_a_table_with_a_log_is_named_and_left_out(
     )
 
 
-def test_a_history_in_one_field_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_history_in_one_field_is_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     histories = [" ".join(f"i{number + step}" for step in range(5)) for number in range(60)]
     write_csv(here / "a.csv", {"user_id": list(range(60)), "items": histories})
 
@@ -583,7 +583,7 @@ def test_a_column_whose_values_a_night_refuses_is_written_down_and_its_remedy_is
         list(read_interactions(config.sources, config.path(".")))
 
 
-def test_lists_of_items_are_told_with_what_to_write(
+def test_lists_of_items_are_reported_with_the_form_to_write(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_parquet(here / "log.parquet", {"user": USERS, "things": [["a", "b"]] * 60})
@@ -605,7 +605,7 @@ def test_a_table_without_rows_has_the_columns_that_its_names_say(
     assert report["notes"] == ["a.csv has a header and no rows"]
 
 
-def test_ids_that_are_not_utf_8_are_told_as_a_night_leaves_them_out(
+def test_ids_that_are_not_utf_8_are_reported_as_a_night_leaves_them_out(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = "".join(f"{user},é{item}\n" for user, item in zip(USERS, ITEMS, strict=True))
@@ -641,7 +641,7 @@ def test_ids_that_are_not_utf_8_are_told_as_a_night_leaves_them_out(
         ("clicks.csv", "title", "or a line above the column names"),
     ],
 )  # fmt: skip
-def test_what_is_not_taken_is_told_by_its_content(
+def test_a_file_that_is_not_taken_is_reported_by_its_content(
     here: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, remark_pattern: str
 ) -> None:
     write_csv(here / name, clicks_of(60))
@@ -693,7 +693,7 @@ def test_files_with_the_columns_in_another_order_are_one_table(
     assert init(capsys)["interactions"] == ["*.csv"]
 
 
-def test_data_of_another_format_beside_a_table_are_named(
+def test_data_of_another_format_next_to_a_table_are_named(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_csv(here / "a.csv", clicks_of(60))
@@ -738,7 +738,7 @@ def test_times_that_mean_never_cost_no_column_of_times(
     assert init(capsys)["columns"]["timestamp"] == "timestamp"
 
 
-def test_times_of_another_unit_and_an_id_for_nobody_are_told(
+def test_times_of_another_unit_and_a_placeholder_id_are_reported(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clicks = clicks_of(60)

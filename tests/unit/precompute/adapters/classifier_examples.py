@@ -7,7 +7,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 WIDTH = 3
 COEFFICIENTS = np.array([[1.0, -1.0], [0.5, 0.0], [-2.0, 0.25]], np.float32)
-WORDS = {"idiot": 3.0, "hate": 2.0}
+WEIGHT_BY_WORD = {"idiot": 3.0, "hate": 2.0}
 
 
 def linear() -> onnx.ModelProto:
@@ -38,8 +38,8 @@ def probabilities(features: NDArray[np.float32]) -> NDArray[np.float64]:
 def of_texts() -> onnx.ModelProto:
     """The score of a word: `text` string [n, 1] -> `score` float [n, 1]."""
     encoder = helper.make_node(
-        "LabelEncoder", ["text"], ["score"], domain="ai.onnx.ml", keys_strings=list(WORDS),
-        values_floats=list(WORDS.values()), default_float=0.0,
+        "LabelEncoder", ["text"], ["score"], domain="ai.onnx.ml", keys_strings=list(WEIGHT_BY_WORD),
+        values_floats=list(WEIGHT_BY_WORD.values()), default_float=0.0,
     )  # fmt: skip
     graph = helper.make_graph(
         [encoder],

@@ -175,7 +175,7 @@ def test_what_is_no_usable_model_is_refused(
     assert not (tmp_path / "to").exists()
 
 
-def test_a_locale_that_this_host_lacks_is_told_with_its_remedy(tmp_path: Path) -> None:
+def test_a_locale_that_this_host_lacks_is_refused_with_its_remedy(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(examples.with_a_locale("xx_YY.UTF-8"), path)
     posts = pa.table({"user": ["p1"], "text": ["hate"]})

@@ -20,9 +20,9 @@ from tests.unit.precompute.adapters.written import (
 )
 
 CLICKS = taste_clicks()
-SEEN = histories_of(CLICKS)
-LEFT, VALUES, RIGHT = np.linalg.svd(CLICKS.toarray(), full_matrices=False)
-USERS, ITEMS = LEFT[:, :6] * VALUES[:6], RIGHT[:6].T
+HISTORIES = histories_of(CLICKS)
+LEFT_VECTORS, VALUES, RIGHT = np.linalg.svd(CLICKS.toarray(), full_matrices=False)
+USERS, ITEMS = LEFT_VECTORS[:, :6] * VALUES[:6], RIGHT[:6].T
 """Vectors that fit the clicks."""
 
 
@@ -53,8 +53,8 @@ def drawn(count):
 
 
 def assert_lists(folder, scores):
-    top_items = lists(folder, user_vectors(folder), SEEN, 20)
-    assert np.array_equal(top_items, ranking(scores, SEEN, 20))
+    top_items = lists(folder, user_vectors(folder), HISTORIES, 20)
+    assert np.array_equal(top_items, ranking(scores, HISTORIES, 20))
 
 
 class TestLightFM:
@@ -72,7 +72,7 @@ class TestLightFM:
     def test_a_stranger_gets_the_items_biases_and_no_users(self, tmp_path):
         from_lightfm(LightFM(), CLICKS, to=tmp_path / "out")
 
-        vectors = folded(tmp_path / "out", SEEN)
+        vectors = folded(tmp_path / "out", HISTORIES)
         assert (vectors[:, 6] == 1).all() and not vectors[:, 7].any()
 
     def test_features_make_vectors(self, tmp_path):
@@ -114,7 +114,7 @@ class TestScikitLearn:
         report = from_sklearn(model, CLICKS, to=tmp_path / "out")
 
         np.testing.assert_allclose(
-            folded(tmp_path / "out", SEEN), model.transform(CLICKS), atol=1e-5
+            folded(tmp_path / "out", HISTORIES), model.transform(CLICKS), atol=1e-5
         )
         assert list(report.recalls) == [report.fold_in] == ["the model's own projection"]
 
@@ -129,7 +129,7 @@ class TestScikitLearn:
 
         assert_lists(tmp_path / "out", model.inverse_transform(model.transform(weighed)))
         np.testing.assert_allclose(
-            folded(tmp_path / "out", SEEN), 2 * model.transform(CLICKS), atol=1e-5
+            folded(tmp_path / "out", HISTORIES), 2 * model.transform(CLICKS), atol=1e-5
         )
         assert (
             "weigh the clicks of a stranger's history: each counts 2, the median" in report.cannot

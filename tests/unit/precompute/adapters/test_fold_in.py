@@ -84,7 +84,7 @@ def test_the_tower_gives_the_exact_vectors(fold):
 
 
 @pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
-def test_a_rows_bytes_do_not_depend_on_the_rows_beside_it(fold):
+def test_a_rows_bytes_do_not_depend_on_the_other_rows(fold):
     rng = np.random.default_rng(0)
     lengths = np.concatenate([LENGTHS, rng.integers(0, 200, 60)])
     histories = Histories.of([rng.choice(COUNT, length, replace=False) for length in lengths])

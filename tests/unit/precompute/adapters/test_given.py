@@ -18,8 +18,8 @@ from precompute.sources.readers import read_interactions
 from tests.unit.precompute.adapters.written import taste_clicks
 
 CLICKS = taste_clicks()
-LEFT, VALUES, RIGHT = np.linalg.svd(CLICKS.toarray(), full_matrices=False)
-USERS = (LEFT[:, :6] * VALUES[:6]).astype(np.float32)
+LEFT_VECTORS, VALUES, RIGHT = np.linalg.svd(CLICKS.toarray(), full_matrices=False)
+USERS = (LEFT_VECTORS[:, :6] * VALUES[:6]).astype(np.float32)
 ITEMS = np.ascontiguousarray(RIGHT[:6].T)
 
 
@@ -392,7 +392,7 @@ class TestTogether:
 
         assert (report.users, report.items, report.clicks) == (120, 80, CLICKS.nnz)
 
-    def test_vectors_of_users_are_enough_for_a_night_and_what_it_lacks_is_told(self, tmp_path):
+    def test_vectors_of_users_are_enough_for_a_night_and_its_limits_are_reported(self, tmp_path):
         report = from_vectors(None, ITEMS, None, USERS, to=tmp_path / "out")
 
         assert (report.users, report.clicks, report.fold_in) == (120, 0, "mean")

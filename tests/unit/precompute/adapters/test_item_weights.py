@@ -17,7 +17,7 @@ from tests.unit.precompute.adapters.written import (
 )
 
 CLICKS = taste_clicks()
-SEEN = histories_of(CLICKS)
+HISTORIES = histories_of(CLICKS)
 
 
 def test_ease_is_what_its_paper_says():
@@ -38,9 +38,11 @@ def test_lists_are_those_of_the_weights(tmp_path, form):
 
     report = from_item_weights(form(weights), CLICKS, to=tmp_path / "out")
 
-    users = folded(tmp_path / "out", SEEN)
+    users = folded(tmp_path / "out", HISTORIES)
     exact = CLICKS.toarray().astype(np.float64) @ weights.astype(np.float64)
-    assert np.array_equal(lists(tmp_path / "out", users, SEEN, 20), ranking(exact, SEEN, 20))
+    assert np.array_equal(
+        lists(tmp_path / "out", users, HISTORIES, 20), ranking(exact, HISTORIES, 20)
+    )
     np.testing.assert_allclose(users @ item_vectors(tmp_path / "out").T, exact, atol=1e-5)
     assert report.dims == report.items == 80 and report.users == 0
     assert report.agreement["overlap_at_20"] == 1.0
@@ -52,8 +54,8 @@ def test_asymmetric_weights_are_not_transposed(tmp_path):
     from_item_weights(weights, CLICKS, to=tmp_path / "out")
 
     exact = CLICKS.toarray() @ weights
-    top_items = lists(tmp_path / "out", folded(tmp_path / "out", SEEN), SEEN, 20)
-    assert np.array_equal(top_items, ranking(exact, SEEN, 20))
+    top_items = lists(tmp_path / "out", folded(tmp_path / "out", HISTORIES), HISTORIES, 20)
+    assert np.array_equal(top_items, ranking(exact, HISTORIES, 20))
 
 
 @pytest.mark.parametrize("form", [np.asarray, sp.csr_matrix])
@@ -63,8 +65,8 @@ def test_weights_of_a_low_rank_are_the_same_in_as_many_dimensions(tmp_path, form
 
     report = from_item_weights(form(weights), CLICKS, to=tmp_path / "out", dims=6)
 
-    top_items = lists(tmp_path / "out", folded(tmp_path / "out", SEEN), SEEN, 20)
-    assert np.array_equal(top_items, ranking(CLICKS.toarray() @ weights, SEEN, 20))
+    top_items = lists(tmp_path / "out", folded(tmp_path / "out", HISTORIES), HISTORIES, 20)
+    assert np.array_equal(top_items, ranking(CLICKS.toarray() @ weights, HISTORIES, 20))
     assert report.dims == 6
     (limit,) = [limit for limit in report.cannot if "6 dimensions keep" in limit]
     assert "6 dimensions keep 100.0% of their energy" in limit
@@ -76,8 +78,8 @@ def test_what_a_cut_costs_is_said_and_can_be_recomputed(tmp_path):
 
     report = from_item_weights(weights, CLICKS, to=tmp_path / "out", dims=16)
 
-    top_items = lists(tmp_path / "out", folded(tmp_path / "out", SEEN), SEEN, 20)
-    exact = ranking(CLICKS.toarray() @ weights, SEEN, 20)
+    top_items = lists(tmp_path / "out", folded(tmp_path / "out", HISTORIES), HISTORIES, 20)
+    exact = ranking(CLICKS.toarray() @ weights, HISTORIES, 20)
     mean_overlap = np.mean(
         [len(np.intersect1d(*pair)) / 20 for pair in zip(top_items, exact, strict=True)]
     )

@@ -128,7 +128,7 @@ def test_a_recommender_that_scores_otherwise_is_refused(model, message_pattern, 
     assert not (tmp_path / "out").exists()
 
 
-def test_two_towers_in_one_module_are_told_apart_by_their_mode(tmp_path):
+def test_two_towers_in_one_module_are_distinguished_by_their_mode(tmp_path):
     model, ids = TwoTowers(), [f"m{row}" for row in range(ITEMS)]
     ages = {"age": np.array([1.0, 2.0], np.float32)}
 
@@ -151,7 +151,7 @@ def test_a_feature_that_nothing_is_given_for_is_named(tmp_path):
         from_rechub(TwoTowers(), to=tmp_path / "out", item_ids=["m"], item="movie", history="hist")
 
 
-def test_texts_become_vectors_and_each_needs_an_id(tmp_path):
+def test_texts_become_vectors_and_every_text_needs_an_id(tmp_path):
     encoder = SimpleNamespace(encode=lambda texts, **_: np.eye(3, dtype=np.float32)[: len(texts)])
 
     report = from_sentence_transformer(encoder, ["a", "b"], ["red", "blue"], to=tmp_path / "out")

@@ -313,7 +313,7 @@ def test_what_is_missing_is_named(export_example, remedy, tmp_path):
     assert "\n" not in raised.value.message and not (tmp_path / "out").exists()
 
 
-def test_weights_that_no_file_holds_stand_beside_it(monkeypatch, tmp_path):
+def test_weights_that_the_graph_cannot_hold_get_a_file_of_their_own(monkeypatch, tmp_path):
     spec_of, tower = {}, bound(towers.Mean(), example())
     for name, limit in (("inside", onnx_model.GRAPH_BYTES_MAX), ("outside", 0)):
         monkeypatch.setattr(onnx_model, "GRAPH_BYTES_MAX", limit)

@@ -41,7 +41,7 @@ class Wide(towers.Mean):
         return self.table(history)
 
 
-class Both(towers.Mean):
+class TwoOutputs(towers.Mean):
     def forward(self, history):
         return super().forward(history), history
 
@@ -80,7 +80,7 @@ def refused(kind, error, remedy):
     [
         (Twice, "mask the padding in forward, or say is_fixed=True in Example"),
         (Wide, "whose forward returns one vector a row"),
-        (Both, "whose forward returns one vector a row"),
+        (TwoOutputs, "whose forward returns one vector a row"),
         (Nan, "does it mask padding without dividing by 0?"),
     ],
 )

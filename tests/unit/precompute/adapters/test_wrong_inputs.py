@@ -22,8 +22,8 @@ from tests.unit.test_layering import ROOT
 
 PAGE = ROOT / "docs/how-to/import/index.md"
 CLICKS = taste_clicks()
-LEFT, VALUES, RIGHT = np.linalg.svd(CLICKS.toarray(), full_matrices=False)
-USERS = (LEFT[:, :6] * VALUES[:6]).astype(np.float32)
+LEFT_VECTORS, VALUES, RIGHT = np.linalg.svd(CLICKS.toarray(), full_matrices=False)
+USERS = (LEFT_VECTORS[:, :6] * VALUES[:6]).astype(np.float32)
 ITEMS = np.ascontiguousarray(RIGHT[:6].T)
 IDS = [f"i{n}" for n in range(80)]
 
@@ -32,7 +32,7 @@ class Wrong(NamedTuple):
     """A wrong input in the current folder: its import into `out`, and the words of `larder import` for that."""
 
     imported: Callable[[], Any]
-    words: tuple[str, ...] = ()
+    command_arguments: tuple[str, ...] = ()
 
 
 def vectors(items: Any = ITEMS, users: Any = USERS, ids: list[str] = IDS) -> Wrong:
@@ -115,7 +115,7 @@ NO_FILE = {"frozen batch", "3 GiB of weights in files that nobody listed"}
 """Wrong inputs that `larder import` cannot be given."""
 
 
-def told() -> dict[str, str]:
+def read_documented_messages() -> dict[str, str]:
     """Messages by wrong input, as the table of the page has them."""
     section = PAGE.read_text(encoding="utf-8").partition("\n## When an import is refused\n")[2]
     lines = section.partition("|---|---|---|\n")[2].splitlines()
@@ -128,8 +128,8 @@ def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_page_has_each_of_them():
-    assert list(told()) == list(WRONG)
+def test_the_page_has_every_wrong_input():
+    assert list(read_documented_messages()) == list(WRONG)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -139,7 +139,7 @@ def test_it_is_refused_in_one_line_that_names_the_remedy_and_nothing_is_written(
     with pytest.raises(LarderError) as error:
         wrong.imported()
 
-    assert error.value.message == told()[name]
+    assert error.value.message == read_documented_messages()[name]
     assert not (tmp_path / "out").exists()
 
 
@@ -148,12 +148,12 @@ def test_larder_import_says_the_same(name, tmp_path, capsys):
     wrong = WRONG[name]()
     files_before = sorted(tmp_path.iterdir())
 
-    code = main(["import", *wrong.words])
+    code = main(["import", *wrong.command_arguments])
 
     stdout, err = capsys.readouterr()
-    assert (code, stdout, err) == (USAGE, "", f"larder: {told()[name]}\n")
+    assert (code, stdout, err) == (USAGE, "", f"larder: {read_documented_messages()[name]}\n")
     assert sorted(tmp_path.iterdir()) == files_before
 
 
 def test_what_is_right_is_imported():
-    assert main(["import", *vectors().words]) == 0
+    assert main(["import", *vectors().command_arguments]) == 0

@@ -34,12 +34,12 @@ class Gru(Mean):
 class Transformer(Mean):
     def __init__(self) -> None:
         super().__init__()
-        self.places = nn.Embedding(64, DIMS)
+        self.positions = nn.Embedding(64, DIMS)
         layer = nn.TransformerEncoderLayer(DIMS, 2, 16, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, history: Tensor) -> Tensor:
-        rows = self.table(history) + self.places(torch.arange(history.shape[1]))
+        rows = self.table(history) + self.positions(torch.arange(history.shape[1]))
         padding = history == ITEMS
         states = self.encoder(rows, src_key_padding_mask=padding)
         real = (~padding).float().unsqueeze(-1)

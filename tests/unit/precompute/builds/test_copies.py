@@ -51,7 +51,7 @@ def test_a_generation_that_a_newer_night_retired_is_refused(tmp_path: Path) -> N
     ],
     ids=["nothing was released", "it is not retired", "another one is", "a person retired it"],
 )
-def test_otherwise_the_error_itself_is_all_that_can_be_told(
+def test_otherwise_the_error_itself_is_all_that_is_reported(
     tmp_path: Path, records: tuple[Release, ...]
 ) -> None:
     demand_not_retired(store_of(tmp_path, *records), G1, FileNotFoundError("work/begin.json"))

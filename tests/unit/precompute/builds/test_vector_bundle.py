@@ -65,7 +65,7 @@ def with_clicks(config: NightConfig, users: Floats, items: Floats, at: datetime)
     return replace(config, sources=replace(config.sources, interactions=("clicks.parquet",)))
 
 
-def made(config: NightConfig, folder: str = "bundle", **more: Any) -> Bundle:
+def make_bundle_of(config: NightConfig, folder: str = "bundle", **more: Any) -> Bundle:
     return make_bundle(config, config.path(folder), **{"interactions_before": None, **more})
 
 
@@ -74,9 +74,9 @@ def test_the_same_tables_make_the_same_bytes_and_other_items_others(
 ) -> None:
     config = with_clicks(config, users, items, DAY)
 
-    first, repeated_bundle = made(config, "a/bundle"), made(config, "b/bundle")
+    first, repeated_bundle = make_bundle_of(config, "a/bundle"), make_bundle_of(config, "b/bundle")
     write(config.path("items.parquet"), "item", [f"i{row}" for row in range(ITEMS)], items[::-1])
-    other_bundle = made(
+    other_bundle = make_bundle_of(
         replace(config, sources=replace(config.sources, interactions=())), "c/bundle"
     )
 
@@ -89,10 +89,10 @@ def test_the_same_tables_make_the_same_bytes_and_other_items_others(
 def test_other_vectors_of_users_alone_are_the_same_model(
     config: NightConfig, users: Floats
 ) -> None:
-    original_bundle = made(config, "before")
+    original_bundle = make_bundle_of(config, "before")
     write(config.path("users.parquet"), "user", [f"u{row}" for row in range(USERS)], users + 1)
 
-    assert made(config, "after").digest == original_bundle.digest
+    assert make_bundle_of(config, "after").digest == original_bundle.digest
 
 
 def test_the_fold_is_chosen_by_what_users_did_before_the_cut(
@@ -102,7 +102,7 @@ def test_the_fold_is_chosen_by_what_users_did_before_the_cut(
     alone = replace(config, sources=replace(config.sources, user_vectors=None))
 
     def recalls(config: NightConfig, folder: str, interactions_before: datetime | None) -> Any:
-        made(config, folder, interactions_before=interactions_before)
+        make_bundle_of(config, folder, interactions_before=interactions_before)
         text = (tmp_path / folder / "bundle.json").read_text()
         return orjson.loads(text)["training"]["recalls"]
 
@@ -124,7 +124,7 @@ def test_a_fold_is_chosen_by_few_users_of_many(
         return model_of(items, users, clicks, **more)
 
     monkeypatch.setattr(vector_bundle, "model_of", record_sizes)
-    made(config)
+    make_bundle_of(config)
 
     assert sample_sizes == [7, 7, 70]
 
@@ -138,11 +138,11 @@ def test_clicks_that_vectors_do_not_explain_are_a_remark_and_no_end(
     config: NightConfig, users: Floats, items: Floats
 ) -> None:
     """What is only to be left out of lists may be what nobody would choose again."""
-    odd = made(with_clicks(config, -users, items, DAY), "odd")
+    odd = make_bundle_of(with_clicks(config, -users, items, DAY), "odd")
 
     (remark,) = remarks_of(odd)
     assert "as by chance" in remark and "only to be left out" in remark
-    assert remarks_of(made(with_clicks(config, users, items, DAY), "usual")) == []
+    assert remarks_of(make_bundle_of(with_clicks(config, users, items, DAY), "usual")) == []
 
 
 def test_of_one_click_nothing_is_judged(config: NightConfig, users: Floats, items: Floats) -> None:
@@ -151,7 +151,7 @@ def test_of_one_click_nothing_is_judged(config: NightConfig, users: Floats, item
     table = pq.read_table(config.path("clicks.parquet"))
     pq.write_table(table.slice(0, 1), config.path("clicks.parquet"))
 
-    assert remarks_of(made(config)) == []
+    assert remarks_of(make_bundle_of(config)) == []
 
 
 def test_clicks_of_strangers_alone_choose_no_fold_and_end_no_night(
@@ -162,17 +162,17 @@ def test_clicks_of_strangers_alone_choose_no_fold_and_end_no_night(
     strangers = pa.array([f"new-{row}" for row in range(len(table))])
     pq.write_table(table.set_column(0, "user", strangers), config.path("clicks.parquet"))
 
-    (remark,) = remarks_of(made(config, "everybody"))
+    (remark,) = remarks_of(make_bundle_of(config, "everybody"))
     monkeypatch.setattr(vector_bundle, "USERS_MAX", 7)
 
     assert "not one click is of a known user on a known item" in remark
-    assert remarks_of(made(config, "sample")) == []
+    assert remarks_of(make_bundle_of(config, "sample")) == []
 
 
 def test_what_is_erased_is_in_no_bundle(config: NightConfig) -> None:
     erased = ErasedEntities(frozenset(), frozenset({b"i7"}), (1,))
 
-    bundle = made(config, erased=erased)
+    bundle = make_bundle_of(config, erased=erased)
 
     assert len(bundle.vocabulary) == ITEMS - 1
     assert b"i7" not in bundle.item_ids and b"i8" in bundle.item_ids
@@ -190,7 +190,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("ids", "rows", "message_pattern"), WRONG.values(), ids=WRONG)
-def test_a_table_that_makes_no_bundle_is_told_in_one_line(
+def test_a_table_that_makes_no_bundle_is_refused_in_one_line(
     config: NightConfig, ids: Any, rows: Any, message_pattern: str
 ) -> None:
     if rows:
@@ -200,7 +200,7 @@ def test_a_table_that_makes_no_bundle_is_told_in_one_line(
         pq.write_table(pa.table({"item": ids, "vector": column}), config.path("items.parquet"))
 
     with pytest.raises(SourceError, match=message_pattern) as error:
-        made(config)
+        make_bundle_of(config)
 
     assert "\n" not in error.value.message
     assert "items.parquet" in error.value.message
@@ -214,17 +214,19 @@ def test_columns_have_the_names_that_are_configured(config: NightConfig, items: 
         interactions=(),
     )  # fmt: skip
 
-    bundle = made(replace(config, sources=replace(sources, vector_metric="cosine")))
+    bundle = make_bundle_of(replace(config, sources=replace(sources, vector_metric="cosine")))
 
     assert (len(bundle.vocabulary), bundle.metric) == (ITEMS, "cosine")
 
 
-def test_a_bundle_that_is_named_beside_a_table_of_items_is_refused(config: NightConfig) -> None:
+def test_a_bundle_that_is_named_together_with_a_table_of_items_is_refused(
+    config: NightConfig,
+) -> None:
     with pytest.raises(ConfigError, match=r"bundle \(mine\) and sources.item_vectors .* both set"):
         replace(config, bundle="mine")
 
 
-def test_a_vector_of_an_event_is_in_the_bundle_unless_it_would_not_do_beside_the_tables(
+def test_a_vector_of_an_event_is_in_the_bundle_unless_it_would_not_fit_the_tables(
     config: NightConfig, items: Floats
 ) -> None:
     good = {b"new": [2.0] * DIMS, b"longest": [-65_504.0] * DIMS}
@@ -235,14 +237,14 @@ def test_a_vector_of_an_event_is_in_the_bundle_unless_it_would_not_do_beside_the
     }
 
     first, mixed_bundle = (
-        made(config, "a", event_vectors=good),
-        made(config, "b", event_vectors={**good, **invalid_vectors}),
+        make_bundle_of(config, "a", event_vectors=good),
+        make_bundle_of(config, "b", event_vectors={**good, **invalid_vectors}),
     )
 
     assert first.digest == mixed_bundle.digest and len(mixed_bundle.vocabulary) == ITEMS + 2
     # A table of longer vectors takes longer ones.
     write(config.path("items.parquet"), "item", [f"i{row}" for row in range(ITEMS)], 1e5 * items)
-    assert {*made(config, "c", event_vectors={**good, **invalid_vectors}).item_ids} >= {
+    assert {*make_bundle_of(config, "c", event_vectors={**good, **invalid_vectors}).item_ids} >= {
         b"new",
         b"longest",
         b"huge",

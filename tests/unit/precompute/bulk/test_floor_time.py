@@ -9,7 +9,7 @@ def test_a_load_that_ends_in_time_is_no_remark() -> None:
     assert time_limit_remark(NightConfig(), 230e9) is None
 
 
-def test_a_load_at_the_floor_beyond_its_limit_is_told_with_the_remedies() -> None:
+def test_a_load_at_the_floor_beyond_its_limit_is_reported_with_the_remedies() -> None:
     remark = time_limit_remark(NightConfig(), 251e9)
 
     assert remark is not None

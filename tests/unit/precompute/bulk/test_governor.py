@@ -43,9 +43,9 @@ class Plant:
     """
 
     knee: float = 200 * MIB
-    most: float = 2_000 * MIB
+    rate_max: float = 2_000 * MIB
     seed: int = 0
-    now: float = 0.0
+    now_s: float = 0.0
     readers: bool = True
     silent: bool = False
     restless: float = 0.0
@@ -64,7 +64,7 @@ class Plant:
         self.is_burst = False
 
     def timer(self) -> float:
-        return self.now
+        return self.now_s
 
     def sleep(self, seconds: float) -> None:
         self.slept_s += seconds
@@ -72,17 +72,17 @@ class Plant:
 
     def work(self, governor: Governor, seconds: float) -> float:
         """Send pieces for that long; bytes per second."""
-        started_at, sent_bytes = self.now, 0
-        while self.now - started_at < seconds:
+        started_at, sent_bytes = self.now_s, 0
+        while self.now_s - started_at < seconds:
             governor.pace(PIECE)
             self.felt_rate += PIECE / SMOOTHED_S
             sent_bytes += PIECE
-            self._pass(PIECE / self.most)
-        return sent_bytes / (self.now - started_at)
+            self._pass(PIECE / self.rate_max)
+        return sent_bytes / (self.now_s - started_at)
 
     def _pass(self, seconds: float) -> None:
-        self.now += seconds
-        while self.probed_at < self.now:
+        self.now_s += seconds
+        while self.probed_at < self.now_s:
             self.probed_at += PROBE_S
             self.felt_rate *= math.exp(-PROBE_S / SMOOTHED_S)
             slower = max(1.0, self.felt_rate / self.knee)
@@ -96,7 +96,7 @@ class Plant:
         if self.blind:
             return None
         return RedisObservation(
-            self.now, {}, int(self.readers), 0.0, 0.0, self.followers, self.lag_bytes
+            self.now_s, {}, int(self.readers), 0.0, 0.0, self.followers, self.lag_bytes
         )
 
     def round_trips(self) -> list[float]:
@@ -116,11 +116,11 @@ class Plant:
         """p99 of readers while work goes on for that long."""
         earlier_trip_count = len(self.trips)
         observed_trips: list[float] = []
-        ends_at = self.now + seconds
+        ends_at = self.now_s + seconds
         read_round_trips = self.round_trips
         self.round_trips = lambda: observed_trips.extend(found := read_round_trips()) or found  # type: ignore[method-assign,func-returns-value]
-        while self.now < ends_at:
-            self.work(governor, min(0.1, ends_at - self.now))
+        while self.now_s < ends_at:
+            self.work(governor, min(0.1, ends_at - self.now_s))
         observed_trips += self.trips[min(earlier_trip_count, len(self.trips)) :]
         self.round_trips = read_round_trips  # type: ignore[method-assign]
         return p99(observed_trips)
@@ -142,7 +142,7 @@ def test_without_readers_nothing_waits_and_pages_go_whole():
     rate = plant.work(governor, 5.0)
 
     assert plant.slept_s == 0 and governor.piece_bytes is None
-    assert rate == pytest.approx(plant.most, rel=0.01)
+    assert rate == pytest.approx(plant.rate_max, rel=0.01)
 
 
 @settings(max_examples=15, deadline=None)
@@ -196,11 +196,11 @@ def test_it_never_presses_for_long():
     plant = Plant(knee=100 * MIB)
     governor = governed(plant)
     worst_s, above_since = 0.0, None
-    while plant.now < 30:
+    while plant.now_s < 30:
         rate = plant.work(governor, 0.05)
         if rate > 1.5 * plant.knee:
-            above_since = plant.now if above_since is None else above_since
-            worst_s = max(worst_s, plant.now - above_since)
+            above_since = plant.now_s if above_since is None else above_since
+            worst_s = max(worst_s, plant.now_s - above_since)
         else:
             above_since = None
 
@@ -236,7 +236,7 @@ def test_readers_that_come_are_noticed_and_those_that_leave_forgotten():
     alone = plant.work(governor, 2.0)
 
     assert slowed < 200 * MIB and governor.piece_bytes is None
-    assert alone == pytest.approx(plant.most, rel=0.01)
+    assert alone == pytest.approx(plant.rate_max, rel=0.01)
 
 
 def test_a_probe_that_brings_nothing_means_the_floor_not_a_stop():
@@ -259,11 +259,11 @@ def test_a_rest_of_every_step_is_all_that_it_costs_to_know_what_idle_is():
     plant = Plant()
     governor = governed(plant, idle_s=0.5, ceiling_mib_s=64.0)
     plant.work(governor, 5.0)
-    rests, was, ends_at = 0, plant.now, plant.now + 40 * STEP_S
-    while plant.now < ends_at:
+    rests, was, ends_at = 0, plant.now_s, plant.now_s + 40 * STEP_S
+    while plant.now_s < ends_at:
         governor.pace(PIECE)
-        rests += plant.now - was > 0.9 * REST_S
-        was = plant.now
+        rests += plant.now_s - was > 0.9 * REST_S
+        was = plant.now_s
 
     assert 38 <= rests <= 41
     # Pieces go faster in between, so that the rate is kept.
@@ -300,9 +300,11 @@ def test_a_ceiling_holds_with_and_without_readers():
         assert plant.work(governor, 3.0) <= 52 * MIB
 
 
-def test_never_is_an_open_loop_and_always_asks_nobody():
+def test_never_is_an_open_loop_and_always_paces_without_readers():
     plant = Plant(readers=True)
-    assert plant.work(governed(plant, readers="never"), 2.0) == pytest.approx(plant.most, rel=0.01)
+    assert plant.work(governed(plant, readers="never"), 2.0) == pytest.approx(
+        plant.rate_max, rel=0.01
+    )
     plant = Plant(readers=False)
     governor = governed(plant, readers="always")
     plant.work(governor, 1.0)

@@ -9,7 +9,7 @@ import pytest
 from cache.control.control_keys import Control
 from cache.format.redis_keys import Keyspace
 from precompute.bulk.watch import Watcher, is_whole
-from tests.polling import until
+from tests.polling import poll_until
 
 
 @pytest.mark.parametrize("value", [b"", b"hello", b"a\r\nb", b"x" * 512])
@@ -36,7 +36,7 @@ def test_a_watch_that_meets_an_unexpected_error_tells_it_in_a_sentence_and_goes_
             heard.extend(watcher.round_trips())
             return bool(heard)
 
-        assert until(has_met_it)
+        assert poll_until(has_met_it)
         watcher.close()
 
     assert heard == [math.inf]

@@ -11,7 +11,7 @@ from cache.errors import BundleError
 from cache.store.artefacts import sha256_of
 from precompute.bundles import bundle as bundles
 from precompute.bundles.bundle import BUNDLE_FILE, Bundle
-from tests.models import ITEMS, put_weights_beside, train_small
+from tests.models import ITEMS, externalize_weights, train_small
 
 
 @pytest.fixture
@@ -139,9 +139,9 @@ def test_a_folder_without_a_bundle_says_so(tmp_path):
         Bundle.open(tmp_path)
 
 
-def test_weights_beside_a_model_are_part_of_it(bundle):
+def test_weights_in_a_file_of_their_own_are_part_of_the_model(bundle):
     original_tower = bundle.user_tower
-    weights_file = put_weights_beside(bundle.path, "user_tower")
+    weights_file = externalize_weights(bundle.path, "user_tower")
 
     model = Bundle.open(bundle.path).user_tower
 
@@ -158,7 +158,7 @@ def test_weights_beside_a_model_are_part_of_it(bundle):
 
 
 def test_altered_weights_are_refused_before_they_are_loaded(bundle):
-    weights_file = put_weights_beside(bundle.path, "user_tower")
+    weights_file = externalize_weights(bundle.path, "user_tower")
     weights_file.write_bytes(b"x" + weights_file.read_bytes()[1:])
 
     with pytest.raises(BundleError, match=r"user_tower\.weights has SHA-256"):
@@ -166,25 +166,25 @@ def test_altered_weights_are_refused_before_they_are_loaded(bundle):
 
 
 def unlist(bundle):
-    put_weights_beside(bundle.path, "user_tower")
+    externalize_weights(bundle.path, "user_tower")
     edit(bundle, lambda data: data["user_tower"].pop("weights"))
 
 
 def of_one_name(bundle):
     (bundle.path / "item").mkdir()
     (bundle.path / "item_tower.onnx").rename(bundle.path / "item/item_tower.onnx")
-    put_weights_beside(bundle.path, "user_tower", "weights")
-    put_weights_beside(bundle.path, "item_tower", "weights", path="item/item_tower.onnx")
+    externalize_weights(bundle.path, "user_tower", "weights")
+    externalize_weights(bundle.path, "item_tower", "weights", path="item/item_tower.onnx")
 
 
 def outside(bundle):
-    put_weights_beside(bundle.path, "user_tower")
+    externalize_weights(bundle.path, "user_tower")
     (bundle.path.parent / "weights").touch()
     edit(bundle, lambda data: data["user_tower"]["weights"].update(path="../weights"))
 
 
 def elsewhere(bundle):
-    weights_file = put_weights_beside(bundle.path, "user_tower")
+    weights_file = externalize_weights(bundle.path, "user_tower")
     (bundle.path / "more").mkdir()
     weights_file.rename(bundle.path / "more/user_tower.weights")
     edit(
@@ -193,8 +193,8 @@ def elsewhere(bundle):
     )
 
 
-def gone(bundle):
-    put_weights_beside(bundle.path, "user_tower").unlink()
+def remove_weights(bundle):
+    externalize_weights(bundle.path, "user_tower").unlink()
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def gone(bundle):
         (of_one_name, r"two files would be models/weights of a generation: rename"),
         (outside, r"names \.\./weights, which lies outside the bundle"),
         (elsewhere, r"user_tower has its weights in more/.*: they belong beside user_tower\.onnx"),
-        (gone, r"names user_tower\.weights, which is missing"),
+        (remove_weights, r"names user_tower\.weights, which is missing"),
     ],
 )
 def test_weights_that_would_not_be_found_again_are_refused(bundle, change, message_pattern):
@@ -218,7 +218,7 @@ def test_weights_that_would_not_be_found_again_are_refused(bundle, change, messa
 
 
 def test_weights_have_a_limit(bundle, monkeypatch):
-    put_weights_beside(bundle.path, "user_tower")
+    externalize_weights(bundle.path, "user_tower")
     monkeypatch.setattr(bundles, "WEIGHTS_BYTES_MAX", 999)
 
     with pytest.raises(BundleError, match=r"bytes, 999 at most: use fewer dimensions"):
@@ -227,7 +227,7 @@ def test_weights_have_a_limit(bundle, monkeypatch):
 
 def test_models_may_share_their_weights(bundle):
     """One table of items is enough for the tower that sums its rows and the one that gives a row."""
-    weights_file = put_weights_beside(bundle.path, "user_tower", "table.bin")
+    weights_file = externalize_weights(bundle.path, "user_tower", "table.bin")
     shutil.copyfile(bundle.path / "user_tower.onnx", bundle.path / "user_affinity.onnx")
 
     def shared(data):

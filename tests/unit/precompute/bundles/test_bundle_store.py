@@ -40,7 +40,7 @@ def deliver(config, seed) -> str:
     return train_small(folder, dims=2 + seed).digest
 
 
-def chosen(config) -> str:
+def read_chosen_digest(config) -> str:
     with chosen_bundle(config) as bundle:
         bundle.verify()
         return bundle.digest
@@ -49,25 +49,25 @@ def chosen(config) -> str:
 def test_a_host_without_a_bundle_takes_the_one_that_another_host_had(host):
     digest = deliver(host("a"), 1)
     with pytest.raises(ConfigError, match="there is no bundle at"):
-        chosen(host("b"))
+        read_chosen_digest(host("b"))
 
-    assert chosen(host("a")) == digest == chosen(host("b"))
+    assert read_chosen_digest(host("a")) == digest == read_chosen_digest(host("b"))
     assert chosen_at(host("b")) == handed_over(host("b").store())[0].unix_ms / 1000
 
 
 def test_a_folder_that_was_followed_by_another_bundle_is_not_gone_back_to(host, caplog):
     # Given last week's bundle on one host, and a newer one from another
     old = deliver(host("b"), 1)
-    assert chosen(host("b")) == old
+    assert read_chosen_digest(host("b")) == old
     new = deliver(host("a"), 2)
-    assert chosen(host("a")) == new
+    assert read_chosen_digest(host("a")) == new
 
-    assert chosen(host("b")) == new
+    assert read_chosen_digest(host("b")) == new
     assert "hand-over" in caplog.text and old[:12] in caplog.text
 
     # When somebody goes back on purpose
     hand_over(host("b").store(), Bundle.open(host("b").path("bundle")))
-    assert chosen(host("a")) == old == chosen(host("b"))
+    assert read_chosen_digest(host("a")) == old == read_chosen_digest(host("b"))
 
 
 def test_a_bundle_that_no_night_can_use_does_not_follow_one_that_nights_use(host):
@@ -75,7 +75,7 @@ def test_a_bundle_that_no_night_can_use_does_not_follow_one_that_nights_use(host
     old = deliver(host("a"), 1)
     kept = host("a").path("kept")
     shutil.copytree(host("a").path("bundle"), kept)
-    assert chosen(host("a")) == old
+    assert read_chosen_digest(host("a")) == old
     deliver(host("a"), 2)
     folder = host("a").path("bundle")
     (folder / "user_tower.onnx").write_bytes(b"no model")
@@ -85,17 +85,17 @@ def test_a_bundle_that_no_night_can_use_does_not_follow_one_that_nights_use(host
 
     # When a night tries it, and the first one is put back
     with pytest.raises(BundleError, match="user_tower"):
-        chosen(host("a"))
+        read_chosen_digest(host("a"))
     shutil.rmtree(folder)
     kept.rename(folder)
 
     # Then nights use that
-    assert chosen(host("a")) == old and len(handed_over(host("a").store())) == 1
+    assert read_chosen_digest(host("a")) == old and len(handed_over(host("a").store())) == 1
 
 
 def test_handing_over_what_is_the_last_one_changes_nothing(host):
     deliver(host("a"), 1)
-    assert chosen(host("a")) == chosen(host("a"))
+    assert read_chosen_digest(host("a")) == read_chosen_digest(host("a"))
     assert len(handed_over(host("a").store())) == 1
 
 
@@ -112,22 +112,22 @@ def test_the_store_keeps_the_files_of_the_last_few_only(host, monkeypatch):
     digests = []
     for seed in (1, 2, 3):
         deliver(host("a"), seed)
-        digests.append(chosen(host("a")))
+        digests.append(read_chosen_digest(host("a")))
 
     assert sweep_bundles(host("a").store()) == 1
     stored_digests = {name for name in host("a").store().names("bundles") if len(name) == 64}
     assert stored_digests == set(digests[1:])
-    assert chosen(host("b")) == digests[-1]
+    assert read_chosen_digest(host("b")) == digests[-1]
 
 
 def test_a_bundle_that_was_altered_in_the_store_is_refused(host):
     digest = deliver(host("a"), 1)
-    chosen(host("a"))
+    read_chosen_digest(host("a"))
     file = host("a").store().local(f"bundles/{digest}/user_tower.onnx")
     file.write_bytes(file.read_bytes() + b" ")
 
     with pytest.raises(BundleError, match="SHA-256"):
-        chosen(host("b"))
+        read_chosen_digest(host("b"))
 
 
 def test_a_remote_store_leaves_no_copy_of_a_bundle_on_a_host(host, tmp_path):
@@ -135,7 +135,7 @@ def test_a_remote_store_leaves_no_copy_of_a_bundle_on_a_host(host, tmp_path):
     a, b = (replace(host(name), artifacts=remote) for name in "ab")
     digest = deliver(a, 1)
 
-    assert chosen(a) == digest == chosen(b)
+    assert read_chosen_digest(a) == digest == read_chosen_digest(b)
     assert not list(tmp_path.rglob("bundles/*/*"))
     assert not list(tmp_path.rglob("*.part"))
 
@@ -162,10 +162,10 @@ def test_a_bundle_that_was_made_of_tables_is_made_once_for_all_hosts(host, tmp_p
 
 def test_a_bundle_that_was_made_of_tables_follows_no_other(host):
     mine = deliver(host("a"), 1)
-    assert chosen(host("a")) == mine
+    assert read_chosen_digest(host("a")) == mine
     from_tables(host("a"), "1" * 64, lambda folder: train_small(folder, dims=7))
 
-    assert chosen(host("a")) == mine == chosen(host("b"))
+    assert read_chosen_digest(host("a")) == mine == read_chosen_digest(host("b"))
     assert len(handed_over(host("a").store())) == 1
 
 
@@ -173,7 +173,7 @@ def test_bundles_made_of_tables_are_swept_with_their_records(host, monkeypatch):
     monkeypatch.setattr(bundle_store, "BUNDLES_KEPT", 2)
     store, times = host("a").store(), itertools.count(1_000)
     mine = deliver(host("a"), 1)
-    assert chosen(host("a")) == mine
+    assert read_chosen_digest(host("a")) == mine
     digests = []
     for number in range(3):
         make, clock = partial(train_small, dims=4 + number), partial(next, times)

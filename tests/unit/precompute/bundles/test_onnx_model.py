@@ -34,7 +34,9 @@ def spec_of(items, dims):
 
 
 @given(st.integers(4, 40), st.integers(4, 32), st.integers(0, 9))
-def test_a_model_is_the_same_with_its_weights_beside_it(tmp_path_factory, items, dims, seed):
+def test_a_model_is_the_same_with_its_weights_in_a_file_of_their_own(
+    tmp_path_factory, items, dims, seed
+):
     folder, rows, spec = (
         tmp_path_factory.mktemp("model"),
         table(items, dims, seed),

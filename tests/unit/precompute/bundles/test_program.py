@@ -126,11 +126,11 @@ class Small:
     """A device that has room for so many rows at once, and counts what it was asked for."""
 
     def __init__(self, model, room):
-        self.tower, self.room, self.asked = Tower.open(model.path, model.spec), room, []
+        self.tower, self.room, self.batch_sizes = Tower.open(model.path, model.spec), room, []
 
     def outputs(self, feeds):
         for (history,) in feeds:
-            self.asked.append(len(history))
+            self.batch_sizes.append(len(history))
             if len(history) > self.room:
                 raise MemoryError("no room")
             yield self.tower.fed({"history": history})
@@ -143,14 +143,14 @@ def test_a_device_without_room_takes_smaller_batches_from_then_on(bundle, monkey
     tower = tower_of(model, small)
 
     outputs = tower.run(inputs)
-    first_batch_sizes, small.asked = small.asked, []
+    first_batch_sizes, small.batch_sizes = small.batch_sizes, []
     repeated_outputs = tower.run(inputs)
 
     expected_outputs = Tower.open(model.path, model.spec).run(inputs)
     assert np.allclose(outputs, expected_outputs, rtol=0, atol=1e-6) and np.array_equal(
         outputs, repeated_outputs
     )
-    assert max(first_batch_sizes) > 9 >= max(small.asked)
+    assert max(first_batch_sizes) > 9 >= max(small.batch_sizes)
 
 
 def test_a_device_without_any_room_leaves_the_rows_to_onnx(bundle, caplog):
@@ -172,7 +172,7 @@ def test_a_chunk_of_short_histories_is_one_batch_of_a_device(bundle):
     tower = tower_of(model, device)
     tower.run({"history": histories})
 
-    assert device.asked[1:] == [16_384]  # after the rows that are compared
+    assert device.batch_sizes[1:] == [16_384]  # after the rows that are compared
 
 
 def test_the_next_batch_is_sent_before_one_is_waited_for():
@@ -242,7 +242,7 @@ def test_without_torch_programs_cannot_be_written(monkeypatch, tmp_path):
     assert not (tmp_path / "bundle/bundle.json").exists()
 
 
-def changed(bundle, tmp_path, name, change, compression=zipfile.ZIP_STORED):
+def write_changed_archive(bundle, tmp_path, name, change, compression=zipfile.ZIP_STORED):
     """The item tower's archive with one member changed, or added."""
     buffer = io.BytesIO()
     with (
@@ -342,11 +342,13 @@ def test_what_a_tower_does_not_need_is_refused(bundle, tmp_path, attack_name):
     name, change, message_pattern = EVIL[attack_name]
 
     with pytest.raises(BundleError, match=message_pattern):
-        Program.open(changed(bundle, tmp_path, name, change), ["item_index"], DEVICE)
+        Program.open(write_changed_archive(bundle, tmp_path, name, change), ["item_index"], DEVICE)
 
 
 def test_sample_inputs_are_never_unpickled_and_guards_never_run(bundle, tmp_path):
-    path = changed(bundle, tmp_path, "data/sample_inputs/model.pt", lambda _: pickled())
+    path = write_changed_archive(
+        bundle, tmp_path, "data/sample_inputs/model.pt", lambda _: pickled()
+    )
     Program.open(path, ["item_index"], DEVICE)
 
     def guard(program_json):
@@ -354,7 +356,7 @@ def test_sample_inputs_are_never_unpickled_and_guards_never_run(bundle, tmp_path
         for node in program_json["graph_module"]["graph"]["nodes"]:
             node["metadata"] = {"stack_trace": "x", "source_fn_stack": "a,torch.os.system"}
 
-    path = changed(bundle, tmp_path, "models/model.json", graph(guard))
+    path = write_changed_archive(bundle, tmp_path, "models/model.json", graph(guard))
     program = Program.open(path, ["item_index"], DEVICE)
 
     expected_outputs = Tower.open(bundle.item_tower.path, bundle.item_tower.spec).run(
@@ -364,7 +366,7 @@ def test_sample_inputs_are_never_unpickled_and_guards_never_run(bundle, tmp_path
 
 
 def test_a_compressed_archive_and_what_is_none_are_refused(bundle, tmp_path):
-    compressed_archive = changed(
+    compressed_archive = write_changed_archive(
         bundle, tmp_path, "byteorder", lambda raw: raw, zipfile.ZIP_DEFLATED
     )
     with pytest.raises(BundleError, match="no exported tower needs"):

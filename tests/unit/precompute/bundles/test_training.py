@@ -24,7 +24,7 @@ def version_of(folder: Path) -> str:
     return (folder / "bundle.json").read_text()
 
 
-def test_a_swap_leaves_the_new_bundle_and_nothing_beside_it(tmp_path):
+def test_a_swap_leaves_the_new_bundle_and_nothing_else(tmp_path):
     target = bundle(tmp_path / "bundle", "1")
 
     swap_in(bundle(tmp_path / ".bundle.0a1b2c3d.part", "2"), target)

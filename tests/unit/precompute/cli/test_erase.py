@@ -24,7 +24,7 @@ def config(tmp_path: Path) -> NightConfig:
     return config
 
 
-def asked(**options: Any) -> Namespace:
+def make_arguments(**options: Any) -> Namespace:
     """Arguments of the command."""
     default_options = {
         "entity": None, "kind": "user", "forget": False, "reason": None, "status": False, "list": False,
@@ -34,10 +34,10 @@ def asked(**options: Any) -> Namespace:
 
 
 def run(config: NightConfig, **options: Any) -> Any:
-    return erase(config, asked(**options), cast(Any, None))
+    return erase(config, make_arguments(**options), cast(Any, None))
 
 
-def test_programs_get_each_erasure_with_all_that_hold_it(config: NightConfig) -> None:
+def test_programs_get_every_erasure_with_all_that_hold_it(config: NightConfig) -> None:
     report = run(config, entity="u1", json=True)
 
     (row,) = report["erasures"]
@@ -47,7 +47,7 @@ def test_programs_get_each_erasure_with_all_that_hold_it(config: NightConfig) ->
     assert report["overlays_dropped"] is None and report["notes"] == []
 
 
-def test_people_get_a_line_for_each_holder_and_the_entity_once(config: NightConfig) -> None:
+def test_people_get_a_line_for_every_holder_and_the_entity_once(config: NightConfig) -> None:
     table, summary = run(config, entity="u1")
 
     assert isinstance(table, Table)
@@ -75,6 +75,6 @@ def test_only_the_entity_that_is_named_is_shown(config: NightConfig) -> None:
     assert run(config, entity="u2", status=True) == ["no such erasure"]
 
 
-def test_a_command_that_names_nobody_is_refused(config: NightConfig) -> None:
+def test_a_command_without_an_entity_is_refused(config: NightConfig) -> None:
     with pytest.raises(InvalidInput, match="--list"):
         run(config)

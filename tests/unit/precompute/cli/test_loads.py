@@ -35,7 +35,7 @@ for line in sys.stdin:
 """
 
 
-def places() -> list[CommandPlace]:
+def list_command_places() -> list[CommandPlace]:
     """Places of all commands, each once."""
     (commands,) = (
         action
@@ -60,8 +60,8 @@ def loaded(command_places: list[CommandPlace]) -> tuple[list[int], str]:
     ], completed_process.stderr
 
 
-def test_each_command_loads_in_a_process_in_which_no_other_ran() -> None:
-    command_places = places()
+def test_every_command_loads_in_a_process_in_which_no_other_ran() -> None:
+    command_places = list_command_places()
     lacking = [CommandPlace("cli.commands.nobody"), CommandPlace("cli.nowhere.night")]
     statuses, error_output = loaded([*command_places, *lacking])
 

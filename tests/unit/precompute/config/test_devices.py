@@ -109,7 +109,7 @@ def test_a_gpu_that_is_done_takes_the_next_shard(monkeypatch):
     assert scorers.at(0).device == "cuda:0"
 
 
-def share(device, tasks):
+def share_memory(device, tasks):
     """Bytes of an 8 GB GPU that one of so many tasks is given, and the part of it that torch is kept to."""
     torch = pytest.importorskip("torch", reason="make torch-env")
     fraction_calls = []
@@ -124,8 +124,8 @@ def share(device, tasks):
 
 
 def test_tasks_that_share_a_gpu_share_its_memory_by_declaration():
-    assert share("cuda:1", 2) == (4 << 30, [(0.5, "cuda:1")])
-    assert share("cpu", 2) == (0, [])
+    assert share_memory("cuda:1", 2) == (4 << 30, [(0.5, "cuda:1")])
+    assert share_memory("cpu", 2) == (0, [])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_gpu_has_one_name_whatever_a_process_sees(monkeypatch, visible, names)
     assert [devices.identity(f"cuda:{number}") for number in range(2)] == names
 
 
-HOLD = """
+SCORING_PROGRAM = """
 import sys
 from pathlib import Path
 from precompute.config import devices
@@ -162,9 +162,9 @@ with devices.least_busy("auto", int(sys.argv[2]), 2, Path(sys.argv[1])) as devic
 
 
 @contextmanager
-def holding(folder, shard_number):
+def scoring_process(folder, shard_number):
     """(the process that scores a shard, its device)."""
-    command = [sys.executable, "-c", HOLD, str(folder), str(shard_number)]
+    command = [sys.executable, "-c", SCORING_PROGRAM, str(folder), str(shard_number)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -183,7 +183,7 @@ def test_a_shard_takes_the_gpu_on_which_fewest_processes_score(monkeypatch, tmp_
             return device
 
     with ExitStack() as stack:
-        scoring_processes = [stack.enter_context(holding(tmp_path, 0)) for _ in range(5)]
+        scoring_processes = [stack.enter_context(scoring_process(tmp_path, 0)) for _ in range(5)]
         assert [device[-1] for _, device in scoring_processes] == ["0", "1", "2", "0", "1"]
         assert choose_device(0) == "cuda:2"  # one scores there, two on the others
 
@@ -198,7 +198,7 @@ def test_a_shard_takes_the_gpu_on_which_fewest_processes_score(monkeypatch, tmp_
         assert "device_tasks" not in caplog.text
 
         # When more come than were declared
-        more = [stack.enter_context(holding(tmp_path, 0)) for _ in range(4)]
+        more = [stack.enter_context(scoring_process(tmp_path, 0)) for _ in range(4)]
         assert sorted(device for _, device in more) == ["cuda:0", "cuda:0", "cuda:1", "cuda:2"]
         assert choose_device(1) == "cuda:1" and "3 processes score on cuda:1" in caplog.text
 
@@ -215,7 +215,7 @@ def test_no_gpu_is_taken_without_a_lock(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_more_tasks_than_declared_on_the_one_gpu_are_told(monkeypatch, tmp_path, caplog):
+def test_more_tasks_than_declared_on_the_one_gpu_are_reported(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(devices, "devices", lambda device_setting: ("cuda:1",))
     monkeypatch.setattr(devices, "identity", lambda device: device[-1])
 
@@ -252,7 +252,7 @@ def test_a_process_that_keeps_the_choice_is_named_and_not_waited_for(monkeypatch
             assert device == "cuda:1" and f"{path} is locked" in caplog.text
 
 
-def test_no_lock_follows_a_link_that_somebody_else_has_laid(monkeypatch, tmp_path):
+def test_no_lock_follows_a_link_that_another_user_has_laid(monkeypatch, tmp_path):
     """Names in a folder that all users share can be guessed: a link there would have us open, or make, another file."""
     shared, victim = tmp_path / "tmp", tmp_path / "victim"
     shared.mkdir()

@@ -82,7 +82,7 @@ def test_a_life_is_the_same_whenever_its_seed_is() -> None:
     for _ in range(2):
         life = Life(SEED)
         life.run()
-        step_logs.append(life.told)
+        step_logs.append(life.log_lines)
     assert step_logs[0] == step_logs[1]
 
 

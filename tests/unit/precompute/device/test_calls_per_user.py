@@ -80,7 +80,7 @@ def objects(folder: Path, users: int, redis_url: str) -> int:
     return new_block_count
 
 
-def test_no_object_is_held_for_each_user(tmp_path: Path, redis_url: str) -> None:
+def test_no_object_is_held_per_user(tmp_path: Path, redis_url: str) -> None:
     base_object_count = objects(tmp_path / "few", USERS, redis_url)
     fourfold_object_count = objects(tmp_path / "many", 4 * USERS, redis_url)
 

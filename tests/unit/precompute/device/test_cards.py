@@ -124,7 +124,7 @@ def test_a_line_with_all_numbers_is_answered_before_any_library_is_loaded() -> N
     assert plan["card"] == "NVIDIA H200" and plan["night_s"] > plan["pages_s"] >= plan["topk_s"]
 
 
-def test_a_table_for_people_names_each_step() -> None:
+def test_a_table_for_people_names_every_step() -> None:
     plan_text = str(quick_answer(["--card", "h200", *LINE]))
 
     for part in ("lists", "begin", "item vectors", "partition to pages", "sources to pages"):

@@ -69,6 +69,6 @@ def test_users_are_encoded_in_registers(numbers, tmp_path):
     assert disassembled("encode", constants, tmp_path)[1] <= SPILLED_BYTES
 
 
-def test_what_does_not_compile_is_told_with_the_compilers_words():
+def test_a_failed_compilation_is_reported_with_the_compilers_words():
     with pytest.raises(RuntimeError, match="SEGMENTS"):
         hopper.compiled("keep", {})

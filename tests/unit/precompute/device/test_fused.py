@@ -69,7 +69,7 @@ def by_kernels(items, metric="inner_product"):
     return scorer
 
 
-def same(left_lists, right):
+def has_same_bits(left_lists, right):
     """Same ordinals, same bits."""
     return np.array_equal(left_lists[0], right[0]) and np.array_equal(
         left_lists[1].view(np.uint32), right[1].view(np.uint32)
@@ -78,7 +78,9 @@ def same(left_lists, right):
 
 def assert_same(users, items, k, excluded, metric="inner_product", allowed=None):
     expected_lists = Scorer.of(items, metric, engine=False).top(users, k, excluded, allowed=allowed)
-    assert same(by_kernels(items, metric).top(users, k, excluded, allowed=allowed), expected_lists)
+    assert has_same_bits(
+        by_kernels(items, metric).top(users, k, excluded, allowed=allowed), expected_lists
+    )
 
 
 @pytest.mark.usefixtures("agreed")
@@ -509,7 +511,7 @@ def test_out_of_memory_halves_the_users_of_a_search(monkeypatch, caplog):
 
     device_lists = scorer.top(users, 10, excluded)
 
-    assert same(device_lists, Scorer.of(items, engine=False).top(users, 10, excluded))
+    assert has_same_bits(device_lists, Scorer.of(items, engine=False).top(users, 10, excluded))
     assert not scorer.has_failed and "out of memory" in caplog.text
 
 

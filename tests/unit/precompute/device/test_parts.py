@@ -157,7 +157,7 @@ def test_a_columns_place_and_its_groups_bounds_are_those_of_its_item():
 
 
 @pytest.fixture(scope="module")
-def many():
+def device_columns():
     vectors = np.random.default_rng(0).standard_normal((40_000, 2)).astype("f4")
     return DeviceItems.of(
         ComparableItems.of(vectors, "inner_product"), WHERE, torch.float16

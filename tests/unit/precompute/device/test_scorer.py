@@ -30,7 +30,7 @@ def on_device(items, metric="inner_product", dtype=torch.float16):
     return scorer
 
 
-def same(left_lists, right):
+def has_same_bits(left_lists, right):
     """Same ordinals, same bits."""
     return np.array_equal(left_lists[0], right[0]) and np.array_equal(
         left_lists[1].view(np.uint32), right[1].view(np.uint32)
@@ -78,7 +78,9 @@ def test_lists_have_the_bits_of_faiss_and_numpy(dtype, metric, users, items, dim
 
     for allowed_mask in (None, allowed, np.zeros(items, np.bool_)):
         expected_lists = theirs.top(queries, k, excluded, allowed=allowed_mask)
-        assert same(torch_scorer.top(queries, k, excluded, allowed=allowed_mask), expected_lists)
+        assert has_same_bits(
+            torch_scorer.top(queries, k, excluded, allowed=allowed_mask), expected_lists
+        )
 
 
 @settings(
@@ -110,7 +112,7 @@ def test_any_case_is_exact_in_any_pieces(monkeypatch, data):
     expected_lists = Scorer.of(vectors, metric, engine=False).top(
         queries, k, excluded, allowed=allowed
     )
-    assert same(torch_scorer.top(queries, k, excluded, allowed=allowed), expected_lists)
+    assert has_same_bits(torch_scorer.top(queries, k, excluded, allowed=allowed), expected_lists)
 
 
 def test_ties_in_masses_are_settled_by_ordinal():
@@ -134,7 +136,7 @@ def test_near_ties_come_in_the_order_of_their_bits(dtype):
 
     device_lists = on_device(items, dtype=dtype).top(users, 50, excluded)
 
-    assert same(device_lists, Scorer.of(items, engine=False).top(users, 50, excluded))
+    assert has_same_bits(device_lists, Scorer.of(items, engine=False).top(users, 50, excluded))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e17, 1e30])
@@ -145,7 +147,7 @@ def test_tiny_and_huge_vectors_are_exact(scale):
 
     device_lists = on_device(items).top(users, 30, excluded)
 
-    assert same(device_lists, Scorer.of(items, engine=False).top(users, 30, excluded))
+    assert has_same_bits(device_lists, Scorer.of(items, engine=False).top(users, 30, excluded))
 
 
 def test_items_too_short_or_too_long_are_left_to_the_processor(caplog):
@@ -197,7 +199,7 @@ def test_users_without_a_chance_are_not_multiplied_with_short_items(monkeypatch)
     device_lists = scorer.top(users, 20, excluded)
 
     assert sum(product_sizes) < 0.5 * users.shape[0] * items.shape[0]
-    assert same(device_lists, Scorer.of(items, engine=False).top(users, 20, excluded))
+    assert has_same_bits(device_lists, Scorer.of(items, engine=False).top(users, 20, excluded))
 
 
 def test_memory_at_once_is_bounded_by_the_room_there_is(monkeypatch):
@@ -210,7 +212,7 @@ def test_memory_at_once_is_bounded_by_the_room_there_is(monkeypatch):
     device_lists = scorer.top(users, 50, excluded)
 
     assert max(rows * columns * 2 for rows, columns in search_shapes) <= 8 << 20
-    assert same(device_lists, expected_lists)
+    assert has_same_bits(device_lists, expected_lists)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ def test_out_of_memory_halves_what_is_done_at_once(monkeypatch, caplog, error):
 
     device_lists = scorer.top(users, 50, excluded, progress=progress_counts.append)
 
-    assert same(device_lists, expected_lists)
+    assert has_same_bits(device_lists, expected_lists)
     assert not scorer.has_failed
     assert sum(searched_user_counts) == sum(progress_counts) == 300
     assert "out of memory" in caplog.text
@@ -265,7 +267,7 @@ def test_a_device_that_fails_for_good_leaves_the_rest_to_the_processor(monkeypat
         scorer.top(users, 50, excluded, progress=progress_counts.append) for _ in range(2)
     ]
 
-    assert all(same(device_lists, expected_lists) for device_lists in all_device_lists)
+    assert all(has_same_bits(device_lists, expected_lists) for device_lists in all_device_lists)
     assert scorer.has_failed
     assert sum(progress_counts) == 600
     assert sum("the processor goes on" in line for line in caplog.messages) == 1
@@ -302,7 +304,7 @@ def test_what_fails_in_a_kernel_ends_no_night(caplog, error, has_failed, has_ker
 
     scorer = with_kernels(items, breaks)
 
-    assert all(same(scorer.top(users, 50, excluded), expected_lists) for _ in range(2))
+    assert all(has_same_bits(scorer.top(users, 50, excluded), expected_lists) for _ in range(2))
     assert (scorer.has_failed, scorer._fused is not None) == (has_failed, has_kernels)
     assert len(calls) == 1
     assert len([message for message in caplog.messages if str(error.args[0]) in message]) == 1
@@ -328,7 +330,7 @@ def test_a_kernel_that_finds_no_memory_is_given_less(error):
 
     scorer = with_kernels(items, small)
 
-    assert same(scorer.top(users, 50, excluded), on_device(items).top(users, 50, excluded))
+    assert has_same_bits(scorer.top(users, 50, excluded), on_device(items).top(users, 50, excluded))
     assert not scorer.has_failed and scorer._fused is not None
     assert min(sizes) <= 100 < max(sizes)
 
@@ -354,7 +356,7 @@ def test_lists_that_are_not_certain_are_looked_for_once_more(monkeypatch):
 
     assert len(search_shapes) == 2 and 0 < search_shapes[1][0] < 100
     assert "_few" not in vars(scorer)
-    assert same(device_lists, Scorer.of(items, engine=False).top(users, 2, excluded))
+    assert has_same_bits(device_lists, Scorer.of(items, engine=False).top(users, 2, excluded))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ DIMS = 48
 K = 30
 
 
-class Known:
+class FixedTower:
     """A tower that gives row after row of some vectors."""
 
     def __init__(self, vectors: NDArray[np.float32]) -> None:
@@ -54,9 +54,9 @@ def on_device(
     name: str = "user_tower",
 ) -> NDArray[np.float32]:
     """What the night takes of a device that finds other vectors; raises where it takes none."""
-    tower: Any = Known(processor_vectors)
+    tower: Any = FixedTower(processor_vectors)
     rows = np.arange(len(processor_vectors))
-    return DeviceTower(name, tower, Known(device_vectors)).run({"row": rows})
+    return DeviceTower(name, tower, FixedTower(device_vectors)).run({"row": rows})
 
 
 def off_by(
@@ -148,13 +148,13 @@ def test_a_device_without_room_is_compared_when_it_has_some() -> None:
     vectors = np.random.default_rng(6).standard_normal((20, DIMS)).astype(np.float32)
     moved, is_full = off_by(vectors, vectors, 8 * DEVICE_AGREEMENT), True
 
-    class Running(Known):
+    class Running(FixedTower):
         def outputs(self, feeds: Any) -> Any:
             if is_full:
                 raise MemoryError("no room")
             yield from super().outputs(feeds)
 
-    processor_tower: Any = Known(vectors)
+    processor_tower: Any = FixedTower(vectors)
     tower = DeviceTower("user_tower", processor_tower, Running(moved))
     rows: Any = {"row": np.arange(20)}
 
@@ -171,12 +171,12 @@ def test_a_tower_whose_device_fails_goes_on_on_the_processor(
     vectors = np.random.default_rng(7).standard_normal((20, DIMS)).astype(np.float32)
     errors = [torch.AcceleratorError("CUDA error: unspecified launch failure"), RuntimeError("odd")]
 
-    class Running(Known):
+    class Running(FixedTower):
         def outputs(self, feeds: Any) -> Any:
             yield from super().outputs(feeds)
             raise errors[0]
 
-    processor_tower: Any = Known(vectors)
+    processor_tower: Any = FixedTower(vectors)
     tower = DeviceTower("user_tower", processor_tower, Running(vectors))
     rows: Any = {"row": np.arange(20)}
 
@@ -191,7 +191,7 @@ def test_a_tower_whose_device_fails_goes_on_on_the_processor(
     ("device", "program", "may_stay"),
     [("auto", None, True), ("auto", "a program", False), ("cuda", None, False)],
 )
-def test_a_form_that_nobody_asked_for_and_is_off_leaves_the_model_to_the_processor(
+def test_an_unrequested_form_that_is_off_leaves_the_model_to_the_processor(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     device: str,
@@ -200,9 +200,9 @@ def test_a_form_that_nobody_asked_for_and_is_off_leaves_the_model_to_the_process
 ) -> None:
     vectors = np.random.default_rng(4).standard_normal((20, DIMS)).astype(np.float32)
     moved = off_by(vectors, vectors, 8 * DEVICE_AGREEMENT)
-    processor_tower = Known(vectors)
+    processor_tower = FixedTower(vectors)
     monkeypatch.setattr(towers, "fetch_model", lambda *_: None)
-    monkeypatch.setattr(towers, "_on_device", lambda *_: Known(moved))
+    monkeypatch.setattr(towers, "_on_device", lambda *_: FixedTower(moved))
     monkeypatch.setattr(Tower, "open", lambda *_, **__: processor_tower)
     build: Any = SimpleNamespace(config=SimpleNamespace(device=device, threads=1))
     model: Any = SimpleNamespace(name="item_tower", program=program, spec=processor_tower.spec)

@@ -78,7 +78,7 @@ def test_forgetting_needs_a_reason(store):
 @pytest.mark.parametrize(
     "raw", [b"", b"[]", b"{}", b'{"number": 2, "entity": "u", "kind": "user", "at": 1}']
 )
-def test_a_damaged_record_stops_the_night_instead_of_letting_somebody_slip_through(store, raw):
+def test_a_damaged_record_stops_the_night_instead_of_losing_an_erasure(store, raw):
     store.write("erasures/000000000001.json", raw)
 
     with pytest.raises(CorruptArtefact):
@@ -131,7 +131,7 @@ def test_forgotten_ones_are_not_left_out_and_done_ones_are():
     )
 
 
-def test_what_cannot_be_told_counts_as_holding_the_entity(store, tmp_path):
+def test_an_unreadable_generation_counts_as_holding_the_entity(store, tmp_path):
     """Being made, damaged, or without the files to look into; but not one that says it left the entity out."""
     erasure = request(store, b"u1", "user", at=5.0)
     begin_report = {"user_seed": 0, "item_seed": 0, "bounds": [0, 1]}

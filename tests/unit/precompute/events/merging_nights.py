@@ -13,23 +13,23 @@ from tests.life import manifest_of
 from tests.unit.precompute.events.stream import Crash, Stream
 
 GENERATION = "20260131T000000Z-0123456789ab"
-MANY = 4
+FILES_PER_MERGE = 4
 
 
 class Killed(ArtefactStore):
     """Store whose user is killed at the n-th change, before it or behind it."""
 
-    left = 0
+    changes_left = 0
     is_behind = False
-    beside: Callable[[], object] = staticmethod(lambda: None)
+    on_change: Callable[[], object] = staticmethod(lambda: None)
 
     def _step(self, change: Any, *args: Any) -> Any:
-        self.left -= 1
-        self.beside()
-        if self.left == 0 and not self.is_behind:
+        self.changes_left -= 1
+        self.on_change()
+        if self.changes_left == 0 and not self.is_behind:
             raise Crash
         change_result = change(*args)
-        if self.left == 0:
+        if self.changes_left == 0:
             raise Crash
         return change_result
 

@@ -26,11 +26,11 @@ class Crash(Exception):
 class TroubledStore(ArtefactStore):
     """Store in which something happens at the next write: before it, or behind it."""
 
-    before: Callable[[], object] | None = None
+    before_write: Callable[[], object] | None = None
     behind: Callable[[], object] | None = None
 
     def write_once(self, path: str, data: bytes) -> bool:
-        hook, self.before = self.before, None
+        hook, self.before_write = self.before_write, None
         if hook is not None:
             hook()
         is_written = super().write_once(path, data)

@@ -41,7 +41,7 @@ def stream(redis_url: str, tmp_path: Path) -> Stream:
     return event_stream
 
 
-def begun(stream: Stream, until_position: Position | None) -> None:
+def begin_generation(stream: Stream, until_position: Position | None) -> None:
     """A generation in the making."""
     begin_report = (
         {} if until_position is None else {"events": {"until": str(until_position), "files": 1}}
@@ -49,7 +49,7 @@ def begun(stream: Stream, until_position: Position | None) -> None:
     stream.store.write(generation_path(GENERATION, "work/begin.json"), orjson.dumps(begin_report))
 
 
-def left(stream: Stream) -> list[Position]:
+def list_stream_positions(stream: Stream) -> list[Position]:
     return [
         Position.parse(position) for position, _ in read_entries(stream.client, stream.keys.events)
     ]
@@ -64,34 +64,34 @@ def trimmed(stream: Stream, keep_s: float = -60.0, stream_bytes: int = 1 << 30) 
 def test_what_no_file_has_stays(stream: Stream) -> None:
     assert trimmed(stream) == 4
 
-    assert left(stream) == list(stream.added)[4:]
+    assert list_stream_positions(stream) == list(stream.added)[4:]
     assert trimmed(stream) == 0
 
 
 def test_what_is_young_stays(stream: Stream) -> None:
     assert trimmed(stream, keep_s=3_600.0) == 0
 
-    assert left(stream) == list(stream.added)
+    assert list_stream_positions(stream) == list(stream.added)
 
 
 def test_a_stream_that_is_half_full_keeps_nothing_for_its_age(stream: Stream) -> None:
     taken_up = int(stream.client.memory_usage(stream.keys.events) or 0)
     assert trimmed(stream, keep_s=3_600.0, stream_bytes=2 * taken_up) == 0
-    begun(stream, list(stream.added)[2])
+    begin_generation(stream, list(stream.added)[2])
 
     assert trimmed(stream, keep_s=3_600.0, stream_bytes=2 * taken_up - 2) == 3
 
-    assert left(stream) == list(stream.added)[3:]
+    assert list_stream_positions(stream) == list(stream.added)[3:]
 
 
 @pytest.mark.parametrize(("position_index", "trimmed_count"), [(None, 4), (0, 1), (1, 2), (3, 4)])
 def test_what_a_generation_does_not_have_stays(
     stream: Stream, position_index: int | None, trimmed_count: int
 ) -> None:
-    begun(stream, None if position_index is None else list(stream.added)[position_index])
+    begin_generation(stream, None if position_index is None else list(stream.added)[position_index])
 
     assert trimmed(stream) == trimmed_count
-    assert left(stream) == list(stream.added)[trimmed_count:]
+    assert list_stream_positions(stream) == list(stream.added)[trimmed_count:]
 
 
 def test_a_generation_that_cannot_be_read_keeps_everything(stream: Stream) -> None:
@@ -116,7 +116,9 @@ def test_who_is_erased_leaves_files_and_stream(stream: Stream) -> None:
     assert forget_in_files(stream.store, erased) == 1
 
     remaining_indices = [index for index in range(6) if index not in (1, 4)]
-    assert left(stream) == [list(stream.added)[index] for index in remaining_indices]
+    assert list_stream_positions(stream) == [
+        list(stream.added)[index] for index in remaining_indices
+    ]
     assert stream.rows() == [rows[index] for index in (0, 2, 3)]
     assert stream.bounds() == bounds
     assert stream.client.xlen(stream.keys.rejected_events) == 0
@@ -137,7 +139,7 @@ def test_nothing_is_forgotten_quietly_while_the_redis_of_events_is_away(
         forget_events(config, [erasure])
 
 
-class Beside(ArtefactStore):
+class InterruptedStore(ArtefactStore):
     """Store in which another host does something between a file's reading and its writing."""
 
     then: Callable[[], object] | None = None
@@ -149,8 +151,8 @@ class Beside(ArtefactStore):
         super().write(path, data)
 
 
-def test_two_hosts_that_erase_at_once_bring_nobody_back(stream: Stream) -> None:
-    interrupted_store = Beside(stream.store.url)
+def test_two_hosts_that_erase_at_once_bring_no_erased_user_back(stream: Stream) -> None:
+    interrupted_store = InterruptedStore(stream.store.url)
     first = request(stream.store, b"u1", "user", at=0.0)
 
     def another() -> None:
@@ -163,7 +165,7 @@ def test_two_hosts_that_erase_at_once_bring_nobody_back(stream: Stream) -> None:
     assert [event_id for _, event_id in stream.rows()] == ["e2", "e3"]
 
 
-def test_a_night_that_was_killed_before_its_second_look_holds_nobody(
+def test_a_night_that_was_killed_before_its_second_look_keeps_no_erased_user(
     stream: Stream, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*args: Any, **options: Any) -> None:
@@ -196,12 +198,12 @@ def test_the_stream_is_erased_from_where_no_events_are_taken_in_any_more(
 
     forget_events(config, [request(config.store(), b"u4", "user", at=0.0)])
 
-    assert left(stream) == [
+    assert list_stream_positions(stream) == [
         position for position, event in stream.added.items() if event.user != b"u4"
     ]
 
 
-def test_who_is_erased_leaves_the_inbox_while_nobody_takes_it_in(stream: Stream) -> None:
+def test_an_erased_user_leaves_the_inbox_while_no_night_takes_it_in(stream: Stream) -> None:
     inbox = stream.keys.inbox
     inbox_entries: list[dict[str, str]] = [
         {"user": "u1", "item": "i0", "id": "a"}, {"user": "u2", "item": "i4"}, {"user": "u2", "item": "i0"},

@@ -23,7 +23,7 @@ from precompute.events.files import (
 from precompute.events.stream import EventStores, forget_in_files, merge_files
 from precompute.sources.erasures import ErasedEntities
 from tests.unit.precompute.events.merging_nights import (
-    MANY,
+    FILES_PER_MERGE,
     Killed,
     erase,
     nights,
@@ -33,11 +33,11 @@ from tests.unit.precompute.events.stream import Crash, Stream
 
 
 @pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "FILES_MERGED", MANY)
+def lower_files_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "FILES_MERGED", FILES_PER_MERGE)
 
 
-KILLS = (st.integers(1, 12), st.booleans(), st.integers(0, 2 * MANY), st.integers(0, 3))
+KILLS = (st.integers(1, 12), st.booleans(), st.integers(0, 2 * FILES_PER_MERGE), st.integers(0, 3))
 """At which change, before or behind it, and how many nights were before and come after."""
 
 
@@ -62,12 +62,12 @@ def killed_and_gone_on(
     redis_url: str, at: int, is_behind: bool, earlier_nights: int, later_nights: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(merging, "FILES_MERGED", MANY)
+        patched.setattr(merging, "FILES_MERGED", FILES_PER_MERGE)
         stream = Stream.of(redis_url, Path(folder))
-        ends = nights(stream, MANY + 2 + earlier_nights)
+        ends = nights(stream, FILES_PER_MERGE + 2 + earlier_nights)
         published(stream, ends[-1])
         killed = Killed(stream.store.url)
-        killed.left, killed.is_behind = at, is_behind
+        killed.changes_left, killed.is_behind = at, is_behind
 
         with suppress(Crash):
             merge_files(EventStores(killed, stream.keys.namespace))
@@ -84,7 +84,7 @@ def killed_and_gone_on(
 
 def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
-    ends = nights(stream, MANY)
+    ends = nights(stream, FILES_PER_MERGE)
     assert merge_files(stream.stores) == 0  # nobody says that a night had them
     published(stream, ends[-2])
     assert merge_files(stream.stores) == 0  # one of them has to be told from those before
@@ -94,7 +94,7 @@ def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: 
     )  # the newest is never among them: it says where the next begins
     later = nights(stream, 1)
 
-    assert merge_files(stream.stores) == MANY
+    assert merge_files(stream.stores) == FILES_PER_MERGE
 
     assert [file.until_position for file in list_taken_files(stream.store)] == [ends[-1], None]
     config = stream.config(redis_url)
@@ -103,9 +103,9 @@ def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: 
     with pytest.raises(ConfigError, match="no file of"):
         event_files(config, str(ends[0]))
     assert merge_files(stream.stores) == 0
-    nights(stream, MANY)
+    nights(stream, FILES_PER_MERGE)
     published(stream, last_taken(stream.store))
-    assert merge_files(stream.stores) == MANY  # merged ones stay as they are
+    assert merge_files(stream.stores) == FILES_PER_MERGE  # merged ones stay as they are
     assert [file.until_position is None for file in list_taken_files(stream.store)] == [
         False,
         False,
@@ -116,7 +116,7 @@ def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: 
 
 def test_who_is_erased_is_in_no_merged_file(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
-    nights(stream, MANY + 1)
+    nights(stream, FILES_PER_MERGE + 1)
     published(stream, last_taken(stream.store))
     all_event_rows = stream.rows()
 
@@ -135,12 +135,12 @@ def test_who_is_erased_is_in_no_merged_file(redis_url: str, tmp_path: Path) -> N
     assert list_taken_files(stream.store)[0].until_position is not None
 
 
-def test_an_erasure_beside_a_merge_reaches_the_merged_file(redis_url: str, tmp_path: Path) -> None:
+def test_an_erasure_during_a_merge_reaches_the_merged_file(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
-    nights(stream, MANY + 1)
+    nights(stream, FILES_PER_MERGE + 1)
     published(stream, last_taken(stream.store))
 
-    class Beside(ArtefactStore):
+    class ConcurrentMergeStore(ArtefactStore):
         """Store in which another host merges once files were listed."""
 
         is_done = False
@@ -148,10 +148,12 @@ def test_an_erasure_beside_a_merge_reaches_the_merged_file(redis_url: str, tmp_p
         def read(self, path: str) -> bytes | None:
             if path.startswith("events/") and not self.is_done:
                 self.is_done = True
-                assert merge_files(stream.stores) == MANY
+                assert merge_files(stream.stores) == FILES_PER_MERGE
             return super().read(path)
 
-    forget_in_files(Beside(stream.store.url), ErasedEntities(frozenset({b"u1"}), frozenset()))
+    forget_in_files(
+        ConcurrentMergeStore(stream.store.url), ErasedEntities(frozenset({b"u1"}), frozenset())
+    )
 
     assert not {event.id for event in stream.added.values() if event.user == b"u1"} & {
         name for _, name in stream.rows()
@@ -162,15 +164,15 @@ def test_an_erasure_while_a_killed_merge_was_writing_reaches_both_forms(
     redis_url: str, tmp_path: Path
 ) -> None:
     stream = Stream.of(redis_url, tmp_path)
-    nights(stream, MANY + 1)
+    nights(stream, FILES_PER_MERGE + 1)
     published(stream, last_taken(stream.store))
     erased_event_ids = {event.id for event in stream.added.values() if event.user == b"u1"}
     killed = Killed(stream.store.url)
-    killed.left, killed.is_behind = 1, True
-    killed.beside = lambda: erase(stream, "u1")
+    killed.changes_left, killed.is_behind = 1, True
+    killed.on_change = lambda: erase(stream, "u1")
     with suppress(Crash):
         merge_files(EventStores(killed, stream.keys.namespace))
-    assert len(superseded(stream.store)) == MANY and erased_event_ids & {
+    assert len(superseded(stream.store)) == FILES_PER_MERGE and erased_event_ids & {
         name for _, name in stream.rows()
     }
 
@@ -185,7 +187,7 @@ def test_an_erasure_while_a_killed_merge_was_writing_reaches_both_forms(
 
 def test_while_a_night_is_in_the_making_its_files_stay(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
-    nights(stream, MANY + 1)
+    nights(stream, FILES_PER_MERGE + 1)
     published(stream, last_taken(stream.store))
     begin_path = generation_path("20260201T000000Z-0123456789ab", "work/begin.json")
     stream.store.write(begin_path, b"{}")
@@ -193,14 +195,14 @@ def test_while_a_night_is_in_the_making_its_files_stay(redis_url: str, tmp_path:
     assert merge_files(stream.stores) == 0
 
     stream.store.delete(generation_path("20260201T000000Z-0123456789ab"))
-    assert merge_files(stream.stores) == MANY
+    assert merge_files(stream.stores) == FILES_PER_MERGE
 
 
 def test_two_that_merge_make_the_same_file_though_one_of_them_sees_more(
     redis_url: str, tmp_path: Path
 ) -> None:
     stream = Stream.of(redis_url, tmp_path)
-    nights(stream, MANY + 2)
+    nights(stream, FILES_PER_MERGE + 2)
     published(stream, last_taken(stream.store))
     merged_counts: list[int] = []
 
@@ -210,13 +212,13 @@ def test_two_that_merge_make_the_same_file_though_one_of_them_sees_more(
         def read(self, path: str) -> bytes | None:
             if path.startswith("events/") and not merged_counts:
                 merged_counts.append(0)
-                published(stream, nights(stream, MANY)[-2])
+                published(stream, nights(stream, FILES_PER_MERGE)[-2])
                 merged_counts.append(merge_files(stream.stores))
             return super().read(path)
 
     merge_files(EventStores(Beside(stream.store.url), stream.keys.namespace))
 
-    assert merged_counts == [0, 2 * MANY] and superseded(stream.store) == []
+    assert merged_counts == [0, 2 * FILES_PER_MERGE] and superseded(stream.store) == []
     assert stream.rows() == stream.all_rows()
 
 
@@ -224,7 +226,7 @@ def test_large_files_stay_and_cost_no_night_more_than_two_looks(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Stream.of(redis_url, tmp_path)
-    nights(stream, 4 * MANY + 1)
+    nights(stream, 4 * FILES_PER_MERGE + 1)
     published(stream, last_taken(stream.store))
     monkeypatch.setattr(merging, "MERGED_BYTES", 1)
     read: list[str] = []

@@ -18,29 +18,35 @@ from precompute.events.stream import EventStores, forget_in_files, merge_files
 from precompute.events.taking import take_before_begin
 from precompute.releases.release_log import open_releases
 from precompute.sources.erasures import ErasedEntities, all_erasures, request
-from tests.unit.precompute.events.merging_nights import MANY, Killed, erase, nights, published
+from tests.unit.precompute.events.merging_nights import (
+    FILES_PER_MERGE,
+    Killed,
+    erase,
+    nights,
+    published,
+)
 from tests.unit.precompute.events.stream import Crash, Stream
 
 
 @pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "FILES_MERGED", MANY)
+def lower_files_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "FILES_MERGED", FILES_PER_MERGE)
 
 
 def test_who_was_erased_while_a_killed_merge_was_writing_goes_with_the_next_erasure_of_another(
     redis_url: str, tmp_path: Path
 ) -> None:
     stream = Stream.of(redis_url, tmp_path)
-    nights(stream, MANY + 1)
+    nights(stream, FILES_PER_MERGE + 1)
     published(stream, last_taken(stream.store))
     killed = Killed(stream.store.url)
-    killed.left, killed.is_behind = 1, True
+    killed.changes_left, killed.is_behind = 1, True
 
     def erased_whole() -> None:
         erase(stream, "u1")
         forget_in_files(stream.store, ErasedEntities.of(all_erasures(stream.store)))
 
-    killed.beside = erased_whole
+    killed.on_change = erased_whole
     with suppress(Crash):
         merge_files(EventStores(killed, stream.keys.namespace))
     erased_event_ids = {event.id for event in stream.added.values() if event.user == b"u1"}
@@ -54,23 +60,26 @@ def test_who_was_erased_while_a_killed_merge_was_writing_goes_with_the_next_eras
     }
 
 
-def test_a_night_that_begins_beside_a_merge_keeps_the_files_that_it_reads(
+def test_a_night_that_begins_during_a_merge_keeps_the_files_that_it_reads(
     redis_url: str, tmp_path: Path
 ) -> None:
     stream = Stream.of(redis_url, tmp_path)
-    nights(stream, MANY + 1)
+    nights(stream, FILES_PER_MERGE + 1)
     published(stream, last_taken(stream.store))
     paths = [file.path for file in list_taken_files(stream.store)]
     begin_path = generation_path("20260201T000000Z-0123456789ab", "work/begin.json")
 
-    class Beside(ArtefactStore):
+    class ConcurrentNightStore(ArtefactStore):
         """Store beside whose merge another night begins, once nobody was seen."""
 
         def write_once(self, path: str, data: bytes) -> bool:
             super().write(begin_path, b"{}")
             return super().write_once(path, data)
 
-    assert merge_files(EventStores(Beside(stream.store.url), stream.keys.namespace)) == MANY
+    assert (
+        merge_files(EventStores(ConcurrentNightStore(stream.store.url), stream.keys.namespace))
+        == FILES_PER_MERGE
+    )
 
     assert all(stream.store.read(path) for path in paths) and stream.rows() == stream.all_rows()
     stream.store.delete(generation_path("20260201T000000Z-0123456789ab"))
@@ -83,7 +92,7 @@ def test_a_night_whose_files_were_merged_since_is_no_one_to_go_on_with(
 ) -> None:
     """One of an arm that no experiment names yet: who merges does not know of it."""
     stream = Stream.of(redis_url, tmp_path)
-    ends = nights(stream, MANY + 1)
+    ends = nights(stream, FILES_PER_MERGE + 1)
     published(stream, last_taken(stream.store))
     events = EventsConfig(enabled=True, namespace=stream.keys.namespace)
     control_config = stream.config(redis_url)
@@ -100,7 +109,7 @@ def test_a_night_whose_files_were_merged_since_is_no_one_to_go_on_with(
     )
     with open_releases(arm) as releases:
         releases.note(begun_generation, State.BEGUN)
-    assert merge_files(stream.stores) == MANY
+    assert merge_files(stream.stores) == FILES_PER_MERGE
 
     assert take_before_begin(arm, "2026-02-01")[0] == str(ends[-1])
 
@@ -109,7 +118,7 @@ def test_a_night_whose_files_were_merged_since_is_no_one_to_go_on_with(
 def test_a_damaged_file_is_named(redis_url: str, tmp_path: Path, damage: bytes | None) -> None:
     """With and without its end, where the position lies."""
     stream = Stream.of(redis_url, tmp_path)
-    nights(stream, MANY + 1)
+    nights(stream, FILES_PER_MERGE + 1)
     published(stream, last_taken(stream.store))
     erase(stream, "u1")
     path = list_taken_files(stream.store)[1].path

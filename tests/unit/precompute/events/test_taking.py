@@ -55,16 +55,16 @@ def happen(stream: Stream, happening: str) -> None:
                 stream.add()
             return
         case "crash before":
-            stream.store.before = crash
+            stream.store.before_write = crash
         case "crash behind":
             stream.store.behind = crash
         case "another before":
-            stream.store.before = partial(happen_all, other_stream, ("add", "take"))
+            stream.store.before_write = partial(happen_all, other_stream, ("add", "take"))
         case "another behind":
             stream.store.behind = partial(happen_all, other_stream, ("take",))
     with suppress(Crash):
         take_events(stream.store, stream.client, stream.keys)
-    stream.store.before = stream.store.behind = None
+    stream.store.before_write = stream.store.behind = None
 
 
 @settings(max_examples=40, deadline=None)

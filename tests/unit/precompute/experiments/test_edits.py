@@ -13,7 +13,7 @@ from precompute.traffic.experiments import ArmOption, ExperimentOption
 KEYS = [f"key-{number}".encode() for number in range(3_000)]
 
 
-def asked(
+def make_option(
     name: str = "ranker", key_share: float = 0.2, other_namespace: str = "second"
 ) -> ExperimentOption:
     arms = (ArmOption("control", "default", 0.5), ArmOption("other", other_namespace, 0.5))
@@ -33,17 +33,17 @@ def assigned(experiments: Experiments) -> dict[bytes, tuple[str, str | None] | N
 
 
 def test_a_repeat_is_the_same_and_anything_else_of_that_name_is_refused() -> None:
-    experiments = edits.add_experiment(Experiments(), asked(), at=1.0)
+    experiments = edits.add_experiment(Experiments(), make_option(), at=1.0)
 
-    assert edits.add_experiment(experiments, asked(), at=2.0) == experiments
+    assert edits.add_experiment(experiments, make_option(), at=2.0) == experiments
     with pytest.raises(Conflict, match="other arms or shares"):
-        edits.add_experiment(experiments, asked(key_share=0.3), at=2.0)
+        edits.add_experiment(experiments, make_option(key_share=0.3), at=2.0)
     over = edits.end_experiment(
         edits.begin_experiment(experiments, "ranker", at=3.0), "ranker", at=4.0
     )
     assert edits.end_experiment(over, "ranker", at=5.0) == over
     for change in (
-        lambda: edits.add_experiment(over, asked(), at=5.0),
+        lambda: edits.add_experiment(over, make_option(), at=5.0),
         lambda: edits.begin_experiment(over, "ranker", at=5.0),
         lambda: edits.share_keys(over, {"ranker": 0.3}),
         lambda: edits.share_arms(over, "ranker", {"other": 1.0}),
@@ -76,15 +76,17 @@ def test_what_can_be_no_experiment_is_refused(
 
 
 def test_keys_are_nobodys_twice_and_too_few_are_refused_with_how_many_are_free() -> None:
-    experiments = edits.add_experiment(Experiments(), asked(key_share=0.6), holdout=0.1, at=1.0)
+    experiments = edits.add_experiment(
+        Experiments(), make_option(key_share=0.6), holdout=0.1, at=1.0
+    )
 
     with pytest.raises(Conflict, match=r"would have 1\.1 of all keys: 0\.3 are free"):
-        edits.add_experiment(experiments, asked("second", key_share=0.4), at=2.0)
+        edits.add_experiment(experiments, make_option("second", key_share=0.4), at=2.0)
     with pytest.raises(Conflict, match=r"0\.4 are free"):
         edits.share_keys(experiments, {}, holdout=0.5)
     with pytest.raises(ConfigError, match="--holdout"):
         edits.share_keys(experiments, {}, holdout=1.0)
-    experiments = edits.add_experiment(experiments, asked("second", key_share=0.3), at=2.0)
+    experiments = edits.add_experiment(experiments, make_option("second", key_share=0.3), at=2.0)
     assert bucket_count(experiments.holdout) == 1_000 and None not in {
         assignment and assignment[1]
         for assignment in assigned(experiments).values()
@@ -96,21 +98,21 @@ def test_no_more_run_and_no_more_namespaces_are_held_than_replicas_can_hold() ->
     experiments = Experiments()
     for number in range(NAMESPACES_MAX):
         experiments = edits.add_experiment(
-            experiments, asked(f"e{number}", 0.05, f"n{number}"), at=1.0
+            experiments, make_option(f"e{number}", 0.05, f"n{number}"), at=1.0
         )
 
     with pytest.raises(Conflict, match=f"{RUNNING_MAX} experiments run already"):
-        edits.add_experiment(experiments, asked("more", 0.05, "n0"), at=1.0)
+        edits.add_experiment(experiments, make_option("more", 0.05, "n0"), at=1.0)
     experiments = edits.end_experiment(experiments, "e0", at=2.0)
-    arms = (*asked().arms[:1], ArmOption("b", "x", 0.2), ArmOption("c", "y", 0.3))
+    arms = (*make_option().arms[:1], ArmOption("b", "x", 0.2), ArmOption("c", "y", 0.3))
     with pytest.raises(Conflict, match="9 namespaces beside their own, 8 are allowed"):
         edits.add_experiment(experiments, ExperimentOption("default", "more", arms, 0.05), at=3.0)
 
 
 @given(st.data())
 def test_keys_move_only_by_the_share_that_changes(data: st.DataObject) -> None:
-    experiments = edits.add_experiment(Experiments(), asked("one", 0.3), holdout=0.1, at=1.0)
-    experiments = edits.add_experiment(experiments, asked("two", 0.3), at=1.0)
+    experiments = edits.add_experiment(Experiments(), make_option("one", 0.3), holdout=0.1, at=1.0)
+    experiments = edits.add_experiment(experiments, make_option("two", 0.3), at=1.0)
     initial_assignments = assigned(experiments)
     holdout = experiments.holdout
 
@@ -145,7 +147,7 @@ def test_keys_move_only_by_the_share_that_changes(data: st.DataObject) -> None:
                 key for key in KEYS if _name(initial_assignments[key]) == "one"
             }
         case "add":
-            experiments = edits.add_experiment(experiments, asked("three", 0.3), at=2.0)
+            experiments = edits.add_experiment(experiments, make_option("three", 0.3), at=2.0)
             after = assigned(experiments)
             assert {
                 _name(initial_assignments[key])

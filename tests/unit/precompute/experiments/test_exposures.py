@@ -48,7 +48,7 @@ def rows(
     return exposure_times
 
 
-def test_parts_of_all_replicas_are_one_file_with_each_key_once(tmp_path: Path) -> None:
+def test_parts_of_all_replicas_become_one_file_without_repeated_keys(tmp_path: Path) -> None:
     store = ArtefactStore(str(tmp_path))
     part(store, HOUR, "r1", 1, line("x", {"a": 5.5, "b": 6.0}, 4, click=1), line("y", {"c": 1.0}))
     part(store, HOUR, "r2", 1, line("x", {"a": 4.25}, 2, click=2, buy=1))
@@ -85,11 +85,11 @@ def test_a_part_that_comes_late_is_added(tmp_path: Path) -> None:
 class Dies(ArtefactStore):
     """A store whose program is killed before its `left`th change."""
 
-    left = 0
+    changes_left = 0
 
     def _step(self) -> None:
-        self.left -= 1
-        if self.left < 0:
+        self.changes_left -= 1
+        if self.changes_left < 0:
             raise KeyboardInterrupt
 
     def write(self, path: str, data: bytes) -> None:
@@ -109,10 +109,10 @@ def test_killed_at_any_place_and_run_again_it_is_as_if_it_had_run_once(
     part(store, HOUR, "r1", 1, line("x", {"a": 5.0}, 2, click=1), line("x", {"q": 1.0}, 1, "other"))
     part(store, HOUR, "r2", 1, line("y", {"a": 4.0}, 3))
 
-    store.left = changes_left
+    store.changes_left = changes_left
     with pytest.raises(KeyboardInterrupt) if changes_left < 6 else nullcontext():
         gather(store, at=LATER)
-    store.left = 99
+    store.changes_left = 99
     gather(store, at=LATER)
 
     assert rows(store) == {("x", "a"): 5.0, ("y", "a"): 4.0}

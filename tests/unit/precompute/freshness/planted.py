@@ -33,7 +33,7 @@ def write(folder: Path, rows: list[Row], groups: int = 20) -> NightConfig:
     )  # fmt: skip
 
 
-def before(
+def make_earlier_rows(
     rng: np.random.Generator, *, users: int, groups: int, size: int, items_per_user: int
 ) -> tuple[list[Row], np.ndarray]:
     """(rows of the days before, the group of each user): each user takes up `items_per_user` items of one group."""

@@ -23,7 +23,7 @@ def test_means_are_over_the_rows_of_a_group():
     assert group_estimates[1][0].low == 0.0 and group_estimates[1][0].high == 1.0
 
 
-def test_an_interval_is_as_wide_as_the_normal_one_where_each_user_has_a_row():
+def test_an_interval_is_as_wide_as_the_normal_one_where_every_user_has_a_row():
     rng = np.random.default_rng(0)
     values = (rng.random((600, 1)) < 0.3).astype(np.float64)
 

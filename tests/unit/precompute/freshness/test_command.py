@@ -5,12 +5,12 @@ import orjson
 import pytest
 
 from precompute.__main__ import main
-from tests.unit.precompute.freshness.planted import before, write
+from tests.unit.precompute.freshness.planted import make_earlier_rows, write
 from tests.unit.precompute.freshness.test_replay import jumping
 
 
 @pytest.fixture
-def words(tmp_path, monkeypatch):
+def replay_arguments(tmp_path, monkeypatch):
     """Words that replay a planted log's last day."""
     monkeypatch.setattr("precompute.__main__._on_interrupt", lambda _handler: None)
     write(tmp_path, jumping(np.random.default_rng(0)))
@@ -19,7 +19,7 @@ def words(tmp_path, monkeypatch):
     return ["freshness", "--config", "larder.toml", "--data", "log.parquet", "--days", "1"]
 
 
-def test_programs_are_told_in_json(words, capsys):
+def test_programs_get_json(words, capsys):
     assert main([*words, "--json", "--k", "10", "--seed", "3"]) == 0
 
     report = orjson.loads(capsys.readouterr().out)
@@ -63,7 +63,9 @@ def test_what_cannot_be_is_refused_in_a_line(words, option, value, line, capsys)
 
 
 def test_the_configured_bundle_may_be_replayed(words, tmp_path, capsys):
-    rows, _ = before(np.random.default_rng(0), users=300, groups=20, size=10, items_per_user=5)
+    rows, _ = make_earlier_rows(
+        np.random.default_rng(0), users=300, groups=20, size=10, items_per_user=5
+    )
     (tmp_path / "earlier").mkdir()
     write(tmp_path / "earlier", rows)
     (tmp_path / "earlier/larder.toml").write_text(

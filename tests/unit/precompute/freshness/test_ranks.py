@@ -97,7 +97,7 @@ def test_a_list_is_computed_once_for_all_targets_it_is_answered_for(bundle):
 @given(
     st.lists(st.lists(st.integers(0, 5), max_size=12), min_size=1, max_size=8), st.integers(1, 4)
 )
-def test_a_history_has_each_item_once_at_its_latest_place(rows, limit):
+def test_a_history_has_every_item_once_at_its_latest_position(rows, limit):
     items = np.array([item for row in rows for item in row], np.int64)
     ends = np.cumsum([len(row) for row in rows])
     owners = np.repeat(np.arange(len(rows)), [len(row) for row in rows])

@@ -11,14 +11,14 @@ from cache.errors import ConfigError, SourceError
 from precompute.config.settings import Sources
 from precompute.evaluation.freshness import EVENTS, HOURLY, NIGHT, NIGHT_LESS_SEEN, replay
 from precompute.evaluation.options import ReplayOptions
-from tests.unit.precompute.freshness.planted import DAY_S, DAYS, HOUR_S, before, write
+from tests.unit.precompute.freshness.planted import DAY_S, DAYS, HOUR_S, make_earlier_rows, write
 
 DAY = ReplayOptions(days=1)
 
 
 def jumping(rng):
     """Users who turn to another group on the day: four items within the hour from 10:00 on, a fifth at 12:30."""
-    rows, group_by_user = before(rng, users=300, groups=20, size=10, items_per_user=5)
+    rows, group_by_user = make_earlier_rows(rng, users=300, groups=20, size=10, items_per_user=5)
     for user in range(0, 300, 3):
         new_group = (group_by_user[user] + 7) % 20
         times = [DAYS * DAY_S + 10 * HOUR_S + 600 * step for step in range(4)]
@@ -72,7 +72,7 @@ def test_hours_since_the_night_and_users_it_knows_part_the_targets(tmp_path):
 @pytest.mark.parametrize("seed", range(3))
 def test_where_nothing_changes_no_way_is_better_within_the_interval(tmp_path, seed):
     rng = np.random.default_rng(seed)
-    rows, group_by_user = before(rng, users=400, groups=2, size=200, items_per_user=8)
+    rows, group_by_user = make_earlier_rows(rng, users=400, groups=2, size=200, items_per_user=8)
     initial_pairs = {(user, item) for user, item, _ in rows}
     for user in range(400):
         remaining_items = [
@@ -95,7 +95,7 @@ def test_where_nothing_changes_no_way_is_better_within_the_interval(tmp_path, se
 def test_items_had_since_the_night_are_left_out_of_its_list(tmp_path):
     # Given everybody, on the day, takes up the whole rest of their group, in 4 steps of 3
     rng = np.random.default_rng(0)
-    rows, group_by_user = before(rng, users=120, groups=6, size=20, items_per_user=8)
+    rows, group_by_user = make_earlier_rows(rng, users=120, groups=6, size=20, items_per_user=8)
     initial_pairs = {(user, item) for user, item, _ in rows}
     for user in range(120):
         remaining_items = [

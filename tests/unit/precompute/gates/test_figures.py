@@ -72,7 +72,7 @@ def lists_of(
 
 
 @pytest.mark.parametrize("metric", ["inner_product", "cosine"])
-def test_lists_recomputed_in_float64_are_told_from_lists_that_are_off(metric: str) -> None:
+def test_lists_recomputed_in_float64_are_distinguished_from_wrong_lists(metric: str) -> None:
     users, items, seen_items = world()
     ordinals, scores = lists_of(users, items, seen_items, metric)
     counts = np.full(len(users), K)

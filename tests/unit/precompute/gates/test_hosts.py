@@ -48,7 +48,7 @@ def test_the_replica_with_the_least_room_decides(
     assert not measurement.passed and measurement.note.endswith("on tight")
 
 
-def test_each_superseded_generation_that_is_kept_takes_memory() -> None:
+def test_every_superseded_generation_that_is_kept_takes_memory() -> None:
     tight = replica("tight", memory_available_bytes=4 * MAPPED)
 
     assert memory_headroom(candidate(tight, keep=1)).passed

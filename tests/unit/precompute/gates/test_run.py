@@ -274,7 +274,7 @@ def test_integrity_cannot_be_overridden_and_says_so(rule: str) -> None:
         demand_overridable(rule)
 
 
-def test_an_unknown_rule_is_told_with_those_there_are() -> None:
+def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
     with pytest.raises(Refused, match=r"no rule 'churn'.*list_jaccard"):
         demand_overridable("churn")
     demand_overridable("list_jaccard")

@@ -188,7 +188,7 @@ def test_what_has_another_number_of_dimensions_is_named_with_both(
         (["a", "b"], ["nan", 1.0], "scores that rise or are no numbers"),
     ],
 )
-def test_defaults_are_items_of_the_table_each_once_and_best_first(
+def test_defaults_are_distinct_items_of_the_table_best_first(
     tmp_path: Path, items: list[str], scores: list[Any], problem: str
 ) -> None:
     # Given a table with lists of two, and the defaults that the night wrote
@@ -226,7 +226,7 @@ def test_a_table_without_defaults_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("users", "passed"), [(4, True), (3, False)])
-def test_nobody_misses_users_who_were_erased(users: int, passed: bool) -> None:
+def test_erased_users_do_not_count_as_missing(users: int, passed: bool) -> None:
     # Given a live generation of ten users, six of whom were erased since, beside one whom it never had
     names = [f"user-{number}".encode() for number in range(10)]
     live_users = Directory(7, [0], [np.sort(hash_ids(names, 7))])

@@ -95,7 +95,7 @@ def test_what_is_newer_than_the_cut_of_the_settings_is_not_learnt(tmp_path):
     assert training_facts["trained_until"] == "1970-01-01T00:01:39+00:00"
 
 
-def test_no_python_object_is_made_of_each_item(tmp_path, handed):
+def test_no_python_object_is_made_per_item(tmp_path, handed):
     """Ids as a list and categories as a dictionary took 400 bytes of each of ten million items."""
     names = [f"item-{number:030d}" for number in range(ITEMS)]
     config = prepared(tmp_path, names, {"item": names, "category": ["a", "b"] * (ITEMS // 2)})

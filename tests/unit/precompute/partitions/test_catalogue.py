@@ -27,7 +27,7 @@ def bundle_of(texts):
     return SimpleNamespace(vocabulary=vocabulary, item_ids=raws, models=())
 
 
-def test_a_catalogue_is_written_without_a_python_object_for_each_item(tmp_path):
+def test_a_catalogue_is_written_without_a_python_object_per_item(tmp_path):
     """A dictionary, a list and a set of all ids took 300 bytes each: 3 GB for ten million."""
     texts = [f"item-{number:08d}" for number in range(ITEMS)]
     bundle, config = bundle_of(texts), NightConfig(shards=2)
@@ -87,7 +87,7 @@ def test_a_table_of_items_without_rows_is_no_catalogue_of_all_that_the_model_kno
         write_catalogue(config, bundle_of(["a", "b"]), tmp_path, event_item_ids=[b"c"])
 
 
-def test_ids_with_one_hash_are_told_apart_by_the_next_seed(monkeypatch):
+def test_ids_with_one_hash_are_distinguished_by_the_next_seed(monkeypatch):
     def colliding(texts, seed):
         return np.zeros(len(texts), np.uint64) if seed == 0 else text_hashes(texts, seed)
 

@@ -42,7 +42,7 @@ SET: EntityValues = {
 }  # fmt: skip
 
 
-def changed(values: EntityValues) -> dict[str, Any]:
+def apply_values(values: EntityValues) -> dict[str, Any]:
     """The table with these values; a time is always the same one."""
     changed_columns = {}
     for name, column in TABLE.items():
@@ -85,7 +85,7 @@ def test_attributes_are_those_of_the_changed_table(tmp_path: Path) -> None:
 
     attribute_files = written(tmp_path / "events", TABLE, SET, unusable)
 
-    assert attribute_files == written(tmp_path / "table", changed(SET), NO_VALUES)
+    assert attribute_files == written(tmp_path / "table", apply_values(SET), NO_VALUES)
     assert attribute_files != written(tmp_path / "before", TABLE, NO_VALUES)
     assert all(not source_report["reasons"] for source_report in unusable.to_json().values())
 
@@ -98,7 +98,7 @@ def test_an_attribute_of_another_kind_is_noted(tmp_path: Path) -> None:
     )
 
     cleared: EntityValues = {b"i4": {"price": None, "brand": None}}
-    assert attribute_files == written(tmp_path / "table", changed(cleared), NO_VALUES)
+    assert attribute_files == written(tmp_path / "table", apply_values(cleared), NO_VALUES)
     unusable_report = unusable.to_json()
     assert unusable_report["events.price"]["reasons"]["not a finite number"]["cases"] == [
         {"item": "i4"}

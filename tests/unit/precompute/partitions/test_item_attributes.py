@@ -50,7 +50,7 @@ def opened(
     return ItemAttributes.open(folder, manifest), ordinals
 
 
-def passing(
+def find_passing_ids(
     attributes_and_ordinals: tuple[ItemAttributes, dict[str, int]], filter_: Any
 ) -> set[str]:
     attributes, ordinals = attributes_and_ordinals
@@ -81,7 +81,7 @@ COLUMNS: list[tuple[Any, Any, set[str]]] = [
 def test_a_column_is_kept_in_its_kind(
     tmp_path: Path, column: Any, filter_: Any, expected_ids: set[str]
 ) -> None:
-    assert passing(opened(tmp_path, column), filter_) == expected_ids
+    assert find_passing_ids(opened(tmp_path, column), filter_) == expected_ids
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_value_that_cannot_be_kept_is_noted_and_lacks(
 
     attributes_and_ordinals = opened(tmp_path, column, unusable)
 
-    assert passing(attributes_and_ordinals, exists_filter) == set(IDS[1:])
+    assert find_passing_ids(attributes_and_ordinals, exists_filter) == set(IDS[1:])
     reason_report = unusable.to_json()["item_features.a"]["reasons"][reason]
     assert reason_report == {"rows": 1, "cases": [{"item": "i0"}]}
 

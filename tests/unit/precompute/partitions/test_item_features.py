@@ -54,7 +54,7 @@ def write_features(folder: Path, columns: dict[str, Any]) -> NightConfig:
     return NightConfig(base=str(folder), sources=Sources(item_features="items.parquet"))
 
 
-def test_no_step_makes_a_python_object_of_the_text_of_each_item(tmp_path):
+def test_no_step_makes_a_python_object_per_item_text(tmp_path):
     """A title took 250 bytes of each of ten million items, in five steps."""
     names = [f"i{number}" for number in range(ITEMS)]
     titles = pa.array([f"{number:0200d}" for number in range(ITEMS)])

@@ -24,7 +24,7 @@ def night(**filters: Any) -> NightConfig:
     )
 
 
-def passing(folder: Path, config: NightConfig) -> dict[str, list[int]]:
+def find_passing_ordinals(folder: Path, config: NightConfig) -> dict[str, list[int]]:
     """Ordinals that pass, of four items with a price but one."""
     np.array(PRICES, DTYPES["number"]).tofile(folder / "prices")
     files = {"price": ("number", {"values": "prices"})}
@@ -35,8 +35,8 @@ def passing(folder: Path, config: NightConfig) -> dict[str, list[int]]:
 def test_what_passes_is_found_by_name(tmp_path: Path) -> None:
     config = night(cheap={"<": ["price", 30]}, priced={"exists": "price"})
 
-    assert passing(tmp_path, config) == {"cheap": [0, 1], "priced": [0, 1, 3]}
-    assert passing(tmp_path, night()) == {}
+    assert find_passing_ordinals(tmp_path, config) == {"cheap": [0, 1], "priced": [0, 1, 3]}
+    assert find_passing_ordinals(tmp_path, night()) == {}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_passes_is_found_by_name(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_bad_one_is_refused(tmp_path: Path, filter_: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        passing(tmp_path, night(good={"exists": "price"}, bad=filter_))
+        find_passing_ordinals(tmp_path, night(good={"exists": "price"}, bad=filter_))
 
 
 def test_one_that_is_no_expression_is_refused_without_a_file_being_read() -> None:

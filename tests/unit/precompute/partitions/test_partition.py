@@ -353,7 +353,7 @@ def test_every_hash_is_found_where_it_lies(hashes, data):
         places_of(sorted_hashes, np.array([hashes[0], stranger], np.uint64))
 
 
-def test_rows_of_nobody_are_corrupt(config, tmp_path):
+def test_rows_without_ids_are_corrupt(config, tmp_path):
     PartitionJob(NightInput(replace(config, shards=1), item_table(ITEMS)), tmp_path / "work").run()
     ids = tmp_path / "work/0000.ids"
     schema = read_stream(ids).schema

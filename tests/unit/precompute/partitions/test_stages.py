@@ -15,7 +15,7 @@ class Value:
     """Something whose life can be watched."""
 
 
-def same(value: Value) -> Value:
+def identity(value: Value) -> Value:
     return value
 
 
@@ -48,7 +48,7 @@ def test_a_stage_is_never_more_than_its_depth_ahead(depth: int) -> None:
 
 def test_what_was_taken_is_not_held() -> None:
     with Stages() as stages:
-        values = stages.ahead(map(same, stages.ahead(Value() for _ in range(3))))
+        values = stages.ahead(map(identity, stages.ahead(Value() for _ in range(3))))
         for value in values:
             value_ref = weakref.ref(value)
             del value
@@ -137,7 +137,7 @@ def test_an_error_of_one_of_several_threads_arrives_in_its_place() -> None:
 
 def test_what_several_threads_worked_on_is_not_held() -> None:
     with Stages() as stages:
-        for value in stages.map_values(same, (Value() for _ in range(5)), workers=2):
+        for value in stages.map_values(identity, (Value() for _ in range(5)), workers=2):
             value_ref = weakref.ref(value)
             del value
             assert value_ref() is None

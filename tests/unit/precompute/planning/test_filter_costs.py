@@ -23,7 +23,7 @@ def test_it_pays_from_the_lookups_whose_searches_take_as_long_as_the_night() -> 
     assert _pays(never, 10.0) == "never: no list is too short"
 
 
-def test_it_is_told_beside_the_requests_that_are_stated() -> None:
+def test_break_even_is_compared_with_the_stated_requests() -> None:
     assert _pays(COST, None) == "from 60,000 lookups a day"
     assert _pays(COST, 1.0) == "from 60,000 lookups a day, 69.44% of those stated"
     assert _pays(COST, 0.1) == "from 60,000 lookups a day: more than those stated"

@@ -63,7 +63,7 @@ def test_a_log_foretells_requests_that_are_not_in_it():
     assert foretold.steady == pytest.approx(served(drawn(1.0), 4 * MIB, 0)[1], abs=0.02)
 
 
-def test_an_l1_that_holds_everybody_misses_each_of_them_once():
+def test_an_l1_that_holds_every_user_misses_all_of_them_once():
     hit_rates = l1_hit_rates(zipf_popularity(100, 0.0), MIB, record_bytes=RECORD, requests=1000)
 
     assert (hit_rates.steady, hit_rates.entries) == (1.0, 100)

@@ -45,7 +45,7 @@ def solved(clicks: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     return solved_vectors
 
 
-def test_after_many_rounds_each_side_is_best_beside_the_other(data, start):
+def test_after_many_rounds_either_side_is_optimal_given_the_other(data, start):
     clicks = data.matrix.toarray().astype(np.float64)
 
     items = alternating_item_vectors(data, start, SHAPE, RNG, rounds=300).astype(np.float64)
@@ -54,7 +54,7 @@ def test_after_many_rounds_each_side_is_best_beside_the_other(data, start):
     assert np.abs(items).max() > 0.5
 
 
-def test_an_item_that_nobody_clicked_has_no_vector_and_scores_nothing(data, start):
+def test_an_item_without_clicks_has_no_vector_and_scores_nothing(data, start):
     items = alternating_item_vectors(data, start, SHAPE, RNG)
 
     assert not items[7].any() and items[:7].any(axis=1).all()

@@ -110,7 +110,7 @@ def test_a_basis_becomes_orthonormal_and_a_column_that_adds_nothing_becomes_zero
     np.testing.assert_allclose(residual, 0, atol=1e-4)
 
 
-def test_an_item_that_nobody_clicked_scores_nothing(matrix):
+def test_an_item_without_clicks_scores_nothing(matrix):
     data = UserItemMatrix.of(matrix)
     spectrum = singular_vectors(data, SpectralShape(dims=8), np.random.default_rng(0), rounds=5)
 

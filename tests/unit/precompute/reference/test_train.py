@@ -109,7 +109,7 @@ def test_repeated_interactions_count_once(tmp_path):
     assert unique_bundle.digest == repeated_bundle.digest
 
 
-def test_tables_that_no_model_file_holds_stand_beside_it(tmp_path, monkeypatch):
+def test_tables_too_large_for_a_model_file_are_stored_next_to_it(tmp_path, monkeypatch):
     """2.1 M items of 256 dimensions failed when they were written, after hours."""
     monkeypatch.setattr(onnx_model, "GRAPH_BYTES_MAX", 4 * 5 * (8 + 1))
     monkeypatch.setattr(onnx_model, "_SMALL_BYTES", 128)

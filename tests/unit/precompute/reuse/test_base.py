@@ -25,7 +25,7 @@ from precompute.reuse.base import (
 )
 
 CONFIG = NightConfig()
-OURS = cast(Bundle, SimpleNamespace(digest="ours"))
+OWN_BUNDLE = cast(Bundle, SimpleNamespace(digest="ours"))
 MAKING = "20260131T000000Z-000000000000"
 
 
@@ -34,7 +34,7 @@ def name_of(number: int) -> str:
 
 
 states = st.sampled_from([None, *State])
-Stored = tuple[State | None, State | None, bool, bool, bool]
+StoredGeneration = tuple[State | None, State | None, bool, bool, bool]
 generations = st.lists(
     st.tuples(states, states, st.booleans(), st.booleans(), st.booleans()), max_size=8
 )
@@ -42,7 +42,9 @@ generations = st.lists(
 
 
 @given(stored_generations=generations, making=st.integers(0, 9))
-def test_the_base_is_the_newest_that_fits(stored_generations: list[Stored], making: int) -> None:
+def test_the_base_is_the_newest_that_fits(
+    stored_generations: list[StoredGeneration], making: int
+) -> None:
     named = {
         name_of(number): stored_generation
         for number, stored_generation in enumerate(stored_generations, 1)
@@ -68,7 +70,7 @@ def test_the_base_is_the_newest_that_fits(stored_generations: list[Stored], maki
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "_read_generation", lambda config, name: reads.get(name))
         base_generation, no_base_reason = choose_base(
-            cast(Releases, releases), CONFIG, OURS, making=name_of(making)
+            cast(Releases, releases), CONFIG, OWN_BUNDLE, making=name_of(making)
         )  # fmt: skip
 
     verified = [
@@ -97,7 +99,7 @@ def test_the_base_is_the_newest_that_fits(stored_generations: list[Stored], maki
 
 def test_nothing_is_looked_at_where_it_is_off() -> None:
     base_and_reason = choose_base(
-        cast(Releases, None), replace(CONFIG, reuse="off"), OURS, making=MAKING
+        cast(Releases, None), replace(CONFIG, reuse="off"), OWN_BUNDLE, making=MAKING
     )
 
     assert base_and_reason == (None, REUSE_OFF)

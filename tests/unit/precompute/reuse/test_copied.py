@@ -29,7 +29,7 @@ class User:
     hash_: int
     is_read: bool
     has_input: bool
-    place: int
+    position: int
     could_stay: bool
     stays: bool
 
@@ -49,9 +49,9 @@ def copied_of(all_users: list[User]) -> CopiedUsers:
     kept_users = [user for user in all_users if not user.is_read]
     decisions = CopyDecisions(
         rows=np.arange(len(read)),
-        unchanged_positions=np.array([user.place for user in read], np.int64),
-        could_stay=np.array([user.could_stay and user.place >= 0 for user in read], np.bool_),
-        copied_positions=np.array([max(0, user.place) for user in kept_users], np.int64),
+        unchanged_positions=np.array([user.position for user in read], np.int64),
+        could_stay=np.array([user.could_stay and user.position >= 0 for user in read], np.bool_),
+        copied_positions=np.array([max(0, user.position) for user in kept_users], np.int64),
         copied_hashes=np.array([user.hash_ for user in kept_users], np.uint64),
         pairs=np.empty(0, HASH_AND_DIGEST),
     )
@@ -81,27 +81,29 @@ def test_pieces_are_a_naive_merge(found: list[User], most: int) -> None:
         )
 
     assert hashes == [user.hash_ for user in present_users]
-    assert copied_records == [-1 if is_own(user) else max(0, user.place) for user in present_users]
-    assert unchanged_records == [user.place for user in present_users if is_own(user)]
+    assert copied_records == [
+        -1 if is_own(user) else max(0, user.position) for user in present_users
+    ]
+    assert unchanged_records == [user.position for user in present_users if is_own(user)]
 
 
 @given(users)
 def test_who_stays_is_copied_and_everybody_has_a_reason(found: list[User]) -> None:
     copied = copied_of(found)
     own_users = [user for user in found if is_own(user)]
-    stays = [user.stays and user.could_stay and user.place >= 0 for user in own_users]
+    stays = [user.stays and user.could_stay and user.position >= 0 for user in own_users]
     copied.stay(np.array(stays, np.bool_))
 
     reasons, record_by_hash = {}, {}
     for user in found:
         if not user.is_read:
-            reasons[user.hash_], record_by_hash[user.hash_] = COPIED, max(0, user.place)
+            reasons[user.hash_], record_by_hash[user.hash_] = COPIED, max(0, user.position)
     for user, stay in zip(own_users, stays, strict=True):
-        could = user.could_stay and user.place >= 0
+        could = user.could_stay and user.position >= 0
         reasons[user.hash_] = (
-            COPIED if stay else INPUTS if user.place < 0 else ENTERED if could else ITEM_LOST
+            COPIED if stay else INPUTS if user.position < 0 else ENTERED if could else ITEM_LOST
         )
-        record_by_hash[user.hash_] = user.place if stay else -1
+        record_by_hash[user.hash_] = user.position if stay else -1
     assert dict(zip(copied.hashes.tolist(), copied.reasons().tolist(), strict=True)) == reasons
     assert (
         dict(zip(copied.hashes.tolist(), copied.copied_positions.tolist(), strict=True))
@@ -129,7 +131,7 @@ def test_histories_are_put_together_in_hash_order(found: list[User], seed: int) 
     assert merged_histories.indices.tolist() == expected_histories.indices.tolist()
 
 
-def test_a_user_of_a_shard_that_had_nobody_is_computed() -> None:
+def test_a_user_of_a_shard_without_base_users_is_computed() -> None:
     # Given a base of few users, none of whom had a hash of this shard
     kept_shard = BaseShard(
         np.empty(0, HASH_AND_DIGEST), np.empty(0, np.int64), {}, np.empty(0, np.bool_)

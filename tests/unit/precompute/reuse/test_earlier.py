@@ -33,17 +33,19 @@ from precompute.sources.readers import INTERACTIONS
 SHARDS = 2
 CUT = "1970-01-01T00:30:00Z"
 USERS = [f"u{number}" for number in range(9)]
-KNOWN = [f"i{number}" for number in range(8)]
+CATALOGUE_IDS = [f"i{number}" for number in range(8)]
 NAMELESS = ["x0", "x1"]
 """Items that no catalogue has."""
 
 click = st.tuples(
-    st.sampled_from([*USERS, None, ""]), st.sampled_from([*KNOWN, *NAMELESS]), st.integers(1, 1_799)
+    st.sampled_from([*USERS, None, ""]),
+    st.sampled_from([*CATALOGUE_IDS, *NAMELESS]),
+    st.integers(1, 1_799),
 )
 good = st.tuples(
-    st.sampled_from(USERS), st.sampled_from([*KNOWN, *NAMELESS]), st.integers(1, 1_799)
+    st.sampled_from(USERS), st.sampled_from([*CATALOGUE_IDS, *NAMELESS]), st.integers(1, 1_799)
 )
-late = st.tuples(st.sampled_from(USERS), st.sampled_from(KNOWN), st.integers(1_800, 1_899))
+late = st.tuples(st.sampled_from(USERS), st.sampled_from(CATALOGUE_IDS), st.integers(1_800, 1_899))
 Clicks = list[tuple[str | None, str, int]]
 
 
@@ -62,7 +64,7 @@ class Night:
 
     items: ItemTable
     folder: Path
-    found: PartitionResult
+    partition_result: PartitionResult
 
     def inputs(self) -> dict[str, Any]:
         """All that is known of each user, by name, and the digests of the inputs."""
@@ -106,12 +108,16 @@ def taken_over(night: Night, files: int, items: ItemTable) -> EarlierPartition:
         for item_id, ordinal in zip(base_item_ids, new_ordinals.tolist(), strict=True)
         if ordinal < 0
     ]
-    interaction_counts, unusable = night.found.interaction_counts, night.found.unusable
+    interaction_counts, unusable = (
+        night.partition_result.interaction_counts,
+        night.partition_result.unusable,
+    )
     stayed = len(new_ordinals) == items.count and bool(
         (new_ordinals == np.arange(len(new_ordinals))).all()
     )
     return EarlierPartition(
-        folder=night.folder, seed=night.found.seed, files=files, new_ordinals=None if stayed else new_ordinals,
+        folder=night.folder, seed=night.partition_result.seed, files=files,
+        new_ordinals=None if stayed else new_ordinals,
         lost_item_hashes=text_hashes(pa.array(lost_item_ids, pa.string()), UNKNOWN_ITEMS_SEED),
         popularity=interaction_counts.popularity,
         unknown=interaction_counts.unknown, interactions=interaction_counts.interactions,
@@ -133,7 +139,7 @@ def write(root: Path, number: int, clicks: Clicks) -> None:
     pq.write_table(pa.table(table), root / f"clicks/day-{number}.parquet")
 
 
-def shown(interaction_counts: Any) -> dict[str, Any]:
+def dump_counts(interaction_counts: Any) -> dict[str, Any]:
     return {
         name: count.tolist()
         if isinstance(count := getattr(interaction_counts, name), np.ndarray)
@@ -147,7 +153,7 @@ def shown(interaction_counts: Any) -> dict[str, Any]:
     first=st.lists(good, min_size=1, max_size=25),
     more=st.lists(st.lists(click, max_size=12), max_size=2),
     fresh=st.lists(st.lists(st.one_of(click, late), max_size=12), max_size=2),
-    withdrawn_items=st.sets(st.sampled_from(KNOWN[1:]), max_size=3), new_item_count=st.integers(0, 2),
+    withdrawn_items=st.sets(st.sampled_from(CATALOGUE_IDS[1:]), max_size=3), new_item_count=st.integers(0, 2),
 )  # fmt: skip
 def test_taking_over_gives_what_reading_all_gives(
     first: Clicks,
@@ -165,11 +171,11 @@ def test_taking_over_gives_what_reading_all_gives(
         pq.write_table(pa.table(ages), root / "users.parquet")
         for number, clicks in enumerate([first, *more]):
             write(root, number, clicks)
-        base = partitioned(root, "base", KNOWN)
+        base = partitioned(root, "base", CATALOGUE_IDS)
         base_inputs = base.inputs()
         for number, clicks in enumerate(fresh, 1 + len(more)):
             write(root, number, clicks)
-        ids = [item_id for item_id in KNOWN if item_id not in withdrawn_items] + [
+        ids = [item_id for item_id in CATALOGUE_IDS if item_id not in withdrawn_items] + [
             f"new{at}" for at in range(new_item_count)
         ]
         full_night = partitioned(root, "whole", ids)
@@ -179,19 +185,25 @@ def test_taking_over_gives_what_reading_all_gives(
 
         full_inputs = full_night.inputs()
         assert incremental_night.inputs() == full_inputs
-        assert shown(incremental_night.found.interaction_counts) == shown(
-            full_night.found.interaction_counts
+        assert dump_counts(incremental_night.partition_result.interaction_counts) == dump_counts(
+            full_night.partition_result.interaction_counts
         )
         # What left counts as named, whether it was or not: should it come back, all is read.
-        assert set(full_night.found.interaction_counts.unknown) <= set(
-            incremental_night.found.interaction_counts.unknown
+        assert set(full_night.partition_result.interaction_counts.unknown) <= set(
+            incremental_night.partition_result.interaction_counts.unknown
         )
-        assert (incremental_night.found.users, incremental_night.found.seed) == (
-            full_night.found.users,
-            full_night.found.seed,
+        assert (
+            incremental_night.partition_result.users,
+            incremental_night.partition_result.seed,
+        ) == (
+            full_night.partition_result.users,
+            full_night.partition_result.seed,
         )
-        assert incremental_night.found.unusable == full_night.found.unusable
-        assert incremental_night.found.took_over and not full_night.found.took_over
+        assert incremental_night.partition_result.unusable == full_night.partition_result.unusable
+        assert (
+            incremental_night.partition_result.took_over
+            and not full_night.partition_result.took_over
+        )
         changed_hashes = {
             user_input[1]
             for user, user_input in full_inputs.items()
@@ -205,6 +217,6 @@ def test_taking_over_gives_what_reading_all_gives(
             taken_over(incremental_night, 1 + len(more) + len(fresh), incremental_night.items),
         )
         assert repeated_night.inputs() == full_inputs and repeated_night.touched() == set()
-        assert shown(repeated_night.found.interaction_counts) == shown(
-            full_night.found.interaction_counts
+        assert dump_counts(repeated_night.partition_result.interaction_counts) == dump_counts(
+            full_night.partition_result.interaction_counts
         ) | {"late": 0}

@@ -17,7 +17,7 @@ from precompute.reuse.reasons import base_in_words, users_in_words
         ({"copied": 0, "computed": 7}, "0 copied, 7 computed"),
     ],
 )  # fmt: skip
-def test_users_are_told_by_reason(users: dict[str, int], expected_text: str) -> None:
+def test_users_are_reported_by_reason(users: dict[str, int], expected_text: str) -> None:
     assert users_in_words(users) == expected_text
 
 
@@ -37,7 +37,7 @@ def test_users_are_told_by_reason(users: dict[str, int], expected_text: str) -> 
         ),
     ],
 )  # fmt: skip
-def test_the_base_is_told_or_why_there_is_none(
+def test_the_base_is_named_or_why_there_is_none(
     base_entry: dict[str, str], expected_text: str
 ) -> None:
     assert base_in_words(base_entry) == expected_text

@@ -35,7 +35,7 @@ class Odd:
 
 
 @given(st.lists(st.integers(-3, 3), max_size=40))
-def test_each_row_that_raises_is_found_and_the_others_have_their_outputs(
+def test_rows_that_raise_are_found_and_the_others_have_their_outputs(
     numbers: list[int],
 ) -> None:
     tower, input_numbers = Odd(), np.array(numbers, np.int64)

@@ -20,7 +20,7 @@ from precompute.sources.readers import Interactions, read_interactions
 TEXTS = st.lists(st.text(min_size=1, max_size=3), max_size=30)
 
 
-def whole(ids: Ids) -> list[str]:
+def check_and_get_texts(ids: Ids) -> list[str]:
     """The rows; the column holds nothing but what they need."""
     assert ids.codes.dtype == np.int32 and pa.types.is_string(ids.names.type)
     assert sorted(set(ids.codes.tolist())) == list(range(len(ids.names)))
@@ -43,13 +43,13 @@ def test_a_column_is_its_rows_however_it_is_encoded(
 ) -> None:
     column = pa.array(texts, kind)
     ids = Ids.of(column.dictionary_encode() if encoded else column)
-    assert whole(ids) == texts and len(ids) == len(texts)
+    assert check_and_get_texts(ids) == texts and len(ids) == len(texts)
 
     kept_mask = np.array(
         data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts))), bool
     )
     kept_ids = ids.only(kept_mask)
-    assert whole(kept_ids) == [
+    assert check_and_get_texts(kept_ids) == [
         text for text, is_kept in zip(texts, kept_mask, strict=True) if is_kept
     ]
     assert kept_ids.hashes(5).tolist() == hash_ids(kept_ids.raws(), 5).tolist()
@@ -65,14 +65,14 @@ def test_texts_with_one_hash_stay_apart(monkeypatch):
 
     monkeypatch.setattr(columns, "hashes_of_texts", weak)
     texts = ["a", "b", "a", "c"]
-    assert whole(Ids.of(pa.array(texts))) == texts
-    assert whole(Ids.of(pa.array(["a", "a"]))) == ["a", "a"]
+    assert check_and_get_texts(Ids.of(pa.array(texts))) == texts
+    assert check_and_get_texts(Ids.of(pa.array(["a", "a"]))) == ["a", "a"]
 
 
-def test_long_texts_and_slices_are_told_apart_too():
+def test_long_texts_and_slices_are_distinguished_too():
     texts = ["x" * 200, "y", "x" * 200, "x" * 199, "é"]
     ids = Ids.of(pa.array(texts).slice(1))
-    assert whole(ids) == texts[1:]
+    assert check_and_get_texts(ids) == texts[1:]
     assert ids.hashes(9).tolist() == hash_ids(ids.raws(), 9).tolist()
 
 
@@ -80,11 +80,11 @@ def test_a_name_without_a_row_is_not_there():
     column = pa.DictionaryArray.from_arrays(
         pa.array([2, 0, 2], pa.int8()), pa.array(["a", "x" * 300, "c", ""])
     )
-    assert whole(read_ids(column, Path("a"), "user")[0]) == ["c", "a", "c"]
+    assert check_and_get_texts(read_ids(column, Path("a"), "user")[0]) == ["c", "a", "c"]
 
 
 def test_numbers_in_a_dictionary_become_decimal():
-    assert whole(Ids.of(pa.array([7, -1, 7]).dictionary_encode())) == ["7", "-1", "7"]
+    assert check_and_get_texts(Ids.of(pa.array([7, -1, 7]).dictionary_encode())) == ["7", "-1", "7"]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_column_that_holds_no_ids_is_refused_by_name(column, message_pattern):
         ),
     ],
 )
-def test_rows_without_an_id_that_can_be_used_are_told_apart(column, rows, expected_reason):
+def test_rows_without_a_usable_id_are_separated(column, rows, expected_reason):
     ids, mask_by_reason = read_ids(column, Path("clicks.parquet"), "who")
     ((reason, mask),) = mask_by_reason.items()
     assert expected_reason in reason and np.flatnonzero(mask).tolist() == rows
@@ -156,10 +156,11 @@ def test_who_acted_only_after_the_cut_or_with_no_weight_is_in_no_batch(tmp_path,
             cutoff_at=parse_time("2026-01-01"), late=late_batches.append,
         )
     )  # fmt: skip
-    assert [text for batch in batches for text in whole(batch.users)] == users[:rows]
+    assert [text for batch in batches for text in check_and_get_texts(batch.users)] == users[:rows]
     assert not {"late-item", "light-item"} & {
         name for batch in batches for name in batch.items.names.to_pylist()
     }
-    assert [whole(batch.users) + whole(batch.items) for batch in late_batches] == [
-        ["late", "late-item"]
-    ]
+    assert [
+        check_and_get_texts(batch.users) + check_and_get_texts(batch.items)
+        for batch in late_batches
+    ] == [["late", "late-item"]]

@@ -177,10 +177,10 @@ def test_weights_and_times_may_be_coded_or_decimal(tmp_path):
         assert read(tmp_path, "a.parquet")[:2] == ([("u0", "i0")], [SECONDS * 10**6 + 250_000])
 
 
-WORDS = ["NULL", "null", "\\N", "nan", "NaN", "None", "NA", "N/A", "NaT", "<NA>"]
+NULL_SPELLINGS = ["NULL", "null", "\\N", "nan", "NaN", "None", "NA", "N/A", "NaT", "<NA>"]
 
 
-@pytest.mark.parametrize("null_spelling", WORDS)
+@pytest.mark.parametrize("null_spelling", NULL_SPELLINGS)
 @pytest.mark.parametrize("kind", ["csv", pa.string(), pa.large_string(), pa.string_view(), "codes"])
 def test_a_word_for_nothing_is_no_id(tmp_path, null_spelling, kind):
     users, items = (
@@ -501,7 +501,7 @@ def test_odd_ids_are_told(tmp_path, user, told):
     assert remark.startswith(f"column 'user' {told}")
 
 
-def test_blanks_that_are_part_of_ids_are_told(tmp_path):
+def test_blanks_that_are_part_of_ids_are_reported(tmp_path):
     write(tmp_path, item=["i1   ", "\u00a0i2", "i3"])
     _, _, report = read(tmp_path, "a.parquet")
     (remark,) = report["remarks"]
@@ -592,7 +592,7 @@ def test_whole_numbers_and_the_same_as_fractions_are_refused(tmp_path, kind):
         read(tmp_path, f"a.{kind}")
 
 
-def test_numbers_of_versions_beside_other_ids_are_ids(tmp_path):
+def test_version_numbers_among_other_ids_are_ids(tmp_path):
     users = [f"{row}.0" if row % 4 == 0 else f"{row}.{row % 4}" for row in range(80)]
     (tmp_path / "a.csv").write_text("user,item\n" + "".join(f"{user},i1\n" for user in users))
     pairs, _, _ = read(tmp_path, "a.csv")

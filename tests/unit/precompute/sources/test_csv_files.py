@@ -113,7 +113,7 @@ def test_another_quote_and_quotes_within_plain_values_are_read(tmp_path, small_p
     assert read(tmp_path, "a.csv", quote="'")[0] == [("u,1", "i1"), ("u2", "i2"), ("u3", "i3")]
 
 
-def test_lines_that_are_no_row_are_told_by_their_number_in_the_file(tmp_path, small_pieces):
+def test_malformed_lines_are_reported_by_their_number_in_the_file(tmp_path, small_pieces):
     write(tmp_path, f'{HEADER}\nu1,i1,"a\n\nb",1\nu2,i2\nu3,i3,x,1\n\nu4,i4,x,1,\n')
     pairs, report = read(tmp_path, "a.csv")
     assert pairs == [("u1", "i1"), ("u3", "i3")]
@@ -122,7 +122,7 @@ def test_lines_that_are_no_row_are_told_by_their_number_in_the_file(tmp_path, sm
     assert [case["line"] for case in reason_report["cases"]] == ["6", "9"]
 
 
-def test_a_separator_at_the_end_of_every_row_is_told_with_what_to_do(tmp_path):
+def test_a_separator_at_the_end_of_every_row_is_refused_with_a_remedy(tmp_path):
     write(tmp_path, "user,item\nu1,i1,\nu2,i2,\n")
     with pytest.raises(SourceError, match="a separator at its end makes one more"):
         read(tmp_path, "a.csv")
@@ -140,7 +140,7 @@ def test_an_id_with_a_line_break_is_left_out_and_counted(tmp_path):
     }
 
 
-def test_a_backslash_before_a_quote_is_told_and_read_where_settings_name_it(tmp_path):
+def test_a_backslash_before_a_quote_is_refused_and_read_where_settings_name_it(tmp_path):
     write(tmp_path, 'user,item,title\nu1,i1,x\n"u\\"2",i2,"a \\"b\\", c"\nu3,\\N,x\nu4,i4,"5\\""\n')
     with pytest.raises(SourceError, match=r"line 3: a backslash stands before a quote.*escape ="):
         read(tmp_path, "a.csv")
@@ -236,7 +236,7 @@ def test_endings_may_be_capitals(tmp_path, name):
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "\ufeff", "\r\n"])
-def test_an_empty_file_is_told(tmp_path, text):
+def test_an_empty_file_is_refused(tmp_path, text):
     write(tmp_path, text)
     with pytest.raises(SourceError, match=r"cannot read .*a\.csv: it is empty"):
         read(tmp_path, "a.csv")
@@ -244,7 +244,7 @@ def test_an_empty_file_is_told(tmp_path, text):
 
 @pytest.mark.parametrize("byte_order_mark", [codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE])
 @pytest.mark.parametrize("name", ["a.csv", "a.txt"])
-def test_utf_16_is_told_with_what_to_do(tmp_path, byte_order_mark, name):
+def test_utf_16_is_refused_with_a_remedy(tmp_path, byte_order_mark, name):
     coding = "utf-16-le" if byte_order_mark == codecs.BOM_UTF16_LE else "utf-16-be"
     write(tmp_path, byte_order_mark + "user,item\nu1,i1\n".encode(coding), name)
     with pytest.raises(SourceError, match=r"is UTF-16: convert it .*iconv"):

@@ -29,7 +29,10 @@ FITTING: dict[str, st.SearchStrategy[Any]] = {
     "coded": st.sampled_from(["x", "y", "z"]), "taste": st.lists(st.sampled_from([0.5, 2]), max_size=2),
 }  # fmt: skip
 ROW = st.fixed_dictionaries({name: st.none() | strategy for name, strategy in FITTING.items()})
-WANTED: dict[EntityKind, Collection[str]] = {"user": {"country"}, "item": {"price", "stock"}}
+WANTED_ATTRIBUTES: dict[EntityKind, Collection[str]] = {
+    "user": {"country"},
+    "item": {"price", "stock"},
+}
 VALUES = st.dictionaries(
     st.sampled_from([b"a", b"b", b"c", b"d"]),
     st.fixed_dictionaries(
@@ -149,11 +152,13 @@ def test_the_newest_position_counts_over_all_files(tmp_path: Path) -> None:
         (7, Event("f", 0, b"u", None, type="left")),
     ])  # fmt: skip
 
-    event_values = EventValues.read([first, second], {"user": [b"gone"], "item": [b"gone"]}, WANTED)
+    event_values = EventValues.read(
+        [first, second], {"user": [b"gone"], "item": [b"gone"]}, WANTED_ATTRIBUTES
+    )
 
     assert event_values.users == {b"u": {"country": 1}}
     assert event_values.items == {b"i": {"price": None, "stock": True}}
-    assert EventValues.read([], {}, WANTED) == EventValues()
+    assert EventValues.read([], {}, WANTED_ATTRIBUTES) == EventValues()
 
 
 def test_items_that_events_bring_have_their_features_and_newest_vectors(tmp_path: Path) -> None:
@@ -167,7 +172,7 @@ def test_items_that_events_bring_have_their_features_and_newest_vectors(tmp_path
         (6, Event("f", 0, None, b"new", attributes={"price": 7})),
     ])  # fmt: skip
 
-    event_values = EventValues.read([path], {"user": [], "item": [b"gone"]}, WANTED)
+    event_values = EventValues.read([path], {"user": [], "item": [b"gone"]}, WANTED_ATTRIBUTES)
 
     assert event_values.event_item_ids == {b"new", b"row"}
     assert event_values.items == {b"new": {"price": 7, "stock": True}, b"known": {"price": 1}}
@@ -175,7 +180,7 @@ def test_items_that_events_bring_have_their_features_and_newest_vectors(tmp_path
     assert brought_vectors([]) == {}
 
 
-def test_attributes_that_nobody_wants_take_no_place(tmp_path: Path) -> None:
+def test_unwanted_attributes_take_no_room(tmp_path: Path) -> None:
     junk = [
         (1 + number, Event(f"{number}", 0, None, b"i", attributes={f"junk-{number}": 1, "country": 3}))
         for number in range(VALUES_MAX + 1)
@@ -184,7 +189,7 @@ def test_attributes_that_nobody_wants_take_no_place(tmp_path: Path) -> None:
         tmp_path / "1.parquet", [*junk, (999, Event("x", 0, None, b"i", attributes={"price": 1}))]
     )
 
-    event_values = EventValues.read([tmp_path / "1.parquet"], {}, WANTED)
+    event_values = EventValues.read([tmp_path / "1.parquet"], {}, WANTED_ATTRIBUTES)
 
     assert event_values == EventValues({}, {b"i": {"price": 1}})
 
@@ -195,9 +200,9 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     worse.write_bytes(b"PAR1")
 
     with pytest.raises(CorruptArtefact, match="not an event"):
-        EventValues.read([malformed_path], {}, WANTED)
+        EventValues.read([malformed_path], {}, WANTED_ATTRIBUTES)
     with pytest.raises(SourceError, match=r"worse\.parquet"):
-        EventValues.read([worse], {}, WANTED)
+        EventValues.read([worse], {}, WANTED_ATTRIBUTES)
 
 
 def test_the_digest_is_of_what_models_take_alone() -> None:

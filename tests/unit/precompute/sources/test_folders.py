@@ -12,12 +12,12 @@ from precompute.config.settings import Sources
 from precompute.sources.files import source_files
 from precompute.sources.readers import read_interactions
 
-Place = Callable[[Sequence[str]], str]
+WriteFiles = Callable[[Sequence[str]], str]
 """Puts files of one row each into a folder; returns what stands before a pattern of it."""
 
 
 @pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def write_files(request: pytest.FixtureRequest, tmp_path: Path) -> WriteFiles:
     def local(names: Sequence[str]) -> str:
         for name in names:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ SPARK = (
 
 @pytest.mark.parametrize("pattern", ["clicks", "clicks/", "clicks/**/*.csv", "clicks/*"])
 def test_what_a_job_left_behind_is_no_data_at_any_depth(
-    place: Place, tmp_path: Path, pattern: str
+    place: WriteFiles, tmp_path: Path, pattern: str
 ) -> None:
     path_prefix = place(SPARK)
 
@@ -64,8 +64,8 @@ def test_what_a_job_left_behind_is_no_data_at_any_depth(
 @pytest.mark.parametrize(
     "note", ["~$clicks.csv", ".~lock.clicks.csv#", "clicks.csv.tmp", "#a.csv#"]
 )
-def test_lock_files_and_halves_beside_the_data_are_left_out(
-    place: Place, tmp_path: Path, note: str
+def test_lock_files_and_partial_files_in_a_data_folder_are_left_out(
+    place: WriteFiles, tmp_path: Path, note: str
 ) -> None:
     path_prefix = place(["clicks/clicks.csv", f"clicks/{note}"])
 
@@ -73,14 +73,14 @@ def test_lock_files_and_halves_beside_the_data_are_left_out(
     assert files_read(tmp_path, f"{path_prefix}clicks") == ["clicks/clicks.csv"]
 
 
-def test_the_settings_beside_the_data_are_left_out(place: Place, tmp_path: Path) -> None:
+def test_the_settings_beside_the_data_are_left_out(place: WriteFiles, tmp_path: Path) -> None:
     path_prefix = place(["a.csv", "larder.toml"])
 
     assert files_read(tmp_path, f"{path_prefix}.".removesuffix("/.") or ".") == ["a.csv"]
 
 
 def test_what_a_pattern_names_by_itself_is_read_whatever_it_is_called(
-    place: Place, tmp_path: Path
+    place: WriteFiles, tmp_path: Path
 ) -> None:
     path_prefix = place(["_raw/.new/a.csv", "_raw/.new/_b.csv"])
 
@@ -88,7 +88,7 @@ def test_what_a_pattern_names_by_itself_is_read_whatever_it_is_called(
     assert files_read(tmp_path, f"{path_prefix}_raw/.new/_b.csv") == ["_raw/.new/_b.csv"]
 
 
-def test_a_folder_is_read_with_its_subfolders(place: Place, tmp_path: Path) -> None:
+def test_a_folder_is_read_with_its_subfolders(place: WriteFiles, tmp_path: Path) -> None:
     names = ["clicks/a.csv", "clicks/day=1/b.csv", "clicks/day=1/hour=2/c.csv"]
     path_prefix = place(names)
 
@@ -98,7 +98,7 @@ def test_a_folder_is_read_with_its_subfolders(place: Place, tmp_path: Path) -> N
     assert files_read(tmp_path, f"{path_prefix}clicks/*.csv") == names[:1]
 
 
-def test_a_file_that_is_named_twice_is_read_once(place: Place, tmp_path: Path) -> None:
+def test_a_file_that_is_named_twice_is_read_once(place: WriteFiles, tmp_path: Path) -> None:
     path_prefix = place(["clicks/a.csv", "clicks/b.csv"])
     patterns = ["clicks/b.csv", "clicks", "clicks/*.csv", "./clicks/a.csv", "clicks//b.csv"]
 
@@ -144,7 +144,7 @@ def test_a_link_to_a_file_that_is_read_is_not_read_again(tmp_path: Path) -> None
     ],
 )
 def test_a_table_whose_log_says_which_files_count_is_refused_by_its_kind(
-    place: Place, tmp_path: Path, log: str, kind: str, pattern: str
+    place: WriteFiles, tmp_path: Path, log: str, kind: str, pattern: str
 ) -> None:
     path_prefix = place([log, "lake/clicks/data/a.csv", "plain/b.csv"])
 
@@ -178,13 +178,13 @@ def test_who_may_not_look_above_the_files_may_read_them(
     assert files_read(tmp_path, f"memory:/{folder}/clicks/a.csv") == ["i"]
 
 
-def test_a_folder_called_metadata_is_no_table(place: Place, tmp_path: Path) -> None:
+def test_a_folder_called_metadata_is_no_table(place: WriteFiles, tmp_path: Path) -> None:
     path_prefix = place(["clicks/metadata/about.csv", "clicks/a.csv"])
 
     assert files_read(tmp_path, f"{path_prefix}clicks/*.csv") == ["clicks/a.csv"]
 
 
-def test_only_notes_are_named_where_nothing_else_matches(place: Place, tmp_path: Path) -> None:
+def test_only_notes_are_named_where_nothing_else_matches(place: WriteFiles, tmp_path: Path) -> None:
     path_prefix = place(["clicks/_SUCCESS", "clicks/~$a.csv"])
 
     with pytest.raises(SourceError, match=r"no source file matches .*notes .*_SUCCESS, ~\$a\.csv"):
@@ -193,7 +193,7 @@ def test_only_notes_are_named_where_nothing_else_matches(place: Place, tmp_path:
 
 @pytest.mark.parametrize("name", ["folder [v1]", "a?b", "[x]"])
 def test_folders_and_files_with_brackets_in_their_names_are_read(
-    place: Place, tmp_path: Path, name: str
+    place: WriteFiles, tmp_path: Path, name: str
 ) -> None:
     path_prefix = place([f"{name}/a [1].csv", f"{name}/b.csv"])
 

@@ -30,7 +30,7 @@ def shape_of(folder: Path, rows: list[str], **sources: str) -> Shape:
     return Shape.of_batch(batch)
 
 
-def plain(rows: int = 1000) -> list[str]:
+def make_usual_rows(rows: int = 1000) -> list[str]:
     return [f"u{row % 150},i{row % 40},{NOW_S + row}" for row in range(rows)]
 
 
@@ -42,18 +42,20 @@ def test_labels_of_a_classifier_are_no_items_that_are_too_few() -> None:
 
 
 def test_of_usual_interactions_nothing_is_said(tmp_path: Path) -> None:
-    assert remarks(shape_of(tmp_path, plain())) == []
+    assert remarks(shape_of(tmp_path, make_usual_rows())) == []
 
 
 def test_one_id_with_a_fifth_of_the_rows_is_named(tmp_path: Path) -> None:
-    rows = plain() + [f"0,i{row % 40},{NOW_S}" for row in range(300)]
+    rows = make_usual_rows() + [f"0,i{row % 40},{NOW_S}" for row in range(300)]
 
     (remark,) = remarks(shape_of(tmp_path, rows))
 
     assert remark.startswith("the user '0' has 23% of all rows")
 
 
-def test_items_that_come_once_each_are_told_and_that_a_field_holds_several(tmp_path: Path) -> None:
+def test_items_that_come_only_once_are_reported_with_fields_that_hold_several(
+    tmp_path: Path,
+) -> None:
     rows = [f"u{row},i{row} j{row} k{row},{NOW_S}" for row in range(200)]
 
     (remark,) = remarks(shape_of(tmp_path, rows))
@@ -61,8 +63,10 @@ def test_items_that_come_once_each_are_told_and_that_a_field_holds_several(tmp_p
     assert "200 items in 200 rows: nearly each comes once, and most hold several words" in remark
 
 
-def test_times_that_are_all_older_than_any_log_are_told(tmp_path: Path) -> None:
-    rows = [row.rpartition(",")[0] + f",{number + 1}" for number, row in enumerate(plain())]
+def test_times_that_are_all_older_than_any_log_are_reported(tmp_path: Path) -> None:
+    rows = [
+        row.rpartition(",")[0] + f",{number + 1}" for number, row in enumerate(make_usual_rows())
+    ]
 
     (remark,) = remarks(shape_of(tmp_path, rows))
 
@@ -71,19 +75,19 @@ def test_times_that_are_all_older_than_any_log_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("newest", ["2100-01-01", "4102444800"])
 def test_a_newest_time_in_the_future_is_told(tmp_path: Path, newest: str) -> None:
-    (remark,) = remarks(shape_of(tmp_path, [*plain(), f"u1,i1,{newest}"]))
+    (remark,) = remarks(shape_of(tmp_path, [*make_usual_rows(), f"u1,i1,{newest}"]))
 
     assert remark.startswith("the newest time is 2100-01-01")
 
 
 def test_times_before_1980_among_later_ones_are_told(tmp_path: Path) -> None:
-    (remark,) = remarks(shape_of(tmp_path, [*plain(), "u1,i1,1971-05-06", "u1,i1,86400"]))
+    (remark,) = remarks(shape_of(tmp_path, [*make_usual_rows(), "u1,i1,1971-05-06", "u1,i1,86400"]))
 
     assert remark.startswith("2 of 1,002 rows have a time before 1980")
 
 
-def test_the_share_of_rows_without_a_time_is_told(tmp_path: Path) -> None:
-    rows = [row.rpartition(",")[0] + ",0" for row in plain(100)] + plain(900)
+def test_the_share_of_rows_without_a_time_is_reported(tmp_path: Path) -> None:
+    rows = [row.rpartition(",")[0] + ",0" for row in make_usual_rows(100)] + make_usual_rows(900)
 
     (remark,) = remarks(shape_of(tmp_path, rows))
 
@@ -131,7 +135,7 @@ def test_a_column_in_which_most_fields_hold_several_ids_holds_histories() -> Non
     assert not hold_lists(pa.array(["The Third Man", "Some Like It Hot"] * 30))
 
 
-def test_few_rows_without_a_time_are_told_by_their_number() -> None:
+def test_few_rows_without_a_time_are_reported_by_their_number() -> None:
     shape = Shape(
         rows=4_200, users=300, items=120, most_of_user=20, most_of_item=90, untimed=1, newest_us=10**15
     )  # fmt: skip

@@ -118,7 +118,7 @@ def test_a_source_of_which_no_row_can_be_used_is_refused_with_what_to_do(tmp_pat
         read(tmp_path, "a.parquet", UnusableRows())
 
 
-def test_cases_are_few_and_name_nobody_who_is_erased():
+def test_cases_are_few_and_name_no_erased_user():
     unusable = UnusableRows(hidden=[b"gone"])
     unusable.looked_at("interactions", 100)
     unusable.note("interactions", "no id", 50, ({"user": f"u{row}"} for row in range(50)))
@@ -150,7 +150,7 @@ def test_texts_are_read_as_the_times_that_python_reads(moment, zone, between):
     ["noon", "2024-13-01", "2023-02-29", "2024-01-01T24:00", "2024-01-01T10:61", "9999-01-01",
      "2024/01/02", "-5", "1e300", "inf", "\u0662\u0660\u0662\u0664-01-01"],
 )  # fmt: skip
-def test_texts_that_are_no_time_are_told_apart(text):
+def test_texts_that_are_no_time_are_unreadable_but_not_missing(text):
     for other_texts in ([], ["2024-01-01T00:00:00.123456789Z"]):
         _, readable, missing = times_of_texts(pa.array([text, *other_texts]))
         assert readable.tolist() == [False, *[True] * len(other_texts)] and not missing.any()

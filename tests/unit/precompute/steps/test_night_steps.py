@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[4]
 STEPS = ROOT / "precompute/steps"
 
 
-def test_each_step_is_a_module_named_after_it() -> None:
+def test_every_step_is_a_module_named_after_it() -> None:
     assert {file.stem for file in STEPS.glob("*.py")} == {
         "__init__", "night", *PRELIMINARY_STEPS, *NIGHT_STEPS,
     }  # fmt: skip
@@ -74,7 +74,7 @@ def test_the_manifest_is_made_from_the_reports_of_the_steps_before() -> None:
 @pytest.mark.parametrize(
     "name", [*NIGHT_STEPS, *(step.replace("_", "-") for step in PRELIMINARY_STEPS)]
 )
-def test_each_step_has_a_command(name: str) -> None:
+def test_every_step_has_a_command(name: str) -> None:
     about = [] if name in ("begin", "retire", "take-events") else ["20260131T000000Z-0123456789ab"]
 
     if name not in INSIDE_SCORE:

@@ -24,19 +24,19 @@ def entry(token: str, **changes: Any) -> TokenEntry:
     return TokenEntry(**{"sha256": digest, "scopes": ("read",), **changes})
 
 
-def known(clock: FakeClock | None = None, token: str = "", **changes: Any) -> Callers:
+def make_callers(clock: FakeClock | None = None, token: str = "", **changes: Any) -> Callers:
     """Callers of three named tokens, and perhaps of the one of the settings."""
     tokens = {name: entry(token_text, **changes) for name, token_text in TOKENS.items()}
     ticking = clock or FakeClock()
-    return Callers.of(token, tokens, QuotaTable.private(), {}, clock=lambda: ticking.now)
+    return Callers.of(token, tokens, QuotaTable.private(), {}, clock=lambda: ticking.now_s)
 
 
 def bearer(token: str) -> list[tuple[bytes, bytes]]:
     return [(b"host", b"a"), (b"authorization", b"Bearer " + token.encode())]
 
 
-def test_each_token_has_its_owner() -> None:
-    callers = known(token="sesame")
+def test_every_token_has_its_owner() -> None:
+    callers = make_callers(token="sesame")
 
     assert {name: callers.identify(bearer(token)).name for name, token in TOKENS.items()} == {
         name: name for name in TOKENS
@@ -45,7 +45,7 @@ def test_each_token_has_its_owner() -> None:
     assert default.name == "default" and default.scopes == set(SCOPES) and not default.is_bounded
 
 
-def test_without_tokens_anybody_may_ask_and_with_none_in_the_file_nobody() -> None:
+def test_without_a_tokens_file_all_may_ask_and_with_an_empty_one_none_may() -> None:
     rows = QuotaTable.private()
 
     assert Callers.of("", None, rows, {}).identify([]) is ANYBODY
@@ -59,22 +59,24 @@ def test_without_tokens_anybody_may_ask_and_with_none_in_the_file_nobody() -> No
 def test_nothing_but_the_very_token_counts(header: bytes) -> None:
     header_value = header.replace(b"{}", TOKENS["ana"].encode())
 
-    assert known(token="sesame").identify([(b"authorization", header_value)]) is STRANGER
+    assert make_callers(token="sesame").identify([(b"authorization", header_value)]) is STRANGER
 
 
 @pytest.mark.parametrize("scheme", [b"bearer", b"BEARER", b"beArer"])
 def test_the_scheme_is_known_in_any_case_and_the_token_in_its_own_alone(scheme: bytes) -> None:
     token = TOKENS["ana"].encode()
 
-    assert known().identify([(b"authorization", scheme + b" " + token)]).name == "ana"
-    assert known().identify([(b"authorization", scheme + b" " + token.swapcase())]) is STRANGER
+    assert make_callers().identify([(b"authorization", scheme + b" " + token)]).name == "ana"
+    assert (
+        make_callers().identify([(b"authorization", scheme + b" " + token.swapcase())]) is STRANGER
+    )
 
 
 def test_the_first_header_counts() -> None:
     headers = [*bearer("wrong"), *bearer(TOKENS["ana"])]
 
-    assert known().identify(headers) is STRANGER
-    assert known().identify(headers[::-1]).name == "ana"
+    assert make_callers().identify(headers) is STRANGER
+    assert make_callers().identify(headers[::-1]).name == "ana"
 
 
 def test_a_token_beyond_ascii_is_known_in_both_encodings() -> None:
@@ -85,11 +87,15 @@ def test_a_token_beyond_ascii_is_known_in_both_encodings() -> None:
         assert callers.identify([(b"authorization", header_value)]).name == "default"
 
 
-def test_a_thousand_wrong_tokens_cost_the_same_comparisons_each(
+def test_a_thousand_wrong_tokens_all_cost_the_same_comparisons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compare_digest, digest_of = hmac.compare_digest, hashlib.sha256
-    callers, compared, hashed = known(token="sesame"), list[tuple[bytes, bytes]](), list[int]()
+    callers, compared, hashed = (
+        make_callers(token="sesame"),
+        list[tuple[bytes, bytes]](),
+        list[int](),
+    )
 
     def compare(left_digest: bytes, right_digest: bytes) -> bool:
         compared.append((left_digest, right_digest))
@@ -122,7 +128,7 @@ def test_a_thousand_wrong_tokens_cost_the_same_comparisons_each(
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_strangers(sent: bytes) -> None:
-    assert known().identify([(b"authorization", b"Bearer " + sent)]) is STRANGER
+    assert make_callers().identify([(b"authorization", b"Bearer " + sent)]) is STRANGER
 
 
 def test_what_is_too_long_is_bounded_before_it_is_hashed() -> None:
@@ -135,11 +141,13 @@ def test_what_is_too_long_is_bounded_before_it_is_hashed() -> None:
 
 def test_an_expired_token_is_refused_with_its_own_code() -> None:
     clock = FakeClock()
-    clock.now = 1_000.0
-    caller = known(clock, expires_at="1970-01-01T00:16:41+00:00").identify(bearer(TOKENS["ana"]))
+    clock.now_s = 1_000.0
+    caller = make_callers(clock, expires_at="1970-01-01T00:16:41+00:00").identify(
+        bearer(TOKENS["ana"])
+    )
     assert caller.may("read") and caller.is_known
 
-    clock.now = 1_001.0
+    clock.now_s = 1_001.0
 
     assert not caller.may("read") and not caller.is_known
     with pytest.raises(Problem) as refused:

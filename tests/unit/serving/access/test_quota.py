@@ -71,7 +71,7 @@ def test_who_asks_all_the_time_gets_the_rate_and_one_burst(rate: float, seconds:
 
 
 @given(RATES, st.integers(1, 10_000))
-def test_who_waits_as_told_is_let_through(rate: float, amount: int) -> None:
+def test_a_caller_that_waits_out_the_shortage_is_let_through(rate: float, amount: int) -> None:
     limits = QuotaLimits(entities_per_s=rate)
     first = after_taking(QuotaState(), limits, 5.0, 0, amount)
     assert isinstance(first, QuotaState)  # however much: a whole burst is there
@@ -106,8 +106,8 @@ def test_in_flight_has_its_own_bound() -> None:
 
 def test_what_is_given_back_can_be_taken_again() -> None:
     clock = FakeClock()
-    quota = Quota(row_key("a"), LIMITED, QuotaTable.private(), lambda: clock.now)
-    clock.now = 50.0
+    quota = Quota(row_key("a"), LIMITED, QuotaTable.private(), lambda: clock.now_s)
+    clock.now_s = 50.0
 
     for _ in range(100):
         assert quota.enter(1) is None
@@ -175,7 +175,9 @@ def test_a_column_beyond_the_table_is_refused(tmp_path: Path) -> None:
         QuotaTable.open(tmp_path / "quotas", 2)
 
 
-def _takes(path: str, column: int, begin: Any, count_queue: "multiprocessing.Queue[int]") -> None:
+def _charge_until_deadline(
+    path: str, column: int, begin: Any, count_queue: "multiprocessing.Queue[int]"
+) -> None:
     table, limits, count = QuotaTable.open(Path(path), column), QuotaLimits(5_000.0), 0
     begin.wait(60)
     deadline = time.monotonic() + 2.0
@@ -191,7 +193,7 @@ def test_four_processes_take_exactly_what_there_is(tmp_path: Path) -> None:
     QuotaTable.create(path, 5)
     count_queue, begin = context.Queue(), context.Barrier(5)
     processes = [
-        context.Process(target=_takes, args=(str(path), column, begin, count_queue))
+        context.Process(target=_charge_until_deadline, args=(str(path), column, begin, count_queue))
         for column in range(4)
     ]
     for process in processes:

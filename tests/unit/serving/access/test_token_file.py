@@ -113,7 +113,7 @@ def test_two_names_for_one_token_and_too_many_are_refused(tmp_path: Path) -> Non
         )
 
 
-def test_changes_of_one_file_wait_for_each_other(tmp_path: Path) -> None:
+def test_changes_of_one_file_wait_for_one_another(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     write_tokens(path, {})
 

@@ -14,7 +14,7 @@ from serving.access.token_file import read_tokens
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def settings_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder whose settings name a tokens file."""
     for name, value in {
         "LARDER_TOKENS_FILE": tmp_path / "tokens.json", "LARDER_ARTIFACTS": tmp_path / "artifacts",

@@ -32,14 +32,14 @@ def admission(requests_max: int = 100) -> Admission:
     return Admission(target_s=TARGET_S, interval_s=INTERVAL_S, requests_max=requests_max)
 
 
-def looks(valve: Valve, clock: FakeClock, wait: float, seconds: float) -> None:
+def observe_waits(valve: Valve, clock: FakeClock, wait: float, seconds: float) -> None:
     """Sees one wait, ten times an interval."""
     for _ in range(round(seconds / LOOK_S)):
         clock.tick(LOOK_S)
         valve.observe(wait, clock())
 
 
-async def turns(is_so: Callable[[], bool]) -> bool:
+async def run_loop_until(is_so: Callable[[], bool]) -> bool:
     """Lets the event loop go on until it is so, for a bounded number of turns."""
     for _ in range(1_000):
         if is_so():
@@ -55,7 +55,7 @@ def admitted(valve: Valve, of: int = 1_000) -> int:
 def test_an_idle_process_admits_everything() -> None:
     valve, clock = Valve(TARGET_S, INTERVAL_S), FakeClock()
 
-    looks(valve, clock, wait=0.0001, seconds=5)
+    observe_waits(valve, clock, wait=0.0001, seconds=5)
 
     assert admitted(valve) == 1_000 and valve.wait == 0.0001
 
@@ -63,11 +63,11 @@ def test_an_idle_process_admits_everything() -> None:
 def test_a_queue_that_stands_closes_the_valve_and_its_end_opens_it_within_half_a_second() -> None:
     valve, clock = Valve(TARGET_S, INTERVAL_S), FakeClock()
 
-    looks(valve, clock, wait=0.05, seconds=0.3)
+    observe_waits(valve, clock, wait=0.05, seconds=0.3)
     admitted_count = admitted(valve)
-    looks(valve, clock, wait=0.05, seconds=2)
+    observe_waits(valve, clock, wait=0.05, seconds=2)
     none = admitted(valve)
-    looks(valve, clock, wait=0.001, seconds=0.5)
+    observe_waits(valve, clock, wait=0.001, seconds=0.5)
 
     assert 100 <= admitted_count <= 600 and none == 0
     assert admitted(valve) == 1_000
@@ -77,8 +77,8 @@ def test_a_burst_that_drains_within_the_interval_is_no_overload() -> None:
     valve, clock = Valve(TARGET_S, INTERVAL_S), FakeClock()
 
     for _ in range(50):
-        looks(valve, clock, wait=0.09, seconds=0.04)
-        looks(valve, clock, wait=0.001, seconds=0.01)
+        observe_waits(valve, clock, wait=0.09, seconds=0.04)
+        observe_waits(valve, clock, wait=0.001, seconds=0.01)
         assert valve.admitted_share == 1.0
 
 
@@ -87,9 +87,9 @@ def test_one_long_pause_is_no_overload_however_long() -> None:
 
     clock.tick(1.5)
     valve.observe(1.5, clock())
-    looks(valve, clock, wait=0.001, seconds=0.1)
+    observe_waits(valve, clock, wait=0.001, seconds=0.1)
     paused = valve.admitted_share
-    looks(valve, clock, wait=1.5, seconds=0.3)
+    observe_waits(valve, clock, wait=1.5, seconds=0.3)
 
     assert paused == 1.0 and valve.admitted_share < 1.0
 
@@ -110,7 +110,7 @@ def test_what_opened_the_valve_too_far_closes_it_and_the_next_steps_are_small_ag
     assert (closed, reopened_share) == pytest.approx((0.5, 0.6))
 
 
-def test_where_samples_are_rare_each_of_them_is_judged() -> None:
+def test_where_samples_are_rare_every_one_is_judged() -> None:
     valve, clock, admitted_shares = Valve(TARGET_S, INTERVAL_S), FakeClock(), list[float]()
     for _ in range(4):
         clock.tick(0.12)
@@ -128,17 +128,20 @@ class Process:
     """
 
     HIT_S, LIVE_S, DEFAULT_S, REFUSED_S, DEADLINE_S = 15e-6, 400e-6, 160e-6, 20e-6, 0.3
-    MOST = 1 / (0.95 * HIT_S + 0.05 * LIVE_S)
+    CAPACITY_PER_S = 1 / (0.95 * HIT_S + 0.05 * LIVE_S)
 
     def __init__(self, gate: Admission, load: float, seconds: float, calm_s: float) -> None:
         rng = np.random.default_rng(0)
-        rates = ((load * self.MOST, 0.0, seconds), (0.5 * self.MOST, seconds, calm_s))
+        rates = (
+            (load * self.CAPACITY_PER_S, 0.0, seconds),
+            (0.5 * self.CAPACITY_PER_S, seconds, calm_s),
+        )
         self.due = np.concatenate(
             [began_at + np.cumsum(rng.exponential(1 / r, int(r * t))) for r, began_at, t in rates]
         )
         self.is_new = rng.random(len(self.due)) < 0.05
         self.is_live, self.is_refused = self.is_new.copy(), np.zeros(len(self.due), bool)
-        self.took = np.zeros(len(self.due))
+        self.latencies_s = np.zeros(len(self.due))
         self._gate = gate
         self._run()
 
@@ -149,7 +152,7 @@ class Process:
             began_at, end = now_s, int(np.searchsorted(self.due, now_s, side="right"))
             for at in range(up_to, end):
                 now_s += self._answer(at) if self.is_new[at] else self.HIT_S
-                self.took[at] = now_s - self.due[at]
+                self.latencies_s[at] = now_s - self.due[at]
             up_to = end
             if now_s >= next_observation_at:
                 self._gate.observe(now_s - began_at, 0.0, now_s)
@@ -165,7 +168,7 @@ class Process:
     @property
     def is_good(self) -> NDArray[np.bool_]:
         """Answered in time."""
-        good: NDArray[np.bool_] = (self.took <= self.DEADLINE_S) & ~self.is_refused
+        good: NDArray[np.bool_] = (self.latencies_s <= self.DEADLINE_S) & ~self.is_refused
         return good
 
 
@@ -176,8 +179,8 @@ def test_a_process_asked_for_half_as_much_again_answers_in_time_and_recovers() -
 
     during = process.due < 3.0
     assert without.is_good[during].mean() < 0.5
-    assert process.is_good[during].sum() / 3.0 >= 1.2 * Process.MOST
-    assert process.took[during].max() < Process.DEADLINE_S
+    assert process.is_good[during].sum() / 3.0 >= 1.2 * Process.CAPACITY_PER_S
+    assert process.latencies_s[during].max() < Process.DEADLINE_S
     later = process.due > 3.8
     assert process.is_good[later].all() and process.is_live[later & process.is_new].all()
 
@@ -187,10 +190,10 @@ def test_where_leaving_live_out_is_enough_hardly_anybody_is_refused() -> None:
 
     assert not process.is_live[process.is_new].all()
     assert process.is_refused[process.is_new].mean() < 0.03
-    assert process.took.max() < Process.DEADLINE_S
+    assert process.latencies_s.max() < Process.DEADLINE_S
 
 
-def test_a_process_asked_for_twice_as_much_answers_whoever_costs_little() -> None:
+def test_a_process_at_twice_its_capacity_answers_cheap_requests() -> None:
     process = Process(admission(), load=2.1, seconds=3.0, calm_s=3.0)
 
     during = process.due < 3.0
@@ -244,7 +247,7 @@ def test_either_queue_keeps_live_from_new_work() -> None:
 def test_a_request_is_late_only_when_the_queue_has_taken_all_its_time() -> None:
     gate, clock = admission(), FakeClock()
     assert not gate.is_behind
-    looks(gate.loop, clock, wait=0.25, seconds=0.2)
+    observe_waits(gate.loop, clock, wait=0.25, seconds=0.2)
 
     assert gate.is_behind and not gate.is_late(0.3) and gate.shed["late"] == 0
     assert gate.is_late(0.2) and gate.shed["late"] == 1
@@ -275,10 +278,10 @@ async def test_overload_leaves_live_out_and_says_so_and_only_for_new_work() -> N
         return (await ladder.lookup(served, ask(stranger), now_s))[0]
 
     first = asyncio.ensure_future(look_up("new"))
-    assert await turns(lambda: len(inferences.flights) == 1)
+    assert await run_loop_until(lambda: len(inferences.flights) == 1)
     is_open = False
     joiner = asyncio.ensure_future(look_up("new"))
-    assert await turns(lambda: inferences.flights.shared == 1)
+    assert await run_loop_until(lambda: inferences.flights.shared == 1)
     goes_on.set()
     assert [(await task)["source"] for task in (first, joiner)] == ["live", "live"]
     shed, stored_answer, known_answer = (
@@ -321,7 +324,7 @@ async def test_the_oldest_input_tells_how_much_of_its_time_it_has_waited() -> No
         assert batches.waited() == 0.0
 
 
-async def test_a_pulse_sees_each_turn_that_is_long_and_ends() -> None:
+async def test_a_pulse_sees_every_long_iteration_and_ends() -> None:
     clock, observations, loop = (
         FakeClock(),
         list[tuple[float, float, float]](),
@@ -376,10 +379,10 @@ class Request:
             "type": "http", "method": method, "path": path, "raw_path": path.encode(),
             "query_string": b"", "headers": [], "root_path": "",
         }  # fmt: skip
-        self.sent: list[Message] = []
+        self.messages: list[Message] = []
 
     async def send(self, message: Message) -> None:
-        self.sent.append(message)
+        self.messages.append(message)
 
     async def receive(self) -> Message:
         return {"type": "http.request", "body": b"", "more_body": False}
@@ -387,7 +390,9 @@ class Request:
     @property
     def statuses(self) -> list[int]:
         return [
-            message["status"] for message in self.sent if message["type"] == "http.response.start"
+            message["status"]
+            for message in self.messages
+            if message["type"] == "http.response.start"
         ]
 
 
@@ -411,7 +416,7 @@ def front(gate: Admission, open_: asyncio.Event, crowd: list[int]) -> AsgiApp:
 
 
 @given(st.integers(1, 6), st.lists(st.sampled_from(["slow", "fails", "gone"]), max_size=30))
-def test_never_more_than_the_limit_are_under_way_and_each_is_answered_once(
+def test_never_more_than_the_limit_are_under_way_and_all_are_answered_once(
     most: int, kinds: list[str]
 ) -> None:
     async def play() -> None:
@@ -468,17 +473,17 @@ async def test_who_was_admitted_where_it_arrived_is_not_judged_again() -> None:
     assert (admitted_.statuses, new.statuses) == ([200], [503])
 
 
-async def test_who_is_refused_is_told_when_to_come_again_and_health_is_never_refused() -> None:
+async def test_a_refused_request_learns_when_to_retry_and_health_is_never_refused() -> None:
     gate = admission(requests_max=1)
     app = front(gate, asyncio.Event(), [])
-    looks(gate.loop, FakeClock(), wait=0.5, seconds=0.2)
+    observe_waits(gate.loop, FakeClock(), wait=0.5, seconds=0.2)
     late, health = Request("/v1/lookup/slow"), Request("/healthz")
 
     await app(late.scope, late.receive, late.send)
     await app(health.scope, health.receive, health.send)
 
-    head = dict(late.sent[0]["headers"])
+    head = dict(late.messages[0]["headers"])
     assert late.statuses == [503] and head[b"retry-after"] == b"1"
     assert head[b"content-type"] == b"application/json"
-    assert b'"code":"overloaded"' in late.sent[1]["body"] and gate.shed["late"] == 1
+    assert b'"code":"overloaded"' in late.messages[1]["body"] and gate.shed["late"] == 1
     assert health.statuses == [200] and gate.under_way == 0

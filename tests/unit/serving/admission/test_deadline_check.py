@@ -38,7 +38,7 @@ def judged(
     return is_late
 
 
-def told(deadline_ms: object) -> bytes:
+def make_body(deadline_ms: object) -> bytes:
     return orjson.dumps({"entities": ["u-1"], "deadline_ms": deadline_ms})
 
 
@@ -51,14 +51,14 @@ def test_a_deadline_counts_wherever_it_stands(deadline_ms: int, is_late: bool) -
     text = str(deadline_ms)
     arrow = write_arrow_ids(["u-1"], {"deadline_ms": text})
 
-    assert judged(told(deadline_ms)) == is_late
+    assert judged(make_body(deadline_ms)) == is_late
     assert judged(arrow, headers=(ARROW,)) == is_late
     assert judged(query=b"k=5&deadline_ms=" + text.encode()) == is_late
 
 
 def test_the_tighter_of_header_and_body_counts() -> None:
-    assert judged(told(9_000), headers=((b"x-deadline-ms", b"100"),))
-    assert not judged(told(9_000), headers=((b"x-deadline-ms", b"800"),))
+    assert judged(make_body(9_000), headers=((b"x-deadline-ms", b"100"),))
+    assert not judged(make_body(9_000), headers=((b"x-deadline-ms", b"800"),))
 
 
 def test_an_id_that_mentions_a_deadline_is_none() -> None:
@@ -66,7 +66,7 @@ def test_an_id_that_mentions_a_deadline_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [told(0), told("1"), told(True), b'{"deadline_ms":', b"deadline_ms"]
+    "body", [make_body(0), make_body("1"), make_body(True), b'{"deadline_ms":', b"deadline_ms"]
 )
 def test_who_is_refused_for_what_it_says_is_not_late(body: bytes) -> None:
     assert not judged(body)

@@ -33,7 +33,7 @@ class Iterations:
     """Numbers of the event loop's iterations, counted for as long as it is entered."""
 
     def __init__(self) -> None:
-        self.now = 0
+        self.iteration_number = 0
         self._handle: asyncio.Handle | None = None
 
     def __enter__(self) -> "Iterations":
@@ -45,7 +45,7 @@ class Iterations:
         self._handle.cancel()
 
     def _count(self) -> None:
-        self.now += 1
+        self.iteration_number += 1
         self._handle = asyncio.get_running_loop().call_soon(self._count)
 
 
@@ -57,7 +57,7 @@ async def test_an_iteration_has_no_more_work_than_its_budget(
     async def work() -> None:
         await pacer.begin(stays)
         for _ in range(3):
-            worked.append(iterations.now)
+            worked.append(iterations.iteration_number)
             clock.tick(PORTION_S)
             await pacer.go_on()
 
@@ -73,10 +73,10 @@ async def test_small_requests_wait_for_the_sockets_once_in_a_budget_of_work(
 ) -> None:
     # Given requests of a little over an eighth of the budget each, one after the other on a loop that never rests
     async def work() -> bool:
-        iteration = iterations.now
+        iteration = iterations.iteration_number
         await pacer.begin(stays)
         clock.tick(BUDGET_S / 7.9)
-        return iterations.now > iteration
+        return iterations.iteration_number > iteration
 
     with Iterations() as iterations:
         waited = [await asyncio.create_task(work()) for _ in range(9)]
@@ -105,9 +105,9 @@ async def test_requests_begin_in_their_order_and_begun_ones_end_first(
 
 async def test_who_is_alone_begins_at_once(pacer: WorkPacer) -> None:
     with Iterations() as iterations:
-        initial_iteration = iterations.now
+        initial_iteration = iterations.iteration_number
         assert await pacer.begin(stays) == 0.0
-        assert iterations.now == initial_iteration
+        assert iterations.iteration_number == initial_iteration
 
 
 async def test_work_waits_while_there_is_something_at_the_sockets_and_not_for_ever(
@@ -173,9 +173,7 @@ async def test_dropped_connections_are_expected_no_longer_than_work_waits(
     assert not pacer.is_backlogged
 
 
-async def test_who_was_cancelled_while_it_waited_holds_up_nobody(
-    pacer: WorkPacer, clock: FakeClock
-) -> None:
+async def test_a_cancelled_waiter_holds_up_no_other(pacer: WorkPacer, clock: FakeClock) -> None:
     await pacer.begin(stays)
     clock.tick(BUDGET_S)
     waiting = [asyncio.create_task(pacer.begin(stays)) for _ in range(3)]
@@ -205,11 +203,11 @@ async def test_short_work_goes_ahead(pacer: WorkPacer, clock: FakeClock) -> None
     assert order.index("short") <= 1
 
 
-async def test_where_nobody_paces_others_get_the_loop_all_the_same() -> None:
+async def test_without_a_pacer_others_get_the_loop_all_the_same() -> None:
     with Iterations() as iterations:
-        initial_iteration = iterations.now
+        initial_iteration = iterations.iteration_number
         await go_on()
-        assert iterations.now > initial_iteration
+        assert iterations.iteration_number > initial_iteration
 
 
 def test_a_wait_is_kept_with_the_request() -> None:
@@ -237,7 +235,9 @@ def front(clock: FakeClock, work_s: float = 0.1) -> tuple[AsgiApp, list[str], Ad
     return app, worked, admission
 
 
-async def ask(app: AsgiApp, name: str, is_gone: Callable[[], bool] = stays) -> list[Any]:
+async def collect_messages(
+    app: AsgiApp, name: str, is_gone: Callable[[], bool] = stays
+) -> list[Any]:
     """Messages that the application sends for a lookup of this name."""
     messages: list[Any] = []
 
@@ -262,7 +262,9 @@ async def test_nothing_is_done_and_nothing_sent_for_a_client_that_has_gone(
     app, worked, admission = front(clock, work_s=0.01)
 
     answers = await asyncio.gather(
-        ask(app, "first"), ask(app, "gone", lambda: True), ask(app, "last")
+        collect_messages(app, "first"),
+        collect_messages(app, "gone", lambda: True),
+        collect_messages(app, "last"),
     )
 
     assert worked == ["first", "last"] and [len(messages) for messages in answers] == [2, 0, 2]
@@ -272,7 +274,7 @@ async def test_nothing_is_done_and_nothing_sent_for_a_client_that_has_gone(
 async def test_who_waited_for_all_of_its_deadline_is_refused(clock: FakeClock) -> None:
     app, worked, admission = front(clock)
 
-    answers = await asyncio.gather(*(ask(app, str(number)) for number in range(8)))
+    answers = await asyncio.gather(*(collect_messages(app, str(number)) for number in range(8)))
 
     statuses = [messages[0]["status"] for messages in answers]
     # Two begin at once; those behind them wait for 0.1 s each.
@@ -282,7 +284,7 @@ async def test_who_waited_for_all_of_its_deadline_is_refused(clock: FakeClock) -
 
 async def test_a_queue_of_work_counts_as_one_of_the_loop(clock: FakeClock) -> None:
     app, _, admission = front(clock)
-    tasks = [asyncio.create_task(ask(app, str(number))) for number in range(4)]
+    tasks = [asyncio.create_task(collect_messages(app, str(number))) for number in range(4)]
     await asyncio.sleep(0)
     clock.tick(0.2)
     for _ in range(2):
@@ -297,6 +299,6 @@ async def test_no_large_answer_is_begun_while_peers_do_not_take_theirs(clock: Fa
     app, worked, admission = front(clock)
     app.has_room = lambda: False
 
-    messages = await ask(app, "batch")
+    messages = await collect_messages(app, "batch")
 
     assert messages[0]["status"] == 503 and worked == [] and admission.shed["full"] == 1

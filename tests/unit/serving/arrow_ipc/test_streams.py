@@ -187,7 +187,7 @@ def offsets(*values: int) -> bytes:
     return np.array(values, np.int32).tobytes()
 
 
-LIES = {
+MALFORMED_COLUMNS = {
     "falling offsets": (Column(((2, 0),), (b"", offsets(0, 2, 1), b"ab")), 2),
     "negative offsets": (Column(((2, 0),), (b"", offsets(-1, 0, 1), b"ab")), 2),
     "too few offsets": (Column(((2, 0),), (b"", offsets(0, 1), b"ab")), 2),
@@ -205,9 +205,9 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("name", LIES)
+@pytest.mark.parametrize("name", MALFORMED_COLUMNS)
 def test_numbers_that_do_not_agree_are_refused(name: str) -> None:
-    column, rows = LIES[name]
+    column, rows = MALFORMED_COLUMNS[name]
 
     with pytest.raises(Malformed):
         read_frame(stream(ID, [column], rows), 50)

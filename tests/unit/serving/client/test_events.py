@@ -21,10 +21,10 @@ class FakeSender:
     """Keeps the deadline of each request, and answers."""
 
     def __init__(self) -> None:
-        self.until: list[float] = []
+        self.deadlines: list[float] = []
 
     async def send(self, call: Call, deadline: float) -> bytes:
-        self.until.append(deadline)
+        self.deadlines.append(deadline)
         return orjson.dumps(BODY)
 
 
@@ -53,13 +53,13 @@ def test_a_request_has_as_many_bytes_as_the_service_takes() -> None:
     assert sizes(2, 1_000, text_bytes=events_module.EVENT_BODY_BYTES + 1) == [1, 1]
 
 
-async def test_each_request_has_a_deadline_of_its_own() -> None:
+async def test_every_request_has_its_own_deadline() -> None:
     sender, clock = FakeSender(), itertools.count(10.0, 5.0)
     calls = event_calls([NewEvent(n, user="u", item="i") for n in range(3)], 1)
 
     receipt = await send_events(sender, calls, lambda: next(clock))  # type: ignore[arg-type]
 
-    assert sender.until == [10.0, 15.0, 20.0] and receipt.accepted == 3
+    assert sender.deadlines == [10.0, 15.0, 20.0] and receipt.accepted == 3
 
 
 def test_the_blocking_client_waits_as_long_as_all_requests_may_take(

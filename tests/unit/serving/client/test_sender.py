@@ -41,24 +41,24 @@ def good(**fields: Any) -> httpx.Response:
     return httpx.Response(200, content=orjson.dumps(ANSWER | fields))
 
 
-def bad(status: int, code: str = "not_ready", **headers: str) -> httpx.Response:
+def make_error_response(status: int, code: str = "not_ready", **headers: str) -> httpx.Response:
     error = {"code": code, "message": "no", "field": "k", "held": ["g-2"]}
     return httpx.Response(status, content=orjson.dumps({"error": error}), headers=headers)
 
 
 @dataclass
 class Clock:
-    now: float = 100.0
+    now_s: float = 100.0
     slept: list[float] = field(default_factory=list)
     seed: int = 1
 
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
-        self.now += seconds
+        self.now_s += seconds
         await asyncio.sleep(0)
 
     def pace(self) -> Pace:
-        return Pace(lambda: self.now, self.sleep, random.Random(self.seed))
+        return Pace(lambda: self.now_s, self.sleep, random.Random(self.seed))
 
 
 @dataclass
@@ -66,11 +66,11 @@ class Script:
     """Answers request after request with the next step, the last one for ever."""
 
     steps: list[Step]
-    seen: list[httpx.Request] = field(default_factory=list)
+    requests: list[httpx.Request] = field(default_factory=list)
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
-        step = self.steps[min(len(self.seen), len(self.steps) - 1)]
-        self.seen.append(request)
+        step = self.steps[min(len(self.requests), len(self.steps) - 1)]
+        self.requests.append(request)
         if isinstance(step, Exception):
             raise step
         return httpx.Response(step.status_code, headers=step.headers, content=step.content)
@@ -85,35 +85,36 @@ def client(reply: Reply, clock: Clock | None = None, **policy: Any) -> AsyncClie
     )
 
 
-def told(script: Script) -> list[float]:
-    return [float(request.headers["x-deadline-ms"]) for request in script.seen]
+def get_deadlines_ms(script: Script) -> list[float]:
+    return [float(request.headers["x-deadline-ms"]) for request in script.requests]
 
 
 @pytest.mark.parametrize(
     "fault",
-    [httpx.ConnectError("x"), httpx.ReadError("x"), httpx.RemoteProtocolError("x"), bad(502), bad(503), bad(504)],
+    [httpx.ConnectError("x"), httpx.ReadError("x"), httpx.RemoteProtocolError("x"), make_error_response(502),
+    make_error_response(503), make_error_response(504)],
 )  # fmt: skip
 async def test_a_lookup_is_tried_again_after_what_may_pass(fault: Step) -> None:
     script, clock = Script([fault, good()]), Clock()
 
     answer = await client(script, clock).lookup("t", "u-1")
 
-    assert answer.items == ("i-1",) and len(script.seen) == 2
+    assert answer.items == ("i-1",) and len(script.requests) == 2
     assert 0 < clock.slept[0] <= 0.010
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 409, 413, 422, 429, 500, 501])
 async def test_what_would_fail_again_is_asked_once(status: int) -> None:
-    script = Script([bad(status)])
+    script = Script([make_error_response(status)])
 
     with pytest.raises(Refusal):
         await client(script).lookup("t", "u-1")
 
-    assert len(script.seen) == 1
+    assert len(script.requests) == 1
 
 
-async def test_tries_are_bounded_and_wait_longer_each_time() -> None:
-    script, clock = Script([bad(503)]), Clock()
+async def test_attempts_are_bounded_and_wait_ever_longer() -> None:
+    script, clock = Script([make_error_response(503)]), Clock()
 
     with pytest.raises(Unavailable, match="not_ready"):
         await client(script, clock, attempts=4, backoff_ms=100, backoff_max_ms=250).lookup("t", 1)
@@ -125,49 +126,57 @@ async def test_tries_are_bounded_and_wait_longer_each_time() -> None:
 
 
 async def test_retry_after_is_kept_and_counts_against_the_deadline() -> None:
-    script, clock = Script([bad(503, **{"Retry-After": "2"}), good()]), Clock()
+    script, clock = Script([make_error_response(503, **{"Retry-After": "2"}), good()]), Clock()
 
     await client(script, clock, deadline_ms=5_000, told_share=0.9).lookup("t", "u-1")
 
     (slept,) = clock.slept
-    assert 2.0 < slept <= 2.5 and told(script) == [4_500, int((5_000 - slept * 1_000) * 0.9)]
+    assert 2.0 < slept <= 2.5 and get_deadlines_ms(script) == [
+        4_500,
+        int((5_000 - slept * 1_000) * 0.9),
+    ]
 
 
 async def test_retry_after_may_be_a_date() -> None:
     dated = {"Date": "Sat, 21 Nov 2026 10:00:00 GMT", "Retry-After": "Sat, 21 Nov 2026 10:00:03 GMT"}  # fmt: skip
-    script, clock = Script([bad(503, **dated), good()]), Clock()
+    script, clock = Script([make_error_response(503, **dated), good()]), Clock()
 
     await client(script, clock, deadline_ms=5_000).lookup("t", "u-1")
 
     assert 3.0 < clock.slept[0] <= 3.75
 
 
-async def test_nobody_waits_past_the_deadline_for_another_try() -> None:
-    script, clock = Script([bad(503, **{"Retry-After": "1"}), good()]), Clock()
+async def test_no_attempt_waits_past_the_deadline() -> None:
+    script, clock = Script([make_error_response(503, **{"Retry-After": "1"}), good()]), Clock()
 
     with pytest.raises(Unavailable) as refused:
         await client(script, clock, deadline_ms=999).lookup("t", "u-1")
 
-    assert (refused.value.code, clock.slept, len(script.seen)) == ("not_ready", [], 1)
+    assert (refused.value.code, clock.slept, len(script.requests)) == ("not_ready", [], 1)
 
 
 async def test_an_outage_does_not_multiply_the_load() -> None:
-    script = Script([bad(503)])
+    script = Script([make_error_response(503)])
     asking = client(script, attempts=3, retry_share=0.2)
 
     for _ in range(200):
         with pytest.raises(Unavailable):
             await asking.lookup("t", "u-1")
 
-    assert 200 < len(script.seen) <= 200 + 10 + 200 * 0.2
+    assert 200 < len(script.requests) <= 200 + 10 + 200 * 0.2
 
 
 async def test_feedback_that_may_have_been_counted_is_not_sent_again() -> None:
-    for fault in (httpx.ReadError("x"), httpx.WriteError("x"), bad(503), bad(502)):
+    for fault in (
+        httpx.ReadError("x"),
+        httpx.WriteError("x"),
+        make_error_response(503),
+        make_error_response(502),
+    ):
         script = Script([fault])
         with pytest.raises((Unreachable, Unavailable)):
             await client(script).feedback("click", generation="g-1")
-        assert len(script.seen) == 1
+        assert len(script.requests) == 1
 
 
 async def test_feedback_that_never_left_is_sent_again() -> None:
@@ -176,8 +185,12 @@ async def test_feedback_that_never_left_is_sent_again() -> None:
 
     assert await client(script).feedback("click", canary_key=7, count=2) == "canary"
 
-    assert len({request.content for request in script.seen}) == 1
-    assert orjson.loads(script.seen[0].content) == {"event": "click", "count": 2, "canary_key": "7"}
+    assert len({request.content for request in script.requests}) == 1
+    assert orjson.loads(script.requests[0].content) == {
+        "event": "click",
+        "count": 2,
+        "canary_key": "7",
+    }
 
 
 @pytest.mark.parametrize(
@@ -191,7 +204,7 @@ async def test_a_refusal_carries_the_services_own_reason(
     status: int, code: str, kind: type[Refusal]
 ) -> None:
     with pytest.raises(kind) as refused:
-        await client(Script([bad(status, code)])).lookup("t", "u-1")
+        await client(Script([make_error_response(status, code)])).lookup("t", "u-1")
 
     refusal = refused.value
     assert (refusal.status, refusal.code, refusal.field) == (status, code, "k")
@@ -241,7 +254,10 @@ async def test_the_deadline_that_a_call_names_is_the_one_the_service_is_asked_fo
 
     await client(script, deadline_ms=100, told_share=0.5).lookup("t", "u-1", Options(deadline_ms=3_000))  # fmt: skip
 
-    assert told(script) == [1_500] and script.seen[0].url.params["deadline_ms"] == "3000"
+    assert (
+        get_deadlines_ms(script) == [1_500]
+        and script.requests[0].url.params["deadline_ms"] == "3000"
+    )
 
 
 async def test_errors_name_no_library_but_keep_the_cause() -> None:
@@ -258,12 +274,12 @@ class Slow:
     let_go: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     failed: asyncio.Event = field(default_factory=asyncio.Event)
-    seen: int = 0
+    request_count: int = 0
     later: httpx.Response = field(default_factory=lambda: good(id="second"))
 
     async def __call__(self, _request: httpx.Request) -> httpx.Response:
-        self.seen += 1
-        if self.seen % 2 == 0:
+        self.request_count += 1
+        if self.request_count % 2 == 0:
             self.failed.set()
             return self.later
         try:
@@ -296,7 +312,7 @@ async def test_hedges_are_a_bounded_share() -> None:
     slow.let_go.set()
 
     async def hang(_request: httpx.Request) -> httpx.Response:
-        slow.seen += 1
+        slow.request_count += 1
         for _ in range(5):  # longer than the alarm, which takes one turn of the loop
             await asyncio.sleep(0)
         return good()
@@ -306,7 +322,7 @@ async def test_hedges_are_a_bounded_share() -> None:
     for _ in range(100):
         await asking.lookup("t", "u-1")
 
-    assert slow.seen == 110
+    assert slow.request_count == 110
 
 
 async def test_a_quick_answer_is_not_asked_for_twice() -> None:
@@ -322,11 +338,11 @@ async def test_a_quick_answer_is_not_asked_for_twice() -> None:
 
     await asking.lookup("t", "u-1")
 
-    assert len(script.seen) == 1
+    assert len(script.requests) == 1
 
 
 async def test_a_hedge_that_fails_leaves_the_first_its_chance() -> None:
-    slow = Slow(later=bad(503))
+    slow = Slow(later=make_error_response(503))
     asking = client(slow, hedge_after_ms=5)
     await earned(asking, 10)
 
@@ -337,7 +353,7 @@ async def test_a_hedge_that_fails_leaves_the_first_its_chance() -> None:
         await asyncio.sleep(0)
     slow.let_go.set()
 
-    assert (await work).id == "first" and slow.seen == 2
+    assert (await work).id == "first" and slow.request_count == 2
 
 
 async def test_feedback_is_never_hedged() -> None:
@@ -348,7 +364,7 @@ async def test_feedback_is_never_hedged() -> None:
     with pytest.raises(DeadlineExceeded):
         await asking.feedback("click", generation="g-1")
 
-    assert slow.seen == 1
+    assert slow.request_count == 1
 
 
 def test_an_allowance_saves_up_to_its_bound() -> None:
@@ -404,7 +420,7 @@ async def test_no_request_leaves_once_the_deadline_is_over() -> None:
 
     class Late(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            clock.now += 10  # all of the call's time goes with its first piece
+            clock.now_s += 10  # all of the call's time goes with its first piece
             return await script(request)
 
     body = httpx.Response(200, content=orjson.dumps({"answers": [ANSWER]}))
@@ -416,13 +432,13 @@ async def test_no_request_leaves_once_the_deadline_is_over() -> None:
     with pytest.raises(DeadlineExceeded):
         await asking.lookup_many("t", ["a", "b", "c"])
 
-    assert len(script.seen) == 1
+    assert len(script.requests) == 1
 
 
 async def test_who_was_refused_at_one_moment_does_not_come_back_at_one_moment() -> None:
     clocks = [Clock(seed=seed) for seed in range(20)]
     for clock in clocks:
-        script = Script([bad(503, **{"Retry-After": "1"}), good()])
+        script = Script([make_error_response(503, **{"Retry-After": "1"}), good()])
         await client(script, clock, deadline_ms=5_000).lookup("t", "u-1")
 
     slept = [clock.slept[0] for clock in clocks]

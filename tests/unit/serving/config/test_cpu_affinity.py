@@ -31,13 +31,13 @@ def test_anything_else_is_refused_by_name(text: str) -> None:
 
 
 @needs_pinning
-def test_a_core_that_is_not_ours_is_refused() -> None:
+def test_a_core_that_is_not_available_is_refused() -> None:
     with pytest.raises(ConfigError, match="live_cores names"):
         check_cores((100_000,))
 
 
 @needs_pinning
-def test_a_worker_stays_on_its_cores_and_nobody_else_does() -> None:
+def test_a_worker_stays_on_its_cores_and_no_other_thread_does() -> None:
     process_cores = os.sched_getaffinity(0)
     core = min(process_cores)
     with ThreadPoolExecutor(1, initializer=place_thread, initargs=((core,), 0)) as pool:
@@ -47,7 +47,7 @@ def test_a_worker_stays_on_its_cores_and_nobody_else_does() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
 @pytest.mark.parametrize("nice", [0, 10, 19])
-def test_a_worker_lets_others_go_first_and_nobody_else_does(nice: int) -> None:
+def test_a_worker_lets_others_go_first_and_no_other_thread_does(nice: int) -> None:
     process_nice = os.getpriority(os.PRIO_PROCESS, 0)
 
     def get_thread_nice() -> int:

@@ -103,7 +103,9 @@ def test_one_schedule_above_the_sections_is_the_nights_the_services_and_the_dags
     assert (night.schedule, night.timezone) == ("30 1 * * *", "Europe/Berlin")
 
 
-def test_files_of_tokens_and_tls_are_beside_the_file_or_the_current_folder(tmp_path: Path) -> None:
+def test_files_of_tokens_and_tls_are_relative_to_the_settings_file_or_the_current_folder(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "larder.toml"
     file.write_text('[serving]\ntokens_file = "t.json"\ntls_certificate = "c"\ntls_key = "/k"\n')
 

@@ -14,7 +14,7 @@ from tests.certificates import Authority, Pair
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority.made(tmp_path_factory.mktemp("ca"))
+    return Authority.create(tmp_path_factory.mktemp("ca"))
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ class FakeRedis(FakeControl):
     down: bool = False
     loses: bool = False
     hashes: defaultdict[str, dict[bytes, bytes]] = field(default_factory=lambda: defaultdict(dict))
-    asked: int = 0
+    call_count: int = 0
     keyspace = Keyspace("test")
 
     async def execute_all(self, commands: Any) -> list[Any]:
-        self.asked += 1
+        self.call_count += 1
         if self.down:
             raise TierUnavailable("gone", reason="connection")
         replies = [self._do(*command) for command in commands]

@@ -36,7 +36,7 @@ class Worker:
         self.counts: Counts = {}
         about = {"replica": name, "breaker": "closed"}
         self.teller = MetricsPublisher(redis, name, clock, lambda: dict(self.counts), lambda: about)
-        self.whole = FleetView(redis, self.teller, BOUNDS, clock, clock)
+        self.fleet_view = FleetView(redis, self.teller, BOUNDS, clock, clock)
 
     def count(self, n: int) -> None:
         self.counts = merged_counts((self.counts, {"r": n, "h:l1:50": n}))
@@ -47,12 +47,12 @@ class World:
 
     def __init__(self) -> None:
         self.redis, self.clock = FakeRedis(), FakeClock(1_000_000.0)
-        self.one, self.other = (
+        self.first_worker, self.second_worker = (
             Worker(self.redis, self.clock, worker_name) for worker_name in ("one", "other")
         )
 
-    async def tell(self) -> None:
-        for worker in (self.one, self.other):
+    async def publish_all(self) -> None:
+        for worker in (self.first_worker, self.second_worker):
             await worker.teller.publish()
 
 
@@ -65,12 +65,15 @@ def requests(reading: FleetReading) -> int:
     return sum(row.requests for row in reading.rows.values())
 
 
-async def test_what_two_workers_told_is_one_whole(world: World) -> None:
-    world.one.count(3)
-    world.other.count(4)
-    await world.tell()
-    world.one.count(10)  # not told yet: the worker that is asked knows it all the same
-    own_reading, theirs = await world.one.whole.read(), await world.other.whole.read()
+async def test_reports_of_two_workers_add_up_to_one_fleet_view(world: World) -> None:
+    world.first_worker.count(3)
+    world.second_worker.count(4)
+    await world.publish_all()
+    world.first_worker.count(10)  # not told yet: the worker that is asked knows it all the same
+    own_reading, theirs = (
+        await world.first_worker.fleet_view.read(),
+        await world.second_worker.fleet_view.read(),
+    )
 
     assert own_reading.trouble is None and (requests(own_reading), requests(theirs)) == (17, 7)
     assert sum(counts["r"] for counts in own_reading.lately.values()) == 17
@@ -79,91 +82,95 @@ async def test_what_two_workers_told_is_one_whole(world: World) -> None:
     }  # fmt: skip
 
 
-async def test_a_bin_that_was_drawn_is_drawn_again_when_more_is_told(world: World) -> None:
+async def test_a_drawn_bin_is_drawn_again_when_more_is_reported(world: World) -> None:
     for expected in (1, 2, 3):
-        world.other.count(1)
-        await world.tell()
-        assert requests(await world.one.whole.read()) == expected
+        world.second_worker.count(1)
+        await world.publish_all()
+        assert requests(await world.first_worker.fleet_view.read()) == expected
 
 
 async def test_a_reply_that_was_lost_counts_nothing_twice(world: World) -> None:
-    world.one.count(3)
+    world.first_worker.count(3)
     world.redis.loses = True
-    await world.one.teller.publish()
-    assert world.one.teller.trouble is not None
+    await world.first_worker.teller.publish()
+    assert world.first_worker.teller.trouble is not None
     world.redis.loses = False
-    world.one.count(1)
-    await world.one.teller.publish()
+    world.first_worker.count(1)
+    await world.first_worker.teller.publish()
 
-    assert requests(await world.other.whole.read()) == 4
+    assert requests(await world.second_worker.fleet_view.read()) == 4
 
 
 async def test_without_redis_it_is_the_workers_own_and_afterwards_the_whole(world: World) -> None:
-    world.other.count(4)
-    await world.tell()
+    world.second_worker.count(4)
+    await world.publish_all()
     world.redis.down = True
-    world.one.count(3)
-    await world.one.teller.publish()
-    alone = await world.one.whole.read()
+    world.first_worker.count(3)
+    await world.first_worker.teller.publish()
+    alone = await world.first_worker.fleet_view.read()
     assert alone.trouble == "gone" and requests(alone) == 3 and set(alone.workers) == {"one"}
     world.clock.tick(5 * BIN_S)
     world.redis.down = False
-    await world.tell()
+    await world.publish_all()
 
-    assert requests(await world.one.whole.read()) == requests(await world.other.whole.read()) == 7
+    assert (
+        requests(await world.first_worker.fleet_view.read())
+        == requests(await world.second_worker.fleet_view.read())
+        == 7
+    )
 
 
-async def test_a_redis_that_came_back_empty_is_told_the_whole_hour_again(world: World) -> None:
+async def test_a_redis_that_came_back_empty_receives_the_whole_hour_again(world: World) -> None:
     bins = BINS_AT_ONCE + 10
     for _ in range(bins):
-        world.one.count(1)
+        world.first_worker.count(1)
         world.clock.tick(BIN_S)
-        await world.one.teller.publish()
+        await world.first_worker.teller.publish()
     world.redis.hashes.clear()
     for _ in range(3):
-        await world.one.teller.publish()
+        await world.first_worker.teller.publish()
 
-    assert requests(await world.other.whole.read()) == bins
-    assert not world.one.teller.bins.unpublished_starts
+    assert requests(await world.second_worker.fleet_view.read()) == bins
+    assert not world.first_worker.teller.bins.unpublished_starts
 
 
 async def test_an_hour_is_kept_and_no_more(world: World) -> None:
     for _ in range(BINS_MAX + 50):
-        world.one.count(1)
+        world.first_worker.count(1)
         world.clock.tick(BIN_S)
-        await world.one.teller.publish()
-        reading = await world.one.whole.read()
+        await world.first_worker.teller.publish()
+        reading = await world.first_worker.fleet_view.read()
 
-    drawn = world.one.whole._drawn
+    drawn = world.first_worker.fleet_view._drawn
     assert BINS_MAX - 1 <= len(drawn.rows) <= BINS_MAX
     assert len(reading.rows) == len(drawn.tokens) == requests(reading) == len(drawn.rows)
     assert LATELY_BINS - 1 <= len(reading.lately) == len(drawn.lately) <= LATELY_BINS
 
 
-async def test_what_was_told_late_about_an_old_bin_is_seen_within_a_minute(world: World) -> None:
+async def test_a_late_report_about_an_old_bin_is_seen_within_a_minute(world: World) -> None:
     world.redis.down = True
-    world.other.count(5)
-    await world.other.teller.publish()
+    world.second_worker.count(5)
+    await world.second_worker.teller.publish()
     world.redis.down = False
     world.clock.tick(30 * BIN_S)
-    assert requests(await world.one.whole.read()) == 0
-    await world.other.teller.publish()
+    assert requests(await world.first_worker.fleet_view.read()) == 0
+    await world.second_worker.teller.publish()
     world.clock.tick(_ALL_AGAIN_S)
 
-    assert requests(await world.one.whole.read()) == 5
+    assert requests(await world.first_worker.fleet_view.read()) == 5
 
 
 async def test_a_silent_worker_is_not_shown_and_later_taken_out(world: World) -> None:
-    world.other.count(5)
-    await world.tell()
+    world.second_worker.count(5)
+    await world.publish_all()
     world.clock.tick(SILENT_S)
-    assert set((await world.one.whole.read()).workers) == {"one"}
+    assert set((await world.first_worker.fleet_view.read()).workers) == {"one"}
     world.clock.tick(GONE_S)
     for _ in range(_SWEEP_EVERY):
-        await world.one.teller.publish()
+        await world.first_worker.teller.publish()
 
     assert set(world.redis.hashes[KEYS.workers]) == {b"one"}
-    await world.one.teller.sign_off()
+    await world.first_worker.teller.sign_off()
     assert not world.redis.hashes[KEYS.workers]
 
 
@@ -175,8 +182,8 @@ async def test_rows_of_other_versions_spoil_nothing(world: World) -> None:
         b"strange": b"[1]",
     }
     world.redis.hashes[KEYS.bin(int(now_s) // BIN_S * BIN_S)] |= {b"older": b"?", b"x": b"[1,2]"}
-    world.one.count(2)
-    reading = await world.one.whole.read()
+    world.first_worker.count(2)
+    reading = await world.first_worker.fleet_view.read()
 
     assert set(reading.workers) == {"one", "older"} and requests(reading) == 2
     assert reading.workers["older"]["counts"] is None

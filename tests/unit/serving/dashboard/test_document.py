@@ -7,13 +7,13 @@ from serving.dashboard.document import DASHBOARD, SETTLED_S, document, redis, re
 from serving.metrics.collectors import refine_bounds
 
 BOUNDS = refine_bounds((0.001, 1.0))
-NOW = 1_000_000.0
-KNOWN = {"generation": "g2", "state": "live", "gates": []}
+NOW_S = 1_000_000.0
+LIVE_GENERATION = {"generation": "g2", "state": "live", "gates": []}
 
 
 def worker(replica: str = "a", **changes: Any) -> dict[str, Any]:
     fine = {
-        "at": NOW - 0.5, "since": 0.0, "replica": replica, "generation": "g2", "epoch": 2,
+        "at": NOW_S - 0.5, "since": 0.0, "replica": replica, "generation": "g2", "epoch": 2,
         "ready": True, "stale": None, "degraded": None, "failed": None, "breaker": "closed",
         "live_queued": 1, "under_way": 2, "requests_max": 10, "queue_seconds": 0.25,
         "l1_bytes": 5, "l1_budget_bytes": 50, "l1_entries": 3, "events": None,
@@ -22,7 +22,7 @@ def worker(replica: str = "a", **changes: Any) -> dict[str, Any]:
     return fine | changes
 
 
-def made(reading: FleetReading, **changes: Any) -> dict[str, Any]:
+def make_document(reading: FleetReading, **changes: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {
         "schedule": {"age_s": None, "due_at": 0.0, "missing": False}, "archive": ([], []),
         "roles": {}, "bounds": BOUNDS, "advisor": None, "quality": None,
@@ -37,9 +37,9 @@ def test_workers_add_up() -> None:
     rows = {start: draw_bin(bin_counts, BOUNDS) for start, bin_counts in bins.items()} | {
         999_000: draw_bin({"a:l2": 7}, BOUNDS)
     }
-    dashboard_document = made(
-        FleetReading(NOW, None, workers, rows, bins),
-        archive=([KNOWN], []),
+    dashboard_document = make_document(
+        FleetReading(NOW_S, None, workers, rows, bins),
+        archive=([LIVE_GENERATION], []),
         roles={"live": "g2"},
     )
 
@@ -59,14 +59,14 @@ def test_workers_add_up() -> None:
         "shed_lately": 2,
     }  # fmt: skip
     assert dashboard_document["l1"] == {"bytes": 15, "budget_bytes": 150, "entries": 9}
-    assert dashboard_document["generations"] == [{**KNOWN, "role": "live"}]
+    assert dashboard_document["generations"] == [{**LIVE_GENERATION, "role": "live"}]
     # Until a bin is over and all have told, it is not drawn.
     assert SETTLED_S < 10 and dashboard_document["series"]["at"][-1] == 999_980
 
 
 def test_a_replica_is_as_far_as_the_last_of_its_workers() -> None:
-    late = worker(generation="g1", epoch=1, ready=False, failed="no room", at=NOW - 4)
-    (first, second_replica) = replicas([worker(), late, worker("b")], NOW)
+    late = worker(generation="g1", epoch=1, ready=False, failed="no room", at=NOW_S - 4)
+    (first, second_replica) = replicas([worker(), late, worker("b")], NOW_S)
 
     assert first == {
         "replica": "a", "workers": 2, "generation": "g1", "epoch": 1, "ready": False, "stale": None,
@@ -111,12 +111,12 @@ def test_events_are_those_of_all_workers_and_of_the_last_minutes() -> None:
     }  # fmt: skip
     rows = {start: draw_bin(bin_counts, BOUNDS) for start, bin_counts in bins.items()}
     generations = [
-        KNOWN | {"events_until": "9-0"},
-        KNOWN | {"events_until": "20-1"},
-        KNOWN | {"events_until": None},
+        LIVE_GENERATION | {"events_until": "9-0"},
+        LIVE_GENERATION | {"events_until": "20-1"},
+        LIVE_GENERATION | {"events_until": None},
     ]
-    dashboard_document = made(
-        FleetReading(NOW, None, workers, rows, bins), archive=(generations, [])
+    dashboard_document = make_document(
+        FleetReading(NOW_S, None, workers, rows, bins), archive=(generations, [])
     )
 
     assert dashboard_document["events"] == dashboard_document["events"] | {
@@ -134,14 +134,14 @@ def test_events_are_those_of_all_workers_and_of_the_last_minutes() -> None:
     }
 
 
-def test_without_events_nothing_is_told_of_them() -> None:
-    dashboard_document = made(FleetReading(NOW, None, {"w1": worker()}, {}, {}))
+def test_without_events_the_document_has_none() -> None:
+    dashboard_document = make_document(FleetReading(NOW_S, None, {"w1": worker()}, {}, {}))
 
     assert dashboard_document["events"] is None and dashboard_document["series"]["events"] == {}
 
 
 def test_nothing_is_known_yet() -> None:
-    dashboard_document = made(FleetReading(NOW, "gone", {}, {}, {}))
+    dashboard_document = make_document(FleetReading(NOW_S, "gone", {}, {}, {}))
 
     assert dashboard_document["whole"] is False and dashboard_document["verdict"]["level"] == "bad"
     assert dashboard_document["series"]["at"] == [] and dashboard_document["replicas"] == []

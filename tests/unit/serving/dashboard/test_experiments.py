@@ -8,7 +8,7 @@ from serving.dashboard.counters import pack, totals, unpack
 from serving.dashboard.document import experiments
 from serving.traffic.router import ExperimentMetrics
 
-TOLD = [
+EXPERIMENT_ENTRIES = [
     {
         "experiment": "e", "share": 0.5, "started_at": 1.0,
         "arms": [{"arm": "a", "share": 0.5}, {"arm": "b", "share": 0.5}],
@@ -16,7 +16,7 @@ TOLD = [
 ]  # fmt: skip
 
 
-def test_counts_of_arms_are_told_by_workers_and_compared_with_the_control() -> None:
+def test_counts_of_arms_are_packed_by_workers_and_compared_with_the_control() -> None:
     metrics = ExperimentMetrics(CollectorRegistry())
     metrics.requests.labels("e", "a").inc(1_000)
     metrics.requests.labels("e", "b").inc(2_000)
@@ -25,7 +25,7 @@ def test_counts_of_arms_are_told_by_workers_and_compared_with_the_control() -> N
     metrics.feedback.labels("e", "b", "buy").inc(2)
 
     total_counts = totals(unpack(pack(metrics.by_field())))
-    (experiment,) = experiments(TOLD, total_counts)
+    (experiment,) = experiments(EXPERIMENT_ENTRIES, total_counts)
 
     assert (experiment["experiment"], experiment["share"]) == ("e", 0.5)
     control, arm = experiment["arms"]
@@ -39,7 +39,7 @@ def test_counts_of_arms_are_told_by_workers_and_compared_with_the_control() -> N
 
 
 def test_an_experiment_of_which_nothing_was_counted_is_shown_all_the_same() -> None:
-    (experiment,) = experiments(TOLD, {})
+    (experiment,) = experiments(EXPERIMENT_ENTRIES, {})
 
     assert [(arm["requests"], arm["events"]) for arm in experiment["arms"]] == [(0, {})] * 2
     assert experiments((), {"n:e=a": 3}) == []

@@ -79,7 +79,7 @@ def night(tmp_path: Path) -> Night:
     return Night(tmp_path)
 
 
-def test_a_generation_is_told_with_its_release_gates_and_size(night: Night) -> None:
+def test_a_generation_is_shown_with_its_release_gates_and_size(night: Night) -> None:
     night.make(G1)
     night.release("publish", G1)
     night.release("publish", G2, is_done=False)
@@ -108,7 +108,7 @@ def test_a_restore_leaves_the_time_of_publication_as_it_is(night: Night) -> None
     assert pointer is not None and (pointer.epoch, pointer.published_at) == (20, published_at)
 
 
-def test_what_looked_odd_about_the_inputs_of_a_night_is_told(night: Night) -> None:
+def test_remarks_about_the_inputs_of_a_night_are_shown(night: Night) -> None:
     night.make(G1, facts={"remarks": ["one user has 31% of all rows"]})
     night.make(G2)
 
@@ -161,7 +161,7 @@ def test_without_a_registry_states_are_what_the_records_prove(night: Night) -> N
     assert generations[G3]["reason"] == "recall is too low" and generations[G3]["bytes"] is None
 
 
-def test_without_a_registry_an_abandoned_canary_and_what_was_rolled_back_are_told_as_such(
+def test_without_a_registry_abandoned_canaries_and_rolled_back_generations_are_shown_as_such(
     night: Night,
 ) -> None:
     night.release("publish", G1)

@@ -7,7 +7,7 @@ from serving.metrics.collectors import refine_bounds
 BOUNDS = refine_bounds((0.001, 1.0))
 
 
-def test_columns_have_one_place_per_bin_and_zeros_where_nothing_was_told() -> None:
+def test_columns_have_one_entry_per_bin_and_zeros_where_nothing_was_reported() -> None:
     rows = {
         100: draw_bin(
             {"r": 2, "a:l1": 1, "a:live": 1, "s:live": 1_500_000, "h:live:90": 1}, BOUNDS

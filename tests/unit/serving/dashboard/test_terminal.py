@@ -41,7 +41,7 @@ def test_events_take_a_line_that_fits(body: Any) -> None:
     ]
 
 
-def test_events_that_nobody_looked_at_yet_are_told_all_the_same(body: Any) -> None:
+def test_events_not_looked_at_yet_are_shown_all_the_same(body: Any) -> None:
     body["events"] = dict.fromkeys(body["events"]) | {"results": {}, "refused": {}}
 
     assert "events 0.0/s, 0 rejected, in - of answers, lag 0.0 s · stream - of -" in lines(body)

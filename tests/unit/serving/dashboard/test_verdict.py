@@ -317,11 +317,11 @@ QUIET: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", QUIET)
-def test_what_proves_nothing_alarms_nobody(name: str) -> None:
+def test_what_proves_nothing_raises_no_alarm(name: str) -> None:
     assert verdict(body(**QUIET[name]))["level"] == "ok"
 
 
-def test_the_worst_comes_first_and_the_others_are_told_too() -> None:
+def test_the_worst_comes_first_and_the_others_are_included() -> None:
     changes = WRONG["stale"][0] | WRONG["memory, much"][0]
     dashboard_verdict = verdict(body(**changes))
 

@@ -43,7 +43,7 @@ class FakeEventsRedis:
         return replies
 
 
-def made(redis: FakeEventsRedis) -> Acceptor:
+def make_acceptor(redis: FakeEventsRedis) -> Acceptor:
     return Acceptor(redis, Keyspace("test"), BOUNDS, lambda: Position(7, 5))  # type: ignore[arg-type]
 
 
@@ -51,9 +51,9 @@ def events(*bodies: bytes) -> list[PackedEvent]:
     return [PackedEvent(b"id", b"source", body) for body in bodies]
 
 
-async def test_requests_of_one_turn_travel_in_one_call_and_each_gets_its_own_outcomes() -> None:
+async def test_requests_of_one_iteration_travel_in_one_call_and_get_their_own_outcomes() -> None:
     redis = FakeEventsRedis()
-    acceptor = made(redis)
+    acceptor = make_acceptor(redis)
 
     first_outcomes, two, none = await asyncio.gather(
         acceptor.accept(events(b"a", b"again")), acceptor.accept(events(b"c")), acceptor.accept([])
@@ -67,7 +67,7 @@ async def test_requests_of_one_turn_travel_in_one_call_and_each_gets_its_own_out
 async def test_what_comes_during_a_call_goes_with_the_next_one() -> None:
     redis = FakeEventsRedis()
     redis.gate.clear()
-    acceptor = made(redis)
+    acceptor = make_acceptor(redis)
     first = asyncio.create_task(acceptor.accept(events(b"a")))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -85,7 +85,7 @@ async def test_a_large_request_goes_in_pieces_and_keeps_its_order() -> None:
     redis = FakeEventsRedis()
     bodies = [b"%d" % number for number in range(2 * EVENTS_PER_CALL + 7)]
 
-    outcomes = await made(redis).accept(events(*bodies))
+    outcomes = await make_acceptor(redis).accept(events(*bodies))
 
     assert [len(call) for call in redis.calls] == [EVENTS_PER_CALL, EVENTS_PER_CALL, 7]
     assert [body for call in redis.calls for body in call] == bodies
@@ -97,7 +97,7 @@ async def test_an_outage_ends_all_that_wait_and_the_next_one_is_tried_anew() -> 
     redis = FakeEventsRedis()
     redis.gate.clear()
     redis.fails_with = EventsUnavailable("gone")
-    acceptor = made(redis)
+    acceptor = make_acceptor(redis)
     large = [b"x"] * EVENTS_PER_CALL
     tasks = [asyncio.create_task(acceptor.accept(events(*large))) for _ in range(5)]
     await asyncio.sleep(0)
@@ -113,7 +113,7 @@ async def test_an_outage_ends_all_that_wait_and_the_next_one_is_tried_anew() -> 
 async def test_a_full_stream_refuses_the_call_and_others_are_tried_for_themselves() -> None:
     redis = FakeEventsRedis()
     redis.fails_with = EventsFull("full")
-    acceptor = made(redis)
+    acceptor = make_acceptor(redis)
 
     errors = await asyncio.gather(
         *(acceptor.accept(events(*[b"x"] * EVENTS_PER_CALL)) for _ in range(2)),
@@ -123,10 +123,10 @@ async def test_a_full_stream_refuses_the_call_and_others_are_tried_for_themselve
     assert [type(error) for error in errors] == [EventsFull] * 2 and len(redis.calls) == 2
 
 
-async def test_a_cancelled_caller_cancels_nobody_else() -> None:
+async def test_a_cancelled_caller_cancels_no_other() -> None:
     redis = FakeEventsRedis()
     redis.gate.clear()
-    acceptor = made(redis)
+    acceptor = make_acceptor(redis)
     leaver = asyncio.create_task(acceptor.accept(events(b"a")))
     stayer = asyncio.create_task(acceptor.accept(events(b"b")))
     await asyncio.sleep(0)
@@ -148,7 +148,7 @@ async def test_events_beyond_the_bound_are_refused_unsent(monkeypatch: pytest.Mo
     monkeypatch.setattr(acceptor_module, "WAITING_BYTES_MAX", 10)
     redis = FakeEventsRedis()
     redis.gate.clear()
-    acceptor = made(redis)
+    acceptor = make_acceptor(redis)
     first = asyncio.create_task(acceptor.accept(events(b"x" * 8)))
     await asyncio.sleep(0)
     second = asyncio.create_task(acceptor.accept(events(b"x" * 8)))
@@ -170,7 +170,7 @@ async def test_what_an_outage_refused_takes_no_room_of_what_comes_next(
     redis = FakeEventsRedis()
     redis.gate.clear()
     redis.fails_with = EventsUnavailable("gone")
-    acceptor = made(redis)
+    acceptor = make_acceptor(redis)
     tasks = [asyncio.create_task(acceptor.accept(events(b"x" * 5)))]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -190,7 +190,7 @@ async def test_what_an_outage_refused_takes_no_room_of_what_comes_next(
 async def test_a_service_that_stops_refuses_what_waits() -> None:
     redis = FakeEventsRedis()
     redis.gate.clear()
-    acceptor = made(redis)
+    acceptor = make_acceptor(redis)
     under_way = asyncio.create_task(acceptor.accept(events(b"a")))
     await asyncio.sleep(0)
     await asyncio.sleep(0)

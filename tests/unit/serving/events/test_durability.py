@@ -27,7 +27,7 @@ def server(
     return send_command
 
 
-def said(appendonly: bytes, fsync: bytes) -> list[bytes]:
+def make_config_reply(appendonly: bytes, fsync: bytes) -> list[bytes]:
     return [b"appendfsync", fsync, b"appendonly", appendonly, b"appendfilename", b"x"]
 
 
@@ -37,11 +37,11 @@ PAUSES = [b"no-appendfsync-on-rewrite", b"yes"]
 @pytest.mark.parametrize(
     ("send_command", "demanded", "expected"),
     [
-        (server(said(b"yes", b"always")), "any", FoundDurability("always")),
-        (server(said(b"yes", b"everysec")), "always", FoundDurability("everysec")),
-        (server(said(b"yes", b"no")), "any", FoundDurability("none")),
-        (server(said(b"no", b"always")), "any", FoundDurability("none")),
-        (server([*said(b"yes", b"always"), *PAUSES]), "always", FoundDurability("none")),
+        (server(make_config_reply(b"yes", b"always")), "any", FoundDurability("always")),
+        (server(make_config_reply(b"yes", b"everysec")), "always", FoundDurability("everysec")),
+        (server(make_config_reply(b"yes", b"no")), "any", FoundDurability("none")),
+        (server(make_config_reply(b"no", b"always")), "any", FoundDurability("none")),
+        (server([*make_config_reply(b"yes", b"always"), *PAUSES]), "always", FoundDurability("none")),
         (server(None, b"# Persistence\r\naof_enabled:0\r\n"), "any", FoundDurability("none")),
         (server(None, b"aof_enabled:1\r\n"), "everysec", FoundDurability("unknown")),
         (server(None, b"aof_enabled:1\r\n", has_waitaof=True), "any", FoundDurability("unknown")),

@@ -62,12 +62,12 @@ def test_a_worker_without_a_generation_that_has_events_tells_no_position_of_it(
     assert worker_row["published_until"] is None and worker_row["durability"] is None
 
 
-def test_nobody_tells_of_events_where_none_are_taken_in() -> None:
+def test_without_an_intake_there_is_no_overview_of_events() -> None:
     assert merge_rows([]) is None
     assert merge_rows([None, {}]) is None
 
 
-def test_each_figure_is_that_of_the_last_worker() -> None:
+def test_every_figure_is_that_of_the_last_worker() -> None:
     late = row(lag_s=7.5, held_bytes=900.0, counted_until="9-9", published_until="3-0")
     merged_row = merge_rows([row(), None, late, row(stream_bytes=50.0)])
 

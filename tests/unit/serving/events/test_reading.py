@@ -19,15 +19,15 @@ from serving.requests.errors import Problem
 
 NOW_S = 1_800_000_000.0
 READER = EventReader(Keyspace("test"), EventsConfig(batch=5, event_bytes=256, ahead_s=10.0))
-NOBODY = Blocklist()
-WHOLE = {"user": "u-1", "item": "i-1", "id": "e-1"}
+EMPTY_BLOCKLIST = Blocklist()
+COMPLETE_EVENT = {"user": "u-1", "item": "i-1", "id": "e-1"}
 
 
-def read(*events: Any, blocklist: Blocklist = NOBODY) -> Any:
+def read(*events: Any, blocklist: Blocklist = EMPTY_BLOCKLIST) -> Any:
     return READER.of_body(events, NOW_S, blocklist)
 
 
-def reasons(*events: Any, blocklist: Blocklist = NOBODY) -> list[str]:
+def reasons(*events: Any, blocklist: Blocklist = EMPTY_BLOCKLIST) -> list[str]:
     return [rejection.reason for rejection in read(*events, blocklist=blocklist).rejected]
 
 
@@ -38,7 +38,7 @@ def the_event(event_json: Any) -> Event:
 
 
 def test_an_event_without_a_time_happened_now() -> None:
-    assert the_event(WHOLE) == Event("e-1", round(NOW_S * 1e6), b"u-1", b"i-1")
+    assert the_event(COMPLETE_EVENT) == Event("e-1", round(NOW_S * 1e6), b"u-1", b"i-1")
 
 
 def test_whole_numbers_are_ids_as_everywhere() -> None:
@@ -99,15 +99,17 @@ def test_a_user_alone_and_an_item_alone_tell_values() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_event_is_rejected_with_its_reason(changes: dict[str, Any], reason: str) -> None:
-    assert reasons(WHOLE | changes) == [reason] and reason in REJECTIONS
+    assert reasons(COMPLETE_EVENT | changes) == [reason] and reason in REJECTIONS
 
 
 def test_null_clears_an_attribute() -> None:
-    assert reasons(WHOLE | {"item": None, "attributes": {"a": None}}) == []
+    assert reasons(COMPLETE_EVENT | {"item": None, "attributes": {"a": None}}) == []
 
 
 def test_others_of_the_request_are_read_all_the_same() -> None:
-    read_events = read("no object", WHOLE, WHOLE | {"id": None}, WHOLE | {"id": "e-2"})
+    read_events = read(
+        "no object", COMPLETE_EVENT, COMPLETE_EVENT | {"id": None}, COMPLETE_EVENT | {"id": "e-2"}
+    )
 
     assert read_events.event_indices == [1, 3] and [
         rejection.event_index for rejection in read_events.rejected
@@ -115,16 +117,16 @@ def test_others_of_the_request_are_read_all_the_same() -> None:
     assert "events[2].id" in read_events.rejected[1].detail
 
 
-def test_nothing_is_accepted_of_who_was_erased_or_blocked_or_told_of_them() -> None:
+def test_events_of_erased_or_blocked_users_are_rejected_without_naming_them() -> None:
     for blocklist in (
         Blocklist(users=frozenset([b"u-1"])),
         Blocklist(entities=frozenset([b"u-1"])),
     ):
-        read_events = read(WHOLE, blocklist=blocklist)
+        read_events = read(COMPLETE_EVENT, blocklist=blocklist)
 
         assert [rejection.reason for rejection in read_events.rejected] == ["erased"]
         assert "u-1" not in read_events.rejected[0].detail
-    assert reasons(WHOLE, blocklist=Blocklist(items=frozenset([b"i-1", b"u-1"]))) == []
+    assert reasons(COMPLETE_EVENT, blocklist=Blocklist(items=frozenset([b"i-1", b"u-1"]))) == []
 
 
 @pytest.mark.parametrize(
@@ -179,11 +181,11 @@ FIELDS = st.dictionaries(
 
 
 @settings(deadline=None)  # beside other work a first example may take long
-@given(st.lists(FIELDS | st.just(WHOLE) | JSON, max_size=8))
-def test_each_event_is_read_or_rejected_and_what_is_read_comes_back(events: list[Any]) -> None:
+@given(st.lists(FIELDS | st.just(COMPLETE_EVENT) | JSON, max_size=8))
+def test_every_event_is_read_or_rejected_and_read_events_come_back(events: list[Any]) -> None:
     decoded_events = orjson.loads(orjson.dumps(events))
 
-    read_events = READER.of_body(decoded_events, NOW_S, NOBODY)
+    read_events = READER.of_body(decoded_events, NOW_S, EMPTY_BLOCKLIST)
 
     assert sorted(
         [*read_events.event_indices, *(rejection.event_index for rejection in read_events.rejected)]
@@ -196,7 +198,9 @@ def test_each_event_is_read_or_rejected_and_what_is_read_comes_back(events: list
 
 
 def test_the_same_id_of_two_users_is_two_events_and_of_one_user_one() -> None:
-    first, second, third = read(WHOLE, WHOLE | {"user": "u-2"}, WHOLE | {"item": "i-2"}).packed
+    first, second, third = read(
+        COMPLETE_EVENT, COMPLETE_EVENT | {"user": "u-2"}, COMPLETE_EVENT | {"item": "i-2"}
+    ).packed
 
     assert first.id_key != second.id_key and first.source_key != second.source_key
     assert first.id_key == third.id_key and first.source_key == third.source_key
@@ -204,7 +208,9 @@ def test_the_same_id_of_two_users_is_two_events_and_of_one_user_one() -> None:
 
 def of_inbox(**fields: str) -> Event:
     inbox_entry = {name.encode(): text.encode() for name, text in fields.items()}
-    return Event.from_bytes(READER.of_inbox(inbox_entry, "1700000000000-3", NOW_S, NOBODY).body)
+    return Event.from_bytes(
+        READER.of_inbox(inbox_entry, "1700000000000-3", NOW_S, EMPTY_BLOCKLIST).body
+    )
 
 
 def test_an_entry_of_the_inbox_has_texts_and_its_own_id_if_no_other() -> None:
@@ -242,7 +248,7 @@ def test_an_entry_that_is_no_event_is_rejected(fields: dict[str, str], reason: s
 
 def test_an_entry_that_is_no_utf8_is_rejected() -> None:
     with pytest.raises(Problem, match="no event"):
-        READER.of_inbox({b"user": b"\xff"}, "1-0", NOW_S, NOBODY)
+        READER.of_inbox({b"user": b"\xff"}, "1-0", NOW_S, EMPTY_BLOCKLIST)
 
 
 def test_events_are_no_larger_than_a_sample_of_the_stream_judges_well() -> None:

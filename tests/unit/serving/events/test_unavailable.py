@@ -48,7 +48,7 @@ async def test_a_refused_request_does_not_name_the_redis_of_events(
     assert "events.internal:6380" in caplog.text
 
 
-async def test_what_is_said_of_durability_is_told() -> None:
+async def test_a_durability_error_is_passed_to_the_caller() -> None:
     with pytest.raises(Problem, match="its disk in time: send them again"):
         await intake(
             EventsUnavailable("the Redis of events did not write to its disk in time")

@@ -107,7 +107,7 @@ class Scene:
     folder: Path
     log: list[str] = field(default_factory=list)
     clock: FakeClock = field(default_factory=FakeClock)
-    own: FakeService = field(default_factory=FakeService)
+    own_service: FakeService = field(default_factory=FakeService)
     failing: set[str] = field(default_factory=set)
     unconfigured: set[str] = field(default_factory=set)
     opened: dict[str, FakeNamespace] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Scene:
         self.starts.set()
         self.ends.set()
         self.arms = Arms(
-            cast(LookupService, self.own), "own", self.store, self.open,
+            cast(LookupService, self.own_service), "own", self.store, self.open,
             in_thread=THREADS, grace_s=GRACE_S, timer=self.clock,
         )  # fmt: skip
 
@@ -135,12 +135,12 @@ class Scene:
             self.store, lambda record: replace(record, salt="own", experiments=experiments)
         )
 
-    async def look(self) -> None:
+    async def refresh_and_settle(self) -> None:
         """Looks, and waits until what that begins is done."""
         await self.arms.refresh()
         await self.arms.settled()
 
-    async def begun(self) -> None:
+    async def wait_for_start(self) -> None:
         """Waits until a start is under way."""
         for _ in range(9):
             await asyncio.sleep(0)
@@ -152,14 +152,16 @@ class Scene:
 
     def block(self, version: int, item: bytes) -> Blocklist:
         """Puts a version in force in the own namespace, which nobody is told."""
-        self.own.follower.holder.blocklist = blocklist = Blocklist(version, frozenset({item}))
+        self.own_service.follower.holder.blocklist = blocklist = Blocklist(
+            version, frozenset({item})
+        )
         return blocklist
 
-    def beside(self, name: str) -> Blocklist | None:
+    def get_other_blocklist(self, name: str) -> Blocklist | None:
         """What a namespace was told to obey last."""
         blocklist: Blocklist | None = self.opened[name].service.follower.holder.other_blocklist
         return blocklist
 
 
-OTHER = replace(experiment("f", "third"), buckets=((5_000, 6_000),))
+OTHER_EXPERIMENT = replace(experiment("f", "third"), buckets=((5_000, 6_000),))
 """A second experiment beside that of `experiment()`."""

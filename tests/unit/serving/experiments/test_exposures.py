@@ -20,11 +20,11 @@ START = HOUR * 3_600.0
 class FailingStore(ArtefactStore):
     """Says that a write failed, as often as told: before it happened, or after."""
 
-    before = after = 0
+    failures_before_write = after = 0
 
     def write_once(self, path: str, data: bytes) -> bool:
-        if self.before:
-            self.before -= 1
+        if self.failures_before_write:
+            self.failures_before_write -= 1
             raise StoreError("away")
         is_new = super().write_once(path, data)
         if self.after:
@@ -54,7 +54,7 @@ def keys_of(arm_line: dict[str, Any]) -> list[str]:
     return [key for key, _ in arm_line["exposures"]]
 
 
-async def test_a_key_is_written_once_an_hour_for_each_arm_and_every_request_is_counted(
+async def test_a_key_is_written_once_an_hour_per_arm_and_every_request_is_counted(
     tmp_path: Path,
 ) -> None:
     log, store, clock = log_of(tmp_path)
@@ -88,7 +88,7 @@ async def test_a_key_is_written_once_an_hour_for_each_arm_and_every_request_is_c
 async def test_a_store_that_fails_delays_and_repeats_nothing(tmp_path: Path) -> None:
     log, store, _ = log_of(tmp_path)
     log.request("e", "x", b"a")
-    store.before = 1
+    store.failures_before_write = 1
     await log.flush()
     assert not lines(store)
 

@@ -14,7 +14,7 @@ from serving.traffic.arms import Arms, Routing
 from serving.traffic.canary import CanaryRouters
 from serving.traffic.exposures import ExposureLog
 from serving.traffic.router import ExperimentMetrics, ExperimentRouter
-from tests.unit.serving.experiments.scene import KEYS, OTHER, FakeService, experiment
+from tests.unit.serving.experiments.scene import KEYS, OTHER_EXPERIMENT, FakeService, experiment
 
 
 @dataclass
@@ -30,10 +30,10 @@ class FakeArms:
 
 @dataclass
 class FakeExposures:
-    noted: list[tuple[str, str, bytes | None]] = field(default_factory=list)
+    recorded_requests: list[tuple[str, str, bytes | None]] = field(default_factory=list)
 
     def request(self, experiment: str, arm: str, key: bytes | None) -> None:
-        self.noted.append((experiment, arm, key))
+        self.recorded_requests.append((experiment, arm, key))
 
 
 @dataclass
@@ -62,14 +62,14 @@ def asked_with(key: bytes) -> RequestOptions:
 
 @pytest.mark.parametrize(
     "remaining_experiments",
-    [(), (OTHER,), (replace(OTHER, started_at=None),)],
+    [(), (OTHER_EXPERIMENT,), (replace(OTHER_EXPERIMENT, started_at=None),)],
     ids=["none", "another", "one ready"],
 )
 def test_requests_under_way_over_a_stop_are_answered_as_they_were_routed(
     remaining_experiments: tuple[Experiment, ...],
 ) -> None:
     scene = Scene()
-    scene.run(experiment(), OTHER)
+    scene.run(experiment(), OTHER_EXPERIMENT)
     entities: list[RequestedEntity] = []
     routed = [(key, scene.router.route(entities, asked_with(key))[1]) for key in KEYS[:200]]
     under_way = [
@@ -90,7 +90,9 @@ def test_requests_under_way_over_a_stop_are_answered_as_they_were_routed(
         for request_answers in answers
     ]
     assert marked_arms == [[("e", assignment.arm)] * 2 for _, assignment in under_way]
-    assert scene.exposures.noted == [("e", assignment.arm, key) for key, assignment in under_way]
+    assert scene.exposures.recorded_requests == [
+        ("e", assignment.arm, key) for key, assignment in under_way
+    ]
 
 
 def test_a_key_that_was_erased_while_its_request_was_under_way_is_not_written_down() -> None:
@@ -103,4 +105,4 @@ def test_a_key_that_was_erased_while_its_request_was_under_way_is_not_written_do
     scene.arms.own_service.follower.holder.blocklist = Blocklist(1, users=frozenset({key}))
     scene.router.attach_arm(assigned, [{"source": "l1"}])
 
-    assert scene.exposures.noted == [("e", assigned.arm, None)]
+    assert scene.exposures.recorded_requests == [("e", assigned.arm, None)]

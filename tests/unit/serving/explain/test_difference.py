@@ -6,19 +6,19 @@ import pytest
 from serving.explain.explainer import prediction_difference
 
 
-def listed(*items: str, first: float = 1.0) -> dict[str, object]:
+def make_list(*items: str, first: float = 1.0) -> dict[str, object]:
     return {"items": list(items), "scores": np.arange(len(items), dtype=np.float32)[::-1] + first}
 
 
 def test_equal_lists_are_exact() -> None:
-    comparison = prediction_difference(listed("a", "b"), listed("a", "b", first=1.5))
+    comparison = prediction_difference(make_list("a", "b"), make_list("a", "b", first=1.5))
 
     assert comparison["exact"] and comparison["overlap"] == 1.0 and comparison["delta_max"] == 0.5
     assert comparison["places_moved_max"] == 0
 
 
 def test_items_in_one_list_only_are_named() -> None:
-    comparison = prediction_difference(listed("a", "b", "c"), listed("b", "a", "d", "e"))
+    comparison = prediction_difference(make_list("a", "b", "c"), make_list("b", "a", "d", "e"))
 
     assert not comparison["exact"] and comparison["k"] == 4 and comparison["overlap"] == 0.5
     assert (comparison["only_stored"], comparison["only_live"]) == (["c"], ["d", "e"])
@@ -26,9 +26,9 @@ def test_items_in_one_list_only_are_named() -> None:
 
 
 def test_lists_with_nothing_in_common_have_no_deltas() -> None:
-    assert prediction_difference(listed("a"), listed("b"))["delta_max"] is None
-    assert prediction_difference(listed(), listed()) == prediction_difference(
-        listed(), listed()
+    assert prediction_difference(make_list("a"), make_list("b"))["delta_max"] is None
+    assert prediction_difference(make_list(), make_list()) == prediction_difference(
+        make_list(), make_list()
     ) | {
         "exact": True,
         "overlap": 1.0,

@@ -8,7 +8,7 @@ from serving.cli import lookup
 from serving.explain import cli
 
 HOSTILE = "u\x1b[31m\n\x9b2J"
-SHOWN = r"u\u001b[31m\u000a\u009b2J"
+ESCAPED_ID = r"u\u001b[31m\u000a\u009b2J"
 ANSWER = {
     "table": "user_topk", "id": HOSTILE, "source": "l2", "generation": "g", "age_seconds": 7.0,
     "items": [HOSTILE, "b"], "scores": [0.5, 0.25],
@@ -39,7 +39,7 @@ def test_an_id_cannot_steer_the_terminal(
 
     printed = capsys.readouterr().out
     assert not {"\x1b", "\x9b"} & set(printed)
-    assert cli_options or printed.count(SHOWN) >= 2
+    assert cli_options or printed.count(ESCAPED_ID) >= 2
 
 
 def test_what_a_service_refuses_an_id_with_cannot_either(

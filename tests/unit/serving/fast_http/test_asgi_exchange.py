@@ -7,7 +7,7 @@ from serving.http.lookup_connection import AsgiCycle
 START = {"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]}
 
 
-async def test_an_answer_in_pieces_is_told_whole_with_its_length() -> None:
+async def test_an_answer_in_pieces_is_sent_whole_with_its_length() -> None:
     cycle = AsgiCycle(b"")
     await cycle.send(START)
     await cycle.send({"type": "http.response.body", "body": b"one", "more_body": True})
@@ -21,7 +21,7 @@ async def test_an_answer_in_pieces_is_told_whole_with_its_length() -> None:
     assert START["headers"] == [(b"a", b"b")]
 
 
-async def test_a_length_that_was_told_is_not_told_twice() -> None:
+async def test_a_given_length_is_not_added_twice() -> None:
     cycle = AsgiCycle(b"")
     length = (b"content-length", b"0")
     await cycle.send({**START, "headers": [length]})

@@ -26,7 +26,7 @@ from serving.http.lookup_connection import (
 from serving.requests.context import CALLER_KEY
 
 READY = {b"/ready": b'{"a":1}', b"/ready?k=2": b"{}", b"/long": b"x" * 70_000}
-STORED = {
+STORED_ANSWERS = {
     b"/v1/lookup/t/a": (200, [], b'{"stored":1}'),
     b"/v1/lookup/t/shed?k=3": (503, [(b"retry-after", b"1")], b"later"),
     b"/v1/lookup/t/b": (200, [], b'{"with":"others"}'),
@@ -34,7 +34,7 @@ STORED = {
 WITH_OTHERS = b"/v1/lookup/t/b", b"/v1/lookup/t/gone"
 """Without a task; the last one gets no answer after all."""
 HEADERS = [(b"date", b"today"), (b"server", b"uvicorn")]
-KEPT = b"\r\nHost: a\r\nAccept: */*\r\n\r\n"
+KEEP_ALIVE_BLOCK = b"\r\nHost: a\r\nAccept: */*\r\n\r\n"
 
 
 class Ready:
@@ -67,7 +67,7 @@ class Front:
         self.gate: Any = None
         self.has_room: Any = None
         self.callers = Callers(is_open=True)
-        self.asked: list[bytes] = []
+        self.looked_up_targets: list[bytes] = []
         self.asked_with_others: list[bytes] = []
         self.run: list[bytes] = []
         self.is_overloaded = False
@@ -90,7 +90,7 @@ class Front:
         self.asked_with_others.append(target)
         loop = asyncio.get_running_loop()
         group_future = loop.create_future()
-        answer = STORED[target][2] if target in STORED else None
+        answer = STORED_ANSWERS[target][2] if target in STORED_ANSWERS else None
         loop.call_soon(loop.call_soon, group_future.set_result, answer)
         return group_future
 
@@ -104,9 +104,9 @@ class Front:
 
     async def answer_get(self, target: bytes, _scope: Any) -> Any:
         """As if Redis was asked, for what is stored."""
-        self.asked.append(target)
-        await turns()
-        return messages(*STORED[target]) if target in STORED else None
+        self.looked_up_targets.append(target)
+        await run_loop_iterations()
+        return messages(*STORED_ANSWERS[target]) if target in STORED_ANSWERS else None
 
 
 class Transport(asyncio.Transport):
@@ -155,7 +155,7 @@ def messages(status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> tu
     return start, {"type": "http.response.body", "body": body}
 
 
-async def turns() -> None:
+async def run_loop_iterations() -> None:
     """A few, of the loop."""
     for _ in range(3):
         await asyncio.sleep(0)
@@ -164,9 +164,9 @@ async def turns() -> None:
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """Answers what is ready or stored as it is, and tells of everything else what it was."""
     target = target_of(scope)
-    if scope["method"] == "GET" and target in STORED:
-        await turns()
-        for message in messages(*STORED[target]):
+    if scope["method"] == "GET" and target in STORED_ANSWERS:
+        await run_loop_iterations()
+        for message in messages(*STORED_ANSWERS[target]):
             await send(message)
         return
     body = READY.get(target) if scope["method"] == "GET" else None
@@ -186,7 +186,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send(start)
     if target == b"/v1/lookup/pieces":
         await send({**end, "body": body[:3], "more_body": True})
-        await turns()
+        await run_loop_iterations()
         end["body"] = body[3:]
     await send(end)
 
@@ -207,7 +207,7 @@ class Connection:
         )
         self.protocol.connection_made(self.transport)
 
-    async def take(self, chunk: bytes) -> None:
+    async def deliver(self, chunk: bytes) -> None:
         """A piece arrives, and is worked off."""
         if not self.transport.is_closed:
             self.protocol.data_received(chunk)
@@ -215,7 +215,7 @@ class Connection:
                 await asyncio.sleep(0)
 
 
-def sent(
+def run_exchange(
     chunks: Sequence[bytes], front: Front | None, at_once: Sequence[bool] = ()
 ) -> tuple[bytes, bool, int]:
     """What comes back, whether the connection is closed, and how many requests the server counts.
@@ -229,9 +229,9 @@ def sent(
             if is_early and not connection.transport.is_closed:
                 connection.protocol.data_received(chunk)
             else:
-                await connection.take(chunk)
+                await connection.deliver(chunk)
         for _ in range(8):
-            await connection.take(b"")
+            await connection.deliver(b"")
         raw_responses = bytes(connection.transport.written)
         closed, count = connection.transport.is_closed, connection.state.total_requests
         connection.protocol.connection_lost(None)
@@ -240,12 +240,16 @@ def sent(
     return asyncio.run(run())
 
 
-def get(target: bytes = b"/ready", block: bytes = KEPT, version: bytes = b"1.1") -> bytes:
+def get(
+    target: bytes = b"/ready", block: bytes = KEEP_ALIVE_BLOCK, version: bytes = b"1.1"
+) -> bytes:
     """The bytes of a request."""
     return b"GET " + target + b" HTTP/" + version + block
 
 
-def post(target: bytes = b"/v1/lookup/t", body: bytes = b"{}", block: bytes = KEPT) -> bytes:
+def post(
+    target: bytes = b"/v1/lookup/t", body: bytes = b"{}", block: bytes = KEEP_ALIVE_BLOCK
+) -> bytes:
     """The bytes of a request with a body, whose length stands before its other headers."""
     length = b"\r\nContent-Length: %d" % len(body)
     return b"POST " + target + b" HTTP/1.1" + length + block + body
@@ -259,22 +263,24 @@ POSTED = st.builds(
     ]),
     st.sampled_from([b"{}", b"", b"x" * 300, b"\r\n\r\n", get(b"/ready")]),
     st.sampled_from([
-        KEPT, KEPT, KEPT, b"\r\n\r\n", b"\r\nHost: a\r\nX-Not: 1\r\n\r\n", b"\r\nHost: a\r\nConnection: close\r\n\r\n",
+        KEEP_ALIVE_BLOCK, KEEP_ALIVE_BLOCK, KEEP_ALIVE_BLOCK, b"\r\n\r\n", b"\r\nHost: a\r\nX-Not: 1\r\n\r\n",
+        b"\r\nHost: a\r\nConnection: close\r\n\r\n",
         b"\r\nHost: a\r\nContent-Length: 2\r\n\r\n", b"\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"\r\nbroken\r\n\r\n",
         b"0\r\nA: b\r\n\r\n", b"\r\n more\r\n\r\n", b"\r\nHost: a\r\nExpect: 100-continue\r\n\r\n",
     ]),
 )  # fmt: skip
 TARGETS = st.sampled_from([
-    *READY, *STORED, *WITH_OTHERS[1:], b"/v1/lookup/t/none", b"/v1/lookup/t/a#x", b"/other", b"http://a/ready",
+    *READY, *STORED_ANSWERS, *WITH_OTHERS[1:], b"/v1/lookup/t/none", b"/v1/lookup/t/a#x", b"/other", b"http://a/ready",
     b"/ready#x", b"/ready ", b"", b"/v1/lookup/t/a ", b"/v1/lookup/t/a\t", b"/v1/lookup/t/\x7f", b"/v1/lookup/t/\x01",
 ])  # fmt: skip
 BLOCKS = st.sampled_from([
-    KEPT, KEPT, KEPT, b"\r\n\r\n", b"\r\nHost: a\r\nX-Not: 1\r\n\r\n", b"\r\nHost: a\r\nConnection: close\r\n\r\n",
+    KEEP_ALIVE_BLOCK, KEEP_ALIVE_BLOCK, KEEP_ALIVE_BLOCK, b"\r\n\r\n", b"\r\nHost: a\r\nX-Not: 1\r\n\r\n",
+    b"\r\nHost: a\r\nConnection: close\r\n\r\n",
     b"\r\nHost: a\r\nConnection: keep-alive\r\n\r\n", b"\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc",
     b"\r\nHost: a\r\nContent-Length: 0\r\n\r\n",
     b"\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n",
-    b"\r\nHost: a\r\nExpect: 100-continue\r\n\r\n", b"\r\nbroken\r\n\r\n", b"\r\nA: b\n\n", KEPT + b"\r\n",
+    b"\r\nHost: a\r\nExpect: 100-continue\r\n\r\n", b"\r\nbroken\r\n\r\n", b"\r\nA: b\n\n", KEEP_ALIVE_BLOCK + b"\r\n",
     b"\r\nA: " + b"b" * 9_000 + b"\r\n\r\n",
 ])  # fmt: skip
 
@@ -290,7 +296,7 @@ def streams(draw: st.DrawFn) -> list[bytes]:
                 st.just(b"POST /other HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nhi"),
                 POSTED,
                 st.just(post()),
-                st.just(b"HEAD /ready HTTP/1.1" + KEPT),
+                st.just(b"HEAD /ready HTTP/1.1" + KEEP_ALIVE_BLOCK),
             )
         )
         for _ in range(draw(st.integers(1, 6)))
@@ -309,19 +315,23 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 def test_every_stream_of_bytes_is_answered_as_by_uvicorn(
     chunks: list[bytes], at_once: list[bool]
 ) -> None:
-    expected = sent(chunks, None, at_once)
+    expected = run_exchange(chunks, None, at_once)
     if (
         b"400 Bad Request" in expected[0]
     ):  # of what is under way before that uvicorn answers nothing
-        at_once, expected = [], sent(chunks, None)
-    assert sent(chunks, Front(), at_once) == expected
+        at_once, expected = [], run_exchange(chunks, None)
+    assert run_exchange(chunks, Front(), at_once) == expected
 
 
 def test_the_second_request_with_the_same_headers_is_answered_from_here() -> None:
     front = Front()
-    exchange_outcome = sent([get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], front)
+    exchange_outcome = run_exchange(
+        [get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], front
+    )
     assert front.untraced_fast.answered == [b"/ready?k=2", b"/ready", b"/ready"]
-    assert exchange_outcome == sent([get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], None)
+    assert exchange_outcome == run_exchange(
+        [get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], None
+    )
 
 
 @pytest.mark.parametrize("block", [
@@ -339,7 +349,7 @@ def test_headers_of_a_request_that_is_all_there(block: bytes) -> None:
     b"\r\nHost: a\r\nContent-Length: 0\r\nContent-Length: 0\r\n\r\n", b"\r\nContent-Length: +0\r\n\r\n",
     b"\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"\r\nHost: a\r\nExpect: 100-continue\r\n\r\n",
     b"\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
-    KEPT + b"GET / HTTP/1.1\r\n\r\n",
+    KEEP_ALIVE_BLOCK + b"GET / HTTP/1.1\r\n\r\n",
 ])  # fmt: skip
 def test_headers_of_anything_else(block: bytes) -> None:
     assert parse_plain_headers(block) is None
@@ -348,9 +358,9 @@ def test_headers_of_anything_else(block: bytes) -> None:
 def test_an_answer_waits_for_the_one_before_it() -> None:
     async def run() -> bytes:
         connection = Connection(Front())
-        await connection.take(get())
-        await connection.take(b"POST /other HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nh")
-        await connection.take(b"i" + get(b"/other"))
+        await connection.deliver(get())
+        await connection.deliver(b"POST /other HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nh")
+        await connection.deliver(b"i" + get(b"/other"))
         connection.protocol.data_received(get(b"/other"))  # under way, not yet answered
         connection.protocol.data_received(get())
         for _ in range(16):
@@ -369,15 +379,15 @@ def test_an_answer_waits_for_the_one_before_it() -> None:
 def test_what_only_looks_like_a_request_is_none(preceding_chunk: bytes) -> None:
     front = Front()
     chunks = [get(), get(), preceding_chunk, get()]
-    assert sent(chunks, front) == sent(chunks, None)
+    assert run_exchange(chunks, front) == run_exchange(chunks, None)
     assert front.untraced_fast.answered == [b"/ready"]
 
 
 @pytest.mark.parametrize("line", [b"GET /ready HTTP/1.0", b"GET /ready", b"GET  /ready HTTP/1.1"])
 def test_other_request_lines_are_uvicorns_to_judge(line: bytes) -> None:
     front = Front()
-    chunks = [get(), get(), line + KEPT]
-    assert sent(chunks, front) == sent(chunks, None)
+    chunks = [get(), get(), line + KEEP_ALIVE_BLOCK]
+    assert run_exchange(chunks, front) == run_exchange(chunks, None)
     assert front.untraced_fast.answered == [b"/ready"]
 
 
@@ -385,10 +395,10 @@ def test_a_server_that_drains_closes_its_connections() -> None:
     async def run() -> tuple[bytes, bool]:
         connection = Connection(Front())
         for _ in range(3):
-            await connection.take(get())
+            await connection.deliver(get())
         length_before = len(connection.transport.written)
         connection.state.default_headers.append((b"connection", b"close"))
-        await connection.take(get())
+        await connection.deliver(get())
         return bytes(connection.transport.written[length_before:]), connection.transport.is_closed
 
     response, is_closed = asyncio.run(run())
@@ -398,14 +408,14 @@ def test_a_server_that_drains_closes_its_connections() -> None:
 def test_a_reader_that_does_not_keep_up_is_not_sent_more() -> None:
     async def run() -> int:
         connection = Connection(Front())
-        await connection.take(get())
+        await connection.deliver(get())
         connection.protocol.pause_writing()
         length_before = len(connection.transport.written)
-        await connection.take(get())
-        await connection.take(get())
+        await connection.deliver(get())
+        await connection.deliver(get())
         new_byte_count = len(connection.transport.written) - length_before
         connection.protocol.resume_writing()
-        await connection.take(b"")
+        await connection.deliver(b"")
         return new_byte_count
 
     assert asyncio.run(run()) == 0
@@ -415,7 +425,7 @@ def test_a_connection_is_closed_once_nothing_was_asked_for_as_long_as_uvicorn_wa
     async def run() -> list[bool]:
         connection, closed_states = Connection(Front()), []
         for _ in range(3):
-            await connection.take(get())
+            await connection.deliver(get())
         for _ in range(2):
             connection.protocol.timeout_keep_alive_handler()
             closed_states.append(connection.transport.is_closed)
@@ -424,19 +434,19 @@ def test_a_connection_is_closed_once_nothing_was_asked_for_as_long_as_uvicorn_wa
     assert asyncio.run(run()) == [False, True]
 
 
-def known(*targets: bytes) -> list[bytes]:
+def make_known_header_gets(*targets: bytes) -> list[bytes]:
     """Requests on a connection whose headers are known."""
     return [get(), get(), *map(get, targets)]
 
 
 @pytest.mark.parametrize(
-    "target", [*STORED, *WITH_OTHERS[1:], b"/v1/lookup/t/none", b"/v1/lookup/t/\xc3\xa9"]
+    "target", [*STORED_ANSWERS, *WITH_OTHERS[1:], b"/v1/lookup/t/none", b"/v1/lookup/t/\xc3\xa9"]
 )
 def test_what_is_stored_is_answered_past_uvicorn_as_by_uvicorn(target: bytes) -> None:
-    front, chunks = Front(), known(target, b"/ready", target)
-    assert sent(chunks, front) == sent(chunks, None)
+    front, chunks = Front(), make_known_header_gets(target, b"/ready", target)
+    assert run_exchange(chunks, front) == run_exchange(chunks, None)
     expected_targets = [target] * 2 if target.isascii() else []
-    assert (front.asked_with_others, front.asked) == (
+    assert (front.asked_with_others, front.looked_up_targets) == (
         (expected_targets, []) if target in WITH_OTHERS else ([], expected_targets)
     )
 
@@ -444,17 +454,17 @@ def test_what_is_stored_is_answered_past_uvicorn_as_by_uvicorn(target: bytes) ->
 @pytest.mark.parametrize("is_joined", [False, True])
 def test_what_comes_while_a_lookup_is_under_way_waits_for_it(is_joined: bool) -> None:
     target = WITH_OTHERS[0] if is_joined else b"/v1/lookup/t/a"
-    front, chunks = Front(), known(target, b"/ready", b"/other", target)
+    front, chunks = Front(), make_known_header_gets(target, b"/ready", b"/other", target)
     at_once = [False, False, True, True, True, True]
-    assert sent(chunks, front, at_once) == sent(chunks, None, at_once)
-    assert (front.asked_with_others if is_joined else front.asked)[:1] == [target]
+    assert run_exchange(chunks, front, at_once) == run_exchange(chunks, None, at_once)
+    assert (front.asked_with_others if is_joined else front.looked_up_targets)[:1] == [target]
 
 
 async def under_way(target: bytes = b"/v1/lookup/t/a") -> Connection:
     """A connection with a lookup that has just begun."""
     connection = Connection(Front())
-    for chunk in known():
-        await connection.take(chunk)
+    for chunk in make_known_header_gets():
+        await connection.deliver(chunk)
     connection.transport.written.clear()
     connection.protocol.data_received(get(target))
     assert len(connection.state.tasks) == (target not in WITH_OTHERS)
@@ -472,14 +482,16 @@ def test_a_lookup_under_way_is_answered_before_the_server_stops(
             connection.state.default_headers.append((b"connection", b"close"))
         connection.protocol.shutdown()
         was_closed = connection.transport.is_closed
-        await connection.take(b"")
-        await connection.take(b"")
+        await connection.deliver(b"")
+        await connection.deliver(b"")
         return bytes(connection.transport.written), was_closed, connection.transport.is_closed
 
     response, was_closed, is_closed = asyncio.run(run())
     assert not was_closed and is_closed
     assert response.count(b"connection: close") == 1
-    assert response.endswith(STORED[target][2] if target in STORED else b"GET" + target)
+    assert response.endswith(
+        STORED_ANSWERS[target][2] if target in STORED_ANSWERS else b"GET" + target
+    )
 
 
 @pytest.mark.parametrize("target", [b"/v1/lookup/t/a", WITH_OTHERS[0]])
@@ -519,7 +531,7 @@ def test_what_waits_behind_a_lookup_is_bounded(
         for _ in range(2):
             connection.protocol.data_received(b"POST /other HTTP/1.1\r\n" + b"A: " + b"b" * 40_000)
             paused_states.append(connection.protocol.flow.read_paused)
-        await connection.take(b"")
+        await connection.deliver(b"")
         return [*paused_states, connection.protocol.flow.read_paused]
 
     assert asyncio.run(run()) == [False, True, False]
@@ -528,11 +540,11 @@ def test_what_waits_behind_a_lookup_is_bounded(
 def test_the_second_lookup_with_a_body_and_the_same_headers_is_run_from_here() -> None:
     bodies = [b"{}", b"{ }", b"x" * 500, b""]
     front, chunks = Front(), [post(body=body) for body in bodies]
-    assert sent(chunks, front) == sent(chunks, None)
+    assert run_exchange(chunks, front) == run_exchange(chunks, None)
     assert front.run == [b"/v1/lookup/t"] * 3
 
 
-def test_an_application_is_told_of_a_body_as_by_uvicorn() -> None:
+def test_an_application_receives_a_body_as_from_uvicorn() -> None:
     scopes: list[dict[str, Any]] = []
 
     async def keeping(scope: Any, receive: Any, send: Any) -> None:
@@ -544,8 +556,10 @@ def test_an_application_is_told_of_a_body_as_by_uvicorn() -> None:
 
     front = Front()
     front.app = keeping
-    sent([post(b"/v1/lookup/t?k=3", b"1"), post(b"/v1/lookup/t?k=3", b"12")], front)
-    sent([post(b"/v1/lookup/t?k=3", b"12", b"\r\nExpect: nothing" + KEPT)], front)
+    run_exchange([post(b"/v1/lookup/t?k=3", b"1"), post(b"/v1/lookup/t?k=3", b"12")], front)
+    run_exchange(
+        [post(b"/v1/lookup/t?k=3", b"12", b"\r\nExpect: nothing" + KEEP_ALIVE_BLOCK)], front
+    )
 
     by_uvicorn, from_here, without = scopes
     assert by_uvicorn["headers"][0] == (b"content-length", b"1")
@@ -554,12 +568,12 @@ def test_an_application_is_told_of_a_body_as_by_uvicorn() -> None:
     assert without.keys() == by_uvicorn.keys()
 
 
-def test_what_is_refused_is_told_so_without_a_task() -> None:
+def test_a_refusal_is_sent_without_a_task() -> None:
     async def run() -> tuple[bytes, list[bytes], int]:
         front = Front()
         connection = Connection(front)
         for _ in range(2):
-            await connection.take(post())
+            await connection.deliver(post())
         connection.transport.written.clear()
         front.is_overloaded = True
         connection.protocol.data_received(post())
@@ -577,7 +591,7 @@ def test_a_watched_request_with_a_body_is_judged_by_the_application() -> None:
     front, chunks = Front(), [post(), post()]
     front.watch = SimpleNamespace(leaves=lambda _scope: False)
     front.is_overloaded = True
-    assert sent(chunks, front) == sent(chunks, None)
+    assert run_exchange(chunks, front) == run_exchange(chunks, None)
     assert not front.run
 
 
@@ -592,9 +606,9 @@ def test_a_lookup_with_a_body_that_is_cut_off_leaves_nothing_behind(end: str) ->
 
         front = Front()
         connection = Connection(front)
-        await connection.take(post())
+        await connection.deliver(post())
         front.app = waiting
-        await connection.take(post())
+        await connection.deliver(post())
         if end == "cancelled":
             for task in list(connection.state.tasks):
                 task.cancel()
@@ -612,7 +626,7 @@ def test_a_lookup_with_a_body_that_is_cut_off_leaves_nothing_behind(end: str) ->
 @pytest.mark.parametrize(("block", "expected_block", "digits"), [
     (b"\r\nContent-Length: 12\r\n\r\n", b"\r\nContent-Length: 0\r\n\r\n", b"12"),
     (b"\r\nA: b\r\ncontent-length: 7\r\nC: d\r\n\r\n", b"\r\nA: b\r\ncontent-length: 0\r\nC: d\r\n\r\n", b"7"),
-    (KEPT, KEPT, b""),
+    (KEEP_ALIVE_BLOCK, KEEP_ALIVE_BLOCK, b""),
     (b"\r\nContent-Length: 1234567890\r\n\r\n",) * 2 + (b"",),
     (b"\r\nContent-Length:1\r\n\r\n",) * 2 + (b"",),
     (b"\r\nX-Content-Length: 1\r\n\r\n",) * 2 + (b"",),
@@ -627,20 +641,22 @@ def test_what_fails_at_once_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> bool:
         raise RuntimeError("a defect")
 
-    front, chunks = Front(), known(b"/v1/lookup/t/a", WITH_OTHERS[0])
+    front, chunks = Front(), make_known_header_gets(b"/v1/lookup/t/a", WITH_OTHERS[0])
     monkeypatch.setattr(front, "try_join", broken)
-    assert sent(chunks, front) == sent(chunks, None)
-    assert front.asked == [b"/v1/lookup/t/a", WITH_OTHERS[0]]
+    assert run_exchange(chunks, front) == run_exchange(chunks, None)
+    assert front.looked_up_targets == [b"/v1/lookup/t/a", WITH_OTHERS[0]]
 
 
 def test_a_watched_request_goes_on() -> None:
     front = Front()
     front.watch = SimpleNamespace(leaves=lambda _scope: False)
-    assert sent(known(*STORED), front) == sent(known(*STORED), None)
-    assert not front.asked and front.untraced_fast.answered
+    assert run_exchange(make_known_header_gets(*STORED_ANSWERS), front) == run_exchange(
+        make_known_header_gets(*STORED_ANSWERS), None
+    )
+    assert not front.looked_up_targets and front.untraced_fast.answered
 
 
 def test_while_there_is_nothing_to_answer_from_requests_go_on() -> None:
     front = Front()
     front.untraced_fast = None
-    assert sent([get(), get(), get()], front) == sent([get(), get(), get()], None)
+    assert run_exchange([get(), get(), get()], front) == run_exchange([get(), get(), get()], None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serving.http.lookup_connection import has_closed
-from tests.polling import until
+from tests.polling import poll_until
 from tests.unit.serving.fast_http.test_connection import Connection, Front, Transport
 
 
@@ -24,7 +24,7 @@ def test_a_peer_that_has_closed_its_side_is_seen_whatever_it_sent_before(is_clos
             peer.shutdown(socket.SHUT_WR)
         with accepted:
             transport = asyncio.Transport({"socket": accepted})
-            assert until(lambda: has_closed(transport) == is_closed)
+            assert poll_until(lambda: has_closed(transport) == is_closed)
 
 
 @pytest.mark.parametrize("is_backlogged", [False, True])

@@ -7,18 +7,18 @@ from typing import Any
 from serving.access.callers import Callers
 from serving.http.lookup_connection import HEADER_BLOCK_BYTES_MAX, HeaderCache
 
-PLAIN = b"\r\nHost: a\r\n\r\n"
+HEADER_BLOCK = b"\r\nHost: a\r\n\r\n"
 
 
-class Hot:
+class FakeFastLookups:
     """Takes everything, and counts how often it was asked."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.check_count = 0
 
     def can_use_fast_path(self, _headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether it does."""
-        self.asked += 1
+        self.check_count += 1
         return True
 
 
@@ -27,46 +27,46 @@ def blocks(watch: Any = None) -> Any:
 
 
 def test_headers_are_judged_once() -> None:
-    header_cache, fast_lookups = blocks(), Hot()
-    judgement_before = header_cache.of(fast_lookups, PLAIN)
-    judgements = [header_cache.judged(fast_lookups, PLAIN) for _ in range(3)]
+    header_cache, fast_lookups = blocks(), FakeFastLookups()
+    judgement_before = header_cache.of(fast_lookups, HEADER_BLOCK)
+    judgements = [header_cache.judged(fast_lookups, HEADER_BLOCK) for _ in range(3)]
 
     assert (
         judgement_before is None
-        and header_cache.of(fast_lookups, PLAIN) is judgements[0]
-        and fast_lookups.asked == 1
+        and header_cache.of(fast_lookups, HEADER_BLOCK) is judgements[0]
+        and fast_lookups.check_count == 1
     )
     assert judgements[0].headers == [(b"host", b"a")] and judgements[0].is_unwatched
 
 
 def test_headers_that_allow_nothing_are_not_parsed_again() -> None:
-    header_cache, fast_lookups = blocks(), Hot()
+    header_cache, fast_lookups = blocks(), FakeFastLookups()
     refused = b"\r\nHost: a\r\nConnection: close\r\n\r\n"
 
     assert (
         header_cache.judged(fast_lookups, refused) is header_cache.of(fast_lookups, refused) is None
     )
-    assert fast_lookups.asked == 0
+    assert fast_lookups.check_count == 0
 
 
 def test_another_service_judges_anew() -> None:
-    header_cache, first_lookups, second_lookups = blocks(), Hot(), Hot()
-    header_cache.judged(first_lookups, PLAIN)
+    header_cache, first_lookups, second_lookups = blocks(), FakeFastLookups(), FakeFastLookups()
+    header_cache.judged(first_lookups, HEADER_BLOCK)
 
-    assert header_cache.of(second_lookups, PLAIN) is None
-    header_cache.judged(second_lookups, PLAIN)
+    assert header_cache.of(second_lookups, HEADER_BLOCK) is None
+    header_cache.judged(second_lookups, HEADER_BLOCK)
     assert (
-        header_cache.of(first_lookups, PLAIN) is None
-        and header_cache.of(second_lookups, PLAIN) is not None
+        header_cache.of(first_lookups, HEADER_BLOCK) is None
+        and header_cache.of(second_lookups, HEADER_BLOCK) is not None
     )
 
 
 def test_a_bounded_number_is_kept_and_nothing_long() -> None:
-    header_cache, fast_lookups = blocks(), Hot()
+    header_cache, fast_lookups = blocks(), FakeFastLookups()
     long = b"\r\nHost: a\r\nA: " + b"b" * HEADER_BLOCK_BYTES_MAX + b"\r\n\r\n"
     assert (
         header_cache.judged(fast_lookups, long) is header_cache.of(fast_lookups, long) is None
-        and fast_lookups.asked == 0
+        and fast_lookups.check_count == 0
     )
 
     header_blocks = [b"\r\nHost: a\r\nA: %d\r\n\r\n" % number for number in range(1_000)]
@@ -78,7 +78,7 @@ def test_a_bounded_number_is_kept_and_nothing_long() -> None:
 
 
 def test_a_body_of_another_length_changes_one_header_only() -> None:
-    header_cache, fast_lookups = blocks(), Hot()
+    header_cache, fast_lookups = blocks(), FakeFastLookups()
     allowed = header_cache.judged(fast_lookups, b"\r\nHost: b\r\nContent-Length: 0\r\nC: d\r\n\r\n")
 
     assert allowed.with_length(b"17") == [(b"host", b"b"), (b"content-length", b"17"), (b"c", b"d")]
@@ -87,9 +87,9 @@ def test_a_body_of_another_length_changes_one_header_only() -> None:
 
 def test_who_watches_says_whether_a_lookup_passes_by() -> None:
     watch = SimpleNamespace(leaves=lambda scope: (b"x-request-id", b"1") not in scope["headers"])
-    header_cache, fast_lookups = blocks(watch), Hot()
+    header_cache, fast_lookups = blocks(watch), FakeFastLookups()
 
-    assert header_cache.judged(fast_lookups, PLAIN).is_unwatched
+    assert header_cache.judged(fast_lookups, HEADER_BLOCK).is_unwatched
     assert not header_cache.judged(
         fast_lookups, b"\r\nHost: a\r\nX-Request-Id: 1\r\n\r\n"
     ).is_unwatched

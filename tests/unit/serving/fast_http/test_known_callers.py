@@ -34,9 +34,9 @@ class Metered(Front):
         self.tokens = {"ana": TokenEntry(**{"sha256": digest, "scopes": ("read",), **entry})}
         self.clock, self.counts, self.reached = clock, dict[str, CallerCounts](), list[bytes]()
         self.rows = QuotaTable.private()
-        self.callers = self.made()
+        self.callers = self.make_callers()
 
-    def made(self) -> Callers:
+    def make_callers(self) -> Callers:
         """Callers of the tokens as they are now."""
         return Callers.of(
             "", self.tokens, self.rows, self.counts, clock=self.clock, timer=self.clock
@@ -59,7 +59,7 @@ def statuses(front: Front, chunks: list[bytes]) -> list[int]:
         assert isinstance(connection.protocol, LookupConnection)
         for chunk in chunks:
             length_before = len(connection.transport.written)
-            await connection.take(chunk)
+            await connection.deliver(chunk)
             status_codes.append(int(connection.transport.written[length_before:][9:12]))
         connection.protocol.connection_lost(None)
         return status_codes
@@ -92,7 +92,7 @@ def test_ready_answers_are_metered_one_by_one() -> None:
     clock.tick(1.0)
     assert statuses(front, [get(TARGET, HEAD)] * 5) == [200, 200, 200, 429, 429]
     (quota,) = [caller.quota for _, caller in front.callers._digest_caller_pairs]
-    assert quota is not None and front.rows.read_state(quota._key, clock.now).in_flight == 0
+    assert quota is not None and front.rows.read_state(quota._key, clock.now_s).in_flight == 0
 
 
 def test_what_is_not_ready_goes_to_the_application_uncounted() -> None:
@@ -101,7 +101,7 @@ def test_what_is_not_ready_goes_to_the_application_uncounted() -> None:
 
     assert statuses(front, [get(stored_target, HEAD)] * 10) == [200] * 10
 
-    assert front.reached == [stored_target] * 10 and front.asked == []
+    assert front.reached == [stored_target] * 10 and front.looked_up_targets == []
     assert statuses(front, [get(TARGET, HEAD)] * 3) == [200, 200, 429]  # all of it was given back
 
 
@@ -111,7 +111,7 @@ def test_an_expired_token_is_the_applications_to_refuse() -> None:
     assert statuses(front, [get(TARGET, HEAD)] * 3) == [200] * 3
     assert len(front.reached) == 1
 
-    clock.now = 1_200.0
+    clock.now_s = 1_200.0
     statuses(front, [get(TARGET, HEAD)] * 3)
 
     assert len(front.reached) == 4 and len(front.untraced_fast.answered) == 2
@@ -126,7 +126,7 @@ def test_a_head_that_was_judged_is_judged_anew_once_tokens_change() -> None:
     assert blocks.of(fast, HEAD) is allowed
 
     front.tokens = {}
-    front.callers = front.made()
+    front.callers = front.make_callers()
 
     assert blocks.of(fast, HEAD) is None and blocks.judged(fast, HEAD) is None
 

@@ -13,10 +13,10 @@ class Peer:
     """Takes as much of its answers as a test says."""
 
     def __init__(self, unsent_bytes: int = 10 * KIB) -> None:
-        self.left, self.is_cut = unsent_bytes, False
+        self.unsent_bytes, self.is_cut = unsent_bytes, False
 
     def unread_bytes(self) -> int:
-        return self.left
+        return self.unsent_bytes
 
     def cut_off(self) -> None:
         self.is_cut = True
@@ -68,7 +68,7 @@ def test_what_was_taken_since_is_seen_before_anybody_is_cut_off(unread: Any) -> 
     for peer in peers:
         unread.add(peer, 0.0)
     for peer in peers:
-        peer.left = 5 * KIB
+        peer.unsent_bytes = 5 * KIB
 
     assert not unread.is_full(10 * SLOW_READER_S) and not any(peer.is_cut for peer in peers)
     assert unread.held_bytes == 35 * KIB

@@ -14,7 +14,13 @@ import pytest
 from cache.config.serving import PeerBounds
 from serving.http.connections import BEHIND_BYTES_MAX
 from serving.http.http1_protocol import PIECE
-from tests.unit.serving.fast_http.test_connection import KEPT, Connection, Front, Transport, get
+from tests.unit.serving.fast_http.test_connection import (
+    KEEP_ALIVE_BLOCK,
+    Connection,
+    Front,
+    Transport,
+    get,
+)
 
 BOUNDS = PeerBounds(head_bytes=2_000, head_fields=10, connections_max=4, connections_new_max=3)
 LINE = b"GET /other HTTP/1.1\r\n"
@@ -28,7 +34,7 @@ class Unread(Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.is_aborted = 0, False
+        self.unsent_bytes, self.is_aborted = 0, False
         self._extra = {
             "socket": SimpleNamespace(
                 setsockopt=lambda *_: None,
@@ -38,7 +44,7 @@ class Unread(Transport):
         }
 
     def get_write_buffer_size(self) -> int:
-        return self.left
+        return self.unsent_bytes
 
     def abort(self) -> None:
         self.is_aborted = self.is_closed = True
@@ -92,7 +98,7 @@ def test_a_head_has_at_most_so_many_bytes(more: int, expected: bytes, is_in_targ
         connection = opened()
         remaining_bytes = BOUNDS.head_bytes - len(b"/otherHosta") + more
         head = b"GET /other?%b HTTP/1.1\r\nHost: a\r\n\r\n" % (b"q" * (remaining_bytes - 1))
-        await connection.take(
+        await connection.deliver(
             head if is_in_target else LINE + HOST + field(remaining_bytes) + b"\r\n"
         )
         assert status(connection) == expected
@@ -105,7 +111,7 @@ def test_a_head_has_at_most_so_many_bytes(more: int, expected: bytes, is_in_targ
 def test_a_head_has_at_most_so_many_fields(count: int, expected: bytes) -> None:
     async def test() -> None:
         connection = opened()
-        await connection.take(LINE + HOST + b"a:b\r\n" * (count - 1) + b"\r\n")
+        await connection.deliver(LINE + HOST + b"a:b\r\n" * (count - 1) + b"\r\n")
         assert status(connection) == expected
         assert connection.transport.is_closed == (expected == b"431")
 
@@ -113,7 +119,7 @@ def test_a_head_has_at_most_so_many_fields(count: int, expected: bytes) -> None:
 
 
 @pytest.mark.parametrize("start", [b"", LINE[:9], LINE, LINE + b"a: b\r\n"])
-def test_a_head_of_too_many_lines_is_refused_before_its_fields_are_told(start: bytes) -> None:
+def test_a_head_of_too_many_lines_is_refused_before_its_fields_are_read(start: bytes) -> None:
     async def test() -> None:
         connection = opened()
         connection.protocol.data_received(start)
@@ -132,7 +138,7 @@ def test_lines_of_a_body_are_no_fields_wherever_its_head_is_cut() -> None:
     async def test(cut: int) -> None:
         connection = opened()
         for piece in request[:cut], request[cut:]:
-            await connection.take(piece)
+            await connection.deliver(piece)
         assert status(connection) == b"200" and not connection.transport.is_closed
 
     for cut in range(len(request) - len(body) + 1):
@@ -147,10 +153,10 @@ def test_lines_of_a_body_are_no_fields_wherever_its_head_is_cut() -> None:
 def test_what_never_ends_is_not_kept(start: bytes, chunk: bytes) -> None:
     async def test() -> None:
         connection, sent_bytes = opened(), 0
-        await connection.take(start)
+        await connection.deliver(start)
         while not connection.transport.is_closed:
             assert sent_bytes <= BOUNDS.head_bytes + 2 * PIECE
-            await connection.take(chunk)
+            await connection.deliver(chunk)
             sent_bytes += len(chunk)
         assert status(connection) in (b"431", b"400")
         assert sum(len(name) + len(value) for name, value in connection.protocol.headers) <= 2_000
@@ -161,10 +167,10 @@ def test_what_never_ends_is_not_kept(start: bytes, chunk: bytes) -> None:
 def test_a_body_is_no_head_however_small_its_chunks() -> None:
     async def test() -> None:
         connection = opened()
-        await connection.take(CHUNKED)
+        await connection.deliver(CHUNKED)
         for _ in range(40):
-            await connection.take(b"1\r\nx\r\n" * 2_000)
-        await connection.take(b"0\r\n\r\n")
+            await connection.deliver(b"1\r\nx\r\n" * 2_000)
+        await connection.deliver(b"0\r\n\r\n")
         assert status(connection) == b"200" and not connection.transport.is_closed
         assert connection.transport.written.endswith(b"x" * 80_000)
 
@@ -174,16 +180,16 @@ def test_a_body_is_no_head_however_small_its_chunks() -> None:
 def test_so_many_requests_may_be_asked_at_once_and_more_end_the_connection() -> None:
     async def test() -> None:
         connection = opened()
-        await connection.take(get(b"/other") * BOUNDS.pipeline_max)
+        await connection.deliver(get(b"/other") * BOUNDS.pipeline_max)
         for _ in range(8):
-            await connection.take(b"")
+            await connection.deliver(b"")
         assert connection.transport.written.count(b"HTTP/1.1 200") == BOUNDS.pipeline_max
         assert not connection.transport.is_closed
         connection.transport.written.clear()
         connection.protocol.data_received(get(b"/other") * 5_000)
         assert len(connection.protocol.pipeline) < BOUNDS.pipeline_max
         for _ in range(8):
-            await connection.take(b"")
+            await connection.deliver(b"")
         assert statuses(connection) == [b"200"] * BOUNDS.pipeline_max + [b"429"]
         assert connection.transport.is_closed
 
@@ -198,7 +204,7 @@ def test_a_pipeline_beyond_the_bound_is_refused_behind_the_answers_to_what_is_wi
         connection = opened()
         connection.protocol.data_received(get(b"/other") * (BOUNDS.pipeline_max + more))
         for _ in range(8):
-            await connection.take(b"")
+            await connection.deliver(b"")
         assert statuses(connection) == [b"200"] * BOUNDS.pipeline_max + [b"429"] * more
         assert connection.transport.is_closed is bool(more)
 
@@ -206,7 +212,8 @@ def test_a_pipeline_beyond_the_bound_is_refused_behind_the_answers_to_what_is_wi
 
 
 @pytest.mark.parametrize("raw_request", [
-    get(b"/other"), b"HEAD /other HTTP/1.1" + KEPT, b"POST /other HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n",
+    get(b"/other"), b"HEAD /other HTTP/1.1" + KEEP_ALIVE_BLOCK,
+    b"POST /other HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n",
 ], ids=["get", "head", "post"])  # fmt: skip
 @pytest.mark.parametrize("at_once", [True, False])
 def test_requests_that_wait_are_bounded_whatever_they_ask_and_however_they_come(
@@ -219,7 +226,7 @@ def test_requests_that_wait_are_bounded_whatever_they_ask_and_however_they_come(
             connection.protocol.data_received(piece)
         assert len(connection.protocol.pipeline) < BOUNDS.pipeline_max
         for _ in range(8):
-            await connection.take(b"")
+            await connection.deliver(b"")
         assert statuses(connection) == [b"200"] * BOUNDS.pipeline_max + [b"429"]
         assert connection.transport.is_closed
 
@@ -231,10 +238,10 @@ def test_a_target_too_long_to_be_looked_up_is_bounded_like_any_head() -> None:
         front = Front()
         connection = opened(front)
         for _ in range(2):
-            await connection.take(get())
+            await connection.deliver(get())
         for size in 100, 9_000:
-            await connection.take(get(b"/v1/lookup/t/a?" + b"x" * size))
-        assert [len(target) for target in front.asked] == [115]
+            await connection.deliver(get(b"/v1/lookup/t/a?" + b"x" * size))
+        assert [len(target) for target in front.looked_up_targets] == [115]
         assert connection.transport.written.rpartition(b"HTTP/1.1 ")[2][:3] == b"431"
 
     run(test)
@@ -246,14 +253,14 @@ def test_a_pipeline_behind_a_request_under_way_ends_after_the_answers_to_what_is
         for chunk in get(b"/other"), get(b"/other") * (BOUNDS.pipeline_max + 1):
             connection.protocol.data_received(chunk)
         for _ in range(8):
-            await connection.take(b"")
+            await connection.deliver(b"")
         assert statuses(connection) == [b"200"] * BOUNDS.pipeline_max + [b"429"]
         assert connection.transport.is_closed
 
     run(test)
 
 
-def test_small_pieces_of_a_body_wake_nobody_before_the_last() -> None:
+def test_small_pieces_of_a_body_wake_the_application_only_with_the_last() -> None:
     async def test() -> None:
         connection = opened()
         body = b"x" * (PIECE - 1)
@@ -264,7 +271,7 @@ def test_small_pieces_of_a_body_wake_nobody_before_the_last() -> None:
         assert not is_woken()
         connection.protocol.data_received(body)
         assert is_woken()
-        await connection.take(b"")
+        await connection.deliver(b"")
         assert connection.transport.written.endswith(body * 2)
 
     run(test)
@@ -301,7 +308,7 @@ def test_an_idle_connection_keeps_nothing_of_the_request_that_it_answered() -> N
         assert connection.transport.written.startswith(b"HTTP/1.1 200")
         assert event_reference() is None
         connection.transport.written.clear()
-        await connection.take(get(b"/other"))
+        await connection.deliver(get(b"/other"))
         assert connection.transport.written.startswith(b"HTTP/1.1 200")
 
     gc.collect()
@@ -319,8 +326,8 @@ def test_what_waits_behind_an_unanswered_request_is_bounded() -> None:
         connection.protocol.data_received(get(b"/other") + post_of(body))
         buffered_bytes = sum(len(cycle.body) for cycle, _ in connection.protocol.pipeline)
         assert buffered_bytes <= BEHIND_BYTES_MAX
-        await connection.take(b"")
-        await connection.take(b"x")
+        await connection.deliver(b"")
+        await connection.deliver(b"x")
         assert statuses(connection) == [b"200", b"413"]
         assert connection.transport.is_closed
 
@@ -336,7 +343,7 @@ def test_who_does_not_read_is_not_read_from() -> None:
     async def test() -> None:
         connection = opened()
         connection.protocol.pause_writing()
-        await connection.take(post_of(b"x" * (4 * BEHIND_BYTES_MAX)))  # read in turns
+        await connection.deliver(post_of(b"x" * (4 * BEHIND_BYTES_MAX)))  # read in turns
         assert len(connection.protocol.cycle.body) <= BEHIND_BYTES_MAX
         assert connection.transport.is_closed
 
@@ -351,7 +358,7 @@ def test_a_head_that_does_not_come_ends_its_connection(partial_head: bytes, answ
         early, late = opened(), opened()
         for connection in (early, late):
             if partial_head:
-                await connection.take(partial_head)
+                await connection.deliver(partial_head)
         look_twice(early, BOUNDS.head_timeout_s)
         look_twice(late)
         assert not early.transport.is_closed and late.transport.is_closed
@@ -363,8 +370,8 @@ def test_a_head_that_does_not_come_ends_its_connection(partial_head: bytes, answ
 def test_blank_lines_after_an_answer_keep_no_connection_open() -> None:
     async def test() -> None:
         connection = opened()
-        await connection.take(get(b"/other"))
-        await connection.take(b"\r\n")
+        await connection.deliver(get(b"/other"))
+        await connection.deliver(b"\r\n")
         look_twice(connection)
         assert connection.transport.is_closed
 
@@ -374,11 +381,11 @@ def test_blank_lines_after_an_answer_keep_no_connection_open() -> None:
 def test_the_rest_of_a_body_whose_request_is_answered_has_to_come() -> None:
     async def test() -> None:
         connection = opened()
-        await connection.take(b"POST /hasty HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nx")
+        await connection.deliver(b"POST /hasty HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nx")
         assert status(connection) == b"200"
         look_twice(connection, BOUNDS.body_timeout_s)
         assert not connection.transport.is_closed
-        await connection.take(b"x")
+        await connection.deliver(b"x")
         wire: Any = connection.protocol
         wire.close_if_stalled(LATE)
         assert connection.transport.is_closed
@@ -399,7 +406,7 @@ def test_who_takes_nothing_of_its_answers_is_cut_off_and_who_is_slow_is_not(
         else:
             wire.pause_writing()
         for time in range(1, 100, 9):  # 64 KiB in nine seconds
-            transport.left = (1 << 20) - (time << 13)
+            transport.unsent_bytes = (1 << 20) - (time << 13)
             wire.close_if_stalled(float(time))
         assert not transport.is_aborted
         wire.close_if_stalled(100.0 + BOUNDS.write_timeout_s)
@@ -408,17 +415,17 @@ def test_who_takes_nothing_of_its_answers_is_cut_off_and_who_is_slow_is_not(
     run(test)
 
 
-def test_nobody_waits_for_the_application_in_vain() -> None:
+def test_a_connection_is_not_closed_while_the_application_works() -> None:
     async def test() -> None:
         connection = opened()
         connection.protocol.data_received(get(b"/other"))  # under way
         look_twice(connection)
         assert not connection.transport.is_closed
-        await connection.take(b"")
+        await connection.deliver(b"")
         look_twice(connection)  # idle: uvicorn's clock runs
         assert not connection.transport.is_closed
         for _ in range(3):
-            await connection.take(get())
+            await connection.deliver(get())
         connection.protocol.data_received(get(b"/v1/lookup/t/a"))
         look_twice(connection)
         assert not connection.transport.is_closed
@@ -426,7 +433,7 @@ def test_nobody_waits_for_the_application_in_vain() -> None:
     run(test)
 
 
-def made(count: int, asks: bool) -> list[Connection]:
+def open_connections(count: int, asks: bool) -> list[Connection]:
     """Connections of one server, one after the other."""
     first = opened()
     wire: Any = first.protocol
@@ -435,11 +442,11 @@ def made(count: int, asks: bool) -> list[Connection]:
         if asks:
             connections[-1].protocol.data_received(get(b"/other"))
         if number + 1 < count:
-            connections.append(beside(wire))
+            connections.append(open_another_connection(wire))
     return connections
 
 
-def beside(wire: Any) -> Connection:
+def open_another_connection(wire: Any) -> Connection:
     """Another one of the same server."""
     connection = Connection.__new__(Connection)
     connection.state, connection.transport = wire.server_state, Unread()
@@ -450,7 +457,7 @@ def beside(wire: Any) -> Connection:
 
 def test_of_those_that_ask_nothing_the_oldest_has_to_go() -> None:
     async def test() -> None:
-        connections = made(5, asks=False)
+        connections = open_connections(5, asks=False)
         assert [unread(connection).is_aborted for connection in connections] == [
             True,
             True,
@@ -462,15 +469,18 @@ def test_of_those_that_ask_nothing_the_oldest_has_to_go() -> None:
     run(test)
 
 
-def test_beyond_the_most_connections_one_is_told_so_unless_another_asks_nothing() -> None:
+def test_beyond_the_connection_limit_one_is_refused_unless_another_asks_nothing() -> None:
     async def test() -> None:
-        *asking, one_more = made(5, asks=True)
+        *asking, one_more = open_connections(5, asks=True)
         assert status(one_more) == b"503" and one_more.transport.is_closed
         assert b"connection: close" in one_more.transport.written
         assert not any(connection.transport.is_closed for connection in asking)
         for connection in (asking[0], one_more):
             connection.protocol.connection_lost(None)
-        silent, next_ = beside(asking[1].protocol), beside(asking[1].protocol)
+        silent, next_ = (
+            open_another_connection(asking[1].protocol),
+            open_another_connection(asking[1].protocol),
+        )
         assert unread(silent).is_aborted and not next_.transport.is_closed
 
     run(test)
@@ -481,12 +491,12 @@ def test_a_ready_answer_is_a_request() -> None:
         front = Front()
         connection = opened(front)
         for _ in range(2):
-            await connection.take(get())
-        second_connection = beside(connection.protocol)
-        second_connection.protocol.data_received(get(block=KEPT))
+            await connection.deliver(get())
+        second_connection = open_another_connection(connection.protocol)
+        second_connection.protocol.data_received(get(block=KEEP_ALIVE_BLOCK))
         assert front.untraced_fast.answered == [b"/ready"] * 2
         for _ in range(BOUNDS.connections_new_max):
-            beside(connection.protocol)
+            open_another_connection(connection.protocol)
         assert not second_connection.transport.is_closed
 
     run(test)
@@ -499,14 +509,14 @@ def test_answers_that_a_peer_does_not_take_count_until_it_is_gone_and_cost_it_it
         slow = opened(bounds=PeerBounds(answers_bytes=100))
         wire: Any = slow.protocol
         unread_answers = wire._connections.unread
-        unread(slow).left = 90
+        unread(slow).unsent_bytes = 90
         slow.protocol.pause_writing()
         assert unread_answers.held_bytes == 90
         slow.protocol.resume_writing()
         assert unread_answers.held_bytes == 0
 
         slow.protocol.pause_writing()
-        unread(slow).left = 101
+        unread(slow).unsent_bytes = 101
         slow.protocol.pause_writing()
         assert unread_answers.is_full(0.0) and not unread(slow).is_aborted
         assert not unread_answers.is_full(float("inf"))

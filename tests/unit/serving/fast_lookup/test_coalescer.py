@@ -10,13 +10,13 @@ from serving.engine.coalescer import GROUP_SIZE_MIN, ITERATIONS_MAX, GetCoalesce
 
 
 @pytest.fixture
-def together() -> GetCoalescer:
+def coalescer() -> GetCoalescer:
     """A coalescer whose service has the time 0, and may take 0.1 s for a read of L2."""
     service: Any = SimpleNamespace(timer=lambda: 0.0, l2_bound_s=lambda: 0.1)
     return GetCoalescer(service, cast(Any, None), lambda: 0.0)
 
 
-async def turns(count: int) -> None:
+async def run_loop_iterations(count: int) -> None:
     """Let the event loop begin this many turns."""
     for _ in range(count):
         await asyncio.sleep(0)
@@ -26,7 +26,7 @@ async def test_as_many_as_make_a_group_make_the_next_ones_wait_for_company(
     together: GetCoalescer,
 ) -> None:
     assert not any(together.note_arrival() for _ in range(GROUP_SIZE_MIN))
-    await turns(3)
+    await run_loop_iterations(3)
 
     assert together.is_busy and together.note_arrival()
 
@@ -34,7 +34,7 @@ async def test_as_many_as_make_a_group_make_the_next_ones_wait_for_company(
 async def test_fewer_than_make_a_group_go_on_alone(together: GetCoalescer) -> None:
     for _ in range(GROUP_SIZE_MIN - 1):
         together.note_arrival()
-    await turns(3)
+    await run_loop_iterations(3)
 
     assert not together.is_busy and not together.note_arrival()
 
@@ -43,21 +43,21 @@ async def test_who_comes_in_the_next_turn_comes_along(together: GetCoalescer) ->
     # Given one request fewer than make a group
     for _ in range(GROUP_SIZE_MIN - 1):
         together.note_arrival()
-    await turns(1)
+    await run_loop_iterations(1)
 
     # When the last one comes a turn later
     together.note_arrival()
-    await turns(3)
+    await run_loop_iterations(3)
 
     # Then they count as one wave
     assert together.is_busy
 
 
-async def test_a_wave_ends_though_each_turn_brings_one_more(together: GetCoalescer) -> None:
+async def test_a_wave_ends_though_every_iteration_brings_one_more(together: GetCoalescer) -> None:
     assert ITERATIONS_MAX < GROUP_SIZE_MIN
     for _ in range(GROUP_SIZE_MIN):
         together.note_arrival()
-        await turns(1)
+        await run_loop_iterations(1)
 
     assert not together.is_busy
 
@@ -65,12 +65,12 @@ async def test_a_wave_ends_though_each_turn_brings_one_more(together: GetCoalesc
 async def test_what_came_of_late_is_forgotten_by_halves(together: GetCoalescer) -> None:
     for _ in range(2 * GROUP_SIZE_MIN):
         together.note_arrival()
-    await turns(3)
+    await run_loop_iterations(3)
 
     busy = []
     for _ in range(2):
         together.note_arrival()
-        await turns(3)
+        await run_loop_iterations(3)
         busy.append(together.is_busy)
 
     assert busy == [True, False]

@@ -28,7 +28,7 @@ def blocked(scene: Scene) -> set[str]:
     return {scene.world.items.id_of(ordinal) for ordinal in live.blocked}
 
 
-async def test_what_another_namespace_blocks_is_in_force_beside_the_own(scene: Scene) -> None:
+async def test_blocks_of_another_namespace_are_in_force_with_the_own_ones(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     holder = scene.shelf
     await holder.block(blocklist(3, "i1"))
@@ -93,7 +93,7 @@ class NoThreads:
         patch.setattr(ServedGenerations, "with_blocklist", with_blocklist)
 
 
-async def test_a_version_that_could_not_be_put_in_force_is_tried_again_at_each_look(
+async def test_a_version_that_could_not_be_put_in_force_is_tried_again_at_every_look(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene.release(A, 1)
@@ -158,7 +158,7 @@ async def test_what_another_namespace_blocks_is_tried_again_as_well(
 async def test_what_is_blocked_while_a_replica_loads_is_in_force_when_it_answers(
     scene: Scene,
 ) -> None:
-    scene.redis.now = pointer(A, 1)
+    scene.redis.live_pointer = pointer(A, 1)
 
     def block() -> None:
         change_blocklist(scene.store, block_items=[b"i1"])

@@ -30,7 +30,7 @@ from tests.unit.serving.world import ITEMS
 
 DIMS = 4
 STOCKED, CHEAP = read_filter({"==": ["stock", True]}), read_filter({"<": ["price", 10]})
-UNTIL = {A: Position(100, 0), B: Position(200, 0)}
+UNTIL_POSITIONS = {A: Position(100, 0), B: Position(200, 0)}
 
 
 class Stocked(Scene):
@@ -51,7 +51,7 @@ class Stocked(Scene):
             declared={"stocked": STOCKED},
         )
         snapshot = super().open(to, blocklist)
-        until_position = UNTIL[to.generation]
+        until_position = UNTIL_POSITIONS[to.generation]
         manifest = dataclasses.replace(
             snapshot.manifest, events=EventsRead(str(until_position), 10)
         )
@@ -66,7 +66,7 @@ def scene(tmp_path: Path) -> Stocked:
     return Stocked(tmp_path)
 
 
-def told(scene: Stocked, ms: int, item: str, **attributes: Any) -> None:
+def add_event(scene: Stocked, ms: int, item: str, **attributes: Any) -> None:
     """An event at a position."""
     event = Event(f"e{ms}", 0, None, item.encode(), attributes=attributes)
     assert scene.newer_events.values.add(Position(ms, 0), event)
@@ -82,24 +82,24 @@ def out_of_stock(snapshot: Snapshot | None) -> set[str]:
 async def test_a_value_is_in_force_with_the_next_look(scene: Stocked) -> None:
     await scene.publish(pointer(A, 1))
     snapshot_before = scene.shelf.live
-    told(scene, 101, "i3", stock=False)
+    add_event(scene, 101, "i3", stock=False)
     assert out_of_stock(scene.shelf.live) == set()
 
     await scene.updater.take_values()
 
     assert out_of_stock(scene.shelf.live) == {"i3"} and out_of_stock(snapshot_before) == set()
-    told(scene, 102, "i3", stock=True)
-    told(scene, 103, "i4", stock=False)
+    add_event(scene, 102, "i3", stock=True)
+    add_event(scene, 103, "i4", stock=False)
     await scene.updater.take_values()
     assert out_of_stock(scene.shelf.live) == {"i4"}
 
 
-async def test_each_generation_has_what_is_behind_its_own_position(scene: Stocked) -> None:
+async def test_every_generation_has_the_events_behind_its_own_position(scene: Stocked) -> None:
     await scene.publish(pointer(A, 1))
-    told(scene, 150, "i3", stock=False)
+    add_event(scene, 150, "i3", stock=False)
     await scene.updater.take_values()
     await scene.publish(pointer(B, 2, previous=A))  # its night took 150 over
-    told(scene, 250, "i5", stock=False)
+    add_event(scene, 250, "i5", stock=False)
     await scene.updater.take_values()
 
     served = scene.shelf.served
@@ -123,7 +123,7 @@ async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can
         return changed_by(self, values)
 
     monkeypatch.setattr(Filtering, "changed_by", changes)
-    told(scene, 250, "i5", stock=False)
+    add_event(scene, 250, "i5", stock=False)
     for _ in range(3):
         await scene.updater.take_values()
 
@@ -137,7 +137,7 @@ async def test_values_that_were_read_again_are_in_force_though_newer_ones_are(
     scene: Stocked,
 ) -> None:
     await scene.publish(pointer(A, 1))
-    told(scene, 150, "i3", stock=False)
+    add_event(scene, 150, "i3", stock=False)
     await scene.updater.take_values()
     reread_events = AttributeEvents()
     reread_events.add(Position(120, 0), Event("e120", 0, None, b"i4", attributes={"stock": False}))
@@ -150,8 +150,8 @@ async def test_values_that_were_read_again_are_in_force_though_newer_ones_are(
 
 
 async def test_what_is_opened_later_knows_them_at_once(scene: Stocked) -> None:
-    told(scene, 150, "i3", stock=False)
-    told(scene, 250, "i5", stock=False)
+    add_event(scene, 150, "i3", stock=False)
+    add_event(scene, 250, "i5", stock=False)
 
     await scene.publish(pointer(A, 1))
     assert out_of_stock(scene.shelf.live) == {"i3", "i5"}
@@ -163,9 +163,9 @@ async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_ag
     scene: Stocked,
 ) -> None:
     await scene.publish(pointer(B, 1))
-    told(scene, 150, "i3", stock=False)
-    told(scene, 250, "i5", stock=False)
-    scene.newer_events.values.drop_until(UNTIL[B].number)
+    add_event(scene, 150, "i3", stock=False)
+    add_event(scene, 250, "i5", stock=False)
+    scene.newer_events.values.drop_until(UNTIL_POSITIONS[B].number)
     await scene.publish(pointer(A, 2, previous=B))  # a rollback to what was not held
     await scene.updater.take_values()
     assert out_of_stock(scene.shelf.live) == set()
@@ -175,7 +175,7 @@ async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_ag
         reread_events.add(
             Position(ms, 0), Event(f"e{ms}", 0, None, item.encode(), attributes={"stock": False})
         )
-    reread_events.complete_after_number = UNTIL[A].number
+    reread_events.complete_after_number = UNTIL_POSITIONS[A].number
     scene.newer_events.values.become(reread_events)
     await scene.updater.take_values()
 
@@ -187,7 +187,7 @@ async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_ag
 
 async def test_nothing_is_made_anew_where_nothing_changed(scene: Stocked) -> None:
     await scene.publish(pointer(A, 1))
-    told(scene, 50, "i3", stock=False)  # before its position
+    add_event(scene, 50, "i3", stock=False)  # before its position
     snapshot_before = scene.shelf.live
 
     await scene.updater.take_values()
@@ -198,7 +198,7 @@ async def test_nothing_is_made_anew_where_nothing_changed(scene: Stocked) -> Non
 async def test_answers_that_depend_on_no_attribute_stay_what_they_are(scene: Stocked) -> None:
     await scene.publish(pointer(A, 1))
     snapshot_before = scene.shelf.live
-    told(scene, 101, "i3", stock=False)
+    add_event(scene, 101, "i3", stock=False)
 
     await scene.updater.take_values()
 
@@ -216,7 +216,7 @@ async def test_answers_that_depend_on_no_attribute_stay_what_they_are(scene: Sto
 async def test_blocklist_and_values_may_change_at_once(scene: Stocked) -> None:
     await scene.publish(pointer(A, 1))
     for ms in range(101, 106):
-        told(scene, ms, f"i{ms - 100}", stock=False)
+        add_event(scene, ms, f"i{ms - 100}", stock=False)
 
     async with asyncio.timeout(10):
         await asyncio.gather(
@@ -233,9 +233,9 @@ async def test_blocklist_and_values_may_change_at_once(scene: Stocked) -> None:
 async def test_what_became_of_them_is_counted_once(scene: Stocked) -> None:
     await scene.publish(pointer(A, 1))
     await scene.publish(pointer(B, 2, previous=A))
-    told(scene, 301, "i3", stock=False, colour="red")
-    told(scene, 302, "i4", stock="no", price=3)
-    told(scene, 303, "nothing-we-have", stock=True)
+    add_event(scene, 301, "i3", stock=False, colour="red")
+    add_event(scene, 302, "i4", stock="no", price=3)
+    add_event(scene, 303, "nothing-we-have", stock=True)
 
     await scene.updater.take_values()
 
@@ -268,7 +268,7 @@ async def test_a_new_item_on_which_the_tower_raised_is_tried_again_when_it_is_ti
 
     tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
     events = GenerationEvents(
-        UNTIL[A].number, {}, None, NewItemTower(NewItemInputs((looks_input,)), tower)
+        UNTIL_POSITIONS[A].number, {}, None, NewItemTower(NewItemInputs((looks_input,)), tower)
     )
     scene.events = events
     await scene.publish(pointer(A, 1))

@@ -78,7 +78,7 @@ async def test_a_generation_rolled_back_while_it_loads_is_never_served(scene: Sc
     scene.shelf.on_change = lambda: live.append(scene.held[0])
 
     def roll_back_meanwhile() -> None:
-        scene.redis.now = pointer(A, 3)
+        scene.redis.live_pointer = pointer(A, 3)
 
     scene.on_open = roll_back_meanwhile
     await scene.publish(pointer(B, 2, A))
@@ -261,7 +261,7 @@ async def test_only_an_epoch_that_was_seen_and_cannot_be_loaded_drains(scene: Sc
     assert scene.held == [B, A] and scene.follower.health.ready
 
 
-async def test_strangers_hear_no_detail_and_nobody_hears_a_password(
+async def test_strangers_hear_no_detail_and_passwords_are_never_shown(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await scene.publish(pointer(A, 1))
@@ -493,11 +493,11 @@ async def test_a_roll_back_waits_for_no_load(scene: Scene, slow: str) -> None:
         go_on.wait(10)
 
     scene.on_open, scene.degraded = hang, None
-    scene.redis.now = pointer(B, 2, A) if slow == "mending" else pointer(C, 2, A)
+    scene.redis.live_pointer = pointer(B, 2, A) if slow == "mending" else pointer(C, 2, A)
 
     looking = asyncio.create_task(scene.follower.poll_pointer())
     await opening.wait()
-    scene.redis.now = pointer(A, 3)
+    scene.redis.live_pointer = pointer(A, 3)
     try:
         async with asyncio.timeout(5):
             await looking

@@ -68,7 +68,7 @@ async def test_a_replica_looks_ten_times_a_second_only_while_something_is_staged
     assert scene.refresher.look_s() == 1
 
 
-async def test_a_publisher_that_died_strands_nobody(scene: Scene) -> None:
+async def test_a_publisher_that_died_strands_no_replica(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     await stage(scene, B, for_s=30)
 
@@ -191,7 +191,7 @@ async def test_a_pointer_that_moves_while_the_next_is_loading_waits_for_that_loa
     scene.redis.note = note(scene, B)
     await scene.follower.poll_pointer()
 
-    scene.redis.now = pointer(B, 2, A)
+    scene.redis.live_pointer = pointer(B, 2, A)
     looking = asyncio.create_task(scene.follower.poll_pointer())
     await asyncio.sleep(0)
     assert scene.held == [A] and scene.follower.health.ready
@@ -218,7 +218,7 @@ async def test_a_pointer_waits_for_no_staged_load_that_hangs(scene: Scene) -> No
     await hung.wait()
     try:
         async with asyncio.timeout(5):
-            scene.redis.now = pointer(B, 2, A)
+            scene.redis.live_pointer = pointer(B, 2, A)
             await scene.follower.poll_pointer()
         assert scene.held == [B, A] and scene.follower.stale is None
     finally:

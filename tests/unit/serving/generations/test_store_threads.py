@@ -33,7 +33,7 @@ class Forbidden(ThreadPoolExecutor):
         raise AssertionError(f"{fn} ran among asyncio's own threads")
 
 
-async def test_whoever_reads_the_store_does_it_in_the_threads_meant_for_it(tmp_path: Path) -> None:
+async def test_all_reads_of_the_store_run_in_its_own_threads(tmp_path: Path) -> None:
     reading = StoreThreads()
     scene = Scene(tmp_path, reading)
     scene.release(A, 1)

@@ -10,7 +10,7 @@ import pytest
 from serving.http import http1_protocol
 from tests.unit.serving.fast_http.test_connection import Connection, Front, Transport, get, post
 
-BAD = b"BAD\r\n\r\n"
+MALFORMED_REQUEST = b"BAD\r\n\r\n"
 
 
 class PatientTransport(Transport):
@@ -45,7 +45,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(test())
 
 
-async def turns(count: int = 24) -> None:
+async def run_loop_iterations(count: int = 24) -> None:
     """Let requests under way end."""
     for _ in range(count):
         await asyncio.sleep(0)
@@ -65,12 +65,12 @@ def statuses(connection: Connection) -> list[bytes]:
 def test_a_refusal_ends_the_own_side_first(opened: Callable[[], Connection]) -> None:
     async def test() -> None:
         connection = opened()
-        connection.protocol.data_received(BAD)
+        connection.protocol.data_received(MALFORMED_REQUEST)
         assert statuses(connection) == [b"400"]
         assert transport(connection).is_half_closed
         assert not transport(connection).is_closed
         connection.protocol.data_received(get(b"/other") + b"x" * 100_000)
-        await turns()
+        await run_loop_iterations()
         assert statuses(connection) == [b"400"]
         assert not transport(connection).is_closed
         connection.protocol.eof_received()
@@ -83,11 +83,11 @@ def test_a_refusal_ends_the_own_side_first(opened: Callable[[], Connection]) -> 
 def test_a_peer_that_sends_without_end_is_cut_off(opened: Callable[[], Connection]) -> None:
     async def test() -> None:
         connection, sent_bytes = opened(), 0
-        connection.protocol.data_received(BAD)
+        connection.protocol.data_received(MALFORMED_REQUEST)
         while not transport(connection).is_closed:
             assert sent_bytes < 20 << 20
             connection.protocol.data_received(b"x" * 250_000)
-            await turns()  # a slow machine reads the rest of it then
+            await run_loop_iterations()  # a slow machine reads the rest of it then
             sent_bytes += 250_000
         assert sent_bytes >= 8 << 20
 
@@ -101,8 +101,8 @@ def test_a_peer_that_never_closes_is_cut_off(
 
     async def test() -> None:
         connection = opened()
-        connection.protocol.data_received(BAD)
-        await turns()
+        connection.protocol.data_received(MALFORMED_REQUEST)
+        await run_loop_iterations()
         assert transport(connection).is_closed
 
     run(test)
@@ -113,7 +113,7 @@ def test_a_server_that_stops_waits_for_no_peer_that_was_refused(
 ) -> None:
     async def test() -> None:
         connection = opened()
-        connection.protocol.data_received(BAD)
+        connection.protocol.data_received(MALFORMED_REQUEST)
         connection.protocol.shutdown()
         assert transport(connection).is_closed
 
@@ -128,7 +128,7 @@ def test_an_answer_that_was_asked_to_be_the_last_closes_at_once(
         connection.protocol.data_received(
             get(b"/other", b"\r\nHost: a\r\nConnection: close\r\n\r\n")
         )
-        await turns()
+        await run_loop_iterations()
         assert statuses(connection) == [b"200"]
         assert transport(connection).is_closed
         assert not transport(connection).is_half_closed
@@ -137,7 +137,7 @@ def test_an_answer_that_was_asked_to_be_the_last_closes_at_once(
 
 
 @pytest.mark.parametrize("wrong", [
-    BAD, b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/2.0\r\n\r\n",
+    MALFORMED_REQUEST, b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/2.0\r\n\r\n",
     b"POST /other HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n",
     b"POST /other HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nZ\r\n",
 ])  # fmt: skip
@@ -150,7 +150,7 @@ def test_all_that_was_asked_before_is_answered_before_a_refusal(
         valid_requests = get(b"/other") + post(b"/other", b"hi") + get(b"/ready")
         for piece in [valid_requests, wrong] if is_split else [valid_requests + wrong]:
             connection.protocol.data_received(piece)
-        await turns(60)
+        await run_loop_iterations(60)
         assert statuses(connection)[:3] == [b"200"] * 3
         assert statuses(connection)[3:] in ([b"400"], [b"505"])
         assert transport(connection).is_half_closed
@@ -169,7 +169,7 @@ def test_a_few_peers_that_have_closed_their_side_are_answered_at_once(
                 connection.protocol.data_received(get(b"/other") * 2)
                 are_kept.append(connection.protocol.eof_received())
             assert are_kept == [True] * http1_protocol.HALF_CLOSED_MAX + [False] * 3
-            await turns()
+            await run_loop_iterations()
             for connection in connections[: http1_protocol.HALF_CLOSED_MAX]:
                 assert statuses(connection) == [b"200"] * 2
                 assert transport(connection).is_closed
@@ -186,19 +186,19 @@ def test_a_peer_that_asks_nothing_and_closes_its_side_is_closed(
         connection = opened()
         assert not connection.protocol.eof_received()
         connection = opened()
-        await connection.take(get(b"/other"))
+        await connection.deliver(get(b"/other"))
         assert not connection.protocol.eof_received()
 
     run(test)
 
 
-def test_a_request_that_is_cut_off_is_told_so(opened: Callable[[], Connection]) -> None:
+def test_a_request_that_is_cut_off_is_answered_with_400(opened: Callable[[], Connection]) -> None:
     async def test() -> None:
         for part in (get(b"/other")[:-1], get(b"/other")[:5], post(b"/other", b"hello")[:-1]):
             connection = opened()
             connection.protocol.data_received(get(b"/other") + part)
             assert connection.protocol.eof_received()
-            await turns()
+            await run_loop_iterations()
             assert statuses(connection) == [b"200", b"400"]
             assert transport(connection).is_closed
             connection.protocol.connection_lost(None)
@@ -224,11 +224,11 @@ def test_a_body_in_tiny_chunks_is_read_in_turns(
         assert 0 < len(slow.protocol.cycle.body) < size / 4
 
         quick.protocol.data_received(get(b"/other"))
-        await turns(4)
+        await run_loop_iterations(4)
         assert statuses(quick) == [b"200"]
         assert statuses(slow) == []
 
-        await turns(200)
+        await run_loop_iterations(200)
         assert statuses(slow) == [b"200"]
 
     run(test)
@@ -246,7 +246,7 @@ def test_requests_behind_a_body_that_waits_for_its_turn_are_answered_in_order(
         connection.protocol.eof_received()
         assert statuses(connection) == []
 
-        await turns(200)
+        await run_loop_iterations(200)
 
         assert statuses(connection) == [b"200", b"200"]
         assert transport(connection).is_closed
@@ -263,7 +263,7 @@ def test_a_connection_that_is_lost_while_its_bytes_wait_is_forgotten(
         connection = opened()
         connection.protocol.data_received(in_tiny_chunks(20_000))
         connection.protocol.connection_lost(None)
-        await turns(50)
+        await run_loop_iterations(50)
         assert statuses(connection) == []
 
     run(test)

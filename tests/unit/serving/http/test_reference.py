@@ -53,7 +53,7 @@ def test_the_page_has_every_route_and_its_scope() -> None:
     assert all(f"`{scope}`" in routes for scope in SCOPES)
 
 
-def test_every_option_of_a_url_is_told() -> None:
+def test_every_option_of_a_url_is_documented() -> None:
     assert set(QUERY) == _QUERY_FIELDS == set(OPTIONS) - {"exclude"}
 
 

@@ -14,7 +14,7 @@ def learned(fixed: float, per_job_s: float, sizes: tuple[int, ...] = (1, 8, 32, 
     return cost
 
 
-def test_fixed_and_variable_cost_are_told_apart() -> None:
+def test_fixed_and_variable_cost_are_separated() -> None:
     assert learned(0.002, 0.0001).of(128) == pytest.approx(0.002 + 0.0128)
 
 

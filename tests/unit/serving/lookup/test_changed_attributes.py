@@ -67,7 +67,7 @@ def brands(world: World) -> Snapshot:
     )  # fmt: skip
 
 
-def changed(snapshot: Snapshot, *values: ItemValue) -> Snapshot:
+def apply_values(snapshot: Snapshot, *values: ItemValue) -> Snapshot:
     filtering = snapshot.part(Filtering)
     assert filtering is not None
     return with_changed_filtering(snapshot, filtering.changed_by(values)[0])
@@ -89,7 +89,7 @@ async def test_items_that_lost_the_value_leave_a_facets_list(world: World) -> No
     snapshot = brands(world)
     assert (await facet_of(world, snapshot, "acme"))["items"] == world.ids([0, 2, 4, 6, 8])
 
-    snapshot = changed(snapshot, ItemValue(2, "brand", "best"), ItemValue(4, "brand", None))
+    snapshot = apply_values(snapshot, ItemValue(2, "brand", "best"), ItemValue(4, "brand", None))
 
     answer = await facet_of(world, snapshot, "acme")
     assert answer["items"] == world.ids([0, 6, 8]) and answer["short"]
@@ -99,7 +99,7 @@ async def test_items_that_lost_the_value_leave_a_facets_list(world: World) -> No
 
 async def test_a_facet_of_which_nothing_is_left_has_no_items(world: World) -> None:
     brand_changes = [ItemValue(at, "brand", "best") for at in range(0, len(ITEMS), 2)]
-    snapshot = changed(brands(world), *brand_changes)
+    snapshot = apply_values(brands(world), *brand_changes)
 
     answer = await facet_of(world, snapshot, "acme")
 
@@ -110,10 +110,10 @@ def test_only_a_facet_of_what_changed_is_looked_at(world: World) -> None:
     snapshot = brands(world)
     assert not snapshot.changed_facets
 
-    stock_changed_snapshot = changed(snapshot, ItemValue(2, "stock", False))
+    stock_changed_snapshot = apply_values(snapshot, ItemValue(2, "stock", False))
     assert not stock_changed_snapshot.changed_facets
 
-    brand_changed_snapshot = changed(stock_changed_snapshot, ItemValue(2, "brand", "best"))
+    brand_changed_snapshot = apply_values(stock_changed_snapshot, ItemValue(2, "brand", "best"))
     assert set(brand_changed_snapshot.changed_facets) == {"brands"}
 
 
@@ -122,8 +122,8 @@ def test_a_list_made_under_a_filter_is_read_only_while_it_holds(world: World) ->
     record_key = find_plain_record_key(snapshot, snapshot.manifest.tables["user_topk"], b"u3")
 
     stocked_key = with_filter_table(snapshot, record_key, options)
-    brand_changed_snapshot = changed(snapshot, ItemValue(2, "brand", "best"))
-    stock_changed_snapshot = changed(snapshot, ItemValue(2, "stock", False))
+    brand_changed_snapshot = apply_values(snapshot, ItemValue(2, "brand", "best"))
+    stock_changed_snapshot = apply_values(snapshot, ItemValue(2, "stock", False))
 
     assert stocked_key.table.name == "user_topk.stocked"
     assert (

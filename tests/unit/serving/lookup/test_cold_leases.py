@@ -65,9 +65,9 @@ class Service:
         return [answer["source"] for answer in answers]
 
     @property
-    def asked(self) -> list[LeaseTake | LeaseSwap]:
+    def lease_commands(self) -> list[LeaseTake | LeaseSwap]:
         """Of Redis, about leases."""
-        return self.world.remote.asked
+        return self.world.remote.lease_commands
 
 
 @pytest.fixture
@@ -83,10 +83,10 @@ async def test_a_cold_answer_is_led_after_one_question(service: Service) -> None
     assert await service(stranger()) == ["live"]
     await service.world.tiers.aclose()
 
-    assert [type(lease_command) for lease_command in service.asked] == [LeaseTake]
+    assert [type(lease_command) for lease_command in service.lease_commands] == [LeaseTake]
     assert len(service.world.remote.calls) == 1 and service.lead.counts.led == 1
     ((lease_value, _),) = service.world.remote.leases.values()
-    assert lease_value == LEASE_DONE_PREFIX + service.asked[0][1]
+    assert lease_value == LEASE_DONE_PREFIX + service.lease_commands[0][1]
 
 
 async def test_every_stranger_of_a_batch_has_its_own_lease_and_known_ids_have_none(
@@ -99,7 +99,11 @@ async def test_every_stranger_of_a_batch_has_its_own_lease_and_known_ids_have_no
     )
 
     assert await service(lookup) == ["l2", "live", "live", "live", "default"]
-    assert len({lease_command.key for lease_command in service.asked}) == len(service.asked) == 3
+    assert (
+        len({lease_command.key for lease_command in service.lease_commands})
+        == len(service.lease_commands)
+        == 3
+    )
     assert len(service.world.remote.calls) == 1
 
 
@@ -109,7 +113,7 @@ async def test_the_same_stranger_twice_in_a_batch_is_computed_once_without_waiti
     stranger_entity = entity("stranger", history=ids("i1"))
 
     assert await service(ask(stranger_entity, stranger_entity)) == ["live", "live"]
-    assert len(service.world.jobs) == len(service.asked) == 1 and not service.slept
+    assert len(service.world.jobs) == len(service.lease_commands) == 1 and not service.slept
 
 
 async def test_what_another_process_leads_is_waited_for(service: Service) -> None:
@@ -138,15 +142,15 @@ async def test_an_overlay_that_is_there_costs_no_question(service: Service) -> N
     other_service = Service(World(remote=service.world.remote), "other")
 
     assert await other_service(stranger()) == ["l2"]
-    assert [type(lease_command) for lease_command in service.asked] == [LeaseTake]
+    assert [type(lease_command) for lease_command in service.lease_commands] == [LeaseTake]
     assert not other_service.world.jobs and other_service.lead.counts.led == 0
 
 
-async def test_nobody_leads_what_is_left_out_under_overload(service: Service) -> None:
+async def test_what_is_left_out_under_overload_takes_no_lease(service: Service) -> None:
     service.admits = False
 
     assert await service(stranger()) == ["default"]
-    assert not service.asked
+    assert not service.lease_commands
 
 
 async def test_a_lease_without_an_answer_ends_at_once(service: Service) -> None:
@@ -154,7 +158,7 @@ async def test_a_lease_without_an_answer_ends_at_once(service: Service) -> None:
 
     assert await service(stranger()) == ["default"]
 
-    lease_take, back = service.asked
+    lease_take, back = service.lease_commands
     assert (
         isinstance(back, LeaseSwap)
         and back.value == LEASE_GIVEN_BACK
@@ -178,7 +182,7 @@ async def test_who_asks_for_an_answer_that_is_being_computed_joins_without_a_lea
 
     assert await first == await second == ["live"]
     assert len(service.world.jobs) == 1
-    assert len(service.asked) == 1
+    assert len(service.lease_commands) == 1
 
 
 async def test_no_lease_is_asked_for_in_an_outage_or_while_redis_is_slow(service: Service) -> None:
@@ -187,20 +191,20 @@ async def test_no_lease_is_asked_for_in_an_outage_or_while_redis_is_slow(service
     assert await service(stranger("a")) == ["live"]
     remote.lease_s = lambda: 0.0
     assert await service(stranger("b")) == ["live"]
-    assert len(service.asked) == 1 and service.lead.counts.led == 1
+    assert len(service.lease_commands) == 1 and service.lead.counts.led == 1
 
     service.clock.tick(REST_S)
     remote.fails_with = TierUnavailable("gone", reason="connection")
     assert await service(stranger("c")) == ["live"]
 
-    assert service.lead.counts.led == 1 and len(service.asked) == 1
+    assert service.lead.counts.led == 1 and len(service.lease_commands) == 1
 
 
 async def test_leases_are_asked_for_after_the_read(
     service: Service,
 ) -> None:
     assert await service(stranger()) == ["live"]
-    assert service.lead.counts.led == len(service.asked) == 1
+    assert service.lead.counts.led == len(service.lease_commands) == 1
     assert [type(command) for call in service.world.remote.calls for command in call] == [
         OverlayRead
     ]
@@ -214,17 +218,20 @@ async def test_only_a_lease_that_grows_old_is_renewed(service: Service) -> None:
     life_s = WAIT_S / 2
 
     service.lead._renew()
-    assert [type(lease_command) for lease_command in service.asked] == [LeaseTake]
+    assert [type(lease_command) for lease_command in service.lease_commands] == [LeaseTake]
     for _ in range(20):  # two lives and a half
         service.clock.tick(life_s / 8)
         service.lead._renew()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         ((lease_value, expires_at),) = service.world.remote.leases.values()
-        assert lease_value == service.asked[0][1] and expires_at - service.clock() >= life_s * 2 / 3
+        assert (
+            lease_value == service.lease_commands[0][1]
+            and expires_at - service.clock() >= life_s * 2 / 3
+        )
 
     service.gate.set()
-    assert await computing == ["live"] and len(service.asked) < 20
+    assert await computing == ["live"] and len(service.lease_commands) < 20
 
 
 async def test_a_renewal_that_fails_is_not_the_last(

@@ -86,7 +86,7 @@ async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_f
 
 
 @pytest.mark.parametrize("run", [compute_from_events, with_new_items])
-def test_without_a_model_every_job_of_a_batch_is_told_so(world: EventWorld, run: Any) -> None:
+def test_without_a_model_every_job_of_a_batch_is_unavailable(world: EventWorld, run: Any) -> None:
     snapshot = world.snapshot(predictor=None)
     jobs = [
         InferenceJob(snapshot, "user_topk", LiveInput(history=ids("i1")), 7, 10) for _ in range(2)
@@ -269,7 +269,7 @@ async def test_others_have_their_turn_while_events_of_many_are_counted(world: Ev
 
 VALUES = "user_affinity"
 AGE = InputSpec("age", "feature", "int64", column="age")
-STORED, COMPUTED = [1.0] * 3, [0.5] * 3
+STORED_VALUES, COMPUTED = [1.0] * 3, [0.5] * 3
 
 
 @dataclasses.dataclass
@@ -377,7 +377,7 @@ async def test_a_user_with_a_record_and_events_gets_the_record_whatever_is_sent(
     ]
 
     # Then both are the stored ones, and say so alike
-    assert values_of(plain_answer) == values_of(features_answer) == STORED
+    assert values_of(plain_answer) == values_of(features_answer) == STORED_VALUES
     assert (
         features_answer["live"] == LiveReason.NO_USABLE_INPUT
         and features_answer["approximate"] is True
@@ -423,7 +423,7 @@ async def test_records_of_a_batch_are_looked_for_in_one_trip(values: WorldOfValu
     answers = await values.ladder.lookup(ServedGenerations(snapshot), ask(*entities), monotonic())
 
     # Then one trip looks for the four records, the next one for computed answers, and no other goes to Redis
-    assert [values_of(answer) for answer in answers] == [STORED, COMPUTED] * 2
+    assert [values_of(answer) for answer in answers] == [STORED_VALUES, COMPUTED] * 2
     assert reads(values) == [(4, 0), (0, 4)]
 
 
@@ -446,7 +446,7 @@ async def test_a_record_out_of_reach_leaves_the_answer_to_what_is_sent(
 
     # Then the first answer is computed from them, and the second one is the record
     assert (values_of(missed), missed["source"]) == (COMPUTED, "live")
-    assert (values_of(stored_answer), stored_answer["producer"]) == (STORED, "batch")
+    assert (values_of(stored_answer), stored_answer["producer"]) == (STORED_VALUES, "batch")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class Bench:
     timer: FakeClock = field(default_factory=FakeClock)
     recent: list[Name] = field(default_factory=list)
     shared: list[Name] = field(default_factory=list)
-    asked: int = 0
+    hottest_call_count: int = 0
     observed: list[tuple[int, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Bench:
         )
 
     async def hottest(self) -> Sequence[Name]:
-        self.asked += 1
+        self.hottest_call_count += 1
         return self.shared
 
     @property
@@ -93,7 +93,7 @@ async def test_topping_up_reads_only_what_is_new_and_does_not_ask_again() -> Non
 
     await bench.warming(bench.coming, bench.old)
 
-    assert bench.users == [b"u5", b"u1", b"u6"] and bench.asked == 1
+    assert bench.users == [b"u5", b"u1", b"u6"] and bench.hottest_call_count == 1
 
 
 async def test_another_generation_starts_over() -> None:
@@ -106,7 +106,7 @@ async def test_another_generation_starts_over() -> None:
         bench.old.generation,
         bench.coming.generation,
     ]
-    assert bench.asked == 2
+    assert bench.hottest_call_count == 2
 
 
 async def test_nothing_is_read_for_what_is_live_already() -> None:
@@ -114,7 +114,7 @@ async def test_nothing_is_read_for_what_is_live_already() -> None:
 
     await bench.warming(bench.coming, bench.coming)
 
-    assert bench.users == [] and bench.asked == 0 and bench.observed == []
+    assert bench.users == [] and bench.hottest_call_count == 0 and bench.observed == []
 
 
 async def test_what_is_blocked_unknown_or_of_no_table_is_not_read() -> None:
@@ -139,7 +139,7 @@ async def test_time_is_bounded_and_the_rest_is_read_at_the_next_top_up() -> None
     assert len(bench.reads.read) == 16
     await bench.warming(bench.coming, bench.old)
 
-    assert len(bench.reads.read) == 24 and bench.asked == 1
+    assert len(bench.reads.read) == 24 and bench.hottest_call_count == 1
 
 
 async def test_without_a_sketch_only_its_own_are_read() -> None:

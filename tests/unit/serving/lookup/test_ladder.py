@@ -35,12 +35,12 @@ def world() -> World:
     return World()
 
 
-def now() -> float:
+def get_loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def look(world: World, served: ServedGenerations, *entities, **options):
-    return await world.ladder.lookup(served, ask(*entities, **options), now())
+async def look_up(world: World, served: ServedGenerations, *entities, **options):
+    return await world.ladder.lookup(served, ask(*entities, **options), get_loop_time())
 
 
 def counts(world: World, name: str) -> dict[tuple[str, ...], float]:
@@ -57,8 +57,8 @@ async def test_a_stored_answer_comes_from_l2_and_then_from_l1(world: World) -> N
     served = ServedGenerations(world.snapshot())
 
     first, second = (
-        (await look(world, served, entity("u3"), k=2))[0],
-        (await look(world, served, entity("u3"), k=2))[0],
+        (await look_up(world, served, entity("u3"), k=2))[0],
+        (await look_up(world, served, entity("u3"), k=2))[0],
     )
 
     assert first["items"] == world.ids(night_list("u3")[:2]) and not first["short"]
@@ -73,7 +73,7 @@ async def test_every_user_of_the_night_whom_redis_answers_counts_as_read(world: 
     world.ladder.watch.count_read = lambda *read: reads.append(read[-1])  # type: ignore[method-assign]
 
     # When Redis answers them
-    answers = await look(world, served, *(entity(user) for user in USERS))
+    answers = await look_up(world, served, *(entity(user) for user in USERS))
 
     # Then all of them are known to the night
     assert {answer["source"] for answer in answers} == {"l2"}
@@ -83,8 +83,8 @@ async def test_every_user_of_the_night_whom_redis_answers_counts_as_read(world: 
 async def test_an_unknown_id_without_input_gets_defaults_that_are_never_kept(world: World) -> None:
     served = ServedGenerations(world.snapshot())
 
-    answers = [(await look(world, served, entity("nobody")))[0] for _ in range(2)]
-    vector = (await look(world, served, entity("nobody", "user_vector")))[0]
+    answers = [(await look_up(world, served, entity("nobody")))[0] for _ in range(2)]
+    vector = (await look_up(world, served, entity("nobody", "user_vector")))[0]
 
     # C11: asked twice, the second time is still a default and nothing was written.
     assert [answer["source"] for answer in answers] == ["default"] * 2
@@ -97,8 +97,8 @@ async def test_an_unknown_id_with_a_history_is_computed_once_and_then_stored(wor
     served = ServedGenerations(world.snapshot())
     new = entity("nobody", history=ids("i1", "not-an-item"))
 
-    first = (await look(world, served, new))[0]
-    second = (await look(world, served, new))[0]
+    first = (await look_up(world, served, new))[0]
+    second = (await look_up(world, served, new))[0]
 
     assert (first["source"], second["source"]) == ("live", "l1")
     assert first["producer"] == second["producer"] == "live"
@@ -112,8 +112,8 @@ async def test_an_input_without_an_id_is_answered_under_its_digest(world: World)
     served = ServedGenerations(world.snapshot())
     nameless = entity(None, history=ids("i1"))
 
-    first = (await look(world, served, nameless))[0]
-    second = (await look(world, served, nameless))[0]
+    first = (await look_up(world, served, nameless))[0]
+    second = (await look_up(world, served, nameless))[0]
 
     assert first["id"] is None and (first["source"], second["source"]) == ("live", "l1")
 
@@ -122,9 +122,9 @@ async def test_another_input_for_the_same_unknown_id_is_a_miss_and_computed_anew
     world: World,
 ) -> None:
     served = ServedGenerations(world.snapshot())
-    await look(world, served, entity("nobody", history=ids("i1")))
+    await look_up(world, served, entity("nobody", history=ids("i1")))
 
-    answer = (await look(world, served, entity("nobody", history=ids("i2"))))[0]
+    answer = (await look_up(world, served, entity("nobody", history=ids("i2"))))[0]
 
     assert answer["source"] == "live" and answer["reason"] == "input_changed"
     assert len(world.jobs) == 2
@@ -136,7 +136,7 @@ async def test_callers_with_different_inputs_never_share_an_inference(world: Wor
 
     answers = await asyncio.gather(
         *(
-            look(world, served, requested_entity)
+            look_up(world, served, requested_entity)
             for requested_entity in (first_entity, second_entity, first_entity, second_entity)
         )
     )
@@ -152,8 +152,8 @@ async def test_fresh_computes_although_stored_and_keeps_nothing_over_the_batch(
     served = ServedGenerations(world.snapshot())
     known_user = entity("u3", history=ids("i7"))
 
-    fresh = (await look(world, served, known_user, fresh=True))[0]
-    after = (await look(world, served, known_user))[0]
+    fresh = (await look_up(world, served, known_user, fresh=True))[0]
+    after = (await look_up(world, served, known_user))[0]
 
     assert fresh["source"] == "live" and fresh["reason"] == "fresh"
     assert (after["source"], after["producer"]) == ("l2", "batch")
@@ -162,7 +162,9 @@ async def test_fresh_computes_although_stored_and_keeps_nothing_over_the_batch(
 
 
 async def test_fresh_without_anything_to_compute_from_gets_what_is_stored(world: World) -> None:
-    answer = (await look(world, ServedGenerations(world.snapshot()), entity("u3"), fresh=True))[0]
+    answer = (await look_up(world, ServedGenerations(world.snapshot()), entity("u3"), fresh=True))[
+        0
+    ]
 
     assert answer["source"] == "l2" and answer["reason"] == "nothing_to_compute_from"
 
@@ -171,7 +173,7 @@ async def test_fresh_that_cannot_be_had_settles_for_what_is_stored(world: World)
     world.busy = True
 
     answer = (
-        await look(
+        await look_up(
             world, ServedGenerations(world.snapshot()), entity("u3", history=ids("i7")), fresh=True
         )
     )[0]
@@ -184,9 +186,9 @@ async def test_an_answer_older_than_max_age_is_computed_anew_if_it_can_be(world:
     served = ServedGenerations(world.snapshot())
     known_user = entity("u3", history=ids("i7"))
 
-    old_enough = (await look(world, served, known_user, max_age_s=3600.0))[0]
-    too_old = (await look(world, served, known_user, max_age_s=3599.0))[0]
-    no_input = (await look(world, served, entity("u3"), max_age_s=3599.0))[0]
+    old_enough = (await look_up(world, served, known_user, max_age_s=3600.0))[0]
+    too_old = (await look_up(world, served, known_user, max_age_s=3599.0))[0]
+    no_input = (await look_up(world, served, entity("u3"), max_age_s=3599.0))[0]
 
     assert old_enough["source"] == "l2" and "reason" not in old_enough
     assert too_old["source"] == "live" and too_old["reason"] == "too_old"
@@ -205,18 +207,20 @@ async def test_history_exclusions_and_blocked_items_appear_from_no_source(world:
     options = {"exclude": ids(*excluded)}
 
     stored_answer = (
-        await look(
+        await look_up(
             world, ServedGenerations(snapshot), entity("u3", history=ids(*seen_items)), **options
         )
     )[0]
     live = (
-        await look(
+        await look_up(
             world, ServedGenerations(snapshot), entity("new", history=ids(*seen_items)), **options
         )
     )[0]
-    default = (await look(world, ServedGenerations(snapshot), entity("nobody"), **options))[0]
+    default = (await look_up(world, ServedGenerations(snapshot), entity("nobody"), **options))[0]
     del world.remote.pages[GENERATION, "user_topk", 0]
-    older = (await look(world, ServedGenerations(snapshot, previous), entity("u4"), **options))[0]
+    older = (await look_up(world, ServedGenerations(snapshot, previous), entity("u4"), **options))[
+        0
+    ]
 
     assert [answer["source"] for answer in (stored_answer, live, default, older)] == [
         "l2", "live", "default", "previous",
@@ -235,7 +239,7 @@ async def test_a_blocked_entity_gets_defaults_or_null_even_with_a_history(world:
     served = ServedGenerations(snapshot, world.snapshot(OLDER))
     history = ids("i1")
 
-    top, vector = await look(
+    top, vector = await look_up(
         world,
         served,
         entity("u3", history=history),
@@ -249,28 +253,30 @@ async def test_a_blocked_entity_gets_defaults_or_null_even_with_a_history(world:
 
 async def test_a_lost_redis_falls_to_live_then_previous_l1_then_defaults(world: World) -> None:
     previous = world.snapshot(OLDER)
-    await look(
+    await look_up(
         world, ServedGenerations(previous), entity("u5")
     )  # warms the L1 of what is now previous
     served = ServedGenerations(world.snapshot(), previous)
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
 
-    answers = await look(world, served, entity("u3", history=ids("i1")), entity("u5"), entity("u4"))
+    answers = await look_up(
+        world, served, entity("u3", history=ids("i1")), entity("u5"), entity("u4")
+    )
 
     assert [answer["source"] for answer in answers] == ["live", "previous", "default"]
     assert [answer["reason"] for answer in answers] == ["l2_down"] * 3
     assert answers[1]["generation"] == OLDER
 
 
-async def test_each_source_answers_what_those_before_it_cannot(world: World) -> None:
+async def test_every_source_answers_what_those_before_it_cannot(world: World) -> None:
     live, previous, bare = world.snapshot(), world.snapshot(OLDER), world.snapshot(predictor=None)
     entities = [entity(name, history=ids("i1")) for name in ("u1", "u2", "u3", "u4")]
-    await look(
+    await look_up(
         world, ServedGenerations(previous), *entities
     )  # warms the L1 of what is now previous
     served_with_previous = ServedGenerations(live, previous)
 
-    answer_lists = [await look(world, served_with_previous, entities[0]) for _ in range(2)][
+    answer_lists = [await look_up(world, served_with_previous, entities[0]) for _ in range(2)][
         ::-1
     ]  # of L2, and then of L1
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
@@ -279,16 +285,16 @@ async def test_each_source_answers_what_those_before_it_cannot(world: World) -> 
         entities[1:],
         strict=True,
     ):
-        answer_lists.append(await look(world, served, requested_entity))
+        answer_lists.append(await look_up(world, served, requested_entity))
 
     assert [answer["source"] for (answer,) in answer_lists] == list(Source)
 
 
 async def test_previous_is_never_asked_for_an_overlay(world: World) -> None:
     served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
-    await look(world, ServedGenerations(world.snapshot(OLDER)), entity("new", history=ids("i1")))
+    await look_up(world, ServedGenerations(world.snapshot(OLDER)), entity("new", history=ids("i1")))
 
-    answer = (await look(world, served, entity("new")))[0]
+    answer = (await look_up(world, served, entity("new")))[0]
 
     assert answer["source"] == "default"
     assert all(read.generation == GENERATION for read in world.remote.calls[-1])
@@ -297,9 +303,9 @@ async def test_previous_is_never_asked_for_an_overlay(world: World) -> None:
 async def test_a_pinned_request_is_answered_by_that_generation_alone(world: World) -> None:
     served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
 
-    answer = (await look(world, served, entity("u3"), generation=OLDER))[0]
+    answer = (await look_up(world, served, entity("u3"), generation=OLDER))[0]
     with pytest.raises(Problem) as refused:
-        await look(world, served, entity("u3"), generation="20200101T000000Z-aaaaaaaaaaaa")
+        await look_up(world, served, entity("u3"), generation="20200101T000000Z-aaaaaaaaaaaa")
 
     assert (answer["generation"], answer["source"]) == (OLDER, "l2")
     assert (refused.value.status, refused.value.reason) == (409, "generation_gone")
@@ -308,7 +314,7 @@ async def test_a_pinned_request_is_answered_by_that_generation_alone(world: Worl
 async def test_one_missing_id_costs_the_others_of_its_batch_nothing(world: World) -> None:
     entities = [entity(name) for name in (*USERS, "nobody", "x" * 256)]
 
-    answers = await look(world, ServedGenerations(world.snapshot()), *entities)
+    answers = await look_up(world, ServedGenerations(world.snapshot()), *entities)
 
     # P10: an outcome per entity.
     assert [entity_row["id"] for entity_row in answers] == [
@@ -324,9 +330,9 @@ async def test_sources_sum_to_entities_and_misses_to_what_was_not_stored(world: 
     mixed += [entity("new", history=ids("i1"))] * 3 + [entity("u1", "user_affinity")]
 
     for _ in range(3):
-        await look(world, served, *mixed)
+        await look_up(world, served, *mixed)
     world.remote.fails_with = TierUnavailable("slow", reason="timeout")
-    await look(world, served, *[entity(name) for name in USERS])
+    await look_up(world, served, *[entity(name) for name in USERS])
 
     # C9: one outcome per entity, followers of a flight included.
     total = 3 * len(mixed) + len(USERS)
@@ -343,10 +349,10 @@ async def test_a_late_model_costs_the_caller_its_answer_not_its_deadline(world: 
             raise AssertionError
 
     world.inferences.batcher = Stuck()  # type: ignore[assignment]
-    started = now()
+    started = get_loop_time()
 
     answer = (
-        await look(
+        await look_up(
             world,
             ServedGenerations(world.snapshot()),
             entity("x", history=ids("i1")),
@@ -356,16 +362,16 @@ async def test_a_late_model_costs_the_caller_its_answer_not_its_deadline(world: 
 
     # C10: bounded waiting, and the flight is gone with its last waiter.
     assert answer["source"] == "default" and answer["live"] == "timeout"
-    assert now() - started < 0.5
+    assert get_loop_time() - started < 0.5
     await asyncio.sleep(0)
     assert len(world.inferences.flights) == 0
 
 
-async def test_a_model_that_raises_costs_nobody_an_answer(world: World) -> None:
+async def test_a_model_that_raises_leaves_every_entity_with_an_answer(world: World) -> None:
     world.predictor.fails_with = RuntimeError("CUDA error")
     served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
 
-    answers = await look(
+    answers = await look_up(
         world, served, entity("x", history=ids("i1")), entity("u1"), entity("y", history=ids("i2"))
     )
 
@@ -378,7 +384,7 @@ async def test_a_generation_without_a_model_still_answers_from_pages_and_default
 ) -> None:
     served = ServedGenerations(world.snapshot(predictor=None, degraded="broken"))
 
-    answers = await look(world, served, entity("u1"), entity("x", history=ids("i1")))
+    answers = await look_up(world, served, entity("u1"), entity("x", history=ids("i1")))
 
     assert [answer["source"] for answer in answers] == ["l2", "default"]
     assert answers[1]["live"] == "no_model"
@@ -388,8 +394,8 @@ async def test_the_live_answer_of_one_generation_is_unknown_to_the_next(world: W
     # C2: the key of what is written names the generation that the request captured.
     old, new = ServedGenerations(world.snapshot(OLDER)), ServedGenerations(world.snapshot())
 
-    await look(world, old, entity("x", history=ids("i1")))
-    answer = (await look(world, new, entity("x")))[0]
+    await look_up(world, old, entity("x", history=ids("i1")))
+    answer = (await look_up(world, new, entity("x")))[0]
     await world.tiers.aclose()
 
     assert answer["source"] == "default"
@@ -401,7 +407,7 @@ async def test_an_item_of_the_catalogue_is_its_own_input_while_redis_is_away(wor
     similar = entity("i3", "item_similar")
 
     answers = [
-        (await look(world, ServedGenerations(world.snapshot()), similar))[0] for _ in range(2)
+        (await look_up(world, ServedGenerations(world.snapshot()), similar))[0] for _ in range(2)
     ]
 
     assert [answer["source"] for answer in answers] == ["live", "l1"]
@@ -413,7 +419,7 @@ async def test_default_neighbours_leave_out_the_item_itself(world: World) -> Non
     popular = world.ids([0])[0]
 
     answer = (
-        await look(
+        await look_up(
             world,
             ServedGenerations(world.snapshot(predictor=None)),
             entity(popular, "item_similar"),
@@ -436,7 +442,7 @@ async def test_what_no_generation_could_answer_is_refused_before_any_tier_is_ask
 
     for request, status, code in wrong:
         with pytest.raises(Problem) as refused:
-            await world.ladder.lookup(served, request, now())
+            await world.ladder.lookup(served, request, get_loop_time())
         assert (refused.value.status, refused.value.reason) == (status, code)
 
     assert not world.remote.calls and not world.jobs
@@ -452,20 +458,22 @@ async def test_a_record_of_another_format_is_a_miss_and_not_an_error(world: Worl
         page[start + 14] = 2 << 4  # C17: written by a program of the next format
     world.remote.pages[GENERATION, "user_topk", 0] = bytes(page)
 
-    default_answer, live = await look(world, served, entity("u1"), entity("u2", history=ids("i1")))
+    default_answer, live = await look_up(
+        world, served, entity("u1"), entity("u2", history=ids("i1"))
+    )
 
     assert (default_answer["source"], default_answer["reason"]) == ("default", "corrupt")
     assert (live["source"], live["reason"]) == ("live", "corrupt")
 
 
-async def test_inputs_that_never_repeat_cost_one_inference_and_one_read_each(
+async def test_inputs_that_never_repeat_cost_one_inference_and_one_read_per_request(
     world: World,
 ) -> None:
     served = ServedGenerations(world.snapshot())
 
     # C18: all misses; L1 and its negative side stay within their bounds.
     for number in range(150):
-        await look(world, served, entity(f"x{number}", history=ids(f"i{number % 20}")))
+        await look_up(world, served, entity(f"x{number}", history=ids(f"i{number % 20}")))
 
     assert len(world.jobs) == len(world.remote.reads) == 150
     assert world.tiers.local.size_bytes <= world.tiers.local.max_bytes
@@ -488,9 +496,9 @@ async def test_a_damaged_record_costs_its_own_entity_the_answer_and_only_until_i
     world.remote.pages[GENERATION, "user_topk", 0] = damaged(world, "u3", [0xFFFFFFF0, 1, 2, 3, 4])
     entities = [entity("u3"), *(entity(name) for name in USERS if name != "u3")]
 
-    damaged_answer, *other_answers = await look(world, served, *entities)
+    damaged_answer, *other_answers = await look_up(world, served, *entities)
     world.remote.pages[GENERATION, "user_topk", 0] = good
-    repaired = (await look(world, served, entity("u3")))[0]
+    repaired = (await look_up(world, served, entity("u3")))[0]
 
     # P10, and nothing of it stays in L1.
     assert (damaged_answer["source"], damaged_answer["reason"]) == ("default", "corrupt")
@@ -510,7 +518,7 @@ async def test_one_entity_whose_answer_cannot_be_built_costs_the_others_nothing(
     monkeypatch.setattr("serving.engine.answer_builder.from_record", fragile)
     served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
 
-    answers = await look(world, served, *(entity(name) for name in ("u2", "u3", "u4")))
+    answers = await look_up(world, served, *(entity(name) for name in ("u2", "u3", "u4")))
 
     assert [answer["source"] for answer in answers] == ["l2", "default", "l2"]
     assert answers[1]["reason"] == "corrupt"
@@ -521,9 +529,9 @@ async def test_a_live_answer_of_an_outage_says_so_and_ends_with_it(world: World)
     known_user = entity("u3", history=ids("i19"))
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
 
-    first, second = [(await look(world, served, known_user))[0] for _ in range(2)]
+    first, second = [(await look_up(world, served, known_user))[0] for _ in range(2)]
     world.remote.fails_with = None
-    after = (await look(world, served, known_user))[0]
+    after = (await look_up(world, served, known_user))[0]
 
     assert (first["source"], first["reason"]) == ("live", "l2_down")
     assert (second["source"], second["producer"], second["reason"]) == ("l1", "live", "l2_down")
@@ -534,9 +542,9 @@ async def test_unknown_history_is_reported_wherever_the_input_was_used(world: Wo
     served = ServedGenerations(world.snapshot())
     new = entity("new", history=ids("i1", "nope", "nope", "neither"))
 
-    live, stored_answer = [(await look(world, served, new))[0] for _ in range(2)]
-    useless = (await look(world, served, entity("new2", history=ids("nope"))))[0]
-    unused = (await look(world, served, entity("u3", history=ids("nope"))))[0]
+    live, stored_answer = [(await look_up(world, served, new))[0] for _ in range(2)]
+    useless = (await look_up(world, served, entity("new2", history=ids("nope"))))[0]
+    unused = (await look_up(world, served, entity("u3", history=ids("nope"))))[0]
 
     assert (live["source"], stored_answer["source"]) == ("live", "l1")
     assert live["dropped_history"] == stored_answer["dropped_history"] == 2
@@ -555,9 +563,9 @@ async def test_a_known_user_is_answered_from_the_night_whatever_is_sent_and_howe
     user = entity("u3", history=history, features=features)
     remaining_items = stored_items[3:] if history else stored_items
 
-    full_answer = (await look(world, served, user, k=WIDTH))[0]
-    fewer = (await look(world, served, user, k=2))[0]
-    empty_answer = (await look(world, served, user, k=2, exclude=ids(*stored_items)))[0]
+    full_answer = (await look_up(world, served, user, k=WIDTH))[0]
+    fewer = (await look_up(world, served, user, k=2))[0]
+    empty_answer = (await look_up(world, served, user, k=2, exclude=ids(*stored_items)))[0]
 
     assert full_answer["items"] == remaining_items and full_answer["short"] == (
         len(remaining_items) < WIDTH
@@ -575,14 +583,18 @@ async def test_a_list_of_similar_items_used_up_by_a_history_goes_on_from_the_ite
     world: World,
 ) -> None:
     served = ServedGenerations(world.snapshot())
-    stored_items = (await look(world, served, entity("i3", "item_similar")))[0]["items"]
+    stored_items = (await look_up(world, served, entity("i3", "item_similar")))[0]["items"]
     seen_items = ids(*stored_items[:3])
 
-    deeper = (await look(world, served, entity("i3", "item_similar", history=seen_items), k=4))[0]
+    deeper = (await look_up(world, served, entity("i3", "item_similar", history=seen_items), k=4))[
+        0
+    ]
     of_features = entity("i3", "item_similar", history=seen_items, features={"age": 3})
-    features_answer = (await look(world, served, of_features, k=4))[0]
+    features_answer = (await look_up(world, served, of_features, k=4))[0]
     world.busy = True
-    busy = (await look(world, served, entity("i3", "item_similar", history=seen_items[:2]), k=4))[0]
+    busy = (
+        await look_up(world, served, entity("i3", "item_similar", history=seen_items[:2]), k=4)
+    )[0]
 
     assert (deeper["source"], deeper["reason"]) == ("live", "exhausted")
     assert len(deeper["items"]) == 4 and not {*stored_items[:3], "i3"} & {*deeper["items"]}
@@ -601,8 +613,8 @@ async def test_a_strangers_list_of_which_nothing_is_left_gives_way_to_what_else_
     served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
     new = entity("new", history=ids("i1"))
 
-    live = (await look(world, served, new))[0]
-    answers = [live, (await look(world, served, new, exclude=ids(*live["items"])))[0]]
+    live = (await look_up(world, served, new))[0]
+    answers = [live, (await look_up(world, served, new, exclude=ids(*live["items"])))[0]]
 
     assert [answer["source"] for answer in answers] == ["live", "default"]
     assert answers[1]["reason"] == "exhausted"
@@ -615,7 +627,7 @@ async def test_a_strangers_list_of_which_nothing_is_left_gives_way_to_what_else_
     assert sum(counts(world, "misses").values()) == 2
 
 
-class Had:
+class FakeSeenItems:
     """Items that every user of the world had by the night."""
 
     def __init__(self, *ordinals: int) -> None:
@@ -630,7 +642,7 @@ class Had:
 async def test_what_a_known_user_had_by_the_night_comes_back_from_no_rung(world: World) -> None:
     had_ordinals = night_list("u3")[:2]
     had_items = {*world.ids(had_ordinals)}
-    live = world.snapshot(seen_items=Had(*had_ordinals))
+    live = world.snapshot(seen_items=FakeSeenItems(*had_ordinals))
     served, served_with_previous = (
         ServedGenerations(live),
         ServedGenerations(live, world.snapshot(OLDER)),
@@ -639,12 +651,12 @@ async def test_what_a_known_user_had_by_the_night_comes_back_from_no_rung(world:
     page = world.remote.pages.pop(key)
     history = ids("i2")
 
-    out_of_reach = (await look(world, served, entity("u3", history=history)))[0]
+    out_of_reach = (await look_up(world, served, entity("u3", history=history)))[0]
     blocked = dataclasses.replace(live, blocklist=Blocklist(users=frozenset([b"u3"])))
-    unknown = (await look(world, ServedGenerations(blocked), entity("u3"), k=WIDTH))[0]
-    previous = (await look(world, served_with_previous, entity("u4")))[0]
+    unknown = (await look_up(world, ServedGenerations(blocked), entity("u3"), k=WIDTH))[0]
+    previous = (await look_up(world, served_with_previous, entity("u4")))[0]
     world.remote.pages[key] = page
-    fresh = (await look(world, served, entity("u3", history=history), fresh=True))[0]
+    fresh = (await look_up(world, served, entity("u3", history=history), fresh=True))[0]
 
     assert (out_of_reach["source"], out_of_reach["reason"]) == ("live", "page_missing")
     assert (previous["source"], fresh["source"]) == ("previous", "live")
@@ -658,10 +670,10 @@ async def test_what_a_known_user_had_by_the_night_comes_back_from_no_rung(world:
 
 
 async def test_a_default_leaves_out_what_a_known_user_had(world: World) -> None:
-    live = world.snapshot(seen_items=Had(0, 2))
+    live = world.snapshot(seen_items=FakeSeenItems(0, 2))
     world.remote.pages.pop((GENERATION, "user_topk", 0))
 
-    answer = (await look(world, ServedGenerations(live), entity("u3"), k=3))[0]
+    answer = (await look_up(world, ServedGenerations(live), entity("u3"), k=3))[0]
 
     assert answer["source"] == "default" and answer["items"] == world.ids([1, 3, 4])
 
@@ -677,7 +689,7 @@ async def test_a_large_request_lets_others_have_the_event_loop(world: World) -> 
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count_iterations())
-    await look(world, served, *(entity(f"n{n}", history=ids("i1")) for n in range(640)))
+    await look_up(world, served, *(entity(f"n{n}", history=ids("i1")) for n in range(640)))
     lookup_done.set()
     await counting
 
@@ -689,7 +701,7 @@ async def test_a_late_request_starts_no_inference(world: World) -> None:
     answers = await world.ladder.lookup(
         ServedGenerations(world.snapshot()),
         ask(*(entity(f"n{n}", history=ids("i1")) for n in range(3)), deadline_s=0.0),
-        now(),
+        get_loop_time(),
     )
 
     assert [(answer["source"], answer["live"]) for answer in answers] == [
@@ -704,7 +716,7 @@ async def test_the_time_for_l2_grows_with_the_batch(world: World) -> None:
 
     async def note_deadline(view, record_keys, deadline, **_options):
         deadlines.append(deadline)
-        return await read(view, record_keys, now() + 60.0)
+        return await read(view, record_keys, get_loop_time() + 60.0)
 
     world.tiers.get_many = note_deadline  # type: ignore[method-assign]
     ladder = Ladder(

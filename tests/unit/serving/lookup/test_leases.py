@@ -66,7 +66,7 @@ class Process:
         self, id_: str = "ada", digest: bytes = DIGEST_A, limit_s: float = 10.0
     ) -> bytes:
         """The record, computed here or taken over."""
-        view, record_key = NIGHT.view(), NIGHT.want(id_, digest)
+        view, record_key = NIGHT.view(), NIGHT.record_key(id_, digest)
         record = NIGHT.live_record(id_, float(digest[0] + 1))
 
         async def compute(lease_mark: LeaseMark | None) -> bytes:
@@ -82,7 +82,7 @@ class Process:
         return hit_or_record.record if isinstance(hit_or_record, Hit) else hit_or_record
 
 
-async def turns(count: int = 20) -> None:
+async def run_loop_iterations(count: int = 20) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -92,9 +92,9 @@ async def test_a_follower_takes_the_leaders_answer_as_soon_as_it_is_stored() -> 
     first, second = Process(redis, "first"), Process(redis, "second")
     first.gate = asyncio.Event()
     leading = asyncio.create_task(first.answer())
-    await turns(3)
+    await run_loop_iterations(3)
     following = asyncio.create_task(second.answer())
-    await turns(3)
+    await run_loop_iterations(3)
     first.gate.set()
 
     assert await leading == await following == NIGHT.live_record("ada", 1.0)
@@ -118,7 +118,7 @@ async def test_one_of_many_takes_over_from_a_dead_leader_and_the_others_follow_i
     dead = Process(redis, "dead")
     dead.gate = asyncio.Event()
     leading = asyncio.create_task(dead.answer())
-    await turns(3)
+    await run_loop_iterations(3)
     started_at = redis.clock()
     other_processes = [Process(redis, f"other-{number}") for number in range(5)]
 
@@ -134,12 +134,12 @@ async def test_one_of_many_takes_over_from_a_dead_leader_and_the_others_follow_i
 
 
 @pytest.mark.parametrize(("limit_s", "waited_s"), [(10.0, WAIT_S), (0.1, 0.05)])
-async def test_nobody_waits_beyond_the_bound_or_half_of_the_time_left(
+async def test_no_follower_waits_beyond_the_bound_or_half_of_the_time_left(
     limit_s: float, waited_s: float
 ) -> None:
     redis = Redis()
     process = Process(redis, "process")
-    key = KEYS.lease(GENERATION, NIGHT.table.name, hash_hex(NIGHT.want("ada").key), DIGEST_A)
+    key = KEYS.lease(GENERATION, NIGHT.table.name, hash_hex(NIGHT.record_key("ada").key), DIGEST_A)
     redis.remote.leases[key] = b"slow/1", float("inf")
     started_at = redis.clock()
 
@@ -149,12 +149,12 @@ async def test_nobody_waits_beyond_the_bound_or_half_of_the_time_left(
     assert redis.loads == ["process"] and process.lead.counts.timed_out == 1
 
 
-async def test_different_inputs_and_entities_never_wait_for_each_other() -> None:
+async def test_different_inputs_and_entities_never_wait_for_one_another() -> None:
     redis = Redis()
     first, second = Process(redis, "first"), Process(redis, "second")
     first.gate = asyncio.Event()
     leading = asyncio.create_task(first.answer(digest=DIGEST_A))
-    await turns(3)
+    await run_loop_iterations(3)
 
     assert await second.answer(digest=DIGEST_B) == NIGHT.live_record("ada", 17.0)
     assert await second.answer("bob") == NIGHT.live_record("bob", 1.0)
@@ -163,7 +163,7 @@ async def test_different_inputs_and_entities_never_wait_for_each_other() -> None
     assert await leading == NIGHT.live_record("ada", 1.0)
 
 
-async def test_inputs_that_replace_each_other_are_computed_at_once_by_one_process_each() -> None:
+async def test_inputs_that_replace_one_another_are_computed_at_once_by_every_process() -> None:
     """The lease of A says done, but the answer stored is the one to B."""
     redis = Redis()
     processes = [Process(redis, f"{number}") for number in range(4)]
@@ -186,7 +186,7 @@ async def test_redis_away_costs_one_question_and_then_none_for_a_while() -> None
     await process.answer("bob")
 
     assert redis.slept == [] and redis.loads == ["process"] * 2
-    assert len(redis.remote.asked) == 1 and process.lead.counts.unavailable == 2
+    assert len(redis.remote.lease_commands) == 1 and process.lead.counts.unavailable == 2
     redis.clock.tick(REST_S)
     redis.remote.fails_with = None
     await process.answer("cyd")
@@ -205,7 +205,7 @@ async def test_a_slow_redis_is_not_asked_again_for_a_while() -> None:
         len(
             [
                 lease_command
-                for lease_command in redis.remote.asked
+                for lease_command in redis.remote.lease_commands
                 if isinstance(lease_command, LeaseTake)
             ]
         )
@@ -220,7 +220,7 @@ async def test_a_leader_without_an_answer_gives_its_lease_back(ends: str) -> Non
     first.gate = asyncio.Event()
     first.fails_with = RuntimeError("no model")
     leading = asyncio.create_task(first.answer())
-    await turns(3)
+    await run_loop_iterations(3)
 
     if ends == "cancelled":
         leading.cancel()
@@ -240,10 +240,10 @@ async def test_a_leader_that_lost_its_lease_neither_takes_it_back_nor_ends_it() 
     first.gate, second.gate = asyncio.Event(), asyncio.Event()
     first.fails_with = RuntimeError("no model")
     leading = asyncio.create_task(first.answer())
-    await turns(3)
+    await run_loop_iterations(3)
     redis.clock.tick(WAIT_S)
     taking_over = asyncio.create_task(second.answer())
-    await turns(3)
+    await run_loop_iterations(3)
     first.gate.set()
     await asyncio.gather(leading, return_exceptions=True)
 
@@ -276,9 +276,9 @@ async def test_only_answers_that_are_stored_and_may_be_anothers_are_led(leads: b
     assert await source("u1", fresh=True) == await source("stranger", fresh=True) == "live"
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
     assert await source("u2") == await source("other") == "live"
-    assert world.remote.asked == []
+    assert world.remote.lease_commands == []
     world.remote.fails_with = None
 
     assert await source("yet another") == "live"
 
-    assert lead.counts.led == len(world.remote.asked) == leads
+    assert lead.counts.led == len(world.remote.lease_commands) == leads

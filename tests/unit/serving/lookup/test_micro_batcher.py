@@ -54,7 +54,7 @@ async def test_what_one_turn_submits_travels_in_one_batch(executor: ThreadPoolEx
     )
 
 
-async def test_a_lone_job_waits_for_nobody_and_later_ones_gather_meanwhile(
+async def test_a_lone_job_starts_at_once_and_later_ones_gather_meanwhile(
     executor: ThreadPoolExecutor,
 ) -> None:
     world = World()
@@ -167,7 +167,7 @@ async def test_a_job_whose_caller_left_is_not_computed(executor: ThreadPoolExecu
     assert batches.queued == 0
 
 
-async def test_a_job_that_cannot_end_in_time_is_told_so_and_not_computed(
+async def test_a_job_that_cannot_end_in_time_is_refused_and_not_computed(
     executor: ThreadPoolExecutor,
 ) -> None:
     # Given batches that are known to take a second
@@ -175,7 +175,7 @@ async def test_a_job_that_cannot_end_in_time_is_told_so_and_not_computed(
     snapshot, clock = world.snapshot(), FakeClock(100.0)
 
     def slow(jobs: Sequence[InferenceJob]) -> list[InferenceOutcome]:
-        clock.now += 1.0
+        clock.now_s += 1.0
         return compute(jobs)
 
     batches = batcher(executor, compute=slow, timer=clock)
@@ -183,7 +183,7 @@ async def test_a_job_that_cannot_end_in_time_is_told_so_and_not_computed(
 
     # When one has half a second left and another two
     late, early = job(snapshot, "i1"), job(snapshot, "i2")
-    late.deadline, early.deadline = clock.now + 0.5, clock.now + 2.0
+    late.deadline, early.deadline = clock.now_s + 0.5, clock.now_s + 2.0
     outcomes = await asyncio.gather(
         batches.infer(late), batches.infer(early), return_exceptions=True
     )
@@ -203,7 +203,7 @@ async def test_a_wrong_estimate_does_not_stop_the_model_for_good(
     seconds = iter([60.0])
 
     def once_slow(jobs: Sequence[InferenceJob]) -> list[InferenceOutcome]:
-        clock.now += next(seconds, 0.001)
+        clock.now_s += next(seconds, 0.001)
         return compute(jobs)
 
     batches = batcher(executor, compute=once_slow, timer=clock)
@@ -212,7 +212,7 @@ async def test_a_wrong_estimate_does_not_stop_the_model_for_good(
     answered = 0
     for _ in range(100):
         soon = job(snapshot, "i1")
-        soon.deadline = clock.now + 0.3
+        soon.deadline = clock.now_s + 0.3
         outcomes = await asyncio.gather(batches.infer(soon), return_exceptions=True)
         answered += isinstance(outcomes[0], ComputedRecord)
 

@@ -45,7 +45,7 @@ def world() -> NearWorld:
     return NearWorld()
 
 
-async def look(world: NearWorld, *entities: Any, **options: Any) -> list[dict[str, Any]]:
+async def look_up(world: NearWorld, *entities: Any, **options: Any) -> list[dict[str, Any]]:
     started = asyncio.get_running_loop().time()
     served = ServedGenerations(world.snapshot())
     return await world.ladder.lookup(served, ask(*entities, **options), started)
@@ -54,7 +54,7 @@ async def look(world: NearWorld, *entities: Any, **options: Any) -> list[dict[st
 async def test_a_near_answer_says_so_and_is_kept_nowhere(world: NearWorld) -> None:
     new = entity("nobody", history=ids("i1"))
 
-    first, second = (await look(world, new))[0], (await look(world, new))[0]
+    first, second = (await look_up(world, new))[0], (await look_up(world, new))[0]
 
     assert [answer["source"] for answer in (first, second)] == ["live", "live"]
     assert first["near"] == second["near"] == DISTANCE and first["producer"] == "live"
@@ -63,12 +63,12 @@ async def test_a_near_answer_says_so_and_is_kept_nowhere(world: NearWorld) -> No
     assert not world.remote.writes and len(world.tiers.local) == 0
 
 
-async def test_its_lease_is_given_back_so_that_nobody_waits_for_what_is_not_stored(
+async def test_its_lease_is_returned_so_that_no_process_waits_for_an_unstored_answer(
     world: NearWorld,
 ) -> None:
-    await look(world, entity("nobody", history=ids("i1")))
+    await look_up(world, entity("nobody", history=ids("i1")))
 
-    lease_take, back = world.remote.asked
+    lease_take, back = world.remote.lease_commands
     assert isinstance(lease_take, LeaseTake) and isinstance(back, LeaseSwap)
     assert LEASE_GIVEN_BACK in back
 
@@ -86,7 +86,7 @@ async def test_its_lease_is_given_back_so_that_nobody_waits_for_what_is_not_stor
 async def test_an_answer_of_its_own_is_computed(
     world: NearWorld, requested_entity: Any, options: dict[str, Any]
 ) -> None:
-    answer = (await look(world, requested_entity, **options))[0]
+    answer = (await look_up(world, requested_entity, **options))[0]
 
     assert answer["source"] == "live" and "near" not in answer
     assert [job.may_reuse for job in world.jobs] == [False]
@@ -95,7 +95,7 @@ async def test_an_answer_of_its_own_is_computed(
 async def test_who_wants_it_fresh_does_not_join_who_takes_a_near_one(world: NearWorld) -> None:
     new = entity("nobody", history=ids("i1"))
 
-    (near,), (fresh,) = await asyncio.gather(look(world, new), look(world, new, fresh=True))
+    (near,), (fresh,) = await asyncio.gather(look_up(world, new), look_up(world, new, fresh=True))
 
     assert near["near"] == DISTANCE and "near" not in fresh and len(world.jobs) == 2
 
@@ -130,6 +130,6 @@ async def test_under_a_filter_nothing_is_reused(world: NearWorld) -> None:
 async def test_a_near_answer_is_not_sampled_as_one_of_the_models(world: NearWorld) -> None:
     world.ladder.watch.sampler.countdown = 0
 
-    await look(world, entity("nobody", history=ids("i1")))
+    await look_up(world, entity("nobody", history=ids("i1")))
 
     assert world.ladder.watch.sampler.countdown == 0

@@ -48,7 +48,7 @@ def test_quantiles_of_few_and_of_what_lies_outside_the_bounds() -> None:
     assert quantile(BOUNDS, {1: 998, last: 2}, 0.999) == 10
 
 
-def test_prometheus_is_told_what_a_coarse_histogram_would_tell() -> None:
+def test_prometheus_gets_the_buckets_of_a_coarse_histogram() -> None:
     registry = CollectorRegistry()
     coarse = Histogram("t", "", ["source"], buckets=COARSE, registry=registry).labels("l1")
     fine = SecondsHistogram("t", "", "source", ["l1"], COARSE)

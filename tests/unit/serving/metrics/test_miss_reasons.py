@@ -56,7 +56,7 @@ def failing(reason: str | None) -> TierUnavailable | None:
     return None if reason is None else TierUnavailable("gone", reason=reason)
 
 
-def asked(rng: random.Random) -> Any:
+def draw_request(rng: random.Random) -> Any:
     entities = []
     for _ in range(rng.randrange(1, 6)):
         table = rng.choice(TABLES)
@@ -95,7 +95,7 @@ async def test_reasons_sum_to_misses_whatever_breaks(seed: int) -> None:
             elif rng.random() < 0.05:
                 world.remote.pages[name] = bytes(len(pages[name]))
 
-        answers = await world.ladder.lookup(served, asked(rng), world.clock())
+        answers = await world.ladder.lookup(served, draw_request(rng), world.clock())
 
         assert all(answer["source"] for answer in answers)
     counts_by_family = scraped(world)
@@ -128,7 +128,7 @@ async def test_these_lives_meet_every_reason() -> None:
             elif step % 10 == 2:
                 name = GENERATION, "user_topk", 0
                 world.remote.pages[name] = bytes(len(pages[name]))
-            await world.ladder.lookup(ServedGenerations(live), asked(rng), world.clock())
+            await world.ladder.lookup(ServedGenerations(live), draw_request(rng), world.clock())
         for tables in (
             scraped(world)[name] for name in ("larder_misses_total", "larder_l1_misses_total")
         ):

@@ -23,7 +23,7 @@ from serving.near.reuse_policy import ReusePolicy
 ERROR = 0.01
 BATCH = 128
 Numbers = NDArray[np.float32]
-NOTHING = np.empty(0, np.int64)
+NO_ORDINALS = np.empty(0, np.int64)
 
 
 class Texts(NamedTuple):
@@ -88,7 +88,7 @@ def turning(honest: Draw, after: int) -> Draw:
 
 
 @dataclass
-class Seen:
+class RunCounts:
     """Counts of a run at the end of each batch: answers given, reused and wrong, and if anything was reused."""
 
     policy: ReusePolicy
@@ -110,7 +110,7 @@ class Seen:
         return self.wrong[-1] / max(1, self.reused[-1])
 
     @property
-    def share(self) -> float:
+    def reused_share(self) -> float:
         """Share of the answers that were reused, or proven to be live's own."""
         return (self.reused[-1] + self.counts["proven"]) / self.answers[-1]
 
@@ -134,17 +134,17 @@ class TextModel:
         return list(outputs.argmax(axis=1).tolist())
 
 
-def run_texts(draw: Draw, inputs: int, seed: int, *, entries: int = 1_024) -> Seen:
+def run_texts(draw: Draw, inputs: int, seed: int, *, entries: int = 1_024) -> RunCounts:
     """Runs so many texts through the matches of a value table."""
     rng, model, counts = np.random.default_rng([seed, 2]), TextModel(), Counter[NearOutcome]()
     dims = draw(np.random.default_rng(0), 2).vectors.shape[1]
     neighbours: Neighbours[Numbers] = Neighbours(ERROR, entries, dims, Random(seed), counts)
     matches = ValueMatches("t", neighbours)
-    run_counts = Seen(neighbours.policy, counts)
+    run_counts = RunCounts(neighbours.policy, counts)
     for _ in range(0, inputs, BATCH):
         model.now = draw(rng, BATCH)
         rows: Any = range(BATCH)
-        labels, distances = matches.predict(model, rows, rows, 0, NOTHING, 0)  # type: ignore[arg-type]
+        labels, distances = matches.predict(model, rows, rows, 0, NO_ORDINALS, 0)  # type: ignore[arg-type]
         true = model.now.values.argmax(axis=1).tolist()
         reused = [row for row, distance in enumerate(distances) if distance is not None]
         assert all(labels[row] == true[row] for row in rows if distances[row] is None)
@@ -186,7 +186,7 @@ class HistoryModel:
     def true_lists(self, batch: Sequence[PreparedInput]) -> NDArray[np.uint32]:
         """Lists that live would give."""
         vectors = self.vectors(batch)
-        return self._search.lists(batch, vectors, NOTHING)[0]
+        return self._search.lists(batch, vectors, NO_ORDINALS)[0]
 
 
 def histories(
@@ -213,17 +213,19 @@ def histories(
         yield [PreparedInput("t", history, {}, -1, np.unique(history), 0) for history in drawn]
 
 
-def run_histories(inputs: int, seed: int, *, entries: int = 1_024, is_exact: bool = False) -> Seen:
+def run_histories(
+    inputs: int, seed: int, *, entries: int = 1_024, is_exact: bool = False
+) -> RunCounts:
     """Runs so many histories through the matches of a table of lists, whose index is said to be exact or not."""
     model, counts = HistoryModel(seed), Counter[NearOutcome]()
     neighbours: Any = Neighbours(ERROR, entries, model.DIMS, Random(seed), counts)
     reach = model.search("t").reach() if is_exact else None
     matches = ListMatches("t", model.K, 0.9, reach, neighbours)
-    run_counts = Seen(neighbours.policy, counts)
+    run_counts = RunCounts(neighbours.policy, counts)
     batches = histories(model, np.random.default_rng([seed, 4]))
     for _ in range(0, inputs, BATCH):
         batch = next(batches)
-        _, distances = matches.predict(model, batch, range(BATCH), 0, NOTHING, 0)  # type: ignore[arg-type]
+        _, distances = matches.predict(model, batch, range(BATCH), 0, NO_ORDINALS, 0)  # type: ignore[arg-type]
         reused = [row for row, distance in enumerate(distances) if distance is not None]
         wrong = 0
         if is_exact:  # what is not marked is live's own list, proven or computed

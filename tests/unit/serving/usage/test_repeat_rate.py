@@ -267,6 +267,6 @@ async def test_there_are_no_leases_for_what_is_not_read(service: Service) -> Non
 
     assert not [
         lease_command
-        for lease_command in service.world.remote.asked
+        for lease_command in service.world.remote.lease_commands
         if isinstance(lease_command, LeaseTake)
     ]

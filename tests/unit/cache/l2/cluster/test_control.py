@@ -64,7 +64,7 @@ async def test_control_keys_are_asked_of_the_node_of_their_slot() -> None:
     assert set(nodes.slots) == {key_slot(KEYSPACE.live.encode())}
 
 
-async def test_of_all_servers_one_without_a_reply_is_told_and_a_refusal_is_raised() -> None:
+async def test_of_all_servers_one_without_a_reply_is_reported_and_a_refusal_is_raised() -> None:
     unavailable, refused = TierUnavailable("gone"), ValueError("NOPERM")
 
     server_replies = await control_of(

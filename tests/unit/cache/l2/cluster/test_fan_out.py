@@ -34,15 +34,17 @@ class FakeTier:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.asked: list[tuple[Sequence[Command], Callable[[Sequence[L2Result]], object]]] = []
+        self.submissions: list[
+            tuple[Sequence[Command], Callable[[Sequence[L2Result]], object]]
+        ] = []
 
     def submit(
         self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], object]
     ) -> None:
-        self.asked.append((commands, keep))
+        self.submissions.append((commands, keep))
 
     def land(self, make: Callable[[Command], L2Result]) -> None:
-        commands, keep = self.asked.pop(0)
+        commands, keep = self.submissions.pop(0)
         keep([make(command) for command in commands])
 
 
@@ -53,10 +55,10 @@ class FakeNodes:
         self.all = {name: FakeTier(name) for name in "abc"}
         self.learned: dict[int, str] = {}
         self.refreshes = 0
-        self.nobody: set[int] = set()
+        self.unserved_slots: set[int] = set()
 
     def of_slot(self, slot: int) -> FakeTier | None:
-        if slot in self.nobody:
+        if slot in self.unserved_slots:
             return None
         return self.all[self.learned.get(slot, "ab"[slot % 2])]
 
@@ -98,8 +100,8 @@ def moved(to: str, *, is_ask: bool = False) -> Callable[[Command], L2Result]:
 async def test_answers_come_together_in_the_order_of_the_reads(nodes: FakeNodes) -> None:
     result = send(nodes, reads(100))
     a, b = nodes.all["a"], nodes.all["b"]
-    assert len(a.asked) == len(b.asked) == 1
-    (mine, _), (reads_of_b, _) = a.asked[0], b.asked[0]
+    assert len(a.submissions) == len(b.submissions) == 1
+    (mine, _), (reads_of_b, _) = a.submissions[0], b.submissions[0]
     assert isinstance(mine, PageReads) and len(mine) + len(reads_of_b) == 100
     assert all(CommandSlots(KEYS).of_one(page_read) % 2 == 0 for page_read in mine)
 
@@ -114,7 +116,7 @@ async def test_answers_come_together_in_the_order_of_the_reads(nodes: FakeNodes)
 async def test_frames_of_a_part_are_put_in_their_places(nodes: FakeNodes) -> None:
     result = send(nodes, reads(50))
     for tier in (nodes.all["a"], nodes.all["b"]):
-        commands, keep = tier.asked.pop()
+        commands, keep = tier.submissions.pop()
         data = b"".join(b"$4\r\n%b\r\n" % payload(command) for command in commands)
         keep(Frames(data, len(commands), 4))
     assert await result == [b"%04d" % page for page in range(50)]
@@ -124,7 +126,7 @@ async def test_columns_of_all_parts_are_columns(nodes: FakeNodes) -> None:
     kept_answers: list[Sequence[L2Result]] = []
     result = Scatter(reads(50), kept_answers.append, nodes, CommandSlots(KEYS), 1.0).send()  # type: ignore[arg-type]
     for tier in (nodes.all["b"], nodes.all["a"]):
-        commands, keep = tier.asked.pop()
+        commands, keep = tier.submissions.pop()
         leading_reply = b"$4\r\nskip\r\n"
         data = leading_reply + b"".join(b"$4\r\n%b\r\n" % payload(command) for command in commands)
         keep(Frames(data, len(commands) + 1, 4).part(1, len(commands)))
@@ -134,9 +136,9 @@ async def test_columns_of_all_parts_are_columns(nodes: FakeNodes) -> None:
     assert frames.rows(np.dtype("S4")).tolist() == [b"%04d" % page for page in range(50)]
 
 
-async def test_columns_beside_a_dead_node_are_put_in_their_places(nodes: FakeNodes) -> None:
+async def test_columns_next_to_a_dead_node_are_put_in_their_places(nodes: FakeNodes) -> None:
     result = send(nodes, reads(50))
-    commands, keep = nodes.all["b"].asked.pop()
+    commands, keep = nodes.all["b"].submissions.pop()
     keep(
         Frames(
             b"".join(b"$4\r\n%b\r\n" % payload(command) for command in commands), len(commands), 4
@@ -154,7 +156,7 @@ async def test_what_one_node_answers_alone_stays_as_it_is(nodes: FakeNodes) -> N
     kept_answers: list[Sequence[L2Result]] = []
     result = Scatter(reads(9), kept_answers.append, nodes, CommandSlots(KEYS), 1.0).send()  # type: ignore[arg-type]
     frames = Frames(b"$4\r\nabcd\r\n" * 9, 9, 4)
-    nodes.all["a"].asked[0][1](frames)
+    nodes.all["a"].submissions[0][1](frames)
     await result
     assert kept_answers[0] is frames
 
@@ -168,8 +170,8 @@ async def test_a_dead_node_costs_only_its_own_keys(nodes: FakeNodes) -> None:
     assert nodes.refreshes > 0
 
 
-async def test_a_slot_that_nobody_serves_is_a_miss_at_once(nodes: FakeNodes) -> None:
-    nodes.nobody = set(range(16_384))
+async def test_an_unserved_slot_is_a_miss_at_once(nodes: FakeNodes) -> None:
+    nodes.unserved_slots = set(range(16_384))
     answers = await send(nodes, reads(3))
     assert all(isinstance(answer, TierUnavailable) for answer in answers) and nodes.refreshes
 
@@ -179,7 +181,7 @@ async def test_a_moved_key_is_read_where_it_is_now(nodes: FakeNodes) -> None:
     nodes.all["b"].land(payload)
     nodes.all["a"].land(moved("c"))
     assert not result.done() and set(nodes.learned.values()) == {"c"}
-    assert all(isinstance(command, PageRead) for command in nodes.all["c"].asked[0][0])
+    assert all(isinstance(command, PageRead) for command in nodes.all["c"].submissions[0][0])
     nodes.all["c"].land(payload)
     assert await result == [b"%04d" % page for page in range(20)]
 
@@ -188,7 +190,7 @@ async def test_a_key_on_its_way_is_asked_for_this_once(nodes: FakeNodes) -> None
     read = PageRead("g1", "t", 0, 0, 4)
     result = send(nodes, [read])
     nodes.of_slot(CommandSlots(KEYS).of_one(read)).land(moved("c", is_ask=True))  # type: ignore[union-attr]
-    assert nodes.all["c"].asked[0][0] == [AskingCommand(read)] and not nodes.learned
+    assert nodes.all["c"].submissions[0][0] == [AskingCommand(read)] and not nodes.learned
     nodes.all["c"].land(lambda _: b"here")
     assert await result == [b"here"]
 
@@ -239,7 +241,7 @@ async def test_a_caller_that_left_is_not_answered(nodes: FakeNodes) -> None:
     result.cancel()
     nodes.all["a"].land(moved("c"))
     nodes.all["b"].land(payload)
-    assert not nodes.all["c"].asked
+    assert not nodes.all["c"].submissions
 
 
 def test_a_redirection_says_where() -> None:
