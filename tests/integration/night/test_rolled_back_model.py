@@ -11,7 +11,7 @@ from precompute.config.settings import GateThresholds, NightConfig
 from precompute.releases.recovery import roll_back
 from precompute.steps import begin
 from tests.integration.corpus import retrain
-from tests.integration.nights import NEXT, DATA_UNTIL, prepare, publish_night
+from tests.integration.nights import DATA_UNTIL, NEXT, prepare, publish_night
 
 LATER = ("2026-01-30T06:00:00Z", "2026-01-30T12:00:00Z")
 LENIENT = GateThresholds(list_jaccard_retrained=0.0, score_psi_retrained=1e9, heldout_of_live=0.0)
