@@ -144,7 +144,7 @@ def _canaries_are_not_protected(patch: pytest.MonkeyPatch) -> None:
     def mark_unprotected(self: MemoryRedis, argv: list[bytes]) -> int:
         return real(self, [argv[0], b"", *argv[2:]])
 
-    patch.setattr(MemoryRedis, "mark", mark_unprotected)
+    patch.setattr(MemoryRedis, "write_rows", mark_unprotected)
 
 
 DEFECTS: dict[str, Plant] = {

@@ -60,19 +60,21 @@ def test_a_night_hands_its_generation_to_the_canary(tmp_path: Path, own_redis: R
 
 @pytest.mark.slow
 def test_a_canary_without_answers_is_left_running_for_a_person_to_decide(
-    place: AirflowDeployment,
+    deployment: AirflowDeployment,
 ) -> None:
-    place.first_night()
-    live_before = place.live
-    tried = build_verified(place.config, current_cut())
+    deployment.first_night()
+    live_before = deployment.live
+    tried = build_verified(deployment.config, current_cut())
 
-    run_id = place.airflow.trigger("canary", {})
+    run_id = deployment.airflow.trigger("canary", {})
     with pytest.raises(AirflowFailed, match="canary answered 0 requests"):
-        place.airflow.wait("canary", run_id, RUN_S)
+        deployment.airflow.wait("canary", run_id, RUN_S)
 
-    tasks = {task.task_id: task for task in place.airflow.report("canary", run_id).tasks}
+    tasks = {task.task_id: task for task in deployment.airflow.report("canary", run_id).tasks}
     assert (tasks["start"].state, tasks["wait"].state) == ("success", "success")
     assert tasks["conclude"].state == "failed"
-    assert place.live.generation == live_before.generation and place.live.canary is not None
-    assert place.live.canary.generation == tried
-    assert place.control.rows()[tried].state is State.VERIFIED
+    assert (
+        deployment.live.generation == live_before.generation and deployment.live.canary is not None
+    )
+    assert deployment.live.canary.generation == tried
+    assert deployment.control.rows()[tried].state is State.VERIFIED

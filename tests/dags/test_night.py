@@ -28,10 +28,10 @@ def deployment(tmp_path: Path, own_redis: RedisServer) -> Iterator[AirflowDeploy
         yield deployment
 
 
-def test_a_new_bundle_is_scored_and_published_once(place: AirflowDeployment) -> None:
+def test_a_new_bundle_is_scored_and_published_once(deployment: AirflowDeployment) -> None:
     # when
     task_reports: list[TaskReport] = []
-    night = place.first_night(task_reports.append)
+    night = deployment.first_night(task_reports.append)
 
     # then: it had no logical date, scored each shard in a task of its own, and published
     assert states(night) == {"success"}
@@ -39,46 +39,46 @@ def test_a_new_bundle_is_scored_and_published_once(place: AirflowDeployment) -> 
     scored = {task.map_index for task in night.tasks if task.task_id == "score_shard"}
     assert scored == set(range(SHARDS))
     assert set(task_reports) == set(night.tasks)
-    published = place.live
+    published = deployment.live
     assert published.attempt == night.run_id
     assert published.previous is None
 
     # and: asked for the same cut again, it knows its own work
     cut = datetime.strptime(published.generation[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
-    repeated_run = place.run("nightly_precompute", data_until=cut.isoformat())
+    repeated_run = deployment.run("nightly_precompute", data_until=cut.isoformat())
     assert [task.task_id for task in repeated_run.tasks if task.state == "success"] == ["begin"]
     assert states(repeated_run) == {"success", "skipped"}
-    assert place.live == published
+    assert deployment.live == published
 
 
 @pytest.mark.slow
 def test_a_second_night_is_rolled_back_and_a_refused_one_changes_nothing(
-    place: AirflowDeployment,
+    deployment: AirflowDeployment,
 ) -> None:
     # given
-    place.first_night()
-    first = place.live
-    assert states(place.run("nightly_precompute", data_until=current_cut())) == {"success"}
-    second = place.live
+    deployment.first_night()
+    first = deployment.live
+    assert states(deployment.run("nightly_precompute", data_until=current_cut())) == {"success"}
+    second = deployment.live
     assert second.previous == first.generation
 
     # when
-    back = place.run("roll_back", reason="a test")
+    back = deployment.run("roll_back", reason="a test")
 
     # then
     assert states(back) == {"success"}
-    assert place.live.generation == first.generation
-    assert place.live.epoch > second.epoch
+    assert deployment.live.generation == first.generation
+    assert deployment.live.epoch > second.epoch
 
     # and: a night that a gate refuses is red at `verify`, at its first try
-    config = place.folder / "larder.toml"
+    config = deployment.folder / "larder.toml"
     config.write_text(CONFIG.replace("index_recall = 0.5", "index_recall = 1.5"))
-    run_id = place.airflow.trigger("nightly_precompute", {"data_until": current_cut()})
+    run_id = deployment.airflow.trigger("nightly_precompute", {"data_until": current_cut()})
     with pytest.raises(AirflowFailed, match="index_recall"):
-        place.airflow.wait("nightly_precompute", run_id, RUN_S)
+        deployment.airflow.wait("nightly_precompute", run_id, RUN_S)
     tasks = {
-        task.task_id: task for task in place.airflow.report("nightly_precompute", run_id).tasks
+        task.task_id: task for task in deployment.airflow.report("nightly_precompute", run_id).tasks
     }
     assert (tasks["verify"].state, tasks["verify"].try_number) == ("failed", 1)
     assert tasks["publish"].state == "upstream_failed"
-    assert place.live.generation == first.generation
+    assert deployment.live.generation == first.generation

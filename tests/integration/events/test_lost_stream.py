@@ -56,11 +56,11 @@ AT_ONCE = cast(StoreThreads, at_once)
 
 
 async def test_new_events_stand_behind_what_nights_have_and_the_next_one_has_them(
-    server: DurableRedis, client: Any, keyspace: Keyspace, taken: ArtefactStore
+    server: DurableRedis, client: Any, keyspace: Keyspace, store_ahead: ArtefactStore
 ) -> None:
-    newest_position = newest_of(taken)
+    newest_position = newest_of(store_ahead)
     await newest_position.load_taken_position(AT_ONCE)
-    last_position = last_taken(taken)
+    last_position = last_taken(store_ahead)
     async with intake(server.url, keyspace) as running_intake:
         running_intake.newest_position = newest_position()
         receipts = [await running_intake.accept_events(event(number)) for number in range(3)]
@@ -74,9 +74,9 @@ async def test_new_events_stand_behind_what_nights_have_and_the_next_one_has_the
         "e-1",
         "e-2",
     ]
-    taken_events = take_events(taken, client, keyspace)
+    taken_events = take_events(store_ahead, client, keyspace)
     assert taken_events.events == 3 and taken_events.until_position == positions[-1] == read_taken(
-        taken
+        store_ahead
     )
 
 
@@ -96,8 +96,10 @@ async def test_a_clock_that_is_not_behind_gives_positions_as_ever(
     assert Position(first.ms, first.sequence + 9) < second < Position(first.ms + 60_000, 0)
 
 
-async def test_the_newest_of_all_that_is_known_counts(tmp_path: Path, taken: ArtefactStore) -> None:
-    taken_until = last_taken(taken)
+async def test_the_newest_of_all_that_is_known_counts(
+    tmp_path: Path, store_ahead: ArtefactStore
+) -> None:
+    taken_until = last_taken(store_ahead)
     later, empty = (
         Position(taken_until.ms, taken_until.sequence + 1),
         ArtefactStore(str(tmp_path / "empty")),
@@ -107,7 +109,7 @@ async def test_the_newest_of_all_that_is_known_counts(tmp_path: Path, taken: Art
     assert newest_of(empty, Position(5, 1), Position(3, 0))() == Position(5, 1)
     assert newest_of(empty, Position(5, 1), followed=Position(6, 0))() == Position(6, 0)
     for snapshot_position, expected_position in ((BEGINNING, taken_until), (later, later)):
-        newest_position = newest_of(taken, snapshot_position)
+        newest_position = newest_of(store_ahead, snapshot_position)
         await newest_position.load_taken_position(AT_ONCE)
         assert newest_position() == expected_position
 

@@ -34,45 +34,50 @@ def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple
     return world, world.publish()
 
 
-async def test_an_event_changes_the_answers_of_its_user_and_no_others(told: ServedWorld) -> None:
-    user, other_user = told.world.known_users[:2]
-    answer_before, other_answer = await told.get_answer(user), await told.get_answer(other_user)
-    await told.get_answer(user)  # ready in L1 from here on
+async def test_an_event_changes_the_answers_of_its_user_and_no_others(
+    served_world: ServedWorld,
+) -> None:
+    user, other_user = served_world.world.known_users[:2]
+    answer_before, other_answer = (
+        await served_world.get_answer(user),
+        await served_world.get_answer(other_user),
+    )
+    await served_world.get_answer(user)  # ready in L1 from here on
     item = answer_before["items"][0]
 
-    await told.clicks(user, item)
-    answers = [await told.get_answer(user) for _ in range(4)]
+    await served_world.clicks(user, item)
+    answers = [await served_world.get_answer(user) for _ in range(4)]
 
     assert [answer["source"] for answer in answers] == ["live", "l1", "l1", "l1"]
     for answer in answers:
         assert item not in answer["items"] and (answer["events"], answer["producer"]) == (1, "live")
-        assert same_list(answer, *told.expected(user)) and "approximate" not in answer
-    ready = told.app.service.tiers.local.ready(b"/v1/lookup/user_topk/" + user.encode())
+        assert same_list(answer, *served_world.expected(user)) and "approximate" not in answer
+    ready = served_world.app.service.tiers.local.ready(b"/v1/lookup/user_topk/" + user.encode())
     assert ready is not None and ready.is_newer
-    assert ready.events is newer_events_of(told.app.service).packed[user.encode()]
+    assert ready.events is newer_events_of(served_world.app.service).packed[user.encode()]
     # The next event ends the ready answer, and nobody else noticed anything.
-    await told.clicks(user, answers[0]["items"][0])
-    later_answer = await told.get_answer(user)
+    await served_world.clicks(user, answers[0]["items"][0])
+    later_answer = await served_world.get_answer(user)
     assert later_answer["source"] == "live" and later_answer["events"] == 2
-    assert same_list(later_answer, *told.expected(user))
-    unchanged = await told.get_answer(other_user)
+    assert same_list(later_answer, *served_world.expected(user))
+    unchanged = await served_world.get_answer(other_user)
     assert unchanged["items"] == other_answer["items"] and "events" not in unchanged
-    assert (await told.get_answer(user, max_events=0))["items"] == answer_before["items"]
+    assert (await served_world.get_answer(user, max_events=0))["items"] == answer_before["items"]
 
 
-async def test_every_way_of_asking_gets_the_same_answer(told: ServedWorld) -> None:
-    user, other_user = told.world.known_users[2:4]
-    await told.clicks(user, told.world.items[3], told.world.items[4])
-    items, scores = told.expected(user)
-    http = told.app.http
+async def test_every_way_of_asking_gets_the_same_answer(served_world: ServedWorld) -> None:
+    user, other_user = served_world.world.known_users[2:4]
+    await served_world.clicks(user, served_world.world.items[3], served_world.world.items[4])
+    items, scores = served_world.expected(user)
+    http = served_world.app.http
     body = {"entities": [other_user, user]}
 
-    single_answer = await told.get_answer(user)
-    batch = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
+    single_answer = await served_world.get_answer(user)
+    batch = (await served_world.app.post("/v1/lookup/user_topk", body))["answers"]
     tables = {
         "entities": [{"id": user, "table": "user_topk"}, {"id": user, "table": "user_vector"}]
     }
-    table_answers = (await told.app.post("/v1/lookup", tables))["answers"]
+    table_answers = (await served_world.app.post("/v1/lookup", tables))["answers"]
     arrow = await http.post(
         "/v1/lookup/user_topk", json=body, headers={"accept": "application/vnd.apache.arrow.stream"}
     )
@@ -88,21 +93,21 @@ async def test_every_way_of_asking_gets_the_same_answer(told: ServedWorld) -> No
     assert client_answer.events == 2 and list(client_answer.items or ()) == single_answer["items"]
     # The vector is that of the same history: it ranks candidates as the list is ranked.
     assert table_answers[1]["events"] == 2
-    ranked = await told.app.post("/v1/score", {"user": user, "items": items[::-1]})
+    ranked = await served_world.app.post("/v1/score", {"user": user, "items": items[::-1]})
     assert same_list(ranked, items, scores) and ranked["events"] == 2
 
 
 async def test_what_passes_a_filter_says_as_well_that_newer_events_are_why_it_is_live(
-    told: ServedWorld,
+    served_world: ServedWorld,
 ) -> None:
-    user = told.world.known_users[30]
-    await told.clicks(user, told.world.items[5])
+    user = served_world.world.known_users[30]
+    await served_world.clicks(user, served_world.world.items[5])
     body = {"entities": [user], "k": 50, "filter": {"==": ["category", "bags"]}}
 
-    (answer,) = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
+    (answer,) = (await served_world.app.post("/v1/lookup/user_topk", body))["answers"]
 
     assert (answer["source"], answer["reason"], answer["events"]) == ("live", "newer_events", 1)
-    miss_counts = await told.app.scrape_samples("larder_misses_total")
+    miss_counts = await served_world.app.scrape_samples("larder_misses_total")
     assert (
         miss_counts["newer_events", "user_topk"]
         and ("internal_error", "user_topk") not in miss_counts
@@ -110,37 +115,37 @@ async def test_what_passes_a_filter_says_as_well_that_newer_events_are_why_it_is
 
 
 async def test_what_callers_send_of_known_users_is_left_out_and_changes_nothing_else(
-    told: ServedWorld,
+    served_world: ServedWorld,
 ) -> None:
-    user = told.world.known_users[4]
-    await told.clicks(user, told.world.items[5])
-    items, _ = told.expected(user)
+    user = served_world.world.known_users[4]
+    await served_world.clicks(user, served_world.world.items[5])
+    items, _ = served_world.expected(user)
 
     sent_entity = {"id": user, "history": [items[0], items[2]]}
-    answer = (await told.app.post("/v1/lookup/user_topk", {"entities": [sent_entity]}))["answers"][
-        0
-    ]
+    answer = (await served_world.app.post("/v1/lookup/user_topk", {"entities": [sent_entity]}))[
+        "answers"
+    ][0]
 
     expected_items = [item for item in items if item not in (items[0], items[2])]
     assert answer["items"] == expected_items and answer["events"] == 1
 
 
 async def test_strangers_are_answered_from_what_they_sent_and_then_their_events(
-    told: ServedWorld,
+    served_world: ServedWorld,
 ) -> None:
-    clicks = told.world.items[6:9]
-    await told.clicks("a-stranger", *clicks)
+    clicks = served_world.world.items[6:9]
+    await served_world.clicks("a-stranger", *clicks)
 
-    alone = await told.get_answer("a-stranger")
-    sent_entity = {"id": "a-stranger", "history": told.world.items[20:22]}
-    combined_answer = (await told.app.post("/v1/lookup/user_topk", {"entities": [sent_entity]}))[
-        "answers"
-    ][0]
+    alone = await served_world.get_answer("a-stranger")
+    sent_entity = {"id": "a-stranger", "history": served_world.world.items[20:22]}
+    combined_answer = (
+        await served_world.app.post("/v1/lookup/user_topk", {"entities": [sent_entity]})
+    )["answers"][0]
 
-    assert alone["source"] == "live" and same_list(alone, *told.expected("a-stranger"))
-    repeated_answer = (await told.app.post("/v1/lookup/user_topk", {"entities": [sent_entity]}))[
-        "answers"
-    ][0]
+    assert alone["source"] == "live" and same_list(alone, *served_world.expected("a-stranger"))
+    repeated_answer = (
+        await served_world.app.post("/v1/lookup/user_topk", {"entities": [sent_entity]})
+    )["answers"][0]
     assert (
         combined_answer["source"] == "live"
         and repeated_answer["source"] == "l1"
@@ -148,9 +153,9 @@ async def test_strangers_are_answered_from_what_they_sent_and_then_their_events(
     )
     assert not {*clicks, *sent_entity["history"]} & {*combined_answer["items"]}
     # Nobody gets what was computed from what another one sent.
-    assert (await told.get_answer("a-stranger"))["items"] == alone["items"]
+    assert (await served_world.get_answer("a-stranger"))["items"] == alone["items"]
     as_if = {"id": None, "history": [*sent_entity["history"], *clicks]}
-    anonymous_answer = (await told.app.post("/v1/lookup/user_topk", {"entities": [as_if]}))[
+    anonymous_answer = (await served_world.app.post("/v1/lookup/user_topk", {"entities": [as_if]}))[
         "answers"
     ][0]
     assert (
@@ -159,15 +164,18 @@ async def test_strangers_are_answered_from_what_they_sent_and_then_their_events(
 
 
 async def test_under_overload_the_stored_list_less_the_events_items_is_marked_as_such(
-    told: ServedWorld, monkeypatch: pytest.MonkeyPatch
+    served_world: ServedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    user, stranger = told.world.known_users[5], "nobody-else"
-    stored_answer = await told.get_answer(user)
-    await told.clicks(user, stored_answer["items"][1])
-    await told.clicks(stranger, stored_answer["items"][1])
-    monkeypatch.setattr(told.app.service.ladder._inferences, "admit", lambda: False)
+    user, stranger = served_world.world.known_users[5], "nobody-else"
+    stored_answer = await served_world.get_answer(user)
+    await served_world.clicks(user, stored_answer["items"][1])
+    await served_world.clicks(stranger, stored_answer["items"][1])
+    monkeypatch.setattr(served_world.app.service.ladder._inferences, "admit", lambda: False)
 
-    answer, stranger_answer = await told.get_answer(user), await told.get_answer(stranger)
+    answer, stranger_answer = (
+        await served_world.get_answer(user),
+        await served_world.get_answer(stranger),
+    )
 
     remaining_items = [item for item in stored_answer["items"] if item != stored_answer["items"][1]]
     assert answer["items"] == remaining_items and answer["source"] in ("l1", "l2")
@@ -181,35 +189,37 @@ async def test_under_overload_the_stored_list_less_the_events_items_is_marked_as
     )
 
 
-async def test_without_a_model_for_events_the_stored_list_answers(told: ServedWorld) -> None:
-    user = told.world.known_users[6]
-    stored_answer = await told.get_answer(user)
-    await told.clicks(user, stored_answer["items"][0])
-    holder = told.app.service.follower.holder
+async def test_without_a_model_for_events_the_stored_list_answers(
+    served_world: ServedWorld,
+) -> None:
+    user = served_world.world.known_users[6]
+    stored_answer = await served_world.get_answer(user)
+    await served_world.clicks(user, stored_answer["items"][0])
+    holder = served_world.app.service.follower.holder
     served = holder.served
     events = None if served is None else served.live.part(GenerationEvents)
     assert served is not None and events is not None
     lame = served.live.with_part(replace(events, predictor=None))
     holder.put(dataclasses.replace(served, live=lame))
 
-    answer = await told.get_answer(user)
+    answer = await served_world.get_answer(user)
 
     assert answer["items"] == stored_answer["items"][1:] and answer["approximate"] is True
     assert answer["source"] in ("l1", "l2") and answer["events"] == 1
 
 
 async def test_lists_found_by_the_index_say_so_also_in_l1_and_to_other_replicas(
-    told: ServedWorld,
+    served_world: ServedWorld,
 ) -> None:
-    user = told.world.known_users[7]
+    user = served_world.world.known_users[7]
     by_index = EventsConfig(enabled=True, exact_bytes=0)
-    async with serving(told.world.config, events=by_index) as first_app:
-        asker = told._replace(app=first_app)
-        await asker.clicks(user, told.world.items[9])
+    async with serving(served_world.world.config, events=by_index) as first_app:
+        asker = served_world._replace(app=first_app)
+        await asker.clicks(user, served_world.world.items[9])
         answers = [await asker.get_answer(user) for _ in range(3)]
-    async with serving(told.world.config, events=by_index) as other_app:
-        await until_counted(other_app, told.world)
-        answers.append(await told._replace(app=other_app).get_answer(user))
+    async with serving(served_world.world.config, events=by_index) as other_app:
+        await until_counted(other_app, served_world.world)
+        answers.append(await served_world._replace(app=other_app).get_answer(user))
 
     assert [answer["source"] for answer in answers] == ["live", "l1", "l1", "l2"]
     assert all(answer["approximate"] for answer in answers)
@@ -217,35 +227,35 @@ async def test_lists_found_by_the_index_say_so_also_in_l1_and_to_other_replicas(
 
 
 async def test_every_entity_is_counted_once_by_source_and_those_with_events_by_table(
-    told: ServedWorld,
+    served_world: ServedWorld,
 ) -> None:
-    users = told.world.known_users[10:20]
+    users = served_world.world.known_users[10:20]
     for user in users[:5]:
-        await told.clicks(user, told.world.items[10])
+        await served_world.clicks(user, served_world.world.items[10])
     for _ in range(3):
-        await told.app.post("/v1/lookup/user_topk", {"entities": users})
+        await served_world.app.post("/v1/lookup/user_topk", {"entities": users})
         for user in users:
-            await told.get_answer(user)
+            await served_world.get_answer(user)
 
-    entities = await told.app.scrape_samples("larder_entities_total")
-    answers = await told.app.scrape_samples("larder_answers_total")
-    event_answer_counts = await told.app.scrape_samples("larder_event_answers_total")
-    misses = await told.app.scrape_samples("larder_misses_total")
+    entities = await served_world.app.scrape_samples("larder_entities_total")
+    answers = await served_world.app.scrape_samples("larder_answers_total")
+    event_answer_counts = await served_world.app.scrape_samples("larder_event_answers_total")
+    misses = await served_world.app.scrape_samples("larder_misses_total")
 
     assert entities["user_topk",] == 60
     assert sum(count for (_, table), count in answers.items() if table == "user_topk") == 60
     assert answers["live", "user_topk"] == 5 == misses["newer_events", "user_topk"]
     assert event_answer_counts["user_topk",] == 30
-    event_user_counts = await told.app.scrape_samples("larder_events_users")
-    assert event_user_counts[()] == len({event.user for _, event in told.world.accepted})
+    event_user_counts = await served_world.app.scrape_samples("larder_events_users")
+    assert event_user_counts[()] == len({event.user for _, event in served_world.world.accepted})
 
 
-async def test_blocked_users_and_items_stay_out(told: ServedWorld) -> None:
-    user, friend = told.world.known_users[20:22]
-    item = (await told.get_answer(friend))["items"][0]
-    await told.clicks(user, item)
-    await told.clicks(friend, told.world.items[11])
-    holder = told.app.service.follower.holder
+async def test_blocked_users_and_items_stay_out(served_world: ServedWorld) -> None:
+    user, friend = served_world.world.known_users[20:22]
+    item = (await served_world.get_answer(friend))["items"][0]
+    await served_world.clicks(user, item)
+    await served_world.clicks(friend, served_world.world.items[11])
+    holder = served_world.app.service.follower.holder
     blocklist = replace(
         holder.blocklist,
         version=9,
@@ -254,28 +264,31 @@ async def test_blocked_users_and_items_stay_out(told: ServedWorld) -> None:
     )
     await holder.block(blocklist)
 
-    answer, friend_answer = await told.get_answer(user), await told.get_answer(friend)
+    answer, friend_answer = (
+        await served_world.get_answer(user),
+        await served_world.get_answer(friend),
+    )
 
     assert answer["reason"] == "entity_blocked" and "events" not in answer
-    items, _ = told.expected(friend)
+    items, _ = served_world.expected(friend)
     assert friend_answer["items"] == [listed_item for listed_item in items if listed_item != item]
 
 
 async def test_an_explanation_tells_the_events_and_makes_an_earlier_answer_again(
-    told: ServedWorld,
+    served_world: ServedWorld,
 ) -> None:
-    user = told.world.known_users[22]
-    await told.clicks(user, told.world.items[12])
-    first = await told.get_answer(user)
-    position = told.world.accepted[-1][0]
-    await told.clicks(user, first["items"][0])
-    newest_answer = await told.get_answer(user)
+    user = served_world.world.known_users[22]
+    await served_world.clicks(user, served_world.world.items[12])
+    first = await served_world.get_answer(user)
+    position = served_world.world.accepted[-1][0]
+    await served_world.clicks(user, first["items"][0])
+    newest_answer = await served_world.get_answer(user)
 
-    newest_explanation = await told.app.get(f"/v1/explain/user_topk/{user}")
-    then = await told.app.get(f"/v1/explain/user_topk/{user}", as_of=str(position))
+    newest_explanation = await served_world.app.get(f"/v1/explain/user_topk/{user}")
+    then = await served_world.app.get(f"/v1/explain/user_topk/{user}", as_of=str(position))
 
     assert [event["item"] for event in newest_explanation["events"]["counted"]] == [
-        told.world.items[12], first["items"][0],
+        served_world.world.items[12], first["items"][0],
     ]  # fmt: skip
     assert (
         newest_explanation["model"]["computed_from"] == "events"
@@ -284,23 +297,30 @@ async def test_an_explanation_tells_the_events_and_makes_an_earlier_answer_again
     assert then["model"]["items"] == first["items"] and then["answer"]["tier"] == "l1"
     assert then["events"]["counted"][-1]["position"] == str(position)
     assert np.allclose(then["model"]["scores"], first["scores"])
-    refused = await told.app.http.get(f"/v1/explain/user_topk/{user}", params={"as_of": "noon"})
+    refused = await served_world.app.http.get(
+        f"/v1/explain/user_topk/{user}", params={"as_of": "noon"}
+    )
     assert refused.status_code == 422 and refused.json()["error"]["field"] == "as_of"
 
 
 async def test_a_search_under_a_filter_counts_once_for_the_table_that_was_asked(
-    told: ServedWorld,
+    served_world: ServedWorld,
 ) -> None:
-    quiet_user, clicked = told.world.known_users[40:42]
-    await told.clicks(clicked, told.world.items[5])
-    entities = [quiet_user, clicked, {"id": "new", "history": told.world.items[:2]}, "nobody"]
+    quiet_user, clicked = served_world.world.known_users[40:42]
+    await served_world.clicks(clicked, served_world.world.items[5])
+    entities = [
+        quiet_user,
+        clicked,
+        {"id": "new", "history": served_world.world.items[:2]},
+        "nobody",
+    ]
     body = {"entities": entities, "k": 50, "filter": {"==": ["category", "bags"]}}
 
-    answers = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
+    answers = (await served_world.app.post("/v1/lookup/user_topk", body))["answers"]
 
     names = ("entities", "answers", "misses", "event_answers", "l1_misses")
     counts_by_metric = {
-        name: await told.app.scrape_samples(f"larder_{name}_total") for name in names
+        name: await served_world.app.scrape_samples(f"larder_{name}_total") for name in names
     }
     assert {labels[-1] for counts in counts_by_metric.values() for labels in counts} == {
         "user_topk"
@@ -318,24 +338,24 @@ async def test_a_search_under_a_filter_counts_once_for_the_table_that_was_asked(
 
 
 async def test_an_event_between_the_list_and_its_vector_is_counted_by_neither(
-    told: ServedWorld, monkeypatch: pytest.MonkeyPatch
+    served_world: ServedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    user, filter_ = told.world.known_users[43], {"==": ["category", "bags"]}
+    user, filter_ = served_world.world.known_users[43], {"==": ["category", "bags"]}
     body = {"entities": [user], "k": 50, "filter": filter_}
-    await told.clicks(user, told.world.items[5])
-    (answer_before,) = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
-    resolve = told.app.service.ladder.resolve
+    await served_world.clicks(user, served_world.world.items[5])
+    (answer_before,) = (await served_world.app.post("/v1/lookup/user_topk", body))["answers"]
+    resolve = served_world.app.service.ladder.resolve
     late = Event("late", 1_790_000_000_000_000, user.encode(), answer_before["items"][0].encode())
 
     async def resolved(*args: Any) -> list[dict[str, Any]]:
         answers = await resolve(*args)
-        position = Position(told.world.accepted[-1][0].ms + 1, 0)
-        newer_events_of(told.app.service).users.add(position, late)
+        position = Position(served_world.world.accepted[-1][0].ms + 1, 0)
+        newer_events_of(served_world.app.service).users.add(position, late)
         return answers
 
-    monkeypatch.setattr(told.app.service.ladder, "resolve", resolved)
-    (during,) = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
-    (after,) = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
+    monkeypatch.setattr(served_world.app.service.ladder, "resolve", resolved)
+    (during,) = (await served_world.app.post("/v1/lookup/user_topk", body))["answers"]
+    (after,) = (await served_world.app.post("/v1/lookup/user_topk", body))["answers"]
 
     assert (during["events"], during["items"], during["scores"]) == (
         1, answer_before["items"], answer_before["scores"],

@@ -58,16 +58,16 @@ async def get_answer(service: LookupService, user: str) -> dict[str, Any]:
 
 
 async def test_an_arm_counts_the_events_behind_its_own_generation_as_the_control_does(
-    own: EventWorld,
+    control_world: EventWorld,
 ) -> None:
     # given: the control's night has no event, the arm's was made after the first of two
-    user = own.known_users[0]
-    generation = own.publish(BEGINNING)
-    ((first, _),) = own.accept([own.event(user, own.items[3])])
-    arm = arm_of(own, own.config.namespace)
+    user = control_world.known_users[0]
+    generation = control_world.publish(BEGINNING)
+    ((first, _),) = control_world.accept([control_world.event(user, control_world.items[3])])
+    arm = arm_of(control_world, control_world.config.namespace)
     of_arm = arm.publish(first, NEXT)
-    ((second, _),) = own.accept([own.event(user, own.items[7])])
-    async with serving(own.config, events=EVENTS) as app, open_arm(app, arm) as service:
+    ((second, _),) = control_world.accept([control_world.event(user, control_world.items[7])])
+    async with serving(control_world.config, events=EVENTS) as app, open_arm(app, arm) as service:
         # when
         async def has_counted_events() -> bool:
             arm_answers = [
@@ -83,24 +83,24 @@ async def test_an_arm_counts_the_events_behind_its_own_generation_as_the_control
     assert (own_answer["generation"], theirs["generation"]) == (generation, of_arm)
     assert own_answer["as_of"] == theirs["as_of"]
     for answer, world, generation_id, cut in (
-        (own_answer, own, generation, None),
+        (own_answer, control_world, generation, None),
         (theirs, arm, of_arm, NEXT),
     ):
         expected_list = world.expected(generation_id, [user], second, *([cut] if cut else []))[user]
         assert answer["items"] == expected_list[0] and answer["source"] != "default"
-        assert not {own.items[3], own.items[7]} & {*answer["items"]}
+        assert not {control_world.items[3], control_world.items[7]} & {*answer["items"]}
 
 
 @pytest.mark.parametrize("namespace", ["", "another"])
 async def test_an_arm_whose_night_read_another_stream_counts_no_events_and_the_log_says_what_to_set(
-    own: EventWorld, namespace: str, caplog: pytest.LogCaptureFixture
+    control_world: EventWorld, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own.publish(BEGINNING)
-    arm = arm_of(own, namespace)
+    control_world.publish(BEGINNING)
+    arm = arm_of(control_world, namespace)
     generation = arm.publish(BEGINNING, NEXT)
-    user = own.known_users[0]
-    own.accept([own.event(user, own.items[3])])
-    async with serving(own.config, events=EVENTS) as app, open_arm(app, arm) as service:
+    user = control_world.known_users[0]
+    control_world.accept([control_world.event(user, control_world.items[3])])
+    async with serving(control_world.config, events=EVENTS) as app, open_arm(app, arm) as service:
 
         async def has_counted_events() -> bool:
             return "events" in await get_answer(app.service, user)
@@ -122,13 +122,13 @@ async def test_an_arm_whose_night_read_another_stream_counts_no_events_and_the_l
 
 
 async def test_where_no_events_are_taken_in_nothing_is_said_of_arms(
-    own: EventWorld, caplog: pytest.LogCaptureFixture
+    control_world: EventWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own.publish(BEGINNING)
-    arm = arm_of(own, "")
+    control_world.publish(BEGINNING)
+    arm = arm_of(control_world, "")
     generation = arm.publish(BEGINNING, NEXT)
 
-    async with serving(own.config) as app, open_arm(app, arm) as service:
+    async with serving(control_world.config) as app, open_arm(app, arm) as service:
         assert service.capture_served().live.generation == generation
 
     assert not [

@@ -17,20 +17,28 @@ def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple
     return world, world.publish()
 
 
-async def test_a_value_beyond_the_towers_table_costs_its_user_alone(told: ServedWorld) -> None:
-    odd, *other_users = told.world.known_users[:8]
-    stored_answer = await told.get_answer(odd)
+async def test_a_value_beyond_the_towers_table_costs_its_user_alone(
+    served_world: ServedWorld,
+) -> None:
+    odd, *other_users = served_world.world.known_users[:8]
+    stored_answer = await served_world.get_answer(odd)
     value = Event("odd", 0, odd.encode(), None, attributes={"country": 2**40})
-    told.world.accept(
-        [value, *(told.world.event(other_user, told.world.items[2]) for other_user in other_users)]
+    served_world.world.accept(
+        [
+            value,
+            *(
+                served_world.world.event(other_user, served_world.world.items[2])
+                for other_user in other_users
+            ),
+        ]
     )
-    await until_counted(told.app, told.world)
+    await until_counted(served_world.app, served_world.world)
 
     body = {"entities": [odd, *other_users]}
-    first, *other_answers = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
+    first, *other_answers = (await served_world.app.post("/v1/lookup/user_topk", body))["answers"]
 
     assert first["items"] == stored_answer["items"] and first["approximate"] is True
     assert first["live"] == "failed" and first["events"] == 1
     for user, answer in zip(other_users, other_answers, strict=True):
         assert answer["source"] == "live" and "approximate" not in answer
-        assert same_list(answer, *told.expected(user))
+        assert same_list(answer, *served_world.expected(user))

@@ -98,8 +98,8 @@ async def compare(shop: Shop, form: str, count: int) -> set[str]:
     return ways
 
 
-async def test_an_answer_is_the_best_of_what_passes(any_shop: Shop, way: str) -> None:
-    assert await compare(any_shop, way, QUICK // 3) <= {"l1", "l2"}
+async def test_an_answer_is_the_best_of_what_passes(any_shop: Shop, request_form: str) -> None:
+    assert await compare(any_shop, request_form, QUICK // 3) <= {"l1", "l2"}
 
 
 @pytest.mark.storm

@@ -25,13 +25,13 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str, way: str) -> NightConfig:
-    return build_night(tmp_path_factory.mktemp(way), redis_url)
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str, transport: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp(transport), redis_url)
 
 
 @pytest.fixture
-async def app(night: NightConfig, way: str) -> AsyncIterator[Running]:
-    async with serving(night, fast_http=way == "fast") as running:
+async def app(night: NightConfig, transport: str) -> AsyncIterator[Running]:
+    async with serving(night, fast_http=transport == "fast") as running:
         yield running
 
 

@@ -91,12 +91,12 @@ def place_in(folder: Path) -> TokenPlace:
 
 
 @pytest.fixture
-async def app(night: NightConfig, place: TokenPlace, way: str) -> AsyncIterator[Running]:
+async def app(night: NightConfig, token_file: TokenPlace, transport: str) -> AsyncIterator[Running]:
     async with serving(
         night,
-        tokens_file=str(place.path),
+        tokens_file=str(token_file.path),
         token="sesame",
-        fast_http=way == "fast",
+        fast_http=transport == "fast",
         events=EventsConfig(enabled=True),
     ) as running:
         yield running
@@ -123,14 +123,14 @@ async def send_request(app: Running, route: Route, headers: dict[str, str]) -> h
     return await app.http.request(method, path, json=body, headers=headers)
 
 
-async def test_every_route_asks_for_exactly_its_scope(app: Running, place: TokenPlace) -> None:
+async def test_every_route_asks_for_exactly_its_scope(app: Running, token_file: TokenPlace) -> None:
     routes = routes_of(app)
     assert set(routes) == NEEDS.keys() | OPEN and NEEDS.keys().isdisjoint(OPEN)
 
     table: dict[Route, dict[str, int]] = {}
     for route, needed in NEEDS.items():
         for scope in SCOPES:
-            response = await send_request(app, route, place.header(scope))
+            response = await send_request(app, route, token_file.header(scope))
             error = response.json().get("error", {})
             if scope == needed:
                 assert response.status_code in (200, 202, 404, 409, 422), (
@@ -144,7 +144,7 @@ async def test_every_route_asks_for_exactly_its_scope(app: Running, place: Token
             table.setdefault(route, {})[scope] = response.status_code
         for headers, code in (
             ({}, "unauthorized"), ({"Authorization": "Bearer wrong"}, "unauthorized"),
-            (place.header("late"), "token_expired"),
+            (token_file.header("late"), "token_expired"),
         ):  # fmt: skip
             refused = await send_request(app, route, headers)
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, code)
@@ -218,18 +218,18 @@ class Service:
 
 @pytest.fixture(scope="module")
 def service(
-    night: NightConfig, known: str, tmp_path_factory: pytest.TempPathFactory, way: str
+    night: NightConfig, known_path: str, tmp_path_factory: pytest.TempPathFactory, transport: str
 ) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp(way)
+    folder = tmp_path_factory.mktemp(transport)
     token_file = place_in(folder)
     more = {
         "REDIS_URL": str(night.redis_url), "LARDER_TOKENS_FILE": str(token_file.path), "LARDER_TOKEN": "sesame-sesame",
-        "LARDER_FAST_HTTP": "on" if way == "fast" else "off", "LARDER_LOG_SHARE": "1", "LARDER_LOG": "json",
+        "LARDER_FAST_HTTP": "on" if transport == "fast" else "off", "LARDER_LOG_SHARE": "1", "LARDER_LOG": "json",
         "LARDER_LOG_LINES_PER_S": "1000", "LARDER_DASHBOARD_S": "0.2",
     }  # fmt: skip
     log = folder / "log"
     with started(environment(night, folder / "state", **more), log) as (_, url):
-        yield Service(url, token_file, log, known)
+        yield Service(url, token_file, log, known_path)
 
 
 def test_a_thousand_wrong_tokens_are_refused_alike(service: Service) -> None:

@@ -39,15 +39,15 @@ def fast(night: NightConfig) -> dict[str, list[Call]]:
     return asyncio.run(walks(night, sorted(histories(night)), fast_http=True))
 
 
-def test_the_complete_way_of_a_get_is_short(plain: dict[str, list[Call]]) -> None:
-    walk = hops(plain["get"])
+def test_the_complete_way_of_a_get_is_short(plain_walks: dict[str, list[Call]]) -> None:
+    walk = hops(plain_walks["get"])
 
     assert len(walk) <= 20 and len(modules(walk)) <= 12
-    assert len(hops(plain["unknown"])) <= 20
+    assert len(hops(plain_walks["unknown"])) <= 20
 
 
-def test_the_complete_way_of_a_batch_is_short(plain: dict[str, list[Call]]) -> None:
-    assert len(hops(plain["post"])) <= 25
+def test_the_complete_way_of_a_batch_is_short(plain_walks: dict[str, list[Call]]) -> None:
+    assert len(hops(plain_walks["post"])) <= 25
 
 
 @pytest.mark.parametrize("kind", ["get", "unknown"])
@@ -69,10 +69,10 @@ def test_a_body_is_parsed_once(walk_fixture: str, request: pytest.FixtureRequest
 
 
 @pytest.mark.parametrize("kind", ["get", "post"])
-def test_the_documents_tell_the_walk(plain: dict[str, list[Call]], kind: str) -> None:
+def test_the_documents_tell_the_walk(plain_walks: dict[str, list[Call]], kind: str) -> None:
     page = ROOT / "docs/explanation/life-of-a-lookup.md"
 
-    assert table(hops(plain[kind])) in page.read_text()
+    assert table(hops(plain_walks[kind])) in page.read_text()
 
 
 @pytest.mark.parametrize("fast_http", ["on", "off"])

@@ -30,9 +30,11 @@ def fast_http(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def url(night: NightConfig, tmp_path_factory: pytest.TempPathFactory, way: str) -> Iterator[str]:
+def url(
+    night: NightConfig, tmp_path_factory: pytest.TempPathFactory, fast_http: str
+) -> Iterator[str]:
     state = tmp_path_factory.mktemp("state")
-    environ = environment(night, state, LARDER_TOKEN=TOKEN, LARDER_FAST_HTTP=way)
+    environ = environment(night, state, LARDER_TOKEN=TOKEN, LARDER_FAST_HTTP=fast_http)
     with started(environ) as (_, service_url):
         yield service_url
 
@@ -71,10 +73,10 @@ def scrape_samples(url: str, name: str) -> dict[tuple[str, ...], float]:
 
 
 def test_from_redis_from_memory_and_ready_it_is_the_same_answer(
-    url: str, night: NightConfig, way: str
+    url: str, night: NightConfig, fast_http: str
 ) -> None:
     users = sorted(histories(night))[:40]
-    watched = {"x-request-id", "server-timing"} if way == "off" else set()
+    watched = {"x-request-id", "server-timing"} if fast_http == "off" else set()
     paths = [f"/v1/lookup/user_topk/{quote(user, safe='')}?k=7" for user in users]
     fresh = [Caller(url).get_stable_body(path) for path in paths[:20]]
     caller = Caller(url)

@@ -92,7 +92,7 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 @pytest.mark.usefixtures("cores")
 def test_chunks_and_slices_do_not_show_in_the_files(
     prepared: NightConfig,
-    whole: dict[str, bytes],
+    expected_files: dict[str, bytes],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     chunk: int,
@@ -116,7 +116,7 @@ def test_chunks_and_slices_do_not_show_in_the_files(
         )
         for shard in range(SHARDS)
     ]
-    assert files_of(config, build) == whole
+    assert files_of(config, build) == expected_files
     for shard in range(SHARDS):
         steps = [
             progress_call
@@ -135,7 +135,7 @@ def test_chunks_and_slices_do_not_show_in_the_files(
 @pytest.mark.usefixtures("cores")
 def test_a_stage_that_fails_ends_the_shard_and_its_retry_ends_right(
     prepared: NightConfig,
-    whole: dict[str, bytes],
+    expected_files: dict[str, bytes],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     stage: str,
@@ -169,12 +169,15 @@ def test_a_stage_that_fails_ends_the_shard_and_its_retry_ends_right(
 
     for shard in range(SHARDS):
         score.run_shard(config, build, shard)
-    assert files_of(config, build) == whole
+    assert files_of(config, build) == expected_files
 
 
 @pytest.mark.usefixtures("cores")
 def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
-    prepared: NightConfig, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: NightConfig,
+    expected_files: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = elsewhere(prepared, tmp_path)
     build = run_first_steps(config)
@@ -188,7 +191,7 @@ def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
         telling.release()
 
     scored = score.run(config, build, build["shards"], progress=progress)
-    assert files_of(config, build) == whole
+    assert files_of(config, build) == expected_files
     assert [shard_report["shard"] for shard_report in scored] == build["shards"]
     whats = [label for label, _, _ in progress_calls if label.startswith("score")]
     first, second = (f"score shard {shard}" for shard in range(SHARDS))
@@ -203,7 +206,7 @@ def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
 @pytest.mark.usefixtures("cores")
 def test_a_failed_shard_ends_the_others_and_completed_work_is_found_again(
     prepared: NightConfig,
-    whole: dict[str, bytes],
+    expected_files: dict[str, bytes],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     error: type[BaseException],
@@ -228,7 +231,7 @@ def test_a_failed_shard_ends_the_others_and_completed_work_is_found_again(
     assert not list(Path(config.artifacts).rglob(".*.part"))
 
     score.run(config, build, build["shards"])
-    assert files_of(config, build) == whole
+    assert files_of(config, build) == expected_files
 
 
 def test_what_comes_after_scoring_reads_no_whole_shard(

@@ -44,17 +44,17 @@ def user_vectors(config):
     return dict(zip(users, vectors, strict=True))
 
 
-def test_users_are_answered_from_their_vectors_and_the_others_by_the_tower(config, given):
+def test_users_are_answered_from_their_vectors_and_the_others_by_the_tower(config, user_vectors):
     generation = nights.publish_night(config, nights.DATA_UNTIL)
 
     manifest, root = open_generation(config.store(), generation)
     items = ItemTable.open(root, manifest)
     names = items.ids_of(np.arange(items.count, dtype=np.uint32))
     layout = manifest.tables["user_vector"].layout
-    stored_records = nights.raw_records(config, generation, list(given), "user_vector")
-    lists = nights.top_lists(config, generation, [*given, *nights.histories(config)])
+    stored_records = nights.raw_records(config, generation, list(user_vectors), "user_vector")
+    lists = nights.top_lists(config, generation, [*user_vectors, *nights.histories(config)])
     histories = nights.histories(config)
-    for user, vector in given.items():
+    for user, vector in user_vectors.items():
         assert np.allclose(
             decode_record(layout, stored_records[user]).numbers, vector, rtol=2**-10, atol=1e-6
         )
@@ -69,7 +69,7 @@ def test_users_are_answered_from_their_vectors_and_the_others_by_the_tower(confi
     assert SKEW_RULE in {gate["rule"] for gate in manifest.gates if gate["passed"]}
 
 
-def test_the_probe_holds_those_who_were_scored_by_the_tower_and_no_others(config, given):
+def test_the_probe_holds_those_who_were_scored_by_the_tower_and_no_others(config, user_vectors):
     """Else a service that computes answers once more would call lists from vectors drift."""
     generation = nights.publish_night(config, nights.DATA_UNTIL)
 
@@ -78,7 +78,7 @@ def test_the_probe_holds_those_who_were_scored_by_the_tower_and_no_others(config
     probe = Probe.open(root / artefact.path, ItemTable.open(root, manifest))
     seed, histories = manifest.entity_sets["user"].seed, nights.histories(config)
     probed = {user for user in histories if probe.of(hash_id(user.encode(), seed)) is not None}
-    assert probed == histories.keys() - given.keys()
+    assert probed == histories.keys() - user_vectors.keys()
 
 
 def test_where_all_users_bring_vectors_there_is_no_skew_to_measure(config):
@@ -94,7 +94,7 @@ def test_where_all_users_bring_vectors_there_is_no_skew_to_measure(config):
     assert all(gate["passed"] for gate in manifest.gates)
 
 
-def test_vectors_that_say_nothing_are_noted_and_their_users_left_to_the_tower(config, given):
+def test_vectors_that_say_nothing_are_noted_and_their_users_left_to_the_tower(config, user_vectors):
     users = sorted(nights.histories(config))[:4]
     good = [1.0] * DIMS
     write(config, [*users, users[0]], [good, [float("nan")] * DIMS, good[:3], None, good])
@@ -127,18 +127,18 @@ def test_a_table_that_holds_no_vector_of_the_bundles_dimensions_is_named(config,
         begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
 
 
-def test_other_vectors_make_another_generation(config, given):
+def test_other_vectors_make_another_generation(config, user_vectors):
     first = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
-    write(config, list(given), [(2 * vector).tolist() for vector in given.values()])
+    write(config, list(user_vectors), [(2 * vector).tolist() for vector in user_vectors.values()])
     second = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
 
     assert first["generation"] != second["generation"]
 
 
-def test_a_plan_samples_the_vectors_too(config, given, tmp_path):
+def test_a_plan_samples_the_vectors_too(config, user_vectors, tmp_path):
     sample = draw(config, 1.0)
     sources = sample.write(tmp_path / "sample", len(sample.ids), config.sources)
 
     sampled_vectors = pq.read_table(sources.user_vectors)
-    assert sorted(sampled_vectors["user"].to_pylist()) == sorted(given)
+    assert sorted(sampled_vectors["user"].to_pylist()) == sorted(user_vectors)
     assert ONLY in sample.ids

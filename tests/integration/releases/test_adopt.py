@@ -54,9 +54,9 @@ def live(config: NightConfig) -> Pointer:
 
 @pytest.mark.parametrize("stray", ["newer", "garbage", "not ours"])
 def test_what_the_store_says_is_live_is_live_again_above_the_stray_epoch(
-    made: tuple[NightConfig, str, str], client: redis.Redis, stray: str
+    verified_nights: tuple[NightConfig, str, str], client: redis.Redis, stray: str
 ) -> None:
-    config, first, second = made
+    config, first, second = verified_nights
     key = config.keyspace().live
     raw = {
         "newer": Pointer(second, FUTURE, first, "lost", 0.0).to_bytes(),

@@ -66,13 +66,13 @@ async def read_predicted_ratios(app: Running) -> dict[str, float]:
 
 
 async def test_its_prediction_is_what_l1_of_that_size_does(
-    night: NightConfig, asked: list[str]
+    night: NightConfig, requested_ids: list[str]
 ) -> None:
     measured_by_size: dict[str, float] = {}
     predicted: dict[str, float] = {}
     for size, times in (("half", 0.5), ("now", 1.0), ("double", 2.0)):
         async with serving(night, l1_bytes=int(L1_BYTES * times)) as app:
-            measured_by_size[size] = await look_up(app, asked)
+            measured_by_size[size] = await look_up(app, requested_ids)
             if size == "now":
                 predicted = await read_predicted_ratios(app)
                 advice = attached(app.service, Dashboard).advisor()
@@ -111,10 +111,10 @@ async def test_after_a_flip_it_goes_on_with_the_keys_of_the_new_generation(
 
 
 async def test_switched_off_nothing_is_sampled_and_ready_answers_are_not_counted(
-    night: NightConfig, asked: list[str]
+    night: NightConfig, requested_ids: list[str]
 ) -> None:
     async with serving(night, observe=False) as app:
-        await look_up(app, asked[:100] * 3)
+        await look_up(app, requested_ids[:100] * 3)
 
         assert attached(app.service, Dashboard).advisor() is None and not app.service.tiers.trace
         answers = await app.scrape_samples("larder_answers_total")

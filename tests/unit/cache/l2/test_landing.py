@@ -37,7 +37,7 @@ async def answers(tier: RemoteTier, replies: list[Any]) -> list[list[Any]]:
     """Of a caller who reads a page, one who reads an overlay, and one more with a page."""
     waiting = [tier.submit(commands, list) for commands in ((PAGE,), (OVERLAY,), (PAGE,))]
     await asyncio.sleep(0)
-    (pipeline,) = tier.pool.sent  # type: ignore[attr-defined]
+    (pipeline,) = tier.pool.sent_pipelines  # type: ignore[attr-defined]
     pipeline.land(replies)
     async with asyncio.timeout(5):
         return await asyncio.gather(*waiting)
@@ -76,7 +76,7 @@ async def test_a_reply_that_cannot_be_unpacked_costs_its_own_caller_an_answer(
 async def test_columns_of_strange_replies_have_an_end(tier: RemoteTier) -> None:
     waiting = tier.submit(PageReads("g", "t", [0, 1], [0, 8], 8), list)
     await asyncio.sleep(0)
-    (pipeline,) = tier.pool.sent  # type: ignore[attr-defined]
+    (pipeline,) = tier.pool.sent_pipelines  # type: ignore[attr-defined]
     pipeline.land([hiredis.ReplyError("MOVED 1"), {}])
     async with asyncio.timeout(5):
         first, second = await waiting

@@ -39,7 +39,7 @@ elif step == "between two tables":
             kill()
     Path.replace = replace_one
 else:
-    folder.json_text = kill
+    folder.write_import = kill
 ids, vectors = ["a", "b", "c", "d"], np.eye(4, dtype=np.float32)
 from_vectors(ids, 2 * vectors, ids, vectors, to=to)
 """

@@ -165,10 +165,10 @@ def device_columns():
 
 
 @given(st.integers(1, 200_000))
-def test_tiles_cover_every_column_once_in_whole_blocks(many, most):
-    total, block = len(many.ordinals), many.block
+def test_tiles_cover_every_column_once_in_whole_blocks(device_columns, most):
+    total, block = len(device_columns.ordinals), device_columns.block
 
-    column_tiles = list(tiles(many, most))
+    column_tiles = list(tiles(device_columns, most))
 
     assert [tile.start for tile in column_tiles] == [0, *(tile.stop for tile in column_tiles[:-1])]
     assert column_tiles[-1].stop == total

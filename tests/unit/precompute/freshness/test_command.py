@@ -19,8 +19,8 @@ def replay_arguments(tmp_path, monkeypatch):
     return ["freshness", "--config", "larder.toml", "--data", "log.parquet", "--days", "1"]
 
 
-def test_programs_get_json(words, capsys):
-    assert main([*words, "--json", "--k", "10", "--seed", "3"]) == 0
+def test_programs_get_json(replay_arguments, capsys):
+    assert main([*replay_arguments, "--json", "--k", "10", "--seed", "3"]) == 0
 
     report = orjson.loads(capsys.readouterr().out)
     assert (report["k"], report["seed"], report["days"], report["users"]) == (10, 3, 1, 300)
@@ -36,8 +36,8 @@ def test_programs_get_json(words, capsys):
     assert [cost["way"] for cost in report["costs"]] == ["night", "hourly", "events"]
 
 
-def test_people_get_tables(words, capsys):
-    assert main(words) == 0
+def test_people_get_tables(replay_arguments, capsys):
+    assert main(replay_arguments) == 0
 
     output = capsys.readouterr().out
     for text in ("300 users, 200 items, 2,000 interactions", "recall@20", "NDCG@20", "a night an hour",
@@ -55,14 +55,14 @@ def test_people_get_tables(words, capsys):
         ("--data", "nothing.csv", "nothing.csv"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_line(words, option, value, line, capsys):
-    assert main([*words, option, value]) == 1
+def test_what_cannot_be_is_refused_in_a_line(replay_arguments, option, value, line, capsys):
+    assert main([*replay_arguments, option, value]) == 1
 
     error_output = capsys.readouterr().err
     assert line in error_output and "Traceback" not in error_output
 
 
-def test_the_configured_bundle_may_be_replayed(words, tmp_path, capsys):
+def test_the_configured_bundle_may_be_replayed(replay_arguments, tmp_path, capsys):
     rows, _ = make_earlier_rows(
         np.random.default_rng(0), users=300, groups=20, size=10, items_per_user=5
     )
@@ -75,7 +75,7 @@ def test_the_configured_bundle_may_be_replayed(words, tmp_path, capsys):
     assert main(["train", "--config", "earlier/larder.toml", "--json"]) == 0
     capsys.readouterr()
 
-    arguments = [*words, "--bundle", "earlier/bundle", "--configured-bundle", "--json"]
+    arguments = [*replay_arguments, "--bundle", "earlier/bundle", "--configured-bundle", "--json"]
     assert main(arguments) == 0
 
     report = orjson.loads(capsys.readouterr().out)

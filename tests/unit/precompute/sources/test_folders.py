@@ -52,9 +52,9 @@ SPARK = (
 
 @pytest.mark.parametrize("pattern", ["clicks", "clicks/", "clicks/**/*.csv", "clicks/*"])
 def test_what_a_job_left_behind_is_no_data_at_any_depth(
-    place: WriteFiles, tmp_path: Path, pattern: str
+    write_files: WriteFiles, tmp_path: Path, pattern: str
 ) -> None:
-    path_prefix = place(SPARK)
+    path_prefix = write_files(SPARK)
 
     read_names = files_read(tmp_path, path_prefix + pattern)
 
@@ -65,32 +65,32 @@ def test_what_a_job_left_behind_is_no_data_at_any_depth(
     "note", ["~$clicks.csv", ".~lock.clicks.csv#", "clicks.csv.tmp", "#a.csv#"]
 )
 def test_lock_files_and_partial_files_in_a_data_folder_are_left_out(
-    place: WriteFiles, tmp_path: Path, note: str
+    write_files: WriteFiles, tmp_path: Path, note: str
 ) -> None:
-    path_prefix = place(["clicks/clicks.csv", f"clicks/{note}"])
+    path_prefix = write_files(["clicks/clicks.csv", f"clicks/{note}"])
 
     assert files_read(tmp_path, f"{path_prefix}clicks/*") == ["clicks/clicks.csv"]
     assert files_read(tmp_path, f"{path_prefix}clicks") == ["clicks/clicks.csv"]
 
 
-def test_the_settings_beside_the_data_are_left_out(place: WriteFiles, tmp_path: Path) -> None:
-    path_prefix = place(["a.csv", "larder.toml"])
+def test_the_settings_beside_the_data_are_left_out(write_files: WriteFiles, tmp_path: Path) -> None:
+    path_prefix = write_files(["a.csv", "larder.toml"])
 
     assert files_read(tmp_path, f"{path_prefix}.".removesuffix("/.") or ".") == ["a.csv"]
 
 
 def test_what_a_pattern_names_by_itself_is_read_whatever_it_is_called(
-    place: WriteFiles, tmp_path: Path
+    write_files: WriteFiles, tmp_path: Path
 ) -> None:
-    path_prefix = place(["_raw/.new/a.csv", "_raw/.new/_b.csv"])
+    path_prefix = write_files(["_raw/.new/a.csv", "_raw/.new/_b.csv"])
 
     assert files_read(tmp_path, f"{path_prefix}_raw/.new/*.csv") == ["_raw/.new/a.csv"]
     assert files_read(tmp_path, f"{path_prefix}_raw/.new/_b.csv") == ["_raw/.new/_b.csv"]
 
 
-def test_a_folder_is_read_with_its_subfolders(place: WriteFiles, tmp_path: Path) -> None:
+def test_a_folder_is_read_with_its_subfolders(write_files: WriteFiles, tmp_path: Path) -> None:
     names = ["clicks/a.csv", "clicks/day=1/b.csv", "clicks/day=1/hour=2/c.csv"]
-    path_prefix = place(names)
+    path_prefix = write_files(names)
 
     for pattern in ("clicks", "clicks/**", "clicks/**/*.csv", "clicks/*"):
         assert files_read(tmp_path, path_prefix + pattern) == names
@@ -98,8 +98,8 @@ def test_a_folder_is_read_with_its_subfolders(place: WriteFiles, tmp_path: Path)
     assert files_read(tmp_path, f"{path_prefix}clicks/*.csv") == names[:1]
 
 
-def test_a_file_that_is_named_twice_is_read_once(place: WriteFiles, tmp_path: Path) -> None:
-    path_prefix = place(["clicks/a.csv", "clicks/b.csv"])
+def test_a_file_that_is_named_twice_is_read_once(write_files: WriteFiles, tmp_path: Path) -> None:
+    path_prefix = write_files(["clicks/a.csv", "clicks/b.csv"])
     patterns = ["clicks/b.csv", "clicks", "clicks/*.csv", "./clicks/a.csv", "clicks//b.csv"]
 
     read_names = files_read(
@@ -144,9 +144,9 @@ def test_a_link_to_a_file_that_is_read_is_not_read_again(tmp_path: Path) -> None
     ],
 )
 def test_a_table_whose_log_says_which_files_count_is_refused_by_its_kind(
-    place: WriteFiles, tmp_path: Path, log: str, kind: str, pattern: str
+    write_files: WriteFiles, tmp_path: Path, log: str, kind: str, pattern: str
 ) -> None:
-    path_prefix = place([log, "lake/clicks/data/a.csv", "plain/b.csv"])
+    path_prefix = write_files([log, "lake/clicks/data/a.csv", "plain/b.csv"])
 
     with pytest.raises(SourceError, match=rf"lake/clicks is {kind}: .* Write its rows") as refused:
         source_files((path_prefix + pattern,), tmp_path)
@@ -178,14 +178,16 @@ def test_who_may_not_look_above_the_files_may_read_them(
     assert files_read(tmp_path, f"memory:/{folder}/clicks/a.csv") == ["i"]
 
 
-def test_a_folder_called_metadata_is_no_table(place: WriteFiles, tmp_path: Path) -> None:
-    path_prefix = place(["clicks/metadata/about.csv", "clicks/a.csv"])
+def test_a_folder_called_metadata_is_no_table(write_files: WriteFiles, tmp_path: Path) -> None:
+    path_prefix = write_files(["clicks/metadata/about.csv", "clicks/a.csv"])
 
     assert files_read(tmp_path, f"{path_prefix}clicks/*.csv") == ["clicks/a.csv"]
 
 
-def test_only_notes_are_named_where_nothing_else_matches(place: WriteFiles, tmp_path: Path) -> None:
-    path_prefix = place(["clicks/_SUCCESS", "clicks/~$a.csv"])
+def test_only_notes_are_named_where_nothing_else_matches(
+    write_files: WriteFiles, tmp_path: Path
+) -> None:
+    path_prefix = write_files(["clicks/_SUCCESS", "clicks/~$a.csv"])
 
     with pytest.raises(SourceError, match=r"no source file matches .*notes .*_SUCCESS, ~\$a\.csv"):
         source_files((f"{path_prefix}clicks/*",), tmp_path)
@@ -193,9 +195,9 @@ def test_only_notes_are_named_where_nothing_else_matches(place: WriteFiles, tmp_
 
 @pytest.mark.parametrize("name", ["folder [v1]", "a?b", "[x]"])
 def test_folders_and_files_with_brackets_in_their_names_are_read(
-    place: WriteFiles, tmp_path: Path, name: str
+    write_files: WriteFiles, tmp_path: Path, name: str
 ) -> None:
-    path_prefix = place([f"{name}/a [1].csv", f"{name}/b.csv"])
+    path_prefix = write_files([f"{name}/a [1].csv", f"{name}/b.csv"])
 
     assert files_read(tmp_path, f"{path_prefix}{name}/*.csv") == [
         f"{name}/a [1].csv",

@@ -23,55 +23,55 @@ async def run_loop_iterations(count: int) -> None:
 
 
 async def test_as_many_as_make_a_group_make_the_next_ones_wait_for_company(
-    together: GetCoalescer,
+    coalescer: GetCoalescer,
 ) -> None:
-    assert not any(together.note_arrival() for _ in range(GROUP_SIZE_MIN))
+    assert not any(coalescer.note_arrival() for _ in range(GROUP_SIZE_MIN))
     await run_loop_iterations(3)
 
-    assert together.is_busy and together.note_arrival()
+    assert coalescer.is_busy and coalescer.note_arrival()
 
 
-async def test_fewer_than_make_a_group_go_on_alone(together: GetCoalescer) -> None:
+async def test_fewer_than_make_a_group_go_on_alone(coalescer: GetCoalescer) -> None:
     for _ in range(GROUP_SIZE_MIN - 1):
-        together.note_arrival()
+        coalescer.note_arrival()
     await run_loop_iterations(3)
 
-    assert not together.is_busy and not together.note_arrival()
+    assert not coalescer.is_busy and not coalescer.note_arrival()
 
 
-async def test_who_comes_in_the_next_turn_comes_along(together: GetCoalescer) -> None:
+async def test_who_comes_in_the_next_turn_comes_along(coalescer: GetCoalescer) -> None:
     # Given one request fewer than make a group
     for _ in range(GROUP_SIZE_MIN - 1):
-        together.note_arrival()
+        coalescer.note_arrival()
     await run_loop_iterations(1)
 
     # When the last one comes a turn later
-    together.note_arrival()
+    coalescer.note_arrival()
     await run_loop_iterations(3)
 
     # Then they count as one wave
-    assert together.is_busy
+    assert coalescer.is_busy
 
 
-async def test_a_wave_ends_though_every_iteration_brings_one_more(together: GetCoalescer) -> None:
+async def test_a_wave_ends_though_every_iteration_brings_one_more(coalescer: GetCoalescer) -> None:
     assert ITERATIONS_MAX < GROUP_SIZE_MIN
     for _ in range(GROUP_SIZE_MIN):
-        together.note_arrival()
+        coalescer.note_arrival()
         await run_loop_iterations(1)
 
-    assert not together.is_busy
+    assert not coalescer.is_busy
 
 
-async def test_what_came_of_late_is_forgotten_by_halves(together: GetCoalescer) -> None:
+async def test_what_came_of_late_is_forgotten_by_halves(coalescer: GetCoalescer) -> None:
     for _ in range(2 * GROUP_SIZE_MIN):
-        together.note_arrival()
+        coalescer.note_arrival()
     await run_loop_iterations(3)
 
     busy = []
     for _ in range(2):
-        together.note_arrival()
+        coalescer.note_arrival()
         await run_loop_iterations(3)
-        busy.append(together.is_busy)
+        busy.append(coalescer.is_busy)
 
     assert busy == [True, False]
 
@@ -80,8 +80,8 @@ async def test_what_came_of_late_is_forgotten_by_halves(together: GetCoalescer) 
     ("started", "deadline_s", "has_time"), [(0.0, 0.1, True), (-0.01, 0.1, False)]
 )
 async def test_a_read_needs_no_clock_for_who_has_as_long_as_it_may_take(
-    together: GetCoalescer, started: float, deadline_s: float, has_time: bool
+    coalescer: GetCoalescer, started: float, deadline_s: float, has_time: bool
 ) -> None:
     get: Any = SimpleNamespace(started=started, options=SimpleNamespace(deadline_s=deadline_s))
 
-    assert together.has_time(get) is has_time
+    assert coalescer.has_time(get) is has_time
