@@ -4,6 +4,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -23,37 +24,29 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     # SIGINT too: a shell that starts this in the background has it ignored.
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, signal.default_int_handler)
-    try:
-        with interrupts_never_swallowed():
-            return _run(args, console)
-    except KeyboardInterrupt:
-        _say_stopped(console)
-        return 130
+    code = 130
+    with suppress(KeyboardInterrupt), interrupts_never_swallowed():
+        code = _run(args, console)
+    if code == 130 or (code == 0 and args.serve):
+        console.control(Control(ControlType.CARRIAGE_RETURN))  # over the ^C of the terminal
+        console.print("stopped; nothing is left running")
+    return code
 
 
 def _run(args: argparse.Namespace, console: Console) -> int:
     # Here, since these imports take a second, in which Ctrl-C is to end with a line as well.
+    from httpx import HTTPError
+
     from cache.errors import LarderError
-    from infra.demo.checks import InvariantViolation
-    from infra.demo.console import Steps
-    from infra.demo.dataset import Plan
     from infra.demo.run import Demo
-    from infra.local.airflow import AirflowFailed
-    from infra.local.service import ServiceFailed
+    from serving.client import Unanswered
 
     try:
-        Demo(Plan(args.data, args.state, args.quick, args.serve), Steps(console)).run()
-    except (AirflowFailed, InvariantViolation, ServiceFailed, LarderError) as error:
+        Demo(console, args.data, args.state, args.quick, args.serve).run()
+    except (RuntimeError, HTTPError, LarderError, Unanswered) as error:
         console.print(Text.assemble(("demo failed: ", "red bold"), str(error)))
         return 1
-    if args.serve:
-        _say_stopped(console)
     return 0
-
-
-def _say_stopped(console: Console) -> None:
-    console.control(Control(ControlType.CARRIAGE_RETURN))  # over the ^C of the terminal
-    console.print("stopped; nothing is left running")
 
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
@@ -62,10 +55,8 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
         prog=prog,
         description="Train, precompute through a real Airflow, serve, swap and roll back under traffic, and check it.",
     )
-    parser.add_argument(
-        "--data", type=Path, metavar="PATH",
-        help="your interactions: train.txt[.gz] with test.txt[.gz], or Parquet/CSV with user,item[,timestamp]",
-    )  # fmt: skip
+    about_data = "your interactions: train.txt[.gz] and test.txt[.gz], or Parquet/CSV with user,item[,timestamp]"
+    parser.add_argument("--data", type=Path, metavar="PATH", help=about_data)
     parser.add_argument("--state", type=Path, metavar="DIR", default=Path(".larder"))
     parser.add_argument("--serve", action="store_true", help="keep serving until Ctrl-C")
     parser.add_argument("--quick", action="store_true", help="fewer users and requests")

@@ -1,142 +1,136 @@
 """Invariants of every answer that a caller can check."""
 
-import itertools
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from serving.client import Unanswered
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from serving.client import Answer, Entity, Policy
 from serving.requests.answers import STORED_SOURCES, Source
 
-VIOLATIONS_MAX = 20
-"""Violations reported in full; further ones are only counted."""
+POLICY = Policy(attempts=1, deadline_ms=5_000.0)
+"""Each request is sent once, so that what the service counted is what was asked."""
 
 
 class InvariantViolation(RuntimeError):
     """An invariant does not hold; the message says which."""
 
 
-@contextmanager
-def translate_errors(subject: str) -> Iterator[None]:
-    """Raise InvariantViolation for an answer of an unexpected form, which ends the demo."""
-    try:
-        yield
-    except (Unanswered, ValueError) as error:
-        raise InvariantViolation(f"{subject}: {error}") from error
-
-
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Entity of a request, with all items that its answer must not contain."""
+    """Entity of a request with its input, and all items that the answer must not contain."""
 
     table: str
-    id: str | None
+    id: str
     k: int | None = None
     hidden: frozenset[str] = frozenset()
+    history: tuple[str, ...] | None = None
+    features: Mapping[str, str] | None = None
+
+    @property
+    def entity(self) -> Entity:
+        """Entity for a request in which each names its table."""
+        return Entity(self.id, self.history, self.features, self.table)
 
 
 @dataclass(slots=True)
 class Judge:
-    """Judge that counts answers by source and records violations; `rolled_back_generations` must no longer answer."""
+    """Judge for any number of threads: counts answers by source and generation, and records violations."""
 
-    rolled_back_generations: set[str] = field(default_factory=set)
     histories: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    rolled_back_generations: set[str] = field(default_factory=set)
     sources: Counter[str] = field(default_factory=Counter)
     generations: Counter[str] = field(default_factory=Counter)
     requests: int = 0
-    entities: int = 0
-    broken: int = 0
     violations: list[str] = field(default_factory=list)
     _lists: dict[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def complain(self, violation: str) -> None:
-        """Record a violation of one rule."""
-        self.broken += 1
-        if len(self.violations) < VIOLATIONS_MAX:
-            self.violations.append(violation)
-
-    def published(self, generations: Collection[str]) -> None:
-        """Check that each answer came from one of these generations; call it once all answers are in."""
-        for stranger in sorted(set(self.generations) - set(generations)):
-            self.complain(
-                f"{self.generations[stranger]} answers from {stranger}, which never was live"
-            )
+    def stop_if_broken(self) -> None:
+        """Raise InvariantViolation if there was a violation."""
+        if self.violations:
+            examples = "; ".join(self.violations[:3])
+            raise InvariantViolation(f"{len(self.violations)} violations, such as: {examples}")
 
     def request(
         self,
         questions: Sequence[Question],
-        answers: Sequence[Mapping[str, Any]],
-        rolled_back_generations: Iterable[str] = (),
+        answers: Sequence[Answer],
+        rolled_back_generations: Collection[str] = (),
     ) -> None:
         """Judge one answered request; `rolled_back_generations` are those that were rolled back when it was sent."""
-        self.requests += 1
-        self.entities += len(questions)
-        if len(answers) != len(questions):
-            self.complain(f"{len(questions)} entities asked, {len(answers)} answered")
-        asked_of = {
-            entity_answer.get("generation")
-            for entity_answer in answers
-            if entity_answer.get("source") != "previous"
-        }
-        if len(asked_of) > 1:
-            self.complain(
-                f"one request, answers of several generations: {sorted(map(str, asked_of))}"
-            )
-        for question, answer in zip(questions, answers, strict=False):
-            self._answer(question, answer, set(rolled_back_generations))
+        asked_of = {answer.generation for answer in answers if answer.source != Source.PREVIOUS}
+        with self._lock:
+            self.requests += 1
+            if len(asked_of) > 1:
+                self.violations.append(f"one request of several generations: {sorted(asked_of)}")
+            for question, answer in zip(questions, answers, strict=True):
+                self.sources[answer.source] += 1
+                self.generations[answer.generation] += 1
+                if answer.generation in rolled_back_generations:
+                    self.violations.append(f"{answer.generation} answers after it was rolled back")
+                texts = [*_judge_answer(question, answer), *self._judge_list(question, answer)]
+                self.violations += [f"{question.table}/{question.id}: {text}" for text in texts]
 
-    def _answer(
-        self, question: Question, answer: Mapping[str, Any], rolled_back_generations: set[str]
-    ) -> None:
-        source, generation = answer.get("source"), str(answer.get("generation"))
-        where = f"{question.table}/{question.id}: "
-        if source not in set(Source):
-            self.complain(f"{where}source {source!r}")
+    def _judge_list(self, question: Question, answer: Answer) -> Iterator[str]:
+        if (items := answer.items) is None:
             return
-        self.sources[source] += 1
-        self.generations[generation] += 1
-        if generation in rolled_back_generations:
-            self.complain(f"{where}answered from {generation} after it was rolled back")
-        if answer.get("id") != question.id:
-            self.complain(f"{where}got the answer of {answer.get('id')!r}")
-        if source not in STORED_SOURCES and not answer.get("reason"):
-            self.complain(f"{where}source {source} without a reason")
-        if "items" in answer:
-            self._items(where, question, answer, source, generation)
-
-    def _items(
-        self,
-        where: str,
-        question: Question,
-        answer: Mapping[str, Any],
-        source: str,
-        generation: str,
-    ) -> None:
-        items, scores = tuple(answer["items"]), answer["scores"]
-        if len(items) != len(scores) or len(set(items)) != len(items):
-            self.complain(f"{where}{len(items)} items, {len(scores)} scores, or an item twice")
-        if any(preceding_score < two for preceding_score, two in itertools.pairwise(scores)):
-            self.complain(f"{where}scores are not in order")
-        short = answer.get("short")
-        if question.k is not None and (
-            len(items) > question.k or (len(items) < question.k) != short
-        ):
-            self.complain(f"{where}{len(items)} of {question.k} items, short = {short}")
-        if back := question.hidden.intersection(items):
-            self.complain(f"{where}{sorted(back)[:3]} came back although it was sent or excluded")
-        if question.id is None or answer.get("producer") != "batch":
+        scores = np.zeros(0) if answer.scores is None else answer.scores
+        if not len(items) == len(scores) == len(set(items)):
+            yield f"{len(items)} items, {len(scores)} scores, or an item twice"
+        if (np.diff(scores) > 0).any():
+            yield "scores are not in order"
+        k = len(items) + answer.short if question.k is None else question.k
+        if len(items) > k or (len(items) < k) != answer.short:
+            yield f"{len(items)} of {k} items, short = {answer.short}"
+        if listed := question.hidden.intersection(items):
+            yield f"{sorted(listed)[:3]} came back although it was sent or excluded"
+        if answer.producer != "batch":
             return
         history = self.histories.get(question.id, ()) if question.table == "user_topk" else ()
-        if back := frozenset(history).intersection(items):
-            self.complain(f"{where}{sorted(back)[:3]} is in the user's own history")
+        if listed := frozenset(history).intersection(items):
+            yield f"{sorted(listed)[:3]} is in the user's own history"
         # A generation is immutable: the same plain question has the same answer, from any tier, at any time.
-        if not question.hidden and source in STORED_SOURCES:
-            key = (generation, question.table, question.id)
+        if not question.hidden and answer.source in STORED_SOURCES:
+            key = (answer.generation, question.table, question.id)
             first = self._lists.setdefault(key, items)
-            shared = min(len(first), len(items))
-            if first[:shared] != items[:shared]:
-                self.complain(f"{where}two different answers within {generation}")
-            if len(items) > len(first):
-                self._lists[key] = items
+            if any(before != now for before, now in zip(first, items, strict=False)):
+                yield f"two different answers within {answer.generation}"
+            self._lists[key] = max(first, items, key=len)
+
+    def audit(self, metrics: str, published: Collection[str]) -> None:
+        """Hold all answers against the service's own counters, and the generations that were live."""
+        self.violations += disagreements(metrics, self.sources)
+        if strangers := self.generations.keys() - set(published):
+            self.violations.append(f"answers from {sorted(strangers)}, which never was live")
+        self.stop_if_broken()
+
+
+def _judge_answer(question: Question, answer: Answer) -> Iterator[str]:
+    if answer.source not in set(Source):
+        yield f"source {answer.source!r}"
+    if answer.id != question.id:
+        yield f"got the answer of {answer.id!r}"
+    if answer.source not in STORED_SOURCES and not answer.reason:
+        yield f"source {answer.source} without a reason"
+
+
+def disagreements(metrics: str, sources: Mapping[str, int]) -> list[str]:
+    """Return contradictions of the text of /metrics to itself or to the answers that callers got, by source."""
+    totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            label = sample.labels.get("source") or sample.labels.get("status", "")[:1]
+            totals[sample.name][label] += int(sample.value)
+    counted = totals["larder_answers_total"]
+    live_or_worse = counted.total() - sum(counted[source] for source in STORED_SOURCES)
+    pairs = (
+        ("entities", totals["larder_entities_total"].total(), sum(sources.values())),
+        ("answers by source", +counted, +Counter(sources)),
+        ("misses with a reason", totals["larder_misses_total"].total(), live_or_worse),
+        ("responses with status 500 or more", totals["larder_requests_total"]["5"], 0),
+    )
+    return [f"/metrics: {name}: {is_}, not {due}" for name, is_, due in pairs if is_ != due]

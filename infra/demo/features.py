@@ -1,328 +1,139 @@
-"""Features in the demo: towers that take features in addition to a history, and requests with features alone."""
+"""Features in the demo: towers that take a feature in addition to a history, and requests with features alone."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import numpy_helper
+from onnx.parser import parse_model
 
-from cache.model.ranking import unit
 from cache.model.tower_spec import InputSpec, TowerSpec
-from infra.demo.checks import Judge, Question
-from infra.demo.evaluate import answer_to_json
-from infra.demo.synthetic import Features, Profiles
+from infra.demo.checks import POLICY, InvariantViolation, Judge, Question
+from infra.demo.dataset import Lists
+from infra.demo.synthetic import Profiles
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
-from precompute.bundles.bundle_store import swap_in
 from precompute.bundles.onnx_model import IR_VERSION, OPSET, OnnxModel, read_model
-from serving.client import Answer, Client, Entity, Options, Policy
+from serving.client import Client, Options
 from serving.requests.answers import Source
 
-ITEMS_SHOWN = 2
-DEADLINE_MS = 5_000
-NEW_ENTITIES = ("new user", "new item")
-RIDGE = 1.0
+Constants = dict[str, NDArray[Any]]
 
-FITTED_USERS = 4_000
-"""Users in the regression: enough for two coefficients per country."""
+FEATURES = ("country", "item", "category")
+NEW_USER, NEW_ITEM = {"country": "SE"}, {"item": "new-item", "category": "books"}
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fit:
-    """Coefficients [labels + 1, dims] of one regression; the last row is for unseen labels.
-
-    An item that the reference model was trained on keeps its vector, and a user with a history theirs. For all others,
-    a vector is predicted from a label and a number: v = base[label] + slope[label] * z(log(number)), fitted by ridge
-    regression onto the reference model's own vectors. An unseen label gets the mean of all.
-    """
-
-    labels: tuple[str, ...]
-    base: NDArray[np.float32]
-    slope: NDArray[np.float32]
-    bounds: tuple[float, float]
-    mean: float
-    deviation: float
-
-    def nodes(self, label: str, number: str) -> list[NodeProto]:
-        """Return the nodes from two inputs to `featured` [rows, dims]; add `constants` to the graph."""
-        label_encoding = {"keys_strings": self.labels, "values_int64s": range(len(self.labels))}
-        return [
-            _look_up(label, "place", **label_encoding, default_int64=len(self.labels)),
-            helper.make_node("Gather", ["base", "place"], ["start"]),
-            helper.make_node("Gather", ["slope", "place"], ["steep"]),
-            helper.make_node("Clip", [number, "low", "high"], ["within"]),
-            helper.make_node("Log", ["within"], ["logged"]),
-            helper.make_node("Sub", ["logged", "mean"], ["centred"]),
-            helper.make_node("Div", ["centred", "deviation"], ["scaled"]),
-            helper.make_node("Unsqueeze", ["scaled", "axes"], ["tall"]),
-            helper.make_node("Mul", ["steep", "tall"], ["added"]),
-            helper.make_node("Add", ["start", "added"], ["featured"]),
-        ]
-
-    @property
-    def constants(self) -> dict[str, NDArray[Any]]:
-        """Initializers of `nodes`."""
-        low, high = self.bounds
-        numbers = {"low": low, "high": high, "mean": self.mean, "deviation": self.deviation}
-        return {
-            "base": self.base,
-            "slope": self.slope,
-            "axes": np.array([1], np.int64),
-            **{name: np.array(value, np.float32) for name, value in numbers.items()},
-        }
+# A user's vector is the sum of the history's, or that of the country if all is padding, which is the largest index.
+USER_NODES = """
+featured = Gather (means, code)
+gathered = Gather (table, history)
+summed = ReduceSum <keepdims = 0> (gathered, axes)
+smallest = ReduceMin <keepdims = 1> (history, axes)
+has_history = Less (smallest, pad)
+vector = Where (has_history, summed, featured)
+"""
+# An item's vector is its row of the table, or that of the category if it has none.
+ITEM_NODES = """
+featured = Gather (means, code)
+trained = Gather (table, row)
+is_trained = Less (row, count)
+is_trained_row = Unsqueeze (is_trained, axes)
+vector = Where (is_trained_row, trained, featured)
+"""
 
 
-def fit_ridge(
-    labels: Sequence[str], numbers: NDArray[np.float64], vectors: NDArray[np.float32]
-) -> Fit:
-    """Fit a ridge regression of vectors [n, dims] on a label and a positive number each."""
-    names, label_indices = np.unique(np.array(labels), return_inverse=True)
-    logged = np.log(numbers)
-    mean, deviation = float(logged.mean()), max(float(logged.std()), 1e-6)
-    one_hot = np.eye(len(names))[label_indices]
-    design = np.hstack([one_hot, one_hot * ((logged - mean) / deviation)[:, None]])
-    average = vectors.mean(axis=0)
-    square = design.T @ design + RIDGE * np.eye(design.shape[1])
-    coefficients = np.linalg.solve(square, design.T @ (vectors - average))
-    base, slope = np.split(coefficients, 2)
-    return Fit(
-        tuple(map(str, names)),
-        np.vstack([average + base, average]).astype(np.float32),
-        np.vstack([slope, np.zeros_like(average)]).astype(np.float32),
-        (float(numbers.min()), float(numbers.max())),
-        mean,
-        deviation,
-    )
-
-
-def add_features(
-    folder: Path, histories: Mapping[str, Sequence[str]], profiles: Profiles
-) -> Bundle:
+def add_features(folder: Path, histories: Lists, profiles: Profiles) -> None:
     """Replace the reference bundle in `folder` by one whose towers take features too.
 
-    `histories` are those of its training, of items that it knows.
+    An item that the reference model was trained on keeps its vector, and a user with a history theirs; all others get
+    the mean vector of their category or country. `histories` are those of the training, of items that it knows.
     """
     reference = Bundle.read(folder)
-    table, centroids = (
-        _read_constant(reference.values["user_affinity"].path, name)
-        for name in ("table", "centroids")
-    )
-    vectors = _read_constant(reference.item_tower.path, "table")
+    tastes, dims = reference.values["user_affinity"], reference.dims
+    table = _constant(reference.user_tower.path, "table")
+    vectors = _constant(reference.item_tower.path, "table")
     ids = [raw.decode() for raw in reference.item_ids]
-    prices = np.array([float(profiles.items[item_id]["price"]) for item_id in ids])
-    of_items = fit_ridge(
-        [str(profiles.items[item_id]["category"]) for item_id in ids], prices, vectors
-    )
-    of_users = _fit_users(table, ids, histories, profiles.users)
-    staging_folder = folder.with_name(f"{folder.name}-with-features")
+    rows = {item: row for row, item in enumerate(ids)}
+    sums = [table[[rows[item] for item in items]].sum(axis=0) for items in histories.values()]
+    lived_in = [profiles.users[user]["country"] for user in histories]
+    countries, country_means = label_means(lived_in, np.stack(sums))
+    sorts = [profiles.items[item]["category"] for item in ids]
+    categories, category_means = label_means(sorts, vectors)
+    axes, count = np.array([1], np.int64), np.array(len(ids), np.int64)
+    padded = np.pad(vectors, ((0, 1), (0, 0)))
+    of_users: Constants = {"axes": axes, "means": country_means, "table": table}
+    of_users["pad"] = count.astype(np.int32)
+    of_items: Constants = {"axes": axes, "means": category_means, "table": padded, "count": count}
+    user_nodes = _encoder("code", "country", countries) + USER_NODES
+    item_code = _encoder("code", "category", categories)
+    item_nodes = item_code + _encoder("row", "item", ids) + ITEM_NODES
+    country, *of_item = [InputSpec(name, "feature", "string", name) for name in FEATURES]
+    user = TowerSpec((*reference.user_tower.spec.inputs, country), "vector", dims)
+    item = TowerSpec(tuple(of_item), "vector", dims)
+    taste_model = OnnxModel(tastes.path.read_bytes())
+    shutil.rmtree(folder)
     write_bundle(
-        staging_folder,
+        folder,
         name="reference-with-features",
         version=reference.version,
-        dims=reference.dims,
+        dims=dims,
         item_ids=ids,
-        user_tower=_user_model(reference, of_users, table, None),
-        item_tower=_item_model(ids, of_items, vectors),
-        values={"user_affinity": _user_model(reference, of_users, table, centroids)},
-        training={**reference.training, "features": "ridge regression", "ridge": RIDGE},
-    )
-    swap_in(staging_folder, folder)
-    return Bundle.read(folder)
-
-
-def _fit_users(
-    table: NDArray[np.float32],
-    ids: Sequence[str],
-    histories: Mapping[str, Sequence[str]],
-    users: Mapping[str, Features],
-) -> Fit:
-    row = {item: number for number, item in enumerate(ids)}
-    sampled_users = list(histories)[:: max(1, len(histories) // FITTED_USERS)]
-    sums = np.stack(
-        [table[[row[item] for item in histories[user]]].sum(axis=0) for user in sampled_users]
-    )
-    # Directions alone: a long history must not count for more.
-    directions = unit(sums) * np.float32(np.linalg.norm(sums, axis=1).mean())
-    return fit_ridge(
-        [str(users[user_id]["country"]) for user_id in sampled_users],
-        np.array([float(users[user_id]["age"]) for user_id in sampled_users]),
-        directions,
+        user_tower=ModelFile(_model(user_nodes, user, of_users), user),
+        item_tower=ModelFile(_model(item_nodes, item, of_items), item, entity="item"),
+        values={"user_affinity": ModelFile(taste_model, tastes.spec, labels=tastes.labels)},
+        training=reference.training,
     )
 
 
-def _item_model(ids: Sequence[str], side: Fit, vectors: NDArray[np.float32]) -> ModelFile:
-    """Build item, category, price -> vector: the item's row of the table if it has one, else from the features."""
-    dims = vectors.shape[1]
-    nodes = [
-        *side.nodes("category", "price"),
-        _look_up("item", "row", keys_strings=ids, values_int64s=range(len(ids)), default_int64=len(ids)),
-        helper.make_node("Gather", ["table", "row"], ["trained"]),
-        helper.make_node("Less", ["row", "items"], ["known"]),
-        helper.make_node("Unsqueeze", ["known", "axes"], ["is_known"]),
-        helper.make_node("Where", ["is_known", "trained", "featured"], ["vector"]),
-    ]  # fmt: skip
-    constants = {
-        **side.constants,
-        "table": np.vstack([vectors, np.zeros((1, dims), np.float32)]),
-        "items": np.array(len(ids), np.int64),
-    }
-    inputs = (
-        InputSpec("item", "feature", "string", column="item"),
-        InputSpec("category", "feature", "string", column="category"),
-        InputSpec("price", "feature", "float32", column="price"),
-    )
-    spec = TowerSpec(inputs, "vector", dims)
-    return ModelFile(_model(nodes, spec, constants), spec, entity="item")
+def label_means(
+    labels: Sequence[str], vectors: NDArray[np.float32]
+) -> tuple[list[str], NDArray[np.float32]]:
+    """Return the distinct labels, and the mean vector [labels + 1, dims] of each; the last is the mean of all."""
+    names, codes = np.unique(np.array(labels), return_inverse=True)
+    means = [vectors[codes == code].mean(axis=0) for code in range(len(names))]
+    return names.tolist(), np.stack([*means, vectors.mean(axis=0)])
 
 
-def _user_model(
-    reference: Bundle, side: Fit, table: NDArray[np.float32], centroids: NDArray[np.float32] | None
-) -> ModelFile:
-    """Build history, country, age -> vector, from the history unless it is empty; with `centroids`, affinities."""
-    affinity = reference.values["user_affinity"]
-    nodes = [
-        *side.nodes("country", "age"),
-        helper.make_node("Gather", ["table", "history"], ["gathered"]),
-        helper.make_node("ReduceSum", ["gathered", "axes"], ["summed"], keepdims=0),
-        # The padding is the largest index, so a history of nothing else has no smaller one.
-        helper.make_node("ReduceMin", ["history", "axes"], ["smallest"], keepdims=1),
-        helper.make_node("Less", ["smallest", "pad"], ["has_history"]),
-        helper.make_node("Where", ["has_history", "summed", "featured"], ["vector"]),
-    ]
-    constants: dict[str, NDArray[Any]] = {
-        **side.constants,
-        "table": table,
-        "pad": np.array(len(table) - 1, np.int32),
-    }
-    spec = reference.user_tower.spec
-    labels: tuple[str, ...] = ()
-    if centroids is not None:
-        spec, labels = affinity.spec, affinity.labels
-        nodes += [
-            helper.make_node("LpNormalization", ["vector"], ["direction"], axis=1, p=2),
-            helper.make_node("MatMul", ["direction", "centroids"], ["logits"], name="logits"),
-            helper.make_node("Softmax", ["logits"], ["probabilities"], axis=-1),
-        ]
-        constants["centroids"] = centroids
-    inputs = (
-        *spec.inputs,
-        InputSpec("country", "feature", "string", column="country"),
-        InputSpec("age", "feature", "float32", column="age"),
-    )
-    spec = TowerSpec(inputs, spec.output, spec.output_dims)
-    return ModelFile(_model(nodes, spec, constants), spec, labels=labels)
+def _encoder(output: str, source: str, labels: Sequence[str]) -> str:
+    """Return a node that numbers labels; an unknown one gets the number after the last."""
+    keys, numbers = json.dumps(labels, ensure_ascii=False), list(range(len(labels)))
+    attributes = f"keys_strings = {keys}, values_int64s = {numbers}, default_int64 = {len(labels)}"
+    return f"{output} = ai.onnx.ml.LabelEncoder <{attributes}> ({source})\n"
 
 
-def _look_up(name: str, output_name: str, **attributes: object) -> NodeProto:
-    return helper.make_node(
-        "LabelEncoder", [name], [output_name], domain="ai.onnx.ml", **attributes
-    )
-
-
-def _model(
-    nodes: Sequence[NodeProto], spec: TowerSpec, constants: Mapping[str, NDArray[Any]]
-) -> OnnxModel:
-    output = helper.make_tensor_value_info(
-        spec.output, TensorProto.FLOAT, ["rows", spec.output_dims]
-    )
-    graph = helper.make_graph(
-        nodes,
-        "tower",
-        [_model_input(input_spec) for input_spec in spec.inputs],
-        [output],
-    )
-    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("ai.onnx.ml", 2)]
-    model = helper.make_model(
-        graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="larder"
-    )
+def _model(nodes: str, spec: TowerSpec, constants: Constants) -> OnnxModel:
+    kinds = {"history": "int32[rows, length]", "feature": "string[rows]"}
+    inputs = ", ".join(f"{kinds[source.bind]} {source.name}" for source in spec.inputs)
+    versions = f'<ir_version: {IR_VERSION}, opset_import: ["" : {OPSET}, "ai.onnx.ml" : 2]>'
+    output = f"float[rows, {spec.output_dims}] {spec.output}"
+    model = parse_model(f"{versions} tower ({inputs}) => ({output}) {{ {nodes} }}")
     return OnnxModel.of(model, constants)
 
 
-def _model_input(spec: InputSpec) -> ValueInfoProto:
-    kinds = {"string": TensorProto.STRING, "float32": TensorProto.FLOAT, "int32": TensorProto.INT32}
-    shape = ["rows", "length"] if spec.bind == "history" else ["rows"]
-    return helper.make_tensor_value_info(spec.name, kinds[spec.dtype], shape)
+def _constant(model: Path, name: str) -> NDArray[np.float32]:
+    tensors = {tensor.name: tensor for tensor in read_model(model).graph.initializer}
+    return np.array(numpy_helper.to_array(tensors[name]))
 
 
-def _read_constant(model: Path, name: str) -> NDArray[np.float32]:
-    initializers = read_model(model).graph.initializer
-    return np.array(
-        numpy_helper.to_array(
-            next(initializer for initializer in initializers if initializer.name == name)
-        )
-    )
+def ask_cold(url: str, profiles: Profiles, histories: Lists, judge: Judge) -> list[str]:
+    """Ask for a user and an item without a click, and for new ones that no table has; return a line for each.
 
-
-class ColdStart(NamedTuple):
-    """Row of the table of cold-start answers."""
-
-    entity_kind: str
-    table: str
-    source: str
-    producer: str
-    answer: str
-
-
-def ask_cold(
-    url: str,
-    profiles: Profiles,
-    histories: Mapping[str, Sequence[str]],
-    judge: Judge,
-) -> list[ColdStart]:
-    """Request answers for a user with a history, for a user and an item without a click, and for two unknown ids.
-
-    `judge` sees them as they came. Raises Unanswered, and ValueError if an unknown id was not answered live.
+    Raises Unanswered, and InvariantViolation if a new one was not answered live.
     """
-    new_user, new_item = profiles.new_user, profiles.new_item
-    known_user = next(iter(histories))
     quiet_user = next(user for user in profiles.users if user not in histories)
-    entity_by_kind_and_table = {
-        ("known user", "user_topk"): Entity(known_user),
-        ("known user", "user_affinity"): Entity(known_user),
-        ("quiet user", "user_topk"): Entity(quiet_user, features=profiles.users[quiet_user]),
-        ("unseen item", "item_similar"): Entity(profiles.unseen[0]),
-        ("new item", "item_similar"): Entity(str(new_item["item"]), features=new_item),
-        ("new user", "user_topk"): Entity("new-user", features=new_user),
-        ("new user", "user_affinity"): Entity("new-user", features=new_user),
-    }
-    entities = [
-        Entity(entity.id, features=entity.features, table=table)
-        for (_, table), entity in entity_by_kind_and_table.items()
+    questions = [
+        Question("user_topk", quiet_user, 2, features=profiles.users[quiet_user]),
+        Question("item_similar", list(profiles.items)[-1], 2),
+        Question("user_topk", "new-user", 2, features=NEW_USER),
+        Question("user_affinity", "new-user", 2, history=next(iter(histories.values()))),
+        Question("item_similar", NEW_ITEM["item"], 2, features=NEW_ITEM),
     ]
-    # Sent once, so that what the service counted is what was asked.
-    with Client(url, policy=Policy(attempts=1)) as larder:
-        options = Options(k=ITEMS_SHOWN, deadline_ms=DEADLINE_MS)
-        answers = larder.lookup_tables(entities, options)
-    questions = [Question(str(entity.table), str(entity.id), ITEMS_SHOWN) for entity in entities]
-    judge.request(questions, [answer_to_json(lookup_answer) for lookup_answer in answers])
-    for (entity_kind, table), answer in zip(entity_by_kind_and_table, answers, strict=True):
-        if entity_kind in NEW_ENTITIES and answer.source != Source.LIVE:
-            raise ValueError(f"{entity_kind}, {table}: {answer.source} ({answer.reason}), not live")
-    return [
-        ColdStart(
-            entity_kind,
-            table,
-            answer.source,
-            str(answer.producer),
-            _describe_answer(answer, profiles),
-        )
-        for (entity_kind, table), answer in zip(entity_by_kind_and_table, answers, strict=True)
-    ]
-
-
-def describe_features(features: Mapping[str, Any]) -> str:
-    """Return features in a few words."""
-    return ", ".join(f"{name} {value}" for name, value in features.items())
-
-
-def _describe_answer(answer: Answer, profiles: Profiles) -> str:
-    if answer.items is not None:
-        kinds = [str(profiles.items[item]["category"]) for item in answer.items]
-        return ", ".join(kinds)
-    values, labels = answer.values, answer.labels
-    if values is None or labels is None:
-        return "nothing"
-    top_position = max(range(len(labels)), key=lambda position: float(values[position]))
-    return f"{labels[top_position]} {values[top_position]:.2f}"
+    with Client(url, policy=POLICY) as larder:
+        answers = larder.lookup_tables([asked.entity for asked in questions], Options(k=2))
+    judge.request(questions, answers)
+    for answer in answers:
+        if str(answer.id).startswith("new-") and answer.source != Source.LIVE:
+            raise InvariantViolation(f"{answer.id}: {answer.source} ({answer.reason}), not live")
+    return [f"{answer.table} of {answer.id}: {answer.source}" for answer in answers]

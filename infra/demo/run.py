@@ -6,540 +6,362 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote
 
-import orjson
+import httpx
+import numpy as np
+from rich.console import Console
 
 from cache.errors import ConfigError
-from cache.format.redis_keys import Keyspace
-from cache.l2.sync_clients import connect
-from cache.process.host import usable_cores
 from cache.process.redis_server import redis_url
-from cache.store.artefacts import ArtefactStore, read_manifest
+from cache.store.artefacts import ArtefactStore
 from cache.store.releases import all_releases
-from infra.demo.checks import InvariantViolation, Judge, Question, translate_errors
-from infra.demo.console import Findings, Step, Steps, invite, summarize
-from infra.demo.dataset import Dataset, Plan
-from infra.demo.evaluate import TOP, answer_to_json, offline_lists, quality, served_lists
-from infra.demo.features import add_features, ask_cold, describe_features
-from infra.demo.http import ServiceCounts, get, scrape
-from infra.demo.traffic import Background, Stream, replay
-from infra.local.airflow import MANUAL_SCHEDULE, LocalAirflow, RunReport, hold_lock
+from infra.demo.checks import POLICY, InvariantViolation, Judge, Question
+from infra.demo.dataset import INTERACTIONS, Dataset, synthetic, user_data
+from infra.demo.evaluate import TOP, offline_lists, quality, served_lists
+from infra.demo.features import add_features, ask_cold
+from infra.demo.synthetic import World
+from infra.demo.traffic import Stream, background, replay
+from infra.local.airflow import MANUAL_SCHEDULE, LocalAirflow, hold_lock
 from infra.local.service import ServiceProcess
-from precompute.bulk.load import unlink_pages
-from precompute.config.settings import night_config
-from precompute.events.stores import connect_events
-from serving.client import Answer, Client, EventReceipt, NewEvent, Options, Policy, Unanswered
+from precompute.config.console import table_of
+from serving.client import Answer, Client, EventReceipt, NewEvent, Options
 
-TABLE = "user_topk"
-ITEMS_SHOWN = 4
-DEADLINE_MS = 5_000
-COUNTED_WITHIN_S = 10.0
+PATIENCE_S = 10.0
+"""Seconds until the service follows the pointer, counts a click, and shows the click on its dashboard."""
 
-SHOWN_WITHIN_S = 3.0
-"""Seconds that the dashboard may lag behind answers: its document is made again each second, its counts each two."""
-
-FOLLOW_S = 10.0
 NIGHT_DAG = "nightly_precompute"
-BUNDLE_ASSET = "larder_bundle"
 RUN_TIMEOUT_S = 900.0
-SHARDS = 4
+QUALITY_TOLERANCE = 5e-5
+"""Difference of recall or NDCG up to which both are the same: items whose scores tie may come in another order."""
 
 SCORERS = 2
 """Scoring tasks at a time, the slots of the pool: together they fill the machine."""
 
-REPLAY_RATE = 600.0
-"""Requests per second of the measured replay: below what one worker can do, so that no time is spent queueing."""
-
-_SUBFOLDERS = (
-    "data",
-    "artifacts",
-    "bundle",
-    "bundle-with-features",
-    "host-cache",
-    "larder.toml",
-    "service.log",
-)
+REPLAY_RATE, BUSY_RATE = 300.0, 150.0
+"""Requests per second of the measured replay, and under the second night: below what one worker can do."""
 
 
-@dataclass(frozen=True, slots=True)
-class DemoFolder:
-    """Paths under `home`, and the namespace that keeps this run apart from others in the same Redis."""
+def write_settings(home: Path, namespace: str, data: Dataset) -> None:
+    """Write the settings that differ from the defaults."""
+    tables = {} if data.profiles is None else data.profiles.tables
+    sources = "".join(f'{name} = "data/{name}.parquet"\n' for name in tables)
+    (home / "larder.toml").write_text(f"""\
+namespace = "{namespace}"
+artifacts = "artifacts"
+bundle = "bundle"
+state = "."
+data_until = "{data.first_cut.isoformat()}"
+shards = 4
+events.enabled = true
+[sources]
+interactions = ["data/{INTERACTIONS}"]
+{sources}""")
 
-    home: Path
-    namespace: str
 
-    @property
-    def config(self) -> Path:
-        """The settings of nights and service."""
-        return self.home / "larder.toml"
-
-    @property
-    def bundle(self) -> Path:
-        """The model that nights score with."""
-        return self.home / "bundle"
-
-    @property
-    def artifacts(self) -> Path:
-        """The artefact store."""
-        return self.home / "artifacts"
-
-    def write_config(self, dataset: Dataset) -> None:
-        """Write the settings that differ from the defaults."""
-        lines = [
-            f'namespace = "{self.namespace}"',
-            'artifacts = "artifacts"',
-            'bundle = "bundle"',
-            'state = "."',
-            f'data_until = "{dataset.first_cut.isoformat()}"',
-            f"shards = {SHARDS}",
-            f"threads = {max(1, usable_cores() // SCORERS)}",
-            "",
-            "[sources]",
-            'interactions = ["data/interactions"]',
-        ]
-        lines += [f'{name} = "data/{file}"' for name, file in dataset.feature_tables.items()]
-        lines += ["", "[events]", "enabled = true"]
-        self.config.write_text("\n".join(lines) + "\n")
-
-    def environment(
-        self, redis_url: str, environ: Mapping[str, str] = os.environ
-    ) -> dict[str, str]:
-        """Environment of nights and service; settings of the surrounding shell do not reach them."""
-        blank = {name: "" for name in environ if name.startswith("LARDER_")}
-        return {
-            **blank,
-            "LARDER_CONFIG": str(self.config),
-            "LARDER_NAMESPACE": self.namespace,
-            "LARDER_ARTIFACTS": str(self.artifacts),
-            "LARDER_STATE": str(self.home),
-            "LARDER_SCHEDULE": MANUAL_SCHEDULE,
-            "LARDER_EVENTS_URL": environ.get("LARDER_EVENTS_URL", ""),
-            "REDIS_URL": redis_url,
-        }
-
-    def forget(self, redis_url: str) -> None:
-        """Remove this run's keys from a Redis that is not the demo's own."""
-        config = night_config(str(self.config), self.environment(redis_url))
-        keys = Keyspace(self.namespace)
-        with connect(redis_url, config.redis_timeout_s) as client:
-            for generation in config.store().names("generations"):
-                unlink_pages(client, keys, read_manifest(config.store(), generation))
-            client.unlink(keys.live, keys.generations, keys.replicas)
-        with connect_events(config) as client:  # ids of events go by themselves, within `keep_s`
-            client.unlink(keys.events, keys.inbox, keys.rejected_events)
+def environment_of(home: Path, redis_url: str) -> dict[str, str]:
+    """Environment of nights and service; settings of the surrounding shell do not reach them."""
+    return {name: "" for name in os.environ if name.startswith("LARDER_")} | {
+        "LARDER_CONFIG": str(home / "larder.toml"),
+        "LARDER_SCHEDULE": MANUAL_SCHEDULE,
+        "REDIS_URL": redis_url,
+    }
 
 
 @contextmanager
-def prepare_demo_folder(state: Path) -> Iterator[DemoFolder]:
+def prepare_home(state: Path) -> Iterator[Path]:
     """Empty the demo's folder and lock it during the block; raise ConfigError if another run uses it."""
     home = state.resolve() / "demo"
     home.mkdir(parents=True, exist_ok=True)
     lock_error = ConfigError(f"another demo runs in {home}; choose another --state")
     with hold_lock(home / "demo.lock", lock_error):
-        for name in _SUBFOLDERS:
-            path = home / name
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        yield DemoFolder(home, f"demo-{secrets.token_hex(4)}")
+        for name in ("data", "artifacts", "bundle", "host-cache"):
+            shutil.rmtree(home / name, ignore_errors=True)
+        yield home
+
+
+@contextmanager
+def step_on(console: Console, title: str) -> Iterator[list[str]]:
+    """Run the block as a step, then print its duration, success or failure, and the notes that the block adds."""
+    started_at = time.monotonic()
+    notes: list[str] = []
+    mark = "[red]x[/red]"
+    try:
+        with console.status(title):
+            yield notes
+        mark = "[green]✓[/green]"
+    except KeyboardInterrupt:
+        mark = ""
+        raise
+    finally:
+        if mark:
+            seconds = time.monotonic() - started_at
+            console.print(f"{mark} {seconds:6.1f} s  [bold]{title}[/bold]", highlight=False)
+            for note in notes:
+                console.print(f"            {note}", style="dim", markup=False, soft_wrap=True)
 
 
 class Click:
-    """Click of a user, followed from the event that is sent to the night that takes it over; every answer is judged.
+    """Click of a user for whom nothing else changes, so that the next night's list is the one answered live.
 
-    Nothing else changes for this user, so that the next list is the one that was answered live.
-
-    Raises Unanswered, and ValueError with what does not hold. `judge`, which is for one thread at a time, hears of all
-    answers when `judged` is called.
+    Every answer is judged. Raises Unanswered, and InvariantViolation with what does not hold.
     """
 
     def __init__(self, url: str, data: Dataset, judge: Judge) -> None:
-        arriving = set(data.arriving.users.to_pylist())
-        users = [user for user in data.histories if user not in arriving]
+        users = [user for user in data.histories if user not in data.arriving]
         self.user = users[0] if users else next(iter(data.histories))
         self.item = ""
-        self.counted_ms = 0.0
         self._is_alone = bool(users)
         self._url, self._judge = url, judge
         self._live: Answer | None = None
-        self._unjudged_answers: list[tuple[Question, Mapping[str, Any]]] = []
 
-    def send(self, step: Step) -> None:
-        """Send the click, and note its effect."""
-        with self._client() as larder:
-            answer_before = self._look_up(larder)
-            if not answer_before.items:
-                raise ValueError(f"{self.user} has no list")
-            self.item = answer_before.items[min(1, len(answer_before.items) - 1)]
-            click = NewEvent("demo-click", user=self.user, item=self.item, type="click")
-            receipt = larder.send_events([click])
-            if receipt.accepted != 1:
-                raise ValueError(f"the click was not accepted: {receipt}")
-            after = self._live = self._until_counted(larder)
-            stored_answer = self._look_up(larder, max_events=0)
-        if stored_answer.items != answer_before.items or stored_answer.events:
-            raise ValueError(f"max_events=0 is not the stored list: {stored_answer}")
-        self.judged()
-        step.note(f"{self.user} clicks on {self.item}: 202, {receipt.durability} kept")
-        step.note(f"before  {_format_items(answer_before)}")
-        step.note(f"after   {_format_items(after)}")
-        step.note(
-            f"events {after.events}, as of {after.as_of}, {self.counted_ms:.0f} ms after the 202"
-        )
-        step.note("max_events=0: the list as it was")
-        step.note(self._dashboard(receipt))
+    def send(self) -> list[str]:
+        """Send the click; return lines about its effect."""
+        before = self._look_up().items or ()
+        self.item = before[min(1, len(before) - 1)]
+        event = NewEvent("demo-click", user=self.user, item=self.item, type="click")
+        with Client(self._url, policy=POLICY) as larder:
+            receipt = larder.send_events([event])
+        started_at = time.perf_counter()
+        if receipt.accepted != 1:
+            raise InvariantViolation(f"the click was not accepted: {receipt}")
+        self._live = self._until_counted()
+        counted_ms = (time.perf_counter() - started_at) * 1000
+        stored = self._look_up(max_events=0)
+        if stored.items != before or stored.events:
+            raise InvariantViolation(f"max_events=0 is not the stored list: {stored}")
+        return [
+            f"{self.user} clicks on {self.item}, the list counts it {counted_ms:.0f} ms after the 202",
+            f"before {', '.join(before[:4])}",
+            f"after  {', '.join((self._live.items or ())[:4])}",
+            self._dashboard(receipt),
+        ]
 
-    def taken_over(self, step: Step) -> None:
+    def taken_over(self) -> list[str]:
         """Hold the list of a night that took the click over against the one that was answered live."""
-        with self._client() as larder:
-            night_answer = self._look_up(larder)
-        if night_answer.events or night_answer.producer != "batch":
-            raise ValueError(
-                f"the night did not take the click of {self.user} over: {night_answer}"
+        answer = self._look_up()
+        if answer.events or answer.producer != "batch":
+            raise InvariantViolation(
+                f"the night did not take the click of {self.user} over: {answer}"
             )
-        if self._is_to_be(night_answer):
-            step.note(f"it has the click: the list of {self.user} is the one answered live")
+        return self._compare(answer, "it has the click: the list is the one answered live")
 
-    def counted_again(self, step: Step) -> None:
+    def counted_again(self) -> list[str]:
         """Hold the list after a roll back to a generation without the click against the one that was answered live."""
-        with self._client() as larder:
-            rollback_answer = self._until_counted(larder)
-        if self._is_to_be(rollback_answer):
-            step.note(f"which lacks the click: events {rollback_answer.events}, and the same list")
+        return self._compare(self._until_counted(), "the click is counted again: the same list")
 
-    def judged(self) -> None:
-        """Has the judge hear of the answers since the last time."""
-        for question, answer in self._unjudged_answers:
-            self._judge.request([question], [answer])
-        self._unjudged_answers.clear()
-
-    def _is_to_be(self, later_answer: Answer) -> bool:
-        """True if the list could be compared; raise ValueError if it differs from the one before."""
+    def _compare(self, answer: Answer, line: str) -> list[str]:
+        """Return the line if the list could be compared; raise InvariantViolation if it differs from the live one."""
         live = self._live
-        if live is None or not self._is_alone or live.approximate or later_answer.approximate:
-            return False
-        if later_answer.items != live.items:
-            raise ValueError(
-                f"{self.user} was answered {live.items}, and now is {later_answer.items}"
-            )
-        return True
+        if live is None or not self._is_alone or live.approximate or answer.approximate:
+            return []
+        if answer.items != live.items:
+            raise InvariantViolation(f"{self.user} was answered {live.items}, now {answer.items}")
+        return [line]
 
-    def _client(self) -> Client:
-        # Sent once, so that what the service counted is what was asked.
-        return Client(self._url, policy=Policy(attempts=1))
-
-    def _look_up(self, larder: Client, max_events: int | None = None) -> Answer:
-        options = Options(k=TOP, deadline_ms=DEADLINE_MS, max_events=max_events)
-        (answer,) = larder.lookup_many(TABLE, [self.user], options)
-        hidden = frozenset([self.item]) if answer.events else frozenset[str]()
-        self._unjudged_answers.append(
-            (Question(TABLE, self.user, TOP, hidden), answer_to_json(answer))
-        )
+    def _look_up(self, max_events: int | None = None) -> Answer:
+        with Client(self._url, policy=POLICY) as larder:
+            options = Options(k=TOP, max_events=max_events)
+            (answer,) = larder.lookup_many("user_topk", [self.user], options)
+        hidden = frozenset([self.item] if answer.events else [])
+        self._judge.request([Question("user_topk", self.user, TOP, hidden)], [answer])
         return answer
 
-    def _until_counted(self, larder: Client) -> Answer:
-        started_at = time.perf_counter()
-        while time.perf_counter() < started_at + COUNTED_WITHIN_S:
-            answer = self._look_up(larder)
-            if answer.events:
-                self.counted_ms = (time.perf_counter() - started_at) * 1000
-                return answer
+    def _until_counted(self) -> Answer:
+        give_up = time.perf_counter() + PATIENCE_S
+        while not (answer := self._look_up()).events:
+            if time.perf_counter() > give_up:
+                raise InvariantViolation(f"the click of {self.user} is not counted")
             time.sleep(0.005)
-        raise ValueError(f"the click of {self.user} is not counted after {COUNTED_WITHIN_S:.0f} s")
+        return answer
 
     def _dashboard(self, receipt: EventReceipt) -> str:
-        started_at = time.perf_counter()
-        while True:
-            # For somebody who has it open the document was made already, and may be a moment old.
-            status, raw = asyncio.run(get(self._url, "/dashboard/data"))
-            events = orjson.loads(raw).get("events") if status == 200 else None
-            accepted = events["results"].get("accepted") if events else None
-            if events and accepted and events["counted_until"] == receipt.position:
+        give_up = time.perf_counter() + PATIENCE_S
+        while time.perf_counter() < give_up:
+            # If somebody has it open, the document was made already, and may be a moment old.
+            events = httpx.get(f"{self._url}/dashboard/data").json().get("events") or {}
+            accepted = events.get("results", {}).get("accepted")
+            if accepted and events["counted_until"] == receipt.position:
                 return f"dashboard: {accepted} accepted, {events['lag_s'] or 0:.1f} s behind"
-            if time.perf_counter() > started_at + SHOWN_WITHIN_S:
-                raise ValueError(f"the dashboard does not show event {receipt.position}: {events}")
             time.sleep(0.1)
+        raise InvariantViolation(f"the dashboard does not show event {receipt.position}")
 
 
-def _format_items(answer: Answer) -> str:
-    return ", ".join((answer.items or ())[:ITEMS_SHOWN])
-
-
+@dataclass(slots=True)
 class Demo:
     """Run of the demo; everything it starts is gone when `run` returns or raises."""
 
-    def __init__(self, plan: Plan, steps: Steps) -> None:
-        self.plan = plan
-        self.steps = steps
-        self.judge = Judge()
-        self.findings = Findings()
+    console: Console
+    data_path: Path | None
+    state: Path
+    is_quick: bool
+    is_serving: bool
+    judge: Judge = field(default_factory=Judge)
+    summary: dict[str, object] = field(default_factory=dict)
+    data: Dataset = field(init=False)
+    airflow: LocalAirflow = field(init=False)
+    service: ServiceProcess = field(init=False)
 
     def run(self) -> None:
-        """Raises Broken, AirflowFailed, ServiceFailed or LarderError with a clear line."""
+        """Run all; raise InvariantViolation, Unanswered, AirflowFailed, ServiceFailed or LarderError."""
+        started_at = time.monotonic()
         with ExitStack() as stack:
-            demo_folder = stack.enter_context(prepare_demo_folder(self.plan.state))
-            data = self._data(demo_folder)
-            redis = self._redis(stack, demo_folder)
-            environment = demo_folder.environment(redis)
-            with self.steps.step("Airflow: API server, scheduler, DAG processor") as step:
-                airflow = stack.enter_context(
-                    LocalAirflow(demo_folder.home, environment=environment, pools={"gpu": SCORERS})
+            home = stack.enter_context(prepare_home(self.state))
+            namespace = f"demo-{secrets.token_hex(4)}"
+            self._make_data(home, namespace)
+            with step_on(self.console, "Redis and Airflow") as notes:
+                environment = environment_of(home, stack.enter_context(redis_url(home, None)))
+                self.airflow = stack.enter_context(
+                    LocalAirflow(home, environment=environment, pools={"gpu": SCORERS})
                 )
-                step.note(airflow.url)
-            self._first_night(airflow, demo_folder, data)
-            with self.steps.step("Lookup service") as step:
-                service = stack.enter_context(
-                    ServiceProcess(demo_folder.home / "service.log", environment)
-                )
-                self.findings.first = self._live(service)
-                step.note(f"{service.url}, generation {self.findings.first}")
-            self._cold_start(service, data)
-            stream = Stream(data)
-            self._replay(service, stream)
-            self._evaluate(service, demo_folder, data)
-            click = self._click(service, data)
-            self._second_night(airflow, service, stream, demo_folder, data, click)
-            counts = self._audit(service, demo_folder)
-            summarize(self.steps, self.findings, data.name, counts, self.judge.requests)
-            self.steps.console.print("[green bold]every invariant held[/green bold]")
-            if self.plan.serve:
-                self._serve(service, airflow, demo_folder, data)
+                notes.append(self.airflow.url)
+            self._first_night(home / "bundle")
+            with step_on(self.console, "Lookup service") as notes:
+                log = home / "service.log"
+                self.service = stack.enter_context(ServiceProcess(log, environment))
+                first = self._follow(bool)
+                notes.append(f"{self.service.url}, generation {first}")
+            self._measure(home / "bundle")
+            second = self._second_night(first)
+            self._audit(ArtefactStore(str(home / "artifacts" / namespace)))
+            checked = f"{self.judge.requests:,} requests: 0 failed, 0 mixed, 0 after the rollback"
+            self.summary |= {"live": first, "rolled back": second, "checked": checked}
+            self.summary["seconds"] = f"{time.monotonic() - started_at:.0f}"
+            self.console.print(table_of(self.summary), highlight=False)
+            self.console.print("[green bold]every invariant held[/green bold]")
+            if self.is_serving:
+                self._serve(home)
 
-    def _data(self, demo_folder: DemoFolder) -> Dataset:
-        with self.steps.step("Data") as step:
-            data = self.plan.dataset()
-            data.write_first(demo_folder.home / "data")
-            demo_folder.write_config(data)
-            self.judge.histories = data.histories
+    def _make_data(self, home: Path, namespace: str) -> None:
+        with step_on(self.console, "Data") as notes:
+            today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+            users, items = (3_000, 1_000) if self.is_quick else (20_000, 5_000)
+            world = World(users, items, ends_at=today, drift=0.3)
+            path = self.data_path
+            data = synthetic(world) if path is None else user_data(path, today=today)
+            data.write(home / "data")
+            write_settings(home, namespace, data)
+            self.data, self.judge.histories = data, data.histories
             # A full collection over the data would stop the clock that measures the service.
             gc.collect()
             gc.freeze()
-            step.note(
-                f"{data.name}: {len(data.histories):,} users, {len(data.initial_pairs):,} interactions"
-            )
-            step.note(
-                f"{len(data.held_out):,} users with something held out, {len(data.newcomers)} newcomers"
-            )
-            if (profiles := data.profiles) is not None:
-                step.note(f"features of {len(profiles.users):,} users: country, age")
-                step.note(f"features of {len(profiles.items):,} items: category, price")
-        return data
+            counts = len(data.histories), len(data.table), len(data.held_out)
+            notes.append("{:,} users, {:,} interactions, items of {:,} held out".format(*counts))
 
-    def _redis(self, stack: ExitStack, demo_folder: DemoFolder) -> str:
-        with self.steps.step("Redis") as step:
-            configured = os.environ.get("REDIS_URL") or None
-            url = stack.enter_context(redis_url(demo_folder.home, configured))
-            if configured:
-                stack.callback(demo_folder.forget, url)
-            step.note(
-                "the configured one" if configured else urlsplit(url).netloc.rpartition("@")[2]
-            )
-        return url
+    def _first_night(self, bundle: Path) -> None:
+        profiles, earlier_run_ids = self.data.profiles, self.airflow.run_ids(NIGHT_DAG)
+        self.airflow.pause(NIGHT_DAG, profiles is not None)
+        with step_on(self.console, "DAG train_reference: the model bundle") as notes:
+            notes += self._wait("train_reference", self.airflow.trigger("train_reference"))
+        if profiles is not None:
+            with step_on(self.console, "Towers that take features, too"):
+                add_features(bundle, self.data.histories, profiles)
+            self.airflow.pause(NIGHT_DAG, False)
+            self.airflow.announce("larder_bundle")
+        with step_on(self.console, f"DAG {NIGHT_DAG}: started by the new bundle") as notes:
+            notes += self._wait(NIGHT_DAG, self.airflow.wait_new(NIGHT_DAG, earlier_run_ids))
 
-    def _first_night(self, airflow: LocalAirflow, demo_folder: DemoFolder, data: Dataset) -> None:
-        earlier_run_ids = airflow.run_ids(NIGHT_DAG)
-        airflow.pause(NIGHT_DAG, data.profiles is not None)
-        with self.steps.step("DAG train_reference: the model bundle") as step:
-            self._wait(airflow, "train_reference", airflow.trigger("train_reference"), step)
+    def _wait(self, dag: str, run: str) -> list[str]:
+        tasks = self.airflow.wait(dag, run, RUN_TIMEOUT_S).tasks
+        longest = max(tasks, key=lambda task: task.duration_s)
+        return [f"tasks: {len(tasks)}; longest: {longest.task_id}, {longest.duration_s:.1f} s"]
+
+    def _measure(self, bundle: Path) -> None:
+        data, judge, url = self.data, self.judge, self.service.url
         if data.profiles is not None:
-            with self.steps.step("Towers that take features too, by ridge regression") as step:
-                add_features(demo_folder.bundle, data.histories, data.profiles)
-                step.note("an item in no interaction gets its vector from category and price,")
-                step.note("a user without a history from country and age")
-            airflow.pause(NIGHT_DAG, False)
-            airflow.announce(BUNDLE_ASSET)
-        with self.steps.step(f"DAG {NIGHT_DAG}: started by the new bundle") as step:
-            run = airflow.wait_new(NIGHT_DAG, earlier_run_ids)
-            self._wait(airflow, NIGHT_DAG, run, step)
-
-    def _cold_start(self, service: ServiceProcess, data: Dataset) -> None:
-        if data.profiles is None:
+            with step_on(self.console, "Cold start: features instead of a history") as notes:
+                notes += ask_cold(url, data.profiles, data.histories, judge)
+                judge.stop_if_broken()
+        requests = 1_500 if self.is_quick else 6_000
+        with step_on(self.console, f"Replay {requests:,} requests, {REPLAY_RATE:.0f} a second"):
+            work = replay(url, islice(Stream(data), requests), judge, rate=REPLAY_RATE)
+            self.summary["latency"] = _percentiles(asyncio.run(work))
+            judge.stop_if_broken()
+        if not (users := list(data.held_out)):
             return
-        with self.steps.step("Cold start: features instead of a history") as step:
-            with translate_errors("features alone"):
-                self.findings.cold = ask_cold(
-                    service.url, data.profiles, data.histories, self.judge
+        with step_on(self.console, f"Recall and NDCG at {TOP}, over HTTP and offline"):
+            served = quality(served_lists(url, users, judge), data.held_out)
+            exact = offline_lists(bundle, data.histories, users, data.profiles)
+            offline = quality(exact, data.held_out)
+            for name, reference in offline.items():
+                self.summary[f"{name}@{TOP}"] = (
+                    f"{served[name]:.4f} served, {reference:.4f} offline"
                 )
-            step.note(f"new user: {describe_features(data.profiles.new_user)}")
-            step.note(f"new item: {describe_features(data.profiles.new_item)}")
-            self._stop_if_broken()
+                if abs(served[name] - reference) > QUALITY_TOLERANCE:
+                    raise InvariantViolation(f"{name}: {served[name]}, not {reference} as offline")
+            judge.stop_if_broken()
 
-    def _click(self, service: ServiceProcess, data: Dataset) -> Click:
-        click = Click(service.url, data, self.judge)
-        with self.steps.step("A click, as an event") as step, translate_errors("fresh events"):
-            click.send(step)
-        self.findings.counted_ms = click.counted_ms
-        self._stop_if_broken()
-        return click
-
-    def _wait(self, airflow: LocalAirflow, dag: str, run: str, step: Step) -> RunReport:
-        step.bar("tasks", None)
-
-        def report_task(task: Any) -> None:
-            step.advance(1)
-            step.say(f"{task.task_id} {task.duration_s:.1f} s")
-
-        report = airflow.wait(dag, run, RUN_TIMEOUT_S, on_task=report_task)
-        quickest_first = sorted(report.tasks, key=lambda task: task.duration_s)
-        longest = {task.task_id: task.duration_s for task in quickest_first}
-        named = [f"{name} {longest[name]:.1f} s" for name in list(longest)[-2:][::-1]]
-        step.note(
-            f"{len(report.tasks)} task{'s' * (len(report.tasks) > 1)}, longest {', '.join(named)}"
-        )
-        return report
-
-    def _live(self, service: ServiceProcess) -> str:
-        try:
-            with Client(service.url) as larder:
-                return larder.generations().live.generation
-        except Unanswered as error:
-            raise InvariantViolation(f"the service does not say what is live: {error}") from error
-
-    def _follow(
-        self,
-        service: ServiceProcess,
-        expected_generation: str | None = None,
-        *,
-        unlike: str | None = None,
-    ) -> str:
-        """Wait until the service answers from `expected_generation` (or from any but `unlike`)."""
-        give_up = time.monotonic() + FOLLOW_S
-        while time.monotonic() < give_up:
-            service.check()
-            live = self._live(service)
-            if live == expected_generation or (expected_generation is None and live != unlike):
-                return live
-            time.sleep(0.05)
-        raise InvariantViolation(
-            f"the service still answers from {live} {FOLLOW_S:.0f} s after the pointer moved"
-        )
-
-    def _replay(self, service: ServiceProcess, stream: Stream) -> None:
-        with self.steps.step(f"Replay {self.plan.requests:,} requests") as step:
-            step.bar("requests", self.plan.requests)
-            started_at = time.perf_counter()
-            work = replay(
-                service.url,
-                stream,
-                self.judge,
-                requests=self.plan.requests,
-                concurrency=8,
-                rate=REPLAY_RATE,
-                progress=step.advance,
-            )
-            self.findings.quiet = asyncio.run(work)
-            rate = self.plan.requests / (time.perf_counter() - started_at)
-            step.note(f"{rate:,.0f} requests/s, 8 connections, client and server on one machine")
-            self._stop_if_broken()
-
-    def _evaluate(self, service: ServiceProcess, demo_folder: DemoFolder, data: Dataset) -> None:
-        users = [user for user, items in data.held_out.items() if items]
-        if not users:
-            return
-
-        def judged(answers: Sequence[Mapping[str, Any]]) -> None:
-            questions = [Question("user_topk", str(answer["id"]), TOP) for answer in answers]
-            self.judge.request(questions, answers)
-
-        with self.steps.step(f"Recall and NDCG at {TOP}, read through HTTP") as step:
-            try:
-                stored_lists = asyncio.run(served_lists(service.url, users, judged))
-            except Unanswered as error:
-                raise InvariantViolation(f"a batch of users has no answer: {error}") from error
-            served = self.findings.served = quality(stored_lists.lists, data.held_out)
-            step.note(f"{served.users:,} users: recall {served.recall:.6f}, NDCG {served.ndcg:.6f}")
-            if stored_lists.asked_again:
-                step.note(f"{stored_lists.asked_again} asked again after a deadline")
-        with self.steps.step("The same offline: plain numpy over the bundle") as step:
-            step.bar("users", len(users))
-            exact = offline_lists(
-                demo_folder.bundle, data.histories, users, step.advance, data.profiles
-            )
-            offline = self.findings.offline = quality(exact, data.held_out)
-            step.note(f"recall {offline.recall:.6f}, NDCG {offline.ndcg:.6f}")
-            if not served.agrees_with(offline):
-                raise InvariantViolation(
-                    f"served quality {served} is not the bundle's own {offline}"
-                )
-            self._stop_if_broken()
-
-    def _second_night(
-        self,
-        airflow: LocalAirflow,
-        service: ServiceProcess,
-        stream: Stream,
-        demo_folder: DemoFolder,
-        data: Dataset,
-        click: Click,
-    ) -> None:
-        findings = self.findings
-        data.write_second(demo_folder.home / "data")
-        with Background(service.url, stream, self.judge, rate=150.0) as traffic:
-            with self.steps.step(f"DAG {NIGHT_DAG}: a day later, under traffic") as step:
-                run = airflow.trigger(NIGHT_DAG, {"data_until": data.second_cut.isoformat()})
-                self._wait(airflow, NIGHT_DAG, run, step)
-                findings.second = self._follow(service, unlike=findings.first)
-                step.note(f"generation {findings.second}")
-                with translate_errors("fresh events"):
-                    click.taken_over(step)
-            with self.steps.step("DAG roll_back, under traffic") as step:
-                run = airflow.trigger("roll_back", {"reason": "the demo takes it back"})
-                airflow.wait("roll_back", run, RUN_TIMEOUT_S)
-                self._follow(service, findings.first)
+    def _second_night(self, first: str) -> str:
+        """Click, publish another generation and roll it back, under traffic; return the generation's id."""
+        data, judge, url = self.data, self.judge, self.service.url
+        with step_on(self.console, "A click, as an event") as notes:
+            click = Click(url, data, judge)
+            notes += click.send()
+            judge.stop_if_broken()
+        with background(url, Stream(data), judge, rate=BUSY_RATE) as traffic:
+            with step_on(self.console, f"DAG {NIGHT_DAG}: a day later, under traffic") as notes:
+                run = self.airflow.trigger(NIGHT_DAG, {"data_until": data.second_cut.isoformat()})
+                notes += self._wait(NIGHT_DAG, run)
+                second = self._follow(lambda live: live != first)
+                notes += [f"generation {second}", *click.taken_over()]
+            with step_on(self.console, "DAG roll_back, under traffic") as notes:
+                run = self.airflow.trigger("roll_back", {"reason": "the demo takes it back"})
+                notes += self._wait("roll_back", run)
+                self._follow(lambda live: live == first)
                 # Whoever asks from now on must not hear of it again.
-                self.judge.rolled_back_generations.add(findings.second)
-                step.note(f"{findings.first} is live again")
-                with translate_errors("fresh events"):
-                    click.counted_again(step)
-            with self.steps.step("Traffic goes on, none of it from what was rolled back"):
+                judge.rolled_back_generations.add(second)
+                notes += [f"{first} is live again", *click.counted_again()]
+            with step_on(self.console, "Traffic goes on, none of it from what was rolled back"):
                 time.sleep(3.0)
-                service.check()
-        click.judged()
-        findings.busy = traffic.latencies
-        self._stop_if_broken()
-        if not self.judge.generations[findings.second]:
-            raise InvariantViolation(f"{findings.second} was live and never answered")
+                self.service.check()
+        self.summary["under a night"] = _percentiles(traffic.result())
+        judge.stop_if_broken()
+        if not judge.generations[second]:
+            raise InvariantViolation(f"{second} was live and never answered")
+        return second
 
-    def _audit(self, service: ServiceProcess, demo_folder: DemoFolder) -> ServiceCounts:
-        with self.steps.step("Audit: every answer against the service's own counters") as step:
-            counts = asyncio.run(scrape(service.url))
-            for line in counts.disagreements(self.judge.sources, self.judge.entities):
-                self.judge.complain(line)
-            moves = [
-                release
-                for release in all_releases(
-                    ArtefactStore(str(demo_folder.artifacts / demo_folder.namespace))
-                )
-                if release.is_done
-            ]
-            self.judge.published({release.generation for release in moves})
-            self._stop_if_broken()
-            step.note(
-                f"{self.judge.requests:,} requests, {self.judge.entities:,} entities, 0 violations"
-            )
-        return counts
+    def _follow(self, is_expected: Callable[[str], bool]) -> str:
+        """Wait until the service answers from an expected generation; return its id."""
+        give_up = time.monotonic() + PATIENCE_S
+        with Client(self.service.url) as larder:
+            while not is_expected(live := larder.generations().live.generation):
+                self.service.check()
+                if time.monotonic() > give_up:
+                    raise InvariantViolation(
+                        f"{live} still answers {PATIENCE_S:.0f} s after the move"
+                    )
+                time.sleep(0.05)
+        return live
 
-    def _stop_if_broken(self) -> None:
-        if self.judge.broken:
-            violations_text = "\n  ".join(self.judge.violations[:5])
-            raise InvariantViolation(
-                f"{self.judge.broken} violations, the first of them:\n  {violations_text}"
-            )
+    def _audit(self, store: ArtefactStore) -> None:
+        with step_on(self.console, "Audit: every answer against the service's own counters"):
+            metrics = httpx.get(f"{self.service.url}/metrics").raise_for_status().text
+            published = {move.generation for move in all_releases(store) if move.is_done}
+            self.judge.audit(metrics, published)
+        answers = self.judge.sources.total()
+        for source, count in self.judge.sources.most_common():
+            self.summary[f"from {source}"] = f"{count:,} answers, {count / answers:.2%}"
 
-    def _serve(
-        self, service: ServiceProcess, airflow: LocalAirflow, demo_folder: DemoFolder, data: Dataset
-    ) -> None:
-        invite(self.steps.console, service.url, airflow.url, demo_folder.home, data)
-        try:
+    def _serve(self, home: Path) -> None:
+        url, user = self.service.url, quote(next(iter(self.data.histories)), safe="")
+        self.console.print(
+            f"\nServing until Ctrl-C: {url}, with /dashboard, /docs and /metrics\n"
+            f"Airflow: {self.airflow.url}; files: {home}\n"
+            f"Try: curl '{url}/v1/lookup/user_topk/{user}?k=5'",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        with suppress(KeyboardInterrupt):  # how it is meant to end
             while True:
                 time.sleep(1.0)
-                service.check()
-        except KeyboardInterrupt:
-            return  # how it is meant to end
+                self.service.check()
+
+
+def _percentiles(latencies_ms: Sequence[float]) -> str:
+    p50, p99 = np.percentile(latencies_ms, [50, 99])
+    return f"{len(latencies_ms):,} requests over HTTP: p50 {p50:.2f} ms, p99 {p99:.2f} ms"

@@ -1,193 +1,92 @@
-"""Licences of the locks' pins, from installed metadata: `python -m infra.dependencies.licences`.
+"""Licences of the locks' pins, as pip-licenses reads them: `python -m infra.dependencies.licences`.
 
-`--list` prints each; `--write` writes `docs/reference/licences.md`, the page of the packages that an installation of
-the service contains.
+`--write` writes `docs/reference/licences.md`, the page of the packages that an installation of the service contains.
+pip-licenses knows what is installed here. The rest is of the locks: all that they pin is judged, packages of other
+machines by `allowed.toml`, and an exception is of one package, with a reason, and never of one that the service ships.
 """
 
-import importlib.metadata
-import re
+import json
+import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass
-from email.message import Message
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from packaging.utils import canonicalize_name
 
 from infra.dependencies.locks import Pin, lock
 
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / ".venv-audit/bin/pip-licenses"
 ALLOWED = Path(__file__).with_name("allowed.toml")
-PAGE = Path(__file__).parents[2] / "docs/reference/licences.md"
+PAGE = ROOT / "docs/reference/licences.md"
 SHIPPED = "serving"
-LOCKS = ("serving", "airflow", "all")
-CLASSIFIER = re.compile(r"License :: (?:OSI Approved :: )?(?P<name>.+)")
-EXPRESSION_TOKENS = re.compile(r"[()]|[^\s()]+")
+LOCKS = (SHIPPED, "airflow", "all")
 HEAD = """# Licences
 
 What `infra/locks/serving.txt` brings along: what the image of the service ships beside Larder's own code (Apache-2.0),
-Python and Debian. Made by `python -m infra.dependencies.licences --write` from the packages' own metadata; a test holds
-that it is true. The versions stand in the lock; the texts lie in each package's `*.dist-info`. Wheels may hold compiled
-libraries of others, which their own licence files name.
+Python and Debian. Made by `python -m infra.dependencies.licences --write` from what pip-licenses reads of the packages'
+own metadata; `make licences` holds that it is true. The versions stand in the lock; the texts lie in each package's
+`*.dist-info`. Wheels may hold compiled libraries of others, which their own licence files name.
 
 | package | licence |
 |---|---|
 """
 
 
-@dataclass(frozen=True)
-class Rules:
-    """Allowed licences, other spellings of them, and packages allowed by name."""
-
-    allowed: frozenset[str]
-    spelled: dict[str, str]
-    exceptions: dict[str, dict[str, str]]
-    elsewhere: dict[str, str]
+def installed() -> dict[str, tuple[str, str]]:
+    """Return version and licence of each package of this environment, by name."""
+    command = [str(TOOL), "--python", sys.executable, "--with-system", "--format", "json"]
+    rows = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    return {canonicalize_name(row["Name"]): (row["Version"], row["License"]) for row in rows}
 
 
-@dataclass(frozen=True)
-class Licences:
-    """Licences by package, complaints, and pins that this machine could not check."""
-
-    licences: dict[str, str]
-    complaints: tuple[str, ...]
-    unseen: tuple[str, ...]
-
-
-UNDECLARED = "no licence"
-"""Name for the licence of a package that declares none, in exceptions and complaints."""
-
-
-def rules(text: str) -> Rules:
-    """Read the file of allowed licences; raise `ValueError` for an exception without a reason."""
-    read = tomllib.loads(text)
-    for name, licence_exception in read["exceptions"].items():
-        if not (licence_exception.get("licence") and licence_exception.get("reason")):
-            raise ValueError(f"{name}: an exception needs a licence and a reason")
-    return Rules(frozenset(read["allowed"]), read["spelled"], read["exceptions"], read["elsewhere"])
-
-
-def licence_of(metadata: Message, spelled: dict[str, str]) -> str:
-    """Return the SPDX expression that a distribution declares, else its free text; empty for none."""
-    if expression := metadata.get("License-Expression"):
-        return str(expression)
-    line, *more = (metadata.get("License") or "UNKNOWN").strip().splitlines() or ["UNKNOWN"]
-    if not more and line in spelled:
-        return spelled[line]
-    # A whole text in the field, or a word that nobody can judge: what it is classified as says more.
-    named = [CLASSIFIER.match(classifier) for classifier in metadata.get_all("Classifier") or []]
-    licence_names = sorted(
-        {
-            spelled.get(classifier_match["name"], classifier_match["name"])
-            for classifier_match in named
-            if classifier_match
-        }
-    )
-    return " AND ".join(licence_names) or ("" if line == "UNKNOWN" or more else line)
-
-
-def is_allowed(expression: str, allowed: frozenset[str]) -> bool:
-    """True if one side of each OR, and both of each AND, are on the list (SPDX: AND binds first)."""
-    tokens = EXPRESSION_TOKENS.findall(expression)
-
-    def either() -> bool:
-        is_any_allowed = parse_conjunction()
-        while tokens and tokens[0].upper() == "OR":
-            tokens.pop(0)
-            is_any_allowed = parse_conjunction() or is_any_allowed
-        return is_any_allowed
-
-    def parse_conjunction() -> bool:
-        is_every_allowed = parse_operand()
-        while tokens and tokens[0].upper() == "AND":
-            tokens.pop(0)
-            is_every_allowed = parse_operand() and is_every_allowed
-        return is_every_allowed
-
-    def parse_operand() -> bool:
-        if tokens and tokens[0] == "(":
-            tokens.pop(0)
-            is_group_allowed = either()
-            return bool(tokens) and tokens.pop(0) == ")" and is_group_allowed
-        name = []
-        while tokens and tokens[0].upper() not in ("AND", "OR", ")", "("):
-            name.append(tokens.pop(0))
-        return " ".join(name) in allowed
-
-    return either() and not tokens
-
-
-def judge_pins(lock_pins: Iterable[tuple[str, Pin]], licence_rules: Rules) -> Licences:
-    """Judge all pins, each given with the name of its lock, by the metadata installed here."""
+def judge(
+    pins_by_lock: Mapping[str, Sequence[Pin]],
+    packages: Mapping[str, tuple[str, str]],
+    rules: Mapping[str, Any],
+) -> tuple[dict[str, str], list[str]]:
+    """Return the licence of each pinned package, and complaints."""
     licences: dict[str, str] = {}
-    complaints: dict[str, None] = {}
-    unseen: dict[str, None] = {}
-    for name, pin in lock_pins:
+    complaints: list[str] = []
+    for pin in sorted({pin for pins in pins_by_lock.values() for pin in pins}, key=str):
+        version, licence = packages.get(pin.name, ("", ""))
         if not pin.is_for_this_machine():
-            unseen[f"{pin.name} {pin.version} ({pin.marker})"] = None
-            licences.setdefault(pin.name, licence_rules.elsewhere.get(pin.name, ""))
-            continue
-        try:
-            distribution = importlib.metadata.distribution(pin.name)
-        except importlib.metadata.PackageNotFoundError:
-            complaints[f"{pin.name}: in {name}.txt, not installed"] = None
-            continue
-        if distribution.version != pin.version:
-            complaints[f"{pin.name}: {distribution.version} is installed, not {pin.version}"] = None
-        licences[pin.name] = licence_of(distribution.metadata, licence_rules.spelled)  # type: ignore[arg-type]
-        if licence_rules.elsewhere.get(pin.name, licences[pin.name]) != licences[pin.name]:
-            complaints[f"{pin.name}: {licences[pin.name]}, not as said under elsewhere"] = None
-    standing = {pin.name: set[str]() for _, pin in lock_pins}
-    for name, pin in lock_pins:
-        standing[pin.name].add(name)
-    for package, licence in licences.items():
-        complaints |= dict.fromkeys(_judged(package, licence, standing[package], licence_rules))
-    obsolete_exceptions = [
-        package_name for package_name in licence_rules.exceptions if package_name not in standing
-    ]
-    complaints |= dict.fromkeys(
-        f"{package_name}: an exception for what no lock has" for package_name in obsolete_exceptions
-    )
-    return Licences(licences, tuple(complaints), tuple(unseen))
-
-
-def _judged(package: str, licence: str, locks: set[str], licence_rules: Rules) -> list[str]:
-    excepted = licence_rules.exceptions.get(package)
-    declared_licence = licence or UNDECLARED
-    if excepted is None:
-        return (
-            []
-            if is_allowed(licence, licence_rules.allowed)
-            else [f"{package}: {declared_licence}, not allowed"]
-        )
-    if excepted["licence"] != declared_licence:
-        return [f"{package}: {declared_licence}, excepted as {excepted['licence']}"]
-    return [f"{package}: excepted, and shipped with the service"] if SHIPPED in locks else []
-
-
-def page(licences: dict[str, str]) -> str:
-    """Return the page of the packages shipped with the service."""
-    names = sorted({pin.name for pin in lock(SHIPPED)})
-    return HEAD + "".join(f"| {name} | {licences[name]} |\n" for name in names)
-
-
-def pinned() -> list[tuple[str, Pin]]:
-    """Return all pins of the locks that are installed somewhere, with the lock's name."""
-    return [(name, pin) for name in LOCKS for pin in lock(name)]
+            licences.setdefault(pin.name, rules["elsewhere"].get(pin.name, licence or "UNKNOWN"))
+        elif version != pin.version:
+            complaints.append(f"{pin.name}: {version or 'nothing'} is installed, not {pin.version}")
+        else:
+            licences[pin.name] = licence
+    shipped = {pin.name for pin in pins_by_lock.get(SHIPPED, ())}
+    for name, licence in licences.items():
+        exception = rules["exceptions"].get(name)
+        if exception is None:
+            if not set(licence.split("; ")) <= set(rules["allowed"]):
+                complaints.append(f"{name}: {licence}, not allowed")
+        elif not exception["reason"] or exception["licence"] != licence:
+            complaints.append(f"{name}: {licence}, excepted as {exception['licence']}")
+        elif name in shipped:
+            complaints.append(f"{name}: excepted, and shipped with the service")
+    obsolete = rules["exceptions"].keys() - licences.keys()
+    complaints += [f"{name}: an exception for what no lock has" for name in sorted(obsolete)]
+    return licences, complaints
 
 
 def main(arguments: list[str]) -> int:
-    """Judge all licences, print unchecked ones and complaints, and exit with the result."""
-    licence_report = judge_pins(pinned(), rules(ALLOWED.read_text()))
+    """Judge all licences and the page of those shipped, print complaints, and exit with the result."""
+    pins_by_lock = {name: lock(name) for name in LOCKS}
+    licences, complaints = judge(pins_by_lock, installed(), tomllib.loads(ALLOWED.read_text()))
+    names = sorted({pin.name for pin in pins_by_lock[SHIPPED]})
+    page = HEAD + "".join(f"| {name} | {licences.get(name)} |\n" for name in names)
     if arguments == ["--write"]:
-        PAGE.write_text(page(licence_report.licences))
-    if arguments == ["--list"]:
-        for name, licence in sorted(licence_report.licences.items()):
-            print(f"{name}: {licence}")
-    for unseen_pin in licence_report.unseen:
-        print(f"not looked at on this machine: {unseen_pin}")
-    for complaint in licence_report.complaints:
+        PAGE.write_text(page)
+    elif PAGE.read_text() != page:
+        complaints.append(f"{PAGE.name} is not what --write makes of the lock")
+    for complaint in complaints:
         print(f"refused: {complaint}", file=sys.stderr)
-    print(f"{len(licence_report.licences)} packages, {len(licence_report.complaints)} refused")
-    return 1 if licence_report.complaints else 0
+    print(f"{len(licences)} packages, {len(complaints)} refused")
+    return 1 if complaints else 0
 
 
 if __name__ == "__main__":

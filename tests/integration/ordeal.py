@@ -13,10 +13,10 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 
-from infra.demo.http import HttpConnection, ServiceCounts, get
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
 from serving.requests.answers import STORED_SOURCES, Source
+from tests.http_connection import HttpConnection, ServiceCounts, get
 from tests.integration import troubled_service
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.nights import environment

@@ -5,8 +5,9 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ import yaml
 from cache.process.child_process import GuardedCommand
 from infra.demo.checks import Judge
 from infra.demo.dataset import Dataset
-from infra.demo.traffic import Background, Stream
+from infra.demo.traffic import Stream, background
 from precompute.config.settings import NightConfig
-from tests.integration.nights import histories
+from tests.integration.nights import DATA_UNTIL, histories
 from tests.polling import poll_until
 
 INFRA = Path(__file__).parents[2] / "infra"
@@ -149,20 +150,17 @@ def sampling(*, every_s: float) -> dict[str, str]:
     }
 
 
-def traffic(url: str, night: NightConfig, judge: Judge, *, rate: float) -> Background:
+def traffic(
+    url: str, night: NightConfig, judge: Judge, *, rate: float
+) -> AbstractContextManager[object]:
     """The demo's stream of requests over the users of this night: hits, misses, live answers and defaults."""
-    return Background(url, stream(night), judge, rate=rate)
+    return background(url, stream(night), judge, rate=rate)
 
 
 def stream(night: NightConfig, seed: int = 0) -> Stream:
     """The demo's stream of requests; some of this night's users come with their history as if nobody knew them."""
-    history_by_user = histories(night)
-    newcomers = {
-        f"new-{user}": tuple(history) for user, history in sorted(history_by_user.items())[:40]
-    }
-    unused_field: Any = None
-    stories = {user: tuple(history) for user, history in history_by_user.items()}
-    dataset = Dataset(
-        "night", unused_field, unused_field, unused_field, unused_field, stories, {}, newcomers
-    )
+    stories = {user: tuple(history) for user, history in histories(night).items()}
+    newcomers = {f"new-{user}": history for user, history in sorted(stories.items())[:40]}
+    cut = datetime.fromisoformat(DATA_UNTIL)
+    dataset = Dataset("night", stories, {}, newcomers, None, cut, cut, frozenset())
     return Stream(dataset, seed)

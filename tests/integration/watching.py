@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import orjson
 
-from infra.demo.http import HttpConnection
+from tests.http_connection import HttpConnection
 from tests.polling import poll_until
 
 BATCH, K = 8, 10

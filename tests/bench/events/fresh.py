@@ -32,7 +32,6 @@ import uvloop
 from numpy.typing import NDArray
 
 from cache.config.events import EventsConfig
-from infra.demo.http import HttpConnection
 from precompute.config.settings import NightConfig
 from tests.bench.mixed import L1, LIVE
 from tests.bench.read_path import DATA_UNTIL, TABLE, Case
@@ -40,6 +39,7 @@ from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
 from tests.bench.tools.mix import Stream, path_of
 from tests.bench.tools.open_loop import Outcomes, caller, drive
 from tests.bench.tools.place import own_server, pin
+from tests.http_connection import HttpConnection
 from tests.integration.events.durable_redis import DurableRedis, durable_redis
 from tests.integration.fleet import fleet
 from tests.integration.nights import histories, prepare, publish_night

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.demo.http import HttpConnection
+from tests.http_connection import HttpConnection
 
 CONNECTIONS = 8
 """Per replica; as many requests may be under way there."""

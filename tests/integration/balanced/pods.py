@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 
-from infra.demo.http import HttpConnection
 from precompute.config.settings import NightConfig
+from tests.http_connection import HttpConnection
 from tests.integration.balanced.balancer import Balancer
 from tests.integration.ordeal import AnswerJudge
 from tests.integration.program import environment, started

@@ -23,7 +23,9 @@ START_S = 300.0
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("after", ["Data", "Redis", "Airflow", "train_reference", "Lookup service"])
+@pytest.mark.parametrize(
+    "after", ["Data", "Redis and Airflow", "train_reference", "Lookup service"]
+)
 def test_an_interrupted_demo_leaves_nothing_running(
     tmp_path: Path, how: signal.Signals, after: str
 ) -> None:

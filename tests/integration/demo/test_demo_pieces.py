@@ -9,21 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from cache.errors import ConfigError, SourceError
-from infra.demo.checks import Judge, Question
-from infra.demo.dataset import Dataset, synthetic, user_data
+from infra.demo.checks import InvariantViolation, Judge, Question, disagreements
+from infra.demo.dataset import INTERACTIONS, synthetic, user_data
 from infra.demo.evaluate import quality
-from infra.demo.http import ServiceCounts
-from infra.demo.run import prepare_demo_folder
+from infra.demo.run import environment_of, prepare_home, write_settings
 from infra.demo.synthetic import World, synthesize
 from infra.demo.traffic import Stream
 from precompute.config.settings import NightConfig
+from serving.client import Answer, Source
 
 SMALL = World(users=300, items=120, seed=5)
-CURRENT_TIME = datetime(2026, 1, 31, 12, tzinfo=UTC)
+TODAY = datetime(2026, 1, 31, tzinfo=UTC)
 
 
 def test_the_same_world_gives_the_same_clicks() -> None:
@@ -57,52 +58,51 @@ def test_what_is_held_out_is_newer_and_newcomers_are_unknown() -> None:
     data = synthetic(SMALL)
 
     # then
-    assert data.initial_pairs.times.max() < data.first_cut.timestamp() * 1_000_000
-    assert data.arriving.times.max() < data.second_cut.timestamp() * 1_000_000
+    first_us, second_us = (cut.timestamp() * 1_000_000 for cut in (data.first_cut, data.second_cut))
+    times = np.asarray(data.table["timestamp"])
+    users = np.array(data.table["user"].to_pylist(), object)
+    assert sum(map(len, data.histories.values())) == (times < first_us).sum()
+    assert data.arriving == set(users[(times >= first_us) & (times < second_us)])
     assert not set(data.newcomers) & set(data.histories)
     assert all(not set(items) & set(data.histories[user]) for user, items in data.held_out.items())
     assert data.held_out
     assert data.newcomers
 
 
-def test_a_second_day_is_written_next_to_the_first(tmp_path: Path) -> None:
+def test_the_files_of_the_nights_hold_all_clicks_and_features(tmp_path: Path) -> None:
     # given
     data = synthetic(SMALL)
-    data.write_first(tmp_path / "data")
-    first = pq.read_table(tmp_path / "data/interactions")
 
     # when
-    data.write_second(tmp_path / "data")
+    data.write(tmp_path / "data")
 
     # then
-    both_days_table = pq.read_table(tmp_path / "data/interactions")
-    assert len(first) == len(data.initial_pairs)
-    assert len(both_days_table) == len(data.initial_pairs) + len(data.arriving)
+    table = pq.read_table(tmp_path / "data" / INTERACTIONS)
+    assert table.select(["user", "item"]) == data.table.select(["user", "item"])
+    assert table.schema.field("timestamp").type == pa.timestamp("us", tz="UTC")
     assert pq.read_table(tmp_path / "data/item_features.parquet").column_names == [
         "item",
         "category",
-        "price",
     ]
     users = pq.read_table(tmp_path / "data/user_features.parquet")
-    assert users.column_names == ["user", "country", "age"]
+    assert users.column_names == ["user", "country"]
     assert set(data.histories) <= set(users["user"].to_pylist())
 
 
-def test_lines_with_a_test_file_are_read_in_place(tmp_path: Path) -> None:
+def test_lines_with_a_test_file_are_held_out(tmp_path: Path) -> None:
     # given
     with gzip.open(tmp_path / "train.txt.gz", "wt") as file:
         file.write("007 1 2 3\n8 2 3\n")
     (tmp_path / "test.txt").write_text("007 4 5\n8 1\n")
 
     # when
-    data = user_data(tmp_path, current_time=CURRENT_TIME)
-    data.write_first(tmp_path / "state")
+    data = user_data(tmp_path, today=TODAY)
 
-    # then
+    # then: the first of the users arrives for the second night
     assert data.histories == {"007": ("1", "2", "3"), "8": ("2", "3")}
     assert data.held_out == {"007": ("4", "5"), "8": ("1",)}
-    linked = tmp_path / "state/interactions/day-1.txt.gz"
-    assert linked.resolve() == tmp_path / "train.txt.gz"
+    assert data.arriving == {"007"}
+    assert data.second_cut == TODAY
 
 
 def test_a_csv_with_times_is_split_by_time(tmp_path: Path) -> None:
@@ -111,34 +111,33 @@ def test_a_csv_with_times_is_split_by_time(tmp_path: Path) -> None:
     (tmp_path / "clicks.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
 
     # when
-    data = user_data(tmp_path, current_time=CURRENT_TIME)
+    data = user_data(tmp_path, today=TODAY)
 
     # then
-    assert len(data.initial_pairs) in range(88, 93)
-    assert sum(map(len, data.held_out.values())) == 100 - len(data.initial_pairs)
+    known = sum(map(len, data.histories.values()))
+    assert known in range(88, 93)
+    assert sum(map(len, data.held_out.values())) == 100 - known
     assert data.first_cut < data.second_cut
 
 
-def test_without_times_one_item_of_every_user_is_held_out(tmp_path: Path) -> None:
+def test_without_times_the_last_item_of_every_user_is_held_out(tmp_path: Path) -> None:
     # given
     rows = [f"u{user},i{item}" for user in range(40) for item in range(4)] + ["few,i1", "few,i2"]
     (tmp_path / "clicks.csv").write_text("user,item\n" + "\n".join(rows) + "\n")
 
     # when
-    first_dataset, two = (
-        user_data(tmp_path / "clicks.csv", current_time=CURRENT_TIME) for _ in range(2)
-    )
+    data = user_data(tmp_path / "clicks.csv", today=TODAY)
 
     # then
-    assert first_dataset.held_out == two.held_out
-    assert {len(items) for items in first_dataset.held_out.values()} == {1}
-    assert "few" not in first_dataset.held_out
-    assert len(first_dataset.histories["u3"]) == 3
+    assert data.held_out == {f"u{user}": ("i3",) for user in range(40)}
+    assert data.histories["few"] == ("i1", "i2")
+    assert data.histories["u3"] == ("i0", "i1", "i2")
+    assert data.arriving == {"u0", "u25"}
 
 
 def test_a_folder_without_interactions_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="holds no interactions"):
-        user_data(tmp_path, current_time=CURRENT_TIME)
+    with pytest.raises(SourceError, match=tmp_path.name):
+        user_data(tmp_path, today=TODAY)
 
 
 def test_recall_and_ndcg_by_hand() -> None:
@@ -152,13 +151,11 @@ def test_recall_and_ndcg_by_hand() -> None:
     held_out = {"ann": ("c", "d", "e"), "bob": ("a",), "cat": ()}
 
     # when
-    ranking_quality = quality(lists, held_out, top=2)
+    means = quality(lists, held_out, top=2)
 
     # then: ann is shown b, c and hits at rank 2; bob is shown a, d and hits at rank 1; cat has nothing held out
     ann = (1 / math.log2(3)) / (1 + 1 / math.log2(3))
-    assert ranking_quality.users == 2
-    assert ranking_quality.recall == pytest.approx((1 / 3 + 1) / 2)
-    assert ranking_quality.ndcg == pytest.approx((ann + 1.0) / 2)
+    assert means == pytest.approx({"recall": (1 / 3 + 1) / 2, "NDCG": (ann + 1.0) / 2})
 
 
 def test_the_stream_repeats_itself_and_asks_mostly_for_popular_users() -> None:
@@ -179,10 +176,10 @@ def test_the_stream_repeats_itself_and_asks_mostly_for_popular_users() -> None:
     assert max(known_user_ids.count(user_id) for user_id in set(known_user_ids)) > 20
 
 
-GOOD: dict[str, Any] = {
-    "id": "ann", "source": "l2", "producer": "batch", "generation": "g1",
-    "items": ["b", "c"], "scores": [2.0, 1.0], "short": False,
-}  # fmt: skip
+GOOD = Answer(
+    id="ann", table="user_topk", source=Source.L2, producer="batch", generation="g1", age_seconds=1.0,
+    published_at="2026-01-31T12:00:00Z", items=("b", "c"), scores=np.array([2, 1], np.float32),
+)  # fmt: skip
 QUESTION = Question("user_topk", "ann", 2, frozenset({"x"}))
 
 
@@ -194,10 +191,9 @@ def test_a_good_answer_breaks_nothing() -> None:
     watching = judge()
 
     watching.request([QUESTION], [GOOD])
-    watching.published({"g1"})
+    watching.stop_if_broken()
 
-    assert watching.broken == 0
-    assert (watching.requests, watching.entities, dict(watching.sources)) == (1, 1, {"l2": 1})
+    assert (watching.requests, dict(watching.sources)) == (1, {"l2": 1})
 
 
 @pytest.mark.parametrize(
@@ -205,14 +201,14 @@ def test_a_good_answer_breaks_nothing() -> None:
     [
         {"id": "bob"},
         {"source": "elsewhere"},
-        {"source": "default", "producer": "defaults"},
-        {"items": ["b", "x"]},
-        {"items": ["a", "b"]},
-        {"items": ["b", "b"]},
-        {"scores": [1.0, 2.0]},
-        {"items": ["b"], "scores": [2.0]},
+        {"source": Source.DEFAULT, "producer": "defaults"},
+        {"items": ("b", "x")},
+        {"items": ("a", "b")},
+        {"items": ("b", "b")},
+        {"scores": np.array([1, 2], np.float32)},
+        {"items": ("b",), "scores": np.array([2], np.float32)},
+        {"short": True},
         {"generation": "gone"},
-        {"generation": "g9"},
     ],
 )
 def test_every_broken_rule_is_noticed(wrong: dict[str, Any]) -> None:
@@ -220,11 +216,11 @@ def test_every_broken_rule_is_noticed(wrong: dict[str, Any]) -> None:
     watching = judge()
 
     # when
-    watching.request([QUESTION], [{**GOOD, **wrong}], rolled_back_generations={"gone"})
-    watching.published({"g1", "gone"})
+    watching.request([QUESTION], [dataclasses.replace(GOOD, **wrong)], {"gone"})
 
     # then
-    assert watching.broken
+    with pytest.raises(InvariantViolation, match=r"^[12] violations, such as: "):
+        watching.stop_if_broken()
 
 
 def test_two_generations_in_one_request_are_noticed() -> None:
@@ -232,7 +228,8 @@ def test_two_generations_in_one_request_are_noticed() -> None:
     watching, second_question = judge(), Question("user_topk", "bob", 2)
 
     # when
-    watching.request([QUESTION, second_question], [GOOD, {**GOOD, "id": "bob", "generation": "g2"}])
+    second_answer = dataclasses.replace(GOOD, id="bob", generation="g2")
+    watching.request([QUESTION, second_question], [GOOD, second_answer])
 
     # then
     assert "several generations" in watching.violations[0]
@@ -244,15 +241,13 @@ def test_two_answers_within_one_generation_are_noticed() -> None:
     watching.request([question_without_hidden], [GOOD])
 
     # when
-    watching.request([question_without_hidden], [{**GOOD, "items": ["c", "b"]}])
+    watching.request([question_without_hidden], [dataclasses.replace(GOOD, items=("c", "b"))])
 
     # then
     assert "two different answers" in watching.violations[0]
 
 
-def test_counters_that_do_not_add_up_are_reported() -> None:
-    # given
-    text = """
+METRICS = """
 larder_entities_total{table="user_topk"} 3.0
 larder_answers_total{source="l2",table="user_topk"} 2.0
 larder_answers_total{source="default",table="user_topk"} 1.0
@@ -260,47 +255,58 @@ larder_misses_total{reason="negative",table="user_topk"} 1.0
 larder_requests_total{route="POST /v1/lookup",status="200"} 3.0
 """
 
-    # when
-    counts = ServiceCounts.read(text)
 
-    # then
-    assert counts.disagreements({"l2": 2, "default": 1}, 3) == []
-    assert len(counts.disagreements({"l2": 3}, 3)) == 1
-    assert (
-        len(dataclasses.replace(counts, entities=4).disagreements({"l2": 2, "default": 1}, 4)) == 2
-    )
-    assert len(dataclasses.replace(counts, errors=1).disagreements({"l2": 2, "default": 1}, 3)) == 1
+@pytest.mark.parametrize(("wrong", "count"), [
+    ("", 0), ('larder_requests_total{route="GET /",status="503"} 1.0\n', 1),
+    ('larder_entities_total{table="user_vector"} 1.0\n', 1),
+    ('larder_misses_total{reason="other",table="user_topk"} 1.0\n', 1),
+    ('larder_answers_total{source="l1",table="user_topk"} 1.0\n', 1),
+])  # fmt: skip
+def test_counters_that_do_not_add_up_are_reported(wrong: str, count: int) -> None:
+    assert len(disagreements(METRICS + wrong, {"l2": 2, "default": 1})) == count
+
+
+def test_answers_that_nobody_counted_or_published_break_the_audit() -> None:
+    watching = judge()
+    watching.request([QUESTION], [GOOD])
+
+    with pytest.raises(InvariantViolation, match=r"entities: 3, not 1; .*which never was live"):
+        watching.audit(METRICS, {"g2"})
 
 
 def test_a_place_is_emptied_of_the_last_run_and_nothing_else(tmp_path: Path) -> None:
     # given
-    with prepare_demo_folder(tmp_path) as demo_folder:
-        write(demo_folder.home / "data" / "old", "x")
+    with prepare_home(tmp_path) as home:
+        write(home / "data" / "old", "x")
         write(tmp_path / "artifacts" / "mine", "y")
 
     # when
-    with prepare_demo_folder(tmp_path) as reopened_folder:
+    with prepare_home(tmp_path) as reopened:
         # then
-        assert not (reopened_folder.home / "data").exists()
+        assert not (reopened / "data").exists()
         assert (tmp_path / "artifacts" / "mine").exists()
-        assert reopened_folder.namespace != demo_folder.namespace
-        with pytest.raises(ConfigError, match="another demo"), prepare_demo_folder(tmp_path):
+        with pytest.raises(ConfigError, match="another demo"), prepare_home(tmp_path):
             pass
 
 
-def test_the_written_settings_are_a_nights_settings(tmp_path: Path) -> None:
+def test_the_written_settings_are_a_nights_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # given
-    data: Dataset = synthetic(SMALL)
-    with prepare_demo_folder(tmp_path) as demo_folder:
-        # when
-        demo_folder.write_config(data)
-        config = NightConfig.configured({}, demo_folder.config)
+    data = synthetic(SMALL)
+    monkeypatch.setenv("LARDER_TOKEN", "secret")
+
+    # when
+    write_settings(tmp_path, "demo-1", data)
+    config = NightConfig.configured({}, tmp_path / "larder.toml")
 
     # then
-    assert config.namespace == demo_folder.namespace
-    assert config.path(config.artifacts) == demo_folder.artifacts
+    assert config.namespace == "demo-1"
+    assert config.path(config.artifacts) == tmp_path / "artifacts"
     assert config.data_until == data.first_cut.isoformat()
-    assert demo_folder.environment("redis://x", {"LARDER_TOKEN": "secret"})["LARDER_TOKEN"] == ""
+    assert config.events.enabled
+    assert config.sources.item_features == "data/item_features.parquet"
+    assert environment_of(tmp_path, "redis://x")["LARDER_TOKEN"] == ""
 
 
 def write(path: Path, text: str) -> None:

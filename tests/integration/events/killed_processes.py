@@ -19,9 +19,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from infra.demo.http import HttpConnection, get
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
+from tests.http_connection import HttpConnection, get
 from tests.integration.events import claiming_service
 from tests.integration.events.durable_redis import DurableRedis, stream_of
 from tests.integration.events.intakes import rejected

@@ -15,12 +15,12 @@ from cache.config.night import CanaryConfig
 from cache.control.states import State
 from cache.errors import ConfigError, Conflict, Refused
 from cache.traffic.split import KeySplit
-from infra.demo.http import HttpConnection, get
 from infra.local.service import ServiceProcess
 from precompute.builds.build import cut_of
 from precompute.config.settings import NightConfig
 from precompute.releases.recovery import roll_back
 from precompute.traffic.canary import trial
+from tests.http_connection import HttpConnection, get
 from tests.integration.fleet import beating, control_of, fleet
 from tests.integration.nights import build_night, build_verified, histories, publish
 from tests.polling import poll_until

@@ -23,12 +23,12 @@ from cache.config.night import FlipConfig
 from cache.control.control_keys import REPLICA_DEAD_S
 from cache.errors import Conflict, LarderError
 from cache.process.redis_server import RedisServer
-from infra.demo.http import HttpConnection, get
 from infra.local.service import ROOT, ServiceProcess
 from precompute.config.settings import NightConfig
 from precompute.releases.staging import StagingNote, staged
 from precompute.steps import publish as publish_step
 from precompute.steps import warm
+from tests.http_connection import HttpConnection, get
 from tests.integration.fleet import beating, control_of, fleet
 from tests.integration.nights import (
     DATA_UNTIL,

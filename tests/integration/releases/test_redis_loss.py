@@ -18,11 +18,11 @@ from cache.l2.sync_clients import connect
 from cache.process.child_process import GuardedCommand
 from cache.process.redis_server import SETTINGS, RedisServer
 from cache.store.artefacts import read_manifest
-from infra.demo.http import ServiceCounts
 from infra.local.service import ROOT, ServiceProcess
 from precompute.bulk.load import page_keys
 from precompute.config.settings import NightConfig
 from tests.conftest import redis_binary
+from tests.http_connection import ServiceCounts
 from tests.integration.nights import NEXT, build_night, environment, histories, publish_night
 from tests.polling import poll_until
 

@@ -13,8 +13,8 @@ import numpy as np
 import orjson
 import pytest
 
-from infra.demo.http import HttpConnection, get, scrape
 from infra.local.service import ServiceProcess
+from tests.http_connection import HttpConnection, get, scrape
 from tests.integration.nights import (
     DATA_UNTIL,
     NEXT,

@@ -115,7 +115,7 @@ def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str)
         exposed = http.get("/metrics").content
         assert server.value("count(count by (worker) (larder_ready))") == 2
 
-    assert judge.broken == 0, judge.violations
+    assert judge.violations == []
     lint = ["promtool", "check", "metrics"]
     linted = subprocess.run(lint, input=exposed, capture_output=True, timeout=30, check=False)
     assert linted.returncode == 0, linted.stderr.decode()

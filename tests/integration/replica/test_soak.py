@@ -12,8 +12,8 @@ import pytest
 import redis.asyncio
 
 from cache.process.redis_server import RedisServer
-from infra.demo.http import get
 from precompute.config.settings import NightConfig
+from tests.http_connection import get
 from tests.integration.nights import (
     DATA_UNTIL,
     NEXT,

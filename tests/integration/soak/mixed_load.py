@@ -13,8 +13,8 @@ import numpy as np
 import orjson
 
 from cache.tiers.reads import MissReason
-from infra.demo.http import HttpConnection
 from serving.requests.answers import STORED_SOURCES, Source
+from tests.http_connection import HttpConnection
 from tests.integration.ordeal import Lists
 
 CONNECTIONS: Final = 32

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from cache.config.events import EventsConfig
 from cache.config.timetable import NIGHT_STEPS
 from cache.process.redis_server import RedisServer
-from infra.demo.http import get
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
 from precompute.steps import take_events
 from precompute.steps.night import Night, step_in_night
+from tests.http_connection import get
 from tests.integration import troubled_service
 from tests.integration.nights import DATA_UNTIL, environment, histories, prepare, top_lists
 from tests.integration.serving_app import eventually
