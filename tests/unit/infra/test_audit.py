@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infra.dependencies import audit
-from infra.dependencies.audit import SourceUnavailable, accepted, answer, complaints, requirements
+from infra.dependencies.audit import SourceUnavailable, accepted, complaints, requirements
 from infra.dependencies.locks import NAMES, Pin, lock, pins
 
 TODAY = date(2026, 11, 24)
@@ -22,52 +22,63 @@ WEAK = {
     "version": "1.0",
     "vulns": [{"id": "PYSEC-1", "aliases": ["CVE-2"], "fix_versions": ["1.1"]}],
 }
-ENTRY = '[[advisory]]\nid = "CVE-2"\npackage = "starlette"\nreason = "no uploads"\nuntil = {}\n'
+ENTRY = '[[advisory]]\nid = "CVE-2"\nreason = "no uploads"\nuntil = {}\n'
 
 
-def find_complaints(
-    *packages: dict[str, Any], acceptance_text: str = "", today: date = TODAY
-) -> list[str]:
-    return complaints(
-        answer({"dependencies": [CANARY, *packages]}), accepted(acceptance_text), today
-    )
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pip-audit that tests write, in place of the installed one."""
+    fake = tmp_path / "pip-audit"
+    monkeypatch.setattr(audit, "TOOL", fake)
+    return fake
 
 
-@pytest.mark.parametrize("dependencies", [
+def write(tool: Path, script: str) -> None:
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+
+
+def report(tool: Path, *packages: dict[str, Any]) -> None:
+    """Let the tool tell of these packages, and end as if it had found something."""
+    write(tool, f"echo '{json.dumps({'dependencies': packages})}'; exit 1")
+
+
+@pytest.mark.parametrize("packages", [
     [{"name": "pycrypto", "skip_reason": "not found"}, {"name": "numpy", "skip_reason": "not found"}],
     [{**CANARY, "vulns": []}, {"name": "numpy", "version": "2", "vulns": []}],
     [],
 ])  # fmt: skip
 def test_a_source_that_knows_nothing_bad_of_a_bad_version_was_not_asked(
-    dependencies: list[dict[str, Any]],
+    tool: Path, packages: list[dict[str, Any]]
 ) -> None:
+    report(tool, *packages)
+
     with pytest.raises(SourceUnavailable):
-        answer({"dependencies": dependencies})
+        complaints("pypi", "numpy==2\n", [])
 
 
-def test_an_advisory_is_reported_with_its_ids_and_its_remedy() -> None:
-    assert find_complaints(WEAK) == ["starlette 1.0: CVE-2, PYSEC-1; mended in 1.1"]
-    assert find_complaints() == []
+def test_open_advisories_and_unknown_packages_are_reported(tool: Path) -> None:
+    report(tool, CANARY, WEAK, {"name": "x", "skip_reason": "?"})
 
-
-def test_a_package_that_the_source_does_not_know_was_not_audited() -> None:
-    assert find_complaints({"name": "x", "skip_reason": "?"}) == [
-        "x: unknown to the source, so not audited"
+    assert complaints("pypi", "", []) == [
+        "x: unknown to the source, so not audited",
+        "starlette 1.0: PYSEC-1, CVE-2; fixed in 1.1",
     ]
 
 
-def test_an_accepted_advisory_counts_again_once_its_day_is_over_or_nothing_stands_behind_it() -> (
-    None
-):
-    acceptance_text = ENTRY.format("2026-11-24")
+def test_the_tool_is_given_all_pins_and_the_known_bad_one(tool: Path) -> None:
+    write(tool, 'for word; do case $word in *.txt) tr "\\n" " " <"$word" >&2;; esac; done; exit 2')
 
-    assert find_complaints(WEAK, acceptance_text=acceptance_text) == []
-    assert find_complaints(WEAK, acceptance_text=acceptance_text, today=date(2026, 11, 25)) == [
-        "starlette 1.0: CVE-2, PYSEC-1; accepted until 2026-11-24 only"
-    ]
-    assert find_complaints(acceptance_text=acceptance_text) == [
-        "starlette: CVE-2 is accepted, but no advisory any more"
-    ]
+    with pytest.raises(RuntimeError, match=r"numpy==2 pycrypto==2\.6\.1"):
+        complaints("osv", "numpy==2\n", [])
+
+
+def test_an_advisory_is_accepted_until_its_last_day() -> None:
+    text = ENTRY.format("2026-11-24")
+
+    assert accepted(text, TODAY) == ["CVE-2"]
+    assert accepted(text, date(2026, 11, 25)) == []
+    assert accepted(audit.ACCEPTED.read_text(), TODAY) == []
 
 
 @pytest.mark.parametrize("text", [
@@ -75,49 +86,51 @@ def test_an_accepted_advisory_counts_again_once_its_day_is_over_or_nothing_stand
     ENTRY.format("2026-12-01").replace("no uploads", " "),
 ])  # fmt: skip
 def test_an_acceptance_without_reason_or_end_is_refused(text: str) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        accepted(text)
+    with pytest.raises(ValueError, match="reason and until"):
+        accepted(text, TODAY)
 
 
-def test_the_file_of_accepted_advisories_can_be_read() -> None:
-    accepted(audit.ACCEPTED.read_text())
-
-
-@pytest.mark.parametrize(("report", "code"), [
-    ({"dependencies": []}, audit.NOT_ASKED),
-    ({"dependencies": [CANARY]}, 0),
-    ({"dependencies": [CANARY, WEAK]}, audit.OPEN),
-    ({"dependencies": [CANARY, {"name": "x", "skip_reason": "?"}]}, audit.OPEN),
-    ("requests.exceptions.ConnectionError: no route", audit.NOT_ASKED),
+@pytest.mark.parametrize(("packages", "code"), [
+    ([], audit.NOT_ASKED), ([CANARY], 0), ([CANARY, WEAK], audit.OPEN),
+    ([CANARY, {"name": "x", "skip_reason": "?"}], audit.OPEN),
 ])  # fmt: skip
 def test_the_exit_code_tells_open_from_not_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: object, code: int
+    tool: Path, packages: list[dict[str, Any]], code: int
 ) -> None:
-    tool = tmp_path / "pip-audit"
-    text = report if isinstance(report, str) else json.dumps(report)
-    to = ">&2" if isinstance(report, str) else ""
-    tool.write_text(f"#!/bin/sh\necho '{text}' {to}\nexit 1\n")
-    tool.chmod(0o755)
-    monkeypatch.setattr(audit, "TOOL", tool)
+    report(tool, *packages)
 
     assert audit.main() == code
 
 
-def test_a_source_that_hangs_was_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "pip-audit"
-    tool.write_text("#!/bin/sh\nexec sleep 60\n")
-    tool.chmod(0o755)
-    monkeypatch.setattr(audit, "TOOL", tool)
-    monkeypatch.setattr(audit, "PATIENCE_S", 0.1)
+def test_an_accepted_advisory_is_not_asked_for(
+    tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "accepted.toml").write_text(ENTRY.format("2999-01-01"))
+    monkeypatch.setattr(audit, "ACCEPTED", tmp_path / "accepted.toml")
+    open_text, accepted_text = (
+        json.dumps({"dependencies": packages}) for packages in ([CANARY, WEAK], [CANARY])
+    )
+    write(
+        tool,
+        f"case $* in *--ignore-vuln=CVE-2*) echo '{accepted_text}';; *) echo '{open_text}';; esac",
+    )
 
+    assert audit.main() == 0
+
+
+def test_a_source_that_hangs_or_is_not_reached_was_not_asked(
+    tool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tool, "echo 'requests.exceptions.ConnectionError: no route' >&2; exit 1")
+    assert audit.main() == audit.NOT_ASKED
+
+    monkeypatch.setattr(audit, "PATIENCE_S", 0.1)
+    write(tool, "exec sleep 60")
     assert audit.main() == audit.NOT_ASKED
 
 
-def test_a_tool_that_breaks_is_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "pip-audit"
-    tool.write_text("#!/bin/sh\necho 'unrecognized arguments' >&2; exit 2\n")
-    tool.chmod(0o755)
-    monkeypatch.setattr(audit, "TOOL", tool)
+def test_a_tool_that_breaks_is_neither(tool: Path) -> None:
+    write(tool, "echo 'unrecognized arguments' >&2; exit 2")
 
     with pytest.raises(RuntimeError, match="unrecognized arguments"):
         audit.main()

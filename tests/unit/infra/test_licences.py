@@ -1,96 +1,106 @@
 """Licences of what the locks pin: allowed, or let through by name."""
 
-from email.message import Message
+import json
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from infra.dependencies.licences import (
-    ALLOWED,
-    PAGE,
-    Rules,
-    is_allowed,
-    judge_pins,
-    licence_of,
-    page,
-    pinned,
-    rules,
-)  # fmt: skip
-from infra.dependencies.locks import Pin
+from infra.dependencies import licences
+from infra.dependencies.licences import ALLOWED, LOCKS, PAGE, SHIPPED, installed, judge
+from infra.dependencies.locks import Pin, lock
 
-LICENCE_RULES = rules(ALLOWED.read_text())
-ACCEPTED_LICENCES = frozenset({"MIT", "Apache-2.0", "Apache-2.0 WITH LLVM-exception"})
+RULES: dict[str, Any] = {"allowed": ["MIT", "BSD License"], "exceptions": {}, "elsewhere": {}}
+PIN = Pin("pytest", "9.0")
 
 
-def test_every_licence_of_the_locks_is_allowed_or_excepted_with_a_reason() -> None:
-    assert judge_pins(pinned(), LICENCE_RULES).complaints == ()
+def judged(licence: str, *, lock_name: str = "all", **rules: Any) -> list[str]:
+    _, complaints = judge({lock_name: [PIN]}, {"pytest": ("9.0", licence)}, RULES | rules)
+    return complaints
 
 
-def test_the_page_of_what_is_shipped_is_true() -> None:
-    assert PAGE.read_text() == page(judge_pins(pinned(), LICENCE_RULES).licences), (
-        "python -m infra.dependencies.licences --write"
+@pytest.mark.parametrize(("licence", "complaints"), [
+    ("MIT", []), ("BSD License; MIT", []), ("GPL-3.0-only", ["pytest: GPL-3.0-only, not allowed"]),
+    ("MIT; GPL-3.0-only", ["pytest: MIT; GPL-3.0-only, not allowed"]),
+    ("MIT OR GPL-3.0-only", ["pytest: MIT OR GPL-3.0-only, not allowed"]),
+    ("UNKNOWN", ["pytest: UNKNOWN, not allowed"]),
+])  # fmt: skip
+def test_each_named_licence_is_on_the_list(licence: str, complaints: list[str]) -> None:
+    assert judged(licence) == complaints
+
+
+def test_a_package_that_is_not_there_or_of_another_version_is_named() -> None:
+    packages = {"numpy": ("2.1", "MIT")}
+    pins = [Pin("numpy", "2.0"), Pin("no-such", "1")]
+
+    assert judge({"all": pins}, packages, RULES) == (
+        {},
+        ["no-such: nothing is installed, not 1", "numpy: 2.1 is installed, not 2.0"],
     )
 
 
-@pytest.mark.parametrize(("expression", "expected"), [
-    ("MIT", True), ("GPL-3.0-only", False), ("", False), ("MIT OR GPL-3.0-only", True),
-    ("MIT AND GPL-3.0-only", False), ("MIT AND (GPL-3.0-only OR Apache-2.0)", True),
-    ("GPL-3.0-only AND MIT OR MIT", True), ("Apache-2.0 WITH LLVM-exception", True), ("MIT MIT", False),
-    ("(MIT", False), ("MIT)", False), ("MIT OR", True), ("MIT WITH GPL-3.0-only", False),
-])  # fmt: skip
-def test_an_expression_is_allowed_where_one_may_choose_only_what_is(
-    expression: str, *, expected: bool
+def test_a_package_for_other_machines_has_the_licence_that_is_said_of_it() -> None:
+    pins = {"all": [Pin("numpy", "2", "sys_platform == 'plan9'")]}
+
+    assert judge(pins, {}, RULES)[1] == ["numpy: UNKNOWN, not allowed"]
+    assert judge(pins, {}, RULES | {"elsewhere": {"numpy": "MIT"}}) == ({"numpy": "MIT"}, [])
+
+
+def test_an_exception_holds_for_one_licence_with_a_reason_and_never_for_the_service() -> None:
+    exceptions = {"pytest": {"licence": "GPL", "reason": "of the tests alone"}}
+
+    assert judged("GPL", exceptions=exceptions) == []
+    assert judged("AGPL", exceptions=exceptions) == ["pytest: AGPL, excepted as GPL"]
+    assert judged("GPL", lock_name=SHIPPED, exceptions=exceptions) == [
+        "pytest: excepted, and shipped with the service"
+    ]
+    assert judged("GPL", exceptions={"pytest": {"licence": "GPL", "reason": ""}}) != []
+    assert judged("MIT", exceptions={"gone": {"licence": "GPL", "reason": "once"}}) == [
+        "gone: an exception for what no lock has"
+    ]
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pip-licenses that says of this environment what the page and `allowed.toml` say of the locks."""
+    rules = tomllib.loads(ALLOWED.read_text())
+    on_page = dict(
+        row.strip("| ").split(" | ") for row in PAGE.read_text().splitlines() if " | " in row
+    )
+    licence_by_name = {
+        name: exception["licence"] for name, exception in rules["exceptions"].items()
+    }
+    rows = [
+        {"Name": pin.name, "Version": pin.version, "License": {**on_page, **licence_by_name}.get(pin.name, "MIT")}
+        for name in LOCKS for pin in lock(name) if pin.is_for_this_machine()
+    ]  # fmt: skip
+    fake = tmp_path / "pip-licenses"
+    fake.write_text(f"#!{sys.executable}\nprint({json.dumps(rows)!r})\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(licences, "TOOL", fake)
+    return fake
+
+
+@pytest.mark.usefixtures("tool")
+def test_the_page_of_what_is_shipped_is_held_against_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert is_allowed(expression, ACCEPTED_LICENCES) == expected
+    assert licences.main([]) == 0, capsys.readouterr().err
+
+    page = tmp_path / "licences.md"
+    page.write_text("")
+    monkeypatch.setattr(licences, "PAGE", page)
+    assert licences.main([]) == 1
+    assert licences.main(["--write"]) == 0
+    assert licences.main([]) == 0
+    assert page.read_text() == PAGE.read_text()
 
 
-@pytest.mark.parametrize(("fields", "expected"), [
-    ({"License-Expression": "MIT", "License": "GPL"}, "MIT"),
-    ({"License": "MIT License"}, "MIT"),
-    ({"License": "UNKNOWN"}, ""),
-    ({"License": "Copyright\nmany lines"}, ""),
-    ({"License": "Copyright\nmany lines", "Classifier": "License :: OSI Approved :: BSD License"}, "BSD-3-Clause"),
-    ({"License": "Do as I say"}, "Do as I say"),
-    ({}, ""),
-])  # fmt: skip
-def test_a_licence_is_read_where_the_package_says_it(fields: dict[str, str], expected: str) -> None:
-    metadata = Message()
-    for name, value in fields.items():
-        metadata[name] = value
+@pytest.mark.skipif(not licences.TOOL.exists(), reason="no .venv-audit here: make advisories-env")
+def test_every_licence_of_the_locks_is_allowed_or_excepted_with_a_reason() -> None:
+    rules = tomllib.loads(ALLOWED.read_text())
+    packages = installed()
 
-    assert licence_of(metadata, LICENCE_RULES.spelled) == expected
-
-
-def test_what_is_not_allowed_not_there_or_another_version_is_named() -> None:
-    strict = Rules(frozenset(), LICENCE_RULES.spelled, {}, {})
-
-    assert (
-        judge_pins([("all", Pin("pytest", "0"))], strict).complaints[0].endswith("installed, not 0")
-    )
-    assert (
-        judge_pins([("all", Pin("pytest", "0"))], strict).complaints[1]
-        == "pytest: MIT, not allowed"
-    )
-    assert judge_pins([("all", Pin("no-such", "1"))], strict).complaints == (
-        "no-such: in all.txt, not installed",
-    )
-    assert judge_pins([("all", Pin("numpy", "2", "sys_platform == 'plan9'"))], strict).unseen == (
-        "numpy 2 (sys_platform == 'plan9')",
-    )
-
-
-def test_an_exception_holds_for_one_licence_and_never_for_the_service() -> None:
-    version = next(pin.version for _, pin in pinned() if pin.name == "pytest")
-    pin = Pin("pytest", version)
-
-    def judged(lock: str, licence: str) -> tuple[str, ...]:
-        licence_rules = Rules(
-            frozenset(), LICENCE_RULES.spelled, {"pytest": {"licence": licence}}, {}
-        )
-        return judge_pins([(lock, pin)], licence_rules).complaints
-
-    assert judged("all", "MIT") == ()
-    assert judged("all", "ISC") == ("pytest: MIT, excepted as ISC",)
-    assert judged("serving", "MIT") == ("pytest: excepted, and shipped with the service",)
-    assert judge_pins([], Rules(frozenset(), {}, {"gone": {}}, {})).complaints == (
-        "gone: an exception for what no lock has",
-    )
+    assert judge({name: lock(name) for name in LOCKS}, packages, rules)[1] == []
