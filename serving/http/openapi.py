@@ -371,6 +371,27 @@ _GENERATIONS_EXAMPLE: Json = {
         "epoch": 1795174289000,
         "published_at": _PUBLISHED_EXAMPLE,
         "data_until": 1795132800,
+        "entities": {"user": 4096, "item": 1024},
+        "tables": {
+            "user_topk": {
+                "kind": "topk",
+                "entity": "user",
+                "width": 200,
+                "producer": "topk",
+                "labels": None,
+            }
+        },
+        "models": {
+            "user_tower": {
+                "digest": "7d0a8468ed220400c0b8e6f335baa7e070ce880a37e2ac5995b9a97b809026de",
+                "precision": "int8",
+                "provider": "CPUExecutionProvider",
+                "fp32_bytes": 270336,
+                "int8_bytes": 69632,
+                "agreement": {"overlap_at_20": 0.998},
+            }
+        },
+        "indexes": {"items": {"kind": "flat", "recall": 1.0, "size_bytes": 131072}},
     },
     "previous": None,
     "next": None,

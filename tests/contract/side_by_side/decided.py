@@ -4,11 +4,20 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 ADDED_FIELDS: Final = frozenset(
-    {"generations_at", "not_judged", "remarks", "published_at", "model", "earlier_labels"}
+    {
+        "generations_at",
+        "not_judged",
+        "remarks",
+        "published_at",
+        "model",
+        "earlier_labels",
+        "failure",
+        "DashboardNightFailure",
+    }
 )
 """Fields of JSON documents that the frozen commit does not have."""
 
-ADDED_METRICS: Final = frozenset({"larder_events_new_items_without_vector"})
+ADDED_METRICS: Final = frozenset({"larder_events_new_items_without_vector", "larder_night_failed"})
 """Metrics that it does not have."""
 
 ADDED_GATES: Final = frozenset({"unknown_items", "distinct_values", "value_psi"})
