@@ -83,6 +83,8 @@ def differences_of_values(
     left: Any, right: Any, path: str, *, is_shape: bool = False, name: str = ""
 ) -> Iterator[Difference]:
     """Differences of two JSON values: names and their order, types, values to the last bit."""
+    if name == "example":  # of OpenAPI, whose own test holds it against its schema
+        return
     if type(left) is not type(right):
         if not (is_shape and None in (left, right)):
             yield Difference(path, left, right)
