@@ -13,6 +13,7 @@ ADDED_FIELDS: Final = frozenset(
         "earlier_labels",
         "failure",
         "DashboardNightFailure",
+        "ExplainedNewItem",
     }
 )
 """Fields of JSON documents that the frozen commit does not have."""
