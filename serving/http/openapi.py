@@ -70,7 +70,7 @@ _OTHER_REFUSALS = (
 _UNANSWERABLE = "The request cannot be answered as sent: `error.code` says why, `error.field` where"
 _TOKEN_CODES = ("unauthorized", "token_expired", "scope_missing", "quota_exceeded")
 _TABLE_CODES = ("unknown_table", "generation_gone", "arm_gone")
-_BODY_CODES = ("disconnected", "body_timeout", "body_too_large", "unsupported_media_type")
+_BODY_CODES = ("disconnected", "body_timeout", "body_too_large", "unsupported_content_encoding")
 _COMMON_CODES = ("internal_error", "not_ready", "overloaded")
 
 
@@ -192,7 +192,7 @@ class Operation:
         if self.body is not None:
             yield from _BODY_CODES
         if self.has_arrow:
-            yield "not_acceptable"
+            yield from ("not_acceptable", "unsupported_media_type")
         yield from (*self.codes, *_COMMON_CODES)
 
 

@@ -14,6 +14,7 @@ ADDED_FIELDS: Final = frozenset(
         "failure",
         "DashboardNightFailure",
         "ExplainedNewItem",
+        "background_failing",
     }
 )
 """Fields of JSON documents that the frozen commit does not have."""
