@@ -89,7 +89,7 @@ def differences_of_values(
         if not (is_shape and None in (left, right)):
             yield Difference(path, left, right)
     elif isinstance(left, dict):
-        left, right = _without_momentary(left), _without_momentary(without_added(left, right))
+        left, right = _without_momentary(left), _without_momentary(without_added(left, right, path))
         # Of counts the names are words in the order in which they were met.
         ordered = sorted if is_shape else list
         if ordered(left) != ordered(right):
@@ -99,7 +99,7 @@ def differences_of_values(
                 value, right.get(key), f"{path}.{key}", is_shape=is_shape, name=key
             )
     elif isinstance(left, list):
-        right = without_added(left, right)
+        right = without_added(left, right, path)
         if not is_shape and len(left) != len(right):
             yield Difference(f"{path} (length)", len(left), len(right))
         for number, pair in enumerate(zip(left, right, strict=False)):
