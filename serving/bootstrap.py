@@ -32,6 +32,7 @@ from serving.namespace import ServiceComponents, open_namespace
 from serving.process.resources import StoreThreads, lower_thread_priority
 from serving.replica.hooks import Replica
 from serving.replica.namespace import ServedNamespace
+from serving.requests.reasons import StaleReason
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ async def running(
 
     def note_failing() -> None:
         failing = ", ".join(f"{name}: {error}" for name, error in loops.failing.items())
-        follower.note("background", "background_failing" if failing else None, failing)
+        follower.note("background", StaleReason.BACKGROUND_FAILING if failing else None, failing)
 
     loops.on_change = note_failing
     metrics.registry.register(NightMetrics(lambda: holder.served, nights, releases, room))

@@ -136,7 +136,7 @@ def in_night(night: Night) -> StepRow:
     not_judged = step_result.get("not_judged", ())
     passed = f"{step_result['gates'] - len(not_judged)} gates passed"
     if not_judged:
-        passed += f", {len(not_judged)} not judged, for there is nothing to judge by: {', '.join(not_judged)}"
+        passed += f", {len(not_judged)} not judged"
     return StepRow(step_result, f"{passed}{left_out_note}{odd}")
 
 

@@ -195,8 +195,9 @@ DASHBOARD: Json = _object(
     ),
     nights=_list(
         _object(
-            "Night", "Newest first; one that failed stands first until its step succeeds or a night is done",
-            generation=_maybe("string"), outcome={"type": "string"}, began_at=_maybe("number"),
+            "Night", "Newest first; one that failed stands first until its step succeeds or a night is done, "
+            "without a generation if it failed before it had one",
+            generation={"type": "string"}, outcome={"type": "string"}, began_at=_maybe("number"),
             steps=_list(DETAILS),
             reuse=or_null(_REUSE_SCHEMA),
             failure=or_null(

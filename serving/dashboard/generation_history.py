@@ -220,7 +220,7 @@ def _night(name: str, state: str | None, facts: GenerationFacts) -> dict[str, An
 def _with_failure(nights: list[dict[str, Any]], failure: NightFailure) -> list[dict[str, Any]]:
     """Return the nights with the failed one first; one that failed early has no files, so no times of its steps."""
     failed: dict[str, Any] = {
-        "generation": failure.generation, "began_at": None, "steps": [], "reuse": None,
+        "generation": failure.generation or "", "began_at": None, "steps": [], "reuse": None,
     }  # fmt: skip
     others = []
     for night in nights:

@@ -140,7 +140,16 @@ class AnswerBuilder:
         prediction = from_record(snapshot, table, record, case.k, exclusions, filter_mask, reranker)
         if record.items is not None:
             item_count = len(prediction["items"])
-            if filter_mask is not None and is_cut(prediction, record, table):
+            lacks_history = (
+                record.live
+                and table.entity == "user"
+                and source is not Source.LIVE
+                and case.counted_events is None
+                and not case.entity.history
+            )
+            if filter_mask is not None and is_cut(
+                prediction, record, table, lacks_history=lacks_history
+            ):
                 case.reason = MissReason.FILTERED
                 producer = "live" if record.live else "batch"
                 case.partial = PartialList(

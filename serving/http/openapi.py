@@ -70,7 +70,7 @@ _OTHER_REFUSALS = (
 _UNANSWERABLE = "The request cannot be answered as sent: `error.code` says why, `error.field` where"
 _TOKEN_CODES = ("unauthorized", "token_expired", "scope_missing", "quota_exceeded")
 _TABLE_CODES = ("unknown_table", "generation_gone", "arm_gone")
-_BODY_CODES = ("disconnected", "body_timeout", "body_too_large", "unsupported_media_type")
+_BODY_CODES = ("disconnected", "body_timeout", "body_too_large", "unsupported_content_encoding")
 _COMMON_CODES = ("internal_error", "not_ready", "overloaded")
 
 
@@ -192,7 +192,7 @@ class Operation:
         if self.body is not None:
             yield from _BODY_CODES
         if self.has_arrow:
-            yield "not_acceptable"
+            yield from ("not_acceptable", "unsupported_media_type")
         yield from (*self.codes, *_COMMON_CODES)
 
 
@@ -371,6 +371,27 @@ _GENERATIONS_EXAMPLE: Json = {
         "epoch": 1795174289000,
         "published_at": _PUBLISHED_EXAMPLE,
         "data_until": 1795132800,
+        "entities": {"user": 4096, "item": 1024},
+        "tables": {
+            "user_topk": {
+                "kind": "topk",
+                "entity": "user",
+                "width": 200,
+                "producer": "topk",
+                "labels": None,
+            }
+        },
+        "models": {
+            "user_tower": {
+                "digest": "7d0a8468ed220400c0b8e6f335baa7e070ce880a37e2ac5995b9a97b809026de",
+                "precision": "int8",
+                "provider": "CPUExecutionProvider",
+                "fp32_bytes": 270336,
+                "int8_bytes": 69632,
+                "agreement": {"overlap_at_20": 0.998},
+            }
+        },
+        "indexes": {"items": {"kind": "flat", "recall": 1.0, "size_bytes": 131072}},
     },
     "previous": None,
     "next": None,

@@ -53,7 +53,9 @@ class ErrorCode(NamedTuple):
 
 
 ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
-    "disconnected": ErrorCode(400, "The body ended early"),
+    "disconnected": ErrorCode(
+        400, "The body ended early; most servers see it first, and answer in plain text"
+    ),
     "unauthorized": ErrorCode(401, "No token was sent, or nobody's"),
     "token_expired": ErrorCode(401, "The token's time is over: ask for a new one"),
     "scope_missing": ErrorCode(
@@ -96,7 +98,9 @@ ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
     "too_many_features": ErrorCode(422, "More features than are allowed"),
     "too_many_values": ErrorCode(422, "A feature has more values than `limit`"),
     "feature_too_long": ErrorCode(422, "A text feature is longer than `limit`"),
-    "batch_too_long": ErrorCode(422, "More entities than `limit`: send several requests"),
+    "batch_too_long": ErrorCode(
+        422, "No entities (events, items) at all, or more than `limit`: send several requests"
+    ),
     "history_too_long": ErrorCode(422, "A history is longer than `limit`"),
     "exclude_too_long": ErrorCode(422, "`exclude` is longer than `limit`"),
     "too_many_ids": ErrorCode(

@@ -52,3 +52,7 @@ class StaleReason(DescribedEnum):
     )
     EVICTION_POLICY = "eviction_policy", "Redis may evict published pages"
     EXPERIMENTS_UNREADABLE = "experiments_unreadable", "Newer experiments may be in force elsewhere"
+    BACKGROUND_FAILING = (
+        "background_failing",
+        "A background loop fails again and again; `larder_background_failing` names it",
+    )

@@ -62,7 +62,8 @@ _RECEIPT: Json = schemas.named(
         "arm": {
             "type": ["string", "null"],
             "enum": ["live", "canary", None],
-            "description": "What it was counted for; null without a canary",
+            "description": "What it was counted for; null: for nothing, since no canary runs, or the generation or arm "
+            "is not held",
         },
         "experiment": {
             "type": "string",

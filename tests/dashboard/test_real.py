@@ -44,9 +44,9 @@ def urls(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[l
         asyncio.run(replay_streams(service_urls, night, judge))
         assert judge.violations == []
         differences_by_look: list[list[Any]] = []
-        assert poll_until(lambda: is_settled(service_urls, differences_by_look), every_s=0.2), (
-            differences_by_look[-SETTLED_LOOKS:]
-        )
+        assert poll_until(
+            lambda: is_settled(service_urls, differences_by_look), 180.0, every_s=0.2
+        ), differences_by_look[-SETTLED_LOOKS:]
         yield service_urls
 
 

@@ -15,7 +15,7 @@ from tests.unit.test_layering import ROOT
 
 RUN = ("sh", "python")
 """Languages of blocks that `test_examples` runs."""
-TRIED = ("nginx", "haproxy")
+TRIED = ("nginx",)
 """Settings of proxies that `test_behind_a_proxy` starts."""
 READ = ("toml", "json")
 """Languages of blocks that are read as what they are."""

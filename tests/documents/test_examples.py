@@ -89,7 +89,7 @@ def test_an_example_runs(block: Block, request: pytest.FixtureRequest) -> None:
     if block.page.endswith("import/torch.md"):
         pytest.importorskip("torch")
     shell: Shell = (
-        request.getfixturevalue("nothing")(block.page)
+        request.getfixturevalue("fresh_installs")(block.page)
         if block.page in FROM_NOTHING
         else request.getfixturevalue("shop")
     )

@@ -300,7 +300,7 @@ def _previous_is_whatever_arrives_last(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PointerFollower, "_follow", follow)
 
 
-def _missing_redis_goes_unreported(patch: pytest.MonkeyPatch) -> None:
+def _nobody_says_that_redis_is_gone(patch: pytest.MonkeyPatch) -> None:
     real = Concerns.note
 
     def note(self: Concerns, about: Any, reason: str | None) -> bool:
@@ -413,7 +413,7 @@ def _an_arm_that_cannot_obey_answers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Arm, "answering", property(answering))
 
 
-def _keys_are_drawn_again_for_every_version_of_the_experiments(patch: pytest.MonkeyPatch) -> None:
+def _keys_are_drawn_anew_for_each_version_of_the_experiments(patch: pytest.MonkeyPatch) -> None:
     real = Routing.__init__
 
     def init(self: Routing, record: Any) -> None:
@@ -426,7 +426,9 @@ def _keys_are_drawn_again_for_every_version_of_the_experiments(patch: pytest.Mon
 DEFECTS: dict[str, Plant] = {
     name.removeprefix("_").replace("_", " "): plant
     for name, plant in list(globals().items())
-    if name.startswith("_") and getattr(plant, "__module__", "") == __name__ and name != "_counted"
+    if name.startswith("_")
+    and getattr(plant, "__module__", "") == __name__
+    and name != "_count_names"
 }
 """What was planted -> how."""
 

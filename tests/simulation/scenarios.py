@@ -25,7 +25,7 @@ WEIGHTS = {
 """What happens, by how often."""
 
 EXPERIMENTS = {
-    "experiment": 10, "stop experiment": 6, "share": 3, "arm night": 3,
+    "experiment": 10, "stop experiment": 6, "change share": 3, "arm night": 3,
     "arm hung": 2, "arm broken": 2, "no threads": 2,
 }  # fmt: skip
 """What happens beside it where experiments are made."""
@@ -113,7 +113,7 @@ def _step(at: float, kind: str, rng: random.Random) -> Step:
         case "experiment":
             arms = rng.choice([ARMS[:1], ARMS[1:], ARMS])
             arguments = (arms, rng.choice([0.2, 0.4, 0.6]))
-        case "share":
+        case "change share":
             arguments = (
                 rng.randrange(4),
                 rng.choice([0.1, 0.4, 0.8]),

@@ -258,7 +258,7 @@ class Simulation:
                 self._publish("night", kind == "night")
             case "roll_back" | "canary" | "end_canary" | "retire" | "block" | "unblock":
                 self._publish(kind, *arguments)
-            case "experiment" | "stop experiment" | "share":
+            case "experiment" | "stop experiment" | "change share":
                 self._publish(kind.replace(" ", "_"), *arguments)
             case "arm night":
                 self._publish("night", True, namespace=arguments[0])

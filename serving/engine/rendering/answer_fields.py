@@ -58,13 +58,16 @@ def from_record(
     return {"values": record.numbers, "labels": table.labels}
 
 
-def is_cut(prediction: Prediction, record: Record, table: Table) -> bool:
+def is_cut(
+    prediction: Prediction, record: Record, table: Table, *, lacks_history: bool = False
+) -> bool:
     """True if more items may pass a filter than these of a record's list: fewer than `k`, of a list that is full.
 
-    One that is not full holds all that the entity may have.
+    One that is not full holds all that the entity may have, unless it `lacks_history`: it was computed without the
+    items of a history that this request does not send.
     """
     is_full = record.items is not None and len(record.items) == table.layout.width
-    return bool(prediction["short"]) and is_full
+    return bool(prediction["short"]) and (is_full or lacks_history)
 
 
 def from_defaults(

@@ -83,11 +83,13 @@ def differences_of_values(
     left: Any, right: Any, path: str, *, is_shape: bool = False, name: str = ""
 ) -> Iterator[Difference]:
     """Differences of two JSON values: names and their order, types, values to the last bit."""
+    if name == "example":  # of OpenAPI, whose own test holds it against its schema
+        return
     if type(left) is not type(right):
         if not (is_shape and None in (left, right)):
             yield Difference(path, left, right)
     elif isinstance(left, dict):
-        left, right = _without_momentary(left), _without_momentary(without_added(left, right))
+        left, right = _without_momentary(left), _without_momentary(without_added(left, right, path))
         # Of counts the names are words in the order in which they were met.
         ordered = sorted if is_shape else list
         if ordered(left) != ordered(right):
@@ -97,13 +99,15 @@ def differences_of_values(
                 value, right.get(key), f"{path}.{key}", is_shape=is_shape, name=key
             )
     elif isinstance(left, list):
-        right = without_added(left, right)
+        right = without_added(left, right, path)
         if not is_shape and len(left) != len(right):
             yield Difference(f"{path} (length)", len(left), len(right))
         for number, pair in enumerate(zip(left, right, strict=False)):
             yield from differences_of_values(
                 *pair, f"{path}[{number}]", is_shape=is_shape, name=name
             )
+    elif name == "scored_at" and abs(left - right) <= 1:
+        return  # both services compute the same answer, one before a second ends and one after it
     elif not is_shape and left != right and not _is_masked(name, left):
         yield Difference(path, left, right)
 

@@ -139,6 +139,20 @@ async def test_strangers_items_and_what_callers_leave_out(shop: Shop) -> None:
             assert answer["items"] == expected[0], f"seed {SEED}: {item} {failure_message}"
 
 
+async def test_a_stored_list_without_the_items_of_a_history_that_is_not_sent_is_no_whole_list(
+    shop: Shop,
+) -> None:
+    entity = {"id": "almost-everything", "history": shop.ids[8:]}
+    filter_ = {"==": ["brand", BRANDS[0]]}
+    async with serving(shop.night, l2_deadline_ms=2_500.0, precision="fp32") as running:
+        await running.post("/v1/lookup/user_topk", {"entities": [entity]})
+        body = {"entities": [entity["id"]], "k": 20, "filter": filter_}
+        (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
+
+    assert answer["source"] in ("l1", "l2") and set(answer["items"]) <= set(shop.ids[:8])
+    assert (answer["reason"], answer["short"]) == ("filtered", False)
+
+
 async def test_candidates_that_do_not_pass_are_named(shop: Shop) -> None:
     user, filter_ = min(shop.users), {"<": ["price", 50]}
     root = read_filter(filter_).root

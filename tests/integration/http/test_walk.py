@@ -51,7 +51,7 @@ def test_the_complete_way_of_a_batch_is_short(plain_walks: dict[str, list[Call]]
 
 
 @pytest.mark.parametrize("kind", ["get", "unknown"])
-@pytest.mark.parametrize("walk_fixture", ["plain", "fast"])
+@pytest.mark.parametrize("walk_fixture", ["plain_walks", "fast"])
 def test_an_id_is_hashed_and_looked_up_once(
     walk_fixture: str, kind: str, request: pytest.FixtureRequest
 ) -> None:
@@ -61,7 +61,7 @@ def test_an_id_is_hashed_and_looked_up_once(
         assert calls_of(walk, lambda call, name=function: call.function == name) == 1, function  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("walk_fixture", ["plain", "fast"])
+@pytest.mark.parametrize("walk_fixture", ["plain_walks", "fast"])
 def test_a_body_is_parsed_once(walk_fixture: str, request: pytest.FixtureRequest) -> None:
     walk: list[Call] = request.getfixturevalue(walk_fixture)["post"]
 

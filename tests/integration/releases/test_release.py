@@ -127,7 +127,7 @@ def test_a_refused_generation_cannot_be_published(world):
 def test_epochs_grow_even_when_the_clock_goes_back(world):
     world.publish(A)
     first = world.live().epoch
-    world.clock.now -= 10 * 86_400
+    world.clock.now_s -= 10 * 86_400
     world.load(B)
     moves.publish(world.releases, B, attempt=world.attempt())
     assert world.live().epoch > first

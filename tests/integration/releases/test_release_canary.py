@@ -110,7 +110,7 @@ def test_refusing_what_is_tried_out_ends_the_canary_first(tried):
 
 
 def test_what_is_tried_out_is_not_retired(tried):
-    tried.clock.now += 200_000
+    tried.clock.now_s += 200_000
     assert C not in sweepable(tried.releases, keep=0, grace_s=0, abandon_after_s=0)
     with pytest.raises(Conflict):
         retire(tried.releases, C, attempt="sweep", abandon_after_s=0)
@@ -223,7 +223,7 @@ def test_a_roll_back_that_died_before_redis_was_lost_is_carried_out_by_restore(w
 def test_pages_that_an_older_snapshot_brings_back_go_with_their_row(world):
     world.publish(A, B, C)
     saved = {key: world.client.dump(key) for key in world.pages() if A in key}
-    world.clock.now += 100
+    world.clock.now_s += 100
     retire(world.releases, A, attempt="sweep")
     for key, value in saved.items():
         world.client.restore(key, 0, value)

@@ -113,7 +113,7 @@ def test_a_roll_back_that_jumps_takes_back_all_that_came_after_its_target(world)
 
 def test_what_a_roll_back_jumps_over_stays_retired_if_it_is_being_retired(world, monkeypatch):
     world.publish(A, B, C, D)
-    world.clock.now += 1_000
+    world.clock.now_s += 1_000
     real = world.control.move
 
     def move(*arguments, **options):
@@ -127,24 +127,24 @@ def test_what_a_roll_back_jumps_over_stays_retired_if_it_is_being_retired(world,
 
 
 def test_the_order_of_releases_is_theirs_whatever_the_clock_says(world):
-    world.clock.now += 3_600
+    world.clock.now_s += 3_600
     world.publish(A, B)
-    world.clock.now -= 100_000_000
+    world.clock.now_s -= 100_000_000
     world.publish(C)
-    world.clock.now -= 86_400
+    world.clock.now_s -= 86_400
     world.publish(D)
     assert (world.live().previous, world.releases.ledger().previous) == (C, C)
-    world.clock.now += 1_000
+    world.clock.now_s += 1_000
     assert sweepable(world.releases, keep=1, grace_s=60) == [A, B]
 
 
 def test_a_clock_that_was_ahead_keeps_nothing_for_ever(world):
-    world.clock.now += 300_000_000
+    world.clock.now_s += 300_000_000
     world.publish(A, B, C)
-    world.clock.now -= 300_000_000
+    world.clock.now_s -= 300_000_000
     world.publish(D)
     assert A not in sweepable(world.releases, keep=0, grace_s=60), "it was left just now"
-    world.clock.now += 61
+    world.clock.now_s += 61
     assert sweepable(world.releases, keep=0, grace_s=60) == [A, B]
     retire(world.releases, A, attempt="sweep", grace_s=60)
 

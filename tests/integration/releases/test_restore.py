@@ -35,7 +35,7 @@ def world(tmp_path, redis_url, keyspace) -> Iterator[World]:
 def test_a_restore_keeps_the_time_of_the_publish(world):
     world.publish(A, B)
     published_at = world.live().published_at
-    world.clock.now += 3_600
+    world.clock.now_s += 3_600
     for key in world.client.scan_iter(f"larder:1:*{world.keys.namespace}*"):
         world.client.delete(key)
 
@@ -308,7 +308,7 @@ def test_a_roll_back_in_doubt_is_carried_out_without_naming_what_a_dead_sweep_ha
 def test_a_restore_writes_rows_of_retired_generations_only_while_overlays_of_them_may_live(world):
     world.publish(A, B, C, D)
     retire(world.releases, A, attempt="sweep")
-    world.clock.now += 1000
+    world.clock.now_s += 1000
     retire(world.releases, B, attempt="sweep")
     lose_redis(world)
     restore_redis(world.releases, attempt="restore", chunk_bytes=1000, overlay_ttl_s=500.0)

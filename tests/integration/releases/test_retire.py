@@ -41,7 +41,7 @@ def world(tmp_path, redis_url, keyspace) -> Iterator[World]:
 def test_p8_and_p9_retiring_removes_every_key_and_file_and_nothing_else(world):
     """PITFALLS P8, P9: keys come from the manifest, in small batches; a swept generation leaves nothing."""
     world.publish(A, B, C, D)
-    world.clock.now += 100
+    world.clock.now_s += 100
     assert sweepable(world.releases, keep=1, grace_s=60) == [A, B]
 
     for generation in (A, B):
@@ -50,9 +50,11 @@ def test_p8_and_p9_retiring_removes_every_key_and_file_and_nothing_else(world):
     assert {key.split(":")[4] for key in world.pages()} == {C, D}
     assert world.store.names("generations") == [C, D]
     assert world.control.rows()[A].state is State.RETIRED
-    world.clock.now += 90_000  # no overlay lives any more, but somebody may be bringing pages back
+    world.clock.now_s += (
+        90_000  # no overlay lives any more, but somebody may be bringing pages back
+    )
     assert drop_old_rows(world.releases, overlay_ttl_s=86_400) == 0
-    world.clock.now += 90_000
+    world.clock.now_s += 90_000
     assert drop_old_rows(world.releases, overlay_ttl_s=86_400) == 2
     assert set(world.control.rows()) == {C, D}
 
@@ -61,7 +63,7 @@ def test_a_loader_that_comes_late_to_its_retirement_takes_its_pages_away_again(w
     """Found by a random life: Redis was wiped in between, so whoever retired it saw no page to remove."""
     world.publish(A, B, C, D)
     manifest = read_manifest(world.store, A)
-    world.clock.now += 100
+    world.clock.now_s += 100
     retire(world.releases, A, attempt=world.attempt())
     for part in parts_of(manifest):
         world.client.set(part.key(world.keys, A, 0), b"page")
@@ -76,7 +78,7 @@ def test_a_loader_that_comes_late_to_its_retirement_takes_its_pages_away_again(w
 def test_deleting_pages_that_came_back_is_paced_for_the_readers(world):
     world.publish(A, B, C, D)
     manifest = read_manifest(world.store, A)
-    world.clock.now += 100
+    world.clock.now_s += 100
     retire(world.releases, A, attempt=world.attempt())
     for part in parts_of(manifest):
         world.client.set(part.key(world.keys, A, 0), b"page")
@@ -90,7 +92,7 @@ def test_deleting_pages_that_came_back_is_paced_for_the_readers(world):
 
 def test_marks_alone_say_that_a_retired_generation_is_back(world):
     world.publish(A, B, C, D)
-    world.clock.now += 100
+    world.clock.now_s += 100
     retire(world.releases, A, attempt=world.attempt())
     history = world.releases.view().history
     assert not is_back(world.releases, A, history)
@@ -103,7 +105,7 @@ def test_marks_alone_say_that_a_retired_generation_is_back(world):
 def test_a_roll_back_names_no_previous_that_was_retired_while_it_looked(world, monkeypatch):
     """Found by a random life: Redis had forgotten the retirement, the release records had not."""
     world.publish(A, B, C)
-    world.clock.now += 100
+    world.clock.now_s += 100
     record = world.releases.record
 
     def retire_first(action, generation, **entry):
@@ -129,14 +131,14 @@ def test_retire_spares_what_is_held_pinned_or_just_superseded(world):
     beat = b'{"replica":"r1","serving":"%s","holds":["%s"]}' % (D.encode(), B.encode())
     world.client.zadd(world.keys.replicas, {beat: world.clock()})
     assert sweepable(world.releases, keep=1, grace_s=60) == []
-    world.clock.now += 4
+    world.clock.now_s += 4
     assert sweepable(world.releases, keep=1, grace_s=60) == [B]
     assert sweepable(world.releases, keep=0, grace_s=4 * 86_400) == []
 
 
 def test_a_retirement_cut_short_is_finished_and_never_rolled_back_to(world, monkeypatch):
     world.publish(A, B, C)
-    world.clock.now += 100
+    world.clock.now_s += 100
 
     def crash(*_arguments, **_options):
         raise KeyboardInterrupt
@@ -199,7 +201,7 @@ def test_an_unfinished_night_is_abandoned_and_removed_once_it_is_old_news(world,
     world.control.set_row(D, RegistryRow(state, world.clock()))
     world.publish(B)
     assert sweepable(world.releases, keep=1, grace_s=60) == []
-    world.clock.now += 1
+    world.clock.now_s += 1
     assert sweepable(world.releases, keep=1, grace_s=60, abandon_after_s=90_000) == []
     assert sweepable(world.releases, keep=1, grace_s=60) == [A]
 
@@ -220,7 +222,7 @@ def test_a_folder_that_no_row_knows_is_swept_by_its_age(world):
     world.store.write("generations/notes.txt", b"x")
     world.publish(B)
     assert sweepable(world.releases, keep=1, grace_s=60) == [A]
-    world.clock.now += 90_000
+    world.clock.now_s += 90_000
     assert sweepable(world.releases, keep=1, grace_s=60) == [A, unfinished]
     for generation in (A, unfinished):
         retire(world.releases, generation, attempt="sweep")
@@ -257,7 +259,7 @@ def test_a_refused_night_that_is_made_again_is_not_swept_from_under_itself(world
 @pytest.mark.parametrize(("keep", "swept"), [(0, [A, B]), (1, [A, B]), (2, [A])])
 def test_a_sweep_leaves_as_many_superseded_generations_as_the_plan_counts(world, keep, swept):
     world.publish(A, B, C, D)
-    world.clock.now += 100
+    world.clock.now_s += 100
 
     assert sweepable(world.releases, keep=keep, grace_s=60) == swept
     assert 4 - len(swept) + 2 == generations_at_peak(keep)
@@ -266,7 +268,7 @@ def test_a_sweep_leaves_as_many_superseded_generations_as_the_plan_counts(world,
 def test_a_held_or_pinned_unfinished_night_stays(world):
     world.load(A)
     world.publish(B)
-    world.clock.now += 90_000
+    world.clock.now_s += 90_000
     world.releases.pin(A, reason="audit", expires_at=None, attempt=world.attempt())
     assert sweepable(world.releases, keep=1, grace_s=60) == []
     with pytest.raises(Conflict, match="pinned"):

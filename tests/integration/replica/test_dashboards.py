@@ -111,7 +111,7 @@ def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str)
                 poll_until(lambda: http.get(path).json().get("events") == 1, 2.0)
             return not without_data(server)
 
-        assert poll_until(report, 40.0, every_s=0.5), without_data(server)
+        assert poll_until(report, 120.0, every_s=0.5), without_data(server)
         exposed = http.get("/metrics").content
         assert server.value("count(count by (worker) (larder_ready))") == 2
 

@@ -21,7 +21,7 @@ CONNECTIONS: Final = 32
 BATCH: Final = 50
 K: Final = 10
 SHARE_BY_KIND: Final = {
-    "one": 0.52, "batch": 0.06, "live": 0.10, "fresh": 0.03, "stranger": 0.08, "filtered": 0.08,
+    "single": 0.52, "batch": 0.06, "live": 0.10, "fresh": 0.03, "stranger": 0.08, "filtered": 0.08,
     "tables": 0.05, "events": 0.08,
 }  # fmt: skip
 """Share of each kind of request."""

@@ -51,6 +51,7 @@ def test_retire_trims_what_every_generation_has(featured: Month) -> None:
 def test_erasing_reaches_files_and_stream_before_it_is_done(featured: Month) -> None:
     month, config = featured, featured.config
     user = "new-somebody"
+    month.publish()  # nothing is erased for good from a store without a generation
     old = draw_mixed_events(month, "a", 3)
     click(config, [*old, Event("theirs", 1, user.encode(), month.ids("item")[0].encode())])
     take_events.run(config)

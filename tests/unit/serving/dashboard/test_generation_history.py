@@ -211,7 +211,7 @@ def test_a_night_that_failed_stands_first_with_its_error(night: Night) -> None:
 
     _, (failed, earlier) = night.read()
 
-    assert (failed["outcome"], failed["generation"]) == ("failed in load", None)
+    assert (failed["outcome"], failed["generation"]) == ("failed in load", "")
     assert failed["failure"] == {"step": "load", "at": 9.0, "error": "refused: full"}
     assert (earlier["generation"], earlier["failure"]) == (G1, None)
     night.store.write(FILE_OF_FAILURE, b"")
