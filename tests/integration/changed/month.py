@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 
 from cache.format.manifest import EntityKind
 from cache.store.artefacts import generation_path
-from precompute.builds.build import Build, shard_report
+from precompute.builds.build import Build
+from precompute.builds.reports import BEGIN, shard_report
 from precompute.config.settings import NightConfig
 from precompute.sources.erasures import request
 from precompute.steps import begin, embed_items, score
@@ -182,7 +183,7 @@ class Month:
             if not same_file(copying_build.root / name, theirs.root / name)
         ]
         difference_lines += compare_reports(
-            "begin", copying_build.need("begin"), theirs.need("begin"), REPORTED_FIELDS
+            "begin", copying_build.need(BEGIN), theirs.need(BEGIN), REPORTED_FIELDS
         )
         for shard in range(self.config.shards):
             mine, full_report = (

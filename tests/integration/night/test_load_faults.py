@@ -23,6 +23,7 @@ from cache.process.redis_server import SETTINGS, RedisServer, server
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.releases import all_releases
 from precompute.builds.build import Build
+from precompute.builds.reports import LOAD, BuildId
 from precompute.builds.seal import seal
 from precompute.bulk.load import PageStream, Part, loaded_pages, page_keys, parts_of, unlink_pages
 from precompute.bulk.readback import verify_part
@@ -31,6 +32,7 @@ from precompute.releases import moves
 from precompute.releases.recovery import restore
 from precompute.releases.release_log import open_releases
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
+from precompute.steps.load import LoadResult
 from tests.conftest import redis_binary
 from tests.integration.nights import NEXT, prepare, publish, publish_night
 from tests.polling import poll_until
@@ -43,13 +45,13 @@ class Night:
     config: NightConfig
     server: RedisServer
     live: str
-    build: dict[str, str]
+    build: BuildId
 
     @property
     def client(self) -> redis.Redis:
         return redis.Redis.from_url(self.server.url, protocol=3)
 
-    def load(self, **settings: object) -> dict[str, object]:
+    def load(self, **settings: object) -> LoadResult:
         return load.run(replace(self.config, **settings), self.build)  # type: ignore[arg-type]
 
     def pages_whole(self, generation: str) -> bool:
@@ -361,7 +363,7 @@ def test_a_load_that_died_once_all_pages_were_there_is_reported_by_its_retry(nig
             night.load()
 
     assert night.load()["loaded_bytes"] == 0
-    assert Build.of(night.config, night.build).read_report("load") is not None
+    assert Build.of(night.config, night.build).read_report(LOAD) is not None
     night.finishes()
 
 

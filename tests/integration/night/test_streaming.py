@@ -12,6 +12,7 @@ import pytest
 
 from cache.model.tower import Tile
 from cache.store.artefacts import generation_path
+from precompute.builds.reports import BuildId
 from precompute.config.settings import NightConfig
 from precompute.partitions.shard_input import read_shard
 from precompute.scoring import input_samples
@@ -46,7 +47,7 @@ def run_first_steps(config: NightConfig) -> dict[str, Any]:
     return build
 
 
-def files_of(config: NightConfig, build: dict[str, Any]) -> dict[str, bytes]:
+def files_of(config: NightConfig, build: BuildId) -> dict[str, bytes]:
     root = config.store().local(generation_path(str(build["generation"])))
     paths = [*(root / "tables").rglob("*"), *(root / "directory/user").rglob("*")]
     return {str(path.relative_to(root)): path.read_bytes() for path in paths if path.is_file()}
