@@ -294,13 +294,10 @@ def _assemble(finished_step: FinishedStep) -> StepDatasets:
 
 def _index(finished_step: FinishedStep) -> StepDatasets:
     index_report = finished_step.report(INDEX)
-    files = (
-        []
-        if index_report is None
-        else [index_entry["file"] for index_entry in index_report["indexes"].values()]
-    )
+    indexes = {} if index_report is None else index_report["indexes"]
     written = tuple(
-        finished_step.part(file["path"], size_bytes=file["size_bytes"], files=1) for file in files
+        finished_step.part(entry["file"]["path"], size_bytes=entry["file"]["size_bytes"], files=1)
+        for entry in indexes.values()
     )
     return StepDatasets((finished_step.vectors,), written)
 

@@ -48,11 +48,7 @@ class FileEntry(TypedDict):
 
 def file_entry(artefact: Artefact) -> FileEntry:
     """Return the entry of a file; `Artefact(**entry)` is its inverse."""
-    return {
-        "path": artefact.path,
-        "size_bytes": artefact.size_bytes,
-        "sha256": artefact.sha256,
-    }
+    return FileEntry(path=artefact.path, size_bytes=artefact.size_bytes, sha256=artefact.sha256)
 
 
 class PagesEntry(TypedDict):
@@ -92,13 +88,9 @@ class BaseEntry(PriorEntry):
     read_because: str
 
 
-NO_BASE: Final[BaseEntry] = {
-    "generation": None,
-    "has_lists": False,
-    "why": "",
-    "took_over": False,
-    "read_because": "",
-}
+NO_BASE: Final = BaseEntry(
+    generation=None, has_lists=False, why="", took_over=False, read_because=""
+)
 """Base of a night that the first release began: it made no copies, and its report has no base."""
 
 

@@ -450,7 +450,7 @@ class SubStep(NamedTuple):
 
     name: str
     run: Callable[[BegunNight], Mapping[str, Any]]
-    fields: type[Mapping[str, Any]]
+    fields: type
 
 
 READING: Final = (

@@ -28,7 +28,7 @@ def test_a_late_begin_with_another_base_renumbers_nothing_wrongly(
     begin_report = generation_build.need(BEGIN)
     assert begin_report["base"]["generation"] != earlier
     generation_build.report(
-        "begin",
+        BEGIN,
         {
             **begin_report,
             "base": {**begin_report["base"], "generation": earlier, "took_over": False},
