@@ -42,7 +42,6 @@ from precompute.builds.reports import (
     EMBED_ITEMS,
     INDEX,
     QUANTIZE,
-    BeginReport,
     FacetEntry,
     FileEntry,
     ModelEntry,
@@ -62,6 +61,7 @@ from precompute.builds.tables import (
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig, TableConfig
 from precompute.partitions import catalogue
+from precompute.partitions.night_input import EventFields
 from precompute.partitions.shard_files import first_hash
 from precompute.sources.unusable import UNKNOWN_NAMED, merged
 
@@ -183,12 +183,12 @@ def _model(entry: ModelEntry) -> Model:
     )
 
 
-def _events(config: NightConfig, begin_report: BeginReport) -> EventsRead | None:
-    if not (read := begin_report.get("events")):
+def _events(config: NightConfig, fields: EventFields) -> EventsRead | None:
+    if not (read := fields.get("events")):
         return None
     facets = {name: facet.attribute for name, facet in config.facets.items()}
     # As `begin` noted it: a position counts in the stream that it was read from, whatever the settings name by now.
-    of = begin_report["events_namespace"]
+    of = fields["events_namespace"]
     namespace = "" if of == config.namespace else of
     return EventsRead(read["until"], config.history_limit, facets, namespace)
 

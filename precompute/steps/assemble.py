@@ -31,8 +31,7 @@ def run(config: NightConfig, build: BuildId) -> AssembleResult:
         if missing:
             raise Conflict(f"shards {missing} of {config.shards} were not scored")
         users = sum(report["users"]["scored"] for report in reports if report is not None)
-        report: AssembleReport = {"users_scored": users}
-        generation_build.report(ASSEMBLE, report)
+        generation_build.report(ASSEMBLE, AssembleReport(users_scored=users))
     return {"generation": generation_build.generation, "users": users}
 
 

@@ -7,7 +7,7 @@ from cache.control.control_keys import Control
 from cache.control.states import State, demand
 from cache.format.manifest import Manifest
 from precompute.builds.build import Build, on_this_host, timed
-from precompute.builds.reports import LOAD, BuildId
+from precompute.builds.reports import LOAD, BuildId, LoadReport
 from precompute.builds.seal import seal
 from precompute.bulk.governor import open_governor
 from precompute.bulk.headroom import demand_redis, held_bytes, time_limit_remark
@@ -74,7 +74,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> L
     seconds = time.perf_counter() - started
     # Also where nothing was left to move: whoever moved it may have been killed before it could say so.
     if generation_build.read_report(LOAD) is None:
-        generation_build.report(LOAD, {"seconds": seconds})
+        generation_build.report(LOAD, LoadReport(seconds=seconds))
     result: LoadResult = {
         "generation": generation_build.generation,
         "bytes": size_bytes,

@@ -43,7 +43,7 @@ from precompute.partitions import catalogue, holdout
 from precompute.partitions.marks import marks_file
 from precompute.releases import moves
 from precompute.releases.release_log import Releases, open_releases
-from precompute.releases.replication import run_ids
+from precompute.releases.replication import VerifyReport, run_ids
 from precompute.releases.sweep import take_back
 from precompute.sources.plausibility import few_in_words
 from precompute.steps import load
@@ -124,7 +124,8 @@ def run(
             )  # fmt: skip
         # The verdicts first: their baseline says nothing of older ones.
         generation_build.store.write(path, manifest.to_bytes())
-        generation_build.report(VERIFIED, {"run_ids": nodes, "baseline": ledger.live})
+        report = VerifyReport(run_ids=nodes, baseline=ledger.live)
+        generation_build.report(VERIFIED, report)
         releases.mark_verified(generation_build.generation, attempt=attempt)
     odd = [verdict.note for verdict in verdicts if CLICKS_BY_CHANCE in verdict.note]
     result: VerifyResult = {

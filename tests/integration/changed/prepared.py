@@ -11,7 +11,15 @@ import numpy as np
 from cache.control.control_keys import Control
 from cache.format.item_table import ItemTable
 from precompute.builds.build import Build
-from precompute.builds.reports import BEGIN, INDEX, QUANTIZE, file_entry, shard_report
+from precompute.builds.reports import (
+    BEGIN,
+    INDEX,
+    QUANTIZE,
+    IndexReport,
+    QuantizeReport,
+    file_entry,
+    shard_report,
+)
 from precompute.builds.seal import seal
 from precompute.features import scoring_hooks
 from precompute.gates.evidence.candidate import Candidate, Measurement
@@ -61,8 +69,8 @@ class Prepared:
 def judged(build: Build) -> Measurement:
     """What the gate `identity` says of a night up to its pages."""
     assemble.run(build.config, {"generation": build.generation})
-    build.report(INDEX, {"indexes": {}, "seconds": 0.0})
-    build.report(QUANTIZE, {"models": {}, "seconds": 0.0})
+    build.report(INDEX, IndexReport(indexes={}, seconds=0.0))
+    build.report(QUANTIZE, QuantizeReport(models={}, seconds=0.0))
     manifest = seal(build, ())
     candidate = Candidate(
         manifest, build.root, ItemTable.open(build.root, manifest), cast(Control, None), None,

@@ -27,13 +27,8 @@ def test_a_late_begin_with_another_base_renumbers_nothing_wrongly(
     generation_build = month.build(generation)
     begin_report = generation_build.need(BEGIN)
     assert begin_report["base"]["generation"] != earlier
-    generation_build.report(
-        BEGIN,
-        {
-            **begin_report,
-            "base": {**begin_report["base"], "generation": earlier, "took_over": False},
-        },
-    )
+    begin_report["base"] = {**begin_report["base"], "generation": earlier, "took_over": False}
+    generation_build.report(BEGIN, begin_report)
     score.run(month.config, build, build["shards"])
 
     assert month.differences(generation, full) == []
