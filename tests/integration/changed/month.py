@@ -1,7 +1,7 @@
 """A month of nights that copy what did not change, each beside a full night over the same inputs."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -239,7 +239,7 @@ def same_file(copied_path: Path, theirs: Path) -> bool:
 
 
 def compare_reports(
-    where: str, copied_report: dict[str, Any], theirs: dict[str, Any], names: tuple[str, ...]
+    where: str, copied_report: Mapping[str, Any], theirs: Mapping[str, Any], names: tuple[str, ...]
 ) -> list[str]:
     """Differences of two reports in these fields."""
     return [

@@ -83,7 +83,7 @@ def scored(config: NightConfig) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[NightConfig, str, dict[str, str]]:
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[NightConfig, str, BuildId]:
     """A generation published and another one scored; pages of 4 KiB, so that there are many to be interrupted at."""
     folder = tmp_path_factory.mktemp("faults") / "night"
     with server(folder.with_name("redis"), binary=redis_binary()) as running:
@@ -93,9 +93,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[NightConfig, str, d
 
 
 @pytest.fixture
-def night(
-    tmp_path: Path, own_redis: RedisServer, first: tuple[NightConfig, str, dict[str, str]]
-) -> Night:
+def night(tmp_path: Path, own_redis: RedisServer, first: tuple[NightConfig, str, BuildId]) -> Night:
     """The same in a folder and a Redis of the test's own."""
     config, live, build = first
     shutil.copytree(config.base, tmp_path / "night")
