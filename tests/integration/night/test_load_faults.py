@@ -71,7 +71,7 @@ class Night:
         publish(self.config, self.build["generation"])
 
 
-def scored(config: NightConfig) -> dict[str, str]:
+def scored(config: NightConfig) -> BuildId:
     build = begin.run(config, data_until=NEXT, run_after=None)
     embed_items.run(config, build)
     for shard in build["shards"]:
@@ -79,7 +79,7 @@ def scored(config: NightConfig) -> dict[str, str]:
     assemble.run(config, build)
     index.run(config, build)
     quantize.run(config, build)
-    return {"generation": str(build["generation"])}
+    return {"generation": build["generation"]}
 
 
 @pytest.fixture(scope="module")
