@@ -182,8 +182,9 @@ class Month:
             for name in files_of(copying_build.root, theirs.root)
             if not same_file(copying_build.root / name, theirs.root / name)
         ]
+        begin_report, full_begin_report = copying_build.need(BEGIN), theirs.need(BEGIN)
         difference_lines += compare_reports(
-            "begin", copying_build.need(BEGIN), theirs.need(BEGIN), REPORTED_FIELDS
+            "begin", begin_report, full_begin_report, REPORTED_FIELDS
         )
         for shard in range(self.config.shards):
             mine, full_report = (

@@ -1,6 +1,5 @@
 """JSON of a night's results and reports: fields and their order, as the store, Airflow and the shell have them."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -78,7 +77,7 @@ def test_results_and_reports_of_a_night_have_their_fields_in_order(config: Night
 
     # And the files in the store have these, and no others
     build = Build(config, config.store(), finished_steps[0][1].result["generation"])
-    stored: Mapping[str, Any] = {
+    stored: Any = {
         name: orjson.loads(build.store.read(generation_path(build.generation, f"work/{name}.json")) or b"{}")
         for name in REPORTS
     }  # fmt: skip
