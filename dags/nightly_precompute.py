@@ -41,7 +41,7 @@ To undo a publish: the DAG `roll_back`.
 import os
 from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from airflow.sdk import (
     Asset,
@@ -62,12 +62,15 @@ from cache.config.events import EventsConfig
 from cache.config.timetable import STAGES, DagConfig, Timetable
 from cache.errors import BundleError, ConfigError, Refused, SourceError
 
+if TYPE_CHECKING:  # else parsing would load numpy
+    from precompute.builds.reports import BegunBuild
+    from precompute.partitions.night_input import TakenEvents
+    from precompute.steps.score import ShardResult
+
 NIGHTS = Timetable.configured(os.environ).nights()
 TRIES = DagConfig.configured(os.environ)
 EVENTS = EventsConfig.configured(os.environ)
 SCORE_QUEUE = os.environ.get("LARDER_SCORE_QUEUE") or "gpu"
-
-Build = dict[str, Any]  # {"generation", "url", "shards", "already_live"}: ids and addresses only
 
 FINAL = RetryRule(
     exception=[BundleError, ConfigError, Refused, SourceError],
@@ -84,7 +87,7 @@ def run_step(name: str, *arguments: Any, **more: Any) -> dict[str, Any]:
 
     config, run = night_config(), import_module(f"precompute.steps.{name}").run
     demand_own_store(config, config.redis_url, config.redis_timeout_s)  # a failure is noted there
-    generation = arguments[0].get("generation") if arguments else None
+    generation = arguments[0]["generation"] if arguments else None
     with noting_failure(config, name, generation):
         step_result: dict[str, Any] = run(config, *arguments, **more)
     if name == "retire" or step_result.get("already_live"):  # the night is done
@@ -114,27 +117,28 @@ def nightly_precompute() -> None:
         return run_step("take_events")
 
     @task.short_circuit(multiple_outputs=False)
-    def begin(take_events_result: dict[str, Any]) -> Build:
+    def begin(taken_events: "TakenEvents | dict[str, Any]") -> "BegunBuild | dict[str, Any]":
         """Name the generation and partition the sources; falsy, so the rest is skipped, if live."""
         context = get_current_context()
         # Asset-triggered runs have no logical date; `run_after` stands still across retries.
-        build = run_step(
+        result = run_step(
             "begin",
             data_until=context["params"]["data_until"],
             run_after=context["dag_run"].run_after.isoformat(),
-            events_until=take_events_result.get("events_until"),
+            events_until=taken_events.get("events_until"),
         )
+        build = cast("BegunBuild", result)
         if nothing_newer := build.get("nothing_newer"):
             raise AirflowSkipException(nothing_newer)
         return {} if build["already_live"] else build
 
     @task
-    def plan(build: Build) -> list[int]:
+    def plan(build: "BegunBuild") -> list[int]:
         """List the shards: Airflow maps over a task's complete result, not over a part of it."""
-        return list(build["shards"])
+        return build["shards"]
 
     @task(multiple_outputs=False, pool="gpu", queue=SCORE_QUEUE)
-    def embed_items(build: Build) -> dict[str, Any]:
+    def embed_items(build: "BegunBuild") -> dict[str, Any]:
         """Run the item tower over the catalogue, once for all shards."""
         return run_step("embed_items", build)
 
@@ -147,7 +151,7 @@ def nightly_precompute() -> None:
         execution_timeout=timedelta(seconds=TRIES.score_timeout_s),
         map_index_template="shard {{ task.op_kwargs['shard'] }}",
     )
-    def score(build: Build, shard: int) -> dict[str, Any]:
+    def score(build: "BegunBuild", shard: int) -> "ShardResult":
         """Score one hash shard and write its pages."""
         from precompute.builds.night_failure import noting_failure
         from precompute.config.settings import night_config
@@ -157,27 +161,27 @@ def nightly_precompute() -> None:
             return score.run_shard(config, build, shard)
 
     @task(multiple_outputs=False)
-    def assemble(build: Build) -> dict[str, Any]:
+    def assemble(build: "BegunBuild") -> dict[str, Any]:
         """Check that all shards are complete."""
         return run_step("assemble", build)
 
     @task(task_id="build_index", multiple_outputs=False)
-    def index(build: Build) -> dict[str, Any]:
+    def index(build: "BegunBuild") -> dict[str, Any]:
         """Build the FAISS indexes and measure their recall."""
         return run_step("index", build)
 
     @task(multiple_outputs=False)
-    def quantize(build: Build) -> dict[str, Any]:
+    def quantize(build: "BegunBuild") -> dict[str, Any]:
         """Make the int8 towers and measure their agreement."""
         return run_step("quantize", build)
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.load_timeout_s))
-    def load(build: Build) -> dict[str, Any]:
+    def load(build: "BegunBuild") -> dict[str, Any]:
         """Stream the pages into Redis, in addition to the live generation's."""
         return run_step("load", build)
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.verify_timeout_s))
-    def verify(build: Build) -> dict[str, Any]:
+    def verify(build: "BegunBuild") -> dict[str, Any]:
         """Put the generation through every gate; red means not published."""
         return run_step("verify", build, attempt=get_current_context()["run_id"])
 
@@ -195,7 +199,7 @@ def nightly_precompute() -> None:
         return "try_as_canary" if has_live(night_config()) else "publish"
 
     @task(multiple_outputs=False)
-    def warm(build: Build) -> dict[str, Any]:
+    def warm(build: "BegunBuild") -> dict[str, Any]:
         """Wait until the readers have the generation."""
         return run_step("warm", build)
 

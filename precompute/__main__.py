@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections.abc import Mapping
 
 from cache.process.command_line import PRECOMPUTE_MODULES, missing_extra
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
             if isinstance(command_result, CommandOutput)
             else CommandOutput(command_result)
         )
-        is_plain = isinstance(command_output.content, dict)
+        is_plain = isinstance(command_output.content, Mapping)
         show(
             json_text(command_output.content)
             if arguments.json and is_plain

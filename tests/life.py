@@ -37,6 +37,7 @@ from precompute.releases import moves
 from precompute.releases import recovery as restore_module
 from precompute.releases import sweep as sweep_module
 from precompute.releases.release_log import Releases
+from precompute.releases.replication import VerifyReport
 from serving.generations.holder import as_pointer
 from serving.generations.pointer_follower import judge_pointer
 from tests.memory import MemoryRedis, MemoryStore
@@ -193,7 +194,7 @@ class Life:
         self.bad_generations: set[str] = set()
         self.retired: set[str] = set()
         self.lived: set[str] = set()
-        self.reports: dict[str, dict[str, str | None]] = {}
+        self.reports: dict[str, VerifyReport] = {}
         self.superseded: dict[str, int] = {}
         self.decided: dict[str, int] = {}
         self.published: dict[tuple[str, str, int, int], int] = {}
@@ -384,17 +385,17 @@ class Life:
         self._do_verify(generation, attempt, good)
 
     def _do_publish(self, generation: str, attempt: str) -> None:
-        releases, report = self.releases(), self.reports.get(generation, {})
+        releases, report = self.releases(), self.reports.get(generation, VerifyReport())
         if self.rng.random() < 0.5:  # the usual answer to "verified against another one"
             live = releases.ledger().live
             if report.get("baseline") != live:
                 self._do_verify(generation, attempt, True)
-                report = self.reports.get(generation, {})
+                report = self.reports.get(generation, VerifyReport())
         moves.publish(releases, generation, attempt=attempt, verified=report)
 
     def _do_clear(self, generation: str, attempt: str) -> None:
         self._do_verify(generation, attempt, True)
-        report = self.reports.get(generation, {})
+        report = self.reports.get(generation, VerifyReport())
         moves.publish(self.releases(), generation, attempt=attempt, verified=report)
 
     def _do_roll_back(self, to: str | None, attempt: str) -> None:
@@ -407,7 +408,7 @@ class Life:
         self.releases().override(generation, rule="any", reason="it is right", attempt=attempt)
 
     def _do_canary(self, generation: str, percent: float, attempt: str) -> None:
-        report = self.reports.get(generation, {})
+        report = self.reports.get(generation, VerifyReport())
         moves.start_canary(self.releases(), generation, percent, attempt, verified=report)
 
     def _do_end_canary(self, attempt: str, abandon: bool) -> None:

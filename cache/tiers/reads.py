@@ -37,7 +37,7 @@ class DescribedEnum(StrEnum):
 
     meaning: str
 
-    def __new__(cls, label: str, meaning: str) -> Self:
+    def __new__(cls, label: str, meaning: str, *_: object) -> Self:
         """Make a member that equals its word."""
         member = str.__new__(cls, label)
         member._value_ = label
@@ -45,77 +45,123 @@ class DescribedEnum(StrEnum):
         return member
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissTraits:
+    """Properties of a reason of a miss, by which the tiers, the ladder and the counts decide."""
+
+    is_internal: bool = False
+    """Answers, metrics and explanations say `not_in_generation`, and not how the absence was found."""
+    is_nowhere: bool = False
+    """The night did not know the id, and nothing is stored for it."""
+    is_outage: bool = False
+    """The nightly record exists but is out of reach for a while."""
+    allows_stand_in: bool = False
+    """An entity with a nightly position may for a while have a live answer of L1 instead."""
+    is_looked_up: bool = False
+    """A lookup missed, whose input may be one that live computed a moment ago."""
+    is_shared: bool = False
+    """Another process may have the miss at this moment, too, and the answer is stored for both.
+
+    Not `fresh` and `too_old`: a stored answer of another process may be older than requested.
+    """
+    allows_stored: bool = False
+    """A stored record is still an answer if live has none."""
+    has_stored_answer: bool = False
+    """A request for a fresh answer was given a stored one: no miss."""
+    holds_for_previous: bool = False
+    """The reason holds for the previous generation as well."""
+
+
+_OUTAGE = MissTraits(is_outage=True, allows_stand_in=True)
+
+
 class MissReason(DescribedEnum):
-    """Reasons why an answer is no plain hit, the tiers' own first; each miss has exactly one."""
+    """Reasons why an answer is no plain hit, the tiers' own first; each miss has exactly one.
+
+    `public` is the reason in answers, metrics and explanations.
+    """
+
+    traits: MissTraits
+    public: "MissReason"
+
+    def __init__(self, _label: str, _meaning: str, traits: MissTraits = MissTraits()) -> None:
+        self.traits = traits
 
     NOT_IN_GENERATION = (
         "not_in_generation",
         "The generation has no record of this id in this table, and no live answer to it is stored",
+        MissTraits(is_nowhere=True, allows_stand_in=True, is_looked_up=True, is_shared=True),
     )
-    NEGATIVE = "negative", "The same, remembered from another request"
-    UNREAD = "overlay_unread", "The same, and a stored live answer was not looked for"
-    EXPIRED = "expired", "The stored live answer to this id has ended"
-    INPUT_CHANGED = "input_changed", "The stored live answer was computed from another input"
-    PAGE_MISSING = "page_missing", "The page of its record is not in Redis"
-    CORRUPT = "corrupt", "Its record in Redis is damaged"
-    L2_TIMEOUT = "l2_timeout", "Redis did not answer in time, or the deadline left it none"
-    L2_DOWN = "l2_down", "Redis cannot be reached"
-    BREAKER_OPEN = "breaker_open", "Redis failed several times and is not asked for a moment"
+    NEGATIVE = (
+        "negative",
+        "The same, remembered from another request",
+        MissTraits(is_internal=True, is_nowhere=True, is_looked_up=True, is_shared=True),
+    )
+    UNREAD = (
+        "overlay_unread",
+        "The same, and a stored live answer was not looked for",
+        MissTraits(is_internal=True, is_nowhere=True, is_looked_up=True),
+    )
+    EXPIRED = (
+        "expired",
+        "The stored live answer to this id has ended",
+        MissTraits(is_looked_up=True, is_shared=True),
+    )
+    INPUT_CHANGED = (
+        "input_changed",
+        "The stored live answer was computed from another input",
+        MissTraits(is_looked_up=True, is_shared=True),
+    )
+    PAGE_MISSING = "page_missing", "The page of its record is not in Redis", _OUTAGE
+    CORRUPT = "corrupt", "Its record in Redis is damaged", _OUTAGE
+    L2_TIMEOUT = "l2_timeout", "Redis did not answer in time, or the deadline left it none", _OUTAGE
+    L2_DOWN = "l2_down", "Redis cannot be reached", _OUTAGE
+    BREAKER_OPEN = (
+        "breaker_open",
+        "Redis failed several times and is not asked for a moment",
+        _OUTAGE,
+    )
 
     NEWER_EVENTS = (
         "newer_events",
         "The user has newer events, and no answer that counts them is stored yet",
     )
     FRESH = "fresh", "A fresh answer was demanded"
-    TOO_OLD = "too_old", "What is stored is older than `max_age_seconds`"
+    TOO_OLD = (
+        "too_old",
+        "What is stored is older than `max_age_seconds`",
+        MissTraits(allows_stored=True),
+    )
     EXHAUSTED = (
         "exhausted",
         "Of the list of an item, or of a live answer, fewer than k (or none) are left without what is excluded",
+        MissTraits(allows_stored=True, holds_for_previous=True),
     )
     FILTERED = (
         "filtered",
         "Fewer than k of the list pass the filter, and no vector to search by could be had, or no time was left",
     )
-    ENTITY_BLOCKED = "entity_blocked", "The id itself is on the blocklist"
+    ENTITY_BLOCKED = (
+        "entity_blocked",
+        "The id itself is on the blocklist",
+        MissTraits(holds_for_previous=True),
+    )
     INTERNAL_ERROR = "internal_error", "The service failed on this id, and has logged why"
 
     NOTHING_TO_COMPUTE_FROM = (
         "nothing_to_compute_from",
         "A fresh answer was demanded and nothing was sent to compute it from: this is what is stored",
+        MissTraits(has_stored_answer=True),
     )
     FRESH_UNAVAILABLE = (
         "fresh_unavailable",
         "A fresh answer was demanded and live has none (`live` says why): this is what is stored",
+        MissTraits(has_stored_answer=True),
     )
 
 
-OUTAGE_REASONS = frozenset(
-    {
-        MissReason.PAGE_MISSING,
-        MissReason.CORRUPT,
-        MissReason.L2_TIMEOUT,
-        MissReason.L2_DOWN,
-        MissReason.BREAKER_OPEN,
-    }
-)
-"""Reasons of a miss whose nightly record exists but is out of reach for a while."""
-
-STAND_IN_REASONS = OUTAGE_REASONS | {MissReason.NOT_IN_GENERATION}
-"""Reasons of a miss for an entity with a nightly position, where a live answer in L1 may stand in for a while."""
-
-NOWHERE_REASONS = frozenset({MissReason.NOT_IN_GENERATION, MissReason.NEGATIVE, MissReason.UNREAD})
-"""Reasons of a miss for an id that the night did not know and for which nothing is stored."""
-
-PUBLIC_BY_INTERNAL_REASON: Mapping[str, MissReason] = {
-    MissReason.NEGATIVE: MissReason.NOT_IN_GENERATION,
-    MissReason.UNREAD: MissReason.NOT_IN_GENERATION,
-}
-"""Internal reason -> the reason in answers, metrics and explanations, which do not say how an absence was found."""
-
-REASONS_WITH_STORED_ANSWER = frozenset(
-    {MissReason.NOTHING_TO_COMPUTE_FROM, MissReason.FRESH_UNAVAILABLE}
-)
-"""Reasons of a stored answer to a request that asked for a fresh one: no miss."""
+for _reason in MissReason:
+    _reason.public = MissReason.NOT_IN_GENERATION if _reason.traits.is_internal else _reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,6 @@ from cache.tiers.access_sample import AccessTrace
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache, ReadyAnswer
 from cache.tiers.reads import (
     MISS_BY_REASON,
-    OUTAGE_REASONS,
-    STAND_IN_REASONS,
     Counters,
     FlightKey,
     FlightKeys,
@@ -261,7 +259,7 @@ class TieredCache:
         if (
             record_key.position < 0
             or record_key.digest is None
-            or entry.reason not in STAND_IN_REASONS
+            or not entry.reason.traits.allows_stand_in
         ):
             return entry
         live_entry = self.local.get(live_key(key, record_key.digest))
@@ -269,7 +267,7 @@ class TieredCache:
         if not isinstance(outcome, Hit):
             return entry
         # Without a record of the night it is what is stored of this id, and no substitute.
-        reason = entry.reason if entry.reason in OUTAGE_REASONS else None
+        reason = entry.reason if entry.reason.traits.is_outage else None
         return outcome._replace(reason=reason)
 
     async def _read_one(

@@ -53,7 +53,7 @@ class NightExtractor(BaseExtractor):
             build_fields = task_instance.xcom_pull(task_ids=self.operator.task_id) or {}
         if not build_fields:  # it failed, or has nothing to do with one generation
             return OperatorLineage()
-        build = Build.of(night_config(), {"generation": "", **build_fields})
+        build = Build.of(night_config(), {"generation": build_fields.get("generation", "")})
         shard = self.operator.op_kwargs.get("shard")
         step_datasets = datasets_of(step, FinishedStep(build, shard, build_fields))
         return OperatorLineage(

@@ -18,7 +18,20 @@ from cache.l2.sentinel import is_sentinel, read_sentinel_url
 from cache.l2.slots import is_cluster, seed_urls
 from cache.store.artefacts import generation_path
 from cache.store.object_store import without_secrets
-from precompute.builds.build import Build, shard_report
+from precompute.builds.build import Build
+from precompute.builds.reports import (
+    ASSEMBLE,
+    BEGIN,
+    EMBED_ITEMS,
+    INDEX,
+    QUANTIZE,
+    BeginReport,
+    PagesEntry,
+    ReportName,
+    ReportT,
+    ShardReport,
+    shard_report,
+)
 from precompute.partitions import catalogue
 
 SOURCES: Final = ("interactions", "user_features", "item_features", "user_vectors", "item_vectors")
@@ -135,22 +148,25 @@ class FinishedStep:
             DatasetName.of_url(url, generation_path(generation), *names), **dataset_fields,
         )  # fmt: skip
 
-    def report(self, name: str) -> Mapping[str, Any]:
-        """Return a step's report; empty if it wrote none."""
-        return self.build.read_report(name) or {}
+    def report(self, name: ReportName[ReportT]) -> ReportT | None:
+        """Return a step's report; None if it wrote none."""
+        return self.build.read_report(name)
 
     @property
     def bundle(self) -> StepDataset:
         """Model bundle that `begin` pinned."""
-        return self.part("bundle", files=len(self.report("begin").get("bundle_files", ())) or None)
+        begin_report = self.report(BEGIN)
+        files = None if begin_report is None else len(begin_report["bundle_files"])
+        return self.part("bundle", files=files)
 
     @property
     def vectors(self) -> StepDataset:
         """Vectors of all items, float32."""
-        embed_report = self.report("embed_items")
-        rows, dims = embed_report.get("items"), embed_report.get("dims")
-        size_bytes = rows * dims * 4 if rows and dims else None
-        return self.part(catalogue.VECTORS, rows=rows, size_bytes=size_bytes)
+        embed_report = self.report(EMBED_ITEMS)
+        if embed_report is None:
+            return self.part(catalogue.VECTORS)
+        rows, dims = embed_report["items"], embed_report["dims"]
+        return self.part(catalogue.VECTORS, rows=rows, size_bytes=rows * dims * 4)
 
     @property
     def manifest(self) -> Manifest | None:
@@ -191,54 +207,61 @@ def _take_events(finished_step: FinishedStep) -> StepDatasets:
 
 
 def _begin(finished_step: FinishedStep) -> StepDatasets:
-    config, begin_report = finished_step.build.config, finished_step.report("begin")
+    config, begin_report = finished_step.build.config, finished_step.report(BEGIN)
     inputs = [*_sources(finished_step, begin_report)]
-    if events := begin_report.get("events"):
+    if begin_report is not None and "events" in begin_report:
+        events = begin_report["events"]
         name = DatasetName.of_url(finished_step.build.store.url, "events")
         inputs.append(StepDataset(name, events["until"], files=events["files"]))
     if not config.sources.item_vectors:
         name = DatasetName.of_url(str(config.path(config.bundle)))
-        inputs.append(StepDataset(name, begin_report.get("bundle_digest")))
+        bundle_digest = None if begin_report is None else begin_report["bundle_digest"]
+        inputs.append(StepDataset(name, bundle_digest))
     return StepDatasets(
         tuple(inputs),
         (
-            finished_step.part("items", rows=begin_report.get("items")),
-            finished_step.part("work/partition", rows=begin_report.get("users")),
+            finished_step.part("items", rows=begin_report and begin_report["items"]),
+            finished_step.part("work/partition", rows=begin_report and begin_report["users"]),
             finished_step.bundle,
         ),
     )
 
 
-def _sources(finished_step: FinishedStep, begin_report: Mapping[str, Any]) -> Iterator[StepDataset]:
+def _sources(
+    finished_step: FinishedStep, begin_report: BeginReport | None
+) -> Iterator[StepDataset]:
     """Yield the sources, with row counts if one file or pattern has all rows, and checks on rows left out."""
     config = finished_step.build.config
+    unusable = {} if begin_report is None else begin_report["unusable"]
     for kind in SOURCES:
         source_setting: Any = getattr(config.sources, kind)
         patterns = (
             [source_setting] if isinstance(source_setting, str) else [*(source_setting or ())]
         )
-        source_counts = begin_report.get("unusable", {}).get(kind, {})
+        source_report = unusable.get(kind)
         left_out = tuple(
             Check(f"usable: {reason}", False, reason_counts["rows"], 0, blocks=False)
-            for reason, reason_counts in source_counts.get("reasons", {}).items()
+            for reason, reason_counts in (source_report["reasons"] if source_report else {}).items()
         )
         for pattern in patterns:
-            rows = source_counts.get("rows") if len(patterns) == 1 else None
+            rows = source_report["rows"] if source_report and len(patterns) == 1 else None
             name = DatasetName.of_pattern(pattern, str(config.path(".").absolute()))
             yield StepDataset(name, rows=rows, checks=left_out)
 
 
 def _embed_items(finished_step: FinishedStep) -> StepDatasets:
-    rows = finished_step.report("begin").get("items")
-    return StepDatasets(
-        (finished_step.part("items", rows=rows), finished_step.bundle), (finished_step.vectors,)
-    )
+    begin_report = finished_step.report(BEGIN)
+    items = finished_step.part("items", rows=begin_report and begin_report["items"])
+    return StepDatasets((items, finished_step.bundle), (finished_step.vectors,))
 
 
 def _score(finished_step: FinishedStep) -> StepDatasets:
     score_report = finished_step.report(shard_report(finished_step.shard or 0))
-    users, items = score_report.get("users", {}), score_report.get("items", {})
-    tables = {**users.get("tables", {}), **items.get("tables", {})}
+    if score_report is None:
+        return StepDatasets(
+            (finished_step.part("work/partition"), finished_step.vectors, finished_step.bundle)
+        )
+    users, tables = score_report["users"], _tables_of_shard(score_report)
     written = tuple(
         finished_step.part(
             "tables",
@@ -249,8 +272,12 @@ def _score(finished_step: FinishedStep) -> StepDatasets:
         )
         for name, table_report in tables.items()
     )
-    read = finished_step.part("work/partition", rows=users.get("entities"))
+    read = finished_step.part("work/partition", rows=users["entities"])
     return StepDatasets((read, finished_step.vectors, finished_step.bundle), written)
+
+
+def _tables_of_shard(score_report: ShardReport) -> dict[str, PagesEntry]:
+    return {**score_report["users"]["tables"], **score_report["items"]["tables"]}
 
 
 def _assemble(finished_step: FinishedStep) -> StepDatasets:
@@ -258,29 +285,26 @@ def _assemble(finished_step: FinishedStep) -> StepDatasets:
         finished_step.report(shard_report(shard))
         for shard in range(finished_step.build.config.shards)
     ]
-    names = {
-        name
-        for report in reports
-        for kind in ("users", "items")
-        for name in report.get(kind, {}).get("tables", ())
-    }
-    rows = finished_step.report("assemble").get("users_scored")
+    names = {name for report in reports if report is not None for name in _tables_of_shard(report)}
+    assemble_report = finished_step.report(ASSEMBLE)
+    rows = assemble_report and assemble_report["users_scored"]
     read = tuple(finished_step.part("tables", name) for name in sorted(names))
     return StepDatasets(read, (finished_step.part(rows=rows),))
 
 
 def _index(finished_step: FinishedStep) -> StepDatasets:
+    index_report = finished_step.report(INDEX)
+    indexes = {} if index_report is None else index_report["indexes"]
     written = tuple(
-        finished_step.part(
-            index_report["file"]["path"], size_bytes=index_report["file"]["size_bytes"], files=1
-        )
-        for index_report in finished_step.report("index").get("indexes", {}).values()
+        finished_step.part(entry["file"]["path"], size_bytes=entry["file"]["size_bytes"], files=1)
+        for entry in indexes.values()
     )
     return StepDatasets((finished_step.vectors,), written)
 
 
 def _quantize(finished_step: FinishedStep) -> StepDatasets:
-    models = finished_step.report("quantize").get("models", {})
+    quantize_report = finished_step.report(QUANTIZE)
+    models = {} if quantize_report is None else quantize_report["models"]
     files = [
         model_file
         for model in models.values()

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, cast
 
 import orjson
 
@@ -21,7 +21,7 @@ from cache.errors import (
     StoreError,
     UnknownGeneration,
 )
-from cache.format.manifest import CUT_CHARS, GENERATION, Artefact, AttributeKind, Model
+from cache.format.manifest import CUT_CHARS, GENERATION, Artefact
 from cache.formats import FIELD, FORMATS, STAGES, demand, stamp
 from cache.store.artefacts import (
     COPY_IDLE_S,
@@ -31,6 +31,15 @@ from cache.store.artefacts import (
     write_atomically,
 )
 from cache.store.releases import all_releases
+from precompute.builds.reports import (
+    BEGIN,
+    AttributeFiles,
+    BuildId,
+    ModelEntry,
+    ReportName,
+    ReportT,
+    file_entry,
+)
 from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
@@ -40,9 +49,6 @@ from precompute.sources.erasures import ErasedEntities, all_erasures
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-AttributeFiles = tuple[AttributeKind, dict[str, str]]
-"""Kind of an attribute, and its files' paths by the field names of `cache.format.manifest.Attribute`."""
 
 CUT_FORMAT: Final = "%Y%m%dT%H%M%SZ"
 """Format of the cut, in UTC, at the start of a generation id, so that older data sorts first."""
@@ -60,9 +66,9 @@ class Build:
     generation: str
 
     @classmethod
-    def of(cls, config: NightConfig, build: Mapping[str, Any]) -> Self:
+    def of(cls, config: NightConfig, build: BuildId) -> Self:
         """Create the build from the value that steps pass on."""
-        return cls(config, config.store(), str(build["generation"]))
+        return cls(config, config.store(), build["generation"])
 
     @property
     def root(self) -> Path:
@@ -88,21 +94,21 @@ class Build:
         """Return the manifest entry of a finished file."""
         return describe(self.root, name)
 
-    def report(self, name: str, value: Mapping[str, Any]) -> None:
+    def report(self, name: ReportName[ReportT], value: ReportT) -> None:
         """Finish a step: its report is written last, so it proves that the files before it are complete."""
         write_json(self.path(f"work/{name}.json"), {**value, **stamp(STAGES)})
         self.finish(f"work/{name}.json")
 
-    def read_report(self, name: str) -> dict[str, Any] | None:
+    def read_report(self, name: ReportName[ReportT]) -> ReportT | None:
         """Return a step's report, None for an unfinished step; raise StoreError if the store does not answer."""
         raw = self.store.read(generation_path(self.generation, f"work/{name}.json"))
         if raw is None:
             return None
-        report: dict[str, Any] = orjson.loads(raw)
+        report = orjson.loads(raw)
         demand(STAGES, report.pop(FIELD, 1), f"work/{name}.json of {self.generation}")
-        return report
+        return cast(ReportT, report)
 
-    def need(self, name: str) -> dict[str, Any]:
+    def need(self, name: ReportName[ReportT]) -> ReportT:
         """Return a report that must exist."""
         report = self.read_report(name)
         if report is None:
@@ -117,7 +123,7 @@ class Build:
 
 def open_bundle(build: Build) -> Bundle:
     """Open the bundle that `begin` copied into the generation."""
-    begin_report = build.need("begin")
+    begin_report = build.need(BEGIN)
     for name in begin_report["bundle_files"]:
         build.fetch(f"bundle/{name}")
     bundle = Bundle.read(build.root / "bundle")
@@ -139,19 +145,19 @@ def fetch_model(build: Build, model: BundleModel) -> Path:
 
 def model_entry(
     build: Build, bundle: Bundle, name: str, int8: bool, agreement: Mapping[str, Any]
-) -> Model:
-    """Return the manifest entry of a bundle's model."""
+) -> ModelEntry:
+    """Return the entry of a bundle's model, for a report and the manifest."""
     source = next(bundle_model for bundle_model in bundle.models if bundle_model.name == name)
-    fp32, *weights = [build.describe(file_name) for _, file_name, _ in source.files]
-    return Model(
-        name=name,
-        fp32=fp32,
-        weights=weights[0] if weights else None,
-        int8=build.describe(f"models/{name}.int8.onnx") if int8 else None,
-        digest=source.digest,
-        spec=source.spec.to_json(),
-        agreement=agreement,
-    )
+    fp32, *weights = [file_entry(build.describe(file_name)) for _, file_name, _ in source.files]
+    return {
+        "name": name,
+        "fp32": fp32,
+        "int8": file_entry(build.describe(f"models/{name}.int8.onnx")) if int8 else None,
+        "digest": source.digest,
+        "spec": source.spec.to_json(),
+        "agreement": agreement,
+        "weights": weights[0] if weights else None,
+    }
 
 
 def fetch_items(build: Build) -> None:
@@ -164,13 +170,13 @@ def fetch_items(build: Build) -> None:
 
 def fetch_partition(build: Build, shard: int) -> None:
     """Fetch a shard's partition of the sources."""
-    for kind in kinds_of(build.need("begin")):
+    for kind in kinds_of(build.need(BEGIN).get("user_vectors", False)):
         build.fetch(f"work/partition/{shard:04d}.{kind}")
 
 
 def erased_from(build: Build) -> ErasedEntities:
     """Return the erased entities that `begin` left out of this build."""
-    numbers = set(build.need("begin").get("erased", ()))
+    numbers = set(build.need(BEGIN).get("erased", ()))
     return ErasedEntities.of(
         erasure for erasure in all_erasures(build.store) if erasure.number in numbers
     )
@@ -225,11 +231,6 @@ def newer_live(releases: Releases, cut: datetime, *, is_chosen: bool) -> str | N
     return live
 
 
-def shard_report(shard: int) -> str:
-    """Return the name of a scored shard's report."""
-    return f"shard-{shard:04d}"
-
-
 def attribute_paths(attributes: Mapping[str, AttributeFiles]) -> Iterator[str]:
     """Yield the paths of all files of these attributes."""
     for _, files in attributes.values():
@@ -260,8 +261,8 @@ def timed(build: Build, step: str) -> Iterator[None]:
 
 
 def on_this_host(
-    step: Callable[Concatenate[NightConfig, Mapping[str, Any], P], R],
-) -> Callable[Concatenate[NightConfig, Mapping[str, Any], P], R]:
+    step: Callable[Concatenate[NightConfig, BuildId, P], R],
+) -> Callable[Concatenate[NightConfig, BuildId, P], R]:
     """Wrap a step to first sweep this host's old copies, and record that it will hold files of its generation.
 
     If the generation is retired meanwhile, by a night of newer data, the step raises Refused, not an error about a
@@ -269,10 +270,8 @@ def on_this_host(
     """
 
     @functools.wraps(step)
-    def run(
-        config: NightConfig, build: Mapping[str, Any], /, *arguments: P.args, **options: P.kwargs
-    ) -> R:
-        store, generation = config.store(), str(build["generation"])
+    def run(config: NightConfig, build: BuildId, /, *arguments: P.args, **options: P.kwargs) -> R:
+        store, generation = config.store(), build["generation"]
         sweep_copies(store, in_use=[generation])
         record_copies(store, generation)
         try:

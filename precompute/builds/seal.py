@@ -2,10 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from cache.config.timetable import NIGHT_STEPS, SEALING_STEP, STEPS_TIMED_APART
 from cache.format.manifest import (
     FACET,
     FEATURED_USERS,
@@ -37,6 +35,19 @@ from precompute.builds.build import (
     cut_of,
     fetch_items,
     open_bundle,
+)
+from precompute.builds.reports import (
+    ASSEMBLE,
+    BEGIN,
+    EMBED_ITEMS,
+    INDEX,
+    QUANTIZE,
+    FacetEntry,
+    FileEntry,
+    ModelEntry,
+    PagesEntry,
+    ShardReport,
+    file_entry,
     shard_report,
 )
 from precompute.builds.tables import (
@@ -48,9 +59,9 @@ from precompute.builds.tables import (
     records_per_page,
 )
 from precompute.bundles.bundle import Bundle
-from precompute.config.progress import Step
 from precompute.config.settings import NightConfig, TableConfig
 from precompute.partitions import catalogue
+from precompute.partitions.night_input import EventFields
 from precompute.partitions.shard_files import first_hash
 from precompute.sources.unusable import UNKNOWN_NAMED, merged
 
@@ -65,11 +76,8 @@ WRITERS = {
 }
 """Manifest version above the first -> words for the nights that write it."""
 
-FactsOf = Callable[[Build, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
+FactsOf = Callable[[Build, Sequence[ShardReport]], Mapping[str, Any]]
 """Function that returns one feature's facts for the manifest, from a build and the reports of its shards."""
-
-REPORTED = tuple(name for name in NIGHT_STEPS[: NIGHT_STEPS.index(SEALING_STEP)] if name != "score")
-"""Steps whose reports, under their names, the manifest is made from; `score` leaves one for each shard instead."""
 
 
 def seal(build: Build, features: Iterable[FactsOf]) -> Manifest:
@@ -78,12 +86,13 @@ def seal(build: Build, features: Iterable[FactsOf]) -> Manifest:
     if (sealed := build.store.read(path)) is not None:
         return Manifest.from_bytes(sealed)
     config, bundle = build.config, open_bundle(build)
-    steps = {name: build.need(name) for name in REPORTED}
-    begin_report, index, models = steps["begin"], steps["index"], steps["quantize"]
+    begin_report, embed_report = build.need(BEGIN), build.need(EMBED_ITEMS)
+    build.need(ASSEMBLE)
+    index_report, quantize_report = build.need(INDEX), build.need(QUANTIZE)
     reports = [build.need(shard_report(shard)) for shard in range(config.shards)]
     fetch_items(build)
     attributes = begin_report.get("attributes", {})
-    facets = begin_report.get("facets") or steps["embed_items"].get("facets") or {}
+    facets = begin_report.get("facets") or embed_report.get("facets") or {}
     for file in (catalogue.VECTORS, *attribute_paths(attributes)):
         build.fetch(file)
     build.fetch("defaults.json")
@@ -99,7 +108,7 @@ def seal(build: Build, features: Iterable[FactsOf]) -> Manifest:
                 "user", begin_report["user_seed"], [report["users"]["directory"] for report in reports]
             ),
             "item": _entity_set("item", begin_report["item_seed"], [
-                asdict(build.describe(catalogue.directory_file("item", shard))) for shard in range(config.shards)
+                file_entry(build.describe(catalogue.directory_file("item", shard))) for shard in range(config.shards)
             ]),
         }
         | {f"{FACET}{name}": _values(name, facet) for name, facet in facets.items()},
@@ -117,23 +126,15 @@ def seal(build: Build, features: Iterable[FactsOf]) -> Manifest:
         ),
         tables=_tables(config, bundle, reports)
         | {name: _facet(config, name, facet["table"]) for name, facet in facets.items()},
-        models={
-            name: Model(**{
-                **model_report,
-                **{
-                    file: Artefact(**model_report[file])
-                    for file in ("fp32", "int8", "weights") if model_report.get(file)
-                },
-            })
-            for name, model_report in models["models"].items()
-        },
+        models={name: _model(entry) for name, entry in quantize_report["models"].items()},
         indexes={
-            name: Index(**{**index_report, "file": Artefact(**index_report["file"])})
-            for name, index_report in index["indexes"].items()
+            name: Index(entry["metric"], entry["kind"], Artefact(**entry["file"]), entry["recall"])
+            for name, entry in index_report["indexes"].items()
         },
         defaults=build.describe("defaults.json"),
         timings={
-            **{name: report["seconds"] for name, report in steps.items() if name not in STEPS_TIMED_APART},
+            "begin": begin_report["seconds"], "embed_items": embed_report["seconds"],
+            "index": index_report["seconds"], "quantize": quantize_report["seconds"],
             "score": scoring_seconds(reports),
         },
         gates=(),  # `verify` adds its verdicts
@@ -151,7 +152,7 @@ def seal(build: Build, features: Iterable[FactsOf]) -> Manifest:
             HISTORY_LIMIT: config.history_limit,
             "inputs": begin_report["inputs"],
             "unusable": merged([begin_report.get("unusable", {}), *(
-                report[kind].get("unusable", {}) for report in reports for kind in ("users", "items")
+                scores.get("unusable", {}) for report in reports for scores in (report["users"], report["items"])
             )]),
             **({"remarks": begin_report["remarks"]} if begin_report.get("remarks") else {}),
             "vocabulary_digest": bundle.vocabulary_digest,
@@ -169,12 +170,25 @@ def seal(build: Build, features: Iterable[FactsOf]) -> Manifest:
     return manifest
 
 
-def _events(config: NightConfig, begin_report: Step) -> EventsRead | None:
-    if not (read := begin_report.get("events")):
+def _model(entry: ModelEntry) -> Model:
+    int8, weights = entry["int8"], entry.get("weights")
+    return Model(
+        name=entry["name"],
+        fp32=Artefact(**entry["fp32"]),
+        int8=None if int8 is None else Artefact(**int8),
+        digest=entry["digest"],
+        spec=entry["spec"],
+        agreement=entry["agreement"],
+        weights=None if weights is None else Artefact(**weights),
+    )
+
+
+def _events(config: NightConfig, fields: EventFields) -> EventsRead | None:
+    if not (read := fields.get("events")):
         return None
     facets = {name: facet.attribute for name, facet in config.facets.items()}
     # As `begin` noted it: a position counts in the stream that it was read from, whatever the settings name by now.
-    of = begin_report["events_namespace"]
+    of = fields["events_namespace"]
     namespace = "" if of == config.namespace else of
     return EventsRead(read["until"], config.history_limit, facets, namespace)
 
@@ -190,7 +204,7 @@ def manifest_format(config: NightConfig, bundle: Bundle) -> int:
     return WITH_WEIGHTS if bundle.has_weights else MANIFEST_FORMAT
 
 
-def scoring_seconds(reports: Sequence[Step]) -> float:
+def scoring_seconds(reports: Sequence[ShardReport]) -> float:
     """The time in which at least one shard was under way."""
     seconds, covered_until = 0.0, 0.0
     for began_at, ended_at in sorted(
@@ -201,7 +215,7 @@ def scoring_seconds(reports: Sequence[Step]) -> float:
     return seconds
 
 
-def _entity_set(name: Any, seed: int, parts: Sequence[Step]) -> EntitySet:
+def _entity_set(name: Any, seed: int, parts: Sequence[FileEntry]) -> EntitySet:
     directory_parts = tuple(
         DirectoryPart(first_hash(shard, len(parts)), part["size_bytes"] // 8, Artefact(**part))
         for shard, part in enumerate(parts)
@@ -209,20 +223,22 @@ def _entity_set(name: Any, seed: int, parts: Sequence[Step]) -> EntitySet:
     return EntitySet(name, seed, sum(part.count for part in directory_parts), directory_parts)
 
 
-def _tables(config: NightConfig, bundle: Bundle, reports: Sequence[Step]) -> dict[str, Table]:
+def _tables(
+    config: NightConfig, bundle: Bundle, reports: Sequence[ShardReport]
+) -> dict[str, Table]:
     return {
         name: _table(config, bundle, reports, name, table)
         for name, table in configured_tables(config, bundle).items()
     }
 
 
-def _values(name: str, facet: Step) -> EntitySet:
+def _values(name: str, facet: FacetEntry) -> EntitySet:
     count = facet["table"]["count"]
     part = DirectoryPart(0, count, Artefact(**facet["directory"]))
     return EntitySet(f"{FACET}{name}", facet["seed"], count, (part,))
 
 
-def _facet(config: NightConfig, name: str, part: Step) -> Table:
+def _facet(config: NightConfig, name: str, part: PagesEntry) -> Table:
     layout = facet_layout(config.facets[name].k)
     per_page, count = records_per_page(layout, config.page_bytes), part["count"]
     file, sums = Artefact(**part["file"]), Artefact(**part["sums"])
@@ -231,7 +247,7 @@ def _facet(config: NightConfig, name: str, part: Step) -> Table:
 
 
 def _filters(
-    config: NightConfig, bundle: Bundle, reports: Sequence[Step]
+    config: NightConfig, bundle: Bundle, reports: Sequence[ShardReport]
 ) -> dict[str, NamedFilter]:
     tables_by_filter: dict[str, dict[str, Table]] = {name: {} for name in config.filters}
     for name, (table, filter_) in config.filtered.items():
@@ -245,13 +261,17 @@ def _filters(
 
 
 def _table(
-    config: NightConfig, bundle: Bundle, reports: Sequence[Step], name: str, table: TableConfig
+    config: NightConfig,
+    bundle: Bundle,
+    reports: Sequence[ShardReport],
+    name: str,
+    table: TableConfig,
 ) -> Table:
     entity, layout = entity_of(bundle, name, table), layout_of(bundle, table)
     per_page = records_per_page(layout, config.page_bytes)
     parts, page = [], 0
     for report in reports:
-        part = report["users" if entity == "user" else "items"]["tables"][name]
+        part = (report["users"] if entity == "user" else report["items"])["tables"][name]
         pages = -(-part["count"] // per_page)
         parts.append(
             TablePart(

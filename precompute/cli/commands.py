@@ -6,7 +6,7 @@ Each imports its own libraries when it runs, which other commands do without.
 import argparse
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -33,6 +33,7 @@ from cache.store.audit import (
 from cache.store.blocklist import Blocklist, change_blocklist, latest_blocklist
 from cache.store.releases import all_releases
 from precompute.builds.night_failure import noting_failure
+from precompute.builds.reports import BegunBuild, BuildId
 from precompute.config.console import CommandOutput, OutputContent, err_console, iso
 from precompute.config.progress import Progress, size_text
 from precompute.config.settings import NightConfig
@@ -41,20 +42,21 @@ from precompute.releases.release_log import demand_reason, open_releases
 from precompute.steps.night import Night, run_night, step_in_night
 
 
-def step(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def step(
+    config: NightConfig, arguments: argparse.Namespace, progress: Progress
+) -> Mapping[str, Any]:
     """A step as a night runs it, by its name there."""
     attempt = getattr(arguments, "attempt", None) or new_attempt()
-    build = _build(arguments) if "generation" in arguments else {}
-    return step_in_night(arguments.step)(
-        Night(config, attempt, progress=progress, build=build)
-    ).result
+    generation = getattr(arguments, "generation", "")
+    night = Night(config, attempt, progress=progress, generation=generation)
+    return step_in_night(arguments.step)(night).result
 
 
-def _build(arguments: argparse.Namespace) -> dict[str, Any]:
+def _build(arguments: argparse.Namespace) -> BuildId:
     return {"generation": arguments.generation}
 
 
-def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> BegunBuild:
     """A generation named, its inputs pinned."""
     from precompute.steps import begin as begin_step
 
@@ -110,7 +112,9 @@ def quantize(
     }
 
 
-def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
+def warm(
+    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
+) -> Mapping[str, Any]:
     """Wait for every replica; raise Conflict for a generation that is not live, or if some are not ready in time."""
     from precompute.steps import warm as warm_step
 

@@ -35,7 +35,7 @@ out_console = SafeConsole()
 
 err_console = SafeConsole(stderr=True, soft_wrap=True)
 
-OutputContent = dict[str, Any] | Sequence[Table | str | Text]
+OutputContent = Mapping[str, Any] | Sequence[Table | str | Text]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def show(output: OutputContent | str, stdout_console: Console) -> None:
     if isinstance(output, str):
         stdout_console.file.write(f"{printable_lines(output)}\n")
         return
-    if isinstance(output, dict):
+    if isinstance(output, Mapping):
         output = [table_of(output)]
     console = (
         stdout_console
@@ -87,7 +87,7 @@ def show(output: OutputContent | str, stdout_console: Console) -> None:
         console.print(renderable, highlight=False)
 
 
-def table_of(report: dict[str, Any]) -> Table:
+def table_of(report: Mapping[str, Any]) -> Table:
     """Build a table with a row for each field that has a value; nested fields become one row, or a row each."""
     table = Table(show_header=False, box=None)
     for name, text in _rows(report):

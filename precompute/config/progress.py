@@ -1,10 +1,6 @@
-"""Progress of a step while it works, the result that it hands on, and sizes in words."""
+"""Progress of a step while it works, and sizes in words."""
 
 from collections.abc import Callable
-from typing import Any
-
-Step = dict[str, Any]
-"""Result that a step hands on: small and JSON-able."""
 
 Progress = Callable[[str, int, int], None]
 """Callback (label, completed, total), called often and from one thread; drawing is left to it."""

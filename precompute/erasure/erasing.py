@@ -17,7 +17,6 @@ from cache.store.blocklist import change_blocklist, latest_blocklist
 from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, hour_of, member
 from precompute.builds.tables import ENTITIES
 from precompute.bundles.bundle_store import forget_items
-from precompute.config.progress import Step
 from precompute.config.settings import NightConfig, retained
 from precompute.erasure.holders import EntityHolder, holders, sweep_left_out_notes
 from precompute.events.stream import forget_events
@@ -198,7 +197,7 @@ def settle(config: NightConfig, releases: Releases) -> list[ErasureStatus]:
 
 def settle_in_night(
     config: NightConfig, releases: Releases, needed_generations: Collection[str]
-) -> Step:
+) -> dict[str, int]:
     """Settle all erasures, and sweep notes of generations that are gone; return `erasures_pending` for the report."""
     sweep_left_out_notes(releases.store, needed_generations)
     pending = sum(status.state == "pending" for status in settle(config, releases))

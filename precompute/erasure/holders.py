@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
@@ -18,6 +17,7 @@ from cache.format.directory import map_file
 from cache.format.ids import hash_ids
 from cache.format.manifest import GENERATION, EntityKind, Manifest
 from cache.store.artefacts import COPIES_FOLDER, ArtefactStore, copies_record_path, generation_path
+from precompute.builds.reports import BeginReport
 from precompute.partitions import holdout
 from precompute.partitions.catalogue import directory_file
 from precompute.partitions.shard_files import kinds_of, naming, shard_of
@@ -104,8 +104,8 @@ def _held_by(store: ArtefactStore, generation: str, erasures: Sequence[Erasure])
 
     try:
         raw = read("work/begin.json")
-        begin_report: dict[str, Any] | None = None if raw is None else orjson.loads(raw)
-        left_out = set((begin_report or {}).get("erased", ()))
+        begin_report: BeginReport | None = None if raw is None else orjson.loads(raw)
+        left_out = set(() if begin_report is None else begin_report.get("erased", ()))
         erasures_to_check = [erasure for erasure in erasures if erasure.number not in left_out]
         if not erasures_to_check or begin_report is None:
             return {erasure.number for erasure in erasures_to_check}
@@ -130,12 +130,13 @@ def _held_by(store: ArtefactStore, generation: str, erasures: Sequence[Erasure])
 def _looked_up(
     kind: EntityKind,
     erasures: Sequence[Erasure],
-    begin_report: Mapping[str, Any],
+    begin_report: BeginReport,
     manifest: Manifest | None,
     fetch: Fetch,
 ) -> set[int]:
     """Return the erasure numbers found in the directory, partition, reports or interactions beyond the cut."""
-    seed, shards = begin_report[f"{kind}_seed"], len(begin_report["bounds"]) - 1
+    seed = begin_report["user_seed"] if kind == "user" else begin_report["item_seed"]
+    shards = len(begin_report["bounds"]) - 1
     hashes = hash_ids([erasure.raw for erasure in erasures], seed)
     unusable_ids = ids_in(begin_report.get("unusable", {}))
     unusable_ids |= ids_in({} if manifest is None else manifest.facts.get("unusable", {}))
@@ -155,7 +156,8 @@ def _looked_up(
             if erasures[index].number not in held_numbers
         ]
         if kind == "user" and missed:
-            held_numbers |= _in_partition(missed, shard, naming(kinds_of(begin_report)), fetch)
+            kinds = naming(kinds_of(begin_report.get("user_vectors", False)))
+            held_numbers |= _in_partition(missed, shard, kinds, fetch)
     if len(held_numbers) < len(erasures):
         held_numbers |= _beyond_cut(kind, erasures, fetch)
     return held_numbers

@@ -1,16 +1,17 @@
 """Events as a further input of a night, and their entries in the manifest and the night's table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from cache.events.new_items import ITEM_COLUMN, ITEM_VECTORS
 from precompute.builds.build import Build, open_bundle
+from precompute.builds.reports import BEGIN, BeginReport, ShardReport
 from precompute.config.settings import NightConfig
 from precompute.events.event_trials import values_of_night
 from precompute.events.files import event_files, read_event_interactions
 from precompute.partitions.catalogue import feature_inputs
-from precompute.partitions.night_input import FurtherInput
+from precompute.partitions.night_input import EventFields, EventsEntry, FurtherInput
 
 
 def input_of_night(config: NightConfig, events_until: str | None) -> FurtherInput:
@@ -19,9 +20,9 @@ def input_of_night(config: NightConfig, events_until: str | None) -> FurtherInpu
     Return an empty input if events are disabled.
     """
     events = event_files(config, events_until)
-    facts: dict[str, Any] = {}
+    facts: EventFields = {}
     if events.until_position is not None:
-        read = {"until": str(events.until_position), "files": len(events.files)}
+        read: EventsEntry = {"until": str(events.until_position), "files": len(events.files)}
         facts = {"events": read, "events_namespace": config.of_events().namespace}
     return FurtherInput(
         files=events.files,
@@ -32,9 +33,9 @@ def input_of_night(config: NightConfig, events_until: str | None) -> FurtherInpu
     )
 
 
-def event_facts(build: Build, _reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def event_facts(build: Build, _reports: Sequence[ShardReport]) -> dict[str, Any]:
     """Return the facts of a generation with events: those that a service needs to count newer events with vectors."""
-    begin_report = build.need("begin")
+    begin_report = build.need(BEGIN)
     if not begin_report.get("events"):
         return {}
     id_column = build.config.sources.item_column
@@ -46,7 +47,7 @@ def event_facts(build: Build, _reports: Sequence[Mapping[str, Any]]) -> dict[str
     }
 
 
-def unlisted_in_words(begin_report: Mapping[str, Any], config: NightConfig) -> str:
+def unlisted_in_words(begin_report: BeginReport, config: NightConfig) -> str:
     """Describe items that are in no table, from the report of `begin`; empty without any."""
     if not (items := begin_report.get("unlisted_items", 0)):
         return ""

@@ -21,7 +21,6 @@ from cache.format.redis_keys import Keyspace
 from cache.format.stream_position import BEGINNING, Position
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.traffic.experiments import latest_experiments
-from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
 from precompute.events.files import (
     END_KEY,
@@ -37,6 +36,7 @@ from precompute.events.files import (
     until_of,
 )
 from precompute.events.stores import connect_events
+from precompute.partitions.night_input import EventFields
 from precompute.releases.release_log import Releases
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities, Erasure, all_erasures
 
@@ -92,8 +92,9 @@ class EventStores:
                     end_text = events.until if events and is_own_namespace else None
                 except UnknownGeneration:  # in the making
                     raw = store.read(generation_path(generation, "work/begin.json"))
-                    begin_events = None if raw is None else orjson.loads(raw).get("events")
-                    end_text = (begin_events or {}).get("until")
+                    begin_fields: EventFields = {} if raw is None else orjson.loads(raw)
+                    begin_events = begin_fields.get("events")
+                    end_text = None if begin_events is None else begin_events["until"]
                 except CorruptArtefact:
                     yield BEGINNING
                     continue
@@ -389,7 +390,7 @@ def trim_stream(
 
 def trim_in_night(
     config: NightConfig, _releases: Releases, _needed_generations: Collection[str]
-) -> Step:
+) -> dict[str, int]:
     """Trim the night's own stream, if events are enabled; return `events_trimmed` for the report."""
     if not config.events.enabled:
         return {"events_trimmed": 0}

@@ -2,26 +2,27 @@
 
 import argparse
 from datetime import UTC, datetime
-from typing import Any
 
 from cache.control.states import UNFINISHED
 from cache.errors import ConfigError
 from cache.format.manifest import GENERATION
 from cache.format.stream_position import Position
 from precompute.builds.build import Build, settings_digest
+from precompute.builds.reports import BEGIN
 from precompute.bulk.headroom import writes_files
-from precompute.config.progress import Progress, Step
+from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.events.files import event_files
 from precompute.events.stores import connect_events
 from precompute.events.stream import EventStores, forget_in_files, merge_files, take_events
+from precompute.partitions.night_input import TakenEvents
 from precompute.releases.release_log import open_releases
 from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.files import all_files, pin
 
 
 @writes_files
-def run(config: NightConfig) -> Step:
+def run(config: NightConfig) -> TakenEvents:
     """Write the stream's new events into the store; return their number, and the position up to which files have all.
 
     Nights of an arm write events that the control's have not written yet into the files that both read.
@@ -59,11 +60,11 @@ def take_before_begin(config: NightConfig, cut: str | None) -> tuple[str | None,
     """
     if not config.events.enabled:
         return None, ""
-    step_result = run(config)
+    taken_events = run(config)
     unfinished_until = _unfinished_until(config, cut)
     if unfinished_until is not None:
-        step_result = {**step_result, "events_until": unfinished_until}
-    return step_result["events_until"], in_words(step_result)
+        taken_events = {**taken_events, "events_until": unfinished_until}
+    return taken_events["events_until"], in_words(taken_events)
 
 
 def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
@@ -74,13 +75,14 @@ def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
             is_one = GENERATION.fullmatch(generation) is not None
             if not is_one or releases.state(generation) not in UNFINISHED:
                 continue
-            begin_report = Build(config, releases.store, generation).read_report("begin") or {}
-            if (begin_report.get("cut"), begin_report.get("settings")) != (
-                cut,
-                settings,
-            ) or "events" not in begin_report:
+            begin_report = Build(config, releases.store, generation).read_report(BEGIN)
+            if (
+                begin_report is None
+                or (begin_report["cut"], begin_report["settings"]) != (cut, settings)
+                or "events" not in begin_report
+            ):
                 continue
-            events_until = str(begin_report["events"]["until"])
+            events_until = begin_report["events"]["until"]
             try:
                 of_events = {file.name for file in event_files(config, events_until).files}
             except ConfigError:  # merged since, by nights that do not know of this one
@@ -95,24 +97,22 @@ def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
     return None
 
 
-def in_words(events_result: Step) -> str:
+def in_words(taken_events: TakenEvents) -> str:
     """Events of one try, such as "12,345 events taken over, up to 2026-01-31T00:00:00Z (1769817600000-0)"."""
-    until_position = Position.parse(events_result["events_until"])
+    until_position = Position.parse(taken_events["events_until"])
     at = datetime.fromtimestamp(until_position.ms / 1000, UTC)
-    summary = f"{events_result['events']:,} events taken over, up to {at:%Y-%m-%dT%H:%M:%SZ} ({until_position})"
+    summary = f"{taken_events['events']:,} events taken over, up to {at:%Y-%m-%dT%H:%M:%SZ} ({until_position})"
     if not until_position.ms:
         summary = "0 events taken over: none was accepted yet"
-    reasons = {"left_out": "erased", "unreadable": "that are no events"}
-    left_out_texts = [
-        f"{events_result[name]:,} {reason}"
-        for name, reason in reasons.items()
-        if events_result[name]
-    ]
+    count_by_reason = {
+        "erased": taken_events["left_out"], "that are no events": taken_events["unreadable"],
+    }  # fmt: skip
+    left_out_texts = [f"{count:,} {reason}" for reason, count in count_by_reason.items() if count]
     return f"{summary}; left out: {', '.join(left_out_texts)}" if left_out_texts else summary
 
 
 def command(
     config: NightConfig, _arguments: argparse.Namespace, _progress: Progress
-) -> dict[str, Any]:
+) -> TakenEvents:
     """The stream's new events, as files in the store."""
     return run(config)

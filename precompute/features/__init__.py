@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from datetime import datetime
     from pathlib import Path
-    from typing import Any, Protocol
+    from typing import Protocol
 
     import numpy as np
     import redis
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
     from cache.format.item_table import ItemTable
     from cache.store.artefacts import ArtefactStore
-    from precompute.builds.build import AttributeFiles, Build
+    from precompute.builds.build import Build
+    from precompute.builds.reports import AttributeFiles, BeginReport, FacetFields, ShardReport
     from precompute.builds.seal import FactsOf
     from precompute.bulk.headroom import ArmRoom
     from precompute.bundles.bundle import Bundle
-    from precompute.config.progress import Step
     from precompute.config.settings import NightConfig
     from precompute.gates.evidence.candidate import Gate
     from precompute.gates.evidence.evidence import AllowedByManifest
-    from precompute.partitions.night_input import FurtherInput
+    from precompute.partitions.night_input import FurtherInput, TakenEvents
     from precompute.releases.release_log import Releases
     from precompute.reuse.prior import PriorIndex
     from precompute.scoring.input_samples import SampleTaker
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     SettingCheck = Callable[[NightConfig], None]
     """Raise ConfigError for unusable settings of a feature."""
 
-    RemarkOnBegin = Callable[[Mapping[str, Any], NightConfig], str]
+    RemarkOnBegin = Callable[[BeginReport, NightConfig], str]
     """Line on the report of `begin`, after a line break; empty if nothing is to be reported."""
 
     GenerationNamed = Callable[[ArtefactStore, str, ErasedEntities], None]
@@ -66,7 +66,9 @@ if TYPE_CHECKING:
     ]
     """Write attributes of items below a folder, with values from events; return their kinds and files by name."""
 
-    TablesByScores = Callable[[Build, Mapping[str, Any], ItemTable, NDArray[np.float32]], Step]
+    TablesByScores = Callable[
+        [Build, Mapping[str, AttributeFiles], ItemTable, NDArray[np.float32]], FacetFields
+    ]
     """Write tables by attributes and scores of items; return fields of the step's report."""
 
     RemarkOnPublish = Callable[[NightConfig, str], str]
@@ -75,11 +77,11 @@ if TYPE_CHECKING:
     RoomsBeside = Callable[[NightConfig, "redis.Redis"], tuple[ArmRoom, ...]]
     """Return the room that generations of other namespaces take in Redis and on hosts."""
 
-    AfterPublish = Callable[[NightConfig, Releases, Collection[str]], Step]
+    AfterPublish = Callable[[NightConfig, Releases, Collection[str]], Mapping[str, int]]
     """Sweep a feature's stored data, given the generations still needed; return fields of the report."""
 
 
-def taking() -> Callable[[NightConfig], Step]:
+def taking() -> Callable[[NightConfig], TakenEvents]:
     """Return the step `take_events`."""
     from precompute.events.taking import run
 
@@ -122,7 +124,7 @@ def prior_index() -> type[PriorIndex]:
     return PriorIndex
 
 
-def remarks_on_scores() -> tuple[Callable[[Sequence[Mapping[str, Any]]], str], ...]:
+def remarks_on_scores() -> tuple[Callable[[Sequence[ShardReport]], str], ...]:
     """Return the functions of lines in the night's table, from the reports of shards; a line follows a line break."""
     from precompute.reuse.reasons import users_remark
 

@@ -1,8 +1,8 @@
 """Facets: a table for each value of an attribute, of its items with the best mean scores."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Self
+from dataclasses import dataclass
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from cache.format.item_table import ItemTable
 from cache.format.manifest import FACET
 from cache.records import NO_ITEM, encode_topk
 from precompute.builds.build import Build, cut_of
+from precompute.builds.reports import AttributeFiles, FacetEntry, FacetFields, file_entry
 from precompute.builds.tables import facet_layout
 from precompute.partitions.catalogue import directory_file
 from precompute.partitions.grouping import sort_unique
@@ -25,8 +26,11 @@ _AT_ONCE: Final = 4_096
 
 
 def write_facets(
-    build: Build, attributes: Mapping[str, Any], items: ItemTable, scores: NDArray[np.float32]
-) -> dict[str, Any]:
+    build: Build,
+    attributes: Mapping[str, AttributeFiles],
+    items: ItemTable,
+    scores: NDArray[np.float32],
+) -> FacetFields:
     """Write and publish the table of each facet, by `scores` float32 [items], ties by ordinal.
 
     Returns `facets` for a step's report, if there are any: the seed, directory and pages of each. Raises
@@ -89,7 +93,7 @@ class AttributeValues:
 
 def _write_facet(
     build: Build, name: str, k: int, values: AttributeValues, scores: NDArray[np.float32]
-) -> dict[str, Any]:
+) -> FacetEntry:
     # An empty text is no id, so nobody can ask for it.
     rows = np.array([row for row, raw in enumerate(values.ids) if raw], np.int64)
     raws = [values.ids[row] for row in rows.tolist()]
@@ -114,5 +118,5 @@ def _write_facet(
             value_fingerprints = fingerprints([raws[row] for row in batch_indexes.tolist()])
             file.append(encode_topk(layout, value_fingerprints, list_ordinals, numbers, at))
     table = describe_pages(build, file)
-    build.finish(directory, *(table[kind]["path"] for kind in ("file", "sums")))
-    return {"seed": seed, "directory": asdict(build.describe(directory)), "table": table}
+    build.finish(directory, table["file"]["path"], table["sums"]["path"])
+    return {"seed": seed, "directory": file_entry(build.describe(directory)), "table": table}

@@ -30,7 +30,8 @@ from cache.format.item_table import ItemTable
 from cache.format.manifest import AttributeKind, Manifest
 from cache.model.filter_mask import FilterMask
 from cache.store.artefacts import write_atomically
-from precompute.builds.build import AttributeFiles, Build, attribute_paths
+from precompute.builds.build import Build, attribute_paths
+from precompute.builds.reports import BEGIN, AttributeFiles
 from precompute.config.settings import NightConfig
 from precompute.partitions.catalogue import ITEM_ROWS, columns_by_ordinal
 from precompute.sources.columns import as_rows, is_text
@@ -274,10 +275,10 @@ def allowed_items(build: Build) -> dict[str, NDArray[np.bool_]]:
     filtered = build.config.filtered
     if not filtered:
         return {}
-    begin_report = build.need("begin")
+    begin_report = build.need(BEGIN)
     for path in attribute_paths(begin_report["attributes"]):
         build.fetch(path)
-    count = int(begin_report["items"])
+    count = begin_report["items"]
     filter_mask_by_name = passing_filters(
         build.config, build.root, begin_report["attributes"], count
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -61,6 +61,15 @@ FEATURE_ROWS_AT_ONCE = 1 << 14
 """Items whose values are read at once: a text becomes a Python object, of which no step holds one for each item."""
 
 
+class CatalogueFields(TypedDict):
+    """Catalogue as the report of `begin` has it; items of shard `s` are `bounds[s]` to `bounds[s + 1]`."""
+
+    item_seed: int
+    items: int
+    items_without_vector: int
+    bounds: list[int]
+
+
 def feature_inputs(bundle: Bundle, entity: EntityKind) -> list[InputSpec]:
     """Inputs that models of one kind of entities take from feature columns."""
     return _feature_inputs(bundle.models, entity)
@@ -93,7 +102,7 @@ def write_catalogue(
     values: EntityValues = NO_VALUES,
     event_item_ids: Collection[bytes] = (),
     unusable: UnusableRows | None = None,
-) -> dict[str, Any]:
+) -> CatalogueFields:
     """Write ids, offsets, model indices and the item directory; return the seed and counts, also of items left out.
 
     The items are those of the feature table if there is one, with those that events `event_item_ids`, else the
@@ -323,9 +332,9 @@ def directory_file(entity: str, shard: int) -> str:
     return f"directory/{entity}/{shard:04d}.u64"
 
 
-def open_items(root: Path, begin_report: Mapping[str, Any], *, dims: int = 0) -> ItemTable:
+def open_items(root: Path, fields: CatalogueFields, *, dims: int = 0) -> ItemTable:
     """The item table of a build; with `dims`, its vectors as well."""
-    bounds = begin_report["bounds"]
+    bounds = fields["bounds"]
     shards = len(bounds) - 1
     parts = [
         map_file(root / directory_file("item", shard), "<u8")
@@ -334,11 +343,11 @@ def open_items(root: Path, begin_report: Mapping[str, Any], *, dims: int = 0) ->
         for shard in range(shards)
     ]
     directory = Directory(
-        begin_report["item_seed"], [first_hash(shard, shards) for shard in range(shards)], parts
+        fields["item_seed"], [first_hash(shard, shards) for shard in range(shards)], parts
     )
     vectors: NDArray[np.float32] = np.empty((0, 0), np.float32)
     if dims:
-        vectors = map_file(root / VECTORS, "<f4", (begin_report["items"], dims))
+        vectors = map_file(root / VECTORS, "<f4", (fields["items"], dims))
     return ItemTable(
         directory,
         map_file(root / IDS, "u1"),

@@ -1,16 +1,16 @@
 """Input of a night: its sources, and from a feature in addition to them files, interactions and values of entities."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypedDict
 
 from cache.format.item_table import ItemTable
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities
 from precompute.sources.features import NO_VALUES, EntityValues
-from precompute.sources.files import SourceFile
+from precompute.sources.files import InputEntry, SourceFile
 from precompute.sources.readers import Interactions
 from precompute.sources.unusable import UnusableRows
 
@@ -55,6 +55,29 @@ def no_values(
     return NO_NIGHT_VALUES
 
 
+class TakenEvents(TypedDict):
+    """Result of `take_events`: position up to which files have all events, and counts of this try."""
+
+    events_until: str
+    events: int
+    left_out: int
+    unreadable: int
+
+
+class EventsEntry(TypedDict):
+    """Events that a night read: position of the last one, and number of files."""
+
+    until: str
+    files: int
+
+
+class EventFields(TypedDict, total=False):
+    """Fields of the report of `begin` in a night that reads events."""
+
+    events: EventsEntry
+    events_namespace: str
+
+
 @dataclass(frozen=True, slots=True)
 class FurtherInput:
     """Further input as `begin` lists it; `newest_s` is the Unix time of its newest entry, None if unknown.
@@ -64,7 +87,7 @@ class FurtherInput:
 
     files: tuple[SourceFile, ...] = ()
     newest_s: int | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: EventFields = field(default_factory=EventFields)
     interactions: FurtherInteractions = no_further
     values: ValuesOf = no_values
 
@@ -85,6 +108,6 @@ class NightInput:
     cutoff_at: datetime | None = None
     erased: ErasedEntities = NO_ERASURES
     files: Sequence[SourceFile] | None = None
-    pinned: Sequence[Mapping[str, Any]] = ()
+    pinned: Sequence[InputEntry] = ()
     further: FurtherInput = NO_FURTHER_INPUT
     values: NightValues = NO_NIGHT_VALUES

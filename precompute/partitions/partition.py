@@ -1,7 +1,7 @@
 """Partition: one pass over the sources that writes every entity's rows into the file of its hash shard."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ from precompute.partitions.user_tables import (
 from precompute.sources.columns import text_hashes
 from precompute.sources.plausibility import RowCounts
 from precompute.sources.readers import Interactions, read_interactions
-from precompute.sources.unusable import CASES, LISTED_BEFORE, UnusableRows, merged
+from precompute.sources.unusable import CASES, LISTED_BEFORE, UnusableReport, UnusableRows, merged
 
 POPULARITY = "work/popularity.i64"
 """Number of interactions with each item, int64 [items]."""
@@ -108,8 +108,7 @@ class PartitionResult:
     featured: int
     """Users among these that only the feature table names."""
     interaction_counts: InteractionCounts
-    unusable: Mapping[str, Any]
-    """Unusable rows by source, in the form of `UnusableRows.to_json`."""
+    unusable: UnusableReport
     took_over: bool
 
 
@@ -130,7 +129,7 @@ class EarlierPartition:
     unknown: NDArray[np.uint64]
     interactions: int
     unknown_items: int
-    unusable: Mapping[str, Any]
+    unusable: UnusableReport
     event_files: int = 0
     row_counts: RowCounts = field(default_factory=RowCounts)
     unknown_examples: tuple[str, ...] = ()
@@ -188,13 +187,13 @@ class EarlierPartition:
                 take_file(theirs, target_path)
 
 
-def partition_files(begin_report: Mapping[str, Any], shards: int) -> list[str]:
+def partition_files(has_user_vectors: bool, shards: int) -> list[str]:
     """Return the paths of the files of a partition, with the counts that a later night takes over."""
     return [
         *(
             f"work/partition/{shard:04d}.{kind}"
             for shard in range(shards)
-            for kind in kinds_of(begin_report)
+            for kind in kinds_of(has_user_vectors)
         ),
         POPULARITY,
         UNKNOWN_ITEMS,

@@ -3,7 +3,7 @@
 import os
 import resource
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,14 @@ def shard_paths(folder: Path, shard: int, kinds: Sequence[str] = KINDS) -> list[
     return [folder / f"{shard:04d}.{kind}" for kind in kinds]
 
 
-def kinds_of(begin_report: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the kinds of files of a partition, from the report of `begin`."""
-    return (*KINDS, USER_VECTORS) if begin_report.get("user_vectors") else KINDS
+def kinds_of(has_user_vectors: bool) -> tuple[str, ...]:
+    """Return the kinds of files of a partition."""
+    return (*KINDS, USER_VECTORS) if has_user_vectors else KINDS
 
 
 def kinds_in(folder: Path, shard: int) -> tuple[str, ...]:
     """Return the kinds of files that a shard has here."""
-    return kinds_of({"user_vectors": shard_paths(folder, shard, (USER_VECTORS,))[0].exists()})
+    return kinds_of(shard_paths(folder, shard, (USER_VECTORS,))[0].exists())
 
 
 def naming(kinds: Sequence[str]) -> tuple[str, ...]:

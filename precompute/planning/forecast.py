@@ -21,6 +21,7 @@ from cache.process.redis_server import server
 from cache.quality.probe import probe_bytes
 from cache.tiers.l1 import OVERHEAD_BYTES, READY_BYTES, Entry, LocalKey, LocalTier, size_of
 from precompute.adapters.vector_bundle import make_bundle
+from precompute.builds.reports import EMBED_ITEMS
 from precompute.builds.tables import (
     configured_tables,
     demand_values,
@@ -284,12 +285,12 @@ def _bundle(config: NightConfig, folder: Path, cutoff_at: datetime | None) -> Bu
 
 def _shape(config: NightConfig, trial: Trial, parameters: PlanParameters, users: int) -> NightShape:
     bundle, begin_report, root = trial.bundle, trial.begin_report, trial.build.root
-    items, dims = int(begin_report["items"]), parameters.dims or bundle.dims
+    items, dims = begin_report["items"], parameters.dims or bundle.dims
     tables = scored_tables(config, bundle)
     sized = replace(bundle, dims=dims)
-    per_user = min(config.history_limit, int(begin_report["interactions"]) / len(trial.sample.ids))
+    per_user = min(config.history_limit, begin_report["interactions"] / len(trial.sample.ids))
     partition = sum(path.stat().st_size for path in (root / "work/partition").iterdir())
-    facets = begin_report.get("facets") or trial.build.need("embed_items").get("facets") or {}
+    facets = begin_report.get("facets") or trial.build.need(EMBED_ITEMS).get("facets") or {}
     list_tables = [
         table for table in tables.values() if table.kind in ("user_topk", "item_similar")
     ]
@@ -319,7 +320,7 @@ def _shape(config: NightConfig, trial: Trial, parameters: PlanParameters, users:
         defaults_bytes=(root / "defaults.json").stat().st_size,
         has_seen=bool(config.sources.item_attributes),
         has_inputs=config.events.enabled,
-        interactions=round(users * int(begin_report["interactions"]) / len(trial.sample.ids)),
+        interactions=round(users * begin_report["interactions"] / len(trial.sample.ids)),
         feature_bytes=_bytes_of(
             path
             for kind in ("features", USER_VECTORS)

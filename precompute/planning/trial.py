@@ -20,6 +20,7 @@ from cache.model.ranking import Metric
 from cache.store.artefacts import generation_path
 from cache.topk.topk import Scorer
 from precompute.builds.build import Build, fetch_items, open_bundle
+from precompute.builds.reports import BEGIN, BeginReport
 from precompute.builds.tables import configured_tables, metric_of, records_per_page
 from precompute.bulk.load import total_bytes
 from precompute.bulk.watch import cpu_s
@@ -137,9 +138,9 @@ class Trial:
     scorers: Scorers = field(default_factory=lambda: Scorers(hooks=scoring_hooks()))
 
     @property
-    def begin_report(self) -> Mapping[str, Any]:
+    def begin_report(self) -> BeginReport:
         """Report of the first step."""
-        return self.build.need("begin")
+        return self.build.need(BEGIN)
 
     def measure_recorded_share(self) -> float:
         """Share of the sample's users that will have records; to be asked first."""
@@ -164,9 +165,7 @@ class Trial:
         ).run(seed=self.begin_report["user_seed"])
 
         def score(_number: int) -> Mapping[str, float]:
-            report = score_users(self.build, self.bundle, 0, self.scorers, quiet)
-            seconds: Mapping[str, float] = report["seconds"]
-            return seconds
+            return score_users(self.build, self.bundle, 0, self.scorers, quiet)["seconds"]
 
         with ThreadPoolExecutor(self.at_once) as pool:
             spent, seconds = timed(lambda: list(pool.map(score, range(self.at_once))))
@@ -249,9 +248,9 @@ def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str
         config, sources=sources, artifacts=str(folder / "artifacts"), state=str(folder / "state"),
         redis_url=redis_url, shards=1, data_until=None, device=OFF,
     )  # fmt: skip
-    begin_report = begin.run(trial, data_until=None, run_after=None, named=TRIAL_CUT)
-    build = Build.of(trial, begin_report)
-    embedded, _ = timed(lambda: embed_items.run(trial, begin_report))
+    begun_build = begin.run(trial, data_until=None, run_after=None, named=TRIAL_CUT)
+    build = Build.of(trial, begun_build)
+    embedded, _ = timed(lambda: embed_items.run(trial, begun_build))
     at_once = min(SHARDS_AT_ONCE, config.shards)
     return Trial(build, open_bundle(build), sample, folder, embedded, at_once)
 
@@ -266,7 +265,7 @@ def time_scoring(
 ) -> Timings:
     """Runs over two numbers of users and of items, the larger one for about `seconds` or a whole shard."""
     kept_share, prepared, opened = trial.measure_recorded_share(), trial.prepared(), trial.opened()
-    per_shard, trial_item_count = -(-source_users // shape.shards), int(trial.begin_report["items"])
+    per_shard, trial_item_count = -(-source_users // shape.shards), trial.begin_report["items"]
     busy: list[tuple[int, Mapping[str, float]]] = []
 
     def score(count: int) -> TimeSpent:

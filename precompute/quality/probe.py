@@ -1,7 +1,6 @@
 """Probe of a night: inputs of the first users that `quantize` reads, up to its size."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ from numpy.typing import NDArray
 
 from cache.quality.probe import FACT, FILE, USERS_MAX, ProbePart, probe_part, write_probe
 from precompute.builds.build import Build
-from precompute.config.progress import Step
+from precompute.builds.reports import QUANTIZE, SampleFields, ShardReport, file_entry
 from precompute.partitions.shard_input import ShardInput
 
 
@@ -40,14 +39,14 @@ class ProbeTaker:
             )
         return self._count < USERS_MAX
 
-    def finish(self, build: Build) -> Step:
+    def finish(self, build: Build) -> SampleFields:
         """Write and publish the probe, if it has any users; return `probe` for the step's report."""
         if not self._parts:
             return {"probe": None}
         build.finish(write_probe(build.root, self._parts))
-        return {"probe": asdict(build.describe(FILE))}
+        return {"probe": file_entry(build.describe(FILE))}
 
 
-def probe_facts(build: Build, _reports: Sequence[Mapping[str, Any]]) -> Step:
+def probe_facts(build: Build, _reports: Sequence[ShardReport]) -> Mapping[str, Any]:
     """Return the probe's file as a fact of the manifest; None without any users."""
-    return {FACT: build.need("quantize")["probe"]}
+    return {FACT: build.need(QUANTIZE)["probe"]}

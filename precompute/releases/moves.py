@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from cache.control.control_keys import MOVE_FORMATS, RegistryRow, demand_readers
 from cache.control.states import ALLOWED, State, demand, fold
@@ -17,9 +17,7 @@ from precompute.bulk.governor import Governor
 from precompute.bulk.load import unlink_pages
 from precompute.bulk.reload import load_missing, repair
 from precompute.releases.release_log import LOOK_TRIES, Releases, ReleaseView, outcome_of, standing
-
-VerifyReport = Mapping[str, Any]
-"""Report of verify; `baseline` is the generation that was live then (null: none)."""
+from precompute.releases.replication import VerifyReport
 
 RepeatableAction = Literal["publish", "roll_back", "canary", "end_canary"]
 

@@ -19,7 +19,7 @@ from cache.store.releases import Pointer, Release, publication_time
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.load import BytesProgress
 from precompute.bulk.reload import is_missing, reload
-from precompute.config.progress import Progress, Step, quiet
+from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.releases import moves
 from precompute.releases.release_log import (
@@ -36,7 +36,7 @@ from precompute.releases.sweep import is_back, overlays_live_s, unlink_recorded
 log = logging.getLogger(__name__)
 
 
-def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str) -> Step:
+def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str) -> dict[str, Any]:
     """Make an earlier generation live again (the previous one unless named), then repair damaged pages of it.
 
     Waits for no replica and reads no page before the move. Pages that cannot be repaired after it are reported as
@@ -51,7 +51,7 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
             moved = moves.roll_back(releases, to=to, reason=reason, attempt=attempt)
             pointer = moved.pointer
             audit_facts |= {"generation": pointer.generation, "changed": moved.has_moved}
-        report: Step = {
+        report: dict[str, Any] = {
             "generation": pointer.generation, "epoch": pointer.epoch, "previous": pointer.previous,
             "changed": moved.has_moved, "mended": [],
         }  # fmt: skip
@@ -144,7 +144,9 @@ def rolled_back_in_words(releases: Releases, bundle_digest: str) -> list[str]:
     return []
 
 
-def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
+def restore(
+    config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet
+) -> dict[str, Any]:
     """Rebuild a lost Redis from the artefact store: registry, pages, pointer under a new epoch."""
     started, restored_bytes = time.perf_counter(), 0
 
@@ -399,7 +401,9 @@ return redis.call('DEL', KEYS[1])
 """
 
 
-def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress = quiet) -> Step:
+def adopt(
+    config: NightConfig, *, reason: str, attempt: str, progress: Progress = quiet
+) -> dict[str, Any]:
     """Remove a stray pointer and restore the live generation of the store; nothing, if nothing was ever published.
 
     The reason is recorded, under an epoch above the stray one, so that readers who saw that follow the next pointer.

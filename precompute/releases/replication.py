@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypedDict
 
 import redis
 from redis.backoff import NoBackoff
@@ -27,6 +27,13 @@ RunIds = dict[str, str]
 """Node -> its run id, which changes whenever it starts: "primary" (a cluster has several), replicas by address."""
 
 
+class VerifyReport(TypedDict, total=False):
+    """Report of `verify`: run ids of Redis' nodes, and the live generation that gates compared with; empty without."""
+
+    run_ids: RunIds
+    baseline: str | None
+
+
 def run_ids(client: "redis.Redis") -> RunIds:
     """Run ids of the primary and each of its replicas; a replica that cannot be asked is `UNREACHABLE`.
 
@@ -44,7 +51,7 @@ def run_ids(client: "redis.Redis") -> RunIds:
 def confirm(
     releases: Releases,
     generation: str,
-    verified: Mapping[str, Any] | None,
+    verified: VerifyReport | None,
     *,
     timeout_s: float,
     governor: Governor | None = None,
@@ -59,7 +66,7 @@ def confirm(
         raise Conflict(f"{generation!r} is not a generation id", generation=generation)
     control = releases.control
     current_run_ids = run_ids(control.client)
-    verified_run_ids: Mapping[str, str] = (verified or {}).get("run_ids") or {}
+    verified_run_ids = {} if verified is None else verified.get("run_ids") or {}
     changed_nodes = [
         name for name, run_id in current_run_ids.items() if verified_run_ids.get(name) != run_id
     ]

@@ -20,7 +20,16 @@ from cache.format.manifest import GENERATION, Artefact, Manifest, SeenPart, Tabl
 from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS
 from cache.store.artefacts import fetch_checked, generation_path
-from precompute.builds.build import Build, settings_digest, shard_report
+from precompute.builds.build import Build, settings_digest
+from precompute.builds.reports import (
+    BEGIN,
+    NO_BASE,
+    BeginReport,
+    EmbedItemsReport,
+    ReportName,
+    ReportT,
+    shard_report,
+)
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
 from precompute.partitions.digests import Digests
@@ -52,31 +61,33 @@ class BaseGeneration:
     """A verified generation of the same settings; `has_lists`: also of the same bundle, so all its tables count."""
 
     build: Build
-    begin_report: Mapping[str, Any]
+    begin_report: BeginReport
     manifest: Manifest
     has_lists: bool
 
-    def demand_changes(self, embedded: Mapping[str, Any]) -> None:
+    def demand_changes(self, embed_report: EmbedItemsReport) -> None:
         """Raise CannotCopy without changes of the items since this base."""
-        if not self.has_changes(embedded):
+        if not self.has_changes(embed_report):
             raise CannotCopy("items were not compared with those of this base")
 
-    def has_changes(self, embedded: Mapping[str, Any]) -> bool:
+    def has_changes(self, embed_report: EmbedItemsReport) -> bool:
         """Whether `embed_items`, by its report, wrote how this night's items differ from this base's.
 
         A `begin` that ends late may have chosen another base since: numbers of items would mean others.
         """
-        return bool(embedded["changes"]) and embedded.get("base") == self.manifest.generation
+        return (
+            bool(embed_report["changes"]) and embed_report.get("base") == self.manifest.generation
+        )
 
     @classmethod
-    def open(cls, config: NightConfig, begin_report: Mapping[str, Any]) -> Self | None:
+    def open(cls, config: NightConfig, begin_report: BeginReport) -> Self | None:
         """Open the base that `begin` chose, by its report; None if it chose none, or the base can no longer be used."""
-        base_entry = begin_report.get("base") or {}
-        generation = base_entry.get("generation")
-        generation_parts = None if generation is None else _read_generation(config, str(generation))
+        base_entry = begin_report.get("base") or NO_BASE
+        generation = base_entry["generation"]
+        generation_parts = None if generation is None else _read_generation(config, generation)
         if generation_parts is None:
             return None
-        return cls(*generation_parts, has_lists=bool(base_entry["has_lists"]))
+        return cls(*generation_parts, has_lists=base_entry["has_lists"])
 
     @property
     def generation(self) -> str:
@@ -109,10 +120,10 @@ class BaseGeneration:
             raise CorruptArtefact(f"{self.generation} has no {name}", path=name)
         return self.fetch(Artefact(name, **file_entry))
 
-    def report(self, name: str) -> Mapping[str, Any]:
-        """Report of a step of it, empty if there is none; raises CorruptArtefact for one that cannot be read."""
+    def report(self, name: ReportName[ReportT]) -> ReportT | None:
+        """Report of a step of it, None if there is none; raises CorruptArtefact for one that cannot be read."""
         try:
-            return self.build.read_report(name) or {}
+            return self.build.read_report(name)
         except StoreError:
             raise
         except (LarderError, ValueError) as error:
@@ -171,11 +182,11 @@ def choose_base(
 
 def _read_generation(
     config: NightConfig, generation: str
-) -> tuple[Build, Mapping[str, Any], Manifest] | None:
+) -> tuple[Build, BeginReport, Manifest] | None:
     """A generation's build, report and manifest; None where one of them is gone, damaged or of another Larder."""
     build = Build(config, config.store(), generation)
     try:
-        begin_report = build.read_report("begin")
+        begin_report = build.read_report(BEGIN)
         raw = build.store.read(generation_path(generation, "manifest.json"))
         if begin_report is None or raw is None:
             return None
@@ -207,7 +218,7 @@ class BaseShard:
         """Open the base's shard and verify every file."""
         name = shard_report(shard)
         report = base.report(name)
-        if report.get("computed_by") != computed_by:
+        if report is None or report.get("computed_by") != computed_by:
             raise CannotCopy(OTHER_PROGRAMS)
         try:
             users = report["users"]

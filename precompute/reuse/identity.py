@@ -8,7 +8,8 @@ from zlib import crc32
 import numpy as np
 
 from cache.format.directory import map_file
-from precompute.builds.build import Build, open_bundle, shard_report
+from precompute.builds.build import Build, open_bundle
+from precompute.builds.reports import BEGIN, EMBED_ITEMS, NO_BASE, shard_report
 from precompute.gates.evidence.candidate import Candidate, Measurement, integrity
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.partitions.shard_files import PARTITION
@@ -30,7 +31,7 @@ ITEMS: Final = 256
 def identity(candidate: Candidate) -> Measurement:
     """A random sample of the copied records has the bytes that computing them in full gives."""
     build = candidate.build
-    if build is None or (build.need("begin").get("base") or {}).get("generation") is None:
+    if build is None or (build.need(BEGIN).get("base") or NO_BASE)["generation"] is None:
         return Measurement(True, 0, 0, "nothing was copied")
     shards = sampled_shards(candidate.manifest.entity_sets["user"])
     bundle = open_bundle(build)
@@ -83,7 +84,7 @@ def _users(
     hashes = np.asarray(directory.parts[work.number])[rows]
     with scratch_folder(build.root / PARTITION) as scratch:
         recomputed_by_hash = recompute_users(work, hashes, scratch)
-    alike = build.need("embed_items")["regrouped"]  # outputs of other models are not copied
+    alike = build.need(EMBED_ITEMS)["regrouped"]  # outputs of other models are not copied
     for name, table in work.tables.items():
         if not alike.get(str(table.value) if table.kind == "value" else "user_tower"):
             continue
@@ -99,11 +100,11 @@ def _items(
     candidate: Candidate, work: ItemWork, shard: int, sample_size: int
 ) -> Iterator[tuple[str, str, bool]]:
     """(table, item, whether the bytes are the same) for some of the shard's items."""
-    bounds = work.build.need("begin")["bounds"]
+    bounds = work.build.need(BEGIN)["bounds"]
     rows = np.arange(bounds[shard], bounds[shard + 1])
     rng = _seeded_rng(candidate, shard, len(rows), sample_size)
     rows = np.sort(rng.choice(rows, min(sample_size, len(rows)), replace=False))
-    alike = work.build.need("embed_items")["regrouped"]
+    alike = work.build.need(EMBED_ITEMS)["regrouped"]
     for name, table in work.tables.items():
         if table.kind == "value" and not alike.get(str(table.value)):
             continue

@@ -1,8 +1,8 @@
 """Partition of the base, where it may be taken over: then only source files that are new are read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, parse_time
 from precompute.partitions.catalogue import item_texts
-from precompute.partitions.night_input import NightInput
+from precompute.partitions.night_input import EventFields, NightInput
 from precompute.partitions.partition import (
     POPULARITY,
     UNKNOWN_ITEMS,
@@ -29,6 +29,7 @@ from precompute.partitions.user_tables import USER_ROWS, VECTOR_ROWS
 from precompute.reuse.base import BaseGeneration, CannotCopy
 from precompute.reuse.items import places_of_items, turned
 from precompute.sources.columns import text_hashes
+from precompute.sources.files import InputEntry
 from precompute.sources.plausibility import RowCounts
 from precompute.sources.readers import EVENT_ROWS, INTERACTIONS
 from precompute.sources.unusable import UNKNOWN_NAMED
@@ -43,7 +44,7 @@ BACK: Final = "an item is new that earlier interactions name"
 NAMED_ITEM_GONE: Final = "an item is gone that events name"
 
 
-def interaction_files(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) -> int:
+def interaction_files(config: NightConfig, inputs: Sequence[InputEntry]) -> int:
     """Number of the inputs that are interactions, events among them: they come first, before the tables."""
     sources = config.sources
     tables = (
@@ -52,7 +53,7 @@ def interaction_files(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) 
     return len(inputs) - sum(table is not None for table in tables)
 
 
-def user_tables(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
+def user_tables(config: NightConfig, inputs: Sequence[InputEntry]) -> list[str]:
     """Checksums of the tables of users among the inputs."""
     sources, first = config.sources, interaction_files(config, inputs)
     tables = [
@@ -94,14 +95,14 @@ def earlier_partition(base: BaseGeneration, night_input: NightInput) -> EarlierP
     return _reuse_partition(base, config, night_input.items, *map(len, theirs))
 
 
-def event_files_of(begin_report: Mapping[str, Any]) -> int:
+def event_files_of(begin_report: EventFields) -> int:
     """Number of files of events that a night read, by the report of `begin`."""
-    return int((begin_report.get("events") or {}).get("files", 0))
+    return begin_report["events"]["files"] if "events" in begin_report else 0
 
 
 def _own_and_events(
-    config: NightConfig, inputs: Sequence[Mapping[str, Any]], events: int
-) -> tuple[list[Any], list[Any]]:
+    config: NightConfig, inputs: Sequence[InputEntry], events: int
+) -> tuple[list[str], list[str]]:
     """Checksums of the team's own interactions among the inputs, and of the files of events behind them."""
     checksums = [
         input_entry["sha256"] for input_entry in inputs[: interaction_files(config, inputs)]
@@ -114,7 +115,7 @@ def _reuse_partition(
     base: BaseGeneration, config: NightConfig, items: ItemTable, files: int, events: int
 ) -> EarlierPartition:
     begin_report, base_items = base.begin_report, base.items
-    for name in partition_files(begin_report, config.shards):
+    for name in partition_files(begin_report.get("user_vectors", False), config.shards):
         base.fetch_noted(name)
     new_ordinals = places_of_items(items, base_items)
     unknown = map_file(base.build.root / UNKNOWN_ITEMS, "<u8")

@@ -9,7 +9,7 @@ from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS
-from precompute.builds.build import shard_report
+from precompute.builds.reports import BEGIN, EMBED_ITEMS, shard_report
 from precompute.builds.tables import metric_of
 from precompute.partitions.digests import digests_file
 from precompute.reuse.base import OTHER_PROGRAMS, BaseGeneration, CannotCopy, table_records
@@ -24,11 +24,12 @@ def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
     """Return the base's records for one shard of items that may be copied."""
     build, bundle, shard = scope.build, scope.bundle, scope.number
     tables, items = scope.tables, scope.items
-    embedded = build.need("embed_items")
-    base.demand_changes(embedded)
-    if base.report(shard_report(shard)).get("computed_by") != computed_by(scope.device):
+    embed_report = build.need(EMBED_ITEMS)
+    base.demand_changes(embed_report)
+    base_report = base.report(shard_report(shard))
+    if base_report is None or base_report.get("computed_by") != computed_by(scope.device):
         raise CannotCopy(OTHER_PROGRAMS)
-    changes, bounds = ItemChanges.open(build), build.need("begin")["bounds"]
+    changes, bounds = ItemChanges.open(build), build.need(BEGIN)["bounds"]
     base_ordinals = turned(changes.new_ordinals, items.count)
     shard_ordinals = np.arange(bounds[shard], bounds[shard + 1])
     first, end = base.begin_report["bounds"][shard : shard + 2]
@@ -46,7 +47,7 @@ def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
             continue
         if table.kind == "value":
             model = bundle.values[str(table.value)]
-            if not embedded["regrouped"].get(model.name):
+            if not embed_report["regrouped"].get(model.name):
                 continue
             digests = map_file(build.fetch(digests_file(model.name)), "<u8")
             may = same_inputs(base, model, digests, base_ordinals)[shard_ordinals]

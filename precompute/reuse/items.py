@@ -11,6 +11,7 @@ from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from cache.store.artefacts import write_atomically
 from precompute.builds.build import Build
+from precompute.builds.reports import EMBED_ITEMS
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.partitions.catalogue import item_texts, ordinals_of_texts
 from precompute.partitions.digests import Digests, digests_file
@@ -61,7 +62,8 @@ def copied_vectors(
     """Return the vectors that can be copied from the base; `root` has this night's digests."""
     model = bundle.item_tower
     base.demand_dims(bundle.dims)
-    if base.report("embed_items").get("computed_by") != computed_by(device):
+    base_report = base.report(EMBED_ITEMS)
+    if base_report is None or base_report.get("computed_by") != computed_by(device):
         raise CannotCopy(OTHER_PROGRAMS)
     base_ordinals = turned(places_of_items(items, base.items), items.count)
     digests = map_file(root / digests_file(model.name), "<u8")

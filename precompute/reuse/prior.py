@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Final, Self, TypeVar
 
 from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.item_table import ItemTable
 from precompute.builds.build import Build
+from precompute.builds.reports import BEGIN, PriorEntry
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
 from precompute.partitions.night_input import NightInput
@@ -46,7 +47,7 @@ class PriorIndex:
     @classmethod
     def open(cls, build: Build) -> Self:
         """Open the base that `begin` chose."""
-        return cls(BaseGeneration.open(build.config, build.need("begin")))
+        return cls(BaseGeneration.open(build.config, build.need(BEGIN)))
 
     @property
     def generation(self) -> str | None:
@@ -54,7 +55,7 @@ class PriorIndex:
         return None if self.base is None else self.base.generation
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> PriorEntry:
         """Return its fields of `base` in the report of `begin`."""
         has_lists = self.base is not None and self.base.has_lists
         return {"generation": self.generation, "has_lists": has_lists, "why": self.why}

@@ -1,8 +1,8 @@
 """Texts on a night's copies: its base, and its users by reason."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from precompute.builds.reports import NO_BASE, BaseEntry, BeginReport, ShardReport
 from precompute.config.settings import NightConfig
 from precompute.reuse.reuse_fact import users_by_reason
 
@@ -24,9 +24,9 @@ def users_in_words(users: Mapping[str, int]) -> str:
     return f"{summary} ({reason_text})" if reason_text else summary
 
 
-def base_in_words(base_entry: Mapping[str, Any]) -> str:
+def base_in_words(base_entry: BaseEntry) -> str:
     """Base of a night as the report of `begin` has it, or why there is none, or why all files were read."""
-    base, reason = base_entry.get("generation"), base_entry.get("why", "")
+    base, reason = base_entry["generation"], base_entry["why"]
     if base is None:
         return f"no copies: {reason}" if reason else "no copies"
     summary = (
@@ -34,17 +34,17 @@ def base_in_words(base_entry: Mapping[str, Any]) -> str:
         if reason
         else f"copies from {base}"
     )
-    if base_entry.get("read_because"):
+    if base_entry["read_because"]:
         summary += f"; all files read: {base_entry['read_because']}"
     return summary
 
 
-def base_remark(begin_report: Mapping[str, Any], _config: NightConfig) -> str:
+def base_remark(begin_report: BeginReport, _config: NightConfig) -> str:
     """Return a line on the base, after a line break."""
-    return f"\n{base_in_words(begin_report.get('base') or {})}"
+    return f"\n{base_in_words(begin_report.get('base') or NO_BASE)}"
 
 
-def users_remark(reports: Sequence[Mapping[str, Any]]) -> str:
+def users_remark(reports: Sequence[ShardReport]) -> str:
     """Return a line on users by reason, after a line break, from the reports of shards; empty without copies."""
     reasons = users_by_reason(reports)
     if sum(reasons.values()) <= reasons["computed"]:

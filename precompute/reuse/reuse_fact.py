@@ -7,26 +7,27 @@ from cache.errors import LarderError
 from cache.reuse import FACT, NIGHTS
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
+from precompute.builds.reports import BEGIN, EMBED_ITEMS, NO_BASE, ShardReport
 from precompute.scoring.copies import REASONS
 
 MEASURED_USERS: Final = 1_000
 """Computed users from which on a night's own time for each is believed."""
 
 
-def reuse_facts(build: Build, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def reuse_facts(build: Build, reports: Sequence[ShardReport]) -> dict[str, Any]:
     """Return the fact of copies under its name in the manifest."""
     return {FACT: reuse_of(build, reports)}
 
 
-def reuse_of(build: Build, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def reuse_of(build: Build, reports: Sequence[ShardReport]) -> dict[str, Any]:
     """The fact of a generation, from the reports of its shards.
 
     `users` by reason (all of them `computed` where nothing could be copied), `spared_s` the seconds that towers and
     lists of those who were copied would have taken.
     """
-    begin_report, embedded = build.need("begin"), build.need("embed_items")
-    base_note = begin_report.get("base") or {}
-    base_fact = _read_base_fact(build, base_note.get("generation"))
+    begin_report, embed_report = build.need(BEGIN), build.need(EMBED_ITEMS)
+    base = begin_report.get("base") or NO_BASE
+    base_fact = _read_base_fact(build, base["generation"])
     users = users_by_reason(reports)
     computed = sum(users.values()) - users["copied"]
     busy_s = sum(
@@ -36,16 +37,16 @@ def reuse_of(build: Build, reports: Sequence[Mapping[str, Any]]) -> dict[str, An
     if computed < MEASURED_USERS and base_fact.get("user_s"):
         user_s = base_fact["user_s"]
     fact = {
-        "base": base_note.get("generation"), "why": base_note.get("why", ""),
-        "took_over": base_note.get("took_over", False), "read_because": base_note.get("read_because", ""),
+        "base": base["generation"], "why": base["why"],
+        "took_over": base["took_over"], "read_because": base["read_because"],
         "users": users, "items": sum(report["items"].get("copied", 0) for report in reports),
-        "item_vectors": embedded.get("copied", 0), "user_s": user_s, "spared_s": users["copied"] * user_s,
+        "item_vectors": embed_report.get("copied", 0), "user_s": user_s, "spared_s": users["copied"] * user_s,
     }  # fmt: skip
     night = {name: fact[name] for name in ("users", "spared_s")}
     return {**fact, "nights": [*base_fact.get("nights", ()), night][-NIGHTS:]}
 
 
-def users_by_reason(reports: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+def users_by_reason(reports: Iterable[ShardReport]) -> dict[str, int]:
     """Users by reason of all shards; all of one where nothing could be copied are `computed`."""
     users = dict.fromkeys((*REASONS, "computed"), 0)
     for users_report in (report["users"] for report in reports):

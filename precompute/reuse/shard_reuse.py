@@ -12,6 +12,7 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.records import Layout
 from precompute.builds.build import Build
+from precompute.builds.reports import BEGIN, EMBED_ITEMS
 from precompute.builds.tables import metric_of
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
@@ -75,7 +76,7 @@ class ShardReuse:
     def open(cls, base: BaseGeneration, scope: ShardScope) -> Self:
         """Open the base's shard of users for comparison with this night's."""
         build, bundle, shard, tables = scope.build, scope.bundle, scope.number, scope.tables
-        begin_report = build.need("begin")
+        begin_report = build.need(BEGIN)
         if base.begin_report["user_seed"] != begin_report["user_seed"]:
             raise CannotCopy("its hashes are of other users")
         if base.begin_report[FEATURED_USERS] != begin_report[FEATURED_USERS]:
@@ -94,9 +95,9 @@ class ShardReuse:
         if publishes_features and not base.has_model(tower):
             raise CannotCopy("the features that it published are of another user tower")
         lists = {name: table for name, table in tables.items() if table.kind == "user_topk"}
-        changes = ItemChanges.open(build) if base.has_changes(build.need("embed_items")) else None
+        changes = ItemChanges.open(build) if base.has_changes(build.need(EMBED_ITEMS)) else None
         if base_shard.published is not None or lists.keys() & base_table_by_name.keys():
-            base.demand_changes(build.need("embed_items"))
+            base.demand_changes(build.need(EMBED_ITEMS))
         broken, rules = ~base_shard.has_all_tables, dict[str, ListRule]()
         if changes is not None and lists.keys() <= base_table_by_name.keys():
             allowed_by_table = scope.allowed_items(build)
@@ -222,8 +223,8 @@ def _fitting(
     build: Build, base: BaseGeneration, bundle: Bundle, tables: Mapping[str, TableConfig]
 ) -> list[str]:
     """Return the tables whose records may be copied: lists of the same bundle, all others of the same model."""
-    embedded = build.need("embed_items")
-    alike = embedded["regrouped"]
+    embed_report = build.need(EMBED_ITEMS)
+    alike = embed_report["regrouped"]
     same_words = base.manifest.facts.get("vocabulary_digest") == bundle.vocabulary_digest
     fits = {
         bundle_model.name: alike.get(bundle_model.name, False)
@@ -234,13 +235,13 @@ def _fitting(
     for name, table in tables.items():
         model = str(table.value) if table.kind == "value" else bundle.user_tower.name
         is_list = table.kind == "user_topk"
-        if fits[model] and (not is_list or (base.has_lists and base.has_changes(embedded))):
+        if fits[model] and (not is_list or (base.has_lists and base.has_changes(embed_report))):
             fitting_tables.append(name)
     return fitting_tables
 
 
 def _touched(build: Build, shard: int, broken: Digests) -> Digests | None:
-    begin_report = build.need("begin")
+    begin_report = build.need(BEGIN)
     if not begin_report["base"]["took_over"] or begin_report.get("user_vectors"):
         return None
     path = build.fetch(f"work/partition/{shard:04d}.{TOUCHED}")

@@ -15,6 +15,7 @@ from cache.format.item_table import ItemTable
 from cache.model.tower import Histories
 from cache.records import Layout
 from precompute.builds.build import Build
+from precompute.builds.reports import PriorEntry
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
 from precompute.partitions.digests import Digests
@@ -302,7 +303,7 @@ class Prior(Protocol):
     """Earlier generation from which one build copies; several threads may ask at once."""
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> PriorEntry:
         """Return its fields of `base` in the report of `begin`."""
         ...
 

@@ -16,6 +16,7 @@ from cache.model.tower import AnyTower, Histories, Inputs, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
 from precompute.builds.build import Build, cut_of
+from precompute.builds.reports import BEGIN, ItemScores
 from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import device_of
@@ -52,7 +53,7 @@ def lay_out_items(
     prior: Prior,
     values: EntityValues,
     event_item_ids: Collection[bytes],
-) -> tuple[dict[str, Any], str | None]:
+) -> tuple[catalogue.CatalogueFields, str | None]:
     """Write the catalogue and the columns of its features; returns its facts, and the columns' file if there is one.
 
     Features have the `values` that events set, also those of items that these `event_item_ids`. Vectors of the `prior`
@@ -179,7 +180,7 @@ class ItemWork:
     @classmethod
     def of(cls, build: Build, bundle: Bundle, shard: int, scorers: Scorers) -> Self:
         build.fetch(VECTORS)
-        items = open_items(build.root, build.need("begin"), dims=bundle.dims)
+        items = open_items(build.root, build.need(BEGIN), dims=bundle.dims)
         tables, scoring_device = scored_tables(build.config, bundle, "item"), scorers.at(shard)
         models = {
             name: bundle.values[str(table.value)]
@@ -271,12 +272,12 @@ def score_items(
     progress: Progress,
     *,
     limit: int | None = None,
-) -> dict[str, Any]:
+) -> ItemScores:
     """All item tables of one shard's hash range, or of its first `limit` items; returns the shard's report.
 
     Records that may be copied are not computed.
     """
-    started, begin_report = time.perf_counter(), build.need("begin")
+    started, begin_report = time.perf_counter(), build.need(BEGIN)
     start, end = begin_report["bounds"][shard], begin_report["bounds"][shard + 1]
     end = end if limit is None else min(end, start + limit)
     work = ItemWork.of(build, bundle, shard, scorers)

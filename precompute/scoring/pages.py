@@ -6,7 +6,6 @@ import secrets
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +18,7 @@ from cache.format.manifest import Artefact
 from cache.records import Flags, Layout, absent_records, encode_numbers, encode_topk, unfit_rows
 from cache.store.artefacts import disk_errors, sync_folder, write_atomically
 from precompute.builds.build import Build
+from precompute.builds.reports import PagesEntry, file_entry
 from precompute.builds.tables import records_per_page
 
 Answers = tuple[NDArray[np.uint32], NDArray[np.float32]] | NDArray[np.float32]
@@ -220,11 +220,11 @@ def sums_path(pages: Path) -> Path:
     return pages.with_suffix(".sums")
 
 
-def describe_pages(build: Build, pages: PageFile) -> dict[str, Any]:
+def describe_pages(build: Build, pages: PageFile) -> PagesEntry:
     """Return the manifest entries of a finished page file of the build and its checksums."""
     file, sums = (str(path.relative_to(build.root)) for path in (pages.path, sums_path(pages.path)))
     return {
         "count": pages.count,
-        "file": asdict(pages.describe(file)),
-        "sums": asdict(build.describe(sums)),
+        "file": file_entry(pages.describe(file)),
+        "sums": file_entry(build.describe(sums)),
     }

@@ -19,6 +19,7 @@ from cache.records import NO_ITEM, Layout
 from cache.topk.flat import Top
 from cache.topk.topk import AnyScorer
 from precompute.builds.build import Build, fetch_partition
+from precompute.builds.reports import BEGIN
 from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import TableConfig
@@ -160,7 +161,7 @@ class ShardWork:
     def of(cls, build: Build, bundle: Bundle, number: int, scorers: Scorers) -> "ShardWork":
         fetch_partition(build, number)
         build.fetch(VECTORS)
-        begin_report, scoring_device = build.need("begin"), scorers.at(number)
+        begin_report, scoring_device = build.need(BEGIN), scorers.at(number)
         tables = scored_tables(build.config, bundle, "user")
         value_names = {str(table.value) for table in tables.values() if table.kind == "value"}
         models = {

@@ -25,6 +25,7 @@ from cache.model.tower import (
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
 from precompute.builds.build import Build, fetch_model, open_bundle
+from precompute.builds.reports import BEGIN
 from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
 from precompute.config.devices import AUTO, share_memory
 from precompute.config.settings import NightConfig
@@ -123,7 +124,7 @@ def _recent(entities: ShardInput) -> NDArray[np.bool_]:
 
 def computes_featured(build: Build) -> bool:
     """True if the night computes users whom the feature table alone names; its `begin` decided."""
-    return bool(build.need("begin").get(FEATURED_USERS, False))
+    return bool(build.need(BEGIN).get(FEATURED_USERS, False))
 
 
 def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories
 from cache.records import NO_ITEM
 from precompute.builds.build import Build, cut_of
+from precompute.builds.reports import UserScores, file_entry
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress
 from precompute.config.settings import TableConfig
@@ -37,7 +37,7 @@ def score_users(
     shard: int,
     scorers: Scorers,
     progress: Progress,
-) -> dict[str, Any]:
+) -> UserScores:
     """All user tables of one shard; returns the shard's report. Memory does not depend on the number of users."""
     started = time.perf_counter()
     work = ShardWork.of(build, bundle, shard, scorers)
@@ -78,9 +78,9 @@ def score_users(
         "unusable": work.unusable.to_json(),
         "seconds": {**work.seconds, "all": time.perf_counter() - started},
         "reasons": None if work.copies is None else {name: work.counts[name] for name in REASONS},
-        "directory": asdict(build.describe(directory_path)),
-        "inputs": asdict(build.describe(inputs)),
-        "seen": [asdict(build.describe(path)) for path in work.seen_files.values()],
+        "directory": file_entry(build.describe(directory_path)),
+        "inputs": file_entry(build.describe(inputs)),
+        "seen": [file_entry(build.describe(path)) for path in work.seen_files.values()],
         "tables": {name: describe_pages(build, file) for name, file in files.items()},
     }
 

@@ -8,14 +8,14 @@ import hashlib
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Final, NamedTuple, Protocol, Self
+from typing import Any, BinaryIO, Final, NamedTuple, Protocol, Self, TypedDict
 
 import fsspec
 import pyarrow as pa
@@ -228,9 +228,17 @@ def all_files(config: NightConfig, events: Sequence[SourceFile] = ()) -> list[So
     return InputFiles.of(config, events).all
 
 
-def pin(files: Sequence[SourceFile]) -> tuple[str, list[dict[str, object]]]:
+class InputEntry(TypedDict):
+    """Input file of a night, as its report and the manifest list it."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+def pin(files: Sequence[SourceFile]) -> tuple[str, list[InputEntry]]:
     """Return the digest over the contents of all input files, and their list for the manifest."""
-    file_entries: list[dict[str, object]] = []
+    file_entries: list[InputEntry] = []
     for path in files:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
@@ -239,20 +247,20 @@ def pin(files: Sequence[SourceFile]) -> tuple[str, list[dict[str, object]]]:
     return digest_of(file_entries), file_entries
 
 
-def digest_of(file_entries: Sequence[Mapping[str, object]]) -> str:
+def digest_of(file_entries: Sequence[InputEntry]) -> str:
     """Return the digest over the contents of input files, from the list that `pin` made."""
     hasher = hashlib.sha256()
     for file_entry in file_entries:
-        hasher.update(bytes.fromhex(str(file_entry["sha256"])))
+        hasher.update(bytes.fromhex(file_entry["sha256"]))
     return hasher.hexdigest()
 
 
-def copies_in_words(file_entries: Sequence[Mapping[str, object]]) -> list[str]:
+def copies_in_words(file_entries: Sequence[InputEntry]) -> list[str]:
     """Return remarks on files with the same bytes in a list of `pin`; small ones, such as headers, may be alike."""
-    names: dict[object, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for file_entry in file_entries:
-        if int(str(file_entry["size_bytes"])) >= COPY_BYTES_LEAST:
-            names.setdefault(file_entry["sha256"], []).append(str(file_entry["name"]))
+        if file_entry["size_bytes"] >= COPY_BYTES_LEAST:
+            names.setdefault(file_entry["sha256"], []).append(file_entry["name"])
     return [
         f"{' and '.join(copy_names[:3])} hold the same bytes, so their rows count {len(copy_names)} times: leave one "
         "of them"

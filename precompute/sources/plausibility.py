@@ -4,12 +4,12 @@ An odd figure refuses no night: a person may know why it is right.
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from cache.config.night import Sources
 from cache.errors import LarderError, SourceError
 from precompute.sources.readers import INTERACTIONS, Interactions, read_interactions
 from precompute.sources.times import MICROSECONDS, YEAR_1980_S
-from precompute.sources.unusable import HEADER, UnusableRows, remedy
+from precompute.sources.unusable import HEADER, SourceReport, UnusableRows, remedy
 
 DAY_S: Final = 86_400
 JUDGED_ROWS: Final = 20
@@ -64,6 +64,15 @@ _BUCKETS: Final = 1024
 _BUCKET_SHIFT: Final = np.uint64(64 - 10)
 
 
+class RowCountsReport(TypedDict):
+    """Counts of rows as the report of `begin` has them."""
+
+    user_rows: list[int]
+    untimed: int
+    newest_us: int
+    early: int
+
+
 @dataclass(slots=True, eq=False)
 class RowCounts:
     """Counts of rows of interactions that do not depend on their order, so that counts of two parts can be added."""
@@ -75,7 +84,7 @@ class RowCounts:
     """Rows with a time before 1980."""
 
     @classmethod
-    def of_report(cls, report: Mapping[str, Any]) -> Self:
+    def of_report(cls, report: RowCountsReport) -> Self:
         """Read counts that `to_json` wrote."""
         rows = np.array(report["user_rows"], np.int64)
         # Reports of 0.1 have no count of early times.
@@ -91,7 +100,7 @@ class RowCounts:
         self.newest_us = max(self.newest_us, _newest_us(times))
         self.early += _count_early(times)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> RowCountsReport:
         """Return the counts for a report."""
         return {
             "user_rows": self.user_rows.tolist(),
@@ -332,11 +341,11 @@ def first_rows_in_words(
             odd = [] if shape.holds_lists else [*odd_in_words(shape), *swapped_in_words([rows])]
     except LarderError as error:
         return [f"a night refuses the interactions: {error.message}"]
-    report = unusable.to_json().get(INTERACTIONS, {})
-    reasons = report.get("reasons", {})
+    nothing_read: SourceReport = {"rows": 0, "left_out": 0, "reasons": {}}
+    report = unusable.to_json().get(INTERACTIONS, nothing_read)
     left_out = [
         f"of the first {report['rows']:,} rows, {reason['rows']:,} cannot be used: {reason_text}{remedy(reason_text)}"
-        for reason_text, reason in reasons.items()
+        for reason_text, reason in report["reasons"].items()
         if reason_text not in reported_reasons
     ]
     return [*left_out, *unusable.remarks(INTERACTIONS), *odd]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,26 @@ Case = Mapping[str, str | None]
 """Fields that identify a row, as far as known: `user`, `item`, `file`, `line`."""
 
 
+class ReasonReport(TypedDict):
+    """Rows of a source that cannot be used for one reason, and some of them."""
+
+    rows: int
+    cases: list[dict[str, str | None]]
+
+
+class SourceReport(TypedDict):
+    """Rows of a source that were checked, and those left out, by reason; `remarks` on how they were read."""
+
+    rows: int
+    left_out: int
+    reasons: dict[str, ReasonReport]
+    remarks: NotRequired[list[str]]
+
+
+UnusableReport = dict[str, SourceReport]
+"""Rows by source (or table), in reports and the manifest."""
+
+
 class UnusableRows:
     """Counts of checked and unusable rows, by source (or table) and reason; thread-safe.
 
@@ -69,7 +89,7 @@ class UnusableRows:
     def __init__(self, hidden: Collection[bytes] = ()) -> None:
         self._hidden = frozenset(raw.decode() for raw in hidden)
         self._rows: dict[str, int] = {}
-        self._reasons: dict[str, dict[str, dict[str, Any]]] = {}
+        self._reasons: dict[str, dict[str, ReasonReport]] = {}
         self._remarks: dict[str, list[str]] = {}
         self._lock = Lock()
 
@@ -118,7 +138,7 @@ class UnusableRows:
             is_noted |= rows
         return is_noted
 
-    def take_in(self, report: Mapping[str, Any]) -> None:
+    def take_in(self, report: UnusableReport) -> None:
         """Add the counts of a `to_json` report."""
         for source, source_report in report.items():
             self.looked_at(source, source_report["rows"])
@@ -157,23 +177,22 @@ class UnusableRows:
             f"none of the {rows:,} rows of {where} can be used: {reasons_text}", rows=rows
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """{source: {"rows", "left_out", "reasons": {reason: {"rows", "cases"}}}}, for reports and the manifest.
+    def to_json(self) -> UnusableReport:
+        """Return the counts for reports and the manifest."""
+        return {source: self._source_report(source) for source in sorted(self._rows)}
 
-        A source with remarks has them under "remarks".
-        """
-        return {
-            source: {
-                "rows": rows,
-                "left_out": self.left_out(source),
-                "reasons": self._reasons.get(source, {}),
-                **({"remarks": remarks} if (remarks := self.remarks(source)) else {}),
-            }
-            for source, rows in sorted(self._rows.items())
+    def _source_report(self, source: str) -> SourceReport:
+        report: SourceReport = {
+            "rows": self._rows[source],
+            "left_out": self.left_out(source),
+            "reasons": self._reasons.get(source, {}),
         }
+        if remarks := self.remarks(source):
+            report["remarks"] = remarks
+        return report
 
 
-def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(reports: Iterable[UnusableReport]) -> UnusableReport:
     """Several `to_json` as one."""
     unusable = UnusableRows()
     for report in reports:
@@ -181,7 +200,7 @@ def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return unusable.to_json()
 
 
-def ids_in(report: Mapping[str, Any]) -> set[str]:
+def ids_in(report: UnusableReport) -> set[str]:
     """Every id that a `to_json` names."""
     return {
         str(case[kind])
@@ -193,11 +212,11 @@ def ids_in(report: Mapping[str, Any]) -> set[str]:
     }
 
 
-def left_out_share(source_report: Mapping[str, Any], threshold: float) -> float:
+def left_out_share(source_report: SourceReport, threshold: float) -> float:
     """Share of a source's rows that are left out; a single one is none, unless the threshold is 0."""
     if source_report["left_out"] <= 1 and threshold > 0:
         return 0.0
-    return float(source_report["left_out"] / max(1, source_report["rows"]))
+    return source_report["left_out"] / max(1, source_report["rows"])
 
 
 def worst_source(report: Mapping[str, Any], threshold: float) -> tuple[str, float]:

@@ -1,22 +1,28 @@
 """Assembly of the shards: all are there; their pages are numbered, and nothing is sorted or moved."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict
 
 from cache.errors import Conflict
-from precompute.builds.build import Build, on_this_host, shard_report, timed
+from precompute.builds.build import Build, on_this_host, timed
+from precompute.builds.reports import ASSEMBLE, BEGIN, AssembleReport, BuildId, shard_report
 from precompute.bulk.headroom import writes_files
-from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
 from precompute.steps.night import Night, StepRow
 
 
+class AssembleResult(TypedDict):
+    """Result of the step."""
+
+    generation: str
+    users: int
+
+
 @writes_files
 @on_this_host
-def run(config: NightConfig, build: Mapping[str, Any]) -> Step:
+def run(config: NightConfig, build: BuildId) -> AssembleResult:
     """Check that every shard is there; raises Conflict, naming them, if some were not scored."""
     generation_build = Build.of(config, build)
-    generation_build.need("begin")
+    generation_build.need(BEGIN)
     with timed(generation_build, "assemble"):
         reports = [
             generation_build.read_report(shard_report(shard)) for shard in range(config.shards)
@@ -25,11 +31,11 @@ def run(config: NightConfig, build: Mapping[str, Any]) -> Step:
         if missing:
             raise Conflict(f"shards {missing} of {config.shards} were not scored")
         users = sum(report["users"]["scored"] for report in reports if report is not None)
-        generation_build.report("assemble", {"users_scored": users})
+        generation_build.report(ASSEMBLE, AssembleReport(users_scored=users))
     return {"generation": generation_build.generation, "users": users}
 
 
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
-    step_result = run(night.config, night.build)
-    return StepRow(step_result, f"{step_result['users']:,} users")
+    result = run(night.config, night.build)
+    return StepRow(result, f"{result['users']:,} users")

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from cache.format.manifest import FEATURED_USERS, MANIFEST_FORMAT
 from cache.formats import MANIFEST
 from cache.store.artefacts import ArtefactStore, generation_path, take_file
 from precompute.builds.build import (
-    AttributeFiles,
     Build,
     attribute_paths,
     cut_of,
@@ -29,12 +28,26 @@ from precompute.builds.build import (
     settings_digest,
     sweep_copies,
 )
+from precompute.builds.reports import (
+    BEGIN,
+    AttributeFields,
+    AttributeFiles,
+    BeginReport,
+    BegunBuild,
+    EventValueFields,
+    FacetFields,
+    FileFields,
+    InputFields,
+    ItemFields,
+    RemarkFields,
+    UserFields,
+)
 from precompute.builds.seal import WRITERS, manifest_format
 from precompute.builds.tables import demand_values
 from precompute.bulk.headroom import writes_files
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle
-from precompute.config.progress import Progress, Step, quiet
+from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.features import (
     before_begin,
@@ -69,7 +82,14 @@ from precompute.scoring.defaults import compute_popularity_scores, write_default
 from precompute.scoring.items import lay_out_items
 from precompute.scoring.towers import demand_feature_types
 from precompute.sources.erasures import ErasedEntities, all_erasures
-from precompute.sources.files import InputFiles, SourceFile, copies_in_words, digest_of, pin
+from precompute.sources.files import (
+    InputEntry,
+    InputFiles,
+    SourceFile,
+    copies_in_words,
+    digest_of,
+    pin,
+)
 from precompute.sources.plausibility import (
     Shape,
     catalogue_in_words,
@@ -98,7 +118,7 @@ class BegunNight:
     prior: Prior
     cut: str | None
     erased: ErasedEntities
-    facts: Step
+    facts: InputFields
     further: FurtherInput
     input_files: InputFiles
     progress: Progress
@@ -109,7 +129,7 @@ class BegunNight:
     pinning: Future[list[str]] = field(init=False)
     values: NightValues = field(init=False)
     fingerprint_files: list[str] = field(init=False)
-    laid: Step = field(init=False)
+    laid: catalogue.CatalogueFields = field(init=False)
     item_columns: str | None = field(init=False)
     items: ItemTable = field(init=False)
     partitioned: PartitionResult = field(init=False)
@@ -135,7 +155,7 @@ def run(
     named: str | None = None,
     events_until: str | None = None,
     progress: Progress = quiet,
-) -> Step:
+) -> BegunBuild:
     """Name the generation, pin its inputs, write the catalogue and partition the sources by hash range.
 
     The cut is `data_until`, else the configuration's, else `run_after`: rows at or after it are left out, rows
@@ -200,7 +220,7 @@ def run(
 
 def _nothing_newer(
     store: ArtefactStore, config: NightConfig, live: str, cut: datetime, *, is_named: bool
-) -> Step:
+) -> BegunBuild:
     """Return the step's result where the live generation is newer than the night would be."""
     if is_named:
         reason = (
@@ -227,8 +247,8 @@ def _begin(
     *,
     cut_text: str | None,
     progress: Progress,
-    pinned: tuple[str, list[dict[str, object]]] | None = None,
-) -> Step:
+    pinned: tuple[str, list[InputEntry]] | None = None,
+) -> BegunBuild:
     demand_values(config, bundle)
     demand_feature_types(config, bundle)
     _demand_histories(config, bundle)
@@ -245,13 +265,14 @@ def _begin(
             if (version := manifest_format(config, bundle)) != MANIFEST_FORMAT:
                 demand_readers(releases.control, {MANIFEST: version}, WRITERS[version])
             state = releases.state(generation)
-            step_result: Step = {
+            begun_build: BegunBuild = {
                 "generation": generation,
                 "url": f"{build.store.url}/{generation_path(generation)}",
+                "shards": list(range(config.shards)),
+                "already_live": state is State.LIVE,
             }
-            step_result["shards"] = list(range(config.shards))
             if state is State.LIVE:
-                return {**step_result, "already_live": True}
+                return begun_build
             demand("begin", generation, state)
             if state is None:
                 releases.note(generation, State.BEGUN)
@@ -263,11 +284,11 @@ def _begin(
             break
     else:
         raise Conflict("erasures were written each time they were looked at; run `begin` again")
-    if build.read_report("begin") is None:
+    if build.read_report(BEGIN) is None:
         for note_named in generation_named():
             note_named(store, generation, erased)
         record_copies(store, generation)
-        facts: Step = {
+        facts: InputFields = {
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
             "erased": list(erased.numbers), "settings": settings_digest(config), "cut": cut_text,
         }  # fmt: skip
@@ -277,13 +298,13 @@ def _begin(
             odd=rolled_back,
         )  # fmt: skip
         _prepare(night, sources_digest)
-    return {**step_result, "already_live": False}
+    return begun_build
 
 
 def _prepare(night: BegunNight, sources_digest: str) -> None:
     """Run all sub-steps, and write the report of `begin`: the fields that they return, and those known before."""
     started = time.perf_counter()
-    report = {**night.facts, **night.further.facts}
+    report: dict[str, Any] = {**night.facts, **night.further.facts}
     unchanged = unchanged_sources(sources_digest, night.input_files.all)
     with unchanged, ThreadPoolExecutor(1, "bundle") as bundle_executor:
         night.pinning = bundle_executor.submit(pin_bundle, night.build, night.bundle)
@@ -292,10 +313,11 @@ def _prepare(night: BegunNight, sources_digest: str) -> None:
         night.pinning.result()
     for sub_step in AFTER_READING:
         report |= sub_step.run(night)
-    night.build.report("begin", {**report, "seconds": time.perf_counter() - started})
+    report["seconds"] = time.perf_counter() - started
+    night.build.report(BEGIN, cast(BeginReport, report))
 
 
-def _take_event_values(night: BegunNight) -> Step:
+def _take_event_values(night: BegunNight) -> EventValueFields:
     build, config = night.build, night.build.config
     night.values = values = night.further.values(
         config, night.bundle, night.erased, night.unusable, cut_of(build.generation)
@@ -306,7 +328,7 @@ def _take_event_values(night: BegunNight) -> Step:
     return {"user_values": values.users_digest}
 
 
-def _write_items(night: BegunNight) -> Step:
+def _write_items(night: BegunNight) -> ItemFields:
     build, values = night.build, night.values
     night.laid, night.item_columns = lay_out_items(
         build.config, night.bundle, build.root, erased=night.erased.items, unusable=night.unusable,
@@ -317,7 +339,7 @@ def _write_items(night: BegunNight) -> Step:
     return {**night.laid, "unlisted_items": int(unlisted.sum())}
 
 
-def _write_attributes(night: BegunNight) -> Step:
+def _write_attributes(night: BegunNight) -> AttributeFields:
     build = night.build
     for write_attributes in item_attributes():
         night.attributes |= write_attributes(
@@ -326,7 +348,7 @@ def _write_attributes(night: BegunNight) -> Step:
     return {"attributes": night.attributes}
 
 
-def _partition_users(night: BegunNight) -> Step:
+def _partition_users(night: BegunNight) -> UserFields:
     config, bundle, prior = night.build.config, night.bundle, night.prior
     night_input = NightInput(
         config, night.items, parse_time(night.cut) if night.cut else None, night.erased,
@@ -356,7 +378,7 @@ def _partition_users(night: BegunNight) -> Step:
     }  # fmt: skip
 
 
-def _look_at_figures(night: BegunNight) -> Step:
+def _look_at_figures(night: BegunNight) -> RemarkFields:
     config, bundle, cut, facts = night.build.config, night.bundle, night.cut, night.facts
     items, partitioned, input_files = night.items, night.partitioned, night.input_files
     if not partitioned.users:
@@ -373,31 +395,33 @@ def _look_at_figures(night: BegunNight) -> Step:
     if table := config.sources.item_features:
         odd += unanswered_in_words(items.count, night.laid["items_without_vector"], table)
     odd += copies_in_words(facts["inputs"][: len(input_files.interactions)])
-    examples = list(partitioned.interaction_counts.unknown_examples)
-    return {"remarks": odd, **({UNKNOWN_NAMED: examples} if unknown_remarks else {})}
+    fields: RemarkFields = {"remarks": odd}
+    if unknown_remarks:
+        fields[UNKNOWN_NAMED] = list(partitioned.interaction_counts.unknown_examples)
+    return fields
 
 
-def _write_defaults(night: BegunNight) -> Step:
+def _write_defaults(night: BegunNight) -> FacetFields:
     if not night.counts_clicks:
         return {}
     popularity = night.partitioned.interaction_counts.popularity
     popular = partial(catalogue.popular, night.items, popularity)
     write_defaults(night.build, night.bundle, lambda table: popular(table.k))
     scores = compute_popularity_scores(popularity)
-    report: Step = {}
+    report: FacetFields = {}
     for write_tables in tables_by_scores():
         report |= write_tables(night.build, night.attributes, night.items, scores)
     return report
 
 
-def _finish_files(night: BegunNight) -> Step:
+def _finish_files(night: BegunNight) -> FileFields:
     build, bundle, partitioned = night.build, night.bundle, night.partitioned
     shards, pinned = build.config.shards, night.pinning.result()
-    user_vectors = {"user_vectors": build.config.sources.user_vectors is not None}
+    has_user_vectors = build.config.sources.user_vectors is not None
     kept_files = [
         *write_counts(build.root, partitioned.interaction_counts),
         *digests_files(bundle),
-        *partition_files(user_vectors, shards),
+        *partition_files(has_user_vectors, shards),
     ]
     touched = [f"work/partition/{shard:04d}.{TOUCHED}" for shard in range(shards)]
     build.finish(
@@ -413,7 +437,7 @@ def _finish_files(night: BegunNight) -> Step:
         *(f"bundle/{name}" for name in pinned),
     )  # fmt: skip
     return {
-        **user_vectors, "bundle_files": pinned,
+        "user_vectors": has_user_vectors, "bundle_files": pinned,
         "kept": {
             artefact.path: {"size_bytes": artefact.size_bytes, "sha256": artefact.sha256}
             for artefact in map(build.describe, kept_files)
@@ -422,28 +446,25 @@ def _finish_files(night: BegunNight) -> Step:
 
 
 class SubStep(NamedTuple):
-    """Part of `begin`, with the fields of the report that it returns."""
+    """Part of `begin`, with the class of its fields of the report."""
 
     name: str
-    run: Callable[[BegunNight], Step]
-    reports: tuple[str, ...]
+    run: Callable[[BegunNight], Mapping[str, Any]]
+    fields: type
 
 
 READING: Final = (
-    SubStep("values set by events", _take_event_values, ("user_values",)),
-    SubStep("items", _write_items, ("items", "item_seed", "bounds", "items_without_vector", "unlisted_items")),
-    SubStep("attributes of items", _write_attributes, ("attributes",)),
-    SubStep("users by shard", _partition_users, (
-        "user_seed", "users", "featured", FEATURED_USERS, "answers_without_history", "interactions", "unknown_items",
-        "late", "unusable", "base", "rows",
-    )),
-)  # fmt: skip
+    SubStep("values set by events", _take_event_values, EventValueFields),
+    SubStep("items", _write_items, ItemFields),
+    SubStep("attributes of items", _write_attributes, AttributeFields),
+    SubStep("users by shard", _partition_users, UserFields),
+)
 """Sub-steps in their order while no source file may change; the bundle is copied beside them."""
 
 AFTER_READING: Final = (
-    SubStep("remarks on the figures", _look_at_figures, ("remarks", UNKNOWN_NAMED)),
-    SubStep("defaults by clicks", _write_defaults, ("facets",)),
-    SubStep("files for the other steps", _finish_files, ("user_vectors", "bundle_files", "kept")),
+    SubStep("remarks on the figures", _look_at_figures, RemarkFields),
+    SubStep("defaults by clicks", _write_defaults, FacetFields),
+    SubStep("files for the other steps", _finish_files, FileFields),
 )
 """Sub-steps after them."""
 
@@ -452,20 +473,20 @@ def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
     cut = night.data_until or night.config.data_until or night.run_after
     events_until, taken_text = before_begin()(night.config, cut)
-    step_result = run(
+    begun_build = run(
         night.config, data_until=night.data_until, run_after=night.run_after, named=night.named,
         events_until=events_until, progress=night.progress,
     )  # fmt: skip
-    name, notes_text = step_result["generation"], f"\n{taken_text}" if taken_text else ""
-    if step_result["already_live"]:
-        live_text = step_result.get("nothing_newer") or f"{name} is live already"
-        return StepRow(step_result, f"{live_text}{notes_text}")
-    begin_report = Build(night.config, night.config.store(), name).need("begin")
+    name, notes_text = begun_build["generation"], f"\n{taken_text}" if taken_text else ""
+    if begun_build["already_live"]:
+        live_text = begun_build.get("nothing_newer") or f"{name} is live already"
+        return StepRow(begun_build, f"{live_text}{notes_text}")
+    begin_report = Build.of(night.config, begun_build).need(BEGIN)
     remarks_text = "".join(remark(begin_report, night.config) for remark in remarks_on_begin())
     notes_text = remarks_text + _featured_in_words(begin_report) + notes_text
     odd = "".join(f"\nnote: {remark}" for remark in begin_report.get("remarks", []))
     return StepRow(
-        step_result,
+        begun_build,
         f"{name} ({_read_in_words(begin_report)}){notes_text}{odd}",
     )
 
@@ -535,7 +556,7 @@ def _demand_histories(config: NightConfig, bundle: Bundle) -> None:
         )
 
 
-def _featured_in_words(begin_report: Mapping[str, Any]) -> str:
+def _featured_in_words(begin_report: BeginReport) -> str:
     """Describe the users of the feature table alone that get no records; empty without any."""
     count = begin_report.get("featured", 0)
     if not count or begin_report[FEATURED_USERS] or not begin_report["answers_without_history"]:
@@ -557,7 +578,7 @@ def _computes_featured(config: NightConfig, bundle: Bundle, partitioned: Partiti
     return config.featured_users
 
 
-def _read_in_words(begin_report: Mapping[str, Any]) -> str:
+def _read_in_words(begin_report: BeginReport) -> str:
     """Describe the numbers of interactions read, and of rows left out."""
     names = (INTERACTIONS, EVENT_ROWS)
     source_reports = [
@@ -599,7 +620,8 @@ def _unknown_in_words(
 ) -> list[str]:
     """Remark on interactions with items that the catalogue lacks, if they are many."""
     counts = partitioned.interaction_counts
-    event_rows = partitioned.unusable.get(EVENT_ROWS, {}).get("rows", 0)
+    event_report = partitioned.unusable.get(EVENT_ROWS)
+    event_rows = 0 if event_report is None else event_report["rows"]
     share = unknown_item_share(counts.interactions, counts.unknown_items, event_rows)
     known = items.ids_of(np.arange(min(UNKNOWN_EXAMPLES, items.count), dtype=np.uint32))
     table = catalogue_in_words(config.sources)

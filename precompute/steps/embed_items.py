@@ -1,19 +1,18 @@
 """Embedding of items: the item tower over the catalogue, once for all shards."""
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from cache.errors import Refused
 from cache.format.item_table import ItemTable
 from precompute.builds.build import Build, attribute_paths, fetch_items, on_this_host, open_bundle
+from precompute.builds.reports import BEGIN, EMBED_ITEMS, BuildId, EmbedItemsReport, FacetFields
 from precompute.builds.tables import metric_of
 from precompute.bulk.headroom import writes_files
 from precompute.bundles.bundle import Bundle
 from precompute.config.devices import device_of
-from precompute.config.progress import Progress, Step, quiet
+from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import prior_index, tables_by_scores
 from precompute.partitions import catalogue
@@ -34,16 +33,16 @@ from precompute.steps.night import Night, StepRow
 
 @writes_files
 @on_this_host
-def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
+def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> EmbedItemsReport:
     """The item tower over the whole catalogue; every shard compares with these vectors.
 
     In a night without interactions the defaults follow from them, which `begin` made otherwise.
     """
     generation_build = Build.of(config, build)
-    if (finished_report := generation_build.read_report("embed_items")) is not None:
+    if (finished_report := generation_build.read_report(EMBED_ITEMS)) is not None:
         return finished_report
     begin_report, bundle, started = (
-        generation_build.need("begin"),
+        generation_build.need(BEGIN),
         open_bundle(generation_build),
         time.perf_counter(),
     )
@@ -75,21 +74,21 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
     generation_build.finish(catalogue.VECTORS)
     embedded_items = catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims)
     changes = prior.write_item_changes(generation_build, embedded_items)
-    facets: Step = {}
+    facets: FacetFields = {}
     if not config.sources.interactions:
         facets = _write_defaults(generation_build, bundle, embedded_items)
     seconds = time.perf_counter() - started
-    report = {
+    report: EmbedItemsReport = {
         "items": items.count, "dims": bundle.dims, "seconds": seconds, **facets,
         "computed_by": computed_by(device), "regrouped": regrouped, "changes": changes,
         "base": prior.generation,
         "copied": 0 if copied_vectors is None else int((copied_vectors.base_ordinals >= 0).sum()),
     }  # fmt: skip
-    generation_build.report("embed_items", report)
+    generation_build.report(EMBED_ITEMS, report)
     return report
 
 
-def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
+def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> FacetFields:
     """Write defaults and tables by scores for sources without popularity: the items with the best mean scores."""
     users = sample_user_vectors(build, bundle, items)
     write_defaults(
@@ -98,13 +97,13 @@ def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
         lambda table: favourites_of(items, users, metric_of(bundle, table), table.k),
     )
     build.finish(DEFAULTS)
-    attributes = build.need("begin").get("attributes", {})
+    attributes = build.need(BEGIN).get("attributes", {})
     if not build.config.facets:
         return {}
     for path in attribute_paths(attributes):
         build.fetch(path)
     scores = mean_scores(items, users, bundle.metric)
-    report: Step = {}
+    report: FacetFields = {}
     for write_tables in tables_by_scores():
         report |= write_tables(build, attributes, items, scores)
     return report
@@ -112,13 +111,11 @@ def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
 
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
-    step_result = run(night.config, night.build, progress=night.progress)
-    items, dims = int(step_result["items"]), int(step_result["dims"])
+    report = run(night.config, night.build, progress=night.progress)
+    items, dims = report["items"], report["dims"]
     summary = f"{items:,} items x {dims}"
-    if step_result.get("copied"):
-        summary += f", {step_result['copied']:,} copied"
-    if apart := sorted(
-        name for name, alike in step_result.get("regrouped", {}).items() if not alike
-    ):
+    if copied := report.get("copied"):
+        summary += f", {copied:,} copied"
+    if apart := sorted(name for name, alike in report.get("regrouped", {}).items() if not alike):
         summary += f"\nnot copied, as last digits depend on which rows are computed together: {', '.join(apart)}"
-    return StepRow(step_result, summary, items, "items", items * dims * 4)
+    return StepRow(report, summary, items, "items", items * dims * 4)

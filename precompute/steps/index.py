@@ -1,15 +1,13 @@
 """Indexes: FAISS over the item vectors, one for each metric, with the recall measured on real users."""
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
 
 from precompute.builds.build import Build, fetch_items, on_this_host, open_bundle
+from precompute.builds.reports import BEGIN, INDEX, BuildId, IndexEntry, IndexReport, file_entry
 from precompute.builds.tables import configured_tables, metric_of
 from precompute.bulk.headroom import writes_files
 from precompute.bundles.index import build_index
-from precompute.config.progress import Progress, Step, quiet
+from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
 from precompute.scoring.input_samples import sample_user_vectors
@@ -18,13 +16,13 @@ from precompute.steps.night import Night, StepRow
 
 @writes_files
 @on_this_host
-def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
+def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> IndexReport:
     """Write one FAISS index per metric that a top-K table uses, over the item vectors in ordinal order."""
     generation_build = Build.of(config, build)
-    if (finished_report := generation_build.read_report("index")) is not None:
+    if (finished_report := generation_build.read_report(INDEX)) is not None:
         return finished_report
     begin_report, bundle, started = (
-        generation_build.need("begin"),
+        generation_build.need(BEGIN),
         open_bundle(generation_build),
         time.perf_counter(),
     )
@@ -38,7 +36,7 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
     })  # fmt: skip
     # Recall is measured with vectors of users, for these are what the index is asked with.
     queries = sample_user_vectors(generation_build, bundle, items)
-    indexes = {}
+    indexes: dict[str, IndexEntry] = {}
     for number, metric in enumerate(metrics):
         name = f"index/{metric}.faiss"
         index_report = build_index(
@@ -49,25 +47,25 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
         indexes[metric] = {
             "metric": metric,
             "kind": index_report.kind,
-            "file": asdict(generation_build.describe(name)),
+            "file": file_entry(generation_build.describe(name)),
             "recall": index_report.recall,
         }
         progress("build index", number + 1, len(metrics))
-    report = {"indexes": indexes, "seconds": time.perf_counter() - started}
-    generation_build.report("index", report)
+    report: IndexReport = {"indexes": indexes, "seconds": time.perf_counter() - started}
+    generation_build.report(INDEX, report)
     return report
 
 
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
-    step_result = run(night.config, night.build, progress=night.progress)
-    indexes = step_result["indexes"].values()
+    report = run(night.config, night.build, progress=night.progress)
+    indexes = report["indexes"].values()
     summary = ", ".join(
         f"{index_entry['metric']}: {index_entry['kind']}, recall {index_entry['recall']:.4f}"
         for index_entry in indexes
     )
     return StepRow(
-        step_result,
+        report,
         summary,
         size_bytes=sum(index_entry["file"]["size_bytes"] for index_entry in indexes),
     )

@@ -1,18 +1,18 @@
 """Loading a generation: its pages into Redis, if Redis has room for them."""
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from cache.control.control_keys import Control
 from cache.control.states import State, demand
 from cache.format.manifest import Manifest
 from precompute.builds.build import Build, on_this_host, timed
+from precompute.builds.reports import LOAD, BuildId, LoadReport
 from precompute.builds.seal import seal
 from precompute.bulk.governor import open_governor
 from precompute.bulk.headroom import demand_redis, held_bytes, time_limit_remark
 from precompute.bulk.load import load_part, loaded_pages, parts_of, total_bytes
-from precompute.config.progress import Progress, Step, quiet, size_text
+from precompute.config.progress import Progress, quiet, size_text
 from precompute.config.settings import NightConfig
 from precompute.features import facts
 from precompute.releases.release_log import open_releases
@@ -20,8 +20,18 @@ from precompute.releases.sweep import note_loaded, sweep
 from precompute.steps.night import Night, StepRow
 
 
+class LoadResult(TypedDict):
+    """Result of the step: bytes of all pages, and of those that were moved; `remark` on a short time limit."""
+
+    generation: str
+    bytes: int
+    loaded_bytes: int
+    seconds: float
+    remark: NotRequired[str]
+
+
 @on_this_host
-def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
+def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> LoadResult:
     """Stream all pages into Redis; parts that are there stay. Refused before Redis would run full."""
     generation_build, started = Build.of(config, build), time.perf_counter()
     manifest = seal(generation_build, facts())
@@ -63,26 +73,28 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
                 note_loaded(releases, generation_build.generation, governor=governor)
     seconds = time.perf_counter() - started
     # Also where nothing was left to move: whoever moved it may have been killed before it could say so.
-    if generation_build.read_report("load") is None:
-        generation_build.report("load", {"seconds": seconds})
-    return {
+    if generation_build.read_report(LOAD) is None:
+        generation_build.report(LOAD, LoadReport(seconds=seconds))
+    result: LoadResult = {
         "generation": generation_build.generation,
         "bytes": size_bytes,
         "loaded_bytes": loaded,
         "seconds": round(seconds, 3),
-        **({"remark": remark} if (remark := time_limit_remark(config, size_bytes)) else {}),
     }
+    if remark := time_limit_remark(config, size_bytes):
+        result["remark"] = remark
+    return result
 
 
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
-    step_result = run(night.config, night.build, progress=night.progress)
-    loaded, size_bytes = int(step_result["loaded_bytes"]), int(step_result["bytes"])
+    result = run(night.config, night.build, progress=night.progress)
+    loaded, size_bytes = result["loaded_bytes"], result["bytes"]
     summary = (
         "all pages" if loaded == size_bytes else f"{size_text(loaded)} moved, the rest was there"
     )
-    note = f"\nnote: {remark}" if (remark := step_result.get("remark")) else ""
-    return StepRow(step_result, f"{summary}{note}", loaded, "B", size_bytes)
+    note = f"\nnote: {remark}" if (remark := result.get("remark")) else ""
+    return StepRow(result, f"{summary}{note}", loaded, "B", size_bytes)
 
 
 def _demand_room(build: Build, manifest: Manifest, control: Control) -> None:

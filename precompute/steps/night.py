@@ -1,21 +1,23 @@
 """Night in one process: the steps in the order of the DAG, their shared state, and the table of their rows."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import Any
 
 from cache.config.timetable import NIGHT_STEPS
 from cache.errors import ModelFailed
 from precompute.builds.night_failure import forget_failure, noting_failure, noting_run
+from precompute.builds.reports import BuildId
 from precompute.config.devices import devices
-from precompute.config.progress import Progress, Step, quiet, size_text
+from precompute.config.progress import Progress, quiet, size_text
 from precompute.config.settings import NightConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Night:
-    """Values that any step may need; `build` is the result of `begin`, empty before it.
+    """Values that any step may need; `generation` is empty before `begin`.
 
     `data_until`, `run_after` and `named` are times (ISO 8601) as `begin` wants them. `attempt` names this try: a repeat
     of a publish is recognised by it.
@@ -27,7 +29,12 @@ class Night:
     run_after: str | None = None
     named: str | None = None
     progress: Progress = quiet
-    build: Step = field(default_factory=dict)
+    generation: str = ""
+
+    @property
+    def build(self) -> BuildId:
+        """Value that the steps after `begin` take."""
+        return {"generation": self.generation}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +44,7 @@ class StepRow:
     `summary` may have several lines.
     """
 
-    result: Step
+    result: Mapping[str, Any]
     summary: str
     count: int = 0
     unit: str = ""
@@ -65,7 +72,7 @@ def run_night(night: Night, last_step: str = NIGHT_STEPS[-1]) -> list[tuple[str,
     finished_steps: list[tuple[str, StepRow, float]] = []
     with noting_run(night.config) as note_step:
         for name in NIGHT_STEPS:
-            started, generation = time.perf_counter(), night.build.get("generation")
+            started, generation = time.perf_counter(), night.generation or None
             note_step(name, generation)
             with noting_failure(night.config, name, generation):
                 try:
@@ -73,8 +80,8 @@ def run_night(night: Night, last_step: str = NIGHT_STEPS[-1]) -> list[tuple[str,
                 except ModelFailed as error:
                     raise ModelFailed(f"step {name}: {error.message}", **error.details) from error
             finished_steps.append((name, row, time.perf_counter() - started))
-            if not night.build:
-                night = replace(night, build=row.result)
+            if not night.generation:
+                night = replace(night, generation=row.result["generation"])
             if name == last_step or row.result.get("already_live"):
                 break
     forget_failure(night.config)

@@ -1,7 +1,6 @@
 """Publication: the pointer moved to a verified generation, once replicas hold it ready."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from cache.control.control_keys import Control
 from cache.errors import CorruptArtefact
@@ -10,22 +9,33 @@ from cache.format.manifest import Manifest, Table
 from cache.store.artefacts import fetch_checked
 from cache.store.audit import audited
 from precompute.builds.build import Build, on_this_host, timed
+from precompute.builds.reports import VERIFIED, BuildId
 from precompute.builds.seal import seal
 from precompute.bulk.governor import open_governor
-from precompute.config.progress import Progress, Step, quiet
+from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import facts, remarks_on_publish
 from precompute.releases import moves
 from precompute.releases.release_log import open_releases
-from precompute.releases.replication import confirm, run_ids
+from precompute.releases.replication import VerifyReport, confirm, run_ids
 from precompute.releases.staging import StagingNote, staged
 from precompute.steps.night import Night, StepRow
 
 
+class PublishResult(TypedDict):
+    """Result of the step: the pointer, and whether it was moved; `notes` on a generation that was published."""
+
+    generation: str
+    epoch: int
+    previous: str | None
+    changed: bool
+    notes: NotRequired[list[str]]
+
+
 @on_this_host
 def run(
-    config: NightConfig, verified: Mapping[str, Any], *, attempt: str, progress: Progress = quiet
-) -> Step:
+    config: NightConfig, verified: BuildId, *, attempt: str, progress: Progress = quiet
+) -> PublishResult:
     """Read a record of every table, wait until replicas hold the generation ready, move the pointer and read it back.
 
     Raises Conflict, and nothing is published, when too few replicas become ready within
@@ -42,7 +52,7 @@ def run(
         open_releases(config) as releases,
         open_governor(config.governor, releases.control) as governor,
     ):
-        report = build.read_report("verified") or {}
+        report = build.read_report(VERIFIED) or {}
         moved = moves.prepare_publish(
             releases, build.generation, attempt=attempt, verified=report, governor=governor
         )
@@ -56,7 +66,7 @@ def run(
             # Reading everything back, where a node has started since, takes too long for replicas to stand by.
             wait_s = config.flip.wait_s
             confirm(releases, build.generation, report, timeout_s=wait_s, governor=governor)
-            node_report = {"run_ids": run_ids(releases.control.client)}
+            node_report: VerifyReport = {"run_ids": run_ids(releases.control.client)}
             with staged(
                 releases.control, build.generation, config.flip, attempt=attempt, progress=progress
             ):
@@ -96,11 +106,10 @@ def _read_back(build: Build, manifest: Manifest, table: Table, control: Control)
 
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
-    generation = str(night.build["generation"])
-    remarks = [remark(night.config, generation) for remark in remarks_on_publish()]
-    step_result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
-    notes = [remark for remark in remarks if remark and step_result["changed"]]
+    remarks = [remark(night.config, night.build["generation"]) for remark in remarks_on_publish()]
+    result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
+    notes = [remark for remark in remarks if remark and result["changed"]]
     if notes:
-        step_result = {**step_result, "notes": notes}
-    summary = f"epoch {step_result['epoch']}, previous {step_result['previous'] or 'none'}"
-    return StepRow(step_result, "\n".join([summary, *notes]))
+        result = {**result, "notes": notes}
+    summary = f"epoch {result['epoch']}, previous {result['previous'] or 'none'}"
+    return StepRow(result, "\n".join([summary, *notes]))

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from precompute.builds.build import (
@@ -13,8 +12,9 @@ from precompute.builds.build import (
     on_this_host,
     open_bundle,
 )
+from precompute.builds.reports import BEGIN, QUANTIZE, BuildId, QuantizeReport, SampleFields
 from precompute.bulk.headroom import writes_files
-from precompute.config.progress import Progress, Step, quiet
+from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import sample_takers
 from precompute.partitions import catalogue
@@ -29,13 +29,13 @@ from precompute.steps.night import Night, StepRow
 
 @writes_files
 @on_this_host
-def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
+def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> QuantizeReport:
     """int8 versions of the live models, calibrated and compared with fp32 on a sample of real inputs."""
     generation_build = Build.of(config, build)
-    if (finished_report := generation_build.read_report("quantize")) is not None:
+    if (finished_report := generation_build.read_report(QUANTIZE)) is not None:
         return finished_report
     begin_report, bundle, started = (
-        generation_build.need("begin"),
+        generation_build.need(BEGIN),
         open_bundle(generation_build),
         time.perf_counter(),
     )
@@ -48,7 +48,7 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
     users = sample_inputs(
         generation_build, items, bundle.user_tower, metric=bundle.metric, takers=takers
     )
-    samples: Step = {}
+    samples: SampleFields = {}
     for taker in takers:
         samples |= taker.finish(generation_build)
     models = quantize_models(
@@ -74,30 +74,28 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
         model.name: {"histories": "drawn"} if lacks_histories(generation_build, model) else {}
         for model in bundle.models
     }
-    report = {
+    report: QuantizeReport = {
         "models": {
-            name: asdict(
-                model_entry(
-                    generation_build,
-                    bundle,
-                    name,
-                    live_model.int8,
-                    {**live_model.agreement, **how[name]},
-                )
+            name: model_entry(
+                generation_build,
+                bundle,
+                name,
+                live_model.int8,
+                {**live_model.agreement, **how[name]},
             )
             for name, live_model in models.items()
         },
         **samples,
         "seconds": time.perf_counter() - started,
     }
-    generation_build.report("quantize", report)
+    generation_build.report(QUANTIZE, report)
     return report
 
 
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
-    step_result = run(night.config, night.build, progress=night.progress)
-    models = step_result["models"]
+    report = run(night.config, night.build, progress=night.progress)
+    models = report["models"]
     summary = ", ".join(
         f"{name}: {_agreement(model_report['agreement'])}" for name, model_report in models.items()
     )
@@ -107,7 +105,7 @@ def in_night(night: Night) -> StepRow:
         for file in (model_report["fp32"], model_report["int8"])
         if file
     ]
-    return StepRow(step_result, summary, size_bytes=sum(file["size_bytes"] for file in files))
+    return StepRow(report, summary, size_bytes=sum(file["size_bytes"] for file in files))
 
 
 def _agreement(agreement: Mapping[str, Any]) -> str:

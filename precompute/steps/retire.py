@@ -1,12 +1,13 @@
 """Step `retire`: removes generations that no reader and no roll back needs, and leftovers of killed programs."""
 
 from collections.abc import Collection
+from typing import NotRequired, TypedDict, cast
 
 from cache.control.states import UNFINISHED
 from cache.store.artefacts import COPY_IDLE_S
 from precompute.bulk.governor import open_governor
 from precompute.bundles.bundle_store import heal_swap, sweep_bundles, sweep_training
-from precompute.config.progress import Progress, Step, quiet
+from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import after_publish
 from precompute.releases.release_log import Releases, open_releases
@@ -17,7 +18,23 @@ UNFINISHED_S = 86_400.0
 """Seconds without a change after which an unfinished file counts as left over."""
 
 
-def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
+class RetireResult(TypedDict):
+    """Result of the step: generations retired and spared, and counts of removed keys, rows and leftovers.
+
+    The other fields are those of features.
+    """
+
+    retired: list[str]
+    spared: list[str]
+    keys: int
+    rows: int
+    leftovers: int
+    erasures_pending: NotRequired[int]
+    exposure_parts: NotRequired[int]
+    events_trimmed: NotRequired[int]
+
+
+def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> RetireResult:
     """Remove unneeded pages and files of generations, rows whose overlays are gone, and leftovers.
 
     Then sweep the stored data of each feature.
@@ -28,21 +45,19 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
         with open_governor(config.governor, releases.control) as governor:
             rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s, governor=governor)
         needed_generations = find_needed_generations(releases)
-        report: Step = {
+        result: RetireResult = {
             "retired": list(swept.retired), "spared": list(swept.spared), "keys": swept.keys, "rows": rows,
             "leftovers": sweep_leftovers(config, releases, needed_generations),
         }  # fmt: skip
         for settle in after_publish():
-            report |= settle(config, releases, needed_generations)
-    return report
+            result = cast(RetireResult, {**result, **settle(config, releases, needed_generations)})
+    return result
 
 
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
-    step_result = run(night.config, attempt=night.attempt, progress=night.progress)
-    return StepRow(
-        step_result, f"{len(step_result['retired'])} generations, {step_result['keys']:,} keys"
-    )
+    result = run(night.config, attempt=night.attempt, progress=night.progress)
+    return StepRow(result, f"{len(result['retired'])} generations, {result['keys']:,} keys")
 
 
 def find_needed_generations(releases: Releases) -> set[str]:

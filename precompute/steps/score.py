@@ -2,15 +2,16 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from typing import Any
+from typing import TypedDict
 
-from precompute.builds.build import Build, fetch_items, on_this_host, shard_report
+from precompute.builds.build import Build, fetch_items, on_this_host
+from precompute.builds.reports import BuildId, shard_report
 from precompute.bulk.headroom import writes_files
 from precompute.config.devices import devices, least_busy
-from precompute.config.progress import Progress, Step, quiet
+from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import remarks_on_scores, scoring_hooks
 from precompute.scoring.copies import reasons_file
@@ -24,16 +25,25 @@ SHARDS_AT_ONCE = 2
 """Shards under way for each GPU: one compared with the items, one read, encoded or written meanwhile."""
 
 
+class ShardResult(TypedDict):
+    """Result of one shard."""
+
+    shard: int
+    users: int
+    items: int
+    seconds: float
+
+
 @writes_files
 @on_this_host
 def run_shard(
     config: NightConfig,
-    build: Mapping[str, Any],
+    build: BuildId,
     shard: int,
     *,
     scorers: Scorers | None = None,
     progress: Progress = quiet,
-) -> Step:
+) -> ShardResult:
     """Score one hash range of users and items into pages; a finished shard is not repeated.
 
     A process that scores several shards of one build passes the same `scorers` to all.
@@ -56,7 +66,7 @@ def run_shard(
             users["inputs"]["path"],
             *([] if users["reasons"] is None else [reasons_file(shard)]),
             *(seen_file["path"] for seen_file in users["seen"]),
-            *(table_entry[kind]["path"] for table_entry in described for kind in ("file", "sums")),
+            *(file["path"] for pages in described for file in (pages["file"], pages["sums"])),
         )
         report = {
             "shard": shard, "users": users, "items": items,
@@ -80,11 +90,11 @@ class _GivenUp(Exception):
 @writes_files
 def run(
     config: NightConfig,
-    build: Mapping[str, Any],
+    build: BuildId,
     shards: Sequence[int],
     *,
     progress: Progress = quiet,
-) -> list[Step]:
+) -> list[ShardResult]:
     """Run `run_shard` for each shard in one process: while one is compared, the next reads, encodes and writes.
 
     An exception in one ends the others at their next progress call; finished shards are found again.
@@ -103,7 +113,7 @@ def run(
                 given_up.set()
                 raise
 
-    def score(shard: int) -> Step:
+    def score(shard: int) -> ShardResult:
         try:
             return run_shard(config, build, shard, scorers=scorers, progress=report_progress)
         except _GivenUp:
@@ -130,12 +140,12 @@ def run(
 
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
-    scored = run(night.config, night.build, night.build["shards"], progress=night.progress)
-    users, items = (
-        sum(shard_result[name] for shard_result in scored) for name in ("users", "items")
-    )
+    shards = range(night.config.shards)
+    scored = run(night.config, night.build, shards, progress=night.progress)
+    users = sum(shard_result["users"] for shard_result in scored)
+    items = sum(shard_result["items"] for shard_result in scored)
     summary = f"{users:,} users, {items:,} items in {len(scored)} shards"
     build = Build.of(night.config, night.build)
-    reports = [build.need(shard_report(shard)) for shard in night.build["shards"]]
+    reports = [build.need(shard_report(shard)) for shard in shards]
     summary += "".join(remark(reports) for remark in remarks_on_scores())
-    return StepRow({"users": users, "items": items}, summary, int(users + items), "entities")
+    return StepRow({"users": users, "items": items}, summary, users + items, "entities")

@@ -4,11 +4,11 @@ It has no generation yet, and runs only where events are taken in. Its result is
 of that one reads the same events.
 """
 
-from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
 from precompute.features import taking
+from precompute.partitions.night_input import TakenEvents
 
 
-def run(config: NightConfig) -> Step:
+def run(config: NightConfig) -> TakenEvents:
     """Write the stream's new events into the store; return their number, and the position that the files reach."""
     return taking()(config)

@@ -1,10 +1,10 @@
 """Verifying a generation: its files and its gates, then refused or fit to be published."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from cache.control.states import State, demand
 from cache.errors import Conflict, CorruptArtefact, LarderError, NotJudged, Refused
@@ -12,12 +12,13 @@ from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
 from cache.store.artefacts import fetch_checked, generation_path
 from precompute.builds.build import Build, erased_from, fetch_partition, on_this_host
+from precompute.builds.reports import BEGIN, LOAD, VERIFIED, BuildId
 from precompute.builds.seal import seal
 from precompute.bulk.governor import open_governor
 from precompute.bulk.headroom import ArmRoom
 from precompute.bulk.load import total_bytes
 from precompute.bulk.reload import damaged
-from precompute.config.progress import Progress, Step, quiet
+from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import allowed_by_manifest, facts, rooms, scoring_hooks
 from precompute.gates.evidence.candidate import Candidate, Measurement, Verdict
@@ -42,21 +43,33 @@ from precompute.partitions import catalogue, holdout
 from precompute.partitions.marks import marks_file
 from precompute.releases import moves
 from precompute.releases.release_log import Releases, open_releases
-from precompute.releases.replication import run_ids
+from precompute.releases.replication import VerifyReport, run_ids
 from precompute.releases.sweep import take_back
 from precompute.sources.plausibility import few_in_words
 from precompute.steps import load
 from precompute.steps.night import Night, StepRow
 
 
+class VerifyResult(TypedDict):
+    """Result of the step: number of gates, and the rules not judged and left out; `not_run`: why there are no gates."""
+
+    generation: str
+    gates: int
+    verified: bool
+    not_judged: NotRequired[list[str]]
+    gates_left_out: NotRequired[list[str]]
+    remarks: NotRequired[list[str]]
+    not_run: NotRequired[str]
+
+
 @on_this_host
 def run(
     config: NightConfig,
-    build: Mapping[str, Any],
+    build: BuildId,
     *,
     attempt: str = "shell",
     progress: Progress = quiet,
-) -> Step:
+) -> VerifyResult:
     """Run every gate; a failed one refuses the generation for good, with a recorded reason.
 
     Raises NotJudged, and leaves the generation unchanged, if a dependency of a gate did not answer.
@@ -82,7 +95,7 @@ def run(
         # It may have gone live, or have been retired, while the gates ran: its manifest is then as released.
         _demand_still(generation_build, releases)
         left_out = [gate.rule for gate in GATES if gate not in asked_of(manifest)]
-        unasked: Step = {"gates_left_out": left_out} if left_out else {}
+        unasked = {"gates_left_out": left_out} if left_out else {}
         manifest = replace(
             manifest,
             facts={**manifest.facts, **unasked},
@@ -91,7 +104,7 @@ def run(
                 **manifest.timings,
                 **(
                     {"load": loaded["seconds"]}
-                    if (loaded := generation_build.read_report("load"))
+                    if (loaded := generation_build.read_report(LOAD))
                     else {}
                 ),
                 "verify": time.perf_counter() - started,
@@ -111,14 +124,19 @@ def run(
             )  # fmt: skip
         # The verdicts first: their baseline says nothing of older ones.
         generation_build.store.write(path, manifest.to_bytes())
-        generation_build.report("verified", {"run_ids": nodes, "baseline": ledger.live})
+        report = VerifyReport(run_ids=nodes, baseline=ledger.live)
+        generation_build.report(VERIFIED, report)
         releases.mark_verified(generation_build.generation, attempt=attempt)
     odd = [verdict.note for verdict in verdicts if CLICKS_BY_CHANCE in verdict.note]
-    return {
+    result: VerifyResult = {
         "generation": generation_build.generation, "gates": len(manifest.gates), "verified": True,
-        "not_judged": [verdict.rule for verdict in verdicts if not verdict.is_judged], **unasked,
-        **({"remarks": odd} if odd else {}),
+        "not_judged": [verdict.rule for verdict in verdicts if not verdict.is_judged],
     }  # fmt: skip
+    if left_out:
+        result["gates_left_out"] = left_out
+    if odd:
+        result["remarks"] = odd
+    return result
 
 
 def _listed(manifest: Manifest) -> int | None:
@@ -129,15 +147,15 @@ def _listed(manifest: Manifest) -> int | None:
 
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
-    step_result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
-    left_out = ", ".join(step_result.get("gates_left_out", ()))
+    result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
+    left_out = ", ".join(result.get("gates_left_out", ()))
     left_out_note = f"; left out, for there are no interactions: {left_out}" if left_out else ""
-    odd = "".join(f"\nnote: {remark}" for remark in step_result.get("remarks", ()))
-    not_judged = step_result.get("not_judged", ())
-    passed = f"{step_result['gates'] - len(not_judged)} gates passed"
+    odd = "".join(f"\nnote: {remark}" for remark in result.get("remarks", ()))
+    not_judged = result.get("not_judged", ())
+    passed = f"{result['gates'] - len(not_judged)} gates passed"
     if not_judged:
         passed += f", {len(not_judged)} not judged"
-    return StepRow(step_result, f"{passed}{left_out_note}{odd}")
+    return StepRow(result, f"{passed}{left_out_note}{odd}")
 
 
 def _demand_still(build: Build, releases: Releases) -> None:
@@ -150,15 +168,15 @@ def _demand_still(build: Build, releases: Releases) -> None:
         raise
 
 
-def _published(build: Build, releases: Releases, state: State) -> Step:
+def _published(build: Build, releases: Releases, state: State) -> VerifyResult:
     """Judge a generation to be published by its gates; of a live one read the pages back. Raise CorruptArtefact."""
-    step_result: Step = {
+    result: VerifyResult = {
         "generation": build.generation,
         "gates": 0,
         "verified": state is State.LIVE,
     }
     if state is not State.LIVE:
-        return {**step_result, "not_run": f"it is {state}: a roll back to it reads its pages back"}
+        return {**result, "not_run": f"it is {state}: a roll back to it reads its pages back"}
     with open_governor(build.config.governor, releases.control) as governor:
         damaged_pages = damaged(
             releases.control, releases.store, build.generation, governor=governor
@@ -170,7 +188,7 @@ def _published(build: Build, releases: Releases, state: State) -> Step:
             "run `larder restore`, which repairs them",
             pages=damaged_pages,
         )
-    return {**step_result, "not_run": "it is live: gates were not run, every page was read back"}
+    return {**result, "not_run": "it is live: gates were not run, every page was read back"}
 
 
 def reason(generation: str, verdict: Verdict) -> str:
@@ -246,7 +264,7 @@ def _candidate(
         with _if_there():
             build.fetch(name)
     with _if_there():
-        for name in build.need("begin")["bundle_files"]:
+        for name in build.need(BEGIN)["bundle_files"]:
             build.fetch(f"bundle/{name}")
     live_manifest = None if live is None else _read_manifest(build, live)
     live_root = None

@@ -1,26 +1,42 @@
 """Warming: the wait until every replica answers from the published generation."""
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypedDict
 
 from cache.control.control_keys import Control, Replica
 from cache.l2.sync_clients import connect
 from cache.store.releases import Pointer
 from precompute.builds.build import Build, timed
-from precompute.config.progress import Step
+from precompute.builds.reports import BuildId
 from precompute.config.settings import NightConfig
 from precompute.steps.night import Night, StepRow
 
 WARM_POLL_S = 0.1
 
 
-def run(config: NightConfig, build: Mapping[str, Any]) -> Step:
+class FlipFields(TypedDict):
+    """Milliseconds of replicas' swaps: between the first and the last (None below two), and behind the publish."""
+
+    skew_ms: float | None
+    lag_ms: dict[str, float]
+
+
+class WarmResult(FlipFields):
+    """Result of the step: number of replicas, and the names of those that do not follow."""
+
+    generation: str
+    replicas: int
+    waiting: list[str]
+    seconds: float
+
+
+def run(config: NightConfig, build: BuildId) -> WarmResult:
     """Wait, up to `warm_timeout_s`, until every live replica answers from the generation; how far apart they swapped.
 
     `skew_ms`: between the first swap and the last, null below two; `lag_ms`: each one's behind `published_at`.
     """
-    generation, started = str(build["generation"]), time.perf_counter()
+    generation, started = build["generation"], time.perf_counter()
     with (
         timed(Build.of(config, build), "warm"),
         connect(config.redis_url, config.redis_timeout_s) as client,
@@ -41,7 +57,7 @@ def run(config: NightConfig, build: Mapping[str, Any]) -> Step:
             time.sleep(WARM_POLL_S)
 
 
-def _flip_of(pointer: Pointer | None, replicas: Sequence[Replica]) -> Step:
+def _flip_of(pointer: Pointer | None, replicas: Sequence[Replica]) -> FlipFields:
     """Skew and lags (ms) of the replicas there when the pointer moved; one that started later has not flipped."""
     swapped = {
         replica.name: replica.swapped_at
@@ -60,9 +76,9 @@ def _flip_of(pointer: Pointer | None, replicas: Sequence[Replica]) -> Step:
 
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
-    step_result = run(night.config, night.build)
-    if not step_result["replicas"]:
-        return StepRow(step_result, "no replica is listening")
-    follow = step_result["replicas"] - len(step_result["waiting"])
-    apart = "" if step_result["skew_ms"] is None else f", {step_result['skew_ms']:.0f} ms apart"
-    return StepRow(step_result, f"{follow} of {step_result['replicas']} replicas follow{apart}")
+    result = run(night.config, night.build)
+    if not result["replicas"]:
+        return StepRow(result, "no replica is listening")
+    follow = result["replicas"] - len(result["waiting"])
+    apart = "" if result["skew_ms"] is None else f", {result['skew_ms']:.0f} ms apart"
+    return StepRow(result, f"{follow} of {result['replicas']} replicas follow{apart}")

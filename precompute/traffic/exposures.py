@@ -20,7 +20,6 @@ from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore
 from cache.traffic.experiments import EXPERIMENT_NAME, EXPOSURES_FOLDER
 from cache.usage.hot_keys import HOUR_S
-from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
 from precompute.releases.release_log import Releases
 from precompute.sources.erasures import all_erasures
@@ -84,7 +83,7 @@ def gather(
 
 def gather_in_night(
     config: NightConfig, releases: Releases, _needed_generations: Collection[str]
-) -> Step:
+) -> dict[str, int]:
     """Write files of the hours that ended; return `exposure_parts` for the step's report."""
     store = config.store()
     return {

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cache.model.filter_mask import FilterMask
 from cache.records import Record
-from cache.tiers.reads import NOWHERE_REASONS, PUBLIC_BY_INTERNAL_REASON, MissReason
+from cache.tiers.reads import MissReason
 from serving.engine.answer_observer import AnswerObserver, AnswerSample
 from serving.engine.entity import PartialList, PendingAnswer
 from serving.engine.rendering.answer_fields import (
@@ -258,11 +258,9 @@ class AnswerBuilder:
         if (counted_events := case.counted_events) is not None:
             if counted_events.is_approximate or not _counts(case, source):
                 flag_fields = {"approximate": True, **flag_fields}
-            if case.reason in NOWHERE_REASONS and not case.is_settled:
+            if case.reason is not None and case.reason.traits.is_nowhere and not case.is_settled:
                 case.reason = MissReason.NEWER_EVENTS
-        reason = (
-            None if case.reason is None else PUBLIC_BY_INTERNAL_REASON.get(case.reason, case.reason)
-        )
+        reason = None if case.reason is None else case.reason.public
         case.answer = complete(
             prediction, snapshot, table, case.entity, source, producer, self._clock(),
             reason=reason, live=case.live_reason, dropped_history=dropped_count or None,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from cache.model.input_preparation import LiveInput
 from cache.tiers.l1 import EvictionHistory
-from cache.tiers.reads import NOWHERE_REASONS, MissReason
+from cache.tiers.reads import MissReason
 from serving.engine.l1_warmup import EntityName
 from serving.engine.rendering.answer_fields import Exclusions
 from serving.metrics.collectors import L1Misses
@@ -141,12 +141,14 @@ class AnswerObserver:
         self._eviction_history = absences or EvictionHistory(slots=2)
 
     def classify_miss(
-        self, generation: str, table: str, key: int | bytes, reason: str | None
+        self, generation: str, table: str, key: int | bytes, reason: MissReason | None
     ) -> str:
         """The reason by which a miss is counted: an id that the night lacks may have had a live answer for its life."""
-        if reason in NOWHERE_REASONS and self._eviction_history.is_over(generation, table, key):
+        if reason is None:
+            return MissReason.INTERNAL_ERROR
+        if reason.traits.is_nowhere and self._eviction_history.is_over(generation, table, key):
             return MissReason.EXPIRED
-        return reason or MissReason.INTERNAL_ERROR
+        return reason.public
 
     def count_read(
         self, generation: str, table: str, key: int | bytes, is_known: bool = True

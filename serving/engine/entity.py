@@ -28,8 +28,6 @@ from serving.requests.answers import Source
 from serving.requests.errors import Problem, from_input
 from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
 
-_NO_OTHER_NIGHT = (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED)
-"""Reasons that hold for the previous generation as well."""
 _NO_ITEMS = np.empty(0, np.int64)
 
 
@@ -106,7 +104,7 @@ class PendingAnswer:
     k: int
     record_key: RecordKey
     digest: bytes
-    reason: str | None = None
+    reason: MissReason | None = None
     live_reason: str | None = None
     hit: Hit | None = None
     answer: AnswerJson | None = None
@@ -395,8 +393,10 @@ def still_open(cases: Sequence[PendingAnswer]) -> list[PendingAnswer]:
 def find_previous_record_key(previous: Snapshot, case: PendingAnswer) -> RecordKey | str:
     """Return the record key for the previous generation, or the reason why it cannot answer."""
     raw = case.entity.raw
-    if raw is None or case.reason in _NO_OTHER_NIGHT:
+    if raw is None:
         return case.reason or "no_id"
+    if case.reason is not None and case.reason.traits.holds_for_previous:
+        return case.reason
     table = previous.manifest.tables.get(case.table.name)
     if table is None or (table.entity, table.kind) != (case.table.entity, case.table.kind):
         return "no_such_table"

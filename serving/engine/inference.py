@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from cache.errors import CorruptArtefact, UnfitValue
 from cache.l2.commands import LeaseMark
-from cache.tiers.reads import STAND_IN_REASONS, Hit, MissReason, RecordKey
+from cache.tiers.reads import Hit, MissTraits, RecordKey
 from cache.tiers.singleflight import FlightSeat, SingleFlight
 from cache.tiers.tiered import TieredCache
 from serving.admission.work_pacer import YieldPacer
@@ -26,20 +26,7 @@ log = logging.getLogger(__name__)
 FlightKey = tuple[str, str, int | bytes, bytes, bool, bool]
 """Key of one inference: generation, table, entity, digest of the input, and whether a near answer will do."""
 
-SHARED_REASONS = frozenset(
-    {
-        MissReason.NOT_IN_GENERATION,
-        MissReason.NEGATIVE,
-        MissReason.EXPIRED,
-        MissReason.INPUT_CHANGED,
-    }
-)
-"""Misses that another process may have at this moment, too, and whose answer is stored for both.
-
-Not `fresh` and `too_old`: a stored answer of another process may be older than requested.
-"""
-
-_LOOKED_UP_REASONS = SHARED_REASONS | {MissReason.UNREAD}
+NO_TRAITS = MissTraits()
 
 REPEAT_WINDOW = 1_024
 """Inputs after which the rate is judged; then all counts are halved."""
@@ -172,9 +159,10 @@ class LiveInferences:
         A future per entity, and no task unless others may compute it.
         """
         record_key, table = case.record_key, case.table.name
-        may_reuse = table in self.reuses and case.may_reuse and case.reason in _LOOKED_UP_REASONS
+        traits = NO_TRAITS if case.reason is None else case.reason.traits
+        may_reuse = table in self.reuses and case.may_reuse and traits.is_looked_up
         digest = case.digest + case.new_items.digest
-        is_led = record_key.position < 0 and case.reason in SHARED_REASONS
+        is_led = record_key.position < 0 and traits.is_shared
         lead, key = (
             self.leases,
             (snapshot.generation, table, record_key.key, digest, may_reuse, is_led),
@@ -182,7 +170,7 @@ class LiveInferences:
         if (job := self._jobs.get(key)) is not None:
             job.deadline = max(job.deadline, deadline)
         joins = key in self.flights
-        if record_key.position < 0 and case.reason in _LOOKED_UP_REASONS:
+        if record_key.position < 0 and traits.is_looked_up:
             self.repeats.saw(joins)
         if not joins and not self.admit():  # who joins a flight costs nothing
             return None
@@ -201,7 +189,7 @@ class LiveInferences:
                 case.nightly_key if case.new_items and case.entity.raw is not None else None
             )
             inference_target = InferenceTarget(
-                record_key, case.digest, case.reason in STAND_IN_REASONS, is_kept, night_record_key
+                record_key, case.digest, traits.allows_stand_in, is_kept, night_record_key
             )
             if lead is None or not is_led:
                 computing = self._infer(job, inference_target)

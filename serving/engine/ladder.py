@@ -31,9 +31,6 @@ from serving.requests.reasons import LiveReason
 
 log = logging.getLogger(__name__)
 
-_SETTLED_FOR = (None, MissReason.TOO_OLD, MissReason.EXHAUSTED)
-"""Reasons for which a stored record is still an answer if live has none."""
-
 
 class RecordReader(Protocol):
     """Interface of the tiers that the ladder uses."""
@@ -288,7 +285,9 @@ class Ladder:
             case.reason, case.record_key = None, case.record_key._replace(skips_overlay=False)
         await self._read(snapshot, unread, context)
         for case in cases:
-            if (hit := case.hit) is None or case.reason not in _SETTLED_FOR:
+            if (hit := case.hit) is None:
+                continue
+            if case.reason is not None and not case.reason.traits.allows_stored:
                 continue
             try:
                 record = case.decoded(snapshot, hit.record)

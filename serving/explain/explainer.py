@@ -28,7 +28,6 @@ from cache.store.artefacts import ArtefactStore, generation_path
 from cache.tiers.l1 import LocalKey
 from cache.tiers.reads import (
     MISS_BY_REASON,
-    OUTAGE_REASONS,
     Hit,
     Miss,
     MissReason,
@@ -395,7 +394,7 @@ class LadderReplay:
         stored_result = l2 if l1 is None else l1
         if (
             isinstance(stored_result, Miss)
-            and stored_result.reason in OUTAGE_REASONS
+            and stored_result.reason.traits.is_outage
             and isinstance(live_result, Hit)
         ):
             stored_result = live_result._replace(reason=stored_result.reason)
@@ -580,7 +579,7 @@ class Explainer:
             excluded_ordinals |= frozenset(snapshot.numbers_of(case.counted_events.items).tolist())
         records = RecordDecoder(snapshot, case, excluded_ordinals)
         if snapshot.blocks(table, raw):
-            case.reason = "entity_blocked"
+            case.reason = MissReason.ENTITY_BLOCKED
         night_record_and_hit = records.find_nightly_record(l1, l2)
         rescore_result = await self._rescorer.rescore(
             snapshot, case, night_record_and_hit and night_record_and_hit[0]

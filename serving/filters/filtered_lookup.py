@@ -17,6 +17,7 @@ from cache.filters.filtering import Filtering, UnknownAttribute, unknown_filter
 from cache.filters.reranking import Reranker, Reranking, below
 from cache.model.filter_mask import FilterMask
 from cache.model.ranking import Metric
+from cache.tiers.reads import MissReason
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.answer_builder import RequestContext, Searched, left_out
 from serving.engine.entity import PendingAnswer, build_pending_answers
@@ -276,7 +277,7 @@ class SourcedVector(NamedTuple):
     vector: NDArray[np.float32]
     source: Source
     producer: str
-    reason: str | None
+    reason: MissReason | None
     answer_flags: Mapping[str, bool] = MappingProxyType({})
     """Answer fields that are true because of the vector."""
 

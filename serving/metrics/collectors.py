@@ -22,7 +22,7 @@ from prometheus_client.utils import floatToGoString
 
 from cache.process.background_loops import BackgroundLoops
 from cache.tiers.l1 import Absence
-from cache.tiers.reads import PUBLIC_BY_INTERNAL_REASON, REASONS_WITH_STORED_ANSWER, MissReason
+from cache.tiers.reads import MissReason
 from serving.admission.controller import Admission
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
@@ -52,7 +52,7 @@ MISS_REASONS = tuple(
     [
         reason
         for reason in MissReason
-        if reason not in PUBLIC_BY_INTERNAL_REASON and reason not in REASONS_WITH_STORED_ANSWER
+        if not reason.traits.is_internal and not reason.traits.has_stored_answer
     ]
 )
 """Reasons that are counted: no stored tier answered."""

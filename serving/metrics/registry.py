@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from cache.tiers.reads import PUBLIC_BY_INTERNAL_REASON
 from serving.metrics.collectors import ChangedAnswers, FastTally, L1Misses, SecondsHistogram
 from serving.requests.answers import Source
 from serving.requests.context import note_stage
@@ -159,7 +158,7 @@ class Metrics:
 
     def missed(self, table: str, reason: str) -> None:
         """Counts one entity that no stored tier answered."""
-        self._child(self.misses, table, PUBLIC_BY_INTERNAL_REASON.get(reason, reason)).inc()
+        self._child(self.misses, table, reason).inc()
 
     def count_entities(self, tables: Iterable[str]) -> None:
         """Counts entities that passed validation: each of them will be answered exactly once."""

@@ -3,9 +3,9 @@
 Those of `reason` are the `MissReason` of the tiers that `PUBLIC_REASONS` lists.
 """
 
-from cache.tiers.reads import PUBLIC_BY_INTERNAL_REASON, DescribedEnum, MissReason
+from cache.tiers.reads import DescribedEnum, MissReason
 
-PUBLIC_REASONS = tuple([reason for reason in MissReason if reason not in PUBLIC_BY_INTERNAL_REASON])
+PUBLIC_REASONS = tuple([reason for reason in MissReason if not reason.traits.is_internal])
 """Words of an answer's `reason`, as metrics and explanations have them too."""
 
 

@@ -29,7 +29,6 @@ from cache.process.host import usable_cores
 from cache.process.redis_server import server
 from cache.store.artefacts import generation_path
 from precompute.builds.build import Build, open_bundle
-from precompute.config.progress import Step
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.reference.matrix_factorisation import SpectralShape
 from precompute.reference.train import ReferenceData, train
@@ -37,6 +36,7 @@ from precompute.scoring.scorers import Scorers
 from precompute.scoring.shard_work import ShardWork
 from precompute.scoring.user_reading import read_users
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score
+from precompute.steps.assemble import AssembleResult
 from tests.bench.tools.harness import Promise, Ratio, Report, alternate, parse
 from tests.bench.tools.topk_cases import NO_DATA, Case, real_case, real_file
 
@@ -119,7 +119,7 @@ class Night:
         self.spent.night.append(time.process_time() - cpu)
         return float(build["users"] / (time.perf_counter() - started))
 
-    def _scored(self) -> Step:
+    def _scored(self) -> AssembleResult:
         build = begin.run(self.config, data_until=DATA_UNTIL, run_after=None)
         embed_items.run(self.config, build)
         score.run(self.config, build, build["shards"])

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +29,7 @@ import numpy as np
 from cache.errors import Refused
 from cache.process.redis_server import server
 from cache.topk.topk import Scorer
+from precompute.builds.reports import BegunBuild, BuildId
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.planning.sizes import step_bytes
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
@@ -58,7 +59,7 @@ COPIES = 2
 """Of the users, in one file."""
 SHARD_USERS = 30_000
 MIB = 1 << 20
-LATER = {
+LATER: dict[str, Callable[[NightConfig, BuildId], object]] = {
     "index": index.run, "quantize": quantize.run, "load": load.run, "verify": verify.run,
 }  # fmt: skip
 
@@ -102,10 +103,11 @@ def run_step(folder: Path, step: str) -> None:
     """One step of the night in this process; prints its processor seconds and its peak memory."""
     is_wide = (folder / CASE).exists()
     config = wide_night.config_of(folder, os.environ["REDIS_URL"]) if is_wide else config_of(folder)
-    build = json.loads((folder / "build.json").read_text()) if step != "begin" else {}
+    if step != "begin":
+        build: BegunBuild = json.loads((folder / "build.json").read_text())
     cpu_start_s = time.process_time()
     if step == "begin":
-        build = dict(begin.run(config, data_until=DATA_UNTIL, run_after=None))
+        build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     elif step == "embed_items":
         embed_items.run(config, build)
     elif step == "score":

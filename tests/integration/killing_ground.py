@@ -14,6 +14,7 @@ from typing import Any
 from cache.control.control_keys import Control
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import read_manifest
+from precompute.builds.reports import BuildId
 from precompute.bulk.load import page_keys
 from precompute.config.settings import NightConfig
 from precompute.releases.recovery import restore, roll_back
@@ -132,7 +133,7 @@ class Ground:
         """A verified generation, step by step; `damaged`: refused once, and a page broken before it is verified."""
         cut = self.next_cut()
         generation = str(self.step("build", lambda c, _: partial(build, c, cut), kills=1))
-        build_result = {"generation": generation}
+        build_result: BuildId = {"generation": generation}
         load: Work = lambda c, _: partial(load_step.run, c, build_result)  # noqa: E731
         self.step("load", load, kills=kills)
         if damaged:
@@ -149,7 +150,7 @@ class Ground:
 
     def publish(self, generation: str, *, kills: int) -> None:
         """Make it live, then remove what nobody needs any more."""
-        build_result = {"generation": generation}
+        build_result: BuildId = {"generation": generation}
         self.step(
             "publish", lambda c, attempt: partial(publish.run, c, build_result, attempt=attempt), kills=kills
         )  # fmt: skip

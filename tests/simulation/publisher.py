@@ -18,6 +18,7 @@ from precompute.bulk import reload
 from precompute.config.progress import quiet
 from precompute.releases import moves, recovery, sweep
 from precompute.releases.release_log import Releases
+from precompute.releases.replication import VerifyReport
 from precompute.releases.staging import staged
 from precompute.traffic import experiments
 from precompute.traffic.experiments import ArmOption, ExperimentOption
@@ -84,7 +85,7 @@ class Publisher:
     def publish(self, generation: str) -> str:
         """Makes it live once replicas hold it, as the step `publish` does."""
         releases, attempt = self._releases(), self._attempt()
-        report = {"baseline": self._baselines.get(generation)}
+        report: VerifyReport = {"baseline": self._baselines.get(generation)}
         if moves.prepare_publish(releases, generation, attempt=attempt, verified=report) is None:
             with staged(releases.control, generation, FLIP, attempt=attempt):
                 moves.publish(releases, generation, attempt=attempt, verified=report)
@@ -94,7 +95,7 @@ class Publisher:
         """Builds a generation and lets it answer a share of the requests."""
         generation = self.build(True)
         releases, attempt = self._releases(), self._attempt()
-        report = {"baseline": self._baselines[generation]}
+        report: VerifyReport = {"baseline": self._baselines[generation]}
         with staged(releases.control, generation, FLIP, attempt=attempt):
             moves.start_canary(releases, generation, percent, attempt, verified=report)
         return generation

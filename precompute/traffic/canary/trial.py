@@ -9,8 +9,9 @@ from cache.control.states import State, demand
 from cache.errors import ConfigError, Conflict, Refused
 from cache.store.releases import Canary, Release
 from precompute.builds.build import Build
+from precompute.builds.reports import VERIFIED, BuildId
 from precompute.bulk.governor import open_governor
-from precompute.config.progress import Progress, Step, quiet
+from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.releases import moves
 from precompute.releases.moves import new_attempt
@@ -46,7 +47,7 @@ def start(
     percent: float | None = None,
     attempt: str,
     progress: Progress = quiet,
-) -> Step:
+) -> dict[str, Any]:
     """Let a verified generation (by default the newest) answer a share of the requests, once replicas hold it ready.
 
     A canary that runs keeps its share unless another one is named, which starts its counts anew.
@@ -73,7 +74,7 @@ def start(
             if state is not State.LIVE:
                 demand("canary", generation_id, state)
             # What may not be published is not tried out either; pages that Redis has lost are streamed again.
-            report = Build.of(config, {"generation": generation_id}).read_report("verified") or {}
+            report = Build.of(config, {"generation": generation_id}).read_report(VERIFIED) or {}
             moved = moves.prepare_publish(
                 releases, generation_id, attempt=attempt, verified=report, governor=governor
             )
@@ -96,7 +97,7 @@ def start(
     }
 
 
-def status(config: NightConfig) -> Step:
+def status(config: NightConfig) -> dict[str, Any]:
     """Return the running canary, the comparison of both arms, and the current verdict."""
     with open_releases(config) as releases:
         canary = _running(releases.control)
@@ -121,7 +122,7 @@ def publish(
     *,
     attempt: str,
     progress: Progress = quiet,
-) -> Step:
+) -> dict[str, Any]:
     """Publish the canary's generation like any other; return also its current verdict.
 
     Raises Conflict if another canary than the named one runs.
@@ -129,14 +130,14 @@ def publish(
     with open_releases(config) as releases:
         canary = _running(releases.control, generation)
         verdict, against = decide(compare(releases.control.replicas(), canary), config.canary)
-    build = {"generation": canary.generation}
+    build: BuildId = {"generation": canary.generation}
     published = publish_step.run(config, build, attempt=attempt, progress=progress)
     return {**published, "verdict": verdict, "against": against}
 
 
 def abandon(
     config: NightConfig, generation: str | None = None, *, reason: str | None, attempt: str
-) -> Step:
+) -> dict[str, Any]:
     """End the canary: live answers every request again, and the canary's generation is never published.
 
     Raises ConfigError without a reason, Conflict if another canary than the named one runs.
@@ -167,7 +168,7 @@ def is_over(config: NightConfig, generation: str) -> bool:
     return decided or seconds >= config.canary.wait_max_s
 
 
-def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
+def conclude(config: NightConfig, generation: str, *, attempt: str) -> dict[str, Any]:
     """Publish the canary, or abandon it and raise Refused with the reasons.
 
     Raises Conflict, and leaves it running, while the counts are too small to decide.

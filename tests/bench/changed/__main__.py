@@ -32,11 +32,12 @@ from cache.model.tower import Histories
 from cache.process.host import usable_cores
 from cache.process.redis_server import server
 from cache.store.artefacts import generation_path, sha256_of
-from precompute.builds.build import Build, shard_report
+from precompute.builds.build import Build
+from precompute.builds.reports import shard_report
 from precompute.bundles.bundle import Bundle
-from precompute.config.progress import Step
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score
+from precompute.steps.assemble import AssembleResult
 from precompute.steps.night import Night, run_night
 from tests.bench.night import COPIES, COPIES_QUICK, DIMS, REMADE, K, drawn_case, write_interactions
 from tests.bench.tools.harness import Promise, Report, compare, parse
@@ -83,7 +84,7 @@ class RepeatableNight:
         load.run(config, build)
         return time.process_time() - started
 
-    def _scored(self, config: NightConfig) -> Step:
+    def _scored(self, config: NightConfig) -> AssembleResult:
         build = begin.run(config, data_until=self.cut.isoformat(), run_after=None)
         embed_items.run(config, build)
         score.run(config, build, build["shards"])
@@ -127,7 +128,8 @@ class RepeatableNight:
             dict[str, int](),
         )
         for shard in range(self.config.shards):
-            for name, count in build.need(shard_report(shard))["users"]["reasons"].items():
+            reasons = build.need(shard_report(shard))["users"]["reasons"] or {}
+            for name, count in reasons.items():
                 user_count_by_reason[name] = user_count_by_reason.get(name, 0) + count
         return user_count_by_reason
 

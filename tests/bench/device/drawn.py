@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.store.artefacts import generation_path
-from precompute.builds.build import Build, shard_report
+from precompute.builds.build import Build
+from precompute.builds.reports import shard_report
 from precompute.bundles import onnx_model
 from precompute.bundles.bundle import ModelFile, write_bundle
 from precompute.config.settings import NightConfig, Sources, TableConfig

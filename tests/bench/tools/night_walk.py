@@ -6,7 +6,7 @@ A hop is a call from one module of ours into another that leads to one of these 
 setting, a path, a checksum, the sweep before a load) is no part of the way.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -86,7 +86,7 @@ def walked(task: Callable[[], Any]) -> list[Call]:
 
 def walk(config: NightConfig) -> list[WayHop]:
     """The way of one shard through both tasks, which are the first to work on their generation."""
-    build: Mapping[str, Any] = begin.run(config, data_until=DATA_UNTIL, run_after=None)
+    build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     embed_items.run(config, build)
     for shard in build["shards"]:
         if shard != SHARD:

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache.format.manifest import EntityKind
+from precompute.builds.reports import BEGIN
 from precompute.config.settings import TableConfig
 from precompute.filters.item_attributes import ATTRIBUTES_FOLDER
 from precompute.partitions.digests import digests_file
@@ -271,7 +272,7 @@ VECTORS = Event(
 
 def check(month: Month, generation: str, events: Sequence[Event]) -> None:
     """What a night says of its copies fits what had happened before it."""
-    base_note = month.build(generation).need("begin")["base"]
+    base_note = month.build(generation).need(BEGIN)["base"]
     expected_reason = next((event.no_copy_reason for event in events if event.no_copy_reason), "")
     reads = {event.reads for event in events if event.reads}
     assert base_note["why"] == expected_reason

@@ -1,7 +1,7 @@
 """A month of nights that copy what did not change, each beside a full night over the same inputs."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 
 from cache.format.manifest import EntityKind
 from cache.store.artefacts import generation_path
-from precompute.builds.build import Build, shard_report
+from precompute.builds.build import Build
+from precompute.builds.reports import BEGIN, shard_report
 from precompute.config.settings import NightConfig
 from precompute.sources.erasures import request
 from precompute.steps import begin, embed_items, score
@@ -181,8 +182,9 @@ class Month:
             for name in files_of(copying_build.root, theirs.root)
             if not same_file(copying_build.root / name, theirs.root / name)
         ]
+        begin_report, full_begin_report = copying_build.need(BEGIN), theirs.need(BEGIN)
         difference_lines += compare_reports(
-            "begin", copying_build.need("begin"), theirs.need("begin"), REPORTED_FIELDS
+            "begin", begin_report, full_begin_report, REPORTED_FIELDS
         )
         for shard in range(self.config.shards):
             mine, full_report = (
@@ -238,7 +240,7 @@ def same_file(copied_path: Path, theirs: Path) -> bool:
 
 
 def compare_reports(
-    where: str, copied_report: dict[str, Any], theirs: dict[str, Any], names: tuple[str, ...]
+    where: str, copied_report: Mapping[str, Any], theirs: Mapping[str, Any], names: tuple[str, ...]
 ) -> list[str]:
     """Differences of two reports in these fields."""
     return [

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +10,16 @@ import numpy as np
 
 from cache.control.control_keys import Control
 from cache.format.item_table import ItemTable
-from precompute.builds.build import Build, shard_report
+from precompute.builds.build import Build
+from precompute.builds.reports import (
+    BEGIN,
+    INDEX,
+    QUANTIZE,
+    IndexReport,
+    QuantizeReport,
+    file_entry,
+    shard_report,
+)
 from precompute.builds.seal import seal
 from precompute.features import scoring_hooks
 from precompute.gates.evidence.candidate import Candidate, Measurement
@@ -60,8 +69,8 @@ class Prepared:
 def judged(build: Build) -> Measurement:
     """What the gate `identity` says of a night up to its pages."""
     assemble.run(build.config, {"generation": build.generation})
-    build.report("index", {"indexes": {}, "seconds": 0.0})
-    build.report("quantize", {"models": {}, "seconds": 0.0})
+    build.report(INDEX, IndexReport(indexes={}, seconds=0.0))
+    build.report(QUANTIZE, QuantizeReport(models={}, seconds=0.0))
     manifest = seal(build, ())
     candidate = Candidate(
         manifest, build.root, ItemTable.open(build.root, manifest), cast(Control, None), None,
@@ -73,7 +82,7 @@ def judged(build: Build) -> Measurement:
 def redigested(month: Month, digests: Any) -> None:
     """Writes the base's digests of users once more, by another function of (entities, hashes of the items)."""
     base = month.build(month.generations[-1])
-    items = open_items(base.root, base.need("begin")).directory.hashes()
+    items = open_items(base.root, base.need(BEGIN)).directory.hashes()
     for shard in range(month.config.shards):
         entities: ShardInput = read_shard(
             base.root / PARTITION, shard, history_limit=month.config.history_limit
@@ -83,5 +92,5 @@ def redigested(month: Month, digests: Any) -> None:
             pair_with_digests(entities, user_digests).tobytes()
         )
         report = base.need(shard_report(shard))
-        report["users"]["inputs"] = asdict(base.describe(inputs_file(shard)))
+        report["users"]["inputs"] = file_entry(base.describe(inputs_file(shard)))
         base.report(shard_report(shard), report)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cache.store.artefacts import generation_path
-from precompute.builds.build import shard_report
+from precompute.builds.reports import shard_report
 from precompute.filters.item_attributes import ATTRIBUTES_FOLDER
 from precompute.partitions.catalogue import IDS, VECTORS, directory_file
 from precompute.partitions.digests import digests_file

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from precompute.builds.reports import BEGIN
 from precompute.steps import begin, embed_items, score
 from tests.integration.changed import events
 from tests.integration.changed.worlds import reference
@@ -24,15 +25,10 @@ def test_a_late_begin_with_another_base_renumbers_nothing_wrongly(
     embed_items.run(month.config, build)
     generation = str(build["generation"])
     generation_build = month.build(generation)
-    begin_report = generation_build.need("begin")
+    begin_report = generation_build.need(BEGIN)
     assert begin_report["base"]["generation"] != earlier
-    generation_build.report(
-        "begin",
-        {
-            **begin_report,
-            "base": {**begin_report["base"], "generation": earlier, "took_over": False},
-        },
-    )
+    begin_report["base"] = {**begin_report["base"], "generation": earlier, "took_over": False}
+    generation_build.report(BEGIN, begin_report)
     score.run(month.config, build, build["shards"])
 
     assert month.differences(generation, full) == []

@@ -20,6 +20,7 @@ from cache.model.predictor import Predictor
 from cache.records import NO_ITEM, decode_record
 from cache.store.night_failure import last_failure
 from precompute.builds.build import CUT_FORMAT, Build
+from precompute.builds.reports import BEGIN, InputFields
 from precompute.cli.commands import standing_name
 from precompute.config.settings import GateThresholds, NightConfig
 from precompute.partitions.holdout import read_holdout
@@ -67,7 +68,7 @@ def test_oddities_of_the_interactions_are_reported_with_the_night_and_kept(confi
     config = replace(config, sources=sources)
 
     build = begin.run(config, data_until=None, run_after=None, named=DATA_UNTIL)
-    begin_report = Build(config, config.store(), build["generation"]).need("begin")
+    begin_report = Build(config, config.store(), build["generation"]).need(BEGIN)
 
     bot_remarks = [remark for remark in begin_report["remarks"] if "has 3" in remark]
     assert bot_remarks and bot_remarks[0].startswith("one user has 33% of all rows")
@@ -78,11 +79,11 @@ def test_oddities_of_the_interactions_are_reported_with_the_night_and_kept(confi
 def test_sub_steps_report_the_fields_that_the_lists_name(config):
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
-    begin_report = Build(config, config.store(), build["generation"]).need("begin")
+    begin_report = Build(config, config.store(), build["generation"]).need(BEGIN)
 
     sub_steps = (*begin.READING, *begin.AFTER_READING)
-    named_fields = {field for sub_step in sub_steps for field in sub_step.reports}
-    known_before = {"inputs_digest", "inputs", "bundle_digest", "erased", "settings", "cut"}
+    named_fields = {field for sub_step in sub_steps for field in sub_step.fields.__annotations__}
+    known_before = {*InputFields.__annotations__}
     # There are facets only where settings have some, and unknown items are named only where they are many.
     expected_fields = {*begin_report, "facets", "unknown_items_named"} - {"seconds"}
     assert named_fields | known_before == expected_fields
@@ -95,7 +96,7 @@ def test_a_copy_of_a_file_is_reported_with_the_night(config):
 
     build = begin.run(replace(config, sources=sources), data_until=DATA_UNTIL, run_after=None)
 
-    remarks = Build(config, config.store(), build["generation"]).need("begin")["remarks"]
+    remarks = Build(config, config.store(), build["generation"]).need(BEGIN)["remarks"]
     expected_remark = (
         "interactions.parquet and again.parquet hold the same bytes, so their rows count 2 times"
     )
@@ -117,7 +118,7 @@ def test_a_model_that_learnt_its_test_data_is_reported(config, trained, is_repor
     path.write_bytes(orjson.dumps(bundle_document))
 
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
-    remarks = Build(config, config.store(), build["generation"]).need("begin")["remarks"]
+    remarks = Build(config, config.store(), build["generation"]).need(BEGIN)["remarks"]
 
     assert any("learnt from interactions up to 2100" in remark for remark in remarks) is is_reported
 
@@ -238,7 +239,7 @@ def test_clicks_whose_items_have_another_form_are_told_with_the_night_and_refuse
     other_form(config, 0.7)
 
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
-    remarks = Build(config, config.store(), build["generation"]).need("begin")["remarks"]
+    remarks = Build(config, config.store(), build["generation"]).need(BEGIN)["remarks"]
 
     (remark,) = [remark for remark in remarks if "does not have" in remark]
     assert "% of the interactions name items that the catalogue (items.parquet) does not" in remark
@@ -255,7 +256,7 @@ def test_a_fifth_of_the_clicks_on_items_that_went_is_told_and_passes(config):
     other_form(config, 0.25)
 
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
-    remarks = Build(config, config.store(), build["generation"]).need("begin")["remarks"]
+    remarks = Build(config, config.store(), build["generation"]).need(BEGIN)["remarks"]
 
     assert any("of the interactions name items" in remark for remark in remarks)
     lenient = replace(config.gates, coverage_of_source=0.0)

@@ -9,6 +9,7 @@ import pytest
 
 from cache.errors import ConfigError
 from cache.store.artefacts import generation_path
+from precompute.builds.reports import BegunBuild
 from precompute.config.devices import devices
 from precompute.config.settings import NightConfig
 from precompute.reference.train import train_reference
@@ -26,7 +27,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightC
     return prepare(tmp_path_factory.mktemp("device"), redis_url, users=400, items=90, seed=6)
 
 
-def scored(config: NightConfig, shards: list[int]) -> dict[str, Any]:
+def scored(config: NightConfig, shards: list[int]) -> BegunBuild:
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     embed_items.run(config, build)
     score.run(config, build, shards)

@@ -186,14 +186,13 @@ def test_an_erasure_while_a_night_begins_is_in_it_or_waits_for_it(
     user, store = min(histories(night)), night.store()
     write = catalogue.write_catalogue
 
-    def erase_late(*arguments: Any, **more: Any) -> dict[str, Any]:
+    def erase_late(*arguments: Any, **more: Any) -> catalogue.CatalogueFields:
         begin_erasing(store, user.encode(), "user", at=1.0)
         (standing_before,) = settled(night)
         assert (
             standing_before.state == "pending" and len(standing_before.holders) == 2
         )  # live, and the one being made
-        catalogue_facts: dict[str, Any] = write(*arguments, **more)
-        return catalogue_facts
+        return write(*arguments, **more)
 
     monkeypatch.setattr(catalogue, "write_catalogue", erase_late)
     generation = publish_night(night, NEXT)

@@ -15,6 +15,7 @@ from cache.model.predictor import Predictor
 from cache.records import NO_ITEM, decode_record
 from cache.store.artefacts import sha256_of
 from precompute.builds.build import Build
+from precompute.builds.reports import BEGIN
 from precompute.config.settings import TableConfig
 from precompute.gates.rules import skew
 from precompute.partitions import catalogue
@@ -278,7 +279,7 @@ def test_users_of_the_feature_table_alone_are_left_out_where_they_are_too_many(c
 
     build = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
 
-    begin_report = Build.of(config, build).need("begin")
+    begin_report = Build.of(config, build).need(BEGIN)
     assert (begin_report["users"], begin_report["featured"], begin_report["featured_users"]) == (
         CLICKED,
         131,

@@ -23,6 +23,7 @@ from cache.process.redis_server import SETTINGS, RedisServer, server
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.releases import all_releases
 from precompute.builds.build import Build
+from precompute.builds.reports import LOAD, BuildId
 from precompute.builds.seal import seal
 from precompute.bulk.load import PageStream, Part, loaded_pages, page_keys, parts_of, unlink_pages
 from precompute.bulk.readback import verify_part
@@ -31,6 +32,7 @@ from precompute.releases import moves
 from precompute.releases.recovery import restore
 from precompute.releases.release_log import open_releases
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
+from precompute.steps.load import LoadResult
 from tests.conftest import redis_binary
 from tests.integration.nights import NEXT, prepare, publish, publish_night
 from tests.polling import poll_until
@@ -43,13 +45,13 @@ class Night:
     config: NightConfig
     server: RedisServer
     live: str
-    build: dict[str, str]
+    build: BuildId
 
     @property
     def client(self) -> redis.Redis:
         return redis.Redis.from_url(self.server.url, protocol=3)
 
-    def load(self, **settings: object) -> dict[str, object]:
+    def load(self, **settings: object) -> LoadResult:
         return load.run(replace(self.config, **settings), self.build)  # type: ignore[arg-type]
 
     def pages_whole(self, generation: str) -> bool:
@@ -69,7 +71,7 @@ class Night:
         publish(self.config, self.build["generation"])
 
 
-def scored(config: NightConfig) -> dict[str, str]:
+def scored(config: NightConfig) -> BuildId:
     build = begin.run(config, data_until=NEXT, run_after=None)
     embed_items.run(config, build)
     for shard in build["shards"]:
@@ -77,11 +79,11 @@ def scored(config: NightConfig) -> dict[str, str]:
     assemble.run(config, build)
     index.run(config, build)
     quantize.run(config, build)
-    return {"generation": str(build["generation"])}
+    return {"generation": build["generation"]}
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[NightConfig, str, dict[str, str]]:
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[NightConfig, str, BuildId]:
     """A generation published and another one scored; pages of 4 KiB, so that there are many to be interrupted at."""
     folder = tmp_path_factory.mktemp("faults") / "night"
     with server(folder.with_name("redis"), binary=redis_binary()) as running:
@@ -91,9 +93,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[NightConfig, str, d
 
 
 @pytest.fixture
-def night(
-    tmp_path: Path, own_redis: RedisServer, first: tuple[NightConfig, str, dict[str, str]]
-) -> Night:
+def night(tmp_path: Path, own_redis: RedisServer, first: tuple[NightConfig, str, BuildId]) -> Night:
     """The same in a folder and a Redis of the test's own."""
     config, live, build = first
     shutil.copytree(config.base, tmp_path / "night")
@@ -361,7 +361,7 @@ def test_a_load_that_died_once_all_pages_were_there_is_reported_by_its_retry(nig
             night.load()
 
     assert night.load()["loaded_bytes"] == 0
-    assert Build.of(night.config, night.build).read_report("load") is not None
+    assert Build.of(night.config, night.build).read_report(LOAD) is not None
     night.finishes()
 
 

@@ -36,6 +36,7 @@ from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, read_manifest, sha256_of
 from cache.store.releases import all_releases
 from precompute.builds.build import Build, record_copies
+from precompute.builds.reports import ASSEMBLE, BEGIN, BuildId
 from precompute.bulk.headroom import REDIS_USED_MAX
 from precompute.bundles import bundle_store
 from precompute.bundles.bundle import Bundle
@@ -184,7 +185,7 @@ def test_a_page_that_changed_in_redis_is_loaded_again_before_publishing(config):
 
 
 def test_a_file_that_changed_on_disk_is_noticed_before_publishing(config):
-    build = {"generation": build_verified(config, DATA_UNTIL)}
+    build: BuildId = {"generation": build_verified(config, DATA_UNTIL)}
     root = config.store().local(f"generations/{build['generation']}")
     with (root / "items/vectors.f32").open("r+b") as file:
         file.write(b"\x01")
@@ -333,8 +334,8 @@ def test_a_scheduled_night_leaves_out_what_came_after_it_was_due(config):
         named, begin.run(named, data_until=None, run_after=None, named=DATA_UNTIL)
     )
 
-    assert scheduled.need("begin")["interactions"] == cut_build.need("begin")["interactions"]
-    assert scheduled.need("begin")["interactions"] < uncut_build.need("begin")["interactions"]
+    assert scheduled.need(BEGIN)["interactions"] == cut_build.need(BEGIN)["interactions"]
+    assert scheduled.need(BEGIN)["interactions"] < uncut_build.need(BEGIN)["interactions"]
     assert read_holdout(scheduled.root) == read_holdout(cut_build.root) != {}
     assert not read_holdout(uncut_build.root)
 
@@ -351,7 +352,7 @@ def test_steps_that_need_room_sweep_what_earlier_nights_left(config):
     begin.run(config, data_until="2026-01-31T00:00:00Z", run_after=None)
 
     assert state(config, refused) is State.RETIRED and not keys_of(config, refused)
-    build = {"generation": build_verified(config, "2026-01-31T00:00:00Z")}
+    build: BuildId = {"generation": build_verified(config, "2026-01-31T00:00:00Z")}
     broken = "20260130T120000Z-aaaaaaaaaaaa"
     with connect(config.redis_url, 5.0) as client:
         Control(client, config.keyspace()).set_row(
@@ -440,7 +441,7 @@ def test_every_step_runs_on_a_host_that_shares_only_store_sources_and_redis_and_
 
 def test_gates_have_the_time_that_reading_all_bytes_takes_at_the_governors_floor(config):
     """However many the bytes are: with a fixed time large generations were refused for their size."""
-    build = {"generation": build_verified(config, DATA_UNTIL)}
+    build: BuildId = {"generation": build_verified(config, DATA_UNTIL)}
     gates = replace(config.gates, timeout_s=1e-6, total_timeout_s=1e-6)
     fast = replace(config.governor, floor_mib_s=1e9, ceiling_mib_s=0)
     with pytest.raises(NotJudged):
@@ -458,7 +459,7 @@ def pages_of(client, config, generation, table):
 def test_p6_publish_reads_records_back_before_the_pointer_moves(config, monkeypatch):
     """PITFALLS P6: success is what a reader can read back, even after pages of a wrong length were loaded again."""
     first = publish_night(config, DATA_UNTIL)
-    build = {"generation": build_verified(config, NEXT)}
+    build: BuildId = {"generation": build_verified(config, NEXT)}
 
     def cut_off(*_arguments, **_options):
         with connect(config.redis_url, 5.0) as client:
@@ -473,7 +474,7 @@ def test_p6_publish_reads_records_back_before_the_pointer_moves(config, monkeypa
 
 def test_pages_lost_since_they_were_verified_are_streamed_again_before_the_pointer_moves(config):
     publish_night(config, DATA_UNTIL)
-    build = {"generation": build_verified(config, NEXT)}
+    build: BuildId = {"generation": build_verified(config, NEXT)}
     with connect(config.redis_url, 5.0) as client:
         lost_keys = pages_of(client, config, build["generation"], "user_topk")
         client.delete(*lost_keys)
@@ -602,7 +603,7 @@ def test_files_that_arrive_while_the_night_reads_are_for_the_next_one(
     with monkeypatch.context() as patched:
         patched.setattr(begin, "pin", arriving_after)
         build = begin.run(config, data_until=data_until, run_after=None, named=DATA_UNTIL)
-    begin_report = Build(config, config.store(), build["generation"]).need("begin")
+    begin_report = Build(config, config.store(), build["generation"]).need(BEGIN)
 
     names = [input_file["name"] for input_file in begin_report["inputs"]]
     assert "1.parquet" in names and "2.parquet" not in names
@@ -681,17 +682,17 @@ def test_a_store_that_does_not_answer_is_not_an_unfinished_step(config, monkeypa
 
     other_host_build = Build.of(replace(config, state="another-host"), build)
     assert (
-        other_host_build.read_report("begin") is not None
-        and other_host_build.read_report("assemble") is None
+        other_host_build.read_report(BEGIN) is not None
+        and other_host_build.read_report(ASSEMBLE) is None
     )
     for name in ("cat_file", "get_file"):
         monkeypatch.setattr(MemoryFileSystem, name, silent)
     with pytest.raises(StoreError, match="slow down"):
-        other_host_build.read_report("begin")
+        other_host_build.read_report(BEGIN)
 
 
 def test_pages_lost_after_they_were_marked_loaded_are_loaded_again(config):
-    build = {"generation": build_verified(config, DATA_UNTIL)}
+    build: BuildId = {"generation": build_verified(config, DATA_UNTIL)}
     keys = config.keyspace()
     with connect(config.redis_url, 5.0) as client:
         client.delete(keys.page(build["generation"], "user_topk", 0))

@@ -12,6 +12,7 @@ import pytest
 
 from cache.model.tower import Tile
 from cache.store.artefacts import generation_path
+from precompute.builds.reports import BegunBuild, BuildId
 from precompute.config.settings import NightConfig
 from precompute.partitions.shard_input import read_shard
 from precompute.scoring import input_samples
@@ -40,13 +41,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightC
     return prepare(folder, redis_url, users=160, items=90, seed=5)
 
 
-def run_first_steps(config: NightConfig) -> dict[str, Any]:
+def run_first_steps(config: NightConfig) -> BegunBuild:
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     embed_items.run(config, build)
     return build
 
 
-def files_of(config: NightConfig, build: dict[str, Any]) -> dict[str, bytes]:
+def files_of(config: NightConfig, build: BuildId) -> dict[str, bytes]:
     root = config.store().local(generation_path(str(build["generation"])))
     paths = [*(root / "tables").rglob("*"), *(root / "directory/user").rglob("*")]
     return {str(path.relative_to(root)): path.read_bytes() for path in paths if path.is_file()}

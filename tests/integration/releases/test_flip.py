@@ -24,6 +24,7 @@ from cache.control.control_keys import REPLICA_DEAD_S
 from cache.errors import Conflict, LarderError
 from cache.process.redis_server import RedisServer
 from infra.local.service import ROOT, ServiceProcess
+from precompute.builds.reports import BuildId
 from precompute.config.settings import NightConfig
 from precompute.releases.staging import StagingNote, staged
 from precompute.steps import publish as publish_step
@@ -153,7 +154,7 @@ def test_a_replica_that_cannot_load_it_holds_the_publish_up_until_a_minimum_is_e
     strict = replace(nights.config, flip=FlipConfig(wait_s=2.0))
     lenient = replace(nights.config, flip=FlipConfig(wait_s=1.0, replicas_min=3))
     demanding = replace(nights.config, flip=FlipConfig(wait_s=1.0, replicas_min=4))
-    build = {"generation": generation}
+    build: BuildId = {"generation": generation}
     with impostor(nights.config, failed={generation: "items.bin has 3 bytes"}) as name:
         with pytest.raises(Conflict) as refused:
             publish_step.run(strict, build, attempt="strict")

@@ -9,6 +9,7 @@ from cache.errors import Conflict
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.releases import moves
+from precompute.releases.replication import VerifyReport
 from precompute.releases.sweep import retire, sweepable
 from tests.integration.release_world import A, B, C, D, World
 
@@ -172,9 +173,10 @@ def test_what_was_compared_with_another_generation_is_neither_published_nor_trie
     world.publish(A)
     for generation in (B, C):
         world.load(generation)
-    verified = {"baseline": A}
+    verified: VerifyReport = {"baseline": A}
+    others: tuple[VerifyReport, ...] = ({"baseline": None}, {})
     moves.publish(world.releases, B, attempt="run-b", verified=verified)
-    for report in (verified, {"baseline": None}, {}):
+    for report in (verified, *others):
         with pytest.raises(Conflict, match=r"run `verify .*` again"):
             moves.publish(world.releases, C, attempt="run-c", verified=report)
         with pytest.raises(Conflict, match=r"run `verify .*` again"):

@@ -65,11 +65,11 @@ class Soak:
             take_events.run(self.night)
         for name in NIGHT_STEPS:
             if name == "publish":
-                generation = str(night.build["generation"])
+                generation = night.generation
                 self.load.lists = {**self.load.lists, generation: self._lists(generation)}
             row = step_in_night(name)(night)
-            if not night.build:
-                night = replace(night, build=row.result)
+            if not night.generation:
+                night = replace(night, generation=row.result["generation"])
         self.nights += 1
         self.load.newest_us = round(cut.timestamp() * 1e6)
         recent_generations = list(self.load.lists)[-LISTS_KEPT:]

@@ -13,6 +13,7 @@ from cache.config.night import DEFAULT_BUNDLE
 from cache.events.event import Event
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
+from precompute.builds.reports import BEGIN
 from precompute.bundles.bundle_store import made_of_tables
 from precompute.config.settings import NightConfig, TableConfig
 from precompute.erasure.erasing import begin_erasing, settle
@@ -66,7 +67,7 @@ def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_reported(
     second = nights.publish_night(config, SECOND)
 
     # The one that is in the table is not one that leaves.
-    assert Build(config, config.store(), second).need("begin")["unlisted_items"] == 1
+    assert Build(config, config.store(), second).need(BEGIN)["unlisted_items"] == 1
     manifest_before, after = (
         read_manifest(config.store(), generation) for generation in (first, second)
     )

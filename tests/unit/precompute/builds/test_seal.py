@@ -1,17 +1,18 @@
 """What the manifest says of how long a night took, and of the events it read."""
 
-from typing import Any
+from typing import cast
 
 import pytest
 
 from cache.config.events import EventsConfig
 from precompute.builds import seal
+from precompute.builds.reports import ShardReport
 from precompute.builds.seal import scoring_seconds
 from precompute.config.settings import NightConfig
 
 
-def report(began_at: float, ended_at: float) -> dict[str, Any]:
-    return {"began_at": began_at, "ended_at": ended_at}
+def report(began_at: float, ended_at: float) -> ShardReport:
+    return cast(ShardReport, {"began_at": began_at, "ended_at": ended_at})
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ def report(began_at: float, ended_at: float) -> dict[str, Any]:
     ],
 )
 def test_scoring_took_as_long_as_any_shard_was_under_way(
-    reports: list[dict[str, Any]], seconds: float
+    reports: list[ShardReport], seconds: float
 ) -> None:
     assert scoring_seconds(reports) == pytest.approx(seconds)
 
@@ -35,8 +36,9 @@ def test_the_stream_is_the_one_that_was_read_whatever_is_configured_since(
 ) -> None:
     config = NightConfig(namespace="own", events=EventsConfig(enabled=True, namespace="b"))
 
-    begin_report = {"events": {"until": "5-1", "files": 1}, "events_namespace": events_namespace}
-    events_read = seal._events(config, begin_report)
+    events_read = seal._events(
+        config, {"events": {"until": "5-1", "files": 1}, "events_namespace": events_namespace}
+    )
 
     assert events_read is not None and (events_read.until, events_read.namespace) == (
         "5-1",

@@ -19,6 +19,7 @@ from precompute.events import stream as stream_of_entries
 from precompute.events import taking
 from precompute.events.files import event_files, last_taken, path_of, read_event_interactions
 from precompute.events.stream import take_events
+from precompute.partitions.night_input import TakenEvents
 from precompute.sources.erasures import ErasedEntities, request
 from precompute.sources.unusable import UnusableRows
 from tests.unit.precompute.events.stream import Crash, Stream, TroubledStore
@@ -196,7 +197,7 @@ def test_the_step_never_goes_on_without_the_redis_of_events(tmp_path: Path, redi
 
 
 def test_a_night_before_the_first_event_says_so() -> None:
-    step_result = {"events_until": "0-0", "events": 0, "left_out": 0, "unreadable": 0}
+    step_result: TakenEvents = {"events_until": "0-0", "events": 0, "left_out": 0, "unreadable": 0}
 
     assert taking.in_words(step_result) == "0 events taken over: none was accepted yet"
 

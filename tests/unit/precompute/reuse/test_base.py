@@ -137,7 +137,10 @@ def test_a_base_has_a_model_of_the_same_bytes_that_is_fed_in_the_same_way(
         name: SimpleNamespace(digest=digest, spec=spec) for name, (digest, spec) in models.items()
     }
     earlier = BaseGeneration(
-        cast(Any, None), {}, cast(Any, SimpleNamespace(models=base_models)), has_lists=True
+        cast(Any, None),
+        cast(Any, {}),
+        cast(Any, SimpleNamespace(models=base_models)),
+        has_lists=True,
     )
 
     # When this night has a model of that name

@@ -7,25 +7,27 @@ import pytest
 
 from cache.reuse import FACT, NIGHTS
 from precompute.builds.build import Build
+from precompute.builds.reports import NO_BASE, ShardReport
 from precompute.reuse import reuse_fact
 from precompute.reuse.reuse_fact import MEASURED_USERS, reuse_of
 
 
 def made(base: str | None) -> Build:
     """A build whose `begin` chose this base."""
-    reports = {"begin": {"base": {"generation": base}}, "embed_items": {"copied": 5}}
+    reports = {"begin": {"base": {**NO_BASE, "generation": base}}, "embed_items": {"copied": 5}}
     return cast(Build, SimpleNamespace(need=reports.__getitem__, store=None))
 
 
-def shard(copied: int, computed: int, seconds: float) -> dict[str, Any]:
+def shard(copied: int, computed: int, seconds: float) -> ShardReport:
     """Report of a shard's step."""
-    return {
+    report = {
         "users": {
             "reasons": {"copied": copied, "inputs": computed},
             "seconds": {"tower": seconds, "topk": seconds},
         },
         "items": {"copied": 3},
     }
+    return cast(ShardReport, report)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import pytest
 
+from precompute.builds.reports import NO_BASE, BaseEntry
 from precompute.reuse.base import NO_VERIFIED_BASE, OTHER_BUNDLE
 from precompute.reuse.reasons import base_in_words, users_in_words
 
@@ -24,20 +25,18 @@ def test_users_are_reported_by_reason(users: dict[str, int], expected_text: str)
 @pytest.mark.parametrize(
     ("base_entry", "expected_text"),
     [
-        ({}, "no copies"),
+        (NO_BASE, "no copies"),
         (
-            {"generation": None, "why": NO_VERIFIED_BASE, "read_because": NO_VERIFIED_BASE},
+            {**NO_BASE, "why": NO_VERIFIED_BASE, "read_because": NO_VERIFIED_BASE},
             f"no copies: {NO_VERIFIED_BASE}",
         ),
-        ({"generation": "g", "why": "", "read_because": ""}, "copies from g"),
-        ({"generation": "g", "why": "", "read_because": "x changed"}, "copies from g; all files read: x changed"),
+        ({**NO_BASE, "generation": "g"}, "copies from g"),
+        ({**NO_BASE, "generation": "g", "read_because": "x changed"}, "copies from g; all files read: x changed"),
         (
-            {"generation": "g", "why": OTHER_BUNDLE, "read_because": ""},
+            {**NO_BASE, "generation": "g", "why": OTHER_BUNDLE},
             f"no lists copied, items and values from g: {OTHER_BUNDLE}",
         ),
     ],
 )  # fmt: skip
-def test_the_base_is_named_or_why_there_is_none(
-    base_entry: dict[str, str], expected_text: str
-) -> None:
+def test_the_base_is_named_or_why_there_is_none(base_entry: BaseEntry, expected_text: str) -> None:
     assert base_in_words(base_entry) == expected_text

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from cache.tiers.reads import NOWHERE_REASONS, PUBLIC_BY_INTERNAL_REASON, DescribedEnum, MissReason
+from cache.tiers.reads import DescribedEnum, MissReason
 from serving.metrics.collectors import MISS_REASONS
 from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
 from tests.unit.test_layering import ROOT
@@ -28,7 +28,9 @@ def test_the_reference_page_lists_every_word_with_its_meaning(
 
 def test_metrics_count_the_words_that_answers_tell() -> None:
     assert set(MISS_REASONS) < set(PUBLIC_REASONS)
-    assert {*PUBLIC_BY_INTERNAL_REASON} == NOWHERE_REASONS - {MissReason.NOT_IN_GENERATION}
-    assert {*PUBLIC_REASONS} == {*MissReason} - {*PUBLIC_BY_INTERNAL_REASON}
+    assert {reason.public for reason in MissReason} == {*PUBLIC_REASONS}
+    assert {reason for reason in MissReason if reason.public == MissReason.NOT_IN_GENERATION} == {
+        reason for reason in MissReason if reason.traits.is_nowhere
+    }
     assert {"l2_timeout", "breaker_open"} <= set(map(str, MISS_REASONS))
     assert "deadline" not in set(MissReason)

@@ -1,0 +1,291 @@
+"""Reports of a night's steps: their JSON in the store, a class for each, and the name under which each is stored.
+
+A report is what the store, Airflow and the shell hold, so its class describes that JSON and is nothing besides. Fields
+that are missing now and then are `NotRequired`. A report of an earlier generation may be of an older release: its
+readers ask for fields that came later by `get`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final, Generic, NotRequired, TypedDict, TypeVar
+
+from cache.format.manifest import Artefact, AttributeKind
+from cache.model.ranking import Metric
+from precompute.partitions.catalogue import CatalogueFields
+from precompute.partitions.night_input import EventFields
+from precompute.releases.replication import VerifyReport
+from precompute.sources.files import InputEntry
+from precompute.sources.plausibility import RowCountsReport
+from precompute.sources.unusable import UnusableReport
+
+ReportT = TypeVar("ReportT", bound=Mapping[str, Any])
+
+AttributeFiles = tuple[AttributeKind, dict[str, str]]
+"""Kind of an attribute, and its files' paths by the field names of `cache.format.manifest.Attribute`."""
+
+
+class BuildId(TypedDict):
+    """Generation that a step works on."""
+
+    generation: str
+
+
+class BegunBuild(BuildId):
+    """Result of `begin`: ids and addresses only. `nothing_newer`: why the live generation stays."""
+
+    url: str
+    shards: list[int]
+    already_live: bool
+    nothing_newer: NotRequired[str]
+
+
+class FileEntry(TypedDict):
+    """File of a generation: the fields of an `Artefact`."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+
+
+def file_entry(artefact: Artefact) -> FileEntry:
+    """Return the entry of a file; `Artefact(**entry)` is its inverse."""
+    return FileEntry(path=artefact.path, size_bytes=artefact.size_bytes, sha256=artefact.sha256)
+
+
+class PagesEntry(TypedDict):
+    """Pages of a table, or of a shard's part of one: records, and the files of pages and of their checksums."""
+
+    count: int
+    file: FileEntry
+    sums: FileEntry
+
+
+class FacetEntry(TypedDict):
+    """Facet: the seed and directory of its values, and its table."""
+
+    seed: int
+    directory: FileEntry
+    table: PagesEntry
+
+
+class FacetFields(TypedDict, total=False):
+    """Field of `begin` or `embed_items`, whichever makes the tables by scores; missing without facets."""
+
+    facets: dict[str, FacetEntry]
+
+
+class PriorEntry(TypedDict):
+    """Base of a night, None without one, and why not all of it can be copied."""
+
+    generation: str | None
+    has_lists: bool
+    why: str
+
+
+class BaseEntry(PriorEntry):
+    """Base of a night; `read_because`: why its partition was not taken over."""
+
+    took_over: bool
+    read_because: str
+
+
+NO_BASE: Final = BaseEntry(
+    generation=None, has_lists=False, why="", took_over=False, read_because=""
+)
+"""Base of a night that the first release began: it made no copies, and its report has no base."""
+
+
+class KeptFile(TypedDict):
+    """File of a partition that a later night may take over."""
+
+    size_bytes: int
+    sha256: str
+
+
+class InputFields(TypedDict):
+    """Fields of `begin` that are known before anything is read."""
+
+    inputs_digest: str
+    inputs: list[InputEntry]
+    bundle_digest: str
+    erased: list[int]
+    settings: str
+    cut: str | None
+
+
+class EventValueFields(TypedDict):
+    """Field of `begin`: digest of the values that events set."""
+
+    user_values: str
+
+
+class ItemFields(CatalogueFields):
+    """Fields of `begin` on items."""
+
+    unlisted_items: int
+
+
+class AttributeFields(TypedDict):
+    """Field of `begin`: attributes of items by name."""
+
+    attributes: dict[str, AttributeFiles]
+
+
+class UserFields(TypedDict):
+    """Fields of `begin` on users and their interactions."""
+
+    user_seed: int
+    users: int
+    featured: int
+    featured_users: bool
+    answers_without_history: bool
+    interactions: int
+    unknown_items: int
+    late: int
+    unusable: UnusableReport
+    base: BaseEntry
+    rows: RowCountsReport
+
+
+class RemarkFields(TypedDict):
+    """Fields of `begin`: remarks, and the items of interactions that the catalogue lacks, if they are many."""
+
+    remarks: list[str]
+    unknown_items_named: NotRequired[list[str]]
+
+
+class FileFields(TypedDict):
+    """Fields of `begin` on files for the other steps, and for later nights."""
+
+    user_vectors: bool
+    bundle_files: list[str]
+    kept: dict[str, KeptFile]
+
+
+class BeginReport(
+    InputFields, EventFields, EventValueFields, ItemFields, AttributeFields, UserFields, RemarkFields, FacetFields,
+    FileFields,
+):  # fmt: skip
+    """Report of `begin`."""
+
+    seconds: float
+
+
+class EmbedItemsReport(FacetFields):
+    """Report and result of `embed_items`; `regrouped`: models whose rows have the same bits in any batch."""
+
+    items: int
+    dims: int
+    seconds: float
+    computed_by: str
+    regrouped: Mapping[str, bool]
+    changes: bool
+    base: str | None
+    copied: int
+
+
+class UserScores(TypedDict):
+    """Users of a scored shard. `reasons`: users by the reason to copy or compute them, None without a base."""
+
+    entities: int
+    scored: int
+    without_input: int
+    short: int
+    unusable: UnusableReport
+    seconds: dict[str, float]
+    reasons: dict[str, int] | None
+    directory: FileEntry
+    inputs: FileEntry
+    seen: list[FileEntry]
+    tables: dict[str, PagesEntry]
+
+
+class ItemScores(TypedDict):
+    """Items of a scored shard."""
+
+    scored: int
+    copied: int
+    seconds: dict[str, float]
+    tables: dict[str, PagesEntry]
+    unusable: UnusableReport
+
+
+class ShardReport(TypedDict):
+    """Report of `score` on one shard; `began_at` and `ended_at` are Unix seconds."""
+
+    shard: int
+    users: UserScores
+    items: ItemScores
+    computed_by: str
+    began_at: float
+    ended_at: float
+
+
+class AssembleReport(TypedDict):
+    """Report of `assemble`."""
+
+    users_scored: int
+
+
+class IndexEntry(TypedDict):
+    """FAISS index of one metric, with its recall."""
+
+    metric: Metric
+    kind: str
+    file: FileEntry
+    recall: float
+
+
+class IndexReport(TypedDict):
+    """Report and result of `index`."""
+
+    indexes: dict[str, IndexEntry]
+    seconds: float
+
+
+class ModelEntry(TypedDict):
+    """Live model: the fields of a `cache.format.manifest.Model`."""
+
+    name: str
+    fp32: FileEntry
+    int8: FileEntry | None
+    digest: str
+    spec: Mapping[str, Any]
+    agreement: Mapping[str, Any]
+    weights: FileEntry | None
+
+
+class SampleFields(TypedDict, total=False):
+    """Fields of `quantize` that its samples of users leave."""
+
+    probe: FileEntry | None
+
+
+class QuantizeReport(SampleFields):
+    """Report and result of `quantize`."""
+
+    models: dict[str, ModelEntry]
+    seconds: float
+
+
+class LoadReport(TypedDict):
+    """Report of `load`."""
+
+    seconds: float
+
+
+class ReportName(str, Generic[ReportT]):
+    """Name of a report in the store, `work/<name>.json` of its generation, which knows the report's class."""
+
+
+BEGIN: Final = ReportName[BeginReport]("begin")
+EMBED_ITEMS: Final = ReportName[EmbedItemsReport]("embed_items")
+ASSEMBLE: Final = ReportName[AssembleReport]("assemble")
+INDEX: Final = ReportName[IndexReport]("index")
+QUANTIZE: Final = ReportName[QuantizeReport]("quantize")
+LOAD: Final = ReportName[LoadReport]("load")
+VERIFIED: Final = ReportName[VerifyReport]("verified")
+
+
+def shard_report(shard: int) -> ReportName[ShardReport]:
+    """Return the name of a scored shard's report."""
+    return ReportName(f"shard-{shard:04d}")
