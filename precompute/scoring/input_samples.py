@@ -14,6 +14,7 @@ from cache.format.item_table import ItemTable, Ordinals
 from cache.model.ranking import Metric
 from cache.model.tower import Histories, Inputs, Tower, rows_of
 from precompute.builds.build import Build, fetch_model, fetch_partition
+from precompute.builds.reports import SampleFields
 from precompute.bundles.agreement import agreement, select_rows
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.index import exact_neighbours
@@ -61,7 +62,7 @@ class SampleTaker(Protocol):
         """Take rows from the `usable` ones of a slice, which fit the user tower; return True if more are needed."""
         ...
 
-    def finish(self, build: Build) -> dict[str, Any]:
+    def finish(self, build: Build) -> SampleFields:
         """Write the sample; return fields of the step's report."""
         ...
 
