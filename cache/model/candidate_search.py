@@ -135,10 +135,9 @@ class ListSearch:
         """Search the index for `counts[i]` ordinals per vector, best first, padded with -1."""
         inside = blocked if self.searcher.filters(blocked) else None
         candidate_lists: list[Ordinals] = [np.empty(0, np.int64)] * len(vectors)
-        for count in np.unique(counts).tolist():
-            rows = np.flatnonzero(counts == count)
+        for count, rows in _rows_by_count(counts.tolist()):
             searched = self.searcher.search(vectors[rows], count, inside)
-            for row, row_candidates in zip(rows.tolist(), searched, strict=True):
+            for row, row_candidates in zip(rows, searched, strict=True):
                 candidate_lists[row] = row_candidates
         return candidate_lists
 
@@ -148,9 +147,8 @@ class ListSearch:
         """Rank each input's candidates by exact score, without its exclusions."""
         ordinals = np.empty((len(vectors), self.width), np.uint32)
         scores = np.empty((len(vectors), self.width), np.float32)
-        counts = np.array([len(row_candidates) for row_candidates in candidates])
-        for count in np.unique(counts).tolist():
-            rows = np.flatnonzero(counts == count).tolist()
+        counts = [len(row_candidates) for row_candidates in candidates]
+        for _, rows in _rows_by_count(counts):
             ordinals[rows], scores[rows] = rank(
                 vectors[rows],
                 self.items.vectors,
@@ -187,3 +185,14 @@ class ListSearch:
         )
         squares = [float(np.einsum("nd,nd->n", part, part).max()) for part in parts]
         return float(max(squares, default=0.0) ** 0.5)
+
+
+def _rows_by_count(counts: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Return each distinct count with its rows, smallest count first.
+
+    A live batch has few rows, for which `np.unique` takes longer than the search's own preparation.
+    """
+    rows_by_count: dict[int, list[int]] = {}
+    for row, count in enumerate(counts):
+        rows_by_count.setdefault(count, []).append(row)
+    return sorted(rows_by_count.items())

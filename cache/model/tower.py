@@ -191,7 +191,7 @@ class Tower:
             bucket_by_row = np.minimum(
                 np.searchsorted(lengths, np.diff(histories.indptr)), len(lengths) - 1
             )
-        for bucket in np.unique(bucket_by_row):
+        for bucket in np.flatnonzero(np.bincount(bucket_by_row)).tolist():
             length = lengths[bucket]
             members = np.flatnonzero(bucket_by_row == bucket)
             numbers = max(1, length) * self.spec.output_dims
