@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -100,9 +101,11 @@ def read_tokens(path: Path) -> Tokens:
         with path.open("rb") as file:
             raw = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
+        remedy = "`larder tokens add NAME` makes it"
+        if isinstance(error, PermissionError):
+            remedy = "give it an owner, or a group and mode 0640, with which the service's user may read it"
         raise ConfigError(
-            f"cannot read tokens file {path}: {error.strerror}; `larder tokens add NAME` makes it",
-            field="tokens_file",
+            f"cannot read tokens file {path}: {error.strerror}; {remedy}", field="tokens_file"
         ) from error
     if len(raw) > FILE_BYTES_MAX:
         raise ConfigError(f"tokens file {path} is larger than {FILE_BYTES_MAX:,} bytes")
@@ -159,7 +162,10 @@ def check_token_name(name: str, where: str) -> None:
 
 
 def write_tokens(path: Path, tokens: Tokens) -> None:
-    """Replace the file atomically, readable by its owner only; raise ConfigError for more tokens than it may hold."""
+    """Replace the file atomically, with owner, group and mode of before; a new one is readable by its owner only.
+
+    Raises ConfigError for more tokens than it may hold, and if this user cannot give it back to its owner and group.
+    """
     if len(tokens) > TOKENS_MAX:
         raise ConfigError(f"tokens file {path} holds at most {TOKENS_MAX} tokens: revoke some")
     fields_by_name = {name: _entry_to_json(entry) for name, entry in sorted(tokens.items())}
@@ -170,6 +176,23 @@ def write_tokens(path: Path, tokens: Tokens) -> None:
     with open_draft(path) as temporary_path:
         temporary_path.touch(mode=0o600)
         temporary_path.write_bytes(body)
+        if path.exists():
+            _copy_owner(path, temporary_path)
+
+
+def _copy_owner(path: Path, draft_path: Path) -> None:
+    """Give a draft the owner, group and mode of the file that it replaces, so that the service still reads it."""
+    before, draft = path.stat(), draft_path.stat()
+    if (before.st_uid, before.st_gid) != (draft.st_uid, draft.st_gid):
+        try:
+            os.chown(draft_path, before.st_uid, before.st_gid)
+        except PermissionError:
+            raise ConfigError(
+                f"tokens file {path} belongs to uid {before.st_uid} and gid {before.st_gid}: run this command as that "
+                "user or as root, else the service could not read the changed file",
+                field="tokens_file",
+            ) from None
+    draft_path.chmod(stat.S_IMODE(before.st_mode))
 
 
 def _entry_to_json(entry: TokenEntry) -> dict[str, object]:

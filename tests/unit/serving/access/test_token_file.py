@@ -1,5 +1,6 @@
 """A tokens file is read strictly, and an error says where it is wrong without repeating a secret."""
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,52 @@ def test_what_is_written_is_read_and_for_its_owner_alone(tmp_path: Path) -> None
         file.name for file in path.parent.iterdir()
     ] == ["tokens.json"]
     assert tokens["ben"].expires_s == 1_893_452_400.0
+
+
+def test_a_changed_file_keeps_its_mode(tmp_path: Path) -> None:
+    path = written(tmp_path / "tokens.json", {})
+    path.chmod(0o640)
+
+    write_tokens(path, {"ana": TokenEntry(sha256=DIGEST, scopes=("read",))})
+
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_changed_file_keeps_its_owner_and_group(tmp_path: Path) -> None:
+    path = written(tmp_path / "tokens.json", {})
+    os.chown(path, 65_534, 65_533)
+
+    write_tokens(path, {"ana": TokenEntry(sha256=DIGEST, scopes=("read",))})
+
+    assert (path.stat().st_uid, path.stat().st_gid) == (65_534, 65_533)
+    assert list(read_tokens(path)) == ["ana"]
+
+
+def test_a_file_of_another_user_is_left_as_it_was_if_it_cannot_be_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "tokens.json", {})
+    owner = path.stat()
+    real_stat = Path.stat
+
+    def stat_of_another(self: Path, **options: bool) -> os.stat_result:
+        status = real_stat(self, **options)
+        if self != path:
+            return status
+        return os.stat_result((*status[:4], owner.st_uid + 1, *status[5:10]))
+
+    def refuse(*_arguments: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "stat", stat_of_another)
+    monkeypatch.setattr(os, "chown", refuse)
+
+    with pytest.raises(ConfigError, match=f"belongs to uid {owner.st_uid + 1} .* as root"):
+        write_tokens(path, {"ana": TokenEntry(sha256=DIGEST, scopes=("read",))})
+
+    assert read_tokens(path) == {}
+    assert [file.name for file in tmp_path.iterdir()] == ["tokens.json"]
 
 
 @pytest.mark.parametrize(("entry", "expected"), [
