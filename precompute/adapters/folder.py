@@ -22,7 +22,7 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.store.artefacts import write_atomically
 from precompute.adapters.fold_in import HISTORY_MAX, complete_rows, user_inputs
 from precompute.adapters.inputs import COLUMNS, ClickMatrix, Vectors
-from precompute.bundles.agreement import agreement
+from precompute.bundles.agreement import NEWEST_OVERLAP, agreement
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
 from precompute.bundles.bundle_store import (
     hand_over,
@@ -110,7 +110,6 @@ class ImportReport:
     def lines(self) -> list[str]:
         """Return the report as text lines."""
         tried = ", ".join(f"{name} {recall:.4f}" for name, recall in self.recalls.items())
-        overlap = self.agreement.get("overlap_at_20")
         users = "users by the tower"
         if self.fold_in != OWN_TOWER:
             users = f"{self.users:,} users with vectors"
@@ -129,17 +128,19 @@ class ImportReport:
             *self._columns_in_words(),
             f"a history becomes a vector by {self.fold_in}"
             + (f" (recall@20 of what was held out: {tried})" if tried else ""),
-            *(
-                [
-                    f"int8, which answers live, finds {overlap:.4f} of the exact top 20 ([serving] precision)"
-                ]
-                if overlap is not None
-                else []
-            ),
+            *self._agreement_in_words(),
             f"{self.bundle_bytes:,} bytes in {self.seconds:.1f} s",
             *(f"cannot: {limit}" for limit in self.cannot),
             f"next: cd {self.folder}, {todo}then larder check, larder night and larder serve",
         ]
+
+    def _agreement_in_words(self) -> list[str]:
+        if (overlap := self.agreement.get("overlap_at_20")) is None:
+            return []
+        line = f"int8, which answers live, finds {overlap:.4f} of the exact top 20"
+        if (newest_overlap := self.agreement.get(NEWEST_OVERLAP)) is not None:
+            line += f", and {newest_overlap:.4f} from a history of one item"
+        return [f'{line} ([serving] precision = "fp32" finds all)']
 
     def _columns_in_words(self) -> list[str]:
         remarks = []

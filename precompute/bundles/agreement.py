@@ -15,6 +15,9 @@ from cache.model.tower import Histories, Inputs, Tower, rows_of
 from precompute.bundles.index import best_with, tiles
 
 TOP = 20
+NEWEST_OVERLAP = f"overlap_at_{TOP}_newest"
+"""Fact of the agreement for histories of one item."""
+
 ROWS_AT_ONCE = 256
 _INVARIANCE_SIZES = (1, 2, 3, 17, 64)
 _TIMED = 20
@@ -33,7 +36,8 @@ def agreement(
 
     `score_error_p99` is relative to the largest score of the row; without item vectors, the error of
     the outputs relative to the row's largest one, and the top 1 instead of the top 20. `excluded`
-    holds ordinals per row (their history) that count on neither side.
+    holds ordinals per row (their history) that count on neither side. `overlap_at_20_newest` is the overlap with
+    histories of the newest item alone, as those of users whom the night does not know often are.
     """
     exact, approximate = fp32.run(inputs), int8.run(inputs)
     facts: dict[str, Any] = {"rows": rows_of(inputs)}
@@ -46,6 +50,11 @@ def agreement(
         facts[f"overlap_at_{TOP}"] = float(overlap.mean())
         facts[f"overlap_at_{TOP}_p1"] = float(np.percentile(overlap, 1))
         facts["score_error_p99"] = float(np.percentile(errors, 99))
+        if (newest := with_newest_item(inputs)) is not None:
+            overlap, _ = _compare(
+                fp32.run(newest), int8.run(newest), item_vectors, top, metric, excluded
+            )
+            facts[NEWEST_OVERLAP] = float(overlap.mean())
     facts["batch_invariant"] = _is_invariant(int8, inputs, approximate)
     for name, rows in (("single", 1), ("batch_32", 32)):
         timed_inputs = select_rows(inputs, np.arange(min(rows, rows_of(inputs))))
@@ -64,6 +73,22 @@ def list_overlaps(
     """float64 [n]: the share of each row's exact top 20 that the approximate vectors find, history left out."""
     top = min(TOP, len(item_vectors))
     return _compare(exact, approximate, np.asarray(item_vectors), top, metric, excluded)[0]
+
+
+def with_newest_item(inputs: Inputs) -> Inputs | None:
+    """Return the inputs with each history cut to its newest item; None without histories."""
+    if not any(isinstance(value, Histories) for value in inputs.values()):
+        return None
+    return {
+        name: _newest_items(value) if isinstance(value, Histories) else value
+        for name, value in inputs.items()
+    }
+
+
+def _newest_items(histories: Histories) -> Histories:
+    counts = np.minimum(np.diff(histories.indptr), 1)
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    return Histories(indptr, histories.indices[histories.indptr[1:][counts > 0] - 1])
 
 
 def select_rows(inputs: Inputs, rows: NDArray[np.int64]) -> dict[str, Histories | NDArray[Any]]:

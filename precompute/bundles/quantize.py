@@ -24,6 +24,7 @@ from cache.errors import BundleError
 from cache.model.tower import Inputs, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.store.artefacts import write_atomically
+from precompute.bundles.agreement import with_newest_item
 from precompute.bundles.onnx_model import GRAPH_BYTES_MAX, read_model
 
 ROWS_MAX = 512
@@ -78,8 +79,12 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
 
     @staticmethod
     def _limited(tower: Tower, inputs: Inputs) -> Iterator[dict[str, NDArray[Any]]]:
+        # Where a tower takes sums, long histories have the largest activations, and where it takes means, those of one
+        # item, which users whom the night does not know often have: each padded length and the newest items alone get
+        # their share.
         feeds = [feed for _, feed in tower.batches(inputs)]
-        # Each padded length gets its share: long histories have the largest activations.
+        if (newest := with_newest_item(inputs)) is not None:
+            feeds += [feed for _, feed in tower.batches(newest)]
         rows_per_feed = max(1, ROWS_MAX // max(1, len(feeds)))
         for feed in feeds:
             yield {name: value[:rows_per_feed] for name, value in feed.items()}

@@ -15,7 +15,7 @@ from cache.model.predictor import ModelPrecision, open_warm
 from cache.model.ranking import Metric, unit
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
-from precompute.bundles.agreement import list_overlaps
+from precompute.bundles.agreement import NEWEST_OVERLAP, list_overlaps
 from precompute.bundles.bundle import BundleModel
 from precompute.bundles.index import tiles
 from precompute.gates.evidence.candidate import (
@@ -171,7 +171,8 @@ def defaults(candidate: Candidate) -> Measurement:
 def int8_agreement(candidate: Candidate) -> Measurement:
     """The worst overlap of a quantized model's answers with the full-precision ones, as `quantize` measured it.
 
-    Of the user tower's top 20; of the best label of every model that a value table shows.
+    Of the user tower's top 20, with whole histories and with the newest item of each alone; of the best label of every
+    model that a value table shows.
     """
     manifest, threshold = candidate.manifest, candidate.thresholds.int8_overlap
     figures = {"user_tower": "overlap_at_20"} | {
@@ -184,6 +185,9 @@ def int8_agreement(candidate: Candidate) -> Measurement:
         for name, figure in figures.items()
         if manifest.models[name].agreement.get("precision") != "fp32"
     }
+    newest_overlap = manifest.models["user_tower"].agreement.get(NEWEST_OVERLAP)
+    if newest_overlap is not None and newest_overlap < overlaps.get("user_tower", 0.0):
+        figures["user_tower"], overlaps["user_tower"] = NEWEST_OVERLAP, newest_overlap
     if not overlaps:
         reason = manifest.models["user_tower"].agreement.get("why", "")
         return not_measured(threshold, f"no model is quantized: {reason}")

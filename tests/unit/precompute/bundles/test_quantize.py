@@ -140,6 +140,44 @@ def test_the_reference_towers_keep_their_lists_in_int8(tmp_path):
         assert facts["overlap_at_20" if model is bundle.user_tower else "overlap_at_1"] >= 0.98
 
 
+def test_a_tower_of_means_finds_the_lists_of_histories_of_one_item(tmp_path):
+    # Given a tower whose means of many unlike items are much shorter than the vector of one item
+    path, int8_path = tmp_path / "tower.onnx", tmp_path / "int8.onnx"
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((ITEMS + 1, DIMS)).astype(np.float32)
+    table[-1] = 0
+    nodes = [
+        helper.make_node("Gather", ["table", "history"], ["rows"]),
+        helper.make_node("ReduceSum", ["rows", "axes"], ["sum"], keepdims=0),
+        helper.make_node("Equal", ["history", "pad"], ["is_pad"]),
+        helper.make_node("Not", ["is_pad"], ["is_item"]),
+        helper.make_node("Cast", ["is_item"], ["ones"], to=TensorProto.FLOAT),
+        helper.make_node("ReduceSum", ["ones", "axes"], ["count"], keepdims=1),
+        helper.make_node("Div", ["sum", "count"], ["mean"]),
+        helper.make_node("MatMul", ["mean", "weights"], ["vector"]),
+    ]
+    constants = {
+        "table": table,
+        "axes": np.array([1], np.int64),
+        "pad": np.array(ITEMS, np.int32),
+        "weights": rng.standard_normal((DIMS, DIMS)).astype(np.float32) / 6,
+    }
+    history = helper.make_tensor_value_info("history", TensorProto.INT32, ["n", "length"])
+    save(path, nodes, constants, [history], DIMS)
+    spec = TowerSpec((HISTORY,), "vector", DIMS)
+    long_histories = [rng.integers(0, ITEMS, 60) for _ in range(300)]
+    inputs = {"history": Histories.of(long_histories)}
+    items = rng.standard_normal((500, DIMS)).astype(np.float32)
+
+    # When it is calibrated on long histories
+    quantize_tower(path, spec, inputs, int8_path)
+    facts = agreement(Tower.open(path, spec), Tower.open(int8_path, spec), inputs, items)
+
+    # Then both are found
+    assert facts["overlap_at_20_newest"] > 0.9
+    assert facts["overlap_at_20"] > 0.9
+
+
 def test_excluded_items_count_on_neither_side(tmp_path):
     bundle = train_small(tmp_path / "bundle")
     tower = Tower.open(bundle.user_tower.path, bundle.user_tower.spec)
