@@ -340,8 +340,8 @@ def _demand_order_of_classes(labels: Sequence[str], classes: tuple[str, ...]) ->
     """Raise SourceError for a label that is one of the model's classes, at another place."""
     if any(label in classes and classes.index(label) != at for at, label in enumerate(labels)):
         raise SourceError(
-            f"labels are {', '.join(labels)}, and the model's classes are {', '.join(classes)}, in this order: numbers "
-            "would stand under wrong names; give the labels in the order of the classes"
+            f"labels are {', '.join(labels)}, and the model's classes are {', '.join(classes)}, in this order: "
+            "numbers would stand under wrong names; give the labels in the order of the classes"
         )
 
 
@@ -370,8 +370,8 @@ def _demand_order_of_before(
 ) -> None:
     """Raise SourceError if labels have another order than before, and the numbers of a retrained model have not.
 
-    Two trainings say about the same of one row: where numbers are nearer to those of before by their place than by their
-    label, labels were given in a wrong order. The same model is imported with other labels in order to correct them.
+    Two trainings say about the same of one row: where numbers are nearer to those of before by their place than by
+    their label, labels were given in a wrong order. The same model is imported again to correct labels.
     """
     try:
         before = Bundle.read(to / BUNDLE).values[model.name]
@@ -394,7 +394,7 @@ def _demand_order_of_before(
 
 
 def _kept_settings_in_words(to: Path, table: str) -> tuple[str, ...]:
-    """Return remarks on kept settings by which nights use another bundle or table of features, or make no such table."""
+    """Return remarks on kept settings by which nights use another bundle or table, or make no table of the model."""
     try:
         config = night_config(str(to / SETTINGS))
     except LarderError:  # `larder check` will name it
@@ -411,7 +411,7 @@ def _kept_settings_in_words(to: Path, table: str) -> tuple[str, ...]:
         )
     if features is None or config.path(features).resolve() != (to / FEATURES).resolve():
         remark = (
-            f"nights read {features or 'no table of features'} ([sources] user_features in {SETTINGS}), not the rows of "
+            f"nights read {features or 'no features'} ([sources] user_features in {SETTINGS}), not the rows of "
             f"this import, which are in {FEATURES}"
         )
         try:

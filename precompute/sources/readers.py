@@ -433,8 +433,8 @@ def feature_schema(
                 kind = _packed([pa.array([], types[part]) for part in parts]).type
             except pa.ArrowException as error:
                 raise SourceError(
-                    f"{path}: columns {', '.join(parts)} are read as one list {name!r}, and are not all numbers, or all "
-                    f"texts: {error}",
+                    f"{path}: columns {', '.join(parts)} are read as one list {name!r}, and are not all numbers, or "
+                    f"all texts: {error}",
                     column=name,
                 ) from None
             fields.append(pa.field(name, kind))

@@ -225,7 +225,7 @@ def _model_of(table: Table, manifest: Manifest | None) -> tuple[str, Mapping[str
 
 
 def changed_labels_in_words(manifest: Manifest, live: Manifest) -> list[str]:
-    """Return a remark on each table of values whose labels are others than in the live generation, or in other order."""
+    """Return a remark on each table of values whose labels, or their order, are others than in the live generation."""
     remarks = []
     for name, table in manifest.tables.items():
         live_table = live.tables.get(name)

@@ -485,8 +485,9 @@ def test_a_retrained_model_whose_numbers_keep_their_places_gets_no_labels_in_ano
 
     # When its labels are given the other way round, then it is refused
     message_pattern = (
-        "labels are fraud, ok, and were ok, fraud at the import before, but the model's numbers have kept their places: "
-        r"over 40 rows they differ .* If that order was wrong, import bundle/prediction.onnx with the right one first"
+        "labels are fraud, ok, and were ok, fraud at the import before, but the model's numbers have kept their "
+        r"places: over 40 rows they differ .* If that order was wrong, import bundle/prediction.onnx with the right "
+        "one first"
     )
     with pytest.raises(SourceError, match=message_pattern):
         from_classifier(retrained, TABLE, to=folder, labels=LABELS[::-1], id_column="account")
@@ -518,8 +519,8 @@ def test_columns_in_another_order_than_before_are_refused_unless_somebody_vouche
     assert read_report(folder)["columns"] == {"features": ["f0", "f1", "f2"]}
 
     message_pattern = (
-        "columns of 'features' are f1, f0, f2 in this table, and were f0, f1, f2 at the import before, .*: name them in "
-        "the order of the training as columns, or give expected"
+        "columns of 'features' are f1, f0, f2 in this table, and were f0, f1, f2 at the import before, .*: name them "
+        "in the order of the training as columns, or give expected"
     )
     with pytest.raises(SourceError, match=message_pattern):
         from_classifier(examples.linear(), turned, to=folder, labels=LABELS, id_column="account")
@@ -562,8 +563,7 @@ def test_an_import_that_died_keeps_the_labels_and_columns_of_the_one_before_it(
         (
             '"user_features.parquet"',
             '"mine.parquet"',
-            r"nights read mine.parquet \(\[sources\] user_features in larder.toml\), not the rows of this import, which "
-            "are in user_features.parquet; that table does not fit the model: .*mine.parquet has no column 'f2'",
+            r"nights read mine.parquet .*, not the rows of this import, .* does not fit the model: .* no column 'f2'",
         ),
         (
             'bundle = "bundle"',

@@ -221,12 +221,13 @@ def test_numbers_are_read_as_a_reader_reads_them(tmp_path: Path) -> None:
 
 def test_a_value_near_zero_may_be_rounded_at_the_size_of_its_column() -> None:
     exact = np.array([[3.0, 0.5], [1e-5, 0.5], [-2.0, 0.5]])
-    rounded = exact + [[0.0, 0.0], [1e-5, 0.0], [0.0, 0.0]]
-    another = exact + [[0.0, 0.0], [1e-3, 0.0], [0.0, 0.0]]
+    rounded, another = exact.copy(), exact.copy()
+    rounded[1, 0] += 1e-5
+    another[1, 0] += 1e-3
     alone = exact[:, :1]
 
-    assert _rows_equal(alone, alone + [[0], [1e-5], [0]], 1e-4, 1e-5).all()
-    assert _rows_equal(alone, alone + [[0], [1e-5], [0]], 1e-4).tolist() == [True, False, True]
+    assert _rows_equal(alone, rounded[:, :1], 1e-4, 1e-5).all()
+    assert _rows_equal(alone, rounded[:, :1], 1e-4).tolist() == [True, False, True]
     assert _rows_equal(exact, rounded, 1e-4, 1e-5).all()
     assert _rows_equal(exact, another, 1e-4, 1e-5).tolist() == [True, False, True]
     # A number that is none concerns its own row
