@@ -469,10 +469,8 @@ def _columns_by_input(
 ) -> dict[str, tuple[str, ...]]:
     """Return the columns of the table that each input takes; raise SourceError for one that it lacks."""
     names = [graph_input.name for graph_input in _inputs_of(graph)]
-    if len(names) > 1:
-        columns_by_input = {name: (name,) for name in names}
-    else:
-        columns_by_input = dict.fromkeys(names, tuple(columns or rows.column_names))
+    all_columns: tuple[str, ...] = tuple(rows.column_names if columns is None else columns)
+    columns_by_input = {name: (name,) if len(names) > 1 else all_columns for name in names}
     for column in (column for names in columns_by_input.values() for column in names):
         if column not in rows.column_names:
             raise SourceError(

@@ -181,8 +181,10 @@ def test_a_locale_that_this_host_lacks_is_refused_with_its_remedy(tmp_path: Path
     onnx.save(examples.with_a_locale("xx_YY.UTF-8"), path)
     posts = pa.table({"user": ["p1"], "text": ["hate"]})
 
-    with pytest.raises(BundleError, match="'locale': 'C'"):
+    with pytest.raises(BundleError, match="'locale': 'C'") as raised:
         from_classifier(path, posts, to=tmp_path / "to", labels=["score"])
+
+    assert "\n" not in raised.value.message
 
 
 def failing() -> onnx.ModelProto:
