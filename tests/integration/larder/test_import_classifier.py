@@ -83,24 +83,25 @@ def test_labels_are_corrected_and_columns_are_taken_by_their_names(
     )
     night = larder(folder, "night", environ=environ)
 
-    # Then import and night say so, and answers have them
+    # Then import and night say so
     assert "labels were fraud, ok, and are ok, fraud from the next night on" in imported
     said = "and are ok, fraud, so that each number has another place: tell who reads values"
     assert said in " ".join(night.split())
-    answer = json.loads(larder(folder, "lookup", "risk", "a3", environ=environ))
-    assert answer["labels"] == ["ok", "fraud"]
-    expected = examples.probabilities(rows)
-    np.testing.assert_allclose(answer["values"], expected[3], atol=1e-6)
 
     # And a night of the team's own table, whose columns have another order, takes them by name
     table = pa.table({"account": ids, **{name: columns[name] for name in ("f2", "f0", "f1")}})
     pq.write_table(table, folder / "accounts.parquet")
     settings = (folder / "larder.toml").read_text()
-    own_table = 'user_features = "../fraud/accounts.parquet"\nuser_column = "account"'
+    own_table = 'user_features = "accounts.parquet"\nuser_column = "account"'
     settings = settings.replace('user_features = "user_features.parquet"', own_table)
     (folder / "larder.toml").write_text(settings)
     assert "to do" not in larder(folder, "check", environ=environ)
     larder(folder, "night", environ=environ)
-    answer = json.loads(larder(folder, "lookup", "risk", "a3", environ=environ))
-    assert answer["source"] == "l2"
-    np.testing.assert_allclose(answer["values"], expected[3], atol=1e-6)
+    with running(
+        folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
+    ) as url:
+        answers = httpx.post(f"{url}/v1/lookup/risk", json={"entities": ids}).json()["answers"]
+    assert {answer["source"] for answer in answers} == {"l2"}
+    assert answers[0]["labels"] == ["ok", "fraud"]
+    values = np.array([answer["values"] for answer in answers])
+    np.testing.assert_allclose(values, examples.probabilities(rows), atol=1e-6)
