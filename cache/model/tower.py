@@ -135,8 +135,9 @@ class Tower:
         try:
             session = ort.InferenceSession(str(path), options, providers=providers)
         except Exception as error:  # ONNX Runtime's errors share no base class of their own
+            reason = " ".join(str(error).split())
             raise BundleError(
-                f"{path.name} is not a model that ONNX Runtime opens: {error}{_remedy(str(error))}"
+                f"{path.name} is not a model that ONNX Runtime opens: {reason}{_remedy(reason)}"
             ) from error
         return cls(session, spec, check_fits(path.name, session, spec), path.name)
 

@@ -150,6 +150,11 @@ def _implicit(args: argparse.Namespace) -> "ImportReport":
     )
 
 
+def _names(listed: str) -> list[str]:
+    """Return the names of a list with commas, without blanks around them."""
+    return [name.strip() for name in listed.split(",")]
+
+
 def _classifier(args: argparse.Namespace) -> "ClassifierReport":
     import numpy as np
 
@@ -160,8 +165,8 @@ def _classifier(args: argparse.Namespace) -> "ClassifierReport":
     except (OSError, ValueError) as error:
         raise SourceError(f"--expected {args.expected}: {error}; it is a .npy file") from None
     return from_classifier(
-        args.model, args.features, to=args.to, labels=args.labels.split(","), table=args.table,
-        id_column=args.id_column, columns=None if args.columns is None else args.columns.split(","),
+        args.model, args.features, to=args.to, labels=_names(args.labels), table=args.table,
+        id_column=args.id_column, columns=None if args.columns is None else _names(args.columns),
         output=args.output, expected=expected,
     )  # fmt: skip
 

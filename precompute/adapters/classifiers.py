@@ -4,7 +4,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,18 @@ from precompute.adapters.folder import (
     sweep_import,
 )
 from precompute.adapters.inputs import feature_table, ids_of, name_row
-from precompute.bundles.bundle import ModelFile, write_bundle
+from precompute.bundles.bundle import (
+    COLUMNS_OF_INPUTS,
+    Bundle,
+    BundleModel,
+    ModelFile,
+    write_bundle,
+)
 from precompute.bundles.bundle_store import swap_in
 from precompute.bundles.imports import note_import_begun, read_report, write_import
-from precompute.bundles.onnx_model import OnnxModel, item_tower
+from precompute.bundles.onnx_model import OnnxModel, item_tower, stated_classes
 from precompute.config.settings import NightConfig, night_config
-from precompute.scoring.towers import run_named
+from precompute.scoring.towers import demand_feature_types, run_named
 from precompute.sources.plausibility import JUDGED_ROWS
 
 FEATURES = "user_features.parquet"
@@ -46,6 +52,10 @@ COLUMN_TOLERANCE = 1e-6
 ROUNDING_SHARE = 1e-5
 """Share of the column's largest value up to which differences are taken for rounding, not for other inputs."""
 ROWS_AT_ONCE = 8_192
+NAMES_LISTED = 40
+"""Number of columns that a message names."""
+ROWS_OF_BOTH = 2_000
+"""Number of rows on which the model of the import before is run as well, if labels have another order."""
 _ROWS_DIFFER = (
     "were the same rows given to both, the same columns in the order of the training, and the same codes for "
     "categories?"
@@ -105,6 +115,14 @@ class ClassifierReport:
     """What rows of the table cannot have, or a night of them: those that are unusable."""
     earlier_labels: tuple[str, ...] = ()
     """Labels of the import before it, if they were others."""
+    classes: tuple[str, ...] = ()
+    """Classes as the model has them, in the order of the labels; empty if it has none."""
+    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Columns of the table that each input of the model takes, in its order."""
+    earlier_columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Columns of the inputs that took others, or in another order, at the import before it."""
+    remarks: tuple[str, ...] = ()
+    """What kept settings say otherwise than this import."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON object."""
@@ -113,16 +131,24 @@ class ClassifierReport:
     def lines(self) -> list[str]:
         """Return the report as text lines."""
         compared = (
-            "not compared with the library: give what it says of each row as `expected`"
-            if self.largest_difference is None
-            else f"largest difference from what the library says: {self.largest_difference:.1e}"
+            f"largest difference from what the library says: {self.largest_difference or 0:.1e}"
         )
+        if self.largest_difference is None:
+            orders = [
+                f"; {name} takes {_listed(names)}: were these in this order in the training?"
+                for name, names in self.columns.items()
+                if len(names) > 1
+            ]
+            compared = "not compared with the library: give what it says of each row as `expected`"
+            compared += "".join(orders)
         replacement_note = f"the import before it is replaced, its {SETTINGS} kept"
         return [
             f"{self.table}: {self.rows:,} rows, labels {', '.join(self.labels)}",
             *([f"{self.folder}: {replacement_note}"] if self.is_again else []),
             *self._labels_in_words(),
+            *self._columns_in_words(),
             *self._incomplete_in_words(),
+            *self.remarks,
             *(f"cannot: {limit}" for limit in (self.remark, *self.limits) if limit),
             compared,
             "a request about an id without a row sends features like "
@@ -131,10 +157,24 @@ class ClassifierReport:
         ]
 
     def _labels_in_words(self) -> list[str]:
-        if not self.earlier_labels:
-            return []
-        were, are = ", ".join(self.earlier_labels), ", ".join(self.labels)
-        return [f"labels were {were}, and are {are} from the next night on: tell who reads values"]
+        remarks = []
+        if self.classes and self.classes != self.labels:
+            pairs = zip(self.classes, self.labels, strict=True)
+            named = ", ".join(f"{name} is {label}" for name, label in pairs)
+            remarks.append(f"classes of the model: {named}")
+        if self.earlier_labels:
+            were, are = ", ".join(self.earlier_labels), ", ".join(self.labels)
+            remarks.append(
+                f"labels were {were}, and are {are} from the next night on: tell who reads values"
+            )
+        return remarks
+
+    def _columns_in_words(self) -> list[str]:
+        return [
+            f"columns of {name} were {_listed(were)}, and are {_listed(self.columns[name])}: requests send their "
+            "values in this order from the next night on"
+            for name, were in self.earlier_columns.items()
+        ]
 
     def _incomplete_in_words(self) -> list[str]:
         if not self.incomplete_rows:
@@ -170,15 +210,25 @@ def from_classifier(
             f"features has no column {id_column!r} of ids; it has {', '.join(rows.column_names)}: name it by id_column"
         )
     ids = ids_of(rows[id_column], "user")
-    if not labels:
-        raise SourceError("labels are empty: give a name for each number that the model gives")
+    _demand_labels(labels)
     graph = _serialised(model)
-    spec, inputs = _bound(graph, rows.drop_columns([id_column]), columns, output, labels)
+    onnx_graph = _parsed(graph)
+    columns_by_input = _columns_by_input(onnx_graph, rows.drop_columns([id_column]), columns)
+    spec, inputs = _bound(onnx_graph, rows, columns_by_input, output, labels)
+    classes = stated_classes(onnx_graph, len(labels))
+    _demand_order_of_classes(labels, classes)
     is_new = not to.exists()
+    earlier_report = read_report(to)
+    earlier_labels = tuple(earlier_report.get("labels", labels))
+    earlier_columns = {
+        name: tuple(earlier_report.get("columns", {}).get(name, names))
+        for name, names in columns_by_input.items()
+    }
+    if columns is None and expected is None:
+        _demand_order_of_columns(columns_by_input, earlier_columns)
     open_import_folder(to)
     sweep_import(to)
     _demand_tables(to, table)
-    earlier_labels = tuple(read_report(to).get("labels", labels))
     staging_folder = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
     try:
         user_tower = ModelFile(OnnxModel(graph), spec)
@@ -192,7 +242,7 @@ def from_classifier(
         bundle = write_bundle(
             staging_folder, name=table, version="1", dims=len(labels), item_ids=list(labels), user_tower=user_tower,
             item_tower=items,
-            values={table: labelled}, training={"imported": "classifier"},
+            values={table: labelled}, training={"imported": "classifier", COLUMNS_OF_INPUTS: columns_by_input},
         )  # fmt: skip
         tower = Tower.open(bundle.values[table].path, spec)
         is_usable = np.stack([_usable(column) for column in inputs.values()]).all(axis=0)
@@ -200,6 +250,12 @@ def from_classifier(
         if not len(usable_rows):
             raise _no_usable_row_error(rows.drop_columns([id_column]), len(ids))
         tried = _try_rows(tower, inputs, expected, ids, usable_rows)
+        if tuple(labels) not in (classes, earlier_labels):
+            rows_of_both = usable_rows[:ROWS_OF_BOTH]
+            fed = {
+                spec_.name: _fed(inputs[spec_.name], spec_, rows_of_both) for spec_ in spec.inputs
+            }
+            _demand_order_of_before(to, bundle.values[table], tower, fed)
         note_import_begun(to)
         swap_in(staging_folder, to / BUNDLE)
     except BaseException:
@@ -237,6 +293,14 @@ def from_classifier(
         remark=remark,
         limits=limits,
         earlier_labels=() if earlier_labels == tuple(labels) else earlier_labels,
+        classes=classes,
+        columns=columns_by_input,
+        earlier_columns={
+            name: names
+            for name, names in earlier_columns.items()
+            if names != columns_by_input[name]
+        },
+        remarks=_kept_settings_in_words(to, table) if is_again else (),
     )
     source = str(model) if isinstance(model, str | Path) else ""
     write_import(to, report.to_json(), bundle.digest, source)
@@ -257,6 +321,105 @@ def _demand_tables(to: Path, table: str) -> None:
                 f"[tables.{name}] in {to / SETTINGS} is of the value {table_config.value!r}, and this import makes "
                 f"{table!r} alone: import with --table {table_config.value}, name another folder, or change the file"
             )
+
+
+def _demand_labels(labels: Sequence[str]) -> None:
+    """Raise SourceError for labels that are missing, empty or repeated."""
+    if not labels:
+        raise SourceError("labels are empty: give a name for each number that the model gives")
+    for position, label in enumerate(labels):
+        if not label:
+            raise SourceError(
+                f"label {position + 1} of {','.join(labels)} is empty: give it a name"
+            )
+        if label in labels[:position]:
+            raise SourceError(f"label {label!r} is there twice: give each number a name of its own")
+
+
+def _demand_order_of_classes(labels: Sequence[str], classes: tuple[str, ...]) -> None:
+    """Raise SourceError for a label that is one of the model's classes, at another place."""
+    if any(label in classes and classes.index(label) != at for at, label in enumerate(labels)):
+        raise SourceError(
+            f"labels are {', '.join(labels)}, and the model's classes are {', '.join(classes)}, in this order: "
+            "numbers would stand under wrong names; give the labels in the order of the classes"
+        )
+
+
+def _demand_order_of_columns(
+    columns: Mapping[str, tuple[str, ...]], earlier_columns: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Raise SourceError for an input whose columns the table has in another order than at the import before."""
+    for name, names in columns.items():
+        before = earlier_columns[name]
+        if before != names and sorted(before) == sorted(names):
+            raise SourceError(
+                f"columns of {name!r} are {_listed(names)} in this table, and were {_listed(before)} at the import "
+                "before, and a model takes them by their place: name them in the order of the training as columns, or "
+                "give expected"
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names of a list, and the number of all where there are more."""
+    listed = ", ".join(names[:NAMES_LISTED])
+    return listed if len(names) <= NAMES_LISTED else f"{listed}, ... ({len(names)} in all)"
+
+
+def _demand_order_of_before(
+    to: Path, model: BundleModel, tower: Tower, fed: Mapping[str, NDArray[Any]]
+) -> None:
+    """Raise SourceError if labels have another order than before, and the numbers of a retrained model have not.
+
+    Two trainings say about the same of one row: where numbers are nearer to those of before by their place than by
+    their label, labels were given in a wrong order. The same model is imported again to correct labels.
+    """
+    try:
+        before = Bundle.read(to / BUNDLE).values[model.name]
+        is_reordered = before.labels != model.labels and set(before.labels) == set(model.labels)
+        if not is_reordered or before.spec != model.spec or before.digest == model.digest:
+            return
+        numbers, earlier_numbers = tower.run(fed), Tower.open(before.path, before.spec).run(fed)
+    except (LarderError, KeyError):  # what cannot be compared proves nothing
+        return
+    by_label = earlier_numbers[:, [before.labels.index(label) for label in model.labels]]
+    off_by_place = float(np.abs(numbers - earlier_numbers).mean())
+    off_by_label = float(np.abs(numbers - by_label).mean())
+    if off_by_place < off_by_label:
+        raise SourceError(
+            f"labels are {', '.join(model.labels)}, and were {', '.join(before.labels)} at the import before, but the "
+            f"model's numbers have kept their places: over {len(numbers):,} rows they differ from those of before by "
+            f"{off_by_place:.2g} by place, and by {off_by_label:.2g} by label; give the labels in the order of before. "
+            f"If that order was wrong, import {BUNDLE}/{before.path.name} with the right one first"
+        )
+
+
+def _kept_settings_in_words(to: Path, table: str) -> tuple[str, ...]:
+    """Return remarks on kept settings by which nights use another bundle or table, or make no table of the model."""
+    try:
+        config = night_config(str(to / SETTINGS))
+    except LarderError:  # `larder check` will name it
+        return ()
+    remarks, features = [], config.sources.user_features
+    if config.path(config.bundle).resolve() != (to / BUNDLE).resolve():
+        remarks.append(
+            f"nights use the bundle {config.bundle}, which {SETTINGS} names, not this import's: name {BUNDLE} there"
+        )
+    if all(table_config.value != table for table_config in config.tables.values()):
+        remarks.append(
+            f"nights make no table of {table}: {SETTINGS} has no [tables.{table}] with kind and value (kind = "
+            f'"value", value = "{table}")'
+        )
+    if features is None or config.path(features).resolve() != (to / FEATURES).resolve():
+        remark = (
+            f"nights read {features or 'no features'} ([sources] user_features in {SETTINGS}), not the rows of "
+            f"this import, which are in {FEATURES}"
+        )
+        try:
+            demand_feature_types(config, Bundle.read(to / BUNDLE))
+        except LarderError as error:
+            remark += f"; that table does not fit the model: {error.message}"
+        remarks.append(remark)
+    return tuple(remarks)
 
 
 def _no_usable_row_error(rows: Any, count: int) -> SourceError:
@@ -289,40 +452,52 @@ def _serialised(model: Any) -> bytes:
     )
 
 
+def _parsed(graph: bytes) -> onnx.GraphProto:
+    try:
+        return onnx.load_from_string(graph).graph
+    except Exception as error:  # Protocol Buffers' errors share no base class
+        raise SourceError(f"model is no ONNX model: {error}") from None
+
+
+def _inputs_of(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    constants = {tensor.name for tensor in graph.initializer}
+    return [graph_input for graph_input in graph.input if graph_input.name not in constants]
+
+
+def _columns_by_input(
+    graph: onnx.GraphProto, rows: Any, columns: Sequence[str] | None
+) -> dict[str, tuple[str, ...]]:
+    """Return the columns of the table that each input takes; raise SourceError for one that it lacks."""
+    names = [graph_input.name for graph_input in _inputs_of(graph)]
+    all_columns: tuple[str, ...] = tuple(rows.column_names if columns is None else columns)
+    columns_by_input = {name: (name,) if len(names) > 1 else all_columns for name in names}
+    for column in (column for names in columns_by_input.values() for column in names):
+        if column not in rows.column_names:
+            raise SourceError(
+                f"features has no column {column!r}, which the model takes; it has {', '.join(rows.column_names)}"
+            )
+    return columns_by_input
+
+
 def _bound(
-    graph: bytes,
+    graph: onnx.GraphProto,
     rows: Any,
-    columns: Sequence[str] | None,
+    columns_by_input: Mapping[str, tuple[str, ...]],
     output: str | None,
     labels: Sequence[str],
 ) -> tuple[TowerSpec, dict[str, Any]]:
     """The specification of the model, and its inputs for all rows, by input name, as Arrow columns."""
-    try:
-        model = onnx.load_from_string(graph).graph
-    except Exception as error:  # Protocol Buffers' errors share no base class
-        raise SourceError(f"model is no ONNX model: {error}") from None
-    constants = {tensor.name for tensor in model.initializer}
-    graph_inputs = [graph_input for graph_input in model.input if graph_input.name not in constants]
+    graph_inputs = _inputs_of(graph)
     for graph_input in graph_inputs:
         if graph_input.type.tensor_type.elem_type not in _DTYPES:
             raise SourceError(
                 f"input {graph_input.name!r} of the model holds no float32, int32, int64 or text: export it with "
                 "FloatTensorType, Int64TensorType or StringTensorType"
             )
-    name = _output(model, output, len(labels))
-    if len(graph_inputs) > 1:
-        sources = {graph_input.name: [graph_input.name] for graph_input in graph_inputs}
-    elif columns is not None:
-        sources = {graph_inputs[0].name: list(columns)}
-    else:
-        sources = {graph_inputs[0].name: rows.column_names}
+    name = _output(graph, output, len(labels))
     specs, inputs = [], {}
     for graph_input in graph_inputs:
-        input_columns = sources[graph_input.name]
-        if missing := [column for column in input_columns if column not in rows.column_names]:
-            raise SourceError(
-                f"features has no column {missing[0]!r}, which the model takes; it has {', '.join(rows.column_names)}"
-            )
+        input_columns = columns_by_input[graph_input.name]
         spec = _input_spec(graph_input, input_columns)
         specs.append(spec)
         inputs[graph_input.name] = _column(rows.select(input_columns), spec)

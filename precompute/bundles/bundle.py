@@ -31,6 +31,9 @@ from precompute.sources.vocabulary import Vocabulary, as_strings
 BUNDLE_FILE = "bundle.json"
 ITEMS_FILE = "items.parquet"
 
+COLUMNS_OF_INPUTS = "columns"
+"""Entry of a bundle's `training`: by feature column, the columns of the table that it was made of, in their order."""
+
 FileStamp = tuple[int, int, int, int, int]
 """Device, inode, size and times of a file: see `sha256_unchanged`."""
 
@@ -198,6 +201,12 @@ class Bundle:
     def has_weights(self) -> bool:
         """True if a model has a weights file, which a manifest of format 1 cannot list."""
         return any(model.weights is not None for model in self.models)
+
+    @property
+    def columns_of_lists(self) -> Mapping[str, Sequence[str]]:
+        """Columns by the feature column that is made of them; a table may have them in its place."""
+        columns: Mapping[str, Sequence[str]] = self.training.get(COLUMNS_OF_INPUTS, {})
+        return columns
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

@@ -28,8 +28,11 @@ def write_import(
 
 
 def note_import_begun(folder: Path) -> None:
-    """Mark a folder whose bundle and tables an import is about to replace; its report, written last, ends that."""
-    report = {"unfinished": True, "imports": _imports(folder)}
+    """Mark a folder whose bundle and tables an import is about to replace; its report, written last, ends that.
+
+    The labels and columns of the import before it stay: whoever repeats this one is told of them.
+    """
+    report = {**read_report(folder), "unfinished": True, "imports": _imports(folder)}
     write_atomically(folder / REPORT, json_text(report).encode())
 
 

@@ -31,6 +31,15 @@ _SMALL_BYTES = 1 << 16
 OPSET = 21
 IR_VERSION = 10
 
+_CLASSES = frozenset({"classlabels_strings", "classlabels_int64s", "classlabels_ints"})
+"""Attributes that list the classes of a classifier: of ensembles of trees, linear models, SVMs and ZipMap."""
+
+_CLASS_TABLES: Mapping[str, tuple[int, ...]] = {
+    "ArrayFeatureExtractor": (TensorProto.STRING, TensorProto.INT64, TensorProto.INT32),
+    "Gather": (TensorProto.STRING,),
+}
+"""Operators that take a label out of a table of classes, with the types of such a table."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnnxModel:
@@ -89,6 +98,31 @@ def read_model(path: Path) -> onnx.ModelProto:
         tensor.ClearField("external_data")
         tensor.data_location = TensorProto.DEFAULT
     return model
+
+
+def stated_classes(graph: onnx.GraphProto, count: int) -> tuple[str, ...]:
+    """Return the `count` classes of a classifier in the order of its numbers, as texts; empty if no node has them.
+
+    The last node with so many counts: an ensemble has the classes of its parts before its own.
+    """
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    for node in reversed(graph.node):
+        for attribute in node.attribute:
+            if attribute.name in _CLASSES and len(attribute.strings or attribute.ints) == count:
+                return tuple(map(_class_text, attribute.strings or attribute.ints))
+        # The label is taken out of a table of classes, by the place of the largest number.
+        table = constants.get(node.input[0]) if node.input else None
+        if (
+            table is not None
+            and table.data_type in _CLASS_TABLES.get(node.op_type, ())
+            and np.prod(table.dims) == count
+        ):
+            return tuple(map(_class_text, numpy_helper.to_array(table).ravel().tolist()))
+    return ()
+
+
+def _class_text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def demand_weights(name: str, path: Path, listed_weights: Path | None) -> None:

@@ -33,7 +33,7 @@ from precompute.sources.features import (
     with_event_values,
 )
 from precompute.sources.files import SourceFile, feature_file, source_file
-from precompute.sources.readers import read_features
+from precompute.sources.readers import NO_LISTS, read_features
 from precompute.sources.unusable import EVENTS, NOT_FINITE, Case, UnusableRows
 
 AT_ONCE: Final = 4_096
@@ -184,7 +184,7 @@ class _Trial:
             and table_config.kind != "user_vector"
         ]
         blank = cls(model, tower, layouts, columns, None, np.inf)
-        for table in _pieces(config, model, columns):
+        for table in _pieces(config, bundle, model, columns):
             rows, outputs, raised = blank.outputs(table)
             good = np.flatnonzero(~raised & np.isfinite(outputs).all(axis=1))
             if len(good):
@@ -270,13 +270,14 @@ class _Trial:
 
 
 def _pieces(
-    config: NightConfig, model: BundleModel, columns: Sequence[str]
+    config: NightConfig, bundle: Bundle, model: BundleModel, columns: Sequence[str]
 ) -> Iterator[Mapping[str, Any]]:
     """Yield columns of a few rows of the model's table at a time."""
     sources = config.sources
     path = feature_file(config, model.entity, columns[0])
     id_column = sources.user_column if model.entity == "user" else sources.item_column
-    for ids, column_by_name in read_features(path, id_column, columns):
+    lists = bundle.columns_of_lists if model.entity == "user" else NO_LISTS
+    for ids, column_by_name in read_features(path, id_column, columns, lists=lists):
         for start in range(0, len(ids), _TABLE_ROWS):
             yield {
                 name: column.slice(start, _TABLE_ROWS) for name, column in column_by_name.items()

@@ -56,7 +56,7 @@ from precompute.partitions.user_tables import (
 )
 from precompute.sources.columns import text_hashes
 from precompute.sources.plausibility import RowCounts
-from precompute.sources.readers import Interactions, read_interactions
+from precompute.sources.readers import ColumnsOfLists, Interactions, read_interactions
 from precompute.sources.unusable import CASES, LISTED_BEFORE, UnusableReport, UnusableRows, merged
 
 POPULARITY = "work/popularity.i64"
@@ -221,6 +221,7 @@ class PartitionJob:
     folder: Path
     feature_inputs: Sequence[InputSpec] = ()
     feature_columns: Sequence[str] = ()
+    lists: ColumnsOfLists = field(default_factory=dict)
     dims: int = 0
     needs_history: bool = False
     holdout: Holdout | None = None
@@ -250,14 +251,14 @@ class PartitionJob:
                 named = partial(hashes_of, seed=seed, hasher=self.hasher)
                 write_features(
                     night.config, self.folder, named, columns, self.feature_inputs, unusable,
-                    values=values, erased=erased,
+                    values=values, erased=erased, lists=self.lists,
                 )  # fmt: skip
                 if night.config.sources.user_vectors:
                     write_vectors(
                         night.config, self.folder, self.dims, named, unusable, erased=erased
                     )
             else:
-                note_event_values(night, columns, self.feature_inputs, unusable)
+                note_event_values(night, columns, self.feature_inputs, unusable, self.lists)
             # What is taken over was counted when it was read.
             counting_notes = unusable if earlier is None else UnusableRows()
             set_by_events = np.empty(0, np.uint64)

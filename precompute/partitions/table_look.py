@@ -137,7 +137,15 @@ def _user_ids(
     with TemporaryDirectory(prefix="larder-check-") as name:
         folder = Path(name)
         if columns and sources.user_features and _is_read(config, sources.user_features, remarks):
-            write_features(one_shard, folder, hash_names, columns, inputs, unusable)
+            write_features(
+                one_shard,
+                folder,
+                hash_names,
+                columns,
+                inputs,
+                unusable,
+                lists=bundle.columns_of_lists,
+            )
             users = _written_users(folder, "features", USER_ROWS, unusable)
             yield "user", sources.user_features, users
         if sources.user_vectors and _is_read(config, sources.user_vectors, remarks):

@@ -34,7 +34,7 @@ from precompute.sources.features import (
     without_long_texts,
 )
 from precompute.sources.files import feature_file, source_file
-from precompute.sources.readers import feature_schema, read_features
+from precompute.sources.readers import NO_LISTS, ColumnsOfLists, feature_schema, read_features
 from precompute.sources.unusable import TOO_LONG, UnusableRows
 
 IDS = pa.schema([("user", pa.string()), (HASH, pa.uint64())])
@@ -60,6 +60,7 @@ def write_features(
     *,
     values: EntityValues = NO_VALUES,
     erased: ErasedEntities = NO_ERASURES,
+    lists: ColumnsOfLists = NO_LISTS,
 ) -> None:
     """Write each shard's file of feature columns, events' values included; note values that an input cannot use.
 
@@ -69,11 +70,16 @@ def write_features(
     batches: Any = ()
     if columns:
         path = feature_file(config, "user", columns[0])
-        kinds = feature_schema(path, columns)
+        kinds = feature_schema(path, columns, lists)
         schema = pa.schema([*IDS, *((name, kinds.field(name).type) for name in columns)])
         batches = with_event_values(
             read_features(
-                path, config.sources.user_column, columns, source=USER_ROWS, unusable=unusable
+                path,
+                config.sources.user_column,
+                columns,
+                source=USER_ROWS,
+                unusable=unusable,
+                lists=lists,
             ),
             values,
             kind="user",
@@ -114,11 +120,12 @@ def note_event_values(
     columns: Sequence[str],
     inputs: Sequence[InputSpec],
     unusable: UnusableRows,
+    lists: ColumnsOfLists,
 ) -> None:
     """Note unusable values set by events as `write_features` does, where an earlier partition's features are reused."""
     values = night.values.users
     if columns and values:
-        kinds = feature_schema(feature_file(night.config, "user", columns[0]), columns)
+        kinds = feature_schema(feature_file(night.config, "user", columns[0]), columns, lists)
         types = {name: kinds.field(name).type for name in columns}
         read_set_values(types, values, "user", inputs, unusable)
 

@@ -217,6 +217,7 @@ def forecast(
             config,
             parameters.sample,
             columns=feature_columns(bundle),
+            lists=bundle.columns_of_lists,
             cutoff_at=cutoff_at,
             progress=progress,
         )

@@ -18,7 +18,13 @@ from precompute.config.settings import NightConfig, Sources
 from precompute.partitions.shard_input import hashes_of
 from precompute.sources.columns import Ids
 from precompute.sources.files import feature_file, source_file
-from precompute.sources.readers import Interactions, read_features, read_interactions
+from precompute.sources.readers import (
+    NO_LISTS,
+    ColumnsOfLists,
+    Interactions,
+    read_features,
+    read_interactions,
+)
 from precompute.sources.vocabulary import Distinct
 
 SEED = 0x5DEECE66D
@@ -94,6 +100,7 @@ def draw(
     user_share: float,
     *,
     columns: Sequence[str] = (),
+    lists: ColumnsOfLists = NO_LISTS,
     cutoff_at: datetime | None = None,
     progress: Progress = quiet,
 ) -> Sample:
@@ -106,7 +113,7 @@ def draw(
         distinct_users.add(batch.users.hashes(SEED))
         interactions += len(batch.times)
         progress("count users", interactions, 0)
-    for read in (_features(config, columns), _vectors(config)):
+    for read in (_features(config, columns, lists), _vectors(config)):
         for ids, _ in read:
             distinct_users.add(ids.hashes(SEED))
     if not distinct_users.count:
@@ -129,7 +136,7 @@ def draw(
         )
         progress("draw the sample", sum(map(len, rows)), 0)
     tables = [
-        _read_sampled_rows(_features(config, columns), limit),
+        _read_sampled_rows(_features(config, columns, lists), limit),
         _read_sampled_rows(_vectors(config), limit),
     ]
     return _sample(distinct_users.count, interactions, pa.concat_tables(rows), tables)
@@ -160,11 +167,11 @@ def _read(config: NightConfig, cutoff_at: datetime | None) -> Iterator[Interacti
 
 
 def _features(
-    config: NightConfig, columns: Sequence[str]
+    config: NightConfig, columns: Sequence[str], lists: ColumnsOfLists
 ) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
     if columns:
         path = feature_file(config, "user", columns[0])
-        yield from read_features(path, config.sources.user_column, columns)
+        yield from read_features(path, config.sources.user_column, columns, lists=lists)
 
 
 def _vectors(config: NightConfig) -> Iterator[tuple[Ids, Mapping[str, Any]]]:

@@ -132,7 +132,8 @@ def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
     for model in bundle.models:
         for feature in model.spec.features:
             path = feature_file(config, model.entity, str(feature.column))
-            kind = feature_schema(path, (str(feature.column),)).field(str(feature.column)).type
+            column = str(feature.column)
+            kind = feature_schema(path, (column,), bundle.columns_of_lists).field(column).type
             demand_type(kind, feature, f"{path}, for {model.name}")
 
 

@@ -4,14 +4,15 @@ import errno
 import gzip
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
@@ -68,6 +69,11 @@ INTERACTIONS = "interactions"
 
 EVENT_ROWS = f"{EVENTS}.{INTERACTIONS}"
 """Name in reports of the interactions that events brought."""
+
+ColumnsOfLists = Mapping[str, Sequence[str]]
+"""Names of the columns that a table may have in place of a list of their values, by the list's name."""
+
+NO_LISTS: Final[ColumnsOfLists] = MappingProxyType({})
 
 BATCH_ROWS = 1 << 19
 """Rows of a batch at most."""
@@ -361,10 +367,12 @@ def read_features(
     *,
     source: str = "features",
     unusable: UnusableRows | None = None,
+    lists: ColumnsOfLists = NO_LISTS,
 ) -> Iterator[tuple[Ids, dict[str, Any]]]:
     """Yield batches (ids, {column: Arrow array}) of a Parquet feature table; raise SourceError for a missing column.
 
-    Rows without a usable id are left out, and noted in `unusable` under `source`.
+    A column that the table lacks is made of those that `lists` names for it. Rows without a usable id are left out, and
+    noted in `unusable` under `source`.
     """
     unusable = UnusableRows() if unusable is None else unusable
     # Without a buffer a whole row group of a column is read at once.
@@ -372,8 +380,12 @@ def read_features(
         pa.parquet.ParquetFile, buffer_size=READ_BYTES, coerce_int96_timestamp_unit=INT96_UNIT
     )
     with reading(path), readable(path) as raw, opened(raw) as file:
-        _demand_features(file.schema_arrow.names, (id_column, *columns), path)
-        for batch in file.iter_batches(_rows_at_once(file.metadata), columns=[id_column, *columns]):
+        names = {name: _columns_of(name, file.schema_arrow.names, lists) for name in columns}
+        file_columns = [id_column, *chain.from_iterable(names.values())]
+        _demand_features(file.schema_arrow.names, file_columns, path)
+        for batch in file.iter_batches(
+            _rows_at_once(file.metadata), columns=list(dict.fromkeys(file_columns))
+        ):
             batch = plain_batch(batch)
             unusable.looked_at(source, len(batch))
             id_values = batch.column(id_column)
@@ -385,7 +397,13 @@ def read_features(
 
                 is_usable = ~unusable.note_rows(source, bad_mask_by_reason, case)
                 ids, batch = ids.only(is_usable), batch.filter(pa.array(is_usable))
-            yield ids, {name: without_codes(batch.column(name)) for name in columns}
+            yield (
+                ids,
+                {
+                    name: _packed([without_codes(batch.column(part)) for part in parts])
+                    for name, parts in names.items()
+                },
+            )
     unusable.demand_some(source, path.name)
 
 
@@ -396,12 +414,55 @@ def _rows_at_once(metadata: Any) -> int:
     return max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
 
 
-def feature_schema(path: SourceFile, columns: Sequence[str] = ()) -> Any:
-    """Return the Arrow schema of a Parquet feature table, in the types read; raise SourceError for a missing column."""
+def feature_schema(
+    path: SourceFile, columns: Sequence[str] = (), lists: ColumnsOfLists = NO_LISTS
+) -> Any:
+    """Return the Arrow schema of a Parquet feature table, in the types read; raise SourceError for a missing column.
+
+    It has those of `columns` that `read_features` makes of others as well.
+    """
     with reading(path), readable(path) as raw:
         schema = pa.parquet.read_schema(raw)
-    _demand_features(schema.names, columns, path)
-    return pa.schema([field.with_type(plain_type(_value_type(field.type))) for field in schema])
+    names = {name: _columns_of(name, schema.names, lists) for name in columns}
+    _demand_features(schema.names, list(chain.from_iterable(names.values())), path)
+    fields = [field.with_type(plain_type(_value_type(field.type))) for field in schema]
+    types = {field.name: field.type for field in fields}
+    for name, parts in names.items():
+        if name not in types:
+            try:
+                kind = _packed([pa.array([], types[part]) for part in parts]).type
+            except pa.ArrowException as error:
+                raise SourceError(
+                    f"{path}: columns {', '.join(parts)} are read as one list {name!r}, and are not all numbers, or "
+                    f"all texts: {error}",
+                    column=name,
+                ) from None
+            fields.append(pa.field(name, kind))
+    return pa.schema(fields)
+
+
+def _columns_of(name: str, file_columns: Sequence[str], lists: ColumnsOfLists) -> Sequence[str]:
+    """Return the columns of a table that a feature is read from: its own, else those that its list is made of."""
+    parts = lists.get(name, ())
+    has_part = not parts or any(part in file_columns for part in parts)
+    return (name,) if name in file_columns or not has_part else parts
+
+
+def _packed(parts: Sequence[Any]) -> Any:
+    """Return one column as it is, several as a column of lists: of texts, whole numbers or float64."""
+    if len(parts) == 1:
+        return parts[0]
+    kinds = [part.type for part in parts]
+    kind = pa.float64()
+    if all(map(is_text, kinds)):
+        kind = pa.string()
+    elif all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in kinds):
+        kind = pa.int64()
+    elif any(map(is_text, kinds)):
+        raise pa.ArrowInvalid(f"they are {', '.join(sorted(set(map(str, kinds))))}")
+    values = pa.concat_arrays([part.cast(kind, safe=kind != pa.float64()) for part in parts])
+    places = np.arange(len(values)).reshape(len(parts), -1).T.ravel()
+    return pa.FixedSizeListArray.from_arrays(values.take(pa.array(places)), len(parts))
 
 
 def _demand_features(file_columns: Sequence[str], columns: Sequence[str], path: SourceFile) -> None:

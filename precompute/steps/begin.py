@@ -359,6 +359,7 @@ def _partition_users(night: BegunNight) -> UserFields:
         night_input,
         night.build.root / "work/partition",
         feature_inputs=catalogue.feature_inputs(bundle, "user"),
+        lists=bundle.columns_of_lists,
         dims=bundle.dims,
         needs_history=bundle.needs_history,
         holdout=night.holdout,

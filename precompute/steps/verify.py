@@ -38,7 +38,7 @@ from precompute.gates.judge import (
     run_within,
 )
 from precompute.gates.rules.checksums import files
-from precompute.gates.rules.live import CLICKS_BY_CHANCE
+from precompute.gates.rules.live import CLICKS_BY_CHANCE, changed_labels_in_words
 from precompute.partitions import catalogue, holdout
 from precompute.partitions.marks import marks_file
 from precompute.releases import moves
@@ -128,6 +128,9 @@ def run(
         generation_build.report(VERIFIED, report)
         releases.mark_verified(generation_build.generation, attempt=attempt)
     odd = [verdict.note for verdict in verdicts if CLICKS_BY_CHANCE in verdict.note]
+    live = None if ledger.live is None else _read_manifest(generation_build, ledger.live)
+    if live is not None:
+        odd += changed_labels_in_words(manifest, live)
     result: VerifyResult = {
         "generation": generation_build.generation, "gates": len(manifest.gates), "verified": True,
         "not_judged": [verdict.rule for verdict in verdicts if not verdict.is_judged],

@@ -31,6 +31,10 @@ OUTPUT_ROUNDING: Final = 1e-4
 """Rounding tolerance of a model's outputs between batches and devices, relative to the row's largest; as
 `scoring.towers.DEVICE_AGREEMENT`."""
 
+COLUMN_ROUNDING: Final = 1e-5
+"""Further rounding tolerance of a value, relative to the largest of its label in the sample: a regressor's sum of trees
+is rounded at the size of its terms, in another order in each batch, and may itself be near 0."""
+
 ITEMS_AT_ONCE: Final = 8_192
 ROWS_AT_ONCE: Final = 512
 
@@ -79,7 +83,10 @@ def exact_numbers(candidate: Candidate) -> Measurement:
             dequantize(table.layout, records[is_present], np.float64),
         )
         tolerance = OUTPUT_ROUNDING + NUMBER_STEP[table.layout.precision]
-        right_shares[table.name] = _fraction_true(_rows_equal(expected, stored_numbers, tolerance))
+        of_column = COLUMN_ROUNDING if table.kind == "value" else 0.0
+        right_shares[table.name] = _fraction_true(
+            _rows_equal(expected, stored_numbers, tolerance, of_column)
+        )
     return _worst(candidate, right_shares)
 
 
@@ -133,11 +140,17 @@ def _outputs(candidate: Candidate, model: BundleModel) -> tuple[Floats, NDArray[
 
 
 def _rows_equal(
-    expected: NDArray[np.floating], actual: NDArray[np.floating], tolerance: float
+    expected: NDArray[np.floating],
+    actual: NDArray[np.floating],
+    tolerance: float,
+    of_column: float = 0.0,
 ) -> NDArray[np.bool_]:
-    errors = np.abs(expected.astype(np.float64) - actual.astype(np.float64)).max(axis=1, initial=0)
-    largest = np.abs(expected.astype(np.float64)).max(axis=1, initial=0)
-    equal: NDArray[np.bool_] = errors <= tolerance * largest
+    """bool [n]: no number differs by more than `tolerance` of its row's largest plus `of_column` of its column's."""
+    sizes = np.abs(expected.astype(np.float64))
+    errors = np.abs(expected.astype(np.float64) - actual.astype(np.float64))
+    allowed = tolerance * sizes.max(axis=1, keepdims=True, initial=0)
+    allowed = allowed + of_column * np.fmax.reduce(sizes, axis=0, initial=0)  # NaN is of its row
+    equal: NDArray[np.bool_] = (errors <= allowed).all(axis=1)
     return equal
 
 

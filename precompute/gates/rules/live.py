@@ -1,5 +1,6 @@
 """Gates against the live generation: lists and scores may change, but not suddenly, and must find as much."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -169,6 +170,7 @@ def value_psi(candidate: Candidate) -> Measurement:
     """PSI (see `score_psi`, whose thresholds hold) of each number of a table of values against the live generation's.
 
     Numbers are compared by their label, over the same users or items, to five digits: another host may round the last.
+    Those of the same model are compared by their place, whatever their labels are called by now.
     """
     thresholds = candidate.thresholds
     threshold = thresholds.score_psi_retrained if candidate.is_retrained else thresholds.score_psi
@@ -196,11 +198,12 @@ def _value_shifts(candidate: Candidate, table: Table, live_table: Table) -> dict
     are_there = (records["flags"] != ABSENT_FLAGS) & (live_records["flags"] != ABSENT_FLAGS)
     if are_there.sum() < VALUES_MIN:
         return {}
+    names, live_names = _value_names(table), _value_names(live_table)
+    if _model_of(live_table, candidate.live) == _model_of(table, candidate.manifest):
+        live_names = names
     values, live_values = (
-        dict(
-            zip(_value_names(of), dequantize(of.layout, rows[are_there], np.float64).T, strict=True)
-        )
-        for of, rows in ((table, records), (live_table, live_records))
+        dict(zip(labels, dequantize(of.layout, rows[are_there], np.float64).T, strict=True))
+        for labels, of, rows in ((names, table, records), (live_names, live_table, live_records))
     )
     return {
         f"{table.name}, {name}": psi(_five_digits(column), _five_digits(live_values[name]))
@@ -211,6 +214,31 @@ def _value_shifts(candidate: Candidate, table: Table, live_table: Table) -> dict
 
 def _value_names(table: Table) -> tuple[str, ...]:
     return table.labels or tuple(f"number {number}" for number in range(1, table.layout.width + 1))
+
+
+def _model_of(table: Table, manifest: Manifest | None) -> tuple[str, Mapping[str, Any]] | None:
+    """Return digest and specification of a table's model: two outputs of one file are two models."""
+    if manifest is None:
+        return None
+    model = manifest.models[str(table.producer.model)]
+    return model.digest, model.spec
+
+
+def changed_labels_in_words(manifest: Manifest, live: Manifest) -> list[str]:
+    """Return a remark on each table of values whose labels, or their order, are others than in the live generation."""
+    remarks = []
+    for name, table in manifest.tables.items():
+        live_table = live.tables.get(name)
+        if live_table is None or not table.labels or table.labels == (live_table.labels or ()):
+            continue
+        change = (
+            f"labels of {name} were {', '.join(live_table.labels)} in {live.generation}, and are "
+        )
+        change += ", ".join(table.labels)
+        if set(table.labels) == set(live_table.labels):
+            change += ", so that each number has another place"
+        remarks.append(f"{change}: tell who reads values")
+    return remarks
 
 
 def _five_digits(values: NDArray[np.float64]) -> NDArray[np.float64]:

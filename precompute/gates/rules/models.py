@@ -8,7 +8,7 @@ import orjson
 from numpy.typing import NDArray
 
 from cache.format.item_table import Ordinals
-from cache.format.manifest import Index, Model
+from cache.format.manifest import Index, Manifest, Model
 from cache.model.agreement import recalls, row_cosines
 from cache.model.candidate_search import Searcher
 from cache.model.predictor import ModelPrecision, open_warm
@@ -74,7 +74,8 @@ def bundle(candidate: Candidate) -> Measurement:
 def vocabulary(candidate: Candidate) -> Measurement:
     """Every item's model index is its place in the bundle's vocabulary; and the same model has the same vocabulary.
 
-    A vocabulary in another order fits itself: only the live generation, made by the same tower, gives it away.
+    A vocabulary in another order fits itself: only the live generation, made by the same tower, gives it away. Where no
+    table depends on it, as in a night of values alone, another vocabulary is none: labels may be renamed.
     """
     pinned_bundle, items = candidate.evidence.bundle, candidate.items
     expected = pinned_bundle.vocabulary.find_positions(item_texts(items))
@@ -88,6 +89,7 @@ def vocabulary(candidate: Candidate) -> Measurement:
         return Measurement(False, digest, "the digest in the manifest", "the vocabulary")
     if (
         live is not None
+        and _depends_on_vocabulary(candidate.manifest)
         and (live_vocabulary_digest := live.facts.get("vocabulary_digest")) is not None
     ):
         has_same_models = {name: model.digest for name, model in live.models.items()} == {
@@ -98,6 +100,20 @@ def vocabulary(candidate: Candidate) -> Measurement:
                 "the models are those of the live generation, their vocabulary is not", live.generation,
             )  # fmt: skip
     return Measurement(True, digest, digest, baseline=candidate.baseline)
+
+
+def _depends_on_vocabulary(manifest: Manifest) -> bool:
+    """Return True if a table has lists of items, or is of a model that takes a history or an item's index."""
+    return any(
+        table.kind == "topk"
+        or any(
+            model_input.bind != "feature"
+            for model_input in TowerSpec.from_json(
+                manifest.models[str(table.producer.model)].spec
+            ).inputs
+        )
+        for table in manifest.tables.values()
+    )
 
 
 @integrity("live_models")

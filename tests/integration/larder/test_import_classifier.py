@@ -52,3 +52,56 @@ def test_known_and_unknown_accounts_get_what_the_library_says(
     assert answers[-1]["source"] == "live" and answers[-1]["labels"] == ["ok", "fraud"]
     values = np.array([answer["values"] for answer in answers])
     np.testing.assert_allclose(values, [*expected, expected[7]], atol=1e-6)
+
+
+def test_labels_are_corrected_and_columns_are_taken_by_their_names(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    # Given a night of a model whose labels were given the wrong way round
+    environ = {"REDIS_URL": redis_server.url, "LARDER_NAMESPACE": f"test-{uuid.uuid4().hex[:12]}"}
+    rows = np.random.default_rng(1).normal(size=(USERS, examples.WIDTH)).astype(np.float32)
+    columns = {f"f{number}": rows[:, number] for number in range(examples.WIDTH)}
+    ids = [f"a{number}" for number in range(USERS)]
+    pq.write_table(pa.table({"account": ids, **columns}), tmp_path / "accounts.parquet")
+    onnx.save(examples.linear_classifier(classlabels_ints=[0, 1]), tmp_path / "model.onnx")
+    arguments = (
+        "import",
+        "classifier",
+        "model.onnx",
+        "--features",
+        "accounts.parquet",
+        "--id-column",
+        "account",
+    )
+    larder(tmp_path, *arguments, "--labels", "fraud, ok", "--table", "risk", "--to", "fraud")
+    folder = tmp_path / "fraud"
+    larder(folder, "night", environ=environ)
+
+    # When they are corrected
+    imported = larder(
+        tmp_path, *arguments, "--labels", "ok, fraud", "--table", "risk", "--to", "fraud"
+    )
+    night = larder(folder, "night", environ=environ)
+
+    # Then import and night say so
+    assert "labels were fraud, ok, and are ok, fraud from the next night on" in imported
+    said = "and are ok, fraud, so that each number has another place: tell who reads values"
+    assert said in " ".join(night.split())
+
+    # And a night of the team's own table, whose columns have another order, takes them by name
+    table = pa.table({"account": ids, **{name: columns[name] for name in ("f2", "f0", "f1")}})
+    pq.write_table(table, folder / "accounts.parquet")
+    settings = (folder / "larder.toml").read_text()
+    own_table = 'user_features = "accounts.parquet"\nuser_column = "account"'
+    settings = settings.replace('user_features = "user_features.parquet"', own_table)
+    (folder / "larder.toml").write_text(settings)
+    assert "to do" not in larder(folder, "check", environ=environ)
+    larder(folder, "night", environ=environ)
+    with running(
+        folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
+    ) as url:
+        answers = httpx.post(f"{url}/v1/lookup/risk", json={"entities": ids}).json()["answers"]
+    assert {answer["source"] for answer in answers} == {"l2"}
+    assert answers[0]["labels"] == ["ok", "fraud"]
+    values = np.array([answer["values"] for answer in answers])
+    np.testing.assert_allclose(values, examples.probabilities(rows), atol=1e-6)

@@ -1,5 +1,7 @@
 """Classifiers as other libraries export them to ONNX, built node by node."""
 
+from typing import Any
+
 import numpy as np
 import onnx
 from numpy.typing import NDArray
@@ -48,6 +50,44 @@ def of_texts() -> onnx.ModelProto:
         [helper.make_tensor_value_info("score", TensorProto.FLOAT, [None, 1])],
     )
     return _model(graph)
+
+
+def linear_classifier(**classes: Any) -> onnx.ModelProto:
+    """`linear` as one node of ONNX-ML, whose attribute states the classes, as skl2onnx exports a linear model."""
+    model = linear()
+    del model.graph.node[:], model.graph.initializer[:]
+    model.graph.node.append(
+        helper.make_node(
+            "LinearClassifier", ["features"], ["label", "probabilities"], domain="ai.onnx.ml",
+            coefficients=COEFFICIENTS.T.ravel().tolist(), intercepts=[0.0, 0.0], post_transform="SOFTMAX", **classes,
+        )
+    )  # fmt: skip
+    if "classlabels_strings" in classes:
+        model.graph.output[0].type.tensor_type.elem_type = TensorProto.STRING
+    return model
+
+
+def with_table_of_classes(classes: list[str]) -> onnx.ModelProto:
+    """`linear`, whose label is taken out of a table of classes by its place, as skl2onnx exports most classifiers."""
+    model = linear()
+    model.graph.initializer.append(
+        helper.make_tensor("classes", TensorProto.STRING, [len(classes)], classes)
+    )
+    extractor = helper.make_node(
+        "ArrayFeatureExtractor", ["classes", "label"], ["name"], domain="ai.onnx.ml"
+    )
+    model.graph.node.append(extractor)
+    model.graph.output[0].CopyFrom(
+        helper.make_tensor_value_info("name", TensorProto.STRING, [None, None])
+    )
+    return model
+
+
+def with_coefficients(coefficients: NDArray[np.float32]) -> onnx.ModelProto:
+    """`linear` after another training."""
+    model = linear()
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(coefficients, "coefficients"))
+    return model
 
 
 def with_dictionaries() -> onnx.ModelProto:

@@ -1,5 +1,6 @@
 """A classifier as ONNX becomes a folder, or is refused by the name of what does not fit; nothing is written then."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from infra.cli.check import look_at_bundle
 from precompute.adapters.classifiers import from_classifier
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle, hand_over, handed_over
-from precompute.bundles.imports import find_import, read_report
+from precompute.bundles.imports import find_import, note_import_begun, read_report
 from precompute.config.settings import night_config
 from tests.unit.precompute.adapters import classifier_examples as examples
 
@@ -180,8 +181,10 @@ def test_a_locale_that_this_host_lacks_is_refused_with_its_remedy(tmp_path: Path
     onnx.save(examples.with_a_locale("xx_YY.UTF-8"), path)
     posts = pa.table({"user": ["p1"], "text": ["hate"]})
 
-    with pytest.raises(BundleError, match="'locale': 'C'"):
+    with pytest.raises(BundleError, match="'locale': 'C'") as raised:
         from_classifier(path, posts, to=tmp_path / "to", labels=["score"])
+
+    assert "\n" not in raised.value.message
 
 
 def failing() -> onnx.ModelProto:
@@ -416,3 +419,173 @@ def test_a_table_of_a_value_that_the_bundle_lacks_is_named_by_check(tmp_path: Pa
         ConfigError, match=r"\[tables\.risk\] is of the value 'danger', .*\(it has risk\)"
     ):
         look_at_bundle(night_config(str(settings)))
+
+
+@pytest.mark.parametrize(
+    ("model", "labels", "classes"),
+    [
+        (examples.linear_classifier(classlabels_strings=["fraud", "ok"]), LABELS, "fraud, ok"),
+        (examples.with_table_of_classes(["fraud", "ok"]), LABELS, "fraud, ok"),
+        (examples.linear_classifier(classlabels_ints=[0, 1]), ("1", "0"), "0, 1"),
+        (examples.with_table_of_classes(["ok", "spam"]), ("spam", "fine"), "ok, spam"),
+    ],
+    ids=["attribute", "table of classes", "integers", "one of them"],
+)
+def test_labels_in_another_order_than_the_classes_of_the_model_are_refused(
+    model: onnx.ModelProto, labels: tuple[str, ...], classes: str, tmp_path: Path
+) -> None:
+    message_pattern = (
+        f"labels are {', '.join(labels)}, and the model's classes are {classes}, in this order: .* give the labels in "
+        "the order of the classes"
+    )
+
+    with pytest.raises(SourceError, match=message_pattern):
+        from_classifier(model, TABLE, to=tmp_path / "to", labels=labels, id_column="account")
+
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (examples.linear_classifier(classlabels_ints=[0, 1]), ["0 is ok, 1 is fraud"]),
+        (examples.with_table_of_classes(["ham", "spam"]), ["ham is ok, spam is fraud"]),
+        (examples.with_table_of_classes(["ok", "fraud"]), []),
+        (examples.linear(), []),
+    ],
+    ids=["integers", "other words", "the same", "none"],
+)
+def test_labels_may_name_the_classes_otherwise_and_the_report_says_how(
+    model: onnx.ModelProto, said: list[str], tmp_path: Path
+) -> None:
+    report = from_classifier(model, TABLE, to=tmp_path / "to", labels=LABELS, id_column="account")
+
+    prefix = "classes of the model: "
+    remarks = [line.removeprefix(prefix) for line in report.lines() if line.startswith(prefix)]
+    assert remarks == said
+
+
+@pytest.mark.parametrize(
+    ("labels", "message_pattern"),
+    [(["ok", ""], "label 2 of ok, is empty"), (["ok", "ok"], "label 'ok' is there twice")],
+)
+def test_labels_that_name_nothing_are_refused(
+    labels: list[str], message_pattern: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SourceError, match=message_pattern):
+        imported(tmp_path / "to", labels=labels)
+
+
+def test_a_retrained_model_whose_numbers_keep_their_places_gets_no_labels_in_another_order(
+    tmp_path: Path,
+) -> None:
+    # Given a model, and another training of it
+    folder = tmp_path / "fraud"
+    imported(folder)
+    before = Bundle.open(folder / "bundle").digest
+    retrained = examples.with_coefficients(examples.COEFFICIENTS * np.float32(1.1))
+
+    # When its labels are given the other way round, then it is refused
+    message_pattern = (
+        "labels are fraud, ok, and were ok, fraud at the import before, but the model's numbers have kept their "
+        r"places: over 40 rows they differ .* If that order was wrong, import bundle/prediction.onnx with the right "
+        "one first"
+    )
+    with pytest.raises(SourceError, match=message_pattern):
+        from_classifier(retrained, TABLE, to=folder, labels=LABELS[::-1], id_column="account")
+    assert Bundle.open(folder / "bundle").digest == before
+
+    # But the same model may be imported with corrected labels, and the retrained one after it
+    imported(folder, labels=LABELS[::-1])
+    from_classifier(retrained, TABLE, to=folder, labels=LABELS[::-1], id_column="account")
+
+
+def test_a_retrained_model_whose_classes_have_another_order_gets_its_labels_in_that_order(
+    tmp_path: Path,
+) -> None:
+    imported(tmp_path / "fraud")
+    turned = examples.with_coefficients(examples.COEFFICIENTS[:, ::-1] * np.float32(1.1))
+
+    report = from_classifier(
+        turned, TABLE, to=tmp_path / "fraud", labels=LABELS[::-1], id_column="account"
+    )
+
+    assert report.earlier_labels == LABELS
+
+
+def test_columns_in_another_order_than_before_are_refused_unless_somebody_vouches_for_it(
+    tmp_path: Path,
+) -> None:
+    folder, turned = tmp_path / "fraud", TABLE.select(["account", "f1", "f0", "f2"])
+    imported(folder)
+    assert read_report(folder)["columns"] == {"features": ["f0", "f1", "f2"]}
+
+    message_pattern = (
+        "columns of 'features' are f1, f0, f2 in this table, and were f0, f1, f2 at the import before, .*: name them "
+        "in the order of the training as columns, or give expected"
+    )
+    with pytest.raises(SourceError, match=message_pattern):
+        from_classifier(examples.linear(), turned, to=folder, labels=LABELS, id_column="account")
+
+    # Given by name, the table's own order is none
+    report = from_classifier(
+        examples.linear(), turned, to=folder, labels=LABELS, id_column="account", columns=["f0", "f1", "f2"],
+    )  # fmt: skip
+    assert report.earlier_columns == {}
+    # Another order is said
+    expected = examples.probabilities(FEATURES[:, [1, 0, 2]])
+    report = from_classifier(
+        examples.linear(), turned, to=folder, labels=LABELS, id_column="account", expected=expected
+    )
+    said = "columns of features were f0, f1, f2, and are f1, f0, f2: requests send their values in this order"
+    assert any(line.startswith(said) for line in report.lines())
+
+
+def test_columns_that_nothing_vouches_for_are_named(tmp_path: Path) -> None:
+    report = imported(tmp_path / "to")
+
+    said = "features takes f0, f1, f2: were these in this order in the training?"
+    assert any(said in line for line in report.lines())
+
+
+def test_an_import_that_died_keeps_the_labels_and_columns_of_the_one_before_it(
+    tmp_path: Path,
+) -> None:
+    imported(tmp_path / "fraud")
+    note_import_begun(tmp_path / "fraud")
+
+    report = imported(tmp_path / "fraud", labels=("fine", "fraud"))
+
+    assert report.earlier_labels == LABELS
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "said"),
+    [
+        (
+            '"user_features.parquet"',
+            '"mine.parquet"',
+            r"nights read mine.parquet .*, not the rows of this import, .* does not fit the model: .* no column 'f2'",
+        ),
+        (
+            'bundle = "bundle"',
+            'bundle = "other"',
+            "nights use the bundle other, .*: name bundle there",
+        ),
+        ('value = "prediction"', 'value = "prediction"', None),
+    ],
+    ids=["table", "bundle", "nothing"],
+)
+def test_kept_settings_that_name_other_files_are_said(
+    was: str, becomes: str, said: str | None, tmp_path: Path
+) -> None:
+    folder = tmp_path / "fraud"
+    imported(folder)
+    settings = folder / "larder.toml"
+    settings.write_text(settings.read_text().replace(was, becomes))
+    pq.write_table(TABLE.drop_columns(["f2"]), folder / "mine.parquet")
+
+    report = imported(folder)
+
+    assert list(report.remarks) == [] if said is None else re.search(said, report.remarks[0])
+    assert all(remark in report.lines() for remark in report.remarks)

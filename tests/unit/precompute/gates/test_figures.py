@@ -217,3 +217,19 @@ def test_numbers_are_read_as_a_reader_reads_them(tmp_path: Path) -> None:
         layout, encode_topk(layout, user_fingerprints, items, scores, 0), np.float64
     )
     assert dequantized_scores[0].tolist() == pytest.approx([1e-12, 3e-13], rel=1e-3)
+
+
+def test_a_value_near_zero_may_be_rounded_at_the_size_of_its_column() -> None:
+    exact = np.array([[3.0, 0.5], [1e-5, 0.5], [-2.0, 0.5]])
+    rounded, another = exact.copy(), exact.copy()
+    rounded[1, 0] += 1e-5
+    another[1, 0] += 1e-3
+    alone = exact[:, :1]
+
+    assert _rows_equal(alone, rounded[:, :1], 1e-4, 1e-5).all()
+    assert _rows_equal(alone, rounded[:, :1], 1e-4).tolist() == [True, False, True]
+    assert _rows_equal(exact, rounded, 1e-4, 1e-5).all()
+    assert _rows_equal(exact, another, 1e-4, 1e-5).tolist() == [True, False, True]
+    # A number that is none concerns its own row
+    exact[0, 0] = np.nan
+    assert _rows_equal(exact, exact, 1e-4, 1e-5).tolist() == [False, True, True]

@@ -4,6 +4,7 @@ import datetime as dt
 import gzip
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -597,3 +598,47 @@ def test_version_numbers_among_other_ids_are_ids(tmp_path):
     (tmp_path / "a.csv").write_text("user,item\n" + "".join(f"{user},i1\n" for user in users))
     pairs, _, _ = read(tmp_path, "a.csv")
     assert len(pairs) == 80
+
+
+LISTS = {"features": ("f0", "f1"), "text": ("body",)}
+
+
+@pytest.mark.parametrize(
+    ("first_column", "second_column", "value_type"),
+    [
+        (pa.array([1.5, None]), pa.array([2, 4]), pa.float64()),
+        (pa.array([1, 3], pa.int8()), pa.array([True, False]), pa.int64()),
+        (pa.array(["a", "c"]), pa.array(["b", None]), pa.string()),
+    ],
+)
+def test_a_table_may_have_the_columns_of_a_list_in_its_place_in_any_order(
+    first_column: Any, second_column: Any, value_type: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "users.parquet"
+    table = {"f1": second_column, "user": ["u", "v"], "body": ["x", "y"], "f0": first_column}
+    pq.write_table(pa.table(table), path)
+
+    ((_, columns),) = read_features(path, "user", ["features", "text"], lists=LISTS)
+
+    schema = feature_schema(path, ["features", "text"], LISTS)
+    assert schema.field("features").type == columns["features"].type == pa.list_(value_type, 2)
+    pairs = zip(first_column.to_pylist(), second_column.to_pylist(), strict=True)
+    assert columns["features"].to_pylist() == [list(pair) for pair in pairs]
+    assert columns["text"].to_pylist() == ["x", "y"] and schema.field("text").type == pa.string()
+
+
+def test_a_list_comes_before_its_columns_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "users.parquet"
+    pq.write_table(pa.table({"user": ["u"], "features": [[1, 2]], "f0": [3], "f1": [4]}), path)
+    ((_, columns),) = read_features(path, "user", ["features"], lists=LISTS)
+    assert columns["features"].to_pylist() == [[1, 2]]
+
+    pq.write_table(pa.table({"user": ["u"], "f0": [3]}), path)
+    with pytest.raises(SourceError, match="no column 'f1'"):
+        feature_schema(path, ["features"], LISTS)
+    pq.write_table(pa.table({"user": ["u"], "f2": [3]}), path)
+    with pytest.raises(SourceError, match="no column 'features'"):
+        list(read_features(path, "user", ["features"], lists=LISTS))
+    pq.write_table(pa.table({"user": ["u"], "f0": [3], "f1": ["x"]}), path)
+    with pytest.raises(SourceError, match="f0, f1 are read as one list 'features'"):
+        feature_schema(path, ["features"], LISTS)
