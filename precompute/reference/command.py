@@ -26,7 +26,7 @@ def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress
         )
     if 0 < (untimed := training_report["untimed"]) < training_report["interactions"]:
         lines.append(
-            f"{untimed:,} of {training_report['interactions']:,} interactions have no time: they count as the oldest of "
-            "all, before any cut."
+            f"{untimed:,} of {training_report['interactions']:,} interactions have no time: they count as the oldest "
+            "of all, before any cut."
         )
     return lines

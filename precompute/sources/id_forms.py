@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from precompute.sources.columns import FLOAT, Ids, as_rows, text_hashes
 
 IDS_KEPT: Final = 1 << 21
-"""Distinct ids of a kind up to which `IdForms` compares all; of more it compares a share, some 20 bytes for each kept."""
+"""Distinct ids of a kind up to which `IdForms` compares all, by 8 bytes each, more for odd ones; else a share."""
 
 _FORM_ROWS: Final = 1 << 18
 """Ids handled at once."""
@@ -130,7 +130,7 @@ class _Count:
 
 
 class OddIds:
-    """Counts, over all rows of a column, of ids with signs that hardly belong to them, and of whole numbers as fractions.
+    """Counts of a column's rows whose ids have signs that hardly belong to them, or are whole numbers as fractions.
 
     Ids that are `hidden` are counted and not named.
     """
@@ -281,7 +281,8 @@ class IdForms:
             self._merge()
 
     def _merge(self) -> None:
-        self._plain = np.unique(np.concatenate([self._plain, *self._new_plain]))
+        plain = np.sort(np.concatenate([self._plain, *self._new_plain]))
+        self._plain = plain[np.append(True, plain[1:] != plain[:-1])[: len(plain)]]
         if self._new_odd:
             odd = np.concatenate([self._odd, *self._new_odd])
             order = np.lexsort((odd[:, 1], odd[:, 0]))
@@ -326,12 +327,12 @@ class IdForms:
         is_alone = shown == 1
         subject = f"{'about ' if is_share else ''}{shown:,} {self.kind}{'' if is_alone else 's'}"
         example = f", such as {' and '.join(map(_shown, pair))}," if pair else ""
-        return (
+        remark = (
             f"{subject} {'comes' if is_alone else 'come'} in more than one form{example} and "
             f"{'counts' if is_alone else 'count'} as several: write each id in one form in all files and tables (case, "
-            "leading zeros, blanks and Unicode forms make another id)",
-            pair,
+            "leading zeros, blanks and Unicode forms make another id)"
         )
+        return remark, pair
 
     def _example(
         self, starts: NDArray[np.intp], is_plain_there: NDArray[np.bool_], hidden: Collection[str]

@@ -129,10 +129,11 @@ class RepeatedRows:
             is_odd = count >= COPIED_LEAST and repeated >= COPIED_SHARE * (len(is_repeat) - count)
         if not is_odd:
             return []
-        return [
+        remark = (
             f"{self._count_in_words(count)} of {self._all_rows:,} rows repeat another row of their file "
             f"({_columns(is_timed=is_timed)}), and count once more each: if they are copies, leave them out"
-        ]
+        )
+        return [remark]
 
     def _count_in_words(self, kept_rows: int) -> str:
         if self._limit == _ALL_HASHES:

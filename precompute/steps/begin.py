@@ -635,8 +635,8 @@ def _uncut_in_words(night: BegunNight) -> list[str]:
     if night.is_cut_chosen:
         raise ConfigError(chosen_cut_in_words(night.cut))
     remark = (
-        f"the cut {night.cut}, the time of the run, leaves no interaction out, since none has a time: name the column of "
-        "times in [sources] timestamp_column if there is one"
+        f"the cut {night.cut}, the time of the run, leaves no interaction out, since none has a time: name the column "
+        "of times in [sources] timestamp_column if there is one"
     )
     return [remark]
 

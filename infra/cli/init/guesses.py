@@ -251,7 +251,7 @@ def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
         # The next command names the file, too: a night without its rows would say nothing.
         guesses.interactions = replace(table, pattern=table.whole_pattern)
         guesses.missing += [
-            f"{remark}; a night reads all files of {', '.join(table.whole_pattern[:3])} or none: mend it, or move it away"
+            f"{remark}; a night reads all of {', '.join(table.whole_pattern[:3])} or nothing: mend it, or move it away"
             for remark in table.unread
         ]
     return guesses
@@ -312,10 +312,11 @@ def _folder_keys_in_words(table: FoundTable) -> list[str]:
     names = ", ".join(key for key in keys if key and key not in table.columns)
     if not names:
         return []
-    return [
+    note = (
         f"the folders of {table.title} have values of {names} in their names, which are not read: write them into the "
         "files as a column"
-    ]
+    )
+    return [note]
 
 
 def _few_items(guesses: Guesses) -> int | None:

@@ -175,7 +175,7 @@ def test_days_with_a_header_alone_are_no_copies(tmp_path: Path) -> None:
         (
             [f"{row % 150},i{row % 40},{1_700_000_000 + row}" for row in range(1000)]
             + ["99.0,i1,1800000000", "1.2E+11,i2,1800000001", "1e+05,i3,1800000002"],
-            "'user' has whole numbers written as fractions its ids in 3 of 1,003 rows, such as '",
+            "'user' has whole numbers written as fractions in 3 of 1,003 rows, such as '",
         ),
         (
             [*clicks(), '="u0001",i1,1800000000'],

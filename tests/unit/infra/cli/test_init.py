@@ -510,7 +510,7 @@ def test_a_header_in_the_middle_costs_no_times(
     report = init(capsys)
 
     assert report["columns"]["timestamp"] == "timestamp"
-    assert report["notes"] == ["a.csv has its header again in 1 of its first rows"]
+    assert report["notes"][0] == "a.csv has its header again in 1 of its first rows"
 
 
 def test_what_another_program_left_in_a_folder_is_in_no_pattern(

@@ -235,7 +235,7 @@ def test_versions_among_ids_are_ids(tmp_path):
 def test_an_erased_id_is_no_example_of_a_remark_and_others_are_found_by_an_erasure(tmp_path):
     users = [str(row) for row in range(200)] + ["7.0", "8.0"]
     write(tmp_path, user=users, item=["i"] * 202)
-    for hidden, example in (((), "7.0"), ((b"7.0",), "8.0"), ((b"7.0", b"8.0"), None)):
+    for hidden, example in (((), "8.0"), ((b"8.0",), "7.0"), ((b"7.0", b"8.0"), None)):
         unusable = UnusableRows(hidden)
         list(read_interactions(Sources(("a.parquet",)), tmp_path, unusable=unusable))
         report = unusable.to_json()
@@ -511,7 +511,7 @@ def test_ids_of_lines_with_a_kind_before_a_colon_are_ids(tmp_path):
     ],
 )
 def test_odd_ids_are_told(tmp_path, user, told):
-    write(tmp_path, user=[user.format(row) for row in range(30)], item=["i"] * 30)
+    write(tmp_path, user=[user.format(row) for row in range(30)])
     (remark,) = read(tmp_path, "a.parquet")[2]["remarks"]
     assert remark.startswith(f"column 'user' {told}")
 
