@@ -22,10 +22,10 @@ _FORM_ROWS: Final = 1 << 18
 GROUPS_TRIED: Final = 1_000
 """Groups of ids among which an example without an erased id is looked for."""
 
-_UPPER, _BLANK, _HIGH, _QUOTE, _PLUS, _POINT = (1 << bit for bit in range(6))
+_UPPER, _BLANK, _HIGH, _QUOTE, _PLUS, _POINT, _CONTROL, _ESCAPE = (1 << bit for bit in range(8))
 _BYTES_BY_CLASS: Final = {
     _UPPER: bytes(range(ord("A"), ord("Z") + 1)), _BLANK: b" \t\n\v\f\r", _HIGH: bytes(range(0x80, 0x100)),
-    _QUOTE: b"'\"", _PLUS: b"+", _POINT: b".,",
+    _QUOTE: b"'\"", _PLUS: b"+", _POINT: b".,", _CONTROL: bytes([*range(9), *range(14, 32), 127]), _ESCAPE: b"&%",
 }  # fmt: skip
 
 _BLANKS = r"[\s\pZ\x{200b}\x{2060}\x{feff}\x{00ad}]+"
@@ -101,6 +101,17 @@ _ODD_SIGNS: Final = (
     ),
     _OddSign(
         r"^\d{1,3}(,\d{3})+$", _POINT, "commas between the thousands of", "write the numbers without them"
+    ),
+    _OddSign(
+        "^'[^']*$", _QUOTE, "a spreadsheet's apostrophe before", f"leave it out; {_AS_TEXT}"
+    ),
+    _OddSign(
+        r"[\x00-\x08\x0e-\x1f\x7f]", _CONTROL, "signs for control, such as zero bytes, in",
+        "remove them in the file",
+    ),
+    _OddSign(
+        "&([a-z]+|#[0-9]+|#x[0-9a-fA-F]+);|%[0-9A-Fa-f]{2}", _ESCAPE, "escapes of web pages or addresses in",
+        "write the signs that they stand for, if other files have these",
     ),
     _OddSign("[\u200b\u2060\ufeff\u00ad]", _HIGH, "signs without width in", "remove them in the file"),
     _OddSign(

@@ -68,6 +68,7 @@ _SEPARATORS = (",", ";", "\t", "|", "\x01")
 _SNIFFED_BYTES = 1 << 16
 """Bytes inspected at the start of a file without a known ending."""
 
+NOT_UTF_8_NAME = "has a name that is not UTF-8: rename it"
 _NAMED_MOST = 3
 """Files of one kind that a remark names."""
 
@@ -160,11 +161,11 @@ def _unread_by_group(
 ) -> dict[_GroupKey, list[_FileLook]]:
     """Return the files that cannot be read by the table that they belong to.
 
-    That is the table whose files alone lie in their folder (in the inspected `folder` more than one), or one of whose
-    files there has the same name but for its digits.
+    That is the table whose files alone lie in their folder, or one of whose files there has the same name but for its
+    digits. A lone file of Parquet in the inspected `folder` may be of items or users as well, which CSV never is.
     """
     unread_by_key: dict[_GroupKey, list[_FileLook]] = {key: [] for key in groups}
-    for look in unread:
+    for look in (look for look in unread if look.remark != NOT_UTF_8_NAME):
         neighbours = {
             key: [file.path for file in group if file.path.parent == look.path.parent]
             for key, group in groups.items()
@@ -174,7 +175,7 @@ def _unread_by_group(
             key for key in keys if any(_stem(path) == _stem(look.path) for path in neighbours[key])
         ]
         is_folder_of_one = len(keys) == 1 and (
-            len(neighbours[keys[0]]) > 1 or look.path.parent != folder
+            len(neighbours[keys[0]]) > 1 or look.path.parent != folder or look.format == "csv"
         )
         if len(alike) == 1 or is_folder_of_one:
             unread_by_key[(alike or keys)[0]].append(look)
@@ -237,7 +238,7 @@ def _one_remark(path: Path, look_at: Callable[[], _FileLook]) -> _FileLook:
         str(path).encode()
         return look_at()
     except UnicodeEncodeError:
-        reason = "has a name that is not UTF-8: rename it"
+        reason = NOT_UTF_8_NAME
     except UnicodeDecodeError:
         reason = "is not UTF-8: convert it from its encoding, e.g. with iconv -f latin1 (or -f shift_jis) -t utf-8"
     except ERRORS as error:

@@ -430,6 +430,18 @@ def test_an_unreadable_file_of_clicks_stays_in_the_pattern_and_is_to_do(
         list(read_interactions(sources, here))
 
 
+def test_an_empty_file_beside_one_of_clicks_is_to_do(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_csv(here / "b.csv", clicks_of(60))
+    (here / "clicks.csv").write_bytes(b"")
+
+    report = init(capsys, code=3)
+
+    assert report["interactions"] == ["*.csv"]
+    assert report["missing"][0].startswith("clicks.csv cannot be read: it is empty")
+
+
 def test_a_damaged_table_of_items_is_in_no_pattern_of_clicks(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -506,6 +506,10 @@ def test_ids_of_lines_with_a_kind_before_a_colon_are_ids(tmp_path):
         ("\u200bu{0}", "has signs without width in its ids in 30 of 30 rows"),
         ("M\ufffdller{0}", "has the sign \ufffd in its ids in 30 of 30 rows"),
         ("\u201cu{0}\u201d", "has quotes around its ids in 30 of 30 rows"),
+        ("'u{0}", "has a spreadsheet's apostrophe before its ids in 30 of 30 rows"),
+        ("u\x00{0}", "has signs for control, such as zero bytes, in its ids in 30 of 30 rows"),
+        ("a&amp;b{0}", "has escapes of web pages or addresses in its ids in 30 of 30 rows"),
+        ("a%20b{0}", "has escapes of web pages or addresses in its ids in 30 of 30 rows"),
         ("(not set)", "has the id '(not set)' in 30 of its first 30 rows"),
         ("########", "has the id '########' in 30 of its first 30 rows"),
     ],
@@ -530,6 +534,14 @@ def test_an_hour_as_digits_is_read_with_a_remark(tmp_path, kind):
     _, times, report = read(tmp_path, name)
     assert times == [DAY_AT + 22 * 3600 * 10**6, DAY_AT + 23 * 3600 * 10**6]
     assert "dates as yyyymmddhh" in report["remarks"][0]
+
+
+def test_times_whose_last_digits_a_spreadsheet_dropped_are_told(tmp_path):
+    name = write_times(tmp_path, "csv", ["1.70E+09"] * 30)
+    remarks = read(tmp_path, name)[2]["remarks"]
+    assert remarks[0].startswith("column 'timestamp' holds numbers such as '1.70E+09', whose last")
+    name = write_times(tmp_path, "csv", [f"1.7000{number:05d}e+09" for number in range(30)])
+    assert "remarks" not in read(tmp_path, name)[2]
 
 
 @pytest.mark.parametrize(
