@@ -110,7 +110,7 @@ def _forms_in_words(
     for kind, _, texts in tables:
         if texts is not None:
             forms[kind].add(texts)
-    return [found[0] for of_kind in forms.values() if (found := of_kind.remark()) is not None]
+    return [remark[0] for of_kind in forms.values() if (remark := of_kind.remark()) is not None]
 
 
 def _is_read(config: NightConfig, table: str, remarks: list[str]) -> bool:

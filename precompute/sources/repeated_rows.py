@@ -65,7 +65,8 @@ class RepeatedRows:
             self._keep_fewer()
 
     def _keep_fewer(self) -> None:
-        users, rows, files = map(np.concatenate, (self._users, self._rows, self._files))
+        users, rows = np.concatenate(self._users), np.concatenate(self._rows)
+        files = np.concatenate(self._files)
         is_kept = users <= self._limit
         while np.count_nonzero(is_kept) > self._rows_kept // 2 and self._limit:
             self._limit >>= np.uint64(1)

@@ -7,6 +7,13 @@ import pytest
 from precompute.sources.id_forms import IdForms, fold
 
 
+def remark_of(forms, hidden=()):
+    """The remark and the ids that it names, where there is one."""
+    remark = forms.remark(hidden)
+    assert remark is not None
+    return remark
+
+
 @pytest.mark.parametrize(
     ("texts", "form"),
     [
@@ -35,12 +42,12 @@ def test_two_odd_forms_are_one_id_without_a_plain_one():
     forms.add(pa.array(["A1", "b2"]))
     forms.add(pa.chunked_array([["A 1"], ["B3"]]))
 
-    remark, named = forms.remark()
+    remark, named = remark_of(forms)
 
     assert remark.startswith(
         "1 user comes in more than one form, such as 'A 1' and 'A1', and counts as several"
     )
-    assert named == ["A 1", "A1"] and forms.remark(["A1"])[1] == []
+    assert named == ["A 1", "A1"] and remark_of(forms, ["A1"])[1] == []
 
 
 def test_ids_of_one_form_are_no_remark():
@@ -58,7 +65,7 @@ def test_of_more_ids_than_are_kept_a_share_is_compared():
         forms.add(pa.array([f"u{number}" for number in part.tolist()]))
     forms.add(pa.array([f"U{number}" for number in numbers[:100_000].tolist()]))
 
-    remark, named = forms.remark()
+    remark, named = remark_of(forms)
 
     count = int(remark.removeprefix("about ").partition(" ")[0].replace(",", ""))
     assert abs(count - 100_000) < 2_000 and named[0].lower() == named[1]

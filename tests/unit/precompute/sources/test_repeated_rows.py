@@ -4,13 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from precompute.sources.columns import Ids
 from precompute.sources.repeated_rows import RepeatedRows
 
 
 def add(
-    repeated: RepeatedRows, path: Path, rows: np.ndarray, times: np.ndarray | None = None
+    repeated: RepeatedRows,
+    path: Path,
+    rows: NDArray[np.int64],
+    times: NDArray[np.int64] | None = None,
 ) -> None:
     """Add rows by their numbers."""
     users, items = (
