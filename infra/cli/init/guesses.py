@@ -247,12 +247,12 @@ def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             guesses.notes.append(f"{table.title} is not used: it cannot be read: {reason}")
     guesses.items = _few_items(guesses)
-    if (table := guesses.interactions) is not None and table.unread:
+    if (clicks := guesses.interactions) is not None and clicks.unread:
         # The next command names the file, too: a night without its rows would say nothing.
-        guesses.interactions = replace(table, pattern=table.whole_pattern)
+        guesses.interactions = replace(clicks, pattern=clicks.whole_pattern)
         guesses.missing += [
-            f"{remark}; a night reads all of {', '.join(table.whole_pattern[:3])} or nothing: mend it, or move it away"
-            for remark in table.unread
+            f"{remark}; a night reads all of {', '.join(clicks.whole_pattern[:3])} or nothing: mend it, or move it away"
+            for remark in clicks.unread
         ]
     return guesses
 
