@@ -151,7 +151,9 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
     from precompute.sources.files import all_files, find_copy_remarks, source_file, source_files
     from precompute.sources.plausibility import (
         Shape,
+        chosen_cut_in_words,
         demand_least,
+        demand_times,
         remarks,
         swapped_in_words,
     )
@@ -170,6 +172,7 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
     files = all_files(config)
     interactions = source_files(sources.interactions, base)[:FILES_COMPARED]
     demand_same_columns(interactions, sources)
+    demand_times(sources, interactions, config.data_until)
     unusable = UnusableRows()
     batches, is_all = first_rows(read_interactions(sources, base, unusable=unusable))
     rows = sum(len(batch.times) for batch in batches)
@@ -177,6 +180,8 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
         demand_least(0, 0)
     if sources.interactions and not rows:
         return "to do", f"no interaction in the first rows of {files[0]}: is every weight above 0?"
+    if config.data_until and rows and is_all and not any(batch.times.any() for batch in batches):
+        return "to do", chosen_cut_in_words(config.data_until)
     for name, columns in (
         (sources.item_features, (sources.item_column, *sources.item_attributes)),
         (sources.user_features, (sources.user_column,)),
@@ -214,7 +219,7 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
                 for reason_name, reason in source_report["reasons"].items()
             )
             summary += f", {source_report['left_out']:,} rows{of_source} that cannot be used: {reasons_text}"
-    told = "; ".join([summary, *unusable.remarks(INTERACTIONS), *odd])
+    told = "; ".join([summary, *unusable.all_remarks(), *odd])
     if refusal := _too_many_unusable(config, unusable, is_all=is_all) or refusal:
         return "to do", f"{refusal}; {told}"
     if is_refused:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from cache.format.ids import hash_ids
 from cache.model.tower_spec import InputSpec
 from cache.store.artefacts import take_file, write_atomically
+from precompute.partitions.catalogue import item_texts
 from precompute.partitions.grouping import DistinctHashes
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.night_input import NightInput
@@ -55,9 +56,17 @@ from precompute.partitions.user_tables import (
     write_vectors,
 )
 from precompute.sources.columns import text_hashes
+from precompute.sources.id_forms import IdForms
 from precompute.sources.plausibility import RowCounts
 from precompute.sources.readers import ColumnsOfLists, Interactions, read_interactions
-from precompute.sources.unusable import CASES, LISTED_BEFORE, UnusableReport, UnusableRows, merged
+from precompute.sources.unusable import (
+    ALL_IDS,
+    CASES,
+    LISTED_BEFORE,
+    UnusableReport,
+    UnusableRows,
+    merged,
+)
 
 POPULARITY = "work/popularity.i64"
 """Number of interactions with each item, int64 [items]."""
@@ -246,7 +255,8 @@ class PartitionJob:
         seed = seed if earlier is None else earlier.seed
         while True:
             unusable = UnusableRows(erased.users | erased.items)
-            interaction_counts = _write_interactions(self, seed, earlier, unusable)
+            user_forms, item_forms = IdForms("user", seed), IdForms("item", UNKNOWN_ITEMS_SEED)
+            interaction_counts = _write_interactions(self, seed, earlier, unusable, item_forms)
             if earlier is None:
                 named = partial(hashes_of, seed=seed, hasher=self.hasher)
                 write_features(
@@ -270,11 +280,18 @@ class PartitionJob:
                 shards=shards,
                 unusable=counting_notes,
                 set_by_events=set_by_events,
+                forms=user_forms,
             )
             with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
                 user_counts = list(pool.map(count, range(shards)))
             distinct_counts = [counts for counts in user_counts if counts is not None]
             if len(distinct_counts) == shards:
+                item_forms.add(item_texts(night.items))
+                item_forms.add_hashes(interaction_counts.unknown)
+                for forms in (user_forms, item_forms):
+                    if (remark := forms.remark(unusable.hidden)) is not None:
+                        unusable.looked_at(ALL_IDS, 0)
+                        unusable.remark(ALL_IDS, *remark)
                 return PartitionResult(
                     seed,
                     sum(counts.named for counts in distinct_counts),
@@ -290,7 +307,11 @@ class PartitionJob:
 
 
 def _write_interactions(
-    job: PartitionJob, seed: int, earlier: EarlierPartition | None, unusable: UnusableRows
+    job: PartitionJob,
+    seed: int,
+    earlier: EarlierPartition | None,
+    unusable: UnusableRows,
+    item_forms: IdForms,
 ) -> InteractionCounts:
     folder, config, items, erased = job.folder, job.night.config, job.night.items, job.night.erased
     popularity, unknown = np.zeros(items.count, np.int64), DistinctHashes()
@@ -346,7 +367,10 @@ def _write_interactions(
             popularity += np.bincount(known_ordinals, minlength=items.count)
             if (name_ordinals < 0).any():
                 nameless = batch.items.names.filter(pa.array(name_ordinals < 0))
-                unknown.add(text_hashes(nameless, UNKNOWN_ITEMS_SEED))
+                nameless_hashes = text_hashes(nameless, UNKNOWN_ITEMS_SEED)
+                unknown.add(nameless_hashes)
+                if batch.positions is None:
+                    item_forms.add(nameless, nameless_hashes)
                 if batch.positions is None and len(examples) < UNKNOWN_EXAMPLES:
                     named = dict.fromkeys([*examples, *nameless[:UNKNOWN_EXAMPLES].to_pylist()])
                     examples = tuple(named)[:UNKNOWN_EXAMPLES]
@@ -378,9 +402,14 @@ def _shard_files(folder: Path, kind: str, shards: int, schema: Any) -> ShardFile
 
 
 def _count_users(
-    folder: Path, shard: int, shards: int, unusable: UnusableRows, set_by_events: NDArray[np.uint64]
+    folder: Path,
+    shard: int,
+    shards: int,
+    unusable: UnusableRows,
+    set_by_events: NDArray[np.uint64],
+    forms: IdForms,
 ) -> UserCounts | None:
-    """Count the entities of a shard, None if two share a hash; note repeated entities of a table.
+    """Count the entities of a shard, None if two share a hash; note repeated entities of a table, and all in `forms`.
 
     Not those in `set_by_events` (sorted hashes) that only features name.
     """
@@ -395,6 +424,8 @@ def _count_users(
             ids, *tables = map(read_stream, shard_paths(slices.folder, number, kinds))
             for source, table in zip((USER_ROWS, VECTOR_ROWS), tables, strict=False):
                 note_repeated_users(source, table, unusable)
+            for table in (ids, *tables):
+                forms.add(table.column("user"), np.asarray(table.column(HASH)))
             features, *other_hashes = (np.asarray(table.column(HASH)) for table in (*tables, ids))
             alone = np.setdiff1d(features, np.concatenate(other_hashes))
             of_events = len(np.intersect1d(alone, set_by_events))

@@ -1,6 +1,7 @@
 """Look at the tables of a night before it begins: rows that it would leave out, and ids that one table has alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from precompute.partitions.user_tables import (
 from precompute.sources.columns import Ids, as_rows
 from precompute.sources.features import NO_VALUES
 from precompute.sources.files import source_file
+from precompute.sources.id_forms import IdForms
 from precompute.sources.plausibility import (
     catalogue_in_words,
     unanswered_in_words,
@@ -55,15 +57,18 @@ class TableLook(NamedTuple):
     is_refused: bool
 
 
-def first_rows(read: Iterator[Interactions]) -> tuple[list[Interactions], bool]:
+def first_rows(
+    interactions: Generator[Interactions, None, None],
+) -> tuple[list[Interactions], bool]:
     """Return the batches of the first ROWS_READ rows, about, and True if these are all."""
     batches, rows = list[Interactions](), 0
-    for batch in read:
-        if len(batch.times):
-            batches.append(batch)
-        rows += len(batch.times)
-        if rows >= ROWS_READ:
-            return batches, next(read, None) is None
+    with closing(interactions) as read:
+        for batch in read:
+            if len(batch.times):
+                batches.append(batch)
+            rows += len(batch.times)
+            if rows >= ROWS_READ:
+                return batches, next(read, None) is None
     return batches, True
 
 
@@ -91,7 +96,21 @@ def look_at_tables(
             # Users without features get no answer, which refuses a night if there is nobody else.
             threshold = config.gates.unknown_items if kind == "item" else ALMOST_ALL
             is_refused |= share is not None and share > threshold
-    return TableLook(remarks, is_refused)
+    return TableLook([*remarks, *_forms_in_words(batches, tables)], is_refused)
+
+
+def _forms_in_words(
+    batches: Sequence[Interactions], tables: Sequence[tuple[str, str, Any]]
+) -> list[str]:
+    """Return remarks on ids of several forms in interactions and tables."""
+    forms = {"user": IdForms("user"), "item": IdForms("item")}
+    for batch in batches:
+        forms["user"].add(batch.users.names)
+        forms["item"].add(batch.items.names)
+    for kind, _, texts in tables:
+        if texts is not None:
+            forms[kind].add(texts)
+    return [remark[0] for of_kind in forms.values() if (remark := of_kind.remark()) is not None]
 
 
 def _is_read(config: NightConfig, table: str, remarks: list[str]) -> bool:

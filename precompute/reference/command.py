@@ -24,4 +24,9 @@ def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress
             "among 20 suggestions: "
             f"the best of {training_report['shapes_tried']} models tried."
         )
+    if 0 < (untimed := training_report["untimed"]) < training_report["interactions"]:
+        lines.append(
+            f"{untimed:,} of {training_report['interactions']:,} interactions have no time: they count as the oldest "
+            "of all, before any cut."
+        )
     return lines

@@ -40,8 +40,13 @@ from precompute.reference.matrix_factorisation import (
 )
 from precompute.sources.columns import Ids, strings_of
 from precompute.sources.erasures import ErasedEntities, all_erasures
-from precompute.sources.files import source_file
-from precompute.sources.plausibility import demand_least, demand_several_items
+from precompute.sources.files import source_file, source_files
+from precompute.sources.plausibility import (
+    chosen_cut_in_words,
+    demand_least,
+    demand_several_items,
+    demand_times,
+)
 from precompute.sources.readers import feature_schema, read_features, read_interactions
 from precompute.sources.vocabulary import HashedIds, NumberedIds, Vocabulary, as_strings
 
@@ -109,7 +114,8 @@ def train_reference(
 ) -> dict[str, Any]:
     """Train on all interactions and put the bundle where the night reads it.
 
-    With `data_until`, else that of the settings, only on older ones: later ones, which judge the night, are not learnt.
+    With `data_until`, else that of the settings, only on older ones, and on those without a time (`untimed` of the
+    report): later ones, which judge the night, are not learnt. Raises ConfigError for a cut if none has a time.
     """
     started = time.perf_counter()
     if not config.sources.interactions:
@@ -117,8 +123,10 @@ def train_reference(
     users, items, times, rows = HashedIds(), NumberedIds(), [], 0
     data_until = data_until or config.data_until
     cutoff_at = parse_time(data_until) if data_until else None
+    files = source_files(config.sources.interactions, Path(config.base))
+    demand_times(config.sources, files, data_until)
     erased = ErasedEntities.of(all_erasures(config.store()))
-    read = read_interactions(config.sources, Path(config.base), cutoff_at=cutoff_at)
+    read = read_interactions(config.sources, Path(config.base), cutoff_at=cutoff_at, files=files)
     for batch in map(erased.leave_out, read):
         users.add(batch.users)
         items.add(batch.items)
@@ -126,14 +134,18 @@ def train_reference(
         rows += len(batch.times)
         progress("read interactions", rows, 0)
     if not rows:
-        raise SourceError("the sources hold no interaction to train on")
+        before = f" before {data_until}" if data_until else ""
+        raise SourceError(f"the sources hold no interaction to train on{before}")
+    when = np.concatenate(times)
+    untimed = int((when == 0).sum())
+    if data_until and untimed == rows:
+        raise ConfigError(chosen_cut_in_words(data_until))
     user_rows, user_count = users.codes()
     item_rows, item_ids = items.codes(), items.names
     demand_least(user_count, len(item_ids))
     categories = _categories(config, item_ids)
     if categories is None:
         demand_several_items(user_rows, user_count, item_rows, len(item_ids))
-    when = np.concatenate(times)
     is_timed = bool((when != when[0]).any())
     data = ReferenceData(user_rows, item_rows, item_ids, categories, when if is_timed else None)
     target = config.path(config.bundle)
@@ -157,6 +169,7 @@ def train_reference(
         "users": user_count,
         "items": len(item_ids),
         "interactions": rows,
+        "untimed": untimed,
         "seconds": round(time.perf_counter() - started, 3),
     }
 

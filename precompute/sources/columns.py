@@ -33,7 +33,7 @@ WORDS_FOR_NOTHING = (
 )  # fmt: skip
 """Texts that programs write for a missing value; `nil`, `na` and the like are also names, so they are not here."""
 _DECIMAL_DIGITS_MAX = 76
-_FLOAT = r"^[+-]?(\d+[.,]0+|\d(\.\d+)?[eE][+]\d+)$"
+FLOAT = r"^[+-]?(\d+(\.0+|,0{1,2})|\d([.,]\d+)?[eE][+]\d+)$"
 """Pattern of whole numbers that a program wrote as fractions."""
 _WHOLE_NUMBER = r"^[+-]?\d+$"
 _SHARE_OF_FLOATS = 0.9
@@ -268,9 +268,9 @@ def _demand_no_floats(names: Any, kind: Any, path: SourceFile, name: str) -> Non
     """Raise SourceError for ids such as 42.0, which no request will ask for."""
     if not is_text(kind) or not len(names):
         return
-    if as_rows(pc.match_substring_regex(names[:100], _FLOAT)).mean() < _SHARE_AMONG_WHOLE_NUMBERS:
+    if as_rows(pc.match_substring_regex(names[:100], FLOAT)).mean() < _SHARE_AMONG_WHOLE_NUMBERS:
         return  # a look at all of them takes as long as the rest of reading
-    is_float = as_rows(pc.match_substring_regex(names, _FLOAT))
+    is_float = as_rows(pc.match_substring_regex(names, FLOAT))
     float_share = is_float.mean()
     is_mixed = float_share >= _SHARE_AMONG_WHOLE_NUMBERS and bool(
         (is_float | as_rows(pc.match_substring_regex(names, _WHOLE_NUMBER))).all()

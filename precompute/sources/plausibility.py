@@ -5,6 +5,7 @@ An odd figure refuses no night: a person may know why it is right.
 
 import time
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -17,8 +18,15 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.config.night import Sources
-from cache.errors import LarderError, SourceError
-from precompute.sources.readers import INTERACTIONS, Interactions, read_interactions
+from cache.errors import ConfigError, LarderError, SourceError
+from precompute.sources.csv_files import BLANKS
+from precompute.sources.files import SourceFile
+from precompute.sources.readers import (
+    INTERACTIONS,
+    Interactions,
+    column_names,
+    read_interactions,
+)
 from precompute.sources.times import MICROSECONDS, YEAR_1980_S
 from precompute.sources.unusable import HEADER, SourceReport, UnusableRows, remedy
 
@@ -195,7 +203,7 @@ def odd_in_words(shape: Shape) -> list[str]:
             else f"{shape.untimed:,} of {shape.rows:,}"
         )
         odd_remarks.append(
-            f"{rows} rows have no time, and count as the oldest of all: fill the times in"
+            f"{rows} rows have no time, and count as the oldest of all, before any cut: fill the times in"
         )
     return odd_remarks
 
@@ -301,6 +309,24 @@ def demand_several_items(
         )
 
 
+def demand_times(sources: Sources, files: Sequence[SourceFile], data_until: str | None) -> None:
+    """Raise ConfigError for a chosen cut if the interactions have no column of times."""
+    if not files or data_until is None:
+        return
+    name = sources.timestamp_column
+    if name and {name, name.strip(BLANKS)} & {*(column_names(files[0], sources) or ())}:
+        return
+    raise ConfigError(chosen_cut_in_words(data_until))
+
+
+def chosen_cut_in_words(data_until: str) -> str:
+    """Return why a night is refused if none of its interactions has a time."""
+    return (
+        f"data_until is {data_until}, but no interaction has a time, so nothing would be left out: name the column of "
+        "times in [sources] timestamp_column, or leave data_until out"
+    )
+
+
 def _count_early(times: NDArray[np.int64]) -> int:
     return int(((times < EARLY_US) & (times != 0)).sum())
 
@@ -335,10 +361,11 @@ def first_rows_in_words(
     """
     unusable, odd = UnusableRows(), list[str]()
     try:
-        for rows in islice(read_interactions(sources, base, unusable=unusable), 1):
-            shape = Shape.of_batch(rows)
-            # Lists in fields were told by the look at the columns already.
-            odd = [] if shape.holds_lists else [*odd_in_words(shape), *swapped_in_words([rows])]
+        with closing(read_interactions(sources, base, unusable=unusable)) as read:
+            for rows in islice(read, 1):
+                shape = Shape.of_batch(rows)
+                # Lists in fields were told by the look at the columns already.
+                odd = [] if shape.holds_lists else [*odd_in_words(shape), *swapped_in_words([rows])]
     except LarderError as error:
         return [f"a night refuses the interactions: {error.message}"]
     nothing_read: SourceReport = {"rows": 0, "left_out": 0, "reasons": {}}

@@ -4,7 +4,7 @@ import errno
 import gzip
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -53,6 +53,8 @@ from precompute.sources.files import (
     unreadable_by_name,
     unreadable_by_text,
 )
+from precompute.sources.id_forms import OddIds
+from precompute.sources.repeated_rows import RepeatedRows
 from precompute.sources.times import MICROSECONDS, TimeScale, are_positive, microseconds
 from precompute.sources.unusable import (
     BREAK,
@@ -108,19 +110,6 @@ INT96_UNIT = "us"
 TEXT_LENGTH_BYTES = 4
 """Bytes in a Parquet file for the length of each text outside a dictionary."""
 
-NAMES_LOOKED_AT = 10_000
-"""Ids at the start of each file that are checked for odd signs."""
-
-_BLANKS_AROUND = ("blanks around", "trim them in the file")
-_ODD_IDS = (
-    ("^['‘’‚“”„\"«].*['‘’“”\"»]$", "quotes around",
-     "leave them out in the file; in CSV [sources] quote names the one sign around values"),
-    ("[\u200b\u2060\ufeff\u00ad]", "signs without width in", "remove them in the file"),
-    ("\ufffd", "the sign \ufffd in",
-     "it stands for text that could not be read when the file was written: write the file again, as UTF-8"),
-)  # fmt: skip
-"""Pattern of ids with signs that hardly belong to them, the signs, and advice."""
-
 _LIKE_NONE = (
     r"^(\(not set\)|\(other\)|-+|\?+|#{3,}|nil|Nil|-1|unknown|Unknown|anonymous|Anonymous)$"
 )
@@ -170,65 +159,86 @@ def read_interactions(
     unusable: UnusableRows | None = None,
     skip: int = 0,
     files: Sequence[SourceFile] | None = None,
-) -> Iterator[Interactions]:
+) -> Generator[Interactions, None, None]:
     """Yield batches of all interaction files; with `cutoff_at`, only strictly older rows and those without a time.
 
     The `files` are those that `sources` name, unless they are listed here; the first `skip`, or all, are left out.
     `late` is called with the other rows. Rows of weight 0 or less are not interactions and are left out; so are
-    unusable rows, which are counted in `unusable`. Raises SourceError naming file and column, or if no row can be
-    used.
+    unusable rows, which are counted in `unusable`; remarks on odd ids and repeated rows go there, too, at the end or
+    when the iterator is closed. Raises SourceError naming file and column, or if no row can be used.
     """
+    look = None if unusable is None else _OddRows(sources, unusable)
     cut = None if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS)
     unusable = UnusableRows() if unusable is None else unusable
     named = source_files(sources.interactions, base) if files is None else files
     paths, alike = named[skip:], SameColumns(sources)
     if paths and (skipped := named[:skip]):
         alike.add(skipped[0], column_names(skipped[0], sources) or ())
-    for path in paths:
-        remark = partial(unusable.remark, INTERACTIONS)
-        clock, is_first = TimeScale(path, sources.timestamp_column, remark), True
-        with reading(path):
-            for columns, titles in _batches(path, sources, unusable):
-                if len(columns):
-                    alike.add(path, columns.schema.names)
-                batch = _usable(columns, titles, path, sources, unusable, clock)
-                if is_first and len(batch.times):
-                    _remark_on_ids(batch, sources, remark)
-                    is_first = False
-                if cut is not None and (is_late := batch.times >= cut).any():
-                    late(batch.only(is_late))
-                    yield batch.only(~is_late)
-                else:
-                    yield batch
+    try:
+        for path in paths:
+            remark = partial(unusable.remark, INTERACTIONS)
+            clock = TimeScale(path, sources.timestamp_column, remark)
+            with reading(path):
+                for columns, titles in _batches(path, sources, unusable):
+                    if len(columns):
+                        alike.add(path, columns.schema.names)
+                    batch = _usable(columns, titles, path, sources, unusable, clock)
+                    if look is not None:
+                        look.add(path, batch)
+                    if cut is not None and (is_late := batch.times >= cut).any():
+                        late(batch.only(is_late))
+                        yield batch.only(~is_late)
+                    else:
+                        yield batch
+    finally:
+        if look is not None:
+            look.note_remarks()
     if not skip:
         unusable.demand_some(INTERACTIONS, ", ".join(path.name for path in paths[:3]))
 
 
-def _remark_on_ids(batch: Interactions, sources: Sources, remark: Callable[[str], None]) -> None:
-    """Remark on ids with signs that a request would have to send, too, and on ids that may stand for none.
+class _OddRows:
+    """Look at all rows for odd ids and for repeats; its remarks go into `unusable`.
 
-    No other id is named, since an erased user's id must not be in a report.
+    An erased user's id must not be in a report, so no hidden id is named.
     """
-    for ids, column in ((batch.users, sources.user_column), (batch.items, sources.item_column)):
-        names = ids.names[:NAMES_LOOKED_AT]
-        odd_ids = [(pc.not_equal(pc.utf8_trim_whitespace(names), names), *_BLANKS_AROUND)]
-        odd_ids += [
-            (pc.match_substring_regex(names, pattern), sign, advice)
-            for pattern, sign, advice in _ODD_IDS
-        ]
-        for mask, sign, advice in odd_ids:
-            if count := pc.sum(mask).as_py():
-                remark(
-                    f"column {column!r} has {sign} {count:,} of its first {len(names):,} ids, which are part of "
-                    f"them: {advice}"
-                )
+
+    def __init__(self, sources: Sources, unusable: UnusableRows) -> None:
+        self._unusable, self._repeated = unusable, RepeatedRows()
+        self._columns = (sources.user_column, sources.item_column)
+        self._odd_ids = tuple(OddIds(column, unusable.hidden) for column in self._columns)
+        self._path: SourceFile | None = None
+
+    def add(self, path: SourceFile, batch: Interactions) -> None:
+        """Add the next rows of a file."""
+        if not len(batch.times):
+            return
+        self._repeated.add(path, batch.users, batch.items, batch.times)
+        is_first, self._path = path != self._path, path
+        for ids, odd_ids, column in zip(
+            (batch.users, batch.items), self._odd_ids, self._columns, strict=True
+        ):
+            odd_ids.add(ids)
+            if is_first:
+                self._remark_on_ids_like_none(ids, column)
+
+    def note_remarks(self) -> None:
+        """Hand the remarks over."""
+        for odd_ids in self._odd_ids:
+            for remark, named in odd_ids.remarks():
+                self._unusable.remark(INTERACTIONS, remark, named)
+        for remark in self._repeated.remarks():
+            self._unusable.remark(INTERACTIONS, remark)
+
+    def _remark_on_ids_like_none(self, ids: Ids, column: str) -> None:
         like_none = np.flatnonzero(as_rows(pc.match_substring_regex(ids.names, _LIKE_NONE)))
         for code in like_none[:LIKE_NONE_NAMED].tolist():
             rows = int((ids.codes == code).sum())
             if rows >= LIKE_NONE_SHARE * len(ids.codes):
-                remark(
+                self._unusable.remark(
+                    INTERACTIONS,
                     f"column {column!r} has the id {ids.names[code].as_py()!r} in {rows:,} of its first "
-                    f"{len(ids.codes):,} rows: if it stands for none, leave these rows out"
+                    f"{len(ids.codes):,} rows: if it stands for none, leave these rows out",
                 )
 
 
@@ -372,9 +382,10 @@ def read_features(
     """Yield batches (ids, {column: Arrow array}) of a Parquet feature table; raise SourceError for a missing column.
 
     A column that the table lacks is made of those that `lists` names for it. Rows without a usable id are left out, and
-    noted in `unusable` under `source`.
+    noted in `unusable` under `source`; so are remarks on odd ids.
     """
     unusable = UnusableRows() if unusable is None else unusable
+    odd_ids = OddIds(id_column, unusable.hidden)
     # Without a buffer a whole row group of a column is read at once.
     opened = partial(
         pa.parquet.ParquetFile, buffer_size=READ_BYTES, coerce_int96_timestamp_unit=INT96_UNIT
@@ -397,6 +408,7 @@ def read_features(
 
                 is_usable = ~unusable.note_rows(source, bad_mask_by_reason, case)
                 ids, batch = ids.only(is_usable), batch.filter(pa.array(is_usable))
+            odd_ids.add(ids)
             yield (
                 ids,
                 {
@@ -404,6 +416,8 @@ def read_features(
                     for name, parts in names.items()
                 },
             )
+    for remark, named in odd_ids.remarks():
+        unusable.remark(source, f"{path.name}: {remark}", named)
     unusable.demand_some(source, path.name)
 
 

@@ -35,6 +35,10 @@ _ISO = (
     r"(?::?(?P<second>\d{2})(?:[.,](?P<fraction>\d{1,9}))?)?)?\s*"
     r"(?:[Zz]|UTC|GMT|(?P<sign>[+-])(?P<zone_hour>\d{2}):?(?P<zone_minute>\d{2})?)?)?\s*$"
 )
+_LOST_DIGITS = r"^\d(\.\d{1,6})?[eE]\+\d{2}$"
+"""Pattern of numbers of ten digits or more of which a spreadsheet kept a few."""
+_LOOKED_AT = 1_000
+"""Texts of each batch that are checked for it."""
 _LATE_DATE = r"^\s*(2[2-9]\d\d|[3-9]\d{3})-(0[1-9]|1[0-2])-([0-2]\d|3[01])([T ]|\s*$)"
 _ISO_NUMBERS = ("year", "month", "day", "hour", "minute", "second", "zone_hour", "zone_minute")
 
@@ -127,6 +131,15 @@ class TimeScale:
             return times_us, is_read & ~self._days_as_digits(numbers)
         seconds, is_read = self._digits.read(np.asarray(numbers, np.float64))
         return np.where(is_read, seconds, 0) * MICROSECONDS, is_read
+
+    def note_lost_digits(self, texts: Any) -> None:
+        """Remark on numbers of which a spreadsheet kept a few digits, so that many times became one."""
+        is_short = pc.match_substring_regex(texts, _LOST_DIGITS)
+        if pc.any(is_short).as_py():
+            self._remark(
+                f"column {self._name!r} holds numbers such as {texts.filter(is_short)[0].as_py()!r}, whose last digits "
+                "are lost, so that many times are one: in the spreadsheet format the column as whole numbers"
+            )
 
     def _days_as_digits(self, numbers: NDArray[Any]) -> NDArray[np.bool_]:
         """Return a mask of dates such as 20231114 among seconds, which would be in 1970."""
@@ -325,6 +338,8 @@ def times_of_texts(
     texts = pc.if_else(pa.array(missing), "0", texts)
     numbers, is_number = _numbers_of(texts)
     values = np.asarray(pc.fill_null(numbers, 0))
+    if clock is not None:
+        clock.note_lost_digits(texts[:_LOOKED_AT])
     times_us, readable = _of_seconds(values) if clock is None else clock.microseconds(values)
     if not is_number.all():
         non_number_rows = np.flatnonzero(~is_number)

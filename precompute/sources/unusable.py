@@ -13,6 +13,8 @@ CASES: Final = 10
 """Maximum number of cases shown of each reason."""
 EVENTS: Final = "events"
 """Prefix of sources whose values events set: any caller can send these, so they refuse no night."""
+ALL_IDS: Final = "ids"
+"""Source of remarks on the ids of all sources together."""
 TEXT_MAX: Final = 256
 """Characters of an id that are shown: the whole id, so that an erased one is found."""
 
@@ -68,12 +70,16 @@ class ReasonReport(TypedDict):
 
 
 class SourceReport(TypedDict):
-    """Rows of a source that were checked, and those left out, by reason; `remarks` on how they were read."""
+    """Rows of a source that were checked, and those left out, by reason; `remarks` on how they were read.
+
+    `named` are the ids that remarks name.
+    """
 
     rows: int
     left_out: int
     reasons: dict[str, ReasonReport]
     remarks: NotRequired[list[str]]
+    named: NotRequired[list[str]]
 
 
 UnusableReport = dict[str, SourceReport]
@@ -87,10 +93,12 @@ class UnusableRows:
     """
 
     def __init__(self, hidden: Collection[bytes] = ()) -> None:
-        self._hidden = frozenset(raw.decode() for raw in hidden)
+        self.hidden = frozenset(raw.decode() for raw in hidden)
+        """Ids that neither a case nor a remark may name."""
         self._rows: dict[str, int] = {}
         self._reasons: dict[str, dict[str, ReasonReport]] = {}
         self._remarks: dict[str, list[str]] = {}
+        self._named: dict[str, set[str]] = {}
         self._lock = Lock()
 
     def looked_at(self, source: str, rows: int) -> None:
@@ -105,7 +113,7 @@ class UnusableRows:
             reason_report = of_reason.setdefault(reason, {"rows": 0, "cases": []})
             reason_report["rows"] += rows
             for case in cases:
-                if len(reason_report["cases"]) < CASES and not self._hidden & set(case.values()):
+                if len(reason_report["cases"]) < CASES and not self.hidden & set(case.values()):
                     reason_report["cases"].append(dict(case))
 
     def note_rows(
@@ -143,13 +151,14 @@ class UnusableRows:
         for source, source_report in report.items():
             self.looked_at(source, source_report["rows"])
             for text in source_report.get("remarks", ()):
-                self.remark(source, text)
+                self.remark(source, text, source_report.get("named", ()))
             for reason, reason_report in source_report["reasons"].items():
                 self.note(source, reason, reason_report["rows"], reason_report["cases"])
 
-    def remark(self, source: str, text: str) -> None:
-        """Notes a sentence on how the rows of a source were read, each once."""
+    def remark(self, source: str, text: str, named: Iterable[str] = ()) -> None:
+        """Notes a sentence on how the rows of a source were read, each once, and the ids that it names."""
         with self._lock:
+            self._named.setdefault(source, set()).update(named)
             texts = self._remarks.setdefault(source, [])
             if text not in texts:
                 texts.append(text)
@@ -157,6 +166,10 @@ class UnusableRows:
     def remarks(self, source: str) -> list[str]:
         """Sentences on how the rows of a source were read."""
         return list(self._remarks.get(source, ()))
+
+    def all_remarks(self) -> list[str]:
+        """Sentences on how the rows of all sources were read."""
+        return [text for source in sorted(self._remarks) for text in self._remarks[source]]
 
     def left_out(self, source: str) -> int:
         """Number of rows of a source that were noted."""
@@ -189,6 +202,8 @@ class UnusableRows:
         }
         if remarks := self.remarks(source):
             report["remarks"] = remarks
+        if named := sorted(self._named.get(source, ())):
+            report["named"] = named
         return report
 
 
@@ -202,7 +217,8 @@ def merged(reports: Iterable[UnusableReport]) -> UnusableReport:
 
 def ids_in(report: UnusableReport) -> set[str]:
     """Every id that a `to_json` names."""
-    return {
+    named = {name for source_report in report.values() for name in source_report.get("named", ())}
+    return named | {
         str(case[kind])
         for source_report in report.values()
         for reason_report in source_report["reasons"].values()
@@ -224,7 +240,7 @@ def worst_source(report: Mapping[str, Any], threshold: float) -> tuple[str, floa
     shares = {
         name: left_out_share(source_report, threshold)
         for name, source_report in report.items()
-        if not name.startswith(f"{EVENTS}.")
+        if not name.startswith(f"{EVENTS}.") and name != ALL_IDS
     }
     worst = max(shares, key=lambda name: shares[name], default="")
     return worst, shares.get(worst, 0.0)

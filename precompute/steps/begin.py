@@ -93,7 +93,9 @@ from precompute.sources.files import (
 from precompute.sources.plausibility import (
     Shape,
     catalogue_in_words,
+    chosen_cut_in_words,
     demand_least,
+    demand_times,
     remarks,
     unanswered_in_words,
     unknown_in_words,
@@ -117,6 +119,7 @@ class BegunNight:
     bundle: Bundle
     prior: Prior
     cut: str | None
+    is_cut_chosen: bool
     erased: ErasedEntities
     facts: InputFields
     further: FurtherInput
@@ -193,9 +196,14 @@ def run(
             return _nothing_newer(releases.store, config, live, cut, is_named=moment is named)
     cut_text = data_until or run_after
     files = InputFiles.of(config, further.files)
+    demand_times(config.sources, files.interactions, data_until)
+    is_chosen = data_until is not None
     if not config.sources.item_vectors:
         with chosen_bundle(config) as bundle:
-            return _begin(config, bundle, cut, further, files, cut_text=cut_text, progress=progress)
+            return _begin(
+                config, bundle, cut, further, files,
+                cut_text=cut_text, is_cut_chosen=is_chosen, progress=progress,
+            )  # fmt: skip
     # Pinned first: what changes from here on, while its bundle is made too, is noticed.
     pinned = pin(files.all)
     # Events choose no bundle but by the vectors of new items: it stays for all nights over the same tables and these.
@@ -214,8 +222,9 @@ def run(
             )
             bundle = stack.enter_context(bundle_context)
         return _begin(
-            config, bundle, cut, further, files, cut_text=cut_text, progress=progress, pinned=pinned
-        )
+            config, bundle, cut, further, files,
+            cut_text=cut_text, is_cut_chosen=is_chosen, progress=progress, pinned=pinned,
+        )  # fmt: skip
 
 
 def _nothing_newer(
@@ -225,7 +234,8 @@ def _nothing_newer(
     if is_named:
         reason = (
             f"nothing is newer: {live} is live already, and the last change of an input is of {cut.isoformat()}; to "
-            "compute it again all the same (for other settings), give --data-until"
+            "compute it again all the same (for other settings), give --data-until, or touch an input file if the "
+            "interactions have no times"
         )
     else:
         reason = f"{live} is live already, and newer than this run's time {cut.isoformat()}: nothing is computed"
@@ -246,6 +256,7 @@ def _begin(
     files: InputFiles,
     *,
     cut_text: str | None,
+    is_cut_chosen: bool,
     progress: Progress,
     pinned: tuple[str, list[InputEntry]] | None = None,
 ) -> BegunBuild:
@@ -294,8 +305,8 @@ def _begin(
         }  # fmt: skip
         unusable = UnusableRows(erased.users | erased.items)
         night = BegunNight(
-            build, bundle, prior, cut_text, erased, facts, further, files, progress, unusable,
-            odd=rolled_back,
+            build, bundle, prior, cut_text, is_cut_chosen, erased, facts, further, files, progress,
+            unusable, odd=rolled_back,
         )  # fmt: skip
         _prepare(night, sources_digest)
     return begun_build
@@ -387,7 +398,7 @@ def _look_at_figures(night: BegunNight) -> RemarkFields:
     if config.sources.interactions:
         demand_least(partitioned.users, items.count)
     lists = [table for table in config.tables.values() if table.kind != "value"]
-    odd = [*night.odd]
+    odd = [*night.odd, *_uncut_in_words(night)]
     if lists or config.sources.interactions:
         odd += remarks(_shape(partitioned, items.count))
     odd += [*bundle.training.get("remarks", []), *_learnt_too_much(bundle, cut)]
@@ -585,8 +596,11 @@ def _read_in_words(begin_report: BeginReport) -> str:
     source_reports = [
         begin_report["unusable"][name] for name in names if name in begin_report["unusable"]
     ]
+    all_remarks = [
+        text for source in begin_report["unusable"].values() for text in source.get("remarks", ())
+    ]
     if not source_reports:
-        return "no interactions"
+        return "; ".join(["no interactions", *all_remarks])
     reasons = ", ".join(
         f"{reason_report['rows']:,} {reason}"
         for source in source_reports
@@ -595,9 +609,7 @@ def _read_in_words(begin_report: BeginReport) -> str:
     rows = sum(source["rows"] for source in source_reports)
     summary = f"{begin_report['interactions']:,} interactions of {rows:,} rows"
     summary = f"{summary}; left out: {reasons}" if reasons else summary
-    return "; ".join(
-        [summary, *(text for source in source_reports for text in source.get("remarks", ()))]
-    )
+    return "; ".join([summary, *all_remarks])
 
 
 def _shape(partitioned: PartitionResult, items: int) -> Shape:
@@ -614,6 +626,20 @@ def _shape(partitioned: PartitionResult, items: int) -> Shape:
         newest_us=rows.newest_us,
         early=rows.early,
     )
+
+
+def _uncut_in_words(night: BegunNight) -> list[str]:
+    """Remark on a scheduler's cut if no interaction has a time; raise ConfigError if a person chose the cut."""
+    counts = night.partitioned.interaction_counts
+    if night.cut is None or not 0 < counts.rows.untimed == counts.interactions or counts.late:
+        return []
+    if night.is_cut_chosen:
+        raise ConfigError(chosen_cut_in_words(night.cut))
+    remark = (
+        f"the cut {night.cut}, the time of the run, leaves no interaction out, since none has a time: name the column "
+        "of times in [sources] timestamp_column if there is one"
+    )
+    return [remark]
 
 
 def _unknown_in_words(

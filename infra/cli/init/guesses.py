@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import pyarrow as pa
@@ -237,6 +237,8 @@ def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
             "`larder init --force`"
         )
     for table in tables:
+        if table is not guesses.interactions:
+            guesses.notes += table.unread
         if table in interaction_tables or table is guesses.interactions:
             continue
         try:
@@ -245,6 +247,13 @@ def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             guesses.notes.append(f"{table.title} is not used: it cannot be read: {reason}")
     guesses.items = _few_items(guesses)
+    if (clicks := guesses.interactions) is not None and clicks.unread:
+        # The next command names the file, too: a night without its rows would say nothing.
+        guesses.interactions = replace(clicks, pattern=clicks.whole_pattern)
+        guesses.missing += [
+            f"{remark}; a night reads all of {', '.join(clicks.whole_pattern[:3])} or nothing: mend it, or move it away"
+            for remark in clicks.unread
+        ]
     return guesses
 
 
@@ -286,12 +295,28 @@ def _interactions(
             )
     if (name := guesses.columns["weight"]) is not None:
         guesses.notes += _about_weight(table, name)
+    if guesses.columns["timestamp"] is None:
+        guesses.notes += _folder_keys_in_words(table)
     for other_table in other_tables:
         guesses.notes.append(
             f"{other_table.title} holds users and items, too, and is not used; if it counts, write it into "
             "interactions "
             "(its columns must have the same names)"
         )
+
+
+def _folder_keys_in_words(table: FoundTable) -> list[str]:
+    """Return a note on values in folders' names, as Hive writes them, that no column has; none without any."""
+    parts = (part for file in table.files for part in file.parent.parts)
+    keys = dict.fromkeys(part.partition("=")[0] for part in parts if "=" in part)
+    names = ", ".join(key for key in keys if key and key not in table.columns)
+    if not names:
+        return []
+    note = (
+        f"the folders of {table.title} have values of {names} in their names, which are not read: write them into the "
+        "files as a column"
+    )
+    return [note]
 
 
 def _few_items(guesses: Guesses) -> int | None:
@@ -329,6 +354,7 @@ def _half_recognised(guesses: Guesses, table: FoundTable, roles: Roles) -> None:
     }
     guesses.notes += [remark for remark in roles.remarks if remark not in unfit.values()]
     guesses.missing += [f"{table.title}: {remark}" for remark in unfit.values()]
+    guesses.notes += _folder_keys_in_words(table)
     if lists := [name for name in table.columns if _holds_lists(table, name)]:
         guesses.notes.append(
             f"column {lists[0]!r} of {table.title} holds lists: a row is one item of one user, so write a row for each "

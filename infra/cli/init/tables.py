@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -67,10 +68,9 @@ _SEPARATORS = (",", ";", "\t", "|", "\x01")
 _SNIFFED_BYTES = 1 << 16
 """Bytes inspected at the start of a file without a known ending."""
 
+NOT_UTF_8_NAME = "has a name that is not UTF-8: rename it"
 _NAMED_MOST = 3
 """Files of one kind that a remark names."""
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +86,10 @@ class FoundTable:
     """Number of rows; None if that would need reading all."""
     size_bytes: int
     separator: str = ","
+    unread: tuple[str, ...] = ()
+    """Remarks on files that cannot be read and that belong to the table by their folder or name."""
+    whole_pattern: tuple[str, ...] = ()
+    """Pattern that names these, too."""
 
     @property
     def title(self) -> str:
@@ -95,20 +99,27 @@ class FoundTable:
 
 def discover_tables(folder: Path, base: Path) -> tuple[list[FoundTable], list[str]]:
     """Find the tables below a folder, largest first, patterns relative to `base`; return also remarks on others."""
-    groups: dict[tuple[str, str, tuple[str, ...]], list[_FileLook]] = defaultdict(list)
+    groups: dict[_GroupKey, list[_FileLook]] = defaultdict(list)
+    unread: list[_FileLook] = []
     walk = _Walk(folder, base)
     paths = list(walk)
     files, remarks = [path for path in paths if _ending(path)][:FILES_MAX], list(walk.remarks)
     for path in files:
-        file_look = _one_remark(path, base, remarks, partial(_look_at, path))
-        if file_look is None:
-            continue
-        if file_look.remark:
-            remarks.append(f"{_relative(path, base)} {file_look.remark}")
+        file_look = _one_remark(path, partial(_look_at, path))
         if file_look.is_table:
             columns = tuple(sorted(file_look.columns))
             groups[file_look.format, file_look.separator, columns].append(file_look)
-    tables = [_table_of(group, base) for group in groups.values()]
+            if file_look.remark:
+                remarks.append(f"{_relative(path, base)} {file_look.remark}")
+        else:
+            unread.append(file_look)
+    unread_by_key = _unread_by_group(groups, unread, folder)
+    remarks += [
+        f"{_relative(look.path, base)} {look.remark}"
+        for look in unread
+        if look not in chain.from_iterable(unread_by_key.values())
+    ]
+    tables = [_table_of(group, base, unread_by_key[key]) for key, group in groups.items()]
     remarks += _about_others(paths, base, is_all=not tables)
     return sorted(tables, key=lambda table: -table.size_bytes), remarks
 
@@ -141,6 +152,41 @@ class _FileLook(NamedTuple):
     is_table: bool = True
 
 
+_GroupKey = tuple[str, str, tuple[str, ...]]
+"""Format, separator and sorted columns of the files of one table."""
+
+
+def _unread_by_group(
+    groups: Mapping[_GroupKey, Sequence[_FileLook]], unread: Sequence[_FileLook], folder: Path
+) -> dict[_GroupKey, list[_FileLook]]:
+    """Return the files that cannot be read by the table that they belong to.
+
+    That is the table whose files alone lie in their folder, or one of whose files there has the same name but for its
+    digits. A lone file of Parquet in the inspected `folder` may be of items or users as well, which CSV never is.
+    """
+    unread_by_key: dict[_GroupKey, list[_FileLook]] = {key: [] for key in groups}
+    for look in (look for look in unread if look.remark != NOT_UTF_8_NAME):
+        neighbours = {
+            key: [file.path for file in group if file.path.parent == look.path.parent]
+            for key, group in groups.items()
+        }
+        keys = [key for key, paths in neighbours.items() if paths]
+        alike = [
+            key for key in keys if any(_stem(path) == _stem(look.path) for path in neighbours[key])
+        ]
+        is_folder_of_one = len(keys) == 1 and (
+            len(neighbours[keys[0]]) > 1 or look.path.parent != folder or look.format == "csv"
+        )
+        if len(alike) == 1 or is_folder_of_one:
+            unread_by_key[(alike or keys)[0]].append(look)
+    return unread_by_key
+
+
+def _stem(path: Path) -> str:
+    """Return a file's name without its ending and its numbers."""
+    return re.sub(r"[\W_\d]+", "", path.name.lower().removesuffix(_ending(path)))
+
+
 class _Walk:
     """Files below a folder that may be data by their names; `remarks` lists skipped folders."""
 
@@ -150,7 +196,7 @@ class _Walk:
 
     def __iter__(self) -> Iterator[Path]:
         root = len(self._folder.parts)
-        for dirpath, folders, names in os.walk(self._folder):
+        for dirpath, folders, names in os.walk(self._folder, onerror=self._note_unlisted):
             folder = Path(dirpath)
             entries = [FolderEntry(name, is_folder=True) for name in folders]
             entries += _metadata_of(folder) if "metadata" in folders else []
@@ -176,28 +222,29 @@ class _Walk:
             folders[:] = subfolders
             yield from (folder / name for name in sorted(names) if is_data(name))
 
+    def _note_unlisted(self, error: OSError) -> None:
+        folder = _relative(Path(str(error.filename)), self._base)
+        self.remarks.append(f"{folder} cannot be listed: {error.strerror}; may this user read it?")
+
 
 def _metadata_of(folder: Path) -> list[FolderEntry]:
     entries = LocalStorage().children(str(folder / "metadata"))
     return [FolderEntry(f"metadata/{entry.path}", entry.is_folder) for entry in entries]
 
 
-def _one_remark(
-    path: Path, base: Path, remarks: list[str], look_at: Callable[[], _Result]
-) -> _Result | None:
-    """Inspect a file; for an error return None and add a remark with the file and the reason."""
+def _one_remark(path: Path, look_at: Callable[[], _FileLook]) -> _FileLook:
+    """Inspect a file; for an error return the reason as the remark on a file that is no table."""
     try:
         str(path).encode()
         return look_at()
     except UnicodeEncodeError:
-        reason = "has a name that is not UTF-8: rename it"
+        reason = NOT_UTF_8_NAME
     except UnicodeDecodeError:
         reason = "is not UTF-8: convert it from its encoding, e.g. with iconv -f latin1 (or -f shift_jis) -t utf-8"
     except ERRORS as error:
         lines = str(error).splitlines() or [type(error).__name__]
         reason = f"cannot be read: {lines[0]}"
-    remarks.append(f"{_relative(path, base)} {reason}")
-    return None
+    return _FileLook(path, _ENDINGS[_ending(path)], remark=reason, is_table=False)
 
 
 def _about_others(paths: Sequence[Path], base: Path, *, is_all: bool) -> Iterator[str]:
@@ -411,7 +458,7 @@ def _no_table(names: Sequence[str], separator: str) -> str | None:
     return None
 
 
-def _table_of(group: Sequence[_FileLook], base: Path) -> FoundTable:
+def _table_of(group: Sequence[_FileLook], base: Path, unread: Sequence[_FileLook]) -> FoundTable:
     """Build the table of files with the same columns; its kinds are those of the first one with rows."""
     first = next((file for file in group if len(file.sample)), group[0])
     files = [file.path for file in group]
@@ -429,6 +476,8 @@ def _table_of(group: Sequence[_FileLook], base: Path) -> FoundTable:
         None if None in rows else sum(filter(None, rows)),
         sum(path.stat().st_size for path in files),
         first.separator,
+        tuple(f"{_relative(look.path, base)} {look.remark}" for look in unread),
+        _pattern(sorted([*files, *(look.path for look in unread)]), base) if unread else (),
     )
 
 

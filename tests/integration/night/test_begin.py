@@ -103,6 +103,51 @@ def test_a_copy_of_a_file_is_reported_with_the_night(config):
     assert any(remark.startswith(expected_remark) for remark in remarks)
 
 
+def test_a_cut_of_interactions_without_times_is_refused_or_said_by_who_chose_it(config):
+    """A cut left nothing out, and the night said nothing."""
+    path = config.path("interactions.parquet")
+    table = pq.read_table(path)
+    zeros = pa.array([0] * len(table), table.schema.field("timestamp").type)
+    pq.write_table(
+        table.set_column(table.column_names.index("timestamp"), "timestamp", zeros), path
+    )
+    without_column = replace(config, sources=replace(config.sources, timestamp_column=""))
+
+    for untimed in (config, without_column):
+        with pytest.raises(ConfigError, match=r"no interaction has a time.*timestamp_column"):
+            begin.run(untimed, data_until=DATA_UNTIL, run_after=None)
+        with pytest.raises(ConfigError, match="no interaction has a time"):
+            begin.run(replace(untimed, data_until=DATA_UNTIL), data_until=None, run_after=None)
+        build = begin.run(untimed, data_until=None, run_after=DATA_UNTIL)
+        remarks = Build(untimed, untimed.store(), build["generation"]).need(BEGIN)["remarks"]
+        assert any(
+            remark.startswith(
+                f"the cut {DATA_UNTIL}, the time of the run, leaves no interaction out"
+            )
+            for remark in remarks
+        )
+
+
+def test_ids_in_two_forms_are_reported_with_the_night_whichever_table_has_them(config):
+    path = config.path("interactions.parquet")
+    table = pq.read_table(path)
+    users, items = (table[name].to_pylist() for name in ("user", "item"))
+    other_user, other_item = users[-1].upper() + " ", items[-1].upper() + " "
+    more = table.slice(0, 1)
+    for name, value in (("user", other_user), ("item", other_item)):
+        column = pa.array([value], table.schema.field(name).type)
+        more = more.set_column(more.column_names.index(name), name, column)
+    pq.write_table(pa.concat_tables([table, more]), path)
+
+    build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
+    report = Build(config, config.store(), build["generation"]).need(BEGIN)["unusable"]
+
+    remarks = report["ids"]["remarks"]
+    assert any(remark.startswith("1 user comes in more than one form") for remark in remarks)
+    assert any(remark.startswith("1 item comes in more than one form") for remark in remarks)
+    assert {other_user, other_item, users[-1], items[-1]} <= {*report["ids"]["named"]}
+
+
 def test_a_refusal_over_few_users_and_items_says_that_there_are_few(config):
     config = replace(config, gates=GateThresholds(distinct_lists=2.0))
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache.errors import SourceError
-from infra.cli.check import CheckResult, look_at_sources
+from infra.cli.check import CheckResult, _run_check, look_at_sources
 from precompute.bundles.bundle_store import hand_over
 from precompute.config.settings import GateThresholds, NightConfig, Sources
 from precompute.sources.readers import read_interactions
@@ -56,7 +56,7 @@ def at(times: str, rows: list[str]) -> list[str]:
         ),
         (
             [f"'{row.replace(',', chr(39) + ',', 1)}" for row in clicks()],
-            "'user' has quotes around 150",
+            "'user' has quotes around its ids in 1,000 of 1,000 rows, such as \"'u",
         ),
         (
             [*clicks(500), "user,item,timestamp", *clicks(500)],
@@ -167,6 +167,104 @@ def test_days_with_a_header_alone_are_no_copies(tmp_path: Path) -> None:
     config = NightConfig(base=str(tmp_path), sources=Sources(interactions=("*.csv",)))
 
     assert "same bytes" not in look_at_sources(config)[1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected_message"),
+    [
+        (
+            [f"{row % 150},i{row % 40},{1_700_000_000 + row}" for row in range(1000)]
+            + ["99.0,i1,1800000000", "1.2E+11,i2,1800000001", "1e+05,i3,1800000002"],
+            "'user' has whole numbers written as fractions in 3 of 1,003 rows, such as '",
+        ),
+        (
+            [*clicks(), '="u0001",i1,1800000000'],
+            "'user' has a spreadsheet's =\"...\" around its ids in 1 of 1,001 rows, such as '=\"u0001\"'",
+        ),
+        (
+            [*clicks(), "U7,i1,1800000000", "u7,I 3,1800000001"],
+            "1 user comes in more than one form, such as 'U7' and 'u7',",
+        ),
+        ([*clicks(), "u7,I 3,1800000001"], "1 item comes in more than one form, such as 'I 3' and 'i3',"),
+        (
+            [f"{row % 150},i{row % 40},{1_700_000_000 + row}" for row in range(1000)]
+            + ["007,i1,1800000000", "+8,i1,1800000000"],
+            "2 users come in more than one form, such as '",
+        ),
+        (
+            [*clicks(), "caf\u00e9,i1,1800000000", "cafe\u0301,i1,1800000001"],
+            r"such as 'cafe\u0301' and 'caf\xe9',",
+        ),
+        ([*clicks(), *clicks(30)], "30 of 1,030 rows repeat another row of their file (user, item and time)"),
+        (
+            [row.rpartition(",")[0] + ",0" for row in clicks(600) * 2],
+            "600 of 1,200 rows repeat another row of their file (user and item)",
+        ),
+    ],
+    ids=[
+        "a few floats", "a formula", "two cases", "a blank", "zeros and a plus", "composed letters", "repeats",
+        "repeats without times",
+    ],
+)  # fmt: skip
+def test_one_id_in_two_forms_and_rows_that_repeat_are_said_however_few(
+    tmp_path: Path, rows: list[str], expected_message: str
+) -> None:
+    state, message = check(tmp_path, rows)
+
+    assert state == "ok" and expected_message in message
+
+
+def test_an_id_of_the_catalogue_in_another_form_is_said(tmp_path: Path) -> None:
+    ids = [f"i{number}" for number in range(39)] + ["I39"]
+    pq.write_table(pa.table({"item": ids}), tmp_path / "items.parquet")
+
+    _, message = check(tmp_path, clicks(), item_features="items.parquet")
+
+    assert "1 item comes in more than one form, such as 'I39' and 'i39'," in message
+
+
+def test_usual_ids_in_capitals_and_with_zeros_are_of_one_form(tmp_path: Path) -> None:
+    rows = [f"{row % 150:06d},B0{row % 40:03d}X,{1_700_000_000 + row}" for row in range(1000)]
+
+    assert check(tmp_path, rows) == ("ok", "1 file; 1,000 interactions")
+
+
+def test_a_file_beside_itself_compressed_and_exports_that_overlap_are_said(tmp_path: Path) -> None:
+    header = "user,item,timestamp\n"
+    text = header + "\n".join(clicks()) + "\n"
+    (tmp_path / "a.csv").write_text(text)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "b.csv").write_text(header + "\n".join(clicks(1100)[950:]) + "\n")
+    sources = Sources(interactions=("a.csv", "b.csv"))
+
+    _, overlap = look_at_sources(NightConfig(base=str(tmp_path), sources=sources))
+    sources = Sources(interactions=("a.csv", "a.csv.gz"))
+    _, copy = look_at_sources(NightConfig(base=str(tmp_path), sources=sources))
+
+    assert (
+        "a.csv and b.csv hold 50 rows in common (user, item and time), which count twice" in overlap
+    )
+    assert "a.csv and a.csv.gz hold the same 1,000 rows (user, item and time), which count" in copy
+
+
+@pytest.mark.parametrize("spoil", ["no column", "not named", "zeros"])
+def test_a_cut_where_no_row_has_a_time_is_to_do(tmp_path: Path, spoil: str) -> None:
+    rows = at("0", clicks()) if spoil == "zeros" else clicks()
+    (tmp_path / "a.csv").write_text(
+        f"user,item,{'at' if spoil == 'no column' else 'timestamp'}\n" + "\n".join(rows) + "\n"
+    )
+    column = "" if spoil == "not named" else "timestamp"
+    config = NightConfig(
+        base=str(tmp_path),
+        data_until="2024-01-01T00:00:00Z",
+        sources=Sources(interactions=("a.csv",), timestamp_column=column),
+    )
+
+    line = _run_check("sources", lambda: look_at_sources(config))
+
+    assert line.state == "to do"
+    assert line.told.startswith("data_until is 2024-01-01T00:00:00Z, but no interaction has a time")
+    assert "[sources] timestamp_column" in line.told
 
 
 def write_items(folder: Path, form: str, **columns: Any) -> None:

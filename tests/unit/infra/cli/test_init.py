@@ -130,7 +130,12 @@ def test_partitions_in_folders_become_one_pattern(
     for day in ("01", "02"):
         write_parquet(here / "events" / f"day={day}" / "p.parquet", {"user": USERS, "item": ITEMS})
 
-    assert init(capsys)["interactions"] == ["events/**/*.parquet"]
+    report = init(capsys)
+
+    assert report["interactions"] == ["events/**/*.parquet"]
+    assert any(
+        "have values of day in their names, which are not read" in note for note in report["notes"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -406,6 +411,49 @@ def test_an_odd_file_costs_one_remark_that_names_it_and_the_look_goes_on(
     assert len([note for note in report["notes"] if "odd." in note]) == 1
 
 
+@pytest.mark.parametrize("name", ["2.csv", "late.csv"])
+def test_an_unreadable_file_of_clicks_stays_in_the_pattern_and_is_to_do(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """It was left out without a word of the next commands, and its clicks with it."""
+    write_csv(here / "clicks" / "1.csv", clicks_of(60))
+    odd_utf16(here / "clicks" / name)
+
+    report = init(capsys, code=3)
+
+    assert report["interactions"] == ["clicks/*.csv"]
+    (missing,) = report["missing"]
+    assert missing.startswith(f"clicks/{name} is UTF-16: convert it") and "mend it" in missing
+    assert not report["notes"]
+    sources = night_config(report["file"], {}).sources
+    with pytest.raises(SourceError, match=rf"{name} is UTF-16"):
+        list(read_interactions(sources, here))
+
+
+def test_an_empty_file_beside_one_of_clicks_is_to_do(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_csv(here / "b.csv", clicks_of(60))
+    (here / "clicks.csv").write_bytes(b"")
+
+    report = init(capsys, code=3)
+
+    assert report["interactions"] == ["*.csv"]
+    assert report["missing"][0].startswith("clicks.csv cannot be read: it is empty")
+
+
+def test_a_damaged_table_of_items_is_in_no_pattern_of_clicks(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_parquet(here / "clicks.parquet", clicks_of(60))
+    (here / "items.parquet").write_bytes(b"PAR1 and no more")
+
+    report = init(capsys)
+
+    assert report["interactions"] == ["clicks.parquet"]
+    assert any(note.startswith("items.parquet cannot be read") for note in report["notes"])
+
+
 def test_a_file_whose_name_is_not_utf_8_costs_one_remark(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -474,7 +522,7 @@ def test_a_header_in_the_middle_costs_no_times(
     report = init(capsys)
 
     assert report["columns"]["timestamp"] == "timestamp"
-    assert report["notes"] == ["a.csv has its header again in 1 of its first rows"]
+    assert report["notes"][0] == "a.csv has its header again in 1 of its first rows"
 
 
 def test_what_another_program_left_in_a_folder_is_in_no_pattern(

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache.errors import SourceError
+from cache.errors import ConfigError, SourceError
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources
 from precompute.reference import train as operation
@@ -93,6 +93,22 @@ def test_what_is_newer_than_the_cut_of_the_settings_is_not_learnt(tmp_path):
 
     training_facts = Bundle.open(tmp_path / "bundle").training
     assert training_facts["trained_until"] == "1970-01-01T00:01:39+00:00"
+
+
+@pytest.mark.parametrize("column", ["", "timestamp"])
+def test_a_cut_of_interactions_without_times_is_refused(tmp_path, column):
+    """It left nothing out, and the model learnt what judges it."""
+    config = prepared(tmp_path, [f"item-{row % 30}" for row in range(200)])
+    if column:
+        table = pq.read_table(tmp_path / "interactions.parquet")
+        zeros = pa.array([0] * len(table), pa.timestamp("s"))
+        pq.write_table(table.set_column(2, column, zeros), tmp_path / "interactions.parquet")
+    config = replace(config, sources=replace(config.sources, timestamp_column=column))
+
+    with pytest.raises(ConfigError, match=r"no interaction has a time.*timestamp_column"):
+        train_reference(config, data_until="2024-01-01T00:00:00Z")
+
+    assert train_reference(config)["untimed"] == 200
 
 
 def test_no_python_object_is_made_per_item(tmp_path, handed):

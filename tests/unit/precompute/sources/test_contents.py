@@ -15,7 +15,7 @@ from cache.errors import SourceError
 from precompute.config.settings import Sources, parse_time
 from precompute.sources.columns import read_ids
 from precompute.sources.readers import feature_schema, read_features, read_interactions
-from precompute.sources.unusable import UnusableRows
+from precompute.sources.unusable import UnusableRows, ids_in
 
 DAY_US = 86_400 * 10**6
 DAY = dt.date(2023, 11, 14)
@@ -227,8 +227,23 @@ def test_ids_that_a_program_made_fractions_of_are_refused_with_what_to_do(tmp_pa
 
 
 def test_versions_among_ids_are_ids(tmp_path):
-    write(tmp_path, item=["4.0", "4.1", "5.0", "x"])
-    assert [item for _, item in read(tmp_path, "a.parquet")[0]] == ["4.0", "4.1", "5.0", "x"]
+    write(tmp_path, item=["4.0", "4.1", "5.2", "x"])
+    pairs, _, report = read(tmp_path, "a.parquet")
+    assert [item for _, item in pairs] == ["4.0", "4.1", "5.2", "x"]
+    assert "remarks" not in report
+
+
+def test_an_erased_id_is_no_example_of_a_remark_and_others_are_found_by_an_erasure(tmp_path):
+    users = [str(row) for row in range(200)] + ["7.0", "8.0"]
+    write(tmp_path, user=users, item=["i"] * 202)
+    for hidden, example in (((), "8.0"), ((b"8.0",), "7.0"), ((b"7.0", b"8.0"), None)):
+        unusable = UnusableRows(hidden)
+        list(read_interactions(Sources(("a.parquet",)), tmp_path, unusable=unusable))
+        report = unusable.to_json()
+        (remark,) = report["interactions"]["remarks"]
+        assert "in 2 of 202 rows" in remark
+        assert (repr(example) in remark) is (example is not None)
+        assert ids_in(report) == ({example} if example else set())
 
 
 def column_of_many(kind):
@@ -489,15 +504,19 @@ def test_ids_of_lines_with_a_kind_before_a_colon_are_ids(tmp_path):
 @pytest.mark.parametrize(
     ("user", "told"),
     [
-        ("\u200bu{0}", "has signs without width in 30 of its first 30 ids"),
-        ("M\ufffdller{0}", "has the sign \ufffd in 30 of its first 30 ids"),
-        ("\u201cu{0}\u201d", "has quotes around 30 of its first 30 ids"),
+        ("\u200bu{0}", "has signs without width in its ids in 30 of 30 rows"),
+        ("M\ufffdller{0}", "has the sign \ufffd in its ids in 30 of 30 rows"),
+        ("\u201cu{0}\u201d", "has quotes around its ids in 30 of 30 rows"),
+        ("'u{0}", "has a spreadsheet's apostrophe before its ids in 30 of 30 rows"),
+        ("u\x00{0}", "has signs for control, such as zero bytes, in its ids in 30 of 30 rows"),
+        ("a&amp;b{0}", "has escapes of web pages or addresses in its ids in 30 of 30 rows"),
+        ("a%20b{0}", "has escapes of web pages or addresses in its ids in 30 of 30 rows"),
         ("(not set)", "has the id '(not set)' in 30 of its first 30 rows"),
         ("########", "has the id '########' in 30 of its first 30 rows"),
     ],
 )
 def test_odd_ids_are_told(tmp_path, user, told):
-    write(tmp_path, user=[user.format(row) for row in range(30)], item=["i"] * 30)
+    write(tmp_path, user=[user.format(row) for row in range(30)])
     (remark,) = read(tmp_path, "a.parquet")[2]["remarks"]
     assert remark.startswith(f"column 'user' {told}")
 
@@ -506,7 +525,7 @@ def test_blanks_that_are_part_of_ids_are_reported(tmp_path):
     write(tmp_path, item=["i1   ", "\u00a0i2", "i3"])
     _, _, report = read(tmp_path, "a.parquet")
     (remark,) = report["remarks"]
-    assert remark.startswith("column 'item' has blanks around 2 of its first 3 ids")
+    assert remark.startswith("column 'item' has blanks around its ids in 2 of 3 rows")
 
 
 @pytest.mark.parametrize("kind", ["csv", "text", pa.int64()])
@@ -516,6 +535,14 @@ def test_an_hour_as_digits_is_read_with_a_remark(tmp_path, kind):
     _, times, report = read(tmp_path, name)
     assert times == [DAY_AT + 22 * 3600 * 10**6, DAY_AT + 23 * 3600 * 10**6]
     assert "dates as yyyymmddhh" in report["remarks"][0]
+
+
+def test_times_whose_last_digits_a_spreadsheet_dropped_are_told(tmp_path):
+    name = write_times(tmp_path, "csv", ["1.70E+09"] * 30)
+    remarks = read(tmp_path, name)[2]["remarks"]
+    assert remarks[0].startswith("column 'timestamp' holds numbers such as '1.70E+09', whose last")
+    name = write_times(tmp_path, "csv", [f"1.7000{number:05d}e+09" for number in range(30)])
+    assert "remarks" not in read(tmp_path, name)[2]
 
 
 @pytest.mark.parametrize(
