@@ -134,7 +134,8 @@ class MissReason(DescribedEnum):
     )
     EXHAUSTED = (
         "exhausted",
-        "Of the list of an item, or of a live answer, fewer than k (or none) are left without what is excluded",
+        "Nothing of a live answer or of an item's list is left without what is excluded, or fewer than k of a list that "
+        "live can extend: another source answers, and `short` alone says that an answer has fewer than k",
         MissTraits(allows_stored=True, holds_for_previous=True),
     )
     FILTERED = (
