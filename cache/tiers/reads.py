@@ -134,8 +134,7 @@ class MissReason(DescribedEnum):
     )
     EXHAUSTED = (
         "exhausted",
-        "Nothing of a live answer or of an item's list is left without what is excluded, or fewer than k of a list that "
-        "live can extend: another source answers, and `short` alone says that an answer has fewer than k",
+        "Nothing of a list is left without what is excluded, or fewer than k where live has more; see `short`, too",
         MissTraits(allows_stored=True, holds_for_previous=True),
     )
     FILTERED = (
