@@ -1,8 +1,9 @@
 """Judge: every gate run within its time, on connections of its own, and what its errors mean.
 
 An error of Larder's own, or a file that is missing, is a finding: the gate has failed. What did not answer, and any
-other error, is none (`NotJudged`): a defect of a gate, or damage that only it meets, refuses nothing. Neither lets a
-generation pass.
+other error, is none (`NotJudged`): a defect of a gate, or damage that only it meets, refuses nothing by itself. Neither
+lets a generation pass, and what other gates found counts: `verify` refuses the generation after a `GateRaised` if any
+verdict failed, and after another `NotJudged` if an integrity rule's did.
 """
 
 import queue
@@ -192,7 +193,8 @@ def run_gates(
 ) -> Iterator[Verdict]:
     """Every gate's verdict. Raises NotJudged at the first one that could not ask, or whose time is over.
 
-    Raises GateRaised for the first gate with an error, once all others were asked.
+    Raises GateRaised for the first gate with an error, once all others were asked. The verdicts yielded before either
+    error stand, and the caller decides by them.
     """
     started = timer()
     raised: GateRaised | None = None

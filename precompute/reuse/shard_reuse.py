@@ -69,6 +69,7 @@ class ShardReuse:
     """Mask [records] of the users with a list that cannot be copied, even with unchanged inputs."""
     item_vectors: NDArray[np.float32]
     is_same_bundle: bool
+    """True if the base was made by this very bundle (`BaseGeneration.has_lists`)."""
     touched: Digests | None
     """Sorted hashes of the users whose inputs have to be read; None for all."""
 
@@ -241,6 +242,10 @@ def _fitting(
 
 
 def _touched(build: Build, shard: int, broken: Digests) -> Digests | None:
+    """Return sorted hashes of users with newly read rows or a lost item (`begin` wrote these) and of `broken` ones.
+
+    None if the inputs of all users have to be read.
+    """
     begin_report = build.need(BEGIN)
     if not begin_report["base"]["took_over"] or begin_report.get("user_vectors"):
         return None

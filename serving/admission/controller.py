@@ -72,7 +72,10 @@ class Admission:
         return self.loop.wait > self.loop.target
 
     def may_be_late(self, waited_s: float) -> bool:
-        """True if a request's wait, or the loop's queue, is long enough that its deadline must be checked."""
+        """True if a request's wait, or the loop's queue, is long enough that its deadline must be checked.
+
+        Else the check, which may have to read the body, is spared.
+        """
         return self.is_behind or waited_s > self.loop.target
 
     def is_late(self, deadline_s: float, waited_s: float = 0.0) -> bool:
