@@ -161,9 +161,9 @@ class EventPredictor:
         specs = {
             name: TowerSpec.from_json(manifest.models[model].spec) for name, model in names.items()
         }
-        limit = manifest.events.history_limit
+        history_limit = manifest.events.history_limit
         without = bool(manifest.facts.get(FEATURED_USERS, False))
-        return cls(exact, items, seen_items, limit, specs, tables, scorers, without)
+        return cls(exact, items, seen_items, history_limit, specs, tables, scorers, without)
 
     def supports(self, table: str) -> bool:
         """True if newer events change the table's answers and this predictor can compute them."""

@@ -303,7 +303,7 @@ class AttributeEvents:
         packed = self._users.get(user)
         return 0 if packed is None else _newest_number(packed)
 
-    def all_values(self, kind: str, number: int) -> dict[bytes, dict[str, Any]]:
+    def values_set_after(self, kind: str, number: int) -> dict[bytes, dict[str, Any]]:
         """Return the values set after this position, of the entities of one kind, `item` or `user`."""
         of_kind = self._items if kind == "item" else self._users
         return {
@@ -316,14 +316,17 @@ class AttributeEvents:
         """Forget at most `entities_max` entities without a value after this position; return their number."""
         forgotten_count, self.complete_after_number = 0, max(self.complete_after_number, number)
         for of_kind in (self._items, self._users):
-            old: list[bytes] = []
+            forgotten_raws: list[bytes] = []
             for raw, packed in of_kind.items():
-                if _newest_number(packed) > number or forgotten_count + len(old) >= entities_max:
+                if (
+                    _newest_number(packed) > number
+                    or forgotten_count + len(forgotten_raws) >= entities_max
+                ):
                     break
-                old.append(raw)
-            for raw in old:
+                forgotten_raws.append(raw)
+            for raw in forgotten_raws:
                 self._forget(of_kind, raw)
-            forgotten_count += len(old)
+            forgotten_count += len(forgotten_raws)
         return forgotten_count
 
     def become(self, replacement: "AttributeEvents") -> None:

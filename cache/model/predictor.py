@@ -197,9 +197,11 @@ class Predictor:
         flags: int = 0,
     ) -> list[bytes]:
         """Encode each row of `ranked` as a record of a top-K table, flagged live and with `flags`."""
-        layout, prints = self._tables[table].layout, np.array(fingerprints, np.uint64)
+        layout, fingerprint_array = self._tables[table].layout, np.array(fingerprints, np.uint64)
         flags |= FLAG_LIVE
-        return _split_records(layout, encode_topk(layout, prints, *ranked, scored_at, flags=flags))
+        return _split_records(
+            layout, encode_topk(layout, fingerprint_array, *ranked, scored_at, flags=flags)
+        )
 
     def numbers(
         self,
@@ -209,9 +211,9 @@ class Predictor:
         scored_at: int,
     ) -> list[bytes]:
         """Encode each row of outputs as a record of a vector or value table."""
-        layout, prints = self._tables[table].layout, np.array(fingerprints, np.uint64)
+        layout, fingerprint_array = self._tables[table].layout, np.array(fingerprints, np.uint64)
         return _split_records(
-            layout, encode_numbers(layout, prints, outputs, scored_at, flags=FLAG_LIVE)
+            layout, encode_numbers(layout, fingerprint_array, outputs, scored_at, flags=FLAG_LIVE)
         )
 
     def takes_numbers_alone(self, table: str) -> bool:

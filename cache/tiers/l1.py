@@ -148,7 +148,7 @@ class LocalTier:
             self._entries[ready.request] = ready._replace(access=None)
 
     def fill(
-        self, keys: Sequence[LocalKey], records: Sequence[bytes], prints: Sequence[int]
+        self, keys: Sequence[LocalKey], records: Sequence[bytes], fingerprints: Sequence[int]
     ) -> None:
         """Store records of one size of the night, making room for some of them at a time."""
         entries, size_bytes = self._entries, len(records[0]) + OVERHEAD_BYTES if records else 0
@@ -159,7 +159,7 @@ class LocalTier:
         for start in range(0, len(keys), at_once):
             chunk = slice(start, start + at_once)
             for key, entry in zip(
-                keys[chunk], map(Entry, records[chunk], prints[chunk]), strict=True
+                keys[chunk], map(Entry, records[chunk], fingerprints[chunk]), strict=True
             ):
                 if (previous_entry := entries.get(key)) is not None:
                     self._bytes -= size_of(previous_entry)

@@ -439,7 +439,7 @@ class RowReader:
             return Rows(landed.rows, is_l2, {**landed.missed})
         missed: dict[int, ReadResult] = {}
         joined: dict[int, bytes] = {}
-        prints = record_keys.fingerprints
+        fingerprints = record_keys.fingerprints
         own_landed: FlightRecords | None = None
         if type(landed) is FlightRecords:
             own_landed = landed
@@ -447,7 +447,7 @@ class RowReader:
         for batch_index, entry in entry_by_index.items():
             if isinstance(entry, Miss):
                 missed[batch_index] = entry
-            elif entry.fingerprint != prints.item(batch_index):
+            elif entry.fingerprint != fingerprints.item(batch_index):
                 missed[batch_index] = MISS_BY_REASON[MissReason.CORRUPT]
             else:
                 joined[batch_index] = entry.record
@@ -488,16 +488,19 @@ class RowReader:
         if not self._local.can_fit(record_keys.table.layout.size_bytes):
             self._local.too_large += len(record_keys) - len(missed)
             return
-        prints, keys = record_keys.fingerprints.tolist(), record_keys.local_keys(view.generation)
+        fingerprints, keys = (
+            record_keys.fingerprints.tolist(),
+            record_keys.local_keys(view.generation),
+        )
         records: Sequence[Any] = answers.payloads() if isinstance(answers, Frames) else answers
         if missed:
             hit_indexes = [index for index in range(len(record_keys)) if index not in missed]
-            prints = [prints[index] for index in hit_indexes]
+            fingerprints = [fingerprints[index] for index in hit_indexes]
             keys, records = (
                 [keys[index] for index in hit_indexes],
                 [records[index] for index in hit_indexes],
             )
-        self._local.fill(keys, records, prints)
+        self._local.fill(keys, records, fingerprints)
 
 
 def _rows_of(record_keys: RecordKeys, records: Sequence[bytes]) -> NDArray[Any]:

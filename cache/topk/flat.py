@@ -150,13 +150,13 @@ class FlatChunk:
         return ordinals, scores
 
     def _among(self, candidates: NDArray[np.int64], exclusions: Histories) -> NDArray[np.bool_]:
-        items = len(self._scorer.vectors)
-        is_known = (exclusions.indices >= 0) & (exclusions.indices < items)
+        item_count = len(self._scorer.vectors)
+        is_known = (exclusions.indices >= 0) & (exclusions.indices < item_count)
         owners = np.repeat(np.arange(len(exclusions)), np.diff(exclusions.indptr))
-        banned = np.sort(owners[is_known] * items + exclusions.indices[is_known])
+        banned = np.sort(owners[is_known] * item_count + exclusions.indices[is_known])
         if not len(banned):
             return np.zeros(candidates.shape, np.bool_)
-        candidate_keys = np.arange(len(candidates))[:, None] * items + candidates
+        candidate_keys = np.arange(len(candidates))[:, None] * item_count + candidates
         at = np.minimum(np.searchsorted(banned, candidate_keys), len(banned) - 1)
         hit: NDArray[np.bool_] = banned[at] == candidate_keys
         return hit
@@ -166,11 +166,11 @@ def _scan(
     scorer: ComparableItems, user: NDArray[np.float32], banned: NDArray[np.int64], k: int
 ) -> Top:
     """Top K of one user against every item, in tiles: for ties in masses and vectors without direction."""
-    items = len(scorer.vectors)
+    item_count = len(scorer.vectors)
     keys = np.empty(0, np.uint64)
-    allowed = np.ones(items, np.bool_)
-    allowed[banned[(banned >= 0) & (banned < items)]] = False
-    for start in range(0, items, _SCAN_ITEMS):
+    allowed = np.ones(item_count, np.bool_)
+    allowed[banned[(banned >= 0) & (banned < item_count)]] = False
+    for start in range(0, item_count, _SCAN_ITEMS):
         ordinals = start + np.flatnonzero(allowed[start : start + _SCAN_ITEMS])
         scores = score(user[None], scorer.vectors, ordinals[None], scorer.metric)[0]
         keys = top_keys(np.concatenate([keys, pack(scores, ordinals)])[None], k)[0]

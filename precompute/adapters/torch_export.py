@@ -343,7 +343,7 @@ def vectors_of(
 
     `subject` names the entity of a feed of one row.
     """
-    rows = len(next(iter(feed.values())))
+    row_count = len(next(iter(feed.values())))
     try:
         with torch.no_grad():
             output = module(*(torch.from_numpy(array) for array in feed.values()))
@@ -355,12 +355,11 @@ def vectors_of(
         raise SourceError(
             f"{tower_name} fails on {subject or shapes}: {first_line(error)}; {remedy}"
         ) from None
-    if not isinstance(output, torch.Tensor) or output.ndim != 2 or len(output) != rows:
+    if not isinstance(output, torch.Tensor) or output.ndim != 2 or len(output) != row_count:
         shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise SourceError(
-            f"{tower_name} returns {shape} for {rows} rows, not [{rows}, dims]: wrap it in a module whose forward "
-            "returns "
-            "one vector a row"
+            f"{tower_name} returns {shape} for {row_count} rows, not [{row_count}, dims]: wrap it in a module whose "
+            "forward returns one vector a row"
         )
     vectors: NDArray[np.float32] = output.numpy()
     is_nonfinite = ~np.isfinite(vectors).all(axis=1)

@@ -130,7 +130,7 @@ class Governor:
             return
         now_s = self._timer()
         if now_s < self._due:
-            self._nap(self._due - now_s)
+            self._sleep_for(self._due - now_s)
             now_s = self._timer()
         self._due = max(self._due, now_s - BURST_S) + size_bytes / self._allow(size_bytes)
 
@@ -226,7 +226,7 @@ class Governor:
                 self._watch.stir()
                 self._spin()
             else:
-                self._nap(min(left_s, NAP_S))
+                self._sleep_for(min(left_s, NAP_S))
 
     def _detect_readers(self) -> tuple[bool, bool]:
         """Return flags (whether to hold back, whether there are readers)."""
@@ -255,9 +255,9 @@ class Governor:
         if on != self._yields and self._config.yield_cpu:
             self._yields = self._yielding(on) and on
 
-    def _nap(self, seconds: float) -> None:
-        self.slept_s += seconds
-        self._sleep(seconds)
+    def _sleep_for(self, sleep_s: float) -> None:
+        self.slept_s += sleep_s
+        self._sleep(sleep_s)
 
 
 @contextmanager

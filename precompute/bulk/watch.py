@@ -203,9 +203,9 @@ class Watcher:
             foreign = max(0.0, (reads - earlier_totals[1]) / spent_s)
             spent = [used - earlier_totals[2].get(server, used) for server, used in cpu.items()]
             busy = max([0.0, *spent]) / spent_s
-        followers = sum(info_number(info, "connected_slaves", 0) for info in infos.values())
+        follower_count = sum(info_number(info, "connected_slaves", 0) for info in infos.values())
         behind = max(map(lag_bytes, infos.values()), default=0)
-        return RedisObservation(now_s, heard, len(replicas), foreign, busy, followers, behind)
+        return RedisObservation(now_s, heard, len(replicas), foreign, busy, follower_count, behind)
 
 
 def is_whole(reply: bytes) -> bool:

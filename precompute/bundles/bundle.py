@@ -229,21 +229,21 @@ class Bundle:
 
 
 def _model(
-    path: Path, name: str, entity: Literal["user", "item"], data: Mapping[str, Any]
+    path: Path, name: str, entity: Literal["user", "item"], model_entry: Mapping[str, Any]
 ) -> BundleModel:
     if entity not in ("user", "item"):
         raise BundleError(f"{name} is for the entity {entity!r}; it is user or item", model=name)
-    spec = TowerSpec.from_json(data)
-    labels = tuple(str(label) for label in data.get("labels", ()))
+    spec = TowerSpec.from_json(model_entry)
+    labels = tuple(str(label) for label in model_entry.get("labels", ()))
     if labels and len(labels) != spec.output_dims:
         raise BundleError(
             f"{name} gives {spec.output_dims} numbers, {BUNDLE_FILE} has {len(labels)} labels for them",
             model=name,
         )
-    program, weights = data.get("program"), data.get("weights")
-    file = _file(path, data)
+    program, weights = model_entry.get("program"), model_entry.get("weights")
+    file = _file(path, model_entry)
     return BundleModel(
-        name, file, str(data["sha256"]), entity, spec, labels,
+        name, file, str(model_entry["sha256"]), entity, spec, labels,
         _file(path, program) if program else None,
         str(program["sha256"]) if program else "",
         _weights(path, name, file, weights) if weights else None,

@@ -54,18 +54,18 @@ def quantize_tower(
     )
     if opset < _OPSET_MIN:
         raise BundleError(f"{fp32.name} has opset {opset}, quantizing needs {_OPSET_MIN} or newer")
-    tables = _quantize_tables(
+    table_count = _quantize_tables(
         model.graph
     )  # first: then all of it fits into one file, as the next step wants it
-    products = sum(1 for node in model.graph.node if _is_product(model.graph, node))
-    if not tables and not products:
+    product_count = sum(1 for node in model.graph.node if _is_product(model.graph, node))
+    if not table_count and not product_count:
         raise BundleError(f"{fp32.name} holds no embedding table and no product to quantize")
     if sum(len(initializer.raw_data) for initializer in model.graph.initializer) > GRAPH_BYTES_MAX:
         raise BundleError(f"the int8 form of {fp32.name} would be larger than 2 GiB")
-    if products:
+    if product_count:
         model = _quantize_products(model, Tower.open(fp32, spec), calibration)
     write_atomically(int8_path, model.SerializeToString(deterministic=True))
-    return tables, products
+    return table_count, product_count
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]

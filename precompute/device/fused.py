@@ -369,9 +369,9 @@ def agrees(dims: int, device: torch.device) -> bool:
 def bounds_of(items: DeviceItems, columns: Columns, queries: Queries, tiles: Tiles) -> torch.Tensor:
     """Return bounds float32 [n, groups] of few columns, in one stage; minus infinity for groups of padding."""
     users, device = len(queries.codes), queries.codes.device
-    blocks = len(columns.ordinals) // columns.block
-    room = -(-blocks // SPLITS) * LANES // ABREAST
-    (stage,) = stages_of(blocks, room)
+    block_count = len(columns.ordinals) // columns.block
+    room = -(-block_count // SPLITS) * LANES // ABREAST
+    (stage,) = stages_of(block_count, room)
     entries = torch.empty((users, SEGMENTS, room, 4), dtype=torch.int32, device=device)
     counts = torch.empty((users, SEGMENTS), dtype=torch.int32, device=device)
     limits = torch.full((users,), _NO_SCORE, device=device)

@@ -136,15 +136,15 @@ def _looked_up(
 ) -> set[int]:
     """Return the erasure numbers found in the directory, partition, reports or interactions beyond the cut."""
     seed = begin_report["user_seed"] if kind == "user" else begin_report["item_seed"]
-    shards = len(begin_report["bounds"]) - 1
+    shard_count = len(begin_report["bounds"]) - 1
     hashes = hash_ids([erasure.raw for erasure in erasures], seed)
     unusable_ids = ids_in(begin_report.get("unusable", {}))
     unusable_ids |= ids_in({} if manifest is None else manifest.facts.get("unusable", {}))
     if kind == "item":
         unusable_ids |= set(begin_report.get(UNKNOWN_NAMED, ()))
     held_numbers = {erasure.number for erasure in erasures if erasure.entity in unusable_ids}
-    for shard in np.unique(shard_of(hashes, shards)).tolist():
-        shard_indices = np.flatnonzero(shard_of(hashes, shards) == shard)
+    for shard in np.unique(shard_of(hashes, shard_count)).tolist():
+        shard_indices = np.flatnonzero(shard_of(hashes, shard_count) == shard)
         if kind == "item" or manifest is not None:
             path = fetch(directory_file(kind, shard))
             if path.stat().st_size:

@@ -289,8 +289,8 @@ class EventValues(NamedTuple):
                 attribute_events.forget(kind, raw)
         present_item_ids = frozenset(event_item_ids.difference(without.get("item", ())))
         return cls(
-            attribute_events.all_values("user", behind),
-            attribute_events.all_values("item", behind),
+            attribute_events.values_set_after("user", behind),
+            attribute_events.values_set_after("item", behind),
             present_item_ids,
         )
 

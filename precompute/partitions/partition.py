@@ -428,9 +428,9 @@ def _count_users(
                 forms.add(table.column("user"), np.asarray(table.column(HASH)))
             features, *other_hashes = (np.asarray(table.column(HASH)) for table in (*tables, ids))
             alone = np.setdiff1d(features, np.concatenate(other_hashes))
-            of_events = len(np.intersect1d(alone, set_by_events))
-            uncounted += of_events
-            featured += len(alone) - of_events
+            count_of_events = len(np.intersect1d(alone, set_by_events))
+            uncounted += count_of_events
+            featured += len(alone) - count_of_events
     return UserCounts(users - uncounted, featured) if users == hashes else None
 
 

@@ -142,8 +142,8 @@ class NightShape:
     @property
     def directory_bytes(self) -> int:
         """Bytes of the hashes of all users and items, and of all values of facets."""
-        values = sum(count for count, _ in self.facets.values())
-        return HASH_BYTES * (self.users + self.items + values)
+        value_count = sum(count for count, _ in self.facets.values())
+        return HASH_BYTES * (self.users + self.items + value_count)
 
     @property
     def item_bytes(self) -> int:

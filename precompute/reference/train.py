@@ -509,9 +509,9 @@ def _best_shape(recalls_by_shape: Mapping[ModelShape, Sequence[NDArray[np.float6
     best_shape = max(recalls, key=lambda shape: float(recalls[shape].mean()))
     tied = []
     for shape, user_recalls in recalls.items():
-        recall_losses = recalls[best_shape] - user_recalls
-        if recall_losses.mean() <= STANDARD_ERRORS * recall_losses.std() / np.sqrt(
-            len(recall_losses)
+        recall_shortfalls = recalls[best_shape] - user_recalls
+        if recall_shortfalls.mean() <= STANDARD_ERRORS * recall_shortfalls.std() / np.sqrt(
+            len(recall_shortfalls)
         ):
             tied.append(shape)
     return min(tied, key=lambda shape: (distance_from_usual(shape), -float(recalls[shape].mean())))

@@ -83,7 +83,7 @@ def _users(
     first = sum(map(len, directory.parts[: work.number]))
     hashes = np.asarray(directory.parts[work.number])[rows]
     with scratch_folder(build.root / PARTITION) as scratch:
-        recomputed_by_hash = recompute_users(work, hashes, scratch)
+        recomputed_records_by_user_hash = recompute_users(work, hashes, scratch)
     alike = build.need(EMBED_ITEMS)["regrouped"]  # outputs of other models are not copied
     for name, table in work.tables.items():
         if not alike.get(str(table.value) if table.kind == "value" else "user_tower"):
@@ -92,7 +92,7 @@ def _users(
             candidate.manifest.stored_tables[name], first + rows
         )
         for hash_, record in zip(hashes.tolist(), stored_records, strict=True):
-            recomputed_bytes = recomputed_by_hash.get(hash_, {}).get(name)
+            recomputed_bytes = recomputed_records_by_user_hash.get(hash_, {}).get(name)
             yield name, f"the user with hash {hash_:016x}", record.tobytes() == recomputed_bytes
 
 

@@ -256,8 +256,10 @@ class UserCopies(Protocol):
 
 def renumbered(records: NDArray[Any], new_ordinals: NDArray[np.int64]) -> None:
     """Replace the item ordinals of lists by `new_ordinals` int64 [base items]; none of the items was removed."""
-    names = np.append(new_ordinals, -1).astype(np.uint32)  # -1 is NO_ITEM
-    records["items"] = names[np.minimum(records["items"], np.uint32(len(new_ordinals)))]
+    new_ordinal_by_base_ordinal = np.append(new_ordinals, -1).astype(np.uint32)  # -1 is NO_ITEM
+    records["items"] = new_ordinal_by_base_ordinal[
+        np.minimum(records["items"], np.uint32(len(new_ordinals)))
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

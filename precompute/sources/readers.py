@@ -233,11 +233,11 @@ class _OddRows:
     def _remark_on_ids_like_none(self, ids: Ids, column: str) -> None:
         like_none = np.flatnonzero(as_rows(pc.match_substring_regex(ids.names, _LIKE_NONE)))
         for code in like_none[:LIKE_NONE_NAMED].tolist():
-            rows = int((ids.codes == code).sum())
-            if rows >= LIKE_NONE_SHARE * len(ids.codes):
+            row_count = int((ids.codes == code).sum())
+            if row_count >= LIKE_NONE_SHARE * len(ids.codes):
                 self._unusable.remark(
                     INTERACTIONS,
-                    f"column {column!r} has the id {ids.names[code].as_py()!r} in {rows:,} of its first "
+                    f"column {column!r} has the id {ids.names[code].as_py()!r} in {row_count:,} of its first "
                     f"{len(ids.codes):,} rows: if it stands for none, leave these rows out",
                 )
 

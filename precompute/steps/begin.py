@@ -606,8 +606,8 @@ def _read_in_words(begin_report: BeginReport) -> str:
         for source in source_reports
         for reason, reason_report in source["reasons"].items()
     )
-    rows = sum(source["rows"] for source in source_reports)
-    summary = f"{begin_report['interactions']:,} interactions of {rows:,} rows"
+    row_count = sum(source["rows"] for source in source_reports)
+    summary = f"{begin_report['interactions']:,} interactions of {row_count:,} rows"
     summary = f"{summary}; left out: {reasons}" if reasons else summary
     return "; ".join([summary, *all_remarks])
 

@@ -33,13 +33,13 @@ _PSI_SMOOTHING = 0.5
 class CanaryArmTotals:
     """Totals of one arm over all replicas: requests and feedback; per key, once, its source and top score's bucket.
 
-    `keys`, `kinds`, `scores` and `score_sum` are estimates for the keys of each replica, added up; `different`: how
-    many different keys these are; `certain`: how many independent keys they are worth.
+    `keys`, `keys_by_answer_source`, `scores` and `score_sum` are estimates for the keys of each replica, added up;
+    `different`: how many different keys these are; `certain`: how many independent keys they are worth.
     """
 
     requests: int = 0
     keys: float = 0.0
-    kinds: Counter[str] = field(default_factory=Counter)
+    keys_by_answer_source: Counter[str] = field(default_factory=Counter)
     scores: Counter[int] = field(default_factory=Counter)
     score_sum: float = 0.0
     feedback: Counter[str] = field(default_factory=Counter)
@@ -63,7 +63,7 @@ class CanaryArmTotals:
             most_of_one = max(most_of_one, weight * keys)
             if sketch_text := replica_counts.get("sketch"):
                 sketches.append(KeySketch.from_text(sketch_text))
-            total.kinds.update(
+            total.keys_by_answer_source.update(
                 {kind: weight * count for kind, count in replica_counts["kinds"].items()}
             )
             total.scores.update(
@@ -137,7 +137,7 @@ class ArmComparison:
         return cls(
             {"live": live.requests, "canary": canary.requests},
             {"live": round(live.different), "canary": round(canary.different)},
-            mix_shift(live.kinds, canary.kinds),
+            mix_shift(live.keys_by_answer_source, canary.keys_by_answer_source),
             population_stability_index(live.scores, canary.scores),
             {
                 "source_shift": shift_by_chance(live, canary),
@@ -230,12 +230,14 @@ def shift_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
     """Return the source_shift that two arms of one generation exceed at most `ALPHA` of the time."""
     if not live.certain or not canary.certain:
         return math.inf
-    kinds = {*live.kinds, *canary.kinds}
+    kinds = {*live.keys_by_answer_source, *canary.keys_by_answer_source}
     deviation = math.log(2 * len(kinds) / ALPHA)
     apart = 1 / live.certain + 1 / canary.certain
     allowed = deviation / (3 * min(live.certain, canary.certain)) * len(kinds)
     for kind in kinds:
-        pooled_share = (live.kinds[kind] + canary.kinds[kind]) / (live.keys + canary.keys)
+        pooled_share = (live.keys_by_answer_source[kind] + canary.keys_by_answer_source[kind]) / (
+            live.keys + canary.keys
+        )
         allowed += math.sqrt(2 * pooled_share * (1 - pooled_share) * deviation * apart)
     return min(1.0, 0.5 * allowed)
 

@@ -219,11 +219,13 @@ class YieldPacer:
         """Count one more entity, and yield if a portion is full; a long input or re-ordered list counts as several."""
         self._worked_entities += self._entity_weight
         if entity.history or entity.features:
-            values = len(entity.history or ())
+            value_count = len(entity.history or ())
             if entity.features:
                 features = entity.features.values()
-                values += sum([len(value) if type(value) is tuple else 1 for value in features])
-            self._worked_entities += values // 16
+                value_count += sum(
+                    [len(value) if type(value) is tuple else 1 for value in features]
+                )
+            self._worked_entities += value_count // 16
         if self._worked_entities >= _PORTION_ENTITIES:
             self._worked_entities = 0
             await go_on()

@@ -212,15 +212,15 @@ def split(
     """
     if isinstance(entities, str):
         raise TypeError(f"a list of entities is wanted, not the text {entities!r}")
-    excluded = len(options.exclude or ())
-    begin, ids, numbers = 0, excluded, 0
+    excluded_count = len(options.exclude or ())
+    begin, ids, numbers = 0, excluded_count, 0
     for index, entity in enumerate(entities):
         more = len(entity.history or ()) if isinstance(entity, Entity) else 0
         further = _numbers(entity) if isinstance(entity, Entity) else 0
         is_full = ids + more > max_ids or numbers + further > max_numbers
         if index > begin and (index - begin == max_batch or is_full):
             yield entities[begin:index]
-            begin, ids, numbers = index, excluded, 0
+            begin, ids, numbers = index, excluded_count, 0
         ids += more
         numbers += further
     if begin < len(entities):

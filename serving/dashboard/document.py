@@ -375,7 +375,7 @@ def events(
     events_overview = merge_rows([worker.get("events") for worker in workers])
     if events_overview is None:
         return None
-    answers = sum(counters.counts_of_kind(recent, counters.ANSWERS).values())
+    answer_count = sum(counters.counts_of_kind(recent, counters.ANSWERS).values())
     newer_answer_count, lists = (
         recent.get(NEWER_EVENT_ANSWERS, 0),
         recent.get(COMPARED, 0),
@@ -390,7 +390,7 @@ def events(
         "results": counters.counts_of_kind(recent, TAKEN_IN),
         "refused": counters.counts_of_kind(recent, REFUSED),
         "answers": newer_answer_count,
-        "answers_share": newer_answer_count / answers if answers else None,
+        "answers_share": newer_answer_count / answer_count if answer_count else None,
         "list_change": recent.get(CHANGED_PPM, 0) / (1e6 * lists) if lists else None,
         "taken_until": max(taken_positions, key=Position.parse, default=None),
     }

@@ -51,11 +51,11 @@ class AnswerSample(NamedTuple):
         sent_input = self.caller_input or LiveInput()
         texts = (self.raw, self.record, self.body, *(sent_input.history or ()))
         lists = (texts, *self.exclusions, *_values(self.fields), *_values(sent_input.features))
-        objects = sum(
+        object_count = sum(
             len(sampled_value) if hasattr(sampled_value, "__len__") else 1
             for sampled_value in lists
         )
-        return sum(map(len, texts)) + _OBJECT_BYTES * objects
+        return sum(map(len, texts)) + _OBJECT_BYTES * object_count
 
 
 def _values(of: Mapping[str, Any] | None) -> Iterable[Any]:

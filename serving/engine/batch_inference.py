@@ -59,9 +59,9 @@ def compute(
     def predict(
         batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
     ) -> Sequence[ComputedRecord]:
-        prints = [job.fingerprint for job in batch_jobs]
+        fingerprints = [job.fingerprint for job in batch_jobs]
         records = predictor.predict(
-            table, batch, prints, scored_at, blocked=snapshot.blocked_ordinals
+            table, batch, fingerprints, scored_at, blocked=snapshot.blocked_ordinals
         )
         predicted_rows = zip(records, batch, strict=True)
         return [

@@ -33,30 +33,32 @@ async def rank_candidates(
     Candidates without a score are listed by reason: `unknown`, `blocked`, `excluded` (the sent history), `filtered`.
     """
     served = served.pinned(score_request.options.generation)
-    sought, shaper = score_request.options, ladder.shaper
-    deadline = started + sought.deadline_s
-    filter_mask = await shaper.filter_mask(served.live, sought, deadline)
-    reranker = await shaper.reranker(served.live, sought, deadline)
-    if not await _can_shape(shaper, served.previous, sought, deadline):
+    request_options, shaper = score_request.options, ladder.shaper
+    deadline = started + request_options.deadline_s
+    filter_mask = await shaper.filter_mask(served.live, request_options, deadline)
+    reranker = await shaper.reranker(served.live, request_options, deadline)
+    if not await _can_shape(shaper, served.previous, request_options, deadline):
         served = replace(served, previous=None)  # it cannot answer this, and the live one can
     table = user_vector_table(served.live)
     user = score_request.user.of_table(table.name)
-    options = replace(sought, fresh=sought.fresh or user.has_input, filter=None, rerank=None)
-    answer = (await ladder.lookup(served, LookupRequest((user,), options), started))[0]
+    lookup_options = replace(
+        request_options, fresh=request_options.fresh or user.has_input, filter=None, rerank=None
+    )
+    answer = (await ladder.lookup(served, LookupRequest((user,), lookup_options), started))[0]
     snapshot = served.find(answer["generation"]) or served.live
     vector = answer.pop("vector")
     if snapshot is not served.live:
-        filter_mask = await shaper.filter_mask(snapshot, sought, deadline)
-        reranker = await shaper.reranker(snapshot, sought, deadline)
+        filter_mask = await shaper.filter_mask(snapshot, request_options, deadline)
+        reranker = await shaper.reranker(snapshot, request_options, deadline)
     ordinals, named = _sorted_out(snapshot, score_request, filter_mask)
     answer |= {"items": [], "scores": []}
     if vector is not None and ordinals:
         layout = snapshot.manifest.tables[table.name].layout
         answer |= _ranked(
-            snapshot, layout, vector, np.array(ordinals, np.int64), sought.k, reranker
+            snapshot, layout, vector, np.array(ordinals, np.int64), request_options.k, reranker
         )
-        if sought.rerank is not None:
-            answer["reranked"] = sought.rerank.named
+        if request_options.rerank is not None:
+            answer["reranked"] = request_options.rerank.named
     elif ordinals:
         named["unscored"] = snapshot.items.ids_of(np.array(ordinals, np.uint32))
     return answer | named
@@ -123,12 +125,12 @@ def _sorted_out(
     ordinals: dict[int, None] = {}
     named: dict[str, list[str]] = {"unknown": [], "blocked": [], "excluded": []}
     candidate_ordinals = snapshot.items.ordinals_of(score_request.items)
-    passes = [True] * len(candidate_ordinals)
+    are_passing = [True] * len(candidate_ordinals)
     if filter_mask is not None:
         named["filtered"] = []
-        passes = filter_mask.among(np.maximum(candidate_ordinals, 0)).tolist()
+        are_passing = filter_mask.among(np.maximum(candidate_ordinals, 0)).tolist()
     for raw, ordinal, is_wanted in zip(
-        score_request.items, candidate_ordinals.tolist(), passes, strict=True
+        score_request.items, candidate_ordinals.tolist(), are_passing, strict=True
     ):
         if ordinal < 0:
             named["unknown"].append(raw.decode())

@@ -221,13 +221,13 @@ class LeaseManager:
         now_s = self._timer()
         # None is older than a third of its life by then; most have ended before.
         at_most = self._life_s / 3 - self._life_s / _CHECKS_PER_LIFE
-        old = [
+        due_marks = [
             lease_mark
             for lease_mark, lease_set_at in self._written_at_by_mark.items()
             if now_s - lease_set_at > at_most
         ]
-        if old:
-            self._written_at_by_mark.update(dict.fromkeys(old, now_s))
+        if due_marks:
+            self._written_at_by_mark.update(dict.fromkeys(due_marks, now_s))
             self._leases.submit(
-                [self._build_swap(lease_mark, lease_mark.token) for lease_mark in old], len
+                [self._build_swap(lease_mark, lease_mark.token) for lease_mark in due_marks], len
             )

@@ -346,8 +346,8 @@ def compute_from_events(jobs: Sequence[InferenceJob], scored_at: int) -> list[In
     def predict(
         batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
     ) -> Sequence[ComputedRecord]:
-        prints, new = [job.fingerprint for job in batch_jobs], [job.new for job in batch_jobs]
-        records = predictor.predict(table, batch, prints, scored_at, new)
+        fingerprints, new = [job.fingerprint for job in batch_jobs], [job.new for job in batch_jobs]
+        records = predictor.predict(table, batch, fingerprints, scored_at, new)
         return [ComputedRecord(record) for record in records]
 
     inputs = [job.newer_input for job in jobs if isinstance(job.newer_input, EventInput)]

@@ -178,8 +178,8 @@ class PageChecks:
         part = table.parts[shard]
         number, offset = table.locate(shard, position)
         within = number - part.first_page
-        records = min(table.records_per_page, part.count - within * table.records_per_page)
-        size_bytes = records * table.layout.size_bytes
+        record_count = min(table.records_per_page, part.count - within * table.records_per_page)
+        size_bytes = record_count * table.layout.size_bytes
         generation = snapshot.generation
         page_report: dict[str, Any] = {
             "key": self.keyspace.page(generation, table.name, number),
@@ -187,7 +187,7 @@ class PageChecks:
             "shard": shard,
             "offset_bytes": offset,
             "size_bytes": size_bytes,
-            "records": records,
+            "records": record_count,
         }
         page_result = await self.inspector.page(
             PageRead(generation, table.name, number, 0, size_bytes)

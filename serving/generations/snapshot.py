@@ -297,8 +297,8 @@ def ranking_metric(snapshot: Snapshot, table: Table | None = None) -> Metric:
     """Return the metric by which the night ranked the lists of a table, or of users; inner product by default."""
     manifest = snapshot.manifest
     for candidate_table in [table] if table is not None else manifest.tables.values():
-        name = candidate_table.producer.index
+        index_name = candidate_table.producer.index
         is_ranked = table is not None or candidate_table.producer.kind == "topk"
-        if is_ranked and name is not None and name in manifest.indexes:
-            return manifest.indexes[name].metric
+        if is_ranked and index_name is not None and index_name in manifest.indexes:
+            return manifest.indexes[index_name].metric
     return "inner_product"

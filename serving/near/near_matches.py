@@ -256,8 +256,8 @@ def closeness_range(distance: float, margin: float) -> int:
     """
     if distance <= 0:
         return CLOSENESS_RANGES - 1
-    halvings = int(math.log2(max(margin, _MARGIN_MIN) * FARTHEST_DISTANCE / distance))
-    return min(max(halvings, 0), CLOSENESS_RANGES - 1)
+    halving_count = int(math.log2(max(margin, _MARGIN_MIN) * FARTHEST_DISTANCE / distance))
+    return min(max(halving_count, 0), CLOSENESS_RANGES - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -301,7 +301,7 @@ class ListMatches:
         self,
         predictor: Predictor,
         batch: Sequence[PreparedInput],
-        prints: Sequence[int],
+        fingerprints: Sequence[int],
         scored_at: int,
         blocked: Ordinals,
         version: int,
@@ -374,7 +374,7 @@ class ListMatches:
             round(near[row].distance, 6) if outcome == "reuse" else None
             for row, outcome in enumerate(outcomes)
         ]
-        return predictor.lists(self._table, (ordinals, scores), prints, scored_at), reused
+        return predictor.lists(self._table, (ordinals, scores), fingerprints, scored_at), reused
 
     def _is_worth(self, near: NearAnswer[Candidates], count: int) -> bool:
         """True if the near candidates are enough for a list and may be reused."""
@@ -440,7 +440,7 @@ class ValueMatches:
         self,
         predictor: Predictor,
         batch: Sequence[PreparedInput],
-        prints: Sequence[int],
+        fingerprints: Sequence[int],
         scored_at: int,
         blocked: NDArray[np.int64],  # noqa: ARG002 - no list, nothing to leave out
         version: int,  # noqa: ARG002
@@ -482,7 +482,7 @@ class ValueMatches:
             values.append(values_by_row[row])
             distances.append(None)
         neighbours.count(outcomes)
-        return predictor.numbers(self._table, np.stack(values), prints, scored_at), distances
+        return predictor.numbers(self._table, np.stack(values), fingerprints, scored_at), distances
 
 
 def _label_margin(values: Numbers) -> float:
@@ -565,17 +565,19 @@ class NearMatches:
         for kind in {near_input.kind for near_input in inputs}:
             rows = [row for row, near_input in enumerate(inputs) if near_input.kind == kind]
             batch = [inputs[row].prepared for row in rows]
-            prints = [inputs[row].fingerprint for row in rows]
+            id_fingerprints = [inputs[row].fingerprint for row in rows]
             matches = None if kind is None else self._of(predictor, snapshot, table, kind)
             blocked = snapshot.blocked_ordinals
             if matches is None or matches.neighbours.policy.is_off:
-                batch_records = predictor.predict(table, batch, prints, scored_at, blocked=blocked)
+                batch_records = predictor.predict(
+                    table, batch, id_fingerprints, scored_at, blocked=blocked
+                )
                 near: list[float | None] = [None] * len(batch_records)
             else:
                 # Not the version of the list: an arm obeys that of another namespace as well.
                 stamp = snapshot.blocked_stamp
                 batch_records, near = matches.predict(
-                    predictor, batch, prints, scored_at, blocked, stamp
+                    predictor, batch, id_fingerprints, scored_at, blocked, stamp
                 )
             for row, record, distance in zip(rows, batch_records, near, strict=True):
                 records[row] = NearRecord(record, distance)

@@ -245,11 +245,13 @@ def _check_total(entities: list[Any], data: Mapping[str, Any], limits: Limits) -
             "body",
             limit=limits.max_ids,
         )
-    numbers = sum([_count_values(sent_entity.get("features")) for sent_entity in sent_entities])
-    if numbers > limits.max_numbers:
+    number_count = sum(
+        [_count_values(sent_entity.get("features")) for sent_entity in sent_entities]
+    )
+    if number_count > limits.max_numbers:
         raise unprocessable(
             "too_many_numbers",
-            f"features hold {numbers} values in all, {limits.max_numbers} are allowed",
+            f"features hold {number_count} values in all, {limits.max_numbers} are allowed",
             "body",
             limit=limits.max_numbers,
         )

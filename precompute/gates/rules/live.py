@@ -552,14 +552,16 @@ def _sort_of(table: Table) -> tuple[str, str]:
 def _measure_table(candidate: Candidate, table: Table, held_out_by_user: Any) -> Measurement:
     thresholds = candidate.thresholds
     users, positions, choices = _choices(candidate, held_out_by_user)
-    pairs = sum(len(user_choices) for user_choices in choices)
-    if pairs < CHOICES_MIN:
-        return not_measured(thresholds.heldout_recall, f"only {pairs} newer choices of known users")
+    pair_count = sum(len(user_choices) for user_choices in choices)
+    if pair_count < CHOICES_MIN:
+        return not_measured(
+            thresholds.heldout_recall, f"only {pair_count} newer choices of known users"
+        )
     records = candidate.evidence.records_of(table, positions)
     lists = [record["items"][: record["count"]].astype(np.int64) for record in records]
     live_table, directory = matching_table(candidate, table), candidate.evidence.live_users
     if live_table is None or directory is None:
-        note = f"{table.name}, {pairs} newer choices; no live generation to be compared with"
+        note = f"{table.name}, {pair_count} newer choices; no live generation to be compared with"
         return at_least(_recall(lists, choices), thresholds.heldout_recall, note)
     then = directory.find_many(hash_ids(users, directory.seed))
     common_rows = np.flatnonzero(then >= 0)
@@ -570,13 +572,13 @@ def _measure_table(candidate: Candidate, table: Table, held_out_by_user: Any) ->
     common_choices = [choices[row] for row in common_rows.tolist()]
     if sum(len(user_choices) for user_choices in common_choices) < CHOICES_MIN:
         return not_measured(
-            thresholds.heldout_recall, f"only {pairs} newer choices of users of both"
+            thresholds.heldout_recall, f"only {pair_count} newer choices of users of both"
         )
     width = min(table.layout.width, live_table.layout.width)
     candidate_recall = _recall([lists[row][:width] for row in common_rows.tolist()], common_choices)
     live_recall = _recall([live_list[:width] for live_list in theirs], common_choices)
     floor = max(thresholds.heldout_recall, thresholds.heldout_of_live * live_recall)
-    note = f"{table.name}, {pairs} newer choices, of which the live generation's lists hold {live_recall:.4f}"
+    note = f"{table.name}, {pair_count} newer choices, of which the live generation's lists hold {live_recall:.4f}"
     return at_least(candidate_recall, round(floor, 6), note, candidate.baseline)
 
 

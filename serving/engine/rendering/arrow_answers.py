@@ -71,22 +71,22 @@ def answers_stream(
     stored_rows: StoredRows = _NO_STORED_ROWS,
 ) -> bytes:
     """Return the body of the response; row i is one of `stored_rows`, or else `answers[i]`."""
-    rows = len(ids)
-    columns = [_ids(ids), *_origins(rows, answers, stored_rows)]
+    row_count = len(ids)
+    columns = [_ids(ids), *_origins(row_count, answers, stored_rows)]
     predicted = _PREDICTION[table.kind]
     if table.kind == "topk":
-        columns += _top_columns(rows, answers, stored_rows)
-        return _stream(table, (*_FIELDS, *predicted), columns, rows)
-    field, vectors = _vectors(predicted[0], rows, answers, stored_rows, table.layout.width)
+        columns += _top_columns(row_count, answers, stored_rows)
+        return _stream(table, (*_FIELDS, *predicted), columns, row_count)
+    field, vectors = _vectors(predicted[0], row_count, answers, stored_rows, table.layout.width)
     fields = (*_FIELDS, field, *predicted[1:])
     columns.append(vectors)
     if table.kind == "value":
         table_labels = table.labels
         label_lists = [
-            answers[row]["labels"] if row in answers else table_labels for row in range(rows)
+            answers[row]["labels"] if row in answers else table_labels for row in range(row_count)
         ]
         columns.append(_text_lists(label_lists))
-    return _stream(table, fields, columns, rows)
+    return _stream(table, fields, columns, row_count)
 
 
 def _stream(table: Table, fields: tuple[Field, ...], columns: list[Column], rows: int) -> bytes:

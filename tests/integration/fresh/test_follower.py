@@ -97,7 +97,7 @@ async def test_a_full_memory_takes_no_more_in_says_so_and_goes_on_when_there_is_
     newer_events = stream.newer_events
     held_count = {
         "click": len(newer_events.users),
-        "attribute": len(newer_events.values.all_values("item", 0)),
+        "attribute": len(newer_events.values.values_set_after("item", 0)),
         "new item": len(newer_events.items),
     }[kind]
     assert 0 < held_count <= 256 and stream.notes[-1] == EVENTS_BEHIND  # one read beyond the bound

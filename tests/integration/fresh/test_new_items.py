@@ -343,18 +343,18 @@ async def test_a_blocked_item_has_no_value_and_gets_none_from_any_source(
     stream.accept(Event("n2", 0, item=b"other", attributes={"price": 5}))
     await stream.steps()
     newer_values = stream.newer_events.values
-    assert newer_values.all_values("item", 0).keys() == {b"known", b"other"}
+    assert newer_values.values_set_after("item", 0).keys() == {b"known", b"other"}
 
     stream.holder.blocklist = Blocklist(1, items=frozenset([b"known"]))
     stream.accept(Event("n3", 0, item=b"known", features={"looks": (1.0,)}))
     stream.accept(Event("n4", 0, item=b"other", attributes={"stock": True}))
     await stream.steps()
-    assert newer_values.all_values("item", 0) == {b"other": {"price": 5, "stock": True}}
+    assert newer_values.values_set_after("item", 0) == {b"other": {"price": 5, "stock": True}}
     assert len(stream.newer_events.items) == 0 and stream.recheck_count == 0
 
     stream.holder.blocklist = Blocklist(2)
     await stream.steps()
-    assert newer_values.all_values("item", 0)[b"known"] == {"price": 3, "looks": [1.0]}
+    assert newer_values.values_set_after("item", 0)[b"known"] == {"price": 3, "looks": [1.0]}
     assert stream.recheck_count == 1
 
 

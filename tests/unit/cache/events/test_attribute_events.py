@@ -134,7 +134,9 @@ def test_replicas_that_read_the_stream_from_other_positions_on_hold_the_same_val
         late.add(Position(at, 0), event(*event_row))
 
     since_number = Position(skipped, 0).number
-    assert late.all_values("item", since_number) == complete_events.all_values("item", since_number)
+    assert late.values_set_after("item", since_number) == complete_events.values_set_after(
+        "item", since_number
+    )
     assert [*late.items_since(since_number).values()] == [
         *complete_events.items_since(since_number).values()
     ]
@@ -148,7 +150,7 @@ def test_many_values_are_put_in_front_in_turns() -> None:
     yield_count = sum(1 for _ in later.put_before_in_turns(earlier))
 
     assert yield_count >= 2_000 // 256
-    assert later.all_values("item", 0)[b"7"] == {"a": 7, "b": 1} and len(later) == 2_000
+    assert later.values_set_after("item", 0)[b"7"] == {"a": 7, "b": 1} and len(later) == 2_000
 
 
 def test_a_stored_value_is_a_copy_of_the_attribute() -> None:
@@ -157,8 +159,8 @@ def test_a_stored_value_is_a_copy_of_the_attribute() -> None:
     attributes["tags"].append("b")
 
     assert next(attribute_events.items_since(0).values()).value == ["a"]
-    assert attribute_events.all_values("item", 0) == {b"i": {"tags": ["a"]}}
-    assert attribute_events.all_values("item", Position(1, 0).number) == {}
+    assert attribute_events.values_set_after("item", 0) == {b"i": {"tags": ["a"]}}
+    assert attribute_events.values_set_after("item", Position(1, 0).number) == {}
 
 
 def test_a_users_features_are_those_of_the_night_with_what_events_set() -> None:
@@ -214,7 +216,9 @@ def test_earlier_values_put_in_front_are_as_if_they_had_come_first(told: Any, ms
     for number in [Position(position_ms, 0).number for position_ms in range(len(told) + 1)]:
         assert later.items_since(number) == complete_events.items_since(number)
         for kind in ("item", "user"):
-            assert later.all_values(kind, number) == complete_events.all_values(kind, number)
+            assert later.values_set_after(kind, number) == complete_events.values_set_after(
+                kind, number
+            )
     assert later.size_bytes == complete_events.size_bytes
     assert later.drop_until(Position(ms, 0).number) == complete_events.drop_until(
         Position(ms, 0).number

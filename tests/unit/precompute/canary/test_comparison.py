@@ -191,7 +191,7 @@ def test_arms_of_several_replicas_add_up_after_a_trip_through_json() -> None:
     total = CanaryArmTotals.of([counts.to_json(), counts.to_json()])
 
     assert total.requests == 8 and total.feedback == {"click": 6}
-    assert total.kinds == {"stored": 2, "live": 2, "previous": 2}
+    assert total.keys_by_answer_source == {"stored": 2, "live": 2, "previous": 2}
     # Only scores of the arm's own generation.
     assert total.scores == {bucket_of_score(3.5): 2} and total.mean_score == 3.5
 
