@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -94,6 +94,13 @@ _DTYPES: dict[int, Dtype] = {
 }
 
 
+TEXT_SHOWN: Final = "a text"
+"""What the report shows in place of a long text, which may be a person's."""
+
+TEXT_SHOWN_CHARS: Final = 40
+"""Characters of a text that the report shows at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClassifierReport:
     """Findings about an imported classifier; `largest_difference` from `expected`, None if nothing was compared."""
@@ -105,7 +112,7 @@ class ClassifierReport:
     """Number of rows with a missing value: the night has no answer for them."""
     labels: tuple[str, ...]
     request: dict[str, Any]
-    """Features of the first row, as a request sends them."""
+    """Features of the first row, as a request sends them; in place of a long text TEXT_SHOWN."""
     largest_difference: float | None
     is_again: bool
     seconds: float
@@ -271,7 +278,7 @@ def from_classifier(
     if not is_again:
         write_atomically(to / SETTINGS, _SETTINGS.format(features=FEATURES, table=table).encode())
     remark = reinstate_bundle(to) if is_again else ""
-    request = {name: column[int(usable_rows[0])].as_py() for name, column in inputs.items()}
+    request = {name: _shown(column[int(usable_rows[0])].as_py()) for name, column in inputs.items()}
     limits = rows_that_refuse(to, feature_rows, spec, tried.nonfinite)
     if tried.same_values is not None and len(usable_rows) >= JUDGED_ROWS:
         values = ", ".join(f"{value:g}" for value in tried.same_values)
@@ -357,6 +364,13 @@ def _demand_order_of_columns(
                 "before, and a model takes them by their place: name them in the order of the training as columns, or "
                 "give expected"
             )
+
+
+def _shown(value: object) -> object:
+    """Return a feature's value for the report."""
+    if isinstance(value, list):
+        return [_shown(part) for part in value]
+    return TEXT_SHOWN if isinstance(value, str) and len(value) > TEXT_SHOWN_CHARS else value
 
 
 def _listed(names: Sequence[str]) -> str:

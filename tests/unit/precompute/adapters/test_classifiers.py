@@ -123,6 +123,19 @@ def test_a_model_of_texts_takes_a_column_of_texts(tmp_path: Path) -> None:
     assert report.request == {"text": "hate"} and report.largest_difference == 0
 
 
+def test_a_long_text_of_somebody_is_not_in_the_report(tmp_path: Path) -> None:
+    article = "hate " * 8_000
+    posts = pa.table({"post": ["p1", "p2"], "text": [article, "spring"]})
+
+    report = from_classifier(
+        examples.of_texts(), posts, to=tmp_path / "to", labels=["score"], id_column="post"
+    )
+
+    assert report.request == {"text": "a text"}
+    assert max(map(len, report.lines())) < 1_000
+    assert "hate" not in (tmp_path / "to" / "import.json").read_text()
+
+
 @pytest.mark.parametrize(
     ("changes", "message_pattern"),
     [
