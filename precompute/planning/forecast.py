@@ -55,8 +55,6 @@ from precompute.planning.trial import (
 )
 from precompute.reuse.lists import ENTERING_MAX
 from precompute.scoring.towers import demand_feature_types
-from precompute.sources.files import source_files
-from precompute.sources.plausibility import demand_times
 from precompute.sources.times import MICROSECONDS
 
 ITEMS_CHANGED: Final = (0.0, 0.001, 0.01)
@@ -209,9 +207,6 @@ def forecast(
     """
     data_until = parameters.data_until or config.data_until
     cutoff_at = parse_time(data_until) if data_until else None
-    demand_times(
-        config.sources, source_files(config.sources.interactions, config.path(".")), data_until
-    )
     with TemporaryDirectory(prefix="larder-plan-") as temporary_path:
         folder = Path(temporary_path)
         bundle = _bundle(config, folder / "bundle", cutoff_at)

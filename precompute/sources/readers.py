@@ -458,7 +458,7 @@ def feature_schema(
 def _columns_of(name: str, file_columns: Sequence[str], lists: ColumnsOfLists) -> Sequence[str]:
     """Return the columns of a table that a feature is read from: its own, else those that its list is made of."""
     parts = lists.get(name, ())
-    has_part = not parts or any(part in file_columns for part in parts)
+    has_part = any(part in file_columns for part in parts)
     return (name,) if name in file_columns or not has_part else parts
 
 

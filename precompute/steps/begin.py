@@ -93,9 +93,7 @@ from precompute.sources.files import (
 from precompute.sources.plausibility import (
     Shape,
     catalogue_in_words,
-    chosen_cut_in_words,
     demand_least,
-    demand_times,
     remarks,
     unanswered_in_words,
     unknown_in_words,
@@ -119,7 +117,6 @@ class BegunNight:
     bundle: Bundle
     prior: Prior
     cut: str | None
-    is_cut_chosen: bool
     erased: ErasedEntities
     facts: InputFields
     further: FurtherInput
@@ -196,13 +193,11 @@ def run(
             return _nothing_newer(releases.store, config, live, cut, is_named=moment is named)
     cut_text = data_until or run_after
     files = InputFiles.of(config, further.files)
-    demand_times(config.sources, files.interactions, data_until)
-    is_chosen = data_until is not None
     if not config.sources.item_vectors:
         with chosen_bundle(config) as bundle:
             return _begin(
                 config, bundle, cut, further, files,
-                cut_text=cut_text, is_cut_chosen=is_chosen, progress=progress,
+                cut_text=cut_text, progress=progress,
             )  # fmt: skip
     # Pinned first: what changes from here on, while its bundle is made too, is noticed.
     pinned = pin(files.all)
@@ -223,7 +218,7 @@ def run(
             bundle = stack.enter_context(bundle_context)
         return _begin(
             config, bundle, cut, further, files,
-            cut_text=cut_text, is_cut_chosen=is_chosen, progress=progress, pinned=pinned,
+            cut_text=cut_text, progress=progress, pinned=pinned,
         )  # fmt: skip
 
 
@@ -256,7 +251,6 @@ def _begin(
     files: InputFiles,
     *,
     cut_text: str | None,
-    is_cut_chosen: bool,
     progress: Progress,
     pinned: tuple[str, list[InputEntry]] | None = None,
 ) -> BegunBuild:
@@ -305,7 +299,7 @@ def _begin(
         }  # fmt: skip
         unusable = UnusableRows(erased.users | erased.items)
         night = BegunNight(
-            build, bundle, prior, cut_text, is_cut_chosen, erased, facts, further, files, progress,
+            build, bundle, prior, cut_text, erased, facts, further, files, progress,
             unusable, odd=rolled_back,
         )  # fmt: skip
         _prepare(night, sources_digest)
@@ -629,15 +623,13 @@ def _shape(partitioned: PartitionResult, items: int) -> Shape:
 
 
 def _uncut_in_words(night: BegunNight) -> list[str]:
-    """Remark on a scheduler's cut if no interaction has a time; raise ConfigError if a person chose the cut."""
+    """Return a remark on a cut if no interaction has a time."""
     counts = night.partitioned.interaction_counts
     if night.cut is None or not 0 < counts.rows.untimed == counts.interactions or counts.late:
         return []
-    if night.is_cut_chosen:
-        raise ConfigError(chosen_cut_in_words(night.cut))
     remark = (
-        f"the cut {night.cut}, the time of the run, leaves no interaction out, since none has a time: name the column "
-        "of times in [sources] timestamp_column if there is one"
+        f"the cut {night.cut} leaves no interaction out, since none has a time: name the column of times in [sources] "
+        "timestamp_column if there is one"
     )
     return [remark]
 

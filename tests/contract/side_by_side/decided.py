@@ -15,6 +15,7 @@ ADDED_FIELDS: Final = frozenset(
         "DashboardNightFailure",
         "ExplainedNewItem",
         "background_failing",
+        "overlap_at_20_newest",
     }
 )
 """Fields of JSON documents that the frozen commit does not have."""
