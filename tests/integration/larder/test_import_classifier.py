@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from cache.process.redis_server import RedisServer
 from tests.integration.larder.commands import larder, running
@@ -17,14 +18,25 @@ from tests.unit.precompute.adapters import classifier_examples as examples
 USERS = 150
 
 
-def test_known_and_unknown_accounts_get_what_the_library_says(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
-    environ = {"REDIS_URL": redis_server.url, "LARDER_NAMESPACE": f"test-{uuid.uuid4().hex[:12]}"}
+def environment_of(redis_server: RedisServer) -> dict[str, str]:
+    """Variables of a namespace of its own on the server."""
+    return {"REDIS_URL": redis_server.url, "LARDER_NAMESPACE": f"test-{uuid.uuid4().hex[:12]}"}
+
+
+def write_accounts(path: Path) -> tuple[list[str], NDArray[np.float32]]:
+    """Write a table of accounts; return their ids and features float32 [USERS, WIDTH]."""
     rows = np.random.default_rng(1).normal(size=(USERS, examples.WIDTH)).astype(np.float32)
     columns = {f"f{number}": rows[:, number] for number in range(examples.WIDTH)}
     ids = [f"a{number}" for number in range(USERS)]
-    pq.write_table(pa.table({"account": ids, **columns}), tmp_path / "accounts.parquet")
+    pq.write_table(pa.table({"account": ids, **columns}), path)
+    return ids, rows
+
+
+def test_known_and_unknown_accounts_get_what_the_library_says(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    environ = environment_of(redis_server)
+    ids, rows = write_accounts(tmp_path / "accounts.parquet")
     onnx.save(examples.linear(), tmp_path / "model.onnx")
     expected = examples.probabilities(rows)
     np.save(tmp_path / "expected.npy", expected)
@@ -58,11 +70,8 @@ def test_labels_are_corrected_and_columns_are_taken_by_their_names(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
     # Given a night of a model whose labels were given the wrong way round
-    environ = {"REDIS_URL": redis_server.url, "LARDER_NAMESPACE": f"test-{uuid.uuid4().hex[:12]}"}
-    rows = np.random.default_rng(1).normal(size=(USERS, examples.WIDTH)).astype(np.float32)
-    columns = {f"f{number}": rows[:, number] for number in range(examples.WIDTH)}
-    ids = [f"a{number}" for number in range(USERS)]
-    pq.write_table(pa.table({"account": ids, **columns}), tmp_path / "accounts.parquet")
+    environ = environment_of(redis_server)
+    ids, rows = write_accounts(tmp_path / "accounts.parquet")
     onnx.save(examples.linear_classifier(classlabels_ints=[0, 1]), tmp_path / "model.onnx")
     arguments = (
         "import",
@@ -89,7 +98,7 @@ def test_labels_are_corrected_and_columns_are_taken_by_their_names(
     assert said in " ".join(night.split())
 
     # And a night of the team's own table, whose columns have another order, takes them by name
-    table = pa.table({"account": ids, **{name: columns[name] for name in ("f2", "f0", "f1")}})
+    table = pq.read_table(tmp_path / "accounts.parquet").select(["account", "f2", "f0", "f1"])
     pq.write_table(table, folder / "accounts.parquet")
     settings = (folder / "larder.toml").read_text()
     own_table = 'user_features = "accounts.parquet"\nuser_column = "account"'
