@@ -320,7 +320,7 @@ def demand_times(sources: Sources, files: Sequence[SourceFile], data_until: str 
 
 
 def chosen_cut_in_words(data_until: str) -> str:
-    """Return why a night is refused if none of its interactions has a time."""
+    """Return why a cut is of no use if no interaction has a time."""
     return (
         f"data_until is {data_until}, but no interaction has a time, so nothing would be left out: name the column of "
         "times in [sources] timestamp_column, or leave data_until out"

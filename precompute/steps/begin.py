@@ -195,10 +195,7 @@ def run(
     files = InputFiles.of(config, further.files)
     if not config.sources.item_vectors:
         with chosen_bundle(config) as bundle:
-            return _begin(
-                config, bundle, cut, further, files,
-                cut_text=cut_text, progress=progress,
-            )  # fmt: skip
+            return _begin(config, bundle, cut, further, files, cut_text=cut_text, progress=progress)
     # Pinned first: what changes from here on, while its bundle is made too, is noticed.
     pinned = pin(files.all)
     # Events choose no bundle but by the vectors of new items: it stays for all nights over the same tables and these.
@@ -217,9 +214,8 @@ def run(
             )
             bundle = stack.enter_context(bundle_context)
         return _begin(
-            config, bundle, cut, further, files,
-            cut_text=cut_text, progress=progress, pinned=pinned,
-        )  # fmt: skip
+            config, bundle, cut, further, files, cut_text=cut_text, progress=progress, pinned=pinned
+        )
 
 
 def _nothing_newer(
@@ -229,8 +225,7 @@ def _nothing_newer(
     if is_named:
         reason = (
             f"nothing is newer: {live} is live already, and the last change of an input is of {cut.isoformat()}; to "
-            "compute it again all the same (for other settings), give --data-until, or touch an input file if the "
-            "interactions have no times"
+            "compute it again all the same (for other settings), give --data-until"
         )
     else:
         reason = f"{live} is live already, and newer than this run's time {cut.isoformat()}: nothing is computed"
@@ -299,8 +294,8 @@ def _begin(
         }  # fmt: skip
         unusable = UnusableRows(erased.users | erased.items)
         night = BegunNight(
-            build, bundle, prior, cut_text, erased, facts, further, files, progress,
-            unusable, odd=rolled_back,
+            build, bundle, prior, cut_text, erased, facts, further, files, progress, unusable,
+            odd=rolled_back,
         )  # fmt: skip
         _prepare(night, sources_digest)
     return begun_build
