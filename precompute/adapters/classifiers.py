@@ -137,17 +137,6 @@ class ClassifierReport:
 
     def lines(self) -> list[str]:
         """Return the report as text lines."""
-        compared = (
-            f"largest difference from what the library says: {self.largest_difference or 0:.1e}"
-        )
-        if self.largest_difference is None:
-            orders = [
-                f"; {name} takes {_listed(names)}: were these in this order in the training?"
-                for name, names in self.columns.items()
-                if len(names) > 1
-            ]
-            compared = "not compared with the library: give what it says of each row as `expected`"
-            compared += "".join(orders)
         replacement_note = f"the import before it is replaced, its {SETTINGS} kept"
         return [
             f"{self.table}: {self.rows:,} rows, labels {', '.join(self.labels)}",
@@ -157,11 +146,23 @@ class ClassifierReport:
             *self._incomplete_in_words(),
             *self.remarks,
             *(f"cannot: {limit}" for limit in (self.remark, *self.limits) if limit),
-            compared,
+            self._comparison_in_words(),
             "a request about an id without a row sends features like "
             + orjson.dumps(self.request).decode(),
             f"next: cd {self.folder}, then larder check, larder night and larder serve",
         ]
+
+    def _comparison_in_words(self) -> str:
+        if self.largest_difference is not None:
+            return f"largest difference from what the library says: {self.largest_difference:.1e}"
+        orders = [
+            f"; {name} takes {_listed(names)}: were these in this order in the training?"
+            for name, names in self.columns.items()
+            if len(names) > 1
+        ]
+        return "".join(
+            ["not compared with the library: give what it says of each row as `expected`", *orders]
+        )
 
     def _labels_in_words(self) -> list[str]:
         remarks = []

@@ -198,7 +198,7 @@ def read_interactions(
 
 
 class _OddRows:
-    """Look at all rows for odd ids and for repeats; its remarks go into `unusable`.
+    """Collector of remarks on odd ids and on repeated rows, over all rows of all files; they go into `unusable`.
 
     An erased user's id must not be in a report, so no hidden id is named.
     """
