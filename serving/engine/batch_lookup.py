@@ -16,7 +16,7 @@ from cache.format.manifest import Table
 from cache.native import loader
 from cache.tiers.reads import Hit, ReadResult, RecordKey, RecordKeys, Rows, Tier
 from serving.access.callers import spend_quota
-from serving.admission.work_pacer import go_on
+from serving.admission.work_pacer import go_on, resume
 from serving.engine.answer_builder import RequestContext
 from serving.engine.answer_observer import AnswerSample
 from serving.engine.entity import PendingAnswer, build_plain_pending
@@ -275,6 +275,7 @@ class BatchLookups:
         if lookup.options.deadline_s < self._service.l2_bound_s():
             deadline = self._ladder.l2_deadline(lookup.options, lookup.started, len(record_keys))
         rows = await self._tiers.get_rows(live.view, record_keys, deadline)
+        await resume()
         is_plain = plain_record_mask(live, table, rows.records, lookup.k)
         if rows.result_by_index:
             is_plain[list(rows.result_by_index)] = False

@@ -68,6 +68,39 @@ async def test_an_iteration_has_no_more_work_than_its_budget(
     assert len(worked) == 120 and max(worked.count(number) for number in set(worked)) == 2
 
 
+async def test_requests_that_got_their_replies_at_once_go_on_by_the_budget(
+    pacer: WorkPacer, clock: FakeClock
+) -> None:
+    # Given requests that began one by one and wait for one reply of Redis
+    reply_event = asyncio.Event()
+    worked: list[int] = []
+
+    async def work() -> None:
+        await pacer.begin(stays)
+        await reply_event.wait()
+        await pacer.resume()
+        worked.append(iterations.iteration_number)
+        clock.tick(PORTION_S)
+
+    with Iterations() as iterations:
+        tasks = [asyncio.create_task(work()) for _ in range(20)]
+        await asyncio.sleep(0)
+        # When the reply comes
+        reply_event.set()
+        await asyncio.gather(*tasks)
+
+    # Then an iteration does as much as its budget, which the second of two portions exceeds
+    assert len(worked) == 20 and max(worked.count(number) for number in set(worked)) == 2
+
+
+async def test_work_goes_on_at_once_where_the_iteration_has_room(pacer: WorkPacer) -> None:
+    with Iterations() as iterations:
+        initial_iteration = iterations.iteration_number
+        await pacer.begin(stays)
+        await pacer.resume()
+        assert iterations.iteration_number == initial_iteration
+
+
 async def test_small_requests_wait_for_the_sockets_once_in_a_budget_of_work(
     pacer: WorkPacer, clock: FakeClock
 ) -> None:
