@@ -17,7 +17,7 @@ import serving.traffic.attach as traffic
 import serving.usage.attach as usage
 from serving.http.openapi import Operation, core_operations
 from serving.replica.hooks import Replica
-from serving.requests.models import Limits
+from serving.requests.options import Limits
 
 
 def _no_operations(_limits: Limits) -> Sequence[Operation]:

@@ -12,9 +12,8 @@ from serving.access.callers import caller_of
 from serving.admission.controller import Admission
 from serving.requests.bodies import Messages, declares_longer_body, refusal_response, whole_body
 from serving.requests.errors import Problem
-from serving.requests.models import Limits
 from serving.requests.negotiation import forms
-from serving.requests.options import body_deadline_s, query_options, text_options
+from serving.requests.options import Limits, body_deadline_s, query_options, text_options
 from serving.requests.parsing import (
     LARGE_BODY_BYTES,
     HeaderJudge,

@@ -12,7 +12,8 @@ from contextvars import ContextVar
 from math import inf
 from typing import Any, Final
 
-from serving.requests.models import RequestedEntity, RequestOptions
+from serving.requests.models import RequestedEntity
+from serving.requests.options import RequestOptions
 
 BUDGET_S: Final = 0.002
 """Seconds of paced work in one iteration: far below what a caller of a ready answer or a health probe notices, far

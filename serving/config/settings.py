@@ -10,7 +10,7 @@ from cache.filters.reranking import Reranking, read_reranking
 from serving.access.callers import TOKEN_BYTES_MAX
 from serving.access.token_file import read_tokens
 from serving.config.tls import TlsFiles
-from serving.requests.models import Limits
+from serving.requests.options import Limits
 
 _FACTOR_MAX: Final = 1_000.0
 

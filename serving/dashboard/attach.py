@@ -13,8 +13,8 @@ from serving.http.openapi import Operation
 from serving.http.static_files import StaticPage
 from serving.replica.hooks import Replica
 from serving.requests.errors import ErrorCode
-from serving.requests.models import Limits
 from serving.requests.negotiation import JSON_TYPE
+from serving.requests.options import Limits
 
 PAGE = StaticPage("/dashboard", "serving.dashboard", "page")
 """Page without data: its numbers come from `/dashboard/data`."""

@@ -25,7 +25,7 @@ from serving.engine.rendering.answer_fields import (
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.requests.answers import FALLBACKS, STORED_SOURCES, Source
-from serving.requests.models import RequestOptions
+from serving.requests.options import RequestOptions
 from serving.requests.reasons import LiveReason
 
 

@@ -34,8 +34,9 @@ from serving.generations.snapshot import Snapshot
 from serving.requests.answers import STORED_SOURCES, Source
 from serving.requests.context import note_stage
 from serving.requests.errors import Problem
-from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
+from serving.requests.models import LookupRequest, RequestedEntity
 from serving.requests.negotiation import Form, Forms
+from serving.requests.options import RequestOptions
 from serving.requests.parsing import (
     LARGE_BODY_BYTES,
     IdBatch,

@@ -15,7 +15,8 @@ from serving.engine.rendering.answer_fields import AnswerJson, Reranker, history
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot, ranking_metric, user_vector_table
 from serving.requests.errors import Problem
-from serving.requests.models import LookupRequest, RequestOptions, ScoreRequest
+from serving.requests.models import LookupRequest, ScoreRequest
+from serving.requests.options import RequestOptions
 
 
 async def rank_candidates(

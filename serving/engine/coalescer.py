@@ -22,7 +22,8 @@ from serving.engine.rendering.json_answers import answer_texts
 from serving.engine.service import LookupService
 from serving.generations.served_set import ServedGenerations
 from serving.requests.answers import STORED_SOURCES, Source
-from serving.requests.models import RequestedEntity, RequestOptions
+from serving.requests.models import RequestedEntity
+from serving.requests.options import RequestOptions
 from serving.requests.parsing import ParsedLookup
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,8 @@ from serving.engine.rendering.answer_fields import AnswerJson, Prediction, SentH
 from serving.generations.snapshot import Snapshot
 from serving.requests.answers import Source
 from serving.requests.errors import Problem, from_input
-from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
+from serving.requests.models import LookupRequest, RequestedEntity
+from serving.requests.options import RequestOptions
 
 _NO_ITEMS = np.empty(0, np.int64)
 

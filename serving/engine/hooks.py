@@ -17,7 +17,8 @@ from serving.engine.rendering.answer_fields import AnswerJson, Reranker
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.requests.errors import Problem, unprocessable
-from serving.requests.models import LookupRequest, RequestOptions
+from serving.requests.models import LookupRequest
+from serving.requests.options import RequestOptions
 
 _NOTHING_PACKED: Final[Mapping[bytes, bytes]] = {}
 

@@ -26,7 +26,8 @@ from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.requests.answers import Source
-from serving.requests.models import LookupRequest, RequestOptions
+from serving.requests.models import LookupRequest
+from serving.requests.options import RequestOptions
 from serving.requests.reasons import LiveReason
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ from serving.generations.pointer_follower import PointerFollower
 from serving.generations.served_set import ServedGenerations
 from serving.metrics.registry import Metrics
 from serving.requests.errors import Problem
-from serving.requests.models import Limits, LookupRequest, RequestedEntity, RequestOptions
+from serving.requests.models import LookupRequest, RequestedEntity
+from serving.requests.options import Limits, RequestOptions
 from serving.requests.parsing import HeaderJudge
 
 LookupFunction = Callable[[ServedGenerations, LookupRequest, float], Awaitable[list[AnswerJson]]]

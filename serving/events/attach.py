@@ -32,8 +32,8 @@ from serving.replica.hooks import Handler, Replica
 from serving.replica.namespace import HeldNamespace
 from serving.requests.bodies import as_json
 from serving.requests.errors import ErrorCode, Problem
-from serving.requests.models import Limits
-from serving.requests.named_schema import Json, NamedSchema, or_null
+from serving.requests.named_schema import ID, Json, NamedSchema, list_of, or_null
+from serving.requests.options import Limits
 from serving.requests.parsing import pop_content, run_in_thread_if_large
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ _CODES: Mapping[str, ErrorCode] = {
 }
 
 _FIELDS: Json = {
-    "user": schemas.ID,
-    "item": schemas.ID,
+    "user": ID,
+    "item": ID,
     "time": {
         "anyOf": [{"type": "string", "maxLength": 64}, {"type": "number", "minimum": 0}],
         "description": "When it happened: ISO 8601 (UTC without a zone) or seconds since 1970; by default now",
@@ -79,7 +79,7 @@ _FIELDS: Json = {
         },
     ),
     "features": schemas.FEATURES,
-    "vector": schemas.list_of({"type": "number"}, minItems=1, maxItems=8_192),
+    "vector": list_of({"type": "number"}, minItems=1, maxItems=8_192),
 }
 
 
@@ -97,7 +97,7 @@ _EVENT = schemas.closed(
 _BODY: Json = schemas.closed(
     "EventsRequest",
     {
-        "events": schemas.list_of(
+        "events": list_of(
             _EVENT,
             minItems=1,
             description="As many as `[events] batch` has it; one that is none is rejected beside the others",
@@ -112,7 +112,7 @@ _RECEIPT: Json = schemas.named(
     {
         "accepted": {"type": "integer", "description": "Events that are in the stream"},
         "repeated": {"type": "integer", "description": "Events that were there before"},
-        "rejected": schemas.list_of(
+        "rejected": list_of(
             schemas.named(
                 "RejectedEvent",
                 {

@@ -27,7 +27,7 @@ from serving.engine.micro_batcher import (
 )
 from serving.engine.rendering.answer_fields import iso_of
 from serving.generations.snapshot import Snapshot
-from serving.requests.models import RequestOptions
+from serving.requests.options import RequestOptions
 from serving.requests.reasons import LiveReason
 
 NO_LIMIT = (1 << 64) - 1

@@ -8,8 +8,9 @@ from serving.http.openapi import GENERATION_EXAMPLE, Operation
 from serving.http.routes import read_lookup, with_request_headers
 from serving.replica.hooks import Replica
 from serving.requests.errors import unprocessable
-from serving.requests.models import Limits, LookupRequest
+from serving.requests.models import LookupRequest
 from serving.requests.named_schema import Json, or_null
+from serving.requests.options import Limits
 from serving.requests.parsing import lookup_from_url
 
 PATH_PREFIX = b"/v1/explain/"

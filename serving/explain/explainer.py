@@ -69,7 +69,8 @@ from serving.metrics.registry import Metrics
 from serving.process.resources import StoreThreads
 from serving.requests.answers import FALLBACKS, STORED_SOURCES, Source
 from serving.requests.errors import Problem, unprocessable
-from serving.requests.models import LookupRequest, RequestOptions
+from serving.requests.models import LookupRequest
+from serving.requests.options import RequestOptions
 from serving.requests.reasons import LiveReason
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,8 @@ from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot, ranking_metric, user_vector_table
 from serving.requests.answers import Source
 from serving.requests.errors import Problem, from_input, unprocessable
-from serving.requests.models import LookupRequest, RequestOptions
+from serving.requests.models import LookupRequest
+from serving.requests.options import RequestOptions
 from serving.requests.reasons import LiveReason
 
 FILTER_THREADS = 2

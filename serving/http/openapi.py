@@ -9,9 +9,9 @@ from cache.formats import RELEASE
 from serving.access.token_file import Scope
 from serving.http import schemas
 from serving.requests.errors import ERROR_CODES, ErrorCode
-from serving.requests.models import Limits
 from serving.requests.named_schema import Json, collected
 from serving.requests.negotiation import JSON_TYPE
+from serving.requests.options import REQUEST_OPTIONS, Limits
 
 BEARER = "bearer"
 
@@ -37,7 +37,7 @@ _HEADER_PARAMETERS: Mapping[str, Json] = {
     },
     "X-Larder-Arm": {
         "type": "string",
-        "pattern": schemas.OPTIONS["arm"]["pattern"],
+        "pattern": REQUEST_OPTIONS["arm"].schema["pattern"],
         "description": "arm, where the request itself has none",
     },
 }

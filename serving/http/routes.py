@@ -30,10 +30,10 @@ from serving.metrics.registry import CONTENT_TYPE, Metrics
 from serving.replica.hooks import Handler, Hooks
 from serving.requests.bodies import as_arrow, as_json, read_body, refusal_response
 from serving.requests.errors import Problem, from_input
-from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
+from serving.requests.models import LookupRequest, RequestedEntity
 from serving.requests.named_schema import Json
 from serving.requests.negotiation import Form, forms
-from serving.requests.options import with_headers
+from serving.requests.options import RequestOptions, with_headers
 from serving.requests.parsing import (
     LOOKUP_PREFIX,
     lookup_from_body,

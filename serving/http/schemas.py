@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from cache.filters.reranking import BOOSTS_MAX
 from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.requests.answers import (
     ORIGIN_FIELDS,
@@ -15,23 +14,22 @@ from serving.requests.answers import (
     fields_of,
 )
 from serving.requests.errors import ErrorCode
-from serving.requests.models import Limits
 from serving.requests.named_schema import (
     DETAILS,
+    ID,
     Json,
     NamedSchema,
+    list_of,
+    object_of,
     open_words,
     or_null,
     with_description,
 )
+from serving.requests.options import REQUEST_OPTIONS, Limits
 from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
 
 TEXT_OR_NULL: Json = {"type": ["string", "null"]}
 DATE_TIME: Json = {"type": "string", "format": "date-time"}
-
-
-def object_of(properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
-    return {"type": "object", "properties": properties, "required": list(required), **more}
 
 
 def named(name: str, properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
@@ -49,27 +47,11 @@ def nullable_fields(properties: Json) -> Json:
     return {name: or_null(field_schema) for name, field_schema in properties.items()}
 
 
-def list_of(of: Json, **more: object) -> Json:
-    return {"type": "array", "items": of, **more}
-
-
 def details(description: str, *, is_null: bool = False) -> Json:
     """Return the schema of details for people and dashboards; their names may change."""
     if is_null:
         return {**or_null(DETAILS), "description": description}
     return with_description(DETAILS, description)
-
-
-ID = NamedSchema(
-    "Id",
-    {
-        "description": "1 to 256 bytes of UTF-8; an integer becomes its decimal form",
-        "oneOf": [
-            {"type": "string", "minLength": 1, "maxLength": 256},
-            {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
-        ],
-    },
-)
 
 
 FEATURES = NamedSchema(
@@ -85,139 +67,12 @@ FEATURES = NamedSchema(
 HISTORY: Json = list_of(ID, description="Item ids, oldest first; excluded from the answer")
 
 
-_FILTER = NamedSchema(
-    "Filter",
-    {
-        "type": "object",
-        "minProperties": 1,
-        "maxProperties": 1,
-        "additionalProperties": True,
-        "description": "One operator (and, or, not; ==, in, <, <=, >, >=, contains, exists) and what it takes, such as "
-        '{"<": ["price", 20]}',
-    },
-)
-
-
-_RERANKING = NamedSchema(
-    "Reranking",
-    {
-        "type": "object",
-        "minProperties": 1,
-        "description": "Another order of the candidates",
-        "properties": {
-            "boost": list_of(
-                NamedSchema(
-                    "Boost",
-                    object_of(
-                        {
-                            "filter": with_description(_FILTER, "Items whose scores are raised"),
-                            "factor": {"type": "number", "exclusiveMinimum": 0},
-                        },
-                        ("filter", "factor"),
-                        additionalProperties=False,
-                    ),
-                ),
-                minItems=1,
-                maxItems=BOOSTS_MAX,
-            ),
-            "diversify": NamedSchema(
-                "Diversify",
-                object_of(
-                    {
-                        "attribute": {"type": "string", "description": "With `most`"},
-                        "most": {
-                            "type": "integer",
-                            "minimum": 1,
-                            "description": "At most so many items of one value of `attribute`",
-                        },
-                        "mmr": {
-                            "type": "number",
-                            "description": "Weight of a score against likeness to those before",
-                        },
-                    },
-                    additionalProperties=False,
-                ),
-            ),
-        },
-        "additionalProperties": False,
-    },
-)
-
-
-_NAME_OR_FILTER = NamedSchema(
-    "FilterOption",
-    {
-        "anyOf": [{"type": "string"}, _FILTER],
-        "description": "Only items that pass, by their attributes: the name of a filter that the generation declares, "
-        "or a filter",
-    },
-)
-
-
-_NAME_OR_RERANKING = NamedSchema(
-    "RerankOption",
-    {
-        "anyOf": [{"type": "string"}, _RERANKING],
-        "description": "Another order of the candidates: the name of one that the settings declare, or a re-ranking",
-    },
-)
-
-
-OPTIONS: Json = {
-    "k": {"type": "integer", "minimum": 1, "description": "Items per top-K answer; all by default"},
-    "exclude": list_of(ID, description="Item ids that must not appear"),
-    "deadline_ms": {
-        "type": "number",
-        "exclusiveMinimum": 0,
-        "description": "Milliseconds that an answer may take; what cannot be had in them is answered by a later rung",
-    },
-    "fresh": {
-        "type": "boolean",
-        "description": "Compute from the input though a stored answer exists",
-    },
-    "max_age_seconds": {
-        "type": "number",
-        "minimum": 0,
-        "description": "Compute from the input if what is stored is older",
-    },
-    "max_events": {
-        "type": "integer",
-        "enum": [0],
-        "description": "0: the stored answer, whatever events the user has that are newer",
-    },
-    "as_of": {
-        "type": "string",
-        "description": "Count events of the user up to this position, or accepted by this time (RFC 3339), as an "
-        "earlier answer told: while they are kept, it is made again",
-    },
-    "generation": {"type": "string", "description": "Answer from this generation, or 409"},
-    "canary_key": with_description(
-        ID,
-        "Decides whether a canary answers, if one runs: the same key always meets the same generation. "
-        "By default the user, if the request is about one user alone; without either the live one answers",
-    ),
-    "arm": {
-        "type": "string",
-        "pattern": "^[^=]{1,32}=[^=]{1,32}$",
-        "description": "EXPERIMENT=ARM that is to answer, or 409; for testers, not counted",
-    },
-    "filter": _NAME_OR_FILTER,
-    "rerank": _NAME_OR_RERANKING,
-}
-
+_OPTIONS: Json = {name: option.schema for name, option in REQUEST_OPTIONS.items()}
 
 QUERY: Json = {
-    **{name: schema for name, schema in OPTIONS.items() if name != "exclude"},
-    "filter": {
-        "type": "string",
-        "description": "Only items that pass: the name of a declared filter, or the JSON text of one, such as "
-        '{"<": ["price", 20]}',
-    },
-    "rerank": {
-        "type": "string",
-        "description": "Another order: the name of a declared one, or the JSON text of a re-ranking, such as "
-        '{"diversify": {"attribute": "brand", "most": 2}}',
-    },
+    name: option.query_schema or option.schema
+    for name, option in REQUEST_OPTIONS.items()
+    if not option.is_for_lists_only
 }
 """Options of a URL, by name."""
 
@@ -228,8 +83,8 @@ def _input_fields(limits: Limits) -> Json:
 
 
 def _body_options(limits: Limits) -> Json:
-    exclude = {**OPTIONS["exclude"], "maxItems": limits.max_exclude}
-    return nullable_fields({**OPTIONS, "exclude": exclude})
+    exclude = {**_OPTIONS["exclude"], "maxItems": limits.max_exclude}
+    return nullable_fields({**_OPTIONS, "exclude": exclude})
 
 
 _ID_OR_INPUT: list[Json] = [
@@ -290,7 +145,7 @@ def score_body(limits: Limits) -> Json:
             "items": list_of(
                 ID, minItems=1, maxItems=limits.max_batch, description="Candidates that are ranked"
             ),
-            **nullable_fields({name: OPTIONS[name] for name in OPTIONS if name != "exclude"}),
+            **nullable_fields({name: _OPTIONS[name] for name in QUERY}),
         },
         ("user", "items"),
     )

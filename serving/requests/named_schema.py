@@ -1,4 +1,4 @@
-"""Named schemas of the OpenAPI document: written where they are used, collected under `components`. Pure."""
+"""Builders of JSON schemas, and named schemas: written where they are used, collected under `components`. Pure."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +23,28 @@ DETAILS = NamedSchema(
         "type": "object",
         "additionalProperties": True,
         "description": "Facts for people and dashboards, whose names may change from release to release",
+    },
+)
+
+
+def object_of(properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
+    """Return the schema of an object with these properties."""
+    return {"type": "object", "properties": properties, "required": list(required), **more}
+
+
+def list_of(of: Json, **more: object) -> Json:
+    """Return the schema of a list of `of`."""
+    return {"type": "array", "items": of, **more}
+
+
+ID = NamedSchema(
+    "Id",
+    {
+        "description": "1 to 256 bytes of UTF-8; an integer becomes its decimal form",
+        "oneOf": [
+            {"type": "string", "minLength": 1, "maxLength": 256},
+            {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
+        ],
     },
 )
 

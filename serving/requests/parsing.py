@@ -22,18 +22,15 @@ from serving.requests.json_fields import (
     read_object,
     refused_id,
 )
-from serving.requests.models import (
-    FeedbackReport,
-    Limits,
-    LookupRequest,
-    RequestedEntity,
-    RequestOptions,
-    ScoreRequest,
-)
+from serving.requests.models import FeedbackReport, LookupRequest, RequestedEntity, ScoreRequest
 from serving.requests.negotiation import Form
 from serving.requests.options import (
     ARM_HEADER,
+    QUERY_FIELDS,
+    REQUEST_OPTIONS,
     TIMING_HEADER,
+    Limits,
+    RequestOptions,
     body_options,
     query_options,
     read_arm,
@@ -51,15 +48,10 @@ LARGE_BODY_BYTES = 256 << 10
 
 _CONTENT_KEY = "larder.content"
 
-_COMMON_FIELDS = {
-    "k", "deadline_ms", "fresh", "max_age_seconds", "generation", "canary_key", "filter", "rerank", "arm",
-    "max_events", "as_of",
-}  # fmt: skip
-
-_LOOKUP_FIELDS = frozenset({"entities", "exclude", *_COMMON_FIELDS})
+_LOOKUP_FIELDS = frozenset({"entities", *REQUEST_OPTIONS})
 _BATCH_FIELDS = frozenset({"entities", "k"})
 _ENTITY_FIELDS = frozenset({"id", "history", "features"})
-_SCORE_FIELDS = frozenset({"user", "items", *_COMMON_FIELDS})
+_SCORE_FIELDS = frozenset({"user", "items", *QUERY_FIELDS})
 _FEEDBACK_FIELDS = frozenset({"generation", "canary_key", "arm", "event", "count"})
 _FEEDBACK_EVENT = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _FEEDBACK_COUNT_MAX = 1_000_000
@@ -176,7 +168,7 @@ def feedback_from_json(content: object) -> FeedbackReport:
     """Feedback from the JSON of POST /v1/feedback."""
     data = read_object(content, "body", _FEEDBACK_FIELDS)
     generation, key = data.get("generation"), data.get("canary_key")
-    arm = read_arm(data.get("arm"), "arm")
+    arm = None if data.get("arm") is None else read_arm(data["arm"])
     if sum(subject is not None for subject in (generation, key, arm)) != 1:
         problem_message = (
             "send one of generation, as the answer had it, canary_key, and arm, as EXPERIMENT=ARM"

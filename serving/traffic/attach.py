@@ -8,8 +8,8 @@ from serving.http.routes import read_json
 from serving.metrics.collectors import InternalCounters
 from serving.replica.hooks import Replica
 from serving.replica.namespace import HeldNamespace
-from serving.requests.models import Limits
-from serving.requests.named_schema import Json, with_description
+from serving.requests.named_schema import ID, Json, with_description
+from serving.requests.options import REQUEST_OPTIONS, Limits
 from serving.requests.parsing import feedback_from_json
 from serving.traffic.arms import Arms
 from serving.traffic.canary import CanaryMetrics, CanaryRouter, CanaryRouters
@@ -20,8 +20,11 @@ _GENERATION: Json = {
     "type": "string",
     "description": "As the answer named it; or canary_key or arm",
 }
-_CANARY_KEY: Json = with_description(schemas.ID, "As the request had it; or generation or arm")
-_ARM: Json = {**schemas.OPTIONS["arm"], "description": "EXPERIMENT=ARM, as the answer had them"}
+_CANARY_KEY: Json = with_description(ID, "As the request had it; or generation or arm")
+_ARM: Json = {
+    **REQUEST_OPTIONS["arm"].schema,
+    "description": "EXPERIMENT=ARM, as the answer had them",
+}
 _COUNT: Json = {
     "type": "integer",
     "minimum": 1,

@@ -19,7 +19,8 @@ from serving.engine.service import LookupService, RoutedRequest
 from serving.generations.holder import GenerationHolder
 from serving.generations.served_set import ServedGenerations
 from serving.requests.answers import FALLBACKS, Source
-from serving.requests.models import RequestedEntity, RequestOptions
+from serving.requests.models import RequestedEntity
+from serving.requests.options import RequestOptions
 
 Arm = Literal["live", "canary"]
 

@@ -10,7 +10,8 @@ from serving.engine.rendering.answer_fields import AnswerJson
 from serving.engine.service import LookupService, RoutedRequest
 from serving.metrics.registry import counts_of
 from serving.requests.errors import Problem
-from serving.requests.models import FeedbackReport, RequestedArm, RequestedEntity, RequestOptions
+from serving.requests.models import FeedbackReport, RequestedEntity
+from serving.requests.options import RequestedArm, RequestOptions
 from serving.traffic.arms import Arms
 from serving.traffic.canary import CanaryRouter, EventNames, key_of
 from serving.traffic.exposures import ExposureLog

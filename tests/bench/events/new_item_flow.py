@@ -28,7 +28,8 @@ from cache.format.stream_position import Position
 from precompute.config.settings import NightConfig
 from serving.bootstrap import running
 from serving.http.routes import Service
-from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
+from serving.requests.models import LookupRequest, RequestedEntity
+from serving.requests.options import RequestOptions
 from tests.attached import newer_events_of
 from tests.bench.tools.harness import Ratio, Report, parse
 from tests.bench.tools.place import own_server

@@ -22,7 +22,8 @@ from typing import Final
 from cache.events.event import Event
 from cache.format.stream_position import Position
 from serving.http.routes import Service
-from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
+from serving.requests.models import LookupRequest, RequestedEntity
+from serving.requests.options import RequestOptions
 from tests.attached import newer_events_of
 from tests.bench.events.in_process import in_process
 from tests.bench.events.paired import Block, Cost, interleave

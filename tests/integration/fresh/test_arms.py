@@ -13,7 +13,8 @@ from cache.config.events import EventsConfig
 from cache.events.event_predictor import GenerationEvents
 from cache.format.stream_position import BEGINNING
 from serving.engine.service import LookupService
-from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
+from serving.requests.models import LookupRequest, RequestedEntity
+from serving.requests.options import RequestOptions
 from serving.traffic.router import ExperimentRouter
 from tests.attached import attached
 from tests.integration.fresh.events_world import EVENTS, EventWorld

@@ -38,7 +38,8 @@ from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnava
 from serving.generations.snapshot import DefaultList, Snapshot
 from serving.http.openapi import ApiPaths, core_operations
 from serving.metrics.registry import Metrics
-from serving.requests.models import Limits, LookupRequest, RequestedEntity, RequestOptions
+from serving.requests.models import LookupRequest, RequestedEntity
+from serving.requests.options import Limits, RequestOptions
 from serving.requests.parsing import HeaderJudge
 from tests.fakes import FakeClock, FakeRemote
 

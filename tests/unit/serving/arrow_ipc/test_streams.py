@@ -18,8 +18,8 @@ from serving.client.answers import read_arrow_answers
 from serving.client.calls import write_arrow_ids
 from serving.client.errors import Garbled
 from serving.requests.errors import Problem
-from serving.requests.models import Limits
 from serving.requests.negotiation import Forms, forms
+from serving.requests.options import Limits
 from serving.requests.parsing import id_batch_from_stream, lookup_from_body, read_stream
 
 LIMITS = Limits(max_batch=50, max_history=8, max_exclude=8, deadline_ms=100, deadline_max_ms=1_000)

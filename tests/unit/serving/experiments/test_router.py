@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from cache.store.blocklist import Blocklist
 from cache.traffic.experiments import Experiment, Experiments
-from serving.requests.models import RequestedEntity, RequestOptions
+from serving.requests.models import RequestedEntity
+from serving.requests.options import RequestOptions
 from serving.traffic.arms import Arms, Routing
 from serving.traffic.canary import CanaryRouters
 from serving.traffic.exposures import ExposureLog

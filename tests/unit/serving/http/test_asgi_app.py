@@ -12,7 +12,7 @@ from serving.admission.controller import Admission
 from serving.http.asgi_app import AsgiApp
 from serving.requests.bodies import BodyBudget
 from serving.requests.errors import Problem
-from serving.requests.models import Limits
+from serving.requests.options import Limits
 from serving.requests.parsing import QueryOptions
 from tests.unit.serving.world import PATHS, gate_of
 

@@ -2,18 +2,19 @@
 
 import ast
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib import import_module
 
 import pytest
 
 from cache.errors import InvalidInput
 from serving.access.token_file import SCOPES
+from serving.client.calls import Options
 from serving.config.settings import ServingConfig, limits_of
 from serving.features import all_operations
 from serving.http.openapi import refusal_codes
-from serving.http.schemas import OPTIONS, QUERY
 from serving.reference import PAGE, sections, written
-from serving.requests.options import _QUERY_FIELDS
+from serving.requests.options import REQUEST_OPTIONS
 from tests.unit.test_layering import ROOT
 
 ERROR_CODES = refusal_codes(all_operations(limits_of(ServingConfig())))
@@ -53,8 +54,8 @@ def test_the_page_has_every_route_and_its_scope() -> None:
     assert all(f"`{scope}`" in routes for scope in SCOPES)
 
 
-def test_every_option_of_a_url_is_documented() -> None:
-    assert set(QUERY) == _QUERY_FIELDS == set(OPTIONS) - {"exclude"}
+def test_the_client_has_every_option() -> None:
+    assert {option_field.name for option_field in fields(Options)} == set(REQUEST_OPTIONS)
 
 
 @pytest.mark.parametrize(("code", "file", "status"), sorted(set(raised())))

@@ -19,7 +19,7 @@ from serving.engine.entity import find_plain_record_key, with_filter_table
 from serving.events.item_updates import with_changed_filtering
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
-from serving.requests.models import RequestOptions
+from serving.requests.options import RequestOptions
 from tests.unit.cache.filters.columns import attributes_of
 from tests.unit.serving.world import GENERATION, ITEMS, NO_FILE, SCORED_AT, World, ask, entity
 

@@ -31,7 +31,7 @@ from serving.events.newer_events import NewerEvents, compute_from_events
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.requests.answers import Source
-from serving.requests.models import RequestOptions
+from serving.requests.options import RequestOptions
 from serving.requests.reasons import LiveReason
 from tests.unit.serving.world import (
     GENERATION,

@@ -11,7 +11,8 @@ from serving.engine.candidate_scoring import rank_candidates, score_tolerance
 from serving.filters.filtered_lookup import FilteredLookup, Filters
 from serving.generations.served_set import ServedGenerations
 from serving.requests.errors import unprocessable
-from serving.requests.models import RequestOptions, ScoreRequest
+from serving.requests.models import ScoreRequest
+from serving.requests.options import RequestOptions
 from tests.unit.serving.world import GENERATION, OLDER, World, entity, ids
 
 

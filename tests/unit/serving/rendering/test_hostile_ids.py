@@ -21,7 +21,7 @@ from serving.engine.batch_lookup import list_items
 from serving.engine.rendering import json_answers
 from serving.engine.rendering.arrow_answers import NO_ITEMS, StoredRows, answers_stream
 from serving.engine.rendering.json_answers import answer_start
-from serving.requests.models import Limits
+from serving.requests.options import Limits
 from serving.requests.parsing import id_batch_from_stream, read_stream
 from tests import hostile
 from tests.unit.serving.rendering.test_compiled_rows import COLUMNS, snapshot, some_row, table

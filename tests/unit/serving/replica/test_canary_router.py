@@ -15,8 +15,14 @@ from serving.generations.holder import GenerationHolder
 from serving.generations.served_set import ServedGenerations
 from serving.requests.errors import Problem
 from serving.requests.json_fields import read_id
-from serving.requests.models import FeedbackReport, Limits, RequestedArm, RequestOptions
-from serving.requests.options import query_options, with_headers
+from serving.requests.models import FeedbackReport
+from serving.requests.options import (
+    Limits,
+    RequestedArm,
+    RequestOptions,
+    query_options,
+    with_headers,
+)
 from serving.requests.parsing import feedback_from_json, lookup_from_json
 from serving.traffic.canary import EVENTS_MAX, CanaryMetrics, CanaryRouter
 from tests.unit.serving.world import GENERATION, LIMITS, OLDER, World, ask, entity

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from serving.requests.errors import Problem
-from serving.requests.models import Limits
+from serving.requests.options import Limits
 from serving.requests.parsing import (
     lookup_from_body,
     peek_content,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.requests.errors import Problem
-from serving.requests.models import FeedbackReport, Limits, LookupRequest, ScoreRequest
-from serving.requests.options import with_headers
+from serving.requests.models import FeedbackReport, LookupRequest, ScoreRequest
+from serving.requests.options import Limits, with_headers
 from serving.requests.parsing import (
     feedback_from_json,
     lookup_from_body,
