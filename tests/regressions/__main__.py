@@ -1,8 +1,9 @@
-"""Show for each finding its test, the commit that brought the test, and how the test fails at an older commit.
+"""Show for each finding its test, the commit that brought the test, and how the test fails without the mend.
 
-`python -m tests.regressions COMMIT` makes a worktree of COMMIT with an environment of its own, puts the tests of today
-into it, and runs those that the tables beside this module name. The table goes to standard output, progress to standard
-error. Exit code 1: a test is not red there, or a table names a test that there is not.
+`python -m tests.regressions COMMIT` makes a worktree of COMMIT with an environment of its own and runs there the tests
+that the tables beside this module name, as they were before the names of the code were changed: today's would find no
+module there. A test that came after that runs at the parent of the commit that brought it. The table goes to standard
+output, progress to standard error. Exit code 1: a test is not red there, or a table names a test that there is not.
 """
 
 import argparse
@@ -21,13 +22,16 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.regressions.findings import Finding, findings
+from tests.regressions.findings import TABLES, Finding, findings
 from tests.regressions.outcomes import SHOWN_BY_PRODUCT, Outcome
 
 ROOT = Path(__file__).parents[2]
 CASE_TIMEOUT_S = 120.0
 # A process of pytest that has written nothing for this long hangs where no alarm ends it.
 SILENCE_S = 300.0
+
+NAMES_OF_BEFORE = "c297e29d"
+"""The last commit whose tests use the names of older code."""
 
 # Kinds of failure, the strongest proof first: what the product answered, then that it lacked a name of today.
 RED = {
@@ -47,11 +51,12 @@ NOT_RED = {
 
 
 class Row(NamedTuple):
-    """A line of the table that is printed."""
+    """A line of the table that is printed; `red_commit` is where the test was run."""
 
     finding: str
     test: str
     commit: str
+    red_commit: str
     kind: str
     text: str
 
@@ -61,14 +66,54 @@ class Row(NamedTuple):
         return self.kind in RED
 
 
+class Place(NamedTuple):
+    """Where the test of a finding is run: the commit of the code, that of the tests, and the test's id there."""
+
+    code_commit: str
+    tests_commit: str
+    test: str
+
+
 @cache
 def commit_of(finding: Finding) -> str:
     """The commit that brought the test, abbreviated."""
-    command = [
-        "git", "log", "--format=%h", "--reverse", f"-Sdef {finding.function}(", "--", finding.module,
-    ]  # fmt: skip
-    log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return log.stdout.partition("\n")[0] or "not committed"
+    log = git("log", "--format=%h", "--reverse", f"-Sdef {finding.function}(", "--", finding.module)
+    return log.partition("\n")[0] or "not committed"
+
+
+def git(*arguments: str) -> str:
+    """What git says in this repository."""
+    command = ["git", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def places(selected_findings: list[Finding], commit: str) -> dict[Finding, Place]:
+    """Where each test is run."""
+    tests_by_text: defaultdict[str, list[str]] = defaultdict(list)
+    test_by_function: dict[str, str] = {}
+    for finding in findings_at(NAMES_OF_BEFORE):
+        tests_by_text[finding.text].append(finding.test)
+        test_by_function[finding.function] = finding.test
+    place_by_finding = {}
+    for finding in selected_findings:
+        if not finding.has_test:
+            continue
+        if (test := test_by_function.get(finding.function)) is None:
+            tests = tests_by_text[finding.text]
+            test = tests[0] if len(tests) == 1 else None
+        if test is not None:
+            place_by_finding[finding] = Place(commit, NAMES_OF_BEFORE, test)
+        elif (brought := commit_of(finding)) != "not committed":
+            place_by_finding[finding] = Place(f"{brought}^", brought, finding.test)
+    return place_by_finding
+
+
+def findings_at(commit: str) -> list[Finding]:
+    """The lines of the tables at an older commit."""
+    folder = TABLES.relative_to(ROOT)
+    names = git("ls-tree", "--name-only", commit, f"{folder}/").splitlines()
+    texts = [git("show", f"{commit}:{name}") for name in names if name.endswith(".tsv")]
+    return [Finding(*line.split("\t")) for text in texts for line in text.splitlines()]
 
 
 def note(text: str) -> None:
@@ -77,38 +122,41 @@ def note(text: str) -> None:
 
 
 @contextlib.contextmanager
-def worktree(commit: str, folder: Path | None, environment: str) -> Iterator[Path]:
-    """A worktree of `commit` with today's tests and an environment; one that is named is kept for the next run."""
-    git = ["git", "worktree"]
+def worktree(
+    commit: str, tests_commit: str, folder: Path | None, environment: str
+) -> Iterator[Path]:
+    """A worktree of `commit` with the tests of another and an environment; a folder that is named is kept."""
     with tempfile.TemporaryDirectory() as temporary_folder:
         tree = folder or Path(temporary_folder) / "tree"
-        subprocess.run([*git, "prune"], cwd=ROOT, check=True)
+        git("worktree", "prune")
         try:
             if not tree.exists():
                 note(f"a worktree of {commit}")
-                command = [*git, "add", "--quiet", "--detach", "--force", str(tree), commit]
-                subprocess.run(command, cwd=ROOT, check=True)
+                git("worktree", "add", "--quiet", "--detach", "--force", str(tree), commit)
             demand_commit(tree, commit)
             shutil.rmtree(tree / "tests", ignore_errors=True)
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / "tests", tree / "tests", ignore=ignored)
+            with tempfile.TemporaryFile() as archive:
+                command = ["git", "archive", tests_commit, "tests"]
+                subprocess.run(command, cwd=ROOT, stdout=archive, check=True)
+                archive.seek(0)
+                subprocess.run(["tar", "x"], cwd=tree, stdin=archive, check=True)
+            shutil.copy(Path(__file__).with_name("outcomes.py"), tree / "tests" / "regressions")
             subprocess.run(["make", environment], cwd=tree, check=True, stdout=sys.stderr)
             yield tree
         finally:
             if folder is None:
-                subprocess.run([*git, "remove", "--force", str(tree)], cwd=ROOT, check=False)
+                with contextlib.suppress(subprocess.CalledProcessError):
+                    git("worktree", "remove", "--force", str(tree))
 
 
 def demand_commit(tree: Path, commit: str) -> None:
     """Raise SystemExit where a folder that is used again holds another commit."""
-    heads = [
-        subprocess.run(
-            ["git", "rev-parse", revision], cwd=checkout, capture_output=True, text=True, check=True
-        ).stdout
-        for checkout, revision in ((tree, "HEAD"), (ROOT, f"{commit}^{{commit}}"))
-    ]
-    if heads[0] != heads[1]:
-        raise SystemExit(f"{tree} holds {heads[0].strip()}, not {commit}: name another folder")
+    head, wanted = (
+        git("-C", str(tree), "rev-parse", "HEAD"),
+        git("rev-parse", f"{commit}^{{commit}}"),
+    )
+    if head != wanted:
+        raise SystemExit(f"{tree} holds {head.strip()}, not {commit}: name another folder")
 
 
 def written(file: Path) -> tuple[list[Outcome], str | None]:
@@ -206,25 +254,27 @@ def gone_tests(modules: dict[str, list[str]]) -> list[str]:
     return [test for tests in modules.values() for test in tests if test not in named]
 
 
-def table(rows: list[Row], commit: str) -> Iterator[str]:
+def table(rows: list[Row]) -> Iterator[str]:
     """The lines of the table in Markdown."""
-    yield f"| finding | test | commit | red at {commit[:8]} | how | seen there |"
-    yield "|---|---|---|---|---|---|"
+    yield "| finding | test | commit | red | at | how | seen there |"
+    yield "|---|---|---|---|---|---|---|"
     for row in rows:
         if row.kind == "none":
-            yield f"| {row.finding} | none | | | | {row.text} |"
+            yield f"| {row.finding} | none | | | | | {row.text} |"
             continue
         red = "yes" if row.is_red else "NO"
         text = " ".join(row.text.split()).replace("|", "\\|")[:120]
-        yield f"| {row.finding} | `{row.test}` | {row.commit} | {red} | {row.kind} | {text} |"
+        yield (
+            f"| {row.finding} | `{row.test}` | {row.commit} | {red} | {row.red_commit} | {row.kind} | {text} |"
+        )
 
 
-def summary(rows: list[Row], commit: str) -> Iterator[str]:
+def summary(rows: list[Row]) -> Iterator[str]:
     """Lines that count the rows by how they ended."""
     counts = Counter(row.kind for row in rows)
     yield f"{len(rows)} rows of {len({row.finding.partition(':')[0] for row in rows})} findings"
     for kind, description in RED.items():
-        yield f"{counts[kind]} red at {commit[:8]} {description}"
+        yield f"{counts[kind]} red {description}"
     yield f"{counts['none']} without a test, with the reason"
     not_red = [row for row in rows if row.kind in NOT_RED]
     yield f"{len(not_red)} not red"
@@ -232,16 +282,25 @@ def summary(rows: list[Row], commit: str) -> Iterator[str]:
         yield f"  {NOT_RED[row.kind]}: {row.finding}: {row.test}"
 
 
-def rows_of(selected_findings: list[Finding], outcomes: dict[str, Outcome]) -> list[Row]:
+def rows_of(
+    selected_findings: list[Finding],
+    place_by_finding: dict[Finding, Place],
+    outcomes: dict[Place, Outcome],
+) -> list[Row]:
     """A row for each finding whose test has ended, or that has none."""
     rows = []
     for finding in selected_findings:
+        place = place_by_finding.get(finding)
         if not finding.has_test:
             reason = finding.test.removeprefix("none:").strip()
-            rows.append(Row(finding.text, "", "", "none", reason))
-        elif finding.test in outcomes:
-            _, kind, text = outcomes[finding.test]
-            rows.append(Row(finding.text, finding.test, commit_of(finding), kind, text))
+            rows.append(Row(finding.text, "", "", "", "none", reason))
+        elif place is None:
+            rows.append(Row(finding.text, finding.test, commit_of(finding), "", "gone", ""))
+        elif place in outcomes:
+            _, kind, text = outcomes[place]
+            rows.append(
+                Row(finding.text, finding.test, commit_of(finding), place.code_commit, kind, text)
+            )
     return rows
 
 
@@ -251,7 +310,7 @@ def write_rows(file: Path, rows: list[Row]) -> None:
 
 
 def red_before(file: Path) -> dict[str, Outcome]:
-    """What was red by what the product did in the rows of an earlier run."""
+    """What was red by what the product did in the rows of an earlier run, by today's tests."""
     rows = [Row(**row) for row in json.loads(file.read_text())]
     return {
         row.test: Outcome(row.test, row.kind, row.text)
@@ -296,33 +355,41 @@ def main() -> int:
         for finding in findings()
         if options.only in finding.text or options.only in finding.test
     ]
-    modules: defaultdict[str, list[str]] = defaultdict(list)
-    for finding in selected_findings:
-        if finding.has_test and finding.test not in modules[finding.module]:
-            modules[finding.module].append(finding.test)
-    missing_tests = gone_tests(modules)
-    outcomes = red_before(options.json) if options.again else {}
-    tree = options.tree.resolve() if options.tree else None
-    with worktree(options.commit, tree, options.environment) as folder:
-        for number, (module, named) in enumerate(modules.items(), 1):
-            begun_at = time.monotonic()
-            tests = [test for test in named if test not in outcomes]
-            existing_tests = [test for test in tests if test not in missing_tests]
-            of_module = {test: Outcome(test, "gone", "") for test in tests}
-            of_module |= (
-                outcomes_of(folder, module, existing_tests, options.case_timeout)
-                if existing_tests
-                else {}
-            )
-            outcomes |= of_module
-            kinds = Counter(outcome.kind for outcome in of_module.values())
-            counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-            elapsed_s = time.monotonic() - begun_at
-            note(f"{number}/{len(modules)} {module}: {counts or 'as before'} ({elapsed_s:.0f} s)")
-            if options.json:
-                write_rows(options.json, rows_of(selected_findings, outcomes))
-    rows = rows_of(selected_findings, outcomes)
-    lines = [*table(rows, options.commit), "", *summary(rows, options.commit)]
+    place_by_finding = places(selected_findings, options.commit)
+    todays_modules: defaultdict[str, list[str]] = defaultdict(list)
+    for finding in place_by_finding:
+        todays_modules[finding.module].append(finding.test)
+    missing_tests = gone_tests(todays_modules)
+    known_outcomes = red_before(options.json) if options.again else {}
+    outcomes: dict[Place, Outcome] = {}
+    pending: defaultdict[tuple[str, str], defaultdict[str, list[Place]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for finding, place in place_by_finding.items():
+        if finding.test in missing_tests:
+            outcomes[place] = Outcome(place.test, "gone", "")
+        elif finding.test in known_outcomes:
+            outcomes[place] = known_outcomes[finding.test]
+        elif place not in (places_of_module := pending[place[:2]][place.test.partition("::")[0]]):
+            places_of_module.append(place)
+    for (code_commit, tests_commit), modules in pending.items():
+        tree = options.tree.resolve() if options.tree and code_commit == options.commit else None
+        with worktree(code_commit, tests_commit, tree, options.environment) as folder:
+            for number, (module, module_places) in enumerate(modules.items(), 1):
+                begun_at = time.monotonic()
+                tests = [place.test for place in module_places]
+                of_module = outcomes_of(folder, module, tests, options.case_timeout)
+                outcomes |= {place: of_module[place.test] for place in module_places}
+                kinds = Counter(outcome.kind for outcome in of_module.values())
+                counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+                elapsed_s = time.monotonic() - begun_at
+                note(
+                    f"{code_commit} {number}/{len(modules)} {module}: {counts} ({elapsed_s:.0f} s)"
+                )
+                if options.json:
+                    write_rows(options.json, rows_of(selected_findings, place_by_finding, outcomes))
+    rows = rows_of(selected_findings, place_by_finding, outcomes)
+    lines = [*table(rows), "", *summary(rows)]
     print(*lines, sep="\n")
     if options.output:
         options.output.write_text("".join(f"{line}\n" for line in lines))

@@ -104,9 +104,9 @@ def test_a_module_that_cannot_be_read_is_told_for_each_of_its_tests(
 
 def test_a_run_goes_on_from_what_was_red(tmp_path: Path) -> None:
     rows = [
-        Row("a 1: so", "t::a", "0123", "assertion", "why"),
-        Row("a 2: so", "t::b", "0123", "passed", ""),
-        Row("a 3: so", "", "", "none", "why"),
+        Row("a 1: so", "t::a", "0123", "4567", "assertion", "why"),
+        Row("a 2: so", "t::b", "0123", "4567", "passed", ""),
+        Row("a 3: so", "", "", "", "none", "why"),
     ]
     write_rows(tmp_path / "rows.json", rows)
 
