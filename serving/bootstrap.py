@@ -14,7 +14,7 @@ from functools import partial
 from cache.l2.data_plane import DataPlane
 from cache.process.background_loops import BackgroundLoops
 from cache.tiers.tiered import TieredCache
-from serving.admission.controller import Admission
+from serving.admission.controller import Admission, OverloadCollector
 from serving.config.settings import ServingConfig, limits_of
 from serving.engine.inference import LiveInferences
 from serving.engine.leases import LeaseManager
@@ -25,7 +25,7 @@ from serving.generations.heartbeat import HOST_LOOK_S, HostHeadroom
 from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
 from serving.generations.refresher import Refresher
 from serving.http.routes import Service
-from serving.metrics.collectors import InternalCounters, LoopFailures, OverloadCollector
+from serving.metrics.collectors import InternalCounters, LoopFailures
 from serving.metrics.exposition import Exposition, WorkerPeers
 from serving.metrics.registry import Metrics
 from serving.namespace import ServiceComponents, open_namespace

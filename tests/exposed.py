@@ -12,7 +12,7 @@ from cache.tiers.l1 import LocalTier
 from cache.tiers.reads import Counters
 from serving.access.callers import TokenWatch
 from serving.access.quota import QuotaTable
-from serving.admission.controller import Admission
+from serving.admission.controller import Admission, OverloadCollector
 from serving.config.tls import TlsWatch
 from serving.events.counts import TEXTS as EVENT_GAUGES
 from serving.events.counts import EventCounts
@@ -20,7 +20,7 @@ from serving.events.follower import EventMetrics
 from serving.events.newer_events import NewerEvents
 from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
 from serving.metrics import collectors
-from serving.metrics.collectors import InternalCounters, LoopFailures, OverloadCollector
+from serving.metrics.collectors import InternalCounters, LoopFailures
 from serving.metrics.registry import Metrics
 from serving.near.near_matches import NearMatches, NearMetrics
 from serving.quality import monitor

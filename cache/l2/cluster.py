@@ -26,11 +26,12 @@ from cache.l2.commands import (
     OverlayWrite,
     PageRead,
     PageReads,
+    deadline_for,
 )
 from cache.l2.control_plane import CommandArgument, ControlPlane
 from cache.l2.data_plane import Breaker, DataPlane, DataPlaneStats
 from cache.l2.errors import Redirected
-from cache.l2.pool import SECOND_LOOK_S, deadline_for
+from cache.l2.pool import SECOND_LOOK_S
 from cache.l2.slots import (
     SLOTS,
     Owners,

@@ -44,6 +44,12 @@ _LINE_END = b"\r\n"
 _HEADS_MAX = 1 << 16
 _TAILS_MAX = 1 << 14
 _WRITES_MAX = 16
+_COMMANDS_PER_DEADLINE = 500
+
+
+def deadline_for(base_s: float, commands: int) -> float:
+    """Return the deadline in s for `commands`, given that of one: sending and answering many takes longer."""
+    return base_s * (1 + commands / _COMMANDS_PER_DEADLINE)
 
 
 class PageRead(NamedTuple):

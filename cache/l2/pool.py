@@ -11,13 +11,12 @@ from redis.asyncio import ConnectionPool
 from redis.asyncio.connection import AbstractConnection
 
 from cache.errors import TierUnavailable
-from cache.l2.commands import Frames, frame_stride
+from cache.l2.commands import Frames, deadline_for, frame_stride
 from cache.l2.resp import RECORD_REPLIES, bounds_refusal, scanner_of
 from cache.native import loader
 
 Replies = Sequence[Any]
 SECOND_LOOK_S = 0.001
-_COMMANDS_PER_DEADLINE = 500
 
 _PAUSE_S = 1.0
 """Seconds between a refused connection and the next attempt, while other connections are open."""
@@ -158,11 +157,6 @@ class PipelineConnection(asyncio.Protocol):
         self._replies, self._buffer = [], b""
         while self._pipelines:
             self._pipelines.popleft().land(error)
-
-
-def deadline_for(base_s: float, commands: int) -> float:
-    """Return the deadline in s for `commands`, given that of one: sending and answering many takes longer."""
-    return base_s * (1 + commands / _COMMANDS_PER_DEADLINE)
 
 
 class PipelinePool:

@@ -24,12 +24,13 @@ from cache.l2.commands import (
     PageRead,
     PageReads,
     Read,
+    deadline_for,
     unpack,
 )
 from cache.l2.control_plane import ServerControl
 from cache.l2.data_plane import Breaker, DataPlaneStats
 from cache.l2.errors import is_redirect
-from cache.l2.pool import SECOND_LOOK_S, Pipeline, PipelinePool, Replies, deadline_for
+from cache.l2.pool import SECOND_LOOK_S, Pipeline, PipelinePool, Replies
 from cache.l2.resp import ASYNC_BOUNDED_POOL_SETTINGS
 from cache.l2.sentinel import async_primary_pool, is_sentinel
 

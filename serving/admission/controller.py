@@ -7,10 +7,14 @@ handled after it), the model's, and the requests under way below L1.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from math import inf
 from typing import Literal
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from cache.process.background_loops import BackgroundLoops
 from serving.admission.work_pacer import WorkPacer
@@ -219,3 +223,42 @@ class LoopLagSampler:
 
         loop.call_soon(end)
         await done_future
+
+
+class OverloadCollector(Collector):
+    """Collector of the load of the process, and of its measures against overload."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the counter family of shed work, and gauges of the state that decides it."""
+        admission = self._admission
+        shed = CounterMetricFamily(
+            "larder_shed",
+            "Left out under overload: inferences and whole requests",
+            labels=["stage"],
+        )
+        for stage, count in admission.shed.items():
+            shed.add_metric([stage], count)
+        yield shed
+        for name, text, value in (
+            (
+                "queue_seconds",
+                "Shortest turn of the event loop in the last interval",
+                admission.loop.wait,
+            ),
+            (
+                "live_admitted_ratio",
+                "Of the inputs, those that may go to the model",
+                admission.live_share,
+            ),
+            (
+                "costly_admitted_ratio",
+                "Of the requests that are costly, those that may go on",
+                admission.costly.admitted_share,
+            ),
+            ("requests_under_way", "Requests below L1", admission.under_way),
+            ("requests_max", "Requests that may be below L1 at once", admission.requests_max),
+        ):
+            yield GaugeMetricFamily(f"larder_{name}", text, value)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from cache.config.serving import Precision, ServingConfig
+from cache.config.serving import ServingConfig
 from cache.errors import ConfigError, InvalidInput
 from cache.filters.reranking import Reranking, read_reranking
 from serving.access.callers import TOKEN_BYTES_MAX
@@ -14,7 +14,7 @@ from serving.requests.options import Limits
 
 _FACTOR_MAX: Final = 1_000.0
 
-__all__ = ["Precision", "ServingConfig", "check_files", "check_token", "limits_of"]
+__all__ = ["ServingConfig", "check_files", "check_token", "limits_of"]
 
 
 def limits_of(config: ServingConfig) -> Limits:

@@ -1,18 +1,25 @@
-"""Observer of answers: reasons of misses, a sample of the answers, and hooks for other observers."""
+"""Observer of answers: names asked for, reasons of misses, a sample of the answers, and hooks for other observers."""
 
 import math
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from cache.model.input_preparation import LiveInput
 from cache.tiers.l1 import EvictionHistory
 from cache.tiers.reads import MissReason
-from serving.engine.l1_warmup import EntityName
 from serving.engine.rendering.answer_fields import Exclusions
 from serving.metrics.collectors import L1Misses
+
+EntityName = tuple[str, bytes]
+"""Table and id of an entity."""
+
+RECENT = 4_096
+"""Entities remembered, with repetitions."""
+_REPORT_BOUNDARY: EntityName = ("", b"")
 
 SAMPLE_QUEUE_MAX = 256
 """Picks that may wait; each holds its own answer of some hundred bytes to a few kilobytes."""
@@ -22,6 +29,43 @@ SAMPLE_QUEUE_BYTES = 4 << 20
 
 _OBJECT_BYTES = 64
 """Bytes of a short text, a number or a place in a set, with what refers to it."""
+
+
+class RecentNames(deque[EntityName]):
+    """Requested entities, newest last; appending is all that a request pays for it.
+
+    `flush_pending` adds pending entities of earlier requests.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=RECENT)
+        self.flush_pending: Callable[[], None] = lambda: None
+        self._batches: deque[tuple[str, Sequence[bytes]]] = deque()
+        self._waiting = 0
+
+    def add(self, table: str, raws: Sequence[bytes]) -> None:
+        """Add ids of one table at once, as a batch that is unpacked only when it is read."""
+        self._batches.append((table, raws))
+        self._waiting += len(raws)
+        while self._waiting - len(self._batches[0][1]) >= RECENT:
+            self._waiting -= len(self._batches.popleft()[1])
+
+    def names(self) -> Sequence[EntityName]:
+        """Return all entities that are remembered."""
+        self.flush_pending()
+        for table, raws in self._batches:
+            self.extend(zip(repeat(table), raws))
+        self._batches.clear()
+        self._waiting = 0
+        return self
+
+    def take_new(self) -> list[EntityName]:
+        """Return the entities added since the last call, as far as they are still remembered."""
+        names = list(self.names())
+        last = names[::-1].index(_REPORT_BOUNDARY) if _REPORT_BOUNDARY in names else len(names)
+        if last:
+            self.append(_REPORT_BOUNDARY)
+        return names[len(names) - last :]
 
 
 class AnswerSample(NamedTuple):

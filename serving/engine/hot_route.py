@@ -20,11 +20,10 @@ from serving.access.callers import caller_of
 from serving.admission.work_pacer import waited_in
 from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.engine.answer_builder import RequestContext
-from serving.engine.answer_observer import AnswerSample
+from serving.engine.answer_observer import AnswerSample, EntityName
 from serving.engine.batch_lookup import BatchLookups, PostedLookups, is_k_too_large
 from serving.engine.coalescer import GetCoalescer, GroupResult, SingleRequest
 from serving.engine.entity import PendingAnswer, find_plain_record_key, with_filter_table
-from serving.engine.l1_warmup import EntityName
 from serving.engine.rendering.answer_fields import JSON, AnswerJson
 from serving.engine.rendering.json_answers import answer_start, ready_with_events
 from serving.engine.service import LookupService

@@ -3,64 +3,20 @@
 import asyncio
 import gc
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 
 from cache.tiers.reads import Hit, RecordKey
 from cache.tiers.tiered import TieredCache
+from serving.engine.answer_observer import EntityName
 from serving.engine.entity import find_record_key
 from serving.generations.snapshot import Snapshot
 
-EntityName = tuple[str, bytes]
-"""Table and id of an entity."""
-
-RECENT = 4_096
-"""Entities remembered, with repetitions."""
-_REPORT_BOUNDARY: EntityName = ("", b"")
 _SLICE = 16
 _PAUSE_S = 0.002
 """Seconds between slices: readers go first, also on the wire and in Redis."""
 _LONGEST_S = 5.0
 _RECORDS_AT_ONCE = 256
-
-
-class RecentNames(deque[EntityName]):
-    """Requested entities, newest last; appending is all that a request pays for it.
-
-    `flush_pending` adds pending entities of earlier requests.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(maxlen=RECENT)
-        self.flush_pending: Callable[[], None] = lambda: None
-        self._batches: deque[tuple[str, Sequence[bytes]]] = deque()
-        self._waiting = 0
-
-    def add(self, table: str, raws: Sequence[bytes]) -> None:
-        """Add ids of one table at once, as a batch that is unpacked only when it is read."""
-        self._batches.append((table, raws))
-        self._waiting += len(raws)
-        while self._waiting - len(self._batches[0][1]) >= RECENT:
-            self._waiting -= len(self._batches.popleft()[1])
-
-    def names(self) -> Sequence[EntityName]:
-        """Return all entities that are remembered."""
-        self.flush_pending()
-        for table, raws in self._batches:
-            self.extend(zip(repeat(table), raws))
-        self._batches.clear()
-        self._waiting = 0
-        return self
-
-    def take_new(self) -> list[EntityName]:
-        """Return the entities added since the last call, as far as they are still remembered."""
-        names = list(self.names())
-        last = names[::-1].index(_REPORT_BOUNDARY) if _REPORT_BOUNDARY in names else len(names)
-        if last:
-            self.append(_REPORT_BOUNDARY)
-        return names[len(names) - last :]
 
 
 @dataclass(slots=True, eq=False)

@@ -5,13 +5,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from cache.l2.commands import OVERLAY_COMMANDS
-from cache.l2.pool import deadline_for
+from cache.l2.commands import OVERLAY_COMMANDS, deadline_for
 from cache.records import Record, decode_record
 from cache.tiers.reads import Hit, MissReason, ReadResult, RecordKey, View
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.answer_builder import AnswerBuilder, RequestContext
-from serving.engine.answer_observer import AnswerObserver
+from serving.engine.answer_observer import AnswerObserver, RecentNames
 from serving.engine.entity import (
     PendingAnswer,
     build_pending_answers,
@@ -19,7 +18,6 @@ from serving.engine.entity import (
     still_open,
 )
 from serving.engine.hooks import ListShaper, NewerInputs
-from serving.engine.l1_warmup import RecentNames
 from serving.engine.micro_batcher import ComputedRecord, LiveUnavailable
 from serving.engine.rendering.answer_fields import AnswerJson
 from serving.generations.served_set import ServedGenerations

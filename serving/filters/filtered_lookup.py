@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from cache.filters.expression import Filter, InvalidFilter
 from cache.filters.filtering import Filtering, UnknownAttribute, unknown_filter
-from cache.filters.reranking import Reranker, Reranking, below
+from cache.filters.reranker import Reranker
+from cache.filters.reranking import Reranking, below
 from cache.model.filter_mask import FilterMask
 from cache.model.ranking import Metric
 from cache.tiers.reads import MissReason

@@ -20,13 +20,12 @@ from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest, Table
 from cache.format.seen_items import SeenItems
 from cache.model.new_items import NO_NEW_ITEMS, NewItems
-from cache.model.predictor import Predictor, live_files, open_predictor
+from cache.model.predictor import ModelPrecision, Predictor, live_files, open_predictor
 from cache.model.ranking import Metric
 from cache.model.runtime import Accelerator
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import Blocklist
 from cache.tiers.reads import View
-from serving.config.settings import Precision
 from serving.requests.errors import Problem
 
 _STAMPS = itertools.count(1)
@@ -102,7 +101,7 @@ class Snapshot:
         epoch: int,
         published_at: float,
         blocklist: Blocklist,
-        precision: Precision,
+        precision: ModelPrecision,
         threads: int,
         cores: Sequence[int] = (),
         accelerator: Accelerator | None = None,

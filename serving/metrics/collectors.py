@@ -23,7 +23,6 @@ from prometheus_client.utils import floatToGoString
 from cache.process.background_loops import BackgroundLoops
 from cache.tiers.l1 import Absence
 from cache.tiers.reads import MissReason
-from serving.admission.controller import Admission
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
@@ -240,45 +239,6 @@ def by_label(family: Family, samples: Mapping[str, float]) -> Family:
     for value, number in samples.items():
         family.add_metric([value], number)
     return family
-
-
-class OverloadCollector(Collector):
-    """Collector of the load of the process, and of its measures against overload."""
-
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield the counter family of shed work, and gauges of the state that decides it."""
-        admission = self._admission
-        shed = CounterMetricFamily(
-            "larder_shed",
-            "Left out under overload: inferences and whole requests",
-            labels=["stage"],
-        )
-        for stage, count in admission.shed.items():
-            shed.add_metric([stage], count)
-        yield shed
-        for name, text, value in (
-            (
-                "queue_seconds",
-                "Shortest turn of the event loop in the last interval",
-                admission.loop.wait,
-            ),
-            (
-                "live_admitted_ratio",
-                "Of the inputs, those that may go to the model",
-                admission.live_share,
-            ),
-            (
-                "costly_admitted_ratio",
-                "Of the requests that are costly, those that may go on",
-                admission.costly.admitted_share,
-            ),
-            ("requests_under_way", "Requests below L1", admission.under_way),
-            ("requests_max", "Requests that may be below L1 at once", admission.requests_max),
-        ):
-            yield GaugeMetricFamily(f"larder_{name}", text, value)
 
 
 class LoopFailures(Collector):

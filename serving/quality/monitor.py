@@ -15,8 +15,7 @@ from cache.tiers.l1 import LocalKey, LocalTier
 from cache.usage.hot_keys import COLD_WINDOW, SharedHotKeys
 from serving.admission.controller import Admission
 from serving.config.settings import ServingConfig
-from serving.engine.answer_observer import AnswerObserver, AnswerSample, AnswerSampler
-from serving.engine.l1_warmup import RecentNames
+from serving.engine.answer_observer import AnswerObserver, AnswerSample, AnswerSampler, RecentNames
 from serving.engine.micro_batcher import MicroBatcher
 from serving.generations.heartbeat import RedisClock
 from serving.generations.holder import GenerationHolder

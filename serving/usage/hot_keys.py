@@ -8,7 +8,7 @@ from itertools import islice
 
 from cache.errors import TierUnavailable
 from cache.usage.hot_keys import HOT_WINDOW, HotKeyReport, Name, SharedHotKeys, Window, hour_of
-from serving.engine.l1_warmup import RecentNames
+from serving.engine.answer_observer import RecentNames
 from serving.generations.snapshot import Snapshot
 
 REPORTED = 512

@@ -25,8 +25,9 @@ from typing import Any
 import uvloop
 
 from cache.model.input_preparation import LiveInput
+from cache.model.predictor import ModelPrecision
 from cache.store.blocklist import Blocklist
-from serving.config.settings import Precision, ServingConfig
+from serving.config.settings import ServingConfig
 from serving.engine.batch_inference import compute
 from serving.engine.micro_batcher import ComputedRecord, InferenceJob, MicroBatcher
 from serving.generations.snapshot import Snapshot
@@ -42,7 +43,7 @@ Measured = Callable[[], tuple[float, float]]
 """(seconds, processor seconds) of one run."""
 
 
-def open_snapshot(config: ServingConfig, precision: Precision) -> Snapshot:
+def open_snapshot(config: ServingConfig, precision: ModelPrecision) -> Snapshot:
     """The newest generation of the night's store, as a replica would hold it."""
     store = config.store()
     generation = max(store.names("generations"))

@@ -16,8 +16,8 @@ from cache.tiers.l1 import LocalKey, LocalTier
 from cache.tiers.singleflight import SingleFlight
 from cache.tiers.tiered import WriteBehind
 from serving.admission.controller import Admission
+from serving.engine.answer_observer import RecentNames
 from serving.engine.inference import LiveInferences
-from serving.engine.l1_warmup import RecentNames
 from serving.engine.leases import LeaseManager
 from serving.engine.micro_batcher import MicroBatcher
 from serving.generations import pointer_follower, refresher

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.l2.pool import Pipeline, PipelinePool, deadline_for
+from cache.l2.commands import deadline_for
+from cache.l2.pool import Pipeline, PipelinePool
 
 BASE_S = 5.0
 

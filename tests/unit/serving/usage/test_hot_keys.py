@@ -18,7 +18,7 @@ from cache.usage.hot_keys import (
     hottest,
     member,
 )
-from serving.engine.l1_warmup import RECENT, RecentNames
+from serving.engine.answer_observer import RECENT, RecentNames
 from serving.generations.snapshot import Snapshot
 from serving.usage.hot_keys import REPORTED, HotKeySketch
 from tests.fakes import FakeClock
