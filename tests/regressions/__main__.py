@@ -33,6 +33,9 @@ SILENCE_S = 300.0
 NAMES_OF_BEFORE = "c297e29d"
 """The last commit whose tests use the names of older code."""
 
+EARLIER = {"^": "~4", "~4": "~12", "~12": "~30"}
+"""Where a test that passes at an ancestor of its commit is tried next: the mend was committed before it."""
+
 # Kinds of failure, the strongest proof first: what the product answered, then that it lacked a name of today.
 RED = {
     "assertion": "by assertion",
@@ -77,7 +80,8 @@ class Place(NamedTuple):
 @cache
 def commit_of(finding: Finding) -> str:
     """The commit that brought the test, abbreviated."""
-    log = git("log", "--format=%h", "--reverse", f"-Sdef {finding.function}(", "--", finding.module)
+    # In all of the tests: a function that only moved to another file was brought earlier.
+    log = git("log", "--format=%h", "--reverse", f"-Sdef {finding.function}(", "--", "tests")
     return log.partition("\n")[0] or "not committed"
 
 
@@ -104,8 +108,15 @@ def places(selected_findings: list[Finding], commit: str) -> dict[Finding, Place
         if test is not None:
             place_by_finding[finding] = Place(commit, NAMES_OF_BEFORE, test)
         elif (brought := commit_of(finding)) != "not committed":
-            place_by_finding[finding] = Place(f"{brought}^", brought, finding.test)
+            place_by_finding[finding] = Place(f"{brought}^", brought, test_at(brought, finding))
     return place_by_finding
+
+
+def test_at(commit: str, finding: Finding) -> str:
+    """The test's id at the commit that brought it, where its file may have had another path."""
+    found = git("grep", "-l", f"def {finding.function}(", commit, "--", "tests")
+    module = found.partition("\n")[0].partition(":")[2]
+    return f"{module}::{finding.test.partition('::')[2]}"
 
 
 def findings_at(commit: str) -> list[Finding]:
@@ -372,7 +383,8 @@ def main() -> int:
             outcomes[place] = known_outcomes[finding.test]
         elif place not in (places_of_module := pending[place[:2]][place.test.partition("::")[0]]):
             places_of_module.append(place)
-    for (code_commit, tests_commit), modules in pending.items():
+    while pending:
+        (code_commit, tests_commit), modules = pending.popitem()
         tree = options.tree.resolve() if options.tree and code_commit == options.commit else None
         with worktree(code_commit, tests_commit, tree, options.environment) as folder:
             for number, (module, module_places) in enumerate(modules.items(), 1):
@@ -388,6 +400,14 @@ def main() -> int:
                 )
                 if options.json:
                     write_rows(options.json, rows_of(selected_findings, place_by_finding, outcomes))
+        for finding, place in place_by_finding.items():
+            ancestor = place.code_commit.removeprefix(place.tests_commit)
+            if place[:2] != (code_commit, tests_commit) or outcomes[place].kind != "passed":
+                continue
+            if (earlier := EARLIER.get(ancestor)) is not None:
+                earlier_place = place._replace(code_commit=f"{tests_commit}{earlier}")
+                place_by_finding[finding] = earlier_place
+                pending[earlier_place[:2]][place.test.partition("::")[0]].append(earlier_place)
     rows = rows_of(selected_findings, place_by_finding, outcomes)
     lines = [*table(rows), "", *summary(rows)]
     print(*lines, sep="\n")
