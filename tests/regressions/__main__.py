@@ -81,8 +81,27 @@ class Place(NamedTuple):
 def commit_of(finding: Finding) -> str:
     """The commit that brought the test, abbreviated."""
     # In all of the tests: a function that only moved to another file was brought earlier.
-    log = git("log", "--format=%h", "--reverse", f"-Sdef {finding.function}(", "--", "tests")
-    return log.partition("\n")[0] or "not committed"
+    return first_commit_with(f"def {finding.function}(", "tests") or "not committed"
+
+
+def first_commit_with(text: str, folder: str) -> str:
+    """The first commit with another count of a text in a folder, abbreviated; empty if there is none."""
+    return git("log", "--format=%h", "--reverse", f"-S{text}", "--", folder).partition("\n")[0]
+
+
+@cache
+def mended_at(finding: Finding) -> str:
+    """The commit whose tests show a finding: that of its test, or of its row if the test is older and was added to."""
+    commit = commit_of(finding)
+    if commit != "not committed" and not is_ancestor(commit, NAMES_OF_BEFORE):
+        return commit
+    return first_commit_with(f"{finding.text}\t", str(TABLES.relative_to(ROOT)))
+
+
+def is_ancestor(commit: str, other_commit: str) -> bool:
+    """Whether a commit is part of the history of another."""
+    command = ["git", "merge-base", "--is-ancestor", commit, other_commit]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
 def git(*arguments: str) -> str:
@@ -107,8 +126,8 @@ def places(selected_findings: list[Finding], commit: str) -> dict[Finding, Place
             test = tests[0] if len(tests) == 1 else None
         if test is not None:
             place_by_finding[finding] = Place(commit, NAMES_OF_BEFORE, test)
-        elif (brought := commit_of(finding)) != "not committed":
-            place_by_finding[finding] = Place(f"{brought}^", brought, test_at(brought, finding))
+        elif mended := mended_at(finding):
+            place_by_finding[finding] = Place(f"{mended}^", mended, test_at(mended, finding))
     return place_by_finding
 
 
