@@ -68,8 +68,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         return 2
     from serving.config.settings import (
         ServingConfig,
-        check_files,
-        check_token,
+        check_configured_files,
+        check_header_token,
     )  # pydantic: not for --help
 
     # uvicorn raises what stopped it once more when it is done: the default would end us before Redis is stopped.
@@ -87,8 +87,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         )
         configure_for(config, options.log_level)
         config.require_guard()
-        check_token(config.token)
-        check_files(config)
+        check_header_token(config.token)
+        check_configured_files(config)
         if not config.redis_url and running_server(Path(config.state)) is not None:
             log.info("uses the Redis that another command started here; the last of them ends it")
         with (

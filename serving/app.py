@@ -10,14 +10,14 @@ from cache.process.background_loops import BackgroundLoops
 from serving.access.callers import Callers, TokenWatch
 from serving.access.quota import QuotaTable
 from serving.bootstrap import running
-from serving.config.settings import ServingConfig, check_token, limits_of
+from serving.config.settings import ServingConfig, check_header_token, request_limits
 from serving.config.tls import TlsFiles, TlsWatch
 from serving.engine.service import LookupService
 from serving.features import all_operations
 from serving.http.asgi_app import AsgiApp, FastPath
 from serving.http.http1_protocol import Http1Protocol
 from serving.http.openapi import ApiPaths
-from serving.http.routes import routes
+from serving.http.routes import build_routes
 from serving.metrics.exposition import WorkerPeers
 from serving.process.resources import raise_file_limit
 from serving.process.server import Server, settings_of
@@ -35,7 +35,7 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
     `peers`: the workers of the same parent, if there are any. Raises ConfigError for a token that no client could send,
     and for TLS files that cannot be used.
     """
-    check_token(config.token)
+    check_header_token(config.token)
     tokens = tokens_in_force(config, peers)
     files = TlsFiles.of(config)
     tls = None if files is None else TlsWatch(files)
@@ -45,25 +45,25 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with (
             running(config, peers, loops) as service,
-            tokens.followed(loops, recognise),
+            tokens.follow_file(loops, recognise),
         ):
             app.state.service = service
-            front.watch = service.hooks.watch
+            front.request_watch = service.hooks.watch
             for collector in filter(None, (tokens, tls)):
                 service.metrics.registry.register(collector)
             # Routes are tried in order: what is asked most comes before the documentation.
             documentation = list(app.router.routes)
             app.router.routes.clear()
-            router, document = routes(service)
+            router, document = build_routes(service)
             app.include_router(router)
-            front.document = document
+            front.openapi_document = document
             app.router.routes.extend(documentation)
-            front.gate = service.gate()
+            front.gate = service.create_gate()
             if config.fast_http:
-                front.fast = fast_lookups(service, service.hooks.is_traced)
-                front.untraced_fast = None if config.traces else front.fast
+                front.fast_path = fast_lookups(service, service.hooks.is_traced)
+                front.untraced_fast = None if config.traces else front.fast_path
             yield
-            front.gate = front.fast = front.untraced_fast = None
+            front.gate = front.fast_path = front.untraced_fast = None
 
     front = app = AsgiApp(
         title="Larder",
@@ -73,7 +73,7 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
         docs_url=None,  # its own page loads a script from another host: see DOCS_PAGE of the routes
         redoc_url=None,
         bodies_bytes=config.bodies_bytes,
-        paths=ApiPaths.of(all_operations(limits_of(config))),
+        api_paths=ApiPaths.of(all_operations(request_limits(config))),
     )
 
     app.state.tls = tls
@@ -105,7 +105,7 @@ def tokens_in_force(config: ServingConfig, peers: WorkerPeers | None) -> TokenWa
     rows = (
         QuotaTable.open(peers.path(QUOTAS), peers.slot)
         if peers is not None and is_shared
-        else QuotaTable.private()
+        else QuotaTable.create_private()
     )
     return TokenWatch(config.token, config.tokens_file, rows)
 

@@ -15,13 +15,13 @@ from cache.l2.data_plane import DataPlane
 from cache.process.background_loops import BackgroundLoops
 from cache.tiers.tiered import TieredCache
 from serving.admission.controller import Admission, OverloadCollector
-from serving.config.settings import ServingConfig, limits_of
+from serving.config.settings import ServingConfig, request_limits
 from serving.engine.inference import LiveInferences
 from serving.engine.leases import LeaseManager
 from serving.engine.micro_batcher import MicroBatcher
 from serving.engine.service import LookupService
 from serving.features import FEATURES, Feature, all_operations
-from serving.generations.heartbeat import HOST_LOOK_S, HostHeadroom
+from serving.generations.heartbeat import HOST_MEASURE_INTERVAL_S, HostHeadroom
 from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
 from serving.generations.refresher import Refresher
 from serving.http.routes import Service
@@ -71,13 +71,15 @@ async def running(
     releases, room = ReleaseWatch(own.store, reading), RedisMemory(remote.control)
     refresher.add_periodic("releases", config.figures_s, releases.refresh)
     refresher.add_periodic("redis_memory", config.figures_s, room.refresh)
-    refresher.add_periodic("host_disk", HOST_LOOK_S, host.refresh)
+    refresher.add_periodic("host_disk", HOST_MEASURE_INTERVAL_S, host.refresh)
     nights = Nights(config.nights(), follower)
     metrics.registry.register(LoopFailures(loops))
 
     def note_failing() -> None:
         failing = ", ".join(f"{name}: {error}" for name, error in loops.failing.items())
-        follower.note("background", StaleReason.BACKGROUND_FAILING if failing else None, failing)
+        follower.note_concern(
+            "background", StaleReason.BACKGROUND_FAILING if failing else None, failing
+        )
 
     loops.on_change = note_failing
     metrics.registry.register(NightMetrics(lambda: holder.served, nights, releases, room))
@@ -87,8 +89,8 @@ async def running(
     )  # fmt: skip
     parts.register()
     service = LookupService(
-        follower=follower, ladder=ladder, metrics=metrics, limits=limits_of(config),
-        body_bytes=config.body_bytes, body_timeout_s=config.body_timeout_s, tiers=tiers,
+        follower=follower, ladder=ladder, metrics=metrics, limits=request_limits(config),
+        body_bytes_max=config.body_bytes, body_timeout_s=config.body_timeout_s, tiers=tiers,
         l2_bound_s=remote.bound_s, admission=answering.admission, observes=config.observe,
     )  # fmt: skip
 
@@ -131,7 +133,7 @@ async def running(
         full_service = Service(
             **{service_field.name: getattr(service, service_field.name) for service_field in fields(service)},
             has_tokens=config.has_tokens, drain=drain, nights=nights, hooks=hooks,
-            expose=Exposition(metrics.exposition if peers is None else peers.exposition),
+            expose_metrics=Exposition(metrics.exposition if peers is None else peers.exposition),
             operations=all_operations(service.limits, features),
         )  # fmt: skip
         await refresher.start()
@@ -209,8 +211,8 @@ class MetricSources:
             "breaker_opened": l2.breaker_opened,
             "flights_shared": tiers.flights.shared,
             "inferences_shared": self.inferences.flights.shared,
-            "inferences_hopeless": self.batcher.hopeless,
-            "overlays_spared": self.inferences.repeats.spared,
+            "inferences_hopeless": self.batcher.hopeless_count,
+            "overlays_spared": self.inferences.repeat_rate.unread_count,
             "overlays_stored": tiers.writes.stored_count,
             "overlays_failed": tiers.writes.failed_count,
             "overlays_dropped": tiers.writes.dropped_count,

@@ -72,7 +72,7 @@ class ServiceComponents:
         inference = BatchInference()
         batcher = MicroBatcher(
             executor,
-            workers=config.live_workers,
+            worker_count=config.live_workers,
             max_batch=config.live_batch,
             max_queue=config.live_queue,
             max_queue_bytes=config.live_queue_bytes,
@@ -85,7 +85,8 @@ class ServiceComponents:
             requests_max=config.requests_max,
         )
         pulse = LoopLagSampler(
-            admission.observe, batcher.waited, every_s=config.queue_interval_ms / 1000 / _SAMPLES_PER_INTERVAL,
+            admission.observe, batcher.longest_wait_share,
+            every_s=config.queue_interval_ms / 1000 / _SAMPLES_PER_INTERVAL,
             loops=loops,
         )  # fmt: skip
         local = LocalTier(config.l1_bytes)
@@ -145,7 +146,7 @@ def _build_namespace_components(
         changed_answers=metrics.changed_answers,
     )
     ladder = Ladder(
-        tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch
+        tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, observer=watch
     )
     return NamespaceComponents(remote, tiers, lead, inferences, watch, ladder)
 
@@ -185,13 +186,13 @@ def open_namespace(
         return snapshot
 
     clock = RedisClock()
-    warmup = L1Warmup(components.tiers, ladder.recent.names, observe=metrics.warmed)
+    warmup = L1Warmup(components.tiers, ladder.recent_names.all_names, observe=metrics.warmed)
     holder = GenerationHolder(
         open_snapshot,
         metrics,
         warm=warmup,
-        flipped=flipped,
-        aside=aside,
+        on_flip=flipped,
+        staging_executor=aside,
         in_thread=in_thread,
     )
     follower = PointerFollower(
@@ -200,7 +201,7 @@ def open_namespace(
     )  # fmt: skip
     beat = Heartbeat(
         name, follower, clock, metrics, components.remote.p99_ms,
-        overlay_ttl_s=config.overlay_ttl_s, host=host,
+        overlay_ttl_s=config.overlay_ttl_s, host_headroom=host,
     )  # fmt: skip
     refresher = Refresher(
         follower, store, control, beat, poll_s=config.poll_s,

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from serving.config.settings import ServingConfig, limits_of
+from serving.config.settings import ServingConfig, request_limits
 from serving.features import all_operations
-from serving.http.openapi import PROBES, Operation, by_tag, openapi_document, refusal_codes
-from serving.http.schemas import QUERY
-from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
+from serving.http.openapi import PROBES, Operation, openapi_document, refusal_codes, sorted_by_tag
+from serving.http.schemas import QUERY_OPTION_SCHEMAS
+from serving.requests.reasons import PUBLIC_MISS_REASONS, LiveReason, StaleReason
 
 PAGE: Final = Path(__file__).parents[1] / "docs/reference/http-api.md"
 _SECTION = re.compile(r"(<!-- begin (\w+): [^\n]*-->\n)(.*?)(\n\n<!-- end \2 -->)", re.DOTALL)
@@ -26,7 +26,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _operations() -> tuple[Operation, ...]:
-    return (*by_tag(all_operations(limits_of(ServingConfig()))), *PROBES)
+    return (*sorted_by_tag(all_operations(request_limits(ServingConfig()))), *PROBES)
 
 
 def _enum_table(field: str, described_values: Iterable[tuple[str, str]]) -> str:
@@ -52,10 +52,10 @@ def sections() -> Mapping[str, str]:
         ),
         "options": _table(
             ("option", "meaning"),
-            ((f"`{name}`", schema["description"]) for name, schema in QUERY.items()),
+            ((f"`{name}`", schema["description"]) for name, schema in QUERY_OPTION_SCHEMAS.items()),
         ),
         "reason": _enum_table(
-            "reason", ((miss_reason, miss_reason.meaning) for miss_reason in PUBLIC_REASONS)
+            "reason", ((miss_reason, miss_reason.meaning) for miss_reason in PUBLIC_MISS_REASONS)
         ),
         "live": _enum_table(
             "live", ((live_reason, live_reason.meaning) for live_reason in LiveReason)
@@ -84,7 +84,7 @@ def written(page: str) -> str:
 def main(arguments: list[str]) -> int:
     """Exit code: 0 the page is as it should be, or was written; 1 it is not."""
     if arguments == ["--document"]:
-        limits = limits_of(ServingConfig())
+        limits = request_limits(ServingConfig())
         print(json.dumps(openapi_document(all_operations(limits), has_tokens=True), indent=1))
         return 0
     page = PAGE.read_text()

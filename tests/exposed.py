@@ -62,7 +62,7 @@ def labels() -> dict[str, set[str]]:
         InternalCounters(lambda: dict.fromkeys(COUNTER_NAMES, 0.0)),
         OverloadCollector(admission), figures,
         QualityResults(), TableUsage(unused_dependency, ReadHashes(), metrics, tuple, lambda: None),
-        L1Advisor(cast(Any, _Tiers), lambda: None, 0), TokenWatch("t", "", QuotaTable.private()),
+        L1Advisor(cast(Any, _Tiers), lambda: None, 0), TokenWatch("t", "", QuotaTable.create_private()),
         TlsWatch(cast(Any, _Files)), LoopFailures(BackgroundLoops()), taken_in,
         EventMetrics(cast(Any, _Follower)), NearMetrics(NearMatches({})),
     ]  # fmt: skip

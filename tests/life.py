@@ -38,7 +38,7 @@ from precompute.releases import recovery as restore_module
 from precompute.releases import sweep as sweep_module
 from precompute.releases.release_log import Releases
 from precompute.releases.replication import VerifyReport
-from serving.generations.holder import as_pointer
+from serving.generations.holder import pointer_of_release
 from serving.generations.pointer_follower import judge_pointer
 from tests.memory import MemoryRedis, MemoryStore
 
@@ -516,7 +516,7 @@ class Life:
             if newest_record is not None and (
                 pointer is None or pointer.epoch < newest_record.epoch
             ):
-                pointer = as_pointer(newest_record)
+                pointer = pointer_of_release(newest_record)
         if pointer is not None and judge_pointer(pointer, reader.last_pointer) == "newer":
             assert reader.last_pointer is None or pointer.epoch > reader.last_pointer.epoch
             for generation in (pointer.generation, pointer.canary and pointer.canary.generation):

@@ -20,21 +20,27 @@ from cache.errors import ConfigError
 from cache.process.background_loops import BackgroundLoops, stop
 from cache.store.artefacts import file_version
 from serving.access.quota import Quota, QuotaTable, Shortage, quota_exceeded, row_key
-from serving.access.token_file import DEFAULT_NAME, SCOPES, Scope, Tokens, read_tokens
+from serving.access.token_file import (
+    DEFAULT_CALLER_NAME,
+    MEANING_BY_SCOPE,
+    Scope,
+    TokenEntries,
+    read_tokens,
+)
 from serving.requests.context import CALLER_KEY
 from serving.requests.errors import Problem
 
 log = logging.getLogger(__name__)
 
-TOKENS_LOOK_S = 0.5
+TOKENS_CHECK_INTERVAL_S = 0.5
 """Seconds between checks of the tokens file."""
 
 TOKEN_BYTES_MAX = 4_096
 """Bytes of a token; a longer one is never valid."""
 
-_BEARER = b"bearer "
+_BEARER_PREFIX = b"bearer "
 
-_SPENT_KEY = "larder.spent"
+_ENTITIES_CHARGED_KEY = "larder.spent"
 
 REFUSAL_REASONS = ("expired", "scope_missing", "requests_per_s", "entities_per_s", "in_flight")
 """Reasons for which a request with a known token is refused."""
@@ -45,17 +51,17 @@ FileVersion = tuple[int, int, int] | None
 class CallerCounts:
     """Counts of one token's requests, and of the refused ones by reason; kept while its name is in the file."""
 
-    __slots__ = ("refused", "requests")
+    __slots__ = ("refusals_by_reason", "request_count")
 
     def __init__(self) -> None:
-        self.requests = 0
-        self.refused = dict.fromkeys(REFUSAL_REASONS, 0)
+        self.request_count = 0
+        self.refusals_by_reason = dict.fromkeys(REFUSAL_REASONS, 0)
 
 
 class Caller:
     """Owner of a token: its name, scopes, expiry (Unix seconds) and quota, never the token itself."""
 
-    __slots__ = ("_clock", "counts", "expires_at", "is_bounded", "name", "quota", "scopes")
+    __slots__ = ("_clock", "counts", "expires_at", "has_quota_or_expiry", "name", "quota", "scopes")
 
     def __init__(
         self,
@@ -68,7 +74,7 @@ class Caller:
     ) -> None:
         self.name, self.scopes, self.counts = name, frozenset(scopes), request_counts
         self.expires_at, self.quota = expires_at, quota
-        self.is_bounded = quota is not None or expires_at != float("inf")
+        self.has_quota_or_expiry = quota is not None or expires_at != float("inf")
         self._clock = clock
 
     @property
@@ -81,31 +87,31 @@ class Caller:
         """True if the caller has any scope and is not expired, so that a body may be read."""
         return bool(self.scopes) and not self.is_expired
 
-    def may(self, scope: Scope) -> bool:
+    def may_use_scope(self, scope: Scope) -> bool:
         """True if a request that needs this scope may be answered."""
         return scope in self.scopes and not self.is_expired
 
-    def demand(self, scope: Scope) -> None:
+    def require_scope(self, scope: Scope) -> None:
         """Raise Problem (401, 403), and count it, unless a request that needs this scope may be answered."""
         if not self.scopes:
             raise Problem(401, "unauthorized", "send Authorization: Bearer <token>")
         if self.is_expired:
-            self.counts.refused["expired"] += 1
+            self.counts.refusals_by_reason["expired"] += 1
             raise Problem(401, "token_expired", "this token has expired: ask for another one")
         if scope not in self.scopes:
-            self.counts.refused["scope_missing"] += 1
+            self.counts.refusals_by_reason["scope_missing"] += 1
             raise Problem(
                 403, "scope_missing", f"this needs a token with the scope {scope}", scope=scope,
                 scopes=sorted(self.scopes),
             )  # fmt: skip
 
-    def refused(self, short: Shortage) -> Problem:
+    def count_quota_refusal(self, shortage: Shortage) -> Problem:
         """Return the refusal of a request that exceeds the quota, and count it."""
-        self.counts.refused[short.kind] += 1
-        return quota_exceeded(short)
+        self.counts.refusals_by_reason[shortage.kind] += 1
+        return quota_exceeded(shortage)
 
 
-ANYBODY = Caller("", SCOPES, CallerCounts())
+ANYBODY = Caller("", MEANING_BY_SCOPE, CallerCounts())
 """Caller of a service without tokens."""
 
 STRANGER = Caller("", (), CallerCounts())
@@ -129,20 +135,20 @@ def enter_quota(
     quota = caller.quota
     if quota is None or caller.is_expired:
         return contextlib.nullcontext()
-    if (short := quota.enter(int(is_of_one))) is not None:
-        raise caller.refused(short)
+    if (shortage := quota.enter_request(int(is_of_one))) is not None:
+        raise caller.count_quota_refusal(shortage)
     if is_of_one:
-        scope[_SPENT_KEY] = True
+        scope[_ENTITIES_CHARGED_KEY] = True
     return contextlib.closing(quota)
 
 
-def spend_quota(scope: MutableMapping[str, Any], entities: int) -> None:
+def spend_quota(scope: MutableMapping[str, Any], entity_count: int) -> None:
     """Charge a request's entities to its caller's quota, once per request; raise Problem (429) if that is used up."""
     quota = caller_of(scope).quota
-    if quota is not None and _SPENT_KEY not in scope:
-        if (short := quota.spend(entities)) is not None:
-            raise caller_of(scope).refused(short)
-        scope[_SPENT_KEY] = True
+    if quota is not None and _ENTITIES_CHARGED_KEY not in scope:
+        if (shortage := quota.charge_entities(entity_count)) is not None:
+            raise caller_of(scope).count_quota_refusal(shortage)
+        scope[_ENTITIES_CHARGED_KEY] = True
 
 
 class Callers:
@@ -163,8 +169,8 @@ class Callers:
     def of(
         cls,
         token: str,
-        tokens: Tokens | None,
-        rows: QuotaTable,
+        tokens: TokenEntries | None,
+        quota_table: QuotaTable,
         request_counts_by_name: MutableMapping[str, CallerCounts],
         *,
         clock: Callable[[], float] = time.time,
@@ -176,52 +182,58 @@ class Callers:
         """
         token_owners: list[tuple[bytes, Caller]] = []
         if token:
-            default = Caller(
-                DEFAULT_NAME,
-                SCOPES,
-                request_counts_by_name.setdefault(DEFAULT_NAME, CallerCounts()),
+            default_caller = Caller(
+                DEFAULT_CALLER_NAME,
+                MEANING_BY_SCOPE,
+                request_counts_by_name.setdefault(DEFAULT_CALLER_NAME, CallerCounts()),
             )
-            token_owners += [(digest, default) for digest in token_digests(token)]
-        for name, entry in (tokens or {}).items():
-            quota = Quota(row_key(name), entry.limits, rows, timer) if entry.limits else None
-            counts = request_counts_by_name.setdefault(name, CallerCounts())
-            caller = Caller(name, entry.scopes, counts, entry.expires_s, quota, clock)
-            token_owners.append((bytes.fromhex(entry.sha256), caller))
+            token_owners += [(digest, default_caller) for digest in token_digests(token)]
+        for token_name, token_entry in (tokens or {}).items():
+            quota = (
+                Quota(row_key(token_name), token_entry.limits, quota_table, timer)
+                if token_entry.limits
+                else None
+            )
+            request_counts = request_counts_by_name.setdefault(token_name, CallerCounts())
+            caller = Caller(
+                token_name, token_entry.scopes, request_counts, token_entry.expires_s, quota, clock
+            )
+            token_owners.append((bytes.fromhex(token_entry.sha256), caller))
         return cls(token_owners, is_open=not token and tokens is None)
 
-    def note(self, scope: MutableMapping[str, Any]) -> None:
+    def identify_and_count(self, scope: MutableMapping[str, Any]) -> None:
         """Store the caller in the request's scope unless it is there already, and count the request."""
         if CALLER_KEY not in scope:
             scope[CALLER_KEY] = self.identify(scope["headers"])
-        scope[CALLER_KEY].counts.requests += 1
+        scope[CALLER_KEY].counts.request_count += 1
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
         """Return the owner of the first token in these headers (names in lower case); STRANGER without one."""
         if self._is_open:
             return ANYBODY
-        for name, value in headers:
-            if name == b"authorization":
-                return self._judged(value)
+        for header_name, header_value in headers:
+            if header_name == b"authorization":
+                return self._find_token_owner(header_value)
         return STRANGER
 
-    def _judged(self, authorization: bytes) -> Caller:
-        digest = hashlib.sha256(authorization[len(_BEARER) :][:TOKEN_BYTES_MAX]).digest()
+    def _find_token_owner(self, authorization: bytes) -> Caller:
+        digest = hashlib.sha256(authorization[len(_BEARER_PREFIX) :][:TOKEN_BYTES_MAX]).digest()
         owner = STRANGER
         for known_digest, caller in self._digest_caller_pairs:  # all of them, whichever fits
             if hmac.compare_digest(digest, known_digest):
                 owner = caller
         # The scheme's name is compared without its case (RFC 9110, 11.1), the token as it is.
-        is_bearer = authorization[: len(_BEARER)].lower() == _BEARER
-        is_token = is_bearer and len(authorization) <= len(_BEARER) + TOKEN_BYTES_MAX
+        is_bearer = authorization[: len(_BEARER_PREFIX)].lower() == _BEARER_PREFIX
+        is_token = is_bearer and len(authorization) <= len(_BEARER_PREFIX) + TOKEN_BYTES_MAX
         return owner if is_token else STRANGER
 
 
 def token_digests(token: str) -> tuple[bytes, ...]:
     """Return the SHA-256 of a token in each encoding that clients use; only one beyond ASCII has two."""
-    forms = {token.encode()}
+    encoded_tokens = {token.encode()}
     with contextlib.suppress(UnicodeEncodeError):
-        forms.add(token.encode("latin-1"))
-    return tuple(sorted(hashlib.sha256(form).digest() for form in forms))
+        encoded_tokens.add(token.encode("latin-1"))
+    return tuple(sorted(hashlib.sha256(encoded_token).digest() for encoded_token in encoded_tokens))
 
 
 class TokenWatch(Collector):
@@ -230,61 +242,65 @@ class TokenWatch(Collector):
     def __init__(
         self,
         token: str,
-        file: str,
-        rows: QuotaTable,
+        tokens_path: str,
+        quota_table: QuotaTable,
         *,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         """Read the file; raise ConfigError if that fails or the content is invalid."""
-        self._token, self._path = token, Path(file) if file else None
-        self._rows, self._clock, self._timer = rows, clock, timer
+        self._token, self._tokens_path = token, Path(tokens_path) if tokens_path else None
+        self._quota_table, self._clock, self._timer = quota_table, clock, timer
         self._counts_by_name: dict[str, CallerCounts] = {}
         self._loaded_version = self._version()
         self.is_stale = False
-        self.callers = self._build_callers(None if self._path is None else read_tokens(self._path))
+        self.callers = self._build_callers(
+            None if self._tokens_path is None else read_tokens(self._tokens_path)
+        )
 
     @contextlib.asynccontextmanager
-    async def followed(
+    async def follow_file(
         self, loops: BackgroundLoops, on_change: Callable[[Callers], None]
     ) -> AsyncIterator[None]:
         """Check the file every TOKENS_LOOK_S while the context is open; call `on_change` with new callers."""
-        if self._path is None:
+        if self._tokens_path is None:
             yield
             return
         # One thread for this alone: neither a mount that hangs nor a flood of other work may put a revocation off, nor
         # hold up the event loop.
         executor = ThreadPoolExecutor(1, "larder-tokens")
 
-        async def keep_up() -> None:
+        async def reload_if_changed() -> None:
             version_and_tokens = await asyncio.get_running_loop().run_in_executor(
-                executor, self._read
+                executor, self._read_if_changed
             )
-            if version_and_tokens is not None and self._apply(*version_and_tokens):
+            if version_and_tokens is not None and self._put_in_force(*version_and_tokens):
                 on_change(self.callers)
 
-        task = loops.start("tokens", keep_up, wait=lambda: asyncio.sleep(TOKENS_LOOK_S))
+        check_task = loops.start(
+            "tokens", reload_if_changed, wait=lambda: asyncio.sleep(TOKENS_CHECK_INTERVAL_S)
+        )
         try:
             yield
         finally:
-            await stop([task])
+            await stop([check_task])
             executor.shutdown(wait=False, cancel_futures=True)
 
     def reload_if_changed(self) -> bool:
         """Read the file again if it changed; return whether the callers changed."""
-        version_and_tokens = self._read()
-        return version_and_tokens is not None and self._apply(*version_and_tokens)
+        version_and_tokens = self._read_if_changed()
+        return version_and_tokens is not None and self._put_in_force(*version_and_tokens)
 
-    def _read(self) -> tuple[FileVersion, Tokens | ConfigError] | None:
+    def _read_if_changed(self) -> tuple[FileVersion, TokenEntries | ConfigError] | None:
         """Return a changed file's version with its tokens or error, None if unchanged; changes no state."""
-        if self._path is None or (version := self._version()) == self._loaded_version:
+        if self._tokens_path is None or (version := self._version()) == self._loaded_version:
             return None
         try:
-            return version, read_tokens(self._path)
+            return version, read_tokens(self._tokens_path)
         except ConfigError as error:
             return version, error
 
-    def _apply(self, version: FileVersion, tokens: Tokens | ConfigError) -> bool:
+    def _put_in_force(self, version: FileVersion, tokens: TokenEntries | ConfigError) -> bool:
         self.is_stale = isinstance(tokens, ConfigError)
         if isinstance(tokens, ConfigError):
             log.error("the tokens in force stay as they were: %s", tokens.message)
@@ -294,43 +310,43 @@ class TokenWatch(Collector):
         self._loaded_version = (
             version  # last of all: what was not put in force is read again at the next look
         )
-        log.info("%d tokens of %s are in force", len(tokens), self._path)
+        log.info("%d tokens of %s are in force", len(tokens), self._tokens_path)
         return True
 
     def collect(self) -> Iterable[Metric]:
         """Yield counters by token name, and whether the newest file is in force."""
-        requests = CounterMetricFamily(
+        request_family = CounterMetricFamily(
             "larder_token_requests",
             "Requests by the name of their token, refused ones too",
             labels=["token"],
         )
-        refused = CounterMetricFamily(
+        refusal_family = CounterMetricFamily(
             "larder_token_refusals",
             "Requests refused by expiry, scope or quota",
             labels=["token", "reason"],
         )
-        for name, request_counts in self._counts_by_name.items():
-            requests.add_metric([name], request_counts.requests)
-            for reason, count in request_counts.refused.items():
-                refused.add_metric([name, reason], count)
-        yield requests
-        yield refused
+        for token_name, request_counts in self._counts_by_name.items():
+            request_family.add_metric([token_name], request_counts.request_count)
+            for reason, refusal_count in request_counts.refusals_by_reason.items():
+                refusal_family.add_metric([token_name, reason], refusal_count)
+        yield request_family
+        yield refusal_family
         yield GaugeMetricFamily(
             "larder_tokens_stale", "1 while the tokens file cannot be read and older tokens stay in force",
             value=float(self.is_stale),
         )  # fmt: skip
 
-    def _build_callers(self, tokens: Tokens | None) -> Callers:
-        for name in self._counts_by_name.keys() - {DEFAULT_NAME} - set(tokens or {}):
-            del self._counts_by_name[name]  # names that come and go must not fill metrics
+    def _build_callers(self, tokens: TokenEntries | None) -> Callers:
+        for removed_name in self._counts_by_name.keys() - {DEFAULT_CALLER_NAME} - set(tokens or {}):
+            del self._counts_by_name[removed_name]  # names that come and go must not fill metrics
         return Callers.of(
             self._token,
             tokens,
-            self._rows,
+            self._quota_table,
             self._counts_by_name,
             clock=self._clock,
             timer=self._timer,
         )
 
     def _version(self) -> FileVersion:
-        return None if self._path is None else file_version(self._path)
+        return None if self._tokens_path is None else file_version(self._tokens_path)

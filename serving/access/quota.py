@@ -23,10 +23,10 @@ QuotaKind = Literal["requests_per_s", "entities_per_s", "in_flight"]
 BURST_S = 1.0
 """Seconds of its rate that a rested token may use at once; over T seconds it gets rate x (T + this)."""
 
-_SLACK_S = 1e-9
+_ROUNDING_TOLERANCE_S = 1e-9
 """Tolerance in seconds for rounding, which must not refuse every other request of a caller exactly at its rate."""
 
-_SLOT_WAIT_S = 1.0
+_IN_FLIGHT_RETRY_S = 1.0
 """Seconds in `Retry-After` for too many requests in flight, whose end is unknown."""
 
 TABLE_ROWS = 512
@@ -64,94 +64,116 @@ class Shortage(NamedTuple):
 class QuotaState(NamedTuple):
     """Usage of one token: times (monotonic) until which its rates are paid for, and requests in flight."""
 
-    requests_until: float = 0.0
-    entities_until: float = 0.0
+    requests_paid_until: float = 0.0
+    entities_paid_until: float = 0.0
     in_flight: int = 0
 
     def is_fresh(self, now_s: float) -> bool:
         """True if the state equals that of an unused token."""
-        return not self.in_flight and max(self.requests_until, self.entities_until) <= now_s
+        return (
+            not self.in_flight and max(self.requests_paid_until, self.entities_paid_until) <= now_s
+        )
 
 
 class Quota:
-    """Quota of one token, counted in `rows`."""
+    """Quota of one token, counted in its table."""
 
-    __slots__ = ("_key", "_rows", "_timer", "limits")
+    __slots__ = ("_row_key", "_table", "_timer", "limits")
 
     def __init__(
-        self, key: bytes, limits: QuotaLimits, rows: "QuotaTable", timer: Callable[[], float]
+        self,
+        quota_row_key: bytes,
+        limits: QuotaLimits,
+        quota_table: "QuotaTable",
+        timer: Callable[[], float],
     ) -> None:
         self.limits = limits
-        self._key, self._rows, self._timer = key, rows, timer
+        self._row_key, self._table, self._timer = quota_row_key, quota_table, timer
 
-    def enter(self, entities: int) -> Shortage | None:
+    def enter_request(self, entity_count: int) -> Shortage | None:
         """Charge one request and its known entities; it is in flight until `close` or `give_back`."""
-        return self._rows.charge(self._key, self.limits, self._timer(), 1, entities)
+        return self._table.charge(self._row_key, self.limits, self._timer(), 1, entity_count)
 
-    def spend(self, entities: int) -> Shortage | None:
+    def charge_entities(self, entity_count: int) -> Shortage | None:
         """Charge entities of a request that has entered."""
         if self.limits.entities_per_s is None:
             return None
-        return self._rows.charge(self._key, self.limits, self._timer(), 0, entities)
+        return self._table.charge(self._row_key, self.limits, self._timer(), 0, entity_count)
 
     def close(self) -> None:
         """End a request in flight."""
-        self._rows.leave(self._key)
+        self._table.leave(self._row_key)
 
-    def give_back(self, entities: int) -> None:
-        """Undo `enter` of a request that is passed on to another route, where it enters again."""
-        self._rows.give_back(self._key, self.limits, 1, entities)
+    def give_back(self, entity_count: int) -> None:
+        """Undo `enter_request` of a request that is passed on to another route, where it enters again."""
+        self._table.give_back(self._row_key, self.limits, 1, entity_count)
 
 
-def quota_exceeded(short: Shortage) -> Problem:
+def quota_exceeded(shortage: Shortage) -> Problem:
     """Return the refusal (429) of a request that exceeds a quota."""
     return Problem(
         429, "quota_exceeded",
-        f"the quota {short.kind} of this token ({short.limit:g}) has no room; come again after Retry-After",
-        quota=short.kind, limit=short.limit, retry_after_seconds=math.ceil(short.wait_s * 1_000) / 1_000,
+        f"the quota {shortage.kind} of this token ({shortage.limit:g}) has no room; come again after Retry-After",
+        quota=shortage.kind, limit=shortage.limit, retry_after_seconds=math.ceil(shortage.wait_s * 1_000) / 1_000,
     )  # fmt: skip
 
 
-def after_taking(
-    standing: QuotaState, limits: QuotaLimits, now_s: float, requests: int, entities: int
+def state_after_charge(
+    quota_state: QuotaState,
+    limits: QuotaLimits,
+    now_s: float,
+    request_count: int,
+    entity_count: int,
 ) -> QuotaState | Shortage:
     """Return the state after a charge, or the shortage; all of it is charged or nothing.
 
     A charge larger than a burst is accepted once a full burst is available, and is paid off afterwards.
     """
     in_flight_max = limits.in_flight
-    if in_flight_max is not None and requests and standing.in_flight + requests > in_flight_max:
-        return Shortage("in_flight", in_flight_max, _SLOT_WAIT_S)
-    for_requests = _pay_rate(standing.requests_until, now_s, requests, limits.requests_per_s)
-    if isinstance(for_requests, _Wait):
-        return Shortage("requests_per_s", limits.requests_per_s or 0.0, for_requests.seconds)
-    for_entities = _pay_rate(standing.entities_until, now_s, entities, limits.entities_per_s)
-    if isinstance(for_entities, _Wait):
-        return Shortage("entities_per_s", limits.entities_per_s or 0.0, for_entities.seconds)
-    return QuotaState(for_requests, for_entities, standing.in_flight + requests)
+    if (
+        in_flight_max is not None
+        and request_count
+        and quota_state.in_flight + request_count > in_flight_max
+    ):
+        return Shortage("in_flight", in_flight_max, _IN_FLIGHT_RETRY_S)
+    requests_paid_until = _charge_rate(
+        quota_state.requests_paid_until, now_s, request_count, limits.requests_per_s
+    )
+    if isinstance(requests_paid_until, _RateWait):
+        return Shortage("requests_per_s", limits.requests_per_s or 0.0, requests_paid_until.seconds)
+    entities_paid_until = _charge_rate(
+        quota_state.entities_paid_until, now_s, entity_count, limits.entities_per_s
+    )
+    if isinstance(entities_paid_until, _RateWait):
+        return Shortage("entities_per_s", limits.entities_per_s or 0.0, entities_paid_until.seconds)
+    return QuotaState(
+        requests_paid_until, entities_paid_until, quota_state.in_flight + request_count
+    )
 
 
-class _Wait(NamedTuple):
+class _RateWait(NamedTuple):
     seconds: float
 
 
-def _pay_rate(paid_until_s: float, now_s: float, amount: int, per_s: float | None) -> float | _Wait:
-    if not amount or per_s is None:
+def _charge_rate(
+    paid_until_s: float, now_s: float, charge_count: int, rate_per_s: float | None
+) -> float | _RateWait:
+    if not charge_count or rate_per_s is None:
         return paid_until_s
-    begin, burst_limit_s = max(paid_until_s, now_s), burst_s(per_s)
-    cost = amount / per_s
-    late_s = begin + min(cost, burst_limit_s) - (now_s + burst_limit_s)
-    return _Wait(late_s) if late_s > _SLACK_S else begin + cost
+    charge_start_s, burst_limit_s = max(paid_until_s, now_s), burst_s(rate_per_s)
+    cost_s = charge_count / rate_per_s
+    excess_s = charge_start_s + min(cost_s, burst_limit_s) - (now_s + burst_limit_s)
+    return _RateWait(excess_s) if excess_s > _ROUNDING_TOLERANCE_S else charge_start_s + cost_s
 
 
-def burst_s(per_s: float) -> float:
+def burst_s(rate_per_s: float) -> float:
     """Return the seconds of a rate that may be used at once: a rate below one a second has room for one."""
-    return max(BURST_S, 1.0 / per_s)
+    return max(BURST_S, 1.0 / rate_per_s)
 
 
-def row_key(name: str) -> bytes:
+def row_key(token_name: str) -> bytes:
     """Return the key of a token's row."""
-    return hashlib.sha256(name.encode()).digest()[:_ROW_KEY_BYTES]
+    return hashlib.sha256(token_name.encode()).digest()[:_ROW_KEY_BYTES]
 
 
 class QuotaTable:
@@ -161,173 +183,188 @@ class QuotaTable:
     requests of a killed worker end. Locks are POSIX record locks: a process that dies leaves none.
     """
 
-    def __init__(self, memory: mmap.mmap, column: int, file: int | None = None) -> None:
-        magic, self._columns = _TABLE_HEADER.unpack_from(memory)
-        if magic != _TABLE_MAGIC or not 0 <= column < self._columns:
-            raise ConfigError(f"the table of quotas has no column {column}")
-        self._file, self._column = file, column
-        self._row_bytes = _row_bytes(self._columns)
+    def __init__(
+        self, memory: mmap.mmap, worker_column: int, file_descriptor: int | None = None
+    ) -> None:
+        magic, self._column_count = _TABLE_HEADER.unpack_from(memory)
+        if magic != _TABLE_MAGIC or not 0 <= worker_column < self._column_count:
+            raise ConfigError(f"the table of quotas has no column {worker_column}")
+        self._file_descriptor, self._worker_column = file_descriptor, worker_column
+        self._row_bytes = _row_bytes(self._column_count)
         self._memory = memory
-        self._moments = memoryview(memory).cast("d")
-        self._counts = memoryview(memory).cast("I")
+        self._times_view = memoryview(memory).cast("d")
+        self._counts_view = memoryview(memory).cast("I")
         self._row_by_key: dict[bytes, int] = {}
 
     @classmethod
-    def private(cls) -> Self:
+    def create_private(cls) -> Self:
         """Create the table of a service of one process."""
         return cls(_with_header(mmap.mmap(-1, _table_bytes(1)), 1), 0)
 
     @classmethod
-    def create(cls, path: Path, columns: int) -> None:
-        """Create an empty table for workers with slots below `columns`."""
+    def create(cls, path: Path, column_count: int) -> None:
+        """Create an empty table for workers with slots below `column_count`."""
         with path.open("xb+") as file:
-            file.truncate(_table_bytes(columns))
+            file.truncate(_table_bytes(column_count))
             with mmap.mmap(file.fileno(), 0) as memory:
-                _with_header(memory, columns)
+                _with_header(memory, column_count)
 
     @classmethod
-    def open(cls, path: Path, column: int) -> Self:
+    def open(cls, path: Path, worker_column: int) -> Self:
         """Open the workers' table and clear the column's counts, which a former worker may have left."""
-        file = os.open(
+        file_descriptor = os.open(
             path, os.O_RDWR | os.O_CLOEXEC
         )  # open for life: closing any descriptor of it drops all locks
-        table = cls(mmap.mmap(file, 0), column, file)
-        table.clear(column)
+        table = cls(mmap.mmap(file_descriptor, 0), worker_column, file_descriptor)
+        table.clear(worker_column)
         return table
 
     @classmethod
-    def clear_in(cls, path: Path, column: int) -> None:
+    def clear_column_in_file(cls, path: Path, worker_column: int) -> None:
         """Clear the counts of a worker that has ended, if the table exists."""
         with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-            cls(mmap.mmap(file.fileno(), 0), column).clear(column)
+            cls(mmap.mmap(file.fileno(), 0), worker_column).clear(worker_column)
 
-    def clear(self, column: int) -> None:
+    def clear(self, worker_column: int) -> None:
         """Set all counts of a column to zero."""
         for row in range(TABLE_ROWS):
-            self._counts[self._count_at(row) + column] = 0
+            self._counts_view[self._first_count_index(row) + worker_column] = 0
 
     def charge(
-        self, key: bytes, limits: QuotaLimits, now_s: float, requests: int, entities: int
+        self, key: bytes, limits: QuotaLimits, now_s: float, request_count: int, entity_count: int
     ) -> Shortage | None:
         """Charge a token, or return the shortage; requests stay in flight until they end."""
-        row = self._lock(key, now_s)
+        row = self._lock_row(key, now_s)
         try:
-            standing_or_shortage = after_taking(
-                self._read_state(row), limits, now_s, requests, entities
+            state_or_shortage = state_after_charge(
+                self._read_state(row), limits, now_s, request_count, entity_count
             )
-            if isinstance(standing_or_shortage, Shortage):
-                return standing_or_shortage
-            self._pay(row, standing_or_shortage)
-            self._counts[self._count_at(row) + self._column] += requests
+            if isinstance(state_or_shortage, Shortage):
+                return state_or_shortage
+            self._write_state(row, state_or_shortage)
+            self._counts_view[self._first_count_index(row) + self._worker_column] += request_count
         finally:
-            self._release(row)
+            self._release_row_lock(row)
         return None
 
-    def give_back(self, key: bytes, limits: QuotaLimits, requests: int, entities: int) -> None:
+    def give_back(
+        self, key: bytes, limits: QuotaLimits, request_count: int, entity_count: int
+    ) -> None:
         """Undo a charge; its requests are no longer in flight."""
-        row = self._lock(key, 0.0)
+        row = self._lock_row(key, 0.0)
         try:
-            standing = self._read_state(row)
-            self._pay(row, standing._replace(
-                requests_until=standing.requests_until - requests / (limits.requests_per_s or 1e300),
-                entities_until=standing.entities_until - entities / (limits.entities_per_s or 1e300),
+            quota_state = self._read_state(row)
+            self._write_state(row, quota_state._replace(
+                requests_paid_until=quota_state.requests_paid_until - request_count / (limits.requests_per_s or 1e300),
+                entities_paid_until=quota_state.entities_paid_until - entity_count / (limits.entities_per_s or 1e300),
             ))  # fmt: skip
-            self._counts[self._count_at(row) + self._column] -= requests
+            self._counts_view[self._first_count_index(row) + self._worker_column] -= request_count
         finally:
-            self._release(row)
+            self._release_row_lock(row)
 
     def leave(self, key: bytes) -> None:
         """End one request in flight; its row cannot have been reassigned, because it has requests in flight."""
-        self._counts[self._count_at(self._row_by_key[key]) + self._column] -= 1
+        self._counts_view[self._first_count_index(self._row_by_key[key]) + self._worker_column] -= 1
 
     def read_state(self, key: bytes, now_s: float) -> QuotaState:
         """Return the state of a token."""
-        row = self._lock(key, now_s)
+        row = self._lock_row(key, now_s)
         try:
             return self._read_state(row)
         finally:
-            self._release(row)
+            self._release_row_lock(row)
 
-    def _lock(self, key: bytes, now_s: float) -> int:
+    def _lock_row(self, key: bytes, now_s: float) -> int:
         """Lock and return the token's row; the caller releases it."""
         while True:
             if (row := self._row_by_key.get(key)) is None:
                 row = self._row_by_key[key] = self._find_or_claim_row(key, now_s)
-            self._acquire(row)
-            if self._key(row) == key:
+            self._acquire_row_lock(row)
+            if self._read_key(row) == key:
                 return row
-            self._release(row)  # another token has it since
+            self._release_row_lock(row)  # another token has it since
             del self._row_by_key[key]
 
     def _find_or_claim_row(self, key: bytes, now_s: float) -> int:
         """Return the row of this key, else assign it an empty or fresh one; raise ConfigError if there is none."""
-        self._acquire(TABLE_ROWS)  # finding a place is for one at a time
+        self._acquire_row_lock(TABLE_ROWS)  # finding a place is for one at a time
         try:
-            begin, free = int.from_bytes(key[:4], "little"), list[int]()
-            for step in range(TABLE_ROWS):
-                row = (begin + step) % TABLE_ROWS
-                row_key = self._key(row)
+            first_row, candidate_rows = int.from_bytes(key[:4], "little"), list[int]()
+            for probe_offset in range(TABLE_ROWS):
+                row = (first_row + probe_offset) % TABLE_ROWS
+                row_key = self._read_key(row)
                 if row_key == key:
                     return row
-                free.append(row)
+                candidate_rows.append(row)
                 if not any(row_key):  # no key was ever put behind an empty row
                     break
-            for row in free:
-                if self._is_given(row, key, now_s):
+            for row in candidate_rows:
+                if self._try_claim_row(row, key, now_s):
                     return row
         finally:
-            self._release(TABLE_ROWS)
+            self._release_row_lock(TABLE_ROWS)
         raise ConfigError(f"more than {TABLE_ROWS} tokens have quotas in use")
 
-    def _is_given(self, row: int, key: bytes, now_s: float) -> bool:
+    def _try_claim_row(self, row: int, key: bytes, now_s: float) -> bool:
         """Assign the row to this key if its state is fresh; return whether it was."""
-        self._acquire(row)
+        self._acquire_row_lock(row)
         try:
             if not self._read_state(row).is_fresh(now_s):
                 return False
-            at = self._at(row)
-            self._memory[at : at + _ROW_FIXED_BYTES] = key.ljust(_ROW_FIXED_BYTES, b"\0")
+            row_offset = self._row_offset(row)
+            self._memory[row_offset : row_offset + _ROW_FIXED_BYTES] = key.ljust(
+                _ROW_FIXED_BYTES, b"\0"
+            )
             return True
         finally:
-            self._release(row)
+            self._release_row_lock(row)
 
-    def _acquire(self, row: int) -> None:
-        if self._file is not None:
-            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, row)
+    def _acquire_row_lock(self, row: int) -> None:
+        if self._file_descriptor is not None:
+            fcntl.lockf(self._file_descriptor, fcntl.LOCK_EX, 1, row)
 
-    def _release(self, row: int) -> None:
-        if self._file is not None:
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, row)
+    def _release_row_lock(self, row: int) -> None:
+        if self._file_descriptor is not None:
+            fcntl.lockf(self._file_descriptor, fcntl.LOCK_UN, 1, row)
 
     def _read_state(self, row: int) -> QuotaState:
-        at, first = self._at(row) // 8, self._count_at(row)
-        in_flight = sum(self._counts[first : first + self._columns])
-        return QuotaState(self._moments[at + 2], self._moments[at + 3], in_flight)
+        row_double_index, first_count_index = (
+            self._row_offset(row) // 8,
+            self._first_count_index(row),
+        )
+        in_flight = sum(
+            self._counts_view[first_count_index : first_count_index + self._column_count]
+        )
+        return QuotaState(
+            self._times_view[row_double_index + 2],
+            self._times_view[row_double_index + 3],
+            in_flight,
+        )
 
-    def _pay(self, row: int, standing: QuotaState) -> None:
-        at = self._at(row) // 8
-        self._moments[at + 2] = standing.requests_until
-        self._moments[at + 3] = standing.entities_until
+    def _write_state(self, row: int, quota_state: QuotaState) -> None:
+        row_double_index = self._row_offset(row) // 8
+        self._times_view[row_double_index + 2] = quota_state.requests_paid_until
+        self._times_view[row_double_index + 3] = quota_state.entities_paid_until
 
-    def _key(self, row: int) -> bytes:
-        at = self._at(row)
-        return self._memory[at : at + _ROW_KEY_BYTES]
+    def _read_key(self, row: int) -> bytes:
+        row_offset = self._row_offset(row)
+        return self._memory[row_offset : row_offset + _ROW_KEY_BYTES]
 
-    def _at(self, row: int) -> int:
+    def _row_offset(self, row: int) -> int:
         return _TABLE_HEADER_BYTES + row * self._row_bytes
 
-    def _count_at(self, row: int) -> int:
-        return (self._at(row) + _ROW_FIXED_BYTES) // 4
+    def _first_count_index(self, row: int) -> int:
+        return (self._row_offset(row) + _ROW_FIXED_BYTES) // 4
 
 
-def _row_bytes(columns: int) -> int:
-    return -(-(_ROW_FIXED_BYTES + 4 * columns) // 8) * 8
+def _row_bytes(column_count: int) -> int:
+    return -(-(_ROW_FIXED_BYTES + 4 * column_count) // 8) * 8
 
 
-def _table_bytes(columns: int) -> int:
-    return _TABLE_HEADER_BYTES + TABLE_ROWS * _row_bytes(columns)
+def _table_bytes(column_count: int) -> int:
+    return _TABLE_HEADER_BYTES + TABLE_ROWS * _row_bytes(column_count)
 
 
-def _with_header(memory: mmap.mmap, columns: int) -> mmap.mmap:
-    _TABLE_HEADER.pack_into(memory, 0, _TABLE_MAGIC, columns)
+def _with_header(memory: mmap.mmap, column_count: int) -> mmap.mmap:
+    _TABLE_HEADER.pack_into(memory, 0, _TABLE_MAGIC, column_count)
     return memory

@@ -24,7 +24,7 @@ from serving.access.quota import QuotaLimits
 
 Scope = Literal["read", "score", "feedback", "events", "explain", "admin"]
 
-SCOPES: Mapping[Scope, str] = {
+MEANING_BY_SCOPE: Mapping[Scope, str] = {
     "read": "lookups, and which generations are served",
     "score": "candidates put in order",
     "feedback": "reports of what came of answers",
@@ -34,14 +34,14 @@ SCOPES: Mapping[Scope, str] = {
 }
 """Meaning by scope; `/healthz`, `/readyz`, `/metrics`, the dashboard's page and the documentation need none."""
 
-DEFAULT_NAME = "default"
+DEFAULT_CALLER_NAME = "default"
 """Name of the token in `LARDER_TOKEN`; no token of the file may have it."""
 
 TOKENS_MAX = 256
-FILE_BYTES_MAX = 1 << 20
-FILE_VERSION = 1
-_TOKEN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+TOKEN_FILE_BYTES_MAX = 1 << 20
+TOKEN_FILE_VERSION = 1
+_TOKEN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HEX_DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 
 
 @section
@@ -64,27 +64,28 @@ class TokenEntry:
     """Time of creation."""
 
     def __post_init__(self) -> None:
-        if not _DIGEST.fullmatch(self.sha256):
+        if not _HEX_DIGEST_PATTERN.fullmatch(self.sha256):
             raise ConfigError(  # not the value itself: it may be a token
                 "sha256 must be 64 hex digits in lower case, as `larder tokens add` writes them",
                 field="sha256",
             )
         for scope in self.scopes:
-            if scope not in SCOPES:
+            if scope not in MEANING_BY_SCOPE:
                 raise ConfigError(
-                    f"scopes must be of {', '.join(SCOPES)}, not {scope!r}", field="scopes"
+                    f"scopes must be of {', '.join(MEANING_BY_SCOPE)}, not {scope!r}",
+                    field="scopes",
                 )
         if not self.scopes:
             raise ConfigError(
-                f"scopes must name at least one of {', '.join(SCOPES)}", field="scopes"
+                f"scopes must name at least one of {', '.join(MEANING_BY_SCOPE)}", field="scopes"
             )
-        for name in ("expires_at", "created_at"):
-            parse_moment(getattr(self, name), name)
+        for time_field_name in ("expires_at", "created_at"):
+            parse_file_time(getattr(self, time_field_name), time_field_name)
 
     @property
     def expires_s(self) -> float:
         """Unix seconds of expiry; infinite: never."""
-        return parse_moment(self.expires_at, "expires_at")
+        return parse_file_time(self.expires_at, "expires_at")
 
     @property
     def limits(self) -> QuotaLimits:
@@ -92,14 +93,14 @@ class TokenEntry:
         return QuotaLimits(self.requests_per_s, self.entities_per_s, self.in_flight)
 
 
-Tokens = Mapping[str, TokenEntry]
+TokenEntries = Mapping[str, TokenEntry]
 
 
-def read_tokens(path: Path) -> Tokens:
+def read_tokens(path: Path) -> TokenEntries:
     """Read the file's entries by name; raise ConfigError, naming file, token, field, value and allowed values."""
     try:
         with path.open("rb") as file:
-            raw = file.read(FILE_BYTES_MAX + 1)
+            file_bytes = file.read(TOKEN_FILE_BYTES_MAX + 1)
     except OSError as error:
         remedy = "`larder tokens add NAME` makes it"
         if isinstance(error, PermissionError):
@@ -107,122 +108,139 @@ def read_tokens(path: Path) -> Tokens:
         raise ConfigError(
             f"cannot read tokens file {path}: {error.strerror}; {remedy}", field="tokens_file"
         ) from error
-    if len(raw) > FILE_BYTES_MAX:
-        raise ConfigError(f"tokens file {path} is larger than {FILE_BYTES_MAX:,} bytes")
+    if len(file_bytes) > TOKEN_FILE_BYTES_MAX:
+        raise ConfigError(f"tokens file {path} is larger than {TOKEN_FILE_BYTES_MAX:,} bytes")
     try:
-        document = orjson.loads(raw)
+        document = orjson.loads(file_bytes)
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"tokens file {path} is no JSON: {error}") from None
     if not isinstance(document, dict) or document.keys() != {"version", "tokens"}:
         raise ConfigError(
             f"tokens file {path} must be an object of `version` and `tokens`, nothing else"
         )
-    if document["version"] != FILE_VERSION:
+    if document["version"] != TOKEN_FILE_VERSION:
         raise ConfigError(
-            f"tokens file {path}: version must be {FILE_VERSION}, not {document['version']!r:.40}"
+            f"tokens file {path}: version must be {TOKEN_FILE_VERSION}, not {document['version']!r:.40}"
         )
     raw_entries = document["tokens"]
     if not isinstance(raw_entries, dict) or len(raw_entries) > TOKENS_MAX:
         raise ConfigError(
             f"tokens file {path}: tokens must be an object of at most {TOKENS_MAX} names"
         )
-    tokens = {name: _entry(path, name, raw_entry) for name, raw_entry in raw_entries.items()}
-    names: dict[str, str] = {}
-    for name, entry in tokens.items():
-        if (earlier_name := names.setdefault(entry.sha256, name)) != name:
-            raise ConfigError(f"tokens file {path}: {earlier_name} and {name} have the same sha256")
-    return tokens
+    entry_by_name = {
+        token_name: _parse_token_entry(path, token_name, raw_entry)
+        for token_name, raw_entry in raw_entries.items()
+    }
+    name_by_digest: dict[str, str] = {}
+    for token_name, token_entry in entry_by_name.items():
+        if (
+            earlier_name := name_by_digest.setdefault(token_entry.sha256, token_name)
+        ) != token_name:
+            raise ConfigError(
+                f"tokens file {path}: {earlier_name} and {token_name} have the same sha256"
+            )
+    return entry_by_name
 
 
-def _entry(path: Path, name: str, fields: Any) -> TokenEntry:
-    where = f"tokens file {path}: token {name[:64]!r}"
-    check_token_name(name, where)
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where} must be an object of settings")
-    settings: dict[str, Any] = {
-        field_name: tuple(value) if isinstance(value, list) else value
-        for field_name, value in fields.items()
+def _parse_token_entry(path: Path, token_name: str, raw_entry: Any) -> TokenEntry:
+    entry_place = f"tokens file {path}: token {token_name[:64]!r}"
+    check_token_name(token_name, entry_place)
+    if not isinstance(raw_entry, dict):
+        raise ConfigError(f"{entry_place} must be an object of settings")
+    entry_fields: dict[str, Any] = {
+        field_name: tuple(field_value) if isinstance(field_value, list) else field_value
+        for field_name, field_value in raw_entry.items()
     }
     try:
-        return TokenEntry(**settings)
+        return TokenEntry(**entry_fields)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error.message}", **error.details) from None
+        raise ConfigError(f"{entry_place}: {error.message}", **error.details) from None
 
 
-def check_token_name(name: str, where: str) -> None:
+def check_token_name(token_name: str, error_place: str) -> None:
     """Raise ConfigError unless a token of the file may have this name."""
-    if name == DEFAULT_NAME:
-        raise ConfigError(f"{where}: {DEFAULT_NAME!r} is the name of LARDER_TOKEN", field="name")
-    if not _TOKEN_NAME.fullmatch(name):
+    if token_name == DEFAULT_CALLER_NAME:
         raise ConfigError(
-            f"{where}: a name has 1 to 64 letters, digits, dots, hyphens or underscores, and begins with a letter or "
-            "digit",
+            f"{error_place}: {DEFAULT_CALLER_NAME!r} is the name of LARDER_TOKEN", field="name"
+        )
+    if not _TOKEN_NAME_PATTERN.fullmatch(token_name):
+        raise ConfigError(
+            f"{error_place}: a name has 1 to 64 letters, digits, dots, hyphens or underscores, and begins with a "
+            "letter or digit",
             field="name",
         )
 
 
-def write_tokens(path: Path, tokens: Tokens) -> None:
+def write_tokens(path: Path, entry_by_name: TokenEntries) -> None:
     """Replace the file atomically, with owner, group and mode of before; a new one is readable by its owner only.
 
     Raises ConfigError for more tokens than it may hold, and if this user cannot give it back to its owner and group.
     """
-    if len(tokens) > TOKENS_MAX:
+    if len(entry_by_name) > TOKENS_MAX:
         raise ConfigError(f"tokens file {path} holds at most {TOKENS_MAX} tokens: revoke some")
-    fields_by_name = {name: _entry_to_json(entry) for name, entry in sorted(tokens.items())}
-    body = orjson.dumps(
-        {"version": FILE_VERSION, "tokens": fields_by_name},
+    fields_by_name = {
+        token_name: _entry_to_json(entry) for token_name, entry in sorted(entry_by_name.items())
+    }
+    file_bytes = orjson.dumps(
+        {"version": TOKEN_FILE_VERSION, "tokens": fields_by_name},
         option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
     )
-    with open_draft(path) as temporary_path:
-        temporary_path.touch(mode=0o600)
-        temporary_path.write_bytes(body)
+    with open_draft(path) as draft_path:
+        draft_path.touch(mode=0o600)
+        draft_path.write_bytes(file_bytes)
         if path.exists():
-            _copy_owner(path, temporary_path)
+            _copy_owner(path, draft_path)
 
 
 def _copy_owner(path: Path, draft_path: Path) -> None:
     """Give a draft the owner, group and mode of the file that it replaces, so that the service still reads it."""
-    before, draft = path.stat(), draft_path.stat()
-    if (before.st_uid, before.st_gid) != (draft.st_uid, draft.st_gid):
+    replaced_stat, draft_stat = path.stat(), draft_path.stat()
+    if (replaced_stat.st_uid, replaced_stat.st_gid) != (draft_stat.st_uid, draft_stat.st_gid):
         try:
-            os.chown(draft_path, before.st_uid, before.st_gid)
+            os.chown(draft_path, replaced_stat.st_uid, replaced_stat.st_gid)
         except PermissionError:
             raise ConfigError(
-                f"tokens file {path} belongs to uid {before.st_uid} and gid {before.st_gid}: run this command as that "
-                "user or as root, else the service could not read the changed file",
+                f"tokens file {path} belongs to uid {replaced_stat.st_uid} and gid {replaced_stat.st_gid}: run this "
+                "command as that user or as root, else the service could not read the changed file",
                 field="tokens_file",
             ) from None
-    draft_path.chmod(stat.S_IMODE(before.st_mode))
+    draft_path.chmod(stat.S_IMODE(replaced_stat.st_mode))
 
 
 def _entry_to_json(entry: TokenEntry) -> dict[str, object]:
-    value_by_field = {name: getattr(entry, name) for name in TokenEntry.__annotations__}
-    return {name: value for name, value in value_by_field.items() if value not in (None, "")}
+    value_by_field = {
+        field_name: getattr(entry, field_name) for field_name in TokenEntry.__annotations__
+    }
+    return {
+        field_name: field_value
+        for field_name, field_value in value_by_field.items()
+        if field_value not in (None, "")
+    }
 
 
 @contextlib.contextmanager
 def lock_tokens(path: Path) -> Iterator[None]:
     """Hold the lock that serialises changes of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    folder_descriptor = os.open(path.parent, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        fcntl.flock(folder_descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(folder)
+        os.close(folder_descriptor)
 
 
-def parse_moment(text: str, field: str) -> float:
+def parse_file_time(time_text: str, field_name: str) -> float:
     """Return the Unix seconds of a time in the file, infinite for ""; raise ConfigError if it is malformed."""
-    if not text:
+    if not time_text:
         return float("inf")
     try:
-        parsed_time = datetime.fromisoformat(text)
+        parsed_time = datetime.fromisoformat(time_text)
     except ValueError:
         parsed_time = None
     if parsed_time is None or parsed_time.tzinfo is None:
         raise ConfigError(
-            f"{field} must be a time like 2027-01-31T00:00:00+00:00, with its offset from UTC, not {text!r}",
-            field=field,
+            f"{field_name} must be a time like 2027-01-31T00:00:00+00:00, with its offset from UTC, not {time_text!r}",
+            field=field_name,
         )
     return parsed_time.timestamp()

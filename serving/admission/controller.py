@@ -28,14 +28,14 @@ over before its answer; one beyond `requests_max`; one whose client has closed t
 LIVE_LEFT_OUT_SHARE = 0.05
 """Share of live at which leaving live out has been tried: a queue that still stands needs stronger measures."""
 
-URGENT_MULTIPLE = 5
+URGENT_TARGET_MULTIPLE = 5
 """Multiple of the loop's target: an iteration this long calls for all measures at once."""
 
-MODEL_WAIT_TARGET = 1 / 3
+MODEL_WAIT_TARGET_SHARE = 1 / 3
 """Fraction of its time for live inference that an input may wait in a standing queue of the model."""
 
-_SHRINK_FACTOR_MIN, _FIRST_STEP = 0.1, 0.1
-_SHUT_SHARE = 0.001
+_SHRINK_FACTOR_MIN, _FIRST_GROWTH_STEP = 0.1, 0.1
+_ADMITTED_SHARE_MIN = 0.001
 ObserveQueues = Callable[[float, float, float], None]
 
 
@@ -43,80 +43,83 @@ class Admission:
     """Admission state of one process, for its event loop only."""
 
     def __init__(self, *, target_s: float, interval_s: float, requests_max: int) -> None:
-        self.loop = Valve(target_s, interval_s)
-        self.model = Valve(MODEL_WAIT_TARGET, interval_s)
-        self.costly = Valve(target_s, interval_s)
+        self.loop_valve = Valve(target_s, interval_s)
+        self.model_valve = Valve(MODEL_WAIT_TARGET_SHARE, interval_s)
+        self.costly_valve = Valve(target_s, interval_s)
         self.requests_max = requests_max
-        self.under_way = 0
-        self.work = WorkPacer()
-        self.shed: Counter[ShedKind] = Counter(dict.fromkeys(SHED_KINDS, 0))
+        self.requests_under_way = 0
+        self.work_pacer = WorkPacer()
+        self.shed_counts: Counter[ShedKind] = Counter(dict.fromkeys(SHED_KINDS, 0))
 
     def enter(self) -> bool:
         """Return whether a request may go below L1, else count it as shed; `leave` ends an admitted one."""
-        if self.under_way >= self.requests_max:
-            self.shed["full"] += 1
+        if self.requests_under_way >= self.requests_max:
+            self.shed_counts["full"] += 1
             return False
-        self.under_way += 1
+        self.requests_under_way += 1
         return True
 
     def admit_costly(self) -> bool:
         """Return whether a request that costs far more than its refusal may go on, else count it as shed."""
-        if self.costly.admitted_share >= 1.0 or self.costly.admit():
+        if self.costly_valve.admitted_share >= 1.0 or self.costly_valve.try_admit():
             return True
-        self.shed["queue"] += 1
+        self.shed_counts["queue"] += 1
         return False
 
     def leave(self) -> None:
         """End a request that `enter` admitted."""
-        self.under_way -= 1
+        self.requests_under_way -= 1
 
     @property
     def is_behind(self) -> bool:
         """True if requests queue for the event loop, so that some may miss their deadlines."""
-        return self.loop.wait > self.loop.target
+        return self.loop_valve.interval_wait > self.loop_valve.target
 
     def may_be_late(self, waited_s: float) -> bool:
         """True if a request's wait, or the loop's queue, is long enough that its deadline must be checked.
 
         Else the check, which may have to read the body, is spared.
         """
-        return self.is_behind or waited_s > self.loop.target
+        return self.is_behind or waited_s > self.loop_valve.target
 
     def is_late(self, deadline_s: float, waited_s: float = 0.0) -> bool:
         """Return whether a request has used up its deadline before its work begins; count a late one as shed.
 
         `waited_s` is its known wait; the loop's standing queue may be longer.
         """
-        if max(self.loop.wait, waited_s) < deadline_s:
+        if max(self.loop_valve.interval_wait, waited_s) < deadline_s:
             return False
-        self.shed["late"] += 1
+        self.shed_counts["late"] += 1
         return True
 
     def admit_live(self) -> bool:
         """Return whether one more input may go to the model, else count it as shed."""
-        if self.loop.admit() and self.model.admit():
+        if self.loop_valve.try_admit() and self.model_valve.try_admit():
             return True
-        self.shed["live"] += 1
+        self.shed_counts["live"] += 1
         return False
 
     @property
-    def live_share(self) -> float:
+    def live_admitted_share(self) -> float:
         """Share of the inputs, 0 to 1, that may go to the model."""
-        return self.loop.admitted_share * self.model.admitted_share
+        return self.loop_valve.admitted_share * self.model_valve.admitted_share
 
-    def observe(self, turn_s: float, model_wait: float, now_s: float) -> None:
+    def observe(self, iteration_s: float, model_wait_share: float, now_s: float) -> None:
         """Sample both queues: seconds of an iteration, and the share of its time that the oldest input has waited.
 
         A wait in the pacer counts as a wait for the loop.
         """
-        turn_s = max(turn_s, self.work.waited_s())
-        self.loop.observe(turn_s, now_s)
-        target = self.costly.target
+        iteration_s = max(iteration_s, self.work_pacer.waited_s())
+        self.loop_valve.observe(iteration_s, now_s)
+        costly_target_s = self.costly_valve.target
         is_queue_standing = (
-            self.loop.admitted_share <= LIVE_LEFT_OUT_SHARE or turn_s > URGENT_MULTIPLE * target
+            self.loop_valve.admitted_share <= LIVE_LEFT_OUT_SHARE
+            or iteration_s > URGENT_TARGET_MULTIPLE * costly_target_s
         )
-        self.costly.observe(turn_s if is_queue_standing else min(turn_s, target), now_s)
-        self.model.observe(model_wait, now_s)
+        self.costly_valve.observe(
+            iteration_s if is_queue_standing else min(iteration_s, costly_target_s), now_s
+        )
+        self.model_valve.observe(model_wait_share, now_s)
 
 
 class Valve:
@@ -132,11 +135,11 @@ class Valve:
     def __init__(self, target: float, interval_s: float) -> None:
         self.target = target
         self.admitted_share = 1.0
-        self.wait = 0.0
+        self.interval_wait = 0.0
         """Shortest wait of the previous interval, in the unit of `target`."""
         self._interval_s = interval_s
         self._shortest_wait, self._interval_began_at = inf, 0.0
-        self._step, self._credit = _FIRST_STEP, 0.0
+        self._growth_step, self._admission_credit = _FIRST_GROWTH_STEP, 0.0
 
     def observe(self, wait: float, now_s: float) -> None:
         """Add one sample of the wait, in the unit of `target`; `now_s` in seconds.
@@ -149,25 +152,25 @@ class Valve:
         self._shortest_wait = min(self._shortest_wait, wait)
         if now_s - self._interval_began_at < self._interval_s:
             return
-        self.wait = self._shortest_wait
-        if self.wait <= self.target:
-            self.admitted_share = min(1.0, self.admitted_share + self._step)
-            self._step = min(1.0, 2 * self._step)
+        self.interval_wait = self._shortest_wait
+        if self.interval_wait <= self.target:
+            self.admitted_share = min(1.0, self.admitted_share + self._growth_step)
+            self._growth_step = min(1.0, 2 * self._growth_step)
         else:
-            self._step = _FIRST_STEP
-            self.admitted_share *= max(_SHRINK_FACTOR_MIN, self.target / self.wait)
-            if self.admitted_share < _SHUT_SHARE:
+            self._growth_step = _FIRST_GROWTH_STEP
+            self.admitted_share *= max(_SHRINK_FACTOR_MIN, self.target / self.interval_wait)
+            if self.admitted_share < _ADMITTED_SHARE_MIN:
                 self.admitted_share = 0.0
         self._shortest_wait, self._interval_began_at = wait, now_s
 
-    def admit(self) -> bool:
+    def try_admit(self) -> bool:
         """Return whether one more piece of work may go on: exactly the admitted share, evenly spread."""
         if self.admitted_share >= 1.0:
             return True
-        self._credit += self.admitted_share
-        if self._credit < 1.0:
+        self._admission_credit += self.admitted_share
+        if self._admission_credit < 1.0:
             return False
-        self._credit -= 1.0
+        self._admission_credit -= 1.0
         return True
 
 
@@ -186,42 +189,42 @@ class LoopLagSampler:
     every_s: float
     timer: Callable[[], float] = time.monotonic
     loops: BackgroundLoops = field(default_factory=BackgroundLoops)
-    _task: asyncio.Task[None] | None = field(init=False, default=None)
+    _sampling_task: asyncio.Task[None] | None = field(init=False, default=None)
 
     def start(self) -> None:
         """Start sampling, on the running event loop."""
-        self._task = self.loops.start("loop_lag", self._sample)
+        self._sampling_task = self.loops.start("loop_lag", self._sample_iterations)
 
     def stop(self) -> None:
         """Stop sampling."""
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
+        if self._sampling_task is not None:
+            self._sampling_task.cancel()
+            self._sampling_task = None
 
-    async def _sample(self) -> None:
+    async def _sample_iterations(self) -> None:
         """Observe the iteration after a pause, and each one after that until one is short."""
         await asyncio.sleep(self.every_s)
         # A timer runs before the loop looks at its sockets: the turn begins here, with the callbacks after that.
-        loop, turn_began_at = asyncio.get_running_loop(), self.timer()
+        loop, iteration_began_at = asyncio.get_running_loop(), self.timer()
         done_future: asyncio.Future[None] = loop.create_future()
 
-        def end() -> None:
-            nonlocal turn_began_at
+        def end_iteration() -> None:
+            nonlocal iteration_began_at
             if done_future.done():  # the task was cancelled meanwhile
                 return
             now_s = self.timer()
-            turn_s, turn_began_at = now_s - turn_began_at, now_s
+            iteration_s, iteration_began_at = now_s - iteration_began_at, now_s
             try:
-                self.observe(turn_s, self.model_wait(), now_s)
+                self.observe(iteration_s, self.model_wait(), now_s)
             except Exception as error:
                 done_future.set_exception(error)
                 return
-            if turn_s > self.every_s:
-                loop.call_soon(end)
+            if iteration_s > self.every_s:
+                loop.call_soon(end_iteration)
             else:
                 done_future.set_result(None)
 
-        loop.call_soon(end)
+        loop.call_soon(end_iteration)
         await done_future
 
 
@@ -234,31 +237,31 @@ class OverloadCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield the counter family of shed work, and gauges of the state that decides it."""
         admission = self._admission
-        shed = CounterMetricFamily(
+        shed_family = CounterMetricFamily(
             "larder_shed",
             "Left out under overload: inferences and whole requests",
             labels=["stage"],
         )
-        for stage, count in admission.shed.items():
-            shed.add_metric([stage], count)
-        yield shed
-        for name, text, value in (
+        for shed_kind, shed_count in admission.shed_counts.items():
+            shed_family.add_metric([shed_kind], shed_count)
+        yield shed_family
+        for gauge_name, gauge_help, gauge_value in (
             (
                 "queue_seconds",
                 "Shortest turn of the event loop in the last interval",
-                admission.loop.wait,
+                admission.loop_valve.interval_wait,
             ),
             (
                 "live_admitted_ratio",
                 "Of the inputs, those that may go to the model",
-                admission.live_share,
+                admission.live_admitted_share,
             ),
             (
                 "costly_admitted_ratio",
                 "Of the requests that are costly, those that may go on",
-                admission.costly.admitted_share,
+                admission.costly_valve.admitted_share,
             ),
-            ("requests_under_way", "Requests below L1", admission.under_way),
+            ("requests_under_way", "Requests below L1", admission.requests_under_way),
             ("requests_max", "Requests that may be below L1 at once", admission.requests_max),
         ):
-            yield GaugeMetricFamily(f"larder_{name}", text, value)
+            yield GaugeMetricFamily(f"larder_{gauge_name}", gauge_help, gauge_value)

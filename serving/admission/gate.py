@@ -10,13 +10,18 @@ from starlette.types import Receive, Scope
 
 from serving.access.callers import caller_of
 from serving.admission.controller import Admission
-from serving.requests.bodies import Messages, declares_longer_body, refusal_response, whole_body
+from serving.requests.bodies import (
+    ResponseMessages,
+    declares_longer_body,
+    read_replayable_body,
+    refusal_response,
+)
 from serving.requests.errors import Problem
-from serving.requests.negotiation import forms
+from serving.requests.negotiation import parse_forms
 from serving.requests.options import Limits, body_deadline_s, query_options, text_options
 from serving.requests.parsing import (
     LARGE_BODY_BYTES,
-    HeaderJudge,
+    HeaderReader,
     peek_content,
     run_in_thread_if_large,
 )
@@ -29,28 +34,28 @@ class DeadlineCheck:
     """Deadline check of requests; used only while requests queue for the event loop."""
 
     admission: Admission
-    headers: HeaderJudge
+    headers: HeaderReader
     limits: Limits
 
     def is_late(
         self, scope: MutableMapping[str, Any], body: bytes | None = b"", waited_s: float = 0.0
     ) -> bool:
         """True for a late request, which is counted as shed; False for a malformed one, or a body too long (None)."""
-        by_headers = self.headers.deadline_s(scope["headers"])
-        if by_headers is None or body is None or not caller_of(scope).is_known:
+        header_deadline_s = self.headers.deadline_s(scope["headers"])
+        if header_deadline_s is None or body is None or not caller_of(scope).is_known:
             return False
         try:
-            request_deadline_s = self._own_s(scope, body)
+            request_deadline_s = self._request_deadline_s(scope, body)
         except Problem:
             return False
-        return self.admission.is_late(min(by_headers, request_deadline_s), waited_s)
+        return self.admission.is_late(min(header_deadline_s, request_deadline_s), waited_s)
 
-    def read(self, scope: MutableMapping[str, Any], body: bytes) -> None:
+    def cache_deadline(self, scope: MutableMapping[str, Any], body: bytes) -> None:
         """Parse a body that names its deadline, and cache the result for `is_late`; counts nothing: for any thread."""
         with suppress(Problem):
-            self._own_s(scope, body)
+            self._request_deadline_s(scope, body)
 
-    def _own_s(self, scope: MutableMapping[str, Any], body: bytes) -> float:
+    def _request_deadline_s(self, scope: MutableMapping[str, Any], body: bytes) -> float:
         """Return the deadline in seconds from a GET's query or another request's body; raise Problem."""
         limits = self.limits
         is_get = scope["method"] == "GET"
@@ -58,9 +63,9 @@ class DeadlineCheck:
             return limits.deadline_ms / 1000
         if is_get:
             return query_options(scope["query_string"], limits).deadline_s
-        form = forms(scope["headers"]).request_form
-        parsed_body = peek_content(scope, body, form, limits)
-        if form == "arrow":
+        body_form = parse_forms(scope["headers"]).request_form
+        parsed_body = peek_content(scope, body, body_form, limits)
+        if body_form == "arrow":
             return text_options(parsed_body.options, limits).deadline_s
         return body_deadline_s(parsed_body, limits)
 
@@ -70,11 +75,11 @@ class AdmissionGate:
     """Gate of one service."""
 
     admission: Admission
-    headers: HeaderJudge
-    lateness: DeadlineCheck
-    requested: Callable[[str, int], None]
+    headers: HeaderReader
+    deadline_check: DeadlineCheck
+    count_request: Callable[[str, int], None]
     """Callback that counts a request by route and status."""
-    body_bytes: int
+    body_bytes_max: int
     body_timeout_s: float
 
     def can_use_fast_path(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
@@ -83,47 +88,49 @@ class AdmissionGate:
 
     def is_late(self, scope: Scope, body: bytes | None, waited_s: float = 0.0) -> bool:
         """True if the request's deadline is over before its work begins; counts a late one."""
-        return self.lateness.is_late(scope, body, waited_s)
+        return self.deadline_check.is_late(scope, body, waited_s)
 
-    async def late(self, scope: Scope, receive: Receive, waited_s: float = 0.0) -> Receive | None:
+    async def receive_unless_late(
+        self, scope: Scope, receive: Receive, waited_s: float = 0.0
+    ) -> Receive | None:
         """Return a `receive` for a request that came to a standing queue; None for a late one.
 
         Raises Problem for a body too slow.
         """
         body: bytes | None = b""
         # Of a stranger nothing is read.
-        is_read = scope["method"] == "POST" and caller_of(scope).is_known
-        if is_read and self.can_use_fast_path(scope["headers"]):
-            body, receive = await self.body(scope, receive)
+        reads_body = scope["method"] == "POST" and caller_of(scope).is_known
+        if reads_body and self.can_use_fast_path(scope["headers"]):
+            body, receive = await self.read_body(scope, receive)
             if body is not None and len(body) > LARGE_BODY_BYTES:
                 await run_in_thread_if_large(
-                    body, functools.partial(self.lateness.read, scope, body)
+                    body, functools.partial(self.deadline_check.cache_deadline, scope, body)
                 )
         return None if self.is_late(scope, body, waited_s) else receive
 
-    async def body(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:
+    async def read_body(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:
         """Read the body within bounds; return it, None if too long or unended, and a `receive` to replay it."""
         if declares_longer_body(
-            scope["headers"], self.body_bytes
+            scope["headers"], self.body_bytes_max
         ):  # told elsewhere, without reading it
             return None, receive
-        return await whole_body(receive, self.body_bytes, self.body_timeout_s)
+        return await read_replayable_body(receive, self.body_bytes_max, self.body_timeout_s)
 
-    def count_if_refused(self, answer: Messages) -> Messages:
+    def count_if_refused(self, response_messages: ResponseMessages) -> ResponseMessages:
         """Count a refusal that was made before routing; return the response unchanged."""
-        if (status := answer[0]["status"]) != 200:
-            self.requested("any", status)
-        return answer
+        if (status := response_messages[0]["status"]) != 200:
+            self.count_request("any", status)
+        return response_messages
 
 
-def refusal_of(problem: Problem) -> Messages:
+def refusal_messages(problem: Problem) -> ResponseMessages:
     """Return the response for a problem as ASGI messages."""
     response = refusal_response(problem)
-    head = {"status": response.status_code, "headers": response.raw_headers}
+    start_fields = {"status": response.status_code, "headers": response.raw_headers}
     body = {"type": "http.response.body", "body": response.body}
-    return {"type": "http.response.start", **head}, body
+    return {"type": "http.response.start", **start_fields}, body
 
 
-OVERLOADED_REFUSAL = refusal_of(
+OVERLOADED_MESSAGES = refusal_messages(
     Problem(503, "overloaded", "more is asked than can be answered in time")
 )

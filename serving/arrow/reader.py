@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving.arrow import schema as arrow
-from serving.arrow.schema import ColumnKind, Field, FlatTable, Malformed, read_root
+from serving.arrow.schema import ColumnKind, Field, FlatTable, MalformedStream, read_root
 
-Cutter = Callable[[memoryview, memoryview], list[bytes] | None]
+TextCutter = Callable[[memoryview, memoryview], list[bytes] | None]
 
 CACHED_METADATA_BYTES_MAX = 4_096
 """Bytes of the longest metadata (schema, message) whose parsed form is cached for the next stream."""
@@ -32,14 +32,14 @@ _BATCH_PARTS_MAX = 512
 
 _METADATA_PAIRS_MAX = 64
 
-_DTYPES: dict[str, np.dtype[Any]] = {
+_DTYPE_BY_KIND: dict[str, np.dtype[Any]] = {
     "i4": np.dtype("<i4"),
     "f4": np.dtype("<f4"),
     "f8": np.dtype("<f8"),
 }
 
 
-class Unsupported(ValueError):
+class UnsupportedStream(ValueError):
     """A stream that others could read; the text says what to send instead."""
 
 
@@ -54,64 +54,70 @@ class Frame:
 
 
 def read_frame(
-    raw: bytes,
+    stream_bytes: bytes,
     rows_max: int,
     *,
     as_bytes: bool = False,
-    cutter: Cutter | None = None,
-    check: Callable[[tuple[Field, ...]], None] = lambda _fields: None,
+    cutter: TextCutter | None = None,
+    check_fields: Callable[[tuple[Field, ...]], None] = lambda _fields: None,
 ) -> Frame:
     """Return the columns: utf8 as str (or its bytes), lists as tuples or read-only float32 arrays, None for null.
 
-    `cutter` cuts bytes at int32 offsets, or gives None if it cannot. `check` raises for unwanted columns before any of
-    their rows is read.
+    `cutter` cuts bytes at int32 offsets, or gives None if it cannot. `check_fields` raises for unwanted columns before
+    any of their rows is read.
     """
-    first = first_message(raw)
+    schema_message = first_message(stream_bytes)
     metadata, fields = (
-        read_schema(first)
-        if len(first) <= CACHED_METADATA_BYTES_MAX
-        else read_schema.__wrapped__(first)
+        read_schema(schema_message)
+        if len(schema_message) <= CACHED_METADATA_BYTES_MAX
+        else read_schema.__wrapped__(schema_message)
     )
-    check(fields)
+    check_fields(fields)
     columns: dict[str, list[Any]] = {field.name: [] for field in fields}
-    rows = 0
-    for batch_index, (message, body) in enumerate(read_messages(memoryview(raw)[len(first) :])):
+    row_count = 0
+    for batch_index, (batch_message, body) in enumerate(
+        read_messages(memoryview(stream_bytes)[len(schema_message) :])
+    ):
         if batch_index == BATCHES_MAX:
-            raise Unsupported(
+            raise UnsupportedStream(
                 f"the stream has more than {BATCHES_MAX} record batches: send larger ones"
             )
-        if message.kind != arrow.RECORD_BATCH:
-            raise Unsupported("only record batches are read: send no dictionaries")
-        described = batch_layout(message)
-        count = described.rows
-        if count < 0 or rows + count > rows_max:
-            raise Malformed(f"the stream has more than {rows_max} rows")
-        rows += count
-        batch = _Batch(described, body, as_bytes, cutter)
+        if batch_message.kind != arrow.RECORD_BATCH_MESSAGE_KIND:
+            raise UnsupportedStream("only record batches are read: send no dictionaries")
+        layout = batch_layout(batch_message)
+        batch_row_count = layout.rows
+        if batch_row_count < 0 or row_count + batch_row_count > rows_max:
+            raise MalformedStream(f"the stream has more than {rows_max} rows")
+        row_count += batch_row_count
+        batch = _BatchReader(layout, body, as_bytes, cutter)
         for field in fields:
-            columns[field.name] += batch.column(field, count)
+            columns[field.name] += batch.read_column(field, batch_row_count)
         batch.check_end()
-    return Frame(dict(metadata), {field.name: field for field in fields}, columns, rows)
+    return Frame(dict(metadata), {field.name: field for field in fields}, columns, row_count)
 
 
-def first_message(raw: bytes) -> bytes:
+def first_message(stream_bytes: bytes) -> bytes:
     """The metadata of the first message, if it is one."""
-    return raw[: 8 + int.from_bytes(raw[4:8], "little")]
+    return stream_bytes[: 8 + int.from_bytes(stream_bytes[4:8], "little")]
 
 
 @functools.lru_cache(maxsize=64)
-def read_schema(first: bytes) -> tuple[tuple[tuple[str, str], ...], tuple[Field, ...]]:
+def read_schema(schema_message: bytes) -> tuple[tuple[tuple[str, str], ...], tuple[Field, ...]]:
     """Metadata and columns from the message that begins a stream, cached: a caller's streams often share it."""
-    message, body = next(read_messages(memoryview(first)), (None, b""))
-    if message is None or message.kind != arrow.SCHEMA or body:
-        raise Malformed("the stream does not begin with a schema")
+    message, body = next(read_messages(memoryview(schema_message)), (None, b""))
+    if message is None or message.kind != arrow.SCHEMA_MESSAGE_KIND or body:
+        raise MalformedStream("the stream does not begin with a schema")
     header = read_root(message.metadata).table(2)
-    if header.number(0, "<h") != 0:
-        raise Unsupported("the stream is big-endian: send it little-endian")
-    metadata = {pair.text(0): pair.text(1) for pair in header.tables(2, _METADATA_PAIRS_MAX)}
-    fields = tuple([_field(flat, 0) for flat in header.tables(1, _FIELDS_MAX)])
+    if header.read_scalar(0, "<h") != 0:
+        raise UnsupportedStream("the stream is big-endian: send it little-endian")
+    metadata = {
+        pair.read_text(0): pair.read_text(1) for pair in header.read_tables(2, _METADATA_PAIRS_MAX)
+    }
+    fields = tuple(
+        [_read_field(flat_field, 0) for flat_field in header.read_tables(1, _FIELDS_MAX)]
+    )
     if len({field.name for field in fields}) != len(fields):
-        raise Malformed("two columns have the same name")
+        raise MalformedStream("two columns have the same name")
     return tuple(metadata.items()), fields
 
 
@@ -133,237 +139,265 @@ class BatchLayout(NamedTuple):
 
 def batch_layout(message: Message) -> BatchLayout:
     """Layout of a record batch, cached: batches of as many rows and bytes have an equal one."""
-    read = (
+    read_layout = (
         _cached_layout
         if len(message.metadata) <= CACHED_METADATA_BYTES_MAX
         else _cached_layout.__wrapped__
     )
-    return read(message.metadata)
+    return read_layout(message.metadata)
 
 
 @functools.lru_cache(maxsize=256)
 def _cached_layout(metadata: bytes) -> BatchLayout:
     header = read_root(metadata).table(2)
-    if header.has(3):
-        raise Unsupported("the stream is compressed: send it without compression")
+    if header.has_field(3):
+        raise UnsupportedStream("the stream is compressed: send it without compression")
     return BatchLayout(
-        header.number(0, "<q"), header.pairs(1, _BATCH_PARTS_MAX), header.pairs(2, _BATCH_PARTS_MAX)
+        header.read_scalar(0, "<q"),
+        header.read_int64_pairs(1, _BATCH_PARTS_MAX),
+        header.read_int64_pairs(2, _BATCH_PARTS_MAX),
     )
 
 
-def read_messages(raw: memoryview) -> Iterator[tuple[Message, memoryview]]:
+def read_messages(stream_bytes: memoryview) -> Iterator[tuple[Message, memoryview]]:
     """Messages of a stream, each with its body."""
-    at = 0
-    while at < len(raw):
-        if raw[at : at + 4] != arrow.CONTINUATION:
-            raise Malformed("this is no Arrow IPC stream (format of Arrow 0.15 or newer)")
-        size = int.from_bytes(raw[at + 4 : at + 8], "little")
-        if size == 0:
-            if len(raw) < at + 8:
-                raise Malformed("the stream ends within a message")
+    message_offset = 0
+    while message_offset < len(stream_bytes):
+        if stream_bytes[message_offset : message_offset + 4] != arrow.CONTINUATION:
+            raise MalformedStream("this is no Arrow IPC stream (format of Arrow 0.15 or newer)")
+        metadata_bytes = int.from_bytes(
+            stream_bytes[message_offset + 4 : message_offset + 8], "little"
+        )
+        if metadata_bytes == 0:
+            if len(stream_bytes) < message_offset + 8:
+                raise MalformedStream("the stream ends within a message")
             return
-        start = at + 8 + size
-        if start > len(raw):
-            raise Malformed("the stream ends within a message")
-        metadata = bytes(raw[at + 8 : start])
+        body_offset = message_offset + 8 + metadata_bytes
+        if body_offset > len(stream_bytes):
+            raise MalformedStream("the stream ends within a message")
+        metadata = bytes(stream_bytes[message_offset + 8 : body_offset])
         message = (
-            _cached_message if size <= CACHED_METADATA_BYTES_MAX else _cached_message.__wrapped__
+            _cached_message
+            if metadata_bytes <= CACHED_METADATA_BYTES_MAX
+            else _cached_message.__wrapped__
         )(metadata)
-        at = start + message.body_bytes
-        if at > len(raw):
-            raise Malformed("the stream ends within a message's body")
-        yield message, raw[start:at]
+        message_offset = body_offset + message.body_bytes
+        if message_offset > len(stream_bytes):
+            raise MalformedStream("the stream ends within a message's body")
+        yield message, stream_bytes[body_offset:message_offset]
 
 
 @functools.lru_cache(maxsize=256)
 def _cached_message(metadata: bytes) -> Message:
     root_table = read_root(metadata)
-    body_bytes = root_table.number(3, "<q")
+    body_bytes = root_table.read_scalar(3, "<q")
     if body_bytes < 0:
-        raise Malformed("a message's body has a negative size")
+        raise MalformedStream("a message's body has a negative size")
     root_table.table(2)
-    return Message(metadata, root_table.number(1, "<B"), body_bytes)
+    return Message(metadata, root_table.read_scalar(1, "<B"), body_bytes)
 
 
-def _field(flat: FlatTable, depth: int) -> Field:
-    name, nullable, type_ = flat.text(0), bool(flat.number(1, "<B")), flat.number(2, "<B")
-    if flat.has(4):
-        raise Unsupported(f"column {name!r} is dictionary-encoded: send it plain")
-    children = flat.tables(5, _FIELDS_MAX)
-    if type_ in (arrow.LIST, arrow.FIXED_LIST) and len(children) == 1 and depth < _LIST_DEPTH_MAX:
-        inner = _field(children[0], depth + 1)
-        if type_ == arrow.LIST:
-            return Field(name, "list", nullable, inner)
-        width = flat.table(3).number(0, "<i")
+def _read_field(flat_field: FlatTable, depth: int) -> Field:
+    name, nullable, type_id = (
+        flat_field.read_text(0),
+        bool(flat_field.read_scalar(1, "<B")),
+        flat_field.read_scalar(2, "<B"),
+    )
+    if flat_field.has_field(4):
+        raise UnsupportedStream(f"column {name!r} is dictionary-encoded: send it plain")
+    children = flat_field.read_tables(5, _FIELDS_MAX)
+    if (
+        type_id in (arrow.LIST_TYPE_ID, arrow.FIXED_LIST_TYPE_ID)
+        and len(children) == 1
+        and depth < _LIST_DEPTH_MAX
+    ):
+        child_field = _read_field(children[0], depth + 1)
+        if type_id == arrow.LIST_TYPE_ID:
+            return Field(name, "list", nullable, child_field)
+        width = flat_field.table(3).read_scalar(0, "<i")
         if width < 0:
-            raise Malformed(f"column {name!r} has lists of a negative size")
-        return Field(name, "fixed", nullable, inner, width)
-    kind = _kind(flat, type_)
+            raise MalformedStream(f"column {name!r} has lists of a negative size")
+        return Field(name, "fixed", nullable, child_field, width)
+    kind = _column_kind(flat_field, type_id)
     if kind is None or children:
-        raise Unsupported(f"column {name!r} is of a type that is not read here")
+        raise UnsupportedStream(f"column {name!r} is of a type that is not read here")
     return Field(name, kind, nullable)
 
 
-def _kind(flat: FlatTable, type_: int) -> ColumnKind | None:
-    match type_:
-        case arrow.UTF8:
+def _column_kind(flat_field: FlatTable, type_id: int) -> ColumnKind | None:
+    match type_id:
+        case arrow.UTF8_TYPE_ID:
             return "utf8"
-        case arrow.LARGE_UTF8:
+        case arrow.LARGE_UTF8_TYPE_ID:
             return "large_utf8"
-        case arrow.BOOL:
+        case arrow.BOOL_TYPE_ID:
             return "bool"
-        case arrow.INT:
-            int_type = flat.table(3)
-            is_i4 = int_type.number(0, "<i") == 32 and int_type.number(1, "<B") == 1
+        case arrow.INT_TYPE_ID:
+            int_type = flat_field.table(3)
+            is_i4 = int_type.read_scalar(0, "<i") == 32 and int_type.read_scalar(1, "<B") == 1
             return "i4" if is_i4 else None
-        case arrow.FLOAT:
-            return arrow.FLOAT_KINDS.get(flat.table(3).number(0, "<h"))
+        case arrow.FLOAT_TYPE_ID:
+            return arrow.FLOAT_KIND_BY_PRECISION.get(flat_field.table(3).read_scalar(0, "<h"))
     return None
 
 
-class _Batch:
+class _BatchReader:
     """Hands out a record batch's nodes and buffers in the order of its columns."""
 
     def __init__(
-        self, described: BatchLayout, body: memoryview, as_bytes: bool, cutter: Cutter | None
+        self, layout: BatchLayout, body: memoryview, returns_bytes: bool, cutter: TextCutter | None
     ) -> None:
-        self._nodes = iter(described.nodes)
-        self._buffers = iter(described.buffers)
+        self._remaining_nodes = iter(layout.nodes)
+        self._remaining_buffers = iter(layout.buffers)
         self._body = body
-        self._as_bytes = as_bytes
+        self._returns_bytes = returns_bytes
         self._cutter = cutter
 
-    def column(self, field: Field, rows: int) -> list[Any]:
-        """The values of the next column, which has `rows` of them."""
-        valid = self._valid(rows)
-        values = self._values(field, rows)
-        if valid is None:
-            return values
-        return [value if is_valid else None for value, is_valid in zip(values, valid, strict=True)]
+    def read_column(self, field: Field, row_count: int) -> list[Any]:
+        """The values of the next column, which has `row_count` of them."""
+        validity = self._read_validity(row_count)
+        column_values = self._read_values(field, row_count)
+        if validity is None:
+            return column_values
+        return [
+            column_value if is_valid else None
+            for column_value, is_valid in zip(column_values, validity, strict=True)
+        ]
 
     def check_end(self) -> None:
         """Raises Malformed if there is more than the columns have."""
-        if next(self._nodes, None) is not None or next(self._buffers, None) is not None:
-            raise Malformed("a record batch has more than the schema's columns")
+        if (
+            next(self._remaining_nodes, None) is not None
+            or next(self._remaining_buffers, None) is not None
+        ):
+            raise MalformedStream("a record batch has more than the schema's columns")
 
-    def _values(self, field: Field, rows: int) -> list[Any]:
+    def _read_values(self, field: Field, row_count: int) -> list[Any]:
         match field.kind:
             case "utf8":
-                return self._utf8(rows)
+                return self._read_utf8(row_count)
             case "large_utf8":
-                return self._texts(self._offsets(rows, "<i8"))
+                return self._read_texts(self._read_offsets(row_count, "<i8"))
             case "bool":
-                return self._bits(rows)
+                return self._read_bits(row_count)
             case "list":
-                return self._lists(field, self._offsets(rows, "<i4"))
+                return self._read_lists(field, self._read_offsets(row_count, "<i4"))
             case "fixed":
-                step = field.width
-                return self._lists(field, np.arange(rows + 1, dtype=np.int64) * step)
-        numbers: list[Any] = self._array(rows, _DTYPES[field.kind]).tolist()
+                list_size = field.width
+                return self._read_lists(field, np.arange(row_count + 1, dtype=np.int64) * list_size)
+        numbers: list[Any] = self._read_array(row_count, _DTYPE_BY_KIND[field.kind]).tolist()
         return numbers
 
-    def _lists(self, field: Field, ends: NDArray[Any]) -> list[Any]:
-        inner = field.child
-        cuts: list[int] = ends.tolist()
-        if inner is None or inner.kind not in ("f4", "utf8"):
-            raise Unsupported(f"column {field.name!r} has lists of a type that is not read here")
-        length, _ = node = self._node()
-        if length < cuts[-1]:
-            raise Malformed("a list reaches beyond its values")
-        if inner.kind == "utf8":
-            self._no_nulls(node)
-            texts = self._texts(self._offsets(length, "<i4"))
-            return [tuple(texts[a:b]) for a, b in pairwise(cuts)]
-        self._no_nulls(node)
-        numbers = self._array(length, _DTYPES["f4"])
-        return [numbers[a:b] for a, b in pairwise(cuts)]
+    def _read_lists(self, field: Field, list_ends: NDArray[Any]) -> list[Any]:
+        child_field = field.child
+        cut_positions: list[int] = list_ends.tolist()
+        if child_field is None or child_field.kind not in ("f4", "utf8"):
+            raise UnsupportedStream(
+                f"column {field.name!r} has lists of a type that is not read here"
+            )
+        value_count, _ = node = self._next_node()
+        if value_count < cut_positions[-1]:
+            raise MalformedStream("a list reaches beyond its values")
+        if child_field.kind == "utf8":
+            self._check_no_nulls(node)
+            list_texts = self._read_texts(self._read_offsets(value_count, "<i4"))
+            return [tuple(list_texts[begin:end]) for begin, end in pairwise(cut_positions)]
+        self._check_no_nulls(node)
+        list_numbers = self._read_array(value_count, _DTYPE_BY_KIND["f4"])
+        return [list_numbers[begin:end] for begin, end in pairwise(cut_positions)]
 
-    def _utf8(self, rows: int) -> list[Any]:
-        ends = self._buffer()
-        if self._cutter is None or not self._as_bytes or len(ends) < 4 * (rows + 1):
-            return self._texts(_offsets(ends, rows, "<i4"))
+    def _read_utf8(self, row_count: int) -> list[Any]:
+        text_ends = self._next_buffer()
+        if self._cutter is None or not self._returns_bytes or len(text_ends) < 4 * (row_count + 1):
+            return self._read_texts(_checked_offsets(text_ends, row_count, "<i4"))
         try:
-            data = self._buffer()
-        except Malformed:
-            _offsets(ends, rows, "<i4")  # what is wrong with them comes first
+            text_data = self._next_buffer()
+        except MalformedStream:
+            _checked_offsets(text_ends, row_count, "<i4")  # what is wrong with them comes first
             raise
-        pieces = self._cutter(data, ends[: 4 * (rows + 1)])
-        return self._cut(_offsets(ends, rows, "<i4"), data) if pieces is None else pieces
+        text_pieces = self._cutter(text_data, text_ends[: 4 * (row_count + 1)])
+        return (
+            self._cut_texts(_checked_offsets(text_ends, row_count, "<i4"), text_data)
+            if text_pieces is None
+            else text_pieces
+        )
 
-    def _no_nulls(self, node: tuple[int, int]) -> None:
+    def _check_no_nulls(self, node: tuple[int, int]) -> None:
         if node[1]:
-            raise Unsupported("a list holds nulls")
-        self._buffer()
+            raise UnsupportedStream("a list holds nulls")
+        self._next_buffer()
 
-    def _texts(self, ends: NDArray[Any]) -> list[Any]:
-        return self._cut(ends, self._buffer())
+    def _read_texts(self, text_ends: NDArray[Any]) -> list[Any]:
+        return self._cut_texts(text_ends, self._next_buffer())
 
-    def _cut(self, ends: NDArray[Any], data: memoryview) -> list[Any]:
-        cuts = ends.tolist()
-        if cuts[-1] > len(data):
-            raise Malformed("a text reaches beyond its bytes")
+    def _cut_texts(self, text_ends: NDArray[Any], text_data: memoryview) -> list[Any]:
+        cut_positions = text_ends.tolist()
+        if cut_positions[-1] > len(text_data):
+            raise MalformedStream("a text reaches beyond its bytes")
         try:
-            text_bytes = bytes(data[: cuts[-1]])
-            if text_bytes.isascii() and not self._as_bytes:  # cut the text, not the bytes
+            text_bytes = bytes(text_data[: cut_positions[-1]])
+            if text_bytes.isascii() and not self._returns_bytes:  # cut the text, not the bytes
                 text = text_bytes.decode()
-                return [text[a:b] for a, b in pairwise(cuts)]
-            pieces = [text_bytes[a:b] for a, b in pairwise(cuts)]
+                return [text[begin:end] for begin, end in pairwise(cut_positions)]
+            text_pieces = [text_bytes[begin:end] for begin, end in pairwise(cut_positions)]
             if text_bytes.isascii():
-                return pieces
-            decoded = list(map(bytes.decode, pieces))
-            return pieces if self._as_bytes else decoded
+                return text_pieces
+            decoded = list(map(bytes.decode, text_pieces))
+            return text_pieces if self._returns_bytes else decoded
         except UnicodeDecodeError as error:
-            raise Malformed("a text is not UTF-8") from error
+            raise MalformedStream("a text is not UTF-8") from error
 
-    def _offsets(self, rows: int, layout: str) -> NDArray[Any]:
-        return _offsets(self._buffer(), rows, layout)
+    def _read_offsets(self, row_count: int, dtype_name: str) -> NDArray[Any]:
+        return _checked_offsets(self._next_buffer(), row_count, dtype_name)
 
-    def _array(self, rows: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        data = self._buffer()
-        if len(data) < rows * dtype.itemsize:
-            raise Malformed("a column lacks values")
-        return np.frombuffer(data, dtype, rows)
+    def _read_array(self, row_count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        array_bytes = self._next_buffer()
+        if len(array_bytes) < row_count * dtype.itemsize:
+            raise MalformedStream("a column lacks values")
+        return np.frombuffer(array_bytes, dtype, row_count)
 
-    def _valid(self, rows: int) -> list[bool] | None:
+    def _read_validity(self, row_count: int) -> list[bool] | None:
         """Return the validity of each row, True if it is not null; None = all are valid."""
-        length, nulls = self._node()
-        if length != rows or not 0 <= nulls <= rows:
-            raise Malformed(f"a column has {length} of {rows} rows, {nulls} of them null")
-        if nulls == 0:
-            self._buffer()
+        node_row_count, null_count = self._next_node()
+        if node_row_count != row_count or not 0 <= null_count <= row_count:
+            raise MalformedStream(
+                f"a column has {node_row_count} of {row_count} rows, {null_count} of them null"
+            )
+        if null_count == 0:
+            self._next_buffer()
             return None
-        return self._bits(rows)
+        return self._read_bits(row_count)
 
-    def _bits(self, rows: int) -> list[bool]:
-        packed_bits = self._array((rows + 7) // 8, np.dtype(np.uint8))
-        bits = np.unpackbits(packed_bits, count=rows, bitorder="little")
-        flags: list[bool] = bits.astype(np.bool_).tolist()
-        return flags
+    def _read_bits(self, row_count: int) -> list[bool]:
+        packed_bits = self._read_array((row_count + 7) // 8, np.dtype(np.uint8))
+        bits = np.unpackbits(packed_bits, count=row_count, bitorder="little")
+        bit_flags: list[bool] = bits.astype(np.bool_).tolist()
+        return bit_flags
 
-    def _node(self) -> tuple[int, int]:
-        node = next(self._nodes, None)
+    def _next_node(self) -> tuple[int, int]:
+        node = next(self._remaining_nodes, None)
         if node is None:
-            raise Malformed("a record batch lacks columns of the schema")
+            raise MalformedStream("a record batch lacks columns of the schema")
         return node
 
-    def _buffer(self) -> memoryview:
-        extent = next(self._buffers, None)
-        if extent is None:
-            raise Malformed("a record batch lacks buffers")
-        at, size = extent
-        if at < 0 or size < 0 or at + size > len(self._body):
-            raise Malformed("a buffer reaches beyond its body")
-        return self._body[at : at + size]
+    def _next_buffer(self) -> memoryview:
+        buffer_extent = next(self._remaining_buffers, None)
+        if buffer_extent is None:
+            raise MalformedStream("a record batch lacks buffers")
+        buffer_offset, buffer_bytes = buffer_extent
+        if buffer_offset < 0 or buffer_bytes < 0 or buffer_offset + buffer_bytes > len(self._body):
+            raise MalformedStream("a buffer reaches beyond its body")
+        return self._body[buffer_offset : buffer_offset + buffer_bytes]
 
 
-def _offsets(data: memoryview, rows: int, layout: str) -> NDArray[Any]:
-    """Offsets [rows + 1], checked to be non-negative and never falling; a column without rows may have none."""
-    dtype = np.dtype(layout)
-    if rows == 0:
+def _checked_offsets(offset_bytes: memoryview, row_count: int, dtype_name: str) -> NDArray[Any]:
+    """Offsets [row_count + 1], checked to be non-negative and never falling; a column without rows may have none."""
+    dtype = np.dtype(dtype_name)
+    if row_count == 0:
         return np.zeros(1, dtype)
-    if len(data) < (rows + 1) * dtype.itemsize:
-        raise Malformed("a column lacks offsets")
-    offsets = np.frombuffer(data, dtype, rows + 1)
+    if len(offset_bytes) < (row_count + 1) * dtype.itemsize:
+        raise MalformedStream("a column lacks offsets")
+    offsets = np.frombuffer(offset_bytes, dtype, row_count + 1)
     if offsets[0] < 0 or (offsets[1:] < offsets[:-1]).any():
-        raise Malformed("offsets fall")
+        raise MalformedStream("offsets fall")
     return offsets

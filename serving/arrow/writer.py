@@ -15,17 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving.arrow.schema import (
-    END,
-    RECORD_BATCH,
+    END_OF_STREAM,
+    RECORD_BATCH_MESSAGE_KIND,
     Field,
-    encapsulated,
-    message,
+    encapsulate,
+    finish_message,
     read_root,
     schema_message,
 )
 
-_PADDING = tuple(bytes(size) for size in range(8))
-_PREFIX_BYTES = 8
+_PADDING_BY_SIZE = tuple(bytes(size) for size in range(8))
+_MESSAGE_PREFIX_BYTES = 8
 
 
 class Column(NamedTuple):
@@ -35,176 +35,198 @@ class Column(NamedTuple):
     buffers: tuple[bytes, ...]
 
 
-Assemble = Callable[
+AssembleStream = Callable[
     [bytes, bytes, int, int, int, int, int, list[int], list[bytes], bytes], bytes | None
 ]
 
 
-class _Template(NamedTuple):
+class _BatchTemplate(NamedTuple):
     metadata: bytes
-    body_at: int
-    rows_at: int
-    nodes_at: int
-    buffers_at: int
+    body_length_offset: int
+    row_count_offset: int
+    nodes_offset: int
+    buffers_offset: int
 
 
-def stream(
+def write_stream(
     fields: tuple[Field, ...],
     columns: Sequence[Column],
-    rows: int,
+    row_count: int,
     metadata: tuple[tuple[str, str], ...] = (),
-    assemble: Assemble | None = None,
+    assemble: AssembleStream | None = None,
 ) -> bytes:
-    """Return the whole stream; `columns` are those of `fields`, in their order, `rows` long.
+    """Return the whole stream; `columns` are those of `fields`, in their order, `row_count` long.
 
-    `assemble`: a faster function with the result of `assembled`, or None if it cannot give it.
+    `assemble`: a faster function with the result of `assemble_stream`, or None if it cannot give it.
     """
-    nodes = [number for column in columns for node in column.nodes for number in node]
+    node_numbers = [number for column in columns for node in column.nodes for number in node]
     buffers = [buffer for column in columns for buffer in column.buffers]
-    template = _template(len(nodes) // 2, len(buffers))
-    assemble_arguments = schema_message(fields, metadata), *template, rows, nodes, buffers, END
+    template = _batch_template(len(node_numbers) // 2, len(buffers))
+    assemble_arguments = (
+        schema_message(fields, metadata),
+        *template,
+        row_count,
+        node_numbers,
+        buffers,
+        END_OF_STREAM,
+    )
     fast_stream = None if assemble is None else assemble(*assemble_arguments)
-    return assembled(*assemble_arguments) if fast_stream is None else fast_stream
+    return assemble_stream(*assemble_arguments) if fast_stream is None else fast_stream
 
 
-def assembled(
+def assemble_stream(
     stream_head: bytes,
     metadata: bytes,
-    body_at: int,
-    rows_at: int,
-    nodes_at: int,
-    buffers_at: int,
-    rows: int,
-    nodes: list[int],
+    body_length_offset: int,
+    row_count_offset: int,
+    nodes_offset: int,
+    buffers_offset: int,
+    row_count: int,
+    node_numbers: list[int],
     buffers: list[bytes],
-    after: bytes,
+    end_marker: bytes,
 ) -> bytes:
-    """The metadata with its numbers, then each buffer on a multiple of 8 bytes; `stream_head` and `after` unchanged."""
-    pieces: list[bytes] = []
-    extents: list[int] = []
-    at = 0
+    """The metadata with its numbers, then each buffer on a multiple of 8 bytes; head and end marker unchanged."""
+    body_pieces: list[bytes] = []
+    buffer_extents: list[int] = []
+    body_bytes = 0
     for buffer in buffers:
-        extents += at, (size := len(buffer))
-        if size:
-            pieces.append(buffer)
-            if pad := -size & 7:
-                pieces.append(_PADDING[pad])
-                size += pad
-            at += size
-    head = bytearray(metadata)
-    struct.pack_into("<q", head, body_at, at)
-    struct.pack_into("<q", head, rows_at, rows)
-    struct.pack_into(f"<{len(nodes)}q", head, nodes_at, *nodes)
-    struct.pack_into(f"<{len(extents)}q", head, buffers_at, *extents)
-    return b"".join((stream_head, head, *pieces, after))
+        buffer_extents += body_bytes, (buffer_bytes := len(buffer))
+        if buffer_bytes:
+            body_pieces.append(buffer)
+            if padding_bytes := -buffer_bytes & 7:
+                body_pieces.append(_PADDING_BY_SIZE[padding_bytes])
+                buffer_bytes += padding_bytes
+            body_bytes += buffer_bytes
+    batch_head = bytearray(metadata)
+    struct.pack_into("<q", batch_head, body_length_offset, body_bytes)
+    struct.pack_into("<q", batch_head, row_count_offset, row_count)
+    struct.pack_into(f"<{len(node_numbers)}q", batch_head, nodes_offset, *node_numbers)
+    struct.pack_into(f"<{len(buffer_extents)}q", batch_head, buffers_offset, *buffer_extents)
+    return b"".join((stream_head, batch_head, *body_pieces, end_marker))
 
 
 @functools.lru_cache(maxsize=64)
-def _template(nodes: int, buffers: int) -> _Template:
+def _batch_template(node_count: int, buffer_count: int) -> _BatchTemplate:
     builder = flatbuffers.Builder(1024)
-    vector_offsets = [_pairs(builder, count) for count in (nodes, buffers)]
+    vector_offsets = [_write_zero_pairs(builder, count) for count in (node_count, buffer_count)]
     builder.StartObject(5)
     builder.PrependInt64Slot(0, 1, 0)  # any number but the default, which would have no place
     builder.PrependUOffsetTRelativeSlot(1, vector_offsets[0], 0)
     builder.PrependUOffsetTRelativeSlot(2, vector_offsets[1], 0)
-    raw = message(builder, RECORD_BATCH, builder.EndObject(), 1)
-    root_table = read_root(raw)
-    batch = root_table.table(2)
-    return _Template(
-        encapsulated(raw),
+    message_bytes = finish_message(builder, RECORD_BATCH_MESSAGE_KIND, builder.EndObject(), 1)
+    root_table = read_root(message_bytes)
+    batch_table = root_table.table(2)
+    return _BatchTemplate(
+        encapsulate(message_bytes),
         *(
-            _PREFIX_BYTES + at
-            for at in (
-                root_table.at(3),
-                batch.at(0),
-                batch.vector(1, 16)[0],
-                batch.vector(2, 16)[0],
+            _MESSAGE_PREFIX_BYTES + offset
+            for offset in (
+                root_table.field_offset(3),
+                batch_table.field_offset(0),
+                batch_table.vector_extent(1, 16)[0],
+                batch_table.vector_extent(2, 16)[0],
             )
         ),
     )
 
 
-def _pairs(builder: flatbuffers.Builder, count: int) -> int:
+def _write_zero_pairs(builder: flatbuffers.Builder, pair_count: int) -> int:
     """A vector of structs of two int64."""
-    builder.StartVector(16, count, 8)
-    for _ in range(2 * count):
+    builder.StartVector(16, pair_count, 8)
+    for _ in range(2 * pair_count):
         builder.PrependInt64(0)
-    end: int = builder.EndVector()
-    return end
+    vector_offset: int = builder.EndVector()
+    return vector_offset
 
 
-def texts(values: Sequence[bytes | None]) -> Column:
+def text_column(text_values: Sequence[bytes | None]) -> Column:
     """Column of utf8; None is null."""
     try:
-        return whole_texts(values)  # type: ignore[arg-type]
+        return whole_text_column(text_values)  # type: ignore[arg-type]
     except TypeError:  # None has no length: that is cheaper than to look for one first
         pass
-    is_valid = [value is not None for value in values]
-    column = whole_texts([value or b"" for value in values])
-    return Column(((len(values), is_valid.count(False)),), (bits(is_valid), *column.buffers[1:]))
+    is_valid = [text_value is not None for text_value in text_values]
+    column = whole_text_column([text_value or b"" for text_value in text_values])
+    return Column(
+        ((len(text_values), is_valid.count(False)),), (pack_bits(is_valid), *column.buffers[1:])
+    )
 
 
-def whole_texts(values: Sequence[bytes]) -> Column:
+def whole_text_column(text_values: Sequence[bytes]) -> Column:
     """Column of utf8 without nulls."""
-    ends = itertools.accumulate(map(len, values), initial=0)
-    offsets = np.fromiter(ends, np.int32, len(values) + 1)
-    return Column(((len(values), 0),), (b"", offsets.tobytes(), b"".join(values)))
+    text_ends = itertools.accumulate(map(len, text_values), initial=0)
+    offsets = np.fromiter(text_ends, np.int32, len(text_values) + 1)
+    return Column(((len(text_values), 0),), (b"", offsets.tobytes(), b"".join(text_values)))
 
 
 @functools.lru_cache(maxsize=64)
-def same_text(value: bytes, rows: int) -> Column:
+def repeated_text_column(text_value: bytes, row_count: int) -> Column:
     """Column of utf8 with one text in every row."""
-    size = len(value)
-    offsets = np.arange(rows + 1, dtype=np.int32) * np.int32(size)
-    return Column(((rows, 0),), (b"", offsets.tobytes(), value * rows))
+    text_bytes = len(text_value)
+    offsets = np.arange(row_count + 1, dtype=np.int32) * np.int32(text_bytes)
+    return Column(((row_count, 0),), (b"", offsets.tobytes(), text_value * row_count))
 
 
 @functools.lru_cache(maxsize=64)
-def no_text(rows: int) -> Column:
+def null_text_column(row_count: int) -> Column:
     """Column of utf8, null in each row."""
-    return Column(((rows, rows),), (bytes((rows + 7) // 8), bytes(4 * rows + 4), b""))
+    return Column(
+        ((row_count, row_count),), (bytes((row_count + 7) // 8), bytes(4 * row_count + 4), b"")
+    )
 
 
-def numbers(values: NDArray[np.generic], is_valid: Sequence[bool] | None = None) -> Column:
+def number_column(
+    number_values: NDArray[np.generic], is_valid: Sequence[bool] | None = None
+) -> Column:
     """Column of the array's own dtype; null where `is_valid` is False."""
-    nulls = 0 if is_valid is None else len(is_valid) - sum(is_valid)
-    valid = bits(is_valid) if nulls and is_valid is not None else b""
-    return Column(((len(values), nulls),), (valid, values.tobytes()))
+    null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
+    validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
+    return Column(((len(number_values), null_count),), (validity_bits, number_values.tobytes()))
 
 
 @functools.lru_cache(maxsize=64)
-def no_numbers(rows: int) -> Column:
+def null_number_column(row_count: int) -> Column:
     """Column of int32, null in each row."""
-    return numbers(np.zeros(rows, np.int32), [False] * rows)
+    return number_column(np.zeros(row_count, np.int32), [False] * row_count)
 
 
 @functools.lru_cache(maxsize=64)
-def no_flags(rows: int) -> Column:
+def false_flag_column(row_count: int) -> Column:
     """Column of bool, False in each row."""
-    return flags([False] * rows)
+    return flag_column([False] * row_count)
 
 
-def flags(values: Sequence[bool], is_valid: Sequence[bool] | None = None) -> Column:
+def flag_column(flag_values: Sequence[bool], is_valid: Sequence[bool] | None = None) -> Column:
     """Column of bool; null where `is_valid` is False."""
-    nulls = 0 if is_valid is None else len(is_valid) - sum(is_valid)
-    valid = bits(is_valid) if nulls and is_valid is not None else b""
-    return Column(((len(values), nulls),), (valid, bits(values)))
+    null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
+    validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
+    return Column(((len(flag_values), null_count),), (validity_bits, pack_bits(flag_values)))
 
 
-def lists(ends: NDArray[np.int32], inner: Column, is_valid: Sequence[bool] | None = None) -> Column:
-    """Column of lists of `inner`, cut at `ends` int32[rows + 1], which begin with 0."""
-    nulls = 0 if is_valid is None else len(is_valid) - sum(is_valid)
-    valid = bits(is_valid) if nulls and is_valid is not None else b""
-    return Column(((len(ends) - 1, nulls), *inner.nodes), (valid, ends.tobytes(), *inner.buffers))
+def list_column(
+    list_ends: NDArray[np.int32], child_column: Column, is_valid: Sequence[bool] | None = None
+) -> Column:
+    """Column of lists of `child_column`, cut at `list_ends` int32[row_count + 1], which begin with 0."""
+    null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
+    validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
+    return Column(
+        ((len(list_ends) - 1, null_count), *child_column.nodes),
+        (validity_bits, list_ends.tobytes(), *child_column.buffers),
+    )
 
 
-def fixed_lists(rows: int, inner: Column, is_valid: Sequence[bool] | None = None) -> Column:
-    """Column of lists of one size, each of which has its numbers in `inner`, also a null one."""
-    nulls = 0 if is_valid is None else len(is_valid) - sum(is_valid)
-    valid = bits(is_valid) if nulls and is_valid is not None else b""
-    return Column(((rows, nulls), *inner.nodes), (valid, *inner.buffers))
+def fixed_list_column(
+    row_count: int, child_column: Column, is_valid: Sequence[bool] | None = None
+) -> Column:
+    """Column of lists of one size, each of which has its numbers in `child_column`, also a null one."""
+    null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
+    validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
+    return Column(
+        ((row_count, null_count), *child_column.nodes), (validity_bits, *child_column.buffers)
+    )
 
 
-def bits(values: Sequence[bool]) -> bytes:
+def pack_bits(flag_values: Sequence[bool]) -> bytes:
     """A bitmap, least significant bit first."""
-    return np.packbits(np.asarray(values, np.bool_), bitorder="little").tobytes()
+    return np.packbits(np.asarray(flag_values, np.bool_), bitorder="little").tobytes()

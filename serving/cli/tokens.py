@@ -14,9 +14,9 @@ from cache.errors import TOKEN_PREFIX, ConfigError, LarderError
 from cache.process.command_line import json_text, printable_lines
 from cache.store.audit import audited
 from serving.access.token_file import (
-    SCOPES,
+    MEANING_BY_SCOPE,
+    TokenEntries,
     TokenEntry,
-    Tokens,
     check_token_name,
     lock_tokens,
     read_tokens,
@@ -73,7 +73,11 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     add = commands.add_parser("add", help="make a token and print it, this once")
     add.add_argument("name", help="how logs and metrics call its owner")
     add.add_argument(
-        "--scope", action="append", required=True, choices=list(SCOPES), help="may be given again"
+        "--scope",
+        action="append",
+        required=True,
+        choices=list(MEANING_BY_SCOPE),
+        help="may be given again",
     )
     add.add_argument("--days", type=float, help="until it expires (default: never)")
     add.add_argument("--requests-per-s", type=float, help="over all workers of a service")
@@ -143,7 +147,7 @@ def _revoke(config: "ServingConfig", path: Path, options: argparse.Namespace) ->
         write_tokens(path, tokens)
 
 
-def _format_tokens(tokens: Tokens, *, as_json: bool) -> str:
+def _format_tokens(tokens: TokenEntries, *, as_json: bool) -> str:
     if as_json:
         names = [field_name for field_name in TokenEntry.__annotations__ if field_name != "sha256"]
         fields_by_name = {

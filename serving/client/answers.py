@@ -8,21 +8,21 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import orjson
 
-from serving.arrow.reader import Unsupported, read_frame
-from serving.arrow.schema import Malformed
+from serving.arrow.reader import UnsupportedStream, read_frame
+from serving.arrow.schema import MalformedStream
 from serving.client.errors import Garbled
-from serving.requests.answers import Answer, Numbers, Origin, Ranking, Source, fields_of
+from serving.requests.answers import Answer, Numbers, Origin, Ranking, Source, declared_fields
 
 _T = TypeVar("_T", bound=Origin)
 
-_ARRAYS = frozenset(
+_ARRAY_FIELD_NAMES = frozenset(
     answer_field.name
     for declared in (Answer, Ranking)
-    for answer_field in fields_of(declared)
+    for answer_field in declared_fields(declared)
     if answer_field.type is Numbers
 )
 
-_SOURCES: Mapping[str, Source] = {source.value: source for source in Source}
+_SOURCE_BY_NAME: Mapping[str, Source] = {source.value: source for source in Source}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,83 +81,99 @@ class EventReceipt:
     position: str | None
 
 
-def read_answers(raw: bytes, count: int) -> list[Answer]:
-    """The answers of one batch of `count` entities, in their order. Raises Garbled."""
-    body = read_json(raw).get("answers")
-    if not isinstance(body, list) or len(body) != count:
+def read_answers(response_body: bytes, entity_count: int) -> list[Answer]:
+    """The answers of one batch of `entity_count` entities, in their order. Raises Garbled."""
+    body = read_json(response_body).get("answers")
+    if not isinstance(body, list) or len(body) != entity_count:
         received_text = f"{len(body)} answers" if isinstance(body, list) else "no list of answers"
-        raise Garbled(f"{count} entities were asked, and {received_text} came")
-    return [_result(Answer, answer_json) for answer_json in body]
+        raise Garbled(f"{entity_count} entities were asked, and {received_text} came")
+    return [_build_result(Answer, answer_json) for answer_json in body]
 
 
-def read_answer(raw: bytes) -> Answer:
+def read_answer(response_body: bytes) -> Answer:
     """The answer of a single lookup. Raises Garbled."""
-    return _result(Answer, read_json(raw))
+    return _build_result(Answer, read_json(response_body))
 
 
-def read_arrow_answers(raw: bytes, count: int) -> list[Answer]:
-    """The answers of one batch of `count` entities, in their order. Raises Garbled."""
+def read_arrow_answers(response_body: bytes, entity_count: int) -> list[Answer]:
+    """The answers of one batch of `entity_count` entities, in their order. Raises Garbled."""
     try:
-        frame = read_frame(raw, count)
-    except (Malformed, Unsupported) as error:
+        frame = read_frame(response_body, entity_count)
+    except (MalformedStream, UnsupportedStream) as error:
         raise Garbled(
-            f"the body is no Arrow IPC stream: {error}; it begins {raw[:80]!r}"
+            f"the body is no Arrow IPC stream: {error}; it begins {response_body[:80]!r}"
         ) from error
-    if frame.rows != count:
-        raise Garbled(f"{count} entities were asked, and {frame.rows} answers came")
+    if frame.rows != entity_count:
+        raise Garbled(f"{entity_count} entities were asked, and {frame.rows} answers came")
     answer_fields = Answer.__dataclass_fields__
-    names = [name for name in frame.columns if name in answer_fields and name != "id"]
+    field_names = [
+        field_name
+        for field_name in frame.columns
+        if field_name in answer_fields and field_name != "id"
+    ]
     table = frame.metadata.get("table")
 
-    def answer(id_: str | None, *values: Any) -> Answer:
+    def answer(entity_id: str | None, *values: Any) -> Answer:
         field_values = {
-            name: value for name, value in zip(names, values, strict=True) if value is not None
+            field_name: field_value
+            for field_name, field_value in zip(field_names, values, strict=True)
+            if field_value is not None
         }
         field_values["source"] = source_of(field_values["source"])
-        return Answer(id=id_, table=table, **field_values)  # type: ignore[arg-type]
+        return Answer(id=entity_id, table=table, **field_values)  # type: ignore[arg-type]
 
     try:
         return list(
-            starmap(answer, zip(*(frame.columns[name] for name in ("id", *names)), strict=True))
+            starmap(
+                answer,
+                zip(
+                    *(frame.columns[field_name] for field_name in ("id", *field_names)), strict=True
+                ),
+            )
         )
     except (KeyError, TypeError) as error:
         raise Garbled(f"this is no answer of the service: {error}") from error
 
 
-def read_ranking(raw: bytes) -> Ranking:
+def read_ranking(response_body: bytes) -> Ranking:
     """The answer of a score request. Raises Garbled."""
-    return _result(Ranking, read_json(raw))
+    return _build_result(Ranking, read_json(response_body))
 
 
-def read_arm(raw: bytes) -> str | None:
+def read_arm(response_body: bytes) -> str | None:
     """The arm that feedback was counted for, if any: of a canary, else of an experiment. Raises Garbled."""
-    body = read_json(raw)
+    body = read_json(response_body)
     arm = body.get("arm") or body.get("experiment")
     if arm is not None and not isinstance(arm, str):
         raise Garbled(f"an arm is live, canary, EXPERIMENT=ARM or null, not {arm!r}")
     return arm
 
 
-def read_generations(raw: bytes) -> Generations:
+def read_generations(response_body: bytes) -> Generations:
     """The generations and state of a replica. Raises Garbled."""
-    body = read_json(raw)
+    body = read_json(response_body)
     try:
-        live, previous, next_ = (Held.of(body[name]) for name in ("live", "previous", "next"))
+        live, previous, next_generation = (
+            Held.of(body[field_name]) for field_name in ("live", "previous", "next")
+        )
         if live is None:
             raise Garbled("a service that answers holds a live generation, and this one names none")
         return Generations(
             live,
             previous,
-            next_,
-            *(body[name] for name in ("canary", "blocklist", "ready", "stale", "degraded")),
+            next_generation,
+            *(
+                body[field_name]
+                for field_name in ("canary", "blocklist", "ready", "stale", "degraded")
+            ),
         )
     except (KeyError, TypeError) as error:
         raise Garbled(f"this is no overview of generations: {error!r}") from error
 
 
-def read_receipt(raw: bytes) -> EventReceipt:
+def read_receipt(response_body: bytes) -> EventReceipt:
     """Outcome of the events of one request. Raises Garbled."""
-    body = read_json(raw)
+    body = read_json(response_body)
     try:
         rejected = tuple(
             EventRejection(rejection["index"], rejection["reason"], rejection["detail"])
@@ -174,41 +190,43 @@ def read_receipt(raw: bytes) -> EventReceipt:
         raise Garbled(f"this is no answer to events: {error!r}") from error
 
 
-def read_json(raw: bytes) -> dict[str, Any]:
+def read_json(response_body: bytes) -> dict[str, Any]:
     """The JSON object that a body is. Raises Garbled."""
     try:
-        body = orjson.loads(raw)
+        body = orjson.loads(response_body)
     except orjson.JSONDecodeError as error:
-        raise Garbled(f"the body is not JSON: {error}; it begins {raw[:80]!r}") from error
+        raise Garbled(f"the body is not JSON: {error}; it begins {response_body[:80]!r}") from error
     if not isinstance(body, dict):
         raise Garbled(f"the body is a JSON object, not {type(body).__name__}")
     return body
 
 
-def _result(declared: type[_T], values: Mapping[str, Any]) -> _T:
+def _build_result(result_class: type[_T], json_fields: Mapping[str, Any]) -> _T:
     """A result from its fields; those of a newer service are left out. Raises Garbled."""
-    declared_fields = declared.__dataclass_fields__
+    dataclass_fields = result_class.__dataclass_fields__
     try:
         field_values = {
-            name: _value(name, value) for name, value in values.items() if name in declared_fields
+            field_name: _parse_field_value(field_name, json_value)
+            for field_name, json_value in json_fields.items()
+            if field_name in dataclass_fields
         }
-        return declared(**field_values)
+        return result_class(**field_values)
     except (TypeError, ValueError, AttributeError) as error:
         raise Garbled(f"this is no answer of the service: {error}") from error
 
 
 def source_of(source_name: str) -> Source:
     """The source that a word names; a word that only a newer service knows stays as it is."""
-    return _SOURCES.get(source_name, source_name)  # type: ignore[arg-type]
+    return _SOURCE_BY_NAME.get(source_name, source_name)  # type: ignore[arg-type]
 
 
-def _value(name: str, value: Any) -> Any:
-    if name == "source":
-        return source_of(value)
-    if not isinstance(value, list):
-        return value
-    if name not in _ARRAYS:
-        return tuple(value)
-    numbers = np.array(value, np.float32)
-    numbers.setflags(write=False)
-    return numbers
+def _parse_field_value(field_name: str, json_value: Any) -> Any:
+    if field_name == "source":
+        return source_of(json_value)
+    if not isinstance(json_value, list):
+        return json_value
+    if field_name not in _ARRAY_FIELD_NAMES:
+        return tuple(json_value)
+    number_array = np.array(json_value, np.float32)
+    number_array.setflags(write=False)
+    return number_array

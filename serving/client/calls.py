@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from serving.arrow.schema import ARROW_MEDIA_TYPE, Field
-from serving.arrow.writer import stream, whole_texts
+from serving.arrow.writer import whole_text_column, write_stream
 
 Id = str | int
 
@@ -150,8 +150,8 @@ def build_get(table: str, entity: Id, options: Options) -> Call:
     if options.exclude is not None:
         raise ValueError("exclude goes with lookup_many, where it has room")
     # "." and ".." would be taken for folders on the way.
-    id_ = quote(as_id(entity), safe="").replace(".", "%2E")
-    return Call("GET", f"{_table(table)}/{id_}", _texts(options))
+    quoted_id = quote(as_id(entity), safe="").replace(".", "%2E")
+    return Call("GET", f"{_lookup_path(table)}/{quoted_id}", _option_texts(options))
 
 
 def build_post(table: str | None, entities: IdsOrEntities, options: Options) -> Call:
@@ -160,7 +160,7 @@ def build_post(table: str | None, entities: IdsOrEntities, options: Options) -> 
         entity.to_json() if isinstance(entity, Entity) else {"id": as_id(entity)}
         for entity in entities
     ]
-    return _post(_table(table), {"entities": entity_bodies, **options.to_json()})
+    return _build_json_post(_lookup_path(table), {"entities": entity_bodies, **options.to_json()})
 
 
 def many_binary(table: str, entities: IdsOrEntities, options: Options) -> Call:
@@ -168,22 +168,29 @@ def many_binary(table: str, entities: IdsOrEntities, options: Options) -> Call:
     ids = [entity for entity in entities if not isinstance(entity, Entity)]
     if len(ids) < len(entities) or options.exclude is not None:
         return replace(build_post(table, entities, options), accept=ARROW_MEDIA_TYPE)
-    content = write_arrow_ids(as_ids(ids), _texts(options))
+    content = write_arrow_ids(as_ids(ids), _option_texts(options))
     return Call(
-        "POST", _table(table), None, content, content_type=ARROW_MEDIA_TYPE, accept=ARROW_MEDIA_TYPE
+        "POST",
+        _lookup_path(table),
+        None,
+        content,
+        content_type=ARROW_MEDIA_TYPE,
+        accept=ARROW_MEDIA_TYPE,
     )
 
 
 def write_arrow_ids(ids: Sequence[str], options: Mapping[str, str]) -> bytes:
     """The body that asks for `ids`; options are the schema's metadata."""
-    column = whole_texts([entity_id.encode() for entity_id in ids])
-    return stream((Field("id", "utf8"),), [column], len(ids), tuple(options.items()))
+    column = whole_text_column([entity_id.encode() for entity_id in ids])
+    return write_stream((Field("id", "utf8"),), [column], len(ids), tuple(options.items()))
 
 
 def score(user: Id | Entity, items: Sequence[Id], options: Options) -> Call:
     """POST one user's candidates."""
     user_json = user.to_json() if isinstance(user, Entity) else as_id(user)
-    return _post("/v1/score", {"user": user_json, "items": as_ids(items), **options.to_json()})
+    return _build_json_post(
+        "/v1/score", {"user": user_json, "items": as_ids(items), **options.to_json()}
+    )
 
 
 def feedback(
@@ -197,7 +204,7 @@ def feedback(
         body["canary_key"] = as_id(canary_key)
     if arm is not None:
         body["arm"] = arm
-    return _post("/v1/feedback", body, is_repeatable=False)
+    return _build_json_post("/v1/feedback", body, is_repeatable=False)
 
 
 def split(
@@ -213,18 +220,20 @@ def split(
     if isinstance(entities, str):
         raise TypeError(f"a list of entities is wanted, not the text {entities!r}")
     excluded_count = len(options.exclude or ())
-    begin, ids, numbers = 0, excluded_count, 0
+    part_start, id_count, number_count = 0, excluded_count, 0
     for index, entity in enumerate(entities):
-        more = len(entity.history or ()) if isinstance(entity, Entity) else 0
-        further = _numbers(entity) if isinstance(entity, Entity) else 0
-        is_full = ids + more > max_ids or numbers + further > max_numbers
-        if index > begin and (index - begin == max_batch or is_full):
-            yield entities[begin:index]
-            begin, ids, numbers = index, excluded_count, 0
-        ids += more
-        numbers += further
-    if begin < len(entities):
-        yield entities[begin:]
+        entity_id_count = len(entity.history or ()) if isinstance(entity, Entity) else 0
+        entity_number_count = _count_feature_values(entity) if isinstance(entity, Entity) else 0
+        is_full = (
+            id_count + entity_id_count > max_ids or number_count + entity_number_count > max_numbers
+        )
+        if index > part_start and (index - part_start == max_batch or is_full):
+            yield entities[part_start:index]
+            part_start, id_count, number_count = index, excluded_count, 0
+        id_count += entity_id_count
+        number_count += entity_number_count
+    if part_start < len(entities):
+        yield entities[part_start:]
 
 
 def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
@@ -233,20 +242,22 @@ def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
     Raises TypeError, with its place, for an event that JSON cannot hold: nothing is sent.
     """
     calls: list[EventsCall] = []
-    bodies: list[bytes] = []
+    event_bodies: list[bytes] = []
     size_bytes = 0
     for index, event in enumerate(events):
         try:
-            body = orjson.dumps(event.to_json(), option=orjson.OPT_SERIALIZE_NUMPY)
+            event_body = orjson.dumps(event.to_json(), option=orjson.OPT_SERIALIZE_NUMPY)
         except orjson.JSONEncodeError as error:
             raise TypeError(f"events[{index}] cannot be written as JSON: {error}") from error
-        if bodies and (len(bodies) == max_batch or size_bytes + len(body) > EVENT_BODY_BYTES):
-            calls.append(_events_call(index, bodies))
-            bodies, size_bytes = [], 0
-        bodies.append(body)
-        size_bytes += len(body) + 1
-    if bodies:
-        calls.append(_events_call(len(events), bodies))
+        if event_bodies and (
+            len(event_bodies) == max_batch or size_bytes + len(event_body) > EVENT_BODY_BYTES
+        ):
+            calls.append(_build_events_call(index, event_bodies))
+            event_bodies, size_bytes = [], 0
+        event_bodies.append(event_body)
+        size_bytes += len(event_body) + 1
+    if event_bodies:
+        calls.append(_build_events_call(len(events), event_bodies))
     return calls
 
 
@@ -264,31 +275,37 @@ def as_ids(values: Sequence[Id]) -> list[str]:
     return [as_id(value) for value in values]
 
 
-def _numbers(entity: Entity) -> int:
-    values = (entity.features or {}).values()
-    sizes = [len(value) if isinstance(value, list | tuple) else np.size(value) for value in values]
-    return sum([max(1, size) for size in sizes])
+def _count_feature_values(entity: Entity) -> int:
+    feature_values = (entity.features or {}).values()
+    value_counts = [
+        len(feature_value) if isinstance(feature_value, list | tuple) else np.size(feature_value)
+        for feature_value in feature_values
+    ]
+    return sum([max(1, value_count) for value_count in value_counts])
 
 
-def _texts(options: Options) -> dict[str, str]:
-    return {name: _text(value) for name, value in options.to_json().items()}
+def _option_texts(options: Options) -> dict[str, str]:
+    return {
+        option_name: _option_text(option_value)
+        for option_name, option_value in options.to_json().items()
+    }
 
 
-def _text(value: object) -> str:
-    if isinstance(value, Mapping):
-        return orjson.dumps(value).decode()
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _option_text(option_value: object) -> str:
+    if isinstance(option_value, Mapping):
+        return orjson.dumps(option_value).decode()
+    return str(option_value).lower() if isinstance(option_value, bool) else str(option_value)
 
 
-def _table(table: str | None) -> str:
+def _lookup_path(table: str | None) -> str:
     return "/v1/lookup" if table is None else f"/v1/lookup/{quote(table, safe='')}"
 
 
-def _post(path: str, body: Mapping[str, Any], *, is_repeatable: bool = True) -> Call:
+def _build_json_post(path: str, body: Mapping[str, Any], *, is_repeatable: bool = True) -> Call:
     content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
     return Call("POST", path, None, content, is_repeatable)
 
 
-def _events_call(end: int, bodies: Sequence[bytes]) -> EventsCall:
-    body = b'{"events":[' + b",".join(bodies) + b"]}"
-    return EventsCall(end - len(bodies), Call("POST", "/v1/events", None, body))
+def _build_events_call(end_index: int, event_bodies: Sequence[bytes]) -> EventsCall:
+    body = b'{"events":[' + b",".join(event_bodies) + b"]}"
+    return EventsCall(end_index - len(event_bodies), Call("POST", "/v1/events", None, body))

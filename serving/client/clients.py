@@ -42,7 +42,7 @@ from serving.requests.answers import Answer, Ranking, Source
 
 _T = TypeVar("_T")
 
-_Works = list[Coroutine[Any, Any, list[Answer]]]
+_PartCoroutines = list[Coroutine[Any, Any, list[Answer]]]
 
 _GRACE_S = 5.0
 """Seconds that a thread waits for the loop's beyond a call's own time, and that closing may take."""
@@ -76,7 +76,7 @@ class AsyncClient:
     ) -> None:
         self._policy, self._binary = policy, binary
         self._pace = pace or Pace()
-        http = _http(url, token, policy, verify, transport)
+        http = _create_http_client(url, token, policy, verify, transport)
         self._sender = Sender(http, policy, self._pace)
 
     async def lookup(self, table: str, entity: Id, options: Options = _NONE) -> Answer:
@@ -146,7 +146,7 @@ class AsyncClient:
         await self.aclose()
 
     def _deadline(self, options: Options) -> float:
-        return self._pace.timer() + _within_s(self._policy, options)
+        return self._pace.timer() + _deadline_s(self._policy, options)
 
     async def _send_events(self, calls: Sequence[EventsCall], options: Options) -> EventReceipt:
         return await send_events(self._sender, calls, lambda: self._deadline(options))
@@ -224,7 +224,8 @@ class Client:
         options = Options(deadline_ms=deadline_ms)
         calls = event_calls(events, self._policy.max_batch)
         return self._thread.run(
-            self._client._send_events(calls, options), _within_s(self._policy, options) * len(calls)
+            self._client._send_events(calls, options),
+            _deadline_s(self._policy, options) * len(calls),
         )
 
     def generations(self) -> Generations:
@@ -242,7 +243,7 @@ class Client:
         self.close()
 
     def _run(self, work: Coroutine[Any, Any, _T], options: Options) -> _T:
-        return self._thread.run(work, _within_s(self._policy, options))
+        return self._thread.run(work, _deadline_s(self._policy, options))
 
 
 class LoopThread:
@@ -317,64 +318,70 @@ async def lookup_batch(
 
     `binary` counts where one table is asked.
     """
-    parts = list(split(entities, options, policy.max_batch, policy.max_ids, policy.max_numbers))
+    entity_parts = list(
+        split(entities, options, policy.max_batch, policy.max_ids, policy.max_numbers)
+    )
     request_slots = asyncio.Semaphore(policy.at_once)
 
-    async def send_part(part: IdsOrEntities, options: Options) -> list[Answer]:
+    async def send_part(entity_part: IdsOrEntities, options: Options) -> list[Answer]:
         if binary and table is not None:
-            call, read = many_binary(table, part, options), read_arrow_answers
+            call, read_part_answers = many_binary(table, entity_part, options), read_arrow_answers
         else:
-            call, read = build_post(table, part, options), read_answers
+            call, read_part_answers = build_post(table, entity_part, options), read_answers
         async with request_slots:
-            return read(await sender.send(call, deadline_at), len(part))
+            return read_part_answers(await sender.send(call, deadline_at), len(entity_part))
 
-    answered = await _gather_all([send_part(part, options) for part in parts])
-    generations = [_generation(part_answers) for part_answers in answered]
+    answers_by_part = await _gather_all(
+        [send_part(entity_part, options) for entity_part in entity_parts]
+    )
+    generation_by_part = [_common_generation(part_answers) for part_answers in answers_by_part]
 
-    def repeat_parts(generation: str) -> _Works:
+    def repeat_parts(generation: str) -> _PartCoroutines:
         return [
-            _resolved(part_answers)
-            if name in (generation, None)
-            else send_part(part, options.pinned(generation))
-            for part, part_answers, name in zip(parts, answered, generations, strict=True)
+            _already_resolved(part_answers)
+            if part_generation in (generation, None)
+            else send_part(entity_part, options.pinned(generation))
+            for entity_part, part_answers, part_generation in zip(
+                entity_parts, answers_by_part, generation_by_part, strict=True
+            )
         ]
 
     distinct_generations = sorted(
-        {generation_id for generation_id in generations if generation_id is not None}
+        {generation_id for generation_id in generation_by_part if generation_id is not None}
     )
     if len(distinct_generations) > 1:
-        answered = await _answers_of_one_generation(distinct_generations, repeat_parts)
-    return [answer for part_answers in answered for answer in part_answers]
+        answers_by_part = await _answers_of_one_generation(distinct_generations, repeat_parts)
+    return [answer for part_answers in answers_by_part for answer in part_answers]
 
 
-def _generation(answers: Sequence[Answer]) -> str | None:
+def _common_generation(answers: Sequence[Answer]) -> str | None:
     """Generation that one request was answered from; None if each of its answers was the previous one's."""
     return next((answer.generation for answer in answers if answer.source != Source.PREVIOUS), None)
 
 
 async def _answers_of_one_generation(
-    generations: Sequence[str], repeat_parts: Callable[[str], _Works]
+    generations: Sequence[str], repeat_parts: Callable[[str], _PartCoroutines]
 ) -> list[list[Answer]]:
     """Answers all of a batch from one of these generations, oldest first, after a flip fell between its requests.
 
     The older one is what replicas on both sides of the flip hold. Raises GenerationGone when none holds any.
     """
-    *older_generations, last = generations
+    *older_generations, newest_generation = generations
     for generation in older_generations:
         try:
             return await _gather_all(repeat_parts(generation))
         except GenerationGone:
             continue
-    return await _gather_all(repeat_parts(last))
+    return await _gather_all(repeat_parts(newest_generation))
 
 
-async def _resolved(ready_result: _T) -> _T:
+async def _already_resolved(ready_result: _T) -> _T:
     return ready_result
 
 
-async def _gather_all(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Results of all `works`, in order; the first error ends the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
+async def _gather_all(coroutines: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Results of all `coroutines`, in order; the first error ends the others."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -391,22 +398,23 @@ async def send_events(
     Raises Unanswered, after which some may have been accepted: send all of them again.
     """
     receipt = EventReceipt(0, 0, (), "unknown", None)
-    for at, call in calls:
+    for first_index, call in calls:
         part_receipt = read_receipt(await sender.send(call, get_deadline()))
-        moved = tuple(
-            replace(rejection, index=rejection.index + at) for rejection in part_receipt.rejected
+        moved_rejections = tuple(
+            replace(rejection, index=rejection.index + first_index)
+            for rejection in part_receipt.rejected
         )
         receipt = EventReceipt(
             receipt.accepted + part_receipt.accepted,
             receipt.repeated + part_receipt.repeated,
-            receipt.rejected + moved,
+            receipt.rejected + moved_rejections,
             part_receipt.durability,
             part_receipt.position or receipt.position,
         )
     return receipt
 
 
-def _http(
+def _create_http_client(
     url: str,
     token: str | None,
     policy: Policy,
@@ -414,10 +422,10 @@ def _http(
     transport: httpx.AsyncBaseTransport | None,
 ) -> httpx.AsyncClient:
     try:
-        base = httpx.URL(url)
+        base_url = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ValueError(f"{url!r} is no URL: {error}") from error
-    if base.scheme not in ("http", "https") or not base.host:
+    if base_url.scheme not in ("http", "https") or not base_url.host:
         raise ValueError(f"{url!r} names no HTTP server; it begins with http:// or https://")
     if token is not None and (
         not token.isprintable() or any(character.isspace() for character in token)
@@ -427,9 +435,9 @@ def _http(
         verify = ssl.create_default_context(cafile=verify)
     headers = {} if token is None else {b"Authorization": f"Bearer {token}".encode()}
     return httpx.AsyncClient(
-        base_url=base,
+        base_url=base_url,
         headers=headers,
-        verify=verify if base.scheme == "https" else False,  # certificates take long to load
+        verify=verify if base_url.scheme == "https" else False,  # certificates take long to load
         transport=transport,
         # The deadline of the call ends whatever takes too long; only a host that swallows packets is given up earlier.
         timeout=httpx.Timeout(None, connect=policy.connect_ms / 1000),
@@ -443,5 +451,5 @@ def _http(
     )
 
 
-def _within_s(policy: Policy, options: Options) -> float:
+def _deadline_s(policy: Policy, options: Options) -> float:
     return (policy.deadline_ms if options.deadline_ms is None else options.deadline_ms) / 1000

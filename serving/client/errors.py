@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-_TEXT_MAX = 200
+_MESSAGE_CHARS_MAX = 200
 
 
 class Unanswered(Exception):
@@ -81,17 +81,17 @@ def refusal(status: int, body: bytes) -> Refusal:
     """Return the error for a response other than 200; `body` may be of another program, such as a proxy's page."""
     error: object = None
     try:
-        data = orjson.loads(body)
-        error = data.get("error") if isinstance(data, dict) else None
+        document = orjson.loads(body)
+        error = document.get("error") if isinstance(document, dict) else None
     except orjson.JSONDecodeError:
         pass
     if not isinstance(error, dict):
-        text = body[:_TEXT_MAX].decode(errors="replace")
-        error = {"code": "http_error", "message": text or "no message"}
-    return _kind(status, error)(status, error)
+        body_text = body[:_MESSAGE_CHARS_MAX].decode(errors="replace")
+        error = {"code": "http_error", "message": body_text or "no message"}
+    return _refusal_class(status, error)(status, error)
 
 
-def _kind(status: int, error: Mapping[str, Any]) -> type[Refusal]:
+def _refusal_class(status: int, error: Mapping[str, Any]) -> type[Refusal]:
     code = error.get("code")
     if status == 401:
         return TokenExpired if code == "token_expired" else Unauthorized

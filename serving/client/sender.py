@@ -21,8 +21,8 @@ from serving.client.errors import (
 
 _SUCCESS_STATUSES = frozenset({200, 202})
 _RETRY_STATUSES = frozenset({502, 503, 504})
-_NEVER_LEFT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-_ABOVE_0 = (
+_UNSENT_ERRORS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_POSITIVE_SETTINGS = (
     "deadline_ms",
     "connect_ms",
     "connections",
@@ -32,10 +32,10 @@ _ABOVE_0 = (
     "max_numbers",
     "at_once",
 )
-_RETRIES_SAVED = 10.0
-_HEDGES_SAVED = 10.0
-_LEAVE_S = 1.0
-_SPREAD = 1.25
+_SAVED_RETRIES_MAX = 10.0
+_SAVED_HEDGES_MAX = 10.0
+_ABANDONED_WAIT_S = 1.0
+_SPREAD_FACTOR_MAX = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Check the settings; raise ValueError with the setting's name."""
-        for name in _ABOVE_0:
+        for name in _POSITIVE_SETTINGS:
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is a finite number above 0, not {getattr(self, name)}")
         for name in ("told_share", "retry_share", "hedge_share"):
@@ -93,17 +93,17 @@ class ExtraRequestBudget:
     def __init__(self, earned_share: float, saved_max: float, saved: float = 0.0) -> None:
         self._earned_per_request = earned_share
         self._saved_max = saved_max
-        self._saved = saved
+        self._saved_requests = saved
 
     def earn(self) -> None:
         """Add the earnings of one plain request."""
-        self._saved = min(self._saved_max, self._saved + self._earned_per_request)
+        self._saved_requests = min(self._saved_max, self._saved_requests + self._earned_per_request)
 
     def try_spend(self) -> bool:
         """Take one extra request from the budget; return whether there was room."""
-        if self._saved + 1e-9 < 1:  # ten times a tenth is a little less than one
+        if self._saved_requests + 1e-9 < 1:  # ten times a tenth is a little less than one
             return False
-        self._saved -= 1
+        self._saved_requests -= 1
         return True
 
 
@@ -114,84 +114,91 @@ class Sender:
         self._http = http
         self._policy = policy
         self._pace = pace
-        self._retries = ExtraRequestBudget(policy.retry_share, _RETRIES_SAVED, _RETRIES_SAVED)
-        self._hedges = ExtraRequestBudget(policy.hedge_share, _HEDGES_SAVED)
-        self._leaving: set[asyncio.Task[httpx.Response]] = set()
+        self._retry_budget = ExtraRequestBudget(
+            policy.retry_share, _SAVED_RETRIES_MAX, _SAVED_RETRIES_MAX
+        )
+        self._hedge_budget = ExtraRequestBudget(policy.hedge_share, _SAVED_HEDGES_MAX)
+        self._abandoned_tasks: set[asyncio.Task[httpx.Response]] = set()
 
     async def send(self, call: Call, deadline_at: float) -> bytes:
         """Send a call; return the body of a 200 or 202, by `deadline_at` on the pace's timer. Raise Unanswered."""
         policy, timer = self._policy, self._pace.timer
-        self._retries.earn()
-        self._hedges.earn()
-        last: Unanswered | None = None
+        self._retry_budget.earn()
+        self._hedge_budget.earn()
+        last_error: Unanswered | None = None
         for attempt in range(1, policy.attempts + 1):
-            least_s, left_s = 0.0, deadline_at - timer()
-            if left_s <= 0:
+            retry_after_s, remaining_s = 0.0, deadline_at - timer()
+            if remaining_s <= 0:
                 break
             try:
-                async with asyncio.timeout(left_s):
-                    response = await self._first(call, deadline_at)
+                async with asyncio.timeout(remaining_s):
+                    response = await self._exchange_or_hedge(call, deadline_at)
             except TimeoutError:
                 break
             except Unreachable as error:
-                last, may_again = error, call.is_repeatable or not error.is_sent
+                last_error, may_retry = error, call.is_repeatable or not error.is_sent
             else:
                 if response.status_code in _SUCCESS_STATUSES:
                     return response.content
-                last = refusal(response.status_code, response.content)
+                last_error = refusal(response.status_code, response.content)
                 is_passing = response.status_code in _RETRY_STATUSES or isinstance(
-                    last, QuotaExceeded
+                    last_error, QuotaExceeded
                 )
-                may_again = call.is_repeatable and is_passing
-                least_s = _retry_after(response)
-            pause_s = max(self._spread(least_s), self._backoff_s(attempt))
-            in_time = timer() + pause_s < deadline_at
+                may_retry = call.is_repeatable and is_passing
+                retry_after_s = _retry_after_s(response)
+            pause_s = max(self._spread_wait_s(retry_after_s), self._backoff_s(attempt))
+            is_in_time = timer() + pause_s < deadline_at
             if not (
-                may_again and in_time and attempt < policy.attempts and self._retries.try_spend()
+                may_retry
+                and is_in_time
+                and attempt < policy.attempts
+                and self._retry_budget.try_spend()
             ):
-                raise last
+                raise last_error
             await self._pace.sleep(pause_s)
-        raise DeadlineExceeded(f"{call.method} {call.path}: no answer by the deadline") from last
+        raise DeadlineExceeded(
+            f"{call.method} {call.path}: no answer by the deadline"
+        ) from last_error
 
     async def aclose(self) -> None:
         """Close the connections, those of abandoned requests included."""
-        if self._leaving:
-            await asyncio.wait(self._leaving, timeout=_LEAVE_S)
+        if self._abandoned_tasks:
+            await asyncio.wait(self._abandoned_tasks, timeout=_ABANDONED_WAIT_S)
         await self._http.aclose()
 
-    def _spread(self, least_s: float) -> float:
+    def _spread_wait_s(self, wait_s: float) -> float:
         """Lengthen a wait at random, so that clients refused at one moment do not return together."""
-        return least_s * self._pace.rng.uniform(1, _SPREAD) if least_s else 0.0
+        return wait_s * self._pace.rng.uniform(1, _SPREAD_FACTOR_MAX) if wait_s else 0.0
 
     def _backoff_s(self, attempt: int) -> float:
         longest_ms = min(self._policy.backoff_max_ms, self._policy.backoff_ms * 2 ** (attempt - 1))
         return self._pace.rng.uniform(0, longest_ms) / 1000
 
-    async def _first(self, call: Call, deadline_at: float) -> httpx.Response:
+    async def _exchange_or_hedge(self, call: Call, deadline_at: float) -> httpx.Response:
         """Return the response to the call; with a second request the faster response."""
-        after_ms = self._policy.hedge_after_ms
-        if after_ms is None or not call.is_repeatable:
+        hedge_after_ms = self._policy.hedge_after_ms
+        if hedge_after_ms is None or not call.is_repeatable:
             return await self._exchange(call, deadline_at)
         tasks = [asyncio.create_task(self._exchange(call, deadline_at))]
-        alarm = asyncio.ensure_future(self._pace.sleep(after_ms / 1000))
+        hedge_timer = asyncio.ensure_future(self._pace.sleep(hedge_after_ms / 1000))
         try:
-            await asyncio.wait((tasks[0], alarm), return_when=asyncio.FIRST_COMPLETED)
-            if not tasks[0].done() and self._hedges.try_spend():
+            await asyncio.wait((tasks[0], hedge_timer), return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done() and self._hedge_budget.try_spend():
                 tasks.append(asyncio.create_task(self._exchange(call, deadline_at)))
             return await _first_usable(tasks)
         finally:
-            alarm.cancel()
+            hedge_timer.cancel()
             for task in tasks:
-                self._leave(task)
+                self._abandon(task)
 
-    def _leave(self, task: asyncio.Task[httpx.Response]) -> None:
+    def _abandon(self, task: asyncio.Task[httpx.Response]) -> None:
         """Cancel a request without waiting for its end; its outcome is ignored."""
         task.cancel()
-        self._leaving.add(task)
+        self._abandoned_tasks.add(task)
         task.add_done_callback(self._discard_task)
 
     def _discard_task(self, task: asyncio.Task[httpx.Response]) -> None:
-        self._leaving.discard(task)
+        self._abandoned_tasks.discard(task)
         if not task.cancelled():
             task.exception()
 
@@ -209,29 +216,31 @@ class Sender:
             raise Garbled(f"{call.method} {call.path}: {error}") from error
         except httpx.RequestError as error:
             detail = f"{call.method} {call.path}: {type(error).__name__} {error}".rstrip()
-            raise Unreachable(detail, is_sent=not isinstance(error, _NEVER_LEFT)) from error
+            raise Unreachable(detail, is_sent=not isinstance(error, _UNSENT_ERRORS)) from error
 
 
 async def _first_usable(tasks: list[asyncio.Task[httpx.Response]]) -> httpx.Response:
     """Return the first usable response; if all fail, the result or error of the first failure."""
-    failed: list[asyncio.Task[httpx.Response]] = []
-    pending = set(tasks)
-    while pending:
-        finished_tasks, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+    failed_tasks: list[asyncio.Task[httpx.Response]] = []
+    pending_tasks = set(tasks)
+    while pending_tasks:
+        finished_tasks, pending_tasks = await asyncio.wait(
+            pending_tasks, return_when=asyncio.FIRST_COMPLETED
+        )
         for task in finished_tasks:
             if task.exception() is None and task.result().status_code not in _RETRY_STATUSES:
                 return task.result()
-            failed.append(task)
-    return failed[0].result()
+            failed_tasks.append(task)
+    return failed_tasks[0].result()
 
 
-def _retry_after(response: httpx.Response) -> float:
+def _retry_after_s(response: httpx.Response) -> float:
     """Return the seconds in `Retry-After`; 0 if the header is missing or malformed."""
     retry_after = response.headers.get("retry-after", "").strip()
     if retry_after.isascii() and retry_after.isdigit() and len(retry_after) < 10:
         return float(retry_after)
     try:
-        begin = parsedate_to_datetime(response.headers.get("date", ""))
-        return max(0.0, (parsedate_to_datetime(retry_after) - begin).total_seconds())
+        response_time = parsedate_to_datetime(response.headers.get("date", ""))
+        return max(0.0, (parsedate_to_datetime(retry_after) - response_time).total_seconds())
     except (TypeError, ValueError):
         return 0.0

@@ -12,12 +12,12 @@ from serving.access.token_file import read_tokens
 from serving.config.tls import TlsFiles
 from serving.requests.options import Limits
 
-_FACTOR_MAX: Final = 1_000.0
+_BOOST_FACTOR_MAX: Final = 1_000.0
 
-__all__ = ["ServingConfig", "check_files", "check_token", "limits_of"]
+__all__ = ["ServingConfig", "check_configured_files", "check_header_token", "request_limits"]
 
 
-def limits_of(config: ServingConfig) -> Limits:
+def request_limits(config: ServingConfig) -> Limits:
     """Limits on what one request may hold; raises ConfigError for a declared re-ranking that is none."""
     return Limits(
         config.max_batch,
@@ -28,21 +28,24 @@ def limits_of(config: ServingConfig) -> Limits:
         config.max_ids,
         config.max_numbers,
         config.boost_max,
-        {name: _reranking(name, declaration) for name, declaration in config.rerank.items()},
+        {
+            reranking_name: _read_declared_reranking(reranking_name, declaration)
+            for reranking_name, declaration in config.rerank.items()
+        },
         config.feature_text_bytes,
     )
 
 
-def _reranking(name: str, declared: Mapping[str, Any]) -> Reranking:
+def _read_declared_reranking(name: str, declaration: Mapping[str, Any]) -> Reranking:
     try:
-        return read_reranking(declared, _FACTOR_MAX)
+        return read_reranking(declaration, _BOOST_FACTOR_MAX)
     except InvalidInput as error:
-        inner = error.details.get("field")
-        setting = f"rerank.{name}" if inner is None else f"rerank.{name}.{inner}"
-        raise ConfigError(f"[serving.{setting}]: {error.message}", field="rerank") from error
+        inner_field = error.details.get("field")
+        setting_name = f"rerank.{name}" if inner_field is None else f"rerank.{name}.{inner_field}"
+        raise ConfigError(f"[serving.{setting_name}]: {error.message}", field="rerank") from error
 
 
-def check_token(token: str) -> None:
+def check_header_token(token: str) -> None:
     """Raises ConfigError for a token that no header can carry as it is."""
     if len(token.encode()) > TOKEN_BYTES_MAX:
         raise ConfigError(f"a token has at most {TOKEN_BYTES_MAX:,} bytes", field="token")
@@ -53,10 +56,10 @@ def check_token(token: str) -> None:
         )
 
 
-def check_files(config: ServingConfig) -> None:
+def check_configured_files(config: ServingConfig) -> None:
     """Raises ConfigError for files or re-rankings that a worker could not use: said before any is started."""
     if config.tokens_file:
         read_tokens(Path(config.tokens_file))
-    if (files := TlsFiles.of(config)) is not None:
-        files.context()
-    limits_of(config)
+    if (tls_files := TlsFiles.of(config)) is not None:
+        tls_files.context()
+    request_limits(config)

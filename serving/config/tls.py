@@ -13,12 +13,12 @@ from cache.config.serving import ClientCertificates, ServingConfig
 from cache.errors import ConfigError
 from cache.store.artefacts import file_version
 
-_FILE_BYTES_MAX = 1 << 20
-_MODES = {
+_TLS_FILE_BYTES_MAX = 1 << 20
+_VERIFY_MODE_BY_SETTING = {
     "off": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED
 }  # fmt: skip
 
-Version = tuple[tuple[int, int, int] | None, ...]
+FileVersions = tuple[tuple[int, int, int] | None, ...]
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 class TlsFiles:
     """Files of certificate, key and client authorities ("": none)."""
 
-    certificate: str
+    certificate_path: str
     key: str
-    client_ca: str = ""
-    client: ClientCertificates = "off"
+    client_ca_path: str = ""
+    client_certificates: ClientCertificates = "off"
 
     @classmethod
     def of(cls, config: ServingConfig) -> "TlsFiles | None":
@@ -44,63 +44,64 @@ class TlsFiles:
         ssl_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         ssl_context.minimum_version = ssl.TLSVersion.TLSv1_2
         ssl_context.set_alpn_protocols(["http/1.1"])
-        for path in filter(None, (self.certificate, self.key, self.client_ca)):
-            _demand_file(path)
+        for path in filter(None, (self.certificate_path, self.key, self.client_ca_path)):
+            _check_file_readable(path)
         try:
             ssl_context.load_cert_chain(
-                self.certificate, self.key, password=""
+                self.certificate_path, self.key, password=""
             )  # asks nobody for one
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
-                f"tls_certificate {self.certificate} and tls_key {self.key} are no pair in PEM without a passphrase: "
-                f"{error}",
+                f"tls_certificate {self.certificate_path} and tls_key {self.key} are no pair in PEM without a "
+                f"passphrase: {error}",
                 field="tls_certificate",
             ) from None
-        if self.client_ca:
+        if self.client_ca_path:
             try:
-                ssl_context.load_verify_locations(self.client_ca)
+                ssl_context.load_verify_locations(self.client_ca_path)
             except (ssl.SSLError, OSError) as error:
                 raise ConfigError(
-                    f"tls_client_ca {self.client_ca} holds no certificate in PEM: {error}",
+                    f"tls_client_ca {self.client_ca_path} holds no certificate in PEM: {error}",
                     field="tls_client_ca",
                 ) from None
-            ssl_context.verify_mode = _MODES[self.client]
+            ssl_context.verify_mode = _VERIFY_MODE_BY_SETTING[self.client_certificates]
             # A session that is resumed shows no certificate again: an authority that was taken out would live on.
             ssl_context.options |= ssl.OP_NO_TICKET
             ssl_context.num_tickets = 0
         return ssl_context
 
-    def version(self) -> Version:
+    def version(self) -> FileVersions:
         """Changes whenever one of the files does."""
         return tuple(
-            file_version(Path(path)) for path in (self.certificate, self.key, self.client_ca)
+            file_version(Path(path))
+            for path in (self.certificate_path, self.key, self.client_ca_path)
         )
 
 
 class TlsWatch(Collector):
     """The context in force: one made of newer files takes its place, one that cannot be made leaves it."""
 
-    def __init__(self, files: TlsFiles) -> None:
+    def __init__(self, tls_files: TlsFiles) -> None:
         """Raises ConfigError for files that cannot be used."""
-        self._files = files
-        self._loaded_version = files.version()
-        self.context = files.context()
+        self._tls_files = tls_files
+        self._loaded_version = tls_files.version()
+        self.context = tls_files.context()
         self.is_stale = False
 
     def reload_if_changed(self) -> bool:
         """Reads the files again if one is another; returns whether another context is in force now."""
-        version = self._files.version()
+        version = self._tls_files.version()
         if version == self._loaded_version:
             return False
         self._loaded_version = version
         try:
-            self.context = self._files.context()
+            self.context = self._tls_files.context()
         except ConfigError as error:
             self.is_stale = True
             log.error("the certificate in force stays as it was: %s", error.message)
             return False
         self.is_stale = False
-        log.info("certificate %s is in force", self._files.certificate)
+        log.info("certificate %s is in force", self._tls_files.certificate_path)
         return True
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
@@ -111,14 +112,14 @@ class TlsWatch(Collector):
         )  # fmt: skip
 
 
-def _demand_file(path: str) -> None:
+def _check_file_readable(path: str) -> None:
     try:
         size_bytes = Path(path).stat().st_size
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}", field="tls_certificate"
         ) from None
-    if size_bytes > _FILE_BYTES_MAX:
+    if size_bytes > _TLS_FILE_BYTES_MAX:
         raise ConfigError(
-            f"{path} is larger than {_FILE_BYTES_MAX:,} bytes", field="tls_certificate"
+            f"{path} is larger than {_TLS_FILE_BYTES_MAX:,} bytes", field="tls_certificate"
         )

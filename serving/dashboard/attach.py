@@ -13,7 +13,7 @@ from serving.http.openapi import Operation
 from serving.http.static_files import StaticPage
 from serving.replica.hooks import Replica
 from serving.requests.errors import ErrorCode
-from serving.requests.negotiation import JSON_TYPE
+from serving.requests.negotiation import JSON_MEDIA_TYPE
 from serving.requests.options import Limits
 
 PAGE = StaticPage("/dashboard", "serving.dashboard", "page")
@@ -30,8 +30,8 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
             tag="operation",
             summary="Numbers of the dashboard",
             description="What all workers and replicas count, over the last hour.",
-            answer=DASHBOARD,
-            example={
+            answer_schema=DASHBOARD,
+            answer_example={
                 "now": 1795174289.5,
                 "whole": True,
                 "trouble": None,
@@ -50,7 +50,7 @@ def attach(replica: Replica) -> Dashboard:
     admission, local = replica.admission, replica.local
 
     def read_counts() -> Counts:
-        counts = collect_counts(metrics, sum(admission.shed.values()))
+        counts = collect_counts(metrics, sum(admission.shed_counts.values()))
         for read in hooks.counts:
             counts.update(read())
         return counts
@@ -72,16 +72,16 @@ def attach(replica: Replica) -> Dashboard:
             "failed": health.failed,
             "breaker": own.components.remote.stats.breaker,
             "live_queued": replica.batcher.queued,
-            "under_way": admission.under_way,
+            "under_way": admission.requests_under_way,
             "requests_max": admission.requests_max,
-            "queue_seconds": round(admission.loop.wait, 4),
+            "queue_seconds": round(admission.loop_valve.interval_wait, 4),
             "l1_bytes": local.size_bytes,
             "l1_budget_bytes": local.max_bytes,
             "l1_entries": len(local),
         }
 
     dashboard = Dashboard(
-        own.components.remote.control, GenerationHistory(own.store, replica.releases.records),
+        own.components.remote.control, GenerationHistory(own.store, replica.releases.read_records),
         name=replica.name, is_on=config.observe and config.dashboard_s > 0, read_counts=read_counts,
         about=about, bounds=metrics.answer_seconds.bounds, nights=replica.nights, clock=own.clock,
         advisor=lambda: report("advisor"), quality=lambda: report("quality"),
@@ -93,7 +93,7 @@ def attach(replica: Replica) -> Dashboard:
 
     async def data(_request: Request, _started: float) -> object:
         body = await dashboard.data()
-        return Response(body, media_type=JSON_TYPE, headers={"Cache-Control": "no-store"})
+        return Response(body, media_type=JSON_MEDIA_TYPE, headers={"Cache-Control": "no-store"})
 
     hooks.handlers["getDashboard"] = data
     hooks.pages += PAGE.routes()

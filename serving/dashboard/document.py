@@ -23,9 +23,9 @@ from serving.events.counts import (
     TAKEN_IN,
 )
 from serving.events.follower import EVENTS_BEHIND
-from serving.generations.nights import memory_bytes
-from serving.requests.answers import FALLBACKS, STORED_SOURCES, Source
-from serving.requests.named_schema import DETAILS, Json, NamedSchema, or_null
+from serving.generations.nights import used_and_max_bytes
+from serving.requests.answers import FALLBACK_SOURCES, STORED_SOURCES, Source
+from serving.requests.named_schema import DETAILS_SCHEMA, Json, NamedSchema, nullable_schema
 from serving.requests.reasons import StaleReason
 from serving.traffic.router import FEEDBACK_OF_ARM, REQUESTS_OF_ARM
 
@@ -170,7 +170,7 @@ DASHBOARD: Json = _object(
     lately=_object(
         "Lately", "The last `seconds` as one",
         seconds={"type": "integer"}, requests={"type": "integer"}, answers=_ANSWERS, misses=_COUNTS,
-        latency=_by_name("Latency", "Quantiles in seconds by source", DETAILS),
+        latency=_by_name("Latency", "Quantiles in seconds by source", DETAILS_SCHEMA),
     ),
     earlier=_object("Earlier", "The hour before that", answers=_ANSWERS),
     totals=_object(
@@ -184,7 +184,7 @@ DASHBOARD: Json = _object(
             generation={"type": "string"}, state=_maybe("string"), epoch=_maybe("integer"),
             role=_maybe("string", "Of those that this replica holds"), published_at=_maybe("number"),
             data_until=_maybe("number"), bytes=_maybe("integer"), records=_maybe("integer"),
-            gates=_list(DETAILS), reason=_maybe("string"),
+            gates=_list(DETAILS_SCHEMA), reason=_maybe("string"),
             remarks=_list({"type": "string"}),
             events_until=_maybe("string", "Position up to which it has all events"),
         )
@@ -198,9 +198,9 @@ DASHBOARD: Json = _object(
             "Night", "Newest first; one that failed stands first until its step succeeds or a night is done, "
             "without a generation if it failed before it had one",
             generation={"type": "string"}, outcome={"type": "string"}, began_at=_maybe("number"),
-            steps=_list(DETAILS),
-            reuse=or_null(_REUSE_SCHEMA),
-            failure=or_null(
+            steps=_list(DETAILS_SCHEMA),
+            reuse=nullable_schema(_REUSE_SCHEMA),
+            failure=nullable_schema(
                 _object(
                     "NightFailure", "Step that failed, when, and why",
                     step={"type": "string"}, at={"type": "number"}, error={"type": "string"},
@@ -219,9 +219,9 @@ DASHBOARD: Json = _object(
         "L1", "All workers together",
         bytes={"type": "integer"}, budget_bytes={"type": "integer"}, entries={"type": "integer"},
     ),
-    advisor={**or_null(DETAILS), "description": "Of all workers together, each counted by its reads"},
-    quality=or_null(DETAILS),
-    events=or_null(_EVENTS_SCHEMA),
+    advisor={**nullable_schema(DETAILS_SCHEMA), "description": "Of all workers together, each counted by its reads"},
+    quality=nullable_schema(DETAILS_SCHEMA),
+    events=nullable_schema(_EVENTS_SCHEMA),
     experiments=_list(
         _object(
             "Experiment", "Experiments that are not over",
@@ -235,7 +235,7 @@ DASHBOARD: Json = _object(
                     events=_by_name(
                         "ArmEvents",
                         "By name: count, rate per request, and its ratio to the control's with bounds",
-                        DETAILS,
+                        DETAILS_SCHEMA,
                     ),
                 )
             ),
@@ -401,7 +401,7 @@ def redis(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not infos:
         return dict.fromkeys(("used_bytes", "limit_bytes", "policy", "clients", "evicted"))
     policies = [str(info.get("maxmemory_policy", "")) for info in infos]
-    used, limit = memory_bytes(infos)
+    used, limit = used_and_max_bytes(infos)
     return {
         "used_bytes": used,
         "limit_bytes": limit or None,
@@ -641,8 +641,8 @@ def _check_apart(body: Body) -> Iterator[Finding]:
 
 
 def _check_fallback(body: Body) -> Iterator[Finding]:
-    recent_share = _share_of_sources(body["lately"]["answers"], FALLBACKS)
-    earlier_share = _share_of_sources(body["earlier"]["answers"], FALLBACKS) or 0.0
+    recent_share = _share_of_sources(body["lately"]["answers"], FALLBACK_SOURCES)
+    earlier_share = _share_of_sources(body["earlier"]["answers"], FALLBACK_SOURCES) or 0.0
     if recent_share is not None and recent_share - earlier_share >= FALLBACK_SURGE:
         level: Level = "bad" if recent_share - earlier_share >= FALLBACK_SURGE_BAD else "warn"
         reason = max(

@@ -105,7 +105,7 @@ class Dashboard:
             "missing": self._nights.is_missing(),
         }  # fmt: skip
         quality = _call_provider(self.quality)
-        roles = {} if served is None else served.roles
+        roles = {} if served is None else served.generation_by_role
         arms = self._arms()
 
         def advice() -> Mapping[str, Any] | None:

@@ -17,14 +17,14 @@ from serving.engine.rendering.answer_fields import (
     Prediction,
     Reranker,
     build_list,
-    complete,
-    from_defaults,
-    from_record,
-    is_cut,
+    complete_answer,
+    may_have_more_items,
+    prediction_from_defaults,
+    prediction_from_record,
 )
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
-from serving.requests.answers import FALLBACKS, STORED_SOURCES, Source
+from serving.requests.answers import FALLBACK_SOURCES, STORED_SOURCES, Source
 from serving.requests.options import RequestOptions
 from serving.requests.reasons import LiveReason
 
@@ -40,23 +40,25 @@ class RequestContext:
     started: float
     deadline: float
     is_part: bool = False
-    _excluded: dict[str, frozenset[int]] = field(default_factory=dict)
+    _ordinals_by_generation: dict[str, frozenset[int]] = field(default_factory=dict)
     _filter_mask_by_generation: dict[str, FilterMask] = field(default_factory=dict)
-    _rerankers: dict[str, Reranker] = field(default_factory=dict)
+    _reranker_by_generation: dict[str, Reranker] = field(default_factory=dict)
 
     @classmethod
     def of(cls, options: RequestOptions, started: float, *, is_part: bool = False) -> Self:
         """Build the state of a request that came at `started`."""
         return cls(options, started, started + options.deadline_s, is_part)
 
-    def excluded(self, snapshot: Snapshot) -> frozenset[int]:
+    def excluded_ordinals(self, snapshot: Snapshot) -> frozenset[int]:
         """Return the ordinals of `exclude`, looked up once per generation and not once per entity."""
         if not self.options.exclude:
             return frozenset()
-        excluded_ordinals = self._excluded.get(snapshot.generation)
+        excluded_ordinals = self._ordinals_by_generation.get(snapshot.generation)
         if excluded_ordinals is None:
             ordinals = snapshot.numbers_of(self.options.exclude)
-            excluded_ordinals = self._excluded[snapshot.generation] = frozenset(ordinals.tolist())
+            excluded_ordinals = self._ordinals_by_generation[snapshot.generation] = frozenset(
+                ordinals.tolist()
+            )
         return excluded_ordinals
 
     def set_filter_mask(self, snapshot: Snapshot, filter_mask: FilterMask) -> None:
@@ -69,26 +71,28 @@ class RequestContext:
 
     def set_reranker(self, snapshot: Snapshot, reranker: Reranker) -> None:
         """Set the re-ranker of a generation's items."""
-        self._rerankers[snapshot.generation] = reranker
+        self._reranker_by_generation[snapshot.generation] = reranker
 
     def reranker(self, snapshot: Snapshot) -> Reranker | None:
         """Return the re-ranker of a generation's items; None without one."""
-        return self._rerankers.get(snapshot.generation)
+        return self._reranker_by_generation.get(snapshot.generation)
 
-    def reranked(self, snapshot: Snapshot) -> str | None:
+    def reranking_names(self, snapshot: Snapshot) -> str | None:
         """Return the names of the re-ranking's parts for the answer; None if the order was not changed."""
         rerank = self.options.rerank
-        return rerank.named if rerank and snapshot.generation in self._rerankers else None
+        return (
+            rerank.named if rerank and snapshot.generation in self._reranker_by_generation else None
+        )
 
-    def can_take(self, snapshot: Snapshot) -> bool:
+    def can_reshape(self, snapshot: Snapshot) -> bool:
         """True if a list of this generation can be filtered and re-ranked as the request asks."""
         options = self.options
         return (
             options.filter is None or snapshot.generation in self._filter_mask_by_generation
-        ) and (options.rerank is None or snapshot.generation in self._rerankers)
+        ) and (options.rerank is None or snapshot.generation in self._reranker_by_generation)
 
 
-Searched = tuple[NDArray[np.uint32], NDArray[np.float32]]
+SearchResult = tuple[NDArray[np.uint32], NDArray[np.float32]]
 """Ordinals and scores, best first."""
 
 
@@ -98,18 +102,18 @@ class AnswerBuilder:
     def __init__(
         self,
         metrics: Metrics,
-        watch: AnswerObserver,
+        observer: AnswerObserver,
         timer: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
         self._metrics = metrics
-        self._watch = watch
+        self._observer = observer
         self._timer = timer
         self._clock = clock
 
-    def answer(
+    def answer_from_record(
         self,
-        case: PendingAnswer,
+        pending: PendingAnswer,
         snapshot: Snapshot,
         record: Record,
         source: Source,
@@ -123,36 +127,38 @@ class AnswerBuilder:
         If fewer than k items pass a filter, they are kept as partial: a search by vectors may find more.
         `seen_ordinals` are items that the user had, for a list that was made without them.
         """
-        table = snapshot.manifest.tables[case.table.name]
-        exclusions: Exclusions = (context.excluded(snapshot), seen_ordinals)
+        table = snapshot.manifest.tables[pending.table.name]
+        exclusions: Exclusions = (context.excluded_ordinals(snapshot), seen_ordinals)
         # A live record was computed from this very history, and leaves it out; one with events from theirs.
-        is_of_history = source is Source.LIVE and case.counted_events is None
-        if not is_of_history and table.kind == "topk" and case.entity.history:
-            exclusions += (case.history_in(snapshot).item_numbers,)
-        column, raw = snapshot.changed_facets.get(table.name), case.entity.raw
-        if column is not None and raw is not None and record.items is not None:
-            outdated_ordinals = record.items[~column.have(raw.decode(), record.items)]
+        is_computed_from_history = source is Source.LIVE and pending.counted_events is None
+        if not is_computed_from_history and table.kind == "topk" and pending.entity.history:
+            exclusions += (pending.history_in(snapshot).item_numbers,)
+        current_values, entity_id = snapshot.changed_facets.get(table.name), pending.entity.raw
+        if current_values is not None and entity_id is not None and record.items is not None:
+            outdated_ordinals = record.items[~current_values.have(entity_id.decode(), record.items)]
             exclusions += (frozenset(outdated_ordinals.tolist()),)
-        exclusions += self._newer_event_items(case, snapshot, source)
+        exclusions += self._newer_event_items(pending, snapshot, source)
         filter_mask, reranker = context.filter_mask(snapshot), context.reranker(snapshot)
-        if not context.can_take(snapshot):
+        if not context.can_reshape(snapshot):
             return
-        prediction = from_record(snapshot, table, record, case.k, exclusions, filter_mask, reranker)
+        prediction = prediction_from_record(
+            snapshot, table, record, pending.k, exclusions, filter_mask, reranker
+        )
         if record.items is not None:
-            item_count = len(prediction["items"])
+            left_item_count = len(prediction["items"])
             lacks_history = (
                 record.live
                 and table.entity == "user"
                 and source is not Source.LIVE
-                and case.counted_events is None
-                and not case.entity.history
+                and pending.counted_events is None
+                and not pending.entity.history
             )
-            if filter_mask is not None and is_cut(
+            if filter_mask is not None and may_have_more_items(
                 prediction, record, table, lacks_history=lacks_history
             ):
-                case.reason = MissReason.FILTERED
+                pending.reason = MissReason.FILTERED
                 producer = "live" if record.live else "batch"
-                case.partial = PartialList(
+                pending.partial = PartialList(
                     prediction,
                     snapshot,
                     source,
@@ -164,19 +170,23 @@ class AnswerBuilder:
                 return
             # What a re-ranking leaves out, no other list of the same items would have more of.
             required_count = min_items if reranker is None else 1
-            is_used_up = item_count == 0 or item_count < min(required_count, len(record.items))
-            if filter_mask is None and is_used_up and not case.is_answered_by_night(record):
-                case.reason = MissReason.EXHAUSTED
+            is_used_up = left_item_count == 0 or left_item_count < min(
+                required_count, len(record.items)
+            )
+            if filter_mask is None and is_used_up and not pending.is_answered_by_night(record):
+                pending.reason = MissReason.EXHAUSTED
                 return
         producer = "live" if record.live else "batch"
-        self._finish(case, prediction, snapshot, source, producer, context, record.answer_flags)
-        self._note(case, snapshot, source, producer, exclusions, context)
+        self._complete_answer(
+            pending, prediction, snapshot, source, producer, context, record.answer_flags
+        )
+        self._offer_to_sampler(pending, snapshot, source, producer, exclusions, context)
 
-    def searched(
+    def answer_from_search(
         self,
-        case: PendingAnswer,
+        pending: PendingAnswer,
         snapshot: Snapshot,
-        search_result: Searched,
+        search_result: SearchResult,
         source: Source,
         producer: str,
         context: RequestContext,
@@ -186,57 +196,75 @@ class AnswerBuilder:
 
         The reason of the pending answer is that of the vector.
         """
-        prediction = build_list(snapshot, *search_result, case.k, context.reranker(snapshot))
-        self._finish(case, prediction, snapshot, source, producer, context, flag_fields)
+        prediction = build_list(snapshot, *search_result, pending.k, context.reranker(snapshot))
+        self._complete_answer(pending, prediction, snapshot, source, producer, context, flag_fields)
 
     def answer_partial(
-        self, case: PendingAnswer, snapshot: Snapshot, context: RequestContext
+        self, pending: PendingAnswer, snapshot: Snapshot, context: RequestContext
     ) -> None:
         """Answer with the items of a list that pass the filter; `short` and the reason say that more items may pass."""
-        if case.partial is None:
-            self.default(case, snapshot, context)
+        if pending.partial is None:
+            self.answer_by_default(pending, snapshot, context)
             return
         # Of the generation that the list is of, which may be the previous one, and that numbers items in its own way.
-        prediction, of, source, producer, filter_mask, flag_fields, seen_ordinals = case.partial
-        excluded_ordinals = (
-            left_out(case, of, context)
-            if of is snapshot
-            else _left_out_before(case, of, context, seen_ordinals)
+        prediction, list_snapshot, source, producer, filter_mask, flag_fields, seen_ordinals = (
+            pending.partial
         )
-        prediction["short"] = _is_short(filter_mask, excluded_ordinals, case.k)
-        self._finish(case, prediction, of, source, producer, context, flag_fields)
+        excluded_ordinals = (
+            left_out_ordinals(pending, list_snapshot, context)
+            if list_snapshot is snapshot
+            else _left_out_of_previous(pending, list_snapshot, context, seen_ordinals)
+        )
+        prediction["short"] = _is_short(filter_mask, excluded_ordinals, pending.k)
+        self._complete_answer(
+            pending, prediction, list_snapshot, source, producer, context, flag_fields
+        )
 
-    def default(self, case: PendingAnswer, snapshot: Snapshot, context: RequestContext) -> None:
+    def answer_by_default(
+        self, pending: PendingAnswer, snapshot: Snapshot, context: RequestContext
+    ) -> None:
         """Answer with the table's defaults, which are the same for all users."""
-        case.reason = case.reason or MissReason.NOT_IN_GENERATION
-        seen_ordinals = frozenset(case.find_seen_ordinals(snapshot).tolist())
-        event_exclusions = self._newer_event_items(case, snapshot, Source.DEFAULT)
-        exclusions: Exclusions = (context.excluded(snapshot), seen_ordinals, *event_exclusions)
+        pending.reason = pending.reason or MissReason.NOT_IN_GENERATION
+        seen_ordinals = frozenset(pending.find_seen_ordinals(snapshot).tolist())
+        event_exclusions = self._newer_event_items(pending, snapshot, Source.DEFAULT)
+        exclusions: Exclusions = (
+            context.excluded_ordinals(snapshot),
+            seen_ordinals,
+            *event_exclusions,
+        )
         filter_mask = context.filter_mask(snapshot)
-        prediction = from_defaults(
+        prediction = prediction_from_defaults(
             snapshot,
-            case.table,
-            case.entity,
-            case.k,
+            pending.table,
+            pending.entity,
+            pending.k,
             exclusions,
             filter_mask,
             context.reranker(snapshot),
         )
         if filter_mask is not None:
-            prediction["short"] = _is_short(filter_mask, left_out(case, snapshot, context), case.k)
-        producer = "defaults" if case.table.name in snapshot.defaults else None
-        self._finish(case, prediction, snapshot, Source.DEFAULT, producer, context, {})
+            prediction["short"] = _is_short(
+                filter_mask, left_out_ordinals(pending, snapshot, context), pending.k
+            )
+        producer = "defaults" if pending.table.name in snapshot.defaults else None
+        self._complete_answer(pending, prediction, snapshot, Source.DEFAULT, producer, context, {})
 
     @staticmethod
-    def _newer_event_items(case: PendingAnswer, snapshot: Snapshot, source: Source) -> Exclusions:
+    def _newer_event_items(
+        pending: PendingAnswer, snapshot: Snapshot, source: Source
+    ) -> Exclusions:
         """Return the items of newer events, for a list that was made without them."""
-        if case.counted_events is None or case.table.kind != "topk" or _counts(case, source):
+        if (
+            pending.counted_events is None
+            or pending.table.kind != "topk"
+            or _counts_newer_events(pending, source)
+        ):
             return ()
-        return (frozenset(snapshot.numbers_of(case.counted_events.items).tolist()),)
+        return (frozenset(snapshot.numbers_of(pending.counted_events.items).tolist()),)
 
-    def _finish(
+    def _complete_answer(
         self,
-        case: PendingAnswer,
+        pending: PendingAnswer,
         prediction: Prediction,
         snapshot: Snapshot,
         source: Source,
@@ -244,58 +272,66 @@ class AnswerBuilder:
         context: RequestContext,
         flag_fields: Mapping[str, bool],
     ) -> None:
-        table = case.table.name
+        table = pending.table.name
         # Of a history that only kept items out of a list of the night, nothing was used to compute.
-        is_used = (case.counted_events is None or case.counted_events.counts_sent) and (
-            producer == "live" or case.live_reason == LiveReason.NO_USABLE_INPUT
-        )
+        is_history_used = (
+            pending.counted_events is None or pending.counted_events.counts_sent
+        ) and (producer == "live" or pending.live_reason == LiveReason.NO_USABLE_INPUT)
         dropped_count = 0
-        if is_used:
-            by_live = case.unknown_id_count if source is Source.LIVE else None
+        if is_history_used:
+            unknown_by_live = pending.unknown_id_count if source is Source.LIVE else None
             dropped_count = (
-                case.history_in(snapshot).unknown_id_count if by_live is None else by_live
+                pending.history_in(snapshot).unknown_id_count
+                if unknown_by_live is None
+                else unknown_by_live
             )
-        if (counted_events := case.counted_events) is not None:
-            if counted_events.is_approximate or not _counts(case, source):
+        if (counted_events := pending.counted_events) is not None:
+            if counted_events.is_approximate or not _counts_newer_events(pending, source):
                 flag_fields = {"approximate": True, **flag_fields}
-            if case.reason is not None and case.reason.traits.is_nowhere and not case.is_settled:
-                case.reason = MissReason.NEWER_EVENTS
-        reason = None if case.reason is None else case.reason.public
-        case.answer = complete(
-            prediction, snapshot, table, case.entity, source, producer, self._clock(),
-            reason=reason, live=case.live_reason, dropped_history=dropped_count or None,
-            reranked=context.reranked(snapshot), near=case.near if source is Source.LIVE else None,
+            if (
+                pending.reason is not None
+                and pending.reason.traits.is_nowhere
+                and not pending.is_settled
+            ):
+                pending.reason = MissReason.NEWER_EVENTS
+        reason = None if pending.reason is None else pending.reason.public
+        pending.answer = complete_answer(
+            prediction, snapshot, table, pending.entity, source, producer, self._clock(),
+            reason=reason, live=pending.live_reason, dropped_history=dropped_count or None,
+            reranked=context.reranking_names(snapshot), near=pending.near if source is Source.LIVE else None,
             events=counted_events and counted_events.events, as_of=counted_events and counted_events.as_of,
             **flag_fields,
         )  # fmt: skip
         if not context.is_part:
-            self._observe(case, snapshot, source, context)
-        elif source is Source.L2 and case.record_key.position >= 0:
-            self._watch.note_read(snapshot.generation, table, (case.record_key.key,))
+            self._count_answer(pending, snapshot, source, context)
+        elif source is Source.L2 and pending.record_key.position >= 0:
+            self._observer.note_read(snapshot.generation, table, (pending.record_key.key,))
 
-    def _observe(
-        self, case: PendingAnswer, snapshot: Snapshot, source: Source, context: RequestContext
+    def _count_answer(
+        self, pending: PendingAnswer, snapshot: Snapshot, source: Source, context: RequestContext
     ) -> None:
         """Count the answer by source and reason."""
-        table = case.table.name
-        if case.counted_events is not None:
+        table = pending.table.name
+        if pending.counted_events is not None:
             self._metrics.changed_answers.answers[table] += 1
         self._metrics.answered(table, source, self._timer() - context.started)
         if source not in STORED_SOURCES:
-            key, reason = case.record_key.key, case.reason
-            counted_reason = self._watch.classify_miss(snapshot.generation, table, key, reason)
+            entity_key, reason = pending.record_key.key, pending.reason
+            counted_reason = self._observer.classify_miss(
+                snapshot.generation, table, entity_key, reason
+            )
             self._metrics.missed(table, counted_reason)
         elif source is Source.L2:
-            self._watch.count_read(
-                snapshot.generation, table, case.record_key.key, case.record_key.position >= 0
+            self._observer.count_read(
+                snapshot.generation, table, pending.record_key.key, pending.record_key.position >= 0
             )
-        if case.is_cold:
-            for note in self._watch.on_cold:
-                note((table, case.entity.raw or b""))
+        if pending.is_cold:
+            for on_cold_id in self._observer.on_cold:
+                on_cold_id((table, pending.entity.raw or b""))
 
-    def _note(
+    def _offer_to_sampler(
         self,
-        case: PendingAnswer,
+        pending: PendingAnswer,
         snapshot: Snapshot,
         source: Source,
         producer: str,
@@ -306,63 +342,79 @@ class AnswerBuilder:
 
         Reused near answers have a measure of their own.
         """
-        is_near = case.near is not None and source is Source.LIVE
-        has_new = bool(case.new_items) and (source is Source.LIVE or case.names_new_items)
-        if context.options.is_reshaped or is_near or has_new or case.counted_events is not None:
+        is_near = pending.near is not None and source is Source.LIVE
+        has_new_items = bool(pending.new_items) and (
+            source is Source.LIVE or pending.names_new_items
+        )
+        if (
+            context.options.is_reshaped
+            or is_near
+            or has_new_items
+            or pending.counted_events is not None
+        ):
             return
-        sampler = self._watch.sampler
+        sampler = self._observer.sampler
         sampler.countdown -= 1
         if sampler.countdown >= 0:
             return
         sampler.draw_indices(1)
-        raw = case.entity.raw
-        if raw is not None:
-            sent_input = case.live_input if producer == "live" and case.entity.has_input else None
+        entity_id = pending.entity.raw
+        if entity_id is not None:
+            sent_input = (
+                pending.live_input if producer == "live" and pending.entity.has_input else None
+            )
             sampler.put(AnswerSample(
-                snapshot.generation, case.table.name, raw, source, producer, self._clock(),
-                fields=case.answer, caller_input=sent_input, exclusions=exclusions,
+                snapshot.generation, pending.table.name, entity_id, source, producer, self._clock(),
+                fields=pending.answer, caller_input=sent_input, exclusions=exclusions,
             ))  # fmt: skip
 
 
-def _counts(case: PendingAnswer, source: Source) -> bool:
+def _counts_newer_events(pending: PendingAnswer, source: Source) -> bool:
     """True if the answer was computed from the newer events that the entity counts."""
-    return not case.is_settled and source not in FALLBACKS
+    return not pending.is_settled and source not in FALLBACK_SOURCES
 
 
-def left_out(case: PendingAnswer, snapshot: Snapshot, context: RequestContext) -> NDArray[np.int64]:
+def left_out_ordinals(
+    pending: PendingAnswer, snapshot: Snapshot, context: RequestContext
+) -> NDArray[np.int64]:
     """Return the ordinals int64 that a list leaves out, the user's history included."""
     excluded_ordinals = (
-        context.excluded(snapshot) | case.history_in(snapshot).item_numbers | snapshot.blocked
+        context.excluded_ordinals(snapshot)
+        | pending.history_in(snapshot).item_numbers
+        | snapshot.blocked
     )
-    if (own_ordinal := case.own_ordinal) is not None:  # no item is similar to itself
+    if (own_ordinal := pending.own_ordinal) is not None:  # no item is similar to itself
         excluded_ordinals |= {own_ordinal}
-    if case.counted_events is not None:
-        excluded_ordinals |= frozenset(snapshot.numbers_of(case.counted_events.items).tolist())
+    if pending.counted_events is not None:
+        excluded_ordinals |= frozenset(snapshot.numbers_of(pending.counted_events.items).tolist())
     if snapshot.new_items:  # those that this answer does not name
-        named = snapshot.items.count + len(case.new_items)
-        excluded_ordinals |= frozenset(range(named, snapshot.numbered))
+        nameable_count = snapshot.items.count + len(pending.new_items)
+        excluded_ordinals |= frozenset(range(nameable_count, snapshot.nameable_item_count))
     ordinals = np.concatenate(
-        [np.array(sorted(excluded_ordinals), np.int64), case.find_seen_ordinals(snapshot)]
+        [np.array(sorted(excluded_ordinals), np.int64), pending.find_seen_ordinals(snapshot)]
     )
     return ordinals[ordinals >= 0]  # of what is excluded some may be no items
 
 
-def _left_out_before(
-    case: PendingAnswer, previous: Snapshot, context: RequestContext, seen_ordinals: frozenset[int]
+def _left_out_of_previous(
+    pending: PendingAnswer,
+    previous: Snapshot,
+    context: RequestContext,
+    seen_ordinals: frozenset[int],
 ) -> NDArray[np.int64]:
     """Return the ordinals int64 that a list of the previous generation leaves out, `seen_ordinals` included."""
     excluded_ordinals = (
-        context.excluded(previous)
-        | case.history_in(previous).item_numbers
+        context.excluded_ordinals(previous)
+        | pending.history_in(previous).item_numbers
         | previous.blocked
         | seen_ordinals
     )
-    if case.table.entity == "item" and case.entity.raw is not None:
-        excluded_ordinals |= frozenset(previous.numbers_of((case.entity.raw,)).tolist())
-    if case.counted_events is not None:
-        excluded_ordinals |= frozenset(previous.numbers_of(case.counted_events.items).tolist())
+    if pending.table.entity == "item" and pending.entity.raw is not None:
+        excluded_ordinals |= frozenset(previous.numbers_of((pending.entity.raw,)).tolist())
+    if pending.counted_events is not None:
+        excluded_ordinals |= frozenset(previous.numbers_of(pending.counted_events.items).tolist())
     excluded_ordinals |= frozenset(
-        range(previous.items.count, previous.numbered)
+        range(previous.items.count, previous.nameable_item_count)
     )  # it names no new item
     return np.array([ordinal for ordinal in sorted(excluded_ordinals) if ordinal >= 0], np.int64)
 

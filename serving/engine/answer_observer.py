@@ -17,14 +17,14 @@ from serving.metrics.collectors import L1Misses
 EntityName = tuple[str, bytes]
 """Table and id of an entity."""
 
-RECENT = 4_096
+RECENT_NAMES_MAX = 4_096
 """Entities remembered, with repetitions."""
 _REPORT_BOUNDARY: EntityName = ("", b"")
 
 SAMPLE_QUEUE_MAX = 256
 """Picks that may wait; each holds its own answer of some hundred bytes to a few kilobytes."""
 
-SAMPLE_QUEUE_BYTES = 4 << 20
+SAMPLE_QUEUE_BYTES_MAX = 4 << 20
 """Bytes that waiting picks may hold in all: one that was computed from a history of 10,000 ids holds them, too."""
 
 _OBJECT_BYTES = 64
@@ -38,34 +38,38 @@ class RecentNames(deque[EntityName]):
     """
 
     def __init__(self) -> None:
-        super().__init__(maxlen=RECENT)
+        super().__init__(maxlen=RECENT_NAMES_MAX)
         self.flush_pending: Callable[[], None] = lambda: None
-        self._batches: deque[tuple[str, Sequence[bytes]]] = deque()
-        self._waiting = 0
+        self._tables_and_ids: deque[tuple[str, Sequence[bytes]]] = deque()
+        self._batched_id_count = 0
 
-    def add(self, table: str, raws: Sequence[bytes]) -> None:
+    def add(self, table: str, raw_ids: Sequence[bytes]) -> None:
         """Add ids of one table at once, as a batch that is unpacked only when it is read."""
-        self._batches.append((table, raws))
-        self._waiting += len(raws)
-        while self._waiting - len(self._batches[0][1]) >= RECENT:
-            self._waiting -= len(self._batches.popleft()[1])
+        self._tables_and_ids.append((table, raw_ids))
+        self._batched_id_count += len(raw_ids)
+        while self._batched_id_count - len(self._tables_and_ids[0][1]) >= RECENT_NAMES_MAX:
+            self._batched_id_count -= len(self._tables_and_ids.popleft()[1])
 
-    def names(self) -> Sequence[EntityName]:
+    def all_names(self) -> Sequence[EntityName]:
         """Return all entities that are remembered."""
         self.flush_pending()
-        for table, raws in self._batches:
-            self.extend(zip(repeat(table), raws))
-        self._batches.clear()
-        self._waiting = 0
+        for table, raw_ids in self._tables_and_ids:
+            self.extend(zip(repeat(table), raw_ids))
+        self._tables_and_ids.clear()
+        self._batched_id_count = 0
         return self
 
     def take_new(self) -> list[EntityName]:
         """Return the entities added since the last call, as far as they are still remembered."""
-        names = list(self.names())
-        last = names[::-1].index(_REPORT_BOUNDARY) if _REPORT_BOUNDARY in names else len(names)
-        if last:
+        entity_names = list(self.all_names())
+        new_count = (
+            entity_names[::-1].index(_REPORT_BOUNDARY)
+            if _REPORT_BOUNDARY in entity_names
+            else len(entity_names)
+        )
+        if new_count:
             self.append(_REPORT_BOUNDARY)
-        return names[len(names) - last :]
+        return entity_names[len(entity_names) - new_count :]
 
 
 class AnswerSample(NamedTuple):
@@ -93,17 +97,22 @@ class AnswerSample(NamedTuple):
     def size_bytes(self) -> int:
         """Bytes that the pick keeps in memory, about."""
         sent_input = self.caller_input or LiveInput()
-        texts = (self.raw, self.record, self.body, *(sent_input.history or ()))
-        lists = (texts, *self.exclusions, *_values(self.fields), *_values(sent_input.features))
+        byte_texts = (self.raw, self.record, self.body, *(sent_input.history or ()))
+        sampled_parts = (
+            byte_texts,
+            *self.exclusions,
+            *_values_of(self.fields),
+            *_values_of(sent_input.features),
+        )
         object_count = sum(
             len(sampled_value) if hasattr(sampled_value, "__len__") else 1
-            for sampled_value in lists
+            for sampled_value in sampled_parts
         )
-        return sum(map(len, texts)) + _OBJECT_BYTES * object_count
+        return sum(map(len, byte_texts)) + _OBJECT_BYTES * object_count
 
 
-def _values(of: Mapping[str, Any] | None) -> Iterable[Any]:
-    return () if of is None else of.values()
+def _values_of(value_by_name: Mapping[str, Any] | None) -> Iterable[Any]:
+    return () if value_by_name is None else value_by_name.values()
 
 
 class AnswerSampler:
@@ -119,24 +128,24 @@ class AnswerSampler:
         self.dropped_count = 0
         self.countdown = 0
         self._queue: deque[tuple[AnswerSample, int]] = deque()
-        self._size_bytes = 0
+        self._queue_bytes = 0
         self._rng = rng or random.Random()
-        chance = min(per_mille / 1000, 1.0)
-        self._log = math.log1p(-chance) if chance < 1 else -math.inf
-        self.countdown = self._gap()
+        sample_chance = min(per_mille / 1000, 1.0)
+        self._log_of_skip_chance = math.log1p(-sample_chance) if sample_chance < 1 else -math.inf
+        self.countdown = self._draw_gap()
 
     def draw_indices(self, count: int) -> list[int]:
         """Places of the picks among the last `count` answers, counted from 0; draws how many come before the next."""
-        at, sample_indexes = count + self.countdown, []
-        while at < count:
-            sample_indexes.append(at)
-            at += 1 + self._gap()
-        self.countdown = at - count
+        sample_index, sample_indexes = count + self.countdown, []
+        while sample_index < count:
+            sample_indexes.append(sample_index)
+            sample_index += 1 + self._draw_gap()
+        self.countdown = sample_index - count
         return sample_indexes
 
     def has_room(self) -> bool:
         """Returns whether one more pick may wait; if not, that one is counted as dropped, and need not be made."""
-        if len(self._queue) < SAMPLE_QUEUE_MAX and self._size_bytes < SAMPLE_QUEUE_BYTES:
+        if len(self._queue) < SAMPLE_QUEUE_MAX and self._queue_bytes < SAMPLE_QUEUE_BYTES_MAX:
             return True
         self.dropped_count += 1
         return False
@@ -145,36 +154,38 @@ class AnswerSampler:
         """Queues a pick; dropped and counted when too many wait."""
         if self.has_room():
             self.sampled_count += 1
-            self._queue.append((sample, size := sample.size_bytes))
-            self._size_bytes += size
+            self._queue.append((sample, size_bytes := sample.size_bytes))
+            self._queue_bytes += size_bytes
 
     def next(self) -> AnswerSample | None:
         """Takes out the oldest pick; None if none waits."""
         if not self._queue:
             return None
-        sample, size = self._queue.popleft()
-        self._size_bytes -= size
+        sample, size_bytes = self._queue.popleft()
+        self._queue_bytes -= size_bytes
         return sample
 
     def clear(self) -> None:
         """Drops all picks that wait."""
         self._queue.clear()
-        self._size_bytes = 0
+        self._queue_bytes = 0
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def _gap(self) -> int:
-        if not self._log:
+    def _draw_gap(self) -> int:
+        if not self._log_of_skip_chance:
             return sys.maxsize
         # In (0, 1], whose logarithm is finite.
-        return int(math.log(1.0 - self._rng.random()) / self._log)
+        return int(math.log(1.0 - self._rng.random()) / self._log_of_skip_chance)
 
 
 class AnswerObserver:
     """Observer of answers, for the event loop of one process only: reasons of misses, and hooks for other observers."""
 
-    def __init__(self, l1_misses: L1Misses, absences: EvictionHistory | None = None) -> None:
+    def __init__(
+        self, l1_misses: L1Misses, eviction_history: EvictionHistory | None = None
+    ) -> None:
         self.sampler = AnswerSampler(0)
         """Sampler whose samples a feature takes out; this one samples nothing."""
         self.on_read: list[Callable[[str, str, Sequence[int | bytes]], None]] = []
@@ -182,7 +193,7 @@ class AnswerObserver:
         self.on_cold: list[Callable[[EntityName], object]] = []
         """Called with an id that was asked for and that the night does not know."""
         self._l1_misses = l1_misses
-        self._eviction_history = absences or EvictionHistory(slots=2)
+        self._eviction_history = eviction_history or EvictionHistory(slots=2)
 
     def classify_miss(
         self, generation: str, table: str, key: int | bytes, reason: MissReason | None
@@ -200,16 +211,16 @@ class AnswerObserver:
         """Counts one entity that Redis answered, so L1 did not; `is_known` to the night."""
         self._l1_misses.add(table, {self._eviction_history.find_reason(generation, table, key): 1})
         if is_known:
-            for note in self.on_read:
-                note(generation, table, (key,))
+            for on_read_hook in self.on_read:
+                on_read_hook(generation, table, (key,))
 
     def count_reads(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
         """Counts entities that Redis answered, so L1 did not; the night knows them all."""
         self._l1_misses.add(table, self._eviction_history.count(generation, table, keys))
-        for note in self.on_read:
-            note(generation, table, keys)
+        for on_read_hook in self.on_read:
+            on_read_hook(generation, table, keys)
 
     def note_read(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
         """Call `on_read` for entities that Redis answered; their misses are counted elsewhere."""
-        for note in self.on_read:
-            note(generation, table, keys)
+        for on_read_hook in self.on_read:
+            on_read_hook(generation, table, keys)

@@ -20,8 +20,10 @@ from serving.engine.micro_batcher import (
 )
 from serving.requests.reasons import LiveReason
 
-_Prepare = Callable[[], Sequence[PreparedInput | InvalidInput | None]]
-_Predict = Callable[[Sequence[InferenceJob], Sequence[PreparedInput]], Sequence[ComputedRecord]]
+_PrepareInputs = Callable[[], Sequence[PreparedInput | InvalidInput | None]]
+_PredictRecords = Callable[
+    [Sequence[InferenceJob], Sequence[PreparedInput]], Sequence[ComputedRecord]
+]
 
 
 class BatchInference:
@@ -39,8 +41,8 @@ class BatchInference:
         if jobs[0].newer_input is not None:
             assert self.compute_newer is not None  # noqa: S101 - set by the feature that made the input
             return self.compute_newer(jobs, int(self._clock()))
-        if jobs[0].new.items:
-            return with_new_items(jobs, int(self._clock()))
+        if jobs[0].eligible_new_items.items:
+            return compute_with_new_items(jobs, int(self._clock()))
         return compute(jobs, reuse=self.reuse, clock=self._clock)
 
 
@@ -71,13 +73,13 @@ def compute(
     if reuse is not None and reuse.covers(snapshot, table):
         return run_in_halves(
             jobs,
-            lambda: _prepared(predictor, jobs),
+            lambda: _prepare_inputs(predictor, jobs),
             lambda batch_jobs, batch: reuse.compute(batch_jobs, batch, scored_at),
         )
-    return run_in_halves(jobs, lambda: _prepared(predictor, jobs), predict)
+    return run_in_halves(jobs, lambda: _prepare_inputs(predictor, jobs), predict)
 
 
-def with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list[InferenceOutcome]:
+def compute_with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list[InferenceOutcome]:
     """Runs one inference for jobs whose lists may name new items; each comes with the list without them as well."""
     snapshot, table = jobs[0].snapshot, jobs[0].table
     predictor = snapshot.predictor
@@ -87,28 +89,34 @@ def with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list[Inferen
     def predict(
         batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
     ) -> Sequence[ComputedRecord]:
-        search, vectors = predictor.search(table), predictor.vectors(batch)
-        metric, layout = search.searcher.metric, snapshot.manifest.tables[table].layout
-        night_lists = search.lists(batch, vectors, snapshot.blocked_ordinals)
+        list_search, vectors = predictor.search(table), predictor.vectors(batch)
+        metric, layout = list_search.searcher.metric, snapshot.manifest.tables[table].layout
+        night_lists = list_search.lists(batch, vectors, snapshot.blocked_ordinals)
         records_without_new = predictor.lists(
-            table, night_lists, [job.new.own_print for job in batch_jobs], scored_at
+            table, night_lists, [job.eligible_new_items.own_print for job in batch_jobs], scored_at
         )
-        merged = merged_lists(night_lists, vectors, [job.new for job in batch_jobs], metric, layout)
-        records = predictor.lists(table, merged, [job.fingerprint for job in batch_jobs], scored_at)
+        merged_night_lists = merged_lists(
+            night_lists, vectors, [job.eligible_new_items for job in batch_jobs], metric, layout
+        )
+        records = predictor.lists(
+            table, merged_night_lists, [job.fingerprint for job in batch_jobs], scored_at
+        )
         predicted_rows = zip(records, batch, records_without_new, strict=True)
         return [
-            ComputedRecord(record, prepared.unknown_id_count, record_without_new_items=without)
-            for record, prepared, without in predicted_rows
+            ComputedRecord(
+                record, prepared.unknown_id_count, record_without_new_items=record_without_new
+            )
+            for record, prepared, record_without_new in predicted_rows
         ]
 
-    return run_in_halves(jobs, lambda: _prepared(predictor, jobs), predict)
+    return run_in_halves(jobs, lambda: _prepare_inputs(predictor, jobs), predict)
 
 
-def _prepared(
+def _prepare_inputs(
     predictor: Predictor, jobs: Sequence[InferenceJob]
 ) -> Sequence[PreparedInput | InvalidInput | None]:
     """Prepare callers' inputs; lists also leave out the users' past items known to the night."""
-    prepared_inputs = predictor.prepare_all(jobs[0].table, [job.source for job in jobs])
+    prepared_inputs = predictor.prepare_all(jobs[0].table, [job.live_input for job in jobs])
     return [
         replace(prepared, excluded=np.union1d(prepared.excluded, job.seen_ordinals))
         if isinstance(prepared, PreparedInput) and len(job.seen_ordinals)
@@ -118,7 +126,7 @@ def _prepared(
 
 
 def run_in_halves(
-    jobs: Sequence[InferenceJob], prepare: _Prepare, predict: _Predict
+    jobs: Sequence[InferenceJob], prepare: _PrepareInputs, predict: _PredictRecords
 ) -> list[InferenceOutcome]:
     """Return the outcomes of jobs whose inputs are prepared, and predicted from, together.
 
@@ -129,26 +137,29 @@ def run_in_halves(
         prepared_inputs = prepare()
     except Exception as error:  # the model is a guest: whatever it raises, the ladder goes on
         return [without_frames(error)] * len(jobs)
-    ready: list[tuple[int, PreparedInput]] = []
+    indexed_inputs: list[tuple[int, PreparedInput]] = []
     for job_index, prepared in enumerate(prepared_inputs):
         if isinstance(prepared, PreparedInput):
-            ready.append((job_index, prepared))
+            indexed_inputs.append((job_index, prepared))
         elif prepared is not None:
             outcomes[job_index] = prepared
-    remaining_parts = [ready] if ready else []
-    while remaining_parts:
-        part = remaining_parts.pop()
+    remaining_runs = [indexed_inputs] if indexed_inputs else []
+    while remaining_runs:
+        input_run = remaining_runs.pop()
         try:
-            computed = predict(
-                [jobs[job_index] for job_index, _ in part],
-                [prepared_input for _, prepared_input in part],
+            computed_records = predict(
+                [jobs[job_index] for job_index, _ in input_run],
+                [prepared_input for _, prepared_input in input_run],
             )
         except Exception as error:
-            if len(part) == 1:
-                outcomes[part[0][0]] = without_frames(error)
+            if len(input_run) == 1:
+                outcomes[input_run[0][0]] = without_frames(error)
             else:
-                remaining_parts += [part[len(part) // 2 :], part[: len(part) // 2]]
+                remaining_runs += [
+                    input_run[len(input_run) // 2 :],
+                    input_run[: len(input_run) // 2],
+                ]
             continue
-        for (job_index, _), job_result in zip(part, computed, strict=True):
+        for (job_index, _), job_result in zip(input_run, computed_records, strict=True):
             outcomes[job_index] = job_result
     return outcomes

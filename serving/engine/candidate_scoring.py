@@ -33,7 +33,7 @@ async def rank_candidates(
 
     Candidates without a score are listed by reason: `unknown`, `blocked`, `excluded` (the sent history), `filtered`.
     """
-    served = served.pinned(score_request.options.generation)
+    served = served.pin_generation(score_request.options.generation)
     request_options, shaper = score_request.options, ladder.shaper
     deadline = started + request_options.deadline_s
     filter_mask = await shaper.filter_mask(served.live, request_options, deadline)
@@ -41,28 +41,28 @@ async def rank_candidates(
     if not await _can_shape(shaper, served.previous, request_options, deadline):
         served = replace(served, previous=None)  # it cannot answer this, and the live one can
     table = user_vector_table(served.live)
-    user = score_request.user.of_table(table.name)
+    user = score_request.user.with_table(table.name)
     lookup_options = replace(
         request_options, fresh=request_options.fresh or user.has_input, filter=None, rerank=None
     )
     answer = (await ladder.lookup(served, LookupRequest((user,), lookup_options), started))[0]
     snapshot = served.find(answer["generation"]) or served.live
-    vector = answer.pop("vector")
+    user_vector = answer.pop("vector")
     if snapshot is not served.live:
         filter_mask = await shaper.filter_mask(snapshot, request_options, deadline)
         reranker = await shaper.reranker(snapshot, request_options, deadline)
-    ordinals, named = _sorted_out(snapshot, score_request, filter_mask)
+    ordinals, ids_by_reason = _sort_out_candidates(snapshot, score_request, filter_mask)
     answer |= {"items": [], "scores": []}
-    if vector is not None and ordinals:
+    if user_vector is not None and ordinals:
         layout = snapshot.manifest.tables[table.name].layout
-        answer |= _ranked(
-            snapshot, layout, vector, np.array(ordinals, np.int64), request_options.k, reranker
+        answer |= _rank_ordinals(
+            snapshot, layout, user_vector, np.array(ordinals, np.int64), request_options.k, reranker
         )
         if request_options.rerank is not None:
             answer["reranked"] = request_options.rerank.named
     elif ordinals:
-        named["unscored"] = snapshot.items.ids_of(np.array(ordinals, np.uint32))
-    return answer | named
+        ids_by_reason["unscored"] = snapshot.items.ids_of(np.array(ordinals, np.uint32))
+    return answer | ids_by_reason
 
 
 async def _can_shape(
@@ -78,7 +78,7 @@ async def _can_shape(
     return True
 
 
-def _ranked(
+def _rank_ordinals(
     snapshot: Snapshot,
     layout: Layout,
     vector: NDArray[np.float32],
@@ -103,44 +103,48 @@ def _ranked(
 
 
 def score_tolerance(
-    layout: Layout, vector: NDArray[np.float32], items: NDArray[np.float32], metric: Metric
+    layout: Layout, vector: NDArray[np.float32], item_vectors: NDArray[np.float32], metric: Metric
 ) -> float:
     """Return the largest change that rounding the vector to its layout can have made to any of these scores."""
     if layout.precision == "f4":
         return 0.0
-    size = np.abs(vector)
+    magnitudes = np.abs(vector)
     # Half a unit in the last place of a float16 (11 bits), or half a step of the int8 scale.
-    step = size * 2.0**-11 if layout.precision == "f2" else np.full_like(size, size.max() / 254)
-    moved = np.abs(items) @ step
+    rounding_steps = (
+        magnitudes * 2.0**-11
+        if layout.precision == "f2"
+        else np.full_like(magnitudes, magnitudes.max() / 254)
+    )
+    score_changes = np.abs(item_vectors) @ rounding_steps
     if metric == "cosine":
         # The vector's own length is off by as much again.
-        lengths = np.linalg.norm(items, axis=1) * np.linalg.norm(vector)
-        moved = 2 * moved / np.where(lengths == 0, 1, lengths)
-    return float(moved.max(initial=0))
+        length_products = np.linalg.norm(item_vectors, axis=1) * np.linalg.norm(vector)
+        score_changes = 2 * score_changes / np.where(length_products == 0, 1, length_products)
+    return float(score_changes.max(initial=0))
 
 
-def _sorted_out(
+def _sort_out_candidates(
     snapshot: Snapshot, score_request: ScoreRequest, filter_mask: FilterMask | None
 ) -> tuple[list[int], dict[str, list[str]]]:
-    history = history_in(snapshot, score_request.user.history).item_numbers
-    ordinals: dict[int, None] = {}
-    named: dict[str, list[str]] = {"unknown": [], "blocked": [], "excluded": []}
+    history_numbers = history_in(snapshot, score_request.user.history).item_numbers
+    ranked_ordinals: dict[int, None] = {}
+    ids_by_reason: dict[str, list[str]] = {"unknown": [], "blocked": [], "excluded": []}
     candidate_ordinals = snapshot.items.ordinals_of(score_request.items)
-    are_passing = [True] * len(candidate_ordinals)
+    passing_flags = [True] * len(candidate_ordinals)
     if filter_mask is not None:
-        named["filtered"] = []
-        are_passing = filter_mask.among(np.maximum(candidate_ordinals, 0)).tolist()
-    for raw, ordinal, is_wanted in zip(
-        score_request.items, candidate_ordinals.tolist(), are_passing, strict=True
+        ids_by_reason["filtered"] = []
+        passing_flags = filter_mask.among(np.maximum(candidate_ordinals, 0)).tolist()
+    for candidate_id, ordinal, is_passing in zip(
+        score_request.items, candidate_ordinals.tolist(), passing_flags, strict=True
     ):
         if ordinal < 0:
-            named["unknown"].append(raw.decode())
+            ids_by_reason["unknown"].append(candidate_id.decode())
         elif ordinal in snapshot.blocked:
-            named["blocked"].append(raw.decode())
-        elif ordinal in history:
-            named["excluded"].append(raw.decode())
-        elif not is_wanted:
-            named["filtered"].append(raw.decode())
+            ids_by_reason["blocked"].append(candidate_id.decode())
+        elif ordinal in history_numbers:
+            ids_by_reason["excluded"].append(candidate_id.decode())
+        elif not is_passing:
+            ids_by_reason["filtered"].append(candidate_id.decode())
         else:
-            ordinals[ordinal] = None
-    return list(ordinals), named
+            ranked_ordinals[ordinal] = None
+    return list(ranked_ordinals), ids_by_reason

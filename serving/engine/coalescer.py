@@ -17,7 +17,7 @@ from cache.model.filter_mask import FilterMask
 from cache.tiers.reads import ReadResult, RecordKey, RecordKeys, Rows
 from serving.engine.answer_observer import AnswerSample
 from serving.engine.batch_lookup import BatchLookups, BatchRequest, read_result_at
-from serving.engine.entity import PendingAnswer, build_plain_pending
+from serving.engine.entity import PendingAnswer, build_plain_pending_answer
 from serving.engine.rendering.json_answers import answer_texts
 from serving.engine.service import LookupService
 from serving.generations.served_set import ServedGenerations
@@ -69,16 +69,18 @@ class SingleRequest(NamedTuple):
         """The request as the ladder has it."""
         single_lookup = self.lookup
         entity = RequestedEntity(single_lookup.table, single_lookup.id, single_lookup.raw, "id")
-        return build_plain_pending(self.served.live, self.table, self.k, self.record_key, entity)
+        return build_plain_pending_answer(
+            self.served.live, self.table, self.k, self.record_key, entity
+        )
 
 
 class _GroupMember(NamedTuple):
-    get: SingleRequest
-    result: asyncio.Future[GroupResult]
+    single_request: SingleRequest
+    result_future: asyncio.Future[GroupResult]
 
     def resolve(self, group_result: GroupResult) -> None:
-        if not self.result.done():
-            self.result.set_result(group_result)
+        if not self.result_future.done():
+            self.result_future.set_result(group_result)
 
 
 class GetCoalescer:
@@ -91,150 +93,178 @@ class GetCoalescer:
         self._batches = batches
         self._clock = clock
         self._members_by_key: dict[tuple[int, str, int], list[_GroupMember]] = {}
-        self._is_open, self._l2_due_at = False, 0.0
-        self._arrivals = self._previous_arrivals = self._iterations = self._expected = 0
+        self._is_iteration_open, self._l2_due_at = False, 0.0
+        self._arrival_count = self._previous_arrival_count = self._iteration_count = (
+            self._expected_arrivals
+        ) = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def has_time(self, get: SingleRequest) -> bool:
+    def has_time_for_l2(self, single_request: SingleRequest) -> bool:
         """Returns whether a read of L2 that begins in this turn needs no clock but L2's own for the request."""
-        if not self._is_open:  # else told by the first request of the turn
+        if not self._is_iteration_open:  # else told by the first request of the turn
             self._l2_due_at = self._service.timer() + self._service.l2_bound_s()
-        return get.started + get.options.deadline_s >= self._l2_due_at
+        return single_request.started + single_request.options.deadline_s >= self._l2_due_at
 
-    def _has_time_for_all(self, members: list[_GroupMember]) -> bool:
+    def _has_time_for_group(self, members: list[_GroupMember]) -> bool:
         l2_ends_at = self._service.timer() + self._service.l2_bound_s()
-        return min([get.started + get.options.deadline_s for get, _ in members]) >= l2_ends_at
+        return (
+            min(
+                [
+                    single_request.started + single_request.options.deadline_s
+                    for single_request, _ in members
+                ]
+            )
+            >= l2_ends_at
+        )
 
     def note_arrival(self) -> bool:
         """Count a request; return True if recent iterations were busy enough for grouping to save time."""
-        if not self._is_open:
+        if not self._is_iteration_open:
             # Runs after every callback that is ready now, so whoever asks in this turn comes along.
-            asyncio.get_running_loop().call_soon(self._flush)
-            self._is_open = True
-        self._arrivals += 1
+            asyncio.get_running_loop().call_soon(self._start_groups)
+            self._is_iteration_open = True
+        self._arrival_count += 1
         return self.is_busy
 
     @property
     def is_busy(self) -> bool:
         """True if recent iterations had enough requests for a group; counts nothing."""
-        return self._expected >= GROUP_SIZE_MIN
+        return self._expected_arrivals >= GROUP_SIZE_MIN
 
-    def join(self, get: SingleRequest) -> asyncio.Future[GroupResult]:
+    def join(self, single_request: SingleRequest) -> asyncio.Future[GroupResult]:
         """Returns the future result of a request that is counted and has the time that L2 may take."""
         result_future: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
-        key = get.served.live.stamp, get.lookup.table, get.k
-        members = self._members_by_key.setdefault(key, [])
-        members.append(_GroupMember(get, result_future))
+        group_key = single_request.served.live.stamp, single_request.lookup.table, single_request.k
+        members = self._members_by_key.setdefault(group_key, [])
+        members.append(_GroupMember(single_request, result_future))
         if len(members) == GROUP_SIZE_MAX:
-            self._start(self._members_by_key.pop(key))
+            self._start_group(self._members_by_key.pop(group_key))
         return result_future
 
-    def _flush(self) -> None:
-        self._iterations += 1
-        if self._arrivals > self._previous_arrivals and self._iterations < ITERATIONS_MAX:
-            self._previous_arrivals = self._arrivals
-            asyncio.get_running_loop().call_soon(self._flush)  # whoever comes next comes along, too
+    def _start_groups(self) -> None:
+        self._iteration_count += 1
+        if (
+            self._arrival_count > self._previous_arrival_count
+            and self._iteration_count < ITERATIONS_MAX
+        ):
+            self._previous_arrival_count = self._arrival_count
+            asyncio.get_running_loop().call_soon(
+                self._start_groups
+            )  # whoever comes next comes along, too
             return
         members_by_key, self._members_by_key = self._members_by_key, {}
         # Callers come in waves: a small one between large ones says little.
-        self._expected, self._is_open = max(self._arrivals, self._expected // 2), False
-        self._arrivals = self._previous_arrivals = self._iterations = 0
+        self._expected_arrivals, self._is_iteration_open = (
+            max(self._arrival_count, self._expected_arrivals // 2),
+            False,
+        )
+        self._arrival_count = self._previous_arrival_count = self._iteration_count = 0
         for members in members_by_key.values():
-            self._start(members)
+            self._start_group(members)
 
-    def _start(self, members: list[_GroupMember]) -> None:
+    def _start_group(self, members: list[_GroupMember]) -> None:
         if len(members) < GROUP_SIZE_MIN:
-            _release(members)
+            _release_to_single_reads(members)
             return
-        task = asyncio.get_running_loop().create_task(self._answer(members))
+        task = asyncio.get_running_loop().create_task(self._answer_group(members))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, members: list[_GroupMember]) -> None:
+    async def _answer_group(self, members: list[_GroupMember]) -> None:
         try:
             # What was enough when each asked is not if much was sent since: no clock ends the reading of others.
-            if self._has_time_for_all(members):
+            if self._has_time_for_group(members):
                 await self._resolve_group(_group_lookup(members), members)
         except Exception:  # each goes on alone, and fails alone
             log.exception("answering together failed")
         finally:
-            _release(members)
+            _release_to_single_reads(members)
 
     async def _resolve_group(self, lookup: BatchRequest, members: list[_GroupMember]) -> None:
         record_keys = _build_record_keys(lookup, members)
-        read_rows, is_plain = await self._batches.read(lookup, record_keys)
-        for index in np.flatnonzero(~is_plain).tolist():
+        read_rows, plain_mask = await self._batches.read_rows(lookup, record_keys)
+        for index in np.flatnonzero(~plain_mask).tolist():
             members[index].resolve(read_result_at(read_rows, index))
-        if np.count_nonzero(is_plain):
-            self._resolve_plain(lookup, members, read_rows, is_plain)
+        if np.count_nonzero(plain_mask):
+            self._resolve_plain(lookup, members, read_rows, plain_mask)
 
     def _resolve_plain(
         self,
         lookup: BatchRequest,
         members: list[_GroupMember],
         read_rows: Rows,
-        is_plain: NDArray[np.bool_],
+        plain_mask: NDArray[np.bool_],
     ) -> None:
         live = lookup.served.live
-        plain_members = [members[index] for index in np.flatnonzero(is_plain).tolist()]
-        is_l2 = read_rows.is_l2[is_plain].tolist()
-        rows = (
+        plain_members = [members[index] for index in np.flatnonzero(plain_mask).tolist()]
+        l2_flags = read_rows.is_l2[plain_mask].tolist()
+        plain_rows = (
             read_rows.records
-            if len(plain_members) == len(is_plain)
-            else read_rows.records[is_plain]
+            if len(plain_members) == len(plain_mask)
+            else read_rows.records[plain_mask]
         )
         static_tail = self._batches.get_static_tail(live)
-        ends = static_tail.ends(static_tail.age(self._clock()))
-        by_tier = ends[Source.L1], ends[Source.L2]
-        bodies = answer_texts(
+        end_by_source = static_tail.end_by_tier(static_tail.age_json(self._clock()))
+        ends_by_tier = end_by_source[Source.L1], end_by_source[Source.L2]
+        answer_bodies = answer_texts(
             live,
             lookup.table,
-            [get.lookup.id for get, _ in plain_members],
-            rows,
+            [single_request.lookup.id for single_request, _ in plain_members],
+            plain_rows,
             lookup.k,
-            [by_tier[is_from_l2] for is_from_l2 in is_l2],
+            [ends_by_tier[is_from_l2] for is_from_l2 in l2_flags],
         )
-        now_s, watch = self._service.timer(), self._service.ladder.watch
-        sampler, read = watch.sampler, list[int | bytes]()
-        for at, (member, body, is_from_l2) in enumerate(
-            zip(plain_members, bodies, is_l2, strict=True)
+        now_s, observer = self._service.timer(), self._service.ladder.observer
+        sampler, read_keys = observer.sampler, list[int | bytes]()
+        for row_index, (member, answer_body, is_from_l2) in enumerate(
+            zip(plain_members, answer_bodies, l2_flags, strict=True)
         ):
-            if member.result.done():  # its caller has left
+            if member.result_future.done():  # its caller has left
                 continue
-            get, tier = member.get, STORED_SOURCES[is_from_l2]
-            name = get.lookup.table, get.lookup.raw
-            self._service.ladder.recent.append(name)
-            self._service.metrics.count_fast_answers(name[0], tier, now_s - get.started)
+            single_request, tier = member.single_request, STORED_SOURCES[is_from_l2]
+            entity_name = single_request.lookup.table, single_request.lookup.raw
+            self._service.ladder.recent_names.append(entity_name)
+            self._service.metrics.count_fast_answers(
+                entity_name[0], tier, now_s - single_request.started
+            )
             if not is_from_l2 and static_tail.stale is None:
-                start = body[: -len(ends[Source.L1])]
-                is_facet = get.table.is_facet
-                ready = static_tail.ready(
-                    start, name, get.request, get.events, by_attributes=is_facet
+                answer_start = answer_body[: -len(end_by_source[Source.L1])]
+                is_facet = single_request.table.is_facet
+                ready_answer = static_tail.build_ready_answer(
+                    answer_start,
+                    entity_name,
+                    single_request.request,
+                    single_request.events,
+                    depends_on_attributes=is_facet,
                 )
-                self._service.tiers.keep(live.view, get.record_key, ready)
-            member.result.set_result(body)
+                self._service.tiers.keep(live.view, single_request.record_key, ready_answer)
+            member.result_future.set_result(answer_body)
             if is_from_l2:
-                read.append(get.record_key.key)
+                read_keys.append(single_request.record_key.key)
             sampler.countdown -= 1
             if sampler.countdown < 0:
                 sampler.draw_indices(1)
-                record = rows[at].tobytes()
+                record = plain_rows[row_index].tobytes()
                 sampler.put(AnswerSample(
-                    live.generation, *name, tier, "batch", self._clock(), lookup.k, record
+                    live.generation, *entity_name, tier, "batch", self._clock(), lookup.k, record
                 ))  # fmt: skip
-        if read:
-            watch.count_reads(live.generation, lookup.table.name, read)
+        if read_keys:
+            observer.count_reads(live.generation, lookup.table.name, read_keys)
 
 
 def _group_lookup(members: Sequence[_GroupMember]) -> BatchRequest:
-    first = members[0].get
-    options = RequestOptions(min([get.options.deadline_s for get, _ in members]), first.k)
-    raws = [get.lookup.raw for get, _ in members]
-    return BatchRequest(first.served, first.table, raws, options, first.started)
+    first_request = members[0].single_request
+    options = RequestOptions(
+        min([single_request.options.deadline_s for single_request, _ in members]), first_request.k
+    )
+    entity_ids = [single_request.lookup.raw for single_request, _ in members]
+    return BatchRequest(
+        first_request.served, first_request.table, entity_ids, options, first_request.started
+    )
 
 
 def _build_record_keys(lookup: BatchRequest, members: Sequence[_GroupMember]) -> RecordKeys:
-    record_keys = [get.record_key for get, _ in members]
+    record_keys = [single_request.record_key for single_request, _ in members]
     return RecordKeys(
         lookup.table,
         [cast(int, record_key.key) for record_key in record_keys],
@@ -244,6 +274,6 @@ def _build_record_keys(lookup: BatchRequest, members: Sequence[_GroupMember]) ->
     )
 
 
-def _release(members: list[_GroupMember]) -> None:
+def _release_to_single_reads(members: list[_GroupMember]) -> None:
     for member in members:
         member.resolve(None)

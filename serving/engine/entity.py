@@ -25,11 +25,11 @@ from serving.admission.work_pacer import YieldPacer
 from serving.engine.rendering.answer_fields import AnswerJson, Prediction, SentHistory, history_in
 from serving.generations.snapshot import Snapshot
 from serving.requests.answers import Source
-from serving.requests.errors import Problem, from_input
+from serving.requests.errors import Problem, problem_from_input
 from serving.requests.models import LookupRequest, RequestedEntity
 from serving.requests.options import RequestOptions
 
-_NO_ITEMS = np.empty(0, np.int64)
+_NO_ORDINALS = np.empty(0, np.int64)
 
 
 class PartialList(NamedTuple):
@@ -119,12 +119,12 @@ class PendingAnswer:
     _history: tuple[str, SentHistory] | None = None
     _nightly_key: RecordKey | None = None
 
-    def set_result(self, outcome: ReadResult) -> None:
+    def set_read_result(self, read_result: ReadResult) -> None:
         """Set hit or reason from the outcome of a read of the tiers."""
-        if isinstance(outcome, Miss):
-            self.reason = outcome.reason
+        if isinstance(read_result, Miss):
+            self.reason = read_result.reason
         else:
-            self.hit = outcome
+            self.hit = read_result
 
     def include_counted_events(self, counted_events: NewerInput, *, is_settled: bool) -> None:
         """Set the newer events; an answer with them is stored separately, under their digest.
@@ -182,11 +182,11 @@ class PendingAnswer:
         if self.counted_events is not None:
             return 256 + 128 * self.counted_events.events
         history, features = self.entity.history or (), self.entity.features or {}
-        named = [
-            128 + len(name) + _feature_bytes(feature_value)
-            for name, feature_value in features.items()
+        feature_sizes = [
+            128 + len(feature_name) + _feature_bytes(feature_value)
+            for feature_name, feature_value in features.items()
         ]
-        return 256 + 49 * len(history) + sum(map(len, history)) + sum(named)
+        return 256 + 49 * len(history) + sum(map(len, history)) + sum(feature_sizes)
 
     @property
     def own_ordinal(self) -> int | None:
@@ -230,9 +230,9 @@ class PendingAnswer:
             return False
         return snapshot.predictor is None or snapshot.predictor.supports(self.table.name)
 
-    def decoded(self, snapshot: Snapshot, stored_record: bytes) -> Record:
+    def decode_record(self, snapshot: Snapshot, stored_record: bytes) -> Record:
         """Decode a record of this generation; raise CorruptArtefact."""
-        return decode_record(self.table.layout, stored_record, snapshot.numbered)
+        return decode_record(self.table.layout, stored_record, snapshot.nameable_item_count)
 
     def find_seen_ordinals(self, live: Snapshot) -> NDArray[np.int64]:
         """Return the ordinals in the live generation of the user's past items, as the night knew them.
@@ -241,8 +241,8 @@ class PendingAnswer:
         is blocked or was erased: such an answer uses nothing that is known of the user.
         """
         if self.reason == MissReason.ENTITY_BLOCKED:
-            return _NO_ITEMS
-        return live.had_by_night(self.table, self.position)
+            return _NO_ORDINALS
+        return live.past_item_ordinals(self.table, self.position)
 
     def is_answered_by_night(self, record: Record) -> bool:
         """True if a record is the list that the night, or the night with newer events, has for this user.
@@ -263,46 +263,48 @@ class PendingAnswer:
         return self._history[1]
 
 
-def new_items_of(snapshot: Snapshot, case: PendingAnswer) -> EligibleNewItems:
+def new_items_of(snapshot: Snapshot, pending: PendingAnswer) -> EligibleNewItems:
     """Return the new items that an answer may name, without its exclusions."""
-    if not case.new_items:
+    if not pending.new_items:
         return NO_ELIGIBLE_NEW_ITEMS
-    raws = list(case.entity.history or ())
+    excluded_ids = list(pending.entity.history or ())
     # Whoever settles leaves them out at the answer: the record is everybody's who sends this input.
-    if case.counted_events is not None and not case.is_settled:
-        raws += case.counted_events.items
-    excluded_numbers = {case.new_items.numbers.get(raw, -1) for raw in raws} | snapshot.blocked
+    if pending.counted_events is not None and not pending.is_settled:
+        excluded_ids += pending.counted_events.items
+    excluded_numbers = {
+        pending.new_items.numbers.get(excluded_id, -1) for excluded_id in excluded_ids
+    } | snapshot.blocked
     return EligibleNewItems(
-        case.new_items, frozenset(excluded_numbers), case.nightly_key.fingerprint
+        pending.new_items, frozenset(excluded_numbers), pending.nightly_key.fingerprint
     )
 
 
-def _feature_bytes(value: FeatureValue) -> int:
-    if isinstance(value, str):
-        return 4 * len(value)  # the widest that Python keeps a character
-    if not isinstance(value, tuple):
+def _feature_bytes(feature_value: FeatureValue) -> int:
+    if isinstance(feature_value, str):
+        return 4 * len(feature_value)  # the widest that Python keeps a character
+    if not isinstance(feature_value, tuple):
         return 32
-    if value and isinstance(value[0], str):
-        return sum(64 + 4 * len(str(text)) for text in value)
-    return 40 * len(value)
+    if feature_value and isinstance(feature_value[0], str):
+        return sum(64 + 4 * len(str(text)) for text in feature_value)
+    return 40 * len(feature_value)
 
 
 async def build_pending_answers(snapshot: Snapshot, request: LookupRequest) -> list[PendingAnswer]:
     """Build a pending answer per entity; raise Problem for a request that this generation can never answer."""
-    cases = []
-    pace = YieldPacer()
+    pendings = []
+    yield_pacer = YieldPacer()
     for entity in request.entities:
-        await pace.step(entity)
+        await yield_pacer.count_entity(entity)
         table = snapshot.table(entity.table)
-        k = _checked_k(table, request.options.k)
+        k = _check_k(table, request.options.k)
         if entity.features:
             _check_features(snapshot, table, entity)
-        digest = _digest(snapshot, entity)
+        digest = _input_digest_of(snapshot, entity)
         record_key = with_filter_table(
             snapshot, _find_record_key(snapshot, table, entity, digest), request.options
         )
-        cases.append(PendingAnswer(entity, table, k, record_key, digest))
-    return cases
+        pendings.append(PendingAnswer(entity, table, k, record_key, digest))
+    return pendings
 
 
 def with_filter_table(
@@ -318,12 +320,14 @@ def with_filter_table(
         return record_key
     if options.filter in snapshot.changed_filters:
         return record_key
-    declared = snapshot.manifest.filters.get(options.filter)
-    table = None if declared is None else declared.tables.get(record_key.table.name)
-    return record_key if table is None else record_key._replace(table=table)
+    declared_filter = snapshot.manifest.filters.get(options.filter)
+    filter_table = (
+        None if declared_filter is None else declared_filter.tables.get(record_key.table.name)
+    )
+    return record_key if filter_table is None else record_key._replace(table=filter_table)
 
 
-def build_plain_pending(
+def build_plain_pending_answer(
     snapshot: Snapshot, table: Table, k: int, record_key: RecordKey, entity: RequestedEntity
 ) -> PendingAnswer:
     """Build the pending answer of an entity without an input, which was looked up as `record_key`."""
@@ -331,25 +335,25 @@ def build_plain_pending(
     return PendingAnswer(entity, table, k, record_key, digest)
 
 
-def find_plain_record_key(snapshot: Snapshot, table: Table, raw: bytes) -> RecordKey:
+def find_plain_record_key(snapshot: Snapshot, table: Table, raw_id: bytes) -> RecordKey:
     """Return the record key of an id without an input, with the digest if it is an item, which is its own input."""
-    record_key = find_record_key(snapshot, table, raw)
-    is_input = table.entity == "item" and record_key.position >= 0
-    return record_key._replace(digest=snapshot.digest_of_nothing) if is_input else record_key
+    record_key = find_record_key(snapshot, table, raw_id)
+    is_own_input = table.entity == "item" and record_key.position >= 0
+    return record_key._replace(digest=snapshot.digest_of_nothing) if is_own_input else record_key
 
 
 def find_record_key(
-    snapshot: Snapshot, table: Table, raw: bytes, digest: bytes | None = None
+    snapshot: Snapshot, table: Table, raw_id: bytes, digest: bytes | None = None
 ) -> RecordKey:
     """Return the record key of an id, with the digest of its input if there is one."""
     directory = snapshot.directories[table.entity]
-    key = hash_id(raw, directory.seed)
-    return RecordKey(table, key, fingerprint(raw), directory.find(key), digest)
+    key = hash_id(raw_id, directory.seed)
+    return RecordKey(table, key, fingerprint(raw_id), directory.find(key), digest)
 
 
-def _digest(snapshot: Snapshot, entity: RequestedEntity) -> bytes:
-    model = "" if snapshot.predictor is None else snapshot.predictor.model_digest
-    return input_digest(model, entity.history or None, entity.features or None)
+def _input_digest_of(snapshot: Snapshot, entity: RequestedEntity) -> bytes:
+    model_digest = "" if snapshot.predictor is None else snapshot.predictor.model_digest
+    return input_digest(model_digest, entity.history or None, entity.features or None)
 
 
 def _find_record_key(
@@ -362,7 +366,7 @@ def _find_record_key(
     return find_plain_record_key(snapshot, table, entity.raw)
 
 
-def _checked_k(table: Table, k: int | None) -> int:
+def _check_k(table: Table, k: int | None) -> int:
     width = table.layout.width
     if k is None or table.kind != "topk":
         return width
@@ -381,30 +385,32 @@ def _check_features(snapshot: Snapshot, table: Table, entity: RequestedEntity) -
     try:
         predictor.prepare(table.name, LiveInput(None, entity.features, None))
     except InvalidInput as error:
-        raise from_input(error, f"{entity.field}.features") from error
+        raise problem_from_input(error, f"{entity.field}.features") from error
 
 
-def still_open(cases: Sequence[PendingAnswer]) -> list[PendingAnswer]:
+def unanswered_of(pendings: Sequence[PendingAnswer]) -> list[PendingAnswer]:
     """Return the entities without an answer, except those whose list has too few passing items: no rung has more."""
     return [
-        case for case in cases if case.answer is None and case.reason is not MissReason.FILTERED
+        pending
+        for pending in pendings
+        if pending.answer is None and pending.reason is not MissReason.FILTERED
     ]
 
 
-def find_previous_record_key(previous: Snapshot, case: PendingAnswer) -> RecordKey | str:
+def find_previous_record_key(previous: Snapshot, pending: PendingAnswer) -> RecordKey | str:
     """Return the record key for the previous generation, or the reason why it cannot answer."""
-    raw = case.entity.raw
-    if raw is None:
-        return case.reason or "no_id"
-    if case.reason is not None and case.reason.traits.holds_for_previous:
-        return case.reason
-    table = previous.manifest.tables.get(case.table.name)
-    if table is None or (table.entity, table.kind) != (case.table.entity, case.table.kind):
+    entity_id = pending.entity.raw
+    if entity_id is None:
+        return pending.reason or "no_id"
+    if pending.reason is not None and pending.reason.traits.holds_for_previous:
+        return pending.reason
+    table = previous.manifest.tables.get(pending.table.name)
+    if table is None or (table.entity, table.kind) != (pending.table.entity, pending.table.kind):
         return "no_such_table"
     if (
-        table.is_facet and case.record_key.position < 0
+        table.is_facet and pending.record_key.position < 0
     ):  # items that had this value have another now
         return "not_in_generation"
-    record_key = find_record_key(previous, table, raw)
+    record_key = find_record_key(previous, table, entity_id)
     # Never an overlay: it was computed for another night.
     return record_key if record_key.position >= 0 else "not_in_generation"

@@ -20,7 +20,7 @@ from serving.requests.errors import Problem, unprocessable
 from serving.requests.models import LookupRequest
 from serving.requests.options import RequestOptions
 
-_NOTHING_PACKED: Final[Mapping[bytes, bytes]] = {}
+_NO_PACKED_INPUTS: Final[Mapping[bytes, bytes]] = {}
 
 ReadRecords = Callable[[Sequence[RecordKey]], Awaitable[Sequence[ReadResult]]]
 """Reader of nightly records: one outcome per record key, in order."""
@@ -32,7 +32,7 @@ class NewerInputs:
     @property
     def packed(self) -> Mapping[bytes, bytes]:
         """Newer inputs by id, the same mapping for good; with each change the id gets another object."""
-        return _NOTHING_PACKED
+        return _NO_PACKED_INPUTS
 
     def changes(self, _snapshot: Snapshot, _table: Table, _raw: bytes, /) -> bool:
         """True if an answer of the table for the id is to be another one than the night's."""
@@ -41,7 +41,7 @@ class NewerInputs:
     async def count_newer(
         self,
         _snapshot: Snapshot,
-        _cases: Sequence[PendingAnswer],
+        _pendings: Sequence[PendingAnswer],
         _options: RequestOptions,
         _read_records: ReadRecords,
         /,
@@ -49,7 +49,7 @@ class NewerInputs:
         """Add newer inputs and new items to pending answers, unless the request declines them."""
 
     def copy_newer_input(
-        self, _snapshot: Snapshot, _case: PendingAnswer, _sibling: PendingAnswer, /
+        self, _snapshot: Snapshot, _pending: PendingAnswer, _sibling: PendingAnswer, /
     ) -> None:
         """Give a pending answer the newer input of its sibling of another table: both are parts of one answer."""
 
@@ -77,7 +77,7 @@ class ListShaper:
         self, _served: ServedGenerations, request: LookupRequest, _started: float, /
     ) -> list[AnswerJson]:
         """Answer each entity of a request with a filter or a re-ranking once, in order, from captured generations."""
-        raise _unshaped("rerank" if request.options.filter is None else "filter")
+        raise _unshaped_problem("rerank" if request.options.filter is None else "filter")
 
     def cached_mask(self, _snapshot: Snapshot, _options: RequestOptions, /) -> FilterMask | None:
         """Return the mask of the items that pass the filter, if it is known already."""
@@ -96,11 +96,11 @@ class ListShaper:
         return _refuse_sent("rerank", options.rerank)
 
 
-async def _refuse_sent(option: str, value: object) -> None:
-    if value is not None:
-        raise _unshaped(option)
+async def _refuse_sent(option_name: str, sent_value: object) -> None:
+    if sent_value is not None:
+        raise _unshaped_problem(option_name)
 
 
-def _unshaped(option: str) -> Problem:
-    message = f"this service has lists as the night made them: send no {option}"
-    return unprocessable(f"invalid_{option}", message, option)
+def _unshaped_problem(option_name: str) -> Problem:
+    message = f"this service has lists as the night made them: send no {option_name}"
+    return unprocessable(f"invalid_{option_name}", message, option_name)

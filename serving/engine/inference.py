@@ -26,18 +26,18 @@ log = logging.getLogger(__name__)
 FlightKey = tuple[str, str, int | bytes, bytes, bool, bool]
 """Key of one inference: generation, table, entity, digest of the input, and whether a near answer will do."""
 
-NO_TRAITS = MissTraits()
+NO_MISS_TRAITS = MissTraits()
 
-REPEAT_WINDOW = 1_024
+REPEAT_WINDOW_INPUTS = 1_024
 """Inputs after which the rate is judged; then all counts are halved."""
 
-RARE_SHARE = 0.01
+RARE_REPEAT_SHARE = 0.01
 """Share of repeated inputs below which overlays are left unread."""
 
-FREQUENT_SHARE = 0.02
+FREQUENT_REPEAT_SHARE = 0.02
 """Share of repeated inputs in a window above which all overlays are read again, at once."""
 
-PROBE_EVERY = 16
+INPUTS_PER_PROBE = 16
 """Number of inputs with unread overlays per probe, which reads one overlay without delaying its answer."""
 
 
@@ -49,7 +49,7 @@ class InferenceTarget(NamedTuple):
 
     record_key: RecordKey
     digest: bytes
-    stands_in: bool
+    replaces_nightly: bool
     is_kept: bool = True
     key_without_new_items: RecordKey | None = None
 
@@ -62,37 +62,40 @@ class RepeatRate:
     """
 
     def __init__(self) -> None:
-        self.spared = 0
+        self.unread_count = 0
         """Number of overlays left unread."""
-        self.are_rare = False
-        self._inputs = 0.0
+        self.are_repeats_rare = False
+        self._input_weight = 0.0
         self._repeat_weight = 0.0
 
-    def spare(self) -> bool:
+    def count_unread(self) -> bool:
         """Count an overlay that is left unread; return whether to probe for it."""
-        self.spared += 1
-        return self.spared % PROBE_EVERY == 0
+        self.unread_count += 1
+        return self.unread_count % INPUTS_PER_PROBE == 0
 
-    def saw(self, is_repeat: bool) -> None:
+    def note_input(self, is_repeat: bool) -> None:
         """Count an input while all overlays are read; `is_repeat`: its answer was stored or under way."""
-        if not self.are_rare:
-            self._count(is_repeat)
+        if not self.are_repeats_rare:
+            self._count_weighted(is_repeat)
 
-    def probed(self, is_repeat: bool) -> None:
+    def note_probe(self, is_repeat: bool) -> None:
         """Count the result of a probe while overlays are left unread."""
-        if self.are_rare:
-            self._count(is_repeat)
+        if self.are_repeats_rare:
+            self._count_weighted(is_repeat)
 
-    def _count(self, is_repeat: bool) -> None:
-        self._inputs += 1
+    def _count_weighted(self, is_repeat: bool) -> None:
+        self._input_weight += 1
         self._repeat_weight += is_repeat
-        if self.are_rare and self._repeat_weight >= FREQUENT_SHARE * REPEAT_WINDOW:
-            self.are_rare = False
-        elif self._inputs >= REPEAT_WINDOW:
-            self.are_rare = self._repeat_weight < RARE_SHARE * self._inputs
+        if (
+            self.are_repeats_rare
+            and self._repeat_weight >= FREQUENT_REPEAT_SHARE * REPEAT_WINDOW_INPUTS
+        ):
+            self.are_repeats_rare = False
+        elif self._input_weight >= REPEAT_WINDOW_INPUTS:
+            self.are_repeats_rare = self._repeat_weight < RARE_REPEAT_SHARE * self._input_weight
         else:
             return
-        self._inputs /= 2
+        self._input_weight /= 2
         self._repeat_weight /= 2
 
 
@@ -109,113 +112,121 @@ class LiveInferences:
     admit: Callable[[], bool] = lambda: True
     spares_reads: bool = False
     changed_answers: ChangedAnswers | None = None
-    reuses: frozenset[str] = frozenset()
+    near_reuse_tables: frozenset[str] = frozenset()
     """Tables whose answers to near inputs may be reused."""
-    repeats: RepeatRate = field(init=False, default_factory=RepeatRate)
+    repeat_rate: RepeatRate = field(init=False, default_factory=RepeatRate)
     flights: SingleFlight[FlightKey, ComputedRecord] = field(
         init=False, default_factory=SingleFlight
     )
-    _jobs: dict[FlightKey, InferenceJob] = field(init=False, default_factory=dict)
+    _job_by_flight_key: dict[FlightKey, InferenceJob] = field(init=False, default_factory=dict)
 
     def note_repeat(self) -> None:
         """Count an input that was answered from an overlay."""
-        self.repeats.saw(True)
+        self.repeat_rate.note_input(True)
 
     async def run(
-        self, snapshot: Snapshot, cases: Sequence[PendingAnswer], limit_s: float
+        self, snapshot: Snapshot, pendings: Sequence[PendingAnswer], limit_s: float
     ) -> list[ComputedRecord | LiveUnavailable]:
         """Return outcomes within `limit_s` seconds, one per pending answer, in order."""
         if snapshot.predictor is None:
-            return [LiveUnavailable(LiveReason.NO_MODEL)] * len(cases)
-        give_up = time.monotonic() + limit_s
-        boarded: list[FlightSeat[FlightKey, ComputedRecord] | None] = []
-        pace = YieldPacer()
+            return [LiveUnavailable(LiveReason.NO_MODEL)] * len(pendings)
+        give_up_at = time.monotonic() + limit_s
+        flight_seats: list[FlightSeat[FlightKey, ComputedRecord] | None] = []
+        yield_pacer = YieldPacer()
         try:
-            for case in cases:
-                if time.monotonic() >= give_up:
+            for pending in pendings:
+                if time.monotonic() >= give_up_at:
                     break
-                boarded.append(self._board(snapshot, case, give_up))
-                await pace.step(case.entity)
-            waiters = {flight_seat.waiter for flight_seat in boarded if flight_seat is not None}
+                flight_seats.append(self._board_flight(snapshot, pending, give_up_at))
+                await yield_pacer.count_entity(pending.entity)
+            waiters = {
+                flight_seat.waiter for flight_seat in flight_seats if flight_seat is not None
+            }
             if waiters:
-                await asyncio.wait(waiters, timeout=max(0.0, give_up - time.monotonic()))
+                await asyncio.wait(waiters, timeout=max(0.0, give_up_at - time.monotonic()))
             outcomes = [
-                _outcome(case, flight_seat)
-                for case, flight_seat in zip(cases, boarded, strict=False)
+                _flight_outcome(pending, flight_seat)
+                for pending, flight_seat in zip(pendings, flight_seats, strict=False)
             ]
             if self.changed_answers is not None:
-                self._compare(self.changed_answers, snapshot, cases, outcomes)
+                self._compare_with_nightly(self.changed_answers, snapshot, pendings, outcomes)
         finally:
-            for flight_seat in boarded:
+            for flight_seat in flight_seats:
                 if flight_seat is not None:
                     self.flights.leave(flight_seat)
-        return outcomes + [LiveUnavailable(LiveReason.TIMEOUT)] * (len(cases) - len(boarded))
+        return outcomes + [LiveUnavailable(LiveReason.TIMEOUT)] * (
+            len(pendings) - len(flight_seats)
+        )
 
-    def _board(
-        self, snapshot: Snapshot, case: PendingAnswer, deadline: float
+    def _board_flight(
+        self, snapshot: Snapshot, pending: PendingAnswer, deadline: float
     ) -> FlightSeat[FlightKey, ComputedRecord] | None:
         """Return a place in the one flight for this input, None if it is left out under overload.
 
         A future per entity, and no task unless others may compute it.
         """
-        record_key, table = case.record_key, case.table.name
-        traits = NO_TRAITS if case.reason is None else case.reason.traits
-        may_reuse = table in self.reuses and case.may_reuse and traits.is_looked_up
-        digest = case.digest + case.new_items.digest
-        is_led = record_key.position < 0 and traits.is_shared
-        lead, key = (
+        record_key, table = pending.record_key, pending.table.name
+        traits = NO_MISS_TRAITS if pending.reason is None else pending.reason.traits
+        may_reuse = table in self.near_reuse_tables and pending.may_reuse and traits.is_looked_up
+        digest = pending.digest + pending.new_items.digest
+        is_under_lease = record_key.position < 0 and traits.is_shared
+        lease_manager, flight_key = (
             self.leases,
-            (snapshot.generation, table, record_key.key, digest, may_reuse, is_led),
+            (snapshot.generation, table, record_key.key, digest, may_reuse, is_under_lease),
         )
-        if (job := self._jobs.get(key)) is not None:
+        if (job := self._job_by_flight_key.get(flight_key)) is not None:
             job.deadline = max(job.deadline, deadline)
-        joins = key in self.flights
+        is_joining = flight_key in self.flights
         if record_key.position < 0 and traits.is_looked_up:
-            self.repeats.saw(joins)
-        if not joins and not self.admit():  # who joins a flight costs nothing
+            self.repeat_rate.note_input(is_joining)
+        if not is_joining and not self.admit():  # who joins a flight costs nothing
             return None
 
-        def work() -> asyncio.Future[ComputedRecord]:
+        def start_inference() -> asyncio.Future[ComputedRecord]:
             job = InferenceJob(
-                snapshot, table, case.live_input, record_key.fingerprint, case.size_bytes, deadline,
+                snapshot, table, pending.live_input, record_key.fingerprint, pending.size_bytes, deadline,
                 may_reuse=may_reuse,
-                newer_input=None if case.is_settled else case.counted_events and case.counted_events.input,
-                new=new_items_of(snapshot, case), seen_ordinals=case.find_seen_ordinals(snapshot),
+                newer_input=None if pending.is_settled else pending.counted_events and pending.counted_events.input,
+                eligible_new_items=new_items_of(snapshot, pending), seen_ordinals=pending.find_seen_ordinals(snapshot),
             )  # fmt: skip
-            self._jobs[key] = job
+            self._job_by_flight_key[flight_key] = job
             # As it is now: a case that settles for less wants something else.
-            is_kept = case.counted_events is None or not case.counted_events.is_past
+            is_kept = pending.counted_events is None or not pending.counted_events.is_past
             night_record_key = (
-                case.nightly_key if case.new_items and case.entity.raw is not None else None
+                pending.nightly_key
+                if pending.new_items and pending.entity.raw is not None
+                else None
             )
             inference_target = InferenceTarget(
-                record_key, case.digest, traits.allows_stand_in, is_kept, night_record_key
+                record_key, pending.digest, traits.allows_stand_in, is_kept, night_record_key
             )
-            if lead is None or not is_led:
-                computing = self._infer(job, inference_target)
+            if lease_manager is None or not is_under_lease:
+                computed_future = self._infer(job, inference_target)
             else:
-                computing = asyncio.ensure_future(
-                    self._infer_under_lease(lead, job, inference_target)
+                computed_future = asyncio.ensure_future(
+                    self._infer_under_lease(lease_manager, job, inference_target)
                 )
-            computing.add_done_callback(lambda _: self._forget(key, job))
-            return computing
+            computed_future.add_done_callback(lambda _: self._forget_job(flight_key, job))
+            return computed_future
 
-        return self.flights.board(key, work)
+        return self.flights.board(flight_key, start_inference)
 
-    def plan_overlay_reads(self, snapshot: Snapshot, cases: Sequence[PendingAnswer]) -> None:
+    def plan_overlay_reads(self, snapshot: Snapshot, pendings: Sequence[PendingAnswer]) -> None:
         """Decide which overlays are left unread, and which of them are probed."""
-        if snapshot.predictor is None or not (self.spares_reads and self.repeats.are_rare):
+        if snapshot.predictor is None or not (
+            self.spares_reads and self.repeat_rate.are_repeats_rare
+        ):
             return
-        for case in cases:
-            record_key = case.record_key
+        for pending in pendings:
+            record_key = pending.record_key
             if (
                 record_key.position < 0
                 and record_key.digest is not None
-                and case.may_compute(snapshot)
+                and pending.may_compute(snapshot)
             ):
-                case.record_key = record_key._replace(skips_overlay=True)
-                if self.repeats.spare():
-                    self.tiers.probe(snapshot.view, record_key, self.repeats.probed)
+                pending.record_key = record_key._replace(skips_overlay=True)
+                if self.repeat_rate.count_unread():
+                    self.tiers.probe(snapshot.view, record_key, self.repeat_rate.note_probe)
 
     def _infer(
         self,
@@ -224,18 +235,21 @@ class LiveInferences:
         lease_mark: LeaseMark | None = None,
     ) -> asyncio.Future[ComputedRecord]:
         # An id of the night gets a live answer kept (beside, here only) while its page is out of reach, or has none.
-        unknown, outage = inference_target.record_key.position < 0, inference_target.stands_in
+        is_unknown, is_in_outage = (
+            inference_target.record_key.position < 0,
+            inference_target.replaces_nightly,
+        )
 
-        def keep(finished_future: asyncio.Future[ComputedRecord]) -> None:
+        def store_when_computed(finished_future: asyncio.Future[ComputedRecord]) -> None:
             if (
-                not (inference_target.is_kept and (unknown or outage))
+                not (inference_target.is_kept and (is_unknown or is_in_outage))
                 or finished_future.cancelled()
                 or finished_future.exception() is not None
             ):
                 return
             computed = finished_future.result()
             if computed.near is None:
-                ttl_s = self.overlay_ttl_s if unknown else self.outage_ttl_s
+                ttl_s = self.overlay_ttl_s if is_unknown else self.outage_ttl_s
                 view, night_record_key, record = (
                     job.snapshot.view,
                     inference_target.key_without_new_items,
@@ -244,7 +258,7 @@ class LiveInferences:
                 if (
                     computed.record_without_new_items is not None and night_record_key is not None
                 ):  # an id alone tells of no new items
-                    if night_record_key.digest is not None and unknown:
+                    if night_record_key.digest is not None and is_unknown:
                         self.tiers.put_live(
                             view,
                             night_record_key,
@@ -252,7 +266,7 @@ class LiveInferences:
                             night_record_key.digest,
                             ttl_s,
                         )
-                    record = record if unknown else computed.record_without_new_items
+                    record = record if is_unknown else computed.record_without_new_items
                 self.tiers.put_live(
                     view,
                     inference_target.record_key,
@@ -265,59 +279,59 @@ class LiveInferences:
                 # Kept nowhere, for it was not computed from this input: others compute, or reuse, at once.
                 self.leases.give_back(lease_mark)
 
-        computing = asyncio.ensure_future(self.batcher.infer(job))
-        computing.add_done_callback(keep)
-        return computing
+        computed_future = asyncio.ensure_future(self.batcher.infer(job))
+        computed_future.add_done_callback(store_when_computed)
+        return computed_future
 
     async def _infer_under_lease(
-        self, lead: LeaseManager, job: InferenceJob, inference_target: InferenceTarget
+        self, lease_manager: LeaseManager, job: InferenceJob, inference_target: InferenceTarget
     ) -> ComputedRecord:
         async def compute(lease_mark: LeaseMark | None) -> ComputedRecord:
             return await self._infer(job, inference_target, lease_mark)
 
         limit_s = max(0.0, job.deadline - time.monotonic())
-        answer = await lead.answer(
+        record_or_hit = await lease_manager.answer(
             job.snapshot.view,
             inference_target.record_key,
             inference_target.digest,
             limit_s,
             compute,
         )
-        if not isinstance(answer, Hit):
-            return answer
+        if not isinstance(record_or_hit, Hit):
+            return record_or_hit
         self.note_repeat()
-        return ComputedRecord(answer.record)
+        return ComputedRecord(record_or_hit.record)
 
-    def _compare(
+    def _compare_with_nightly(
         self,
         changed_answers: ChangedAnswers,
         snapshot: Snapshot,
-        cases: Sequence[PendingAnswer],
+        pendings: Sequence[PendingAnswer],
         outcomes: Sequence[ComputedRecord | LiveUnavailable],
     ) -> None:
         """Compare lists computed from newer events with the nightly ones that L1 holds: a sample without a read."""
-        for case, outcome in zip(cases, outcomes, strict=False):
+        for pending, outcome in zip(pendings, outcomes, strict=False):
             if (
-                case.counted_events is None
-                or case.table.kind != "topk"
+                pending.counted_events is None
+                or pending.table.kind != "topk"
                 or not isinstance(outcome, ComputedRecord)
             ):
                 continue
-            if (hit := self.tiers.inspect(snapshot.view, case.nightly_key)) is not None:
+            if (hit := self.tiers.inspect(snapshot.view, pending.nightly_key)) is not None:
                 record, stored_record = outcome.record, hit.record
                 with contextlib.suppress(CorruptArtefact):
-                    items = case.decoded(snapshot, record).items
-                    night_items = case.decoded(snapshot, stored_record).items
-                    if items is not None and night_items is not None:
-                        changed_answers.compare(case.table.name, items, night_items)
+                    computed_items = pending.decode_record(snapshot, record).items
+                    night_items = pending.decode_record(snapshot, stored_record).items
+                    if computed_items is not None and night_items is not None:
+                        changed_answers.compare(pending.table.name, computed_items, night_items)
 
-    def _forget(self, key: FlightKey, job: InferenceJob) -> None:
-        if self._jobs.get(key) is job:
-            del self._jobs[key]
+    def _forget_job(self, flight_key: FlightKey, job: InferenceJob) -> None:
+        if self._job_by_flight_key.get(flight_key) is job:
+            del self._job_by_flight_key[flight_key]
 
 
-def _outcome(
-    case: PendingAnswer, flight_seat: FlightSeat[FlightKey, ComputedRecord] | None
+def _flight_outcome(
+    pending: PendingAnswer, flight_seat: FlightSeat[FlightKey, ComputedRecord] | None
 ) -> ComputedRecord | LiveUnavailable:
     if flight_seat is None:
         return LiveUnavailable(LiveReason.OVERLOADED)
@@ -334,7 +348,7 @@ def _outcome(
     if isinstance(
         error, UnfitValue
     ):  # of the model or its input: where it was found says nothing more
-        log.warning("live inference for %s failed: %s", case.table.name, error.message)
+        log.warning("live inference for %s failed: %s", pending.table.name, error.message)
     else:
-        log.warning("live inference for %s failed", case.table.name, exc_info=error)
+        log.warning("live inference for %s failed", pending.table.name, exc_info=error)
     return LiveUnavailable(LiveReason.FAILED)

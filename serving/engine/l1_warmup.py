@@ -12,66 +12,78 @@ from serving.engine.answer_observer import EntityName
 from serving.engine.entity import find_record_key
 from serving.generations.snapshot import Snapshot
 
-_SLICE = 16
-_PAUSE_S = 0.002
+_SLICE_NAMES = 16
+_SLICE_PAUSE_S = 0.002
 """Seconds between slices: readers go first, also on the wire and in Redis."""
-_LONGEST_S = 5.0
-_RECORDS_AT_ONCE = 256
+_WARMUP_S_MAX = 5.0
+_FREEZE_RECORDS_MIN = 256
 
 
 @dataclass(slots=True, eq=False)
 class L1Warmup:
     """Warm-up of L1: reads each id of a generation once, so that topping up costs only the new ids.
 
-    `recent` has this replica's requests, `hottest` returns those of all; it never raises, and is called once for each
-    generation.
+    `get_recent_names` has this replica's requests, `get_shared_hot_names` returns those of all; it never raises, and is
+    called once for each generation.
     """
 
     tiers: TieredCache
-    recent: Callable[[], Sequence[EntityName]]
-    hottest: Callable[[], Awaitable[Sequence[EntityName]]] | None = None
+    get_recent_names: Callable[[], Sequence[EntityName]]
+    get_shared_hot_names: Callable[[], Awaitable[Sequence[EntityName]]] | None = None
     observe: Callable[[int, float], None] = lambda _records, _seconds: None
     timer: Callable[[], float] = time.monotonic
-    _generation: str | None = field(init=False, default=None)
+    _warmed_generation: str | None = field(init=False, default=None)
     _warmed_names: set[EntityName] = field(init=False, default_factory=set)
-    _shared: Sequence[EntityName] = field(init=False, default=())
+    _shared_hot_names: Sequence[EntityName] = field(init=False, default=())
 
-    async def __call__(self, coming: Snapshot, current: Snapshot | None) -> None:
+    async def __call__(self, coming_snapshot: Snapshot, current_snapshot: Snapshot | None) -> None:
         """Read hot ids for the coming generation, this replica's own first; bounded in time."""
-        if current is not None and coming.generation == current.generation:
+        if (
+            current_snapshot is not None
+            and coming_snapshot.generation == current_snapshot.generation
+        ):
             return
         started_at = self.timer()
-        if coming.generation != self._generation:
-            shared = () if self.hottest is None else await self.hottest()
-            self._generation, self._warmed_names, self._shared = coming.generation, set(), shared
-        hot_names = dict.fromkeys([*self.recent(), *self._shared])
-        new = [hot_name for hot_name in hot_names if hot_name not in self._warmed_names]
+        if coming_snapshot.generation != self._warmed_generation:
+            shared_hot_names = (
+                () if self.get_shared_hot_names is None else await self.get_shared_hot_names()
+            )
+            self._warmed_generation, self._warmed_names, self._shared_hot_names = (
+                coming_snapshot.generation,
+                set(),
+                shared_hot_names,
+            )
+        hot_names = dict.fromkeys([*self.get_recent_names(), *self._shared_hot_names])
+        new_names = [hot_name for hot_name in hot_names if hot_name not in self._warmed_names]
         self._warmed_names = {hot_name for hot_name in hot_names if hot_name in self._warmed_names}
-        records, give_up = 0, started_at + _LONGEST_S
-        for start in range(0, len(new), _SLICE):
-            if self.timer() >= give_up:
+        record_count, give_up_at = 0, started_at + _WARMUP_S_MAX
+        for slice_start in range(0, len(new_names), _SLICE_NAMES):
+            if self.timer() >= give_up_at:
                 break
-            part = new[start : start + _SLICE]
-            if record_keys := _build_record_keys(coming, part):
-                read = await self.tiers.get_many(
-                    coming.view, record_keys, give_up, is_counted=False
+            name_slice = new_names[slice_start : slice_start + _SLICE_NAMES]
+            if record_keys := _build_record_keys(coming_snapshot, name_slice):
+                read_results = await self.tiers.get_many(
+                    coming_snapshot.view, record_keys, give_up_at, is_counted=False
                 )
-                records += sum(isinstance(result, Hit) for result in read)
-            self._warmed_names.update(part)
-            await asyncio.sleep(_PAUSE_S)
-        if new:
-            self.observe(records, self.timer() - started_at)
-        if len(new) >= _RECORDS_AT_ONCE:
+                record_count += sum(isinstance(read_result, Hit) for read_result in read_results)
+            self._warmed_names.update(name_slice)
+            await asyncio.sleep(_SLICE_PAUSE_S)
+        if new_names:
+            self.observe(record_count, self.timer() - started_at)
+        if len(new_names) >= _FREEZE_RECORDS_MIN:
             # It stays for the life of the generation; a full collection that walked it would hold every request.
             gc.collect(1)
             gc.freeze()
 
 
-def _build_record_keys(coming: Snapshot, names: Sequence[EntityName]) -> list[RecordKey]:
-    tables = coming.manifest.tables
+def _build_record_keys(
+    coming_snapshot: Snapshot, entity_names: Sequence[EntityName]
+) -> list[RecordKey]:
+    table_by_name = coming_snapshot.manifest.tables
     record_keys = [
-        find_record_key(coming, tables[name], raw)
-        for name, raw in names
-        if name in tables and not coming.blocks(tables[name], raw)
+        find_record_key(coming_snapshot, table_by_name[table_name], entity_id)
+        for table_name, entity_id in entity_names
+        if table_name in table_by_name
+        and not coming_snapshot.blocks_entity(table_by_name[table_name], entity_id)
     ]
     return [record_key for record_key in record_keys if record_key.position >= 0]

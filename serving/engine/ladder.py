@@ -15,7 +15,7 @@ from serving.engine.entity import (
     PendingAnswer,
     build_pending_answers,
     find_previous_record_key,
-    still_open,
+    unanswered_of,
 )
 from serving.engine.hooks import ListShaper, NewerInputs
 from serving.engine.micro_batcher import ComputedRecord, LiveUnavailable
@@ -46,14 +46,14 @@ class RecordReader(Protocol):
 class InferenceRunner(Protocol):
     """Interface of live inference that the ladder uses."""
 
-    def plan_overlay_reads(self, snapshot: Snapshot, cases: Sequence[PendingAnswer]) -> None:
+    def plan_overlay_reads(self, snapshot: Snapshot, pendings: Sequence[PendingAnswer]) -> None:
         """Decide which overlays are left unread."""
 
     def note_repeat(self) -> None:
         """Count an input that was answered from an overlay."""
 
     async def run(
-        self, snapshot: Snapshot, cases: Sequence[PendingAnswer], limit_s: float
+        self, snapshot: Snapshot, pendings: Sequence[PendingAnswer], limit_s: float
     ) -> Sequence[ComputedRecord | LiveUnavailable]:
         """Return outcomes within `limit_s` seconds, one per pending answer, in order."""
 
@@ -68,26 +68,26 @@ class Ladder:
         metrics: Metrics,
         *,
         l2_deadline_s: float,
-        watch: AnswerObserver | None = None,
+        observer: AnswerObserver | None = None,
         timer: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.recent = RecentNames()
-        self.watch = watch or AnswerObserver(metrics.l1_misses)
+        self.recent_names = RecentNames()
+        self.observer = observer or AnswerObserver(metrics.l1_misses)
         self.newer_inputs = NewerInputs()
         """Hook `rewrite`; a feature replaces it when it attaches."""
         self.shaper = ListShaper()
         """Hook `shape`; a feature replaces it when it attaches."""
         self._tiers, self._inferences = tiers, inferences
         self._metrics = metrics
-        self.answer_builder = AnswerBuilder(metrics, self.watch, timer, clock)
+        self.answer_builder = AnswerBuilder(metrics, self.observer, timer, clock)
         self._l2_deadline_s = l2_deadline_s
         self._timer = timer
         self._clock = clock
-        # No fallback before `_compute`: it would answer who demands a fresh answer.
+        # No fallback before `_compute_live`: it would answer who demands a fresh answer.
         self._rungs = (
             self._read_stored,
-            self._compute,
+            self._compute_live,
             self._settle_for_stored,
             self._read_previous,
             self._give_default,
@@ -97,12 +97,12 @@ class Ladder:
         self, served: ServedGenerations, request: LookupRequest, started: float
     ) -> list[AnswerJson]:
         """Answer each entity once, in order, from the generations captured in `served` when the request came."""
-        served = served.pinned(request.options.generation)
-        cases = await build_pending_answers(served.live, request)
-        return await self.resolve(served, cases, RequestContext.of(request.options, started))
+        served = served.pin_generation(request.options.generation)
+        pendings = await build_pending_answers(served.live, request)
+        return await self.resolve(served, pendings, RequestContext.of(request.options, started))
 
     async def resolve(
-        self, served: ServedGenerations, cases: Sequence[PendingAnswer], context: RequestContext
+        self, served: ServedGenerations, pendings: Sequence[PendingAnswer], context: RequestContext
     ) -> list[AnswerJson]:
         """Answer each pending entity once, in order: from the first rung that can.
 
@@ -110,39 +110,40 @@ class Ladder:
         requests that sent a filter.
 
         All kinds of requests end here. A pending answer may come with the outcome of a read of the tiers
-        (`PendingAnswer.set_result`), made in whatever way was cheapest for many: it is judged here, and not read again.
+        (`PendingAnswer.set_read_result`), made in whatever way was cheapest for many: it is
+        judged here, and not read again.
         """
         live = served.live
         if not context.is_part:
-            self._metrics.count_entities([case.table.name for case in cases])
+            self._metrics.count_entities([pending.table.name for pending in pendings])
         # Only ids of the night: a flood of random ones must not push out what is hot.
-        self.recent.extend(
-            (case.table.name, case.entity.raw)
-            for case in cases
-            if case.record_key.position >= 0 and case.entity.raw is not None
+        self.recent_names.extend(
+            (pending.table.name, pending.entity.raw)
+            for pending in pendings
+            if pending.record_key.position >= 0 and pending.entity.raw is not None
         )
         try:
             if self.newer_inputs.packed or live.new_items:
-                await self._count_newer(live, cases, context)
+                await self._count_newer(live, pendings, context)
             for rung in self._rungs:
-                waiting = still_open(cases)
-                if not waiting:
+                waiting_pendings = unanswered_of(pendings)
+                if not waiting_pendings:
                     break
-                await rung(served, waiting, context)
+                await rung(served, waiting_pendings, context)
         except Exception:  # a defect of ours costs an answer its quality, not its caller the answer
             log.exception("answering failed")
-            for case in still_open(cases):
-                case.reason = MissReason.INTERNAL_ERROR
-                self.answer_builder.default(case, live, context)
-        return [case.answer for case in cases if case.answer is not None]
+            for pending in unanswered_of(pendings):
+                pending.reason = MissReason.INTERNAL_ERROR
+                self.answer_builder.answer_by_default(pending, live, context)
+        return [pending.answer for pending in pendings if pending.answer is not None]
 
-    def l2_deadline(self, options: RequestOptions, started: float, commands: int = 1) -> float:
+    def l2_deadline(self, options: RequestOptions, started: float, command_count: int = 1) -> float:
         """Return the monotonic time until which a request may wait for its stored records."""
-        tier_s = deadline_for(self._l2_deadline_s, commands)
-        return min(started + options.deadline_s, self._timer() + tier_s)
+        tier_wait_s = deadline_for(self._l2_deadline_s, command_count)
+        return min(started + options.deadline_s, self._timer() + tier_wait_s)
 
     async def _count_newer(
-        self, snapshot: Snapshot, cases: Sequence[PendingAnswer], context: RequestContext
+        self, snapshot: Snapshot, pendings: Sequence[PendingAnswer], context: RequestContext
     ) -> None:
         """Add newer events and new items to the pending answers."""
 
@@ -150,216 +151,235 @@ class Ladder:
             deadline = self.l2_deadline(context.options, context.started, len(record_keys))
             return self._tiers.get_many(snapshot.view, record_keys, deadline)
 
-        await self.newer_inputs.count_newer(snapshot, cases, context.options, read_records)
+        await self.newer_inputs.count_newer(snapshot, pendings, context.options, read_records)
 
     async def _read_stored(
-        self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
+        self, served: ServedGenerations, pendings: list[PendingAnswer], context: RequestContext
     ) -> None:
         """Answer from stored records in L1 and L2."""
         snapshot = served.live
-        for case in cases:
-            if snapshot.blocks(case.table, case.entity.raw):
-                case.reason, case.hit = MissReason.ENTITY_BLOCKED, None
-            elif context.options.fresh and case.may_compute(snapshot):
-                case.reason = MissReason.FRESH
-        unread = [case for case in cases if case.reason is None and case.hit is None]
-        self._inferences.plan_overlay_reads(snapshot, unread)
-        await self._read(snapshot, unread, context)
-        pace = YieldPacer(context.options)
-        for case in cases:
-            if (hit := case.hit) is None:
+        for pending in pendings:
+            if snapshot.blocks_entity(pending.table, pending.entity.raw):
+                pending.reason, pending.hit = MissReason.ENTITY_BLOCKED, None
+            elif context.options.fresh and pending.may_compute(snapshot):
+                pending.reason = MissReason.FRESH
+        unread_pendings = [
+            pending for pending in pendings if pending.reason is None and pending.hit is None
+        ]
+        self._inferences.plan_overlay_reads(snapshot, unread_pendings)
+        await self._read_records(snapshot, unread_pendings, context)
+        yield_pacer = YieldPacer(context.options)
+        for pending in pendings:
+            if (hit := pending.hit) is None:
                 continue
-            await pace.step(case.entity)
-            if case.record_key.position < 0 and case.record_key.digest is not None:
+            await yield_pacer.count_entity(pending.entity)
+            if pending.record_key.position < 0 and pending.record_key.digest is not None:
                 self._inferences.note_repeat()
             try:
-                self._take_stored(case, snapshot, hit, context)
+                self._answer_from_stored(pending, snapshot, hit, context)
             except Exception:  # whatever a record holds, it costs no other entity its answer
-                self._discard_corrupt(case, snapshot)
+                self._discard_corrupt(pending, snapshot)
 
-    def _take_stored(
-        self, case: PendingAnswer, snapshot: Snapshot, hit: Hit, context: RequestContext
+    def _answer_from_stored(
+        self, pending: PendingAnswer, snapshot: Snapshot, hit: Hit, context: RequestContext
     ) -> None:
-        record = decode_record(case.table.layout, hit.record, snapshot.numbered)
-        case.reason = hit.reason
-        if self._too_old(snapshot, record, context.options.max_age_s):
-            case.reason = MissReason.TOO_OLD
-            if case.may_compute(snapshot):
+        record = decode_record(pending.table.layout, hit.record, snapshot.nameable_item_count)
+        pending.reason = hit.reason
+        if self._is_too_old(snapshot, record, context.options.max_age_s):
+            pending.reason = MissReason.TOO_OLD
+            if pending.may_compute(snapshot):
                 return
         elif context.options.fresh:
-            case.reason = MissReason.NOTHING_TO_COMPUTE_FROM
+            pending.reason = MissReason.NOTHING_TO_COMPUTE_FROM
         # Of an item, live knows more than fits into a record; of features that are sent it would make another list.
-        is_more = case.own_ordinal is not None and not case.entity.features and not record.live
-        is_deeper = is_more and case.entity.has_input and case.may_compute(snapshot)
-        min_items = context.options.k if is_deeper and context.options.k is not None else 1
-        self.answer_builder.answer(
-            case, snapshot, record, Source(hit.tier), context, min_items=min_items
+        live_knows_more = (
+            pending.own_ordinal is not None and not pending.entity.features and not record.live
+        )
+        can_compute_more = (
+            live_knows_more and pending.entity.has_input and pending.may_compute(snapshot)
+        )
+        min_items = context.options.k if can_compute_more and context.options.k is not None else 1
+        self.answer_builder.answer_from_record(
+            pending, snapshot, record, Source(hit.tier), context, min_items=min_items
         )
 
-    def _discard_corrupt(self, case: PendingAnswer, snapshot: Snapshot) -> None:
-        log.warning("a stored record of %s cannot be read", case.table.name, exc_info=True)
-        self._tiers.discard(snapshot.view, case.record_key)
-        case.hit, case.reason = None, MissReason.CORRUPT
+    def _discard_corrupt(self, pending: PendingAnswer, snapshot: Snapshot) -> None:
+        log.warning("a stored record of %s cannot be read", pending.table.name, exc_info=True)
+        self._tiers.discard(snapshot.view, pending.record_key)
+        pending.hit, pending.reason = None, MissReason.CORRUPT
 
-    async def _read(
-        self, snapshot: Snapshot, cases: Sequence[PendingAnswer], context: RequestContext
+    async def _read_records(
+        self, snapshot: Snapshot, pendings: Sequence[PendingAnswer], context: RequestContext
     ) -> None:
-        if not cases:
+        if not pendings:
             return
         started_at = self._timer()
-        record_keys = [case.record_key for case in cases]
-        deadline = self.l2_deadline(context.options, context.started, _commands(record_keys))
+        record_keys = [pending.record_key for pending in pendings]
+        deadline = self.l2_deadline(context.options, context.started, _command_count(record_keys))
         outcomes = await self._tiers.get_many(snapshot.view, record_keys, deadline)
-        for case, outcome in zip(cases, outcomes, strict=True):
-            case.set_result(outcome)
-        self._metrics.stage("stored", self._timer() - started_at, len(cases))
+        for pending, outcome in zip(pendings, outcomes, strict=True):
+            pending.set_read_result(outcome)
+        self._metrics.stage("stored", self._timer() - started_at, len(pendings))
 
-    def _too_old(self, snapshot: Snapshot, record: Record, max_age_s: float | None) -> bool:
+    def _is_too_old(self, snapshot: Snapshot, record: Record, max_age_s: float | None) -> bool:
         if max_age_s is None:
             return False
         # A live record is as old as its inference, one of the night as old as its data.
         data_at = record.scored_at if record.live else snapshot.manifest.data_until
         return self._clock() - data_at > max_age_s
 
-    async def _compute(
-        self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
+    async def _compute_live(
+        self, served: ServedGenerations, pendings: list[PendingAnswer], context: RequestContext
     ) -> None:
         """Answer by live inference."""
         snapshot, started_at = served.live, self._timer()
-        cases = [case for case in cases if _is_worth(case, snapshot)]
-        if not cases:
+        pendings = [pending for pending in pendings if _is_worth_computing(pending, snapshot)]
+        if not pendings:
             return
-        left_s = max(0.0, context.deadline - started_at)
+        remaining_s = max(0.0, context.deadline - started_at)
         # What comes after live needs a little time too.
-        limit_s = left_s - min(self._l2_deadline_s, left_s / 4)
-        outcomes = await self._inferences.run(snapshot, cases, limit_s)
-        pace = YieldPacer(context.options)
-        for case, outcome in zip(cases, outcomes, strict=True):
-            await pace.step(case.entity)
+        limit_s = remaining_s - min(self._l2_deadline_s, remaining_s / 4)
+        outcomes = await self._inferences.run(snapshot, pendings, limit_s)
+        yield_pacer = YieldPacer(context.options)
+        for pending, outcome in zip(pendings, outcomes, strict=True):
+            await yield_pacer.count_entity(pending.entity)
             if isinstance(outcome, ComputedRecord):
-                self._take_live(case, snapshot, outcome, context)
+                self._answer_from_computed(pending, snapshot, outcome, context)
             else:
-                case.live_reason = outcome.reason
-            if case.live_reason is not None:
-                self._metrics.live_failed(case.table.name, case.live_reason)
-        self._metrics.stage("live", self._timer() - started_at, len(cases))
+                pending.live_reason = outcome.reason
+            if pending.live_reason is not None:
+                self._metrics.live_failed(pending.table.name, pending.live_reason)
+        self._metrics.stage("live", self._timer() - started_at, len(pendings))
 
-    def _take_live(
+    def _answer_from_computed(
         self,
-        case: PendingAnswer,
+        pending: PendingAnswer,
         snapshot: Snapshot,
         computed: ComputedRecord,
         context: RequestContext,
     ) -> None:
-        missed = case.reason
-        case.unknown_id_count, case.near = computed.unknown_id_count, computed.near
+        miss_reason = pending.reason
+        pending.unknown_id_count, pending.near = computed.unknown_id_count, computed.near
         try:
-            record = case.decoded(snapshot, computed.record)
-            self.answer_builder.answer(case, snapshot, record, Source.LIVE, context)
+            record = pending.decode_record(snapshot, computed.record)
+            self.answer_builder.answer_from_record(pending, snapshot, record, Source.LIVE, context)
         except Exception:  # as for a stored one
-            log.warning("a live record of %s cannot be read", case.table.name, exc_info=True)
-            self._tiers.discard(snapshot.view, case.record_key)
-            case.live_reason = LiveReason.CORRUPT
+            log.warning("a live record of %s cannot be read", pending.table.name, exc_info=True)
+            self._tiers.discard(snapshot.view, pending.record_key)
+            pending.live_reason = LiveReason.CORRUPT
         if (
-            case.answer is None
-            and case.live_reason is None
-            and case.reason is not MissReason.FILTERED
+            pending.answer is None
+            and pending.live_reason is None
+            and pending.reason is not MissReason.FILTERED
         ):
-            case.reason, case.live_reason = missed, LiveReason.EXHAUSTED
+            pending.reason, pending.live_reason = miss_reason, LiveReason.EXHAUSTED
 
     async def _settle_for_stored(
-        self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
+        self, served: ServedGenerations, pendings: list[PendingAnswer], context: RequestContext
     ) -> None:
         """Answer from stored records for want of fresher ones; they beat another night's answer."""
         snapshot = served.live
         # Under overload an overlay that is hardly ever there is not looked for either.
-        unread = [
-            case
-            for case in cases
-            if case.fall_back_to_nightly()
-            or case.reason == MissReason.FRESH
-            or (case.reason == MissReason.UNREAD and case.live_reason != LiveReason.OVERLOADED)
+        unread_pendings = [
+            pending
+            for pending in pendings
+            if pending.fall_back_to_nightly()
+            or pending.reason == MissReason.FRESH
+            or (
+                pending.reason == MissReason.UNREAD and pending.live_reason != LiveReason.OVERLOADED
+            )
         ]
-        for case in unread:
-            case.reason, case.record_key = None, case.record_key._replace(skips_overlay=False)
-        await self._read(snapshot, unread, context)
-        for case in cases:
-            if (hit := case.hit) is None:
+        for pending in unread_pendings:
+            pending.reason, pending.record_key = (
+                None,
+                pending.record_key._replace(skips_overlay=False),
+            )
+        await self._read_records(snapshot, unread_pendings, context)
+        for pending in pendings:
+            if (hit := pending.hit) is None:
                 continue
-            if case.reason is not None and not case.reason.traits.allows_stored:
+            if pending.reason is not None and not pending.reason.traits.allows_stored:
                 continue
             try:
-                record = case.decoded(snapshot, hit.record)
+                record = pending.decode_record(snapshot, hit.record)
                 if context.options.fresh:
-                    case.reason = case.reason or MissReason.FRESH_UNAVAILABLE
-                self.answer_builder.answer(case, snapshot, record, Source(hit.tier), context)
+                    pending.reason = pending.reason or MissReason.FRESH_UNAVAILABLE
+                self.answer_builder.answer_from_record(
+                    pending, snapshot, record, Source(hit.tier), context
+                )
             except Exception:  # as above
-                self._discard_corrupt(case, snapshot)
+                self._discard_corrupt(pending, snapshot)
 
     async def _read_previous(
-        self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
+        self, served: ServedGenerations, pendings: list[PendingAnswer], context: RequestContext
     ) -> None:
         """Answer from records of the previous generation."""
         previous = served.previous
         if previous is None:
             return
-        wants_of = [(case, find_previous_record_key(previous, case)) for case in cases]
+        pendings_and_keys = [
+            (pending, find_previous_record_key(previous, pending)) for pending in pendings
+        ]
         keyed_pendings = [
-            (case, record_key) for case, record_key in wants_of if isinstance(record_key, RecordKey)
+            (pending, record_key)
+            for pending, record_key in pendings_and_keys
+            if isinstance(record_key, RecordKey)
         ]
         if not keyed_pendings:
             return
         started_at = self._timer()
         record_keys = [record_key for _, record_key in keyed_pendings]
-        deadline = self.l2_deadline(context.options, context.started, _commands(record_keys))
+        deadline = self.l2_deadline(context.options, context.started, _command_count(record_keys))
         outcomes = await self._tiers.get_many(previous.view, record_keys, deadline)
-        pace = YieldPacer(context.options)
-        for (case, record_key), outcome in zip(keyed_pendings, outcomes, strict=True):
+        yield_pacer = YieldPacer(context.options)
+        for (pending, record_key), outcome in zip(keyed_pendings, outcomes, strict=True):
             if not isinstance(outcome, Hit):
                 continue
-            await pace.step(case.entity)
-            missed = case.reason
+            await yield_pacer.count_entity(pending.entity)
+            miss_reason = pending.reason
             try:
                 record = decode_record(
                     record_key.table.layout, outcome.record, previous.items.count
                 )
-                seen_ordinals = _had_in(previous, case, served.live)
-                self.answer_builder.answer(
-                    case, previous, record, Source.PREVIOUS, context, seen_ordinals=seen_ordinals
+                seen_ordinals = _seen_in_previous(previous, pending, served.live)
+                self.answer_builder.answer_from_record(
+                    pending, previous, record, Source.PREVIOUS, context, seen_ordinals=seen_ordinals
                 )
             except Exception:  # as for a record of this night, whose reason stays
                 log.warning(
                     "an older record of %s cannot be read", record_key.table.name, exc_info=True
                 )
                 self._tiers.discard(previous.view, record_key)
-            if case.answer is None and case.reason is not MissReason.FILTERED:
-                case.reason = missed
+            if pending.answer is None and pending.reason is not MissReason.FILTERED:
+                pending.reason = miss_reason
         self._metrics.stage("previous", self._timer() - started_at, len(keyed_pendings))
 
     async def _give_default(
-        self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
+        self, served: ServedGenerations, pendings: list[PendingAnswer], context: RequestContext
     ) -> None:
         """Answer with the table's defaults, which are the same for all users."""
-        pace = YieldPacer(context.options)
-        for case in cases:
-            await pace.step(case.entity)
-            self.answer_builder.default(case, served.live, context)
+        yield_pacer = YieldPacer(context.options)
+        for pending in pendings:
+            await yield_pacer.count_entity(pending.entity)
+            self.answer_builder.answer_by_default(pending, served.live, context)
 
 
-def _had_in(previous: Snapshot, case: PendingAnswer, live: Snapshot) -> frozenset[int]:
+def _seen_in_previous(previous: Snapshot, pending: PendingAnswer, live: Snapshot) -> frozenset[int]:
     """Return the ordinals in the previous generation of the user's past items, as the live one's night knew them."""
-    seen_ordinals = case.find_seen_ordinals(live)
+    seen_ordinals = pending.find_seen_ordinals(live)
     if not len(seen_ordinals):
         return frozenset()
-    raws = [live.items.raw_id(ordinal) for ordinal in seen_ordinals.tolist()]
-    return frozenset(previous.items.ordinals_of(raws).tolist())
+    item_ids = [live.items.raw_id(ordinal) for ordinal in seen_ordinals.tolist()]
+    return frozenset(previous.items.ordinals_of(item_ids).tolist())
 
 
-def _is_worth(case: PendingAnswer, snapshot: Snapshot) -> bool:
+def _is_worth_computing(pending: PendingAnswer, snapshot: Snapshot) -> bool:
     """True if live may compute and would not compute exactly the answer that was used up."""
-    used_up = case.reason == MissReason.EXHAUSTED and case.hit is not None and case.hit.live
-    return case.may_compute(snapshot) and not used_up
+    is_used_up = (
+        pending.reason == MissReason.EXHAUSTED and pending.hit is not None and pending.hit.live
+    )
+    return pending.may_compute(snapshot) and not is_used_up
 
 
-def _commands(record_keys: Sequence[RecordKey]) -> int:
+def _command_count(record_keys: Sequence[RecordKey]) -> int:
     return sum(1 if record_key.position >= 0 else OVERLAY_COMMANDS for record_key in record_keys)

@@ -15,15 +15,15 @@ from cache.l2.data_plane import DataPlane
 from cache.tiers.reads import Hit, RecordKey, View
 from cache.tiers.tiered import TieredCache
 
-REST_S = 1.0
+LEASE_REST_S = 1.0
 """Seconds without leases after Redis was slow or refused one."""
 
-_CHECKS_PER_LIFE = 8
+_RENEWAL_CHECKS_PER_LIFE = 8
 """Checks of the leases held, per life of a lease."""
 
-_FIRST_POLL_S = 0.002
-_POLL_MAX_S = 0.025
-_GROWTH = 1.5
+_FIRST_POLL_PAUSE_S = 0.002
+_POLL_PAUSE_S_MAX = 0.025
+_POLL_GROWTH_FACTOR = 1.5
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class LeaseManager:
 
     def __init__(
         self,
-        leases: DataPlane,
+        data_plane: DataPlane,
         tiers: TieredCache,
         keyspace: Keyspace,
         *,
@@ -65,23 +65,23 @@ class LeaseManager:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self.counts = LeaseCounts()
-        self._leases = leases
+        self._data_plane = data_plane
         self._tiers = tiers
         self._keyspace = keyspace
         self._wait_s = wait_s
         self._life_s = wait_s / 2
-        self._slow_s = wait_s / 8
-        self._name = f"{name or secrets.token_hex(4)}/".encode()
-        self._number = 0
+        self._slow_reply_s = wait_s / 8
+        self._token_prefix = f"{name or secrets.token_hex(4)}/".encode()
+        self._token_number = 0
         self._timer = timer
         self._sleep = sleep
         self._jitter = jitter
         self._resting_until = float("-inf")
         self._written_at_by_mark: dict[LeaseMark, float] = {}
         """Monotonic time of the last write of each lease in Redis."""
-        self._renewal: asyncio.TimerHandle | None = None
+        self._renewal_timer: asyncio.TimerHandle | None = None
 
-    def _rests(self) -> bool:
+    def _count_if_resting(self) -> bool:
         """True while leases are suspended, after Redis was slow; counts an answer that is computed without one."""
         if self._timer() >= self._resting_until:
             return False
@@ -100,14 +100,16 @@ class LeaseManager:
 
         `compute` stores its answer with the mark that it is given; it raises its errors in the caller.
         """
-        if self._rests():
+        if self._count_if_resting():
             return await compute(None)
         lease_set_at = started_at = self._timer()
         lease_mark = self._build_lease_mark(view, record_key, digest)
         lease_state = await self._try_acquire(lease_mark)
         if lease_state is not None:
-            give_up = started_at + min(self._wait_s, limit_s / 2)
-            follow_result = await self._follow(lease_mark, lease_state, view, record_key, give_up)
+            give_up_at = started_at + min(self._wait_s, limit_s / 2)
+            follow_result = await self._follow(
+                lease_mark, lease_state, view, record_key, give_up_at
+            )
             if isinstance(follow_result, Hit):
                 return follow_result
             if not follow_result:
@@ -121,7 +123,7 @@ class LeaseManager:
         lease_set_at: float,
         compute: Callable[[LeaseMark | None], Awaitable[T]],
     ) -> T:
-        self._begin(lease_mark, lease_set_at)
+        self._note_lease_begin(lease_mark, lease_set_at)
         try:
             computed = await compute(lease_mark)
         except BaseException:
@@ -132,15 +134,15 @@ class LeaseManager:
             del self._written_at_by_mark[lease_mark]
         return computed
 
-    def _begin(self, lease_mark: LeaseMark, lease_set_at: float) -> None:
+    def _note_lease_begin(self, lease_mark: LeaseMark, lease_set_at: float) -> None:
         self.counts.led += 1
         self._written_at_by_mark[lease_mark] = lease_set_at
-        if self._renewal is None:
+        if self._renewal_timer is None:
             self._renew_later()
 
     def give_back(self, lease_mark: LeaseMark) -> None:
         """End a lease under which no answer was stored, so that another process may lead at once."""
-        self._leases.lease(LeaseSwap(lease_mark.key, lease_mark.token, LEASE_GIVEN_BACK, 1))
+        self._data_plane.lease(LeaseSwap(lease_mark.key, lease_mark.token, LEASE_GIVEN_BACK, 1))
 
     async def _follow(
         self,
@@ -148,12 +150,12 @@ class LeaseManager:
         lease_state: bytes | TierUnavailable,
         view: View,
         record_key: RecordKey,
-        give_up: float,
+        give_up_at: float,
     ) -> Hit | bool:
         """Return the stored answer, else whether this process leads now."""
         if not isinstance(lease_state, TierUnavailable):
             self.counts.waited += 1
-        pause_s = _FIRST_POLL_S
+        pause_s = _FIRST_POLL_PAUSE_S
         latest_state: bytes | TierUnavailable | None = lease_state
         while latest_state is not None:
             if isinstance(latest_state, TierUnavailable):
@@ -165,16 +167,16 @@ class LeaseManager:
                     return hit
                 # Stored and gone again, or replaced by the answer to another input: nobody computes it now.
                 if (
-                    await self._leases.lease(self._build_swap(lease_mark, latest_state))
+                    await self._data_plane.lease(self._build_swap(lease_mark, latest_state))
                     == lease_mark.token
                 ):
                     break
-            left_s = give_up - self._timer()
-            if left_s <= 0:
+            remaining_s = give_up_at - self._timer()
+            if remaining_s <= 0:
                 self.counts.timed_out += 1
                 return False
-            await self._sleep(min(left_s, pause_s * (0.75 + self._jitter() / 2)))
-            pause_s = min(pause_s * _GROWTH, _POLL_MAX_S)
+            await self._sleep(min(remaining_s, pause_s * (0.75 + self._jitter() / 2)))
+            pause_s = min(pause_s * _POLL_GROWTH_FACTOR, _POLL_PAUSE_S_MAX)
             latest_state = await self._try_acquire(lease_mark)
         self.counts.taken_over += 1
         return True
@@ -188,46 +190,46 @@ class LeaseManager:
 
     async def _try_acquire(self, lease_mark: LeaseMark) -> bytes | TierUnavailable | None:
         started_at = self._timer()
-        lease_state = await self._leases.lease(
+        lease_state = await self._data_plane.lease(
             LeaseTake(lease_mark.key, lease_mark.token, self._life_ms)
         )
-        self._judge(lease_state, self._timer() - started_at)
+        self._rest_if_slow(lease_state, self._timer() - started_at)
         return lease_state
 
-    def _judge(self, lease_state: bytes | TierUnavailable | None, took_s: float) -> None:
-        if isinstance(lease_state, TierUnavailable) or took_s > self._slow_s:
-            self._resting_until = self._timer() + REST_S
+    def _rest_if_slow(self, lease_state: bytes | TierUnavailable | None, took_s: float) -> None:
+        if isinstance(lease_state, TierUnavailable) or took_s > self._slow_reply_s:
+            self._resting_until = self._timer() + LEASE_REST_S
 
     def _build_lease_mark(self, view: View, record_key: RecordKey, digest: bytes) -> LeaseMark:
-        self._number += 1
+        self._token_number += 1
         return LeaseMark(
             self._keyspace.lease(
                 view.generation, record_key.table.name, hash_hex(record_key.key), digest
             ),
-            self._name + b"%d" % self._number,
+            self._token_prefix + b"%d" % self._token_number,
         )
 
     def _renew_later(self) -> None:
         loop = asyncio.get_running_loop()
-        self._renewal = loop.call_later(self._life_s / _CHECKS_PER_LIFE, self._renew)
+        self._renewal_timer = loop.call_later(self._life_s / _RENEWAL_CHECKS_PER_LIFE, self._renew)
 
     def _renew(self) -> None:
         # All leases of the process in one pipeline, and no timer for those that end before it.
-        self._renewal = None
+        self._renewal_timer = None
         if (
             self._written_at_by_mark
         ):  # first of all: leases whose renewal fails this time are renewed the next time
             self._renew_later()
         now_s = self._timer()
         # None is older than a third of its life by then; most have ended before.
-        at_most = self._life_s / 3 - self._life_s / _CHECKS_PER_LIFE
+        renewal_age_s = self._life_s / 3 - self._life_s / _RENEWAL_CHECKS_PER_LIFE
         due_marks = [
             lease_mark
             for lease_mark, lease_set_at in self._written_at_by_mark.items()
-            if now_s - lease_set_at > at_most
+            if now_s - lease_set_at > renewal_age_s
         ]
         if due_marks:
             self._written_at_by_mark.update(dict.fromkeys(due_marks, now_s))
-            self._leases.submit(
+            self._data_plane.submit(
                 [self._build_swap(lease_mark, lease_mark.token) for lease_mark in due_marks], len
             )

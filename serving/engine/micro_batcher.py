@@ -26,47 +26,58 @@ class BatchCost:
     """Estimate of a batch's seconds as `fixed + per_input * size`: a least-squares line whose evidence fades."""
 
     def __init__(self) -> None:
-        self._weight = self._sizes = self._seconds = self._squares = self._products = 0.0
-        self._faded = 1.0
+        self._batch_weight = self._size_sum = self._seconds_sum = self._size_square_sum = (
+            self._product_sum
+        ) = 0.0
+        self._fade_factor = 1.0
 
-    def add(self, size: int, seconds: float) -> None:
+    def add(self, batch_size: int, seconds: float) -> None:
         """Add a batch's size and seconds; drop a faded estimate that proves far too high."""
-        if self._faded < 1 and seconds < self.of(size) / self._faded / 2:
-            self._weight = self._sizes = self._seconds = self._squares = self._products = 0.0
-        self._faded = 1.0
-        self._weight = self._weight * _COST_DECAY + 1
-        self._sizes = self._sizes * _COST_DECAY + size
-        self._seconds = self._seconds * _COST_DECAY + seconds
-        self._squares = self._squares * _COST_DECAY + size * size
-        self._products = self._products * _COST_DECAY + size * seconds
+        if self._fade_factor < 1 and seconds < self.expected_s(batch_size) / self._fade_factor / 2:
+            self._batch_weight = self._size_sum = self._seconds_sum = self._size_square_sum = (
+                self._product_sum
+            ) = 0.0
+        self._fade_factor = 1.0
+        self._batch_weight = self._batch_weight * _COST_DECAY + 1
+        self._size_sum = self._size_sum * _COST_DECAY + batch_size
+        self._seconds_sum = self._seconds_sum * _COST_DECAY + seconds
+        self._size_square_sum = self._size_square_sum * _COST_DECAY + batch_size * batch_size
+        self._product_sum = self._product_sum * _COST_DECAY + batch_size * seconds
 
     def fade(self) -> None:
         """Lower the estimate a little: it could never be corrected by batches that it keeps from running."""
-        self._faded *= 0.9
+        self._fade_factor *= 0.9
 
-    def of(self, size: int) -> float:
+    def expected_s(self, batch_size: int) -> float:
         """Return the expected seconds of a batch of this size; 0 without evidence."""
-        fixed, per_input_s = self._line()
-        return (fixed + per_input_s * size) * self._faded
+        fixed_s, per_input_s = self._fit_line()
+        return (fixed_s + per_input_s * batch_size) * self._fade_factor
 
     def size_within(self, seconds: float, size_max: int) -> int:
         """Return the largest batch size, up to `size_max`, that is expected to end in time."""
-        fixed, per_input_s = self._line()
-        remaining_s = seconds / self._faded - fixed
+        fixed_s, per_input_s = self._fit_line()
+        remaining_s = seconds / self._fade_factor - fixed_s
         if remaining_s < 0:
             return 0
         return size_max if remaining_s >= per_input_s * size_max else int(remaining_s / per_input_s)
 
-    def _line(self) -> tuple[float, float]:
-        if not self._weight:
+    def _fit_line(self) -> tuple[float, float]:
+        if not self._batch_weight:
             return 0.0, 0.0
-        size, seconds = self._sizes / self._weight, self._seconds / self._weight
-        spread = self._squares / self._weight - size * size
-        if spread < 0.01 * size:  # sizes were all alike: nothing tells the two parts apart
-            return seconds, 0.0
-        per_input_s = (self._products / self._weight - size * seconds) / spread
-        per_input_s = min(max(per_input_s, 0.0), seconds / size)
-        return seconds - per_input_s * size, per_input_s
+        mean_size, mean_seconds = (
+            self._size_sum / self._batch_weight,
+            self._seconds_sum / self._batch_weight,
+        )
+        size_variance = self._size_square_sum / self._batch_weight - mean_size * mean_size
+        if (
+            size_variance < 0.01 * mean_size
+        ):  # sizes were all alike: nothing tells the two parts apart
+            return mean_seconds, 0.0
+        per_input_s = (
+            self._product_sum / self._batch_weight - mean_size * mean_seconds
+        ) / size_variance
+        per_input_s = min(max(per_input_s, 0.0), mean_seconds / mean_size)
+        return mean_seconds - per_input_s * mean_size, per_input_s
 
 
 class LiveUnavailable(Exception):
@@ -83,7 +94,7 @@ class InferenceJob:
 
     snapshot: Snapshot
     table: str
-    source: LiveInput
+    live_input: LiveInput
     fingerprint: int
     size_bytes: int
     deadline: float = math.inf
@@ -91,18 +102,18 @@ class InferenceJob:
     may_reuse: bool = False
     """True if the answer to a near input will do."""
     newer_input: object = None
-    """Input newer than the night, in place of `source`, as the feature made it that computes from it."""
-    new: EligibleNewItems = NO_ELIGIBLE_NEW_ITEMS
+    """Input newer than the night, in place of `live_input`, as the feature made it that computes from it."""
+    eligible_new_items: EligibleNewItems = NO_ELIGIBLE_NEW_ITEMS
     """New items that the list may name."""
     seen_ordinals: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """Ordinals of the user's past items, which the list leaves out in addition to those of `source`."""
+    """Ordinals of the user's past items, which the list leaves out in addition to those of `live_input`."""
 
     @property
     def queue_name(self) -> str:
         """Name of the queue of jobs that share batches, and their cost estimate."""
         if self.newer_input is not None:
             return f"{self.table} with a newer input"
-        return f"{self.table} with new items" if self.new.items else self.table
+        return f"{self.table} with new items" if self.eligible_new_items.items else self.table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +131,7 @@ class ComputedRecord:
 
 
 InferenceOutcome = ComputedRecord | Exception
-Compute = Callable[[Sequence[InferenceJob]], list[InferenceOutcome]]
+ComputeBatch = Callable[[Sequence[InferenceJob]], list[InferenceOutcome]]
 QueuedJob = tuple[InferenceJob, asyncio.Future[ComputedRecord]]
 
 
@@ -135,28 +146,28 @@ class MicroBatcher:
         self,
         executor: Executor,
         *,
-        workers: int,
+        worker_count: int,
         max_batch: int,
         max_queue: int,
         max_queue_bytes: int,
-        compute: Compute,
+        compute: ComputeBatch,
         observe: Callable[[int, float], None] = lambda _size, _seconds: None,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
-        self._idle = workers
+        self._idle_worker_count = worker_count
         self._max_batch = max_batch
         self._max_queue = max_queue
         self._max_queue_bytes = max_queue_bytes
         self._compute = compute
         self._observe = observe
         self._timer = timer
-        self._queues: dict[tuple[int, str], deque[QueuedJob]] = {}
-        self._costs: defaultdict[str, BatchCost] = defaultdict(BatchCost)
-        self._pump_due = False
+        self._queue_by_key: dict[tuple[int, str], deque[QueuedJob]] = {}
+        self._cost_by_queue_name: defaultdict[str, BatchCost] = defaultdict(BatchCost)
+        self._is_pump_scheduled = False
         self.queued = 0
         self.queued_bytes = 0
-        self.hopeless = 0
+        self.hopeless_count = 0
         """Number of jobs that were not computed because they could not have ended in time."""
 
     def infer(self, job: InferenceJob) -> "asyncio.Future[ComputedRecord]":
@@ -170,63 +181,70 @@ class MicroBatcher:
             computed_future.set_exception(LiveUnavailable(LiveReason.BUSY))
             return computed_future
         job.queued_at = self._timer()
-        self._queues.setdefault((id(job.snapshot), job.queue_name), deque()).append(
+        self._queue_by_key.setdefault((id(job.snapshot), job.queue_name), deque()).append(
             (job, computed_future)
         )
         self.queued += 1
         self.queued_bytes += job.size_bytes
-        if self._idle and not self._pump_due:
+        if self._idle_worker_count and not self._is_pump_scheduled:
             # At the end of this turn of the loop: whatever the turn submits travels in one batch.
-            self._pump_due = True
-            loop.call_soon(self._pump)
+            self._is_pump_scheduled = True
+            loop.call_soon(self._start_batches)
         return computed_future
 
-    def waited(self) -> float:
+    def longest_wait_share(self) -> float:
         """Return the largest share of its time that a queue's oldest input has waited; 0 if all queues are empty."""
         now_s = self._timer()
-        heads = [waiting[0][0] for waiting in self._queues.values() if waiting]
-        times = [(now_s - job.queued_at, job.deadline - job.queued_at) for job in heads]
-        return max((waited / max(time_s, 1e-6) for waited, time_s in times), default=0.0)
+        oldest_jobs = [
+            queued_jobs[0][0] for queued_jobs in self._queue_by_key.values() if queued_jobs
+        ]
+        waits_and_limits = [
+            (now_s - job.queued_at, job.deadline - job.queued_at) for job in oldest_jobs
+        ]
+        return max(
+            (waited_s / max(available_s, 1e-6) for waited_s, available_s in waits_and_limits),
+            default=0.0,
+        )
 
-    def _pump(self) -> None:
-        self._pump_due = False
-        while self._idle and self._queues:
-            queue_key = next(iter(self._queues))
-            waiting = self._queues.pop(queue_key)
-            batch = self._pop_batch(waiting, self._costs[queue_key[1]])
-            if waiting:
-                self._queues[queue_key] = waiting  # behind the other lanes
+    def _start_batches(self) -> None:
+        self._is_pump_scheduled = False
+        while self._idle_worker_count and self._queue_by_key:
+            queue_key = next(iter(self._queue_by_key))
+            queued_jobs = self._queue_by_key.pop(queue_key)
+            batch = self._pop_batch(queued_jobs, self._cost_by_queue_name[queue_key[1]])
+            if queued_jobs:
+                self._queue_by_key[queue_key] = queued_jobs  # behind the other lanes
             if batch:
-                self._start(batch)
+                self._start_batch(batch)
 
-    def _pop_batch(self, waiting: deque[QueuedJob], cost: BatchCost) -> list[QueuedJob]:
+    def _pop_batch(self, queued_jobs: deque[QueuedJob], cost: BatchCost) -> list[QueuedJob]:
         """Take the next batch of a queue, oldest first; drop cancelled jobs, fail those that cannot end in time."""
         batch: list[QueuedJob] = []
-        now_s, limit = self._timer(), self._max_batch
-        while waiting and len(batch) < limit:
-            job, computed_future = waiting[0]
+        now_s, size_limit = self._timer(), self._max_batch
+        while queued_jobs and len(batch) < size_limit:
+            job, computed_future = queued_jobs[0]
             if not computed_future.done():
-                within = cost.size_within(job.deadline - now_s, limit)
-                if within < 1:
-                    self.hopeless += 1
+                size_in_time = cost.size_within(job.deadline - now_s, size_limit)
+                if size_in_time < 1:
+                    self.hopeless_count += 1
                     cost.fade()
                     computed_future.set_exception(LiveUnavailable(LiveReason.TIMEOUT))
-                elif within <= len(batch):
+                elif size_in_time <= len(batch):
                     break  # its time is too short for this batch, not for the next
                 else:
-                    limit = within
+                    size_limit = size_in_time
                     batch.append((job, computed_future))
-            waiting.popleft()
+            queued_jobs.popleft()
             self.queued -= 1
             self.queued_bytes -= job.size_bytes
         return batch
 
-    def _start(self, batch: list[QueuedJob]) -> None:
-        self._idle -= 1
+    def _start_batch(self, batch: list[QueuedJob]) -> None:
+        self._idle_worker_count -= 1
         loop = asyncio.get_running_loop()
         started = self._timer()
 
-        def run() -> None:
+        def run_batch() -> None:
             error: Exception | None = None
             outcomes: Sequence[InferenceOutcome] = ()
             try:
@@ -241,19 +259,21 @@ class MicroBatcher:
         ) -> None:
             # Where the loop is closed every caller is gone.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._finish, batch, started, outcomes, error, ended_at)
+                loop.call_soon_threadsafe(
+                    self._finish_batch, batch, started, outcomes, error, ended_at
+                )
 
-        def report_failure(running: "Future[None]") -> None:
-            if running.cancelled() or running.exception() is not None:
+        def report_failure(run_future: "Future[None]") -> None:
+            if run_future.cancelled() or run_future.exception() is not None:
                 report_outcomes((), LiveUnavailable(LiveReason.FAILED), started)
 
         try:
-            self._executor.submit(run).add_done_callback(report_failure)
+            self._executor.submit(run_batch).add_done_callback(report_failure)
         except RuntimeError:  # shut down
-            self._idle += 1
+            self._idle_worker_count += 1
             _resolve(batch, [LiveUnavailable(LiveReason.FAILED)] * len(batch))
 
-    def _finish(
+    def _finish_batch(
         self,
         batch: list[QueuedJob],
         started: float,
@@ -261,14 +281,14 @@ class MicroBatcher:
         error: Exception | None,
         ended_at: float,
     ) -> None:
-        self._idle += 1
+        self._idle_worker_count += 1
         if error is not None:
             outcomes = [error] * len(batch)
         else:
             self._observe(len(batch), ended_at - started)
-            self._costs[batch[0][0].queue_name].add(len(batch), ended_at - started)
-        if self._queues:  # the next batch first: the model works while answers are handed out
-            self._pump()
+            self._cost_by_queue_name[batch[0][0].queue_name].add(len(batch), ended_at - started)
+        if self._queue_by_key:  # the next batch first: the model works while answers are handed out
+            self._start_batches()
         _resolve(batch, outcomes)
 
 

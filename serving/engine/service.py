@@ -16,7 +16,7 @@ from serving.metrics.registry import Metrics
 from serving.requests.errors import Problem
 from serving.requests.models import LookupRequest, RequestedEntity
 from serving.requests.options import Limits, RequestOptions
-from serving.requests.parsing import HeaderJudge
+from serving.requests.parsing import HeaderReader
 
 LookupFunction = Callable[[ServedGenerations, LookupRequest, float], Awaitable[list[AnswerJson]]]
 """Lookup: answers each entity of a request once, in order, from captured generations; the time is monotonic."""
@@ -33,7 +33,7 @@ class LookupService:
     ladder: Ladder
     metrics: Metrics
     limits: Limits
-    body_bytes: int
+    body_bytes_max: int
     body_timeout_s: float
     tiers: TieredCache
     l2_bound_s: Callable[[], float]
@@ -45,8 +45,8 @@ class LookupService:
         """Return the generations for one request, captured once; raise Problem (503) before any is loaded."""
         served = self.follower.holder.served
         if served is None:
-            reason = self.follower.failed or "no generation has been published yet"
-            raise Problem(503, "not_ready", reason)
+            problem_message = self.follower.load_failure or "no generation has been published yet"
+            raise Problem(503, "not_ready", problem_message)
         return served
 
     def lookup(self, *, is_reshaped: bool) -> LookupFunction:
@@ -55,18 +55,23 @@ class LookupService:
 
     def attach_staleness(self, answers: list[AnswerJson]) -> list[AnswerJson]:
         """Add the reason why this replica may lag behind, if any, to each answer; return the answers."""
-        if (stale := self.follower.concerns.text) is not None:
+        if (stale := self.follower.concerns.reasons_text) is not None:
             for answer in answers:
                 answer["stale"] = stale
         return answers
 
-    def gate(self) -> AdmissionGate:
+    def create_gate(self) -> AdmissionGate:
         """Create the gate of requests below L1, with the service's bounds."""
-        headers = HeaderJudge(self.limits)
-        lateness = DeadlineCheck(self.admission, headers, self.limits)
-        requested = self.metrics.requested
+        header_reader = HeaderReader(self.limits)
+        deadline_check = DeadlineCheck(self.admission, header_reader, self.limits)
+        count_request = self.metrics.requested
         return AdmissionGate(
-            self.admission, headers, lateness, requested, self.body_bytes, self.body_timeout_s
+            self.admission,
+            header_reader,
+            deadline_check,
+            count_request,
+            self.body_bytes_max,
+            self.body_timeout_s,
         )
 
 

@@ -30,9 +30,9 @@ from serving.http.openapi import Operation
 from serving.http.routes import read_request_body
 from serving.replica.hooks import Handler, Replica
 from serving.replica.namespace import HeldNamespace
-from serving.requests.bodies import as_json
+from serving.requests.bodies import json_response
 from serving.requests.errors import ErrorCode, Problem
-from serving.requests.named_schema import ID, Json, NamedSchema, list_of, or_null
+from serving.requests.named_schema import ID_SCHEMA, Json, NamedSchema, list_schema, nullable_schema
 from serving.requests.options import Limits
 from serving.requests.parsing import pop_content, run_in_thread_if_large
 
@@ -50,8 +50,8 @@ _CODES: Mapping[str, ErrorCode] = {
 }
 
 _FIELDS: Json = {
-    "user": ID,
-    "item": ID,
+    "user": ID_SCHEMA,
+    "item": ID_SCHEMA,
     "time": {
         "anyOf": [{"type": "string", "maxLength": 64}, {"type": "number", "minimum": 0}],
         "description": "When it happened: ISO 8601 (UTC without a zone) or seconds since 1970; by default now",
@@ -79,25 +79,25 @@ _FIELDS: Json = {
         },
     ),
     "features": schemas.FEATURES,
-    "vector": list_of({"type": "number"}, minItems=1, maxItems=8_192),
+    "vector": list_schema({"type": "number"}, minItems=1, maxItems=8_192),
 }
 
 
 _UNSENT_IF_NULL = ("user", "item", "weight", "features", "vector")
 
 
-_EVENT = schemas.closed(
+_EVENT = schemas.closed_object_schema(
     "Event",
-    _FIELDS | {name: or_null(_FIELDS[name]) for name in _UNSENT_IF_NULL},
+    _FIELDS | {name: nullable_schema(_FIELDS[name]) for name in _UNSENT_IF_NULL},
     ("id",),
     description="Interaction of a user with an item, or attributes, features or a vector of one of them",
 )
 
 
-_BODY: Json = schemas.closed(
+_BODY: Json = schemas.closed_object_schema(
     "EventsRequest",
     {
-        "events": list_of(
+        "events": list_schema(
             _EVENT,
             minItems=1,
             description="As many as `[events] batch` has it; one that is none is rejected beside the others",
@@ -107,13 +107,13 @@ _BODY: Json = schemas.closed(
 )
 
 
-_RECEIPT: Json = schemas.named(
+_RECEIPT: Json = schemas.named_object_schema(
     "EventsReceipt",
     {
         "accepted": {"type": "integer", "description": "Events that are in the stream"},
         "repeated": {"type": "integer", "description": "Events that were there before"},
-        "rejected": list_of(
-            schemas.named(
+        "rejected": list_schema(
+            schemas.named_object_schema(
                 "RejectedEvent",
                 {
                     "index": {"type": "integer", "description": "Place in the request, from 0"},
@@ -182,8 +182,8 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
             summary="What users do",
             description="Accepts each event once, under its id: sent again after any refusal it counts once. An event "
             "that cannot be accepted is rejected beside the others.",
-            answer=_RECEIPT,
-            example={
+            answer_schema=_RECEIPT,
+            answer_example={
                 "accepted": 1,
                 "repeated": 0,
                 "rejected": [{"index": 1, "reason": "missing_field", "detail": "item is missing"}],
@@ -191,7 +191,7 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
                 "position": "1795174289000-0",
             },
             status="202",
-            body=_BODY,
+            body_schema=_BODY,
             body_example={"events": [{"id": "e-1", "user": "u-00042", "item": "i-02618"}]},
             codes=_CODES,
             scope="events",
@@ -239,7 +239,7 @@ def follow_events(namespace: HeldNamespace) -> EventFollower:
     updater = ItemUpdater(holder, newer_events, namespace.metrics)
     follower = EventFollower(
         config.events_redis, config.of_events().keyspace(), newer_events, holder,
-        functools.partial(namespace.follower.note, "events"), recheck_values=updater.recheck_values,
+        functools.partial(namespace.follower.note_concern, "events"), recheck_values=updater.recheck_values,
         limit_bytes=config.events.stream_bytes,
     )  # fmt: skip
     refresher.add_periodic("attribute_values", VALUES_LOOK_S, updater.take_values)
@@ -286,7 +286,7 @@ def handler_of(service: LookupService, intake: EventIntake) -> Handler:
     async def accept(request: Request, _started: float) -> object:
         sent_events = intake.reader.extract_events(await read_events(request))
         spend_quota(request.scope, len(sent_events))
-        return as_json(202, await intake.accept_events(sent_events))
+        return json_response(202, await intake.accept_events(sent_events))
 
     async def read_events(request: Request) -> object:
         body = await read_request_body(service, request)

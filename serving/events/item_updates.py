@@ -60,7 +60,7 @@ def with_changed_filtering(snapshot: Snapshot, filtering: Filtering) -> Snapshot
     """Return a snapshot with other values of items: lists that its night made by changed attributes are outdated."""
     facets = {} if snapshot.manifest.events is None else snapshot.manifest.events.facets
     return snapshot.with_same_stamp(
-        parts={**snapshot.parts, Filtering: filtering},
+        part_by_class={**snapshot.part_by_class, Filtering: filtering},
         changed_facets={
             table: filtering.attributes.columns[name]
             for table, name in facets.items()
@@ -85,7 +85,7 @@ class ItemUpdater:
         self._metrics = metrics
         self._timer = timer
         self._failed: set[str] = set()
-        holder.update = self.update
+        holder.update_snapshot = self.update
 
     async def take_values(self) -> None:
         """Put newer values of items' attributes, and new items, in force in all held generations."""

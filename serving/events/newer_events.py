@@ -25,7 +25,7 @@ from serving.engine.micro_batcher import (
     InferenceOutcome,
     LiveUnavailable,
 )
-from serving.engine.rendering.answer_fields import iso_of
+from serving.engine.rendering.answer_fields import iso_time
 from serving.generations.snapshot import Snapshot
 from serving.requests.options import RequestOptions
 from serving.requests.reasons import LiveReason
@@ -65,7 +65,7 @@ class CountedEvents(NamedTuple):
     @property
     def as_of(self) -> str:
         """Time when the newest was accepted, RFC 3339, UTC."""
-        return iso_of(Position.of_number(self.input.events[-1].number).ms / 1000)
+        return iso_time(Position.of_number(self.input.events[-1].number).ms / 1000)
 
     @property
     def items(self) -> tuple[bytes, ...]:
@@ -150,7 +150,7 @@ class NewerEvents(NewerInputs):
             table, position, snapshot.seen_items
         ):
             return None
-        if snapshot.blocks(table, raw):
+        if snapshot.blocks_entity(table, raw):
             return None
         features = events_of_night.tables[table.name]
         newer_events = self.users.list_events_after(raw, events_of_night.until_number)
@@ -201,7 +201,7 @@ class NewerEvents(NewerInputs):
             raw = case.entity.raw
             if raw is None or raw not in packed or case.counted_events is not None:
                 continue
-            await pace.step(case.entity)
+            await pace.count_entity(case.entity)
             counted_events = _find_counted_events(
                 self, snapshot, case, raw, options, takes_sent=case.entity.has_input
             )
@@ -219,7 +219,7 @@ class NewerEvents(NewerInputs):
         ]
         outcomes = await read_records(record_keys)
         for (case, raw), outcome in zip(undecided, outcomes, strict=True):
-            await pace.step(case.entity)
+            await pace.count_entity(case.entity)
             has_record = isinstance(outcome, Hit)
             counted_events = _find_counted_events(
                 self, snapshot, case, raw, options, takes_sent=not has_record
@@ -346,7 +346,10 @@ def compute_from_events(jobs: Sequence[InferenceJob], scored_at: int) -> list[In
     def predict(
         batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
     ) -> Sequence[ComputedRecord]:
-        fingerprints, new = [job.fingerprint for job in batch_jobs], [job.new for job in batch_jobs]
+        fingerprints, new = (
+            [job.fingerprint for job in batch_jobs],
+            [job.eligible_new_items for job in batch_jobs],
+        )
         records = predictor.predict(table, batch, fingerprints, scored_at, new)
         return [ComputedRecord(record) for record in records]
 

@@ -19,7 +19,7 @@ from cache.format.ids import canonical_id
 from cache.format.iso_times import iso_time
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
-from serving.requests.errors import Problem, from_input, unprocessable
+from serving.requests.errors import Problem, problem_from_input, unprocessable
 from serving.requests.json_fields import check_length, read_features, read_id, read_object
 
 EVENT_ID_BYTES_MAX: Final = 128
@@ -152,7 +152,7 @@ class EventReader:
             try:
                 inputs.check(event)
             except UnfitNewItem as error:
-                raise from_input(error, field) from error
+                raise problem_from_input(error, field) from error
         packed_event, event_bytes_max = pack_event(self.keyspace, event), self.config.event_bytes
         if len(packed_event.body) > event_bytes_max:
             detail = f"the event has {len(packed_event.body)} bytes, {event_bytes_max} are allowed"

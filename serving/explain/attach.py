@@ -9,13 +9,13 @@ from serving.http.routes import read_lookup, with_request_headers
 from serving.replica.hooks import Replica
 from serving.requests.errors import unprocessable
 from serving.requests.models import LookupRequest
-from serving.requests.named_schema import Json, or_null
+from serving.requests.named_schema import Json, nullable_schema
 from serving.requests.options import Limits
 from serving.requests.parsing import lookup_from_url
 
 PATH_PREFIX = b"/v1/explain/"
 
-_TIER = schemas.named(
+_TIER = schemas.named_object_schema(
     "ExplainedTier",
     {
         "found": {"type": "boolean"},
@@ -27,7 +27,7 @@ _TIER = schemas.named(
 )
 
 
-_EXPLANATION: Json = schemas.named(
+_EXPLANATION: Json = schemas.named_object_schema(
     "Explanation",
     {
         "table": {"type": "string"},
@@ -37,29 +37,32 @@ _EXPLANATION: Json = schemas.named(
         "epoch": {"type": "integer"},
         "published_at": schemas.DATE_TIME,
         "age_seconds": {"type": "number"},
-        "stale": or_null(schemas.STALE_REASON),
+        "stale": nullable_schema(schemas.STALE_REASON),
         "degraded": schemas.TEXT_OR_NULL,
-        "answer": schemas.named(
+        "answer": schemas.named_object_schema(
             "ExplainedAnswer",
             {
                 "tier": schemas.SOURCE,
-                "reason": {**or_null(schemas.REASON), "description": "Why it is no plain hit"},
+                "reason": {
+                    **nullable_schema(schemas.REASON),
+                    "description": "Why it is no plain hit",
+                },
                 "live": {
-                    **or_null(schemas.LIVE_REASON),
+                    **nullable_schema(schemas.LIVE_REASON),
                     "description": "Why live could not, though it had an input",
                 },
             },
             ("tier", "reason", "live"),
             description="What would answer",
         ),
-        "directory": schemas.details("Where the night has it, by its hash"),
-        "events": schemas.details(
+        "directory": schemas.details_schema("Where the night has it, by its hash"),
+        "events": schemas.details_schema(
             "Newer events that are counted, `as_of` the newest, and `until` where the generation has them; null: none",
             is_null=True,
         ),
         "new_items": {
             "type": "array",
-            "items": schemas.named(
+            "items": schemas.named_object_schema(
                 "ExplainedNewItem",
                 {
                     "item": {"type": "string"},
@@ -72,34 +75,36 @@ _EXPLANATION: Json = schemas.named(
                 description="An item of the answer that no night has seen",
             ),
         },
-        "page": schemas.details("Its page in Redis with its checksum; null: unknown", is_null=True),
+        "page": schemas.details_schema(
+            "Its page in Redis with its checksum; null: unknown", is_null=True
+        ),
         "l1": _TIER,
         "l2": _TIER,
         "same_bytes": {
             "type": ["boolean", "null"],
             "description": "Whether both tiers hold the same; null: one holds nothing",
         },
-        "record": schemas.details("What is stored, decoded", is_null=True),
-        "filter": schemas.details(
+        "record": schemas.details_schema("What is stored, decoded", is_null=True),
+        "filter": schemas.details_schema(
             "Items that pass the filter (`passing` of `items`), and those of the stored list; null: none was sent",
             is_null=True,
         ),
-        "rerank": schemas.details(
+        "rerank": schemas.details_schema(
             "What the order follows (`by`), and the stored list in it; null: none was asked for",
             is_null=True,
         ),
-        "previous": schemas.details(
+        "previous": schemas.details_schema(
             "What the previous generation has; null: none held", is_null=True
         ),
-        "model": schemas.details(
+        "model": schemas.details_schema(
             "What the model says now, and from what: `computed_from` is `sent`, `own` (the item "
             "itself), `events` (the night's input and newer events), `stored_vector` (scores of the stored list "
             "only) or null"
         ),
-        "difference": schemas.details(
+        "difference": schemas.details_schema(
             "Model minus record: `exact`, `overlap`, deltas", is_null=True
         ),
-        "default": schemas.details("What answers if nothing else does", is_null=True),
+        "default": schemas.details_schema("What answers if nothing else does", is_null=True),
     },
     ("table", "id", "sentence", "generation", "answer", "directory", "l1", "l2", "model"),
     description="Why an entity is answered as it is",
@@ -132,8 +137,8 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             summary="Why an entity is answered as it is",
             description="Says which rung would answer, what each holds, and what the model says now. Nothing is "
             "changed by asking.",
-            answer=_EXPLANATION,
-            example=_EXAMPLE,
+            answer_schema=_EXPLANATION,
+            answer_example=_EXAMPLE,
             path_names=("table", "entity"),
             has_query=True,
             has_options=True,
@@ -147,9 +152,9 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             tag="explanations",
             summary="Why an entity with an input is answered as it is",
             description="The same for one entity with a history or features.",
-            answer=_EXPLANATION,
-            example=_EXAMPLE,
-            body=schemas.lookup_body(limits, "ExplainRequest", 1),
+            answer_schema=_EXPLANATION,
+            answer_example=_EXAMPLE,
+            body_schema=schemas.lookup_body_schema(limits, "ExplainRequest", 1),
             body_example={"entities": [{"id": "u-00042", "history": ["i-01302"]}]},
             path_names=("table",),
             has_options=True,

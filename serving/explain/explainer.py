@@ -57,17 +57,17 @@ from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnava
 from serving.engine.rendering.answer_fields import (
     Prediction,
     Reranker,
-    from_defaults,
-    from_record,
-    is_cut,
-    iso_of,
+    iso_time,
+    may_have_more_items,
+    prediction_from_defaults,
+    prediction_from_record,
 )
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot, user_vector_table
 from serving.metrics.registry import Metrics
 from serving.process.resources import StoreThreads
-from serving.requests.answers import FALLBACKS, STORED_SOURCES, Source
+from serving.requests.answers import FALLBACK_SOURCES, STORED_SOURCES, Source
 from serving.requests.errors import Problem, unprocessable
 from serving.requests.models import LookupRequest
 from serving.requests.options import RequestOptions
@@ -307,11 +307,11 @@ class Rescorer:
             snapshot, case.table.name, case.live_input, case.record_key.fingerprint, case.size_bytes,
             time.monotonic() + RESCORE_TIMEOUT_S,
             newer_input=None if case.is_settled else case.counted_events and case.counted_events.input,
-            new=new_items_of(snapshot, case), seen_ordinals=case.find_seen_ordinals(snapshot),
+            eligible_new_items=new_items_of(snapshot, case), seen_ordinals=case.find_seen_ordinals(snapshot),
         )  # fmt: skip
         try:
             computed = await asyncio.wait_for(self.batcher.infer(job), RESCORE_TIMEOUT_S)
-            return case.decoded(snapshot, computed.record), computed.record, None
+            return case.decode_record(snapshot, computed.record), computed.record, None
         except LiveUnavailable as error:
             return None, None, error.reason
         except TimeoutError:
@@ -343,7 +343,7 @@ class Rescorer:
         try:
             vector = PendingAnswer(
                 case.entity, table, table.layout.width, record_key, case.digest
-            ).decoded(snapshot, outcome.record)
+            ).decode_record(snapshot, outcome.record)
         except CorruptArtefact:
             return None
         ordinals = items.astype(np.int64)
@@ -494,7 +494,7 @@ class RecordDecoder:
     ) -> Prediction:
         """Build the prediction of an answer: without blocked, seen and filtered items, cut at `k`."""
         case, exclusions = self.case, (self.exclusions,)
-        return from_record(
+        return prediction_from_record(
             self.snapshot, case.table, record, case.k, exclusions, filter_mask, reranker
         )
 
@@ -505,7 +505,7 @@ class RecordDecoder:
 
     def _decoded(self, hit: Hit) -> Record | None:
         try:
-            return self.case.decoded(self.snapshot, hit.record)
+            return self.case.decode_record(self.snapshot, hit.record)
         except CorruptArtefact:
             return None
 
@@ -541,7 +541,9 @@ class Explainer:
             raise Problem(503, "overloaded", f"{EXPLANATIONS_MAX} explanations are under way here")
         self._under_way += 1
         try:
-            return await self._build_explanation(served.pinned(request.options.generation), request)
+            return await self._build_explanation(
+                served.pin_generation(request.options.generation), request
+            )
         finally:
             self._under_way -= 1
 
@@ -579,7 +581,7 @@ class Explainer:
         if case.counted_events is not None:
             excluded_ordinals |= frozenset(snapshot.numbers_of(case.counted_events.items).tolist())
         records = RecordDecoder(snapshot, case, excluded_ordinals)
-        if snapshot.blocks(table, raw):
+        if snapshot.blocks_entity(table, raw):
             case.reason = MissReason.ENTITY_BLOCKED
         night_record_and_hit = records.find_nightly_record(l1, l2)
         rescore_result = await self._rescorer.rescore(
@@ -611,7 +613,8 @@ class Explainer:
             "l2": self._tier(l2),
             "same_bytes": _has_same_record(l1, l2),
             "record": None,
-            "filter": filter_mask and {"passing": filter_mask.count, "items": snapshot.numbered},
+            "filter": filter_mask
+            and {"passing": filter_mask.count, "items": snapshot.nameable_item_count},
             "rerank": request.options.rerank and {"by": request.options.rerank.named},
             "previous": previous,
             "model": rescore_result.to_json(),
@@ -641,7 +644,7 @@ class Explainer:
                 explanation["difference"] = prediction_difference(prediction, live_prediction)
         if answer["tier"] == Source.DEFAULT and raw is not None:
             history_ordinals = frozenset(answered.find_seen_ordinals(snapshot).tolist())
-            explanation["default"] = from_defaults(
+            explanation["default"] = prediction_from_defaults(
                 snapshot, table, case.entity, case.k, (excluded_ordinals, history_ordinals)
             )
         return explanation | {"sentence": sentence(explanation)}
@@ -707,7 +710,7 @@ def _events(snapshot: Snapshot, counted_events: NewerInput | None) -> dict[str, 
         "counted": [
             {
                 "item": event.item.decode(),
-                "time": iso_of(event.at_us / 1e6),
+                "time": iso_time(event.at_us / 1e6),
                 "position": str(Position.of_number(event.number)),
             }
             for event in events
@@ -737,7 +740,7 @@ def _answer(case: PendingAnswer, rescore_result: RescoreResult) -> dict[str, Any
 
 def _within(prediction: Prediction, record: Record, table: Table) -> dict[str, Any]:
     """Return the items of the stored list that pass the filter, and the source of a lookup: the list or vectors."""
-    source = "vectors" if is_cut(prediction, record, table) else "list"
+    source = "vectors" if may_have_more_items(prediction, record, table) else "list"
     return {"items_of_list": prediction["items"], "from": source}
 
 
@@ -866,7 +869,7 @@ def sentence(explanation: Mapping[str, Any]) -> str:
         parts[0] += f", since {_REASON_TEXTS.get(reason, reason)}"
     if answer["live"]:
         parts.append(f"live inference could not: {answer['live']}")
-    elif answer["tier"] in FALLBACKS and not explanation["model"]["computed_from"]:
+    elif answer["tier"] in FALLBACK_SOURCES and not explanation["model"]["computed_from"]:
         parts.append("live inference needs a history or features")
     l2_reason = explanation["l2"].get("reason")
     if answer["tier"] == Source.L1 and l2_reason in _OUTAGE_TEXTS and reason is None:

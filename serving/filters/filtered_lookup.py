@@ -20,7 +20,7 @@ from cache.model.filter_mask import FilterMask
 from cache.model.ranking import Metric
 from cache.tiers.reads import MissReason
 from serving.admission.work_pacer import YieldPacer
-from serving.engine.answer_builder import RequestContext, Searched, left_out
+from serving.engine.answer_builder import RequestContext, SearchResult, left_out_ordinals
 from serving.engine.entity import PendingAnswer, build_pending_answers
 from serving.engine.hooks import ListShaper
 from serving.engine.ladder import Ladder
@@ -28,7 +28,7 @@ from serving.engine.rendering.answer_fields import AnswerJson
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot, ranking_metric, user_vector_table
 from serving.requests.answers import Source
-from serving.requests.errors import Problem, from_input, unprocessable
+from serving.requests.errors import Problem, problem_from_input, unprocessable
 from serving.requests.models import LookupRequest
 from serving.requests.options import RequestOptions
 from serving.requests.reasons import LiveReason
@@ -139,7 +139,7 @@ class Filters:
         try:
             return await self._reranker(snapshot, reranking, deadline)
         except InvalidFilter as error:
-            raise from_input(error, "rerank") from error
+            raise problem_from_input(error, "rerank") from error
 
     async def _reranker(
         self, snapshot: Snapshot, reranking: Reranking, deadline: float
@@ -169,7 +169,7 @@ class Filters:
         try:
             return await self._get_or_evaluate(snapshot, filter_, deadline)
         except InvalidFilter as error:
-            raise from_input(error, "filter") from error
+            raise problem_from_input(error, "filter") from error
 
     async def _get_or_evaluate(
         self, snapshot: Snapshot, filter_: Filter | str, deadline: float
@@ -231,12 +231,12 @@ class Filters:
         filter_mask: FilterMask,
         searches: Sequence[VectorSearch],
         deadline: float,
-    ) -> list[Searched] | None:
+    ) -> list[SearchResult] | None:
         """Search the best passing items for each vector, in order; None if not done by `deadline` (monotonic)."""
         filtering = snapshot.part(Filtering)
         assert filtering is not None  # noqa: S101 - something passes
 
-        def all_of_them() -> list[Searched] | None:
+        def all_of_them() -> list[SearchResult] | None:
             search_results = []
             for vector_search in searches:
                 if self._timer() > deadline:  # nobody waits any more, and others do
@@ -298,7 +298,7 @@ class FilteredLookup(ListShaper):
         self, served: ServedGenerations, request: LookupRequest, started: float
     ) -> list[AnswerJson]:
         """Answer each entity once, in order, from the generations captured in `served` when the request came."""
-        served = served.pinned(request.options.generation)
+        served = served.pin_generation(request.options.generation)
         cases = await build_pending_answers(served.live, request)
         context = RequestContext.of(request.options, started)
         for case in cases:
@@ -353,11 +353,11 @@ class FilteredLookup(ListShaper):
             for (case, entity_vector), search_result in zip(
                 pending_vectors, search_results or (), strict=False
             ):
-                await pace.step(case.entity)
+                await pace.count_entity(case.entity)
                 case.reason = entity_vector.reason
                 # Its vector counts the events, or is one that no event changes, and its items are left out.
                 case.is_settled = bool(entity_vector.answer_flags)
-                self._ladder.answer_builder.searched(
+                self._ladder.answer_builder.answer_from_search(
                     case,
                     snapshot,
                     search_result,
@@ -392,7 +392,7 @@ class FilteredLookup(ListShaper):
                 )  # fmt: skip
         if users:
             table = user_vector_table(snapshot).name
-            entities = tuple(cases[index].entity.of_table(table) for index in users)
+            entities = tuple(cases[index].entity.with_table(table) for index in users)
             options = replace(context.options, k=None, filter=None, rerank=None, exclude=())
             of_vectors = await build_pending_answers(snapshot, LookupRequest(entities, options))
             for index, of_vector in zip(users, of_vectors, strict=True):
@@ -418,5 +418,5 @@ def _search_of(
     """Build a search without the list's exclusions; for a re-ranking it finds as many items as a list has."""
     k = case.k if context.options.rerank is None else case.table.layout.width
     return VectorSearch(
-        vector, left_out(case, snapshot, context), k, ranking_metric(snapshot, case.table)
+        vector, left_out_ordinals(case, snapshot, context), k, ranking_metric(snapshot, case.table)
     )

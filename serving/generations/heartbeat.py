@@ -13,7 +13,7 @@ from serving.generations.pointer_follower import PointerFollower
 from serving.metrics.registry import Metrics
 from serving.process.resources import StoreThreads
 
-HOST_LOOK_S = 5.0
+HOST_MEASURE_INTERVAL_S = 5.0
 """Seconds between measurements of the host's memory and disk."""
 
 
@@ -30,34 +30,34 @@ class RedisClock:
 
     def __call__(self) -> float:
         """Return the current time in Redis' Unix seconds."""
-        return self.at(self._timer())
+        return self.to_redis_time_s(self._timer())
 
-    def at(self, monotonic: float) -> float:
+    def to_redis_time_s(self, monotonic_s: float) -> float:
         """Convert a moment of this process's monotonic clock to Redis' time."""
-        return monotonic + self._offset_s
+        return monotonic_s + self._offset_s
 
-    def set(self, redis_time_s: float, asked_at: float) -> None:
-        """Set the clock from Redis' time, taken half-way between the request, at monotonic `asked_at`, and now."""
-        self._offset_s = redis_time_s - (asked_at + self._timer()) / 2
+    def set(self, redis_time_s: float, requested_at_s: float) -> None:
+        """Set the clock from Redis' time, half-way between the request, at monotonic `requested_at_s`, and now."""
+        self._offset_s = redis_time_s - (requested_at_s + self._timer()) / 2
 
 
 @dataclass(slots=True, eq=False)
 class HostHeadroom:
     """Free memory and disk of the host; `headroom` has the last measurement, empty before the first."""
 
-    folder: Path
+    disk_folder: Path
     in_thread: StoreThreads
     headroom: Mapping[str, int] = field(init=False, default_factory=dict)
 
     async def refresh(self) -> None:
         """Measure once, in a thread: a network file system may block."""
-        self.headroom = await self.in_thread(_read_headroom, self.folder)
+        self.headroom = await self.in_thread(_read_headroom, self.disk_folder)
 
 
-def _read_headroom(folder: Path) -> dict[str, int]:
+def _read_headroom(disk_folder: Path) -> dict[str, int]:
     return {
         "memory_available_bytes": memory_available_bytes(),
-        "disk_free_bytes": disk_free_bytes(folder),
+        "disk_free_bytes": disk_free_bytes(disk_folder),
     }
 
 
@@ -72,14 +72,14 @@ class Heartbeat:
     l2_p99_ms: Callable[[], float | None] = lambda: None
     canary: Callable[[], Mapping[str, Any] | None] = lambda: None
     overlay_ttl_s: float | None = None
-    host: HostHeadroom | None = None
-    _stamped: tuple[LiveSwap, float] | None = None
+    host_headroom: HostHeadroom | None = None
+    _stamped_swap: tuple[LiveSwap, float] | None = None
 
     def payload(self) -> dict[str, Any]:
         """Return the JSON-able payload; `holds` must not be retired, `ready` may be published, `failed` has reasons."""
         follower, holder = self.follower, self.follower.holder
         staged, served, failed = follower.staged, holder.served, follower.failures
-        swapped_at = self._swapped_at(holder.swap)
+        swapped_at = self._swapped_at(holder.last_swap)
         if staged.warm_s is not None:
             self.metrics.warm_seconds.set(staged.warm_s)
         return {
@@ -97,14 +97,14 @@ class Heartbeat:
             **stamp(HEARTBEAT),
             "release": RELEASE,
             "reads": served_formats(),
-            **({} if self.host is None else self.host.headroom),
+            **({} if self.host_headroom is None else self.host_headroom.headroom),
         }
 
     def _swapped_at(self, swap: LiveSwap | None) -> float | None:
         if swap is None or not swap.is_flip:
             return None
         # Once per swap: what the clock is told later must not move what has happened.
-        if self._stamped is None or self._stamped[0] is not swap:
-            self._stamped = swap, self.clock.at(swap.at)
-            self.metrics.flip_skew.set(self._stamped[1] - swap.published_at)
-        return self._stamped[1]
+        if self._stamped_swap is None or self._stamped_swap[0] is not swap:
+            self._stamped_swap = swap, self.clock.to_redis_time_s(swap.swapped_at)
+            self.metrics.flip_skew.set(self._stamped_swap[1] - swap.published_at)
+        return self._stamped_swap[1]

@@ -43,7 +43,7 @@ class LiveSwap:
     """Last change of the live generation, at a monotonic time; `is_flip` unless it was the first of all."""
 
     generation: str
-    at: float
+    swapped_at: float
     published_at: float
     is_flip: bool
 
@@ -57,8 +57,8 @@ class GenerationHolder:
         metrics: Metrics,
         *,
         warm: WarmSnapshot,
-        flipped: Callable[[str], None] = lambda _before: None,
-        aside: Executor | None = None,
+        on_flip: Callable[[str], None] = lambda _before: None,
+        staging_executor: Executor | None = None,
         in_thread: StoreThreads,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,25 +68,25 @@ class GenerationHolder:
         self.is_blocklist_known = False
         self.enforcement_error: str | None = None
         """Error of the last attempt to enforce `blocklist`; None after a success."""
-        self.update: UpdateSnapshot | None = None
+        self.update_snapshot: UpdateSnapshot | None = None
         """Update of each snapshot that is opened; a feature sets it that changes snapshots by day, too."""
-        self.pass_on: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self.pass_on_blocklist: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Callback that passes a changed `blocklist` on to other holders."""
         self._own_blocklist, self.other_blocklist = Blocklist(), Blocklist()
         self.on_change: Callable[[], None] = lambda: None
-        self.swap: LiveSwap | None = None
+        self.last_swap: LiveSwap | None = None
         self.canary: Canary | None = None
         self.is_divided = False
         """True while some requests may be answered from another generation or namespace than the live one."""
-        self._by_experiments = False
-        self._open = open_snapshot
+        self._has_experiments = False
+        self._open_snapshot = open_snapshot
         self._metrics = metrics
-        self._warm = warm
-        self._flipped = flipped
-        self._aside = aside
+        self._warm_snapshot = warm
+        self._on_flip = on_flip
+        self._staging_executor = staging_executor
         self._in_thread = in_thread
         self._timer = timer
-        self._first: Snapshot | None = None
+        self._first_snapshot: Snapshot | None = None
 
     @property
     def live(self) -> Snapshot | None:
@@ -98,87 +98,96 @@ class GenerationHolder:
         """Ids of all held generations, also before one is live."""
         if self.served is not None:
             return self.served.generations
-        return () if self._first is None else (self._first.generation,)
+        return () if self._first_snapshot is None else (self._first_snapshot.generation,)
 
     def find_snapshot(self, generation: str | None) -> Snapshot | None:
         """Return the snapshot of a held generation, None if it is not held."""
-        if self._first is not None and self._first.generation == generation:
-            return self._first
+        if self._first_snapshot is not None and self._first_snapshot.generation == generation:
+            return self._first_snapshot
         return None if self.served is None else self.served.find(generation)
 
     async def load(self, pointer: Pointer) -> Snapshot:
         """Open a generation that should be live already; raise if it cannot be loaded."""
-        return await self._updated(await self._in_thread(self._open, pointer, self.blocklist))
+        return await self._update_opened(
+            await self._in_thread(self._open_snapshot, pointer, self.blocklist)
+        )
 
-    async def published(self, store: ArtefactStore, generation: str) -> Snapshot | None:
+    async def open_superseded(self, store: ArtefactStore, generation: str) -> Snapshot | None:
         """Open a superseded generation as it was last released; None if that fails."""
         snapshot = await self._in_thread(
-            open_published, store, self._open, generation, self.blocklist
+            open_published, store, self._open_snapshot, generation, self.blocklist
         )
-        return None if snapshot is None else await self._updated(snapshot)
+        return None if snapshot is None else await self._update_opened(snapshot)
 
-    async def open(self, generation: str) -> Snapshot:
+    async def open_staged(self, generation: str) -> Snapshot:
         """Open a staged generation without delaying others; raise if it cannot be loaded."""
-        coming = Pointer(generation, 0, None, "", time.time())
+        staged_pointer = Pointer(generation, 0, None, "", time.time())
         loop = asyncio.get_running_loop()
-        return await self._updated(
-            await loop.run_in_executor(self._aside, self._open, coming, self.blocklist)
+        return await self._update_opened(
+            await loop.run_in_executor(
+                self._staging_executor, self._open_snapshot, staged_pointer, self.blocklist
+            )
         )
 
-    async def warm(self, coming: Snapshot) -> None:
+    async def warm(self, coming_snapshot: Snapshot) -> None:
         """Read the popular ids ahead for a coming snapshot; ignore errors: a cold start is slower, never wrong."""
         with contextlib.suppress(Exception):
-            await self._warm(coming, self.live)
+            await self._warm_snapshot(coming_snapshot, self.live)
 
-    def is_worse(self, coming: Snapshot) -> str | None:
+    def refusal_reason(self, staged_snapshot: Snapshot) -> str | None:
         """Return a reason to refuse a generation whose models do not open here while the live one's do, or None."""
         served = self.served
-        if coming.degraded is None or served is None or served.live.degraded is not None:
+        if staged_snapshot.degraded is None or served is None or served.live.degraded is not None:
             return None
-        return f"its models do not open: {coming.degraded}"
+        return f"its models do not open: {staged_snapshot.degraded}"
 
-    def hold_staged(self, coming: Snapshot | None) -> None:
+    def hold_staged(self, staged_snapshot: Snapshot | None) -> None:
         """Hold the staged snapshot, or release it (None)."""
-        self._first = coming if self.served is None else None
-        if self.served is not None and self.served.next is not coming:
-            self.put(dataclasses.replace(self.served, next=coming))
+        self._first_snapshot = staged_snapshot if self.served is None else None
+        if self.served is not None and self.served.next is not staged_snapshot:
+            self.replace_served(dataclasses.replace(self.served, next=staged_snapshot))
         self.on_change()
 
     def serve(self, live: Snapshot, pointer: Pointer) -> None:
         """Serve a snapshot as the pointer says; the former live one stays if the pointer names it as previous."""
-        served, released = self.served, live.released_as(pointer.epoch, pointer.published_at)
-        self._first, self.canary = None, pointer.canary
-        self.divide(by_experiments=self._by_experiments)
-        previous = next_ = None
+        served, released_snapshot = (
+            self.served,
+            live.released_as(pointer.epoch, pointer.published_at),
+        )
+        self._first_snapshot, self.canary = None, pointer.canary
+        self.set_experiments_running(by_experiments=self._has_experiments)
+        previous_snapshot = next_snapshot = None
         if served is not None:
-            previous = served.find(pointer.previous)
-            next_ = (
-                None if served.next is None else self._unless_served(served.next, live, previous)
+            previous_snapshot = served.find(pointer.previous)
+            next_snapshot = (
+                None
+                if served.next is None
+                else self._next_unless_served(served.next, live, previous_snapshot)
             )
         if served is None or served.live.generation != live.generation:
-            self.swap = LiveSwap(
+            self.last_swap = LiveSwap(
                 live.generation, self._timer(), pointer.published_at, is_flip=served is not None
             )
         if served is not None and served.live.generation != live.generation:
-            self._flipped(served.live.generation)
-        self.put(ServedGenerations(released, previous, next_))
+            self._on_flip(served.live.generation)
+        self.replace_served(ServedGenerations(released_snapshot, previous_snapshot, next_snapshot))
         if served is not None and served.live.generation != live.generation:
             self._metrics.flipped()
         self.on_change()
 
     @staticmethod
-    def _unless_served(
-        coming: Snapshot, live: Snapshot, previous: Snapshot | None
+    def _next_unless_served(
+        next_snapshot: Snapshot, live: Snapshot, previous: Snapshot | None
     ) -> Snapshot | None:
         role_generations = (live.generation, None if previous is None else previous.generation)
-        return None if coming.generation in role_generations else coming
+        return None if next_snapshot.generation in role_generations else next_snapshot
 
-    def divide(self, *, by_experiments: bool) -> None:
+    def set_experiments_running(self, *, by_experiments: bool) -> None:
         """Set whether experiments run, which send some requests elsewhere."""
-        self._by_experiments = by_experiments
+        self._has_experiments = by_experiments
         self.is_divided = by_experiments or self.canary is not None
 
-    def put(self, served: ServedGenerations) -> None:
+    def replace_served(self, served: ServedGenerations) -> None:
         """Replace `served`: the one place that changes the held generations, except for the blocklist."""
         if not self._is_enforced(served):
             # It changed while this one was loading.
@@ -186,27 +195,29 @@ class GenerationHolder:
         canary, held_canary = self.canary, None
         if canary is not None and served.next and served.next.generation == canary.generation:
             held_canary = canary
-            next_ = served.next.released_as(served.live.epoch, canary.since)
-            served = dataclasses.replace(served, next=next_)
+            next_snapshot = served.next.released_as(served.live.epoch, canary.since)
+            served = dataclasses.replace(served, next=next_snapshot)
         self.served = dataclasses.replace(served, canary=held_canary)
         live = self.served.live
-        self._metrics.set_generations(self.served.roles, is_degraded=live.degraded is not None)
+        self._metrics.set_generations(
+            self.served.generation_by_role, is_degraded=live.degraded is not None
+        )
         self._metrics.fallback.set(live.fallback is not None)
 
-    async def block(self, blocklist: Blocklist) -> bool:
+    async def put_own_blocklist_in_force(self, blocklist: Blocklist) -> bool:
         """Put a version of the own blocklist in force, and pass it on; return the result of `enforce()`."""
         self._own_blocklist, self.is_blocklist_known = blocklist, True
-        self._combine()
+        self._combine_blocklists()
         is_enforced = await self.enforce()
-        if self.pass_on is not None:
-            await self.pass_on()
+        if self.pass_on_blocklist is not None:
+            await self.pass_on_blocklist()
         return is_enforced
 
     async def set_other_blocklist(self, foreign_blocklist: Blocklist) -> bool:
         """Put another namespace's blocklist in force in addition to the own one; return the result of `enforce()`."""
         if foreign_blocklist is not self.other_blocklist:
             self.other_blocklist = foreign_blocklist
-            self._combine()
+            self._combine_blocklists()
         return await self.enforce()
 
     async def enforce(self) -> bool:
@@ -218,9 +229,9 @@ class GenerationHolder:
         try:
             # The newest each time: where both lists change at once, both callers end with the same.
             while (served := self.served) is not None and not self._is_enforced(served):
-                obeying = await asyncio.to_thread(served.with_blocklist, self.blocklist)
+                enforced_served = await asyncio.to_thread(served.with_blocklist, self.blocklist)
                 if self.served is served:
-                    self.served = obeying
+                    self.served = enforced_served
         except Exception as error:  # no thread, no memory: both may pass
             self.enforcement_error = str(error)
             log.exception(
@@ -231,11 +242,11 @@ class GenerationHolder:
         self._metrics.blocklist_version.set(self.blocklist.version)
         return True
 
-    def _combine(self) -> None:
-        is_alone = self.other_blocklist == Blocklist()
+    def _combine_blocklists(self) -> None:
+        has_no_other_list = self.other_blocklist == Blocklist()
         self.blocklist = (
             self._own_blocklist
-            if is_alone
+            if has_no_other_list
             else self._own_blocklist.with_all_of(self.other_blocklist)
         )
 
@@ -243,24 +254,24 @@ class GenerationHolder:
         return all(snapshot.blocklist is self.blocklist for snapshot in served.snapshots)
 
     async def change_snapshots(
-        self, served: ServedGenerations, change: Callable[[Snapshot], Snapshot]
+        self, served: ServedGenerations, change_snapshot: Callable[[Snapshot], Snapshot]
     ) -> bool:
         """Replace the held generations by changed ones, which a thread makes; False if they are no longer `served`."""
-        changed_served = await asyncio.to_thread(served.map_snapshots, change)
+        changed_served = await asyncio.to_thread(served.map_snapshots, change_snapshot)
         if self.served is not served:
             return False
         self.served = changed_served
         return True
 
-    async def _updated(self, snapshot: Snapshot) -> Snapshot:
-        return snapshot if self.update is None else await self.update(snapshot)
+    async def _update_opened(self, snapshot: Snapshot) -> Snapshot:
+        return snapshot if self.update_snapshot is None else await self.update_snapshot(snapshot)
 
 
 def newest_pointer(store: ArtefactStore) -> Pointer | None:
     """Return the pointer of the newest completed move; raise LarderError, OSError or ValueError if unreadable."""
     releases = all_releases(store)
     release = newest_move(releases)
-    return None if release is None else as_pointer(release, releases)
+    return None if release is None else pointer_of_release(release, releases)
 
 
 def open_published(
@@ -269,13 +280,13 @@ def open_published(
     """Open a generation as it was last released; None, with a log line, if it never was or cannot be opened."""
     try:
         releases = all_releases(store)
-        made_live = [
+        live_moves = [
             release
             for release in releases
             if release.is_done and release.generation == generation and release.action in MOVES
         ]
-        if made_live:
-            return open_snapshot(as_pointer(made_live[-1], releases), blocklist)
+        if live_moves:
+            return open_snapshot(pointer_of_release(live_moves[-1], releases), blocklist)
     except Exception:
         log.warning("the previous generation %s is not here", generation, exc_info=True)
         return None
@@ -283,7 +294,7 @@ def open_published(
     return None
 
 
-def as_pointer(release: Release, releases: Sequence[Release] = ()) -> Pointer:
+def pointer_of_release(release: Release, releases: Sequence[Release] = ()) -> Pointer:
     """Return the pointer that a completed move wrote; `releases` tell when a restored generation was published."""
     published_at = publication_time(releases, release.generation) or release.at
     return Pointer(

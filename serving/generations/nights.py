@@ -48,7 +48,7 @@ class Nights:
         """True if a night is missing; also after a rollback, which makes an older night live."""
         return self.schedule.is_missing(self.clock(), self._created_at())
 
-    def missed(self) -> int:
+    def missed_count(self) -> int:
         """Return the number of nights that are due and not served."""
         return self.schedule.missed(self.clock(), self._created_at())
 
@@ -61,12 +61,12 @@ class Nights:
         served = self.follower.served
         return None if served is None else self.clock() - served.live.manifest.data_until
 
-    def body(self) -> dict[str, Any]:
+    def readyz_body(self) -> dict[str, Any]:
         """Return the part of /readyz's body on nights; a missing night never makes a replica unready."""
-        due = datetime.fromtimestamp(self.due_at(), UTC)
+        due_time = datetime.fromtimestamp(self.due_at(), UTC)
         return {
             "missing": self.is_missing(),
-            "due": due.isoformat(timespec="seconds").replace("+00:00", "Z"),
+            "due": due_time.isoformat(timespec="seconds").replace("+00:00", "Z"),
             "age_seconds": self.age_s(),
         }
 
@@ -75,63 +75,70 @@ class ReleaseWatch:
     """Reader of the release records and the last failure, off the event loop; an error leaves the last known state."""
 
     def __init__(self, store: ArtefactStore, in_thread: StoreThreads) -> None:
-        self.last: dict[str, float] = {}
-        self.refused: frozenset[str] = frozenset()
+        self.last_time_by_action: dict[str, float] = {}
+        self.refused_rules: frozenset[str] = frozenset()
         self.failure: NightFailure | None = None
         self._store = store
         self._in_thread = in_thread
         self._release_by_number: dict[int, Release] = {}
-        self._reading = threading.Lock()
-        self._judged: tuple[int, frozenset[str]] = 0, frozenset()
-        self._trouble: str | None = None
+        self._records_lock = threading.Lock()
+        self._judged_refusal: tuple[int, frozenset[str]] = 0, frozenset()
+        self._last_error_text: str | None = None
 
-    def records(self) -> list[Release]:
+    def read_records(self) -> list[Release]:
         """Return every record, oldest first, reading each only once; blocking, for any thread.
 
         Raises LarderError, OSError or ValueError where they cannot be read.
         """
-        with self._reading:
+        with self._records_lock:
             return all_releases(self._store, self._release_by_number)
 
     async def refresh(self) -> None:
         """Read the new records; log a new error."""
         try:
-            self.last, self.refused, self.failure = await self._in_thread(self._read)
-            trouble = None
+            self.last_time_by_action, self.refused_rules, self.failure = await self._in_thread(
+                self._read_state
+            )
+            error_text = None
         except (LarderError, OSError, ValueError) as error:
-            trouble = str(error)
-        if trouble and trouble != self._trouble:
-            log.warning("the release records cannot be read: %s", trouble)
-        self._trouble = trouble
+            error_text = str(error)
+        if error_text and error_text != self._last_error_text:
+            log.warning("the release records cannot be read: %s", error_text)
+        self._last_error_text = error_text
 
-    def _read(self) -> tuple[dict[str, float], frozenset[str], NightFailure | None]:
-        happened = [
+    def _read_state(self) -> tuple[dict[str, float], frozenset[str], NightFailure | None]:
+        effective_releases = [
             release
-            for release in self.records()
+            for release in self.read_records()
             if release.is_done or release.action not in POINTED
         ]
-        refusal = open_refusal(happened)
-        last: dict[str, float] = {release.action: release.at for release in happened}
-        return last, self._rules(refusal), last_failure(self._store)
+        refusal = open_refusal(effective_releases)
+        last_time_by_action: dict[str, float] = {
+            release.action: release.at for release in effective_releases
+        }
+        return last_time_by_action, self._refused_rules(refusal), last_failure(self._store)
 
-    def _rules(self, refusal: Release | None) -> frozenset[str]:
+    def _refused_rules(self, refusal: Release | None) -> frozenset[str]:
         if refusal is None:
             return frozenset()
         # A refusal is written before its verdicts are: what cannot be told yet is looked at again.
-        if self._judged[0] != refusal.stored_number or UNKNOWN_GATE in self._judged[1]:
+        if (
+            self._judged_refusal[0] != refusal.stored_number
+            or UNKNOWN_GATE in self._judged_refusal[1]
+        ):
             try:
                 gates = read_manifest(self._store, refusal.generation).gates
             except LarderError:
                 gates = ()
-            failed = frozenset(str(gate["rule"]) for gate in gates if not gate["passed"])
-            self._judged = refusal.stored_number, failed or frozenset({UNKNOWN_GATE})
-        return self._judged[1]
+            failed_rules = frozenset(str(gate["rule"]) for gate in gates if not gate["passed"])
+            self._judged_refusal = refusal.stored_number, failed_rules or frozenset({UNKNOWN_GATE})
+        return self._judged_refusal[1]
 
 
-def open_refusal(happened: Iterable[Release]) -> Release | None:
+def open_refusal(effective_releases: Iterable[Release]) -> Release | None:
     """Return the newest refusal unless a publish, a verification or its abandonment followed. Pure."""
     refusal: Release | None = None
-    for release in happened:
+    for release in effective_releases:
         if release.action == "refuse":
             refusal = release
         elif release.action == "publish":
@@ -152,18 +159,23 @@ class RedisMemory:
     async def refresh(self) -> None:
         """Read the memory of all servers together: pages spread evenly over the nodes of a cluster."""
         try:
-            infos = await self._control.infos()
+            server_infos = await self._control.infos()
         except TierUnavailable:
             self.used_bytes = None
             return
-        self.used_bytes, self.max_bytes = memory_bytes(infos)
+        self.used_bytes, self.max_bytes = used_and_max_bytes(server_infos)
 
 
-def memory_bytes(infos: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+def used_and_max_bytes(server_infos: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
     """Return the bytes used and allowed on all servers together; 0 are allowed if one has no limit."""
-    pairs = [(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))) for info in infos]
-    limits = [limit for _, limit in pairs]
-    return sum(used for used, _ in pairs), sum(limits) if all(limits) else 0
+    used_and_max_pairs = [
+        (int(server_info.get("used_memory", 0)), int(server_info.get("maxmemory", 0)))
+        for server_info in server_infos
+    ]
+    server_max_bytes = [max_bytes for _, max_bytes in used_and_max_pairs]
+    return sum(used_bytes for used_bytes, _ in used_and_max_pairs), sum(server_max_bytes) if all(
+        server_max_bytes
+    ) else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,34 +188,34 @@ class NightMetrics(Collector):
     get_served: Callable[[], ServedGenerations | None]
     nights: Nights
     releases: ReleaseWatch
-    room: RedisMemory
+    redis_memory: RedisMemory
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Yield all gauge families, also those without a sample yet."""
-        served, releases, room = self.get_served(), self.releases, self.room
-        live = None if served is None else served.live.manifest
+        served, releases, redis_memory = self.get_served(), self.releases, self.redis_memory
+        live_manifest = None if served is None else served.live.manifest
         yield GaugeMetricFamily(
             "larder_nights_missed",
             f"Nights that are due and not in what is served, {MISSED_MAX} at most",
-            self.nights.missed(),
+            self.nights.missed_count(),
         )
         yield GaugeMetricFamily(
             "larder_generation_data_until_timestamp_seconds",
             "Up to when the live generation knows data",
-            None if live is None else live.data_until,
+            None if live_manifest is None else live_manifest.data_until,
         )
-        yield from _manifest_gauges(live)
+        yield from _manifest_gauges(live_manifest)
         yield _labelled_gauge(
             "larder_last_release_timestamp_seconds",
             "When each action of the release records was last taken",
             "action",
-            releases.last,
+            releases.last_time_by_action,
         )
         yield _labelled_gauge(
             "larder_gate_refused",
             "1 for each gate that refused the last night, while nothing was published since",
             "rule",
-            dict.fromkeys(sorted(releases.refused), 1.0),
+            dict.fromkeys(sorted(releases.refused_rules), 1.0),
         )
         failure = releases.failure
         yield _labelled_gauge(
@@ -213,39 +225,42 @@ class NightMetrics(Collector):
             # Of a shard's step the name alone: shards are many.
             {} if failure is None or failure.is_refused else {failure.step.partition(",")[0]: 1.0},
         )
-        used_bytes = room.used_bytes
+        used_bytes = redis_memory.used_bytes
         yield GaugeMetricFamily(
             "larder_redis_memory_used_bytes", "Of all nodes of Redis together", used_bytes
         )
         yield GaugeMetricFamily(
             "larder_redis_memory_max_bytes",
             "maxmemory of them together, 0 where one has no limit",
-            None if used_bytes is None else room.max_bytes,
+            None if used_bytes is None else redis_memory.max_bytes,
         )
 
 
-def _manifest_gauges(live: Manifest | None) -> Iterable[GaugeMetricFamily]:
-    tables = {} if live is None else live.tables
-    gates = () if live is None else live.gates
+def _manifest_gauges(live_manifest: Manifest | None) -> Iterable[GaugeMetricFamily]:
+    table_by_name = {} if live_manifest is None else live_manifest.tables
+    gates = () if live_manifest is None else live_manifest.gates
     yield _labelled_gauge(
         "larder_night_step_seconds",
         "How long each step of the live generation's night took; score: of all shards together",
         "step",
-        {} if live is None else live.timings,
+        {} if live_manifest is None else live_manifest.timings,
     )
     yield _labelled_gauge(
         "larder_generation_size_bytes",
         "Pages of the live generation, by table",
         "table",
-        {name: sum(part.file.size_bytes for part in table.parts) for name, table in tables.items()},
+        {
+            name: sum(part.file.size_bytes for part in table.parts)
+            for name, table in table_by_name.items()
+        },
     )
     yield _labelled_gauge(
         "larder_generation_records",
         "Records of the live generation, by table",
         "table",
-        {name: sum(part.count for part in table.parts) for name, table in tables.items()},
+        {name: sum(part.count for part in table.parts) for name, table in table_by_name.items()},
     )
-    reuse = None if live is None else Reuse.of(live.facts)
+    reuse = None if live_manifest is None else Reuse.of(live_manifest.facts)
     yield _labelled_gauge(
         "larder_generation_users",
         "Users of the live generation whose records were copied, or computed for this reason",
@@ -257,23 +272,29 @@ def _manifest_gauges(live: Manifest | None) -> Iterable[GaugeMetricFamily]:
         "Seconds of scoring that copies spared the live generation's night, of all shards together",
         None if reuse is None else reuse.night.spared_s,
     )
-    for name, text, field in (
+    for name, help_text, gate_field in (
         ("value", "What each gate measured of the live generation", "value"),
         ("threshold", "What each gate held that against", "threshold"),
     ):
-        figure_by_rule = {str(gate["rule"]): gate.get(field) for gate in gates}
-        numbers = {
-            rule: float(n) for rule, n in figure_by_rule.items() if isinstance(n, int | float)
+        figure_by_rule = {str(gate["rule"]): gate.get(gate_field) for gate in gates}
+        number_by_rule = {
+            rule: float(gate_figure)
+            for rule, gate_figure in figure_by_rule.items()
+            if isinstance(gate_figure, int | float)
         }
-        yield _labelled_gauge(f"larder_gate_{name}", text, "rule", numbers)
-    overridden = {str(gate["rule"]): 1.0 for gate in gates if gate.get("overridden") is not None}
+        yield _labelled_gauge(f"larder_gate_{name}", help_text, "rule", number_by_rule)
+    overridden_rules = {
+        str(gate["rule"]): 1.0 for gate in gates if gate.get("overridden") is not None
+    }
     yield _labelled_gauge(
         "larder_gate_overridden",
         "1 for each gate that a person let the live generation pass",
         "rule",
-        overridden,
+        overridden_rules,
     )
 
 
-def _labelled_gauge(name: str, text: str, label: str, samples: ValueByLabel) -> GaugeMetricFamily:
-    return by_label(GaugeMetricFamily(name, text, labels=[label]), samples)
+def _labelled_gauge(
+    metric_name: str, help_text: str, label_name: str, value_by_label: ValueByLabel
+) -> GaugeMetricFamily:
+    return by_label(GaugeMetricFamily(metric_name, help_text, labels=[label_name]), value_by_label)

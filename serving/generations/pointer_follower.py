@@ -35,7 +35,7 @@ ConcernSubject = Literal[
 ]
 PointerVerdict = Literal["same", "newer", "vanished", "backwards", "conflicting"]
 
-_REASON_BY_VERDICT: Mapping[PointerVerdict, StaleReason] = {
+_STALE_REASON_BY_VERDICT: Mapping[PointerVerdict, StaleReason] = {
     "vanished": StaleReason.POINTER_VANISHED,
     "backwards": StaleReason.POINTER_BACKWARDS,
     "conflicting": StaleReason.POINTER_CONFLICTING,
@@ -68,7 +68,7 @@ class Health:
     stale: str | None
     degraded: str | None
     failed: str | None
-    outside: str | None = None
+    public_failure: str | None = None
     """Text of `failed` that is public."""
 
     def to_public_json(self) -> dict[str, bool | str | None]:
@@ -78,7 +78,7 @@ class Health:
             "ready": self.ready,
             "stale": self.stale,
             "degraded": degraded,
-            "failed": self.outside,
+            "failed": self.public_failure,
         }
 
 
@@ -111,8 +111,8 @@ class PointerFollower:
         self.concerns = Concerns("pointer", StaleReason.STARTING)
         self._retry_s, self._retry_at = min(_LOAD_RETRY_S, load_bound_s / 3), 0.0
         self._degraded_reopen = DegradedReopen(holder, timer)
-        self._looking = asyncio.Lock()
-        self._fetching: asyncio.Task[None] | None = None
+        self._poll_lock = asyncio.Lock()
+        self._previous_load_task: asyncio.Task[None] | None = None
 
     @property
     def served(self) -> ServedGenerations | None:
@@ -120,9 +120,9 @@ class PointerFollower:
         return self.holder.served
 
     @property
-    def failed(self) -> str | None:
+    def load_failure(self) -> str | None:
         """Reason why the newest known pointer's generation cannot be loaded, or None."""
-        return self.progress.failed
+        return self.progress.load_failure
 
     @property
     def epoch(self) -> int | None:
@@ -130,15 +130,18 @@ class PointerFollower:
         return None if self.served is None else self.served.live.epoch
 
     @property
-    def is_expecting(self) -> bool:
+    def is_publisher_waiting(self) -> bool:
         """True while a publisher waits for its replicas: the pointer may move any moment."""
         served = self.served
-        return self.staged.expected(None if served is None else served.live.generation) is not None
+        return (
+            self.staged.unexpired_generation(None if served is None else served.live.generation)
+            is not None
+        )
 
     @property
     def stale(self) -> str | None:
         """Reason why answers may lag behind, or None."""
-        return self.concerns.text
+        return self.concerns.reasons_text
 
     @property
     def health(self) -> Health:
@@ -147,54 +150,62 @@ class PointerFollower:
         One that cannot load in time a generation that it saw published does not, nor one that cannot enforce the
         blocklist that it read.
         """
-        served, overdue = self.served, self.progress.overdue()
+        served, unready_reason = self.served, self.progress.unready_reason()
         if self.is_draining:
-            overdue = "this replica is stopping"
-        elif served is not None and overdue is None and not self.holder.is_blocklist_known:
-            overdue = "no version of the blocklist could be read"
-        elif served is not None and overdue is None and self.holder.enforcement_error is not None:
-            overdue = f"version {self.holder.blocklist.version} of the blocklist is not in force"
+            unready_reason = "this replica is stopping"
+        elif served is not None and unready_reason is None and not self.holder.is_blocklist_known:
+            unready_reason = "no version of the blocklist could be read"
+        elif (
+            served is not None
+            and unready_reason is None
+            and self.holder.enforcement_error is not None
+        ):
+            unready_reason = (
+                f"version {self.holder.blocklist.version} of the blocklist is not in force"
+            )
         degraded = None if served is None else served.live.degraded
-        ready = served is not None and overdue is None
-        failed = overdue or self.failed
-        outside = self.progress.outside() if failed == self.failed else overdue
-        return Health(ready, self.stale, degraded, failed, outside)
+        ready = served is not None and unready_reason is None
+        failed = unready_reason or self.load_failure
+        public_failure = (
+            self.progress.public_failure() if failed == self.load_failure else unready_reason
+        )
+        return Health(ready, self.stale, degraded, failed, public_failure)
 
     @property
     def failures(self) -> dict[str, str]:
         """Load failures: generation -> why it cannot be loaded here."""
         reason_by_generation = {}
-        if self.staged.requested_generation is not None and self.staged.failed is not None:
-            reason_by_generation[self.staged.requested_generation] = self.staged.failed
-        if self.progress.newest_pointer is not None and self.failed is not None:
-            reason_by_generation[self.progress.newest_pointer.generation] = self.failed
+        if self.staged.requested_generation is not None and self.staged.load_failure is not None:
+            reason_by_generation[self.staged.requested_generation] = self.staged.load_failure
+        if self.progress.newest_pointer is not None and self.load_failure is not None:
+            reason_by_generation[self.progress.newest_pointer.generation] = self.load_failure
         return reason_by_generation
 
-    def note(self, about: ConcernSubject, reason: str | None, remedy: str = "") -> None:
+    def note_concern(self, subject: ConcernSubject, reason: str | None, remedy: str = "") -> None:
         """Set a reason to trust this replica less, or clear it (None); log a change."""
-        if self.concerns.note(about, reason) and reason is not None:
+        if self.concerns.note(subject, reason) and reason is not None:
             log.warning("stale: %s%s", reason, remedy and f": {remedy}")
 
     async def poll_pointer(self) -> None:
         """Read the pointer, follow a newer one, stage the next generation and reopen a degraded one."""
-        async with self._looking:
+        async with self._poll_lock:
             await self._poll_pointer()
-            self._stage()
-            self._degraded_reopen.reopen_if_due(self.progress.followed)
+            self._stage_wanted()
+            self._degraded_reopen.reopen_if_due(self.progress.followed_pointer)
 
     async def _poll_pointer(self) -> None:
-        if (heard := await self._read_pointer_and_staging()) is None:
+        if (pointer_and_note := await self._read_pointer_and_staging()) is None:
             await self._start_from_releases(None)
             return
-        pointer, note = heard
-        self.staged.update_note(note)
+        pointer, staging_note = pointer_and_note
+        self.staged.update_note(staging_note)
         # What the release records know and Redis does not was lost with an older Redis.
         await self._start_from_releases(pointer)
         verdict = judge_pointer(pointer, self.progress.newest_pointer)
         if verdict == "newer" and pointer is not None:
             await self._follow(pointer)
         elif verdict != "same":
-            self._note_pointer_concern(_REASON_BY_VERDICT[verdict])
+            self._note_pointer_concern(_STALE_REASON_BY_VERDICT[verdict])
         elif not self.progress.is_behind:
             self._clear_pointer_concern()
         elif self.progress.newest_pointer is not None and self._timer() >= self._retry_at:
@@ -205,38 +216,40 @@ class PointerFollower:
     async def _read_pointer_and_staging(self) -> tuple[Pointer | None, bytes | None] | None:
         """Read pointer and staging note; on an error return None and set a concern."""
         try:
-            raw, note = await self._control.watch()
-            self.note("redis", None)
-            return None if raw is None else Pointer.from_bytes(raw), note
+            pointer_bytes, staging_note = await self._control.watch()
+            self.note_concern("redis", None)
+            return None if pointer_bytes is None else Pointer.from_bytes(
+                pointer_bytes
+            ), staging_note
         except TierUnavailable:
-            self.note("redis", StaleReason.REDIS_UNREACHABLE)
-            self.note("pointer", None)  # whatever was wrong with it may have passed
+            self.note_concern("redis", StaleReason.REDIS_UNREACHABLE)
+            self.note_concern("pointer", None)  # whatever was wrong with it may have passed
             self._metrics.refreshes.labels(StaleReason.REDIS_UNREACHABLE).inc()
         except CorruptArtefact as error:
             self._note_pointer_concern(StaleReason.POINTER_CORRUPT, str(error))
         return None
 
-    def _stage(self) -> None:
+    def _stage_wanted(self) -> None:
         """Stage at most one generation besides live and previous: the staging note's, else the canary's."""
-        followed, wanted_generation = self.progress.followed, None
+        followed, wanted_generation = self.progress.followed_pointer, None
         if not self.progress.is_behind:  # what should be live already comes first
-            wanted_generation = self.staged.expected(
+            wanted_generation = self.staged.unexpired_generation(
                 None if followed is None else followed.generation
             )
             if wanted_generation is None and followed is not None and followed.canary is not None:
                 wanted_generation = followed.canary.generation
         self.staged.stage(wanted_generation)
 
-    async def settled(self) -> None:
+    async def wait_until_settled(self) -> None:
         """Wait until the previous generation, the staged one and a degraded one are loaded, or have failed to."""
-        await self.staged.settled()
-        await self._degraded_reopen.settled()
-        if self._fetching is not None:
-            await asyncio.wait({self._fetching})
+        await self.staged.wait_until_settled()
+        await self._degraded_reopen.wait_until_settled()
+        if self._previous_load_task is not None:
+            await asyncio.wait({self._previous_load_task})
 
     async def aclose(self) -> None:
         """Stop loading."""
-        tasks = self.staged.drop(), self._degraded_reopen.drop(), self._fetching
+        tasks = self.staged.drop(), self._degraded_reopen.drop(), self._previous_load_task
         pending = {task for task in tasks if task is not None}
         for task in pending:
             task.cancel()
@@ -244,7 +257,9 @@ class PointerFollower:
             await asyncio.wait(pending)
 
     async def _start_from_releases(self, pointer: Pointer | None) -> None:
-        if self.progress.followed is not None or (self.failed and self._timer() < self._retry_at):
+        if self.progress.followed_pointer is not None or (
+            self.load_failure and self._timer() < self._retry_at
+        ):
             return
         try:
             recorded_pointer = await self._in_thread(newest_pointer, self._store)
@@ -254,16 +269,16 @@ class PointerFollower:
         if recorded_pointer is not None and (
             pointer is None or pointer.epoch < recorded_pointer.epoch
         ):
-            await self._follow(recorded_pointer, trusted=False)
+            await self._follow(recorded_pointer, is_from_redis=False)
 
-    async def _follow(self, pointer: Pointer, *, trusted: bool = True) -> None:
+    async def _follow(self, pointer: Pointer, *, is_from_redis: bool = True) -> None:
         self.progress.note_newer(pointer)
-        if self._fetching is not None:
-            self._fetching.cancel()
+        if self._previous_load_task is not None:
+            self._previous_load_task.cancel()
         try:
-            live = await self._get_or_load(pointer)
-            if not isinstance(live, Pointer):
-                self.holder.serve(live, pointer)
+            live_snapshot = await self._get_or_load(pointer)
+            if not isinstance(live_snapshot, Pointer):
+                self.holder.serve(live_snapshot, pointer)
         except Exception as error:  # whatever is wrong with it, the old one goes on
             # Of another release, or of a generation that the store does not have: a traceback says no more.
             is_known = isinstance(error, UnknownFormat | UnknownGeneration)
@@ -273,36 +288,38 @@ class PointerFollower:
                 error,
                 exc_info=not is_known,
             )
-            await self._give_up(pointer, str(error))
+            await self._note_load_failure(pointer, str(error))
             return
-        if isinstance(live, Pointer):
+        if isinstance(live_snapshot, Pointer):
             # Rolled back, or published over, while it was loading: not one answer may come from it.
-            await self._follow(live)
+            await self._follow(live_snapshot)
             return
         self.progress.note_served(pointer)
         self._degraded_reopen.begin()
-        if trusted:
+        if is_from_redis:
             self._clear_pointer_concern()
         log.info("serving generation %s of epoch %d", pointer.generation, pointer.epoch)
         if pointer.previous is not None and self.served and self.served.previous is None:
-            self._fetching = asyncio.create_task(self._fetch(pointer, pointer.previous))
+            self._previous_load_task = asyncio.create_task(
+                self._load_previous(pointer, pointer.previous)
+            )
 
-    async def _give_up(self, pointer: Pointer, reason: str) -> None:
+    async def _note_load_failure(self, pointer: Pointer, reason: str) -> None:
         reason = masked(reason)
-        self.progress.failed = f"generation {pointer.generation} cannot be loaded: {reason}"
+        self.progress.load_failure = f"generation {pointer.generation} cannot be loaded: {reason}"
         self._retry_at = self._timer() + self._retry_s
         self._note_pointer_concern(StaleReason.LOAD_FAILED)
         await self._unless_overtaken(pointer, self._fall_back(pointer))
 
     async def _unless_overtaken(
-        self, pointer: Pointer, work: Coroutine[Any, Any, T]
+        self, pointer: Pointer, load_work: Coroutine[Any, Any, T]
     ) -> T | Pointer:
-        """Return the result of `work`, or a newer pointer if one comes: a roll-back waits for no slow store."""
-        task = asyncio.create_task(work)
+        """Return the result of `load_work`, or a newer pointer if one comes: a roll-back waits for no slow store."""
+        task = asyncio.create_task(load_work)
         try:
             while True:
                 finished_tasks, _ = await asyncio.wait({task}, timeout=self._poll_s)
-                if (newer_pointer := await self._overtaken(pointer)) is not None:
+                if (newer_pointer := await self._read_newer_pointer(pointer)) is not None:
                     return newer_pointer
                 if finished_tasks:
                     return await task
@@ -318,58 +335,62 @@ class PointerFollower:
     async def _load(self, pointer: Pointer) -> Snapshot:
         if self.staged.is_loading(pointer.generation):
             # Not for ever: its one thread may hang, or stand behind one that does.
-            await self.staged.settled(self._load_bound_s)
-            if (staged := self.holder.find_snapshot(pointer.generation)) is not None:
-                return staged
+            await self.staged.wait_until_settled(self._load_bound_s)
+            if (staged_snapshot := self.holder.find_snapshot(pointer.generation)) is not None:
+                return staged_snapshot
         self.staged.drop()  # never more than previous, live and one more
-        live = await self.holder.load(pointer)
-        await self.holder.warm(live)
-        return live
+        live_snapshot = await self.holder.load(pointer)
+        await self.holder.warm(live_snapshot)
+        return live_snapshot
 
     async def _fall_back(self, pointer: Pointer) -> None:
         """Serve the previous generation if none is held yet: better than no answers; the replica stays drained."""
         if self.served is not None or pointer.previous is None:
             return
-        previous = await self.holder.published(self._store, pointer.previous)
+        previous = await self.holder.open_superseded(self._store, pointer.previous)
         if previous is not None:
-            self.holder.put(ServedGenerations(previous))
+            self.holder.replace_served(ServedGenerations(previous))
             log.warning("answering from the previous generation %s", pointer.previous)
 
-    async def _overtaken(self, pointer: Pointer) -> Pointer | None:
-        if (heard := await self._read_pointer_and_staging()) is None:
+    async def _read_newer_pointer(self, pointer: Pointer) -> Pointer | None:
+        if (pointer_and_note := await self._read_pointer_and_staging()) is None:
             return None
-        current_pointer, _ = heard
+        current_pointer, _ = pointer_and_note
         return current_pointer if judge_pointer(current_pointer, pointer) == "newer" else None
 
-    async def _fetch(self, pointer: Pointer, generation: str) -> None:
-        previous = await self.holder.published(self._store, generation)
-        if previous is not None and self.served is not None and self.progress.followed is pointer:
-            self.holder.put(dataclasses.replace(self.served, previous=previous))
+    async def _load_previous(self, pointer: Pointer, generation: str) -> None:
+        previous = await self.holder.open_superseded(self._store, generation)
+        if (
+            previous is not None
+            and self.served is not None
+            and self.progress.followed_pointer is pointer
+        ):
+            self.holder.replace_served(dataclasses.replace(self.served, previous=previous))
 
     def _note_pointer_concern(self, reason: str, remedy: str = "") -> None:
-        self.note("pointer", reason, remedy)
+        self.note_concern("pointer", reason, remedy)
         self._metrics.refreshes.labels(reason).inc()
 
     def _clear_pointer_concern(self) -> None:
-        self.note("pointer", None)
+        self.note_concern("pointer", None)
         self._metrics.refreshes.labels("in_step").inc()
 
 
 class PointerProgress:
-    """Lag of a replica; `bound_s`: seconds to load a seen generation, retries included, before it is unready."""
+    """Lag of a replica; `load_bound_s`: seconds to load a seen generation, retries included, before it is unready."""
 
-    def __init__(self, bound_s: float, timer: Callable[[], float]) -> None:
+    def __init__(self, load_bound_s: float, timer: Callable[[], float]) -> None:
         self.newest_pointer: Pointer | None = None
-        self.followed: Pointer | None = None
-        self.failed: str | None = None
-        self._bound_s = bound_s
+        self.followed_pointer: Pointer | None = None
+        self.load_failure: str | None = None
+        self._load_bound_s = load_bound_s
         self._timer = timer
         self._behind_since = 0.0
 
     @property
     def is_behind(self) -> bool:
         """True if the newest known pointer is not the served one."""
-        return self.newest_pointer is not self.followed
+        return self.newest_pointer is not self.followed_pointer
 
     def note_newer(self, pointer: Pointer) -> None:
         """Record a newer pointer; a further one while behind does not restart the bound."""
@@ -379,20 +400,20 @@ class PointerProgress:
 
     def note_served(self, pointer: Pointer) -> None:
         """Record that the pointer's generation is served now."""
-        self.followed, self.failed = pointer, None
+        self.followed_pointer, self.load_failure = pointer, None
 
-    def overdue(self) -> str | None:
+    def unready_reason(self) -> str | None:
         """Return the reason why this replica is unready, or None; a first load that fails counts at once."""
         if self.newest_pointer is None or not self.is_behind:
             return None
-        is_first = self.followed is None and self.failed is not None
-        if not is_first and self._timer() - self._behind_since < self._bound_s:
+        is_first = self.followed_pointer is None and self.load_failure is not None
+        if not is_first and self._timer() - self._behind_since < self._load_bound_s:
             return None
-        return self.failed or f"generation {self.newest_pointer.generation} is still loading"
+        return self.load_failure or f"generation {self.newest_pointer.generation} is still loading"
 
-    def outside(self) -> str | None:
-        """Return the public text of the failure: `failed` without the error's own text."""
-        if self.failed is None or self.newest_pointer is None:
+    def public_failure(self) -> str | None:
+        """Return the public text of the failure: `load_failure` without the error's own text."""
+        if self.load_failure is None or self.newest_pointer is None:
             return None
         return f"generation {self.newest_pointer.generation} cannot be loaded"
 
@@ -411,20 +432,22 @@ def judge_pointer(pointer: Pointer | None, seen_pointer: Pointer | None) -> Poin
 class Concerns:
     """Reasons why answers may lag behind: at most one per followed subject."""
 
-    def __init__(self, about: ConcernSubject, reason: str) -> None:
-        self.text: str | None = reason
+    def __init__(self, subject: ConcernSubject, reason: str) -> None:
+        self.reasons_text: str | None = reason
         """All reasons, separated by commas, or None; for callers and probes."""
-        self._by_subject: dict[ConcernSubject, str] = {about: reason}
+        self._reason_by_subject: dict[ConcernSubject, str] = {subject: reason}
 
-    def note(self, about: ConcernSubject, reason: str | None) -> bool:
+    def note(self, subject: ConcernSubject, reason: str | None) -> bool:
         """Set a concern, or clear it (None); return whether that changed it."""
-        if self._by_subject.get(about) == reason:
+        if self._reason_by_subject.get(subject) == reason:
             return False
         if reason is None:
-            del self._by_subject[about]
+            del self._reason_by_subject[subject]
         else:
-            self._by_subject[about] = reason
-        self.text = ",".join(reason for _, reason in sorted(self._by_subject.items())) or None
+            self._reason_by_subject[subject] = reason
+        self.reasons_text = (
+            ",".join(reason for _, reason in sorted(self._reason_by_subject.items())) or None
+        )
         return True
 
 
@@ -436,94 +459,107 @@ class StagedGeneration:
     ) -> None:
         self.requested_generation: str | None = None
         self.is_ready = False
-        self.failed: str | None = None
+        self.load_failure: str | None = None
         self.warm_s: float | None = None
-        self._note: Staging | None = None
+        self._staging_note: Staging | None = None
         self._holder = holder
         self._clock = clock
         self._timer = timer
-        self._task: asyncio.Task[None] | None = None
-        self._next_at = 0.0
+        self._load_task: asyncio.Task[None] | None = None
+        self._next_load_at = 0.0
 
-    def update_note(self, raw: bytes | None) -> None:
+    def update_note(self, note_bytes: bytes | None) -> None:
         """Store the staging note from Redis; an unreadable note counts as none."""
         try:
-            self._note = None if raw is None else Staging.from_bytes(raw)
+            self._staging_note = None if note_bytes is None else Staging.from_bytes(note_bytes)
         except CorruptArtefact as error:
             log.warning("the staging note cannot be read, nothing is held ready: %s", error)
-            self._note = None
+            self._staging_note = None
 
-    def expected(self, live: str | None) -> str | None:
+    def unexpired_generation(self, live_generation: str | None) -> str | None:
         """Return the generation of the staging note, unless the note has expired (by Redis' clock) or it is live."""
-        note = self._note
-        if note is None or note.generation == live or self._clock() >= note.until:
+        staging_note = self._staging_note
+        if (
+            staging_note is None
+            or staging_note.generation == live_generation
+            or self._clock() >= staging_note.until
+        ):
             return None
-        return note.generation
+        return staging_note.generation
 
     def stage(self, generation: str | None) -> None:
         """Set the generation to hold; returns at once. Called at every poll, so it also retries and tops up."""
         if generation != self.requested_generation:
             self.drop()
             self.requested_generation = generation
-            self._begin(self._load)
-        elif generation is not None and self._timer() >= self._next_at:
-            self._begin(self._top_up if self.is_ready else self._load)
+            self._start_if_idle(self._load)
+        elif generation is not None and self._timer() >= self._next_load_at:
+            self._start_if_idle(self._top_up if self.is_ready else self._load)
 
     def drop(self) -> asyncio.Task[None] | None:
         """Release the held or loading generation; return the cancelled task of the load."""
-        task = self._task
+        task = self._load_task
         if task is not None:
             task.cancel()
         if self.is_ready:
             self._holder.hold_staged(None)
-        self._task, self.requested_generation, self.failed, self.is_ready = None, None, None, False
+        self._load_task, self.requested_generation, self.load_failure, self.is_ready = (
+            None,
+            None,
+            None,
+            False,
+        )
         return task
 
-    async def settled(self, within_s: float | None = None) -> None:
+    async def wait_until_settled(self, within_s: float | None = None) -> None:
         """Wait until nothing is loading, or for `within_s`."""
-        if self._task is not None:
-            await asyncio.wait({self._task}, timeout=within_s)
+        if self._load_task is not None:
+            await asyncio.wait({self._load_task}, timeout=within_s)
 
     def is_loading(self, generation: str) -> bool:
         """True if a load or a top-up of this generation is under way."""
         return (
             generation == self.requested_generation
-            and self._task is not None
-            and not self._task.done()
+            and self._load_task is not None
+            and not self._load_task.done()
         )
 
-    def _begin(self, work: Callable[[str], Coroutine[Any, Any, None]]) -> None:
-        if self.requested_generation is None or (self._task is not None and not self._task.done()):
+    def _start_if_idle(self, load_or_top_up: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        if self.requested_generation is None or (
+            self._load_task is not None and not self._load_task.done()
+        ):
             return
-        self._task = asyncio.create_task(work(self.requested_generation))
+        self._load_task = asyncio.create_task(load_or_top_up(self.requested_generation))
 
     async def _load(self, generation: str) -> None:
         started_at = self._timer()
         try:
-            snapshot = self._holder.find_snapshot(generation) or await self._holder.open(generation)
-            if (reason := self._holder.is_worse(snapshot)) is not None:
-                self._fail(generation, reason)
+            snapshot = self._holder.find_snapshot(generation) or await self._holder.open_staged(
+                generation
+            )
+            if (reason := self._holder.refusal_reason(snapshot)) is not None:
+                self._note_failure(generation, reason)
                 return
             await self._holder.warm(snapshot)
         except Exception as error:  # whatever is wrong with it, the live one goes on
-            if not isinstance(error, UnknownGeneration):  # the line of `_fail` says all
+            if not isinstance(error, UnknownGeneration):  # the line of `_note_failure` says all
                 log.exception("generation %s cannot be made ready", generation)
-            self._fail(generation, masked(str(error)) or type(error).__name__)
+            self._note_failure(generation, masked(str(error)) or type(error).__name__)
             return
-        self.failed, self.is_ready = None, True
+        self.load_failure, self.is_ready = None, True
         self.warm_s = self._timer() - started_at
-        self._next_at = self._timer() + _STAGE_TOP_UP_S
+        self._next_load_at = self._timer() + _STAGE_TOP_UP_S
         self._holder.hold_staged(snapshot)
         log.info("generation %s is ready after %.3f s", generation, self.warm_s)
 
-    def _fail(self, generation: str, reason: str) -> None:
+    def _note_failure(self, generation: str, reason: str) -> None:
         log.warning("generation %s is not ready: %s", generation, reason)
-        self.failed, self._next_at = reason, self._timer() + _STAGE_RETRY_S
+        self.load_failure, self._next_load_at = reason, self._timer() + _STAGE_RETRY_S
 
     async def _top_up(self, generation: str) -> None:
         if (snapshot := self._holder.find_snapshot(generation)) is not None:
             await self._holder.warm(snapshot)
-        self._next_at = self._timer() + _STAGE_TOP_UP_S
+        self._next_load_at = self._timer() + _STAGE_TOP_UP_S
 
 
 class DegradedReopen:
@@ -532,37 +568,39 @@ class DegradedReopen:
     def __init__(self, holder: GenerationHolder, timer: Callable[[], float]) -> None:
         self._holder = holder
         self._timer = timer
-        self._at, self._wait_s = 0.0, _REOPEN_FIRST_S
-        self._task: asyncio.Task[None] | None = None
+        self._reopen_at, self._wait_s = 0.0, _REOPEN_FIRST_S
+        self._load_task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Start over for another live generation; cancel a load for the former one."""
         self.drop()
-        self._at, self._wait_s = self._timer() + _REOPEN_FIRST_S, _REOPEN_FIRST_S
+        self._reopen_at, self._wait_s = self._timer() + _REOPEN_FIRST_S, _REOPEN_FIRST_S
 
     def reopen_if_due(self, pointer: Pointer | None) -> None:
         """Open the pointer's generation again if it is degraded and the wait is over; returns at once."""
         served = self._holder.served
         if served is None or pointer is None or served.live.degraded is None:
             return
-        if self._timer() < self._at or (self._task is not None and not self._task.done()):
+        if self._timer() < self._reopen_at or (
+            self._load_task is not None and not self._load_task.done()
+        ):
             return
         self._wait_s = min(2 * self._wait_s, _REOPEN_MAX_S)
-        self._at = self._timer() + self._wait_s
-        self._task = asyncio.create_task(self._open(pointer))
+        self._reopen_at = self._timer() + self._wait_s
+        self._load_task = asyncio.create_task(self._reopen(pointer))
 
     def drop(self) -> asyncio.Task[None] | None:
         """Cancel the load; return its task."""
-        if self._task is not None:
-            self._task.cancel()
-        return self._task
+        if self._load_task is not None:
+            self._load_task.cancel()
+        return self._load_task
 
-    async def settled(self) -> None:
+    async def wait_until_settled(self) -> None:
         """Wait until nothing is loading."""
-        if self._task is not None:
-            await asyncio.wait({self._task})
+        if self._load_task is not None:
+            await asyncio.wait({self._load_task})
 
-    async def _open(self, pointer: Pointer) -> None:
+    async def _reopen(self, pointer: Pointer) -> None:
         try:
             reopened_snapshot = await self._holder.load(pointer)
         except Exception:
@@ -575,4 +613,4 @@ class DegradedReopen:
             and served is not None
             and served.live.epoch == pointer.epoch
         ):
-            self._holder.put(dataclasses.replace(served, live=reopened_snapshot))
+            self._holder.replace_served(dataclasses.replace(served, live=reopened_snapshot))

@@ -54,54 +54,56 @@ class Refresher:
         self._store = store
         self._control = control
         self._heartbeat = heartbeat
-        self._beaten: bytes | None = None
+        self._last_heartbeat: bytes | None = None
         self._in_thread = in_thread
         self._timer = timer
         self._poll_s = poll_s
-        self._wake_pointer, self._wake_blocklist, self._wake_beat = (
+        self._pointer_event, self._blocklist_event, self._heartbeat_event = (
             asyncio.Event(), asyncio.Event(), asyncio.Event(),
         )  # fmt: skip
-        self._wakes = {b"blocklist": self._wake_blocklist}
-        self._steps: list[tuple[str, Callable[[], float], BackgroundStep, asyncio.Event]] = [
-            ("pointer", self.look_s, follower.poll_pointer, self._wake_pointer),
-            ("blocklist", lambda: blocklist_poll_s, self.look_at_blocklist, self._wake_blocklist),
-            ("heartbeat", lambda: heartbeat_s, self.beat, self._wake_beat),
+        self._event_by_announcement = {b"blocklist": self._blocklist_event}
+        self._periodic_steps: list[
+            tuple[str, Callable[[], float], BackgroundStep, asyncio.Event]
+        ] = [
+            ("pointer", self.pointer_poll_s, follower.poll_pointer, self._pointer_event),
+            ("blocklist", lambda: blocklist_poll_s, self.refresh_blocklist, self._blocklist_event),
+            ("heartbeat", lambda: heartbeat_s, self.send_heartbeat, self._heartbeat_event),
             ("host_copies", lambda: _COPIES_SWEEP_S, self.sweep_copies, asyncio.Event()),
         ]
         self._tasks: list[asyncio.Task[None]] = []
-        self._runs: list[tuple[str, BackgroundStep]] = []
-        self._beating = asyncio.Lock()
-        self._is_policy_fine = self._is_policy_unknown = False
+        self._named_loops: list[tuple[str, BackgroundStep]] = []
+        self._heartbeat_lock = asyncio.Lock()
+        self._is_eviction_safe = self._is_eviction_policy_unknown = False
 
     def add_periodic(
-        self, name: str, pause_s: float, step: BackgroundStep, wake: bytes | None = None
+        self, name: str, pause_s: float, step: BackgroundStep, announcement: bytes | None = None
     ) -> None:
-        """Takes another step, every `pause_s` seconds from the start on, and when `wake` is announced.
+        """Takes another step, every `pause_s` seconds from the start on, and when `announcement` is announced.
 
         `name` is that of its loop, in the log and in metrics.
         """
-        self._steps.append((name, lambda: pause_s, step, event := asyncio.Event()))
-        if wake is not None:
-            self._wakes[wake] = event
+        self._periodic_steps.append((name, lambda: pause_s, step, wake_event := asyncio.Event()))
+        if announcement is not None:
+            self._event_by_announcement[announcement] = wake_event
 
-    def add_loop(self, name: str, run: BackgroundStep) -> None:
+    def add_loop(self, name: str, run_loop: BackgroundStep) -> None:
         """Take a run along, in a background loop with this name, from the start until this is closed."""
-        self._runs.append((name, run))
+        self._named_loops.append((name, run_loop))
 
     async def start(self) -> None:
         """Takes every step once, then keeps taking them in the background."""
-        await self.look_at_blocklist()
+        await self.refresh_blocklist()
         await self.follower.poll_pointer()
-        await self.look_at_blocklist()  # loading takes minutes, in which more may have been blocked
-        await self.beat()
+        await self.refresh_blocklist()  # loading takes minutes, in which more may have been blocked
+        await self.send_heartbeat()
         self.follower.holder.on_change = (
-            self._wake_beat.set
+            self._heartbeat_event.set
         )  # whoever waits for a swap hears of it at once
-        for name, pause_s, step, wake in self._steps:
-            wait = functools.partial(_wait_for_wake, pause_s, wake)
+        for name, pause_s, step, wake_event in self._periodic_steps:
+            wait = functools.partial(_wait_for_wake, pause_s, wake_event)
             self._tasks.append(self._loops.start(name, step, wait=wait))
-        for name, run in (("announcements", self.listen), *self._runs):
-            self._tasks.append(self._loops.start(name, run))
+        for name, run_loop in (("announcements", self.listen), *self._named_loops):
+            self._tasks.append(self._loops.start(name, run_loop))
 
     async def aclose(self) -> None:
         """Stops the background, and signs off."""
@@ -114,30 +116,38 @@ class Refresher:
         self.follower.is_draining = True
         await self._sign_off()
 
-    def look_s(self) -> float:
+    def pointer_poll_s(self) -> float:
         """Seconds to the next look: a replica that a publisher waits for must not be the one that flips late."""
-        return min(self._poll_s, _EXPECTING_POLL_S) if self.follower.is_expecting else self._poll_s
+        return (
+            min(self._poll_s, _EXPECTING_POLL_S)
+            if self.follower.is_publisher_waiting
+            else self._poll_s
+        )
 
-    async def look_at_blocklist(self) -> None:
+    async def refresh_blocklist(self) -> None:
         """Take over the newest blocklist that can be read; what cannot be read leaves the last in force, marked.
 
         A version that could not be put in force is tried again at each look, before the store is asked.
         """
         follower, holder = self.follower, self.follower.holder
         is_enforced = await holder.enforce()
-        current = holder.blocklist.version if holder.is_blocklist_known else -1
+        enforced_version = holder.blocklist.version if holder.is_blocklist_known else -1
         try:
-            blocklist, trouble = await self._in_thread(newest_blocklist, self._store, current)
+            blocklist, read_error = await self._in_thread(
+                newest_blocklist, self._store, enforced_version
+            )
         except (LarderError, OSError, ValueError) as error:
-            blocklist, trouble = None, str(error)
+            blocklist, read_error = None, str(error)
         if blocklist is not None:
-            is_enforced = await holder.block(blocklist)
+            is_enforced = await holder.put_own_blocklist_in_force(blocklist)
         if not is_enforced:
             remedy = f"it is tried again at each look; the error was {holder.enforcement_error}"
-            follower.note("blocklist", StaleReason.BLOCKLIST_NOT_ENFORCED, remedy)
+            follower.note_concern("blocklist", StaleReason.BLOCKLIST_NOT_ENFORCED, remedy)
             return
-        follower.note("blocklist", trouble and StaleReason.BLOCKLIST_UNREADABLE, trouble or "")
-        if trouble is None:
+        follower.note_concern(
+            "blocklist", read_error and StaleReason.BLOCKLIST_UNREADABLE, read_error or ""
+        )
+        if read_error is None:
             self.blocklist_read_at = self._timer()
 
     async def sweep_copies(self) -> None:
@@ -145,24 +155,26 @@ class Refresher:
         generations, idle_cutoff_at = self.follower.holder.generations, time.time() - COPY_IDLE_S
         await self._in_thread(self._store.sweep_host_copies, generations, cutoff_at=idle_cutoff_at)
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         """Send one heartbeat with the served generation and those that must not be retired."""
-        async with self._beating:
+        async with self._heartbeat_lock:
             if self.follower.is_draining:
                 return
             try:
-                asked_at = self._timer()
-                self._heartbeat.clock.set(await self._control.time(), asked_at)
+                requested_at_s = self._timer()
+                self._heartbeat.clock.set(await self._control.time(), requested_at_s)
                 payload = orjson.dumps(self._heartbeat.payload())
-                await self._control.heartbeat(payload, self._heartbeat.clock(), self._beaten)
-                self._beaten = payload
+                await self._control.heartbeat(
+                    payload, self._heartbeat.clock(), self._last_heartbeat
+                )
+                self._last_heartbeat = payload
             except TierUnavailable:
-                self._is_policy_fine = False  # what comes back may be another Redis
+                self._is_eviction_safe = False  # what comes back may be another Redis
                 return
-        if not self._is_policy_fine:
-            await self._look_at_policy()
+        if not self._is_eviction_safe:
+            await self._check_eviction_policy()
 
-    async def _look_at_policy(self) -> None:
+    async def _check_eviction_policy(self) -> None:
         try:
             policy = await self._control.eviction_policy()
         except TierUnavailable as error:
@@ -170,22 +182,22 @@ class Refresher:
             if not isinstance(cause, ResponseError) or isinstance(cause, WrongReply):
                 return  # gone again; a later beat asks
             policy = ""  # there, but this user may not ask
-        if not policy and not self._is_policy_unknown:
+        if not policy and not self._is_eviction_policy_unknown:
             log.warning("Redis does not tell its maxmemory-policy: make sure it is volatile-lru")
-        self._is_policy_unknown = self._is_policy_unknown or not policy
-        self._is_policy_fine = not policy.startswith("allkeys")
-        self.follower.note(
+        self._is_eviction_policy_unknown = self._is_eviction_policy_unknown or not policy
+        self._is_eviction_safe = not policy.startswith("allkeys")
+        self.follower.note_concern(
             "eviction",
-            None if self._is_policy_fine else StaleReason.EVICTION_POLICY,
+            None if self._is_eviction_safe else StaleReason.EVICTION_POLICY,
             f"Redis has maxmemory-policy {policy}, which may evict published pages; set volatile-lru",
         )
 
     async def _sign_off(self) -> None:
-        async with self._beating:
-            beaten, self._beaten = self._beaten, None
-            if beaten is not None:
+        async with self._heartbeat_lock:
+            last_heartbeat, self._last_heartbeat = self._last_heartbeat, None
+            if last_heartbeat is not None:
                 with contextlib.suppress(TierUnavailable):
-                    await self._control.sign_off(beaten)
+                    await self._control.sign_off(last_heartbeat)
 
     async def listen(self) -> None:
         """Hear announcements over one connection, until it ends."""
@@ -194,51 +206,55 @@ class Refresher:
                 # Closed here: a generator left to the loop's own hook would outlive this replica.
                 async with contextlib.aclosing(self._control.subscribe()) as messages:
                     async for message in messages:
-                        self._wakes.get(message, self._wake_pointer).set()
+                        self._event_by_announcement.get(message, self._pointer_event).set()
         finally:
-            self._is_policy_fine = False  # what comes back may be another Redis
+            self._is_eviction_safe = False  # what comes back may be another Redis
         await asyncio.sleep(self._poll_s)
 
 
-async def _wait_for_wake(pause_s: Callable[[], float], wake: asyncio.Event) -> None:
-    """Return after a pause, or as soon as `wake` is set."""
+async def _wait_for_wake(pause_s: Callable[[], float], wake_event: asyncio.Event) -> None:
+    """Return after a pause, or as soon as `wake_event` is set."""
     # Not wait_for: in Python 3.11 it loses a cancellation that meets the event.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(pause_s()):
-            await wake.wait()
-    wake.clear()
+            await wake_event.wait()
+    wake_event.clear()
 
 
-def newest_blocklist(store: ArtefactStore, current: int) -> tuple[Blocklist | None, str | None]:
-    """The newest readable version above `current` (-1: none yet), and why it is not the newest of all."""
-    names = store.names("blocklist")
-    stems = [name.removesuffix(".json") for name in names if name.endswith(".json")]
-    versions = sorted(
-        {int(stem): stem for stem in stems if len(stem) == 12 and stem.isdecimal()}.items(),
+def newest_blocklist(
+    store: ArtefactStore, enforced_version: int
+) -> tuple[Blocklist | None, str | None]:
+    """The newest readable version above `enforced_version` (-1: none yet), and why it is not the newest of all."""
+    file_names = store.names("blocklist")
+    version_stems = [
+        file_name.removesuffix(".json") for file_name in file_names if file_name.endswith(".json")
+    ]
+    versions_and_stems = sorted(
+        {int(stem): stem for stem in version_stems if len(stem) == 12 and stem.isdecimal()}.items(),
         reverse=True,
     )
-    newest_version = versions[0][0] if versions else 0
-    if newest_version < current:
+    newest_version = versions_and_stems[0][0] if versions_and_stems else 0
+    if newest_version < enforced_version:
         raise StoreError(
-            f"version {newest_version} is the newest in the store, {current} is in force"
+            f"version {newest_version} is the newest in the store, {enforced_version} is in force"
         )
-    if not versions and not store.names(""):
+    if not versions_and_stems and not store.names(""):
         # A volume that is not mounted looks like a store in which nothing was ever blocked.
         raise StoreError(f"there is nothing at all in {store.url}")
-    trouble = None
-    for version, stem in versions:
-        if version <= current:
-            return None, trouble
+    read_error = None
+    for version, stem in versions_and_stems:
+        if version <= enforced_version:
+            return None, read_error
         try:
-            return _read_blocklist(store, version, stem), trouble
+            return _read_blocklist(store, version, stem), read_error
         except (LarderError, OSError, ValueError) as error:
-            trouble = trouble or f"version {version}: {error}"
-    return (Blocklist() if not versions and current < 0 else None), trouble
+            read_error = read_error or f"version {version}: {error}"
+    return (Blocklist() if not versions_and_stems and enforced_version < 0 else None), read_error
 
 
 def _read_blocklist(store: ArtefactStore, version: int, stem: str) -> Blocklist:
-    raw = store.read(f"blocklist/{stem}.json")
-    blocklist = None if raw is None else Blocklist.from_bytes(raw)
+    blocklist_bytes = store.read(f"blocklist/{stem}.json")
+    blocklist = None if blocklist_bytes is None else Blocklist.from_bytes(blocklist_bytes)
     if blocklist is None or blocklist.version != version:
         raise CorruptArtefact(
             "is not there" if blocklist is None else f"calls itself {blocklist.version}"

@@ -21,13 +21,13 @@ class ServedGenerations:
     canary: Canary | None = None
     """Canary that tries out `next`; None without one, or while its generation is not held."""
 
-    def pinned(self, generation: str | None) -> Self:
+    def pin_generation(self, generation: str | None) -> Self:
         """Holding for a request that pins `generation`; raises Problem (409) if it is not live, previous or canary."""
         if generation is None:
             return self
         # What is only staged has not been published to anybody.
-        offered = (self.live, self.previous, None if self.canary is None else self.next)
-        for snapshot in offered:
+        pinnable_snapshots = (self.live, self.previous, None if self.canary is None else self.next)
+        for snapshot in pinnable_snapshots:
             if snapshot is not None and snapshot.generation == generation:
                 return dataclasses.replace(
                     self, live=snapshot, previous=None, next=None, canary=None
@@ -37,17 +37,21 @@ class ServedGenerations:
             field="generation", held=list(self.generations),
         )  # fmt: skip
 
-    def for_canary(self, next_: Snapshot) -> Self:
+    def for_canary(self, next_snapshot: Snapshot) -> Self:
         """Holding for a canary's whole request: the next generation, and the live one below it."""
-        return dataclasses.replace(self, live=next_, previous=self.live, next=None, canary=None)
+        return dataclasses.replace(
+            self, live=next_snapshot, previous=self.live, next=None, canary=None
+        )
 
     @property
-    def roles(self) -> dict[str, str]:
+    def generation_by_role(self) -> dict[str, str]:
         """Generation of each role: live, previous, and next or canary."""
-        named = {"live": self.live, "previous": self.previous}
-        named["next" if self.canary is None else "canary"] = self.next
+        snapshot_by_role = {"live": self.live, "previous": self.previous}
+        snapshot_by_role["next" if self.canary is None else "canary"] = self.next
         return {
-            role: snapshot.generation for role, snapshot in named.items() if snapshot is not None
+            role: snapshot.generation
+            for role, snapshot in snapshot_by_role.items()
+            if snapshot is not None
         }
 
     @property
@@ -59,13 +63,13 @@ class ServedGenerations:
         """All generations under another blocklist."""
         return self.map_snapshots(lambda snapshot: snapshot.with_blocklist(blocklist))
 
-    def map_snapshots(self, change: Callable[[Snapshot], Snapshot]) -> Self:
+    def map_snapshots(self, change_snapshot: Callable[[Snapshot], Snapshot]) -> Self:
         """All generations, each changed."""
         return dataclasses.replace(
             self,
-            live=change(self.live),
-            previous=self.previous and change(self.previous),
-            next=self.next and change(self.next),
+            live=change_snapshot(self.live),
+            previous=self.previous and change_snapshot(self.previous),
+            next=self.next and change_snapshot(self.next),
         )
 
     def find(self, generation: str | None) -> Snapshot | None:

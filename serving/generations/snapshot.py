@@ -28,7 +28,7 @@ from cache.store.blocklist import Blocklist
 from cache.tiers.reads import View
 from serving.requests.errors import Problem
 
-_STAMPS = itertools.count(1)
+_STAMP_COUNTER = itertools.count(1)
 
 Part = TypeVar("Part")
 
@@ -46,13 +46,19 @@ class DefaultList:
 
     items: NDArray[np.uint32]
     scores: NDArray[np.float32]
-    ordinals: Mapping[bytes, int]
+    ordinal_by_id: Mapping[bytes, int]
     """Ordinals of the items, by their ids."""
 
-    def among(self, raws: Iterable[bytes] | None) -> frozenset[int]:
+    def ordinals_among(self, entity_ids: Iterable[bytes] | None) -> frozenset[int]:
         """Return the ordinals of the given ids that the list contains."""
-        ordinals = self.ordinals
-        return frozenset([ordinals[raw] for raw in raws or () if raw in ordinals])
+        ordinal_by_id = self.ordinal_by_id
+        return frozenset(
+            [
+                ordinal_by_id[entity_id]
+                for entity_id in entity_ids or ()
+                if entity_id in ordinal_by_id
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +83,7 @@ class Snapshot:
     """Reason why the live models run on the processor though another provider is configured."""
     seen_items: SeenItems | None = None
     """Past items of users, if there are filters or events."""
-    parts: Mapping[type, Any] = field(default_factory=dict)
+    part_by_class: Mapping[type, Any] = field(default_factory=dict)
     """What features opened of the generation, by its class."""
     changed_facets: Mapping[str, ItemValues] = field(default_factory=dict)
     """Values of each facet's attribute, by its table, if some item has another value than its lists were made by."""
@@ -85,11 +91,11 @@ class Snapshot:
     """Named filters that may let other items pass than they did in the night."""
     new_items: NewItems = NO_NEW_ITEMS
     """Items that lists may name although the night did not know them."""
-    blocked_stamp: int = field(default_factory=_STAMPS.__next__)
+    blocked_stamp: int = field(default_factory=_STAMP_COUNTER.__next__)
     """Number of the enforced blocklist, which grows with each change, of any namespace's list."""
-    stamp: int = field(init=False, default_factory=_STAMPS.__next__)
+    stamp: int = field(init=False, default_factory=_STAMP_COUNTER.__next__)
     """Number of this exact value: the same generation with another blocklist or release has another number."""
-    values_stamp: int = field(init=False, default_factory=_STAMPS.__next__)
+    values_stamp: int = field(init=False, default_factory=_STAMP_COUNTER.__next__)
     """Number of this value and its items' attributes, for answers that depend on these."""
 
     @classmethod
@@ -111,9 +117,9 @@ class Snapshot:
         A model or index that is damaged or does not open leaves the snapshot `degraded`: its pages still answer.
         """
         manifest = read_manifest(store, generation)
-        guests = {live_file.path for live_file in live_files(manifest)}
+        live_file_paths = {live_file.path for live_file in live_files(manifest)}
         for artefact in manifest.artefacts():
-            if artefact.path not in guests:
+            if artefact.path not in live_file_paths:
                 fetch_checked(store, generation, artefact)
         root = store.local(generation_path(generation))
         directories = {
@@ -128,7 +134,7 @@ class Snapshot:
         return cls(
             generation=generation,
             epoch=epoch,
-            published_at=_iso(published_at),
+            published_at=_iso_time(published_at),
             manifest=manifest,
             root=root,
             directories=directories,
@@ -146,27 +152,27 @@ class Snapshot:
 
     def with_blocklist(self, blocklist: Blocklist) -> Self:
         """Return a snapshot of this generation with another version of the blocklist."""
-        blocked, ordinals = _blocked_items(blocklist, self.items, self.new_items)
+        blocked, blocked_ordinals = _blocked_items(blocklist, self.items, self.new_items)
         return dataclasses.replace(
-            self, blocklist=blocklist, blocked=blocked, blocked_ordinals=ordinals,
-            blocked_stamp=next(_STAMPS),
+            self, blocklist=blocklist, blocked=blocked, blocked_ordinals=blocked_ordinals,
+            blocked_stamp=next(_STAMP_COUNTER),
         )  # fmt: skip
 
-    def with_new_items(self, new: NewItems) -> Self:
+    def with_new_items(self, new_items: NewItems) -> Self:
         """Return a snapshot of this generation whose lists may name these new items."""
-        if new.digest == self.new_items.digest:
-            return self.with_same_stamp(new_items=new)
-        blocked, _ = _blocked_items(self.blocklist, self.items, new)
-        return dataclasses.replace(self, new_items=new, blocked=blocked)
+        if new_items.digest == self.new_items.digest:
+            return self.with_same_stamp(new_items=new_items)
+        blocked, _ = _blocked_items(self.blocklist, self.items, new_items)
+        return dataclasses.replace(self, new_items=new_items, blocked=blocked)
 
-    def part(self, kind: type[Part]) -> Part | None:
+    def part(self, part_class: type[Part]) -> Part | None:
         """Return what a feature opened of the generation, by its class; None if it opened nothing."""
-        part: Part | None = self.parts.get(kind)
+        part: Part | None = self.part_by_class.get(part_class)
         return part
 
     def with_part(self, part: object) -> Self:
         """Return a snapshot with a part in place of the one of its class."""
-        return self.with_same_stamp(parts={**self.parts, type(part): part})
+        return self.with_same_stamp(part_by_class={**self.part_by_class, type(part): part})
 
     def with_same_stamp(self, **changed_fields: Any) -> Self:
         """Return a snapshot with changed fields on which no answer depends but those by attributes of items."""
@@ -175,17 +181,17 @@ class Snapshot:
         return changed_snapshot
 
     @property
-    def numbered(self) -> int:
+    def nameable_item_count(self) -> int:
         """Number of items that lists may name: those of the night, and after them the new ones."""
         return self.items.count + len(self.new_items.items)
 
-    def numbers_of(self, raws: Sequence[bytes]) -> NDArray[np.int64]:
+    def numbers_of(self, raw_ids: Sequence[bytes]) -> NDArray[np.int64]:
         """Return int64 [n] numbers of items, new ones too; -1 for an unknown id."""
-        return self.new_items.numbers_of(raws, self.items.ordinals_of(raws))
+        return self.new_items.numbers_of(raw_ids, self.items.ordinals_of(raw_ids))
 
     def released_as(self, epoch: int, published_at: float) -> Self:
         """Return a snapshot of this generation for a later release (a rollback to it, a restore)."""
-        return dataclasses.replace(self, epoch=epoch, published_at=_iso(published_at))
+        return dataclasses.replace(self, epoch=epoch, published_at=_iso_time(published_at))
 
     def table(self, name: str) -> Table:
         """Return the table of that name; raise Problem (404)."""
@@ -211,12 +217,12 @@ class Snapshot:
         """Input digest of an item that is its own input."""
         return _digest_of_nothing("" if self.predictor is None else self.predictor.model_digest)
 
-    def knows(self, table: Table, raw: bytes) -> bool:
+    def knows_entity(self, table: Table, raw: bytes) -> bool:
         """True if the night knew the entity."""
         directory = self.directories[table.entity]
         return directory.find(hash_id(raw, directory.seed)) >= 0
 
-    def had_by_night(self, table: Table, position: int) -> NDArray[np.int64]:
+    def past_item_ordinals(self, table: Table, position: int) -> NDArray[np.int64]:
         """Return ordinals int64 of the past items of the user at a position (-1: unknown), which lists leave out.
 
         Empty if the generation does not keep them (it has neither attributes of items nor events).
@@ -226,13 +232,13 @@ class Snapshot:
             return np.empty(0, np.int64)
         return self.seen_items.of(position)
 
-    def blocks(self, table: Table, raw: bytes | None) -> bool:
+    def blocks_entity(self, table: Table, raw: bytes | None) -> bool:
         """True if the entity itself must not be served (also when it is blocked as an item or a user)."""
         if raw is None:
             return False
         blocklist = self.blocklist
-        of_its_kind = {"item": blocklist.items, "user": blocklist.users}.get(table.entity, ())
-        return raw in blocklist.entities or raw in of_its_kind
+        blocked_of_kind = {"item": blocklist.items, "user": blocklist.users}.get(table.entity, ())
+        return raw in blocklist.entities or raw in blocked_of_kind
 
 
 @functools.lru_cache(maxsize=16)
@@ -240,18 +246,18 @@ def _digest_of_nothing(model_digest: str) -> bytes:
     return input_digest(model_digest, None, None)
 
 
-def _iso(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+def _iso_time(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def _blocked_items(
     blocklist: Blocklist, items: ItemTable, new_items: NewItems = NO_NEW_ITEMS
 ) -> tuple[frozenset[int], NDArray[np.int64]]:
     """Return (numbers of all blocked items, ordinals of the nightly ones among them)."""
-    raws = sorted(blocklist.items)
-    ordinals = items.ordinals_of(raws)
+    blocked_ids = sorted(blocklist.items)
+    ordinals = items.ordinals_of(blocked_ids)
     known_ordinals: NDArray[np.int64] = np.sort(ordinals[ordinals >= 0])
-    numbers = new_items.numbers_of(raws, ordinals)
+    numbers = new_items.numbers_of(blocked_ids, ordinals)
     return frozenset(numbers[numbers >= 0].tolist()), known_ordinals
 
 
@@ -260,21 +266,21 @@ def read_defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str,
 
     Tables of items have none: popular items suit an unknown user, but are not similar to an item.
     """
-    raw = (root / manifest.defaults.path).read_bytes()
+    document_bytes = (root / manifest.defaults.path).read_bytes()
     try:
-        document = orjson.loads(raw)
+        document = orjson.loads(document_bytes)
         defaults = {}
-        for name, default_list in document.items():
-            if name in manifest.tables and manifest.tables[name].entity == "item":
+        for table_name, default_list in document.items():
+            if table_name in manifest.tables and manifest.tables[table_name].entity == "item":
                 continue
-            raws = [id_.encode() for id_ in default_list["items"]]
-            ordinals = items.ordinals_of(raws)
+            item_ids = [item_id.encode() for item_id in default_list["items"]]
+            ordinals = items.ordinals_of(item_ids)
             if (ordinals < 0).any() or len(ordinals) != len(default_list["scores"]):
-                raise CorruptArtefact(f"the defaults of {name} do not fit the item table")
-            defaults[name] = DefaultList(
+                raise CorruptArtefact(f"the defaults of {table_name} do not fit the item table")
+            defaults[table_name] = DefaultList(
                 ordinals.astype(np.uint32),
                 np.array(default_list["scores"], np.float32),
-                dict(zip(raws, ordinals.tolist(), strict=True)),
+                dict(zip(item_ids, ordinals.tolist(), strict=True)),
             )
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise CorruptArtefact(f"{manifest.defaults.path} cannot be read: {error}") from error

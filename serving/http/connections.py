@@ -13,7 +13,7 @@ from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from cache.config.serving import PeerBounds
-from serving.http.http1_protocol import PIECE, Http1Protocol, ProtocolViolation
+from serving.http.http1_protocol import PIECE_BYTES, Http1Protocol, ProtocolViolation
 
 log = logging.getLogger(__name__)
 
@@ -25,18 +25,18 @@ SLOW_READER_S: Final = 1.0
 far away, takes megabytes in less.
 """
 
-_CHECK_EVERY_S = 1.0
+_CHECK_INTERVAL_S_MAX = 1.0
 
-_CHECKED_PER_TURN = 32
+_CHECKED_PER_ITERATION = 32
 """Connections checked in one iteration of the loop."""
 
-_REFUSED_MAX = 128
+_REFUSED_CONNECTIONS_MAX = 128
 """Connections beyond `connections_max` that get a refusal; the others are closed at once."""
 
 _RESET_LINGER = struct.pack("ii", 1, 0)
 _HEAD_END = b"\r\n\r\n"
 
-_BOUND_REFUSALS = {
+_REASON_AND_TEXT_BY_STATUS = {
     408: ("head", "the request's head did not arrive in time"),
     413: ("behind", "too much is sent behind a request that is not answered yet"),
     429: ("pipeline", "too many requests of one connection are not answered yet"),
@@ -53,42 +53,44 @@ class Connections:
 
     def __init__(self, bounds: PeerBounds) -> None:
         self.bounds = bounds
-        self.unread = UnreadAnswers(bounds.answers_bytes)
+        self.unread_answers = UnreadAnswers(bounds.answers_bytes)
         self.ended_by_reason: Counter[str] = Counter()
         """Connections ended by reason, except those ended by their peers or for idleness."""
-        self._unasked: dict[Connection, None] = {}  # oldest first
+        self._connections_without_request: dict[Connection, None] = {}  # oldest first
         self._logged_count = 0
 
-    def admit(self, connection: "Connection", count: int) -> bool:
+    def try_admit_connection(self, connection: "Connection", connection_count: int) -> bool:
         """Return whether one more connection, itself counted, may stay; may drop the oldest one without a request."""
-        bounds, unasked = self.bounds, self._unasked
-        is_full = count > bounds.connections_max
-        if is_full or len(unasked) >= bounds.connections_new_max:
-            if not unasked:
+        bounds, without_request = self.bounds, self._connections_without_request
+        is_full = connection_count > bounds.connections_max
+        if is_full or len(without_request) >= bounds.connections_new_max:
+            if not without_request:
                 return False
-            oldest = next(iter(unasked))
-            del unasked[oldest]
+            oldest_connection = next(iter(without_request))
+            del without_request[oldest_connection]
             self.ended_by_reason["unasked"] += 1
-            oldest.drop()
-        unasked[connection] = None
+            oldest_connection.drop()
+        without_request[connection] = None
         return True
 
     def discard_unasked(self, connection: "Connection") -> None:
         """Remove a connection from those without a request: it has sent a head, or is gone."""
-        self._unasked.pop(connection, None)
+        self._connections_without_request.pop(connection, None)
 
     @property
-    def every_s(self) -> float:
+    def check_interval_s(self) -> float:
         """Seconds between two checks of a connection."""
         bounds = self.bounds
-        shortest = min(bounds.head_timeout_s, bounds.body_timeout_s, bounds.write_timeout_s)
-        return min(_CHECK_EVERY_S, shortest / 4)
+        shortest_timeout_s = min(
+            bounds.head_timeout_s, bounds.body_timeout_s, bounds.write_timeout_s
+        )
+        return min(_CHECK_INTERVAL_S_MAX, shortest_timeout_s / 4)
 
     async def close_stalled(self, connections: Collection["Connection"], now_s: float) -> None:
         """Check each connection for progress, a few per iteration of the loop."""
-        for number, connection in enumerate(list(connections), 1):
+        for connection_number, connection in enumerate(list(connections), 1):
             connection.close_if_stalled(now_s)
-            if not number % _CHECKED_PER_TURN:
+            if not connection_number % _CHECKED_PER_ITERATION:
                 await asyncio.sleep(0)
         self._log_ended()
 
@@ -115,10 +117,10 @@ class UnreadAnswers:
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
-        self.cut = 0
+        self.cut_off_count = 0
         """Connections cut off since the start."""
         self._waiting_since_by_reader: dict[Connection, float] = {}  # the longest first
-        self._bytes: dict[Connection, int] = {}
+        self._unread_bytes_by_reader: dict[Connection, int] = {}
         self._held_bytes = 0
 
     @property
@@ -129,14 +131,14 @@ class UnreadAnswers:
     def add(self, reader: "Connection", now_s: float) -> None:
         """Count the unsent bytes of a connection whose buffer is full."""
         self._waiting_since_by_reader.setdefault(reader, now_s)
-        self._count(reader)
+        self._update_unread_bytes(reader)
         if self._held_bytes > self.bytes_max:
             self._cut_slow(now_s)
 
     def remove(self, reader: "Connection") -> None:
         """Stop counting a connection that can be written to again, or is gone."""
         if self._waiting_since_by_reader.pop(reader, None) is not None:
-            self._held_bytes -= self._bytes.pop(reader)
+            self._held_bytes -= self._unread_bytes_by_reader.pop(reader)
 
     def is_full(self, now_s: float) -> bool:
         """True if the budget is used up by peers that are not slow enough to be cut off."""
@@ -144,19 +146,19 @@ class UnreadAnswers:
             self._cut_slow(now_s)
         return self._held_bytes > self.bytes_max
 
-    def _count(self, reader: "Connection") -> None:
-        size = reader.unread_bytes()
-        self._held_bytes += size - self._bytes.get(reader, 0)
-        self._bytes[reader] = size
+    def _update_unread_bytes(self, reader: "Connection") -> None:
+        unread_bytes = reader.unread_bytes()
+        self._held_bytes += unread_bytes - self._unread_bytes_by_reader.get(reader, 0)
+        self._unread_bytes_by_reader[reader] = unread_bytes
 
     def _cut_slow(self, now_s: float) -> None:
         for reader in self._waiting_since_by_reader:
-            self._count(reader)
+            self._update_unread_bytes(reader)
         for reader, full_since_s in list(self._waiting_since_by_reader.items()):
             if self._held_bytes <= self.bytes_max or now_s - full_since_s < SLOW_READER_S:
                 return
             self.remove(reader)
-            self.cut += 1
+            self.cut_off_count += 1
             reader.cut_off()
 
 
@@ -171,7 +173,7 @@ class BoundViolation(ProtocolViolation):
     """A connection has exceeded a bound; the peer gets the status, and `kind` is counted."""
 
     def __init__(self, status: int) -> None:
-        self.kind, message = _BOUND_REFUSALS[status]
+        self.kind, message = _REASON_AND_TEXT_BY_STATUS[status]
         super().__init__(status, message)
 
 
@@ -179,97 +181,106 @@ class InboundMeter:
     """Counters of one connection; beyond a bound they raise BoundViolation."""
 
     __slots__ = (
-        "_behind",
+        "_behind_bytes",
         "_bounds",
-        "_fields",
-        "_head",
-        "_quiet",
+        "_field_count",
+        "_head_bytes",
         "_stage",
         "_stage_began_at",
-        "is_head",
-        "is_whole",
+        "_unreported_bytes",
+        "is_in_head",
+        "is_message_complete",
         "message_count",
     )  # fmt: skip
 
     def __init__(self, bounds: PeerBounds) -> None:
         self._bounds = bounds
         self.message_count = 0
-        self.is_head, self.is_whole = False, True
-        self._head = self._fields = self._quiet = self._behind = 0
+        self.is_in_head, self.is_message_complete = False, True
+        self._head_bytes = self._field_count = self._unreported_bytes = self._behind_bytes = 0
         self._stage: ConnectionStage | None = None
         self._stage_began_at = 0.0
 
-    def begin(self, waiting: int) -> None:
+    def begin_message(self, unanswered_count: int) -> None:
         """Begin a message.
 
-        Raises BoundViolation (429) if `waiting`, the others not answered yet, reaches `pipeline_max`.
+        Raises BoundViolation (429) if `unanswered_count`, the others not answered yet, reaches `pipeline_max`.
         """
         self.message_count += 1
-        self.is_head, self.is_whole = True, False
-        self._head = self._fields = self._quiet = 0
-        if waiting >= self._bounds.pipeline_max:
+        self.is_in_head, self.is_message_complete = True, False
+        self._head_bytes = self._field_count = self._unreported_bytes = 0
+        if unanswered_count >= self._bounds.pipeline_max:
             raise BoundViolation(429)
 
-    def excess(self, data: bytes) -> int:
+    def head_excess_status(self, data: bytes) -> int:
         """Return status 431 if `data` begins or continues a head of more lines than `head_fields`; 0 otherwise.
 
         Reported field by field, they would cost four times as much as the connection that brings them.
         """
-        if not self.is_whole and (not self.is_head or data.startswith((b"\r", b"\n"))):
+        if not self.is_message_complete and (
+            not self.is_in_head or data.startswith((b"\r", b"\n"))
+        ):
             return 0  # a body, or a head whose end may have begun before
-        end = data.find(_HEAD_END, 0, PIECE)
-        lines = data.count(b"\n", 0, PIECE if end < 0 else end)
-        return 431 if lines > 1 + self._bounds.head_fields else 0
+        head_end = data.find(_HEAD_END, 0, PIECE_BYTES)
+        line_count = data.count(b"\n", 0, PIECE_BYTES if head_end < 0 else head_end)
+        return 431 if line_count > 1 + self._bounds.head_fields else 0
 
-    def url(self, size: int) -> None:
-        """Add `size` bytes of the request target; raise BoundViolation (431) beyond `head_bytes`."""
-        self._head += size
-        if self._head > self._bounds.head_bytes:
+    def count_url(self, size_bytes: int) -> None:
+        """Add `size_bytes` bytes of the request target; raise BoundViolation (431) beyond `head_bytes`."""
+        self._head_bytes += size_bytes
+        if self._head_bytes > self._bounds.head_bytes:
             raise BoundViolation(431)
 
-    def field(self, size: int) -> None:
-        """Add a header field or trailer of `size` bytes.
+    def count_field(self, size_bytes: int) -> None:
+        """Add a header field or trailer of `size_bytes` bytes.
 
         Raises BoundViolation (431) beyond `head_fields` or `head_bytes`.
         """
-        self._fields += 1
-        self._head += size
-        if self._fields > self._bounds.head_fields or self._head > self._bounds.head_bytes:
+        self._field_count += 1
+        self._head_bytes += size_bytes
+        if (
+            self._field_count > self._bounds.head_fields
+            or self._head_bytes > self._bounds.head_bytes
+        ):
             raise BoundViolation(431)
 
-    def body(self, size: int, *, is_behind: bool) -> None:
+    def count_body(self, size_bytes: int, *, is_behind: bool) -> None:
         """Add bytes of a body.
 
         Raises BoundViolation (413) for more than BEHIND_BYTES_MAX of bodies after an unanswered request.
         """
-        self._quiet = 0
+        self._unreported_bytes = 0
         if is_behind:
-            self._behind += size
-            if self._behind > BEHIND_BYTES_MAX:
+            self._behind_bytes += size_bytes
+            if self._behind_bytes > BEHIND_BYTES_MAX:
                 raise BoundViolation(413)
 
-    def answered(self) -> None:
+    def reset_behind(self) -> None:
         """Reset the count of bytes after an unanswered request, which now has its answer."""
-        self._behind = 0
+        self._behind_bytes = 0
 
-    def fed(self, size: int) -> bool:
-        """True if `size` more bytes, which the parser may not have reported yet, are within the bounds.
+    def is_within_bounds(self, size_bytes: int) -> bool:
+        """True if `size_bytes` more bytes, which the parser may not have reported yet, are within the bounds.
 
         A value without an end is reported at its end only. Counted by the piece, so up to two pieces more may have
         come.
         """
-        if self.is_whole:
+        if self.is_message_complete:
             return True
-        self._quiet += size
-        return self._quiet <= self._bounds.head_bytes + PIECE
+        self._unreported_bytes += size_bytes
+        return self._unreported_bytes <= self._bounds.head_bytes + PIECE_BYTES
 
-    def late(self, stage: ConnectionStage | None, now_s: float) -> StageKind | None:
+    def stalled_stage_kind(
+        self, connection_stage: ConnectionStage | None, now_s: float
+    ) -> StageKind | None:
         """Return the kind of the stage if the connection has been in it for longer than allowed."""
-        if stage != self._stage:
-            self._stage, self._stage_began_at = stage, now_s
-        elif stage is not None and now_s - self._stage_began_at > self._allowed_s(stage.kind):
+        if connection_stage != self._stage:
+            self._stage, self._stage_began_at = connection_stage, now_s
+        elif connection_stage is not None and now_s - self._stage_began_at > self._allowed_s(
+            connection_stage.kind
+        ):
             self._stage = None
-            return stage.kind
+            return connection_stage.kind
         return None
 
     def _allowed_s(self, kind: StageKind) -> float:
@@ -289,32 +300,43 @@ class Connection(Http1Protocol):
     """
 
     __slots__ = (
-        "_connections", "_inbound", "_is_ending", "_is_full", "_is_waited_for", "_open", "_was_asked",
+        "_connections",
+        "_ends_after_answer",
+        "_had_fast_answer",
+        "_inbound_meter",
+        "_is_answering_fast",
+        "_is_write_buffer_full",
+        "_open_count",
         # Uvicorn's own: those that every request looks at.
-        "server_state", "timeout_keep_alive_task", "transport",
+        "server_state",
+        "timeout_keep_alive_task",
+        "transport",
     )  # fmt: skip
 
-    def __init__(self, connections: Connections, *arguments: Any, **named: Any) -> None:
-        self._open = 0  # of uvicorn's requests: one for each that is not read, one for each that is not answered
-        self._was_asked = self._is_ending = self._is_full = False
-        self._is_waited_for = False
+    def __init__(self, connections: Connections, *arguments: Any, **keyword_arguments: Any) -> None:
+        self._open_count = 0  # of uvicorn's requests: one for each that is not read, one for each that is not answered
+        self._had_fast_answer = self._ends_after_answer = self._is_write_buffer_full = False
+        self._is_answering_fast = False
         self._connections = connections
-        self._inbound = InboundMeter(connections.bounds)
-        super().__init__(*arguments, **named)
+        self._inbound_meter = InboundMeter(connections.bounds)
+        super().__init__(*arguments, **keyword_arguments)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Open the connection as uvicorn does; one too many is refused with 503."""
         super().connection_made(transport)
-        count = len(self.connections)
-        if not self._connections.admit(self, count):
+        connection_count = len(self.connections)
+        if not self._connections.try_admit_connection(self, connection_count):
             self.refuse(BoundViolation(503))
-            if count > self._connections.bounds.connections_max + _REFUSED_MAX:
+            if (
+                connection_count
+                > self._connections.bounds.connections_max + _REFUSED_CONNECTIONS_MAX
+            ):
                 self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection as uvicorn does, and its requests that were never begun."""
         self._connections.discard_unasked(self)
-        self._connections.unread.remove(self)
+        self._connections.unread_answers.remove(self)
         super().connection_lost(exc)
         if self.pipeline:
             # Never begun, they and the connection hold each other: the garbage collector would look for thousands of
@@ -324,36 +346,38 @@ class Connection(Http1Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Refuse visibly excessive input before any of it is parsed."""
-        if not (self.is_deaf or self._unread) and (status := self._inbound.excess(data)):
+        if not (self.reads_no_more or self._unread_input) and (
+            status := self._inbound_meter.head_excess_status(data)
+        ):
             self.refuse(BoundViolation(status))
         super().data_received(data)
 
     def read_piece(self, data: bytes) -> None:
         """Parse a piece, then check the bytes of an unfinished head."""
         super().read_piece(data)
-        if not self.is_deaf and not self._inbound.fed(len(data)):
+        if not self.reads_no_more and not self._inbound_meter.is_within_bounds(len(data)):
             self.refuse(BoundViolation(431))
 
     def on_message_begin(self) -> None:
         """Count a new request, bounded by the pipeline's length, then begin it as uvicorn does."""
-        self._open += 2
+        self._open_count += 2
         is_awaited = self.cycle is not None and not self.cycle.response_complete
-        self._inbound.begin(len(self.pipeline) + is_awaited)
+        self._inbound_meter.begin_message(len(self.pipeline) + is_awaited)
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
         """Count a piece of the request target within the head's bound, then pass it to uvicorn."""
-        self._inbound.url(len(url))
+        self._inbound_meter.count_url(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count a header field within the head's bounds, then pass it to uvicorn."""
-        self._inbound.field(len(name) + len(value))
+        self._inbound_meter.count_field(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Record that the head is complete and the connection has a request, then go on as uvicorn does."""
-        self._inbound.is_head = False
+        self._inbound_meter.is_in_head = False
         self._connections.discard_unasked(self)
         super().on_headers_complete()
 
@@ -362,50 +386,52 @@ class Connection(Http1Protocol):
 
         The application reads bodies as a whole: it is not woken for a small piece before the last.
         """
-        self._inbound.body(len(body), is_behind=bool(self.pipeline) or self._is_full)
+        self._inbound_meter.count_body(
+            len(body), is_behind=bool(self.pipeline) or self._is_write_buffer_full
+        )
         cycle = self.cycle
-        if cycle is None or cycle.response_complete or len(cycle.body) + len(body) > PIECE:
+        if cycle is None or cycle.response_complete or len(cycle.body) + len(body) > PIECE_BYTES:
             super().on_body(body)
         else:
             cycle.body += body
 
     def on_message_complete(self) -> None:
         """Record that the request is read completely, then go on as uvicorn does."""
-        if self.has_body:
+        if self.is_reading_body:
             return  # the parser is done with the head of a request that asks for an upgrade
-        self._open -= 1
-        self._inbound.is_whole = True
+        self._open_count -= 1
+        self._inbound_meter.is_message_complete = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Count an answer, then go on as uvicorn does."""
-        self._open -= 1
-        self._inbound.answered()
+        self._open_count -= 1
+        self._inbound_meter.reset_behind()
         super().on_response_complete()
-        if self._inbound.is_whole and not self._open:
+        if self._inbound_meter.is_message_complete and not self._open_count:
             # An idle connection keeps nothing of its last request: it was half of what the garbage collector saw of it.
             self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
 
     def pause_writing(self) -> None:
         """Record that the write buffer is full, then pause as uvicorn does."""
-        self._is_full = True
-        self._connections.unread.add(self, self.loop.time())
+        self._is_write_buffer_full = True
+        self._connections.unread_answers.add(self, self.loop.time())
         super().pause_writing()
 
     def resume_writing(self) -> None:
         """Record that the write buffer has room again, then resume as uvicorn does."""
-        self._is_full = False
-        self._connections.unread.remove(self)
+        self._is_write_buffer_full = False
+        self._connections.unread_answers.remove(self)
         super().resume_writing()
 
     def drop(self) -> None:
         """Close the connection to make room for another one, unless a request is under way."""
-        if not self._is_waited_for:
+        if not self._is_answering_fast:
             self.transport.abort()
 
     def close_if_stalled(self, now_s: float) -> None:
         """End the connection if it has been in its current stage for longer than allowed."""
-        kind = self._inbound.late(self._stage(), now_s)
+        kind = self._inbound_meter.stalled_stage_kind(self._stage(), now_s)
         if kind is None:
             return
         if kind == "head":
@@ -428,73 +454,74 @@ class Connection(Http1Protocol):
 
     def _reset(self) -> None:
         """Reset the connection: the kernel would hold unsent bytes for minutes."""
-        raw = self.transport.get_extra_info("socket")
+        peer_socket = self.transport.get_extra_info("socket")
         with contextlib.suppress(OSError):  # a descriptor is needed for it
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_LINGER)
+            peer_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_LINGER)
         self.transport.abort()
 
     def _stage(self) -> ConnectionStage | None:
         """Return the stage if the next move is the peer's; None if it is the application's or the idle clock's."""
         is_closing = self.transport.is_closing()
-        if is_closing or self._is_full:
+        if is_closing or self._is_write_buffer_full:
             unsent_bytes = self.transport.get_write_buffer_size()
             return ConnectionStage("close" if is_closing else "write", (unsent_bytes >> 16,))
-        if self._is_waited_for or self.is_discarding:
+        if self._is_answering_fast or self.is_discarding:
             return None
-        if not self._open:
+        if not self._open_count:
             return ConnectionStage("silent") if self.timeout_keep_alive_task is None else None
-        if self.is_awaited or self._inbound.is_whole:
+        if self.is_awaited or self._inbound_meter.is_message_complete:
             return None
         return ConnectionStage(
-            "head" if self._inbound.is_head else "body", (self._inbound.message_count,)
+            "head" if self._inbound_meter.is_in_head else "body",
+            (self._inbound_meter.message_count,),
         )
 
     @property
     def is_awaited(self) -> bool:
         """True if a request is not answered yet."""
-        return self._is_waited_for or super().is_awaited
+        return self._is_answering_fast or super().is_awaited
 
     def refuse(self, violation: ProtocolViolation) -> None:
         """Count the end of a connection that exceeds a bound, then refuse its next request."""
         if isinstance(violation, BoundViolation) and not (
-            self.is_deaf or self.transport.is_closing()
+            self.reads_no_more or self.transport.is_closing()
         ):
             self._connections.ended_by_reason[violation.kind] += 1
         super().refuse(violation)
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection. Fast answers do not restart the clock: that would cost as much as they do."""
-        if self._was_asked or self._is_waited_for:
-            self._wait()
+        if self._had_fast_answer or self._is_answering_fast:
+            self._start_idle_clock()
         else:
             super().timeout_keep_alive_handler()
 
     def shutdown(self) -> None:
         """Shut down as uvicorn does; while a request is answered past uvicorn, only once that is done."""
-        if self._is_waited_for:
-            self._is_ending = True
+        if self._is_answering_fast:
+            self._ends_after_answer = True
         else:
             super().shutdown()
 
     def _respond(self, start: Message, body: bytes) -> None:
         headers = [*self.server_state.default_headers, *start["headers"]]
         closes = b"connection" in dict(headers)
-        if self._is_ending and not closes:
+        if self._ends_after_answer and not closes:
             headers.append((b"connection", b"close"))
         lines = [b"%b: %b\r\n" % header for header in headers]
         self.transport.write(b"".join((STATUS_LINE[start["status"]], *lines, b"\r\n", body)))
         self._finish_request()
-        if closes or self._is_ending:
+        if closes or self._ends_after_answer:
             self.close_in_stages()
 
     def _finish_request(self) -> None:
         self.server_state.total_requests += 1
         if self.timeout_keep_alive_task is None:
-            self._wait()
-        self._was_asked = True
+            self._start_idle_clock()
+        self._had_fast_answer = True
 
-    def _wait(self) -> None:
-        self._was_asked = False
+    def _start_idle_clock(self) -> None:
+        self._had_fast_answer = False
         self._connections.discard_unasked(self)
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler

@@ -17,47 +17,49 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from serving.admission.work_pacer import IS_GONE
+from serving.admission.work_pacer import IS_GONE_KEY
 
 Headers = Sequence[tuple[bytes, bytes]]
 
-CHUNKED = -1
+CHUNKED_LENGTH = -1
 """Length of a body in chunks, which mark its end."""
 
-_REQUEST_LINE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+) [^\x00-\x20\x7f]+ HTTP/(\d\.\d)\r\n")
-_VERSIONS = (b"1.1", b"1.0")
-_JUDGED = frozenset({b"host", b"content-length", b"transfer-encoding"})
-_HOST = re.compile(
+_REQUEST_LINE_PATTERN = re.compile(
+    rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+) [^\x00-\x20\x7f]+ HTTP/(\d\.\d)\r\n"
+)
+_SERVED_VERSIONS = (b"1.1", b"1.0")
+_CHECKED_HEADERS = frozenset({b"host", b"content-length", b"transfer-encoding"})
+_HOST_PATTERN = re.compile(
     # RFC 3986 allows a comma in a name. Here it would be two Host fields that somebody joined.
     rb"(?:\[[0-9A-Fa-f:.]{2,}\]|(?:[0-9A-Za-z\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?"
 )
-_CHUNK_SIZE = re.compile(
+_CHUNK_SIZE_PATTERN = re.compile(
     # An extension is a name, with or without a value. RFC 9112 lets no sender write the blanks that it allows between.
     rb"([0-9A-Fa-f]+)(?:;[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
     rb"(?:=(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
     rb'|"(?:[\t\x20\x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t\x20-\x7e\x80-\xff])*"))?)*\r\n'
 )
-_TINY_SIZES = {b"%x\r\n" % size: size for size in range(1, 16)}
-_TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n")
+_SIZE_BY_TINY_CHUNK_LINE = {b"%x\r\n" % size: size for size in range(1, 16)}
+_TRAILER_PATTERN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n")
 _LINE_BYTES_MAX = 8 << 10
 _TRAILERS_BYTES_MAX = 64 << 10
 _SIZE_DIGITS_MAX = 15
 
-PIECE = 16 << 10
+PIECE_BYTES = 16 << 10
 """Bytes that are parsed before a bound or the clock is checked."""
-TURN_S = 0.001
+READ_TURN_S = 0.001
 """Seconds for which one connection is read at once: a body in tiny chunks costs ten times as much as a plain one."""
 
 _HEAD_END = b"\r\n\r\n"
-_EMPTY_LINES = re.compile(rb"(?:\r\n)*")
+_EMPTY_LINES_PATTERN = re.compile(rb"(?:\r\n)*")
 DISCARD_S = 5.0
 """Seconds for which an ending connection is still read, so that its peer can read the last answer."""
 DISCARD_BYTES_MAX = 12 << 20
-HALF_CLOSED_MAX = 4
+HALF_CLOSED_PEERS_MAX = 4
 """Peers that are answered at once although they have closed their side. Nearly all that close it have gone, and gone
 peers must not have the service work for them."""
 
-_half_closed: WeakSet["Http1Protocol"] = WeakSet()
+_half_closed_connections: WeakSet["Http1Protocol"] = WeakSet()
 
 
 class ProtocolViolation(Exception):
@@ -68,15 +70,15 @@ class ProtocolViolation(Exception):
         self.status, self.message = status, message
 
 
-def request_version(line: bytes) -> bytes:
+def request_version(request_line: bytes) -> bytes:
     """Return the HTTP version, `1.0` or `1.1`, of a request line with its line break; raise ProtocolViolation."""
-    match = _REQUEST_LINE.fullmatch(line)
-    if match is None:
+    line_match = _REQUEST_LINE_PATTERN.fullmatch(request_line)
+    if line_match is None:
         raise ProtocolViolation(
             400, "the request line is not METHOD, TARGET and HTTP/1.1 with one space between them"
         )
-    method, version = match.groups()
-    if version not in _VERSIONS:
+    method, version = line_match.groups()
+    if version not in _SERVED_VERSIONS:
         raise ProtocolViolation(505, "only HTTP/1.0 and HTTP/1.1 are served")
     if method == b"CONNECT":
         raise ProtocolViolation(501, "CONNECT is not served: this is no proxy")
@@ -88,106 +90,112 @@ def body_length(version: bytes, headers: Headers) -> int:
 
     Raises ProtocolViolation for fields that no request of this version may have.
     """
-    length, hosts = 0, 0
+    content_length, host_count = 0, 0
     codings = b""
-    for name, value in headers:
-        if name not in _JUDGED:
+    for header_name, header_value in headers:
+        if header_name not in _CHECKED_HEADERS:
             continue
-        if name == b"host":
-            hosts += 1
-            if not _HOST.fullmatch(value.strip(b" \t")):
+        if header_name == b"host":
+            host_count += 1
+            if not _HOST_PATTERN.fullmatch(header_value.strip(b" \t")):
                 raise ProtocolViolation(400, "the Host field is not a host with or without a port")
-        elif name == b"content-length":
-            length = int(value)
+        elif header_name == b"content-length":
+            content_length = int(header_value)
         else:
-            codings += b"," + value
-    if hosts != 1 and (hosts or version != b"1.0"):
-        raise ProtocolViolation(400, f"a request has exactly one Host field, not {hosts}")
+            codings += b"," + header_value
+    if host_count != 1 and (host_count or version != b"1.0"):
+        raise ProtocolViolation(400, f"a request has exactly one Host field, not {host_count}")
     if not codings:
-        return length
+        return content_length
     if version == b"1.0":
         raise ProtocolViolation(400, "HTTP/1.0 has no Transfer-Encoding: send Content-Length")
-    names = [coding.strip(b" \t").lower() for coding in codings[1:].split(b",")]
-    if b"" in names:
+    coding_names = [coding.strip(b" \t").lower() for coding in codings[1:].split(b",")]
+    if b"" in coding_names:
         raise ProtocolViolation(400, "a Transfer-Encoding names no coding")
-    if names[-1] != b"chunked":
+    if coding_names[-1] != b"chunked":
         raise ProtocolViolation(
             400, "the length of the body is unknown: its last Transfer-Encoding is not chunked"
         )
-    if len(names) > 1:
+    if len(coding_names) > 1:
         raise ProtocolViolation(501, "no Transfer-Encoding but chunked is served")
-    return CHUNKED
+    return CHUNKED_LENGTH
 
 
 class ChunkedBody:
     """Decoder of one chunked body. Trailers are read, and dropped: they say nothing about the request."""
 
-    __slots__ = ("_chunk_bytes_left", "_expects", "_line", "_trailers_bytes", "is_complete")
+    __slots__ = (
+        "_chunk_bytes_left",
+        "_expected_part",
+        "_partial_line",
+        "_trailers_bytes",
+        "is_complete",
+    )
 
     def __init__(self) -> None:
         self.is_complete = False
-        self._expects: Literal["size", "end of chunk", "trailer"] = "size"
+        self._expected_part: Literal["size", "end of chunk", "trailer"] = "size"
         self._chunk_bytes_left = self._trailers_bytes = 0
-        self._line = b""
+        self._partial_line = b""
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
         """Return the part of the body that is in `data`, and how many bytes of `data` belong to the message.
 
         Raises ProtocolViolation for bytes that are no chunk.
         """
-        pieces: list[bytes] = []
-        at, size = 0, len(data)
-        while at < size and not self.is_complete:
+        body_pieces: list[bytes] = []
+        offset, data_bytes = 0, len(data)
+        while offset < data_bytes and not self.is_complete:
             if self._chunk_bytes_left:
-                pieces.append(data[at : at + self._chunk_bytes_left])
-                at += len(pieces[-1])
-                self._chunk_bytes_left -= len(pieces[-1])
+                body_pieces.append(data[offset : offset + self._chunk_bytes_left])
+                offset += len(body_pieces[-1])
+                self._chunk_bytes_left -= len(body_pieces[-1])
                 continue
-            if self._expects == "size" and not self._line:
-                at = _take_tiny_chunks(data, at, pieces)
-            end = data.find(b"\n", at) + 1
-            self._line += data[at : end or size]
-            at = end or size
-            if len(self._line) > _LINE_BYTES_MAX:
+            if self._expected_part == "size" and not self._partial_line:
+                offset = _append_tiny_chunks(data, offset, body_pieces)
+            line_end = data.find(b"\n", offset) + 1
+            self._partial_line += data[offset : line_end or data_bytes]
+            offset = line_end or data_bytes
+            if len(self._partial_line) > _LINE_BYTES_MAX:
                 raise ProtocolViolation(400, "a line between the chunks of the body is too long")
-            if end:
-                line, self._line = self._line, b""
-                self._take_line(line)
-        return b"".join(pieces), at
+            if line_end:
+                line, self._partial_line = self._partial_line, b""
+                self._parse_line(line)
+        return b"".join(body_pieces), offset
 
-    def _take_line(self, line: bytes) -> None:
-        if self._expects == "size":
-            match = _CHUNK_SIZE.fullmatch(line)
-            if match is None or len(digits := match[1].lstrip(b"0")) > _SIZE_DIGITS_MAX:
+    def _parse_line(self, line: bytes) -> None:
+        if self._expected_part == "size":
+            size_match = _CHUNK_SIZE_PATTERN.fullmatch(line)
+            if size_match is None or len(digits := size_match[1].lstrip(b"0")) > _SIZE_DIGITS_MAX:
                 raise ProtocolViolation(400, "the size of a chunk is not a hexadecimal number")
             self._chunk_bytes_left = int(digits or b"0", 16)
-            self._expects = "end of chunk" if self._chunk_bytes_left else "trailer"
-        elif self._expects == "end of chunk":
+            self._expected_part = "end of chunk" if self._chunk_bytes_left else "trailer"
+        elif self._expected_part == "end of chunk":
             if line != b"\r\n":
                 raise ProtocolViolation(400, "a chunk is longer than its size")
-            self._expects = "size"
+            self._expected_part = "size"
         elif line == b"\r\n":
             self.is_complete = True
         else:
             self._trailers_bytes += len(line)
-            if not _TRAILER.fullmatch(line):
+            if not _TRAILER_PATTERN.fullmatch(line):
                 raise ProtocolViolation(400, "a trailer of the body is not NAME: VALUE")
             if self._trailers_bytes > _TRAILERS_BYTES_MAX:
                 raise ProtocolViolation(431, "the trailers of the body are too large")
 
 
-def _take_tiny_chunks(data: bytes, at: int, pieces: list[bytes]) -> int:
-    """Append the chunks from `at` on that have at most 15 bytes; return where the first other one begins.
+def _append_tiny_chunks(data: bytes, offset: int, body_pieces: list[bytes]) -> int:
+    """Append the chunks from `offset` on that have at most 15 bytes; return where the first other one begins.
 
     A quarter of the work of parsing lines: a body may come byte by byte.
     """
-    while (size := _TINY_SIZES.get(data[at : at + 3])) is not None:
-        end = at + 3 + size
-        if data[end : end + 2] != b"\r\n":
+    while (chunk_bytes := _SIZE_BY_TINY_CHUNK_LINE.get(data[offset : offset + 3])) is not None:
+        chunk_end = offset + 3 + chunk_bytes
+        if data[chunk_end : chunk_end + 2] != b"\r\n":
             break
-        pieces.append(data[at + 3 : end])
-        at = end + 2
-    return at
+        body_pieces.append(data[offset + 3 : chunk_end])
+        offset = chunk_end + 2
+    return offset
 
 
 class _CycleTransport:
@@ -220,68 +228,83 @@ class Http1Protocol(HttpToolsProtocol):
     """
 
     __slots__ = (
-        "_body_left", "_chunks", "_discarded_bytes", "_discarding", "_is_head_fed", "_is_line_read", "_line",
-        "_peer_closed", "_refusal", "_tail", "_unread", "_version", "has_body", "is_deaf", "is_discarding",
+        "_body_bytes_left",
+        "_chunked_body",
+        "_discard_timer",
+        "_discarded_bytes",
+        "_has_peer_closed",
+        "_head_tail",
+        "_http_version",
+        "_is_head_fed",
+        "_is_line_read",
+        "_partial_request_line",
+        "_refusal_reason",
+        "_unread_input",
+        "is_discarding",
+        "is_reading_body",
+        "reads_no_more",
     )  # fmt: skip
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        self.is_deaf = False
+    def __init__(self, *arguments: Any, **keyword_arguments: Any) -> None:
+        self.reads_no_more = False
         """True if no more requests are read."""
         self.is_discarding = False
         """True if this side is closed, and arriving bytes are dropped."""
-        self.has_body = False
+        self.is_reading_body = False
         """True while a body is being read."""
-        self._line: bytearray | None = None  # of the next request, until it is whole
-        self._version = b""
+        self._partial_request_line: bytearray | None = (
+            None  # of the next request, until it is whole
+        )
+        self._http_version = b""
         self._is_line_read = self._is_head_fed = False
-        self._tail = b""  # end of the part of a head that the parser has
-        self._body_left = 0
-        self._chunks: ChunkedBody | None = None
-        self._refusal: ProtocolViolation | None = None
-        self._unread = b""  # what has arrived and waits for the next turn
-        self._peer_closed = False
+        self._head_tail = b""  # end of the part of a head that the parser has
+        self._body_bytes_left = 0
+        self._chunked_body: ChunkedBody | None = None
+        self._refusal_reason: ProtocolViolation | None = None
+        self._unread_input = b""  # what has arrived and waits for the next turn
+        self._has_peer_closed = False
         self._discarded_bytes = 0
-        self._discarding: TimerHandle | None = None
-        super().__init__(*arguments, **named)
+        self._discard_timer: TimerHandle | None = None
+        super().__init__(*arguments, **keyword_arguments)
 
     def data_received(self, data: bytes) -> None:
         """Parse requests for at most TURN_S; the remaining bytes wait until other connections were read."""
-        if self._unread:
-            self._unread += data
+        if self._unread_input:
+            self._unread_input += data
             self.flow.pause_reading()
-        elif len(data) <= PIECE:
+        elif len(data) <= PIECE_BYTES:
             self.read_piece(data)
         else:
             self._read_for_a_turn(data)
 
     def _read_for_a_turn(self, data: bytes) -> None:
-        ends_at = time.perf_counter() + TURN_S
-        for at in range(0, len(data), PIECE):
-            if at and time.perf_counter() >= ends_at:
-                self._unread = data[at:]
+        ends_at = time.perf_counter() + READ_TURN_S
+        for piece_offset in range(0, len(data), PIECE_BYTES):
+            if piece_offset and time.perf_counter() >= ends_at:
+                self._unread_input = data[piece_offset:]
                 self.flow.pause_reading()
-                self.loop.call_soon(self._read_on)
+                self.loop.call_soon(self._read_unread_input)
                 return
-            self.read_piece(data[at : at + PIECE])
+            self.read_piece(data[piece_offset : piece_offset + PIECE_BYTES])
 
-    def _read_on(self) -> None:
-        data, self._unread = self._unread, b""
+    def _read_unread_input(self) -> None:
+        data, self._unread_input = self._unread_input, b""
         if self.parser is None or self.transport.is_closing():
             return
         cycle = self.cycle
         is_body_held = cycle is not None and len(cycle.body) > HIGH_WATER_LIMIT
-        if not (is_body_held or self.pipeline or self.is_deaf) or self.is_discarding:
+        if not (is_body_held or self.pipeline or self.reads_no_more) or self.is_discarding:
             self.flow.resume_reading()
         self._read_for_a_turn(data)
-        if self._peer_closed and not self._unread and not self.eof_received():
+        if self._has_peer_closed and not self._unread_input and not self.eof_received():
             self.transport.close()
 
     def read_piece(self, data: bytes) -> None:
         """Parse requests; drop the bytes after the last one of the connection."""
         self._unset_keepalive_if_required()
         try:
-            while data and not self.is_deaf and not self.transport.is_closing():
-                data = self._take_body(data) if self.has_body else self._take_head(data)
+            while data and not self.reads_no_more and not self.transport.is_closing():
+                data = self._feed_body(data) if self.is_reading_body else self._feed_head(data)
         except ProtocolViolation as violation:
             self.refuse(violation)
         except httptools.HttpParserError as error:
@@ -290,53 +313,53 @@ class Http1Protocol(HttpToolsProtocol):
                 self.logger.debug("a request cannot be parsed: %s", error)
                 cause = ProtocolViolation(400, "the request is not HTTP/1.1")
             self.refuse(cause)
-        if data and self.is_deaf:
+        if data and self.reads_no_more:
             self._discard(len(data))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Go on with the pending requests of a peer that has closed its side; for a few peers at once."""
         if self.is_discarding or self.transport.is_closing():
             return False
-        self._peer_closed = True
-        if self._unread:
+        self._has_peer_closed = True
+        if self._unread_input:
             return True  # it is looked at once that is read
         if self._is_within_request:
             self.refuse(ProtocolViolation(400, "the request ended early"))
-        if not self.is_awaited or len(_half_closed) >= HALF_CLOSED_MAX:
+        if not self.is_awaited or len(_half_closed_connections) >= HALF_CLOSED_PEERS_MAX:
             return False
-        _half_closed.add(self)
+        _half_closed_connections.add(self)
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        _half_closed.discard(self)
-        self._unread = b""
-        if self._discarding is not None:
-            self._discarding.cancel()
+        _half_closed_connections.discard(self)
+        self._unread_input = b""
+        if self._discard_timer is not None:
+            self._discard_timer.cancel()
         super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:
         """Check the fields of the request, then start the application."""
         if not self._is_head_fed:
             raise ProtocolViolation(400, "the head of the request ends within a line")
-        length = body_length(self._version, self.headers)
-        if self._version == b"1.0":
+        content_length = body_length(self._http_version, self.headers)
+        if self._http_version == b"1.0":
             self.expect_100_continue = False
-        self.scope[IS_GONE] = self.transport.is_closing  # type: ignore[typeddict-unknown-key]
+        self.scope[IS_GONE_KEY] = self.transport.is_closing  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self.cycle.transport = _CycleTransport(self)  # type: ignore[assignment]  # all that a cycle calls
-        if length:
-            self.has_body = True
-            self._body_left = length
-            self._chunks = ChunkedBody() if length == CHUNKED else None
+        if content_length:
+            self.is_reading_body = True
+            self._body_bytes_left = content_length
+            self._chunked_body = ChunkedBody() if content_length == CHUNKED_LENGTH else None
 
     def on_message_complete(self) -> None:
         """Record that the request has been read, and whether another may follow."""
-        if self.has_body:
+        if self.is_reading_body:
             return  # the parser is done with the head of a request that asks for an upgrade
         self._is_line_read = self._is_head_fed = False
         if not self.cycle.keep_alive:
-            self.is_deaf = True
+            self.reads_no_more = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -347,10 +370,10 @@ class Http1Protocol(HttpToolsProtocol):
         is_newest = not self.pipeline
         super().on_response_complete()
         if is_newest and not self.transport.is_closing():
-            if self._refusal is not None:
-                self._send_refusal(self._refusal)
+            if self._refusal_reason is not None:
+                self._send_refusal(self._refusal_reason)
             else:
-                self.end_if_peer_has()
+                self.end_if_peer_closed()
 
     def shutdown(self) -> None:
         """Stop as uvicorn does; a connection that is ending ends at once."""
@@ -366,13 +389,13 @@ class Http1Protocol(HttpToolsProtocol):
 
     def refuse(self, violation: ProtocolViolation) -> None:
         """Read no more requests, answer the earlier ones, send the reason to the peer, and end the connection."""
-        if self._refusal is not None or self.is_discarding or self.transport.is_closing():
+        if self._refusal_reason is not None or self.is_discarding or self.transport.is_closing():
             return
-        self._refusal, self.is_deaf = (
+        self._refusal_reason, self.reads_no_more = (
             violation.with_traceback(None),
             True,
         )  # its frames know this connection
-        if self.has_body and not self.pipeline:
+        if self.is_reading_body and not self.pipeline:
             cycle = self.cycle
             is_answered, is_begun = cycle.response_complete, cycle.response_started
             cycle.disconnected = True
@@ -384,12 +407,12 @@ class Http1Protocol(HttpToolsProtocol):
             else:
                 self._send_refusal(violation)
             return
-        if self.has_body:
+        if self.is_reading_body:
             self.pipeline.popleft()  # the refused request itself: it has not begun, and one before it has
         elif not self.is_awaited:
             self._send_refusal(violation)
             return
-        if not self._peer_closed:
+        if not self._has_peer_closed:
             self.flow.pause_reading()
 
     def close_in_stages(self) -> None:
@@ -400,20 +423,22 @@ class Http1Protocol(HttpToolsProtocol):
         """
         if self.is_discarding or self.transport.is_closing():
             return
-        is_sent_more = self._is_within_request or self._refusal is not None or self._discarded_bytes
-        if self._peer_closed or not is_sent_more:
+        may_get_more_input = (
+            self._is_within_request or self._refusal_reason is not None or self._discarded_bytes
+        )
+        if self._has_peer_closed or not may_get_more_input:
             self.transport.close()
             return
         self._unset_keepalive_if_required()
-        self.is_deaf = self.is_discarding = True
-        self._discarding = self.loop.call_later(DISCARD_S, self.transport.close)
+        self.reads_no_more = self.is_discarding = True
+        self._discard_timer = self.loop.call_later(DISCARD_S, self.transport.close)
         self.flow.resume_reading()
         if self.transport.can_write_eof():  # TLS has no half of a connection
             self.transport.write_eof()
 
-    def end_if_peer_has(self) -> None:
+    def end_if_peer_closed(self) -> None:
         """End the connection if its peer has closed its side and all requests are answered."""
-        if self._peer_closed and not self.is_awaited and not self.transport.is_closing():
+        if self._has_peer_closed and not self.is_awaited and not self.transport.is_closing():
             if self._is_within_request:
                 self.refuse(ProtocolViolation(400, "the request ended early"))
             else:
@@ -421,69 +446,73 @@ class Http1Protocol(HttpToolsProtocol):
 
     @property
     def _is_within_request(self) -> bool:
-        return self._line is not None or self._is_line_read
+        return self._partial_request_line is not None or self._is_line_read
 
-    def _take_head(self, data: bytes) -> bytes:
+    def _feed_head(self, data: bytes) -> bytes:
         """Feed the parser up to the end of the head; return the bytes after it."""
-        if not self._is_line_read and not (data := self._take_line(data)):
+        if not self._is_line_read and not (data := self._check_request_line(data)):
             return b""
-        head_window = self._tail + data
-        end = head_window.find(_HEAD_END)
-        if end < 0:
-            size, self._tail = len(data), head_window[1 - len(_HEAD_END) :]
+        head_window = self._head_tail + data
+        head_end = head_window.find(_HEAD_END)
+        if head_end < 0:
+            fed_bytes, self._head_tail = len(data), head_window[1 - len(_HEAD_END) :]
         else:
-            size, self._tail = end + len(_HEAD_END) - len(self._tail), b""
+            fed_bytes, self._head_tail = head_end + len(_HEAD_END) - len(self._head_tail), b""
             self._is_head_fed = True
         # An upgrade may be ignored (RFC 9110, section 7.8). The parser begins anew, and the body is read here.
         with contextlib.suppress(httptools.HttpParserUpgrade):
-            self.parser.feed_data(data[:size])
-        return data[size:]
+            self.parser.feed_data(data[:fed_bytes])
+        return data[fed_bytes:]
 
-    def _take_line(self, data: bytes) -> bytes:
+    def _check_request_line(self, data: bytes) -> bytes:
         """Check the request line as soon as it is complete; return the bytes without empty lines before it."""
-        if self._line is not None and self._line == bytearray(b"\r"):
-            data, self._line = b"\r" + data, None
-        if self._line is None and data[0] in b"\r\n":
-            data = data[_EMPTY_LINES.match(data).end() :]  # type: ignore[union-attr]  # it matches nothing as well
+        if self._partial_request_line is not None and self._partial_request_line == bytearray(
+            b"\r"
+        ):
+            data, self._partial_request_line = b"\r" + data, None
+        if self._partial_request_line is None and data[0] in b"\r\n":
+            data = data[_EMPTY_LINES_PATTERN.match(data).end() :]  # type: ignore[union-attr]  # it matches nothing as well
             if data == b"\r":
-                self._line = bytearray(data)  # of an empty line, or of none
+                self._partial_request_line = bytearray(data)  # of an empty line, or of none
                 return b""
             if data[:1] in (b"\r", b"\n"):
                 raise ProtocolViolation(
                     400, "only empty lines that end with CR LF may stand before a request"
                 )
-        end = data.find(b"\n") + 1
-        if end:
-            self._version = request_version(bytes(self._line or b"") + data[:end])
-            self._is_line_read, self._line = True, None
+        line_end = data.find(b"\n") + 1
+        if line_end:
+            self._http_version = request_version(
+                bytes(self._partial_request_line or b"") + data[:line_end]
+            )
+            self._is_line_read, self._partial_request_line = True, None
         elif data:
-            self._line = (self._line or bytearray()) + data
+            self._partial_request_line = (self._partial_request_line or bytearray()) + data
         return data
 
-    def _take_body(self, data: bytes) -> bytes:
+    def _feed_body(self, data: bytes) -> bytes:
         """Pass on the part of the body that is in `data`; return the bytes after it."""
-        chunks = self._chunks
-        if chunks is None:
-            body = data[: self._body_left]
-            size = len(body)
-            self._body_left -= size
-            is_complete = not self._body_left
+        chunked_body = self._chunked_body
+        if chunked_body is None:
+            body = data[: self._body_bytes_left]
+            consumed_bytes = len(body)
+            self._body_bytes_left -= consumed_bytes
+            is_complete = not self._body_bytes_left
         else:
-            body, size = chunks.feed(data)
-            is_complete = chunks.is_complete
+            body, consumed_bytes = chunked_body.feed(data)
+            is_complete = chunked_body.is_complete
         if body:
             self.on_body(body)
         if is_complete:
-            self.has_body, self._chunks = False, None
+            self.is_reading_body, self._chunked_body = False, None
             self.parser = httptools.HttpRequestParser(
                 self
             )  # the one that read the head waits for a body
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.on_message_complete()
-        return data[size:]
+        return data[consumed_bytes:]
 
-    def _discard(self, size: int) -> None:
-        self._discarded_bytes += size
+    def _discard(self, discarded_bytes: int) -> None:
+        self._discarded_bytes += discarded_bytes
         if not self.is_discarding:
             self.flow.pause_reading()  # until the requests that were read are answered
         elif self._discarded_bytes > DISCARD_BYTES_MAX:

@@ -21,30 +21,30 @@ from starlette.types import Message, Scope
 from cache.config.serving import PeerBounds
 from serving.access.callers import STRANGER, Caller, Callers
 from serving.access.quota import Quota
-from serving.admission.work_pacer import IS_GONE
-from serving.http.asgi_app import ADMITTED, AsgiApp, FastPath, ParsedGet
+from serving.admission.work_pacer import IS_GONE_KEY
+from serving.http.asgi_app import ADMITTED_KEY, AsgiApp, FastPath, ParsedGet
 from serving.http.connections import BEHIND_BYTES_MAX, Connection, Connections
 from serving.http.http1_protocol import ProtocolViolation, body_length
-from serving.requests.bodies import Messages
+from serving.requests.bodies import ResponseMessages
 from serving.requests.context import CALLER_KEY
-from serving.requests.negotiation import JSON_TYPE
-from serving.requests.parsing import LOOKUP_PREFIX
+from serving.requests.negotiation import JSON_MEDIA_TYPE
+from serving.requests.parsing import LOOKUP_PATH_PREFIX
 
 log = logging.getLogger(__name__)
 
 Headers = list[tuple[bytes, bytes]]
 HEADER_BLOCK_BYTES_MAX = 8_192
-_HEADER_BLOCKS_MAX = 256
+_CACHED_HEADER_BLOCKS_MAX = 256
 _CONTENT_LENGTH = b"content-length"
 _UNUSUAL_HEADERS = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"})
-_LENGTH_LINE = re.compile(rb"\r\ncontent-length: (\d{1,9})\r\n", re.IGNORECASE)
+_CONTENT_LENGTH_PATTERN = re.compile(rb"\r\ncontent-length: (\d{1,9})\r\n", re.IGNORECASE)
 _OK_STATUS_LINE = b"HTTP/1.1 200 OK\r\n"
-_JSON_HEAD_END = b"\r\ncontent-type: " + JSON_TYPE.encode() + b"\r\n\r\n"
+_JSON_HEAD_END = b"\r\ncontent-type: " + JSON_MEDIA_TYPE.encode() + b"\r\n\r\n"
 
-_OWN_HEADER_COUNT = 2
+_PLAIN_HEADER_COUNT = 2
 """Number of headers of an unobserved answer: its length and its type."""
 
-_TARGET = re.compile(rb'[!"$-~]{1,8192}')
+_TARGET_PATTERN = re.compile(rb'[!"$-~]{1,8192}')
 """Path and query in visible ASCII: the parser cuts or refuses other bytes. Uvicorn bounds longer ones."""
 
 _FAILED_RESPONSE: tuple[Message, bytes] = (
@@ -54,7 +54,7 @@ _FAILED_RESPONSE: tuple[Message, bytes] = (
     b"Internal Server Error",
 )  # fmt: skip
 
-_CLOSE_WAIT = 8
+_CLOSE_WAIT_STATE = 8
 """State of a TCP connection, in the kernel's numbers, whose peer has closed its side."""
 
 
@@ -64,13 +64,13 @@ class AllowedHeaders(NamedTuple):
     headers: Headers
     is_unwatched: bool
     caller: Caller
-    length_at: int = -1
+    content_length_index: int = -1
     """Index of the content-length among the headers; -1 if there is none."""
 
     def with_length(self, digits: bytes) -> Headers:
         """Return the headers of the same request with another body length."""
         headers = self.headers.copy()
-        headers[self.length_at] = _CONTENT_LENGTH, digits
+        headers[self.content_length_index] = _CONTENT_LENGTH, digits
         return headers
 
 
@@ -82,50 +82,52 @@ class HeaderCache:
     """
 
     def __init__(self, front: AsgiApp) -> None:
-        self._front = front
-        self._fast: FastPath | None = None
+        self._app = front
+        self._fast_path: FastPath | None = None
         self._callers: Callers | None = (
             None  # whoever has no token any more is not known by an old judgement
         )
         self._allowed_by_block: dict[bytes, AllowedHeaders | None] = {}
 
-    def of(self, fast: FastPath, block: bytes) -> AllowedHeaders | None:
-        """Return the cached judgement of these headers for `fast`; None without one, or if they are not allowed."""
-        is_current = fast is self._fast and self._front.callers is self._callers
-        return self._allowed_by_block.get(block) if is_current else None
+    def find_judged(self, fast_path: FastPath, header_block: bytes) -> AllowedHeaders | None:
+        """Return the cached judgement of these headers for `fast_path`; None without one, or if not allowed."""
+        is_current = fast_path is self._fast_path and self._app.callers is self._callers
+        return self._allowed_by_block.get(header_block) if is_current else None
 
-    def judged(self, fast: FastPath, block: bytes) -> AllowedHeaders | None:
+    def judge_and_cache(self, fast_path: FastPath, header_block: bytes) -> AllowedHeaders | None:
         """Judge headers that have come twice, and cache the result; None if very long or not allowed."""
-        if len(block) > HEADER_BLOCK_BYTES_MAX:
+        if len(header_block) > HEADER_BLOCK_BYTES_MAX:
             return None
-        callers = self._front.callers
-        is_current = fast is self._fast and callers is self._callers
-        if not is_current or len(self._allowed_by_block) >= _HEADER_BLOCKS_MAX:
-            self._fast, self._callers, self._allowed_by_block = fast, callers, {}
-        if block not in self._allowed_by_block:
-            self._allowed_by_block[block] = self._judge(fast, block)
-        return self._allowed_by_block[block]
+        callers = self._app.callers
+        is_current = fast_path is self._fast_path and callers is self._callers
+        if not is_current or len(self._allowed_by_block) >= _CACHED_HEADER_BLOCKS_MAX:
+            self._fast_path, self._callers, self._allowed_by_block = fast_path, callers, {}
+        if header_block not in self._allowed_by_block:
+            self._allowed_by_block[header_block] = self._judge_headers(fast_path, header_block)
+        return self._allowed_by_block[header_block]
 
-    def _judge(self, fast: FastPath, block: bytes) -> AllowedHeaders | None:
-        headers, watch = parse_plain_headers(block), self._front.watch
-        if headers is None or not fast.can_use_fast_path(headers):
+    def _judge_headers(self, fast_path: FastPath, header_block: bytes) -> AllowedHeaders | None:
+        headers, request_watch = parse_plain_headers(header_block), self._app.request_watch
+        if headers is None or not fast_path.can_use_fast_path(headers):
             return None
-        caller = self._front.callers.identify(headers)
-        if not caller.may("read"):
+        caller = self._app.callers.identify(headers)
+        if not caller.may_use_scope("read"):
             return None
-        names = [name for name, _ in headers]
-        is_unwatched = watch is None or watch.leaves({"headers": headers})
-        length_at = names.index(_CONTENT_LENGTH) if _CONTENT_LENGTH in names else -1
-        return AllowedHeaders(headers, is_unwatched, caller, length_at)
+        header_names = [header_name for header_name, _ in headers]
+        is_unwatched = request_watch is None or request_watch.leaves({"headers": headers})
+        content_length_index = (
+            header_names.index(_CONTENT_LENGTH) if _CONTENT_LENGTH in header_names else -1
+        )
+        return AllowedHeaders(headers, is_unwatched, caller, content_length_index)
 
 
-def without_length(block: bytes) -> tuple[bytes, bytes]:
+def split_content_length(header_block: bytes) -> tuple[bytes, bytes]:
     """Return the headers with their content-length set to 0, the key in `HeaderCache`, and its digits, if any."""
-    length_match = _LENGTH_LINE.search(block)
+    length_match = _CONTENT_LENGTH_PATTERN.search(header_block)
     if length_match is None:
-        return block, b""
-    start, end = length_match.span(1)
-    return b"".join((block[:start], b"0", block[end:])), length_match[1]
+        return header_block, b""
+    digits_start, digits_end = length_match.span(1)
+    return b"".join((header_block[:digits_start], b"0", header_block[digits_end:])), length_match[1]
 
 
 class _HeaderParser:
@@ -135,7 +137,7 @@ class _HeaderParser:
         self.parser = httptools.HttpRequestParser(self)
         self.headers: Headers = []
         self.keeps_alive = False
-        self.messages = 0
+        self.message_count = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header, its name in lower case."""
@@ -147,30 +149,30 @@ class _HeaderParser:
 
     def on_message_complete(self) -> None:
         """Count a message that has ended, body included."""
-        self.messages += 1
+        self.message_count += 1
 
 
-def parse_plain_headers(block: bytes) -> Headers | None:
-    """Parse `block` (all after the request line, line break included) to headers with names in lower case.
+def parse_plain_headers(header_block: bytes) -> Headers | None:
+    """Parse `header_block` (all after the request line, line break included) to headers with names in lower case.
 
     None unless this is exactly one valid request that leaves its connection open and whose body, if it has one, has a
     content-length. A length of 0 stands for any.
     """
     parsed_request = _HeaderParser()
     try:
-        parsed_request.parser.feed_data(b"POST / HTTP/1.1" + block)
+        parsed_request.parser.feed_data(b"POST / HTTP/1.1" + header_block)
         body_length(b"1.1", parsed_request.headers)
     except (httptools.HttpParserError, httptools.HttpParserUpgrade, ProtocolViolation):
         return None
     if (
-        parsed_request.messages != 1
-        or not block.endswith(b"\r\n\r\n")
+        parsed_request.message_count != 1
+        or not header_block.endswith(b"\r\n\r\n")
         or not parsed_request.keeps_alive
     ):
         return None
     return (
         None
-        if any(name in _UNUSUAL_HEADERS for name, _ in parsed_request.headers)
+        if any(header_name in _UNUSUAL_HEADERS for header_name, _ in parsed_request.headers)
         else parsed_request.headers
     )
 
@@ -179,64 +181,66 @@ class ResponseHeads:
     """Cache of the response head up to the length; rebuilt when uvicorn's own headers change, once per second."""
 
     def __init__(self) -> None:
-        self._of: Headers | None = None
-        self._count = 0
-        self._head: bytes | None = None
+        self._cached_headers: Headers | None = None
+        self._cached_header_count = 0
+        self._cached_head: bytes | None = None
 
-    def of(self, headers: Headers) -> bytes | None:
+    def head_for(self, headers: Headers) -> bytes | None:
         """Return status line and headers up to the length; None while they close connections, which uvicorn does."""
-        if headers is not self._of or len(headers) != self._count:
-            self._of, self._count = headers, len(headers)
-            lines = b"".join(b"%b: %b\r\n" % header for header in headers)
-            closes = any(name == b"connection" for name, _ in headers)
-            self._head = None if closes else _OK_STATUS_LINE + lines + b"content-length: "
-        return self._head
+        if headers is not self._cached_headers or len(headers) != self._cached_header_count:
+            self._cached_headers, self._cached_header_count = headers, len(headers)
+            header_lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+            closes_connection = any(header_name == b"connection" for header_name, _ in headers)
+            self._cached_head = (
+                None if closes_connection else _OK_STATUS_LINE + header_lines + b"content-length: "
+            )
+        return self._cached_head
 
 
 class AsgiCycle:
     """ASGI callables `receive` and `send` of one request."""
 
-    __slots__ = ("_body", "_is_lost", "_is_whole", "_pieces", "_start")
+    __slots__ = ("_body", "_body_pieces", "_is_complete", "_lost_event", "_start_message")
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
-        self._is_lost: asyncio.Event | None = None
-        self._start: Message | None = None
-        self._pieces: list[bytes] = []
-        self._is_whole = False
+        self._lost_event: asyncio.Event | None = None
+        self._start_message: Message | None = None
+        self._body_pieces: list[bytes] = []
+        self._is_complete = False
 
     async def receive(self) -> Message:
         """Return the body first; then wait for the end of the connection and return `http.disconnect`."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        if self._is_lost is None:
-            self._is_lost = asyncio.Event()
-        await self._is_lost.wait()
+        if self._lost_event is None:
+            self._lost_event = asyncio.Event()
+        await self._lost_event.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
         """Store the start of the response, or a piece of its body."""
         if message["type"] == "http.response.start":
-            self._start = message
+            self._start_message = message
         else:
-            self._pieces.append(message.get("body", b""))
-            self._is_whole = not message.get("more_body", False)
+            self._body_pieces.append(message.get("body", b""))
+            self._is_complete = not message.get("more_body", False)
 
-    def lose(self) -> None:
+    def mark_lost(self) -> None:
         """Mark the connection as lost, for which `receive` waits."""
-        if self._is_lost is None:
-            self._is_lost = asyncio.Event()
-        self._is_lost.set()
+        if self._lost_event is None:
+            self._lost_event = asyncio.Event()
+        self._lost_event.set()
 
-    def answer(self) -> tuple[Message, bytes] | None:
+    def complete_response(self) -> tuple[Message, bytes] | None:
         """Return the response's start, with its length, and its body; None if the application left it unfinished."""
-        if self._start is None or not self._is_whole:
+        if self._start_message is None or not self._is_complete:
             return None
-        body, headers = b"".join(self._pieces), self._start["headers"]
+        body, headers = b"".join(self._body_pieces), self._start_message["headers"]
         if not any(name == b"content-length" for name, _ in headers):
             headers = [*headers, (b"content-length", b"%d" % len(body))]
-        return {**self._start, "headers": headers}, body
+        return {**self._start_message, "headers": headers}, body
 
 
 class SharedState:
@@ -245,34 +249,38 @@ class SharedState:
     def __init__(self, front: AsgiApp, bounds: PeerBounds | None = None) -> None:
         self.app = front
         self.connections = Connections(bounds or PeerBounds())
-        self.blocks = HeaderCache(front)
-        self.heads = ResponseHeads()
+        self.header_cache = HeaderCache(front)
+        self.response_heads = ResponseHeads()
         front.has_room = self._has_room
 
     def _has_room(self) -> bool:
         """True if one more large answer may be begun."""
-        return not self.connections.unread.is_full(time.monotonic())
+        return not self.connections.unread_answers.is_full(time.monotonic())
 
 
 class LookupConnection(Connection):
     """Connection that answers lookups itself. While one is under way, later input waits."""
 
-    __slots__ = ("_block", "_caller", "_cycle", "_later", "_shared")
+    __slots__ = ("_asgi_cycle", "_caller", "_last_block", "_shared", "_waiting_input")
 
-    def __init__(self, shared: SharedState, *arguments: Any, **named: Any) -> None:
+    def __init__(self, shared: SharedState, *arguments: Any, **keyword_arguments: Any) -> None:
         self._shared = shared
-        self._block = b""
-        self._later = b""
-        self._cycle: AsgiCycle | None = None
+        self._last_block = b""
+        self._waiting_input = b""
+        self._asgi_cycle: AsgiCycle | None = None
         self._caller: Caller = STRANGER
-        super().__init__(shared.connections, *arguments, **named)
+        super().__init__(shared.connections, *arguments, **keyword_arguments)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Open the connection; under a backlog, drop one whose peer has closed its side already."""
         gate = self._shared.app.gate
-        if gate is not None and gate.admission.work.is_backlogged and has_closed(transport):
-            gate.admission.shed["gone"] += 1
-            gate.admission.work.note_dropped()
+        if (
+            gate is not None
+            and gate.admission.work_pacer.is_backlogged
+            and has_peer_closed(transport)
+        ):
+            gate.admission.shed_counts["gone"] += 1
+            gate.admission.work_pacer.note_dropped_connection()
             self.transport = transport
             transport.abort()
             return
@@ -280,107 +288,118 @@ class LookupConnection(Connection):
 
     def data_received(self, data: bytes) -> None:
         """Answer a piece that is exactly one lookup past uvicorn; input after it waits, other input goes to uvicorn."""
-        if self._is_waited_for:
-            self._later += data
-            if len(self._later) > BEHIND_BYTES_MAX:
+        if self._is_answering_fast:
+            self._waiting_input += data
+            if len(self._waiting_input) > BEHIND_BYTES_MAX:
                 self.flow.pause_reading()
-        elif self._open or self._unread or not self._try_fast(data):
+        elif self._open_count or self._unread_input or not self._try_answer_fast(data):
             super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notify a request under way that its caller has gone, then clean up as uvicorn does."""
-        if self._cycle is not None:
-            self._cycle.lose()
+        if self._asgi_cycle is not None:
+            self._asgi_cycle.mark_lost()
         super().connection_lost(exc)
 
-    def _try_fast(self, data: bytes) -> bool:
-        fast = self._shared.app.untraced_fast
-        if fast is None:
+    def _try_answer_fast(self, data: bytes) -> bool:
+        fast_path = self._shared.app.untraced_fast
+        if fast_path is None:
             return False
         is_get = data[:4] == b"GET "
-        if not is_get and data[:16] != b"POST " + LOOKUP_PREFIX:
+        if not is_get and data[:16] != b"POST " + LOOKUP_PATH_PREFIX:
             return False
-        end = data.find(b"\r\n")
+        line_end = data.find(b"\r\n")
         if is_get:
-            block = data[end:]
+            header_block = data[line_end:]
         else:
-            stop = data.find(b"\r\n\r\n", end) + 4
-            block, digits = without_length(data[end:stop])
-            if not digits or len(data) - stop != int(digits):
+            head_end = data.find(b"\r\n\r\n", line_end) + 4
+            header_block, length_digits = split_content_length(data[line_end:head_end])
+            if not length_digits or len(data) - head_end != int(length_digits):
                 return False
         if (
-            allowed := self._shared.blocks.of(fast, block) or self._judge_repeated(fast, block)
+            allowed_headers := self._shared.header_cache.find_judged(fast_path, header_block)
+            or self._judge_repeated(fast_path, header_block)
         ) is None:
             return False
-        if data[end - 9 : end] != b" HTTP/1.1" or self._is_full or self.transport.is_closing():
+        if (
+            data[line_end - 9 : line_end] != b" HTTP/1.1"
+            or self._is_write_buffer_full
+            or self.transport.is_closing()
+        ):
             return False
-        if self._line is not None or self.is_discarding:
+        if self._partial_request_line is not None or self.is_discarding:
             return False
-        head = self._shared.heads.of(self.server_state.default_headers)
-        if head is None:
+        response_head = self._shared.response_heads.head_for(self.server_state.default_headers)
+        if response_head is None:
             return False
         if not is_get:
-            return self._try_post(data[5 : end - 9], allowed, digits, data[stop:])
-        target, caller = data[4 : end - 9], allowed.caller
-        if caller.is_bounded:
+            return self._try_post(
+                data[5 : line_end - 9], allowed_headers, length_digits, data[head_end:]
+            )
+        target, caller = data[4 : line_end - 9], allowed_headers.caller
+        if caller.has_quota_or_expiry:
             if caller.is_expired:
                 return False
-            if caller.quota is not None and target.startswith(LOOKUP_PREFIX):
-                return self._try_quota(fast, caller, caller.quota, target, head)
-        if (body := fast.answer(target)) is None:
-            return self._try_lookup(fast, target, allowed, data)
-        caller.counts.requests += 1
-        self._write(head, body)
+            if caller.quota is not None and target.startswith(LOOKUP_PATH_PREFIX):
+                return self._try_quota(fast_path, caller, caller.quota, target, response_head)
+        if (body := fast_path.answer(target)) is None:
+            return self._try_lookup(fast_path, target, allowed_headers, data)
+        caller.counts.request_count += 1
+        self._write_json_answer(response_head, body)
         return True
 
     def _try_quota(
-        self, fast: FastPath, caller: Caller, quota: Quota, target: bytes, head: bytes
+        self, fast_path: FastPath, caller: Caller, quota: Quota, target: bytes, response_head: bytes
     ) -> bool:
         """Send a ready answer within the caller's quota, or refuse; return False if the application must answer."""
-        if (short := quota.enter(1)) is not None:
-            caller.counts.requests += 1
-            start, end = self._shared.app.refused(caller.refused(short))
-            self._respond(start, end["body"])
+        if (shortage := quota.enter_request(1)) is not None:
+            caller.counts.request_count += 1
+            start_message, body_message = self._shared.app.refuse_for_problem(
+                caller.count_quota_refusal(shortage)
+            )
+            self._respond(start_message, body_message["body"])
             return True
-        if (body := fast.answer(target)) is None:
+        if (body := fast_path.answer(target)) is None:
             quota.give_back(1)
             return False
         quota.close()
-        caller.counts.requests += 1
-        self._write(head, body)
+        caller.counts.request_count += 1
+        self._write_json_answer(response_head, body)
         return True
 
-    def _judge_repeated(self, fast: FastPath, block: bytes) -> AllowedHeaders | None:
+    def _judge_repeated(self, fast_path: FastPath, header_block: bytes) -> AllowedHeaders | None:
         """Return the judgement of unknown or refused headers once they came twice in a row; None before."""
-        if block != self._block:
-            self._block = block[:HEADER_BLOCK_BYTES_MAX]
+        if header_block != self._last_block:
+            self._last_block = header_block[:HEADER_BLOCK_BYTES_MAX]
             return None
-        return self._shared.blocks.judged(fast, block)
+        return self._shared.header_cache.judge_and_cache(fast_path, header_block)
 
     def _try_lookup(
-        self, fast: FastPath, target: bytes, allowed: AllowedHeaders, data: bytes
+        self, fast_path: FastPath, target: bytes, allowed_headers: AllowedHeaders, data: bytes
     ) -> bool:
         if not (
-            allowed.is_unwatched and target.startswith(LOOKUP_PREFIX) and _TARGET.fullmatch(target)
+            allowed_headers.is_unwatched
+            and target.startswith(LOOKUP_PATH_PREFIX)
+            and _TARGET_PATTERN.fullmatch(target)
         ):
             return False
         path, _, query = target.partition(b"?")
         scope = {
-            "method": "GET", "raw_path": path, "query_string": query, "headers": allowed.headers,
-            CALLER_KEY: allowed.caller, IS_GONE: self.transport.is_closing,
+            "method": "GET", "raw_path": path, "query_string": query, "headers": allowed_headers.headers,
+            CALLER_KEY: allowed_headers.caller, IS_GONE_KEY: self.transport.is_closing,
         }  # fmt: skip
         front = self._shared.app
         parsed_get = group_future = None
         try:
-            if (parsed_get := fast.parse_get(scope)) is not None:
+            if (parsed_get := fast_path.parse_get(scope)) is not None:
                 group_future = front.try_join(parsed_get)
         except Exception:  # whoever comes next says what is wrong
             log.exception("a lookup failed")
         if parsed_get is None:
             return False
-        self._is_waited_for, self._caller = True, allowed.caller
+        self._is_answering_fast, self._caller = True, allowed_headers.caller
         if group_future is None:
-            self._begin(self._look_up(front.answer_get(parsed_get, scope), data))
+            self._start_task(self._look_up(front.answer_get(parsed_get, scope), data))
         else:
             group_future.add_done_callback(functools.partial(self._send_joined, parsed_get, data))
         return True
@@ -391,25 +410,25 @@ class LookupConnection(Connection):
         """Send the answer of a grouped read; without one, continue alone in a task."""
         front = self._shared.app
         if (body := front.finish_joined(group_future)) is None:
-            self._begin(self._look_up(front.answer_after_join(parsed_get, group_future), data))
+            self._start_task(self._look_up(front.answer_after_join(parsed_get, group_future), data))
             return
-        self._is_waited_for = False
-        self._caller.counts.requests += 1
+        self._is_answering_fast = False
+        self._caller.counts.request_count += 1
         if self.transport.is_closing():
             return
-        head = self._shared.heads.of(self.server_state.default_headers)
-        if head is None or self._is_ending:
+        response_head = self._shared.response_heads.head_for(self.server_state.default_headers)
+        if response_head is None or self._ends_after_answer:
             self._respond(*json_response(body))
         else:
-            self._write(head, body)
-        self._go_on()
+            self._write_json_answer(response_head, body)
+        self._read_waiting_input()
 
-    def _write(self, head: bytes, body: bytes) -> None:
-        self.transport.write(b"".join((head, b"%d" % len(body), _JSON_HEAD_END, body)))
+    def _write_json_answer(self, response_head: bytes, body: bytes) -> None:
+        self.transport.write(b"".join((response_head, b"%d" % len(body), _JSON_HEAD_END, body)))
         self._finish_request()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self.loop.create_task(work)
+    def _start_task(self, request_work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(request_work)
         self.server_state.tasks.add(task)
         task.add_done_callback(self._finish_task)
 
@@ -418,43 +437,49 @@ class LookupConnection(Connection):
         if task.cancelled():
             self.transport.close()
 
-    async def _look_up(self, looking: Coroutine[Any, Any, Messages | None], data: bytes) -> None:
+    async def _look_up(
+        self, lookup_work: Coroutine[Any, Any, ResponseMessages | None], data: bytes
+    ) -> None:
         try:
-            answer = await looking
+            answer = await lookup_work
         except Exception:  # as above
             log.exception("a lookup failed")
             answer = None
-        self._answered(data, answer)
+        self._send_or_pass_on(data, answer)
 
-    def _answered(self, data: bytes, answer: Messages | None) -> None:
+    def _send_or_pass_on(self, data: bytes, answer: ResponseMessages | None) -> None:
         """Send the answer of a lookup that has ended; without one pass its request to uvicorn."""
-        self._is_waited_for = False
+        self._is_answering_fast = False
         if self.transport.is_closing():
             return
         if answer is None:
             super().data_received(data)
-            if self._is_ending:
+            if self._ends_after_answer:
                 super().shutdown()
         else:
-            self._caller.counts.requests += 1
-            self._send(*answer)
-        self._go_on()
+            self._caller.counts.request_count += 1
+            self._send_messages(*answer)
+        self._read_waiting_input()
 
-    def _go_on(self) -> None:
-        later, self._later = self._later, b""
+    def _read_waiting_input(self) -> None:
+        waiting_input, self._waiting_input = self._waiting_input, b""
         self.flow.resume_reading()
-        if later and not self.transport.is_closing():
-            self.data_received(later)
-        if self._peer_closed:
-            self.end_if_peer_has()
+        if waiting_input and not self.transport.is_closing():
+            self.data_received(waiting_input)
+        if self._has_peer_closed:
+            self.end_if_peer_closed()
 
-    def _try_post(self, target: bytes, allowed: AllowedHeaders, digits: bytes, body: bytes) -> bool:
+    def _try_post(
+        self, target: bytes, allowed_headers: AllowedHeaders, length_digits: bytes, body: bytes
+    ) -> bool:
         """Run a request with a body past uvicorn's parser and cycle: a refusal then costs 14 to 24 us, not 50 to 78."""
         path, _, query = target.partition(b"?")
-        if b"%" in path or not _TARGET.fullmatch(target):
+        if b"%" in path or not _TARGET_PATTERN.fullmatch(target):
             return False
-        is_judged = allowed.is_unwatched  # who is watched is told of a refusal by whoever watches
-        if is_judged and (refusal := self._shared.app.refusal()) is not None:
+        is_unwatched = (
+            allowed_headers.is_unwatched
+        )  # who is watched is told of a refusal by whoever watches
+        if is_unwatched and (refusal := self._shared.app.refuse_if_overloaded()) is not None:
             self._respond(refusal[0], refusal[1]["body"])
             return True
         scope: Scope = {
@@ -465,53 +490,58 @@ class LookupConnection(Connection):
             "client": self.client,
             "scheme": self.scheme,
             "root_path": self.root_path,
-            "headers": allowed.with_length(digits),
+            "headers": allowed_headers.with_length(length_digits),
             "state": self.app_state.copy(),
             "method": "POST",
             "path": self.root_path + path.decode(),
             "raw_path": self.root_path.encode() + path,
             "query_string": query,
-            CALLER_KEY: allowed.caller,
-            IS_GONE: self.transport.is_closing,
+            CALLER_KEY: allowed_headers.caller,
+            IS_GONE_KEY: self.transport.is_closing,
         }
-        if is_judged:
-            scope[ADMITTED] = True
-        self._is_waited_for, self._cycle = True, AsgiCycle(body)
-        self._begin(self._run(scope, self._cycle))
+        if is_unwatched:
+            scope[ADMITTED_KEY] = True
+        self._is_answering_fast, self._asgi_cycle = True, AsgiCycle(body)
+        self._start_task(self._run_application(scope, self._asgi_cycle))
         return True
 
-    async def _run(self, scope: Scope, cycle: AsgiCycle) -> None:
+    async def _run_application(self, scope: Scope, cycle: AsgiCycle) -> None:
         try:
             await self._shared.app(scope, cycle.receive, cycle.send)
         except Exception:
             log.exception("a request failed")
-        self._is_waited_for, self._cycle = False, None
+        self._is_answering_fast, self._asgi_cycle = False, None
         if not self.transport.is_closing():
-            self._respond(*(cycle.answer() or _FAILED_RESPONSE))
-            self._go_on()
+            self._respond(*(cycle.complete_response() or _FAILED_RESPONSE))
+            self._read_waiting_input()
 
-    def _send(self, start: Message, end: Message) -> None:
-        head, body = self._shared.heads.of(self.server_state.default_headers), end["body"]
-        is_plain = start["status"] == 200 and len(start["headers"]) == _OWN_HEADER_COUNT
-        if head is not None and is_plain and not self._is_ending:
-            self._write(head, body)
+    def _send_messages(self, start_message: Message, body_message: Message) -> None:
+        response_head, body = (
+            self._shared.response_heads.head_for(self.server_state.default_headers),
+            body_message["body"],
+        )
+        is_plain = (
+            start_message["status"] == 200 and len(start_message["headers"]) == _PLAIN_HEADER_COUNT
+        )
+        if response_head is not None and is_plain and not self._ends_after_answer:
+            self._write_json_answer(response_head, body)
         else:
-            self._respond(start, body)
+            self._respond(start_message, body)
 
 
-def has_closed(transport: asyncio.Transport) -> bool:
+def has_peer_closed(transport: asyncio.Transport) -> bool:
     """True if the peer has closed its side, even with unread bytes before that; False if the system cannot say."""
-    opened = transport.get_extra_info("socket")
+    peer_socket = transport.get_extra_info("socket")
     try:
-        state: int = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        tcp_state: int = peer_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
     except (AttributeError, OSError):
         return False
-    return state == _CLOSE_WAIT
+    return tcp_state == _CLOSE_WAIT_STATE
 
 
 def json_response(body: bytes) -> tuple[Message, bytes]:
     """Return start and body of a JSON response."""
-    headers = [(b"content-length", b"%d" % len(body)), (b"content-type", JSON_TYPE.encode())]
+    headers = [(b"content-length", b"%d" % len(body)), (b"content-type", JSON_MEDIA_TYPE.encode())]
     return {"status": 200, "headers": headers}, body
 
 

@@ -9,15 +9,15 @@ from cache.formats import RELEASE
 from serving.access.token_file import Scope
 from serving.http import schemas
 from serving.requests.errors import ERROR_CODES, ErrorCode
-from serving.requests.named_schema import Json, collected
-from serving.requests.negotiation import JSON_TYPE
+from serving.requests.named_schema import Json, collect_named_schemas
+from serving.requests.negotiation import JSON_MEDIA_TYPE
 from serving.requests.options import REQUEST_OPTIONS, Limits
 
-BEARER = "bearer"
+BEARER_SCHEME = "bearer"
 
 _API_PREFIX = "/v1/"
 
-TAGS: Mapping[str, str] = {
+DESCRIPTION_BY_TAG: Mapping[str, str] = {
     "lookups": "Answers for entities, each marked with where it came from",
     "reports": "What users do, and what came of answers",
     "explanations": "Why an entity is answered as it is",
@@ -55,19 +55,21 @@ _PATH_PARAMETERS: Mapping[str, Json] = {
     },
 }
 
-_RETRY_AFTER: Json = {
+_RETRY_AFTER_HEADER: Json = {
     "Retry-After": {
         "description": "Seconds to wait before the next try",
         "schema": {"type": "integer", "minimum": 1},
     }
 }
 
-_OTHER_REFUSALS = (
+_OTHER_REFUSALS_TEXT = (
     "Any other refusal. What is no valid HTTP, or beyond its bounds (400, 408, 431, 501, 505), "
     "gets a plain text"
 )
 
-_UNANSWERABLE = "The request cannot be answered as sent: `error.code` says why, `error.field` where"
+_UNANSWERABLE_TEXT = (
+    "The request cannot be answered as sent: `error.code` says why, `error.field` where"
+)
 _TOKEN_CODES = ("unauthorized", "token_expired", "scope_missing", "quota_exceeded")
 _TABLE_CODES = ("unknown_table", "generation_gone", "arm_gone")
 _BODY_CODES = ("disconnected", "body_timeout", "body_too_large", "unsupported_content_encoding")
@@ -88,11 +90,11 @@ class Operation:
     tag: str
     summary: str
     description: str
-    answer: Json
-    example: object
+    answer_schema: Json
+    answer_example: object
     """An answer, which the schema of answers allows."""
     status: str = "200"
-    body: Json | None = None
+    body_schema: Json | None = None
     body_example: object = None
     """A body that is answered with `status`."""
     path_names: tuple[str, ...] = ()
@@ -104,7 +106,7 @@ class Operation:
     is_counted: bool = True
     scope: Scope | None = None
     """Scope that a caller's token needs; None for a public operation."""
-    statuses: Mapping[str, Json] = field(default_factory=lambda: MappingProxyType({}))
+    other_answer_by_status: Mapping[str, Json] = field(default_factory=lambda: MappingProxyType({}))
     """Answers under other statuses that are no refusals."""
 
     @property
@@ -112,19 +114,19 @@ class Operation:
         """Return the path up to its first parameter."""
         return self.path.partition("{")[0]
 
-    def described(self, problem: Json, *, has_tokens: bool) -> Json:
-        """Return the operation object of OpenAPI, with named schemas in it; `problem` is that of refusals."""
+    def described(self, problem_schema: Json, *, has_tokens: bool) -> Json:
+        """Return the operation object of OpenAPI, with named schemas in it; `problem_schema` is that of refusals."""
         operation: Json = {
             "operationId": self.operation_id,
             "tags": [self.tag],
             "summary": self.summary,
             "description": self.description,
             "parameters": self._parameters(),
-            "responses": self._responses(problem, has_tokens=has_tokens),
+            "responses": self._responses(problem_schema, has_tokens=has_tokens),
         }
-        if self.body is not None:
-            content = {"schema": self.body, "example": self.body_example}
-            operation["requestBody"] = {"required": True, "content": {JSON_TYPE: content}}
+        if self.body_schema is not None:
+            content = {"schema": self.body_schema, "example": self.body_example}
+            operation["requestBody"] = {"required": True, "content": {JSON_MEDIA_TYPE: content}}
         if self.has_arrow:
             # Two media types of one answer make its type a union, which a typed client would have to narrow.
             operation["x-larder-arrow"] = {
@@ -132,20 +134,25 @@ class Operation:
                 "response": schemas.ARROW_ANSWERS,
             }
         if self.scope is not None and has_tokens:
-            operation["security"] = [{BEARER: [self.scope]}]
+            operation["security"] = [{BEARER_SCHEME: [self.scope]}]
         return operation
 
     def _parameters(self) -> list[Json]:
         parameters = [
-            {"in": "path", "name": name, "required": True, **_PATH_PARAMETERS[name]}
-            for name in self.path_names
+            {
+                "in": "path",
+                "name": parameter_name,
+                "required": True,
+                **_PATH_PARAMETERS[parameter_name],
+            }
+            for parameter_name in self.path_names
         ]
-        optional = [("query", schemas.QUERY)] if self.has_query else []
-        optional += [("header", dict(_HEADER_PARAMETERS))] if self.has_options else []
+        optional_parameters = [("query", schemas.QUERY_OPTION_SCHEMAS)] if self.has_query else []
+        optional_parameters += [("header", dict(_HEADER_PARAMETERS))] if self.has_options else []
         return parameters + [
             {
                 "in": location,
-                "name": name,
+                "name": parameter_name,
                 "required": False,
                 "description": schema["description"],
                 "schema": {
@@ -154,91 +161,101 @@ class Operation:
                     if key != "description"
                 },
             }
-            for location, parameter_schemas in optional
-            for name, schema in parameter_schemas.items()
+            for location, parameter_schemas in optional_parameters
+            for parameter_name, schema in parameter_schemas.items()
         ]
 
-    def _responses(self, problem: Json, *, has_tokens: bool) -> Json:
-        answered = {"schema": self.answer, "example": self.example}
+    def _responses(self, problem_schema: Json, *, has_tokens: bool) -> Json:
+        answer_content = {"schema": self.answer_schema, "example": self.answer_example}
         responses = {
-            self.status: {"description": "Answered", "content": {JSON_TYPE: answered}},
-            **self.statuses,
+            self.status: {"description": "Answered", "content": {JSON_MEDIA_TYPE: answer_content}},
+            **self.other_answer_by_status,
         }
         if self.scope is None:
             return responses
-        meanings: dict[int, list[str]] = {}
-        declared = {**ERROR_CODES, **self.codes}
-        for code in self._codes(has_tokens=has_tokens):
-            error = declared[code]
-            meanings.setdefault(error.status, []).append(f"`{code}`: {error.meaning}")
+        texts_by_status: dict[int, list[str]] = {}
+        code_by_name = {**ERROR_CODES, **self.codes}
+        for code in self._refusal_codes(has_tokens=has_tokens):
+            error = code_by_name[code]
+            texts_by_status.setdefault(error.status, []).append(f"`{code}`: {error.meaning}")
         description_by_status = {
-            str(status): "; ".join(lines) for status, lines in meanings.items()
+            str(status): "; ".join(lines) for status, lines in texts_by_status.items()
         }
         if has_tokens:
             description_by_status["403"] += f". It needs the scope {self.scope}"
-        if self.body is not None or self.has_options:
-            description_by_status["422"] = _UNANSWERABLE
+        if self.body_schema is not None or self.has_options:
+            description_by_status["422"] = _UNANSWERABLE_TEXT
         refusals = {
-            status: _refusal(problem, text, status)
-            for status, text in sorted(description_by_status.items())
+            status: _refusal_response(problem_schema, status_description, status)
+            for status, status_description in sorted(description_by_status.items())
         }
-        return responses | refusals | {"default": _refusal(problem, _OTHER_REFUSALS)}
+        return (
+            responses
+            | refusals
+            | {"default": _refusal_response(problem_schema, _OTHER_REFUSALS_TEXT)}
+        )
 
-    def _codes(self, *, has_tokens: bool) -> Iterable[str]:
+    def _refusal_codes(self, *, has_tokens: bool) -> Iterable[str]:
         if has_tokens:
             yield from _TOKEN_CODES
         if self.has_options:
             yield from _TABLE_CODES
-        if self.body is not None:
+        if self.body_schema is not None:
             yield from _BODY_CODES
         if self.has_arrow:
             yield from ("not_acceptable", "unsupported_media_type")
         yield from (*self.codes, *_COMMON_CODES)
 
 
-def _refusal(problem: Json, description: str, status: str = "") -> Json:
-    headers = {"headers": _RETRY_AFTER} if status in ("429", "503") else {}
+def _refusal_response(problem_schema: Json, description: str, status: str = "") -> Json:
+    headers = {"headers": _RETRY_AFTER_HEADER} if status in ("429", "503") else {}
     return {
         "description": description,
         **headers,
-        "content": {JSON_TYPE: {"schema": problem}},
+        "content": {JSON_MEDIA_TYPE: {"schema": problem_schema}},
     }
 
 
 class ApiPaths(NamedTuple):
     """Prefixes of paths, by the checks that their requests pass before a route sees them."""
 
-    of_callers: tuple[str, ...]
+    scoped_prefixes: tuple[str, ...]
     """Prefixes of the paths that require a scope; no route elsewhere may, because no caller is identified there."""
-    limited: tuple[str, ...]
+    limited_prefixes: tuple[str, ...]
     """Prefixes of the paths whose requests admission limits."""
-    of_one_entity: tuple[str, ...]
+    single_entity_prefixes: tuple[str, ...]
     """Prefixes of the GET paths that name a single entity."""
 
     @classmethod
     def of(cls, operations: Iterable[Operation]) -> "ApiPaths":
         """Return the distinct prefixes of these operations' paths."""
-        callers, limited, one = {_API_PREFIX: None}, dict[str, None](), dict[str, None]()
+        scoped_prefixes, limited_prefixes, single_entity_prefixes = (
+            {_API_PREFIX: None},
+            dict[str, None](),
+            dict[str, None](),
+        )
         for operation in operations:
             if operation.scope is not None and not operation.path.startswith(_API_PREFIX):
-                callers[operation.fixed_path] = None
+                scoped_prefixes[operation.fixed_path] = None
             if operation.is_limited:
-                limited[operation.fixed_path.rstrip("/")] = None
+                limited_prefixes[operation.fixed_path.rstrip("/")] = None
             if operation.method == "get" and "entity" in operation.path_names:
-                one[operation.fixed_path] = None
-        return cls(tuple(callers), tuple(limited), tuple(one))
+                single_entity_prefixes[operation.fixed_path] = None
+        return cls(tuple(scoped_prefixes), tuple(limited_prefixes), tuple(single_entity_prefixes))
 
 
-def by_tag(operations: Iterable[Operation]) -> list[Operation]:
+def sorted_by_tag(operations: Iterable[Operation]) -> list[Operation]:
     """Return the operations in the order of their tags in TAGS."""
-    tags = list(TAGS)
+    tags = list(DESCRIPTION_BY_TAG)
     return sorted(operations, key=lambda operation: tags.index(operation.tag))
 
 
 def refusal_codes(operations: Iterable[Operation]) -> Mapping[str, ErrorCode]:
     """Return all error codes of a service with these operations, by status."""
-    own_codes = {name: code for operation in operations for name, code in operation.codes.items()}
-    codes = {**ERROR_CODES, **own_codes}
+    operation_codes = {
+        code_name: code for operation in operations for code_name, code in operation.codes.items()
+    }
+    codes = {**ERROR_CODES, **operation_codes}
     return dict(sorted(codes.items(), key=lambda named_code: named_code[1].status))
 
 
@@ -248,16 +265,18 @@ def openapi_document(operations: Sequence[Operation], *, has_tokens: bool) -> Js
     Operations stand in the order of their tags in TAGS. Raises ConfigError if two different schemas have the same name.
     """
     schema_by_name: Json = {}
-    paths: Json = {}
-    problem = schemas.problem(refusal_codes(operations))
-    for operation in (*by_tag(operations), *PROBES):
-        described = collected(operation.described(problem, has_tokens=has_tokens), schema_by_name)
-        paths.setdefault(operation.path, {})[operation.method] = described
-    paths["/metrics"] = {"get": METRICS_OPERATION}
+    path_items: Json = {}
+    problem_schema = schemas.problem_schema(refusal_codes(operations))
+    for operation in (*sorted_by_tag(operations), *PROBES):
+        operation_object = collect_named_schemas(
+            operation.described(problem_schema, has_tokens=has_tokens), schema_by_name
+        )
+        path_items.setdefault(operation.path, {})[operation.method] = operation_object
+    path_items["/metrics"] = {"get": METRICS_OPERATION}
     components: Json = {"schemas": dict(sorted(schema_by_name.items()))}
     if has_tokens:
         components["securitySchemes"] = {
-            BEARER: {
+            BEARER_SCHEME: {
                 "type": "http",
                 "scheme": "bearer",
                 "description": "A token of this service, in the header Authorization",
@@ -276,12 +295,12 @@ def openapi_document(operations: Sequence[Operation], *, has_tokens: bool) -> Js
         },
         "servers": [{"url": "/", "description": "This service"}],
         "tags": [
-            {"name": name, "description": text}
-            for name, text in TAGS.items()
-            if any(operation.tag == name for operation in (*operations, *PROBES))
+            {"name": tag, "description": tag_description}
+            for tag, tag_description in DESCRIPTION_BY_TAG.items()
+            if any(operation.tag == tag for operation in (*operations, *PROBES))
         ],
         "security": [],
-        "paths": paths,
+        "paths": path_items,
         "components": components,
     }
 
@@ -304,8 +323,8 @@ PROBES = (
         tag="operation",
         summary="Does the process answer?",
         description="Answers as long as the process does, under any load, whatever Redis or the store do.",
-        answer=schemas.LIVENESS,
-        example={"status": "ok"},
+        answer_schema=schemas.LIVENESS,
+        answer_example={"status": "ok"},
     ),
     Operation(
         method="get",
@@ -314,12 +333,12 @@ PROBES = (
         tag="operation",
         summary="May this replica be asked?",
         description="For load balancers: whether a generation is served, and why answers may lag behind.",
-        answer=schemas.READINESS,
-        example=_READINESS_EXAMPLE,
-        statuses={
+        answer_schema=schemas.READINESS,
+        answer_example=_READINESS_EXAMPLE,
+        other_answer_by_status={
             "503": {
                 "description": "Should not be asked: starting, stopping or unable to follow",
-                "content": {JSON_TYPE: {"schema": schemas.READINESS}},
+                "content": {JSON_MEDIA_TYPE: {"schema": schemas.READINESS}},
             }
         },
     ),
@@ -418,8 +437,8 @@ def core_operations(limits: Limits) -> tuple[Operation, ...]:
             summary="Answer for one entity of one table",
             description="Looks the entity up, and says in `source` where the answer came from. An id that nobody "
             "knows gets the defaults of a table of lists, or null with a reason: never an error.",
-            answer=schemas.ANSWER,
-            example=_LIST_EXAMPLE,
+            answer_schema=schemas.ANSWER,
+            answer_example=_LIST_EXAMPLE,
             path_names=("table", "entity"),
             has_query=True,
             has_options=True,
@@ -434,9 +453,9 @@ def core_operations(limits: Limits) -> tuple[Operation, ...]:
             summary="Answers for several entities of one table",
             description=f"Entities may bring a history or features to compute from. {_ORDER_NOTE} Body and answer may "
             "also be Arrow IPC streams, by Content-Type and Accept: see `x-larder-arrow`.",
-            answer=schemas.ANSWERS,
-            example={"answers": [_LIST_EXAMPLE]},
-            body=schemas.lookup_body(limits),
+            answer_schema=schemas.ANSWERS,
+            answer_example={"answers": [_LIST_EXAMPLE]},
+            body_schema=schemas.lookup_body_schema(limits),
             body_example=lookup_body,
             path_names=("table",),
             has_options=True,
@@ -451,9 +470,9 @@ def core_operations(limits: Limits) -> tuple[Operation, ...]:
             tag="lookups",
             summary="Answers for entities of several tables",
             description=f"Each entity names its table. {_ORDER_NOTE}",
-            answer=schemas.ANSWERS,
-            example={"answers": [_LIST_EXAMPLE, _VECTOR_EXAMPLE]},
-            body=schemas.tables_lookup_body(limits),
+            answer_schema=schemas.ANSWERS,
+            answer_example={"answers": [_LIST_EXAMPLE, _VECTOR_EXAMPLE]},
+            body_schema=schemas.tables_lookup_body(limits),
             body_example={
                 "entities": [
                     {"id": "u-00042", "table": "user_topk"},
@@ -472,8 +491,8 @@ def core_operations(limits: Limits) -> tuple[Operation, ...]:
             summary="Rank order of candidates for one user",
             description="Ranks items that the caller chose by the user's stored vector, or by one computed from the "
             "history or features that are sent. Candidates that could not be ranked are named.",
-            answer=schemas.RANKED_ITEMS,
-            example={
+            answer_schema=schemas.RANKED_ITEMS,
+            answer_example={
                 "id": "u-00042",
                 "table": "user_vector",
                 "items": ["i-02618", "004257"],
@@ -483,7 +502,7 @@ def core_operations(limits: Limits) -> tuple[Operation, ...]:
                 "excluded": [],
                 **_ORIGIN_EXAMPLE,
             },
-            body=schemas.score_body(limits),
+            body_schema=schemas.score_body(limits),
             body_example={"user": "u-00042", "items": ["004257", "i-02618", "i-99999"]},
             has_options=True,
             is_limited=True,
@@ -497,8 +516,8 @@ def core_operations(limits: Limits) -> tuple[Operation, ...]:
             summary="What this replica serves from",
             description="The generations that are held, their tables and models, and how far this replica can be "
             "trusted.",
-            answer=schemas.GENERATIONS,
-            example=_GENERATIONS_EXAMPLE,
+            answer_schema=schemas.GENERATIONS,
+            answer_example=_GENERATIONS_EXAMPLE,
             scope="read",
         ),
     )

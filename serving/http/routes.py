@@ -15,7 +15,7 @@ from cache.errors import InvalidInput, LarderError, TierUnavailable
 from cache.store.releases import Canary
 from serving.access.callers import caller_of, spend_quota
 from serving.access.token_file import Scope
-from serving.admission.work_pacer import waited_in
+from serving.admission.work_pacer import noted_wait_s
 from serving.engine.candidate_scoring import rank_candidates
 from serving.engine.rendering.answer_fields import AnswerJson
 from serving.engine.rendering.arrow_answers import answers_stream
@@ -28,14 +28,14 @@ from serving.http.openapi import Operation, openapi_document
 from serving.http.static_files import StaticPage
 from serving.metrics.registry import CONTENT_TYPE, Metrics
 from serving.replica.hooks import Handler, Hooks
-from serving.requests.bodies import as_arrow, as_json, read_body, refusal_response
-from serving.requests.errors import Problem, from_input
+from serving.requests.bodies import arrow_response, json_response, read_body, refusal_response
+from serving.requests.errors import Problem, problem_from_input
 from serving.requests.models import LookupRequest, RequestedEntity
 from serving.requests.named_schema import Json
-from serving.requests.negotiation import Form, forms
+from serving.requests.negotiation import BodyForm, parse_forms
 from serving.requests.options import RequestOptions, with_headers
 from serving.requests.parsing import (
-    LOOKUP_PREFIX,
+    LOOKUP_PATH_PREFIX,
     lookup_from_body,
     lookup_from_url,
     pop_content,
@@ -58,13 +58,13 @@ class Service(LookupService):
     has_tokens: bool
     drain: Callable[[], Awaitable[None]]
     nights: Nights
-    expose: Callable[[], Awaitable[bytes]]
+    expose_metrics: Callable[[], Awaitable[bytes]]
     operations: Sequence[Operation]
     """Operations that have handlers here."""
     hooks: Hooks
 
 
-def routes(service: Service) -> tuple[APIRouter, Json]:
+def build_routes(service: Service) -> tuple[APIRouter, Json]:
     """Return all routes of the service, and the OpenAPI document of those that it describes."""
     register_url_convertor("rest", _PathRemainder())
     router = APIRouter(route_class=_DirectRoute)
@@ -73,21 +73,21 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
     async def lookup_one(request: Request, started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
         lookup_request = lookup_from_url(
-            raw_path, LOOKUP_PREFIX, request.scope["query_string"], service.limits
+            raw_path, LOOKUP_PATH_PREFIX, request.scope["query_string"], service.limits
         )
         return (await _look_up(service, request, lookup_request, started))[0][0]
 
     async def lookup_table(request: Request, started: float) -> object:
-        form = forms(request.scope["headers"])
+        forms = parse_forms(request.scope["headers"])
         lookup_request = await read_lookup(
-            service, request, form.request_form, request.path_params["table"]
+            service, request, forms.request_form, request.path_params["table"]
         )
-        answers, of = await _look_up(service, request, lookup_request, started)
-        if form.response_form == "json":
+        answers, snapshot = await _look_up(service, request, lookup_request, started)
+        if forms.response_form == "json":
             return {"answers": answers}
-        table = of.table(request.path_params["table"])
-        ids = [entity.raw for entity in lookup_request.entities]
-        return as_arrow(answers_stream(table, ids, dict(enumerate(answers))))
+        table = snapshot.table(request.path_params["table"])
+        entity_ids = [entity.raw for entity in lookup_request.entities]
+        return arrow_response(answers_stream(table, entity_ids, dict(enumerate(answers))))
 
     async def lookup_tables(request: Request, started: float) -> object:
         lookup_request = await read_lookup(service, request, "json", None)
@@ -99,11 +99,11 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
         score_request = score_request.with_options(
             with_request_headers(service, request, score_request.options)
         )
-        user = score_request.user.of_table(user_vector_table(service.capture_served().live).name)
-        routed = _route(service, (user,), score_request.options)
-        served, ladder = routed.capture_served(), routed.service.ladder
+        user = score_request.user.with_table(user_vector_table(service.capture_served().live).name)
+        routed_request = _route_request(service, (user,), score_request.options)
+        served, ladder = routed_request.capture_served(), routed_request.service.ladder
         answer = await rank_candidates(ladder, served, score_request, started)
-        return routed.finish([answer], is_of_candidates=True)[0]
+        return routed_request.finish([answer], is_of_candidates=True)[0]
 
     async def generations(_request: Request, _started: float) -> object:
         holder = service.follower.holder
@@ -112,7 +112,7 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
         )
 
     async def healthz(_request: Request) -> Response:
-        return as_json(200, {"status": "ok"})
+        return json_response(200, {"status": "ok"})
 
     async def readyz(_request: Request) -> Response:
         health, served = service.follower.health, service.follower.served
@@ -120,12 +120,12 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
             **health.to_public_json(),
             "generation": None if served is None else served.live.generation,
             "epoch": None if served is None else served.live.epoch,
-            "schedule": service.nights.body(),
+            "schedule": service.nights.readyz_body(),
         }
-        return as_json(200 if health.ready else 503, body)
+        return json_response(200 if health.ready else 503, body)
 
     async def metrics(_request: Request) -> Response:
-        return Response(await service.expose(), media_type=CONTENT_TYPE)
+        return Response(await service.expose_metrics(), media_type=CONTENT_TYPE)
 
     handlers: dict[str, Handler] = {
         "lookup": lookup_one,
@@ -139,9 +139,9 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
         handler = handlers[operation.operation_id]
         path, method = operation.path, operation.method.upper()
         assert operation.scope is not None  # noqa: S101  what anybody may ask is no handler of these
-        endpoint = guard.around(
+        endpoint = guard.wrap_handler(
             f"{method} {path.partition('{entity')[0].rstrip('/') if '{entity' in path else path}",
-            handler, needs=operation.scope, is_counted=operation.is_counted,
+            handler, required_scope=operation.scope, is_counted=operation.is_counted,
         )  # fmt: skip
         router.add_api_route(
             path.replace("{entity}", "{entity:rest}"),
@@ -165,26 +165,26 @@ async def _look_up(
         lookup_request.entities, with_request_headers(service, request, lookup_request.options)
     )
     service.metrics.stage("parse", service.timer() - started)
-    routed = _route(service, lookup_request.entities, lookup_request.options)
-    served = routed.capture_served()
-    lookup = routed.service.lookup(is_reshaped=lookup_request.options.is_reshaped)
-    answers = await lookup(served, lookup_request, started)
-    live = served.pinned(lookup_request.options.generation).live
-    return routed.finish(answers), live
+    routed_request = _route_request(service, lookup_request.entities, lookup_request.options)
+    served = routed_request.capture_served()
+    lookup_function = routed_request.service.lookup(is_reshaped=lookup_request.options.is_reshaped)
+    answers = await lookup_function(served, lookup_request, started)
+    live = served.pin_generation(lookup_request.options.generation).live
+    return routed_request.finish(answers), live
 
 
-def _route(
+def _route_request(
     service: Service, entities: Sequence[RequestedEntity], options: RequestOptions
 ) -> RoutedRequest:
     """Return the route of a request after all routers, in order; raise Problem if none can answer it."""
-    routed = RoutedRequest(service)
+    routed_request = RoutedRequest(service)
     for router in service.hooks.routers:
-        routed = router(routed, entities, options)
-    return routed
+        routed_request = router(routed_request, entities, options)
+    return routed_request
 
 
 async def read_lookup(
-    service: LookupService, request: Request, form: Form, table: str | None
+    service: LookupService, request: Request, form: BodyForm, table: str | None
 ) -> LookupRequest:
     """Read the body of a lookup, and charge its entities to the caller's quota; raise Problem."""
     body, limits = await read_request_body(service, request), service.limits
@@ -205,7 +205,7 @@ async def read_json(service: LookupService, request: Request) -> object:
 
 async def read_request_body(service: LookupService, request: Request) -> bytes:
     """Read a body within the service's bounds; raise Problem."""
-    return await read_body(request, service.body_bytes, service.body_timeout_s)
+    return await read_body(request, service.body_bytes_max, service.body_timeout_s)
 
 
 def with_request_headers(
@@ -237,27 +237,27 @@ class Guard:
     metrics: Metrics
     timer: Callable[[], float]
 
-    def around(
-        self, route: str, handler: Handler, *, needs: Scope, is_counted: bool = True
+    def wrap_handler(
+        self, route: str, handler: Handler, *, required_scope: Scope, is_counted: bool = True
     ) -> Endpoint:
-        """Wrap the handler as an endpoint for callers with the scope `needs`; its requests count under `route`."""
+        """Wrap the handler as an endpoint for callers with `required_scope`; its requests count under `route`."""
 
         async def answer(request: Request) -> Response:
-            started = self.timer() - waited_in(request.scope)
+            started = self.timer() - noted_wait_s(request.scope)
             try:
-                caller_of(request.scope).demand(needs)
+                caller_of(request.scope).require_scope(required_scope)
                 handler_result = await handler(request, started)
                 response = (
                     handler_result
                     if isinstance(handler_result, Response)
-                    else as_json(200, handler_result)
+                    else json_response(200, handler_result)
                 )
             except Problem as problem:
                 response = refusal_response(problem)
             except ClientDisconnect:
                 response = refusal_response(Problem(400, "disconnected", "the body ended early"))
             except InvalidInput as error:
-                response = refusal_response(from_input(error, "body"))
+                response = refusal_response(problem_from_input(error, "body"))
             except TierUnavailable as error:
                 log.warning(
                     "%s failed: %s", route, error.message
@@ -281,11 +281,11 @@ def generations_overview(
     served: ServedGenerations, health: Health, canary: Canary | None
 ) -> dict[str, Any]:
     """Return the body of GET /v1/generations; `next` is held ready, for a publish or as the canary."""
-    previous, next_ = served.previous, served.next
+    previous_snapshot, next_snapshot = served.previous, served.next
     return {
         "live": _snapshot_overview(served.live),
-        "previous": None if previous is None else _snapshot_overview(previous),
-        "next": None if next_ is None else _snapshot_overview(next_),
+        "previous": None if previous_snapshot is None else _snapshot_overview(previous_snapshot),
+        "next": None if next_snapshot is None else _snapshot_overview(next_snapshot),
         "canary": canary
         and {"generation": canary.generation, "percent": canary.percent, "since": canary.since},
         "blocklist": {
@@ -302,8 +302,8 @@ def generations_overview(
 
 def _snapshot_overview(snapshot: Snapshot) -> dict[str, Any]:
     manifest = snapshot.manifest
-    precisions = {} if snapshot.predictor is None else snapshot.predictor.precisions
-    providers = {} if snapshot.predictor is None else snapshot.predictor.providers
+    precision_by_model = {} if snapshot.predictor is None else snapshot.predictor.precisions
+    provider_by_model = {} if snapshot.predictor is None else snapshot.predictor.providers
     return {
         "generation": snapshot.generation,
         "epoch": snapshot.epoch,
@@ -324,8 +324,8 @@ def _snapshot_overview(snapshot: Snapshot) -> dict[str, Any]:
             name: {
                 "digest": model.digest,
                 # What runs here, which is fp32 where the night could not quantize.
-                "precision": precisions.get(name),
-                "provider": providers.get(name),
+                "precision": precision_by_model.get(name),
+                "provider": provider_by_model.get(name),
                 "fp32_bytes": sum(model_file.size_bytes for model_file in model.fp32_files),
                 "int8_bytes": None if model.int8 is None else model.int8.size_bytes,
                 "agreement": dict(model.agreement),

@@ -5,53 +5,59 @@ from collections.abc import Mapping
 from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.requests.answers import (
     ORIGIN_FIELDS,
-    PREDICTION_FIELDS,
+    PREDICTION_FIELDS_BY_KIND,
     Answer,
     AnswerField,
     Origin,
     Ranking,
     Source,
-    fields_of,
+    declared_fields,
 )
 from serving.requests.errors import ErrorCode
 from serving.requests.named_schema import (
-    DETAILS,
-    ID,
+    DETAILS_SCHEMA,
+    ID_SCHEMA,
     Json,
     NamedSchema,
-    list_of,
-    object_of,
-    open_words,
-    or_null,
+    list_schema,
+    nullable_schema,
+    object_schema,
+    open_enum_schema,
     with_description,
 )
 from serving.requests.options import REQUEST_OPTIONS, Limits
-from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
+from serving.requests.reasons import PUBLIC_MISS_REASONS, LiveReason, StaleReason
 
 TEXT_OR_NULL: Json = {"type": ["string", "null"]}
 DATE_TIME: Json = {"type": "string", "format": "date-time"}
 
 
-def named(name: str, properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
+def named_object_schema(
+    name: str, properties: Json, required: tuple[str, ...] = (), **further_keywords: object
+) -> Json:
     """Return the schema of a named object."""
-    return NamedSchema(name, object_of(properties, required, **more))
+    return NamedSchema(name, object_schema(properties, required, **further_keywords))
 
 
-def closed(name: str, properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
+def closed_object_schema(
+    name: str, properties: Json, required: tuple[str, ...] = (), **further_keywords: object
+) -> Json:
     """A named object whose unknown fields are refused."""
-    return NamedSchema(name, object_of(properties, required, additionalProperties=False, **more))
+    return NamedSchema(
+        name, object_schema(properties, required, additionalProperties=False, **further_keywords)
+    )
 
 
 def nullable_fields(properties: Json) -> Json:
     """Fields that may be left out of a body; one that is null is not sent."""
-    return {name: or_null(field_schema) for name, field_schema in properties.items()}
+    return {name: nullable_schema(field_schema) for name, field_schema in properties.items()}
 
 
-def details(description: str, *, is_null: bool = False) -> Json:
+def details_schema(description: str, *, is_null: bool = False) -> Json:
     """Return the schema of details for people and dashboards; their names may change."""
     if is_null:
-        return {**or_null(DETAILS), "description": description}
-    return with_description(DETAILS, description)
+        return {**nullable_schema(DETAILS_SCHEMA), "description": description}
+    return with_description(DETAILS_SCHEMA, description)
 
 
 FEATURES = NamedSchema(
@@ -64,12 +70,14 @@ FEATURES = NamedSchema(
 )
 
 
-HISTORY: Json = list_of(ID, description="Item ids, oldest first; excluded from the answer")
+HISTORY: Json = list_schema(
+    ID_SCHEMA, description="Item ids, oldest first; excluded from the answer"
+)
 
 
-_OPTIONS: Json = {name: option.schema for name, option in REQUEST_OPTIONS.items()}
+_OPTION_SCHEMAS: Json = {name: option.schema for name, option in REQUEST_OPTIONS.items()}
 
-QUERY: Json = {
+QUERY_OPTION_SCHEMAS: Json = {
     name: option.query_schema or option.schema
     for name, option in REQUEST_OPTIONS.items()
     if not option.is_for_lists_only
@@ -79,12 +87,12 @@ QUERY: Json = {
 
 def _input_fields(limits: Limits) -> Json:
     history = {**HISTORY, "maxItems": limits.max_history}
-    return nullable_fields({"id": ID, "history": history, "features": FEATURES})
+    return nullable_fields({"id": ID_SCHEMA, "history": history, "features": FEATURES})
 
 
 def _body_options(limits: Limits) -> Json:
-    exclude = {**_OPTIONS["exclude"], "maxItems": limits.max_exclude}
-    return nullable_fields({**_OPTIONS, "exclude": exclude})
+    exclude = {**_OPTION_SCHEMAS["exclude"], "maxItems": limits.max_exclude}
+    return nullable_fields({**_OPTION_SCHEMAS, "exclude": exclude})
 
 
 _ID_OR_INPUT: list[Json] = [
@@ -105,47 +113,56 @@ _ID_OR_INPUT: list[Json] = [
 """An entity has an id, or something to compute from."""
 
 
-def _entity(limits: Limits) -> Json:
-    about = "An id, or something to compute an answer from, or both"
-    return closed("EntityInput", _input_fields(limits), allOf=_ID_OR_INPUT, description=about)
+def _entity_schema(limits: Limits) -> Json:
+    entity_description = "An id, or something to compute an answer from, or both"
+    return closed_object_schema(
+        "EntityInput", _input_fields(limits), allOf=_ID_OR_INPUT, description=entity_description
+    )
 
 
-def _entity_or_id(limits: Limits) -> Json:
-    return NamedSchema("Entity", {"oneOf": [ID, _entity(limits)]})
+def _entity_or_id_schema(limits: Limits) -> Json:
+    return NamedSchema("Entity", {"oneOf": [ID_SCHEMA, _entity_schema(limits)]})
 
 
-def lookup_body(
+def lookup_body_schema(
     limits: Limits, name: str = "LookupRequest", entities_max: int | None = None
 ) -> Json:
     """The body of POST /v1/lookup/{table}; `entities_max` entities, if there is a limit of its own."""
-    entities = list_of(_entity_or_id(limits), minItems=1, maxItems=entities_max or limits.max_batch)
-    return closed(name, {"entities": entities, **_body_options(limits)}, ("entities",))
+    entities = list_schema(
+        _entity_or_id_schema(limits), minItems=1, maxItems=entities_max or limits.max_batch
+    )
+    return closed_object_schema(
+        name, {"entities": entities, **_body_options(limits)}, ("entities",)
+    )
 
 
 def tables_lookup_body(limits: Limits) -> Json:
     """The body of POST /v1/lookup."""
     about = "An entity and the table that is asked"
     table = {"type": "string", "description": "Table that is asked"}
-    entity = closed(
+    entity = closed_object_schema(
         "TableEntityInput", {"table": table, **_input_fields(limits)}, ("table",), allOf=_ID_OR_INPUT,
         description=about,
     )  # fmt: skip
-    entities = list_of(entity, minItems=1, maxItems=limits.max_batch)
-    return closed(
+    entities = list_schema(entity, minItems=1, maxItems=limits.max_batch)
+    return closed_object_schema(
         "TablesLookupRequest", {"entities": entities, **_body_options(limits)}, ("entities",)
     )
 
 
 def score_body(limits: Limits) -> Json:
     """The body of POST /v1/score."""
-    return closed(
+    return closed_object_schema(
         "ScoreRequest",
         {
-            "user": _entity_or_id(limits),
-            "items": list_of(
-                ID, minItems=1, maxItems=limits.max_batch, description="Candidates that are ranked"
+            "user": _entity_or_id_schema(limits),
+            "items": list_schema(
+                ID_SCHEMA,
+                minItems=1,
+                maxItems=limits.max_batch,
+                description="Candidates that are ranked",
             ),
-            **nullable_fields({name: _OPTIONS[name] for name in QUERY}),
+            **nullable_fields({name: _OPTION_SCHEMAS[name] for name in QUERY_OPTION_SCHEMAS}),
         },
         ("user", "items"),
     )
@@ -159,21 +176,21 @@ ARROW_LOOKUP: Json = {
 }
 
 
-REASON = open_words(
+REASON = open_enum_schema(
     "Reason",
-    ((miss_reason, miss_reason.meaning) for miss_reason in PUBLIC_REASONS),
+    ((miss_reason, miss_reason.meaning) for miss_reason in PUBLIC_MISS_REASONS),
     "Why an answer is not a plain hit",
 )
 
 
-LIVE_REASON = open_words(
+LIVE_REASON = open_enum_schema(
     "LiveReason",
     ((live_reason, live_reason.meaning) for live_reason in LiveReason),
     "Why live inference did not answer, though there was something to compute from",
 )
 
 
-STALE_REASON = open_words(
+STALE_REASON = open_enum_schema(
     "StaleReason",
     ((stale_reason, stale_reason.meaning) for stale_reason in StaleReason),
     "Why this replica may lag behind; where there are several reasons, they stand with commas between",
@@ -193,13 +210,13 @@ SOURCE = NamedSchema(
 )
 
 
-def _declared(name: str, of: type[Origin], description: str) -> Json:
-    fields = fields_of(of)
-    always = [field.name for field in fields if field.declaration.when == "always"]
-    return named(
+def _declared_schema(name: str, answer_class: type[Origin], description: str) -> Json:
+    fields = declared_fields(answer_class)
+    required_names = [field.name for field in fields if field.declaration.present_when == "always"]
+    return named_object_schema(
         name,
         {field.name: _field_schema(field) for field in fields},
-        tuple(always),
+        tuple(required_names),
         description=description,
     )
 
@@ -207,19 +224,19 @@ def _declared(name: str, of: type[Origin], description: str) -> Json:
 def _field_schema(field: AnswerField) -> Json:
     if field.type is Source:
         return SOURCE
-    return _ENUM_SCHEMAS.get(field.name, field.schema)
+    return _ENUM_SCHEMAS.get(field.name, field.json_schema)
 
 
-def _columns(fields: tuple[AnswerField, ...]) -> str:
-    return ", ".join(f"`{field.name}` ({field.column})" for field in fields)
+def _column_list(fields: tuple[AnswerField, ...]) -> str:
+    return ", ".join(f"`{field.name}` ({field.arrow_type_name})" for field in fields)
 
 
-ANSWER = _declared("Answer", Answer, "Answer for one entity of one table")
+ANSWER = _declared_schema("Answer", Answer, "Answer for one entity of one table")
 
 
-ANSWERS: Json = named(
+ANSWERS: Json = named_object_schema(
     "Answers",
-    {"answers": list_of(ANSWER, description="One for each entity, in the order asked")},
+    {"answers": list_schema(ANSWER, description="One for each entity, in the order asked")},
     ("answers",),
 )
 
@@ -227,21 +244,21 @@ ANSWERS: Json = named(
 ARROW_ANSWERS: Json = {
     "mediaType": ARROW_MEDIA_TYPE,
     "description": "An Arrow IPC stream, one row per entity in the order asked; the schema's metadata names the "
-    f"`table`. Columns as the fields in JSON, null where JSON has none: `id` (utf8), {_columns(ORIGIN_FIELDS)}; then, "
-    f"by the table's kind, {'; or '.join(map(_columns, PREDICTION_FIELDS.values()))}. `vector` and `values` are "
-    "list<float32> where rows from the previous generation have another size",
+    f"`table`. Columns as the fields in JSON, null where JSON has none: `id` (utf8), {_column_list(ORIGIN_FIELDS)}; "
+    f"then, by the table's kind, {'; or '.join(map(_column_list, PREDICTION_FIELDS_BY_KIND.values()))}. `vector` and "
+    "`values` are list<float32> where rows from the previous generation have another size",
 }
 
 
-RANKED_ITEMS = _declared("RankedItems", Ranking, "Candidates of one user in rank order")
+RANKED_ITEMS = _declared_schema("RankedItems", Ranking, "Candidates of one user in rank order")
 
 
-def problem(codes: Mapping[str, ErrorCode]) -> Json:
+def problem_schema(codes: Mapping[str, ErrorCode]) -> Json:
     """Return the schema of a refusal with one of these codes."""
-    code = open_words(
+    code = open_enum_schema(
         "ErrorCode", ((name, error.meaning) for name, error in codes.items()), "What went wrong"
     )
-    error = named(
+    error = named_object_schema(
         "ProblemError",
         {
             "code": code,
@@ -252,20 +269,22 @@ def problem(codes: Mapping[str, ErrorCode]) -> Json:
         additionalProperties=True,
         description="What was refused, and why; further members hold the numbers behind the message",
     )
-    return named("Problem", {"error": error}, ("error",), description="The body of every refusal")
+    return named_object_schema(
+        "Problem", {"error": error}, ("error",), description="The body of every refusal"
+    )
 
 
-_HELD_GENERATION = named(
+_HELD_GENERATION = named_object_schema(
     "HeldGeneration",
     {
         "generation": {"type": "string"},
         "epoch": {"type": "integer"},
         "published_at": DATE_TIME,
         "data_until": {"type": "integer", "description": "Unix seconds"},
-        "entities": details("Count of entities by entity set"),
-        "tables": details("Kind, entity set, width, producer and labels by table"),
-        "models": details("Digest, precision and sizes by model"),
-        "indexes": details("Kind, recall and size by index"),
+        "entities": details_schema("Count of entities by entity set"),
+        "tables": details_schema("Kind, entity set, width, producer and labels by table"),
+        "models": details_schema("Digest, precision and sizes by model"),
+        "indexes": details_schema("Kind, recall and size by index"),
         "fallback": {
             "type": ["string", "null"],
             "description": "Why live models run on the processor where a GPU's provider was asked for",
@@ -285,14 +304,14 @@ _HELD_GENERATION = named(
 )
 
 
-GENERATIONS: Json = named(
+GENERATIONS: Json = named_object_schema(
     "Generations",
     {
         "live": _HELD_GENERATION,
-        "previous": or_null(_HELD_GENERATION),
-        "next": {**or_null(_HELD_GENERATION), "description": "Held ready beside them"},
-        "canary": or_null(
-            named(
+        "previous": nullable_schema(_HELD_GENERATION),
+        "next": {**nullable_schema(_HELD_GENERATION), "description": "Held ready beside them"},
+        "canary": nullable_schema(
+            named_object_schema(
                 "Canary",
                 {
                     "generation": {"type": "string"},
@@ -302,13 +321,13 @@ GENERATIONS: Json = named(
                 description="A generation that answers a share of the requests",
             )
         ),
-        "blocklist": named(
+        "blocklist": named_object_schema(
             "BlocklistCounts",
             {name: {"type": "integer"} for name in ("version", "items", "entities")},
             description="The blocklist that is in force",
         ),
         "ready": {"type": "boolean"},
-        "stale": or_null(STALE_REASON),
+        "stale": nullable_schema(STALE_REASON),
         **dict.fromkeys(("degraded", "failed"), TEXT_OR_NULL),
     },
     ("live", "previous", "next", "canary", "blocklist", "ready"),
@@ -316,15 +335,15 @@ GENERATIONS: Json = named(
 )
 
 
-READINESS: Json = named(
+READINESS: Json = named_object_schema(
     "Readiness",
     {
         "ready": {"type": "boolean"},
         "generation": TEXT_OR_NULL,
         "epoch": {"type": ["integer", "null"]},
-        "stale": or_null(STALE_REASON),
+        "stale": nullable_schema(STALE_REASON),
         **dict.fromkeys(("degraded", "failed"), TEXT_OR_NULL),
-        "schedule": named(
+        "schedule": named_object_schema(
             "NightSchedule",
             {
                 "missing": {"type": "boolean", "description": "A generation is due and not there"},
@@ -340,7 +359,7 @@ READINESS: Json = named(
 )
 
 
-LIVENESS: Json = named(
+LIVENESS: Json = named_object_schema(
     "Liveness",
     {"status": {"type": "string", "enum": ["ok"]}},
     ("status",),

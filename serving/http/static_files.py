@@ -11,14 +11,14 @@ from fastapi import Request, Response
 from starlette.responses import RedirectResponse
 from starlette.routing import Route
 
-_INDEX = "index.html"
-_TYPES = {
+_INDEX_FILE_NAME = "index.html"
+_MEDIA_TYPE_BY_SUFFIX = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-HEADERS = {
+PAGE_HEADERS = {
     "Cache-Control": "no-cache",  # kept, but asked for again: an upgrade is seen at once
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; object-src 'none'",
@@ -49,36 +49,36 @@ class StaticPage:
 
     def assets(self) -> Mapping[str, Asset]:
         """Return every file of the page by its path, read once."""
-        return _read(self)
+        return _read_assets(self)
 
     def routes(self) -> list[Route]:
         """Return one route per file; other names are not found. No file holds data, so none needs the token."""
         routes = [
-            Route(path, functools.partial(_send, asset), include_in_schema=False)
+            Route(path, functools.partial(_send_asset, asset), include_in_schema=False)
             for path, asset in sorted(self.assets().items())
         ]
         return [
             *routes,
-            Route(f"{self.path}/", functools.partial(_without_slash, self.path), include_in_schema=False),
+            Route(f"{self.path}/", functools.partial(_redirect_without_slash, self.path), include_in_schema=False),
         ]  # fmt: skip
 
 
 @functools.cache
-def _read(page: StaticPage) -> Mapping[str, Asset]:
+def _read_assets(page: StaticPage) -> Mapping[str, Asset]:
     asset_by_path = {}
     for file in files(page.package).joinpath(page.folder).iterdir():
-        if (media_type := _TYPES.get(PurePosixPath(file.name).suffix)) is not None:
+        if (media_type := _MEDIA_TYPE_BY_SUFFIX.get(PurePosixPath(file.name).suffix)) is not None:
             body = file.read_bytes()
-            path = page.path if file.name == _INDEX else f"{page.path}/{file.name}"
+            path = page.path if file.name == _INDEX_FILE_NAME else f"{page.path}/{file.name}"
             asset_by_path[path] = Asset(
                 body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
             )
     return asset_by_path
 
 
-async def _send(asset: Asset, request: Request) -> Response:
-    headers = {**HEADERS, "ETag": asset.etag}
-    if _is_known(request.headers.get("if-none-match", ""), asset.etag):
+async def _send_asset(asset: Asset, request: Request) -> Response:
+    headers = {**PAGE_HEADERS, "ETag": asset.etag}
+    if _matches_etag(request.headers.get("if-none-match", ""), asset.etag):
         return Response(None, 304, headers)
     if request.method == "HEAD":
         headers |= {"Content-Length": str(len(asset.body))}
@@ -86,10 +86,10 @@ async def _send(asset: Asset, request: Request) -> Response:
     return Response(asset.body, 200, headers, asset.media_type)
 
 
-async def _without_slash(path: str, _request: Request) -> Response:
+async def _redirect_without_slash(path: str, _request: Request) -> Response:
     return RedirectResponse(f"..{path}", 308)
 
 
-def _is_known(if_none_match: str, etag: str) -> bool:
+def _matches_etag(if_none_match: str, etag: str) -> bool:
     """True if If-None-Match matches (RFC 9110, 13.1.2): a list of tags compared weakly, or any."""
     return any(tag.strip().removeprefix("W/") in (etag, "*") for tag in if_none_match.split(","))

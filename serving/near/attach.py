@@ -17,7 +17,7 @@ def attach(replica: Replica) -> NearMatches | None:
         return snapshot
 
     def reuse_in(namespace: HeldNamespace) -> None:
-        namespace.components.inferences.reuses = frozenset(namespace.config.near)
+        namespace.components.inferences.near_reuse_tables = frozenset(namespace.config.near)
         namespace.openers.append(warn_of)
 
     replica.inference.reuse = near

@@ -545,7 +545,7 @@ class NearMatches:
     ) -> list[ComputedRecord]:
         """Return a record for each job of one snapshot and table with its input; raise the model's errors."""
         inputs = [
-            NearInput(prepared, job.fingerprint, kind_of(job.source) if job.may_reuse else None)
+            NearInput(prepared, job.fingerprint, kind_of(job.live_input) if job.may_reuse else None)
             for job, prepared in zip(jobs, batch, strict=True)
         ]
         near_records = self.predict(jobs[0].snapshot, jobs[0].table, inputs, scored_at)

@@ -53,7 +53,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     """The record's own fields, and those that say to which request it belongs."""
     fields = dict(getattr(record, FIELDS, None) or {})
     if (request_record := current_record()) is not None and "request_id" not in fields:
-        fields |= request_record.ids()
+        fields |= request_record.log_ids()
     if dropped_count := getattr(record, "larder_dropped", 0):
         fields["dropped"] = dropped_count
     return fields

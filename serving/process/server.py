@@ -37,7 +37,7 @@ class WatchedConnections(Protocol):
     """Bounds of a server's connections, which are checked now and then."""
 
     @property
-    def every_s(self) -> float:
+    def check_interval_s(self) -> float:
         """Seconds between two checks."""
 
     async def close_stalled(self, connections: Any, now_s: float) -> None:
@@ -81,10 +81,16 @@ class Server(uvicorn.Server):
             self._listening.keep(sockets or [])
             if self._tls is not None:  # uvicorn has no setting for the time of a handshake
                 await self._listening.renew()
-            every_s = _LISTENING_LOOK_S if self._connections is None else self._connections.every_s
+            check_interval_s = (
+                _LISTENING_LOOK_S
+                if self._connections is None
+                else self._connections.check_interval_s
+            )
             self._looking.append(
                 self._loops.start(
-                    "connections", self._maintain_connections, wait=lambda: asyncio.sleep(every_s)
+                    "connections",
+                    self._maintain_connections,
+                    wait=lambda: asyncio.sleep(check_interval_s),
                 )
             )
             if self._tls is not None:

@@ -98,7 +98,7 @@ class WorkerSpawner:
     def clean(self, slot: int) -> None:
         """Remove files and counts that a worker that ended may have left."""
         (self.folder / f"{slot}.sock").unlink(missing_ok=True)
-        QuotaTable.clear_in(self.folder / QUOTAS, slot)
+        QuotaTable.clear_column_in_file(self.folder / QUOTAS, slot)
 
 
 @dataclass(slots=True, eq=False)

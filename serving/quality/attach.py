@@ -11,7 +11,7 @@ def attach(replica: Replica) -> QualityMonitor:
     components = own.components
     monitor = QualityMonitor(
         replica.config, components.watch, replica.metrics, replica.local, components.remote.control,
-        own.holder, components.ladder.recent, replica.batcher, replica.admission, own.clock,
+        own.holder, components.ladder.recent_names, replica.batcher, replica.admission, own.clock,
         replica.name, replica.loops,
     )  # fmt: skip
     for loop_name, every_s, step in monitor.steps():

@@ -106,14 +106,14 @@ def compare(
     table = snapshot.manifest.tables.get(sample.table)
     if table is None:
         raise SampleSkipped("gone")
-    if snapshot.blocks(table, sample.raw):
+    if snapshot.blocks_entity(table, sample.raw):
         raise SampleSkipped("blocked")
     if snapshot.predictor is None or not snapshot.predictor.supports(sample.table):
         raise SampleSkipped("no_model")
     source = _source(sample, snapshot, table, inputs)
     directory = snapshot.directories[table.entity]
     position = directory.find(hash_id(sample.raw, directory.seed))
-    seen_ordinals = snapshot.had_by_night(table, position)
+    seen_ordinals = snapshot.past_item_ordinals(table, position)
     job = InferenceJob(
         snapshot, sample.table, source, fingerprint(sample.raw), 0, seen_ordinals=seen_ordinals
     )
@@ -230,7 +230,7 @@ def _numbers(
 def _band(snapshot: Snapshot, source: LiveInput) -> Band:
     if source.item is not None:
         popular = any(
-            source.item in default_list.ordinals.values()
+            source.item in default_list.ordinal_by_id.values()
             for default_list in snapshot.defaults.values()
         )
         return "popular" if popular else "other"

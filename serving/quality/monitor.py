@@ -75,7 +75,7 @@ class QualityMonitor:
         watch.sampler = AnswerSampler(config.sampled_per_mille)
         self.cold = HotKeySketch(SharedHotKeys(control), cold_names, live, clock, COLD_WINDOW)
         self._results = QualityResults()
-        self._usage = TableUsage(control, self._reads, metrics, recent.names, live)
+        self._usage = TableUsage(control, self._reads, metrics, recent.all_names, live)
         self._shared_report = SharedReport(
             control, name, self._results, self._usage, live, clock, config.quality_s
         )
@@ -89,7 +89,9 @@ class QualityMonitor:
             live=live,
             find_snapshot=holder.find_snapshot,
             open_inputs=partial(open_inputs, config.store()),
-            is_busy=lambda: batcher.queued > 0 or admission.is_behind or admission.live_share < 1,
+            is_busy=lambda: (
+                batcher.queued > 0 or admission.is_behind or admission.live_admitted_share < 1
+            ),
             executor=self._executor,
             cpu_share=config.quality_cpu_share,
             threads=config.live_threads,

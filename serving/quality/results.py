@@ -373,7 +373,9 @@ def still_cold(live: Snapshot, names: Sequence[Name]) -> list[Name]:
     """Names that this generation does not know either, of tables that it has."""
     tables = live.manifest.tables
     return [
-        (name, raw) for name, raw in names if name in tables and not live.knows(tables[name], raw)
+        (name, raw)
+        for name, raw in names
+        if name in tables and not live.knows_entity(tables[name], raw)
     ]
 
 

@@ -18,17 +18,23 @@ from serving.arrow.schema import ColumnKind, Field
 Numbers = NDArray[np.float32]
 ProducedBy = Literal["batch", "live", "defaults"]
 
-When = Literal["always", "told", "topk", "vector", "value"]
+PresenceCondition = Literal["always", "told", "topk", "vector", "value"]
 """Answers that have a field: all; those with a value for it; or all of one kind of tables."""
 
-WHEN_SET: When = "told"
+WHEN_SET: PresenceCondition = "told"
 
 _NO_NUMBERS = np.zeros(0, np.float32)
 _NO_NUMBERS.setflags(write=False)
 
-_JSON_TYPES = {str: "string", float: "number", int: "integer", bool: "boolean"}
-_ARROW_KINDS: Mapping[Any, ColumnKind] = {str: "utf8", float: "f8", int: "i4", bool: "bool"}
-_ARROW_NAMES = {"utf8": "utf8", "f8": "float64", "f4": "float32", "i4": "int32", "bool": "bool"}
+_JSON_NAME_BY_TYPE = {str: "string", float: "number", int: "integer", bool: "boolean"}
+_ARROW_KIND_BY_TYPE: Mapping[Any, ColumnKind] = {str: "utf8", float: "f8", int: "i4", bool: "bool"}
+_ARROW_NAME_BY_KIND = {
+    "utf8": "utf8",
+    "f8": "float64",
+    "f4": "float32",
+    "i4": "int32",
+    "bool": "bool",
+}
 
 
 class Source(StrEnum):
@@ -44,7 +50,9 @@ class Source(StrEnum):
 STORED_SOURCES = (Source.L1, Source.L2)
 """Sources that hold records of the live generation, ready to be read."""
 
-FALLBACKS = tuple([source for source in Source if source not in (*STORED_SOURCES, Source.LIVE)])
+FALLBACK_SOURCES = tuple(
+    [source for source in Source if source not in (*STORED_SOURCES, Source.LIVE)]
+)
 """Sources that answer when the live generation cannot."""
 
 
@@ -52,9 +60,9 @@ class FieldDeclaration(NamedTuple):
     """Facts of a field besides name and type; an absent one is null in Arrow, as is one that may be `null`."""
 
     meaning: str
-    when: When = "always"
-    null: bool = False
-    format: str | None = None
+    present_when: PresenceCondition = "always"
+    is_nullable: bool = False
+    schema_format: str | None = None
 
 
 # fmt: off
@@ -62,13 +70,15 @@ class FieldDeclaration(NamedTuple):
 class Origin:
     """Origin of an answer: its table, source and generation, and reasons for anything unusual."""
 
-    id: Annotated[str | None, FieldDeclaration("Id as it was asked; null: only an input was sent", null=True)]
+    id: Annotated[str | None, FieldDeclaration("Id as it was asked; null: only an input was sent", is_nullable=True)]
     table: Annotated[str, FieldDeclaration("Table that was asked")]
     source: Annotated[Source, FieldDeclaration("Rung of the ladder that answered")]
-    producer: Annotated[ProducedBy | None, FieldDeclaration("What computed it; null: nothing did", null=True)] = None
+    producer: Annotated[
+        ProducedBy | None, FieldDeclaration("What computed it; null: nothing did", is_nullable=True)
+    ] = None
     generation: Annotated[str, FieldDeclaration("Generation that all of the answer is of")]
     age_seconds: Annotated[float, FieldDeclaration("Now minus the generation's data_until")]
-    published_at: Annotated[str, FieldDeclaration("Time of publication, RFC 3339, UTC", format="date-time")]
+    published_at: Annotated[str, FieldDeclaration("Time of publication, RFC 3339, UTC", schema_format="date-time")]
     reason: Annotated[str | None, FieldDeclaration("Why this is not a plain hit", WHEN_SET)] = None
     live: Annotated[str | None, FieldDeclaration("Why live did not answer, though there was an input", WHEN_SET)] = None
     dropped_history: Annotated[int, FieldDeclaration("History ids the model does not know", WHEN_SET)] = 0
@@ -84,7 +94,9 @@ class Origin:
     ] = 0
     as_of: Annotated[
         str | None,
-        FieldDeclaration("Time when the newest of them was accepted, RFC 3339, UTC", WHEN_SET, format="date-time"),
+        FieldDeclaration(
+            "Time when the newest of them was accepted, RFC 3339, UTC", WHEN_SET, schema_format="date-time"
+        ),
     ] = None
     approximate: Annotated[
         bool,
@@ -104,9 +116,11 @@ class Answer(Origin):
     items: Annotated[tuple[str, ...] | None, FieldDeclaration("Item ids, best first", "topk")] = None
     scores: Annotated[Numbers | None, FieldDeclaration("Scores of the items", "topk")] = None
     short: Annotated[bool, FieldDeclaration("Fewer than k remain; under a filter: fewer than k pass", "topk")] = False
-    vector: Annotated[Numbers | None, FieldDeclaration("Embedding; null: there is none", "vector", null=True)] = None
+    vector: Annotated[
+        Numbers | None, FieldDeclaration("Embedding; null: there is none", "vector", is_nullable=True)
+    ] = None
     values: Annotated[
-        Numbers | None, FieldDeclaration("Model outputs; null: there are none", "value", null=True)
+        Numbers | None, FieldDeclaration("Model outputs; null: there are none", "value", is_nullable=True)
     ] = None
     labels: Annotated[tuple[str, ...] | None, FieldDeclaration("Names of the values", "value")] = None
 
@@ -144,68 +158,80 @@ class AnswerField:
     declaration: FieldDeclaration
 
     @property
-    def key(self) -> bytes:
+    def json_key_bytes(self) -> bytes:
         """JSON key of the field, after a comma."""
         return b',"%b":' % self.name.encode()
 
     @property
-    def arrow(self) -> Field:
+    def arrow_field(self) -> Field:
         """Arrow column; of numbers a list, which may have its table's width instead of any."""
-        is_nullable = self.declaration.null or self.declaration.when == WHEN_SET
+        is_nullable = self.declaration.is_nullable or self.declaration.present_when == WHEN_SET
         if self.type is Numbers or get_origin(self.type) is tuple:
             child = Field("item", "f4" if self.type is Numbers else "utf8")
             return Field(self.name, "list", is_nullable, child)
-        return Field(self.name, _ARROW_KINDS.get(self.type, "utf8"), is_nullable)
+        return Field(self.name, _ARROW_KIND_BY_TYPE.get(self.type, "utf8"), is_nullable)
 
     @property
-    def column(self) -> str:
+    def arrow_type_name(self) -> str:
         """Name of the Arrow type."""
-        arrow = self.arrow
-        if arrow.child is None:
-            return _ARROW_NAMES[arrow.kind]
-        is_of_the_table = self.declaration.when in ("vector", "value") and self.type is Numbers
-        return f"{'fixed_size_' * is_of_the_table}list<{_ARROW_NAMES[arrow.child.kind]}>"
+        arrow_column = self.arrow_field
+        if arrow_column.child is None:
+            return _ARROW_NAME_BY_KIND[arrow_column.kind]
+        has_table_width = (
+            self.declaration.present_when in ("vector", "value") and self.type is Numbers
+        )
+        return (
+            f"{'fixed_size_' * has_table_width}list<{_ARROW_NAME_BY_KIND[arrow_column.child.kind]}>"
+        )
 
     @property
-    def schema(self) -> dict[str, Any]:
+    def json_schema(self) -> dict[str, Any]:
         """JSON schema of the value."""
         value_schema: dict[str, Any] = {"description": self.declaration.meaning}
-        if self.declaration.format is not None:
-            value_schema["format"] = self.declaration.format
-        choices = list(Source) if self.type is Source else get_args(self.type)
-        if choices and get_origin(self.type) is not tuple and self.type is not Numbers:
-            return value_schema | {"enum": [*map(str, choices), *[None] * self.declaration.null]}
-        type_ = _JSON_TYPES.get(self.type, "array")
-        if type_ == "array":
+        if self.declaration.schema_format is not None:
+            value_schema["format"] = self.declaration.schema_format
+        allowed_values = list(Source) if self.type is Source else get_args(self.type)
+        if allowed_values and get_origin(self.type) is not tuple and self.type is not Numbers:
+            return value_schema | {
+                "enum": [*map(str, allowed_values), *[None] * self.declaration.is_nullable]
+            }
+        json_type = _JSON_NAME_BY_TYPE.get(self.type, "array")
+        if json_type == "array":
             value_schema["items"] = {"type": "number" if self.type is Numbers else "string"}
-        return value_schema | {"type": [type_, "null"] if self.declaration.null else type_}
+        return value_schema | {
+            "type": [json_type, "null"] if self.declaration.is_nullable else json_type
+        }
 
 
-def fields_of(declared: type[Origin]) -> tuple[AnswerField, ...]:
+def declared_fields(answer_class: type[Origin]) -> tuple[AnswerField, ...]:
     """Return the fields of a class, in order."""
     answer_fields = []
-    for name, hint in get_type_hints(declared, include_extras=True).items():
-        of, facts = get_args(hint)
-        either = get_args(of) if isinstance(of, UnionType) or get_origin(of) is Union else (of,)
+    for field_name, annotation in get_type_hints(answer_class, include_extras=True).items():
+        annotated_type, declaration = get_args(annotation)
+        union_members = (
+            get_args(annotated_type)
+            if isinstance(annotated_type, UnionType) or get_origin(annotated_type) is Union
+            else (annotated_type,)
+        )
         answer_fields.append(
             AnswerField(
-                name,
-                next(member_type for member_type in either if member_type is not type(None)),
-                facts,
+                field_name,
+                next(member_type for member_type in union_members if member_type is not type(None)),
+                declaration,
             )
         )
     return tuple(answer_fields)
 
 
-ORIGIN_FIELDS = fields_of(Origin)[2:]
+ORIGIN_FIELDS = declared_fields(Origin)[2:]
 """Fields of an answer after its id, its table and its prediction."""
 
-PREDICTION_FIELDS: Mapping[str, tuple[AnswerField, ...]] = {
+PREDICTION_FIELDS_BY_KIND: Mapping[str, tuple[AnswerField, ...]] = {
     kind: tuple(
         [
             answer_field
-            for answer_field in fields_of(Answer)
-            if answer_field.declaration.when == kind
+            for answer_field in declared_fields(Answer)
+            if answer_field.declaration.present_when == kind
         ]
     )
     for kind in ("topk", "vector", "value")

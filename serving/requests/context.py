@@ -10,7 +10,9 @@ from typing import NamedTuple
 CALLER_KEY = "larder.caller"
 """Key in the scope of a request: its caller, whose `name` may be logged."""
 
-_TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_TRACEPARENT_PATTERN = re.compile(
+    rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
+)
 _TRACEPARENT_BYTES_MAX = 512
 
 _TRACESTATE_BYTES_MAX = 512
@@ -27,12 +29,12 @@ class StageTime(NamedTuple):
 
 
 class ParentSpan(NamedTuple):
-    """Span of the caller; `state` is its tracestate as sent, combined."""
+    """Span of the caller; `tracestate` is its tracestate as sent, combined."""
 
     trace_id: str
     span_id: str
     flags: int
-    state: str = ""
+    tracestate: str = ""
 
     @property
     def is_sampled(self) -> bool:
@@ -64,7 +66,7 @@ class RequestRecord:
         """End the record; a connection opened by the request keeps this context for good."""
         self.is_over, self.body = True, b""
 
-    def ids(self) -> dict[str, str]:
+    def log_ids(self) -> dict[str, str]:
         """Return the fields of a log line that name the request and its trace."""
         id_by_field = {"request_id": self.id}
         if self.span is not None:
@@ -73,7 +75,7 @@ class RequestRecord:
             id_by_field["trace_id"] = self.parent.trace_id
         return id_by_field
 
-    def by_stage(self) -> dict[str, float]:
+    def seconds_by_stage(self) -> dict[str, float]:
         """Return the seconds by stage, in the order in which they first ended."""
         seconds_by_stage: dict[str, float] = {}
         for stage in self.stages:
@@ -113,20 +115,22 @@ def parse_parent(
 
     None if there is no traceparent, more than one, or an invalid one.
     """
-    header_values = list(traceparents)
-    if len(header_values) != 1 or len(header_values[0]) > _TRACEPARENT_BYTES_MAX:
+    traceparent_values = list(traceparents)
+    if len(traceparent_values) != 1 or len(traceparent_values[0]) > _TRACEPARENT_BYTES_MAX:
         return None
-    traceparent_match = _TRACEPARENT.fullmatch(header_values[0].strip(b" \t"))
+    traceparent_match = _TRACEPARENT_PATTERN.fullmatch(traceparent_values[0].strip(b" \t"))
     if traceparent_match is None:
         return None
-    version, trace_id, span_id, flags, more = traceparent_match.groups()
+    version, trace_id, span_id, flags, version_suffix = traceparent_match.groups()
     # A later version may say more after the flags; this one does not.
-    if version == b"ff" or (version == b"00" and more is not None):
+    if version == b"ff" or (version == b"00" and version_suffix is not None):
         return None
     if not trace_id.strip(b"0") or not span_id.strip(b"0"):
         return None
-    state = b",".join(tracestates)
-    state_text = (
-        state.decode("ascii") if state.isascii() and len(state) <= _TRACESTATE_BYTES_MAX else ""
+    tracestate = b",".join(tracestates)
+    tracestate_text = (
+        tracestate.decode("ascii")
+        if tracestate.isascii() and len(tracestate) <= _TRACESTATE_BYTES_MAX
+        else ""
     )
-    return ParentSpan(trace_id.decode(), span_id.decode(), int(flags, 16), state_text)
+    return ParentSpan(trace_id.decode(), span_id.decode(), int(flags, 16), tracestate_text)

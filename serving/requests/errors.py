@@ -32,15 +32,19 @@ def unprocessable(code: str, message: str, field: str | None, **details: object)
     return Problem(422, code, message, field=field, **details)
 
 
-def from_input(error: InvalidInput, field: str) -> Problem:
+def problem_from_input(error: InvalidInput, field: str) -> Problem:
     """A refusal by cache's own checks, with the place in the request that it is about."""
-    details = {name: value for name, value in error.details.items() if name != "field"}
-    inner = error.details.get("field")
+    details = {
+        detail_name: detail_value
+        for detail_name, detail_value in error.details.items()
+        if detail_name != "field"
+    }
+    inner_field = error.details.get("field")
     return Problem(
         422,
         error.code,
         error.message,
-        field=field if inner is None else f"{field}.{inner}",
+        field=field if inner_field is None else f"{field}.{inner_field}",
         **details,
     )
 

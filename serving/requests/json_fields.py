@@ -14,11 +14,11 @@ from serving.requests.errors import Problem, unprocessable
 _FEATURES_MAX = 256
 _FEATURE_WIDTH_MAX = 8_192
 
-_EXACT_MAX = 2**53
+_EXACT_WHOLE_NUMBER_MAX = 2**53
 """Bound of exact whole numbers: larger ones are not all distinct as doubles."""
 
-_SCAN_BYTES = 1 << 16
-_COMMA, _LIST, _OBJECT, _QUOTE, _BACKSLASH = b',[{"\\'
+_SCAN_CHUNK_BYTES = 1 << 16
+_COMMA, _OPENING_BRACKET, _OPENING_BRACE, _QUOTE, _BACKSLASH = b',[{"\\'
 
 
 def read_json(body: bytes, values_max: int) -> object:
@@ -38,78 +38,87 @@ def read_json(body: bytes, values_max: int) -> object:
     raise unprocessable("invalid_json", problem_message, "body")
 
 
-def read_object(value: object, field: str, known_fields: frozenset[str]) -> dict[str, Any]:
+def read_object(json_value: object, field: str, known_fields: frozenset[str]) -> dict[str, Any]:
     """Return the fields of a JSON object without null ones; raise Problem for a field not in `known_fields`.
 
     `field` is the path of the object, "body" for the whole.
     """
-    if not isinstance(value, dict):
+    if not isinstance(json_value, dict):
         raise unprocessable("invalid_field", f"{field} is a JSON object", field)
-    for name in value:
+    for field_name in json_value:
         # A misspelt "history" that was silently ignored would be answered as if nothing had been sent.
-        if name not in known_fields:
-            where = name if field == "body" else f"{field}.{name}"
+        if field_name not in known_fields:
+            field_path = field_name if field == "body" else f"{field}.{field_name}"
             raise unprocessable(
-                "unknown_field", f"{where} is not a field here", where, known=sorted(known_fields)
+                "unknown_field",
+                f"{field_path} is not a field here",
+                field_path,
+                known=sorted(known_fields),
             )
-    return {name: field_value for name, field_value in value.items() if field_value is not None}
+    return {
+        field_name: field_value
+        for field_name, field_value in json_value.items()
+        if field_value is not None
+    }
 
 
-def read_id(value: object, field: str) -> bytes:
+def read_id(sent_id: object, field: str) -> bytes:
     """Return the canonical bytes of one id."""
     try:
-        return canonical_id(value)
+        return canonical_id(sent_id)
     except InvalidId as error:
-        raise refused_id(error, field) from error
+        raise invalid_id_problem(error, field) from error
 
 
-def refused_id(error: InvalidId, field: str) -> Problem:
+def invalid_id_problem(error: InvalidId, field: str) -> Problem:
     """Return the refusal of an invalid id in `field`."""
     return Problem(422, error.code, error.message, field=field, **error.details)
 
 
-def read_ids(value: object, field: str, longest: int, code: str) -> tuple[bytes, ...]:
-    """Return the canonical bytes of a list of at most `longest` ids."""
-    if not isinstance(value, list):
+def read_ids(sent_ids: object, field: str, ids_max: int, error_code: str) -> tuple[bytes, ...]:
+    """Return the canonical bytes of a list of at most `ids_max` ids."""
+    if not isinstance(sent_ids, list):
         raise unprocessable("invalid_field", f"{field} is a list of ids", field)
-    check_length(value, 0, longest, field, code)
+    check_length(sent_ids, 0, ids_max, field, error_code)
     try:
-        return tuple([canonical_id(sent_id) for sent_id in value])
+        return tuple([canonical_id(sent_id) for sent_id in sent_ids])
     except InvalidId:
-        for index, sent_id in enumerate(value):
+        for index, sent_id in enumerate(sent_ids):
             read_id(sent_id, f"{field}[{index}]")
         raise
 
 
-def read_features(value: object, field: str, text_bytes: int) -> dict[str, FeatureValue]:
-    """Return named features, of the types and sizes that a model may take; a text has at most `text_bytes` of UTF-8."""
-    if not isinstance(value, dict):
+def read_features(
+    sent_features: object, field: str, text_bytes_max: int
+) -> dict[str, FeatureValue]:
+    """Return named features, of types and sizes that a model may take; a text has at most `text_bytes_max` of UTF-8."""
+    if not isinstance(sent_features, dict):
         raise unprocessable("invalid_field", f"{field} is a JSON object", field)
-    if len(value) > _FEATURES_MAX:
+    if len(sent_features) > _FEATURES_MAX:
         raise unprocessable("too_many_features", f"at most {_FEATURES_MAX} features", field)
     return {
-        name: _feature(feature_value, f"{field}.{name}", text_bytes)
-        for name, feature_value in value.items()
+        feature_name: _read_feature(feature_value, f"{field}.{feature_name}", text_bytes_max)
+        for feature_name, feature_value in sent_features.items()
     }
 
 
-def _feature(value: object, field: str, text_bytes: int) -> FeatureValue:
-    if isinstance(value, bool):
+def _read_feature(feature_value: object, field: str, text_bytes_max: int) -> FeatureValue:
+    if isinstance(feature_value, bool):
         raise unprocessable(
             "invalid_feature", f"{field} is true or false, which no model takes: send 1 or 0", field
         )
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(feature_value, float) and not math.isfinite(feature_value):
         raise unprocessable("not_finite", f"{field} is not a finite number", field)
-    if isinstance(value, str):
-        _check_text(value, text_bytes, field)
-        return value
-    if isinstance(value, int | float):
-        return value
-    if isinstance(value, list):
-        _check_size(len(value), _FEATURE_WIDTH_MAX, "values", field)
-        if value and isinstance(value[0], str):
-            return _texts(value, field, text_bytes)
-        return _vector(value, field)
+    if isinstance(feature_value, str):
+        _check_text(feature_value, text_bytes_max, field)
+        return feature_value
+    if isinstance(feature_value, int | float):
+        return feature_value
+    if isinstance(feature_value, list):
+        _check_feature_size(len(feature_value), _FEATURE_WIDTH_MAX, "values", field)
+        if feature_value and isinstance(feature_value[0], str):
+            return _read_texts(feature_value, field, text_bytes_max)
+        return _read_vector(feature_value, field)
     raise unprocessable(
         "invalid_feature",
         f"{field} is a text, a number, a list of texts or a list of numbers",
@@ -117,34 +126,41 @@ def _feature(value: object, field: str, text_bytes: int) -> FeatureValue:
     )
 
 
-def _texts(value: list[Any], field: str, text_bytes: int) -> tuple[str, ...]:
-    for index, text in enumerate(value):
-        where = f"{field}[{index}]"
+def _read_texts(sent_texts: list[Any], field: str, text_bytes_max: int) -> tuple[str, ...]:
+    for index, text in enumerate(sent_texts):
+        field_path = f"{field}[{index}]"
         if not isinstance(text, str):
-            raise unprocessable("invalid_feature", f"{where} is not a text", where)
-        _check_text(text, text_bytes, where)
-    return tuple(value)
+            raise unprocessable("invalid_feature", f"{field_path} is not a text", field_path)
+        _check_text(text, text_bytes_max, field_path)
+    return tuple(sent_texts)
 
 
-def _check_text(text: str, text_bytes: int, field: str) -> None:
-    _check_size(len(text.encode(errors="replace")), text_bytes, "bytes", field)
+def _check_text(text: str, text_bytes_max: int, field: str) -> None:
+    _check_feature_size(len(text.encode(errors="replace")), text_bytes_max, "bytes", field)
 
 
-def _vector(value: list[Any], field: str) -> tuple[float, ...]:
+def _read_vector(sent_numbers: list[Any], field: str) -> tuple[float, ...]:
     """Return the numbers of a list feature; whole numbers stay whole, as the model decides their dtype."""
-    kinds = set(map(type, value))
-    if not kinds <= {int, float}:
-        index = next(at for at, element in enumerate(value) if type(element) not in (int, float))
-        where = f"{field}[{index}]"
-        raise unprocessable("invalid_feature", f"{where} is not a number", where)
-    if int in kinds and max(abs(min(value)), abs(max(value))) > _EXACT_MAX:
+    value_types = set(map(type, sent_numbers))
+    if not value_types <= {int, float}:
+        index = next(
+            position
+            for position, element in enumerate(sent_numbers)
+            if type(element) not in (int, float)
+        )
+        field_path = f"{field}[{index}]"
+        raise unprocessable("invalid_feature", f"{field_path} is not a number", field_path)
+    if (
+        int in value_types
+        and max(abs(min(sent_numbers)), abs(max(sent_numbers))) > _EXACT_WHOLE_NUMBER_MAX
+    ):
         raise unprocessable(
             "invalid_feature", f"{field} holds numbers beyond 2**53 beside whole ones", field
         )
-    return tuple(value)
+    return tuple(sent_numbers)
 
 
-def _check_size(size: int, size_max: int, unit: str, field: str) -> None:
+def _check_feature_size(size: int, size_max: int, unit: str, field: str) -> None:
     if size > size_max:
         raise unprocessable(
             "feature_too_long",
@@ -154,40 +170,52 @@ def _check_size(size: int, size_max: int, unit: str, field: str) -> None:
         )
 
 
-def check_length(value: list[Any], length_min: int, length_max: int, field: str, code: str) -> None:
+def check_length(
+    sent_list: list[Any], length_min: int, length_max: int, field: str, error_code: str
+) -> None:
     """Raise Problem for a list of fewer than `length_min` or more than `length_max` entries."""
-    if not length_min <= len(value) <= length_max:
+    if not length_min <= len(sent_list) <= length_max:
         raise unprocessable(
-            code,
-            f"{field} has {len(value)} entries, {length_min} to {length_max} are allowed",
+            error_code,
+            f"{field} has {len(sent_list)} entries, {length_min} to {length_max} are allowed",
             field,
             limit=length_max,
         )
 
 
-def has_more_values(text: bytes, values_max: int) -> bool:
+def has_more_values(json_text: bytes, values_max: int) -> bool:
     """True if a JSON text has more than `values_max` values: commas and opening brackets outside its strings."""
-    value_count, is_inside, odd = 0, False, b""
-    for start in range(0, len(text) if len(text) > values_max else 0, _SCAN_BYTES):
-        chars = np.frombuffer(odd + text[start : start + _SCAN_BYTES], np.uint8)
-        is_quote = chars == _QUOTE
-        escaped = _escaped_positions(chars)
+    value_count, is_in_string, odd_backslash = 0, False, b""
+    for chunk_start in range(
+        0, len(json_text) if len(json_text) > values_max else 0, _SCAN_CHUNK_BYTES
+    ):
+        chunk_chars = np.frombuffer(
+            odd_backslash + json_text[chunk_start : chunk_start + _SCAN_CHUNK_BYTES], np.uint8
+        )
+        quote_mask = chunk_chars == _QUOTE
+        escaped_positions = _escaped_positions(chunk_chars)
         # A run of backslashes that is cut here goes on with as many as count: one or none.
-        odd = b"\\" if len(escaped) and escaped[-1] == len(chars) else b""
-        is_quote[escaped[: len(escaped) - len(odd)]] = False
-        inside = np.bitwise_xor.accumulate(is_quote) ^ is_inside
-        is_between = (chars == _COMMA) | (chars == _LIST) | (chars == _OBJECT)
-        value_count += int(np.count_nonzero(is_between & ~inside))
+        odd_backslash = (
+            b"\\" if len(escaped_positions) and escaped_positions[-1] == len(chunk_chars) else b""
+        )
+        quote_mask[escaped_positions[: len(escaped_positions) - len(odd_backslash)]] = False
+        in_string_mask = np.bitwise_xor.accumulate(quote_mask) ^ is_in_string
+        separator_mask = (
+            (chunk_chars == _COMMA)
+            | (chunk_chars == _OPENING_BRACKET)
+            | (chunk_chars == _OPENING_BRACE)
+        )
+        value_count += int(np.count_nonzero(separator_mask & ~in_string_mask))
         if value_count > values_max:
             return True
-        is_inside = bool(inside[-1])
+        is_in_string = bool(in_string_mask[-1])
     return False
 
 
 def _escaped_positions(chars: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Return the positions after an odd number of backslashes; the last may be the length of the text."""
-    slashes = np.flatnonzero(chars == _BACKSLASH)
-    ends = np.flatnonzero(np.diff(slashes, append=-1) != 1)
-    lengths = np.diff(ends, prepend=-1)
-    escaped_positions: NDArray[np.int64] = slashes[ends[lengths % 2 == 1]] + 1
+    backslash_positions = np.flatnonzero(chars == _BACKSLASH)
+    run_ends = np.flatnonzero(np.diff(backslash_positions, append=-1) != 1)
+    run_lengths = np.diff(run_ends, prepend=-1)
+    escaped_positions: NDArray[np.int64] = backslash_positions[run_ends[run_lengths % 2 == 1]] + 1
     return escaped_positions

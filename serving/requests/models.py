@@ -24,7 +24,7 @@ class RequestedEntity:
         """True if the caller sent anything to compute from."""
         return bool(self.history) or bool(self.features)
 
-    def of_table(self, table: str) -> Self:
+    def with_table(self, table: str) -> Self:
         """Return a copy of the entity for another table."""
         return replace(self, table=table)
 

@@ -6,7 +6,7 @@ from typing import Any
 from cache.errors import ConfigError
 
 Json = dict[str, Any]
-_PREFIX = "#/components/schemas/"
+_REFERENCE_PREFIX = "#/components/schemas/"
 
 
 class NamedSchema(dict[str, Any]):
@@ -17,7 +17,7 @@ class NamedSchema(dict[str, Any]):
         self.name = name
 
 
-DETAILS = NamedSchema(
+DETAILS_SCHEMA = NamedSchema(
     "Details",
     {
         "type": "object",
@@ -27,17 +27,24 @@ DETAILS = NamedSchema(
 )
 
 
-def object_of(properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
+def object_schema(
+    properties: Json, required: tuple[str, ...] = (), **further_keywords: object
+) -> Json:
     """Return the schema of an object with these properties."""
-    return {"type": "object", "properties": properties, "required": list(required), **more}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        **further_keywords,
+    }
 
 
-def list_of(of: Json, **more: object) -> Json:
-    """Return the schema of a list of `of`."""
-    return {"type": "array", "items": of, **more}
+def list_schema(item_schema: Json, **further_keywords: object) -> Json:
+    """Return the schema of a list of `item_schema`."""
+    return {"type": "array", "items": item_schema, **further_keywords}
 
 
-ID = NamedSchema(
+ID_SCHEMA = NamedSchema(
     "Id",
     {
         "description": "1 to 256 bytes of UTF-8; an integer becomes its decimal form",
@@ -54,52 +61,63 @@ def with_description(schema: NamedSchema, description: str) -> Json:
     return {"$ref": schema, "description": description}
 
 
-def or_null(schema: Json) -> Json:
+def nullable_schema(schema: Json) -> Json:
     """Return a schema that allows null as well."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def open_words(name: str, value_meanings: Iterable[tuple[str, str]], meaning: str) -> NamedSchema:
+def open_enum_schema(
+    name: str, value_meanings: Iterable[tuple[str, str]], meaning: str
+) -> NamedSchema:
     """Return a named schema of a text that is one of `value_meanings` today; more values may be added."""
     known_value_meanings = list(value_meanings)
-    lines = "".join(
-        f"\n- `{allowed_value}`: {text}" for allowed_value, text in known_value_meanings
+    value_lines = "".join(
+        f"\n- `{allowed_value}`: {value_meaning}"
+        for allowed_value, value_meaning in known_value_meanings
     )
-    enum = NamedSchema(
+    known_values_schema = NamedSchema(
         f"Known{name}",
         {
             "type": "string",
             "enum": [allowed_value for allowed_value, _ in known_value_meanings],
-            "description": f"Values of {name} in this release:\n{lines}",
+            "description": f"Values of {name} in this release:\n{value_lines}",
         },
     )
     return NamedSchema(
         name,
         {
-            "anyOf": [enum, {"type": "string"}],
+            "anyOf": [known_values_schema, {"type": "string"}],
             "description": f"{meaning}. The list is open: a later release may send a value that is not among the known "
             "ones, so a client must accept any text",
         },
     )
 
 
-def collected(value: Any, schemas: Json) -> Any:
-    """Return a copy of a part of the document with references in place of named schemas, which are added to `schemas`.
+def collect_named_schemas(schema_part: Any, schema_by_name: Json) -> Any:
+    """Return a copy of a part of the document with references for named schemas, which are added to `schema_by_name`.
 
     Raises ConfigError if two different schemas have the same name.
     """
-    if isinstance(value, NamedSchema):
-        content = {key: collected(part, schemas) for key, part in value.items()}
-        if schemas.setdefault(value.name, content) != content:
-            raise ConfigError(f"two different schemas of the API are called {value.name}")
-        return {"$ref": _PREFIX + value.name}
-    if isinstance(value, dict):
-        if isinstance(target := value.get("$ref"), NamedSchema):
+    if isinstance(schema_part, NamedSchema):
+        collected_schema = {
+            key: collect_named_schemas(inner_part, schema_by_name)
+            for key, inner_part in schema_part.items()
+        }
+        if schema_by_name.setdefault(schema_part.name, collected_schema) != collected_schema:
+            raise ConfigError(f"two different schemas of the API are called {schema_part.name}")
+        return {"$ref": _REFERENCE_PREFIX + schema_part.name}
+    if isinstance(schema_part, dict):
+        if isinstance(referenced_schema := schema_part.get("$ref"), NamedSchema):
             sibling_parts = {
-                key: collected(part, schemas) for key, part in value.items() if key != "$ref"
+                key: collect_named_schemas(inner_part, schema_by_name)
+                for key, inner_part in schema_part.items()
+                if key != "$ref"
             }
-            return collected(target, schemas) | sibling_parts
-        return {key: collected(part, schemas) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [collected(part, schemas) for part in value]
-    return value
+            return collect_named_schemas(referenced_schema, schema_by_name) | sibling_parts
+        return {
+            key: collect_named_schemas(inner_part, schema_by_name)
+            for key, inner_part in schema_part.items()
+        }
+    if isinstance(schema_part, list | tuple):
+        return [collect_named_schemas(inner_part, schema_by_name) for inner_part in schema_part]
+    return schema_part

@@ -6,99 +6,101 @@ from typing import Literal, NamedTuple
 from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.requests.errors import Problem
 
-JSON_TYPE = "application/json"
-Form = Literal["json", "arrow"]
+JSON_MEDIA_TYPE = "application/json"
+BodyForm = Literal["json", "arrow"]
 
-_ARROW = ARROW_MEDIA_TYPE.encode()
-_FORM_BY_CONTENT_TYPE: dict[bytes, Form] = {
-    _ARROW: "arrow",
+_ARROW_TYPE_BYTES = ARROW_MEDIA_TYPE.encode()
+_FORM_BY_CONTENT_TYPE: dict[bytes, BodyForm] = {
+    _ARROW_TYPE_BYTES: "arrow",
     b"application/json": "json",
     # What curl and urllib say of a body when nobody chose a type.
     b"application/x-www-form-urlencoded": "json",
     b"": "json",
 }
-_FORM_BY_ACCEPT: dict[bytes, Form] = {
-    _ARROW: "arrow",
+_FORM_BY_ACCEPT: dict[bytes, BodyForm] = {
+    _ARROW_TYPE_BYTES: "arrow",
     b"application/json": "json",
     b"application/*": "json",
     b"*/*": "json",
 }
-_OFFERED = [JSON_TYPE, ARROW_MEDIA_TYPE]
+_OFFERED_MEDIA_TYPES = [JSON_MEDIA_TYPE, ARROW_MEDIA_TYPE]
 
 
 class Forms(NamedTuple):
     """Forms of the request's body and of the answer."""
 
-    request_form: Form
-    response_form: Form
+    request_form: BodyForm
+    response_form: BodyForm
 
 
-def forms(headers: Iterable[tuple[bytes, bytes]]) -> Forms:
+def parse_forms(headers: Iterable[tuple[bytes, bytes]]) -> Forms:
     """Forms by Content-Type and Accept, header names in lower case.
 
     Raises Problem 415 or 406 for any other type, and 415 for a body in a content coding.
     """
-    body_form: Form = "json"
-    accepted: list[bytes] = []
-    for name, value in headers:
-        if name == b"content-type":
-            body_form = _parse_content_type(value)
-        elif name == b"accept":
-            accepted.append(value)
-        elif name == b"content-encoding":
-            _check_coding(value)
-    return Forms(body_form, _choose_response_form(b",".join(accepted)) if accepted else "json")
+    body_form: BodyForm = "json"
+    accept_values: list[bytes] = []
+    for header_name, header_value in headers:
+        if header_name == b"content-type":
+            body_form = _parse_content_type(header_value)
+        elif header_name == b"accept":
+            accept_values.append(header_value)
+        elif header_name == b"content-encoding":
+            _check_coding(header_value)
+    return Forms(
+        body_form, _choose_response_form(b",".join(accept_values)) if accept_values else "json"
+    )
 
 
 def check_codings(headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Raise Problem 415 for a body in a content coding, such as gzip; header names in lower case."""
-    for name, value in headers:
-        if name == b"content-encoding":
-            _check_coding(value)
+    for header_name, header_value in headers:
+        if header_name == b"content-encoding":
+            _check_coding(header_value)
 
 
-def _check_coding(value: bytes) -> None:
-    coding = value.strip().lower()
+def _check_coding(header_value: bytes) -> None:
+    coding = header_value.strip().lower()
     if coding not in (b"", b"identity"):
-        name = coding.decode("ascii", "replace")
+        coding_name = coding.decode("ascii", "replace")
         raise Problem(
-            415, "unsupported_content_encoding", f"the body is in the coding {name!r}: send it without one",
+            415, "unsupported_content_encoding", f"the body is in the coding {coding_name!r}: send it without one",
             field="content-encoding", supported=["identity"],
         )  # fmt: skip
 
 
-def _parse_content_type(value: bytes) -> Form:
-    type_ = value.partition(b";")[0].strip().lower()
-    form = _FORM_BY_CONTENT_TYPE.get(type_)
-    if form is None:
+def _parse_content_type(header_value: bytes) -> BodyForm:
+    media_type = header_value.partition(b";")[0].strip().lower()
+    body_form = _FORM_BY_CONTENT_TYPE.get(media_type)
+    if body_form is None:
         raise Problem(
-            415, "unsupported_media_type", f"a body is one of {', '.join(_OFFERED)}",
-            field="content-type", supported=_OFFERED,
+            415, "unsupported_media_type", f"a body is one of {', '.join(_OFFERED_MEDIA_TYPES)}",
+            field="content-type", supported=_OFFERED_MEDIA_TYPES,
         )  # fmt: skip
-    return form
+    return body_form
 
 
-def _choose_response_form(value: bytes) -> Form:
+def _choose_response_form(accept_header: bytes) -> BodyForm:
     """Form with the greatest weight, a type named outright before a wildcard, the first of equals."""
-    exact_form = _FORM_BY_ACCEPT.get(value)
+    exact_form = _FORM_BY_ACCEPT.get(accept_header)
     if exact_form is not None:
         return exact_form
-    best_choice: tuple[float, bool, Form] | None = None
-    for media_range in value.lower().split(b","):
-        type_, *parameters = (part.strip() for part in media_range.split(b";"))
-        form, weight = _FORM_BY_ACCEPT.get(type_), _weight(parameters)
-        rank = weight, b"*" not in type_
+    best_choice: tuple[float, bool, BodyForm] | None = None
+    for media_range in accept_header.lower().split(b","):
+        media_type, *parameters = (part.strip() for part in media_range.split(b";"))
+        form, weight = _FORM_BY_ACCEPT.get(media_type), _parse_weight(parameters)
+        rank = weight, b"*" not in media_type
         if form is not None and weight > 0 and (best_choice is None or rank > best_choice[:2]):
             best_choice = *rank, form
     if best_choice is None:
         raise Problem(
-            406, "not_acceptable", f"an answer is one of {', '.join(_OFFERED)}",
-            field="accept", supported=_OFFERED,
+            406, "not_acceptable", f"an answer is one of {', '.join(_OFFERED_MEDIA_TYPES)}",
+            field="accept", supported=_OFFERED_MEDIA_TYPES,
         )  # fmt: skip
     return best_choice[2]
 
 
-def _weight(parameters: list[bytes]) -> float:
+def _parse_weight(parameters: list[bytes]) -> float:
     for parameter in parameters:
         if parameter.startswith(b"q="):
             try:

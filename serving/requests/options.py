@@ -16,14 +16,14 @@ from cache.filters.expression import Filter, InvalidFilter, read_filter
 from cache.filters.reranking import BOOSTS_MAX, InvalidReranking, Reranking, read_reranking
 from cache.format.redis_keys import NAME
 from cache.format.stream_position import Position
-from serving.requests.errors import from_input, unprocessable
+from serving.requests.errors import problem_from_input, unprocessable
 from serving.requests.json_fields import read_id, read_ids, read_object
 from serving.requests.named_schema import (
-    ID,
+    ID_SCHEMA,
     Json,
     NamedSchema,
-    list_of,
-    object_of,
+    list_schema,
+    object_schema,
     with_description,
 )
 
@@ -33,11 +33,11 @@ ARM_HEADER = b"x-larder-arm"
 TIMING_HEADER = b"x-larder-timing"
 """Header that requests stage times of a single lookup, which then bypasses the ready answers."""
 
-_ARM_CHARS_MAX = 32
-_JSON_CHARS_MAX = 16_384
-_WHOLE_NUMBER = re.compile(r"-?[0-9]+")
+_ARM_NAME_CHARS_MAX = 32
+_JSON_TEXT_CHARS_MAX = 16_384
+_WHOLE_NUMBER_PATTERN = re.compile(r"-?[0-9]+")
 _DIGITS_MAX = 18
-_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?")
+_NUMBER_PATTERN = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,57 +99,59 @@ class RequestOptions:
 class RequestOption:
     """Declaration of an option; the parsers of bodies and URLs, the schema and the documents follow from it.
 
-    `parse` reads the value of a JSON body. `from_text` makes that value of a URL's text, given the option's name.
-    `attribute` is the field of RequestOptions.
+    `parse_body_value` reads the value of a JSON body. `parse_url_text` makes that value of a URL's text, given the
+    option's name. `options_field` is the field of RequestOptions.
     """
 
-    attribute: str
+    options_field: str
     schema: Json
-    parse: Callable[[Any, Limits], Any]
-    from_text: Callable[[str, str], object]
+    parse_body_value: Callable[[Any, Limits], Any]
+    parse_url_text: Callable[[str, str], object]
     query_schema: Json | None = None
     """Schema in a URL, if it is another one than in a body."""
     is_for_lists_only: bool = False
     """True for an option of lookups in a body alone: neither a URL nor a score request has it."""
 
 
-def body_options(data: Mapping[str, Any], limits: Limits) -> RequestOptions:
+def body_options(body_fields: Mapping[str, Any], limits: Limits) -> RequestOptions:
     """Return the options of a JSON body, which has no null fields."""
     options = {
-        option.attribute: option.parse(data[name], limits)
-        for name, option in REQUEST_OPTIONS.items()
-        if name in data
+        option.options_field: option.parse_body_value(body_fields[option_name], limits)
+        for option_name, option in REQUEST_OPTIONS.items()
+        if option_name in body_fields
     }
-    return _with_deadline(options, limits)
+    return _options_with_deadline(options, limits)
 
 
-def body_deadline_s(data: object, limits: Limits) -> float:
+def body_deadline_s(parsed_body: object, limits: Limits) -> float:
     """Return a JSON body's deadline in seconds, even if other fields are invalid; raise Problem for a bad deadline."""
-    sent_deadline_ms = data.get("deadline_ms") if isinstance(data, dict) else None
+    sent_deadline_ms = parsed_body.get("deadline_ms") if isinstance(parsed_body, dict) else None
     if sent_deadline_ms is None:
         return limits.deadline_ms / 1000
-    return _deadline_s(sent_deadline_ms, limits)
+    return _parse_deadline_s(sent_deadline_ms, limits)
 
 
 def query_options(query: bytes, limits: Limits) -> RequestOptions:
     """Return the options of a URL's query; without any, all defaults."""
     if not query:
         return RequestOptions(limits.deadline_ms / 1000)
-    return text_options(_pairs(query), limits)
+    return text_options(_parse_query(query), limits)
 
 
-def text_options(pairs: Mapping[str, str], limits: Limits) -> RequestOptions:
+def text_options(text_by_name: Mapping[str, str], limits: Limits) -> RequestOptions:
     """Return the options from texts by name, as in a query."""
-    data = read_object(dict(pairs), "body", QUERY_FIELDS)
+    sent_fields = read_object(dict(text_by_name), "body", QUERY_OPTION_NAMES)
     options = {
-        option.attribute: option.parse(option.from_text(data[name], name), limits)
-        for name, option in REQUEST_OPTIONS.items()
-        if name in data
+        option.options_field: option.parse_body_value(
+            option.parse_url_text(sent_fields[option_name], option_name), limits
+        )
+        for option_name, option in REQUEST_OPTIONS.items()
+        if option_name in sent_fields
     }
-    return _with_deadline(options, limits)
+    return _options_with_deadline(options, limits)
 
 
-def _with_deadline(options: dict[str, Any], limits: Limits) -> RequestOptions:
+def _options_with_deadline(options: dict[str, Any], limits: Limits) -> RequestOptions:
     options.setdefault("deadline_s", limits.deadline_ms / 1000)
     return RequestOptions(**options)
 
@@ -161,114 +163,114 @@ def with_headers(
 
     The tighter of two deadlines counts; the canary's key, and an arm, only if the body or the query has none.
     """
-    for name, value in headers:
-        if name == b"x-deadline-ms":
-            sent_deadline_ms = _number(value.decode("latin-1"), "x-deadline-ms")
-            header_deadline_s = _deadline_s(sent_deadline_ms, limits, "x-deadline-ms")
+    for header_name, header_value in headers:
+        if header_name == b"x-deadline-ms":
+            sent_deadline_ms = _parse_number(header_value.decode("latin-1"), "x-deadline-ms")
+            header_deadline_s = _parse_deadline_s(sent_deadline_ms, limits, "x-deadline-ms")
             options = replace(options, deadline_s=min(options.deadline_s, header_deadline_s))
-        elif name == b"x-larder-canary-key" and options.canary_key is None:
-            key = read_id(value.decode(errors="replace"), "x-larder-canary-key")
-            options = replace(options, canary_key=key)
-        elif name == ARM_HEADER and options.arm is None:
-            arm = read_arm(value.decode(errors="replace"), ARM_HEADER.decode())
+        elif header_name == b"x-larder-canary-key" and options.canary_key is None:
+            canary_key = read_id(header_value.decode(errors="replace"), "x-larder-canary-key")
+            options = replace(options, canary_key=canary_key)
+        elif header_name == ARM_HEADER and options.arm is None:
+            arm = read_arm(header_value.decode(errors="replace"), ARM_HEADER.decode())
             options = replace(options, arm=arm)
     return options
 
 
-def read_arm(value: object, field: str = "arm") -> RequestedArm:
+def read_arm(sent_value: object, field: str = "arm") -> RequestedArm:
     """Parse an arm `EXPERIMENT=ARM`; raise Problem for anything else."""
-    parts = value.split("=") if isinstance(value, str) else []
-    if len(parts) != 2 or not all(0 < len(name) <= _ARM_CHARS_MAX for name in parts):
+    arm_parts = sent_value.split("=") if isinstance(sent_value, str) else []
+    if len(arm_parts) != 2 or not all(0 < len(name) <= _ARM_NAME_CHARS_MAX for name in arm_parts):
         raise unprocessable("invalid_field", f"{field} is EXPERIMENT=ARM", field)
-    return RequestedArm(*parts)
+    return RequestedArm(*arm_parts)
 
 
-def _fresh(value: object, _limits: Limits) -> bool:
-    if not isinstance(value, bool):
+def _parse_fresh(sent_value: object, _limits: Limits) -> bool:
+    if not isinstance(sent_value, bool):
         raise unprocessable("invalid_field", "fresh is true or false", "fresh")
-    return value
+    return sent_value
 
 
-def _fresh_of_text(text: str, field: str) -> bool:
+def _fresh_from_text(text: str, field: str) -> bool:
     if text.lower() not in ("true", "false", "1", "0"):
         raise unprocessable("invalid_field", f"{field} is true or false", field)
     return text.lower() in ("true", "1")
 
 
-def _generation(value: object, _limits: Limits) -> str:
-    if not isinstance(value, str):
+def _parse_generation(sent_value: object, _limits: Limits) -> str:
+    if not isinstance(sent_value, str):
         raise unprocessable("invalid_field", "generation is a string", "generation")
-    return value
+    return sent_value
 
 
-def _filter(value: object, _limits: Limits) -> Filter | str | None:
+def _parse_filter(sent_value: object, _limits: Limits) -> Filter | str | None:
     """Parse a filter, or return the name of a declared one, which the answering generation looks up."""
-    if value is None or (isinstance(value, str) and NAME.fullmatch(value)):
-        return value
+    if sent_value is None or (isinstance(sent_value, str) and NAME.fullmatch(sent_value)):
+        return sent_value
     try:
-        return read_filter(value)
+        return read_filter(sent_value)
     except InvalidFilter as error:
-        raise from_input(error, "filter") from error
+        raise problem_from_input(error, "filter") from error
 
 
-def _filter_of_text(text: str, field: str) -> object:
-    return text if NAME.fullmatch(text) else _json_of_text(text, field)
+def _filter_from_text(text: str, field: str) -> object:
+    return text if NAME.fullmatch(text) else _json_from_text(text, field)
 
 
-def _reranking(value: object, limits: Limits) -> Reranking:
+def _parse_reranking(sent_value: object, limits: Limits) -> Reranking:
     """Return a declared re-ranking by its name, else parse a re-ranking."""
-    if isinstance(value, str):
-        if (declared := limits.rerankings.get(value)) is not None:
+    if isinstance(sent_value, str):
+        if (declared := limits.rerankings.get(sent_value)) is not None:
             return declared
         declared_names = sorted(limits.rerankings)
         raise unprocessable(
             "unknown_rerank",
-            f"no re-ranking {value[:40]!r} is declared; there are {', '.join(declared_names) or 'none'}",
+            f"no re-ranking {sent_value[:40]!r} is declared; there are {', '.join(declared_names) or 'none'}",
             "rerank",
             declared=declared_names,
         )
     try:
-        return read_reranking(value, limits.boost_max)
+        return read_reranking(sent_value, limits.boost_max)
     except (InvalidReranking, InvalidFilter) as error:
-        raise from_input(error, "rerank") from error
+        raise problem_from_input(error, "rerank") from error
 
 
-def _reranking_of_text(text: str, field: str) -> object:
-    return _json_of_text(text, field) if text.startswith("{") else text
+def _reranking_from_text(text: str, field: str) -> object:
+    return _json_from_text(text, field) if text.startswith("{") else text
 
 
-def _json_of_text(text: str, field: str) -> object:
-    if len(text) > _JSON_CHARS_MAX:
-        problem_message = f"{field} has at most {_JSON_CHARS_MAX} characters here"
-        raise unprocessable(f"invalid_{field}", problem_message, field, limit=_JSON_CHARS_MAX)
+def _json_from_text(text: str, field: str) -> object:
+    if len(text) > _JSON_TEXT_CHARS_MAX:
+        problem_message = f"{field} has at most {_JSON_TEXT_CHARS_MAX} characters here"
+        raise unprocessable(f"invalid_{field}", problem_message, field, limit=_JSON_TEXT_CHARS_MAX)
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise unprocessable(f"invalid_{field}", f"{field} is not JSON: {error}", field) from error
 
 
-def _pairs(query: bytes) -> dict[str, str]:
+def _parse_query(query: bytes) -> dict[str, str]:
     try:
-        text = query.decode("ascii")
-        if "%" in text or "+" in text:
-            return dict(parse_qsl(text, keep_blank_values=True, errors="strict"))
+        query_text = query.decode("ascii")
+        if "%" in query_text or "+" in query_text:
+            return dict(parse_qsl(query_text, keep_blank_values=True, errors="strict"))
     except ValueError as error:
         raise unprocessable(
             "invalid_field", f"the query cannot be read: {error}", "query"
         ) from error
-    parts = [part.partition("=") for part in text.split("&") if part]
-    return {name: value for name, _, value in parts}
+    query_parts = [query_part.partition("=") for query_part in query_text.split("&") if query_part]
+    return {name: sent_value for name, _, sent_value in query_parts}
 
 
-def _number(text: str, field: str) -> float:
+def _parse_number(text: str, field: str) -> float:
     # Not what float() takes: that reads "1_0", "nan" and digits of any script.
-    if not _NUMBER.fullmatch(text):
+    if not _NUMBER_PATTERN.fullmatch(text):
         raise unprocessable("invalid_field", f"{field} is a number, not {text[:40]!r}", field)
     return float(text)
 
 
-def _whole_number(text: str, field: str) -> int:
-    if not _WHOLE_NUMBER.fullmatch(text):
+def _parse_whole_number(text: str, field: str) -> int:
+    if not _WHOLE_NUMBER_PATTERN.fullmatch(text):
         raise unprocessable(
             f"invalid_{field}", f"{field} is a whole number, not {text[:40]!r}", field
         )
@@ -279,31 +281,31 @@ def _whole_number(text: str, field: str) -> int:
     return int(text)
 
 
-def _k(value: object, _limits: Limits) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _parse_k(sent_value: object, _limits: Limits) -> int:
+    if isinstance(sent_value, bool) or not isinstance(sent_value, int):
         raise unprocessable("invalid_k", "k is a whole number", "k")
-    if value < 1:
-        raise unprocessable("invalid_k", f"k is 1 or more, not {value}", "k")
-    return value
+    if sent_value < 1:
+        raise unprocessable("invalid_k", f"k is 1 or more, not {sent_value}", "k")
+    return sent_value
 
 
-def _max_events(value: object, _limits: Limits) -> int:
-    if isinstance(value, bool) or value != 0:
+def _parse_max_events(sent_value: object, _limits: Limits) -> int:
+    if isinstance(sent_value, bool) or sent_value != 0:
         raise unprocessable(
             "invalid_field", "max_events is 0, for the stored answer, or left out", "max_events"
         )
     return 0
 
 
-def _as_of(value: object, _limits: Limits) -> int:
+def _parse_as_of(sent_value: object, _limits: Limits) -> int:
     """Return the number of the last counted position: a position's own, or of all accepted up to a time."""
-    if isinstance(value, str):
+    if isinstance(sent_value, str):
         with contextlib.suppress(InvalidInput):
-            return Position.parse(value).number
+            return Position.parse(sent_value).number
         with contextlib.suppress(ValueError):
-            at = datetime.fromisoformat(value)
-            if at.tzinfo is not None and at.timestamp() >= 0:
-                return Position(int(at.timestamp() * 1000 + 0.5) + 1, 0).number - 1
+            counted_until = datetime.fromisoformat(sent_value)
+            if counted_until.tzinfo is not None and counted_until.timestamp() >= 0:
+                return Position(int(counted_until.timestamp() * 1000 + 0.5) + 1, 0).number - 1
     raise unprocessable(
         "invalid_field",
         "as_of is a position such as 1700000000000-0, or a time with its zone",
@@ -311,37 +313,45 @@ def _as_of(value: object, _limits: Limits) -> int:
     )
 
 
-def _max_age_s(value: object, _limits: Limits) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+def _parse_max_age_s(sent_value: object, _limits: Limits) -> float:
+    if (
+        isinstance(sent_value, bool)
+        or not isinstance(sent_value, int | float)
+        or not 0 <= sent_value < math.inf
+    ):
         raise unprocessable(
             "invalid_field", "max_age_seconds is a finite number, 0 or more", "max_age_seconds"
         )
-    return float(value)
+    return float(sent_value)
 
 
-def _deadline_s(value: object, limits: Limits, field: str = "deadline_ms") -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+def _parse_deadline_s(sent_value: object, limits: Limits, field: str = "deadline_ms") -> float:
+    if (
+        isinstance(sent_value, bool)
+        or not isinstance(sent_value, int | float)
+        or not 0 < sent_value < math.inf
+    ):
         raise unprocessable("invalid_field", f"{field} is a finite number above 0", field)
-    return min(float(value), limits.deadline_max_ms) / 1000
+    return min(float(sent_value), limits.deadline_max_ms) / 1000
 
 
-def _exclude(value: object, limits: Limits) -> tuple[bytes, ...]:
-    return read_ids(value, "exclude", limits.max_exclude, "exclude_too_long")
+def _parse_exclude(sent_value: object, limits: Limits) -> tuple[bytes, ...]:
+    return read_ids(sent_value, "exclude", limits.max_exclude, "exclude_too_long")
 
 
-def _canary_key(value: object, _limits: Limits) -> bytes:
-    return read_id(value, "canary_key")
+def _parse_canary_key(sent_value: object, _limits: Limits) -> bytes:
+    return read_id(sent_value, "canary_key")
 
 
-def _arm(value: object, _limits: Limits) -> RequestedArm:
-    return read_arm(value)
+def _parse_arm(sent_value: object, _limits: Limits) -> RequestedArm:
+    return read_arm(sent_value)
 
 
-def _same_text(text: str, _field: str) -> str:
+def _unchanged_text(text: str, _field: str) -> str:
     return text
 
 
-_FILTER = NamedSchema(
+_FILTER_SCHEMA = NamedSchema(
     "Filter",
     {
         "type": "object",
@@ -354,19 +364,21 @@ _FILTER = NamedSchema(
 )
 
 
-_RERANKING = NamedSchema(
+_RERANKING_SCHEMA = NamedSchema(
     "Reranking",
     {
         "type": "object",
         "minProperties": 1,
         "description": "Another order of the candidates",
         "properties": {
-            "boost": list_of(
+            "boost": list_schema(
                 NamedSchema(
                     "Boost",
-                    object_of(
+                    object_schema(
                         {
-                            "filter": with_description(_FILTER, "Items whose scores are raised"),
+                            "filter": with_description(
+                                _FILTER_SCHEMA, "Items whose scores are raised"
+                            ),
                             "factor": {"type": "number", "exclusiveMinimum": 0},
                         },
                         ("filter", "factor"),
@@ -378,7 +390,7 @@ _RERANKING = NamedSchema(
             ),
             "diversify": NamedSchema(
                 "Diversify",
-                object_of(
+                object_schema(
                     {
                         "attribute": {"type": "string", "description": "With `most`"},
                         "most": {
@@ -400,20 +412,20 @@ _RERANKING = NamedSchema(
 )
 
 
-_FILTER_OPTION = NamedSchema(
+_FILTER_OPTION_SCHEMA = NamedSchema(
     "FilterOption",
     {
-        "anyOf": [{"type": "string"}, _FILTER],
+        "anyOf": [{"type": "string"}, _FILTER_SCHEMA],
         "description": "Only items that pass, by their attributes: the name of a filter that the generation declares, "
         "or a filter",
     },
 )
 
 
-_RERANK_OPTION = NamedSchema(
+_RERANK_OPTION_SCHEMA = NamedSchema(
     "RerankOption",
     {
-        "anyOf": [{"type": "string"}, _RERANKING],
+        "anyOf": [{"type": "string"}, _RERANKING_SCHEMA],
         "description": "Another order of the candidates: the name of one that the settings declare, or a re-ranking",
     },
 )
@@ -423,14 +435,14 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
     "k": RequestOption(
         "k",
         {"type": "integer", "minimum": 1, "description": "Items per top-K answer; all by default"},
-        _k,
-        _whole_number,
+        _parse_k,
+        _parse_whole_number,
     ),
     "exclude": RequestOption(
         "exclude",
-        list_of(ID, description="Item ids that must not appear"),
-        _exclude,
-        _same_text,
+        list_schema(ID_SCHEMA, description="Item ids that must not appear"),
+        _parse_exclude,
+        _unchanged_text,
         is_for_lists_only=True,
     ),
     "deadline_ms": RequestOption(
@@ -441,8 +453,8 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
             "description": "Milliseconds that an answer may take; what cannot be had in them is answered by a later "
             "rung",
         },
-        _deadline_s,
-        _number,
+        _parse_deadline_s,
+        _parse_number,
     ),
     "fresh": RequestOption(
         "fresh",
@@ -450,8 +462,8 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
             "type": "boolean",
             "description": "Compute from the input though a stored answer exists",
         },
-        _fresh,
-        _fresh_of_text,
+        _parse_fresh,
+        _fresh_from_text,
     ),
     "max_age_seconds": RequestOption(
         "max_age_s",
@@ -460,8 +472,8 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
             "minimum": 0,
             "description": "Compute from the input if what is stored is older",
         },
-        _max_age_s,
-        _number,
+        _parse_max_age_s,
+        _parse_number,
     ),
     "max_events": RequestOption(
         "max_events",
@@ -470,8 +482,8 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
             "enum": [0],
             "description": "0: the stored answer, whatever events the user has that are newer",
         },
-        _max_events,
-        _number,
+        _parse_max_events,
+        _parse_number,
     ),
     "as_of": RequestOption(
         "as_of",
@@ -480,24 +492,24 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
             "description": "Count events of the user up to this position, or accepted by this time (RFC 3339), as an "
             "earlier answer told: while they are kept, it is made again",
         },
-        _as_of,
-        _same_text,
+        _parse_as_of,
+        _unchanged_text,
     ),
     "generation": RequestOption(
         "generation",
         {"type": "string", "description": "Answer from this generation, or 409"},
-        _generation,
-        _same_text,
+        _parse_generation,
+        _unchanged_text,
     ),
     "canary_key": RequestOption(
         "canary_key",
         with_description(
-            ID,
+            ID_SCHEMA,
             "Decides whether a canary answers, if one runs: the same key always meets the same generation. "
             "By default the user, if the request is about one user alone; without either the live one answers",
         ),
-        _canary_key,
-        _same_text,
+        _parse_canary_key,
+        _unchanged_text,
     ),
     "arm": RequestOption(
         "arm",
@@ -506,14 +518,14 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
             "pattern": "^[^=]{1,32}=[^=]{1,32}$",
             "description": "EXPERIMENT=ARM that is to answer, or 409; for testers, not counted",
         },
-        _arm,
-        _same_text,
+        _parse_arm,
+        _unchanged_text,
     ),
     "filter": RequestOption(
         "filter",
-        _FILTER_OPTION,
-        _filter,
-        _filter_of_text,
+        _FILTER_OPTION_SCHEMA,
+        _parse_filter,
+        _filter_from_text,
         query_schema={
             "type": "string",
             "description": "Only items that pass: the name of a declared filter, or the JSON text of one, such as "
@@ -522,9 +534,9 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
     ),
     "rerank": RequestOption(
         "rerank",
-        _RERANK_OPTION,
-        _reranking,
-        _reranking_of_text,
+        _RERANK_OPTION_SCHEMA,
+        _parse_reranking,
+        _reranking_from_text,
         query_schema={
             "type": "string",
             "description": "Another order: the name of a declared one, or the JSON text of a re-ranking, such as "
@@ -534,7 +546,7 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
 }
 """Options by their names in bodies and URLs."""
 
-QUERY_FIELDS: Final = frozenset(
+QUERY_OPTION_NAMES: Final = frozenset(
     name for name, option in REQUEST_OPTIONS.items() if not option.is_for_lists_only
 )
 """Options of a URL, and of a score request."""

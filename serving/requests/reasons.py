@@ -1,11 +1,11 @@
 """Words for unusual answers, each listed once: the fields `live` and `stale`. Pure.
 
-Those of `reason` are the `MissReason` of the tiers that `PUBLIC_REASONS` lists.
+Those of `reason` are the `MissReason` of the tiers that `PUBLIC_MISS_REASONS` lists.
 """
 
 from cache.tiers.reads import DescribedEnum, MissReason
 
-PUBLIC_REASONS = tuple([reason for reason in MissReason if not reason.traits.is_internal])
+PUBLIC_MISS_REASONS = tuple([reason for reason in MissReason if not reason.traits.is_internal])
 """Words of an answer's `reason`, as metrics and explanations have them too."""
 
 

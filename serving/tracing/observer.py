@@ -191,7 +191,8 @@ def server_timing(request_record: RequestRecord, total_s: float) -> bytes:
     if not request_record.stages:
         return total
     times = [
-        b"%b;dur=%.3f" % (name.encode(), s * 1000) for name, s in request_record.by_stage().items()
+        b"%b;dur=%.3f" % (name.encode(), s * 1000)
+        for name, s in request_record.seconds_by_stage().items()
     ]
     return b", ".join([*times, total])
 
@@ -215,7 +216,7 @@ def log_fields(
     request_record: RequestRecord, request: RequestFacts, seconds: float
 ) -> dict[str, Any]:
     """Fields of the request's line; none of them is an entity's id."""
-    fields: dict[str, Any] = dict(request_record.ids())
+    fields: dict[str, Any] = dict(request_record.log_ids())
     if request.table is not None:
         fields["table"] = request.table
     if request_record.caller:
@@ -223,6 +224,6 @@ def log_fields(
     fields |= {"status": request_record.status, "seconds": round(seconds, 6)}
     if sources := sources_of(request_record.body):
         fields["sources"] = sources
-    if stages := request_record.by_stage():
+    if stages := request_record.seconds_by_stage():
         fields["stages"] = {name: round(stage_s, 6) for name, stage_s in stages.items()}
     return fields

@@ -153,7 +153,7 @@ def _context(parent: ParentSpan | None) -> Context:
         int(parent.span_id, 16),
         is_remote=True,
         trace_flags=TraceFlags(parent.flags),
-        trace_state=TraceState.from_header([parent.state]) if parent.state else None,
+        trace_state=TraceState.from_header([parent.tracestate]) if parent.tracestate else None,
     )
     return set_span_in_context(NonRecordingSpan(parent_context), Context())
 

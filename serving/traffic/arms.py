@@ -185,12 +185,12 @@ class Arms:
             try:
                 newer_record = await self._in_thread(_read_newer, self._store, self.record.version)
             except (LarderError, OSError, ValueError) as error:
-                follower.note("experiments", StaleReason.EXPERIMENTS_UNREADABLE, str(error))
+                follower.note_concern("experiments", StaleReason.EXPERIMENTS_UNREADABLE, str(error))
             else:
-                follower.note("experiments", None)
+                follower.note_concern("experiments", None)
                 self.record = newer_record or self.record
             self.routing = Routing(self.record) if self.record.current else None
-            follower.holder.divide(by_experiments=bool(self.record.running))
+            follower.holder.set_experiments_running(by_experiments=bool(self.record.running))
             if not self._is_ending:
                 self._advance_arms()
 

@@ -8,7 +8,7 @@ from serving.http.routes import read_json
 from serving.metrics.collectors import InternalCounters
 from serving.replica.hooks import Replica
 from serving.replica.namespace import HeldNamespace
-from serving.requests.named_schema import ID, Json, with_description
+from serving.requests.named_schema import ID_SCHEMA, Json, with_description
 from serving.requests.options import REQUEST_OPTIONS, Limits
 from serving.requests.parsing import feedback_from_json
 from serving.traffic.arms import Arms
@@ -20,7 +20,7 @@ _GENERATION: Json = {
     "type": "string",
     "description": "As the answer named it; or canary_key or arm",
 }
-_CANARY_KEY: Json = with_description(ID, "As the request had it; or generation or arm")
+_CANARY_KEY: Json = with_description(ID_SCHEMA, "As the request had it; or generation or arm")
 _ARM: Json = {
     **REQUEST_OPTIONS["arm"].schema,
     "description": "EXPERIMENT=ARM, as the answer had them",
@@ -33,7 +33,7 @@ _COUNT: Json = {
 }
 
 
-_BODY: Json = schemas.closed(
+_BODY: Json = schemas.closed_object_schema(
     "FeedbackRequest",
     {
         "event": {
@@ -59,7 +59,7 @@ _BODY: Json = schemas.closed(
 )
 
 
-_RECEIPT: Json = schemas.named(
+_RECEIPT: Json = schemas.named_object_schema(
     "FeedbackReceipt",
     {
         "arm": {
@@ -89,9 +89,9 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
             summary="What came of answers",
             description="Counts an event, such as a click, for the generation or the arm that answered. Send "
             "one of generation, canary_key and arm.",
-            answer=_RECEIPT,
-            example={"arm": None},
-            body=_BODY,
+            answer_schema=_RECEIPT,
+            answer_example={"arm": None},
+            body_schema=_BODY,
             body_example={"event": "click", "generation": GENERATION_EXAMPLE},
             scope="feedback",
         ),
@@ -117,7 +117,7 @@ def attach(replica: Replica) -> ExperimentRouter:
     poll_s = config.blocklist_poll_s
     own.refresher.add_periodic("experiments", poll_s, arms.refresh, b"experiments")
     own.refresher.add_periodic("arms_blocklist", poll_s, arms.enforce)
-    own.holder.pass_on = arms.enforce
+    own.holder.pass_on_blocklist = arms.enforce
     exposures = ExposureLog(own.store, replica.name, clock=own.clock, in_thread=replica.in_thread)
     own.refresher.add_periodic("exposures", FLUSH_S, exposures.flush)
     replica.metrics.registry.register(InternalCounters(exposures.internal_counters, HELP_BY_EVENT))

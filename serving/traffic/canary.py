@@ -18,7 +18,7 @@ from serving.engine.rendering.answer_fields import AnswerJson
 from serving.engine.service import LookupService, RoutedRequest
 from serving.generations.holder import GenerationHolder
 from serving.generations.served_set import ServedGenerations
-from serving.requests.answers import FALLBACKS, Source
+from serving.requests.answers import FALLBACK_SOURCES, Source
 from serving.requests.models import RequestedEntity
 from serving.requests.options import RequestOptions
 
@@ -360,14 +360,14 @@ class ArmCounts:
 def _answer_kind(answer: Mapping[str, Any]) -> str:
     """Way in which the answer came about. Whether memory or Redis held a record says nothing of its generation."""
     source = Source(answer["source"])
-    if source in FALLBACKS:
+    if source in FALLBACK_SOURCES:
         return source.value
     return "live" if source is Source.LIVE or answer.get("producer") == "live" else "stored"
 
 
 def _top_score(answer: Mapping[str, Any]) -> float | None:
     scores = answer.get("scores")
-    if scores is None or not len(scores) or answer["source"] in FALLBACKS:
+    if scores is None or not len(scores) or answer["source"] in FALLBACK_SOURCES:
         return None
     return float(scores[0])
 

@@ -25,7 +25,7 @@ def attach(replica: Replica) -> L1Advisor:
 def share_hot_ids(namespace: HeldNamespace) -> HotKeySketch:
     """Let a namespace share with all replicas which of its ids are hot, unless the settings say not to."""
     recent, holder, sketch_s = (
-        namespace.components.ladder.recent,
+        namespace.components.ladder.recent_names,
         namespace.holder,
         namespace.config.sketch_s,
     )
@@ -36,6 +36,6 @@ def share_hot_ids(namespace: HeldNamespace) -> HotKeySketch:
         namespace.clock,
     )
     if sketch_s:
-        namespace.warmup.hottest = sketch.hottest
+        namespace.warmup.get_shared_hot_names = sketch.hottest
         namespace.refresher.add_periodic("hot_ids", sketch_s, sketch.report)
     return sketch

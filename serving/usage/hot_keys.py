@@ -95,4 +95,4 @@ def _hottest(names: Sequence[Name]) -> list[tuple[Name, int]]:
 
 def _is_blocked(live: Snapshot, name: Name) -> bool:
     table = live.manifest.tables.get(name[0])
-    return table is not None and live.blocks(table, name[1])
+    return table is not None and live.blocks_entity(table, name[1])

@@ -87,7 +87,7 @@ class Through:
         self.sizes: list[int] = []
         self._batcher = MicroBatcher(
             pool,
-            workers=config.live_workers,
+            worker_count=config.live_workers,
             max_batch=config.live_batch,
             max_queue=config.live_queue,
             max_queue_bytes=config.live_queue_bytes,

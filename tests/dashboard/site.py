@@ -59,8 +59,8 @@ class Site:
 
     async def _answer(self, request: Request) -> Response:
         self.request_count += 1
-        callers = Callers.of(self.token, None, QuotaTable.private(), {})
-        if not callers.identify(request.headers.raw).may("admin"):
+        callers = Callers.of(self.token, None, QuotaTable.create_private(), {})
+        if not callers.identify(request.headers.raw).may_use_scope("admin"):
             error = {"error": {"code": "unauthorized", "message": "send Authorization"}}
             return Response(json.dumps(error), 401, {"WWW-Authenticate": "Bearer"})
         if self.status != 200:

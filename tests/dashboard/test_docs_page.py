@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from precompute.config.settings import NightConfig
-from serving.http.static_files import HEADERS
+from serving.http.static_files import PAGE_HEADERS
 from tests.browser import Browser
 from tests.dashboard import probes as probe
 from tests.integration.nights import build_night, histories
@@ -39,7 +39,7 @@ def test_nothing_of_the_documentation_comes_from_another_host(url: str) -> None:
     loaded = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
 
     assert page.status_code == 200
-    assert page.headers.items() >= {(name.lower(), value) for name, value in HEADERS.items()}
+    assert page.headers.items() >= {(name.lower(), value) for name, value in PAGE_HEADERS.items()}
     assert not re.search(r"//|\sstyle=|\son\w+=|<style|<script(?![^>]*\ssrc=)", page.text[15:])
     assert {"docs/main.js", "docs/docs.css"} <= set(loaded)
     for asset_path in loaded:

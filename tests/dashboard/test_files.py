@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 
 import serving.dashboard
 from serving.dashboard.attach import PAGE
-from serving.http.static_files import HEADERS
+from serving.http.static_files import PAGE_HEADERS
 
 FOLDER = Path(str(serving.dashboard.__file__)).parent / "page"
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ async def test_every_file_is_sent_as_what_it_is(http: httpx.AsyncClient, file: P
     assert answer.status_code == 200
     assert answer.content == CONTENT[file.name]
     assert answer.headers["content-type"].partition(";")[0] == TYPES[file.suffix[1:]]
-    assert answer.headers.items() >= {(name.lower(), value) for name, value in HEADERS.items()}
+    assert answer.headers.items() >= {(name.lower(), value) for name, value in PAGE_HEADERS.items()}
 
 
 async def test_nothing_may_come_from_elsewhere_or_stand_in_the_markup(

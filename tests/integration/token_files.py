@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serving.access.token_file import SCOPES, TokenEntry, write_tokens
+from serving.access.token_file import MEANING_BY_SCOPE, TokenEntry, write_tokens
 
 EXPIRED = "2020-01-01T00:00:00+00:00"
 
@@ -24,7 +24,9 @@ class TokenPlace:
         token = f"larder_{secrets.token_urlsafe(32)}"
         digest = hashlib.sha256(token.encode()).hexdigest()
         self.tokens[name] = token
-        self.entries[name] = TokenEntry(sha256=digest, scopes=scopes or tuple(SCOPES), **limits)
+        self.entries[name] = TokenEntry(
+            sha256=digest, scopes=scopes or tuple(MEANING_BY_SCOPE), **limits
+        )
         self.write()
         return self.header(name)
 

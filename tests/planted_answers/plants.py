@@ -70,8 +70,8 @@ PLANTS = (
         (
             Change(
                 _ANSWER_BUILDER,
-                "filter_mask is None and is_used_up and not case.is_answered_by_night(record)",
-                "filter_mask is None and item_count < min(case.k, len(record.items))",
+                "filter_mask is None and is_used_up and not pending.is_answered_by_night(record)",
+                "filter_mask is None and left_item_count < min(pending.k, len(record.items))",
             ),
         ),
     ),
@@ -81,8 +81,8 @@ PLANTS = (
         (
             Change(
                 _ANSWER_BUILDER,
-                "exclusions: Exclusions = (context.excluded(snapshot), seen_ordinals, *event_exclusions)",
-                "exclusions: Exclusions = (context.excluded(snapshot), *event_exclusions)",
+                "            seen_ordinals,\n            *event_exclusions,\n",
+                "            *event_exclusions,\n",
             ),
         ),
     ),
@@ -125,9 +125,9 @@ PLANTS = (
         (
             Change(
                 _ANSWER_BUILDER,
-                "context.excluded(snapshot) | case.history_in(snapshot).item_numbers | snapshot.blocked"
-                "\n    )\n    if (own",
-                "case.history_in(snapshot).item_numbers | snapshot.blocked\n    )\n    if (own",
+                "        context.excluded_ordinals(snapshot)\n        | pending.history_in(snapshot).item_numbers\n"
+                "        | snapshot.blocked\n",
+                "        pending.history_in(snapshot).item_numbers\n        | snapshot.blocked\n",
             ),
         ),
     ),
@@ -142,8 +142,8 @@ PLANTS = (
         (
             Change(
                 "serving/generations/snapshot.py",
-                "return raw in blocklist.entities or raw in of_its_kind",
-                'return table.entity != "user" and (raw in blocklist.entities or raw in of_its_kind)',
+                "return raw in blocklist.entities or raw in blocked_of_kind",
+                'return table.entity != "user" and (raw in blocklist.entities or raw in blocked_of_kind)',
             ),
         ),
     ),

@@ -101,16 +101,16 @@ def _who_leaves_takes_the_flight_along(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_failed_batch_keeps_its_worker(patch: pytest.MonkeyPatch) -> None:
-    real = MicroBatcher._finish
+    real = MicroBatcher._finish_batch
 
     def finish(
         self: Any, batch: Any, started: float, outcomes: Any, *remaining_arguments: Any
     ) -> None:
         real(self, batch, started, outcomes, *remaining_arguments)
         if outcomes and all(isinstance(outcome, Exception) for outcome in outcomes):
-            self._idle -= 1
+            self._idle_worker_count -= 1
 
-    patch.setattr(MicroBatcher, "_finish", finish)
+    patch.setattr(MicroBatcher, "_finish_batch", finish)
 
 
 def _an_older_blocklist_is_taken(patch: pytest.MonkeyPatch) -> None:
@@ -131,10 +131,10 @@ def _a_blocklist_misses_what_is_loading(patch: pytest.MonkeyPatch) -> None:
             real(self, served)
             return
         self.served = dataclasses.replace(served, canary=None)
-        self._metrics.set_generations(self.served.roles, is_degraded=False)
+        self._metrics.set_generations(self.served.generation_by_role, is_degraded=False)
 
-    real = GenerationHolder.put
-    patch.setattr(GenerationHolder, "put", put)
+    real = GenerationHolder.replace_served
+    patch.setattr(GenerationHolder, "replace_served", put)
 
 
 def _everybody_leads(patch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def _a_lease_is_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
         return await real(self, lease_mark, lease_state, view, record_key, give_up + 3_600.0)
 
     async def keep(self: Any, lease_mark: Any, lease_set_at: float, compute: Any) -> Any:
-        self._begin(lease_mark, lease_set_at)
+        self._note_lease_begin(lease_mark, lease_set_at)
         return await compute(lease_mark)  # never given back, renewed for ever
 
     patch.setattr(LeaseManager, "_follow", follow)
@@ -162,14 +162,14 @@ def _a_lease_is_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
 
 def _a_slow_load_holds_up_the_next_look(patch: pytest.MonkeyPatch) -> None:
     async def mended(self: PointerFollower) -> None:
-        async with self._looking:
+        async with self._poll_lock:
             await self._poll_pointer()
-            self._stage()
-            self._degraded_reopen.reopen_if_due(self.progress.followed)
-            await self._degraded_reopen.settled()
-            await self.staged.settled()
-            if self._fetching is not None:
-                await asyncio.wait({self._fetching})
+            self._stage_wanted()
+            self._degraded_reopen.reopen_if_due(self.progress.followed_pointer)
+            await self._degraded_reopen.wait_until_settled()
+            await self.staged.wait_until_settled()
+            if self._previous_load_task is not None:
+                await asyncio.wait({self._previous_load_task})
 
     patch.setattr(PointerFollower, "poll_pointer", mended)
 
@@ -204,8 +204,8 @@ def _of_many_at_once_some_keep_their_place(patch: pytest.MonkeyPatch) -> None:
 
     def enter(self: Admission) -> bool:
         is_admitted = real(self)
-        if is_admitted and self.under_way == 6:
-            self.under_way += 1
+        if is_admitted and self.requests_under_way == 6:
+            self.requests_under_way += 1
         return is_admitted
 
     patch.setattr(Admission, "enter", enter)
@@ -266,7 +266,7 @@ def _a_late_reply_is_taken_for_the_next(patch: pytest.MonkeyPatch) -> None:
 
 
 def _only_announcements_are_heard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Refresher, "look_s", lambda _self: 3_600.0)
+    patch.setattr(Refresher, "pointer_poll_s", lambda _self: 3_600.0)
 
 
 def _what_is_degraded_stays_so(patch: pytest.MonkeyPatch) -> None:
@@ -286,17 +286,17 @@ def _what_is_staged_is_served(patch: pytest.MonkeyPatch) -> None:
 
 def _previous_is_whatever_arrives_last(patch: pytest.MonkeyPatch) -> None:
     async def fetch(self: PointerFollower, _pointer: Any, generation: str) -> None:
-        previous = await self.holder.published(self._store, generation)
+        previous = await self.holder.open_superseded(self._store, generation)
         if previous is not None and self.served is not None:
-            self.holder.put(dataclasses.replace(self.served, previous=previous))
+            self.holder.replace_served(dataclasses.replace(self.served, previous=previous))
 
     real = PointerFollower._follow
 
-    async def follow(self: PointerFollower, pointer: Any, *, trusted: bool = True) -> None:
-        self._fetching = None  # goes on, whatever is published meanwhile
-        await real(self, pointer, trusted=trusted)
+    async def follow(self: PointerFollower, pointer: Any, *, is_from_redis: bool = True) -> None:
+        self._previous_load_task = None  # goes on, whatever is published meanwhile
+        await real(self, pointer, is_from_redis=is_from_redis)
 
-    patch.setattr(PointerFollower, "_fetch", fetch)
+    patch.setattr(PointerFollower, "_load_previous", fetch)
     patch.setattr(PointerFollower, "_follow", follow)
 
 
@@ -321,7 +321,7 @@ def _a_full_queue_of_overlays_is_never_emptied(patch: pytest.MonkeyPatch) -> Non
 
 
 def _a_pin_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ServedGenerations, "pinned", lambda self, _generation: self)
+    patch.setattr(ServedGenerations, "pin_generation", lambda self, _generation: self)
 
 
 def _a_page_of_another_night_is_read(patch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,12 @@ def demand_nothing_left(name: str, service: LookupService) -> None:
     inferences = service.ladder._inferences
     batcher = inferences.batcher  # type: ignore[attr-defined]
     leftover_counts = {
-        "requests": service.admission.under_way,
+        "requests": service.admission.requests_under_way,
         "reads": len(service.tiers.flights),
         "inferences": len(inferences.flights),  # type: ignore[attr-defined]
-        "jobs": len(inferences._jobs),  # type: ignore[attr-defined]
+        "jobs": len(inferences._job_by_flight_key),  # type: ignore[attr-defined]
         "inputs": batcher.queued, "bytes": batcher.queued_bytes,
-        "busy workers": 1 - batcher._idle,
+        "busy workers": 1 - batcher._idle_worker_count,
         "leases": len(inferences.leases._written_at_by_mark),  # type: ignore[attr-defined]
         "overlays": len(service.tiers.writes),
     }  # fmt: skip

@@ -429,10 +429,14 @@ class Rules:
         )
         calm_s = self._of.faults.calm_s(*fault_names) if is_at_hand else self._of.faults.calm_s()
         if calm_s > 2 * LEARNS_S and epoch < pointer.epoch:
-            raise Broken(f"{replica.host.name} does not follow {pointer}: {served.roles}")
+            raise Broken(
+                f"{replica.host.name} does not follow {pointer}: {served.generation_by_role}"
+            )
         previous = served.previous.generation if served.previous else pointer.previous
         if calm_s > 2 * LEARNS_S and epoch == pointer.epoch and previous != pointer.previous:
-            raise Broken(f"{replica.host.name} holds {served.roles}, the pointer is {pointer}")
+            raise Broken(
+                f"{replica.host.name} holds {served.generation_by_role}, the pointer is {pointer}"
+            )
         if self._of.faults.calm_s() > MENDS_S and served.live.degraded is not None:
             raise Broken(f"{replica.host.name} stays degraded: {served.live.degraded}")
 

@@ -124,7 +124,7 @@ def test_every_name_of_the_code_that_a_page_names_is_defined(page: Path) -> None
     [
         ("serving.engine.ladder", True),
         ("serving.engine.ladder.Ladder.lookup", True),
-        ("serving.http.routes.Guard.around.answer", True),
+        ("serving.http.routes.Guard.wrap_handler.answer", True),
         ("serving.replica.hooks.Hooks.routers", True),
         ("serving.engine.ladder.Ladder.climb", False),
         ("serving.engine.ladders", False),

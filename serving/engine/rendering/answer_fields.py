@@ -17,7 +17,7 @@ from serving.requests.models import RequestedEntity
 
 AnswerJson = dict[str, Any]
 Prediction = dict[str, Any]
-JSON = orjson.OPT_SERIALIZE_NUMPY
+JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 Exclusions = tuple[frozenset[int], ...]
 """Ordinals to leave out, as sets that are each made once and shared by many entities."""
 
@@ -41,7 +41,7 @@ class SentHistory(NamedTuple):
 _NO_HISTORY = SentHistory(frozenset(), 0)
 
 
-def from_record(
+def prediction_from_record(
     snapshot: Snapshot,
     table: Table,
     record: Record,
@@ -52,13 +52,15 @@ def from_record(
 ) -> Prediction:
     """The prediction itself, from a stored or a live record, without the ordinals that are barred or do not pass."""
     if record.items is not None:
-        return _top(snapshot, record.items, record.numbers, k, exclusions, filter_mask, reranker)
+        return _build_top_list(
+            snapshot, record.items, record.numbers, k, exclusions, filter_mask, reranker
+        )
     if table.kind == "vector":
         return {"vector": record.numbers}
     return {"values": record.numbers, "labels": table.labels}
 
 
-def is_cut(
+def may_have_more_items(
     prediction: Prediction, record: Record, table: Table, *, lacks_history: bool = False
 ) -> bool:
     """True if more items may pass a filter than these of a record's list: fewer than `k`, of a list that is full.
@@ -70,7 +72,7 @@ def is_cut(
     return bool(prediction["short"]) and (is_full or lacks_history)
 
 
-def from_defaults(
+def prediction_from_defaults(
     snapshot: Snapshot,
     table: Table,
     entity: RequestedEntity,
@@ -84,28 +86,30 @@ def from_defaults(
         return {"vector": None}
     if table.kind == "value":
         return {"values": None, "labels": table.labels}
-    default = snapshot.defaults.get(table.name)
-    if default is None:
+    default_list = snapshot.defaults.get(table.name)
+    if default_list is None:
         return {"items": [], "scores": [], "short": True}
-    exclusions = (*exclusions, default.among(entity.history))
+    exclusions = (*exclusions, default_list.ordinals_among(entity.history))
     if table.entity == "item" and entity.raw is not None:
         # An item is not similar to itself, however popular it is.
-        exclusions = (*exclusions, default.among((entity.raw,)))
-    return _top(snapshot, default.items, default.scores, k, exclusions, filter_mask, reranker)
+        exclusions = (*exclusions, default_list.ordinals_among((entity.raw,)))
+    return _build_top_list(
+        snapshot, default_list.items, default_list.scores, k, exclusions, filter_mask, reranker
+    )
 
 
 def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> SentHistory:
     """Sent history as one generation knows it; an id that comes twice counts once, as live has it."""
     if not history:
         return _NO_HISTORY
-    raws = list(dict.fromkeys(history))
-    ordinals = snapshot.items.ordinals_of(raws)
-    dropped_count = int((snapshot.items.to_model(ordinals) < 0).sum())
-    numbers = snapshot.new_items.numbers_of(raws, ordinals)
-    return SentHistory(frozenset(numbers.tolist()), dropped_count)
+    history_ids = list(dict.fromkeys(history))
+    ordinals = snapshot.items.ordinals_of(history_ids)
+    unknown_id_count = int((snapshot.items.to_model(ordinals) < 0).sum())
+    item_numbers = snapshot.new_items.numbers_of(history_ids, ordinals)
+    return SentHistory(frozenset(item_numbers.tolist()), unknown_id_count)
 
 
-def _top(
+def _build_top_list(
     snapshot: Snapshot,
     items: NDArray[np.uint32],
     scores: NDArray[np.float32],
@@ -118,13 +122,15 @@ def _top(
     if filter_mask is not None:
         is_passing = filter_mask.among(items)
         items, scores = items[is_passing], scores[is_passing]
-    left_out = [excluded_set for excluded_set in (*exclusions, snapshot.blocked) if excluded_set]
-    if left_out:
+    excluded_sets = [
+        excluded_set for excluded_set in (*exclusions, snapshot.blocked) if excluded_set
+    ]
+    if excluded_sets:
         ordinals = items.tolist()
-        keep = list(range(len(ordinals)))
-        for excluded_set in left_out:
-            keep = [index for index in keep if ordinals[index] not in excluded_set]
-        items, scores = items[keep], scores[keep]
+        kept_indexes = list(range(len(ordinals)))
+        for excluded_set in excluded_sets:
+            kept_indexes = [index for index in kept_indexes if ordinals[index] not in excluded_set]
+        items, scores = items[kept_indexes], scores[kept_indexes]
     return build_list(snapshot, items, scores, k, reranker)
 
 
@@ -138,15 +144,15 @@ def build_list(
     """The first k of these, by their own order or a re-ranker's."""
     selection = slice(k) if reranker is None else reranker.rerank(items, scores, k)
     items, scores = items[selection], scores[selection]
-    item_table, new = snapshot.items, snapshot.new_items
-    ids = new.ids_of(item_table, items) if new else item_table.ids_of(items)
-    return {"items": ids, "scores": scores, "short": len(items) < k}
+    item_table, new_items = snapshot.items, snapshot.new_items
+    item_ids = new_items.ids_of(item_table, items) if new_items else item_table.ids_of(items)
+    return {"items": item_ids, "scores": scores, "short": len(items) < k}
 
 
-def iso_of(at: float) -> str:
+def iso_time(unix_s: float) -> str:
     """Time in Unix seconds as RFC 3339 in UTC, to the millisecond."""
-    text = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
-    return text.replace("+00:00", "Z")
+    iso_text = datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds")
+    return iso_text.replace("+00:00", "Z")
 
 
 def age_s(snapshot: Snapshot, now_s: float) -> float:
@@ -154,7 +160,7 @@ def age_s(snapshot: Snapshot, now_s: float) -> float:
     return round(now_s - snapshot.manifest.data_until, 3)
 
 
-def origin_of(
+def origin_fields(
     snapshot: Snapshot,
     source: Source,
     producer: str | None,
@@ -169,13 +175,13 @@ def origin_of(
         "age_seconds": age_s(snapshot, now_s),
         "published_at": snapshot.published_at,
     }
-    for name, value in optional_fields.items():
-        if value is not None:
-            origin[name] = value
+    for field_name, field_value in optional_fields.items():
+        if field_value is not None:
+            origin[field_name] = field_value
     return origin
 
 
-def complete(
+def complete_answer(
     prediction: Prediction,
     snapshot: Snapshot,
     table: str,
@@ -188,5 +194,5 @@ def complete(
     """The prediction with where it came from."""
     answer: AnswerJson = {"id": entity.id, "table": table}
     answer |= prediction
-    answer |= origin_of(snapshot, source, producer, now_s, **optional_fields)
+    answer |= origin_fields(snapshot, source, producer, now_s, **optional_fields)
     return answer

@@ -15,34 +15,39 @@ from cache.native import loader
 from serving.arrow.schema import Field
 from serving.arrow.writer import (
     Column,
-    fixed_lists,
-    flags,
-    lists,
-    no_flags,
-    no_numbers,
-    no_text,
-    numbers,
-    same_text,
-    stream,
-    texts,
-    whole_texts,
+    false_flag_column,
+    fixed_list_column,
+    flag_column,
+    list_column,
+    null_number_column,
+    null_text_column,
+    number_column,
+    repeated_text_column,
+    text_column,
+    whole_text_column,
+    write_stream,
 )
 from serving.engine.rendering.answer_fields import AnswerJson
-from serving.requests.answers import ORIGIN_FIELDS, PREDICTION_FIELDS, Origin, fields_of
+from serving.requests.answers import (
+    ORIGIN_FIELDS,
+    PREDICTION_FIELDS_BY_KIND,
+    Origin,
+    declared_fields,
+)
 
-TABLE = "table"
+TABLE_METADATA_KEY = "table"
 """Schema metadata key with the name of the requested table."""
 
-_ID = fields_of(Origin)[0].arrow
-_ORIGIN = tuple([answer_field.arrow for answer_field in ORIGIN_FIELDS])
-_FIELDS = (_ID, *_ORIGIN)
-_PREDICTION = {
-    kind: tuple([answer_field.arrow for answer_field in PREDICTION_FIELDS[kind]])
-    for kind in PREDICTION_FIELDS
+_ID_COLUMN = declared_fields(Origin)[0].arrow_field
+_ORIGIN_COLUMNS = tuple([answer_field.arrow_field for answer_field in ORIGIN_FIELDS])
+_ID_AND_ORIGIN_COLUMNS = (_ID_COLUMN, *_ORIGIN_COLUMNS)
+_PREDICTION_COLUMNS_BY_KIND = {
+    kind: tuple([answer_field.arrow_field for answer_field in PREDICTION_FIELDS_BY_KIND[kind]])
+    for kind in PREDICTION_FIELDS_BY_KIND
 }
-_PACKED = {"f8": "<d", "i4": "<i"}
+_STRUCT_FORMAT_BY_KIND = {"f8": "<d", "i4": "<i"}
 
-Row = tuple[Any, ...]
+OriginRow = tuple[Any, ...]
 """Values of the origin's columns in one row."""
 
 
@@ -50,7 +55,7 @@ class StoredRows(NamedTuple):
     """Rows of plain records: scores of complete lists, vectors or values float32[n, width]."""
 
     answer_indices: NDArray[np.int64]
-    by_tier: tuple[Row, Row]
+    origin_by_tier: tuple[OriginRow, OriginRow]
     """Origin of rows from L1, and of rows from L2."""
     is_l2: NDArray[np.bool_]
     numbers: NDArray[np.float32]
@@ -72,143 +77,190 @@ def answers_stream(
 ) -> bytes:
     """Return the body of the response; row i is one of `stored_rows`, or else `answers[i]`."""
     row_count = len(ids)
-    columns = [_ids(ids), *_origins(row_count, answers, stored_rows)]
-    predicted = _PREDICTION[table.kind]
+    columns = [_id_column(ids), *_origin_columns(row_count, answers, stored_rows)]
+    prediction_columns = _PREDICTION_COLUMNS_BY_KIND[table.kind]
     if table.kind == "topk":
         columns += _top_columns(row_count, answers, stored_rows)
-        return _stream(table, (*_FIELDS, *predicted), columns, row_count)
-    field, vectors = _vectors(predicted[0], row_count, answers, stored_rows, table.layout.width)
-    fields = (*_FIELDS, field, *predicted[1:])
-    columns.append(vectors)
+        return _write_table_stream(
+            table, (*_ID_AND_ORIGIN_COLUMNS, *prediction_columns), columns, row_count
+        )
+    field, vector_column = _vector_column(
+        prediction_columns[0], row_count, answers, stored_rows, table.layout.width
+    )
+    fields = (*_ID_AND_ORIGIN_COLUMNS, field, *prediction_columns[1:])
+    columns.append(vector_column)
     if table.kind == "value":
         table_labels = table.labels
         label_lists = [
             answers[row]["labels"] if row in answers else table_labels for row in range(row_count)
         ]
-        columns.append(_text_lists(label_lists))
-    return _stream(table, fields, columns, row_count)
+        columns.append(_text_list_column(label_lists))
+    return _write_table_stream(table, fields, columns, row_count)
 
 
-def _stream(table: Table, fields: tuple[Field, ...], columns: list[Column], rows: int) -> bytes:
-    return stream(fields, columns, rows, ((TABLE, table.name),), loader.kernels.stream)
+def _write_table_stream(
+    table: Table, fields: tuple[Field, ...], columns: list[Column], row_count: int
+) -> bytes:
+    return write_stream(
+        fields, columns, row_count, ((TABLE_METADATA_KEY, table.name),), loader.kernels.stream
+    )
 
 
-def _ids(ids: Sequence[bytes | None]) -> Column:
+def _id_column(ids: Sequence[bytes | None]) -> Column:
     joined_ids = loader.kernels.joined(ids)
-    return texts(ids) if joined_ids is None else Column(((len(ids), 0),), (b"", *joined_ids))
+    return text_column(ids) if joined_ids is None else Column(((len(ids), 0),), (b"", *joined_ids))
 
 
-def _origins(rows: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows) -> list[Column]:
-    l1, l2 = stored_rows.by_tier
-    if not answers and (count := np.count_nonzero(stored_rows.is_l2)) in (0, rows):
-        origin_row = l2 if count else l1
+def _origin_columns(
+    row_count: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows
+) -> list[Column]:
+    l1_origin, l2_origin = stored_rows.origin_by_tier
+    if not answers and (l2_count := np.count_nonzero(stored_rows.is_l2)) in (0, row_count):
+        origin_row = l2_origin if l2_count else l1_origin
         return [
-            _constant_column(field, value, rows)
-            for field, value in zip(_ORIGIN, origin_row, strict=True)
+            _constant_column(field, value, row_count)
+            for field, value in zip(_ORIGIN_COLUMNS, origin_row, strict=True)
         ]
-    origins: list[Row] = [()] * rows
+    origins: list[OriginRow] = [()] * row_count
     for row, is_l2 in zip(
         stored_rows.answer_indices.tolist(), stored_rows.is_l2.tolist(), strict=True
     ):
-        origins[row] = l2 if is_l2 else l1
+        origins[row] = l2_origin if is_l2 else l1_origin
     for row, answer in answers.items():
         origins[row] = row_of(answer)
-    by_field = zip(_ORIGIN, zip(*origins, strict=True), strict=True)
-    return [column(field, values) for field, values in by_field]
+    fields_and_values = zip(_ORIGIN_COLUMNS, zip(*origins, strict=True), strict=True)
+    return [field_column(field, values) for field, values in fields_and_values]
 
 
-def _constant_column(field: Field, value: Any, rows: int) -> Column:
+def _constant_column(field: Field, constant: Any, row_count: int) -> Column:
     """Return a column with one value in each row."""
     if field.kind == "utf8":
-        return no_text(rows) if value is None else same_text(value.encode(), rows)
-    if value is None and field.kind == "i4":
-        return no_numbers(rows)
-    if value is None or field.kind == "bool":
-        return column(field, [value] * rows)
-    return Column(((rows, 0),), (b"", struct.pack(_PACKED[field.kind], value) * rows))
+        return (
+            null_text_column(row_count)
+            if constant is None
+            else repeated_text_column(constant.encode(), row_count)
+        )
+    if constant is None and field.kind == "i4":
+        return null_number_column(row_count)
+    if constant is None or field.kind == "bool":
+        return field_column(field, [constant] * row_count)
+    return Column(
+        ((row_count, 0),),
+        (b"", struct.pack(_STRUCT_FORMAT_BY_KIND[field.kind], constant) * row_count),
+    )
 
 
-def row_of(origin: AnswerJson) -> Row:
+def row_of(origin: AnswerJson) -> OriginRow:
     """Return the row of an answer, or of its origin alone, in the origin's columns."""
-    return tuple([origin.get(field.name) for field in _ORIGIN])
+    return tuple([origin.get(field.name) for field in _ORIGIN_COLUMNS])
 
 
-def column(field: Field, values: Sequence[Any]) -> Column:
+def field_column(field: Field, cell_values: Sequence[Any]) -> Column:
     """Return the column of a declared field that is no list, with at least one value; None is null."""
     if field.kind == "utf8":
-        if values.count(values[0]) == len(values):
-            return _constant_column(field, values[0], len(values))
-        return texts([None if text is None else text.encode() for text in values])
-    if field.kind == "f8" and None not in values:
-        return numbers(np.array(values, np.float64))
-    is_present = [cell_value is not None for cell_value in values]
+        if cell_values.count(cell_values[0]) == len(cell_values):
+            return _constant_column(field, cell_values[0], len(cell_values))
+        return text_column(
+            [None if cell_text is None else cell_text.encode() for cell_text in cell_values]
+        )
+    if field.kind == "f8" and None not in cell_values:
+        return number_column(np.array(cell_values, np.float64))
+    is_present = [cell_value is not None for cell_value in cell_values]
     if field.kind == "bool":
-        return flags(list(map(bool, values)), is_present)
-    return numbers(np.array([cell_value or 0 for cell_value in values], field.kind), is_present)
+        return flag_column(list(map(bool, cell_values)), is_present)
+    return number_column(
+        np.array([cell_value or 0 for cell_value in cell_values], field.kind), is_present
+    )
 
 
 def _top_columns(
-    rows: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows
+    row_count: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows
 ) -> tuple[Column, Column, Column]:
     if not answers:
-        count, width = stored_rows.numbers.shape
-        ends = np.arange(count + 1, dtype=np.int32) * np.int32(width)
-        named = _names(stored_rows.items)
-        scores = numbers(stored_rows.numbers.ravel())
-        return lists(ends, named), lists(ends, scores), no_flags(rows)
-    width, short = stored_rows.numbers.shape[1], [False] * rows
-    items, names_by_row = [b""] * rows, {}
-    counts = np.zeros(rows, np.int32)
-    counts[stored_rows.answer_indices] = width
-    cuts = [0, *np.cumsum(stored_rows.items.sizes.sum(axis=1)).tolist()]
-    for row, (start, end) in zip(stored_rows.answer_indices.tolist(), pairwise(cuts), strict=True):
-        items[row] = stored_rows.items.data[start:end]
+        list_count, width = stored_rows.numbers.shape
+        list_ends = np.arange(list_count + 1, dtype=np.int32) * np.int32(width)
+        name_column = _name_column(stored_rows.items)
+        score_column = number_column(stored_rows.numbers.ravel())
+        return (
+            list_column(list_ends, name_column),
+            list_column(list_ends, score_column),
+            false_flag_column(row_count),
+        )
+    width, short_flags = stored_rows.numbers.shape[1], [False] * row_count
+    joined_names_by_row, names_by_row = [b""] * row_count, {}
+    item_count_by_row = np.zeros(row_count, np.int32)
+    item_count_by_row[stored_rows.answer_indices] = width
+    name_cuts = [0, *np.cumsum(stored_rows.items.sizes.sum(axis=1)).tolist()]
+    for row, (cut_start, cut_end) in zip(
+        stored_rows.answer_indices.tolist(), pairwise(name_cuts), strict=True
+    ):
+        joined_names_by_row[row] = stored_rows.items.data[cut_start:cut_end]
     for row, answer in answers.items():
-        names_by_row[row] = names = [item_id.encode() for item_id in answer["items"]]
-        items[row], counts[row], short[row] = b"".join(names), len(names), answer["short"]
-    ends = np.zeros(rows + 1, np.int32)
-    np.cumsum(counts, out=ends[1:])
-    sizes, flat = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.float32)
-    slots = ends[stored_rows.answer_indices][:, None] + np.arange(width, dtype=np.int32)
+        names_by_row[row] = item_names = [item_id.encode() for item_id in answer["items"]]
+        joined_names_by_row[row], item_count_by_row[row], short_flags[row] = (
+            b"".join(item_names),
+            len(item_names),
+            answer["short"],
+        )
+    list_ends = np.zeros(row_count + 1, np.int32)
+    np.cumsum(item_count_by_row, out=list_ends[1:])
+    name_sizes, flat_scores = np.empty(list_ends[-1], np.int32), np.empty(list_ends[-1], np.float32)
+    stored_slots = list_ends[stored_rows.answer_indices][:, None] + np.arange(width, dtype=np.int32)
     if len(stored_rows.answer_indices):  # without any, even the width of their sizes is nothing
-        sizes[slots], flat[slots] = stored_rows.items.sizes, stored_rows.numbers
+        name_sizes[stored_slots], flat_scores[stored_slots] = (
+            stored_rows.items.sizes,
+            stored_rows.numbers,
+        )
     for row, answer in answers.items():
-        row_slice = slice(ends[row], ends[row + 1])
-        sizes[row_slice], flat[row_slice] = list(map(len, names_by_row[row])), answer["scores"]
-    named = _names(IdBytes.of(b"".join(items), sizes))
-    return lists(ends, named), lists(ends, numbers(flat)), flags(short)
+        row_slice = slice(list_ends[row], list_ends[row + 1])
+        name_sizes[row_slice], flat_scores[row_slice] = (
+            list(map(len, names_by_row[row])),
+            answer["scores"],
+        )
+    name_column = _name_column(IdBytes.of(b"".join(joined_names_by_row), name_sizes))
+    return (
+        list_column(list_ends, name_column),
+        list_column(list_ends, number_column(flat_scores)),
+        flag_column(short_flags),
+    )
 
 
-def _names(named: IdBytes) -> Column:
-    return Column(((len(named.cuts) // 4 - 1, 0),), (b"", named.cuts, named.data))
+def _name_column(item_names: IdBytes) -> Column:
+    return Column(((len(item_names.cuts) // 4 - 1, 0),), (b"", item_names.cuts, item_names.data))
 
 
-def _vectors(
-    field: Field, rows: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows, width: int
+def _vector_column(
+    field: Field,
+    row_count: int,
+    answers: Mapping[int, AnswerJson],
+    stored_rows: StoredRows,
+    width: int,
 ) -> tuple[Field, Column]:
     """Return the vector column of the table's width; of lists of any size if another night's answers differ."""
-    values: list[NDArray[np.float32] | None] = [None] * rows
+    vector_by_row: list[NDArray[np.float32] | None] = [None] * row_count
     for row, vector in zip(stored_rows.answer_indices.tolist(), stored_rows.numbers, strict=True):
-        values[row] = vector
+        vector_by_row[row] = vector
     for row, answer in answers.items():
-        values[row] = answer[field.name]
-    is_present = [row_values is not None for row_values in values]
-    present = [row_values for row_values in values if row_values is not None]
-    if all(len(row_values) == width for row_values in present):
-        matrix = np.zeros((rows, width), np.float32)
-        if present:
-            matrix[np.flatnonzero(is_present)] = present
-        fixed = field._replace(kind="fixed", width=width)
-        return fixed, fixed_lists(rows, numbers(matrix.ravel()), is_present)
-    sizes = [0 if row_values is None else len(row_values) for row_values in values]
-    flat = np.concatenate(present)
-    return field, lists(_ends(sizes), numbers(flat), is_present)
+        vector_by_row[row] = answer[field.name]
+    is_present = [row_vector is not None for row_vector in vector_by_row]
+    present_vectors = [row_vector for row_vector in vector_by_row if row_vector is not None]
+    if all(len(row_vector) == width for row_vector in present_vectors):
+        matrix = np.zeros((row_count, width), np.float32)
+        if present_vectors:
+            matrix[np.flatnonzero(is_present)] = present_vectors
+        fixed_field = field._replace(kind="fixed", width=width)
+        return fixed_field, fixed_list_column(row_count, number_column(matrix.ravel()), is_present)
+    vector_sizes = [0 if row_vector is None else len(row_vector) for row_vector in vector_by_row]
+    flat_numbers = np.concatenate(present_vectors)
+    return field, list_column(_list_ends(vector_sizes), number_column(flat_numbers), is_present)
 
 
-def _text_lists(values: Sequence[Sequence[str]]) -> Column:
-    flat = [text.encode() for text in itertools.chain.from_iterable(values)]
-    return lists(_ends([len(row_texts) for row_texts in values]), whole_texts(flat))
+def _text_list_column(text_lists: Sequence[Sequence[str]]) -> Column:
+    flat_texts = [text.encode() for text in itertools.chain.from_iterable(text_lists)]
+    return list_column(
+        _list_ends([len(row_texts) for row_texts in text_lists]), whole_text_column(flat_texts)
+    )
 
 
-def _ends(sizes: Sequence[int]) -> NDArray[np.int32]:
+def _list_ends(sizes: Sequence[int]) -> NDArray[np.int32]:
     return np.fromiter(itertools.accumulate(sizes, initial=0), np.int32, len(sizes) + 1)

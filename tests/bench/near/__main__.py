@@ -28,7 +28,7 @@ from precompute.config.settings import NightConfig, ReferenceConfig, TableConfig
 from precompute.reference.train import train_reference
 from serving.config.settings import ServingConfig
 from serving.engine.batch_inference import compute
-from serving.engine.micro_batcher import Compute, ComputedRecord, InferenceJob, MicroBatcher
+from serving.engine.micro_batcher import ComputeBatch, ComputedRecord, InferenceJob, MicroBatcher
 from serving.generations.snapshot import Snapshot
 from serving.near.near_matches import NearMatches
 from serving.process.resources import freeze_objects
@@ -73,7 +73,7 @@ def learn(near: NearMatches, stream: HistoryStream) -> int:
 def through(
     runner: asyncio.Runner,
     pool: ThreadPoolExecutor,
-    inference: Compute,
+    inference: ComputeBatch,
     stream: Callable[[], list[InferenceJob]],
 ) -> Measured:
     """Callers through the micro-batcher who each ask again as soon as they are answered."""
@@ -81,7 +81,7 @@ def through(
 
     async def work(jobs: list[InferenceJob]) -> None:
         batcher = MicroBatcher(
-            pool, workers=config.live_workers, max_batch=config.live_batch, max_queue=config.live_queue,
+            pool, worker_count=config.live_workers, max_batch=config.live_batch, max_queue=config.live_queue,
             max_queue_bytes=config.live_queue_bytes, compute=inference,
         )  # fmt: skip
         pending_jobs = iter(jobs)

@@ -100,7 +100,7 @@ def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_night
     assert f"{fact.night.copied_share:.1%}" in text and "s spared a night" in text
 
     store = month.config.store()
-    history = GenerationHistory(store, ReleaseWatch(store, THREADS).records)
+    history = GenerationHistory(store, ReleaseWatch(store, THREADS).read_records)
     nights = history.read(None)[1]
     assert [night_row["generation"] for night_row in nights] == [second, first]
     assert nights[0]["reuse"] == fact.to_json()

@@ -130,7 +130,7 @@ class HeldByReplica:
         days.canaries.add(holder, CanaryRouter(holder, CanaryMetrics(metrics.registry)))
         self.service = LookupService(
             follower=self.follower, ladder=self.world.ladder,
-            metrics=metrics, limits=LIMITS, body_bytes=1, body_timeout_s=1.0,
+            metrics=metrics, limits=LIMITS, body_bytes_max=1, body_timeout_s=1.0,
             tiers=self.world.tiers, l2_bound_s=lambda: 1.0, admission=cast(Any, None),
         )  # fmt: skip
 
@@ -141,14 +141,14 @@ class HeldByReplica:
         return None
 
     async def start(self) -> None:
-        await self.refresher.look_at_blocklist()
+        await self.refresher.refresh_blocklist()
         await self.poll()
 
     async def poll(self) -> None:
         """What the background does every second."""
         await self.follower.poll_pointer()
-        await self.follower.settled()
-        await self.refresher.beat()
+        await self.follower.wait_until_settled()
+        await self.refresher.send_heartbeat()
 
     async def drain(self) -> None:
         await self.refresher.drain()

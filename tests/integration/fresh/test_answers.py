@@ -200,7 +200,7 @@ async def test_without_a_model_for_events_the_stored_list_answers(
     events = None if served is None else served.live.part(GenerationEvents)
     assert served is not None and events is not None
     lame = served.live.with_part(replace(events, predictor=None))
-    holder.put(dataclasses.replace(served, live=lame))
+    holder.replace_served(dataclasses.replace(served, live=lame))
 
     answer = await served_world.get_answer(user)
 
@@ -262,7 +262,7 @@ async def test_blocked_users_and_items_stay_out(served_world: ServedWorld) -> No
         users=frozenset([user.encode()]),
         items=frozenset([item.encode()]),
     )
-    await holder.block(blocklist)
+    await holder.put_own_blocklist_in_force(blocklist)
 
     answer, friend_answer = (
         await served_world.get_answer(user),

@@ -241,7 +241,7 @@ async def test_answers_that_name_no_new_items(config: NightConfig) -> None:
 
         holder = app.service.follower.holder
         blocklist = Blocklist(9, items=frozenset([new_items[0].encode()]))
-        await holder.block(blocklist)
+        await holder.put_own_blocklist_in_force(blocklist)
         assert new_items[0] not in (await lists(app, [entity]))[0]["items"]
         await wait_for_live(app, lambda live: len(live.new_items) == 5)
         (answer,) = await lists(app, [entity])

@@ -12,7 +12,7 @@ from serving.engine.coalescer import GROUP_SIZE_MIN
 from serving.engine.hot_route import FastLookups
 from serving.http.asgi_app import AsgiApp
 from serving.http.routes import Service
-from serving.requests.bodies import Messages
+from serving.requests.bodies import ResponseMessages
 from serving.requests.context import CALLER_KEY
 from tests.integration.serving_app import PATIENT, settings
 
@@ -52,7 +52,7 @@ class Ways:
     """How many did."""
 
     def __post_init__(self) -> None:
-        assert self.app.fast is not None
+        assert self.app.fast_path is not None
         self.fast_lookups = FastLookups(self.service, clock=lambda: NOW_S)
         ladder: Any = self.service.ladder
         ladder._clock = ladder.answer_builder._clock = lambda: NOW_S
@@ -72,13 +72,13 @@ class Ways:
 
     def send(self, request: AsgiRequest, *, is_fast: bool = True) -> AsgiResponse:
         """One request one way."""
-        self.app.fast = self.fast_lookups if is_fast else None
+        self.app.fast_path = self.fast_lookups if is_fast else None
         return self.runner.run(_call(self.app, request))
 
     def ask_at_once(self, requests: Iterable[AsgiRequest]) -> list[AsgiResponse]:
         """Requests of one turn of the loop, the hot way, as if as many had come together before."""
-        self.app.fast = self.fast_lookups
-        self.fast_lookups._singles._coalescer._expected = GROUP_SIZE_MIN
+        self.app.fast_path = self.fast_lookups
+        self.fast_lookups._single_lookups._coalescer._expected_arrivals = GROUP_SIZE_MIN
 
         async def all_of_them() -> list[AsgiResponse]:
             call = self._joined if self.joins else _call
@@ -109,7 +109,7 @@ class Ways:
     def _identified(self, scope: dict[str, Any]) -> dict[str, Any]:
         return {**scope, CALLER_KEY: self.app.callers.identify(scope["headers"])}
 
-    async def alone(self, scope: dict[str, Any]) -> Messages | None:
+    async def alone(self, scope: dict[str, Any]) -> ResponseMessages | None:
         """The fast way's own answer to a GET of one id."""
         parsed_get = self.fast_lookups.parse_get(self._identified(scope))
         return None if parsed_get is None else await self.fast_lookups.get(parsed_get)

@@ -221,7 +221,7 @@ def test_blocked_items_and_entities_are_left_out_of_both_forms(
     first = same_both_ways(ways, {"entities": users, "k": 5}, "user_topk")
     blocked_items = frozenset({first[0]["items"][0].encode()})
     blocklist = Blocklist(1, blocked_items, frozenset({users[1].encode()}))
-    ways.runner.run(ways.service.follower.holder.block(blocklist))
+    ways.runner.run(ways.service.follower.holder.put_own_blocklist_in_force(blocklist))
 
     answers = same_both_ways(ways, {"entities": users, "k": 5}, "user_topk")
 

@@ -56,7 +56,7 @@ async def counts(service: Running) -> dict[str, Any]:
         "negative": len(inner.tiers.negative),
         "tiers": (inner.tiers.counters.total, inner.tiers.counters.l2_reads),
         "writes": inner.tiers.writes.stored_count,
-        "recent": list(inner.ladder.recent),
+        "recent": list(inner.ladder.recent_names),
     }
 
 

@@ -198,7 +198,11 @@ def test_what_is_blocked_is_gone_from_the_next_answer(ways: Ways, users: list[st
     first = [json.loads(ways.send(get_request).body) for _ in range(3)][-1]
     blocked_item = first["items"][0].encode()
 
-    ways.runner.run(ways.service.follower.holder.block(Blocklist(1, frozenset({blocked_item}))))
+    ways.runner.run(
+        ways.service.follower.holder.put_own_blocklist_in_force(
+            Blocklist(1, frozenset({blocked_item}))
+        )
+    )
     second = json.loads(ways.send(get_request).body)
 
     assert second["source"] == "l1" and first["items"][0] not in second["items"]
@@ -211,7 +215,7 @@ def test_what_is_blocked_is_gone_from_the_next_answer(ways: Ways, users: list[st
         assert fast_responses == slow
 
     erased = Blocklist(2, entities=frozenset({users[0].encode()}))
-    ways.runner.run(ways.service.follower.holder.block(erased))
+    ways.runner.run(ways.service.follower.holder.put_own_blocklist_in_force(erased))
     erased_answer = json.loads(ways.send(get_request).body)
 
     assert (erased_answer["source"], erased_answer["reason"]) == ("default", "entity_blocked")
@@ -228,7 +232,7 @@ def test_while_a_canary_runs_every_request_is_routed_and_counted(
     ways.service.metrics.tally.drain()
 
     ways.service.follower.holder.canary = Canary("20990101T000000Z-0", 50.0, 0.0)
-    ways.service.follower.holder.divide(by_experiments=False)
+    ways.service.follower.holder.set_experiments_running(by_experiments=False)
     for request in (get_request, post({"entities": users[:3]})):
         assert ways.send(request).status == 200
 
@@ -252,7 +256,7 @@ def test_while_experiments_run_every_request_is_routed_and_an_arm_is_never_passe
         assert ways.send(request).status == 409
     ways.service.metrics.tally.drain()
 
-    ways.service.follower.holder.divide(by_experiments=True)
+    ways.service.follower.holder.set_experiments_running(by_experiments=True)
     for request in (get_request, post({"entities": users[:3]})):
         assert ways.send(request).status == 200
 
@@ -264,7 +268,7 @@ def test_answers_of_a_stale_replica_say_so(ways: Ways, users: list[str]) -> None
     for _ in range(3):
         ways.send(get_request)
 
-    ways.service.follower.note("pointer", "pointer_vanished")
+    ways.service.follower.note_concern("pointer", "pointer_vanished")
 
     for request in (get_request, post({"entities": [*users[:5], "nobody"]})):
         fast_responses, slow = ways.send_both_ways(request)
@@ -297,11 +301,14 @@ def test_what_was_answered_hot_is_read_ahead_before_a_flip(ways: Ways, users: li
     for _ in range(3):
         ways.send(get(users[7]))
 
-    assert list(ways.service.ladder.recent.names()).count(("user_topk", users[7].encode())) == 3
+    assert (
+        list(ways.service.ladder.recent_names.all_names()).count(("user_topk", users[7].encode()))
+        == 3
+    )
 
 
 def test_a_body_that_is_too_long_is_refused_as_before(ways: Ways) -> None:
-    limit = ways.service.body_bytes
+    limit = ways.service.body_bytes_max
     long = b'{"entities":["' + b"x" * limit + b'"]}'
     declared = ((b"content-length", b"%d" % (limit + 1)),)
     for request in (post(long), post(b"", headers=declared)):
@@ -394,7 +401,9 @@ def test_a_body_is_parsed_once_whatever_comes_of_it(
         return loads(raw)
 
     monkeypatch.setattr(orjson, "loads", note_and_load)
-    monkeypatch.setattr(long_lived.service.admission.loop, "wait", 0.1 if is_behind else 0.0)
+    monkeypatch.setattr(
+        long_lived.service.admission.loop_valve, "interval_wait", 0.1 if is_behind else 0.0
+    )
     response = long_lived.send(post(body))
 
     assert response.status == status and parsed.count(body) == 1
@@ -432,11 +441,13 @@ def test_a_large_body_is_read_in_no_turn_of_the_loop(
 
         return read_and_note
 
-    for name in "read_json", "read_stream":
+    for name in "read_json", "read_arrow_lookup":
         monkeypatch.setattr(parsing, name, noting(getattr(parsing, name)))
     for module in parsing, batch_lookup, gate:
         monkeypatch.setattr(module, "LARGE_BODY_BYTES", len(http_request.pieces[0]) - 1)
-    monkeypatch.setattr(long_lived.service.admission.loop, "wait", 0.1 if is_behind else 0.0)
+    monkeypatch.setattr(
+        long_lived.service.admission.loop_valve, "interval_wait", 0.1 if is_behind else 0.0
+    )
 
     response = long_lived.send(http_request, is_fast=is_fast)
 
@@ -450,7 +461,7 @@ def test_of_a_stranger_no_body_is_waited_for_on_either_way(
     paths = b"/v1/lookup/user_topk", b"/v1/lookup", b"/v1/score", b"/v1/explain/user_topk"
     for ways in running(night, token="secret"):
         for wait in 0.0, 0.1:
-            monkeypatch.setattr(ways.service.admission.loop, "wait", wait)
+            monkeypatch.setattr(ways.service.admission.loop_valve, "interval_wait", wait)
             for path in paths:
                 bodiless_request = AsgiRequest(
                     "POST", path, pieces=()

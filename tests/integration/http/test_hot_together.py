@@ -36,7 +36,7 @@ def ways(night: NightConfig, request: pytest.FixtureRequest) -> Iterator[Ways]:
     for running_ways in running(night):
         running_ways.joins = request.param == "joined"
         yield running_ways
-        assert running_ways.service.admission.under_way == 0
+        assert running_ways.service.admission.requests_under_way == 0
 
 
 @pytest.fixture(params=["tasks", "joined"])
@@ -74,7 +74,7 @@ def test_a_turn_is_one_read_and_its_answers_are_those_of_the_routes(
 def test_a_request_waits_for_company_only_if_many_came_of_late(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coalescer = ways.fast_lookups._singles._coalescer
+    coalescer = ways.fast_lookups._single_lookups._coalescer
     joined: list[str] = []
     join = coalescer.join
 
@@ -86,7 +86,7 @@ def test_a_request_waits_for_company_only_if_many_came_of_late(
 
     async def wave(names: list[str]) -> None:
         await asyncio.gather(*(ways.alone(_scope(name)) for name in names))
-        while coalescer._is_open:  # noqa: ASYNC110 - a few turns
+        while coalescer._is_iteration_open:  # noqa: ASYNC110 - a few turns
             await asyncio.sleep(0)
 
     ways.runner.run(wave(users[:1]))
@@ -154,15 +154,15 @@ def test_every_request_of_a_loop_iteration_is_counted_once(ways: Ways, users: li
     assert sum(ways.scraped("larder_requests_total").values()) == 96
     assert sum(ways.scraped("larder_misses_total").values()) == 6
     assert ways.service.tiers.counters.total == 96
-    recent = list(ways.service.ladder.recent)
+    recent = list(ways.service.ladder.recent_names)
     assert recent.count(("user_topk", users[7].encode())) == 3
 
 
 def test_a_caller_that_leaves_takes_no_others_along_and_is_not_counted(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coalescer = ways.fast_lookups._singles._coalescer
-    coalescer._expected = GROUP_SIZE_MIN
+    coalescer = ways.fast_lookups._single_lookups._coalescer
+    coalescer._expected_arrivals = GROUP_SIZE_MIN
 
     async def run_iteration() -> list[object]:
         tasks = [
@@ -210,8 +210,8 @@ def test_who_has_less_time_than_a_read_may_take_has_a_clock_of_its_own(
     assert len(read_as_rows) == 1 and 0 < read_as_rows[0] <= 20
 
     ways.forget()
-    coalescer = ways.fast_lookups._singles._coalescer
-    monkeypatch.setattr(coalescer, "_has_time_for_all", lambda _members: False)
+    coalescer = ways.fast_lookups._single_lookups._coalescer
+    monkeypatch.setattr(coalescer, "_has_time_for_group", lambda _members: False)
     assert {response.status for response in ways.ask_at_once(requests)} == {200}
     assert len(read_as_rows) == 1
 
@@ -259,7 +259,7 @@ def test_a_turn_over_a_flip_mixes_nothing(ways: Ways, users: list[str]) -> None:
     old = ways.service.capture_served()
     new = dataclasses.replace(old, live=old.live.released_as(old.live.epoch + 1, 1_800_000_000.0))
     fast_lookups = ways.fast_lookups
-    fast_lookups._singles._coalescer._expected = GROUP_SIZE_MIN
+    fast_lookups._single_lookups._coalescer._expected_arrivals = GROUP_SIZE_MIN
 
     async def run_iteration() -> list[Any]:
         loop = asyncio.get_running_loop()
@@ -330,14 +330,14 @@ def test_what_lies_in_memory_waits_for_no_read(
     monkeypatch.setattr(remote, "submit", lambda *_: asyncio.get_running_loop().create_future())
 
     async def run_iteration() -> list[bool]:
-        ways.fast_lookups._singles._coalescer._expected = GROUP_SIZE_MIN
+        ways.fast_lookups._single_lookups._coalescer._expected_arrivals = GROUP_SIZE_MIN
         tasks = [asyncio.ensure_future(ways.alone(_scope(user))) for user in users[:10]]
         for _ in range(20):
             await asyncio.sleep(0)
         done_flags = [task.done() for task in tasks]
         for task in tasks:
             task.cancel()
-        for task in ways.fast_lookups._singles._coalescer._tasks:
+        for task in ways.fast_lookups._single_lookups._coalescer._tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         return done_flags
@@ -349,7 +349,7 @@ def test_what_is_blocked_is_gone_from_a_turn(ways: Ways, users: list[str]) -> No
     requests = [get(user, b"k=5") for user in users[:20]]
     blocked_item = json.loads(ways.send(requests[0]).body)["items"][0].encode()
     blocklist = Blocklist(1, frozenset({blocked_item}), entities=frozenset({users[5].encode()}))
-    ways.runner.run(ways.service.follower.holder.block(blocklist))
+    ways.runner.run(ways.service.follower.holder.put_own_blocklist_in_force(blocklist))
 
     ways.forget()
     grouped_responses = ways.ask_at_once(requests)

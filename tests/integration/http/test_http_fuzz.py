@@ -159,7 +159,7 @@ def court(night: NightConfig) -> Iterator[Court]:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         life = app.router.lifespan_context(app)
         runner.run(life.__aenter__())
-        app.fast = app.untraced_fast = FastLookups(app.state.service, clock=lambda: NOW_S)
+        app.fast_path = app.untraced_fast = FastLookups(app.state.service, clock=lambda: NOW_S)
         ladder: Any = app.state.service.ladder
         ladder._clock = ladder.answer_builder._clock = lambda: NOW_S
         fuzz_court = Court(
@@ -339,7 +339,10 @@ def leave(court: Court, examples: int) -> None:
 
     def is_empty() -> bool:
         court.get_replies([CLOSE])
-        requests_and_bytes = front.state.service.admission.under_way, front.bodies.held_bytes
+        requests_and_bytes = (
+            front.state.service.admission.requests_under_way,
+            front.body_budget.held_bytes,
+        )
         return (
             not court.state.tasks and not court.state.connections and requests_and_bytes == (0, 0)
         )

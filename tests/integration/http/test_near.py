@@ -204,7 +204,7 @@ async def test_what_is_blocked_meanwhile_is_in_no_near_answer(
     blocked_items = {item for entity in near for item in entity["answer"]["items"][:3]}
 
     blocklist = Blocklist(10, frozenset(item.encode() for item in blocked_items))
-    await app.service.follower.holder.block(blocklist)
+    await app.service.follower.holder.put_own_blocklist_in_force(blocklist)
     after = await until_near(app, "user_topk", strangers.history)
 
     assert len(after) > 40 and all(len(entity["answer"]["items"]) == 10 for entity in after)

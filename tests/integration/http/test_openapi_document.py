@@ -19,10 +19,10 @@ from tests.unit.test_layering import ROOT
 def open_words(name: str) -> list[str]:
     """Words of an answer, by the name of their schema."""
     from cache.tiers.reads import DescribedEnum
-    from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
+    from serving.requests.reasons import PUBLIC_MISS_REASONS, LiveReason, StaleReason
 
     reasons_by_schema: dict[str, Iterable[DescribedEnum]] = {
-        "Reason": PUBLIC_REASONS, "LiveReason": LiveReason, "StaleReason": StaleReason,
+        "Reason": PUBLIC_MISS_REASONS, "LiveReason": LiveReason, "StaleReason": StaleReason,
     }  # fmt: skip
     return [str(reason) for reason in reasons_by_schema[name]]
 

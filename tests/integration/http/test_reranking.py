@@ -15,7 +15,7 @@ from cache.errors import ConfigError
 from cache.filters.expression import read_filter
 from serving.cli import lookup
 from serving.client import AsyncClient, Options
-from serving.config.settings import ServingConfig, check_files
+from serving.config.settings import ServingConfig, check_configured_files
 from tests.integration.http.shop import BRANDS, Shop, filter_of, make_shop, wanted_of
 from tests.integration.nights import NEXT, build_night, publish_night
 from tests.integration.program import environment, started
@@ -281,7 +281,7 @@ async def test_only_lists_are_put_in_order(
 def test_a_declared_one_that_is_none_stops_the_service_before_it_starts() -> None:
     config = ServingConfig(rerank={"varied": {"diversify": {"most": 2}}})
     with pytest.raises(ConfigError, match=r"\[serving\.rerank\.varied\.diversify\]: diversify has"):
-        check_files(config)
+        check_configured_files(config)
 
 
 def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

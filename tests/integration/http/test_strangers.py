@@ -222,4 +222,4 @@ def test_what_a_stranger_asks_is_not_remembered(night: NightConfig) -> None:
     for ways in running(night, token=TOKEN):
         for number in range(20):
             assert ways.send(AsgiRequest("GET", path, b"k=%d" % (1 + number))).status == 401
-        assert not ways.fast_lookups._queries._options_by_query
+        assert not ways.fast_lookups._options_by_query._options_by_query

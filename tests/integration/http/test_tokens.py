@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cache.config.events import EventsConfig
 from precompute.config.settings import NightConfig
-from serving.access.token_file import SCOPES, Scope
+from serving.access.token_file import MEANING_BY_SCOPE, Scope
 from serving.client import Client, Forbidden, Policy, QuotaExceeded, TokenExpired, Unauthorized
 from serving.dashboard.attach import PAGE
 from serving.http.routes import DOCS_PAGE
@@ -84,7 +84,7 @@ def token_file(tmp_path: Path) -> TokenPlace:
 def place_in(folder: Path) -> TokenPlace:
     """A token for each scope alone, and one that has expired."""
     token_file = TokenPlace(folder / "tokens.json")
-    for scope in SCOPES:
+    for scope in MEANING_BY_SCOPE:
         token_file.add(scope, scope)
     token_file.add("late", expires_at=EXPIRED)
     return token_file
@@ -129,7 +129,7 @@ async def test_every_route_asks_for_exactly_its_scope(app: Running, token_file: 
 
     table: dict[Route, dict[str, int]] = {}
     for route, needed in NEEDS.items():
-        for scope in SCOPES:
+        for scope in MEANING_BY_SCOPE:
             response = await send_request(app, route, token_file.header(scope))
             error = response.json().get("error", {})
             if scope == needed:
@@ -354,7 +354,7 @@ def test_requests_in_flight_are_bounded_and_their_places_come_back(service: Serv
 
 
 def test_the_client_has_an_error_for_every_refusal_and_waits_as_asked(service: Service) -> None:
-    token_file, user = service.token_file, min(SCOPES)
+    token_file, user = service.token_file, min(MEANING_BY_SCOPE)
     token_file.add("steady", "read", requests_per_s=2.0)
     with httpx.Client() as probe:
         assert poll_until(lambda: service.get("steady", probe).status_code == 200, 5)

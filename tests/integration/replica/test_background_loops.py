@@ -185,7 +185,7 @@ async def test_a_loop_that_keeps_failing_marks_the_replica_and_its_metrics_until
     # when
     beating.body = broken
     assert await eventually(is_marked)
-    exposed = (await replica.service.expose()).decode()
+    exposed = (await replica.service.expose_metrics()).decode()
     beating.body = real
 
     # then

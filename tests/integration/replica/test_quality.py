@@ -211,12 +211,12 @@ async def test_the_budget_of_processor_time_is_kept_and_live_requests_come_first
         assert spent <= 0.02 * lasted + 0.1
 
         sampler.is_busy = lambda: True
-        waiting_count = len(app.service.ladder.watch.sampler)
+        waiting_count = len(app.service.ladder.observer.sampler)
         await sampler.step()
 
         skipped = await app.scrape_samples("larder_quality_skipped_total")
         assert waiting_count and skipped["overload",] >= waiting_count
-        assert len(app.service.ladder.watch.sampler) == 0
+        assert len(app.service.ladder.observer.sampler) == 0
 
 
 async def _spent(app: Running, samples_min: int) -> bool:

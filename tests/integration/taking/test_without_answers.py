@@ -162,7 +162,7 @@ async def test_events_that_cannot_be_counted_leave_the_live_answer_less_their_it
     events = None if served is None else served.live.part(GenerationEvents)
     assert served is not None and events is not None
     lame = served.live.with_part(replace(events, predictor=None))
-    holder.put(replace(served, live=lame))
+    holder.replace_served(replace(served, live=lame))
 
     after = await shop.look_up({"id": user, **caller_input})
 

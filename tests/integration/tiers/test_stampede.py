@@ -60,7 +60,7 @@ async def replica(own_redis: RedisServer, keyspace: Keyspace) -> AsyncIterator[R
     tiers = TieredCache(LocalTier(16 << 20), NegativeCache(100_000, 60.0), remote)
     with ThreadPoolExecutor(1) as executor:
         batcher = MicroBatcher(
-            executor, workers=1, max_batch=BATCH, max_queue=2_048, max_queue_bytes=32 << 20, compute=compute
+            executor, worker_count=1, max_batch=BATCH, max_queue=2_048, max_queue_bytes=32 << 20, compute=compute
         )  # fmt: skip
         lead = LeaseManager(remote, tiers, keyspace, wait_s=60.0)
         inferences = LiveInferences(

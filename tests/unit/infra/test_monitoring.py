@@ -16,7 +16,7 @@ from serving.dashboard.document import INBOX_WARN_S, REJECTED_WARN, STREAM_WARN
 from serving.events.counts import ACCEPTED, ERASED, REFUSALS, REPEATED
 from serving.metrics.collectors import MISS_REASONS
 from serving.metrics.registry import OUTCOMES, STAGES
-from serving.requests.answers import FALLBACKS, STORED_SOURCES, Source
+from serving.requests.answers import FALLBACK_SOURCES, STORED_SOURCES, Source
 from serving.traffic.canary import ARMS
 from tests.exposed import labels
 
@@ -111,7 +111,7 @@ def test_a_query_selects_and_groups_by_labels_that_its_series_have(query: str) -
         ("LarderEventsRejected", f"> {REJECTED_WARN}"),
         ("LarderEventsRejected", f'{{result!~"{ACCEPTED}|{REPEATED}|{ERASED}"}}'),
         ("larder:hit_ratio:rate5m", f'{{source=~"{"|".join(STORED_SOURCES)}"}}'),
-        ("larder:fallback_ratio:rate5m", f'{{source=~"{"|".join(FALLBACKS)}"}}'),
+        ("larder:fallback_ratio:rate5m", f'{{source=~"{"|".join(FALLBACK_SOURCES)}"}}'),
     ],
 )
 def test_what_the_program_judges_by_too_is_the_same_in_the_rules(

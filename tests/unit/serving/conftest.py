@@ -13,6 +13,6 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     """A replica that found a store in which nothing was ever blocked."""
     scene = Scene(tmp_path)
     scene.store.write("generations/some", b"")
-    await scene.refresher.look_at_blocklist()
+    await scene.refresher.refresh_blocklist()
     yield scene
     await scene.follower.aclose()

@@ -98,7 +98,7 @@ class Scene:
         )  # fmt: skip
         self.host = HostHeadroom(folder, in_thread)
         heartbeat = Heartbeat(
-            "replica-1", self.follower, self.clock, self.world.metrics, host=self.host
+            "replica-1", self.follower, self.clock, self.world.metrics, host_headroom=self.host
         )
         self.refresher = Refresher(
             self.follower, self.store, self.redis, heartbeat,
@@ -119,7 +119,7 @@ class Scene:
     async def publish(self, to: Pointer | bytes | None) -> None:
         self.redis.live_pointer = to
         await self.follower.poll_pointer()
-        await self.follower.settled()
+        await self.follower.wait_until_settled()
 
     def release(self, generation: str, epoch: int, previous: str | None = None) -> None:
         release = Release(epoch, "publish", generation, previous, "a", float(epoch))

@@ -40,7 +40,7 @@ from serving.http.openapi import ApiPaths, core_operations
 from serving.metrics.registry import Metrics
 from serving.requests.models import LookupRequest, RequestedEntity
 from serving.requests.options import Limits, RequestOptions
-from serving.requests.parsing import HeaderJudge
+from serving.requests.parsing import HeaderReader
 from tests.fakes import FakeClock, FakeRemote
 
 GENERATION = "20261120T000000Z-000000000001"
@@ -302,6 +302,6 @@ def gate_of(
 ) -> AdmissionGate:
     """The gate of an application that is tested without its service."""
     limits = replace(LIMITS, deadline_ms=deadline_ms, deadline_max_ms=deadline_ms)
-    headers = HeaderJudge(limits)
+    headers = HeaderReader(limits)
     lateness = DeadlineCheck(admission, headers, limits)
     return AdmissionGate(admission, headers, lateness, requested, 1 << 20, 10.0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from serving.access.callers import ANYBODY, STRANGER, TOKEN_BYTES_MAX, Caller, CallerCounts, Callers
 from serving.access.quota import QuotaTable
-from serving.access.token_file import SCOPES, TokenEntry
+from serving.access.token_file import MEANING_BY_SCOPE, TokenEntry
 from serving.requests.errors import Problem
 from tests.fakes import FakeClock
 
@@ -28,7 +28,7 @@ def make_callers(clock: FakeClock | None = None, token: str = "", **changes: Any
     """Callers of three named tokens, and perhaps of the one of the settings."""
     tokens = {name: entry(token_text, **changes) for name, token_text in TOKENS.items()}
     ticking = clock or FakeClock()
-    return Callers.of(token, tokens, QuotaTable.private(), {}, clock=lambda: ticking.now_s)
+    return Callers.of(token, tokens, QuotaTable.create_private(), {}, clock=lambda: ticking.now_s)
 
 
 def bearer(token: str) -> list[tuple[bytes, bytes]]:
@@ -42,11 +42,15 @@ def test_every_token_has_its_owner() -> None:
         name: name for name in TOKENS
     }
     default = callers.identify(bearer("sesame"))
-    assert default.name == "default" and default.scopes == set(SCOPES) and not default.is_bounded
+    assert (
+        default.name == "default"
+        and default.scopes == set(MEANING_BY_SCOPE)
+        and not default.has_quota_or_expiry
+    )
 
 
 def test_without_a_tokens_file_all_may_ask_and_with_an_empty_one_none_may() -> None:
-    rows = QuotaTable.private()
+    rows = QuotaTable.create_private()
 
     assert Callers.of("", None, rows, {}).identify([]) is ANYBODY
     assert Callers.of("", {}, rows, {}).identify(bearer("x")) is STRANGER
@@ -80,7 +84,7 @@ def test_the_first_header_counts() -> None:
 
 
 def test_a_token_beyond_ascii_is_known_in_both_encodings() -> None:
-    callers = Callers.of("sésame", None, QuotaTable.private(), {})
+    callers = Callers.of("sésame", None, QuotaTable.create_private(), {})
 
     for encoding in ("utf-8", "latin-1"):
         header_value = b"Bearer " + "sésame".encode(encoding)
@@ -133,7 +137,7 @@ def test_any_bytes_are_a_strangers(sent: bytes) -> None:
 
 def test_what_is_too_long_is_bounded_before_it_is_hashed() -> None:
     token = "x" * TOKEN_BYTES_MAX
-    callers = Callers.of("", {"a": entry(token)}, QuotaTable.private(), {})
+    callers = Callers.of("", {"a": entry(token)}, QuotaTable.create_private(), {})
 
     assert callers.identify(bearer(token)).name == "a"
     assert callers.identify(bearer(token + "y")) is STRANGER
@@ -145,26 +149,26 @@ def test_an_expired_token_is_refused_with_its_own_code() -> None:
     caller = make_callers(clock, expires_at="1970-01-01T00:16:41+00:00").identify(
         bearer(TOKENS["ana"])
     )
-    assert caller.may("read") and caller.is_known
+    assert caller.may_use_scope("read") and caller.is_known
 
     clock.now_s = 1_001.0
 
-    assert not caller.may("read") and not caller.is_known
+    assert not caller.may_use_scope("read") and not caller.is_known
     with pytest.raises(Problem) as refused:
-        caller.demand("read")
+        caller.require_scope("read")
     assert (refused.value.status, refused.value.reason) == (401, "token_expired")
-    assert caller.counts.refused["expired"] == 1
+    assert caller.counts.refusals_by_reason["expired"] == 1
 
 
 def test_a_missing_scope_is_named() -> None:
     caller = Caller("ana", ("read", "score"), CallerCounts())
-    caller.demand("score")
+    caller.require_scope("score")
 
     with pytest.raises(Problem) as refused:
-        caller.demand("admin")
+        caller.require_scope("admin")
 
     assert (refused.value.status, refused.value.reason) == (403, "scope_missing")
     assert refused.value.details == {"scope": "admin", "scopes": ["read", "score"]}
     with pytest.raises(Problem) as unknown:
-        STRANGER.demand("read")
+        STRANGER.require_scope("read")
     assert (unknown.value.status, unknown.value.reason) == (401, "unauthorized")

@@ -18,10 +18,10 @@ from serving.access.quota import (
     QuotaState,
     QuotaTable,
     Shortage,
-    after_taking,
     burst_s,
     quota_exceeded,
     row_key,
+    state_after_charge,
 )
 from tests.fakes import FakeClock
 
@@ -37,7 +37,7 @@ def test_never_more_than_the_rate_and_one_burst_in_any_time(
     let_through: list[tuple[float, int]] = []
     for pause, amount in asked:
         now_s += pause
-        charge_result = after_taking(standing, limits, now_s, 0, amount)
+        charge_result = state_after_charge(standing, limits, now_s, 0, amount)
         if isinstance(charge_result, QuotaState):
             standing = charge_result
             let_through.append((now_s, amount))
@@ -58,7 +58,7 @@ def test_who_asks_all_the_time_gets_the_rate_and_one_burst(rate: float, seconds:
     limits, standing, now_s, count = QuotaLimits(requests_per_s=rate), QuotaState(), 1_000.0, 0
     end = now_s + seconds
     while now_s <= end:
-        charge_result = after_taking(standing, limits, now_s, 1, 0)
+        charge_result = state_after_charge(standing, limits, now_s, 1, 0)
         if isinstance(charge_result, QuotaState):
             standing = charge_result._replace(in_flight=0)
             count += 1
@@ -73,22 +73,22 @@ def test_who_asks_all_the_time_gets_the_rate_and_one_burst(rate: float, seconds:
 @given(RATES, st.integers(1, 10_000))
 def test_a_caller_that_waits_out_the_shortage_is_let_through(rate: float, amount: int) -> None:
     limits = QuotaLimits(entities_per_s=rate)
-    first = after_taking(QuotaState(), limits, 5.0, 0, amount)
+    first = state_after_charge(QuotaState(), limits, 5.0, 0, amount)
     assert isinstance(first, QuotaState)  # however much: a whole burst is there
 
-    refused = after_taking(first, limits, 5.0, 0, amount)
+    refused = state_after_charge(first, limits, 5.0, 0, amount)
 
     if isinstance(refused, Shortage):
         later = 5.0 + refused.wait_s
-        assert isinstance(after_taking(first, limits, later, 0, amount), QuotaState)
+        assert isinstance(state_after_charge(first, limits, later, 0, amount), QuotaState)
         assert refused.kind == "entities_per_s" and refused.limit == rate
 
 
 def test_all_is_taken_or_nothing() -> None:
     limits = QuotaLimits(requests_per_s=100.0, entities_per_s=1.0, in_flight=5)
-    initial_state = QuotaState(entities_until=10.0)
+    initial_state = QuotaState(entities_paid_until=10.0)
 
-    charge_result = after_taking(initial_state, limits, 8.5, 1, 1)
+    charge_result = state_after_charge(initial_state, limits, 8.5, 1, 1)
 
     assert isinstance(charge_result, Shortage) and charge_result.kind == "entities_per_s"
 
@@ -96,23 +96,23 @@ def test_all_is_taken_or_nothing() -> None:
 def test_in_flight_has_its_own_bound() -> None:
     limits = QuotaLimits(in_flight=2)
 
-    assert isinstance(after_taking(QuotaState(in_flight=1), limits, 0.0, 1, 5), QuotaState)
-    charge_result = after_taking(QuotaState(in_flight=2), limits, 0.0, 1, 0)
+    assert isinstance(state_after_charge(QuotaState(in_flight=1), limits, 0.0, 1, 5), QuotaState)
+    charge_result = state_after_charge(QuotaState(in_flight=2), limits, 0.0, 1, 0)
     assert isinstance(charge_result, Shortage) and charge_result.kind == "in_flight"
     assert isinstance(
-        after_taking(QuotaState(in_flight=2), limits, 0.0, 0, 7), QuotaState
+        state_after_charge(QuotaState(in_flight=2), limits, 0.0, 0, 7), QuotaState
     )  # its entities
 
 
 def test_what_is_given_back_can_be_taken_again() -> None:
     clock = FakeClock()
-    quota = Quota(row_key("a"), LIMITED, QuotaTable.private(), lambda: clock.now_s)
+    quota = Quota(row_key("a"), LIMITED, QuotaTable.create_private(), lambda: clock.now_s)
     clock.now_s = 50.0
 
     for _ in range(100):
-        assert quota.enter(1) is None
+        assert quota.enter_request(1) is None
         quota.give_back(1)
-    let_through = sum(quota.enter(1) is None for _ in range(100))
+    let_through = sum(quota.enter_request(1) is None for _ in range(100))
 
     assert let_through == 10 * BURST_S
 
@@ -136,7 +136,7 @@ def test_a_worker_that_is_gone_holds_nothing(tmp_path: Path) -> None:
         assert table.charge(row_key("a"), limits, 1.0, 1, 0) is None
     assert isinstance(surviving_table.charge(row_key("a"), limits, 1.0, 1, 0), Shortage)
 
-    QuotaTable.clear_in(path, 0)
+    QuotaTable.clear_column_in_file(path, 0)
 
     assert surviving_table.read_state(row_key("a"), 1.0).in_flight == 1
     assert surviving_table.charge(row_key("a"), limits, 1.0, 1, 0) is None
@@ -145,7 +145,7 @@ def test_a_worker_that_is_gone_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_rows_of_tokens_that_rest_are_used_again() -> None:
-    table, limits = QuotaTable.private(), QuotaLimits(requests_per_s=1.0)
+    table, limits = QuotaTable.create_private(), QuotaLimits(requests_per_s=1.0)
     held_key = row_key("held")
     assert table.charge(held_key, QuotaLimits(in_flight=5), 0.0, 1, 0) is None
 
@@ -156,11 +156,11 @@ def test_rows_of_tokens_that_rest_are_used_again() -> None:
         table.leave(key)
 
     assert table.read_state(held_key, 1e9).in_flight == 1
-    assert table.read_state(row_key(str(3 * TABLE_ROWS - 1)), 0.0).requests_until > 0
+    assert table.read_state(row_key(str(3 * TABLE_ROWS - 1)), 0.0).requests_paid_until > 0
 
 
 def test_a_table_that_is_full_says_so() -> None:
-    table, limits = QuotaTable.private(), QuotaLimits(in_flight=1)
+    table, limits = QuotaTable.create_private(), QuotaLimits(in_flight=1)
     for number in range(TABLE_ROWS):
         assert table.charge(row_key(str(number)), limits, 0.0, 1, 0) is None
 
@@ -208,7 +208,7 @@ def test_four_processes_take_exactly_what_there_is(tmp_path: Path) -> None:
     # Each was paid for once, or the moment until which all is paid for would be another one: none was lost between two
     # processes, however they came into each other's way.
     paid_from = (
-        QuotaTable.open(path, 4).read_state(row_key("a"), ended_at).requests_until
+        QuotaTable.open(path, 4).read_state(row_key("a"), ended_at).requests_paid_until
         - total_count / 5_000
     )
     assert total_count > 5_000 and began_at - 0.2 <= paid_from <= began_at + 0.2

@@ -17,7 +17,7 @@ def entry(token: str, *scopes: str) -> TokenEntry:
 
 
 def watch(path: Path, token: str = "") -> TokenWatch:
-    return TokenWatch(token, str(path), QuotaTable.private())
+    return TokenWatch(token, str(path), QuotaTable.create_private())
 
 
 def name_of(callers: Callers, token: str) -> str:
@@ -79,7 +79,7 @@ def test_counts_outlive_a_change_and_end_with_the_name(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     write_tokens(path, {"ana": entry("a"), "ben": entry("b")})
     token_watch = watch(path)
-    token_watch.callers.identify([(b"authorization", b"Bearer a")]).counts.requests += 3
+    token_watch.callers.identify([(b"authorization", b"Bearer a")]).counts.request_count += 3
 
     write_tokens(path, {"ana": entry("a", "score")})
     token_watch.reload_if_changed()
@@ -95,7 +95,7 @@ def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_file_nothing_is_looked_at() -> None:
-    token_watch = TokenWatch("sesame", "", QuotaTable.private())
+    token_watch = TokenWatch("sesame", "", QuotaTable.create_private())
 
     assert (
         not token_watch.reload_if_changed() and name_of(token_watch.callers, "sesame") == "default"

@@ -21,7 +21,7 @@ from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
 from serving.engine.micro_batcher import ComputedRecord, InferenceJob, MicroBatcher
 from serving.generations.served_set import ServedGenerations
-from serving.http.asgi_app import ADMITTED, AsgiApp
+from serving.http.asgi_app import ADMITTED_KEY, AsgiApp
 from tests.fakes import FakeClock
 from tests.unit.serving.world import PATHS, World, ask, entity, gate_of, ids
 
@@ -49,7 +49,7 @@ async def run_loop_until(is_so: Callable[[], bool]) -> bool:
 
 
 def admitted(valve: Valve, of: int = 1_000) -> int:
-    return sum(valve.admit() for _ in range(of))
+    return sum(valve.try_admit() for _ in range(of))
 
 
 def test_an_idle_process_admits_everything() -> None:
@@ -57,7 +57,7 @@ def test_an_idle_process_admits_everything() -> None:
 
     observe_waits(valve, clock, wait=0.0001, seconds=5)
 
-    assert admitted(valve) == 1_000 and valve.wait == 0.0001
+    assert admitted(valve) == 1_000 and valve.interval_wait == 0.0001
 
 
 def test_a_queue_that_stands_closes_the_valve_and_its_end_opens_it_within_half_a_second() -> None:
@@ -214,7 +214,7 @@ def test_the_share_is_kept_exactly_and_spread_evenly(share: float, of: int) -> N
     valve = Valve(1.0, 1.0)
     valve.admitted_share = share
 
-    is_admitted = [valve.admit() for _ in range(of)]
+    is_admitted = [valve.try_admit() for _ in range(of)]
 
     for upto in range(1, of + 1):
         assert abs(sum(is_admitted[:upto]) - share * upto) < 1 + 1e-6
@@ -241,16 +241,20 @@ def test_either_queue_keeps_live_from_new_work() -> None:
             clock.tick(LOOK_S)
             gate.observe(turn_s, model_wait, clock())
 
-        assert not gate.admit_live() and gate.live_share == 0.0 and gate.shed["live"] == 1
+        assert (
+            not gate.admit_live()
+            and gate.live_admitted_share == 0.0
+            and gate.shed_counts["live"] == 1
+        )
 
 
 def test_a_request_is_late_only_when_the_queue_has_taken_all_its_time() -> None:
     gate, clock = admission(), FakeClock()
     assert not gate.is_behind
-    observe_waits(gate.loop, clock, wait=0.25, seconds=0.2)
+    observe_waits(gate.loop_valve, clock, wait=0.25, seconds=0.2)
 
-    assert gate.is_behind and not gate.is_late(0.3) and gate.shed["late"] == 0
-    assert gate.is_late(0.2) and gate.shed["late"] == 1
+    assert gate.is_behind and not gate.is_late(0.3) and gate.shed_counts["late"] == 0
+    assert gate.is_late(0.2) and gate.shed_counts["late"] == 1
 
 
 async def test_overload_leaves_live_out_and_says_so_and_only_for_new_work() -> None:
@@ -305,7 +309,7 @@ async def test_the_oldest_input_tells_how_much_of_its_time_it_has_waited() -> No
     snapshot = world.snapshot()
     with ThreadPoolExecutor(1) as pool:
         batches = MicroBatcher(
-            pool, workers=1, max_batch=4, max_queue=100, max_queue_bytes=1 << 20,
+            pool, worker_count=1, max_batch=4, max_queue=100, max_queue_bytes=1 << 20,
             compute=compute, timer=clock,
         )  # fmt: skip
 
@@ -314,14 +318,14 @@ async def test_the_oldest_input_tells_how_much_of_its_time_it_has_waited() -> No
 
         running = batches.infer(job(1.0))
         await asyncio.to_thread(world.predictor.started.wait, 5)
-        assert batches.waited() == 0.0
+        assert batches.longest_wait_share() == 0.0
         waiting = [batches.infer(job(time_left_s)) for time_left_s in (0.4, 0.1)]
         clock.tick(0.1)
 
-        assert batches.waited() == pytest.approx(0.25)
+        assert batches.longest_wait_share() == pytest.approx(0.25)
         gate.set()
         await asyncio.gather(running, *waiting, return_exceptions=True)
-        assert batches.waited() == 0.0
+        assert batches.longest_wait_share() == 0.0
 
 
 async def test_a_pulse_sees_every_long_iteration_and_ends() -> None:
@@ -398,10 +402,10 @@ class Request:
 
 def front(gate: Admission, open_: asyncio.Event, crowd: list[int]) -> AsgiApp:
     """An application whose lookups wait for `open_` and say how many are under way."""
-    app = AsgiApp(paths=PATHS)
+    app = AsgiApp(api_paths=PATHS)
 
     async def slow() -> PlainTextResponse:
-        crowd.append(gate.under_way)
+        crowd.append(gate.requests_under_way)
         await open_.wait()
         return PlainTextResponse("done")
 
@@ -432,7 +436,7 @@ def test_never_more_than_the_limit_are_under_way_and_all_are_answered_once(
         open_.set()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-        assert max(crowd, default=0) <= most and gate.under_way == 0
+        assert max(crowd, default=0) <= most and gate.requests_under_way == 0
         refused = 0
         for request, kind, task in zip(requests, kinds, tasks, strict=True):
             if task.cancelled():
@@ -440,32 +444,32 @@ def test_never_more_than_the_limit_are_under_way_and_all_are_answered_once(
             (status,) = request.statuses
             refused += status == 503
             assert status in ({200, 503} if kind != "fails" else {500, 503})
-        assert refused == gate.shed["full"]
+        assert refused == gate.shed_counts["full"]
 
     asyncio.run(play())
 
 
 def test_a_request_with_a_body_is_judged_once_where_it_arrives() -> None:
     gate, reported_statuses = admission(), list[int]()
-    app = AsgiApp(paths=PATHS)
-    assert app.refusal() is None  # nothing to answer from: the routes say so
+    app = AsgiApp(api_paths=PATHS)
+    assert app.refuse_if_overloaded() is None  # nothing to answer from: the routes say so
     app.gate = gate_of(gate, requested=lambda _route, status: reported_statuses.append(status))
-    assert app.refusal() is None and gate.shed["queue"] == 0
-    gate.costly.admitted_share = 0.0
+    assert app.refuse_if_overloaded() is None and gate.shed_counts["queue"] == 0
+    gate.costly_valve.admitted_share = 0.0
 
-    refused = app.refusal()
+    refused = app.refuse_if_overloaded()
 
     assert refused is not None and refused[0]["status"] == 503 and reported_statuses == [503]
-    assert (b"retry-after", b"1") in refused[0]["headers"] and gate.shed["queue"] == 1
+    assert (b"retry-after", b"1") in refused[0]["headers"] and gate.shed_counts["queue"] == 1
 
 
 async def test_who_was_admitted_where_it_arrived_is_not_judged_again() -> None:
     gate, open_ = admission(), asyncio.Event()
     app = front(gate, open_, [])
     open_.set()
-    gate.costly.admitted_share = 0.0
+    gate.costly_valve.admitted_share = 0.0
     admitted_, new = Request("/v1/lookup/slow"), Request("/v1/lookup/slow")
-    admitted_.scope[ADMITTED] = True
+    admitted_.scope[ADMITTED_KEY] = True
 
     for request in (admitted_, new):
         await app(request.scope, request.receive, request.send)
@@ -476,7 +480,7 @@ async def test_who_was_admitted_where_it_arrived_is_not_judged_again() -> None:
 async def test_a_refused_request_learns_when_to_retry_and_health_is_never_refused() -> None:
     gate = admission(requests_max=1)
     app = front(gate, asyncio.Event(), [])
-    observe_waits(gate.loop, FakeClock(), wait=0.5, seconds=0.2)
+    observe_waits(gate.loop_valve, FakeClock(), wait=0.5, seconds=0.2)
     late, health = Request("/v1/lookup/slow"), Request("/healthz")
 
     await app(late.scope, late.receive, late.send)
@@ -485,5 +489,5 @@ async def test_a_refused_request_learns_when_to_retry_and_health_is_never_refuse
     head = dict(late.messages[0]["headers"])
     assert late.statuses == [503] and head[b"retry-after"] == b"1"
     assert head[b"content-type"] == b"application/json"
-    assert b'"code":"overloaded"' in late.messages[1]["body"] and gate.shed["late"] == 1
-    assert health.statuses == [200] and gate.under_way == 0
+    assert b'"code":"overloaded"' in late.messages[1]["body"] and gate.shed_counts["late"] == 1
+    assert health.statuses == [200] and gate.requests_under_way == 0

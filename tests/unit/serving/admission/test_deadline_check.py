@@ -12,7 +12,7 @@ from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.client.calls import write_arrow_ids
 from serving.requests.context import CALLER_KEY
 from serving.requests.options import Limits
-from serving.requests.parsing import HeaderJudge
+from serving.requests.parsing import HeaderReader
 
 LIMITS = Limits(1_000, 100, 100, deadline_ms=300.0, deadline_max_ms=10_000.0)
 WAIT_S = 0.5
@@ -28,13 +28,13 @@ def judged(
 ) -> bool:
     """Whether a request that has waited for half a second comes too late."""
     gate = Admission(target_s=0.02, interval_s=0.1, requests_max=1)
-    gate.loop.wait = WAIT_S
+    gate.loop_valve.interval_wait = WAIT_S
     scope: dict[str, Any] = {
         "method": "GET" if body is None else "POST", "headers": headers, "query_string": query,
         CALLER_KEY: caller,
     }  # fmt: skip
-    is_late = DeadlineCheck(gate, HeaderJudge(LIMITS), LIMITS).is_late(scope, body or b"")
-    assert gate.shed["late"] == is_late
+    is_late = DeadlineCheck(gate, HeaderReader(LIMITS), LIMITS).is_late(scope, body or b"")
+    assert gate.shed_counts["late"] == is_late
     return is_late
 
 

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from serving.admission.controller import Admission
-from serving.admission.work_pacer import CallerGone, WorkPacer, go_on, note_wait, waited_in
+from serving.admission.work_pacer import (
+    CallerGone,
+    WorkPacer,
+    noted_wait_s,
+    store_wait,
+    wait_for_next_portion,
+)
 from serving.http.asgi_app import AsgiApp
 from tests.fakes import FakeClock
 from tests.unit.serving.world import PATHS, gate_of
@@ -194,12 +200,12 @@ async def test_dropped_connections_are_expected_no_longer_than_work_waits(
     clock.tick(1.0)
 
     # When a connection is dropped, the work goes on, and more are dropped behind it
-    pacer.note_dropped()
+    pacer.note_dropped_connection()
     await waiting
     for _ in range(9):
         clock.tick(0.1)
         assert pacer.is_backlogged
-        pacer.note_dropped()
+        pacer.note_dropped_connection()
 
     # Then none is dropped any more a second after the first one
     clock.tick(0.1)
@@ -239,22 +245,22 @@ async def test_short_work_goes_ahead(pacer: WorkPacer, clock: FakeClock) -> None
 async def test_without_a_pacer_others_get_the_loop_all_the_same() -> None:
     with Iterations() as iterations:
         initial_iteration = iterations.iteration_number
-        await go_on()
+        await wait_for_next_portion()
         assert iterations.iteration_number > initial_iteration
 
 
 def test_a_wait_is_kept_with_the_request() -> None:
     scope: dict[str, Any] = {}
-    assert waited_in(scope) == 0.0
+    assert noted_wait_s(scope) == 0.0
 
-    note_wait(scope, 0.5)
-    assert waited_in(scope) == 0.5
+    store_wait(scope, 0.5)
+    assert noted_wait_s(scope) == 0.5
 
 
 def front(clock: FakeClock, work_s: float = 0.1) -> tuple[AsgiApp, list[str], Admission]:
     """An application whose lookups take so long, the ids that it worked on, and its admission."""
     worked: list[str] = []
-    app = AsgiApp(paths=PATHS)
+    app = AsgiApp(api_paths=PATHS)
 
     @app.post("/v1/lookup/{name}")
     async def lookup(name: str) -> str:
@@ -263,7 +269,7 @@ def front(clock: FakeClock, work_s: float = 0.1) -> tuple[AsgiApp, list[str], Ad
         return name
 
     admission = Admission(target_s=0.02, interval_s=0.1, requests_max=100)
-    admission.work = WorkPacer(BUDGET_S, clock)
+    admission.work_pacer = WorkPacer(BUDGET_S, clock)
     app.gate = gate_of(admission, deadline_ms=450.0)
     return app, worked, admission
 
@@ -301,7 +307,7 @@ async def test_nothing_is_done_and_nothing_sent_for_a_client_that_has_gone(
     )
 
     assert worked == ["first", "last"] and [len(messages) for messages in answers] == [2, 0, 2]
-    assert admission.shed["gone"] == 1 and admission.under_way == 0
+    assert admission.shed_counts["gone"] == 1 and admission.requests_under_way == 0
 
 
 async def test_who_waited_for_all_of_its_deadline_is_refused(clock: FakeClock) -> None:
@@ -312,7 +318,7 @@ async def test_who_waited_for_all_of_its_deadline_is_refused(clock: FakeClock) -
     statuses = [messages[0]["status"] for messages in answers]
     # Two begin at once; those behind them wait for 0.1 s each.
     assert statuses == [200] * 6 + [503] * 2 and worked == list("012345")
-    assert b'"overloaded"' in answers[-1][1]["body"] and admission.shed["late"] == 2
+    assert b'"overloaded"' in answers[-1][1]["body"] and admission.shed_counts["late"] == 2
 
 
 async def test_a_queue_of_work_counts_as_one_of_the_loop(clock: FakeClock) -> None:
@@ -324,7 +330,7 @@ async def test_a_queue_of_work_counts_as_one_of_the_loop(clock: FakeClock) -> No
         admission.observe(0.001, 0.0, clock())
         clock.tick(0.1)
 
-    assert admission.is_behind and admission.loop.admitted_share < 1.0
+    assert admission.is_behind and admission.loop_valve.admitted_share < 1.0
     await asyncio.gather(*tasks)
 
 
@@ -334,4 +340,4 @@ async def test_no_large_answer_is_begun_while_peers_do_not_take_theirs(clock: Fa
 
     messages = await collect_messages(app, "batch")
 
-    assert messages[0]["status"] == 503 and worked == [] and admission.shed["full"] == 1
+    assert messages[0]["status"] == 503 and worked == [] and admission.shed_counts["full"] == 1

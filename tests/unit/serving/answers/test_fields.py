@@ -13,16 +13,16 @@ import pytest
 from serving.client.answers import read_answers
 from serving.http import schemas
 from serving.requests.answers import (
-    FALLBACKS,
+    FALLBACK_SOURCES,
     ORIGIN_FIELDS,
-    PREDICTION_FIELDS,
+    PREDICTION_FIELDS_BY_KIND,
     STORED_SOURCES,
     Answer,
     AnswerField,
     Origin,
     Ranking,
     Source,
-    fields_of,
+    declared_fields,
 )
 from tests.unit.test_layering import FILES, ROOT
 
@@ -38,18 +38,21 @@ EXEMPT_FILES = {ROOT / "cache/tiers/reads.py"}
 
 def row(field: AnswerField) -> str:
     """The field's line in the reference page."""
-    null = " or null" * field.declaration.null
-    type_ = "word" if "enum" in field.schema else "text"
-    for name in (field.schema.get("type"), *list(field.schema.get("type") or ())):
+    null = " or null" * field.declaration.is_nullable
+    type_ = "word" if "enum" in field.json_schema else "text"
+    for name in (field.json_schema.get("type"), *list(field.json_schema.get("type") or ())):
         type_ = KINDS.get(str(name), type_)
-    column = "metadata" if field.name == "table" else f"`{field.column}`"
+    column = "metadata" if field.name == "table" else f"`{field.arrow_type_name}`"
     declaration = field.declaration
-    return f"| `{field.name}` | {type_}{null} | {column} | {WHEN[declaration.when]} | {declaration.meaning} |"
+    return f"| `{field.name}` | {type_}{null} | {column} | {WHEN[declaration.present_when]} | {declaration.meaning} |"
 
 
 def test_the_reference_page_has_every_field_and_no_other() -> None:
     page = (ROOT / "docs/reference/http-api.md").read_text()
-    every = [*map(row, fields_of(Answer)), *map(row, fields_of(Ranking)[len(fields_of(Origin)) :])]
+    every = [
+        *map(row, declared_fields(Answer)),
+        *map(row, declared_fields(Ranking)[len(declared_fields(Origin)) :]),
+    ]
     page_rows = [
         line for line in page.splitlines() if line.startswith("| `") and line.count("|") == 6
     ]
@@ -65,15 +68,17 @@ def test_the_schema_has_every_field_and_demands_what_is_always_there(
 ) -> None:
     assert list(schema["properties"]) == [field.name for field in dataclasses.fields(declared)]
     assert {
-        field.name for field in fields_of(declared) if field.declaration.when == "always"
+        field.name
+        for field in declared_fields(declared)
+        if field.declaration.present_when == "always"
     } == set(schema["required"])
 
 
 def test_every_field_of_an_answer_is_of_all_or_of_one_kind_of_tables() -> None:
-    predicted = [field for kind in PREDICTION_FIELDS.values() for field in kind]
+    predicted = [field for kind in PREDICTION_FIELDS_BY_KIND.values() for field in kind]
 
-    assert fields_of(Answer) == (*fields_of(Origin)[:2], *ORIGIN_FIELDS, *predicted)
-    assert {field.declaration.when for field in (*fields_of(Origin), *fields_of(Ranking))} == {
+    assert declared_fields(Answer) == (*declared_fields(Origin)[:2], *ORIGIN_FIELDS, *predicted)
+    assert {field.declaration.present_when for field in (*declared_fields(Origin), *declared_fields(Ranking))} == {
         "always", "told",
     }  # fmt: skip
 
@@ -94,7 +99,7 @@ def test_a_source_or_a_field_that_only_a_newer_service_has_breaks_no_client() ->
 
 
 def test_sources_are_those_that_are_stored_and_live_and_what_is_left() -> None:
-    assert [*STORED_SOURCES, *FALLBACKS] == [
+    assert [*STORED_SOURCES, *FALLBACK_SOURCES] == [
         source for source in Source if source is not Source.LIVE
     ]
 

@@ -6,13 +6,13 @@ import pytest
 
 from cache.tiers.reads import DescribedEnum, MissReason
 from serving.metrics.collectors import MISS_REASONS
-from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
+from serving.requests.reasons import PUBLIC_MISS_REASONS, LiveReason, StaleReason
 from tests.unit.test_layering import ROOT
 
 
 @pytest.mark.parametrize(
     ("field", "enum_members"),
-    [("reason", PUBLIC_REASONS), ("live", LiveReason), ("stale", StaleReason)],
+    [("reason", PUBLIC_MISS_REASONS), ("live", LiveReason), ("stale", StaleReason)],
     ids=["reason", "live", "stale"],
 )
 def test_the_reference_page_lists_every_word_with_its_meaning(
@@ -27,8 +27,8 @@ def test_the_reference_page_lists_every_word_with_its_meaning(
 
 
 def test_metrics_count_the_words_that_answers_tell() -> None:
-    assert set(MISS_REASONS) < set(PUBLIC_REASONS)
-    assert {reason.public for reason in MissReason} == {*PUBLIC_REASONS}
+    assert set(MISS_REASONS) < set(PUBLIC_MISS_REASONS)
+    assert {reason.public for reason in MissReason} == {*PUBLIC_MISS_REASONS}
     assert {reason for reason in MissReason if reason.public == MissReason.NOT_IN_GENERATION} == {
         reason for reason in MissReason if reason.traits.is_nowhere
     }

@@ -11,16 +11,24 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from serving.arrow.reader import Unsupported, read_frame
-from serving.arrow.schema import Field, Malformed
-from serving.arrow.writer import Column, fixed_lists, flags, lists, numbers, stream, texts
+from serving.arrow.reader import UnsupportedStream, read_frame
+from serving.arrow.schema import Field, MalformedStream
+from serving.arrow.writer import (
+    Column,
+    fixed_list_column,
+    flag_column,
+    list_column,
+    number_column,
+    text_column,
+    write_stream,
+)
 from serving.client.answers import read_arrow_answers
 from serving.client.calls import write_arrow_ids
 from serving.client.errors import Garbled
 from serving.requests.errors import Problem
-from serving.requests.negotiation import Forms, forms
+from serving.requests.negotiation import Forms, parse_forms
 from serving.requests.options import Limits
-from serving.requests.parsing import id_batch_from_stream, lookup_from_body, read_stream
+from serving.requests.parsing import id_batch_from_stream, lookup_from_body, read_arrow_lookup
 
 LIMITS = Limits(max_batch=50, max_history=8, max_exclude=8, deadline_ms=100, deadline_max_ms=1_000)
 FIELDS = (
@@ -53,22 +61,26 @@ def written(rows: list[tuple[Any, ...]]) -> bytes:
     )
     flat = [item.encode() for row in items for item in row or ()]
     columns = [
-        texts([None if id_ is None else id_.encode() for id_ in ids]),
-        lists(ends(items), texts(flat), [item_list is not None for item_list in items]),
-        lists(ends(scores), numbers(np.array([n for row in scores for n in row], np.float32))),
-        fixed_lists(
+        text_column([None if id_ is None else id_.encode() for id_ in ids]),
+        list_column(ends(items), text_column(flat), [item_list is not None for item_list in items]),
+        list_column(
+            ends(scores), number_column(np.array([n for row in scores for n in row], np.float32))
+        ),
+        fixed_list_column(
             len(rows),
-            numbers(np.array([row or [0] * 3 for row in vectors], np.float32).ravel()),
+            number_column(np.array([row or [0] * 3 for row in vectors], np.float32).ravel()),
             [vector is not None for vector in vectors],
         ),
-        flags([bool(is_short) for is_short in short], [is_short is not None for is_short in short]),
-        numbers(
+        flag_column(
+            [bool(is_short) for is_short in short], [is_short is not None for is_short in short]
+        ),
+        number_column(
             np.array([dropped_count or 0 for dropped_count in dropped_counts], np.int32),
             [dropped_count is not None for dropped_count in dropped_counts],
         ),
-        numbers(np.array(age, np.float64)),
+        number_column(np.array(age, np.float64)),
     ]
-    return stream(FIELDS, columns, len(rows), (("table", "t"), ("ü", "")))
+    return write_stream(FIELDS, columns, len(rows), (("table", "t"), ("ü", "")))
 
 
 def ends(lists_: tuple[Any, ...]) -> NDArray[np.int32]:
@@ -121,7 +133,7 @@ def test_ids_from_pyarrow_are_read_from_slices_and_many_batches(
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=cut + 1)
 
-    id_batch = id_batch_from_stream(read_stream(sink.getvalue().to_pybytes(), LIMITS))
+    id_batch = id_batch_from_stream(read_arrow_lookup(sink.getvalue().to_pybytes(), LIMITS))
 
     assert id_batch == ([id_.encode() for id_ in ids], 7)
 
@@ -209,8 +221,8 @@ MALFORMED_COLUMNS = {
 def test_numbers_that_do_not_agree_are_refused(name: str) -> None:
     column, rows = MALFORMED_COLUMNS[name]
 
-    with pytest.raises(Malformed):
-        read_frame(stream(ID, [column], rows), 50)
+    with pytest.raises(MalformedStream):
+        read_frame(write_stream(ID, [column], rows), 50)
 
 
 VALID = body(pa.array(["u-1", "用户", "a/b"]), k="5")
@@ -237,7 +249,7 @@ def test_what_anybody_answers_is_garbled_at_worst(raw: bytes, rows: int) -> None
     for answer_body in (raw, VALID[: len(raw)] + raw):
         with pytest.raises(Garbled):
             read_arrow_answers(answer_body, rows)
-        with pytest.raises((Malformed, Unsupported)):
+        with pytest.raises((MalformedStream, UnsupportedStream)):
             read_frame(b"\xff\xff\xff\xff" + answer_body, rows)
 
 
@@ -271,6 +283,6 @@ def test_forms_are_chosen_by_the_headers(headers: dict[str, str], expected: obje
 
 def outcome(headers: list[tuple[bytes, bytes]]) -> object:
     try:
-        return forms(headers)
+        return parse_forms(headers)
     except Problem as problem:
         return problem.status

@@ -292,7 +292,7 @@ class Slow:
 
 async def earned(asking: AsyncClient, requests: int) -> None:
     for _ in range(requests):
-        asking._sender._hedges.earn()
+        asking._sender._hedge_budget.earn()
 
 
 async def test_a_second_request_wins_where_the_first_hangs_and_ends_it() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cache.errors import ConfigError
-from serving.config.settings import ServingConfig, check_files
+from serving.config.settings import ServingConfig, check_configured_files
 from serving.config.tls import TlsFiles, TlsWatch
 from tests.certificates import Authority, Pair
 
@@ -27,7 +27,9 @@ def files(pair: Pair, **more: str) -> TlsFiles:
 
 
 def test_only_new_protocols_are_spoken(authority: Authority, pairs: tuple[Pair, Pair]) -> None:
-    ssl_context = files(pairs[0], client_ca=authority.file, client="required").context()
+    ssl_context = files(
+        pairs[0], client_ca_path=authority.file, client_certificates="required"
+    ).context()
 
     assert ssl_context.minimum_version is ssl.TLSVersion.TLSv1_2
     assert ssl_context.verify_mode is ssl.CERT_REQUIRED and ssl_context.num_tickets == 0
@@ -49,7 +51,9 @@ def test_what_is_no_pair_is_refused_with_both_names(
         files(Pair(first_pair.certificate, tmp_path / "long.pem")).context()
     (tmp_path / "empty.pem").write_text("nothing")
     with pytest.raises(ConfigError, match="holds no certificate"):
-        files(first_pair, client_ca=str(tmp_path / "empty.pem"), client="optional").context()
+        files(
+            first_pair, client_ca_path=str(tmp_path / "empty.pem"), client_certificates="optional"
+        ).context()
 
 
 @pytest.mark.parametrize(("changes", "error_pattern"), [
@@ -66,11 +70,11 @@ def test_settings_that_do_not_fit_together_are_refused(
 
 def test_files_are_checked_before_anything_starts(tmp_path: Path, pairs: tuple[Pair, Pair]) -> None:
     good = {"tls_certificate": str(pairs[0].certificate), "tls_key": str(pairs[0].key)}
-    check_files(ServingConfig(**good))  # type: ignore[arg-type]
+    check_configured_files(ServingConfig(**good))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no pair"):
-        check_files(ServingConfig(**good | {"tls_key": str(pairs[1].key)}))  # type: ignore[arg-type]
+        check_configured_files(ServingConfig(**good | {"tls_key": str(pairs[1].key)}))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="tokens add"):
-        check_files(ServingConfig(tokens_file=str(tmp_path / "none")))
+        check_configured_files(ServingConfig(tokens_file=str(tmp_path / "none")))
 
 
 def test_a_new_pair_is_taken_up_and_a_broken_one_is_not(

@@ -36,7 +36,7 @@ class Night:
 
     def __init__(self, folder: Path) -> None:
         self.store = ArtefactStore(str(folder))
-        self.history = GenerationHistory(self.store, ReleaseWatch(self.store, THREADS).records)
+        self.history = GenerationHistory(self.store, ReleaseWatch(self.store, THREADS).read_records)
         self.releases = 0
 
     def make(self, generation: str, **changes: Any) -> None:

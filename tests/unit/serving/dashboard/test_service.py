@@ -34,7 +34,7 @@ class Board:
         }  # fmt: skip
         follower: Any = SimpleNamespace(served=None)
         self.store = ArtefactStore(str(folder))
-        history = GenerationHistory(self.store, ReleaseWatch(self.store, THREADS).records)
+        history = GenerationHistory(self.store, ReleaseWatch(self.store, THREADS).read_records)
         self.dashboard = Dashboard(
             self.redis, history, name="a", read_counts=lambda: {"r": 1},
             about=lambda: about, bounds=refine_bounds((0.1,)), nights=Nights(Schedule(), follower, self.clock),

@@ -47,7 +47,7 @@ class FakeShelf:
         self.enforcement_error = None if self.has_threads else "can't start new thread"
         return self.has_threads
 
-    def divide(self, *, by_experiments: bool) -> None:
+    def set_experiments_running(self, *, by_experiments: bool) -> None:
         self.divided = by_experiments
 
 
@@ -60,7 +60,7 @@ class FakeFollower:
     def served(self) -> Any:
         return self.holder.served
 
-    def note(self, about: str, reason: str | None, _remedy: str = "") -> None:
+    def note_concern(self, about: str, reason: str | None, _remedy: str = "") -> None:
         if reason is None:
             self.concerns.pop(about, None)
         else:

@@ -15,13 +15,13 @@ from uvicorn.server import ServerState
 from cache.config.serving import PeerBounds
 from serving.access.callers import Callers
 from serving.http import http1_protocol
-from serving.http.asgi_app import ADMITTED
+from serving.http.asgi_app import ADMITTED_KEY
 from serving.http.http1_protocol import Http1Protocol
 from serving.http.lookup_connection import (
     LookupConnection,
     SharedState,
     parse_plain_headers,
-    without_length,
+    split_content_length,
 )
 from serving.requests.context import CALLER_KEY
 
@@ -63,7 +63,7 @@ class Front:
 
     def __init__(self) -> None:
         self.untraced_fast: Any = Ready()
-        self.watch: Any = None
+        self.request_watch: Any = None
         self.gate: Any = None
         self.has_room: Any = None
         self.callers = Callers(is_open=True)
@@ -75,11 +75,11 @@ class Front:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """What uvicorn's cycle calls."""
-        if ADMITTED in scope:
+        if ADMITTED_KEY in scope:
             self.run.append(scope["raw_path"])
         await self.app(scope, receive, send)
 
-    def refusal(self) -> Any:
+    def refuse_if_overloaded(self) -> Any:
         """As where the queue stands."""
         return messages(503, [(b"retry-after", b"1")], b"later") if self.is_overloaded else None
 
@@ -523,7 +523,7 @@ def test_a_caller_that_left_is_not_answered(target: bytes) -> None:
 def test_what_waits_behind_a_lookup_is_bounded(
     target: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http1_protocol, "TURN_S", 60.0)
+    monkeypatch.setattr(http1_protocol, "READ_TURN_S", 60.0)
 
     async def run() -> list[bool]:
         connection = await under_way(target)
@@ -548,7 +548,7 @@ def test_an_application_receives_a_body_as_from_uvicorn() -> None:
     scopes: list[dict[str, Any]] = []
 
     async def keeping(scope: Any, receive: Any, send: Any) -> None:
-        added_keys = (ADMITTED, CALLER_KEY)
+        added_keys = (ADMITTED_KEY, CALLER_KEY)
         scopes.append(
             {name: scope_value for name, scope_value in scope.items() if name not in added_keys}
         )
@@ -589,7 +589,7 @@ def test_a_refusal_is_sent_without_a_task() -> None:
 
 def test_a_watched_request_with_a_body_is_judged_by_the_application() -> None:
     front, chunks = Front(), [post(), post()]
-    front.watch = SimpleNamespace(leaves=lambda _scope: False)
+    front.request_watch = SimpleNamespace(leaves=lambda _scope: False)
     front.is_overloaded = True
     assert run_exchange(chunks, front) == run_exchange(chunks, None)
     assert not front.run
@@ -634,7 +634,7 @@ def test_a_lookup_with_a_body_that_is_cut_off_leaves_nothing_behind(end: str) ->
 def test_headers_are_known_whatever_length_they_tell(
     block: bytes, expected_block: bytes, digits: bytes
 ) -> None:
-    assert without_length(block) == (expected_block, digits)
+    assert split_content_length(block) == (expected_block, digits)
 
 
 def test_what_fails_at_once_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -649,7 +649,7 @@ def test_what_fails_at_once_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_watched_request_goes_on() -> None:
     front = Front()
-    front.watch = SimpleNamespace(leaves=lambda _scope: False)
+    front.request_watch = SimpleNamespace(leaves=lambda _scope: False)
     assert run_exchange(make_known_header_gets(*STORED_ANSWERS), front) == run_exchange(
         make_known_header_gets(*STORED_ANSWERS), None
     )

@@ -33,7 +33,7 @@ class Metered(Front):
         digest = hashlib.sha256(b"right").hexdigest()
         self.tokens = {"ana": TokenEntry(**{"sha256": digest, "scopes": ("read",), **entry})}
         self.clock, self.counts, self.reached = clock, dict[str, CallerCounts](), list[bytes]()
-        self.rows = QuotaTable.private()
+        self.rows = QuotaTable.create_private()
         self.callers = self.make_callers()
 
     def make_callers(self) -> Callers:
@@ -42,7 +42,7 @@ class Metered(Front):
             "", self.tokens, self.rows, self.counts, clock=self.clock, timer=self.clock
         )
 
-    def refused(self, problem: Problem) -> Any:
+    def refuse_for_problem(self, problem: Problem) -> Any:
         """As the application answers."""
         return messages(problem.status, [(b"retry-after", b"1")], b"refused")
 
@@ -75,7 +75,7 @@ def test_a_token_without_bounds_is_answered_past_uvicorn_and_counted() -> None:
     assert (
         len(front.reached) == 1 and front.untraced_fast.answered == [TARGET] * 4
     )  # the first head is uvicorn's
-    assert front.counts["ana"].requests == 4
+    assert front.counts["ana"].request_count == 4
 
 
 def test_ready_answers_are_metered_one_by_one() -> None:
@@ -88,11 +88,11 @@ def test_ready_answers_are_metered_one_by_one() -> None:
     assert (
         status_codes == [200, 200, 200, 429, 429] and front.untraced_fast.answered == [TARGET] * 2
     )
-    assert front.counts["ana"].refused["requests_per_s"] == 2
+    assert front.counts["ana"].refusals_by_reason["requests_per_s"] == 2
     clock.tick(1.0)
     assert statuses(front, [get(TARGET, HEAD)] * 5) == [200, 200, 200, 429, 429]
     (quota,) = [caller.quota for _, caller in front.callers._digest_caller_pairs]
-    assert quota is not None and front.rows.read_state(quota._key, clock.now_s).in_flight == 0
+    assert quota is not None and front.rows.read_state(quota._row_key, clock.now_s).in_flight == 0
 
 
 def test_what_is_not_ready_goes_to_the_application_uncounted() -> None:
@@ -121,14 +121,14 @@ def test_a_head_that_was_judged_is_judged_anew_once_tokens_change() -> None:
     front = Metered(FakeClock())
     fast: Any = SimpleNamespace(can_use_fast_path=lambda _headers: True)
     blocks = HeaderCache(front)  # type: ignore[arg-type]
-    allowed = blocks.judged(fast, HEAD)
+    allowed = blocks.judge_and_cache(fast, HEAD)
     assert allowed is not None and allowed.caller.name == "ana"
-    assert blocks.of(fast, HEAD) is allowed
+    assert blocks.find_judged(fast, HEAD) is allowed
 
     front.tokens = {}
     front.callers = front.make_callers()
 
-    assert blocks.of(fast, HEAD) is None and blocks.judged(fast, HEAD) is None
+    assert blocks.find_judged(fast, HEAD) is None and blocks.judge_and_cache(fast, HEAD) is None
 
 
 def test_a_scope_that_is_missing_is_the_applications_to_tell() -> None:

@@ -49,7 +49,7 @@ def test_peers_that_have_waited_longest_are_cut_off_until_there_is_room(
     assert [peer.is_cut for peer in peers] == [True] + [False] * 5
 
     unread.add(Peer(25 * KIB), 6 * SLOW_READER_S)
-    assert [peer.is_cut for peer in peers] == [True] * 4 + [False] * 2 and unread.cut == 4
+    assert [peer.is_cut for peer in peers] == [True] * 4 + [False] * 2 and unread.cut_off_count == 4
     assert unread.held_bytes == 45 * KIB
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from cache.config.serving import PeerBounds
 from serving.http.connections import BEHIND_BYTES_MAX
-from serving.http.http1_protocol import PIECE
+from serving.http.http1_protocol import PIECE_BYTES
 from tests.unit.serving.fast_http.test_connection import (
     KEEP_ALIVE_BLOCK,
     Connection,
@@ -155,7 +155,7 @@ def test_what_never_ends_is_not_kept(start: bytes, chunk: bytes) -> None:
         connection, sent_bytes = opened(), 0
         await connection.deliver(start)
         while not connection.transport.is_closed:
-            assert sent_bytes <= BOUNDS.head_bytes + 2 * PIECE
+            assert sent_bytes <= BOUNDS.head_bytes + 2 * PIECE_BYTES
             await connection.deliver(chunk)
             sent_bytes += len(chunk)
         assert status(connection) in (b"431", b"400")
@@ -263,7 +263,7 @@ def test_a_pipeline_behind_a_request_under_way_ends_after_the_answers_to_what_is
 def test_small_pieces_of_a_body_wake_the_application_only_with_the_last() -> None:
     async def test() -> None:
         connection = opened()
-        body = b"x" * (PIECE - 1)
+        body = b"x" * (PIECE_BYTES - 1)
         head = b"POST /other HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (2 * len(body))
         for chunk in head, body[:-1], body[:1]:
             connection.protocol.data_received(chunk)
@@ -508,7 +508,7 @@ def test_answers_that_a_peer_does_not_take_count_until_it_is_gone_and_cost_it_it
     async def test() -> None:
         slow = opened(bounds=PeerBounds(answers_bytes=100))
         wire: Any = slow.protocol
-        unread_answers = wire._connections.unread
+        unread_answers = wire._connections.unread_answers
         unread(slow).unsent_bytes = 90
         slow.protocol.pause_writing()
         assert unread_answers.held_bytes == 90

@@ -84,4 +84,4 @@ async def test_a_read_needs_no_clock_for_who_has_as_long_as_it_may_take(
 ) -> None:
     get: Any = SimpleNamespace(started=started, options=SimpleNamespace(deadline_s=deadline_s))
 
-    assert coalescer.has_time(get) is has_time
+    assert coalescer.has_time_for_l2(get) is has_time

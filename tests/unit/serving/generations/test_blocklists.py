@@ -31,12 +31,12 @@ def blocked(scene: Scene) -> set[str]:
 async def test_blocks_of_another_namespace_are_in_force_with_the_own_ones(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     holder = scene.shelf
-    await holder.block(blocklist(3, "i1"))
+    await holder.put_own_blocklist_in_force(blocklist(3, "i1"))
     assert blocked(scene) == {"i1"}
 
     await holder.set_other_blocklist(blocklist(9, "i2"))
     assert blocked(scene) == {"i1", "i2"} and holder.blocklist.version == 3
-    await holder.block(blocklist(4))
+    await holder.put_own_blocklist_in_force(blocklist(4))
     assert blocked(scene) == {"i2"} and holder.blocklist.version == 4
     await holder.set_other_blocklist(Blocklist())
     assert blocked(scene) == set() and holder.blocklist == blocklist(4)
@@ -48,7 +48,10 @@ async def test_both_may_change_at_once_and_what_changed_last_is_in_force(scene: 
 
     async with asyncio.timeout(10):
         await asyncio.gather(
-            *(holder.block(blocklist(version, "i1")) for version in range(1, 6)),
+            *(
+                holder.put_own_blocklist_in_force(blocklist(version, "i1"))
+                for version in range(1, 6)
+            ),
             *(
                 holder.set_other_blocklist(blocklist(version, f"i{version + 1}"))
                 for version in range(1, 6)
@@ -69,8 +72,8 @@ async def test_what_is_blocked_is_passed_on(scene: Scene) -> None:
     async def pass_on() -> None:
         passed.append(scene.shelf.blocklist)
 
-    scene.shelf.pass_on = pass_on
-    await scene.shelf.block(blocklist(1, "i1"))
+    scene.shelf.pass_on_blocklist = pass_on
+    await scene.shelf.put_own_blocklist_in_force(blocklist(1, "i1"))
 
     assert passed == [blocklist(1, "i1")]
 
@@ -97,27 +100,27 @@ async def test_a_version_that_could_not_be_put_in_force_is_tried_again_at_every_
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene.release(A, 1)
-    await scene.refresher.look_at_blocklist()
+    await scene.refresher.refresh_blocklist()
     await scene.publish(pointer(A, 1))
     assert scene.follower.health.ready and in_force(scene) == 0
 
     threads = NoThreads(monkeypatch)
     version = change_blocklist(scene.store, block_items=[b"i1"]).version
     for tries in (1, 2, 3):
-        await scene.refresher.look_at_blocklist()
+        await scene.refresher.refresh_blocklist()
         assert threads.tries >= tries and blocked(scene) == set() and in_force(scene) == 0
         health = scene.follower.health
         assert not health.ready and health.stale == "blocklist_not_enforced"
-        assert health.outside == f"version {version} of the blocklist is not in force"
+        assert health.public_failure == f"version {version} of the blocklist is not in force"
         assert scene.world.metrics.blocklist_version._value.get() == 0
 
     threads.lasts = False
-    await scene.refresher.look_at_blocklist()
+    await scene.refresher.refresh_blocklist()
     assert blocked(scene) == {"i1"} and in_force(scene) == version
     assert scene.follower.health.ready and scene.follower.health.stale is None
     assert scene.world.metrics.blocklist_version._value.get() == version
     tries = threads.tries
-    await scene.refresher.look_at_blocklist()
+    await scene.refresher.refresh_blocklist()
     assert threads.tries == tries  # nothing is done again that is done
 
 
@@ -130,15 +133,15 @@ async def test_what_could_not_be_put_in_force_is_passed_on_and_a_store_that_fail
         passed.append(scene.shelf.blocklist.version)
 
     await scene.publish(pointer(A, 1))
-    scene.shelf.pass_on = pass_on
+    scene.shelf.pass_on_blocklist = pass_on
     threads = NoThreads(monkeypatch)
-    assert not await scene.shelf.block(blocklist(1, "i1"))
+    assert not await scene.shelf.put_own_blocklist_in_force(blocklist(1, "i1"))
     assert passed == [1]
 
     threads.lasts = False
     monkeypatch.setattr(scene.store, "names", lambda _folder: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        await scene.refresher.look_at_blocklist()
+        await scene.refresher.refresh_blocklist()
     assert blocked(scene) == {"i1"}
 
 

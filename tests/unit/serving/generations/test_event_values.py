@@ -58,7 +58,7 @@ class Stocked(Scene):
         parts: dict[type, Any] = {Filtering: filtering}
         if self.events is not None:
             parts[GenerationEvents] = self.events
-        return dataclasses.replace(snapshot, manifest=manifest, parts=parts)
+        return dataclasses.replace(snapshot, manifest=manifest, part_by_class=parts)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can
     assert out_of_stock(scene.shelf.live) == {"i5"} and scene.shelf.find_snapshot(A) is not None
     assert sum(record.exc_info is not None for record in caplog.records) == 1
     monkeypatch.setattr(Filtering, "changed_by", lambda *_: 1 / 0)
-    assert (await scene.shelf.open(A)).generation == A
+    assert (await scene.shelf.open_staged(A)).generation == A
 
 
 async def test_values_that_were_read_again_are_in_force_though_newer_ones_are(
@@ -220,7 +220,10 @@ async def test_blocklist_and_values_may_change_at_once(scene: Stocked) -> None:
 
     async with asyncio.timeout(10):
         await asyncio.gather(
-            *(scene.shelf.block(Blocklist(version, frozenset({b"i9"}))) for version in range(1, 6)),
+            *(
+                scene.shelf.put_own_blocklist_in_force(Blocklist(version, frozenset({b"i9"})))
+                for version in range(1, 6)
+            ),
             *(scene.updater.take_values() for _ in range(5)),
         )
 

@@ -44,7 +44,7 @@ async def test_a_publish_swaps_one_object_and_keeps_the_previous(scene: Scene) -
 
     assert scene.held == [B, A] and served_before is not None and served_before.generations == (A,)
     assert scene.opened == [A, B] and scene.follower.health.ready
-    await scene.refresher.beat()
+    await scene.refresher.send_heartbeat()
     assert scene.redis.beats[-1]["serving"] == B and scene.redis.beats[-1]["holds"] == [B, A]
 
 
@@ -220,7 +220,7 @@ async def test_without_redis_a_replica_starts_from_the_newest_completed_release(
     scene.redis.down = True
 
     await scene.follower.poll_pointer()
-    await scene.follower.settled()
+    await scene.follower.wait_until_settled()
 
     assert scene.held == [B, A] and scene.follower.health.ready
     assert scene.follower.stale == "redis_unreachable"
@@ -274,7 +274,7 @@ async def test_strangers_hear_no_detail_and_passwords_are_never_shown(
     scene.redis.note = Staging(C, "night", scene.clock() + 60)
     await scene.publish(pointer(B, 2, A))
     scene.timer.tick(2 * BOUND_S)
-    await scene.refresher.beat()
+    await scene.refresher.send_heartbeat()
 
     health = scene.follower.health
     assert health.to_public_json()["failed"] == f"generation {B} cannot be loaded"
@@ -299,7 +299,7 @@ async def test_a_blocklist_is_effective_on_all_that_is_held_and_on_what_is_loadi
     await scene.publish(pointer(A, 1))
     change_blocklist(scene.store, block_items=[b"i3"], block_entities=[b"u1"])
 
-    await scene.refresher.look_at_blocklist()
+    await scene.refresher.refresh_blocklist()
 
     served = scene.follower.served
     ordinal = scene.world.items.ordinal_of(b"i3")
@@ -320,8 +320,8 @@ async def test_an_announcement_at_the_very_end_keeps_nothing_running(scene: Scen
     await scene.refresher.start()
     await asyncio.sleep(0)  # the loops wait for their events
 
-    scene.refresher._wake_pointer.set()
-    scene.refresher._wake_beat.set()
+    scene.refresher._pointer_event.set()
+    scene.refresher._heartbeat_event.set()
     async with asyncio.timeout(5):
         await scene.refresher.aclose()
 
@@ -338,7 +338,7 @@ async def test_a_cancellation_lost_in_a_client_library_does_not_stop_the_stop(
 
     await scene.refresher.start()
     scene.redis.watch = forgetful  # type: ignore[method-assign]
-    scene.refresher._wake_pointer.set()
+    scene.refresher._pointer_event.set()
     await asyncio.sleep(0.01)
 
     async with asyncio.timeout(5):
@@ -350,12 +350,12 @@ async def test_a_cancellation_lost_in_a_client_library_does_not_stop_the_stop(
 async def test_a_blocklist_that_cannot_be_read_leaves_the_last_one_in_force(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     change_blocklist(scene.store, block_items=[b"i3"])
-    await scene.refresher.look_at_blocklist()
+    await scene.refresher.refresh_blocklist()
     read_at = scene.refresher.blocklist_read_at
     scene.store.write_once("blocklist/000000000002.json", b"broken")
     scene.timer.tick(5)
 
-    await scene.refresher.look_at_blocklist()
+    await scene.refresher.refresh_blocklist()
 
     served = scene.follower.served
     assert served is not None and len(served.live.blocked) == 1
@@ -370,7 +370,7 @@ async def test_a_start_with_a_damaged_blocklist_falls_back_to_the_newest_readabl
     scene.store.write("blocklist/000000000002.json", b'{"version": 2, "items": ["i3"')
     started = Scene(tmp_path)
 
-    await started.refresher.look_at_blocklist()
+    await started.refresher.refresh_blocklist()
     await started.publish(pointer(A, 1))
 
     served = started.follower.served
@@ -394,7 +394,7 @@ async def test_without_any_blocklist_that_can_be_read_a_replica_is_not_ready(
     checked_at = scene.refresher.blocklist_read_at
     scene.timer.tick(5)
 
-    await scene.refresher.look_at_blocklist()
+    await scene.refresher.refresh_blocklist()
     await scene.publish(pointer(A, 1))
 
     assert scene.held == [A] and not scene.follower.health.ready
@@ -402,19 +402,19 @@ async def test_without_any_blocklist_that_can_be_read_a_replica_is_not_ready(
     assert scene.refresher.blocklist_read_at == checked_at
     (tmp_path / "store/blocklist").unlink() if damage == "not a folder" else None
     scene.store.write("blocklist/000000000001.json", Blocklist(1).to_bytes())
-    await scene.refresher.look_at_blocklist()
+    await scene.refresher.refresh_blocklist()
     assert scene.follower.health.ready and scene.follower.stale is None
 
 
 async def test_a_store_that_goes_away_takes_no_block_back(scene: Scene) -> None:
     change_blocklist(scene.store, block_items=[b"i3"])
-    await scene.refresher.look_at_blocklist()
+    await scene.refresher.refresh_blocklist()
     await scene.publish(pointer(A, 1))
     read_at = scene.refresher.blocklist_read_at
     scene.timer.tick(5)
     scene.store.delete("blocklist")
 
-    await scene.refresher.look_at_blocklist()
+    await scene.refresher.refresh_blocklist()
 
     served = scene.follower.served
     assert served is not None and served.live.blocklist.items == {b"i3"}
@@ -468,12 +468,12 @@ async def test_a_degraded_generation_is_mended_once_its_models_can_be_read(scene
     for _ in range(2):
         scene.timer.tick(11)
         await scene.follower.poll_pointer()
-        await scene.follower.settled()
+        await scene.follower.wait_until_settled()
     assert scene.opened == [A, A]  # and ever more rarely
     scene.degraded = None
     scene.timer.tick(60)
     await scene.follower.poll_pointer()
-    await scene.follower.settled()
+    await scene.follower.wait_until_settled()
 
     assert scene.held == [A] and scene.follower.health.degraded is None
 
@@ -505,7 +505,7 @@ async def test_a_roll_back_waits_for_no_load(scene: Scene, slow: str) -> None:
         assert scene.held == [A] and scene.follower.epoch == 3
     finally:
         go_on.set()
-    await scene.follower.settled()
+    await scene.follower.wait_until_settled()
     assert scene.held == [A] and scene.follower.epoch == 3 and scene.follower.stale is None
 
 
@@ -514,15 +514,15 @@ async def test_a_redis_that_may_evict_pages_is_noticed_whenever_it_comes_back(
 ) -> None:
     await scene.publish(pointer(A, 1))
     scene.redis.down = True
-    await scene.refresher.beat()
+    await scene.refresher.send_heartbeat()
     scene.redis.policy = "allkeys-lru"
     scene.redis.down = False
 
-    await scene.refresher.beat()
+    await scene.refresher.send_heartbeat()
 
     assert scene.follower.stale == "eviction_policy" and "volatile-lru" in caplog.text
     scene.redis.policy = "volatile-lru"
-    await scene.refresher.beat()
+    await scene.refresher.send_heartbeat()
     assert scene.follower.stale is None
 
 
@@ -531,22 +531,22 @@ async def test_a_policy_that_may_not_be_asked_is_said_once_and_one_from_a_lost_r
 ) -> None:
     await scene.publish(pointer(A, 1))
     scene.redis.policy = ConnectionError("reset")
-    await scene.refresher.beat()
+    await scene.refresher.send_heartbeat()
     assert "maxmemory-policy" not in caplog.text
     scene.redis.policy = NoPermissionError("no permissions to run the 'info' command")
 
     for down in (False, True, False):
         scene.redis.down = down
-        await scene.refresher.beat()
+        await scene.refresher.send_heartbeat()
 
     assert caplog.text.count("maxmemory-policy") == 1 and scene.follower.stale is None
 
 
 async def test_a_beat_says_what_the_host_has_left_once_it_was_looked_at(scene: Scene) -> None:
-    await scene.refresher.beat()
+    await scene.refresher.send_heartbeat()
     replica_before = Replica.from_beat(orjson.dumps(scene.redis.beats[-1]), 0.0)
     await scene.host.refresh()
-    await scene.refresher.beat()
+    await scene.refresher.send_heartbeat()
     after = Replica.from_beat(orjson.dumps(scene.redis.beats[-1]), 0.0)
 
     assert (replica_before.memory_available_bytes, replica_before.disk_free_bytes) == (None, None)
@@ -555,10 +555,10 @@ async def test_a_beat_says_what_the_host_has_left_once_it_was_looked_at(scene: S
 
 async def test_a_draining_replica_is_not_ready_signs_off_and_beats_no_more(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
-    await scene.refresher.beat()
+    await scene.refresher.send_heartbeat()
 
     await scene.refresher.drain()
-    await scene.refresher.beat()
+    await scene.refresher.send_heartbeat()
 
     assert not scene.follower.health.ready and not scene.redis.beats and scene.held == [A]
 

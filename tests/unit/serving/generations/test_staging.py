@@ -23,11 +23,11 @@ def expect(happened: bool) -> None:
 
 async def stage(scene: Scene, generation: str, *, for_s: float = 60.0) -> None:
     """Another process writes the note; the replica looks, loads and beats."""
-    await scene.refresher.beat()  # from here on it knows Redis' clock
+    await scene.refresher.send_heartbeat()  # from here on it knows Redis' clock
     scene.redis.note = note(scene, generation, for_s=for_s)
     await scene.follower.poll_pointer()
-    await scene.follower.settled()
-    await scene.refresher.beat()
+    await scene.follower.wait_until_settled()
+    await scene.refresher.send_heartbeat()
 
 
 async def test_what_is_staged_is_loaded_and_warmed_and_said_to_be_ready(scene: Scene) -> None:
@@ -51,7 +51,7 @@ async def test_the_swap_to_what_is_ready_loads_nothing(scene: Scene) -> None:
     assert scene.opened == [A, B] and scene.held == [B, A] and scene.warmed == [A, B]
     served = scene.follower.served
     assert served is not None and served.next is None and served.live.epoch == 2
-    await scene.refresher.beat()
+    await scene.refresher.send_heartbeat()
     assert scene.redis.beats[-1]["swapped_at"] == scene.timer() + REDIS_AHEAD_S
 
 
@@ -59,13 +59,13 @@ async def test_a_replica_looks_ten_times_a_second_only_while_something_is_staged
     scene: Scene,
 ) -> None:
     await scene.publish(pointer(A, 1))
-    assert scene.refresher.look_s() == 1
+    assert scene.refresher.pointer_poll_s() == 1
 
     await stage(scene, B)
-    assert scene.refresher.look_s() == 0.1
+    assert scene.refresher.pointer_poll_s() == 0.1
 
     await scene.publish(pointer(B, 2, A))
-    assert scene.refresher.look_s() == 1
+    assert scene.refresher.pointer_poll_s() == 1
 
 
 async def test_a_publisher_that_died_strands_no_replica(scene: Scene) -> None:
@@ -75,7 +75,7 @@ async def test_a_publisher_that_died_strands_no_replica(scene: Scene) -> None:
     scene.timer.tick(31)
     await scene.follower.poll_pointer()
 
-    assert scene.held == [A] and scene.refresher.look_s() == 1
+    assert scene.held == [A] and scene.refresher.pointer_poll_s() == 1
 
 
 async def test_the_note_runs_out_by_redis_clock_even_when_redis_is_gone(scene: Scene) -> None:
@@ -128,7 +128,7 @@ async def test_never_more_than_previous_live_and_one_more(scene: Scene) -> None:
         alive_count_max = max(alive_count_max, len(alive))
         return snapshot
 
-    scene.shelf._open = open_and_count
+    scene.shelf._open_snapshot = open_and_count
     await scene.publish(pointer(A, 1))
     await stage(scene, B)
     await scene.publish(pointer(B, 2, A))
@@ -157,8 +157,8 @@ async def test_what_cannot_be_made_ready_is_said_with_its_reason_and_tried_again
     scene.broken.clear()
     scene.timer.tick(6)
     await scene.follower.poll_pointer()
-    await scene.follower.settled()
-    await scene.refresher.beat()
+    await scene.follower.wait_until_settled()
+    await scene.refresher.send_heartbeat()
     assert scene.redis.beats[-1]["ready"] == [A, B] and scene.redis.beats[-1]["failed"] == {}
 
 
@@ -185,7 +185,7 @@ async def test_a_pointer_that_moves_while_the_next_is_loading_waits_for_that_loa
     scene: Scene,
 ) -> None:
     await scene.publish(pointer(A, 1))
-    await scene.refresher.beat()
+    await scene.refresher.send_heartbeat()
     gate = threading.Event()
     scene.on_open = lambda: expect(gate.wait(10))
     scene.redis.note = note(scene, B)
@@ -212,7 +212,7 @@ async def test_a_pointer_waits_for_no_staged_load_that_hangs(scene: Scene) -> No
 
     scene.on_open = hangs_once
     scene.follower._load_bound_s = 0.01
-    await scene.refresher.beat()
+    await scene.refresher.send_heartbeat()
     scene.redis.note = note(scene, B)
     await scene.follower.poll_pointer()
     await hung.wait()
@@ -230,7 +230,7 @@ async def test_a_blocklist_reaches_what_is_staged(scene: Scene) -> None:
     await stage(scene, B)
     change_blocklist(scene.store, block_items=[b"i3"])
 
-    await scene.refresher.look_at_blocklist()
+    await scene.refresher.refresh_blocklist()
     await scene.publish(pointer(B, 2, A))
 
     served = scene.follower.served
@@ -269,7 +269,7 @@ async def test_a_canary_is_held_for_as_long_as_the_pointer_names_it(scene: Scene
     served = scene.follower.served
     assert scene.held == [A, B] and scene.opened == [A, B]
     assert served is not None and served.canary is not None and served.next is not None
-    assert served.pinned(B).live is served.next
+    assert served.pin_generation(B).live is served.next
     await scene.publish(pointer(A, 3))
     assert scene.held == [A]
     assert scene.follower.served is not None and scene.follower.served.canary is None

@@ -40,13 +40,13 @@ async def test_all_reads_of_the_store_run_in_its_own_threads(tmp_path: Path) -> 
     scene.store.write("generations/some", b"")
     asyncio.get_running_loop().set_default_executor(Forbidden())
 
-    await scene.refresher.look_at_blocklist()
+    await scene.refresher.refresh_blocklist()
     await scene.refresher.sweep_copies()
     await scene.publish(pointer(B, 2, A))
     watch = ReleaseWatch(scene.store, reading)
     await watch.refresh()
-    await reading(GenerationHistory(scene.store, watch.records).read, None)
+    await reading(GenerationHistory(scene.store, watch.read_records).read, None)
 
-    assert scene.shelf.is_blocklist_known and scene.held == [B, A] and watch.last
+    assert scene.shelf.is_blocklist_known and scene.held == [B, A] and watch.last_time_by_action
     await scene.follower.aclose()
     reading.close()

@@ -13,7 +13,7 @@ from serving.http.asgi_app import AsgiApp
 from serving.requests.bodies import BodyBudget
 from serving.requests.errors import Problem
 from serving.requests.options import Limits
-from serving.requests.parsing import QueryOptions
+from serving.requests.parsing import QueryOptionsCache
 from tests.unit.serving.world import PATHS, gate_of
 
 PATH = "/v1/lookup/x/y"
@@ -26,9 +26,11 @@ def front(*, is_known: bool = True, is_behind: bool = False) -> AsgiApp:
         return None, receive
 
     admission = Admission(target_s=0.02, interval_s=0.1, requests_max=1)
-    admission.loop.wait = 1.0 if is_behind else 0.0
-    app = AsgiApp(paths=PATHS, bodies_bytes=10)
-    app.fast = SimpleNamespace(ready=lambda _scope: None, parse_get=lambda _scope: None, post=post)
+    admission.loop_valve.interval_wait = 1.0 if is_behind else 0.0
+    app = AsgiApp(api_paths=PATHS, bodies_bytes=10)
+    app.fast_path = SimpleNamespace(
+        ready=lambda _scope: None, parse_get=lambda _scope: None, post=post
+    )
     app.callers = Callers(is_open=is_known)
     app.gate = gate_of(admission, deadline_ms=100_000.0)
     return app
@@ -59,11 +61,11 @@ def test_who_does_not_read_holds_no_place(method: str) -> None:
         assert app.gate is not None
         task = asyncio.create_task(app(scope(method), never, send))
         await started.wait()
-        assert app.gate.admission.under_way == 0
+        assert app.gate.admission.requests_under_way == 0
         assert app.gate.admission.enter()
         task.cancel()
         await asyncio.wait([task])
-        assert app.gate.admission.under_way == 1  # given back once
+        assert app.gate.admission.requests_under_way == 1  # given back once
 
     asyncio.run(run())
 
@@ -127,13 +129,13 @@ def test_a_body_that_finds_no_room_is_refused() -> None:
 
         await app(scope("POST"), receiving(b"x" * 11), send)
         assert sent_messages[0]["status"] == 503 and b'"overloaded"' in sent_messages[1]["body"]
-        assert app.bodies.held_bytes == 0
+        assert app.body_budget.held_bytes == 0
 
     asyncio.run(run())
 
 
 def test_long_queries_are_read_and_not_kept() -> None:
-    queries = QueryOptions(Limits(1, 1, 1, 100.0, 100.0))
+    queries = QueryOptionsCache(Limits(1, 1, 1, 100.0, 100.0))
     short, long_ = b"k=5", b"k=5" + b"&k=5" * 100
 
     assert queries.of(short) == queries.of(long_) and queries.of(long_) is not None

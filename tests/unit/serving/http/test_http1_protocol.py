@@ -163,14 +163,14 @@ def test_a_few_peers_that_have_closed_their_side_are_answered_at_once(
 ) -> None:
     async def test() -> None:
         for _ in range(3):
-            connections = [opened() for _ in range(http1_protocol.HALF_CLOSED_MAX + 3)]
+            connections = [opened() for _ in range(http1_protocol.HALF_CLOSED_PEERS_MAX + 3)]
             are_kept = []
             for connection in connections:
                 connection.protocol.data_received(get(b"/other") * 2)
                 are_kept.append(connection.protocol.eof_received())
-            assert are_kept == [True] * http1_protocol.HALF_CLOSED_MAX + [False] * 3
+            assert are_kept == [True] * http1_protocol.HALF_CLOSED_PEERS_MAX + [False] * 3
             await run_loop_iterations()
-            for connection in connections[: http1_protocol.HALF_CLOSED_MAX]:
+            for connection in connections[: http1_protocol.HALF_CLOSED_PEERS_MAX]:
                 assert statuses(connection) == [b"200"] * 2
                 assert transport(connection).is_closed
             for connection in connections:
@@ -215,7 +215,7 @@ def in_tiny_chunks(size: int) -> bytes:
 def test_a_body_in_tiny_chunks_is_read_in_turns(
     opened: Callable[[], Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http1_protocol, "TURN_S", 0.0)
+    monkeypatch.setattr(http1_protocol, "READ_TURN_S", 0.0)
     size = 40_000
 
     async def test() -> None:
@@ -237,7 +237,7 @@ def test_a_body_in_tiny_chunks_is_read_in_turns(
 def test_requests_behind_a_body_that_waits_for_its_turn_are_answered_in_order(
     opened: Callable[[], Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http1_protocol, "TURN_S", 0.0)
+    monkeypatch.setattr(http1_protocol, "READ_TURN_S", 0.0)
 
     async def test() -> None:
         connection = opened()
@@ -257,7 +257,7 @@ def test_requests_behind_a_body_that_waits_for_its_turn_are_answered_in_order(
 def test_a_connection_that_is_lost_while_its_bytes_wait_is_forgotten(
     opened: Callable[[], Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http1_protocol, "TURN_S", 0.0)
+    monkeypatch.setattr(http1_protocol, "READ_TURN_S", 0.0)
 
     async def test() -> None:
         connection = opened()

@@ -8,16 +8,16 @@ from importlib import import_module
 import pytest
 
 from cache.errors import InvalidInput
-from serving.access.token_file import SCOPES
+from serving.access.token_file import MEANING_BY_SCOPE
 from serving.client.calls import Options
-from serving.config.settings import ServingConfig, limits_of
+from serving.config.settings import ServingConfig, request_limits
 from serving.features import all_operations
 from serving.http.openapi import refusal_codes
 from serving.reference import PAGE, sections, written
 from serving.requests.options import REQUEST_OPTIONS
 from tests.unit.test_layering import ROOT
 
-ERROR_CODES = refusal_codes(all_operations(limits_of(ServingConfig())))
+ERROR_CODES = refusal_codes(all_operations(request_limits(ServingConfig())))
 FOUND_ELSEWHERE = {"unknown_table", "in_future", "too_large", "erased", "unfit_item", "fixed_items"}
 """Words that also say why one event of many was rejected."""
 
@@ -51,7 +51,7 @@ def test_the_page_has_every_route_and_its_scope() -> None:
 
     for path in ("/v1/feedback", "/v1/score", "/v1/events", "/v1/lookup/{table}/{entity}"):
         assert path in routes
-    assert all(f"`{scope}`" in routes for scope in SCOPES)
+    assert all(f"`{scope}`" in routes for scope in MEANING_BY_SCOPE)
 
 
 def test_the_client_has_every_option() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from cache.model.input_preparation import LiveInput
 from serving.engine.answer_observer import (
-    SAMPLE_QUEUE_BYTES,
+    SAMPLE_QUEUE_BYTES_MAX,
     SAMPLE_QUEUE_MAX,
     AnswerSample,
     AnswerSampler,
@@ -78,7 +78,7 @@ def test_what_waits_is_bounded_in_bytes_not_only_in_number() -> None:
         sampler.put(large)
 
     queued_count = len(sampler)
-    assert queued_count * large.size_bytes < SAMPLE_QUEUE_BYTES + large.size_bytes
+    assert queued_count * large.size_bytes < SAMPLE_QUEUE_BYTES_MAX + large.size_bytes
     assert sampler.dropped_count == SAMPLE_QUEUE_MAX - queued_count
     while sampler.next():
         pass

@@ -15,11 +15,11 @@ def learned(fixed: float, per_job_s: float, sizes: tuple[int, ...] = (1, 8, 32, 
 
 
 def test_fixed_and_variable_cost_are_separated() -> None:
-    assert learned(0.002, 0.0001).of(128) == pytest.approx(0.002 + 0.0128)
+    assert learned(0.002, 0.0001).expected_s(128) == pytest.approx(0.002 + 0.0128)
 
 
 def test_before_the_first_batch_everything_is_possible() -> None:
-    assert BatchCost().of(64) == 0 and BatchCost().size_within(0.0, 64) == 64
+    assert BatchCost().expected_s(64) == 0 and BatchCost().size_within(0.0, 64) == 64
 
 
 def test_only_as_many_are_taken_as_end_in_time() -> None:
@@ -32,7 +32,7 @@ def test_only_as_many_are_taken_as_end_in_time() -> None:
 
 
 def test_batches_of_one_size_tell_nothing_about_others() -> None:
-    assert learned(0.002, 0.0, (4,)).of(64) == pytest.approx(0.002)
+    assert learned(0.002, 0.0, (4,)).expected_s(64) == pytest.approx(0.002)
 
 
 def test_a_changed_machine_is_learned_and_a_doubted_estimate_fades() -> None:
@@ -43,4 +43,4 @@ def test_a_changed_machine_is_learned_and_a_doubted_estimate_fades() -> None:
 
     for size in (1, 32) * 100:
         cost.add(size, 0.001 + 0.0001 * size)
-    assert cost.of(32) == pytest.approx(0.0042, rel=0.01)
+    assert cost.expected_s(32) == pytest.approx(0.0042, rel=0.01)

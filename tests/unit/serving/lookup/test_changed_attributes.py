@@ -62,7 +62,7 @@ def brands(world: World) -> Snapshot:
         attributes, world.items.vectors, declared={"stocked": read_filter(stocked)}
     )
     return dataclasses.replace(
-        initial_snapshot, manifest=manifest, directories=directories, parts={Filtering: filtering},
+        initial_snapshot, manifest=manifest, directories=directories, part_by_class={Filtering: filtering},
         view=View(GENERATION, directories),
     )  # fmt: skip
 

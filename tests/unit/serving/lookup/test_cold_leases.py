@@ -11,7 +11,7 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.commands import LEASE_DONE_PREFIX, LEASE_GIVEN_BACK, LeaseSwap, LeaseTake, OverlayRead
 from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
-from serving.engine.leases import REST_S, LeaseManager
+from serving.engine.leases import LEASE_REST_S, LeaseManager
 from serving.engine.micro_batcher import ComputedRecord, InferenceJob, MicroBatcher
 from serving.generations.served_set import ServedGenerations
 from serving.requests.models import LookupRequest
@@ -193,7 +193,7 @@ async def test_no_lease_is_asked_for_in_an_outage_or_while_redis_is_slow(service
     assert await service(stranger("b")) == ["live"]
     assert len(service.lease_commands) == 1 and service.lead.counts.led == 1
 
-    service.clock.tick(REST_S)
+    service.clock.tick(LEASE_REST_S)
     remote.fails_with = TierUnavailable("gone", reason="connection")
     assert await service(stranger("c")) == ["live"]
 
@@ -250,6 +250,6 @@ async def test_a_renewal_that_fails_is_not_the_last(
     with pytest.raises(RuntimeError, match="planted"):
         service.lead._renew()
 
-    assert service.lead._renewal is not None and not service.lead._renewal.cancelled()
+    assert service.lead._renewal_timer is not None and not service.lead._renewal_timer.cancelled()
     service.gate.set()
     assert await computing == ["live"]

@@ -24,7 +24,7 @@ from cache.records import FLAG_APPROXIMATE, FLAG_LIVE, absent_records, decode_re
 from cache.tiers.reads import ReadResult, RecordKey
 from serving.engine.answer_builder import RequestContext
 from serving.engine.answer_observer import AnswerSampler
-from serving.engine.batch_inference import with_new_items
+from serving.engine.batch_inference import compute_with_new_items
 from serving.engine.entity import build_pending_answers
 from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
 from serving.events.newer_events import NewerEvents, compute_from_events
@@ -60,7 +60,9 @@ def world() -> EventWorld:
 
 def with_events(world: World, *features: InputSpec) -> Snapshot:
     """A generation that has no events; its model takes these features, and is not here."""
-    return world.snapshot(parts={GenerationEvents: GenerationEvents(0, {"user_topk": features})})
+    return world.snapshot(
+        part_by_class={GenerationEvents: GenerationEvents(0, {"user_topk": features})}
+    )
 
 
 def clicks(world: EventWorld, user: str, item: str, at: int = 1) -> None:
@@ -85,7 +87,7 @@ async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_f
     assert "i3" not in answer["items"] and answer["approximate"] is True
 
 
-@pytest.mark.parametrize("run", [compute_from_events, with_new_items])
+@pytest.mark.parametrize("run", [compute_from_events, compute_with_new_items])
 def test_without_a_model_every_job_of_a_batch_is_unavailable(world: EventWorld, run: Any) -> None:
     snapshot = world.snapshot(predictor=None)
     jobs = [
@@ -141,14 +143,16 @@ async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_other
     await world.ladder.lookup(ServedGenerations(snapshot), ask(requested_entity), monotonic())
 
     (job,) = world.jobs
-    assert job.newer_input is None and job.new.excluded_numbers - {-1} == {len(ITEMS) + 1}
+    assert job.newer_input is None and job.eligible_new_items.excluded_numbers - {-1} == {
+        len(ITEMS) + 1
+    }
 
 
 async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(
     world: EventWorld,
 ) -> None:
     snapshot = dataclasses.replace(with_events(world), new_items=new_items("new-0"))
-    sampler = world.ladder.watch.sampler = AnswerSampler(1_000)
+    sampler = world.ladder.observer.sampler = AnswerSampler(1_000)
 
     stranger_entity = entity("stranger", history=ids("i1"))
     sources = []
@@ -234,7 +238,7 @@ async def test_part_of_a_list_that_is_approximate_says_so_under_a_filter(world: 
     context.set_filter_mask(snapshot, FilterMask.of(passes))
 
     record = decode_record(case.table.layout, rows.tobytes(), len(ITEMS))
-    world.ladder.answer_builder.answer(case, snapshot, record, Source.LIVE, context)
+    world.ladder.answer_builder.answer_from_record(case, snapshot, record, Source.LIVE, context)
     assert case.partial is not None
     world.ladder.answer_builder.answer_partial(case, snapshot, context)
 
@@ -334,7 +338,7 @@ def with_values(world: World, *without_record: str) -> Snapshot:
     """A generation without the record of some users in the table of values."""
     model = cast(Any, TakesWhatIsSent(world.predictor))
     events = GenerationEvents(0, {VALUES: (AGE,)}, model)
-    snapshot = world.snapshot(parts={GenerationEvents: events})
+    snapshot = world.snapshot(part_by_class={GenerationEvents: events})
     layout = snapshot.manifest.tables[VALUES].layout
     page = bytearray(world.remote.pages[GENERATION, VALUES, 0])
     for user in without_record:

@@ -12,7 +12,7 @@ from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
 from serving.engine.entity import PendingAnswer
 from serving.engine.ladder import Ladder
-from serving.engine.rendering.answer_fields import from_record
+from serving.engine.rendering.answer_fields import prediction_from_record
 from serving.generations.served_set import ServedGenerations
 from serving.requests.answers import Source
 from serving.requests.errors import Problem
@@ -70,7 +70,7 @@ async def test_a_stored_answer_comes_from_l2_and_then_from_l1(world: World) -> N
 async def test_every_user_of_the_night_whom_redis_answers_counts_as_read(world: World) -> None:
     # Given all users of the night, the first of its directory included
     served, reads = ServedGenerations(world.snapshot()), list[bool]()
-    world.ladder.watch.count_read = lambda *read: reads.append(read[-1])  # type: ignore[method-assign]
+    world.ladder.observer.count_read = lambda *read: reads.append(read[-1])  # type: ignore[method-assign]
 
     # When Redis answers them
     answers = await look_up(world, served, *(entity(user) for user in USERS))
@@ -513,9 +513,9 @@ async def test_one_entity_whose_answer_cannot_be_built_costs_the_others_nothing(
     def fragile(snapshot, table, record, k, exclusions, filter_mask, reranker):
         if record.items is not None and record.items[0] == night_list("u3")[0]:
             raise IndexError("planted")
-        return from_record(snapshot, table, record, k, exclusions, filter_mask, reranker)
+        return prediction_from_record(snapshot, table, record, k, exclusions, filter_mask, reranker)
 
-    monkeypatch.setattr("serving.engine.answer_builder.from_record", fragile)
+    monkeypatch.setattr("serving.engine.answer_builder.prediction_from_record", fragile)
     served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
 
     answers = await look_up(world, served, *(entity(name) for name in ("u2", "u3", "u4")))

@@ -16,7 +16,7 @@ from cache.tiers.reads import Hit
 from cache.tiers.tiered import TieredCache
 from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
-from serving.engine.leases import REST_S, LeaseManager
+from serving.engine.leases import LEASE_REST_S, LeaseManager
 from serving.engine.micro_batcher import MicroBatcher
 from serving.generations.served_set import ServedGenerations
 from tests.fakes import DIGEST_A, DIGEST_B, GENERATION, FakeClock, FakeRemote, Night
@@ -187,7 +187,7 @@ async def test_redis_away_costs_one_question_and_then_none_for_a_while() -> None
 
     assert redis.slept == [] and redis.loads == ["process"] * 2
     assert len(redis.remote.lease_commands) == 1 and process.lead.counts.unavailable == 2
-    redis.clock.tick(REST_S)
+    redis.clock.tick(LEASE_REST_S)
     redis.remote.fails_with = None
     await process.answer("cyd")
     assert process.lead.counts.led == 1

@@ -29,7 +29,7 @@ def job(
 
 
 def batcher(executor: ThreadPoolExecutor, **changes: Any) -> MicroBatcher:
-    settings: dict[str, Any] = {"workers": 1, "max_batch": 4, "max_queue": 100}
+    settings: dict[str, Any] = {"worker_count": 1, "max_batch": 4, "max_queue": 100}
     settings |= {"max_queue_bytes": 1 << 20, "compute": compute} | changes
     return MicroBatcher(executor, **settings)
 
@@ -192,7 +192,7 @@ async def test_a_job_that_cannot_end_in_time_is_refused_and_not_computed(
     assert isinstance(outcomes[0], LiveUnavailable) and outcomes[0].reason == "timeout"
     assert isinstance(outcomes[1], ComputedRecord)
     assert [len(batch) for batch in world.predictor.batches] == [1, 1]
-    assert batches.hopeless == 1 and batches.queued == batches.queued_bytes == 0
+    assert batches.hopeless_count == 1 and batches.queued == batches.queued_bytes == 0
 
 
 async def test_a_wrong_estimate_does_not_stop_the_model_for_good(

@@ -26,7 +26,7 @@ class NearWorld(World):
         self.lead = LeaseManager(self.remote, self.tiers, Keyspace("test"), wait_s=0.2, name="me")
         self.inferences = LiveInferences(
             cast(MicroBatcher, self), self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, leases=self.lead,
-            reuses=frozenset({"user_topk"}),
+            near_reuse_tables=frozenset({"user_topk"}),
         )  # fmt: skip
         self.ladder = Ladder(
             self.tiers, self.inferences, self.metrics, l2_deadline_s=1.0, clock=self.clock
@@ -128,8 +128,8 @@ async def test_under_a_filter_nothing_is_reused(world: NearWorld) -> None:
 
 
 async def test_a_near_answer_is_not_sampled_as_one_of_the_models(world: NearWorld) -> None:
-    world.ladder.watch.sampler.countdown = 0
+    world.ladder.observer.sampler.countdown = 0
 
     await look_up(world, entity("nobody", history=ids("i1")))
 
-    assert world.ladder.watch.sampler.countdown == 0
+    assert world.ladder.observer.sampler.countdown == 0

@@ -32,7 +32,7 @@ def small_world() -> World:
     )
     world.ladder = Ladder(
         world.tiers, world.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock,
-        timer=world.clock, watch=AnswerObserver(world.metrics.l1_misses, local.eviction_history),
+        timer=world.clock, observer=AnswerObserver(world.metrics.l1_misses, local.eviction_history),
     )  # fmt: skip
     world.remote.timer = world.clock
     return world

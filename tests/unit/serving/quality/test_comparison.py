@@ -23,7 +23,7 @@ class Had:
 async def test_a_live_answer_without_what_its_user_had_by_the_night_is_as_the_model_says() -> None:
     world = World()
     live = world.snapshot(seen_items=Had())
-    sampler = world.ladder.watch.sampler = AnswerSampler(1_000)
+    sampler = world.ladder.observer.sampler = AnswerSampler(1_000)
     requested_entity = entity("u3", history=ids("i3"))
 
     (answer,) = await world.ladder.lookup(

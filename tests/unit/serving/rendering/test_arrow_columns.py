@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 
 from serving.arrow.schema import ColumnKind, Field
-from serving.arrow.writer import stream
-from serving.engine.rendering.arrow_answers import column
+from serving.arrow.writer import write_stream
+from serving.engine.rendering.arrow_answers import field_column
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_a_field_is_read_back_whether_it_differs_by_row_or_not(
         [None] * 3,
     ):
         field = Field("x", kind, None in values)
-        arrow_stream = stream((field,), [column(field, values)], len(values), ())
+        arrow_stream = write_stream((field,), [field_column(field, values)], len(values), ())
 
         read = pa.ipc.open_stream(arrow_stream).read_all()
         read.validate(full=True)

@@ -24,7 +24,7 @@ from serving.arrow.reader import read_frame
 from serving.arrow.schema import Field
 from serving.engine.batch_lookup import list_items
 from serving.engine.rendering import json_answers
-from serving.engine.rendering.arrow_answers import Row, StoredRows, answers_stream, row_of
+from serving.engine.rendering.arrow_answers import OriginRow, StoredRows, answers_stream, row_of
 from serving.requests.answers import ORIGIN_FIELDS
 
 COLUMNS: Any = loader.load({})
@@ -120,14 +120,16 @@ def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
     assert all(orjson.loads(text)["id"] == name for text, name in zip(texts, ids, strict=True))
 
 
-def some_row(source: str) -> Row:
+def some_row(source: str) -> OriginRow:
     """A row of the origin's columns, with something in each that always has something."""
     value_by_kind: dict[str, Any] = {"utf8": "g", "f8": 1.5, "i4": 1, "bool": True}
     always = [
-        answer_field for answer_field in ORIGIN_FIELDS if answer_field.declaration.when == "always"
+        answer_field
+        for answer_field in ORIGIN_FIELDS
+        if answer_field.declaration.present_when == "always"
     ]
     return row_of(
-        {answer_field.name: value_by_kind[answer_field.arrow.kind] for answer_field in always}
+        {answer_field.name: value_by_kind[answer_field.arrow_field.kind] for answer_field in always}
         | {"source": source}
     )
 
@@ -200,7 +202,7 @@ def test_streams_are_put_together_alike(buffers: list[bytes], nodes: list[int]) 
     offsets = 0, 8, 16, 16 + 8 * len(nodes)
     arguments = (b"schema", b"\xff" * size, *offsets, 3, nodes, buffers, b"end")
 
-    assert COLUMNS.stream(*arguments) == writer.assembled(*arguments)
+    assert COLUMNS.stream(*arguments) == writer.assemble_stream(*arguments)
 
 
 @given(
@@ -210,9 +212,9 @@ def test_streams_are_put_together_alike(buffers: list[bytes], nodes: list[int]) 
 def test_a_column_is_cut_alike_and_refused_alike(
     ids: list[str | None], noise: list[tuple[int, int]]
 ) -> None:
-    column = writer.texts([None if id_ is None else id_.encode() for id_ in ids])
+    column = writer.text_column([None if id_ is None else id_.encode() for id_ in ids])
     field = Field("id", "utf8", True)
-    damaged_stream = bytearray(writer.stream((field,), [column], len(ids)))
+    damaged_stream = bytearray(writer.write_stream((field,), [column], len(ids)))
     for back, byte in noise:
         damaged_stream[-1 - back % len(damaged_stream)] = byte
 
@@ -231,4 +233,4 @@ def test_ids_become_a_column_alike(ids: list[bytes | None]) -> None:
 
     assert (buffers is None) == (None in ids)
     if buffers is not None:
-        assert (b"", *buffers) == writer.texts(ids).buffers
+        assert (b"", *buffers) == writer.text_column(ids).buffers

@@ -22,7 +22,7 @@ from serving.engine.rendering import json_answers
 from serving.engine.rendering.arrow_answers import NO_ITEMS, StoredRows, answers_stream
 from serving.engine.rendering.json_answers import answer_start
 from serving.requests.options import Limits
-from serving.requests.parsing import id_batch_from_stream, read_stream
+from serving.requests.parsing import id_batch_from_stream, read_arrow_lookup
 from tests import hostile
 from tests.unit.serving.rendering.test_compiled_rows import COLUMNS, snapshot, some_row, table
 
@@ -131,6 +131,6 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
 @example(ids=list(hostile.EVERY))
 def test_a_stream_of_questions_is_read_as_it_was_asked(columns: Any, ids: list[str]) -> None:
     with patch.object(loader, "kernels", columns):
-        id_batch = id_batch_from_stream(read_stream(write_arrow_ids(ids, {}), LIMITS))
+        id_batch = id_batch_from_stream(read_arrow_lookup(write_arrow_ids(ids, {}), LIMITS))
 
     assert id_batch is not None and [raw.decode() for raw in id_batch.raws] == ids

@@ -49,7 +49,7 @@ async def test_the_newest_of_each_action_is_told_and_an_intent_is_none(
 
     await watch.refresh()
 
-    assert watch.last == {"publish": 300.0, "pin": 200.0} and not watch.refused
+    assert watch.last_time_by_action == {"publish": 300.0, "pin": 200.0} and not watch.refused_rules
 
 
 async def test_a_refusal_names_its_gates_once_they_can_be_read_and_until_something_is_published(
@@ -58,15 +58,15 @@ async def test_a_refusal_names_its_gates_once_they_can_be_read_and_until_somethi
     watch = ReleaseWatch(store, THREADS)
     write(store, ("publish", A), ("refuse", B))
     await watch.refresh()
-    assert watch.refused == {UNKNOWN_GATE}
+    assert watch.refused_rules == {UNKNOWN_GATE}
 
     judged(store, B, score_psi=False, finite=True, skew=False)
     await watch.refresh()
-    assert watch.refused == {"score_psi", "skew"}
+    assert watch.refused_rules == {"score_psi", "skew"}
 
     write(store, ("publish", B))
     await watch.refresh()
-    assert watch.refused == frozenset()
+    assert watch.refused_rules == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ async def test_records_that_cannot_be_read_leave_what_is_known_and_are_told_once
     await watch.refresh()
     await watch.refresh()
 
-    assert watch.last == {"publish": 100.0}
+    assert watch.last_time_by_action == {"publish": 100.0}
     assert caplog.text.count("the release records cannot be read") == 1
 
 
@@ -112,7 +112,7 @@ async def test_whoever_reads_records_of_a_replica_reads_none_a_second_time(
 ) -> None:
     write(store, ("publish", A), ("pin", A))
     watch = ReleaseWatch(store, THREADS)
-    history = GenerationHistory(store, watch.records)
+    history = GenerationHistory(store, watch.read_records)
     await watch.refresh()
     write(store, ("publish", B))
     read_paths: list[str] = []
@@ -127,4 +127,4 @@ async def test_whoever_reads_records_of_a_replica_reads_none_a_second_time(
 
     assert read_paths == [intent_path(3)]
     assert [generation["state"] for generation in generations] == ["live", "superseded"]
-    assert watch.last["publish"] == 100.0  # until the next look
+    assert watch.last_time_by_action["publish"] == 100.0  # until the next look

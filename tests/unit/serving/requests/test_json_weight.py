@@ -19,11 +19,11 @@ from serving.requests.json_fields import has_more_values
 from serving.requests.models import RequestedEntity
 from serving.requests.parsing import (
     LARGE_BODY_BYTES,
-    keep_refusal,
     lookup_from_body,
     peek_content,
     pop_content,
     run_in_thread_if_large,
+    store_refusal,
 )
 from tests import hostile
 from tests.unit.serving.world import LIMITS
@@ -50,7 +50,7 @@ def test_what_a_text_holds_is_counted_outside_its_strings(value: object, chunk: 
     text = orjson.dumps(value)
     count = separators(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("serving.requests.json_fields._SCAN_BYTES", chunk)
+        patch.setattr("serving.requests.json_fields._SCAN_CHUNK_BYTES", chunk)
 
         assert not has_more_values(text, count)
         assert count == 0 or has_more_values(text, count - 1)
@@ -150,7 +150,7 @@ def test_a_body_is_read_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -
     assert pop_content(scope, b'{"a": 1}', "json", LIMITS) is first and read == [1]
     assert scope == {}, "what was taken is not held"
 
-    keep_refusal(scope, Problem(422, "x", "why"))
+    store_refusal(scope, Problem(422, "x", "why"))
     for read_content in (peek_content, pop_content):
         with pytest.raises(Problem, match="why"):
             read_content(scope, b"{}", "json", LIMITS)
@@ -170,6 +170,8 @@ async def test_long_features_give_way_as_long_histories_do() -> None:
     iterations: list[int] = []
     asyncio.get_running_loop().call_soon(iterations.append, 1)
 
-    await YieldPacer().step(RequestedEntity("t", None, None, "e", features={"x": (0.5,) * 1_024}))
+    await YieldPacer().count_entity(
+        RequestedEntity("t", None, None, "e", features={"x": (0.5,) * 1_024})
+    )
 
     assert iterations == [1]

@@ -18,7 +18,7 @@ from cache.usage.hot_keys import (
     hottest,
     member,
 )
-from serving.engine.answer_observer import RECENT, RecentNames
+from serving.engine.answer_observer import RECENT_NAMES_MAX, RecentNames
 from serving.generations.snapshot import Snapshot
 from serving.usage.hot_keys import REPORTED, HotKeySketch
 from tests.fakes import FakeClock
@@ -97,11 +97,11 @@ async def test_a_report_is_bounded_and_keeps_what_was_asked_most(replica: Replic
 
 
 def test_batches_are_remembered_as_if_one_by_one() -> None:
-    recent, named = RecentNames(), [user(number) for number in range(RECENT + 300)]
+    recent, named = RecentNames(), [user(number) for number in range(RECENT_NAMES_MAX + 300)]
     for at in range(0, len(named), 100):
         recent.add("user_topk", [raw for _, raw in named[at : at + 100]])
-    assert list(recent.names()) == named[-RECENT:]
-    assert recent.take_new() == named[-RECENT:]
+    assert list(recent.all_names()) == named[-RECENT_NAMES_MAX:]
+    assert recent.take_new() == named[-RECENT_NAMES_MAX:]
     recent.append(user(1))
     recent.add("user_topk", [b"2"] * 2)
 
@@ -113,10 +113,10 @@ def test_what_is_remembered_is_bounded_and_a_mark_that_was_pushed_out_loses_noth
     recent.append(user(0))
     assert recent.take_new() == [user(0)]
     assert recent.take_new() == [] and recent.take_new() == []
-    recent.extend(user(number) for number in range(RECENT + 5))
+    recent.extend(user(number) for number in range(RECENT_NAMES_MAX + 5))
 
-    assert recent.take_new() == [user(number) for number in range(5, RECENT + 5)]
-    assert len(recent) == RECENT
+    assert recent.take_new() == [user(number) for number in range(5, RECENT_NAMES_MAX + 5)]
+    assert len(recent) == RECENT_NAMES_MAX
 
 
 async def test_tables_that_the_live_generation_lacks_are_not_told(replica: Replica) -> None:

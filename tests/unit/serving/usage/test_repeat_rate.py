@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from cache.errors import TierUnavailable
 from cache.l2.commands import LeaseTake, OverlayRead
 from serving.engine.inference import (
-    FREQUENT_SHARE,
-    PROBE_EVERY,
-    RARE_SHARE,
-    REPEAT_WINDOW,
+    FREQUENT_REPEAT_SHARE,
+    INPUTS_PER_PROBE,
+    RARE_REPEAT_SHARE,
+    REPEAT_WINDOW_INPUTS,
     LiveInferences,
     RepeatRate,
 )
@@ -26,63 +26,63 @@ from tests.unit.serving.world import World, ask, entity, ids
 
 def rare() -> RepeatRate:
     repeats = RepeatRate()
-    for _ in range(REPEAT_WINDOW):
-        repeats.saw(False)
+    for _ in range(REPEAT_WINDOW_INPUTS):
+        repeats.note_input(False)
     return repeats
 
 
 def test_a_window_of_inputs_without_a_repeat_is_needed_and_enough() -> None:
     repeats = RepeatRate()
-    for _ in range(REPEAT_WINDOW - 1):
-        repeats.saw(False)
-        assert not repeats.are_rare
-    repeats.saw(False)
-    assert repeats.are_rare
+    for _ in range(REPEAT_WINDOW_INPUTS - 1):
+        repeats.note_input(False)
+        assert not repeats.are_repeats_rare
+    repeats.note_input(False)
+    assert repeats.are_repeats_rare
 
 
-@given(st.integers(2, round(0.8 / RARE_SHARE)))
+@given(st.integers(2, round(0.8 / RARE_REPEAT_SHARE)))
 def test_what_comes_again_often_enough_is_always_read(every: int) -> None:
     repeats = RepeatRate()
-    for number in range(5 * REPEAT_WINDOW):
-        repeats.saw(number % every == 0)
-        assert not repeats.are_rare
+    for number in range(5 * REPEAT_WINDOW_INPUTS):
+        repeats.note_input(number % every == 0)
+        assert not repeats.are_repeats_rare
 
 
-@given(st.integers(2, round(1 / FREQUENT_SHARE)))
+@given(st.integers(2, round(1 / FREQUENT_REPEAT_SHARE)))
 def test_probes_that_find_answers_end_it_within_a_window(every: int) -> None:
     repeats = rare()
     probes = 0
-    while repeats.are_rare:
+    while repeats.are_repeats_rare:
         probes += 1
-        repeats.probed(probes % every == 0)
-    assert probes <= REPEAT_WINDOW
+        repeats.note_probe(probes % every == 0)
+    assert probes <= REPEAT_WINDOW_INPUTS
 
 
 def test_a_few_repeats_do_not_end_it() -> None:
     repeats = rare()
-    for number in range(10 * REPEAT_WINDOW):
-        repeats.probed(number % round(2 / RARE_SHARE) == 0)
-        assert repeats.are_rare
+    for number in range(10 * REPEAT_WINDOW_INPUTS):
+        repeats.note_probe(number % round(2 / RARE_REPEAT_SHARE) == 0)
+        assert repeats.are_repeats_rare
 
 
 def test_only_probes_count_while_nothing_is_read_and_only_reads_while_all_is() -> None:
     repeats = rare()
-    for _ in range(REPEAT_WINDOW):
-        repeats.saw(True)
-    assert repeats.are_rare
+    for _ in range(REPEAT_WINDOW_INPUTS):
+        repeats.note_input(True)
+    assert repeats.are_repeats_rare
 
-    for _ in range(REPEAT_WINDOW):
-        repeats.probed(True)
-    assert not repeats.are_rare
-    for _ in range(10 * REPEAT_WINDOW):
-        repeats.probed(False)
-    assert not repeats.are_rare
+    for _ in range(REPEAT_WINDOW_INPUTS):
+        repeats.note_probe(True)
+    assert not repeats.are_repeats_rare
+    for _ in range(10 * REPEAT_WINDOW_INPUTS):
+        repeats.note_probe(False)
+    assert not repeats.are_repeats_rare
 
 
 def test_one_in_so_many_is_probed() -> None:
     repeats = rare()
-    assert sum(repeats.spare() for _ in range(10 * PROBE_EVERY)) == 10
-    assert repeats.spared == 10 * PROBE_EVERY
+    assert sum(repeats.count_unread() for _ in range(10 * INPUTS_PER_PROBE)) == 10
+    assert repeats.unread_count == 10 * INPUTS_PER_PROBE
 
 
 class Service:
@@ -95,7 +95,7 @@ class Service:
             cast(MicroBatcher, world), world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0,
             admit=lambda: self.admits, spares_reads=spares_reads,
         )  # fmt: skip
-        self.repeats = self.inferences.repeats
+        self.repeats = self.inferences.repeat_rate
         self.ladder = Ladder(
             world.tiers, self.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock
         )
@@ -120,8 +120,8 @@ class Service:
 async def service() -> Service:
     """One that has seen nothing but strangers."""
     service = Service(World())
-    await service.strangers(0, REPEAT_WINDOW)
-    assert service.repeats.are_rare
+    await service.strangers(0, REPEAT_WINDOW_INPUTS)
+    assert service.repeats.are_repeats_rare
     service.world.remote.calls.clear()
     return service
 
@@ -205,14 +205,14 @@ async def test_under_overload_nothing_is_looked_for_that_is_hardly_ever_there(
 
 async def test_probes_find_what_others_have_answered_and_end_it(service: Service) -> None:
     other_service = Service(World(remote=service.world.remote))
-    for number in range(round(FREQUENT_SHARE * REPEAT_WINDOW) + 1):
-        assert service.repeats.are_rare
-        for near in range(PROBE_EVERY):
+    for number in range(round(FREQUENT_REPEAT_SHARE * REPEAT_WINDOW_INPUTS) + 1):
+        assert service.repeats.are_repeats_rare
+        for near in range(INPUTS_PER_PROBE):
             id_ = f"both{number}/{near}"
             await other_service(stranger(id_))
             (answer,) = await service(stranger(id_))
             assert answer["source"] == "live"
-    assert not service.repeats.are_rare
+    assert not service.repeats.are_repeats_rare
 
     await other_service(stranger("one more"))
     (answer,) = await service(stranger("one more"))
@@ -221,11 +221,11 @@ async def test_probes_find_what_others_have_answered_and_end_it(service: Service
 
 async def test_an_answer_to_another_input_is_no_repeat(service: Service) -> None:
     other_service = Service(World(remote=service.world.remote))
-    for number in range(PROBE_EVERY):
+    for number in range(INPUTS_PER_PROBE):
         await other_service(ask(entity(f"n-{number}", history=ids("i2"))))
         await service(stranger(f"n-{number}"))
 
-    assert service.repeats.are_rare and service.repeats._repeat_weight == 0
+    assert service.repeats.are_repeats_rare and service.repeats._repeat_weight == 0
     assert (
         len([command for command in service.world.remote.reads if isinstance(command, OverlayRead)])
         > 0
@@ -234,32 +234,32 @@ async def test_an_answer_to_another_input_is_no_repeat(service: Service) -> None
 
 async def test_a_probe_that_fails_tells_nothing_and_harms_nobody(service: Service) -> None:
     service.world.remote.fails_with = TierUnavailable("gone", reason="connection")
-    inputs = service.repeats._inputs
+    inputs = service.repeats._input_weight
 
-    for number in range(PROBE_EVERY):
+    for number in range(INPUTS_PER_PROBE):
         (answer,) = await service(stranger(f"n-{number}"))
         assert answer["source"] == "live"
 
-    assert service.repeats._inputs == inputs and service.world.remote.calls
+    assert service.repeats._input_weight == inputs and service.world.remote.calls
 
 
 async def test_who_joins_an_inference_under_way_counts_as_a_repeat() -> None:
     service = Service(World())
     repeated_entity = entity("stranger", history=ids("i1"))
-    for number in range(REPEAT_WINDOW):
+    for number in range(REPEAT_WINDOW_INPUTS):
         await service(
             ask(repeated_entity, repeated_entity) if number % 64 == 0 else stranger(f"n{number}")
         )
 
-    assert not service.repeats.are_rare
+    assert not service.repeats.are_repeats_rare
 
 
 async def test_all_are_read_where_that_is_wanted() -> None:
     service = Service(World(), spares_reads=False)
-    await service.strangers(0, 3 * REPEAT_WINDOW)
+    await service.strangers(0, 3 * REPEAT_WINDOW_INPUTS)
 
-    assert service.repeats.spared == 0
-    assert len(service.world.remote.reads) == 3 * REPEAT_WINDOW
+    assert service.repeats.unread_count == 0
+    assert len(service.world.remote.reads) == 3 * REPEAT_WINDOW_INPUTS
 
 
 async def test_there_are_no_leases_for_what_is_not_read(service: Service) -> None:
