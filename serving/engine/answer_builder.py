@@ -294,6 +294,8 @@ class AnswerBuilder:
                 and not pending.is_settled
             ):
                 pending.reason = MissReason.NEWER_EVENTS
+        if pending.is_before_night:
+            flag_fields = {"approximate": True, **flag_fields}
         reason = None if pending.reason is None else pending.reason.public
         pending.answer = complete_answer(
             prediction, snapshot, table, pending.entity, source, producer, self._clock(),

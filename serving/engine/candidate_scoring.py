@@ -45,7 +45,9 @@ async def rank_candidates(
     lookup_options = replace(
         request_options, fresh=request_options.fresh or user.has_input, filter=None, rerank=None
     )
-    answer = (await ladder.lookup(served, LookupRequest((user,), lookup_options), started))[0]
+    lookup_request = LookupRequest((user,), lookup_options)
+    # A copy: the sample of answers may hold the ladder's own.
+    answer = dict((await ladder.lookup(served, lookup_request, started))[0])
     snapshot = served.find(answer["generation"]) or served.live
     user_vector = answer.pop("vector")
     if snapshot is not served.live:

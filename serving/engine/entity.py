@@ -115,6 +115,8 @@ class PendingAnswer:
     is_exact: bool = False
     counted_events: NewerInput | None = None
     is_settled: bool = False
+    is_before_night: bool = False
+    """True if the request's `as_of` lies before the newest event that the night counts."""
     new_items: NewItems = NO_NEW_ITEMS
     _history: tuple[str, SentHistory] | None = None
     _nightly_key: RecordKey | None = None

@@ -238,6 +238,8 @@ class FastLookups:
         started, path = self._timer() - noted_wait_s(scope), scope.get("raw_path") or b""
         if not path.startswith(LOOKUP_PATH_PREFIX) or not caller_of(scope).may_use_scope("read"):
             return None, receive
+        if scope["query_string"]:  # refused by the routes behind
+            return None, receive
         if (served := self._get_served()) is None:
             return None, receive
         try:

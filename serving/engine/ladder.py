@@ -123,7 +123,7 @@ class Ladder:
             if pending.record_key.position >= 0 and pending.entity.raw is not None
         )
         try:
-            if self.newer_inputs.packed or live.new_items:
+            if self.newer_inputs.packed or live.new_items or context.options.as_of is not None:
                 await self._count_newer(live, pendings, context)
             for rung in self._rungs:
                 waiting_pendings = unanswered_of(pendings)

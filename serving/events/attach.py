@@ -83,7 +83,7 @@ _FIELDS: Json = {
 }
 
 
-_UNSENT_IF_NULL = ("user", "item", "weight", "features", "vector")
+_UNSENT_IF_NULL = ("user", "item", "time", "type", "weight", "attributes", "features", "vector")
 
 
 _EVENT = schemas.closed_object_schema(

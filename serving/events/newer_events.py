@@ -194,6 +194,14 @@ class NewerEvents(NewerInputs):
         """
         if options.max_events == 0:
             return
+        events_of_night = snapshot.part(GenerationEvents)
+        if (
+            options.as_of is not None
+            and events_of_night is not None
+            and options.as_of < events_of_night.until_number
+        ):
+            for case in cases:
+                case.is_before_night = True
         _answer_with_new(snapshot, cases, options)
         packed, pace = self.packed, YieldPacer()
         undecided = []

@@ -136,7 +136,7 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             tag="explanations",
             summary="Why an entity is answered as it is",
             description="Says which rung would answer, what each holds, and what the model says now. Nothing is "
-            "changed by asking.",
+            "changed by asking. Of the service's own namespace alone: `arm` is refused.",
             answer_schema=_EXPLANATION,
             answer_example=_EXAMPLE,
             path_names=("table", "entity"),

@@ -29,7 +29,7 @@ from serving.http.static_files import StaticPage
 from serving.metrics.registry import CONTENT_TYPE, Metrics
 from serving.replica.hooks import Handler, Hooks
 from serving.requests.bodies import arrow_response, json_response, read_body, refusal_response
-from serving.requests.errors import Problem, problem_from_input
+from serving.requests.errors import Problem, problem_from_input, unprocessable
 from serving.requests.models import LookupRequest, RequestedEntity
 from serving.requests.named_schema import Json
 from serving.requests.negotiation import BodyForm, parse_forms
@@ -204,7 +204,14 @@ async def read_json(service: LookupService, request: Request) -> object:
 
 
 async def read_request_body(service: LookupService, request: Request) -> bytes:
-    """Read a body within the service's bounds; raise Problem."""
+    """Read a body within the service's bounds; raise Problem, also for options in the URL."""
+    if query := request.scope["query_string"]:
+        option_name = query.partition(b"&")[0].partition(b"=")[0].decode("ascii", "replace")
+        raise unprocessable(
+            "unknown_field",
+            f"{option_name[:40]!r} is in the URL: the options of a POST go in its body",
+            "query",
+        )
     return await read_body(request, service.body_bytes_max, service.body_timeout_s)
 
 

@@ -58,10 +58,10 @@ def world() -> EventWorld:
     return EventWorld()
 
 
-def with_events(world: World, *features: InputSpec) -> Snapshot:
-    """A generation that has no events; its model takes these features, and is not here."""
+def with_events(world: World, *features: InputSpec, until: int = 0) -> Snapshot:
+    """A generation with the events up to a position's number; its model takes these features, and is not here."""
     return world.snapshot(
-        part_by_class={GenerationEvents: GenerationEvents(0, {"user_topk": features})}
+        part_by_class={GenerationEvents: GenerationEvents(until, {"user_topk": features})}
     )
 
 
@@ -125,6 +125,21 @@ async def test_who_has_only_later_events_gets_what_the_night_stored(world: Event
 
     # Then it is the night's, and no event is counted
     assert answer["source"] == "l2" and answer.get("events", 0) == 0
+
+
+@pytest.mark.parametrize(("at", "is_marked"), [(4, True), (9, False)])
+async def test_an_answer_as_of_a_position_before_the_newest_event_of_the_night_says_so(
+    world: EventWorld, at: int, is_marked: bool
+) -> None:
+    # Given a night with events up to 9-0, and a user without newer ones
+    snapshot = with_events(world, until=Position(9, 0).number)
+
+    # When an answer as of a position is asked for
+    lookup = ask(entity("u1"), as_of=Position(at, 0).number)
+    (answer,) = await world.ladder.lookup(ServedGenerations(snapshot), lookup, monotonic())
+
+    # Then the list of the night is marked where it may count later events
+    assert answer["source"] == "l2" and answer.get("approximate", False) is is_marked
 
 
 def new_items(*ids: str) -> NewItems:

@@ -7,6 +7,7 @@ import pytest
 
 from cache.format.ids import fingerprint
 from cache.records import Layout, decode_record, encode_numbers
+from serving.engine.answer_observer import AnswerSampler
 from serving.engine.candidate_scoring import rank_candidates, score_tolerance
 from serving.filters.filtered_lookup import FilteredLookup, Filters
 from serving.generations.served_set import ServedGenerations
@@ -34,6 +35,23 @@ async def test_a_sent_history_is_computed_from_although_a_vector_is_stored() -> 
     assert stored_answer["source"] == "l2" and stored_answer["score_tolerance"] == 0.0
     assert [answer["source"] for answer in live] == ["live"] * 2
     assert (settled["source"], settled["reason"]) == ("l1", "fresh_unavailable")
+
+
+async def test_a_sampled_answer_stays_that_of_the_vector() -> None:
+    # Given a service that samples each answer
+    world = World()
+    sampler = world.ladder.observer.sampler = AnswerSampler(1_000)
+    served = ServedGenerations(world.snapshot())
+    requested_user = entity("stranger", "", history=ids("i3"))
+
+    # When candidates are scored by a history
+    score_request = ScoreRequest(requested_user, ids("i1", "i2"), RequestOptions(5.0))
+    await rank_candidates(world.ladder, served, score_request, asyncio.get_running_loop().time())
+
+    # Then the sample has the vector, and not the candidates' scores
+    sample = sampler.next()
+    assert sample is not None and sample.fields is not None
+    assert "vector" in sample.fields and "scores" not in sample.fields
 
 
 class EverythingPasses:
