@@ -254,6 +254,7 @@ class TokenWatch(Collector):
         self._counts_by_name: dict[str, CallerCounts] = {}
         self._loaded_version = self._version()
         self.is_stale = False
+        self._logged_refusal: tuple[FileVersion, str] | None = None
         self.callers = self._build_callers(
             None if self._tokens_path is None else read_tokens(self._tokens_path)
         )
@@ -292,8 +293,13 @@ class TokenWatch(Collector):
         return version_and_tokens is not None and self._put_in_force(*version_and_tokens)
 
     def _read_if_changed(self) -> tuple[FileVersion, TokenEntries | ConfigError] | None:
-        """Return a changed file's version with its tokens or error, None if unchanged; changes no state."""
-        if self._tokens_path is None or (version := self._version()) == self._loaded_version:
+        """Return a changed file's version with its tokens or error, None if unchanged; changes no state.
+
+        A file that could not be read is read again at each look: a right on a folder above it changes nothing of it.
+        """
+        if self._tokens_path is None:
+            return None
+        if (version := self._version()) == self._loaded_version and not self.is_stale:
             return None
         try:
             return version, read_tokens(self._tokens_path)
@@ -303,9 +309,12 @@ class TokenWatch(Collector):
     def _put_in_force(self, version: FileVersion, tokens: TokenEntries | ConfigError) -> bool:
         self.is_stale = isinstance(tokens, ConfigError)
         if isinstance(tokens, ConfigError):
-            log.error("the tokens in force stay as they were: %s", tokens.message)
+            if (version, tokens.message) != self._logged_refusal:
+                log.error("the tokens in force stay as they were: %s", tokens.message)
+            self._logged_refusal = version, tokens.message
             self._loaded_version = version
             return False
+        self._logged_refusal = None
         self.callers = self._build_callers(tokens)
         self._loaded_version = (
             version  # last of all: what was not put in force is read again at the next look

@@ -89,16 +89,17 @@ class TlsWatch(Collector):
         self.is_stale = False
 
     def reload_if_changed(self) -> bool:
-        """Reads the files again if one is another; returns whether another context is in force now."""
+        """Read changed files, and again those that could not be used; return whether another context is in force."""
         version = self._tls_files.version()
-        if version == self._loaded_version:
+        if version == self._loaded_version and not self.is_stale:
             return False
-        self._loaded_version = version
+        is_logged, self._loaded_version = version == self._loaded_version, version
         try:
             self.context = self._tls_files.context()
         except ConfigError as error:
             self.is_stale = True
-            log.error("the certificate in force stays as it was: %s", error.message)
+            if not is_logged:
+                log.error("the certificate in force stays as it was: %s", error.message)
             return False
         self.is_stale = False
         log.info("certificate %s is in force", self._tls_files.certificate_path)

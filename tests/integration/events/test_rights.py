@@ -109,6 +109,29 @@ async def test_the_service_takes_events_in_with_the_readers_rights(
         assert reader.time()
 
 
+async def test_accepted_events_outlive_a_restart_of_their_server(tmp_path: Path) -> None:
+    # Given a server of events with two that it has accepted
+    path = tmp_path / "redis.sock"
+    url = f"unix://larder-reader:reads@{path}"
+    with started(EVENTS_SERVER, tmp_path, path) as process:
+        assert poll_until(lambda: answering(path)), process.tail()
+        async with intake(url, KEYS) as running_intake:
+            answer = await running_intake.accept_events(event(1), event(2))
+            assert answer["accepted"] == 2
+
+    # When it starts again over the same folder
+    with started(EVENTS_SERVER, tmp_path, path) as process:
+        assert poll_until(lambda: answering(path)), process.tail()
+        with client(path, "larder-reader", "reads") as reader:
+            stream_length = reader.xlen(KEYS.events)
+        async with intake(url, KEYS) as running_intake:
+            answer = await running_intake.accept_events(event(1), event(2), event(3))
+
+    # Then the stream and the ids are still there
+    assert stream_length == 2
+    assert (answer["accepted"], answer["repeated"]) == (1, 2)
+
+
 def test_the_night_takes_over_trims_and_forgets_with_the_loaders_rights(
     server: tuple[str, Path], tmp_path: Path
 ) -> None:

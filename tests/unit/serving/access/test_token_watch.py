@@ -3,10 +3,12 @@
 import hashlib
 import logging
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from cache.errors import ConfigError
+from serving.access import callers
 from serving.access.callers import Callers, TokenWatch
 from serving.access.quota import QuotaTable
 from serving.access.token_file import TokenEntry, write_tokens
@@ -20,8 +22,8 @@ def watch(path: Path, token: str = "") -> TokenWatch:
     return TokenWatch(token, str(path), QuotaTable.create_private())
 
 
-def name_of(callers: Callers, token: str) -> str:
-    return callers.identify([(b"authorization", f"Bearer {token}".encode())]).name
+def name_of(known_callers: Callers, token: str) -> str:
+    return known_callers.identify([(b"authorization", f"Bearer {token}".encode())]).name
 
 
 def samples(watched: TokenWatch) -> dict[tuple[str, ...], float]:
@@ -73,6 +75,29 @@ def test_a_file_that_became_wrong_changes_nothing_and_says_so_once(
     assert samples(token_watch)["larder_tokens_stale",] == 1
     write_tokens(path, {"ana": entry("a"), "ben": entry("b")})
     assert token_watch.reload_if_changed() and samples(token_watch)["larder_tokens_stale",] == 0
+
+
+def test_a_file_that_becomes_readable_without_a_change_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a changed file that the service may not read
+    path = tmp_path / "tokens.json"
+    write_tokens(path, {"ana": entry("a"), "ben": entry("b")})
+    token_watch = watch(path)
+    write_tokens(path, {"ana": entry("a")})
+
+    def refuse(refused_path: Path) -> NoReturn:
+        raise ConfigError(f"cannot read {refused_path}: Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(callers, "read_tokens", refuse)
+        assert not token_watch.reload_if_changed() and token_watch.is_stale
+
+    # When it may, though its time of change stays
+    assert token_watch.reload_if_changed()
+
+    # Then the revoked token is gone
+    assert name_of(token_watch.callers, "b") != "ben" and not token_watch.is_stale
 
 
 def test_counts_outlive_a_change_and_end_with_the_name(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import logging
 import ssl
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -101,3 +102,26 @@ def test_a_new_pair_is_taken_up_and_a_broken_one_is_not(
 
     put(pairs[1].certificate, pairs[1].key)
     assert watch.reload_if_changed() and watch.context is not first and not watch.is_stale
+
+
+def test_a_pair_that_becomes_readable_without_a_change_is_taken_up(
+    pairs: tuple[Pair, Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a changed pair that the service may not read
+    watched_pair = Pair(tmp_path / "tls.pem", tmp_path / "tls.key")
+    for source_pair in pairs:
+        watched_pair.certificate.write_bytes(source_pair.certificate.read_bytes())
+        watched_pair.key.write_bytes(source_pair.key.read_bytes())
+        if source_pair is pairs[0]:
+            watch = TlsWatch(files(watched_pair))
+
+    def refuse(_: TlsFiles) -> NoReturn:
+        raise ConfigError("cannot read tls.key: Permission denied", field="tls_key")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TlsFiles, "context", refuse)
+        assert not watch.reload_if_changed() and watch.is_stale
+
+    # When it may, though its time of change stays
+    # Then it is in force
+    assert watch.reload_if_changed() and not watch.is_stale
