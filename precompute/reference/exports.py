@@ -38,24 +38,28 @@ class _AffinityModel(_HistoryTower):
 
 def history_tower(rows: NDArray[np.float32]) -> bytes:
     """history int32 [n, length] -> [n, dims]."""
-    return _saved(_HistoryTower(rows), 2)
+    return _export_program(_HistoryTower(rows), 2)
 
 
 def item_tower(rows: NDArray[np.float32]) -> bytes:
     """item_index int32 [n] -> [n, dims]."""
-    return _saved(_ItemTower(rows), 1)
+    return _export_program(_ItemTower(rows), 1)
 
 
 def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> bytes:
     """history int32 [n, length] -> probabilities [n, centroids]."""
-    return _saved(_AffinityModel(rows, centroids), 2)
+    return _export_program(_AffinityModel(rows, centroids), 2)
 
 
-def _saved(module: nn.Module, axes: int) -> bytes:
+def _export_program(module: nn.Module, axis_count: int) -> bytes:
     """Serialised `torch.export` program of a module, with any number of rows and any length."""
-    example = torch.zeros((3, 5)[:axes], dtype=torch.int32)
-    shapes: Sequence[dict[int, object]] = [dict.fromkeys(range(axes), torch.export.Dim.DYNAMIC)]
-    program = torch.export.export(module.eval(), (example,), dynamic_shapes=tuple(shapes))
+    example_input = torch.zeros((3, 5)[:axis_count], dtype=torch.int32)
+    dynamic_shapes: Sequence[dict[int, object]] = [
+        dict.fromkeys(range(axis_count), torch.export.Dim.DYNAMIC)
+    ]
+    program = torch.export.export(
+        module.eval(), (example_input,), dynamic_shapes=tuple(dynamic_shapes)
+    )
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     return buffer.getvalue()
