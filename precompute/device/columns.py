@@ -60,10 +60,10 @@ class Columns:
 
     def largest(self, product: torch.Tensor) -> torch.Tensor:
         """The largest of each group, [n, groups], of a product [n, columns] of whole blocks."""
-        rows = product.view(
+        pair_maxima = product.view(
             len(product), -1, self.size // PAIR_COLUMNS, GROUPS_ABREAST * PAIR_COLUMNS
         ).amax(2)
-        return rows.view(len(product), -1, PAIR_COLUMNS).amax(2)
+        return pair_maxima.view(len(product), -1, PAIR_COLUMNS).amax(2)
 
 
 def columns_by_rank(
@@ -95,9 +95,9 @@ def columns_by_rank(
     )  # fmt: skip
 
 
-def choose_group_size(count: int) -> int:
+def choose_group_size(item_count: int) -> int:
     """Items of a group, of so many: reading a group's K best costs about as much as its column is wide."""
-    ideal_size = max(1, count // _CANDIDATES) ** 0.5  # where both are small
+    ideal_size = max(1, item_count // _CANDIDATES) ** 0.5  # where both are small
     return min(_GROUP_ITEMS_MAX, max(_GROUP_ITEMS_MIN, 1 << round(float(np.log2(ideal_size)))))
 
 

@@ -113,10 +113,10 @@ def shape_of(items: DeviceItems, columns: Columns, fetch: int, room_bytes: int) 
         max(1, _PROGRAM_ROUNDS * count_multiprocessors(device) * tiles.resident // SPLITS)
         * tiles.users
     )
-    users = max(
+    user_count = max(
         1, min(_ROWS_MAX, max_users, room_bytes // (entry_bytes + candidate_bytes + vector_bytes))
     )
-    return SearchShape(users, len(columns.ordinals), fetch)
+    return SearchShape(user_count, len(columns.ordinals), fetch)
 
 
 def search(
@@ -346,13 +346,15 @@ def compute_exact_keys(
 
 def select_leading_keys(keys: torch.Tensor, k: int, tiles: Tiles) -> torch.Tensor:
     """Return the best k of keys int64 [n, size, a power of two], descending, padded with WORST."""
-    user_count, size, wide = keys.shape
-    is_slow = keys.device.type == "cpu" and wide > 64  # the interpreter sorts for half a minute
-    if wide > _SORTED_KEYS_MAX or k > wide or is_slow:
+    user_count, group_size, keys_per_slot = keys.shape
+    is_slow = (
+        keys.device.type == "cpu" and keys_per_slot > 64
+    )  # the interpreter sorts for half a minute
+    if keys_per_slot > _SORTED_KEYS_MAX or k > keys_per_slot or is_slow:
         return select_best_keys(keys.flatten(1), k)
     best_keys = torch.empty((user_count, k), dtype=torch.int64, device=keys.device)
     kernels_of_keys.leading[-(-user_count // tiles.selected),](
-        keys, best_keys, user_count, k, height=tiles.selected, size=size, wide=wide,
+        keys, best_keys, user_count, k, height=tiles.selected, size=group_size, wide=keys_per_slot,
         padded_k=max(2, power_of_two(k)), num_warps=1,
     )  # fmt: skip
     return best_keys
@@ -375,17 +377,19 @@ def agrees(dims: int, device: torch.device) -> bool:
     rng = np.random.default_rng(dims)
     vectors = rng.random((_PROBE_ITEMS, dims), np.float32)
     vectors *= np.exp(rng.standard_normal((_PROBE_ITEMS, 1))).astype(np.float32)
-    users = rng.random((8, dims), np.float32)
+    user_vectors = rng.random((8, dims), np.float32)
     excluded_pairs = torch.arange(8, device=device), torch.arange(8, device=device) * 3
     metrics: tuple[tuple[Metric, NDArray[np.float32]], ...] = (
-        ("inner_product", users),
-        ("cosine", unit(users)),
+        ("inner_product", user_vectors),
+        ("cosine", unit(user_vectors)),
     )
     for metric, compared_users in metrics:
         comparable_items = ComparableItems.of(vectors, metric)
         device_items = DeviceItems.of(comparable_items, device, torch.float16, GROUP)
-        queries = device_items.queries(users, compared_users)
-        shape = SearchShape(len(users), len(device_items.all_columns.ordinals), 48, estimating=True)
+        queries = device_items.queries(user_vectors, compared_users)
+        shape = SearchShape(
+            len(user_vectors), len(device_items.all_columns.ordinals), 48, estimating=True
+        )
         keys, is_certain = search(
             device_items, device_items.all_columns, queries, excluded_pairs, 16, shape
         )

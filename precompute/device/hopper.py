@@ -79,15 +79,17 @@ class HopperKernels:
         exact = torch.empty((user_count, -(-dims // 4), 4), device=scored_users.device)
         codes = torch.empty((user_count, width), device=scored_users.device, dtype=torch.float16)
         length, residual, scale = empty_numbers(), empty_numbers(), empty_numbers()
-        size = empty_numbers(dtype=torch.float64)
+        user_lengths = empty_numbers(dtype=torch.float64)
         arguments = [
-            *_pointers(scored_users, compared_users, exact, codes, length, residual, scale, size),
+            *_pointers(
+                scored_users, compared_users, exact, codes, length, residual, scale, user_lengths
+            ),
             *map(ctypes.c_int, (user_count, dims, width)),
         ]
         if not user_count:
-            return exact, codes, length, residual, scale, size
+            return exact, codes, length, residual, scale, user_lengths
         _launch(self.encode, (-(-user_count // _WARP_USERS), 1), _WARP_USERS * 32, 0, arguments)
-        return exact, codes, length, residual, scale, size
+        return exact, codes, length, residual, scale, user_lengths
 
     def write_entries(
         self,
@@ -155,9 +157,11 @@ class HopperKernels:
         user_count, capacity = kept_entries.shape[:2]
         steps = vectors.shape[1]
         is_cosine = item_lengths is not None and queries.cosine_lengths is not None
-        lengths = (queries.cosine_lengths, item_lengths) if is_cosine else (queries.exact, vectors)
+        length_pair = (
+            (queries.cosine_lengths, item_lengths) if is_cosine else (queries.exact, vectors)
+        )
         arguments = [
-            *_pointers(queries.exact, lengths[0], vectors, lengths[1]),
+            *_pointers(queries.exact, length_pair[0], vectors, length_pair[1]),
             *_pointers(kept_entries, left_out_bounds, columns.ordinals, *hidden_rows, keys),
             *map(ctypes.c_int, (len(vectors), steps, capacity, is_cosine)),
         ]
@@ -255,11 +259,11 @@ def compile_kernel(kernel_name: str, constants: Mapping[str, float]) -> bytes:
     return cubin
 
 
-def _load_function(name: str, code: bytes, shared_bytes: int) -> Any:
+def _load_function(kernel_name: str, cubin: bytes, shared_bytes: int) -> Any:
     from cuda.bindings import driver
 
-    module = _check_result(*driver.cuModuleLoadData(code))
-    function = _check_result(*driver.cuModuleGetFunction(module, name.encode()))
+    module = _check_result(*driver.cuModuleLoadData(cubin))
+    function = _check_result(*driver.cuModuleGetFunction(module, kernel_name.encode()))
     shared_size_attribute = (
         driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     )

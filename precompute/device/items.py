@@ -70,14 +70,16 @@ class DeviceItems:
         """Copy the items to the device; raise torch.OutOfMemoryError if they do not fit."""
         dims = comparable_items.vectors.shape[1]
         scale = float(np.ldexp(1.0, -int(np.frexp(comparable_items.longest)[1])))
-        order = np.argsort(-comparable_items.sizes, kind="stable")
-        group_size = group or choose_group_size(len(order))
-        exact = torch.empty((len(order), -(-dims // SUM_LANES), SUM_LANES), device=device)
+        ordinals_by_length = np.argsort(-comparable_items.sizes, kind="stable")
+        group_size = group or choose_group_size(len(ordinals_by_length))
+        exact = torch.empty(
+            (len(ordinals_by_length), -(-dims // SUM_LANES), SUM_LANES), device=device
+        )
         encoded_parts = []
         for first_index in range(
-            0, len(order), _ITEMS_AT_ONCE
+            0, len(ordinals_by_length), _ITEMS_AT_ONCE
         ):  # so that copies on their way stay small
-            part_ordinals = order[first_index : first_index + _ITEMS_AT_ONCE]
+            part_ordinals = ordinals_by_length[first_index : first_index + _ITEMS_AT_ONCE]
             encoded_parts.append(
                 encode_vectors(
                     copy_to_device(comparable_items.filtering[part_ordinals], device), scale, dtype
@@ -92,12 +94,12 @@ class DeviceItems:
         item_lengths = (
             own_lengths(comparable_items.vectors) if comparable_items.metric == "cosine" else None
         )
-        device_order = copy_to_device(order, device)
+        device_order = copy_to_device(ordinals_by_length, device)
         return cls(
             exact, None if item_lengths is None else copy_to_device(item_lengths, device), device_order,
             codes, length, residual, scale,
             _ROUNDING_BY_DTYPE[dtype] + (dims + 16) * (2.0**-22 + 2.0**-23) + 2.0**-20,
-            group, columns_by_rank(codes, length, residual, device_order, len(order), group_size),
+            group, columns_by_rank(codes, length, residual, device_order, len(ordinals_by_length), group_size),
         )  # fmt: skip
 
     def is_within_error_bound(self) -> bool:
@@ -130,22 +132,26 @@ class DeviceItems:
             group_size,
         )  # fmt: skip
 
-    def queries(self, users: NDArray[np.float32], compared: NDArray[np.float32]) -> Queries:
+    def queries(self, user_vectors: NDArray[np.float32], compared: NDArray[np.float32]) -> Queries:
         """Encode users float32 [n, dims] as scored and as compared (unit vectors for cosine)."""
         device = self.codes.device
-        scored_users = copy_to_device(users, device)
+        scored_users = copy_to_device(user_vectors, device)
         user_lengths = (
-            None if self.cosine_lengths is None else copy_to_device(own_lengths(users), device)
+            None
+            if self.cosine_lengths is None
+            else copy_to_device(own_lengths(user_vectors), device)
         )
         width = self.codes.shape[1]
         kernels = kernels_for(width, device) if self.codes.dtype == torch.float16 else None
         if kernels is not None:
-            compared_users = scored_users if compared is users else copy_to_device(compared, device)
+            compared_users = (
+                scored_users if compared is user_vectors else copy_to_device(compared, device)
+            )
             exact, *code_tensors = kernels.encode_users(scored_users, compared_users, width)
             return Queries(exact, user_lengths, *code_tensors)
         user_sizes = scored_users.double().square().sum(1).sqrt()
         compared_users, length = scored_users, user_sizes
-        if compared is not users:
+        if compared is not user_vectors:
             compared_users = copy_to_device(compared, device)
             length = compared_users.double().square().sum(1).sqrt()
         power = (-torch.frexp(length).exponent).clamp(max=_SCALE_POWER_MAX)
@@ -237,8 +243,8 @@ def slice_if_consecutive(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
     return slice(int(rows[0]), int(rows[-1]) + 1) if is_consecutive else rows
 
 
-def _round_up(lengths: torch.Tensor) -> torch.Tensor:
-    return (lengths * ROUND_UP + ROUND_UP_SUMMAND).to(torch.float32)
+def _round_up(vector_lengths: torch.Tensor) -> torch.Tensor:
+    return (vector_lengths * ROUND_UP + ROUND_UP_SUMMAND).to(torch.float32)
 
 
 def arrange_in_sum_order(vectors: torch.Tensor) -> torch.Tensor:
@@ -248,9 +254,11 @@ def arrange_in_sum_order(vectors: torch.Tensor) -> torch.Tensor:
     `native/exact.h` has the same order.
     """
     dims = vectors.shape[1]
-    padded = torch.nn.functional.pad(vectors, (0, -dims % SUM_LANES))
-    order = _sum_order(dims, vectors.device)
-    return padded.view(len(padded), len(order), SUM_LANES)[:, order].contiguous()
+    padded_vectors = torch.nn.functional.pad(vectors, (0, -dims % SUM_LANES))
+    step_order = _sum_order(dims, vectors.device)
+    return padded_vectors.view(len(padded_vectors), len(step_order), SUM_LANES)[
+        :, step_order
+    ].contiguous()
 
 
 @cache
@@ -266,28 +274,28 @@ def _sum_order(dims: int, device: torch.device) -> torch.Tensor:
     )
 
 
-def exact_dots(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+def exact_dots(ordered_users: torch.Tensor, ordered_items: torch.Tensor) -> torch.Tensor:
     """Return float32 [n, c]: users [n, steps, 4] by their candidates [n, c, steps, 4], both `arrange_in_sum_order`.
 
     Products and sums are separate steps: a fused multiply-add rounds once where numpy rounds twice.
     """
-    sums = torch.zeros((*items.shape[:2], SUM_LANES), device=items.device)
-    for step in range(items.shape[2]):
-        sums += items[:, :, step] * users[:, None, step]
-    return (sums[..., 0] + sums[..., 1]) + (sums[..., 2] + sums[..., 3])
+    lane_sums = torch.zeros((*ordered_items.shape[:2], SUM_LANES), device=ordered_items.device)
+    for step in range(ordered_items.shape[2]):
+        lane_sums += ordered_items[:, :, step] * ordered_users[:, None, step]
+    return (lane_sums[..., 0] + lane_sums[..., 1]) + (lane_sums[..., 2] + lane_sums[..., 3])
 
 
 def pack_keys(scores: torch.Tensor, ordinals: torch.Tensor) -> torch.Tensor:
     """Return `cache.model.ranking.pack` as int64 with its highest bit flipped: torch compares signed numbers."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(torch.int64) << 32) | (0xFFFFFFFF - ordinals)
+    ordered_bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered_bits.to(torch.int64) << 32) | (0xFFFFFFFF - ordinals)
 
 
 def unpack_scores(keys: torch.Tensor) -> torch.Tensor:
     """Return the float32 scores of `pack_keys`."""
-    ordered = (keys >> 32).to(torch.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    ordered_bits = (keys >> 32).to(torch.int32)
+    return (ordered_bits ^ ((ordered_bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def unpack_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -299,12 +307,14 @@ def unpack_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def has_same_bits(dims: int, device: torch.device) -> bool:
     """True if this device's sums have the bits of this numpy."""
     rng = np.random.default_rng(dims)
-    users = rng.standard_normal((3, dims), np.float32)
-    items = rng.standard_normal((64, dims), np.float32)
-    expected_scores = score(users, items, np.tile(np.arange(64), (3, 1)))
-    ordered_items = arrange_in_sum_order(torch.from_numpy(items).to(device)).expand(3, -1, -1, -1)
+    user_vectors = rng.standard_normal((3, dims), np.float32)
+    item_vectors = rng.standard_normal((64, dims), np.float32)
+    expected_scores = score(user_vectors, item_vectors, np.tile(np.arange(64), (3, 1)))
+    ordered_items = arrange_in_sum_order(torch.from_numpy(item_vectors).to(device)).expand(
+        3, -1, -1, -1
+    )
     device_scores = (
-        exact_dots(arrange_in_sum_order(torch.from_numpy(users).to(device)), ordered_items)
+        exact_dots(arrange_in_sum_order(torch.from_numpy(user_vectors).to(device)), ordered_items)
         .cpu()
         .numpy()
     )

@@ -233,7 +233,9 @@ def _safe_graph(file_name: str, graph: Any) -> Any:
         for spec in (json_object.get("in_spec"), json_object.get("out_spec")):
             if isinstance(spec, str):
                 _check_containers(file_name, orjson.loads(spec))
-        if forbidden_fields := [name for name in _FORBIDDEN_FIELDS if json_object.get(name)]:
+        if forbidden_fields := [
+            field_name for field_name in _FORBIDDEN_FIELDS if json_object.get(field_name)
+        ]:
             raise BundleError(
                 f"{file_name} holds {forbidden_fields[0]}: only tensors and torch's own operators may"
             )
@@ -260,9 +262,9 @@ def _check_tensors(file_name: str, config: Any) -> None:
             )
 
 
-def _walk_json_objects(value: Any) -> Iterator[dict[str, Any]]:
+def _walk_json_objects(root_value: Any) -> Iterator[dict[str, Any]]:
     """All objects of a JSON value, a deep one too."""
-    unvisited = [value]
+    unvisited = [root_value]
     while unvisited:
         json_value = unvisited.pop()
         if isinstance(json_value, dict):

@@ -210,13 +210,13 @@ class DeviceScorer:
         return columns
 
     def _search_slabs(
-        self, search_request: _SearchRequest, rows: NDArray[np.int64], fetch: int
+        self, search_request: _SearchRequest, user_rows: NDArray[np.int64], fetch: int
     ) -> NDArray[np.int64]:
         """Score some users; return the users whose list is not certain."""
         slab_users = self._choose_shape(search_request, fetch).users
         slabs = [
-            rows[first_row : first_row + slab_users]
-            for first_row in range(0, len(rows), slab_users)
+            user_rows[first_row : first_row + slab_users]
+            for first_row in range(0, len(user_rows), slab_users)
         ]
         with ThreadPoolExecutor(SLABS_UNDER_WAY if self._stream else 1, "device") as pool:
             return np.concatenate(
@@ -224,10 +224,10 @@ class DeviceScorer:
             )
 
     def _search_slab(
-        self, search_request: _SearchRequest, fetch: int, rows: NDArray[np.int64]
+        self, search_request: _SearchRequest, fetch: int, user_rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Search for users, in smaller pieces where the device runs out of memory; return the uncertain rows."""
-        row_pieces, uncertain_parts = [rows], []
+        row_pieces, uncertain_parts = [user_rows], []
         while row_pieces:
             piece_rows = row_pieces.pop()
             if self.has_failed:
@@ -239,7 +239,7 @@ class DeviceScorer:
                 continue
             kernels = self._usable_kernels(search_request, fetch)
             try:
-                uncertain = self._search(search_request, shape, piece_rows)
+                uncertain_rows = self._search(search_request, shape, piece_rows)
             except LarderError:
                 raise
             except Exception as error:  # Triton's compiler and its cache raise what they like
@@ -253,18 +253,20 @@ class DeviceScorer:
                     raise
                 row_pieces.append(piece_rows)
                 continue
-            uncertain_parts.append(uncertain)
-            search_request.on_progress(len(piece_rows) - len(uncertain))
+            uncertain_parts.append(uncertain_rows)
+            search_request.on_progress(len(piece_rows) - len(uncertain_rows))
         return np.sort(np.concatenate(uncertain_parts))  # pieces are taken last first
 
     def _search(
-        self, search_request: _SearchRequest, shape: SearchShape, rows: NDArray[np.int64]
+        self, search_request: _SearchRequest, shape: SearchShape, user_rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        row_selection = slice_if_consecutive(rows)
-        users = np.ascontiguousarray(search_request.users[row_selection])
-        compared_users = unit(users) if self._comparable_items.metric == "cosine" else users
+        row_selection = slice_if_consecutive(user_rows)
+        user_vectors = np.ascontiguousarray(search_request.users[row_selection])
+        compared_users = (
+            unit(user_vectors) if self._comparable_items.metric == "cosine" else user_vectors
+        )
         with torch.cuda.stream(self._load_stream):
-            queries = self._items.queries(users, compared_users)
+            queries = self._items.queries(user_vectors, compared_users)
             excluded_pairs = self._items.pairs(search_request.exclusions, row_selection)
             loaded_event = None if self._load_stream is None else self._load_stream.record_event()
         with self._launch_lock, torch.cuda.stream(self._stream):
@@ -299,7 +301,7 @@ class DeviceScorer:
         has_safe_length = (user_lengths == 0) | (
             (user_lengths > _SAFE_LENGTHS[0]) & (user_lengths < _SAFE_LENGTHS[1])
         )
-        uncertain: NDArray[np.int64] = rows[
+        uncertain: NDArray[np.int64] = user_rows[
             ~(is_certain & has_safe_length & long_enough(self._comparable_items, user_lengths))
         ]
         return uncertain

@@ -125,14 +125,16 @@ def search(
         excluded_pairs[0],
         columns.column_by_ordinal[excluded_pairs[1]],
     )
-    rows = torch.arange(user_count, device=device)
+    user_rows = torch.arange(user_count, device=device)
     for tile in split_into_tiles(columns, shape.columns):
         if tile.start:
-            rows = rows[_can_still_change(items, columns, queries, candidates, rows, tile, k)]
-        if not len(rows):
+            user_rows = user_rows[
+                _can_still_change(items, columns, queries, candidates, user_rows, tile, k)
+            ]
+        if not len(user_rows):
             break
         _scan_tile(
-            items, columns, queries, candidates, rows, (excluded_rows, excluded_columns), tile
+            items, columns, queries, candidates, user_rows, (excluded_rows, excluded_columns), tile
         )
     best_keys = select_best_keys(_compute_exact_keys(items, columns, queries, candidates), k)
     return best_keys, find_certain_lists(items, queries, best_keys, candidates.left_out)
@@ -157,20 +159,20 @@ def _can_still_change(
     columns: Columns,
     queries: Queries,
     candidates: _BestCandidates,
-    rows: torch.Tensor,
+    user_rows: torch.Tensor,
     tile: slice,
     k: int,
 ) -> torch.Tensor:
     """Mask of the rows [m] that an item of this tile, or of one behind it, can still enter."""
     if candidates.lower.shape[1] < k:
-        return torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        return torch.ones(len(user_rows), dtype=torch.bool, device=user_rows.device)
     group = tile.start // columns.size
     first_group = slice(group, group + 1)  # no later group is longer
-    length, residual = queries.length[rows], queries.residual[rows]
+    length, residual = queries.length[user_rows], queries.residual[user_rows]
     reachable_scores = (
         length * columns.longest[group] + items.margin(columns, first_group, length, residual)[:, 0]
     )
-    kth_scores = candidates.lower[rows].topk(k, 1)[0][:, -1]
+    kth_scores = candidates.lower[user_rows].topk(k, 1)[0][:, -1]
     return kth_scores <= reachable_scores
 
 
@@ -179,28 +181,28 @@ def _scan_tile(
     columns: Columns,
     queries: Queries,
     candidates: _BestCandidates,
-    rows: torch.Tensor,
+    user_rows: torch.Tensor,
     hidden_pairs: tuple[torch.Tensor, torch.Tensor],
     tile: slice,
 ) -> None:
     """Multiply some rows by a tile's columns, and keep the candidates that may be among the best."""
-    size, fetch = columns.size, candidates.upper.shape[1]
-    product = queries.codes[rows] @ columns.codes[tile].T
-    _hide(product, columns, hidden_pairs, rows, len(queries.codes), tile)
-    groups = slice(tile.start // size, tile.stop // size)
-    margin = items.margin(columns, groups, queries.length[rows], queries.residual[rows])
+    group_size, fetch = columns.size, candidates.upper.shape[1]
+    product = queries.codes[user_rows] @ columns.codes[tile].T
+    _hide(product, columns, hidden_pairs, user_rows, len(queries.codes), tile)
+    groups = slice(tile.start // group_size, tile.stop // group_size)
+    margin = items.margin(columns, groups, queries.length[user_rows], queries.residual[user_rows])
     bounds = columns.largest(product).to(torch.float32) + margin
     best_bounds, group_indices = bounds.topk(min(fetch, bounds.shape[1]), 1)
     if best_bounds.shape[1] < bounds.shape[1]:
-        candidates.leave_out(rows, best_bounds[:, -1])
-    column = columns.columns_of(group_indices).view(len(rows), -1)
+        candidates.leave_out(user_rows, best_bounds[:, -1])
+    column = columns.columns_of(group_indices).view(len(user_rows), -1)
     scores = product.gather(1, column).to(torch.float32)
-    slack = margin.gather(1, group_indices).repeat_interleave(size, 1)
+    slack = margin.gather(1, group_indices).repeat_interleave(group_size, 1)
     upper, candidate_index = (scores + slack).topk(min(fetch, column.shape[1]), 1)
     if upper.shape[1] < column.shape[1]:
-        candidates.leave_out(rows, upper[:, -1])
+        candidates.leave_out(user_rows, upper[:, -1])
     lower = upper - 2 * slack.gather(1, candidate_index)
-    candidates.merge(rows, upper, lower, column.gather(1, candidate_index) + tile.start)
+    candidates.merge(user_rows, upper, lower, column.gather(1, candidate_index) + tile.start)
 
 
 def _hide(
@@ -234,12 +236,16 @@ def _compute_exact_keys(
     numbers_at_once = _NUMBERS_AT_ONCE_BY_DEVICE[candidates.column.device.type]
     rows_at_once = max(1, numbers_at_once // (fetch * queries.exact[0].numel()))
     for first_row in range(0, user_count, rows_at_once):
-        rows = slice(first_row, first_row + rows_at_once)
-        ordinals = columns.ordinals[candidates.column[rows]]
+        user_rows = slice(first_row, first_row + rows_at_once)
+        ordinals = columns.ordinals[candidates.column[user_rows]]
         ordinals = ordinals.clamp(max=len(items.order) - 1)  # of columns that are no items
-        scores = exact_dots(queries.exact[rows], items.exact[ordinals])
+        scores = exact_dots(queries.exact[user_rows], items.exact[ordinals])
         if items.cosine_lengths is not None and queries.cosine_lengths is not None:
-            lengths = items.cosine_lengths[ordinals] * queries.cosine_lengths[rows, None]
-            scores = torch.where(lengths > 0, scores / lengths, torch.zeros_like(scores))
-        keys[rows] = pack_keys(scores, ordinals)
+            length_products = (
+                items.cosine_lengths[ordinals] * queries.cosine_lengths[user_rows, None]
+            )
+            scores = torch.where(
+                length_products > 0, scores / length_products, torch.zeros_like(scores)
+            )
+        keys[user_rows] = pack_keys(scores, ordinals)
     return keys.masked_fill_(candidates.upper == _NO_SCORE, WORST)

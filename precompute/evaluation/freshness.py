@@ -107,9 +107,9 @@ class TimedLog:
     def __len__(self) -> int:
         return len(self.users)
 
-    def only(self, rows: NDArray[np.bool_]) -> Self:
+    def only(self, row_mask: NDArray[np.bool_]) -> Self:
         """Return some of the rows, in their order."""
-        return type(self)(self.users[rows], self.items[rows], self.times[rows])
+        return type(self)(self.users[row_mask], self.items[row_mask], self.times[row_mask])
 
     def renumber_items(self, index_by_item: NDArray[np.int64]) -> Self:
         """Return the rows with items renumbered by `index_by_item` [ids]; -1 leaves a row out."""
@@ -251,16 +251,16 @@ def count_lists_per_day(
     """Return lists a day after the cut: (of users with changes since their last, of all users, None by events)."""
     is_after_cut = log.times >= cut_us
     day_count = (int(log.times.max()) + 1 - cut_us) / _DAY_US
-    users, times = log.users[is_after_cut], log.times[is_after_cut]
+    changed_users, times = log.users[is_after_cut], log.times[is_after_cut]
     periods = (
         times
         if not refresh_policy.period_s
         else (times - cut_us) // (refresh_policy.period_s * MICROSECONDS)
     )
-    order = np.lexsort((periods, users))
-    users, periods = users[order], periods[order]
-    is_new = (users[1:] != users[:-1]) | (periods[1:] != periods[:-1])
-    changed_per_day = (len(users) and 1 + int(is_new.sum())) / day_count
+    order = np.lexsort((periods, changed_users))
+    changed_users, periods = changed_users[order], periods[order]
+    is_new = (changed_users[1:] != changed_users[:-1]) | (periods[1:] != periods[:-1])
+    changed_per_day = (len(changed_users) and 1 + int(is_new.sum())) / day_count
     if not refresh_policy.period_s:
         return changed_per_day, None
     first_times = np.sort(log.times[np.flatnonzero(np.diff(log.users, prepend=-1))])
@@ -351,8 +351,10 @@ def rank_targets(
     list_bounds, list_indices = np.unique(
         np.stack([targets.starts, ends, exclusion_ends]), axis=1, return_inverse=True
     )
-    order = np.argsort(list_indices, kind="stable")
-    first_targets = np.searchsorted(list_indices[order], np.arange(list_bounds.shape[1] + 1))
+    targets_by_list = np.argsort(list_indices, kind="stable")
+    first_targets = np.searchsorted(
+        list_indices[targets_by_list], np.arange(list_bounds.shape[1] + 1)
+    )
     ranks, total_s = np.full(len(targets), -1, np.int64), 0.0
     for list_slice in _chunk_lists(list_bounds[2] - list_bounds[0]):
         starts, ends, exclusion_ends = list_bounds[:, list_slice]
@@ -363,9 +365,14 @@ def rank_targets(
         started_at = time.perf_counter()
         top_items = model.top(input_histories, excluded, k)
         total_s += time.perf_counter() - started_at
-        rows = order[first_targets[list_slice.start] : first_targets[list_slice.stop]]
-        is_target = top_items[list_indices[rows] - list_slice.start] == targets.items[rows, None]
-        ranks[rows] = np.where(is_target.any(axis=1), is_target.argmax(axis=1), -1)
+        target_rows = targets_by_list[
+            first_targets[list_slice.start] : first_targets[list_slice.stop]
+        ]
+        is_target = (
+            top_items[list_indices[target_rows] - list_slice.start]
+            == targets.items[target_rows, None]
+        )
+        ranks[target_rows] = np.where(is_target.any(axis=1), is_target.argmax(axis=1), -1)
         progress(f"replay {refresh_policy.text}", list_slice.stop, list_bounds.shape[1])
     return RankedTargets(ranks, int((list_bounds[1] > list_bounds[0]).sum()), total_s)
 
@@ -374,11 +381,11 @@ def measure_seconds_alone(
     model: ListModel, log: TimedLog, targets: Targets, k: int, rng: np.random.Generator
 ) -> float:
     """Return the median seconds of a list computed alone from all events, with grouping its history; 0 without any."""
-    rows = np.flatnonzero(targets.ends[EVENTS] > targets.starts)
+    target_rows = np.flatnonzero(targets.ends[EVENTS] > targets.starts)
     sampled_rows = (
-        rng.choice(rows, min(LISTS_TIMED_ALONE_MAX, len(rows)), replace=False)
-        if len(rows)
-        else rows
+        rng.choice(target_rows, min(LISTS_TIMED_ALONE_MAX, len(target_rows)), replace=False)
+        if len(target_rows)
+        else target_rows
     )
     list_times_s = []
     for row in sampled_rows:
@@ -434,13 +441,17 @@ class Estimate:
     def to_json(self) -> dict[str, float]:
         """Return a JSON-able form, rounded to five decimals."""
         return {
-            name: round(statistic, 5)
-            for name, statistic in (("value", self.value), ("low", self.low), ("high", self.high))
+            statistic_name: round(statistic, 5)
+            for statistic_name, statistic in (
+                ("value", self.value),
+                ("low", self.low),
+                ("high", self.high),
+            )
         }
 
 
 def bootstrap_means(
-    users: NDArray[np.int64],
+    user_by_row: NDArray[np.int64],
     values: NDArray[np.float64],
     group_masks: NDArray[np.bool_],
     rng: np.random.Generator,
@@ -451,14 +462,16 @@ def bootstrap_means(
     A row belongs to one of `users`, numbered from 0; all rows of a user are drawn together, with the same draws for all
     groups and columns (Efron's bootstrap, by clusters). A group has a row at least.
     """
-    user_count, columns = int(users.max()) + 1, values.shape[1]
+    user_count, columns = int(user_by_row.max()) + 1, values.shape[1]
     sums_by_user = np.zeros((user_count, len(group_masks), columns + 1))
-    for group_index, rows in enumerate(group_masks):
+    for group_index, group_mask in enumerate(group_masks):
         for column in range(columns):
             sums_by_user[:, group_index, column] = np.bincount(
-                users[rows], values[rows, column], user_count
+                user_by_row[group_mask], values[group_mask, column], user_count
             )
-        sums_by_user[:, group_index, columns] = np.bincount(users[rows], minlength=user_count)
+        sums_by_user[:, group_index, columns] = np.bincount(
+            user_by_row[group_mask], minlength=user_count
+        )
     flat_sums = sums_by_user.reshape(user_count, -1)
     resampled_sums = np.empty((total_rounds, len(group_masks), columns + 1))
     for first_round in range(0, total_rounds, _BOOTSTRAP_ROUNDS_AT_ONCE):
@@ -638,9 +651,9 @@ def _estimate_groups(
         [policy_ranks >= 0 for policy_ranks in ranks_by_strategy.values()], axis=1
     ).astype(np.float64)
     discounts = 1 / np.log2(np.maximum(np.stack(list(ranks_by_strategy.values()), axis=1), 0) + 2.0)
-    values = np.concatenate([hits, hits * discounts, hits - hits[:, :1]], axis=1)
+    measures = np.concatenate([hits, hits * discounts, hits - hits[:, :1]], axis=1)
     group_estimates = bootstrap_means(
-        targets.users, values, np.stack(list(mask_by_group.values())), rng
+        targets.users, measures, np.stack(list(mask_by_group.values())), rng
     )
     for (group_name, group_mask), estimates in zip(
         mask_by_group.items(), group_estimates, strict=True
@@ -668,11 +681,18 @@ def command(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any] | list[Table | str]:
     """Run `larder freshness`."""
-    for name, maximum in (("days", 3650), ("k", K_MAX), ("users", 10_000_000), ("seed", 2**32 - 1)):
-        value = getattr(arguments, name)
-        if not (name != "seed") <= value <= maximum:
-            minimum = int(name != "seed")
-            raise ConfigError(f"--{name} is {minimum} to {maximum}, not {value}", field=name)
+    for option_name, maximum in (
+        ("days", 3650),
+        ("k", K_MAX),
+        ("users", 10_000_000),
+        ("seed", 2**32 - 1),
+    ):
+        option_value = getattr(arguments, option_name)
+        if not (option_name != "seed") <= option_value <= maximum:
+            minimum = int(option_name != "seed")
+            raise ConfigError(
+                f"--{option_name} is {minimum} to {maximum}, not {option_value}", field=option_name
+            )
     if arguments.data:
         data = tuple(
             source_path if "://" in source_path else str(Path.cwd() / source_path)
@@ -696,7 +716,7 @@ def report_to_json(report: FreshnessReport) -> dict[str, Any]:
                 "targets": group.targets,
                 "with_newer_events": group.with_newer,
                 **{
-                    measure: {refresh_policy.name: value.to_json() for refresh_policy, value in means.items()}
+                    measure: {refresh_policy.name: estimate.to_json() for refresh_policy, estimate in means.items()}
                     for measure, means in (
                         ("recall", group.recall), ("ndcg", group.ndcg), ("gain", group.gain),
                     )

@@ -279,7 +279,7 @@ def _locate_error(error: Exception) -> str:
     for frame in traceback.extract_tb(error.__traceback__):
         path_parts = Path(frame.filename).parts
         if package_indices := [
-            index for index, name in enumerate(path_parts) if name in _LARDER_PACKAGES
+            index for index, part_name in enumerate(path_parts) if part_name in _LARDER_PACKAGES
         ]:
             location = f"{'/'.join(path_parts[package_indices[-1] :])}, line {frame.lineno}, in {frame.name}"
     return location

@@ -146,13 +146,15 @@ def _read_nodes(
         own_bytes, arms = held_bytes(config.store(), control), arms_room(config, client)
         arm_growth_bytes = sum(arm.growth_bytes(generations_at_peak(config.keep)) for arm in arms)
         nodes = []
-        for name, server in masters(client).items():
-            own_node_bytes = own_bytes * share_by_node[name]
+        for node_name, server in masters(client).items():
+            own_node_bytes = own_bytes * share_by_node[node_name]
             used_bytes = unevictable_bytes(
                 control, server, pages_bytes=own_node_bytes, record_bytes=record_bytes
             )
             other_bytes = max(
-                0, round(used_bytes - own_node_bytes + arm_growth_bytes * share_by_node[name])
+                0, round(used_bytes - own_node_bytes + arm_growth_bytes * share_by_node[node_name])
             )
-            nodes.append(RedisNode(name, share_by_node[name], *memory_limit(server), other_bytes))
+            nodes.append(
+                RedisNode(node_name, share_by_node[node_name], *memory_limit(server), other_bytes)
+            )
         return tuple(nodes), arms

@@ -83,7 +83,7 @@ class Card:
     """Costs with few and with many dimensions; other numbers of dimensions are interpolated on a line."""
     shard_cost: ShardCost | None = None
 
-    def list_seconds(self, items: int, dims: int) -> float:
+    def list_seconds(self, item_count: int, dims: int) -> float:
         """Return the seconds of one user's list: a part that grows with items and a constant one, linear in dims."""
         low_dims_cost, high_dims_cost = self.list_costs
         dims_position = (dims - low_dims_cost.dims) / (high_dims_cost.dims - low_dims_cost.dims)
@@ -91,7 +91,7 @@ class Card:
             _interpolate(
                 low_dims_cost.item_dependent_s, high_dims_cost.item_dependent_s, dims_position
             )
-            * items
+            * item_count
             / MEASURED_ITEMS
         )
         return item_dependent_s + _interpolate(
@@ -120,7 +120,7 @@ class Card:
         )
         return text if k == MEASURED_K else f"{text} (not {k})"
 
-    def _notes(self, items: int, dims: int, k: int) -> tuple[str, ...]:
+    def _notes(self, item_count: int, dims: int, k: int) -> tuple[str, ...]:
         low_dims_cost, high_dims_cost = self.list_costs
         notes = [self.rate_in_words(MEASURED_K)]
         if k != MEASURED_K:
@@ -129,10 +129,10 @@ class Card:
             notes.append(
                 f"{dims} dimensions lie beyond the {low_dims_cost.dims} to {high_dims_cost.dims} that were measured"
             )
-        if items != MEASURED_ITEMS:
+        if item_count != MEASURED_ITEMS:
             notes.append(
-                f"{items:,} items are extrapolated from {MEASURED_ITEMS:,}: {low_dims_cost.item_share:.0%} of a list's "
-                "time "
+                f"{item_count:,} items are extrapolated from {MEASURED_ITEMS:,}: {low_dims_cost.item_share:.0%} of a "
+                "list's time "
                 "grows with them"
             )
         if self.shard_cost is not None:
@@ -159,12 +159,14 @@ CARDS: Mapping[str, Card] = {
 """Measured cards by the name of their results' files."""
 
 
-def find_card(name: str, cards: Mapping[str, Card] = CARDS) -> Card:
+def find_card(card_name_or_prefix: str, cards: Mapping[str, Card] = CARDS) -> Card:
     """Return the card of a name, with or without the maker's, or with a unique prefix of it.
 
     Raises ConfigError for others, with the known ones.
     """
-    normalized_name = "-".join(name.lower().replace("-", " ").split()).removeprefix("nvidia-")
+    normalized_name = "-".join(card_name_or_prefix.lower().replace("-", " ").split()).removeprefix(
+        "nvidia-"
+    )
     if normalized_name in cards:
         return cards[normalized_name]
     matching_names = [
@@ -175,7 +177,7 @@ def find_card(name: str, cards: Mapping[str, Card] = CARDS) -> Card:
     if len(matching_names) == 1:
         return cards[matching_names[0]]
     raise ConfigError(
-        f"there are no rates of a card {name!r}: measured were {', '.join(sorted(cards))} (a bench on another card is "
-        "`make gpu`; without --card a GPU of this machine is tried)",
-        card=name,
+        f"there are no rates of a card {card_name_or_prefix!r}: measured were {', '.join(sorted(cards))} (a bench on "
+        "another card is `make gpu`; without --card a GPU of this machine is tried)",
+        card=card_name_or_prefix,
     )

@@ -67,7 +67,8 @@ def _count_requests(path: Path, config: NightConfig) -> NDArray[np.int64]:
     try:
         if path.suffix in (".parquet", ".pq"):
             user_id_chunks = [
-                ids.texts() for ids, _ in read_features(path, config.sources.user_column, ())
+                batch_ids.texts()
+                for batch_ids, _ in read_features(path, config.sources.user_column, ())
             ]
         else:
             read_options = pa.csv.ReadOptions(column_names=["user"])
@@ -113,17 +114,19 @@ def _forecast_tables(
     size_table = Table("what", "one generation", f"{generation_count} at the peak", title=title)
     for column in size_table.columns[1:]:
         column.justify, column.no_wrap = "right", True
-    for name, size in (
+    for row_name, size_bytes in (
         ("Redis", night_forecast.redis_bytes),
         ("directories", shape.directory_bytes),
         ("a reader's host", shape.mapped_bytes),
         ("artefact store", shape.disk_bytes),
     ):
-        size_table.add_row(name, size_text(size), size_text(generation_count * size))
+        size_table.add_row(
+            row_name, size_text(size_bytes), size_text(generation_count * size_bytes)
+        )
     for arm in arms:
-        name = f"Redis, {', '.join(arm.arms)}"
+        row_name = f"Redis, {', '.join(arm.arms)}"
         peak_text = size_text(generation_count * arm.largest_bytes)
-        size_table.add_row(escape(name), size_text(arm.largest_bytes), peak_text)
+        size_table.add_row(escape(row_name), size_text(arm.largest_bytes), peak_text)
     time_table = Table("step", "minutes", "processor minutes", "of it")
     scoring = timings.total
     timing_by_part = {
@@ -134,7 +137,9 @@ def _forecast_tables(
     time_table.add_row(
         "score",
         *_minute_texts(scoring),
-        ", ".join(f"{name} {timing.wall_s / 60:.2f}" for name, timing in timing_by_part.items()),
+        ", ".join(
+            f"{row_name} {timing.wall_s / 60:.2f}" for row_name, timing in timing_by_part.items()
+        ),
     )
     time_table.add_row(
         "score on GPUs",

@@ -97,13 +97,15 @@ def measure_filter_costs(
         filter_name: filter_mask.among(np.arange(items.count))
         for filter_name, filter_mask in declared_filters.items()
     }
-    vectors, pages_by_table, costs = np.asarray(items.vectors), shape.pages(), []
+    item_vectors, pages_by_table, costs = np.asarray(items.vectors), shape.pages(), []
     read_s = _measure_read_s(client)
     for table, table_config in configured_tables(config, bundle).items():
         if table_config.kind not in LISTS:
             continue
         sample = (
-            _sample_users(trial) if table_config.kind == "user_topk" else _sample_items(vectors)
+            _sample_users(trial)
+            if table_config.kind == "user_topk"
+            else _sample_items(item_vectors)
         )
         entity_count = shape.users if table_config.kind == "user_topk" else shape.items
         metric, threads = metric_of(bundle, table_config), config.threads or None
@@ -122,7 +124,7 @@ def measure_filter_costs(
                     filtered_table, filtered_table in config.filtered, int(mask.sum()), pages_by_table[table].count,
                     _sum_page_bytes(pages_by_table[table], page_costs),
                     search_time.cpu_s * entity_count / len(sample[0]), short_share, short_share_at_ten,
-                    _measure_search_s(vectors, sample, mask, table_config.k, metric), read_s,
+                    _measure_search_s(item_vectors, sample, mask, table_config.k, metric), read_s,
                 )
             )  # fmt: skip
     return costs
@@ -136,13 +138,15 @@ def _sample_users(trial: Trial) -> SampledVectors:
     work = ShardWork.of(trial.build, trial.bundle, 0, trial.scorers)
     with scratch_folder(trial.build.root / PARTITION) as scratch:
         chunk = work.add_tower_outputs(next(read_users(work, scratch)))
-    rows = np.flatnonzero(chunk.is_answered_by_model["user_tower"])[:SEARCHED_USERS]
-    return chunk.outputs_by_model["user_tower"][rows], chunk.seen_items.select_rows(rows)
+    answered_rows = np.flatnonzero(chunk.is_answered_by_model["user_tower"])[:SEARCHED_USERS]
+    return chunk.outputs_by_model["user_tower"][answered_rows], chunk.seen_items.select_rows(
+        answered_rows
+    )
 
 
 def _sample_items(vectors: NDArray[np.float32]) -> SampledVectors:
-    rows = np.sort(np.random.default_rng(0).permutation(len(vectors))[:SEARCHED_USERS])
-    return vectors[rows], Histories(np.arange(len(rows) + 1), rows)
+    ordinals = np.sort(np.random.default_rng(0).permutation(len(vectors))[:SEARCHED_USERS])
+    return vectors[ordinals], Histories(np.arange(len(ordinals) + 1), ordinals)
 
 
 def _short_list_shares(lists: NDArray[np.uint32], mask: NDArray[np.bool_]) -> tuple[float, float]:

@@ -168,9 +168,11 @@ class Forecast:
             "interactions": self.interactions,
             "sample_users": self.sample_users,
             "record_bytes": {
-                name: layout.size_bytes for name, (_, layout) in shape.layouts.items()
+                table_name: layout.size_bytes for table_name, (_, layout) in shape.layouts.items()
             },
-            "pages": {name: table_pages.count for name, table_pages in shape.pages().items()},
+            "pages": {
+                table_name: table_pages.count for table_name, table_pages in shape.pages().items()
+            },
             "payload_bytes": shape.payload_bytes,
             "redis_bytes": self.redis_bytes,
             "directory_bytes": shape.directory_bytes,
@@ -281,8 +283,8 @@ def resize_lists(config: NightConfig, bundle: Bundle, list_length: int | None) -
     if list_length is None:
         return config
     tables = {
-        name: replace(table, k=list_length) if table.kind == "user_topk" else table
-        for name, table in configured_tables(config, bundle).items()
+        table_name: replace(table, k=list_length) if table.kind == "user_topk" else table
+        for table_name, table in configured_tables(config, bundle).items()
     }
     return replace(config, tables=tables)
 
@@ -313,8 +315,8 @@ def _shape_night(
         shards=config.shards,
         page_bytes=config.page_bytes,
         layouts={
-            name: (entity_of(bundle, name, table), layout_of(resized_bundle, table))
-            for name, table in tables.items()
+            table_name: (entity_of(bundle, table_name, table), layout_of(resized_bundle, table))
+            for table_name, table in tables.items()
         },
         item_id_bytes=(root / "items/ids.bin").stat().st_size / item_count,
         model_bytes={
@@ -324,8 +326,8 @@ def _shape_night(
         model_items=item_count,
         model_dims=bundle.dims,
         facets={
-            name: (facet["table"]["count"], facet_layout(config.facets[name].k))
-            for name, facet in facets.items()
+            table_name: (facet["table"]["count"], facet_layout(config.facets[table_name].k))
+            for table_name, facet in facets.items()
         },
         metric_count=len({metric_of(bundle, table) for table in list_tables}),
         index=config.index,
@@ -335,8 +337,8 @@ def _shape_night(
         interactions=round(user_count * begin_report["interactions"] / len(trial.sample.ids)),
         feature_bytes=_sum_file_bytes(
             path
-            for kind in ("features", USER_VECTORS)
-            for path in root.glob(f"work/partition/*.{kind}")
+            for file_kind in ("features", USER_VECTORS)
+            for path in root.glob(f"work/partition/*.{file_kind}")
         )
         / len(trial.sample.ids),
         item_feature_bytes=_sum_file_bytes(root.glob(ITEM_FEATURES)) / item_count,

@@ -52,7 +52,7 @@ class PlanParameters:
 def add_options(command: argparse.ArgumentParser, card_command: object) -> None:
     """Add the options of `plan`; omitted sizes are counted in the inputs. `card_command` runs for --card."""
     default_parameters = PlanParameters()
-    for name, value_type, metavar, text in (
+    for option_name, value_type, metavar, help_text in (
         ("users", int, "N", "users (default: counted)"),
         ("items", int, "N", "items; scoring is extrapolated from half of those there are and all of them"),
         ("k", int, "N", "length of the users' lists"),
@@ -79,8 +79,8 @@ def add_options(command: argparse.ArgumentParser, card_command: object) -> None:
         ("data-until", str, "TIME", "cut of the data, ISO 8601"),
     ):  # fmt: skip
         command.add_argument(
-            f"--{name}", type=value_type, metavar=metavar, help=text,
-            default=getattr(default_parameters, name.replace("-", "_"), None),
+            f"--{option_name}", type=value_type, metavar=metavar, help=help_text,
+            default=getattr(default_parameters, option_name.replace("-", "_"), None),
         )  # fmt: skip
     command.add_argument(
         "--card", metavar="NAME", action=_ChooseCard, const=card_command,
@@ -112,10 +112,12 @@ def read_parameters(arguments: argparse.Namespace) -> PlanParameters:
     positive_options = ("users", "items", "k", "dims", "qps", "processes", "gpu_users_per_s", "redis_gb", "redis_nodes",
              "host_gb", "disk_gb", "sample", "seconds")  # fmt: skip
     for option_name in positive_options:
-        value = getattr(arguments, option_name)
-        if value is not None and not 0 < value < math.inf:
+        option_value = getattr(arguments, option_name)
+        if option_value is not None and not 0 < option_value < math.inf:
             option = f"--{option_name.replace('_', '-')}"
-            raise ConfigError(f"{option} is a number above 0, not {value:g}", field=option_name)
+            raise ConfigError(
+                f"{option} is a number above 0, not {option_value:g}", field=option_name
+            )
     if arguments.sample > 1:
         raise ConfigError(f"--sample is a share of 1, not {arguments.sample:g}", field="sample")
     if min(arguments.l1_mb) < 1:
@@ -125,10 +127,10 @@ def read_parameters(arguments: argparse.Namespace) -> PlanParameters:
     if not 0 <= arguments.zipf <= 10:
         raise ConfigError(f"--zipf is 0 to 10, not {arguments.zipf:g}", field="zipf")
     for option_name in ("users_changed", "items_changed"):
-        value = getattr(arguments, option_name)
-        if value is not None and not 0 <= value <= 1:
+        option_value = getattr(arguments, option_name)
+        if option_value is not None and not 0 <= option_value <= 1:
             option = f"--{option_name.replace('_', '-')}"
-            raise ConfigError(f"{option} is a share of 1, not {value:g}", field=option_name)
+            raise ConfigError(f"{option} is a share of 1, not {option_value:g}", field=option_name)
     if arguments.redis_nodes is not None and arguments.redis_gb is None:
         raise ConfigError(
             "--redis-nodes goes with --redis-gb, the memory of each", field="redis_nodes"
@@ -170,8 +172,8 @@ def quick_answer(argv: Sequence[str]) -> str | None:
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--card", default="")
-    for name in ("users", "items", "dims"):
-        parser.add_argument(f"--{name}", type=int, default=0)
+    for option_name in ("users", "items", "dims"):
+        parser.add_argument(f"--{option_name}", type=int, default=0)
     parser.add_argument("--k", type=int, default=MEASURED_K)
     parser.add_argument("--json", action="store_true")
     try:
@@ -195,17 +197,19 @@ def plan_on_card(
 
     demand_card_options(arguments)
     card, plan_parameters = find_card(arguments.card), read_parameters(arguments)
-    items, dims = _find_card_sizes(config, plan_parameters.items, plan_parameters.dims)
+    item_count, dims = _find_card_sizes(config, plan_parameters.items, plan_parameters.dims)
     forecast = card.forecast_night(
-        plan_parameters.users or 0, items, dims, plan_parameters.k or MEASURED_K
+        plan_parameters.users or 0, item_count, dims, plan_parameters.k or MEASURED_K
     )
     return CommandOutput(_card_text(forecast, is_json=arguments.json))
 
 
-def _find_card_sizes(config: "NightConfig", items: int | None, dims: int | None) -> tuple[int, int]:
+def _find_card_sizes(
+    config: "NightConfig", item_count: int | None, dims: int | None
+) -> tuple[int, int]:
     """Return (items, dimensions) as given, else of the bundle."""
-    if items is not None and dims is not None:
-        return items, dims
+    if item_count is not None and dims is not None:
+        return item_count, dims
     from precompute.bundles.bundle import Bundle
 
     try:
@@ -213,9 +217,9 @@ def _find_card_sizes(config: "NightConfig", items: int | None, dims: int | None)
     except BundleError as error:
         raise ConfigError(
             f"--card needs --items and --dims where no bundle says them: {error.message}",
-            field="items" if items is None else "dims",
+            field="items" if item_count is None else "dims",
         ) from error
-    return items or bundle.items.count, dims or bundle.dims
+    return item_count or bundle.items.count, dims or bundle.dims
 
 
 def _card_text(forecast: CardForecast, *, is_json: bool) -> str:

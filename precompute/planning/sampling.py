@@ -127,8 +127,8 @@ def draw_sample(
         _read_user_features(config, feature_columns, list_columns),
         _read_user_vectors(config),
     ):
-        for ids, _ in feature_batches:
-            distinct_users.add(ids.hashes(SAMPLE_HASH_SEED))
+        for user_ids, _ in feature_batches:
+            distinct_users.add(user_ids.hashes(SAMPLE_HASH_SEED))
     if not distinct_users.count:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     sample_size = min(
@@ -208,7 +208,9 @@ def _read_sampled_rows(
     feature_batches: Iterator[tuple[Ids, Mapping[str, Any]]], hash_max: np.uint64
 ) -> Any:
     sampled_tables = []
-    for ids, value_by_column in feature_batches:
-        is_sampled = pa.array(hashes_of(ids, SAMPLE_HASH_SEED) <= hash_max)
-        sampled_tables.append(pa.table({"user": ids.texts(), **value_by_column}).filter(is_sampled))
+    for user_ids, value_by_column in feature_batches:
+        is_sampled = pa.array(hashes_of(user_ids, SAMPLE_HASH_SEED) <= hash_max)
+        sampled_tables.append(
+            pa.table({"user": user_ids.texts(), **value_by_column}).filter(is_sampled)
+        )
     return pa.concat_tables(sampled_tables) if sampled_tables else None

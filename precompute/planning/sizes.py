@@ -136,13 +136,13 @@ class NightShape:
     def pages(self) -> dict[str, Pages]:
         """Pages of each table."""
         return {
-            name: Pages.of(
+            table_name: Pages.of(
                 self.users if entity == "user" else self.items, self.shards, layout, self.page_bytes
             )
-            for name, (entity, layout) in self.layouts.items()
+            for table_name, (entity, layout) in self.layouts.items()
         } | {
-            name: Pages.of(value_count, 1, layout, self.page_bytes)
-            for name, (value_count, layout) in self.facets.items()
+            table_name: Pages.of(value_count, 1, layout, self.page_bytes)
+            for table_name, (value_count, layout) in self.facets.items()
         }
 
     @property

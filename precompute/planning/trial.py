@@ -79,9 +79,9 @@ class TimeSpent(NamedTuple):
         """Time of `factor` times as much."""
         return TimeSpent(self.wall_s * factor, self.cpu_s * factor)
 
-    def in_parallel(self, count: int, at_once: int) -> "TimeSpent":
+    def in_parallel(self, run_count: int, at_once: int) -> "TimeSpent":
         """Time of `count` times as much, `at_once` at a time."""
-        return TimeSpent(self.wall_s * -(-count // at_once), self.cpu_s * count)
+        return TimeSpent(self.wall_s * -(-run_count // at_once), self.cpu_s * run_count)
 
 
 class TimedRun(NamedTuple):
@@ -149,13 +149,13 @@ class Trial:
             kept_count = sum(len(chunk.ids) for chunk in read_users(work, scratch))
         return kept_count / max(1, work.counts["entities"])
 
-    def time_users(self, count: int) -> tuple[TimeSpent, Mapping[str, float]]:
+    def time_users(self, user_count: int) -> tuple[TimeSpent, Mapping[str, float]]:
         """Score so many users into pages; return the time, and how long each stage was busy.
 
         If shards overlap in a night, as many run at once, and the time is divided by their number.
         """
         config = self.build.config
-        sources = self.sample.write(self.folder / "sources", count, config.sources)
+        sources = self.sample.write(self.folder / "sources", user_count, config.sources)
         items = open_items(self.build.root, self.begin_report)
         PartitionJob(
             NightInput(replace(config, sources=sources), items),
@@ -171,10 +171,12 @@ class Trial:
             spent, seconds = measure_time(lambda: list(pool.map(score, range(self.shards_at_once))))
         return spent.times(1 / self.shards_at_once), seconds[0]
 
-    def time_items(self, count: int) -> TimeSpent:
+    def time_items(self, item_count: int) -> TimeSpent:
         """Scores so many items into pages."""
         return measure_time(
-            lambda: score_items(self.build, self.bundle, 0, self.scorers, quiet, items_max=count)
+            lambda: score_items(
+                self.build, self.bundle, 0, self.scorers, quiet, items_max=item_count
+            )
         )[0]
 
     def time_preparation(self) -> TimeSpent:
@@ -284,9 +286,9 @@ def time_scoring(
     )
     stage_seconds_by_count: list[tuple[int, Mapping[str, float]]] = []
 
-    def score(count: int) -> TimeSpent:
-        spent, seconds_by_stage = trial.time_users(count)
-        stage_seconds_by_count.append((count, seconds_by_stage))
+    def score(user_count: int) -> TimeSpent:
+        spent, seconds_by_stage = trial.time_users(user_count)
+        stage_seconds_by_count.append((user_count, seconds_by_stage))
         return spent
 
     progress("time the scoring", 0, 2)
@@ -329,14 +331,14 @@ def time_scoring(
 
 
 def _time_one_shard(
-    time_count: Callable[[int], TimeSpent], count: int, seconds: float, count_max: int
+    time_count: Callable[[int], TimeSpent], entity_count: int, seconds: float, count_max: int
 ) -> TimeSpent:
-    probe_count = min(PROBE_COUNT, count, count_max)
+    probe_count = min(PROBE_COUNT, entity_count, count_max)
     small = large = TimedRun(probe_count, time_count(probe_count))
     rate = probe_count / max(small.spent.wall_s, 1e-6)
-    if (larger_count := int(min(count, count_max, rate * seconds))) > probe_count:
+    if (larger_count := int(min(entity_count, count_max, rate * seconds))) > probe_count:
         large = TimedRun(larger_count, time_count(larger_count))
-    return extrapolate(small, large, count)
+    return extrapolate(small, large, entity_count)
 
 
 def _growth(trial: Trial, shape: NightShape, trial_item_count: int) -> tuple[float, float]:
@@ -454,10 +456,10 @@ def _manifest_of_zeros(
     """All tables in all their parts, each with this share of its records, in files that take no room."""
     tables = {}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (entity, layout) in shape.layouts.items():
+    for table_name, (entity, layout) in shape.layouts.items():
         record_count = shape.users if entity == "user" else shape.items
         part_records = round(record_count * payload_share / shape.shards)
-        page_artefact = Artefact(f"{name}.pages", part_records * layout.size_bytes, "")
+        page_artefact = Artefact(f"{table_name}.pages", part_records * layout.size_bytes, "")
         with (folder / page_artefact.path).open("wb") as pages_file:
             pages_file.truncate(page_artefact.size_bytes)
         page_records = records_per_page(layout, shape.page_bytes)
@@ -471,11 +473,25 @@ def _manifest_of_zeros(
             )
             for part in range(shape.shards)
         )
-        tables[name] = Table(name, entity, Producer("none"), layout, page_records, parts, ())
+        tables[table_name] = Table(
+            table_name, entity, Producer("none"), layout, page_records, parts, ()
+        )
     empty_artefact = Artefact("none", 0, "")
-    items = ItemFiles(empty_artefact, empty_artefact, empty_artefact, empty_artefact, 0, 0)
+    item_files = ItemFiles(empty_artefact, empty_artefact, empty_artefact, empty_artefact, 0, 0)
     return Manifest(
-        namespace, REHEARSED_GENERATION, 0, 0, "", "", {}, items, tables, {}, {}, empty_artefact, ()
+        namespace,
+        REHEARSED_GENERATION,
+        0,
+        0,
+        "",
+        "",
+        {},
+        item_files,
+        tables,
+        {},
+        {},
+        empty_artefact,
+        (),
     )
 
 

@@ -241,11 +241,11 @@ def orthonormalize(basis: NDArray[np.float32]) -> NDArray[np.float32]:
     return basis @ (eigenvectors * np.where(is_independent, 1 / lengths, 0)).astype(np.float32)
 
 
-def compute_gram(rows: NDArray[np.float32]) -> NDArray[np.float64]:
+def compute_gram(matrix: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return Z'Z in float64 of a tall matrix, [width, width], over its rows once."""
-    gram_sum = np.zeros((rows.shape[1],) * 2)
-    for first_row in range(0, len(rows), STRIP_ROWS):
-        strip_rows = rows[first_row : first_row + STRIP_ROWS].astype(np.float64)
+    gram_sum = np.zeros((matrix.shape[1],) * 2)
+    for first_row in range(0, len(matrix), STRIP_ROWS):
+        strip_rows = matrix[first_row : first_row + STRIP_ROWS].astype(np.float64)
         gram_sum += strip_rows.T @ strip_rows
     return gram_sum
 
@@ -254,11 +254,16 @@ def compute_spectral_tables(
     spectrum: Spectrum, item_degrees: NDArray[np.float64], shape: SpectralShape
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return (rows whose sum over a history is the user, vectors of the items), float32 [items, dims] each."""
-    vectors, values = spectrum.vectors[:, : shape.dims], spectrum.values[: shape.dims]
-    squared_values = np.square(values)
+    singular_vectors, singular_values = (
+        spectrum.vectors[:, : shape.dims],
+        spectrum.values[: shape.dims],
+    )
+    squared_values = np.square(singular_values)
     damping = squared_values / np.maximum(squared_values + shape.ridge * squared_values[0], 1e-30)
-    history_rows = degree_power(item_degrees, -shape.item_exponent)[:, None] * vectors * damping
-    item_vectors = degree_power(item_degrees, shape.item_exponent)[:, None] * vectors
+    history_rows = (
+        degree_power(item_degrees, -shape.item_exponent)[:, None] * singular_vectors * damping
+    )
+    item_vectors = degree_power(item_degrees, shape.item_exponent)[:, None] * singular_vectors
     return history_rows.astype(np.float32), item_vectors.astype(np.float32)
 
 
@@ -317,10 +322,10 @@ class _Side:
     @classmethod
     def of(cls, matrix: sp.csr_matrix, shape: AlternatingShape) -> "_Side":
         histories = Histories(matrix.indptr, matrix.indices)
-        lengths = np.diff(matrix.indptr)
-        weights = lengths + shape.others * matrix.shape[1]
+        row_lengths = np.diff(matrix.indptr)
+        weights = row_lengths + shape.others * matrix.shape[1]
         regularizations = (shape.regularization * weights).astype(np.float32)
-        return cls(histories, lengths, regularizations, shape.others)
+        return cls(histories, row_lengths, regularizations, shape.others)
 
     def improve_vectors(
         self, improved_vectors: NDArray[np.float32], other_vectors: NDArray[np.float32]
@@ -330,9 +335,9 @@ class _Side:
         Both sides are rotated so that V'V is diagonal, which changes none of their products.
         """
         eigenvalues, rotation = np.linalg.eigh(compute_gram(other_vectors))
-        for rows in (improved_vectors, other_vectors):
-            for first_row in range(0, len(rows), STRIP_ROWS):
-                rows[first_row : first_row + STRIP_ROWS] = rows[
+        for side_vectors in (improved_vectors, other_vectors):
+            for first_row in range(0, len(side_vectors), STRIP_ROWS):
+                side_vectors[first_row : first_row + STRIP_ROWS] = side_vectors[
                     first_row : first_row + STRIP_ROWS
                 ] @ rotation.astype(np.float32)
         diagonal = (self.unobserved_weight * np.maximum(eigenvalues, 0)).astype(np.float32)
@@ -344,19 +349,19 @@ class _Side:
         def solve(worker_index: int) -> None:
             dims = other_vectors.shape[1]
             workspace = np.empty(max(BLOCK_NUMBERS, int(self.lengths.max()) * dims), np.float32)
-            for rows in row_blocks[worker_index::cores]:
-                length_max = int(self.lengths[rows[-1]])
+            for block_rows in row_blocks[worker_index::cores]:
+                length_max = int(self.lengths[block_rows[-1]])
                 padded_indexes = self.histories.padded(
-                    rows, length_max, len(other_vectors), "int64"
+                    block_rows, length_max, len(other_vectors), "int64"
                 )
                 clicked_vectors = workspace[: padded_indexes.size * dims].reshape(
                     *padded_indexes.shape, dims
                 )
                 np.take(padded_vectors, padded_indexes, axis=0, out=clicked_vectors, mode="clip")
-                improved_vectors[rows] = _improve_rows(
-                    improved_vectors[rows],
+                improved_vectors[block_rows] = _improve_rows(
+                    improved_vectors[block_rows],
                     clicked_vectors,
-                    diagonal + self.regularizations[rows, None],
+                    diagonal + self.regularizations[block_rows, None],
                 )
 
         with ThreadPoolExecutor(cores) as pool:
@@ -364,11 +369,13 @@ class _Side:
 
     def _blocks(self, dims: int) -> list[NDArray[np.int64]]:
         """Return blocks of rows of similar length, as many as fit into BLOCK_NUMBERS when padded, one at least."""
-        order = np.argsort(self.lengths, kind="stable")
-        order = order[np.searchsorted(self.lengths[order], 1) :]
+        rows_by_length = np.argsort(self.lengths, kind="stable")
+        rows_by_length = rows_by_length[np.searchsorted(self.lengths[rows_by_length], 1) :]
         row_blocks, first_index = [], 0
-        while first_index < len(order):
-            candidate_rows = order[first_index : first_index + max(1, BLOCK_NUMBERS // dims)]
+        while first_index < len(rows_by_length):
+            candidate_rows = rows_by_length[
+                first_index : first_index + max(1, BLOCK_NUMBERS // dims)
+            ]
             padded_number_counts = (
                 self.lengths[candidate_rows] * np.arange(1, len(candidate_rows) + 1) * dims
             )

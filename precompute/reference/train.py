@@ -189,10 +189,10 @@ def _read_categories(config: NightConfig, item_ids: Any) -> Any:
     vocabulary = Vocabulary.of(as_strings(pa.chunked_array([item_ids])))
     assert vocabulary is not None  # noqa: S101 - each id was numbered once
     category_names, item_row_parts = NumberedIds(), [np.empty(0, np.int64)]
-    for ids, columns in read_features(path, sources.item_column, (category_column,)):
+    for item_ids_of_batch, columns in read_features(path, sources.item_column, (category_column,)):
         category_texts = pc.fill_null(columns[category_column].cast(pa.string()), "")
         category_names.add(Ids.of(category_texts))
-        item_row_parts.append(vocabulary.find_positions(ids.texts()))
+        item_row_parts.append(vocabulary.find_positions(item_ids_of_batch.texts()))
     row_category_codes, item_rows = category_names.codes(), np.concatenate(item_row_parts)
     category_codes = np.full(len(item_ids), -1, np.int64)
     matched_indexes = np.flatnonzero(item_rows >= 0)[
@@ -379,10 +379,14 @@ class HoldoutCut:
             )
             item_rows = item_rows[np.lexsort((rng.permutation(len(user_rows)), user_rows))]
         else:
-            order = np.lexsort((interaction_times, user_rows))[::-1]
-            user_item_codes = user_rows[order] * item_count + item_rows[order]
-            order = order[np.sort(np.unique(user_item_codes, return_index=True)[1])][::-1]
-            user_rows, item_rows = user_rows[order], item_rows[order]
+            interaction_order = np.lexsort((interaction_times, user_rows))[::-1]
+            user_item_codes = (
+                user_rows[interaction_order] * item_count + item_rows[interaction_order]
+            )
+            interaction_order = interaction_order[
+                np.sort(np.unique(user_item_codes, return_index=True)[1])
+            ][::-1]
+            user_rows, item_rows = user_rows[interaction_order], item_rows[interaction_order]
         item_counts = np.bincount(user_rows)
         eligible_users = np.flatnonzero(item_counts >= CUT_HISTORY_ITEMS_MIN)
         cut_users = np.sort(
@@ -610,8 +614,11 @@ def compute_affinities(
     cluster_count = min(AFFINITY_CLUSTERS, len(vectors))
     group_by_item = cluster_spherically(directions, cluster_count, rng)
     used_clusters = np.unique(group_by_item)
-    order = np.lexsort((np.arange(len(degrees)), -degrees))
-    labels = [str(item_ids[order[group_by_item[order] == cluster][0]]) for cluster in used_clusters]
+    items_by_degree = np.lexsort((np.arange(len(degrees)), -degrees))
+    labels = [
+        str(item_ids[items_by_degree[group_by_item[items_by_degree] == cluster][0]])
+        for cluster in used_clusters
+    ]
     zero_centroids = np.zeros((cluster_count, vectors.shape[1]), np.float32)
     return _compute_centroids(directions, group_by_item, cluster_count, zero_centroids)[
         used_clusters

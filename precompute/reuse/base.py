@@ -118,22 +118,23 @@ class BaseGeneration:
         """Fetch a file of the base; raise CorruptArtefact if it differs from the manifest or a report."""
         return fetch_checked(self.build.store, self.generation, artefact)
 
-    def fetch_noted(self, name: str) -> Path:
+    def fetch_noted(self, file_name: str) -> Path:
         """Fetch a file by its checksum in the report of `begin`; raise CorruptArtefact if unlisted or different."""
-        file_entry = self.begin_report.get("kept", {}).get(name)
+        file_entry = self.begin_report.get("kept", {}).get(file_name)
         if file_entry is None:
-            raise CorruptArtefact(f"{self.generation} has no {name}", path=name)
-        return self.fetch(Artefact(name, **file_entry))
+            raise CorruptArtefact(f"{self.generation} has no {file_name}", path=file_name)
+        return self.fetch(Artefact(file_name, **file_entry))
 
-    def report(self, name: ReportName[ReportT]) -> ReportT | None:
+    def report(self, report_name: ReportName[ReportT]) -> ReportT | None:
         """Report of a step of it, None if there is none; raises CorruptArtefact for one that cannot be read."""
         try:
-            return self.build.read_report(name)
+            return self.build.read_report(report_name)
         except StoreError:
             raise
         except (LarderError, ValueError) as error:
             raise CorruptArtefact(
-                f"work/{name}.json of {self.generation} cannot be read: {error}", path=name
+                f"work/{report_name}.json of {self.generation} cannot be read: {error}",
+                path=report_name,
             ) from error
 
     def read_allowed_by_table(
@@ -299,9 +300,11 @@ def read_table_records(base: BaseGeneration, shard: int, table: Table) -> NDArra
 def _open_published_inputs(base: BaseGeneration, part: SeenPart) -> PublishedInputs:
     """Open the inputs that the base published for users with records."""
 
-    def rows(ends: Artefact, values: Artefact, kind: str) -> Histories:
-        row_ends = map_file(base.fetch(ends), "<u8").astype(np.int64)
-        return Histories(np.concatenate([[0], row_ends]), map_file(base.fetch(values), kind))
+    def rows(ends_artefact: Artefact, values_artefact: Artefact, dtype: str) -> Histories:
+        row_ends = map_file(base.fetch(ends_artefact), "<u8").astype(np.int64)
+        return Histories(
+            np.concatenate([[0], row_ends]), map_file(base.fetch(values_artefact), dtype)
+        )
 
     return PublishedInputs(
         rows(part.ends, part.items, "<u4"),

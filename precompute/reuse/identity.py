@@ -63,9 +63,11 @@ def identity(candidate: Candidate) -> Measurement:
 
 
 def _seeded_rng(
-    candidate: Candidate, shard: int, count: int, sample_size: int
+    candidate: Candidate, shard: int, population_size: int, sample_size: int
 ) -> np.random.Generator:
-    seed = crc32(f"{candidate.manifest.generation} {shard} {count} {sample_size}".encode())
+    seed = crc32(
+        f"{candidate.manifest.generation} {shard} {population_size} {sample_size}".encode()
+    )
     return np.random.default_rng(seed)
 
 
@@ -91,16 +93,16 @@ def _compare_users(
     is_alike_by_model = build.need(EMBED_ITEMS)[
         "regrouped"
     ]  # outputs of other models are not copied
-    for name, table in work.tables.items():
+    for table_name, table in work.tables.items():
         if not is_alike_by_model.get(str(table.value) if table.kind == "value" else "user_tower"):
             continue
         stored_records = candidate.evidence.records_of(
-            candidate.manifest.stored_tables[name], first_position + copied_rows
+            candidate.manifest.stored_tables[table_name], first_position + copied_rows
         )
         for user_hash, stored_record in zip(hashes.tolist(), stored_records, strict=True):
-            recomputed_bytes = recomputed_records_by_user_hash.get(user_hash, {}).get(name)
+            recomputed_bytes = recomputed_records_by_user_hash.get(user_hash, {}).get(table_name)
             yield (
-                name,
+                table_name,
                 f"the user with hash {user_hash:016x}",
                 stored_record.tobytes() == recomputed_bytes,
             )
@@ -115,18 +117,18 @@ def _compare_items(
     rng = _seeded_rng(candidate, shard, len(ordinals), sample_size)
     ordinals = np.sort(rng.choice(ordinals, min(sample_size, len(ordinals)), replace=False))
     is_alike_by_model = work.build.need(EMBED_ITEMS)["regrouped"]
-    for name, table in work.tables.items():
+    for table_name, table in work.tables.items():
         if table.kind == "value" and not is_alike_by_model.get(str(table.value)):
             continue
         stored_records = candidate.evidence.records_of(
-            candidate.manifest.stored_tables[name], ordinals
+            candidate.manifest.stored_tables[table_name], ordinals
         )
-        recomputed_records = work.records(name, ordinals)
+        recomputed_records = work.records(table_name, ordinals)
         for ordinal, recomputed_record, stored_record in zip(
             ordinals.tolist(), recomputed_records, stored_records, strict=True
         ):
             yield (
-                name,
+                table_name,
                 work.items.id_of(ordinal),
                 recomputed_record.tobytes() == stored_record.tobytes(),
             )

@@ -117,8 +117,8 @@ def _reuse_partition(
     base: BaseGeneration, config: NightConfig, items: ItemTable, file_count: int, event_count: int
 ) -> EarlierPartition:
     begin_report, base_items = base.begin_report, base.items
-    for name in partition_files(begin_report.get("user_vectors", False), config.shards):
-        base.fetch_noted(name)
+    for source_name in partition_files(begin_report.get("user_vectors", False), config.shards):
+        base.fetch_noted(source_name)
     new_ordinals = find_new_ordinals(items, base_items)
     unknown_hashes = map_file(base.build.root / UNKNOWN_ITEMS, "<u8")
     is_new = invert_ordinals(new_ordinals, items.count) < 0
@@ -148,9 +148,9 @@ def _reuse_partition(
         row_counts=RowCounts.of_report(begin_report["rows"]),
         unknown_examples=tuple(begin_report.get(UNKNOWN_NAMED, ())),
         unusable={
-            name: source_report
-            for name, source_report in begin_report["unusable"].items()
-            if name == EVENT_ROWS or name.partition(".")[0] in user_sources
+            source_name: source_report
+            for source_name, source_report in begin_report["unusable"].items()
+            if source_name == EVENT_ROWS or source_name.partition(".")[0] in user_sources
         },
     )
 

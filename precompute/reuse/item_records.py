@@ -53,9 +53,9 @@ def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
     base_allowed_by_table = (
         base.read_allowed_by_table(scope.allowed_items) if allowed_by_table else {}
     )
-    for name, table in tables.items():
-        base_table = base.manifest.stored_tables.get(name)
-        if base_table is None or base_table.layout != scope.layouts[name]:
+    for table_name, table in tables.items():
+        base_table = base.manifest.stored_tables.get(table_name)
+        if base_table is None or base_table.layout != scope.layouts[table_name]:
             continue
         if table.kind == "value":
             model = bundle.values[str(table.value)]
@@ -65,11 +65,11 @@ def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
             may_copy = find_same_inputs(base, model, digests, base_ordinals)[shard_ordinals]
         else:
             may_copy = ~changes.is_changed[shard_ordinals]
-        records_by_table[name] = read_table_records(base, shard, base_table)
+        records_by_table[table_name] = read_table_records(base, shard, base_table)
         copy_positions = np.where(may_copy, base_positions, -1)
         has_record = copy_positions >= 0
         has_record[has_record] = (
-            records_by_table[name]["flags"][copy_positions[has_record]] != ABSENT_FLAGS
+            records_by_table[table_name]["flags"][copy_positions[has_record]] != ABSENT_FLAGS
         )
         copy_positions[~has_record] = -1
         if table.kind == "item_similar":
@@ -77,13 +77,13 @@ def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
                 base_table.layout,
                 metric_of(bundle, table),
                 changes,
-                base_allowed_by_table.get(name),
-                allowed_by_table.get(name),
+                base_allowed_by_table.get(table_name),
+                allowed_by_table.get(table_name),
             )
             copy_positions = _copyable_list_positions(
-                rule, records_by_table[name], copy_positions, shard_ordinals, items
+                rule, records_by_table[table_name], copy_positions, shard_ordinals, items
             )
-        base_positions_by_table[name] = copy_positions
+        base_positions_by_table[table_name] = copy_positions
     return ItemCopies(
         records_by_table,
         base_positions_by_table,
@@ -102,13 +102,15 @@ def _copyable_list_positions(
     copy_positions = np.full(len(base_positions), -1)
     if len(rule.entering_ordinals) > ENTERING_SHARE_MAX * items.count:
         return copy_positions
-    rows = np.flatnonzero(base_positions >= 0)
-    rows = rows[~find_lists_with_lost_items(records[base_positions[rows]], rule.is_unlistable)]
+    copyable_rows = np.flatnonzero(base_positions >= 0)
+    copyable_rows = copyable_rows[
+        ~find_lists_with_lost_items(records[base_positions[copyable_rows]], rule.is_unlistable)
+    ]
     vectors = np.asarray(items.vectors)
-    own_items = Histories(np.arange(len(rows) + 1), shard_ordinals[rows])
+    own_items = Histories(np.arange(len(copyable_rows) + 1), shard_ordinals[copyable_rows])
     may_be_entered = could_enter(
-        vectors[shard_ordinals[rows]], vectors[rule.entering_ordinals], rule.entering_ordinals,
-        find_score_floors(rule.layout, records[base_positions[rows]]), own_items, rule.metric,
+        vectors[shard_ordinals[copyable_rows]], vectors[rule.entering_ordinals], rule.entering_ordinals,
+        find_score_floors(rule.layout, records[base_positions[copyable_rows]]), own_items, rule.metric,
     )  # fmt: skip
-    copy_positions[rows[~may_be_entered]] = base_positions[rows[~may_be_entered]]
+    copy_positions[copyable_rows[~may_be_entered]] = base_positions[copyable_rows[~may_be_entered]]
     return copy_positions

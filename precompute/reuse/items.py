@@ -51,8 +51,8 @@ def find_same_inputs(
         return np.zeros(len(base_ordinals), np.bool_)
     base_digests = map_file(base.fetch_noted(digests_file(model.name)), "<u8")
     is_same_input: NDArray[np.bool_] = base_ordinals >= 0
-    rows = np.flatnonzero(is_same_input)
-    is_same_input[rows] = base_digests[base_ordinals[rows]] == digests[rows]
+    kept_rows = np.flatnonzero(is_same_input)
+    is_same_input[kept_rows] = base_digests[base_ordinals[kept_rows]] == digests[kept_rows]
     return is_same_input
 
 
@@ -92,12 +92,15 @@ class ItemChanges:
         is_changed = np.ones(items.count, np.bool_)
         kept_ordinals = np.flatnonzero(new_ordinals >= 0)
         for first_row in range(0, len(kept_ordinals), _ROWS_AT_ONCE):
-            rows = kept_ordinals[first_row : first_row + _ROWS_AT_ONCE]
+            base_rows = kept_ordinals[first_row : first_row + _ROWS_AT_ONCE]
             new_bits, base_bits = (
                 np.ascontiguousarray(vectors).view(np.uint32)
-                for vectors in (items.vectors[new_ordinals[rows]], base_items.vectors[rows])
+                for vectors in (
+                    items.vectors[new_ordinals[base_rows]],
+                    base_items.vectors[base_rows],
+                )
             )
-            is_changed[new_ordinals[rows]] = (new_bits != base_bits).any(axis=1)
+            is_changed[new_ordinals[base_rows]] = (new_bits != base_bits).any(axis=1)
         return cls(new_ordinals, is_changed)
 
     def write(self, build: Build) -> None:

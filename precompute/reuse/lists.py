@@ -37,8 +37,8 @@ def find_lists_with_lost_items(
         return has_lost_item
     for first_list in range(0, len(records), _LISTS_AT_ONCE):
         list_slice = slice(first_list, first_list + _LISTS_AT_ONCE)
-        items = np.minimum(records["items"][list_slice], np.uint32(len(is_lost) - 1))
-        has_lost_item[list_slice] = is_lost[items].any(axis=1)
+        listed_items = np.minimum(records["items"][list_slice], np.uint32(len(is_lost) - 1))
+        has_lost_item[list_slice] = is_lost[listed_items].any(axis=1)
     return has_lost_item
 
 
@@ -98,17 +98,21 @@ def could_enter(
         is_bounded = _are_safe_lengths(user_lengths)[:, None] & _are_safe_lengths(item_lengths) | (
             length_products == 0
         )
-        rows, columns = np.nonzero(~(is_bounded & (scores + margins < score_floors[:, None])))
-        if len(rows):
-            candidate_pairs = rows * np.int64(1 << 32) + chunk_ordinals[columns]
+        user_rows, item_columns = np.nonzero(
+            ~(is_bounded & (scores + margins < score_floors[:, None]))
+        )
+        if len(user_rows):
+            candidate_pairs = user_rows * np.int64(1 << 32) + chunk_ordinals[item_columns]
             is_in_chunk = np.isin(exclusions.indices, chunk_ordinals)
             excluded_pairs = (
                 excluded_rows[is_in_chunk] * np.int64(1 << 32) + exclusions.indices[is_in_chunk]
             )
-            can_enter[rows[~np.isin(candidate_pairs, excluded_pairs)]] = True
+            can_enter[user_rows[~np.isin(candidate_pairs, excluded_pairs)]] = True
     return can_enter
 
 
-def _are_safe_lengths(lengths: NDArray[np.float64]) -> NDArray[np.bool_]:
-    is_in_range: NDArray[np.bool_] = (lengths > _SAFE_LENGTHS[0]) & (lengths < _SAFE_LENGTHS[1])
+def _are_safe_lengths(vector_lengths: NDArray[np.float64]) -> NDArray[np.bool_]:
+    is_in_range: NDArray[np.bool_] = (vector_lengths > _SAFE_LENGTHS[0]) & (
+        vector_lengths < _SAFE_LENGTHS[1]
+    )
     return is_in_range

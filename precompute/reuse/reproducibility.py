@@ -43,17 +43,17 @@ def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inp
     """
     row_count = min(REGROUPED_ROWS, rows_of(inputs))
     batch_outputs = run(rows_taken(inputs, np.arange(row_count)))
-    order = np.random.default_rng(_REGROUPING_SEED).permutation(row_count)
+    shuffled_rows = np.random.default_rng(_REGROUPING_SEED).permutation(row_count)
     group_outputs, first_row = [], 0
     for group_size in (*_GROUP_SIZES, row_count):
-        rows = order[first_row : first_row + group_size]
-        if len(rows):
-            group_outputs.append(run(rows_taken(inputs, rows)))
+        group_rows = shuffled_rows[first_row : first_row + group_size]
+        if len(group_rows):
+            group_outputs.append(run(rows_taken(inputs, group_rows)))
         first_row += group_size
     regrouped_outputs = np.concatenate(
         [np.empty((0, *batch_outputs.shape[1:]), np.float32), *group_outputs]
     )
-    return regrouped_outputs.tobytes() == batch_outputs[order].tobytes()
+    return regrouped_outputs.tobytes() == batch_outputs[shuffled_rows].tobytes()
 
 
 def find_regrouped_alike(
@@ -64,7 +64,7 @@ def find_regrouped_alike(
     Records are copied only of models for which that is True. It is False for one without any inputs, and for one on a
     GPU: its batches are larger than those tried here, and their size may decide the order of its sums.
     """
-    users, alike_by_model = _read_sample_users(build), {}
+    sample_users, alike_by_model = _read_sample_users(build), {}
     for model in bundle.models:
         if not base.has_model(model):
             continue
@@ -74,15 +74,24 @@ def find_regrouped_alike(
             continue
         if model.entity == "item":
             features = open_item_features(build, model.spec, items.count)
-            rows = np.flatnonzero(features.of(np.arange(min(REGROUPED_ROWS, items.count)))[1])
-            inputs, _ = item_inputs(model.spec, items, features, rows)
-        else:
-            rows, histories, columns = select_usable_inputs(items, users, {model.name: model.spec})
-            user_features = {name: column[rows] for name, column in columns[model.name].items()}
-            inputs = bind_inputs(
-                model.spec, histories=histories.select_rows(rows), features=user_features
+            usable_rows = np.flatnonzero(
+                features.of(np.arange(min(REGROUPED_ROWS, items.count)))[1]
             )
-        alike_by_model[model.name] = bool(len(rows)) and is_regrouped_alike(tower.run, inputs)
+            inputs, _ = item_inputs(model.spec, items, features, usable_rows)
+        else:
+            usable_rows, histories, columns = select_usable_inputs(
+                items, sample_users, {model.name: model.spec}
+            )
+            user_features = {
+                input_name: input_values[usable_rows]
+                for input_name, input_values in columns[model.name].items()
+            }
+            inputs = bind_inputs(
+                model.spec, histories=histories.select_rows(usable_rows), features=user_features
+            )
+        alike_by_model[model.name] = bool(len(usable_rows)) and is_regrouped_alike(
+            tower.run, inputs
+        )
     return alike_by_model
 
 

@@ -42,7 +42,7 @@ def build_reuse_fact(build: Build, reports: Sequence[ShardReport]) -> dict[str, 
         "users": count_by_reason, "items": sum(report["items"].get("copied", 0) for report in reports),
         "item_vectors": embed_report.get("copied", 0), "user_s": user_s, "spared_s": count_by_reason["copied"] * user_s,
     }  # fmt: skip
-    night_entry = {name: fact[name] for name in ("users", "spared_s")}
+    night_entry = {field_name: fact[field_name] for field_name in ("users", "spared_s")}
     return {**fact, "nights": [*base_fact.get("nights", ()), night_entry][-NIGHTS:]}
 
 
@@ -50,10 +50,10 @@ def users_by_reason(reports: Iterable[ShardReport]) -> dict[str, int]:
     """Users by reason of all shards; all of one where nothing could be copied are `computed`."""
     count_by_reason = dict.fromkeys((*REASON_NAMES, "computed"), 0)
     for users_report in (report["users"] for report in reports):
-        for reason, count in (
+        for reason, user_count in (
             users_report.get("reasons") or {"computed": users_report["scored"]}
         ).items():
-            count_by_reason[reason] += count
+            count_by_reason[reason] += user_count
     return count_by_reason
 
 

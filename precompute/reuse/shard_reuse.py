@@ -89,9 +89,9 @@ class ShardReuse:
             raise CannotCopy("a user without a record there may have one now, of the same inputs")
         fitting_tables = _find_fitting_tables(build, base, bundle, tables)
         base_table_by_name = {
-            name: base.manifest.stored_tables[name]
-            for name in fitting_tables
-            if name in base.manifest.stored_tables
+            table_name: base.manifest.stored_tables[table_name]
+            for table_name in fitting_tables
+            if table_name in base.manifest.stored_tables
         }
         if not base_table_by_name:
             raise CannotCopy("no table is of the same model")
@@ -100,7 +100,9 @@ class ShardReuse:
         publishes_features = build.config.events.enabled and bool(tower.spec.features)
         if publishes_features and not base.has_model(tower):
             raise CannotCopy("the features that it published are of another user tower")
-        list_tables = {name: table for name, table in tables.items() if table.kind == "user_topk"}
+        list_tables = {
+            table_name: table for table_name, table in tables.items() if table.kind == "user_topk"
+        }
         changes = ItemChanges.open(build) if base.has_changes(build.need(EMBED_ITEMS)) else None
         if base_shard.published is not None or list_tables.keys() & base_table_by_name.keys():
             base.demand_changes(build.need(EMBED_ITEMS))
@@ -110,16 +112,16 @@ class ShardReuse:
             base_allowed_by_table = (
                 base.read_allowed_by_table(scope.allowed_items) if allowed_by_table else {}
             )
-            for name, table in list_tables.items():
-                list_rules[name] = ListRule.of(
-                    scope.layouts[name],
+            for table_name, table in list_tables.items():
+                list_rules[table_name] = ListRule.of(
+                    scope.layouts[table_name],
                     metric_of(bundle, table),
                     changes,
-                    base_allowed_by_table.get(name),
-                    allowed_by_table.get(name),
+                    base_allowed_by_table.get(table_name),
+                    allowed_by_table.get(table_name),
                 )
                 has_broken_list |= find_lists_with_lost_items(
-                    base_shard.tables[name], list_rules[name].is_unlistable
+                    base_shard.tables[table_name], list_rules[table_name].is_unlistable
                 )
         entering_limit = ENTERING_SHARE_MAX * scope.items.count
         has_many_entering = (
@@ -190,7 +192,7 @@ class ShardReuse:
             -1,
         )
         is_asked = ~had_no_record if self.needs_vectors else ~had_no_record & ~could_stay
-        rows, is_copied = np.flatnonzero(is_asked), could_stay & ~is_asked
+        checked_rows, is_copied = np.flatnonzero(is_asked), could_stay & ~is_asked
         copied_positions, kept_hashes, all_pairs = (
             matched_positions[is_copied],
             entities.hashes[is_copied],
@@ -203,29 +205,36 @@ class ShardReuse:
             copied_positions = np.concatenate([copied_positions, base_positions[is_unread]])
             kept_hashes = np.concatenate([kept_hashes, digest_pairs["hash"][is_unread]])
         return CopyDecisions(
-            rows, matched_positions[rows], could_stay[rows], copied_positions, kept_hashes, all_pairs,
+            checked_rows, matched_positions[checked_rows], could_stay[checked_rows],
+            copied_positions, kept_hashes, all_pairs,
             int(entities.has_vector[is_copied].sum()),
         )  # fmt: skip
 
     def enters(
         self,
-        name: str,
+        table_name: str,
         base_positions: NDArray[np.int64],
         vectors: NDArray[np.float32],
         exclusions: Histories,
     ) -> NDArray[np.bool_]:
         """Return a mask of the base's lists at `base_positions` that a new or changed item may enter."""
-        rule = self.list_rules[name]
+        rule = self.list_rules[table_name]
         return could_enter(
             vectors, self.item_vectors[rule.entering_ordinals], rule.entering_ordinals,
-            find_score_floors(rule.layout, self.base_shard.tables[name][base_positions]), exclusions, rule.metric,
+            find_score_floors(rule.layout, self.base_shard.tables[table_name][base_positions]), exclusions, rule.metric,
         )  # fmt: skip
 
-    def records(self, name: str, base_positions: NDArray[np.int64], cut_s: int) -> NDArray[Any]:
+    def records(
+        self, table_name: str, base_positions: NDArray[np.int64], cut_s: int
+    ) -> NDArray[Any]:
         """Return the base's records for this night: with its cut `cut_s` (Unix seconds) and its ordinals."""
-        copied_records: NDArray[Any] = self.base_shard.tables[name][base_positions]
+        copied_records: NDArray[Any] = self.base_shard.tables[table_name][base_positions]
         copied_records["scored_at"] = cut_s  # a copy: an index of numbers makes one
-        if name in self.list_rules and self.changes is not None and self.changes.has_moved_items:
+        if (
+            table_name in self.list_rules
+            and self.changes is not None
+            and self.changes.has_moved_items
+        ):
             renumber_items(copied_records, self.changes.new_ordinals)
         return copied_records
 
@@ -255,13 +264,13 @@ def _find_fitting_tables(
         for bundle_model in bundle.models
     }
     fitting_tables = []
-    for name, table in tables.items():
+    for table_name, table in tables.items():
         model = str(table.value) if table.kind == "value" else bundle.user_tower.name
         is_list = table.kind == "user_topk"
         if is_fitting_by_model[model] and (
             not is_list or (base.has_lists and base.has_changes(embed_report))
         ):
-            fitting_tables.append(name)
+            fitting_tables.append(table_name)
     return fitting_tables
 
 

@@ -85,10 +85,10 @@ class CopyDecisions:
     @classmethod
     def without_copies(cls, entities: ShardInput, digests: Digests) -> Self:
         """Return decisions by which all users are computed."""
-        count = len(entities.ids)
-        no_positions, no_mask = np.full(count, -1), np.zeros(count, np.bool_)
+        user_count = len(entities.ids)
+        no_positions, no_mask = np.full(user_count, -1), np.zeros(user_count, np.bool_)
         return cls(
-            np.arange(count), no_positions, no_mask, np.empty(0, np.int64), np.empty(0, np.uint64),
+            np.arange(user_count), no_positions, no_mask, np.empty(0, np.int64), np.empty(0, np.uint64),
             pair_with_digests(entities, digests),
         )  # fmt: skip
 
@@ -121,14 +121,14 @@ class CopiedUsers:
     def of(cls, decisions: CopyDecisions, hashes: Digests, own_rows: NDArray[np.int64]) -> Self:
         """Build from the decisions, the `hashes` of the checked users, and the `own_rows` of this chunk."""
         all_hashes = np.concatenate([hashes[own_rows], decisions.copied_hashes])
-        order = np.argsort(all_hashes, kind="stable")
-        sorted_rows = np.empty(len(order), np.int64)
-        sorted_rows[order] = np.arange(len(order))
+        hash_order = np.argsort(all_hashes, kind="stable")
+        sorted_rows = np.empty(len(hash_order), np.int64)
+        sorted_rows[hash_order] = np.arange(len(hash_order))
         base_positions = np.concatenate([np.full(len(own_rows), -1), decisions.copied_positions])[
-            order
+            hash_order
         ]
         return cls(
-            all_hashes[order],
+            all_hashes[hash_order],
             base_positions,
             sorted_rows[: len(own_rows)],
             decisions.unchanged_positions[own_rows],
@@ -202,12 +202,12 @@ class CopiedUsers:
         merged_indptr = np.concatenate(
             [own_histories.indptr, own_histories.indptr[-1] + copied_histories.indptr[1:]]
         )
-        order = np.empty(len(self.hashes), np.int64)
-        order[self.rows] = np.arange(len(self.rows))
-        order[self.copied_rows] = len(self.rows) + np.arange(len(self.copied_rows))
+        history_order = np.empty(len(self.hashes), np.int64)
+        history_order[self.rows] = np.arange(len(self.rows))
+        history_order[self.copied_rows] = len(self.rows) + np.arange(len(self.copied_rows))
         return Histories(
             merged_indptr, np.concatenate([own_histories.indices, copied_histories.indices])
-        ).select_rows(order)
+        ).select_rows(history_order)
 
 
 def pair_with_digests(entities: ShardInput, digests: Digests) -> NDArray[Any]:
@@ -249,7 +249,7 @@ class UserCopies(Protocol):
 
     def enters(
         self,
-        name: str,
+        table_name: str,
         base_positions: NDArray[np.int64],
         vectors: NDArray[np.float32],
         exclusions: Histories,
@@ -257,7 +257,9 @@ class UserCopies(Protocol):
         """Return a mask of the lists at `base_positions` that a new or changed item may enter."""
         ...
 
-    def records(self, name: str, base_positions: NDArray[np.int64], cut_s: int) -> NDArray[Any]:
+    def records(
+        self, table_name: str, base_positions: NDArray[np.int64], cut_s: int
+    ) -> NDArray[Any]:
         """Return the records with this night's cut `cut_s` (Unix seconds) and item ordinals."""
         ...
 
@@ -287,10 +289,10 @@ class ItemCopies:
     new_ordinals: NDArray[np.int64] | None
 
     def select_records(
-        self, name: str, base_positions: NDArray[np.int64], cut_s: int
+        self, table_name: str, base_positions: NDArray[np.int64], cut_s: int
     ) -> NDArray[Any]:
         """Some records of a table as this night has them, with its cut `cut_s` (Unix seconds)."""
-        records: NDArray[Any] = self.base_records_by_table[name][base_positions]
+        records: NDArray[Any] = self.base_records_by_table[table_name][base_positions]
         records["scored_at"] = cut_s
         if self.new_ordinals is not None and "items" in (records.dtype.names or ()):
             renumber_items(records, self.new_ordinals)

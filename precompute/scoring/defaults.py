@@ -28,10 +28,10 @@ def write_defaults(
 ) -> None:
     """Write the default list of each table of lists; the caller publishes the file."""
     defaults = {}
-    for name, table in configured_tables(build.config, bundle).items():
+    for table_name, table in configured_tables(build.config, bundle).items():
         if layout_of(bundle, table).kind == "topk":
             item_ids, scores = find_table_favourites(table)
-            defaults[name] = {"items": item_ids, "scores": scores}
+            defaults[table_name] = {"items": item_ids, "scores": scores}
     write_atomically(build.path(DEFAULTS_FILE), orjson.dumps(defaults, option=orjson.OPT_SORT_KEYS))
 
 

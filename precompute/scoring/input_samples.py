@@ -106,8 +106,8 @@ def _id_examples_in_words(build: Build, model: BundleModel) -> str:
         return ""
     examples_by_kind = {"ids": list[str](), "features": list[str]()}
     for shard in range(build.config.shards):
-        for kind, examples in examples_by_kind.items():
-            (path,) = shard_paths(build.root / PARTITION, shard, (kind,))
+        for file_kind, examples in examples_by_kind.items():
+            (path,) = shard_paths(build.root / PARTITION, shard, (file_kind,))
             for batch in read_batches(path, fields=[0]):
                 examples += batch.column("user")[:NAMED_USERS].to_pylist()
     if not all(examples_by_kind.values()):
@@ -211,7 +211,8 @@ def draw_histories(
         indptr=np.cumsum([0, *map(len, histories)]),
         ordinals=np.concatenate(histories),
         features={
-            name: column.take(pa.array(sampled_rows)) for name, column in entities.features.items()
+            feature_name: column.take(pa.array(sampled_rows))
+            for feature_name, column in entities.features.items()
         },
         history_limit=entities.history_limit,
         vectors=user_vectors[sampled_rows],
@@ -285,22 +286,27 @@ def _user_inputs(
         raise BundleError(
             f"no entity of the sample has the inputs that {model.name} wants", model=model.name
         )
-    rows = _spread_rows(usable_rows)
+    sampled_rows = _spread_rows(usable_rows)
     inputs = bind_inputs(
         model.spec,
-        histories=histories.select_rows(rows),
-        features={name: value[rows] for name, value in features[model.name].items()},
+        histories=histories.select_rows(sampled_rows),
+        features={
+            input_name: input_values[sampled_rows]
+            for input_name, input_values in features[model.name].items()
+        },
     )
-    return inputs, Histories(sample.indptr, sample.ordinals).select_rows(rows)
+    return inputs, Histories(sample.indptr, sample.ordinals).select_rows(sampled_rows)
 
 
 def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -> Inputs:
     usable_ordinals = np.flatnonzero(features.usable())
     if not len(usable_ordinals):
         raise BundleError(f"no item has the inputs that {model.name} wants", model=model.name)
-    rows = _spread_rows(usable_ordinals)
+    sampled_ordinals = _spread_rows(usable_ordinals)
     return bind_inputs(
-        model.spec, features=features.of(rows)[0], item_indices=items.to_model(Ordinals(rows))
+        model.spec,
+        features=features.of(sampled_ordinals)[0],
+        item_indices=items.to_model(Ordinals(sampled_ordinals)),
     )
 
 
@@ -314,13 +320,15 @@ def _select_finite(
     tower: Tower, inputs: Inputs, exclusions: Histories | None
 ) -> tuple[Inputs, Histories | None]:
     """Return the inputs without rows whose output is not finite: they have no record, and calibrate nothing."""
-    rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
-    if not len(rows):
+    finite_rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
+    if not len(finite_rows):
         raise BundleError(
             f"no output of {tower.name} is finite, on none of {rows_of(inputs):,} sampled inputs: was the model "
             "trained to its end, and are its features on the scale of the training?",
             model=tower.name,
         )
-    if len(rows) == rows_of(inputs):
+    if len(finite_rows) == rows_of(inputs):
         return inputs, exclusions
-    return select_rows(inputs, rows), None if exclusions is None else exclusions.select_rows(rows)
+    return select_rows(inputs, finite_rows), None if exclusions is None else exclusions.select_rows(
+        finite_rows
+    )

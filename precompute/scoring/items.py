@@ -139,14 +139,16 @@ def embed_catalogue(
     kept_vectors: CopiedVectors | None = None,
 ) -> Iterator[NDArray[np.float32]]:
     """Vectors of all items in ordinal order, float32 [some, dims] at a time; `kept_vectors` are copied."""
-    for rows in split_rows(np.arange(items.count)):
+    for ordinals in split_rows(np.arange(items.count)):
         if kept_vectors is None:
-            yield item_outputs(tower, items, features, rows)[0]
+            yield item_outputs(tower, items, features, ordinals)[0]
             continue
-        base_ordinals = kept_vectors.base_ordinals[rows]
+        base_ordinals = kept_vectors.base_ordinals[ordinals]
         vectors = np.asarray(kept_vectors.vectors[base_ordinals])
         if len(uncopied_rows := np.flatnonzero(base_ordinals < 0)):
-            vectors[uncopied_rows] = item_outputs(tower, items, features, rows[uncopied_rows])[0]
+            vectors[uncopied_rows] = item_outputs(tower, items, features, ordinals[uncopied_rows])[
+                0
+            ]
         yield vectors
 
 
@@ -201,14 +203,14 @@ class ItemWork:
         items = open_items(build.root, build.need(BEGIN), dims=bundle.dims)
         tables, scoring_device = scored_tables(build.config, bundle, "item"), scorers.at(shard)
         models = {
-            name: bundle.values[str(table.value)]
-            for name, table in tables.items()
+            table_name: bundle.values[str(table.value)]
+            for table_name, table in tables.items()
             if table.kind == "value"
         }
         return cls(
             build, bundle, scoring_device, items, tables, scorers.allowed_items(build), models,
-            {name: scoring_device.tower(build, model) for name, model in models.items()},
-            {name: open_item_features(build, model.spec, items.count) for name, model in models.items()},
+            {table_name: scoring_device.tower(build, model) for table_name, model in models.items()},
+            {table_name: open_item_features(build, model.spec, items.count) for table_name, model in models.items()},
             UnusableRows(),
         )  # fmt: skip
 

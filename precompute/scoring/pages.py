@@ -120,9 +120,9 @@ class GrowingFile:
         with disk_errors(self.path):
             self._file.write(data)
 
-    def write_array(self, values: NDArray[Any]) -> None:
+    def write_array(self, array: NDArray[Any]) -> None:
         """Append the bytes of an array [n]; it is not copied, which would hold up other threads."""
-        self.write(np.ascontiguousarray(values).view(np.uint8).data)
+        self.write(np.ascontiguousarray(array).view(np.uint8).data)
 
     def __exit__(self, error_type: object, *_: object) -> None:
         if error_type is not None:
@@ -188,9 +188,9 @@ class PageFile(GrowingFile):
             with disk_errors(self.path):
                 self._sync_future.result()
 
-    def describe(self, name: str) -> Artefact:
+    def describe(self, artefact_path: str) -> Artefact:
         """Return the manifest entry of the finished file under this name, of the written bytes."""
-        return Artefact(name, self._size_bytes, self._sha256.hexdigest())
+        return Artefact(artefact_path, self._size_bytes, self._sha256.hexdigest())
 
     def _add_to_checksums(self, data: memoryview) -> None:
         self._sha256.update(data)

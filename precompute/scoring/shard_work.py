@@ -115,17 +115,19 @@ class Chunk:
             self.inputs.select_rows(remaining_rows),
         )
         self.is_usable_by_model = {
-            name: mask[remaining_rows] for name, mask in self.is_usable_by_model.items()
+            model_name: mask[remaining_rows] for model_name, mask in self.is_usable_by_model.items()
         }
         self.features = {
-            model: {name: column[remaining_rows] for name, column in columns.items()}
+            model: {input_name: column[remaining_rows] for input_name, column in columns.items()}
             for model, columns in self.features.items()
         }
         self.outputs_by_model = {
-            name: outputs[remaining_rows] for name, outputs in self.outputs_by_model.items()
+            model_name: outputs[remaining_rows]
+            for model_name, outputs in self.outputs_by_model.items()
         }
         self.is_answered_by_model = {
-            name: mask[remaining_rows] for name, mask in self.is_answered_by_model.items()
+            model_name: mask[remaining_rows]
+            for model_name, mask in self.is_answered_by_model.items()
         }
         if self.vectors is not None:
             self.vectors = self.vectors[remaining_rows]
@@ -177,7 +179,7 @@ class ShardWork:
             **{value_name: bundle.values[value_name] for value_name in value_names},
         }
         items = open_items(build.root, begin_report, dims=bundle.dims)
-        layouts = {name: layout_of(bundle, table) for name, table in tables.items()}
+        layouts = {table_name: layout_of(bundle, table) for table_name, table in tables.items()}
         scope = ShardScope(
             build, bundle, number, tables, layouts, items, scoring_device.device,
             scorers.allowed_items,
@@ -252,73 +254,82 @@ class ShardWork:
             chunk.replace_given_vectors()
             if self.copies is not None and chunk.copied.could_stay.any():
                 self._drop_copied_users(chunk, self.copies)
-            for name in towers:
-                if name != "user_tower":
+            for model_name in towers:
+                if model_name != "user_tower":
                     is_wanted = (
                         chunk.copied.unchanged_positions < 0
-                        if self._copies_all_tables(name)
+                        if self._copies_all_tables(model_name)
                         else all_users_mask
                     )
-                    chunk.outputs_by_model[name] = self._outputs(chunk, name, is_wanted)
+                    chunk.outputs_by_model[model_name] = self._outputs(chunk, model_name, is_wanted)
         chunk.features = {}
         return chunk
 
     def _copies_all_tables(self, model: str) -> bool:
         """True if the records of all tables of a model of values are copied, of whose inputs are as they were."""
-        tables = [name for name, table in self.tables.items() if table.value == model]
+        tables = [table_name for table_name, table in self.tables.items() if table.value == model]
         return self.copies is not None and set(self.copies.tables) >= set(tables)
 
     def _drop_copied_users(self, chunk: Chunk, copies: UserCopies) -> None:
         """Users whose inputs and lists are as they were, and whose lists nothing can enter, are copied."""
-        rows = np.flatnonzero(chunk.copied.could_stay)
+        candidate_rows = np.flatnonzero(chunk.copied.could_stay)
         vectors, exclusions = (
-            chunk.outputs_by_model["user_tower"][rows],
-            chunk.seen_items.select_rows(rows),
+            chunk.outputs_by_model["user_tower"][candidate_rows],
+            chunk.seen_items.select_rows(candidate_rows),
         )
-        has_entering_item = np.zeros(len(rows), np.bool_)
-        for name in copies.list_tables:
+        has_entering_item = np.zeros(len(candidate_rows), np.bool_)
+        for table_name in copies.list_tables:
             has_entering_item |= copies.enters(
-                name, chunk.copied.unchanged_positions[rows], vectors, exclusions
+                table_name,
+                chunk.copied.unchanged_positions[candidate_rows],
+                vectors,
+                exclusions,
             )
         is_copied = np.zeros(len(chunk.ids), np.bool_)
-        is_copied[rows[~has_entering_item]] = True
-        for name in self.models:
-            if name != "user_tower":
-                chunk.unusable.looked_at(f"outputs of {name}", int(is_copied.sum()))
+        is_copied[candidate_rows[~has_entering_item]] = True
+        for model_name in self.models:
+            if model_name != "user_tower":
+                chunk.unusable.looked_at(f"outputs of {model_name}", int(is_copied.sum()))
         chunk.stay(is_copied)
 
     def _outputs(
-        self, chunk: Chunk, name: str, is_wanted: NDArray[np.bool_]
+        self, chunk: Chunk, model_name: str, is_wanted: NDArray[np.bool_]
     ) -> NDArray[np.float32]:
         """Return float32 [users, dims], NaN for users without an input or not wanted; note other non-finite rows."""
-        tower = self._towers()[name]
+        tower = self._towers()[model_name]
         is_usable, features = (
-            chunk.is_usable_by_model[name] & is_wanted,
-            chunk.features.get(name, {}),
+            chunk.is_usable_by_model[model_name] & is_wanted,
+            chunk.features.get(model_name, {}),
         )
-        rows = np.flatnonzero(is_usable)
+        usable_rows = np.flatnonzero(is_usable)
 
         def named(row: int) -> str:
-            return f"user {chunk.user_case(int(rows[row]))['user']!r}"
+            return f"user {chunk.user_case(int(usable_rows[row]))['user']!r}"
 
         if is_usable.all() and len(is_usable):
             inputs = bind_inputs(tower.spec, histories=chunk.histories, features=features)
             outputs = run_named(tower, inputs, named)
         else:
             row_features = {
-                input_name: input_values[rows] for input_name, input_values in features.items()
+                input_name: input_values[usable_rows]
+                for input_name, input_values in features.items()
             }
             outputs = np.full((len(is_usable), tower.spec.output_dims), np.nan, np.float32)
-            if len(rows):
-                row_histories = chunk.histories.select_rows(rows)
+            if len(usable_rows):
+                row_histories = chunk.histories.select_rows(usable_rows)
                 inputs = bind_inputs(tower.spec, histories=row_histories, features=row_features)
-                outputs[rows] = run_named(tower, inputs, named)
-        chunk.unusable.looked_at(f"outputs of {name}", int((chunk.is_usable_by_model[name]).sum()))
-        chunk.is_answered_by_model[name] = find_finite_rows(outputs)
-        if (is_nonfinite := ~chunk.is_answered_by_model[name] & is_usable).any():
+                outputs[usable_rows] = run_named(tower, inputs, named)
+        chunk.unusable.looked_at(
+            f"outputs of {model_name}", int((chunk.is_usable_by_model[model_name]).sum())
+        )
+        chunk.is_answered_by_model[model_name] = find_finite_rows(outputs)
+        if (is_nonfinite := ~chunk.is_answered_by_model[model_name] & is_usable).any():
             is_set_by_events = self.are_set_by_events(chunk)
             chunk.unusable.note_rows(
-                f"outputs of {name}", {NOT_FINITE: is_nonfinite}, chunk.user_case, is_set_by_events
+                f"outputs of {model_name}",
+                {NOT_FINITE: is_nonfinite},
+                chunk.user_case,
+                is_set_by_events,
             )
         return outputs
 
@@ -330,8 +341,8 @@ class ShardWork:
 
     def _towers(self) -> dict[str, AnyTower]:
         return {
-            name: self.scoring_device.tower(self.build, model)
-            for name, model in self.models.items()
+            model_name: self.scoring_device.tower(self.build, model)
+            for model_name, model in self.models.items()
         }
 
     def score_chunks(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
@@ -346,22 +357,27 @@ class ShardWork:
             return chunk
         threads = self.build.config.threads or None
         with self.scoring_device.compute_slots, self.add_stage_time("topk"):
-            rows = np.flatnonzero(chunk.is_answered_by_model["user_tower"])
+            answered_rows = np.flatnonzero(chunk.is_answered_by_model["user_tower"])
             user_vectors, exclusions = chunk.outputs_by_model["user_tower"], chunk.seen_items
-            if len(rows) < len(user_vectors):
-                user_vectors, exclusions = user_vectors[rows], exclusions.select_rows(rows)
-            for name, scorer in self._scorers().items():
-                k, allowed_mask = self.tables[name].k, self.allowed_masks.get(name)
+            if len(answered_rows) < len(user_vectors):
+                user_vectors, exclusions = (
+                    user_vectors[answered_rows],
+                    exclusions.select_rows(answered_rows),
+                )
+            for table_name, scorer in self._scorers().items():
+                k, allowed_mask = self.tables[table_name].k, self.allowed_masks.get(table_name)
                 lists = scorer.top(
                     user_vectors, k, exclusions, allowed=allowed_mask, threads=threads
                 )
-                chunk.lists_by_table[name] = spread_lists(len(chunk.ids), rows, lists)
+                chunk.lists_by_table[table_name] = spread_lists(
+                    len(chunk.ids), answered_rows, lists
+                )
         return chunk
 
     def _scorers(self) -> dict[str, AnyScorer]:
         return {
-            name: self.scoring_device.of(self.items, metric_of(self.bundle, table))
-            for name, table in self.tables.items()
+            table_name: self.scoring_device.of(self.items, metric_of(self.bundle, table))
+            for table_name, table in self.tables.items()
             if table.kind == "user_topk"
         }
 

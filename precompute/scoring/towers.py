@@ -94,7 +94,7 @@ def prepare_inputs(
     running_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_usable_item)])
     histories = Histories(running_counts[entities.indptr], model_indices[is_usable_item])
     is_usable_by_model: dict[str, NDArray[np.bool_]] = {}
-    features: FeaturesByModel = {name: {} for name in specs}
+    features: FeaturesByModel = {model_name: {} for model_name in specs}
     for model, spec in specs.items():
         is_usable_by_model[model] = np.ones(len(entities.ids), np.bool_)
         if spec.history is not None and not (entities.answers_without_history and spec.features):
@@ -220,10 +220,15 @@ class DeviceTower:
     """
 
     def __init__(
-        self, name: str, tower: Tower, device_model: DeviceModel, *, may_fall_back: bool = False
+        self,
+        model_name: str,
+        tower: Tower,
+        device_model: DeviceModel,
+        *,
+        may_fall_back: bool = False,
     ) -> None:
         self.spec = tower.spec
-        self._name = name
+        self._name = model_name
         self._tower = tower
         self._device_model = device_model
         self._input_names = [input_spec.name for input_spec in tower.spec.inputs]

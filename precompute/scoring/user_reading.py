@@ -62,17 +62,19 @@ def read_users(
         _count_copied(work, len(decisions.copied_positions), decisions.copied_vector_count)
         if digests_file is not None:
             digests_file.write_array(decisions.digest_pairs)
-        count = len(decisions.digest_pairs)
-        work.counts["entities"] = earlier_user_count + count
+        slice_user_count = len(decisions.digest_pairs)
+        work.counts["entities"] = earlier_user_count + slice_user_count
         chunks, user_count = split_into_chunks(work, decisions, decisions.inputs_of(entities))
         demand_disk(work.build.root, user_count * work.record_bytes * (remaining_slices + 1))
         for chunk, reached_share in chunks:
-            chunk.entities = earlier_user_count + int(reached_share * count)
+            chunk.entities = earlier_user_count + int(reached_share * slice_user_count)
             chunk.total = (
-                (earlier_user_count + count) * (slice_number + remaining_slices) // slice_number
+                (earlier_user_count + slice_user_count)
+                * (slice_number + remaining_slices)
+                // slice_number
             )
             yield chunk
-        earlier_user_count += count
+        earlier_user_count += slice_user_count
 
 
 def time_reads(work: ShardWork, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
@@ -90,7 +92,7 @@ def split_into_chunks(
     work: ShardWork, decisions: CopyDecisions, entities: ShardInput
 ) -> tuple[Iterator[tuple[Chunk, float]], int]:
     """(chunks of those with an input, and of those that are kept, each with how far it reaches; users in all)."""
-    specs = {name: model.spec for name, model in work.models.items()}
+    specs = {model_name: model.spec for model_name, model in work.models.items()}
     is_usable_by_model, histories, features = prepare_inputs(work.items, entities, specs)
     # Whoever brings a vector along needs no tower for it.
     is_usable_by_model["user_tower"] &= ~entities.has_vector
@@ -111,14 +113,15 @@ def split_into_chunks(
             arrow_rows = pa.array(rows)
             reached_count += len(part.hashes)
             own_features = {
-                model: {name: column[rows] for name, column in columns.items()}
+                model: {model_name: column[rows] for model_name, column in columns.items()}
                 for model, columns in features.items()
             }
             feature_json = None
             if work.publishes_features:
                 tower = work.models["user_tower"].spec
                 columns_by_name = {
-                    name: column.take(arrow_rows) for name, column in entities.features.items()
+                    model_name: column.take(arrow_rows)
+                    for model_name, column in entities.features.items()
                 }
                 feature_json = feature_json_rows(tower, columns_by_name, ~entities.has_vector[rows])
             yield (
@@ -153,7 +156,9 @@ def _is_answerable_by_any(
     """bool [users]: a model can answer for the user; where one wants a history, the user has it or it does without."""
     is_answerable: NDArray[np.bool_] = np.logical_or.reduce(list(is_usable_by_model.values()))
     usable_with_history = [
-        is_usable_by_model[name] for name, spec in specs.items() if spec.history is not None
+        is_usable_by_model[model_name]
+        for model_name, spec in specs.items()
+        if spec.history is not None
     ]
     if usable_with_history:
         is_answerable &= np.logical_or.reduce([np.diff(histories.indptr) > 0, *usable_with_history])
@@ -163,9 +168,9 @@ def _is_answerable_by_any(
 def _count_copied(work: ShardWork, user_count: int, vector_count: int) -> None:
     """Count outputs of users that are copied unread: they were checked when they were computed."""
     if user_count:
-        for name in work.models:
-            output_count = user_count - (vector_count if name == "user_tower" else 0)
-            work.unusable.looked_at(f"outputs of {name}", output_count)
+        for model_name in work.models:
+            output_count = user_count - (vector_count if model_name == "user_tower" else 0)
+            work.unusable.looked_at(f"outputs of {model_name}", output_count)
 
 
 class Slice(NamedTuple):
@@ -257,11 +262,11 @@ def feature_json_rows(
     features_of_rows: list[dict[str, Any]] = [{} for _ in is_published]
     # Two inputs may read one column: a whole number is what both take.
     for feature in sorted(spec.features, key=lambda feature: feature.dtype != "float32"):
-        name = str(feature.column)
-        values = read_values(features[name], feature)
+        column_name = str(feature.column)
+        values = read_values(features[column_name], feature)
         column_values = values.numbers.tolist()
         for row in np.flatnonzero(values.usable & is_published).tolist():
-            features_of_rows[row][name] = column_values[row]
+            features_of_rows[row][column_name] = column_values[row]
     json_rows = [orjson.dumps(row) if row else b"" for row in features_of_rows]
     json_ends = np.cumsum([0, *map(len, json_rows)], dtype=np.int64)
     json_bytes: Any = np.frombuffer(b"".join(json_rows), np.uint8)

@@ -45,16 +45,16 @@ def score_users(
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_folder(build.root / PARTITION))
         page_files = {
-            name: stack.enter_context(
-                PageFile(build.path(work.pages_path(name)), layout, build.config.page_bytes)
+            table_name: stack.enter_context(
+                PageFile(build.path(work.pages_path(table_name)), layout, build.config.page_bytes)
             )
-            for name, layout in work.layouts.items()
+            for table_name, layout in work.layouts.items()
         }
         directory_writer = stack.enter_context(GrowingFile(build.path(directory_path)))
         digests_file = stack.enter_context(GrowingFile(build.path(inputs_file_path)))
         seen_file_by_part = {
-            name: stack.enter_context(GrowingFile(build.path(path)))
-            for name, path in work.seen_files.items()
+            table_name: stack.enter_context(GrowingFile(build.path(path)))
+            for table_name, path in work.seen_files.items()
         }
         reasons = None
         if work.copies is not None:
@@ -83,20 +83,24 @@ def score_users(
         "seconds": {**work.seconds, "all": time.perf_counter() - start_s},
         "reasons": None
         if work.copies is None
-        else {name: work.counts[name] for name in REASON_NAMES},
+        else {table_name: work.counts[table_name] for table_name in REASON_NAMES},
         "directory": file_entry(build.describe(directory_path)),
         "inputs": file_entry(build.describe(inputs_file_path)),
         "seen": [file_entry(build.describe(path)) for path in work.seen_files.values()],
-        "tables": {name: describe_pages(build, file) for name, file in page_files.items()},
+        "tables": {
+            table_name: describe_pages(build, file) for table_name, file in page_files.items()
+        },
     }
 
 
 def add_records(work: ShardWork, chunk: Chunk) -> Chunk:
     """Adds the records of each table to a chunk; its outputs and lists are dropped, nothing needs them after."""
     with work.add_stage_time("records"):
-        for name, table in work.tables.items():
-            chunk_records = compute_own_records(work, name, table, chunk)
-            chunk.records_by_table[name] = _with_copies(work, name, chunk, chunk_records)
+        for table_name, table in work.tables.items():
+            chunk_records = compute_own_records(work, table_name, table, chunk)
+            chunk.records_by_table[table_name] = _with_copies(
+                work, table_name, chunk, chunk_records
+            )
     chunk.outputs_by_model, chunk.lists_by_table = {}, {}
     return chunk
 
@@ -130,9 +134,9 @@ def compute_own_records(
             f"records of {table_name}", {UNFIT: is_unfit}, chunk.user_case, is_set_by_events
         )
     if table.kind != "user_topk" and work.copies is not None and table_name in work.copies.tables:
-        rows = np.flatnonzero(chunk.copied.unchanged_positions >= 0)
-        records[rows] = work.copies.records(
-            table_name, chunk.copied.unchanged_positions[rows], cut_s
+        unchanged_rows = np.flatnonzero(chunk.copied.unchanged_positions >= 0)
+        records[unchanged_rows] = work.copies.records(
+            table_name, chunk.copied.unchanged_positions[unchanged_rows], cut_s
         )
         has_answer = has_answer | (chunk.copied.unchanged_positions >= 0)
     chunk.unusable.looked_at(f"records of {table_name}", int(has_answer.sum()))
@@ -167,16 +171,16 @@ def write_records(
     reasons_writer: GrowingFile | None,
 ) -> None:
     """Write the records and reasons of a chunk, in hash order; add the chunk's counts."""
-    for name in work.tables:
-        page_files[name].append(chunk.records_by_table.pop(name))
+    for table_name in work.tables:
+        page_files[table_name].append(chunk.records_by_table.pop(table_name))
     copied_users = chunk.copied
     directory_writer.write_array(copied_users.hashes.astype("<u8", copy=False))
     work.unusable.take_in(chunk.unusable.to_json())
     work.counts["scored"] += len(copied_users.hashes)
     work.counts["short"] += chunk.short_list_count
     reason_numbers = copied_users.reason_numbers()
-    for number, name in enumerate(REASON_NAMES):
-        work.counts[name] += int((reason_numbers == number).sum())
+    for reason_number, table_name in enumerate(REASON_NAMES):
+        work.counts[table_name] += int((reason_numbers == reason_number).sum())
     if reasons_writer is not None:
         reasons_writer.write_array(reason_numbers)
 
@@ -226,11 +230,12 @@ def recompute_users(
     )[0]:
         chunk = work.add_lists(work.add_tower_outputs(chunk))
         records_by_table = {
-            name: compute_own_records(work, name, table, chunk)
-            for name, table in work.tables.items()
+            table_name: compute_own_records(work, table_name, table, chunk)
+            for table_name, table in work.tables.items()
         }
         for row, user_hash in enumerate(chunk.hashes.tolist()):
             records_by_hash[user_hash] = {
-                name: records[row].tobytes() for name, records in records_by_table.items()
+                table_name: records[row].tobytes()
+                for table_name, records in records_by_table.items()
             }
     return records_by_hash

@@ -76,8 +76,10 @@ class FingerprintFile:
 
     def count_repeated(self) -> int:
         """Count repeated fingerprints in ranges of the 64 bits, so that few are in memory at a time."""
-        ranges = -(-self.count // FINGERPRINTS_AT_ONCE)
-        return sum(self._count_repeated_in(number, ranges) for number in range(ranges))
+        range_count = -(-self.count // FINGERPRINTS_AT_ONCE)
+        return sum(
+            self._count_repeated_in(range_index, range_count) for range_index in range(range_count)
+        )
 
     def _count_repeated_in(self, range_index: int, range_count: int) -> int:
         first_fingerprint, last_fingerprint = (
@@ -120,17 +122,19 @@ class Scan:
     first_location_by_fault: dict[str, str] = field(default_factory=dict)
     fingerprints: FingerprintFile = field(default_factory=FingerprintFile)
 
-    def note_faults(self, kind: str, faults: Any, where: str) -> None:
+    def note_faults(self, fault_kind: str, faults: Any, location: str) -> None:
         """Count faults: bool[n] of a chunk's records, or a number of cases."""
-        count = int(np.count_nonzero(faults)) if isinstance(faults, np.ndarray) else int(faults)
-        if count:
-            first = (
+        fault_count = (
+            int(np.count_nonzero(faults)) if isinstance(faults, np.ndarray) else int(faults)
+        )
+        if fault_count:
+            location_in_chunk = (
                 f", record {int(np.argmax(faults))} of the chunk"
                 if isinstance(faults, np.ndarray)
                 else ""
             )
-            self.faults[kind] += count
-            self.first_location_by_fault.setdefault(kind, f"{where}{first}")
+            self.faults[fault_kind] += fault_count
+            self.first_location_by_fault.setdefault(fault_kind, f"{location}{location_in_chunk}")
 
 
 class Evidence:
@@ -158,15 +162,17 @@ class Evidence:
     def scans(self) -> Mapping[str, Scan]:
         """Scans of every table, those made under filters included."""
         return {
-            name: scan_table(self.root, self.manifest, table)
-            for name, table in self.manifest.stored_tables.items()
+            table_name: scan_table(self.root, self.manifest, table)
+            for table_name, table in self.manifest.stored_tables.items()
         }
 
     @cached_property
     def unfiltered_scans(self) -> Mapping[str, Scan]:
         """Scans of the tables without a filter: lists under a filter may be short, and much alike."""
         tables = self.manifest.tables.items()
-        return {name: self.scans[name] for name, table in tables if not table.is_facet}
+        return {
+            table_name: self.scans[table_name] for table_name, table in tables if not table.is_facet
+        }
 
     @cached_property
     def allowed_items_by_table(self) -> Mapping[str, NDArray[np.bool_]]:
@@ -181,8 +187,8 @@ class Evidence:
     def directories(self) -> Mapping[str, Directory]:
         """Directories by entity set."""
         return {
-            name: Directory.open(self.root, entities)
-            for name, entities in self.manifest.entity_sets.items()
+            entity_name: Directory.open(self.root, entities)
+            for entity_name, entities in self.manifest.entity_sets.items()
         }
 
     @cached_property
@@ -279,8 +285,8 @@ class Evidence:
     @cached_property
     def item_strata(self) -> Mapping[str, NDArray[np.int64]]:
         """Ordinals of items with the longest vectors (head), the shortest, new against the live one, and any."""
-        lengths = lengths_of(self.items.vectors)
-        by_descending_length = np.argsort(-lengths, kind="stable")
+        vector_lengths = lengths_of(self.items.vectors)
+        by_descending_length = np.argsort(-vector_lengths, kind="stable")
         spread_ordinals = np.unique(
             np.linspace(0, self.items.count - 1, 2 * STRATUM_ITEMS_MAX).astype(np.int64)
         )
@@ -327,7 +333,10 @@ class Evidence:
         model_inputs = bind_inputs(
             model.spec,
             histories=histories.select_rows(usable_rows),
-            features={name: value[usable_rows] for name, value in features[model.name].items()},
+            features={
+                input_name: input_values[usable_rows]
+                for input_name, input_values in features[model.name].items()
+            },
         )
         return model_inputs, usable_rows
 
@@ -355,10 +364,10 @@ class Evidence:
     @cached_property
     def user_vectors(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Vectors float32 [n, dims] and their rows of the sample: those of the sources, else the tower's."""
-        inputs, rows = self.user_inputs(self.bundle.user_tower)
+        inputs, usable_rows = self.user_inputs(self.bundle.user_tower)
         tower_vectors = self.run_model(self.bundle.user_tower, inputs)
         vectors = np.full((len(self.users.users.ids), self.bundle.dims), np.nan, np.float32)
-        vectors[rows] = tower_vectors
+        vectors[usable_rows] = tower_vectors
         if (source_vectors := self.users.users.vectors) is not None:
             vectors = np.where(np.isnan(source_vectors), vectors, source_vectors)
         is_finite = np.isfinite(vectors).all(axis=1)  # whose is not has no record
@@ -408,9 +417,9 @@ def read_records(
     """Read the records at `positions_in_part` within `part_indices` from the page files."""
     records = np.zeros(len(part_indices), table.layout.dtype)
     for part_index in np.unique(part_indices).tolist():
-        rows = np.flatnonzero(part_indices == part_index)
+        rows_of_part = np.flatnonzero(part_indices == part_index)
         part_records = np.memmap(root / table.parts[part_index].file.path, table.layout.dtype, "r")
-        records[rows] = part_records[positions_in_part[rows]]
+        records[rows_of_part] = part_records[positions_in_part[rows_of_part]]
     return records
 
 
@@ -479,9 +488,9 @@ def _scan_records(records: NDArray[Any], manifest: Manifest, location: str, scan
     if layout.kind != "topk":
         scan.note_faults("headers", counts != layout.width, f"{location}: count")
         if layout.kind == "value" and len(records):
-            values = dequantize(layout, records, np.float64)
-            scan.first_values = values[0] if scan.first_values is None else scan.first_values
-            scan.differing_count += int((values != scan.first_values).any(axis=1).sum())
+            record_values = dequantize(layout, records, np.float64)
+            scan.first_values = record_values[0] if scan.first_values is None else scan.first_values
+            scan.differing_count += int((record_values != scan.first_values).any(axis=1).sum())
         return
     item_ordinals, is_used = records["items"], np.arange(layout.width) < counts[:, None]
     scan.note_faults("headers", counts > layout.width, f"{location}: count")

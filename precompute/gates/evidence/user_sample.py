@@ -184,15 +184,17 @@ def _sample_slice(
     interaction_table, id_table, feature_table, *other_tables = map(
         read_stream, shard_paths(folder, slice_number, kinds)
     )
-    users = _read_named_users(folder, slice_number).combine_chunks()
+    user_table = _read_named_users(folder, slice_number).combine_chunks()
     times_by_user = interaction_table.group_by(HASH).aggregate(
         [("time", "min"), ("time", "max"), ("time", "count")]
     )
-    if pc.index_in(times_by_user.column(HASH), users.column(HASH)).null_count:
+    if pc.index_in(times_by_user.column(HASH), user_table.column(HASH)).null_count:
         raise CorruptArtefact(
             f"shard {slice_number} of the partition has rows of users that it does not name"
         )
-    times_indices = pc.index_in(users.column(HASH), times_by_user.column(HASH)).combine_chunks()
+    times_indices = pc.index_in(
+        user_table.column(HASH), times_by_user.column(HASH)
+    ).combine_chunks()
     interaction_counts, first_times, last_times = (
         np.asarray(
             pc.fill_null(
@@ -201,15 +203,15 @@ def _sample_slice(
         )
         for statistic in ("count", "min", "max")
     )
-    hashes = text_hashes(users.column("user"), directory.seed)
+    hashes = text_hashes(user_table.column("user"), directory.seed)
     is_counted = np.ones(len(hashes), np.bool_)
     if event_marks_path is not None or not counts_feature_only_users:
         named_hashes = np.concatenate(
             [np.asarray(table.column(HASH)) for table in (id_table, *other_tables)]
         )
-        is_counted = np.isin(np.asarray(users.column(HASH)), named_hashes)
+        is_counted = np.isin(np.asarray(user_table.column(HASH)), named_hashes)
         if counts_feature_only_users and event_marks_path is not None:
-            user_fingerprints = text_hashes(users.column("user"), FINGERPRINT_SEED)
+            user_fingerprints = text_hashes(user_table.column("user"), FINGERPRINT_SEED)
             is_counted |= ~are_marked(event_marks_path, user_fingerprints)
     positions = directory.find_many(hashes)
     recorded_rows = np.flatnonzero(positions >= 0)
@@ -228,12 +230,12 @@ def _sample_slice(
         stratum: recorded_rows[order[:per_stratum]] for stratum, order in order_by_stratum.items()
     }
     picked_rows = np.unique(np.concatenate(list(rows_by_stratum.values())))
-    named_users = users
-    users, last_new_choice_times = _select_inputs(
-        interaction_table, feature_table, users, picked_rows, hashes, history_limit
+    named_users = user_table
+    user_table, last_new_choice_times = _select_inputs(
+        interaction_table, feature_table, user_table, picked_rows, hashes, history_limit
     )
     if USER_VECTORS in kinds:
-        users = replace(users, vectors=_find_vectors(users, other_tables[0]))
+        user_table = replace(user_table, vectors=_find_vectors(user_table, other_tables[0]))
     sample_rows_by_stratum = {
         stratum: np.searchsorted(picked_rows, np.sort(stratum_rows))
         for stratum, stratum_rows in rows_by_stratum.items()
@@ -246,7 +248,7 @@ def _sample_slice(
     )
     source_user_count = int(is_counted.sum())
     return UserSample(
-        users,
+        user_table,
         positions[picked_rows],
         last_new_choice_times,
         sample_rows_by_stratum,
@@ -257,10 +259,10 @@ def _sample_slice(
 
 
 def _count_by_missing_input(
-    users: Any, interaction_counts: NDArray[np.int64], feature_table: Any
+    user_table: Any, interaction_counts: NDArray[np.int64], feature_table: Any
 ) -> dict[str, int]:
     """Count users by their missing input: a history, or the first feature without a value."""
-    feature_rows = pc.index_in(users.column(HASH), feature_table.column(HASH)).combine_chunks()
+    feature_rows = pc.index_in(user_table.column(HASH), feature_table.column(HASH)).combine_chunks()
     lacks_any = np.zeros(len(interaction_counts), np.bool_)
     users_by_missing_input: dict[str, int] = {}
     if without_history_count := int((interaction_counts == 0).sum()):
@@ -269,8 +271,8 @@ def _count_by_missing_input(
         is_null = np.asarray(
             pc.is_null(feature_table.column(feature_name).combine_chunks().take(feature_rows))
         )
-        if count := int((is_null & ~lacks_any).sum()):
-            users_by_missing_input[f"a value of {feature_name!r}"] = count
+        if lacking_count := int((is_null & ~lacks_any).sum()):
+            users_by_missing_input[f"a value of {feature_name!r}"] = lacking_count
         lacks_any |= is_null
     return users_by_missing_input
 
@@ -278,7 +280,7 @@ def _count_by_missing_input(
 def _select_inputs(
     interaction_table: Any,
     feature_table: Any,
-    users: Any,
+    user_table: Any,
     picked_rows: NDArray[np.int64],
     hashes: NDArray[np.uint64],
     history_limit: int,
@@ -287,8 +289,8 @@ def _select_inputs(
 
     Also the time at which each of them last chose an item that was new to them: a repeat changes no list.
     """
-    users = users.take(pa.array(picked_rows)).combine_chunks()
-    picked_hashes = users.column(HASH).combine_chunks()
+    user_table = user_table.take(pa.array(picked_rows)).combine_chunks()
+    picked_hashes = user_table.column(HASH).combine_chunks()
     picked_interactions = interaction_table.filter(
         pc.is_in(interaction_table.column(HASH), value_set=picked_hashes)
     )
@@ -311,13 +313,13 @@ def _select_inputs(
     history_lists = [list(history) for history in histories]
     feature_rows = pc.index_in(picked_hashes, feature_table.column(HASH))
     inputs = ShardInput(
-        ids=users.column("user").combine_chunks(),
+        ids=user_table.column("user").combine_chunks(),
         hashes=hashes[picked_rows],
         indptr=np.cumsum([0, *(len(history) for history in history_lists)]),
         ordinals=np.array([ordinal for history in history_lists for ordinal in history], np.int64),
         features={
-            name: feature_table.column(name).combine_chunks().take(feature_rows)
-            for name in feature_table.column_names[2:]
+            feature_name: feature_table.column(feature_name).combine_chunks().take(feature_rows)
+            for feature_name in feature_table.column_names[2:]
         },
         history_limit=history_limit,
     )

@@ -90,21 +90,21 @@ def file_stamp(path: Path, artefact: Artefact) -> str | None:
     return " ".join((artefact.path, artefact.sha256, *map(str, stat_values)))
 
 
-def run_in_threads(work: Callable[[T], None], items: Iterable[T], thread_count: int) -> None:
+def run_in_threads(run_task: Callable[[T], None], tasks: Iterable[T], thread_count: int) -> None:
     """Call `work` on every item; the first error ends it and is raised.
 
     In daemons, not a pool: the program's exit would wait for a pool's threads, and so for a store that hangs.
     """
-    pending_items, lock, errors = iter(items), threading.Lock(), list[Exception]()
+    pending_items, lock, errors = iter(tasks), threading.Lock(), list[Exception]()
 
     def run() -> None:
         while not errors:
             with lock:
-                item = next(pending_items, None)
-            if item is None:
+                task = next(pending_items, None)
+            if task is None:
                 return
             try:
-                work(item)
+                run_task(task)
             except Exception as error:
                 errors.append(error)
 

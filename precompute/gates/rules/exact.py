@@ -132,11 +132,11 @@ def _run_model(candidate: Candidate, model: BundleModel) -> tuple[Floats, NDArra
             np.float64
         ), positions
     if model.name == evidence.bundle.user_tower.name:
-        vectors, rows = evidence.user_vectors
+        vectors, usable_rows = evidence.user_vectors
     else:
-        inputs, rows = evidence.user_inputs(model)
+        inputs, usable_rows = evidence.user_inputs(model)
         vectors = evidence.run_model(model, inputs)
-    return vectors.astype(np.float64), evidence.users.positions[rows]
+    return vectors.astype(np.float64), evidence.users.positions[usable_rows]
 
 
 def _rows_equal(
@@ -159,8 +159,11 @@ def _rows_equal(
 def _check_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
     evidence = candidate.evidence
     if table.entity == "user":
-        vectors, rows = evidence.user_vectors
-        positions, excluded = evidence.users.positions[rows], evidence.seen_items.select_rows(rows)
+        vectors, usable_rows = evidence.user_vectors
+        positions, excluded = (
+            evidence.users.positions[usable_rows],
+            evidence.seen_items.select_rows(usable_rows),
+        )
     else:
         positions = evidence.sampled_item_ordinals
         vectors = candidate.items.vectors[positions]
@@ -209,22 +212,22 @@ def _check_lists_best(
     is_used = np.arange(width) < counts[:, None]
     for first_item in range(0, item_count, ITEMS_AT_ONCE):
         part_vectors = vectors[first_item : first_item + ITEMS_AT_ONCE].astype(np.float64)
-        lengths = np.linalg.norm(part_vectors, axis=1, keepdims=True)
+        vector_lengths = np.linalg.norm(part_vectors, axis=1, keepdims=True)
         if metric == "cosine":
-            part_vectors, lengths = (
-                part_vectors / np.maximum(lengths, 1e-300),
-                np.minimum(lengths, 1.0),
+            part_vectors, vector_lengths = (
+                part_vectors / np.maximum(vector_lengths, 1e-300),
+                np.minimum(vector_lengths, 1.0),
             )
-        length_max = max(length_max, float(lengths.max(initial=0)))
+        length_max = max(length_max, float(vector_lengths.max(initial=0)))
         scores = queries @ part_vectors.T
         if allowed_mask is not None:
             scores[:, ~allowed_mask[first_item : first_item + len(part_vectors)]] = -np.inf
         is_in_part = (
             is_used & (listed_items >= first_item) & (listed_items < first_item + len(part_vectors))
         )
-        rows, slots = np.nonzero(is_in_part)
-        listed_scores[rows, slots] = scores[
-            rows, listed_items[rows, slots].astype(np.int64) - first_item
+        list_rows, list_slots = np.nonzero(is_in_part)
+        listed_scores[list_rows, list_slots] = scores[
+            list_rows, listed_items[list_rows, list_slots].astype(np.int64) - first_item
         ]
         is_excluded = (excluded.indices >= first_item) & (
             excluded.indices < first_item + len(part_vectors)

@@ -25,25 +25,27 @@ def maxmemory_policy(candidate: Candidate) -> Measurement:
 def redis_headroom(candidate: Candidate) -> Measurement:
     """Check the room that Redis has left with this generation and all others, without what it can evict."""
     servers = masters(candidate.control.client)
-    measurements = [_server_headroom(candidate, name, server) for name, server in servers.items()]
+    measurements = [
+        _server_headroom(candidate, server_name, server) for server_name, server in servers.items()
+    ]
     failed_measurements = [measurement for measurement in measurements if not measurement.passed]
     return (failed_measurements or sorted(measurements, key=_share_used))[-1]
 
 
-def _server_headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Measurement:
+def _server_headroom(candidate: Candidate, server_name: str, server: "redis.Redis") -> Measurement:
     used_bytes = info_number(cast(Any, server.info("memory")), "used_memory")
     if candidate.pages_bytes is not None:
         used_bytes = unevictable_bytes(
             candidate.control,
             server,
             pages_bytes=candidate.pages_bytes
-            * compute_keyspace_shares(candidate.control.client)[name],
+            * compute_keyspace_shares(candidate.control.client)[server_name],
             record_bytes=max(
                 table.layout.size_bytes for table in candidate.manifest.stored_tables.values()
             ),
         )
     measurement = redis_room(
-        name, used_bytes, *memory_limit(server), candidate.thresholds.redis_headroom
+        server_name, used_bytes, *memory_limit(server), candidate.thresholds.redis_headroom
     )
     if not candidate.arms:
         return measurement
@@ -164,10 +166,10 @@ def _measure_tightest(
     ]
     if not replica_verdicts:
         return Measurement(True, None, threshold, "no live replica says what its host has left")
-    name, verdict = min(
+    replica_name, verdict = min(
         replica_verdicts, key=lambda named_verdict: float(named_verdict[1].value or 0)
     )
-    return replace(verdict, note=f"{verdict.note} on {name}")
+    return replace(verdict, note=f"{verdict.note} on {replica_name}")
 
 
 def _mapped_bytes(candidate: Candidate) -> int:

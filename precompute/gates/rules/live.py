@@ -161,8 +161,8 @@ def distinct_values(candidate: Candidate) -> Measurement:
         return not_measured(2, f"no table of values with {JUDGED_ROWS} records or more")
     for scan in scans:
         if not scan.differing_count and not _is_single_probability(scan):
-            count = scan.record_count - scan.absent_count
-            note = f"{scan.table.name}: all {count:,} records have the same values"
+            record_count = scan.record_count - scan.absent_count
+            note = f"{scan.table.name}: all {record_count:,} records have the same values"
             return Measurement(False, 1, 2, note)
     return Measurement(True, 2, 2)
 
@@ -210,7 +210,7 @@ def _value_shifts(candidate: Candidate, table: Table, live_table: Table) -> dict
     value_names, live_names = _value_names(table), _value_names(live_table)
     if _digest_and_spec(live_table, candidate.live) == _digest_and_spec(table, candidate.manifest):
         live_names = value_names
-    values, live_values = (
+    values_by_name, live_values_by_name = (
         dict(
             zip(
                 labels,
@@ -225,10 +225,10 @@ def _value_shifts(candidate: Candidate, table: Table, live_table: Table) -> dict
     )
     return {
         f"{table.name}, {value_name}": psi(
-            _five_digits(column), _five_digits(live_values[value_name])
+            _five_digits(column), _five_digits(live_values_by_name[value_name])
         )
-        for value_name, column in values.items()
-        if value_name in live_values
+        for value_name, column in values_by_name.items()
+        if value_name in live_values_by_name
     }
 
 
@@ -249,13 +249,11 @@ def _digest_and_spec(
 def changed_labels_in_words(manifest: Manifest, live: Manifest) -> list[str]:
     """Return a remark on each table of values whose labels, or their order, are others than in the live generation."""
     remarks = []
-    for name, table in manifest.tables.items():
-        live_table = live.tables.get(name)
+    for table_name, table in manifest.tables.items():
+        live_table = live.tables.get(table_name)
         if live_table is None or not table.labels or table.labels == (live_table.labels or ()):
             continue
-        change_text = (
-            f"labels of {name} were {', '.join(live_table.labels)} in {live.generation}, and are "
-        )
+        change_text = f"labels of {table_name} were {', '.join(live_table.labels)} in {live.generation}, and are "
         change_text += ", ".join(table.labels)
         if set(table.labels) == set(live_table.labels):
             change_text += ", so that each number has another place"
@@ -263,8 +261,8 @@ def changed_labels_in_words(manifest: Manifest, live: Manifest) -> list[str]:
     return remarks
 
 
-def _five_digits(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    fractions, exponents = np.frexp(values)
+def _five_digits(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+    fractions, exponents = np.frexp(numbers)
     return np.ldexp(np.round(fractions, 5), exponents)
 
 
@@ -301,12 +299,12 @@ def stale_lists(candidate: Candidate) -> Measurement:
     threshold = candidate.thresholds.stale_lists
     if candidate.live is None:
         return candidate.uncompared_measurement(threshold)
-    users = candidate.evidence.users
-    is_active_since_cut = users.last_new_choice_times >= candidate.live.data_until * 1_000_000
+    user_sample = candidate.evidence.users
+    is_active_since_cut = user_sample.last_new_choice_times >= candidate.live.data_until * 1_000_000
     stale_shares = {}
     for table, live_table in _pair_tables(candidate):
         candidate_positions, _ = candidate.evidence.common_user_positions
-        is_active = is_active_since_cut[np.isin(users.positions, candidate_positions)]
+        is_active = is_active_since_cut[np.isin(user_sample.positions, candidate_positions)]
         if is_active.sum() < ACTIVE_USERS_MIN:
             continue
         is_unchanged = (
@@ -332,15 +330,16 @@ def tables_of_live(candidate: Candidate) -> Measurement:
         return candidate.uncompared_measurement(0)
     live_tables, tables = candidate.live.tables, candidate.manifest.tables
     notes = [
-        f"{name} is {'gone' if name not in tables else 'of another kind or entity'}"
-        for name, table in live_tables.items()
-        if name not in tables or _kind_and_entity(tables[name]) != _kind_and_entity(table)
+        f"{table_name} is {'gone' if table_name not in tables else 'of another kind or entity'}"
+        for table_name, table in live_tables.items()
+        if table_name not in tables
+        or _kind_and_entity(tables[table_name]) != _kind_and_entity(table)
     ]
     if any(table.kind == "topk" for table in live_tables.values()):
         notes += [
-            f"{name} has no lists to be compared with"
-            for name, table in tables.items()
-            if table.kind == "topk" and not table.is_facet and name not in live_tables
+            f"{table_name} has no lists to be compared with"
+            for table_name, table in tables.items()
+            if table.kind == "topk" and not table.is_facet and table_name not in live_tables
         ]
     return none_of(len(notes), "; ".join(notes), candidate.baseline)
 
@@ -403,8 +402,10 @@ def _rank_clicks(candidate: Candidate) -> ClickRanks | None:
         ordinals=users.ordinals[~is_held_out],
         times=None if users.times is None else users.times[~is_held_out],
     )
-    inputs, rows = evidence.user_inputs(model, remaining_users)
-    held_out_clicks = Histories(held_out_indptr, users.ordinals[is_held_out]).select_rows(rows)
+    inputs, usable_rows = evidence.user_inputs(model, remaining_users)
+    held_out_clicks = Histories(held_out_indptr, users.ordinals[is_held_out]).select_rows(
+        usable_rows
+    )
     if len(held_out_clicks.indices) < CHOICES_MIN:
         return None
     item_vectors = candidate.items.vectors
@@ -416,7 +417,7 @@ def _rank_clicks(candidate: Candidate) -> ClickRanks | None:
         item_vectors,
         compared_vectors,
         held_out_clicks,
-        len(rows),
+        len(usable_rows),
         evidence.bundle.metric,
     )
     shares = shares[np.isfinite(shares)]
@@ -615,7 +616,7 @@ def _kind_and_entity(table: Table) -> tuple[str, str]:
 
 def _measure_table_recall(candidate: Candidate, table: Table, held_out_by_user: Any) -> Measurement:
     thresholds = candidate.thresholds
-    users, positions, choices_of_users = _find_newer_choices(candidate, held_out_by_user)
+    user_ids, positions, choices_of_users = _find_newer_choices(candidate, held_out_by_user)
     pair_count = sum(len(user_choices) for user_choices in choices_of_users)
     if pair_count < CHOICES_MIN:
         return not_measured(
@@ -630,7 +631,7 @@ def _measure_table_recall(candidate: Candidate, table: Table, held_out_by_user: 
     if live_table is None or directory is None:
         note = f"{table.name}, {pair_count} newer choices; no live generation to be compared with"
         return at_least(_recall(listed_items, choices_of_users), thresholds.heldout_recall, note)
-    live_positions = directory.find_many(hash_ids(users, directory.seed))
+    live_positions = directory.find_many(hash_ids(user_ids, directory.seed))
     common_rows = np.flatnonzero(live_positions >= 0)
     live = read_live_lists(candidate, live_table, live_positions[common_rows])
     live_items = [
@@ -663,12 +664,12 @@ def _find_newer_choices(
     hashes = hash_ids([user_id.encode() for user_id in held_out_by_user], directory.seed)
     positions, shards = directory.find_many(hashes), shard_of(hashes, len(entities.parts))
     user_ids = list(held_out_by_user)
-    users, user_positions, choices_of_users = [], [], []
+    user_ids_with_choices, user_positions, choices_of_users = [], [], []
     for shard in sampled_shards(entities):
-        rows = np.flatnonzero((shards == shard) & (positions >= 0)).tolist()
-        shard_user_ids = [user_ids[row] for row in rows]
+        recorded_rows = np.flatnonzero((shards == shard) & (positions >= 0)).tolist()
+        shard_user_ids = [user_ids[row] for row in recorded_rows]
         seen_pairs = read_seen_pairs(candidate.root / "work/partition", shard, shard_user_ids)
-        for row, user_id in zip(rows, shard_user_ids, strict=True):
+        for row, user_id in zip(recorded_rows, shard_user_ids, strict=True):
             ordinals = np.asarray(
                 candidate.items.ordinals_of(
                     [item_id.encode() for item_id in held_out_by_user[user_id]]
@@ -680,10 +681,10 @@ def _find_newer_choices(
                 if ordinal >= 0 and (user_id, ordinal) not in seen_pairs
             ]
             if new_ordinals:
-                users.append(user_id.encode())
+                user_ids_with_choices.append(user_id.encode())
                 user_positions.append(positions[row])
                 choices_of_users.append(np.array(new_ordinals, np.int64))
-    return users, np.array(user_positions, np.int64), choices_of_users
+    return user_ids_with_choices, np.array(user_positions, np.int64), choices_of_users
 
 
 def _recall(

@@ -92,9 +92,9 @@ def vocabulary(candidate: Candidate) -> Measurement:
         and _depends_on_vocabulary(candidate.manifest)
         and (live_vocabulary_digest := live.facts.get("vocabulary_digest")) is not None
     ):
-        has_same_models = {name: model.digest for name, model in live.models.items()} == {
-            name: model.digest for name, model in candidate.manifest.models.items()
-        }
+        has_same_models = {
+            model_name: model.digest for model_name, model in live.models.items()
+        } == {model_name: model.digest for model_name, model in candidate.manifest.models.items()}
         if has_same_models and live_vocabulary_digest != vocabulary_digest:
             return Measurement(False, vocabulary_digest, str(live_vocabulary_digest),
                 "the models are those of the live generation, their vocabulary is not", live.generation,
@@ -145,15 +145,16 @@ def dimension(candidate: Candidate) -> Measurement:
         / max(1, item_files.count)
         * pinned_bundle.dims,
     }
-    for name, table in manifest.tables.items():
+    for table_name, table in manifest.tables.items():
         if table.kind == "vector":
-            dims_by_source[name] = table.layout.width
+            dims_by_source[table_name] = table.layout.width
         if table.kind == "value":
             model = pinned_bundle.values[str(table.producer.model)]
             if table.layout.width != model.spec.output_dims or table.labels != model.labels:
-                return Measurement(False, table.layout.width, model.spec.output_dims, name)
+                return Measurement(False, table.layout.width, model.spec.output_dims, table_name)
     wrong_source = next(
-        (name for name, dims in dims_by_source.items() if dims != pinned_bundle.dims), None
+        (table_name for table_name, dims in dims_by_source.items() if dims != pinned_bundle.dims),
+        None,
     )
     if wrong_source is not None:
         return Measurement(False, dims_by_source[wrong_source], pinned_bundle.dims, wrong_source)
@@ -164,14 +165,14 @@ def dimension(candidate: Candidate) -> Measurement:
 def defaults(candidate: Candidate) -> Measurement:
     """Every list has its defaults: items of the item table, each once, best first, as many as there can be."""
     defaults_by_table = orjson.loads((candidate.root / "defaults.json").read_bytes())
-    for name, table in candidate.manifest.tables.items():
+    for table_name, table in candidate.manifest.tables.items():
         if table.kind != "topk" or table.is_facet:
             continue
-        if name not in defaults_by_table:
-            return Measurement(False, "none", "as the item table has them", name)
+        if table_name not in defaults_by_table:
+            return Measurement(False, "none", "as the item table has them", table_name)
         item_ids, scores = (
-            defaults_by_table[name]["items"],
-            np.asarray(defaults_by_table[name]["scores"], np.float64),
+            defaults_by_table[table_name]["items"],
+            np.asarray(defaults_by_table[table_name]["scores"], np.float64),
         )
         ordinals = candidate.items.ordinals_of([str(item_id).encode() for item_id in item_ids])
         expected_count = min(table.layout.width, candidate.items.count)
@@ -184,7 +185,7 @@ def defaults(candidate: Candidate) -> Measurement:
             else ""
         )  # fmt: skip
         if problem:
-            return Measurement(False, problem, "as the item table has them", name)
+            return Measurement(False, problem, "as the item table has them", table_name)
     return Measurement(True, len(defaults_by_table), len(defaults_by_table))
 
 
@@ -202,9 +203,9 @@ def int8_agreement(candidate: Candidate) -> Measurement:
         if table.producer.kind == "value"
     }
     overlap_by_model = {
-        name: float(manifest.models[name].agreement.get(figure, float("nan")))
-        for name, figure in figure_by_model.items()
-        if manifest.models[name].agreement.get("precision") != "fp32"
+        model_name: float(manifest.models[model_name].agreement.get(figure, float("nan")))
+        for model_name, figure in figure_by_model.items()
+        if manifest.models[model_name].agreement.get("precision") != "fp32"
     }
     newest_overlap = manifest.models["user_tower"].agreement.get(NEWEST_OVERLAP)
     if newest_overlap is not None and newest_overlap < overlap_by_model.get("user_tower", 0.0):
@@ -275,8 +276,8 @@ def index_recall(candidate: Candidate) -> Measurement:
     if not manifest.indexes:
         return not_measured(threshold, "no table uses an index")
     recall_by_query_set: dict[str, float] = {}
-    for name, index in manifest.indexes.items():
-        recall_by_query_set[f"{name} as the night measured it"] = (
+    for index_name, index in manifest.indexes.items():
+        recall_by_query_set[f"{index_name} as the night measured it"] = (
             float("nan") if index.recall is None else index.recall
         )
         searcher = Searcher.open(
@@ -287,12 +288,12 @@ def index_recall(candidate: Candidate) -> Measurement:
             for entity in ("user", "item")
             if (table_widths := [
                 table.layout.width for table in manifest.tables.values()
-                if table.kind == "topk" and table.producer.index == name and table.entity == entity
+                if table.kind == "topk" and table.producer.index == index_name and table.entity == entity
             ])
         }  # fmt: skip
         for entity, width in width_by_entity.items():
             for stratum, queries in _stratum_queries(candidate, entity).items():
-                recall_by_query_set[f"{name}, {stratum} {entity}s"] = _recall(
+                recall_by_query_set[f"{index_name}, {stratum} {entity}s"] = _recall(
                     candidate, searcher, queries, width
                 )
     worst_query_set, worst_recall = worst_of(recall_by_query_set)
@@ -303,13 +304,15 @@ def index_recall(candidate: Candidate) -> Measurement:
 def index_vectors(candidate: Candidate) -> Measurement:
     """Check that indexes hold this night's item vectors: a distance must be the product of query and vector."""
     error_by_index: dict[str, float] = {}
-    for name, index in candidate.manifest.indexes.items():
-        error_by_index[name] = _distance_error(candidate, index)
+    for index_name, index in candidate.manifest.indexes.items():
+        error_by_index[index_name] = _distance_error(candidate, index)
     if not error_by_index:
         return not_measured(DISTANCE_ERROR, "no table uses an index")
     worst_index = max(
         error_by_index,
-        key=lambda name: np.inf if np.isnan(error_by_index[name]) else error_by_index[name],
+        key=lambda index_name: (
+            np.inf if np.isnan(error_by_index[index_name]) else error_by_index[index_name]
+        ),
     )
     is_passed = bool(error_by_index[worst_index] <= DISTANCE_ERROR)
     return Measurement(
@@ -352,11 +355,11 @@ def _run_both_precisions(
 
 
 def _list_overlap(candidate: Candidate, model: BundleModel, entry: Model) -> float:
-    exact, approximate, rows = _run_both_precisions(candidate, model, entry)
+    exact, approximate, sampled_rows = _run_both_precisions(candidate, model, entry)
     if not len(exact):
         return float("nan")
     users = candidate.evidence.compared_users(model)
-    exclusions = Histories(users.indptr, users.ordinals).select_rows(rows)
+    exclusions = Histories(users.indptr, users.ordinals).select_rows(sampled_rows)
     sample_rows = select_spread_rows(np.arange(len(exact)), LISTS_COMPARED)
     exact, approximate, exclusions = (
         exact[sample_rows],
@@ -373,13 +376,13 @@ def _stratum_queries(candidate: Candidate, entity: str) -> dict[str, NDArray[np.
     evidence = candidate.evidence
     if entity == "item":
         return {
-            stratum: candidate.items.vectors[select_spread_rows(rows, QUERIES_PER_STRATUM)]
-            for stratum, rows in evidence.item_strata.items()
+            stratum: candidate.items.vectors[select_spread_rows(ordinals, QUERIES_PER_STRATUM)]
+            for stratum, ordinals in evidence.item_strata.items()
         }
-    vectors, rows = evidence.user_vectors
+    vectors, ordinals = evidence.user_vectors
     queries_by_stratum = {}
     for stratum, stratum_users in evidence.users.rows_by_stratum.items():
-        member_rows = np.flatnonzero(np.isin(rows, stratum_users))
+        member_rows = np.flatnonzero(np.isin(ordinals, stratum_users))
         if len(member_rows):
             queries_by_stratum[stratum] = vectors[
                 select_spread_rows(member_rows, QUERIES_PER_STRATUM)
@@ -445,8 +448,8 @@ def _distance_error(candidate: Candidate, index: Index) -> float:
         return float("nan")
     vectors = item_vectors[np.where(is_answered, answered_ordinals, 0)].astype(np.float64)
     if index.metric == "cosine":
-        lengths = np.linalg.norm(vectors, axis=2, keepdims=True)
-        vectors = vectors / np.where(lengths > 0, lengths, 1)
+        vector_lengths = np.linalg.norm(vectors, axis=2, keepdims=True)
+        vectors = vectors / np.where(vector_lengths > 0, vector_lengths, 1)
     expected = np.einsum("nd,nkd->nk", queries.astype(np.float64), vectors)
     length_products = np.linalg.norm(queries, axis=1, keepdims=True) * np.linalg.norm(
         vectors, axis=2

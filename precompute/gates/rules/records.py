@@ -74,11 +74,13 @@ def lists_whole(candidate: Candidate) -> Measurement:
 def empty_lists(candidate: Candidate) -> Measurement:
     """Measure the share of users with no item at all, in the worst table."""
     empty_share_by_table = {
-        name: scan.empty_count / max(1, scan.record_count - scan.absent_count)
-        for name, scan in candidate.evidence.unfiltered_scans.items()
+        table_name: scan.empty_count / max(1, scan.record_count - scan.absent_count)
+        for table_name, scan in candidate.evidence.unfiltered_scans.items()
         if scan.table.kind == "topk"
     }
-    worst = max(empty_share_by_table, key=lambda name: empty_share_by_table[name], default="")
+    worst = max(
+        empty_share_by_table, key=lambda table_name: empty_share_by_table[table_name], default=""
+    )
     return at_most(
         empty_share_by_table.get(worst, 0.0), candidate.thresholds.empty_lists, f"in {worst}"
     )
@@ -95,35 +97,37 @@ def short_lists(candidate: Candidate) -> Measurement:
         "the night's own count": facts["short_lists"] / max(1, facts["users_scored"])
     }
     seen_counts = evidence.seen_items.indptr[1:] - evidence.seen_items.indptr[:-1]
-    for name, scan in evidence.unfiltered_scans.items():
+    for table_name, scan in evidence.unfiltered_scans.items():
         if scan.table.kind != "topk":
             continue
-        width, count = scan.table.layout.width, candidate.items.count
+        width, item_count = scan.table.layout.width, candidate.items.count
         if scan.table.entity == "user":
             records = evidence.records_of(scan.table, evidence.users.positions)
             is_present = records["flags"] != ABSENT_FLAGS
             list_lengths, possible_lengths = (
                 records["count"][is_present],
-                (count - seen_counts[is_present]).clip(0, width),
+                (item_count - seen_counts[is_present]).clip(0, width),
             )
-            short_share_by_table[name] = (
+            short_share_by_table[table_name] = (
                 float((list_lengths < possible_lengths).mean()) if len(list_lengths) else 0.0
             )
         else:
-            short_count = int(scan.lists_by_length[: min(width, count - 1)].sum())
-            short_share_by_table[name] = short_count / max(1, scan.record_count)
-    worst = max(short_share_by_table, key=lambda name: short_share_by_table[name])
+            short_count = int(scan.lists_by_length[: min(width, item_count - 1)].sum())
+            short_share_by_table[table_name] = short_count / max(1, scan.record_count)
+    worst = max(short_share_by_table, key=lambda table_name: short_share_by_table[table_name])
     return at_most(short_share_by_table[worst], candidate.thresholds.short_lists, f"in {worst}")
 
 
 def _count_faults(candidate: Candidate, text_by_fault_kind: dict[str, str]) -> Measurement:
-    count, fault_note = 0, ""
-    for name, scan in candidate.evidence.scans.items():
-        for kind, fault_text in text_by_fault_kind.items():
-            count += scan.faults[kind]
-            if scan.faults[kind] and not fault_note:
-                fault_note = f"{fault_text} in {name}: {scan.first_location_by_fault[kind]}"
-    return none_of(count, fault_note)
+    fault_count, fault_note = 0, ""
+    for table_name, scan in candidate.evidence.scans.items():
+        for fault_kind, fault_text in text_by_fault_kind.items():
+            fault_count += scan.faults[fault_kind]
+            if scan.faults[fault_kind] and not fault_note:
+                fault_note = (
+                    f"{fault_text} in {table_name}: {scan.first_location_by_fault[fault_kind]}"
+                )
+    return none_of(fault_count, fault_note)
 
 
 @judgement("coverage_of_source")
@@ -132,26 +136,32 @@ def coverage_of_source(candidate: Candidate) -> Measurement:
 
     As counted by the night, and as the partition's own files name users with a record.
     """
-    manifest, users, evidence = candidate.manifest, candidate.evidence.users, candidate.evidence
+    manifest, user_sample, evidence = (
+        candidate.manifest,
+        candidate.evidence.users,
+        candidate.evidence,
+    )
     source_user_count = max(1, manifest.facts["users_in_source"])
     recorded_user_count = manifest.entity_sets["user"].count
     answer_count_by_table = {
-        name: recorded_user_count - scan.absent_count
-        for name, scan in evidence.unfiltered_scans.items()
+        table_name: recorded_user_count - scan.absent_count
+        for table_name, scan in evidence.unfiltered_scans.items()
         if scan.table.entity == "user"
     }
-    worst = min(answer_count_by_table, key=lambda name: answer_count_by_table[name], default="")
+    worst = min(
+        answer_count_by_table, key=lambda table_name: answer_count_by_table[table_name], default=""
+    )
     counted_coverage = answer_count_by_table.get(worst, recorded_user_count) / source_user_count
-    sampled_coverage = users.recorded_user_count / max(1, users.source_user_count)
+    sampled_coverage = user_sample.recorded_user_count / max(1, user_sample.source_user_count)
     note = (
         f"{answer_count_by_table.get(worst, recorded_user_count):,} of {source_user_count:,} users"
         f"{f' in {worst}' if worst else ''}"
     )
-    if lacking := users.unrecorded_by_missing_input:
+    if lacking := user_sample.unrecorded_by_missing_input:
         lacking_text = ", ".join(
             f"{user_count:,} {missing_input}" for missing_input, user_count in lacking.items()
         )
-        note += f"; of {users.source_user_count:,} that were looked at these lack something: {lacking_text}"
+        note += f"; of {user_sample.source_user_count:,} that were looked at these lack something: {lacking_text}"
     return at_least(
         min(counted_coverage, sampled_coverage), candidate.thresholds.coverage_of_source, note
     )
@@ -286,9 +296,11 @@ def record_ids(candidate: Candidate) -> Measurement:
                 )
                 misplaced = (fingerprints != expected_fingerprints) & (expected_fingerprints != 0)
                 fault_count_by_table[table.name] += int(np.count_nonzero(misplaced))
-    for name, fault_count in fault_count_by_table.items():
+    for table_name, fault_count in fault_count_by_table.items():
         note = note or (
-            f"records of {name} that belong to another entity, or twice" if fault_count else ""
+            f"records of {table_name} that belong to another entity, or twice"
+            if fault_count
+            else ""
         )
         wrong_count += fault_count
     return none_of(wrong_count, note)

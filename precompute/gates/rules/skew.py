@@ -143,12 +143,12 @@ def _prepare_sample(
         raw_ids = [items.raw_id(row) for row in positions.tolist()]
     else:
         users = evidence.users.users
-        rows = select_usable_inputs(items, users, {table.name: spec})[0]
+        user_rows = select_usable_inputs(items, users, {table.name: spec})[0]
         if table.producer.model == evidence.bundle.user_tower.name:
             # Whoever brought a vector along was not answered by the tower.
-            rows = rows[~users.has_vector[rows]]
-        rows = select_spread_rows(rows, SKEW_SAMPLE)
-        positions, raw_ids = evidence.users.positions[rows], raws_of(users.ids.take(rows))
+            user_rows = user_rows[~users.has_vector[user_rows]]
+        user_rows = select_spread_rows(user_rows, SKEW_SAMPLE)
+        positions, raw_ids = evidence.users.positions[user_rows], raws_of(users.ids.take(user_rows))
         live_inputs = [
             LiveInput(
                 history=tuple(
@@ -163,7 +163,7 @@ def _prepare_sample(
                 }
                 or None,
             )
-            for row in rows.tolist()
+            for row in user_rows.tolist()
         ]
     return (
         raw_ids,

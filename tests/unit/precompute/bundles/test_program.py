@@ -182,7 +182,7 @@ def test_the_next_batch_is_sent_before_one_is_waited_for():
         raise AssertionError("is not called")
 
     class Slow(Program):
-        def _started(self, feed, stream):
+        def _start_batch(self, feed, stream):
             call_log.append(f"sent {feed[0][0]}")
 
             def settled():

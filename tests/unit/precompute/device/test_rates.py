@@ -51,7 +51,7 @@ def on(
     monkeypatch.setattr(trial, "devices", lambda device_setting: device_names)
     monkeypatch.setattr(trial, "rate_from_rehearsal", lambda *_: rate)
     fake_trial: Any = SimpleNamespace(
-        encoded=lambda: (vectors(8), vectors(500)), bundle=SimpleNamespace(metric="cosine")
+        encode_sample=lambda: (vectors(8), vectors(500)), bundle=SimpleNamespace(metric="cosine")
     )
     shape: Any = SimpleNamespace(items=2_000, dims=32)
     return Trial.measure_device_rate(fake_trial, "auto", shape, 100)

@@ -240,7 +240,7 @@ def test_erased_users_do_not_count_as_missing(users: int, passed: bool) -> None:
     placeholder: Any = None
     candidate = Candidate(
         manifest(users), placeholder, placeholder, placeholder, manifest(10), GateThresholds(coverage_of_live=1.0), 10,
-        erased=erased, prepared_evidence=cast(Any, SimpleNamespace(live_users=live_users)),
+        erased=erased, prepared_evidence=cast(Any, SimpleNamespace(live_user_directory=live_users)),
     )  # fmt: skip
 
     # When users are counted against it
@@ -261,9 +261,9 @@ def test_a_list_of_an_item_is_short_if_it_lacks_another_item_that_fits(
     counts = np.zeros(width + 1, np.int64)
     counts[2], counts[1] = 10 - shorter, shorter
     table = SimpleNamespace(kind="topk", entity="item", layout=SimpleNamespace(width=width))
-    scan = SimpleNamespace(table=table, counts=counts, records=10)
+    scan = SimpleNamespace(table=table, lists_by_length=counts, record_count=10)
     evidence = SimpleNamespace(
-        asked_scans={"similar": scan}, seen_items=SimpleNamespace(indptr=np.array([0]))
+        unfiltered_scans={"similar": scan}, seen_items=SimpleNamespace(indptr=np.array([0]))
     )
     candidate: Any = SimpleNamespace(
         manifest=SimpleNamespace(facts={"short_lists": 0, "users_scored": 10}), evidence=evidence,

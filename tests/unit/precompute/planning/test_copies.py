@@ -37,7 +37,9 @@ def shape(**layouts: Any) -> Any:
 
 def sample(times: list[int], owners: list[int], users: int) -> Any:
     return SimpleNamespace(
-        times=np.array(times), owners=np.array(owners), ids=[str(user) for user in range(users)]
+        times=np.array(times),
+        owner_indices=np.array(owners),
+        ids=[str(user) for user in range(users)],
     )
 
 

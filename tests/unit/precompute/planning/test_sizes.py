@@ -50,7 +50,7 @@ def shape(**changes):
         "users": 1000, "items": 200, "dims": 8, "shards": 2, "page_bytes": 4096,
         "layouts": {"user_topk": ("user", LAYOUT)}, "item_id_bytes": 7.5,
         "model_bytes": {"user_tower": 4000, "item_tower": 2000}, "model_items": 100, "model_dims": 8,
-        "metrics": 1,
+        "metric_count": 1,
     }  # fmt: skip
     return NightShape(**{**settings, **changes})
 

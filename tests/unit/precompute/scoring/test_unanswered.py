@@ -36,12 +36,12 @@ def test_lists_are_made_for_those_who_have_a_vector(
 
     seen_items = Histories.of([rng.choice(50, row, replace=False) for row in range(10)])
     chunk: Any = SimpleNamespace(
-        ids=range(10), outputs={"user_tower": users}, lists={}, seen_items=seen_items,
-        answered={"user_tower": np.isfinite(users).all(axis=1)},
+        ids=range(10), outputs_by_model={"user_tower": users}, lists_by_table={}, seen_items=seen_items,
+        is_answered_by_model={"user_tower": np.isfinite(users).all(axis=1)},
     )  # fmt: skip
     work = object.__new__(ShardWork)
     for name, value in {
-        "build": SimpleNamespace(config=SimpleNamespace(threads=1)), "allowed": {},
+        "build": SimpleNamespace(config=SimpleNamespace(threads=1)), "allowed_masks": {},
         "scoring_device": SimpleNamespace(compute_slots=threading.Lock()), "tables": {"top": SimpleNamespace(k=K)},
     }.items():  # fmt: skip
         object.__setattr__(work, name, value)
