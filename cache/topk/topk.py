@@ -93,7 +93,10 @@ class Scorer:
         fit = fits(self.compared, users)
         if fit.all():
             return self._by_kernel(users, k, exclusions, allowed, count, report_progress)
-        ordinals, scores = np.empty((len(users), k), np.uint32), np.empty((len(users), k), "f4")
+        ordinals, scores = (
+            np.empty((len(users), k), np.uint32),
+            np.empty((len(users), k), "f4"),
+        )
         for method, user_mask in ((self._by_kernel, fit), (self._flat, ~fit)):
             rows = np.flatnonzero(user_mask)
             part = method(
@@ -114,7 +117,10 @@ class Scorer:
         assert self.compiled is not None  # noqa: S101 - `top` asked
         engine, packed = self.compiled
         bits = packed.allowed(allowed)
-        top_lists = np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32)
+        top_lists = (
+            np.empty((len(users), k), np.uint32),
+            np.empty((len(users), k), np.float32),
+        )
 
         def run(rows: slice) -> int:
             engine.top(packed, users, k, exclusions, bits, rows, top_lists)

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-LANES = 64
+BLOCK_GROUPS = 64
 """Groups of a block."""
 
-ABREAST, PAIR = 4, 2
+GROUPS_ABREAST, PAIR_COLUMNS = 4, 2
 """Neighbouring columns are a pair of one group, then of the next, four groups in turn: what a thread of a GPU holds of
 a row of a product is then of one group, whose largest needs no other thread."""
 
 SPLITS = 8
 """Programs that share the items of the same users."""
 
-_GROUP_MOST, _GROUP_LEAST = 64, 4
+_GROUP_ITEMS_MAX, _GROUP_ITEMS_MIN = 64, 4
 _CANDIDATES = 128
 
 
@@ -23,7 +23,7 @@ _CANDIDATES = 128
 class Columns:
     """Some items, longest first, as the columns of a product, in groups of `size` that share a bound.
 
-    Four groups have `4 * size` columns, pair by pair in turn (`columns_of`), and `LANES` groups are a block.
+    Four groups have `4 * size` columns, pair by pair in turn (`columns_of`), and `BLOCK_GROUPS` groups are a block.
     `ordinals` int64 [columns], `column_by_ordinal` int64 [items + 1] the other way round (-1 where left out; the last
     entry is nobody's); `longest` and `residual` float32 [groups], rounded up; `padding` are the columns that are no
     items.
@@ -44,57 +44,67 @@ class Columns:
     @property
     def block(self) -> int:
         """Columns of one block: a product covers whole ones."""
-        return self.size * LANES
+        return self.size * BLOCK_GROUPS
 
     def columns_of(self, groups: torch.Tensor) -> torch.Tensor:
         """int64 [..., size]: the columns of some groups [...]."""
-        member = torch.arange(self.size, device=groups.device)
-        inside = member // PAIR * (ABREAST * PAIR) + member % PAIR
-        first = groups // ABREAST * (ABREAST * self.size) + groups % ABREAST * PAIR
-        return first[..., None] + inside
+        item_index = torch.arange(self.size, device=groups.device)
+        column_offset = (
+            item_index // PAIR_COLUMNS * (GROUPS_ABREAST * PAIR_COLUMNS) + item_index % PAIR_COLUMNS
+        )
+        first_column = (
+            groups // GROUPS_ABREAST * (GROUPS_ABREAST * self.size)
+            + groups % GROUPS_ABREAST * PAIR_COLUMNS
+        )
+        return first_column[..., None] + column_offset
 
     def largest(self, product: torch.Tensor) -> torch.Tensor:
         """The largest of each group, [n, groups], of a product [n, columns] of whole blocks."""
-        rows = product.view(len(product), -1, self.size // PAIR, ABREAST * PAIR).amax(2)
-        return rows.view(len(product), -1, PAIR).amax(2)
+        pair_maxima = product.view(
+            len(product), -1, self.size // PAIR_COLUMNS, GROUPS_ABREAST * PAIR_COLUMNS
+        ).amax(2)
+        return pair_maxima.view(len(product), -1, PAIR_COLUMNS).amax(2)
 
 
 def columns_by_rank(
-    codes: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor, items: int, size: int,
+    codes: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor,
+    item_count: int, group_size: int,
 ) -> Columns:  # fmt: skip
-    """Columns of all the given items by rank; `items` counts all there are."""
-    count, device = len(order), codes.device
-    total = _count_for(count, size)
-    ranks = torch.arange(total, device=device).view(-1, ABREAST, size // PAIR, PAIR)
+    """Columns of all the given items by rank; `item_count` counts all there are."""
+    ranked_count, device = len(order), codes.device
+    column_count = _count_columns(ranked_count, group_size)
+    ranks = torch.arange(column_count, device=device).view(
+        -1, GROUPS_ABREAST, group_size // PAIR_COLUMNS, PAIR_COLUMNS
+    )
     ranks = ranks.transpose(1, 2).reshape(-1)
-    is_item = ranks < count
-    laid = torch.zeros((total, codes.shape[1]), dtype=codes.dtype, device=device)
-    laid[is_item] = codes[ranks[is_item]]
-    ordinals = torch.full((total,), items, device=device)
+    is_item = ranks < ranked_count
+    laid_codes = torch.zeros((column_count, codes.shape[1]), dtype=codes.dtype, device=device)
+    laid_codes[is_item] = codes[ranks[is_item]]
+    ordinals = torch.full((column_count,), item_count, device=device)
     ordinals[is_item] = order[ranks[is_item]]
-    column_by_ordinal = torch.full((items + 1,), -1, device=device)
+    column_by_ordinal = torch.full((item_count + 1,), -1, device=device)
     column_by_ordinal[ordinals[is_item]] = is_item.nonzero()[:, 0]
-    pad = (0, total - count)
+    pad = (0, column_count - ranked_count)
     longest, group_residual = (
-        torch.nn.functional.pad(item_values, pad).view(-1, size).amax(1)
+        torch.nn.functional.pad(item_values, pad).view(-1, group_size).amax(1)
         for item_values in (length, residual)
     )
     return Columns(
-        laid, ordinals, column_by_ordinal, longest, group_residual, (~is_item).nonzero()[:, 0], size,
-        *(group_values.view(-1, LANES).amax(1) for group_values in (longest, group_residual)),
+        laid_codes, ordinals, column_by_ordinal, longest, group_residual, (~is_item).nonzero()[:, 0], group_size,
+        *(group_values.view(-1, BLOCK_GROUPS).amax(1) for group_values in (longest, group_residual)),
     )  # fmt: skip
 
 
-def group_of(count: int) -> int:
+def choose_group_size(item_count: int) -> int:
     """Items of a group, of so many: reading a group's K best costs about as much as its column is wide."""
-    ideal_size = max(1, count // _CANDIDATES) ** 0.5  # where both are small
-    return min(_GROUP_MOST, max(_GROUP_LEAST, 1 << round(float(np.log2(ideal_size)))))
+    ideal_size = max(1, item_count // _CANDIDATES) ** 0.5  # where both are small
+    return min(_GROUP_ITEMS_MAX, max(_GROUP_ITEMS_MIN, 1 << round(float(np.log2(ideal_size)))))
 
 
-def _count_for(count: int, size: int) -> int:
+def _count_columns(item_count: int, group_size: int) -> int:
     """Columns of so many items, in whole blocks."""
-    block = size * LANES
-    return -(-max(1, count) // block) * block
+    block_columns = group_size * BLOCK_GROUPS
+    return -(-max(1, item_count) // block_columns) * block_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +120,12 @@ class BlockStage:
     skip: int = 0
     hole: int = 0
 
-    def block(self, at: int) -> int:
-        """Return the block that is visited as the `at`-th."""
+    def block(self, visit_index: int) -> int:
+        """Return the block that is visited as the `visit_index`-th."""
         if self.skip:
-            full, remainder = divmod(at, self.skip)
-            at = full * (self.skip + 1) + remainder + (remainder >= self.hole)
-        return at * self.stride + self.offset
+            full_rounds, remainder = divmod(visit_index, self.skip)
+            visit_index = full_rounds * (self.skip + 1) + remainder + (remainder >= self.hole)
+        return visit_index * self.stride + self.offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,5 +145,16 @@ class Queries:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of these users."""
-        always = (self.exact, self.codes, self.length, self.residual, self.scale, self.size)
-        return always if self.cosine_lengths is None else (*always, self.cosine_lengths)
+        required_tensors = (
+            self.exact,
+            self.codes,
+            self.length,
+            self.residual,
+            self.scale,
+            self.size,
+        )
+        return (
+            required_tensors
+            if self.cosine_lengths is None
+            else (*required_tensors, self.cosine_lengths)
+        )

@@ -8,8 +8,8 @@ def is_full(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     message = str(error)
-    is_said = "out of memory" in message or "CUBLAS_STATUS_ALLOC_FAILED" in message
-    return is_said and isinstance(error, RuntimeError)
+    has_full_message = "out of memory" in message or "CUBLAS_STATUS_ALLOC_FAILED" in message
+    return has_full_message and isinstance(error, RuntimeError)
 
 
 def is_of_device(error: Exception) -> bool:

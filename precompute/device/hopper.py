@@ -17,24 +17,27 @@ from typing import Any
 
 import torch
 
-from precompute.device.columns import LANES, SPLITS, BlockStage, Columns, Queries
+from precompute.device.columns import BLOCK_GROUPS, SPLITS, BlockStage, Columns, Queries
 
-USERS = 256
+PROGRAM_USERS = 256
 """Users of one program of `above`."""
-TILE = 128
+TILE_ITEMS = 128
 """Items in one tile of a program of `above`."""
-WIDTH_MOST = 256
+WIDTH_MAX = 256
 """Largest width of a code: wider users do not fit into shared memory next to the items."""
-_CHUNK = 64
+_CHUNK_NUMBERS = 64
 """Numbers of a code that one copy brings: 128 bytes of a row, which the copy engine swizzles."""
-_USER_CHUNK_BYTES, _STAGE_BYTES = USERS * _CHUNK * 2, TILE * _CHUNK * 2
-_STAGES_MOST = 8
+_USER_CHUNK_BYTES, _STAGE_BYTES = (
+    PROGRAM_USERS * _CHUNK_NUMBERS * 2,
+    TILE_ITEMS * _CHUNK_NUMBERS * 2,
+)
+_STAGES_MAX = 8
 _SHARED_BYTES = 224 << 10
 """Shared memory for users and the ring of items; a program may have 227 KiB."""
 _ALIGNMENT_BYTES = 1024
 ROUND_UP, ROUND_UP_SUMMAND = 1 + 1e-5, 1e-12
 """Factor and summand by which lengths of vectors are rounded up."""
-KEEP_ROOM, KEEP_MOST = 32, 256
+KEEP_ROOM, KEEP_MAX = 32, 256
 """Entries of a segment for `keep`, and the most that it keeps of a user: more do not fit into registers."""
 _WARP_USERS = 8
 """Users of one program of `encode` or `keep`."""
@@ -42,13 +45,13 @@ _ABOVE_THREADS, _EXACT_THREADS = 384, 128
 _PARTS_BYTES = 32 << 10
 """Shared memory of a program of `exact` for parts of vectors, besides its user and its list of columns."""
 _EXACT_SHARED_BYTES = 128 << 10
-_HOPPER = (9, 0)
+_HOPPER_CAPABILITY = (9, 0)
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _FLOAT16, _SWIZZLE_128, _PROMOTION_256 = 6, 3, 3
 """Values of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion."""
 
 _log = logging.getLogger(__name__)
-_disabled: set[torch.device] = set()
+_disabled_devices: set[torch.device] = set()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,23 +69,27 @@ class HopperKernels:
     device: torch.device
 
     def encode_users(
-        self, scored_users: torch.Tensor, theirs: torch.Tensor, width: int
+        self, scored_users: torch.Tensor, compared_users: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, ...]:
         """Return the tensors of `Queries` but `own`, in order, of users float32 [n, dims] as scored and as compared."""
-        count, dims = scored_users.shape
-        numbers = partial(torch.empty, count, device=scored_users.device, dtype=torch.float32)
-        exact = torch.empty((count, -(-dims // 4), 4), device=scored_users.device)
-        codes = torch.empty((count, width), device=scored_users.device, dtype=torch.float16)
-        length, residual, scale = numbers(), numbers(), numbers()
-        size = numbers(dtype=torch.float64)
+        user_count, dims = scored_users.shape
+        empty_numbers = partial(
+            torch.empty, user_count, device=scored_users.device, dtype=torch.float32
+        )
+        exact = torch.empty((user_count, -(-dims // 4), 4), device=scored_users.device)
+        codes = torch.empty((user_count, width), device=scored_users.device, dtype=torch.float16)
+        length, residual, scale = empty_numbers(), empty_numbers(), empty_numbers()
+        user_lengths = empty_numbers(dtype=torch.float64)
         arguments = [
-            *_pointers(scored_users, theirs, exact, codes, length, residual, scale, size),
-            *map(ctypes.c_int, (count, dims, width)),
+            *_pointers(
+                scored_users, compared_users, exact, codes, length, residual, scale, user_lengths
+            ),
+            *map(ctypes.c_int, (user_count, dims, width)),
         ]
-        if not count:
-            return exact, codes, length, residual, scale, size
-        _launch(self.encode, (-(-count // _WARP_USERS), 1), _WARP_USERS * 32, 0, arguments)
-        return exact, codes, length, residual, scale, size
+        if not user_count:
+            return exact, codes, length, residual, scale, user_lengths
+        _launch(self.encode, (-(-user_count // _WARP_USERS), 1), _WARP_USERS * 32, 0, arguments)
+        return exact, codes, length, residual, scale, user_lengths
 
     def write_entries(
         self,
@@ -93,41 +100,43 @@ class HopperKernels:
         weight: torch.Tensor,
         stage: BlockStage,
         entries: torch.Tensor,
-        counts: torch.Tensor,
+        entry_counts: torch.Tensor,
         slack: float,
     ) -> None:
         """Write the entries of one stage: see `kernels.above`."""
-        users = len(codes)
-        real = len(columns.longest) - len(columns.padding) // columns.size
-        looked_at = (stage.blocks, stage.stride, stage.offset, stage.skip, stage.hole)
+        user_count = len(codes)
+        real_group_count = len(columns.longest) - len(columns.padding) // columns.size
+        stage_fields = (stage.blocks, stage.stride, stage.offset, stage.skip, stage.hole)
         arguments = [
-            _tensor_map(codes, USERS),
-            _tensor_map(columns.codes, TILE),
-            *_pointers(reach, limits, weight, entries, counts),
-            *map(ctypes.c_int, (users, real, *looked_at, entries.shape[2])),
+            _tensor_map(codes, PROGRAM_USERS),
+            _tensor_map(columns.codes, TILE_ITEMS),
+            *_pointers(reach, limits, weight, entries, entry_counts),
+            *map(ctypes.c_int, (user_count, real_group_count, *stage_fields, entries.shape[2])),
             ctypes.c_float(slack),
         ]
-        grid = -(-users // USERS), SPLITS
+        grid = -(-user_count // PROGRAM_USERS), SPLITS
         _launch(self.above, grid, _ABOVE_THREADS, self.above_shared_bytes, arguments)
 
     def keep(
         self,
         entries: torch.Tensor,
-        counts: torch.Tensor,
+        entry_counts: torch.Tensor,
         required_counts: torch.Tensor,
         kept_entries: torch.Tensor,
         limits: torch.Tensor,
-        left_out: torch.Tensor,
+        left_out_bounds: torch.Tensor,
         halvings: int,
     ) -> None:
         """Merge the entries of a stage, in segments of `KEEP_ROOM`, into the kept ones: see `kernels.keep`."""
-        users, capacity = kept_entries.shape[:2]
+        user_count, capacity = kept_entries.shape[:2]
         arguments = [
-            *_pointers(entries, counts, required_counts, kept_entries, limits, left_out),
-            ctypes.c_int(users),
+            *_pointers(
+                entries, entry_counts, required_counts, kept_entries, limits, left_out_bounds
+            ),
+            ctypes.c_int(user_count),
         ]
-        kernel = _keep(capacity, entries.shape[1], halvings, self.device)
-        _launch(kernel, (-(-users // _WARP_USERS), 1), _WARP_USERS * 32, 0, arguments)
+        kernel = _load_keep_kernel(capacity, entries.shape[1], halvings, self.device)
+        _launch(kernel, (-(-user_count // _WARP_USERS), 1), _WARP_USERS * 32, 0, arguments)
 
     def write_keys(
         self,
@@ -135,9 +144,9 @@ class HopperKernels:
         item_lengths: torch.Tensor | None,
         columns: Columns,
         queries: Queries,
-        hidden: tuple[torch.Tensor, torch.Tensor],
+        hidden_rows: tuple[torch.Tensor, torch.Tensor],
         kept_entries: torch.Tensor,
-        left_out: torch.Tensor,
+        left_out_bounds: torch.Tensor,
         keys: torch.Tensor,
     ) -> None:
         """Write the exact keys int64 [n, size, capacity] of kept entries: see `kernels.keys`.
@@ -145,26 +154,28 @@ class HopperKernels:
         `vectors` and `item_lengths` are the items' (`DeviceItems`). A user's keys come one behind the other, then
         `WORST`.
         """
-        users, capacity = kept_entries.shape[:2]
+        user_count, capacity = kept_entries.shape[:2]
         steps = vectors.shape[1]
         is_cosine = item_lengths is not None and queries.cosine_lengths is not None
-        lengths = (queries.cosine_lengths, item_lengths) if is_cosine else (queries.exact, vectors)
+        length_pair = (
+            (queries.cosine_lengths, item_lengths) if is_cosine else (queries.exact, vectors)
+        )
         arguments = [
-            *_pointers(queries.exact, lengths[0], vectors, lengths[1]),
-            *_pointers(kept_entries, left_out, columns.ordinals, *hidden, keys),
+            *_pointers(queries.exact, length_pair[0], vectors, length_pair[1]),
+            *_pointers(kept_entries, left_out_bounds, columns.ordinals, *hidden_rows, keys),
             *map(ctypes.c_int, (len(vectors), steps, capacity, is_cosine)),
         ]
         shared_bytes = _PARTS_BYTES + steps * 16 + columns.size * capacity * 4
-        _launch(self.exact, (users, 1), _EXACT_THREADS, shared_bytes, arguments)
+        _launch(self.exact, (user_count, 1), _EXACT_THREADS, shared_bytes, arguments)
 
 
 def kernels_for(width: int, device: torch.device) -> HopperKernels | None:
     """Return the kernels for codes of `width` numbers on a device; None if the Triton kernels are to be used."""
-    if device.type != "cuda" or width > WIDTH_MOST or device in _disabled:
+    if device.type != "cuda" or width > WIDTH_MAX or device in _disabled_devices:
         return None
-    if torch.cuda.get_device_capability(device) != _HOPPER:
+    if torch.cuda.get_device_capability(device) != _HOPPER_CAPABILITY:
         return None
-    return _loaded(-(-width // _CHUNK), device)
+    return _load_kernels(-(-width // _CHUNK_NUMBERS), device)
 
 
 def disable(device: torch.device) -> bool:
@@ -172,13 +183,16 @@ def disable(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     device = torch.empty(0, device=device).device  # with its index
-    could_be_used = device not in _disabled and torch.cuda.get_device_capability(device) == _HOPPER
-    _disabled.add(device)
+    could_be_used = (
+        device not in _disabled_devices
+        and torch.cuda.get_device_capability(device) == _HOPPER_CAPABILITY
+    )
+    _disabled_devices.add(device)
     return could_be_used
 
 
 @functools.lru_cache
-def _keep(capacity: int, segments: int, halvings: int, device: torch.device) -> Any:
+def _load_keep_kernel(capacity: int, segments: int, halvings: int, device: torch.device) -> Any:
     constants = {
         "CAPACITY": capacity,
         "SEGMENTS": segments,
@@ -186,68 +200,74 @@ def _keep(capacity: int, segments: int, halvings: int, device: torch.device) -> 
         "HALVINGS": halvings,
     }
     with torch.cuda.device(device):
-        return _function("keep", compiled("keep", constants), 0)
+        return _load_function("keep", compile_kernel("keep", constants), 0)
 
 
 @functools.lru_cache
-def _loaded(chunks: int, device: torch.device) -> HopperKernels | None:
+def _load_kernels(chunk_count: int, device: torch.device) -> HopperKernels | None:
     """Load the kernels into a device's context; None, with the reason in the log, if that fails."""
-    ring = ring_of(chunks)
-    shared_bytes = chunks * _USER_CHUNK_BYTES + ring["STAGES"] * _STAGE_BYTES + _ALIGNMENT_BYTES
+    ring_constants_of_width = ring_constants(chunk_count)
+    shared_bytes = (
+        chunk_count * _USER_CHUNK_BYTES
+        + ring_constants_of_width["STAGES"] * _STAGE_BYTES
+        + _ALIGNMENT_BYTES
+    )
     try:
         with torch.cuda.device(device):
             torch.cuda.synchronize(device)  # the device's context is then this thread's
-            lengths = {
-                "NUMBERS": chunks * _CHUNK // 32,
+            encode_constants = {
+                "NUMBERS": chunk_count * _CHUNK_NUMBERS // 32,
                 "ROUND_UP": ROUND_UP,
                 "LEAST": ROUND_UP_SUMMAND,
             }
-            encode = _function("encode", compiled("encode", lengths), 0)
-            sizes = ring | {"SPLITS": SPLITS, "LANES": LANES}
-            above = _function("above", compiled("above", sizes), shared_bytes)
-            exact = _function("exact", compiled("exact", {}), _EXACT_SHARED_BYTES)
+            encode = _load_function("encode", compile_kernel("encode", encode_constants), 0)
+            above_constants = ring_constants_of_width | {"SPLITS": SPLITS, "LANES": BLOCK_GROUPS}
+            above = _load_function("above", compile_kernel("above", above_constants), shared_bytes)
+            exact = _load_function("exact", compile_kernel("exact", {}), _EXACT_SHARED_BYTES)
     except (ImportError, OSError, RuntimeError) as error:
         _log.warning("%s is searched by Triton's kernels, which are slower: %s", device, error)
         return None
     return HopperKernels(encode, above, exact, shared_bytes, device)
 
 
-def ring_of(chunks: int) -> dict[str, int]:
-    """Return constants of `above` for users of `chunks` chunks: as many item stages as fit next to them."""
-    free_bytes = _SHARED_BYTES - chunks * _USER_CHUNK_BYTES
-    return {"CHUNKS": chunks, "STAGES": min(_STAGES_MOST, free_bytes // _STAGE_BYTES)}
+def ring_constants(chunk_count: int) -> dict[str, int]:
+    """Return constants of `above` for users of `chunk_count` chunks: as many item stages as fit next to them."""
+    free_bytes = _SHARED_BYTES - chunk_count * _USER_CHUNK_BYTES
+    return {"CHUNKS": chunk_count, "STAGES": min(_STAGES_MAX, free_bytes // _STAGE_BYTES)}
 
 
-def compiled(name: str, constants: Mapping[str, float]) -> bytes:
+def compile_kernel(kernel_name: str, constants: Mapping[str, float]) -> bytes:
     """Compile `kernels/<name>.cu` for sm_90a by NVRTC. Raises RuntimeError with the compiler's log."""
     from cuda.bindings import nvrtc
 
-    source = files("precompute.device.kernels").joinpath(f"{name}.cu").read_bytes()
-    program = _checked(*nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 0, [], []))
+    source = files("precompute.device.kernels").joinpath(f"{kernel_name}.cu").read_bytes()
+    program = _check_result(
+        *nvrtc.nvrtcCreateProgram(source, f"{kernel_name}.cu".encode(), 0, [], [])
+    )
     options = ["--gpu-architecture=sm_90a", "--std=c++17", "--fmad=false"]
     options += [f"--define-macro={constant}={value}" for constant, value in constants.items()]
     (result,) = nvrtc.nvrtcCompileProgram(
         program, len(options), [option.encode() for option in options]
     )
     if int(result):
-        log = bytearray(_checked(*nvrtc.nvrtcGetProgramLogSize(program)))
+        log = bytearray(_check_result(*nvrtc.nvrtcGetProgramLogSize(program)))
         nvrtc.nvrtcGetProgramLog(program, log)
         raise RuntimeError(f"NVRTC: {log.decode(errors='replace').strip()}")
-    code: bytes = b" " * _checked(*nvrtc.nvrtcGetCUBINSize(program))
-    _checked(*nvrtc.nvrtcGetCUBIN(program, code))
-    _checked(*nvrtc.nvrtcDestroyProgram(program))
-    return code
+    cubin: bytes = b" " * _check_result(*nvrtc.nvrtcGetCUBINSize(program))
+    _check_result(*nvrtc.nvrtcGetCUBIN(program, cubin))
+    _check_result(*nvrtc.nvrtcDestroyProgram(program))
+    return cubin
 
 
-def _function(name: str, code: bytes, shared_bytes: int) -> Any:
+def _load_function(kernel_name: str, cubin: bytes, shared_bytes: int) -> Any:
     from cuda.bindings import driver
 
-    module = _checked(*driver.cuModuleLoadData(code))
-    function = _checked(*driver.cuModuleGetFunction(module, name.encode()))
+    module = _check_result(*driver.cuModuleLoadData(cubin))
+    function = _check_result(*driver.cuModuleGetFunction(module, kernel_name.encode()))
     shared_size_attribute = (
         driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     )
-    _checked(*driver.cuFuncSetAttribute(function, shared_size_attribute, shared_bytes))
+    _check_result(*driver.cuFuncSetAttribute(function, shared_size_attribute, shared_bytes))
     return function
 
 
@@ -258,7 +278,7 @@ def _launch(
 
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     stream = torch.cuda.current_stream().cuda_stream
-    _checked(
+    _check_result(
         *driver.cuLaunchKernel(
             function, *grid, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(addresses), 0
         )
@@ -269,18 +289,18 @@ def _pointers(*tensors: torch.Tensor | None) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
 
 
-def _tensor_map(matrix: torch.Tensor, rows: int) -> Any:
-    """Return the descriptor of a half-precision matrix for copies of `rows` rows by one chunk, zero beyond its edges.
+def _tensor_map(matrix: torch.Tensor, copied_rows: int) -> Any:
+    """Return a half-precision matrix's descriptor for copies of `copied_rows` rows by one chunk, zero beyond its edges.
 
     By ctypes: the driver requires 64-byte alignment, which `cuda-bindings` does not give.
     """
     storage = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     offset = -ctypes.addressof(storage) % _MAP_ALIGNMENT
     descriptor = (ctypes.c_char * _MAP_BYTES).from_buffer(storage, offset)
-    count, width = matrix.shape
+    row_count, width = matrix.shape
     result = _driver().cuTensorMapEncodeTiled(
-        descriptor, _FLOAT16, 2, ctypes.c_void_p(matrix.data_ptr()), (ctypes.c_uint64 * 2)(width, count),
-        (ctypes.c_uint64 * 1)(matrix.stride(0) * 2), (ctypes.c_uint32 * 2)(_CHUNK, rows),
+        descriptor, _FLOAT16, 2, ctypes.c_void_p(matrix.data_ptr()), (ctypes.c_uint64 * 2)(width, row_count),
+        (ctypes.c_uint64 * 1)(matrix.stride(0) * 2), (ctypes.c_uint32 * 2)(_CHUNK_NUMBERS, copied_rows),
         (ctypes.c_uint32 * 2)(1, 1), 0, _SWIZZLE_128, _PROMOTION_256, 0,
     )  # fmt: skip
     if result:
@@ -293,7 +313,7 @@ def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _checked(result: Any, *values: Any) -> Any:
+def _check_result(result: Any, *values: Any) -> Any:
     """Return the only value of a call of `cuda-bindings`. Raises RuntimeError if it failed."""
     if int(result):
         raise RuntimeError(result.name)

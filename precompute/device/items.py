@@ -12,7 +12,7 @@ from cache.model.ranking import score
 from cache.model.tower import Histories
 from cache.topk.compiled import own_lengths
 from cache.topk.flat import ComparableItems
-from precompute.device.columns import Columns, Queries, columns_by_rank, group_of
+from precompute.device.columns import Columns, Queries, choose_group_size, columns_by_rank
 from precompute.device.hopper import ROUND_UP, ROUND_UP_SUMMAND, kernels_for
 
 WORST = torch.iinfo(torch.int64).min
@@ -21,28 +21,28 @@ WORST = torch.iinfo(torch.int64).min
 SUM_LANES = 4
 """Number of parallel sums, each of every fourth number."""
 
-UNDERFLOW = 2.0**-24
+UNDERFLOW_ERROR = 2.0**-24
 
 _DIMS_PER_GROUP = 16
 
-_NORMAL = {torch.float16: 2.0**-14}
+_SMALLEST_NORMAL_BY_DTYPE = {torch.float16: 2.0**-14}
 """Smallest normal number by dtype; smaller ones are left to the residual: not every GPU multiplies them."""
 
 _ROUNDING_BY_DTYPE = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
 
-_POWER_MOST = 126
+_SCALE_POWER_MAX = 126
 """Exponent of a scale with which subnormal float32 vectors stay short, and no number becomes infinite."""
 
 _WIDTH_MULTIPLE = 8
 _ITEMS_AT_ONCE = 1 << 16
-_PROBED = 256
+_PROBE_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceItems:
     """All items; `order` int64 [items] holds ordinals by falling length, `codes`, `length`, `residual` follow it.
 
-    By ordinal are `exact` float32 [items, steps, 4], their vectors `in_sum_order`, and `cosine_lengths` float32
+    By ordinal are `exact` float32 [items, steps, 4], their vectors `arrange_in_sum_order`, and `cosine_lengths` float32
     [items], the lengths of items that are compared by the cosine.
     """
 
@@ -62,31 +62,44 @@ class DeviceItems:
     @classmethod
     def of(
         cls,
-        compared: ComparableItems,
+        comparable_items: ComparableItems,
         device: torch.device,
         dtype: torch.dtype,
         group: int | None = None,
     ) -> Self:
         """Copy the items to the device; raise torch.OutOfMemoryError if they do not fit."""
-        dims = compared.vectors.shape[1]
-        scale = float(np.ldexp(1.0, -int(np.frexp(compared.longest)[1])))
-        order = np.argsort(-compared.sizes, kind="stable")
-        size = group or group_of(len(order))
-        exact = torch.empty((len(order), -(-dims // SUM_LANES), SUM_LANES), device=device)
-        parts = []
-        for start in range(0, len(order), _ITEMS_AT_ONCE):  # so that copies on their way stay small
-            part = order[start : start + _ITEMS_AT_ONCE]
-            parts.append(encoded(moved(compared.filtering[part], device), scale, dtype))
-            exact[start : start + _ITEMS_AT_ONCE] = in_sum_order(
-                moved(compared.vectors[start : start + _ITEMS_AT_ONCE], device)
+        dims = comparable_items.vectors.shape[1]
+        scale = float(np.ldexp(1.0, -int(np.frexp(comparable_items.longest)[1])))
+        ordinals_by_length = np.argsort(-comparable_items.sizes, kind="stable")
+        group_size = group or choose_group_size(len(ordinals_by_length))
+        exact = torch.empty(
+            (len(ordinals_by_length), -(-dims // SUM_LANES), SUM_LANES), device=device
+        )
+        encoded_parts = []
+        for first_index in range(
+            0, len(ordinals_by_length), _ITEMS_AT_ONCE
+        ):  # so that copies on their way stay small
+            part_ordinals = ordinals_by_length[first_index : first_index + _ITEMS_AT_ONCE]
+            encoded_parts.append(
+                encode_vectors(
+                    copy_to_device(comparable_items.filtering[part_ordinals], device), scale, dtype
+                )
             )
-        codes, length, residual = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
-        item_lengths = own_lengths(compared.vectors) if compared.metric == "cosine" else None
-        where = moved(order, device)
+            exact[first_index : first_index + _ITEMS_AT_ONCE] = arrange_in_sum_order(
+                copy_to_device(
+                    comparable_items.vectors[first_index : first_index + _ITEMS_AT_ONCE], device
+                )
+            )
+        codes, length, residual = (torch.cat(chunks) for chunks in zip(*encoded_parts, strict=True))
+        item_lengths = (
+            own_lengths(comparable_items.vectors) if comparable_items.metric == "cosine" else None
+        )
+        device_order = copy_to_device(ordinals_by_length, device)
         return cls(
-            exact, None if item_lengths is None else moved(item_lengths, device), where, codes, length, residual, scale,
+            exact, None if item_lengths is None else copy_to_device(item_lengths, device), device_order,
+            codes, length, residual, scale,
             _ROUNDING_BY_DTYPE[dtype] + (dims + 16) * (2.0**-22 + 2.0**-23) + 2.0**-20,
-            group, columns_by_rank(codes, length, residual, where, len(order), size),
+            group, columns_by_rank(codes, length, residual, device_order, len(ordinals_by_length), group_size),
         )  # fmt: skip
 
     def is_within_error_bound(self) -> bool:
@@ -96,50 +109,59 @@ class DeviceItems:
         noticed.
         """
         device, dtype = self.codes.device, self.codes.dtype
-        users = np.random.default_rng(0).random((_PROBED, self.codes.shape[1]), np.float32)
-        users /= self.codes.shape[1]  # no longer than one
-        codes, length, _ = encoded(moved(users, device), 1.0, dtype)
-        sample_codes = self.codes[:: max(1, len(self.codes) // _PROBED)].abs()
-        exact = codes.double() @ sample_codes.double().T
-        error = (codes @ sample_codes.T).double() - exact
-        allowed = (
-            self.error * length[:, None] * sample_codes.double().square().sum(1).sqrt() + UNDERFLOW
+        probe_users = np.random.default_rng(0).random(
+            (_PROBE_ROWS, self.codes.shape[1]), np.float32
         )
-        return bool((error.abs() <= allowed).all())
+        probe_users /= self.codes.shape[1]  # no longer than one
+        codes, length, _ = encode_vectors(copy_to_device(probe_users, device), 1.0, dtype)
+        sample_codes = self.codes[:: max(1, len(self.codes) // _PROBE_ROWS)].abs()
+        exact_products = codes.double() @ sample_codes.double().T
+        product_errors = (codes @ sample_codes.T).double() - exact_products
+        allowed_errors = (
+            self.error * length[:, None] * sample_codes.double().square().sum(1).sqrt()
+            + UNDERFLOW_ERROR
+        )
+        return bool((product_errors.abs() <= allowed_errors).all())
 
-    def only(self, allowed: torch.Tensor) -> Columns:
+    def only(self, is_allowed: torch.Tensor) -> Columns:
         """Return the columns of some items; `allowed` bool [items] by ordinal."""
-        ranks = allowed[self.order].nonzero()[:, 0]
-        size = self.group or group_of(len(ranks))
+        ranks = is_allowed[self.order].nonzero()[:, 0]
+        group_size = self.group or choose_group_size(len(ranks))
         return columns_by_rank(
             self.codes[ranks], self.length[ranks], self.residual[ranks], self.order[ranks], len(self.order),
-            size,
+            group_size,
         )  # fmt: skip
 
-    def queries(self, users: NDArray[np.float32], compared: NDArray[np.float32]) -> Queries:
+    def queries(self, user_vectors: NDArray[np.float32], compared: NDArray[np.float32]) -> Queries:
         """Encode users float32 [n, dims] as scored and as compared (unit vectors for cosine)."""
         device = self.codes.device
-        scored_users = moved(users, device)
-        user_lengths = None if self.cosine_lengths is None else moved(own_lengths(users), device)
+        scored_users = copy_to_device(user_vectors, device)
+        user_lengths = (
+            None
+            if self.cosine_lengths is None
+            else copy_to_device(own_lengths(user_vectors), device)
+        )
         width = self.codes.shape[1]
         kernels = kernels_for(width, device) if self.codes.dtype == torch.float16 else None
         if kernels is not None:
-            theirs = scored_users if compared is users else moved(compared, device)
-            exact, *code_tensors = kernels.encode_users(scored_users, theirs, width)
+            compared_users = (
+                scored_users if compared is user_vectors else copy_to_device(compared, device)
+            )
+            exact, *code_tensors = kernels.encode_users(scored_users, compared_users, width)
             return Queries(exact, user_lengths, *code_tensors)
-        size = scored_users.double().square().sum(1).sqrt()
-        theirs, length = scored_users, size
-        if compared is not users:
-            theirs = moved(compared, device)
-            length = theirs.double().square().sum(1).sqrt()
-        power = (-torch.frexp(length).exponent).clamp(max=_POWER_MOST)
+        user_sizes = scored_users.double().square().sum(1).sqrt()
+        compared_users, length = scored_users, user_sizes
+        if compared is not user_vectors:
+            compared_users = copy_to_device(compared, device)
+            length = compared_users.double().square().sum(1).sqrt()
+        power = (-torch.frexp(length).exponent).clamp(max=_SCALE_POWER_MAX)
         scale = torch.ldexp(torch.ones_like(length), power).to(torch.float32)
         return Queries(
-            in_sum_order(scored_users),
+            arrange_in_sum_order(scored_users),
             user_lengths,
-            *encoded(theirs, scale[:, None], self.codes.dtype),
+            *encode_vectors(compared_users, scale[:, None], self.codes.dtype),
             scale,
-            size,
+            user_sizes,
         )
 
     def pairs(
@@ -150,13 +172,15 @@ class DeviceItems:
             indptr = exclusions.indptr[rows.start : rows.stop + 1]
             indices = exclusions.indices[indptr[0] : indptr[-1]]
         else:
-            part = exclusions.select_rows(rows)
-            indptr, indices = part.indptr, part.indices
-        device, items = self.codes.device, len(self.order)
-        counts, ordinals = (moved(array, device) for array in (np.diff(indptr), indices))
-        owners = torch.arange(len(counts), device=device)
-        owners = owners.repeat_interleave(counts, output_size=len(indices))
-        return owners, torch.where((ordinals >= 0) & (ordinals < items), ordinals, items)
+            selected_histories = exclusions.select_rows(rows)
+            indptr, indices = selected_histories.indptr, selected_histories.indices
+        device, item_count = self.codes.device, len(self.order)
+        counts, ordinals = (copy_to_device(array, device) for array in (np.diff(indptr), indices))
+        pair_rows = torch.arange(len(counts), device=device)
+        pair_rows = pair_rows.repeat_interleave(counts, output_size=len(indices))
+        return pair_rows, torch.where(
+            (ordinals >= 0) & (ordinals < item_count), ordinals, item_count
+        )
 
     def margin(
         self, columns: Columns, groups: slice, length: torch.Tensor, residual: torch.Tensor
@@ -168,14 +192,14 @@ class DeviceItems:
         """
         longest = columns.longest[groups]
         weight = self.weight(longest, columns.residual[groups])
-        return (length + residual)[:, None] * weight + residual[:, None] * longest + UNDERFLOW
+        return (length + residual)[:, None] * weight + residual[:, None] * longest + UNDERFLOW_ERROR
 
     def weight(self, longest: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return the factor of a user's length with its residual in a margin, float32, of the items' shape."""
         return residual + self.error * (longest + residual)
 
 
-def encoded(
+def encode_vectors(
     vectors: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (codes [n, width], lengths float32 [n], residual lengths float32 [n]) of float32 [n, dims] times `scale`.
@@ -184,16 +208,18 @@ def encoded(
     """
     scaled = vectors * scale
     codes = scaled.to(dtype)
-    if (smallest_normal := _NORMAL.get(dtype)) is not None:
+    if (smallest_normal := _SMALLEST_NORMAL_BY_DTYPE.get(dtype)) is not None:
         codes = torch.where(codes.abs() < smallest_normal, torch.zeros_like(codes), codes)
     rounding_error = (scaled - codes.to(torch.float32)).double()
     length, residual = (
-        _above(matrix.square().sum(1).sqrt()) for matrix in (scaled.double(), rounding_error)
+        _round_up(matrix.square().sum(1).sqrt()) for matrix in (scaled.double(), rounding_error)
     )
     return torch.nn.functional.pad(codes, (0, -codes.shape[1] % _WIDTH_MULTIPLE)), length, residual
 
 
-def moved(array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def copy_to_device(
+    array: NDArray[np.float32] | NDArray[np.int64], device: torch.device
+) -> torch.Tensor:
     """Copy an array to the device; to a GPU from pinned memory, so that the copy is asynchronous."""
     tensor = torch.from_numpy(
         np.require(array, requirements=("C", "W"))
@@ -203,85 +229,93 @@ def moved(array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) 
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def fetched(tensor: torch.Tensor) -> torch.Tensor:
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Start copying a tensor into pinned host memory; the values are valid once the stream is synchronised."""
     if tensor.device.type != "cuda":
         return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    host_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host_tensor.copy_(tensor, non_blocking=True)
 
 
-def slice_of(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+def slice_if_consecutive(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
     """Return consecutive ascending rows as a slice, which reads them without a copy; other rows unchanged."""
     is_consecutive = len(rows) > 0 and bool((np.diff(rows) == 1).all())
     return slice(int(rows[0]), int(rows[-1]) + 1) if is_consecutive else rows
 
 
-def _above(lengths: torch.Tensor) -> torch.Tensor:
-    return (lengths * ROUND_UP + ROUND_UP_SUMMAND).to(torch.float32)
+def _round_up(vector_lengths: torch.Tensor) -> torch.Tensor:
+    return (vector_lengths * ROUND_UP + ROUND_UP_SUMMAND).to(torch.float32)
 
 
-def in_sum_order(vectors: torch.Tensor) -> torch.Tensor:
+def arrange_in_sum_order(vectors: torch.Tensor) -> torch.Tensor:
     """Rearrange float32 [n, dims] to [n, steps, 4]: the order in which numpy's einsum adds products.
 
     Four lanes; of each sixteen numbers the last four first, then the remaining ones, padded with zeros.
     `native/exact.h` has the same order.
     """
     dims = vectors.shape[1]
-    padded = torch.nn.functional.pad(vectors, (0, -dims % SUM_LANES))
-    order = _sum_order(dims, vectors.device)
-    return padded.view(len(padded), len(order), SUM_LANES)[:, order].contiguous()
+    padded_vectors = torch.nn.functional.pad(vectors, (0, -dims % SUM_LANES))
+    step_order = _sum_order(dims, vectors.device)
+    return padded_vectors.view(len(padded_vectors), len(step_order), SUM_LANES)[
+        :, step_order
+    ].contiguous()
 
 
 @cache
 def _sum_order(dims: int, device: torch.device) -> torch.Tensor:
     """Return the positions of the steps, int64; cached per device, as a copy to it waits for all pending work."""
-    turned = [
+    reversed_steps = [
         step
-        for start in range(0, dims // _DIMS_PER_GROUP * SUM_LANES, SUM_LANES)
-        for step in range(start + SUM_LANES - 1, start - 1, -1)
+        for first_step in range(0, dims // _DIMS_PER_GROUP * SUM_LANES, SUM_LANES)
+        for step in range(first_step + SUM_LANES - 1, first_step - 1, -1)
     ]
-    return torch.tensor([*turned, *range(len(turned), -(-dims // SUM_LANES))], device=device)
+    return torch.tensor(
+        [*reversed_steps, *range(len(reversed_steps), -(-dims // SUM_LANES))], device=device
+    )
 
 
-def exact_dots(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-    """Return float32 [n, c]: users [n, steps, 4] by their candidates [n, c, steps, 4], both `in_sum_order`.
+def exact_dots(ordered_users: torch.Tensor, ordered_items: torch.Tensor) -> torch.Tensor:
+    """Return float32 [n, c]: users [n, steps, 4] by their candidates [n, c, steps, 4], both `arrange_in_sum_order`.
 
     Products and sums are separate steps: a fused multiply-add rounds once where numpy rounds twice.
     """
-    sums = torch.zeros((*items.shape[:2], SUM_LANES), device=items.device)
-    for step in range(items.shape[2]):
-        sums += items[:, :, step] * users[:, None, step]
-    return (sums[..., 0] + sums[..., 1]) + (sums[..., 2] + sums[..., 3])
+    lane_sums = torch.zeros((*ordered_items.shape[:2], SUM_LANES), device=ordered_items.device)
+    for step in range(ordered_items.shape[2]):
+        lane_sums += ordered_items[:, :, step] * ordered_users[:, None, step]
+    return (lane_sums[..., 0] + lane_sums[..., 1]) + (lane_sums[..., 2] + lane_sums[..., 3])
 
 
-def keys_of(scores: torch.Tensor, ordinals: torch.Tensor) -> torch.Tensor:
+def pack_keys(scores: torch.Tensor, ordinals: torch.Tensor) -> torch.Tensor:
     """Return `cache.model.ranking.pack` as int64 with its highest bit flipped: torch compares signed numbers."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(torch.int64) << 32) | (0xFFFFFFFF - ordinals)
+    ordered_bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered_bits.to(torch.int64) << 32) | (0xFFFFFFFF - ordinals)
 
 
-def scores_of(keys: torch.Tensor) -> torch.Tensor:
-    """Return the float32 scores of `keys_of`."""
-    ordered = (keys >> 32).to(torch.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+def unpack_scores(keys: torch.Tensor) -> torch.Tensor:
+    """Return the float32 scores of `pack_keys`."""
+    ordered_bits = (keys >> 32).to(torch.int32)
+    return (ordered_bits ^ ((ordered_bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
-def unpacked(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `cache.model.ranking.unpack` of keys int64 [n, k]: (ordinals int32, bits of NO_ITEM for WORST; scores)."""
     low = keys.view(torch.int32).view(*keys.shape, 2)[..., 0]  # of two halves the lower comes first
-    return ~low, scores_of(keys).masked_fill(keys == WORST, 0.0)
+    return ~low, unpack_scores(keys).masked_fill(keys == WORST, 0.0)
 
 
-def same_bits(dims: int, device: torch.device) -> bool:
+def has_same_bits(dims: int, device: torch.device) -> bool:
     """True if this device's sums have the bits of this numpy."""
     rng = np.random.default_rng(dims)
-    users = rng.standard_normal((3, dims), np.float32)
-    items = rng.standard_normal((64, dims), np.float32)
-    expected_scores = score(users, items, np.tile(np.arange(64), (3, 1)))
-    ordered_items = in_sum_order(torch.from_numpy(items).to(device)).expand(3, -1, -1, -1)
+    user_vectors = rng.standard_normal((3, dims), np.float32)
+    item_vectors = rng.standard_normal((64, dims), np.float32)
+    expected_scores = score(user_vectors, item_vectors, np.tile(np.arange(64), (3, 1)))
+    ordered_items = arrange_in_sum_order(torch.from_numpy(item_vectors).to(device)).expand(
+        3, -1, -1, -1
+    )
     device_scores = (
-        exact_dots(in_sum_order(torch.from_numpy(users).to(device)), ordered_items).cpu().numpy()
+        exact_dots(arrange_in_sum_order(torch.from_numpy(user_vectors).to(device)), ordered_items)
+        .cpu()
+        .numpy()
     )
     return bool(np.array_equal(device_scores.view(np.uint32), expected_scores.view(np.uint32)))

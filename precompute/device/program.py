@@ -23,30 +23,30 @@ from numpy.typing import NDArray
 from cache.errors import BundleError
 from precompute.device.failures import is_full
 
-_MEMBERS = re.compile(
+_MEMBER_PATTERN = re.compile(
     r"data/weights/(weight_\d+|model_weights_config\.json)"
     r"|data/constants/(tensor_\d+|model_constants_config\.json)"
     r"|data/sample_inputs/model\.pt|models/model\.json"
     r"|archive_format|archive_version|byteorder|\.data/(version|serialization_id)"
 )
-_TENSORS = re.compile(r"(weight|tensor)_\d+")
-_TARGETS = re.compile(
+_TENSOR_PATTERN = re.compile(r"(weight|tensor)_\d+")
+_TARGET_PATTERN = re.compile(
     r"torch\.ops\.aten\.(?!from_file\b)\w+\.\w+"
     r"|_operator\.(add|sub|mul|floordiv|truediv|mod|neg|pow|getitem|eq|ne|lt|le|gt|ge|and_|or_)"
     r"|torch\.sym_(int|float|max|min|not|ite|sqrt)"
 )
-_EXPRESSION = re.compile(
+_EXPRESSION_PATTERN = re.compile(
     r"(Symbol\('[su]\d+'|Integer|Rational|Add|Mul|Pow|Mod|Max|Min|FloorDiv|CleanDiv|CeilDiv|PythonMod"
     r"|Eq|Ne|Lt|Le|Gt|Ge|GreaterThan|LessThan|StrictGreaterThan|StrictLessThan"
     r"|positive|nonnegative|nonzero|integer|True|False|[su]\d+|-?\d+|[(),= ]|\*{1,2}|\+|-|//)*"
 )
-_CONTAINERS = {None, "builtins.tuple", "builtins.list", "builtins.dict"}
-_FORBIDDEN = ("as_operator", "as_custom_obj", "custom_obj")
+_CONTAINER_TYPES = {None, "builtins.tuple", "builtins.list", "builtins.dict"}
+_FORBIDDEN_FIELDS = ("as_operator", "as_custom_obj", "custom_obj")
 
-STREAMS = 2
+STREAM_COUNT = 2
 """Callers whose batches a GPU takes at once: while one is copied the other is computed."""
 
-_ONE_AT_A_TIME = threading.Lock()
+_TORCH_LOCK = threading.Lock()
 """Lock for torch's loader and its compiler, which keep their state in global variables."""
 
 _log = logging.getLogger(__name__)
@@ -55,62 +55,66 @@ _log = logging.getLogger(__name__)
 class Program:
     """Exported model on its device: compiled and warmed once on a GPU, thread-safe."""
 
-    def __init__(self, run: Callable[..., Any], order: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, run: Callable[..., Any], input_order: Sequence[int], device: torch.device
+    ) -> None:
         self._run_uncompiled = self._run = run
-        self._order = order
+        self._input_order = input_order
         self._device = device
         self._is_warm = device.type != "cuda"
         self._streams: SimpleQueue[torch.cuda.Stream | None] = SimpleQueue()
-        for _ in range(STREAMS):
+        for _ in range(STREAM_COUNT):
             self._streams.put(None if device.type != "cuda" else torch.cuda.Stream(device))
 
     @classmethod
-    def open(cls, path: Path, names: Sequence[str], device: str) -> Self:
-        """Load a file whose checksum was verified; `names` are the inputs of the specification.
+    def open(cls, path: Path, input_names: Sequence[str], device: str) -> Self:
+        """Load a file whose checksum was verified; `input_names` are the inputs of the specification.
 
         Raises BundleError for what is no program, holds more than one needs, or has other inputs.
         """
-        where = torch.device(device)
+        torch_device = torch.device(device)
         # TF32 keeps ten bits of float32's 23: neither products nor convolutions would agree with the ONNX file.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         try:
-            archive = io.BytesIO(_rewritten(path))
-            with _ONE_AT_A_TIME:
+            archive = io.BytesIO(_rewrite_archive(path))
+            with _TORCH_LOCK:
                 program = torch.export.load(archive)
         except BundleError:
             raise
         except Exception as error:  # torch's errors share no base class of their own
             raise BundleError(f"{path.name} is not a program that torch opens: {error}") from error
         program_inputs = list(program.graph_signature.user_inputs)
-        if sorted(program_inputs) != sorted(names):
+        if sorted(program_inputs) != sorted(input_names):
             raise BundleError(
-                f"{path.name} has the inputs {sorted(program_inputs)}, the specification binds {sorted(names)}",
+                f"{path.name} has the inputs {sorted(program_inputs)}, the specification binds {sorted(input_names)}",
                 program=sorted(program_inputs),
-                specification=sorted(names),
+                specification=sorted(input_names),
             )
-        if where.type != "cpu":
+        if torch_device.type != "cpu":
             from torch.export.passes import move_to_device_pass
 
             program = move_to_device_pass(program, device)
         return cls(
-            program.module(), [names.index(input_name) for input_name in program_inputs], where
+            program.module(),
+            [input_names.index(input_name) for input_name in program_inputs],
+            torch_device,
         )
 
     def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
-        """The output float32 [n, dims] of each batch, its inputs in the order of `names`.
+        """The output float32 [n, dims] of each batch, its inputs in the order of `input_names`.
 
         The next batch is made and sent while one is computed. Raises MemoryError where there is no room.
         """
         stream = self._streams.get()
-        under_way: Callable[[], NDArray[np.float32]] | None = None
+        wait_for_output: Callable[[], NDArray[np.float32]] | None = None
         try:
             for feed in feeds:
-                following = self._started(feed, stream)
-                if under_way is not None:
-                    yield under_way()
-                under_way = following
-            if under_way is not None:
-                yield under_way()
+                wait_for_next_output = self._start_batch(feed, stream)
+                if wait_for_output is not None:
+                    yield wait_for_output()
+                wait_for_output = wait_for_next_output
+            if wait_for_output is not None:
+                yield wait_for_output()
         except RuntimeError as error:
             if not is_full(error):
                 raise
@@ -118,7 +122,7 @@ class Program:
         finally:
             self._streams.put(stream)
 
-    def _started(
+    def _start_batch(
         self, feed: Sequence[NDArray[Any]], stream: torch.cuda.Stream | None
     ) -> Callable[[], NDArray[np.float32]]:
         """Start a batch; return a function that waits for its outputs."""
@@ -126,31 +130,32 @@ class Program:
             with torch.inference_mode():
                 tensors = [
                     torch.from_numpy(feed[input_index]).to(self._device)
-                    for input_index in self._order
+                    for input_index in self._input_order
                 ]
                 output = self._output(tensors).to(torch.float32).cpu()
             return lambda: np.asarray(output.numpy(), np.float32)
         with torch.inference_mode(), torch.cuda.stream(stream):
-            pinned = [
-                torch.from_numpy(feed[input_index]).pin_memory() for input_index in self._order
+            pinned_inputs = [
+                torch.from_numpy(feed[input_index]).pin_memory()
+                for input_index in self._input_order
             ]
             device_output = self._output(
-                [tensor.to(self._device, non_blocking=True) for tensor in pinned]
+                [tensor.to(self._device, non_blocking=True) for tensor in pinned_inputs]
             )
-            host = torch.empty(device_output.shape, dtype=torch.float32, pin_memory=True)
-            host.copy_(device_output, non_blocking=True)
-            is_there = torch.cuda.Event()
-            is_there.record(stream)
+            host_output = torch.empty(device_output.shape, dtype=torch.float32, pin_memory=True)
+            host_output.copy_(device_output, non_blocking=True)
+            copied_event = torch.cuda.Event()
+            copied_event.record(stream)
 
         def settled() -> NDArray[np.float32]:
-            is_there.synchronize()
-            host_array: NDArray[np.float32] = host.numpy()
+            copied_event.synchronize()
+            host_array: NDArray[np.float32] = host_output.numpy()
             return host_array
 
         return settled
 
     def _output(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        with nullcontext() if self._is_warm else _ONE_AT_A_TIME:
+        with nullcontext() if self._is_warm else _TORCH_LOCK:
             if not self._is_warm:
                 self._warm(tensors)
         try:
@@ -169,82 +174,97 @@ class Program:
     def _warm(self, tensors: Sequence[torch.Tensor]) -> None:
         """Compiles for any number of rows; where that fails the program runs as it is."""
         try:
-            compiled = torch.compile(self._run_uncompiled, dynamic=True)
-            compiled(*tensors)
+            compiled_run = torch.compile(self._run_uncompiled, dynamic=True)
+            compiled_run(*tensors)
         except Exception as error:  # the compiler's errors share no base class of their own
             if is_full(error):
                 raise
             _log.warning("the program is not compiled: %s", error)
         else:
-            self._run = compiled
+            self._run = compiled_run
         self._is_warm = True
 
 
-def _rewritten(path: Path) -> bytes:
+def _rewrite_archive(path: Path) -> bytes:
     """The archive without sample inputs, metadata and guards; raises BundleError for anything it should not hold."""
     buffer = io.BytesIO()
     try:
-        with zipfile.ZipFile(path) as archive, zipfile.ZipFile(buffer, "w") as safe:
+        with zipfile.ZipFile(path) as archive, zipfile.ZipFile(buffer, "w") as safe_archive:
             for member in archive.infolist():
-                name = member.filename.partition("/")[2]
-                if not _MEMBERS.fullmatch(name) or member.compress_type != zipfile.ZIP_STORED:
+                member_name = member.filename.partition("/")[2]
+                if (
+                    not _MEMBER_PATTERN.fullmatch(member_name)
+                    or member.compress_type != zipfile.ZIP_STORED
+                ):
                     raise BundleError(
                         f"{path.name} holds {member.filename!r}, which no exported tower needs: save it with "
                         "torch.export.save, weights and tensors only"
                     )
-                data = archive.read(member)
-                if name == "models/model.json":
-                    data = orjson.dumps(_safe_graph(path.name, orjson.loads(data)))
-                elif name.endswith("config.json"):
-                    _check_tensors(path.name, orjson.loads(data))
-                elif name.endswith("sample_inputs/model.pt"):
-                    data = b""
-                safe.writestr(member.filename, data)
+                member_bytes = archive.read(member)
+                if member_name == "models/model.json":
+                    member_bytes = orjson.dumps(_safe_graph(path.name, orjson.loads(member_bytes)))
+                elif member_name.endswith("config.json"):
+                    _check_tensors(path.name, orjson.loads(member_bytes))
+                elif member_name.endswith("sample_inputs/model.pt"):
+                    member_bytes = b""
+                safe_archive.writestr(member.filename, member_bytes)
     except (zipfile.BadZipFile, orjson.JSONDecodeError, OSError) as error:
         raise BundleError(f"{path.name} is not an exported program: {error}") from error
     return buffer.getvalue()
 
 
-def _safe_graph(file: str, graph: Any) -> Any:
-    for json_object in _objects(graph):
+def _safe_graph(file_name: str, graph: Any) -> Any:
+    for json_object in _walk_json_objects(graph):
         if "metadata" in json_object:
             json_object["metadata"] = {}
         target, expression = json_object.get("target"), json_object.get("expr_str")
-        if "inputs" in json_object and isinstance(target, str) and not _TARGETS.fullmatch(target):
-            raise BundleError(f"{file} calls {target!r}: only torch's own operators may be called")
-        if isinstance(expression, str) and not _EXPRESSION.fullmatch(expression):
-            raise BundleError(f"{file} holds the expression {expression[:80]!r}: it is not a shape")
+        if (
+            "inputs" in json_object
+            and isinstance(target, str)
+            and not _TARGET_PATTERN.fullmatch(target)
+        ):
+            raise BundleError(
+                f"{file_name} calls {target!r}: only torch's own operators may be called"
+            )
+        if isinstance(expression, str) and not _EXPRESSION_PATTERN.fullmatch(expression):
+            raise BundleError(
+                f"{file_name} holds the expression {expression[:80]!r}: it is not a shape"
+            )
         for spec in (json_object.get("in_spec"), json_object.get("out_spec")):
             if isinstance(spec, str):
-                _check_containers(file, orjson.loads(spec))
-        if used := [name for name in _FORBIDDEN if json_object.get(name)]:
-            raise BundleError(f"{file} holds {used[0]}: only tensors and torch's own operators may")
+                _check_containers(file_name, orjson.loads(spec))
+        if forbidden_fields := [
+            field_name for field_name in _FORBIDDEN_FIELDS if json_object.get(field_name)
+        ]:
+            raise BundleError(
+                f"{file_name} holds {forbidden_fields[0]}: only tensors and torch's own operators may"
+            )
     if isinstance(graph, dict):
         graph["guards_code"] = []
     return graph
 
 
-def _check_containers(file: str, spec: Any) -> None:
-    for json_object in _objects(spec):
-        if json_object.get("type") not in _CONTAINERS:
+def _check_containers(file_name: str, spec: Any) -> None:
+    for json_object in _walk_json_objects(spec):
+        if json_object.get("type") not in _CONTAINER_TYPES:
             raise BundleError(
-                f"{file} takes or gives a {json_object['type']}: a tower takes tensors"
+                f"{file_name} takes or gives a {json_object['type']}: a tower takes tensors"
             )
 
 
-def _check_tensors(file: str, config: Any) -> None:
-    for json_object in _objects(config):
-        if json_object.get("use_pickle") or not _TENSORS.fullmatch(
+def _check_tensors(file_name: str, config: Any) -> None:
+    for json_object in _walk_json_objects(config):
+        if json_object.get("use_pickle") or not _TENSOR_PATTERN.fullmatch(
             str(json_object.get("path_name", "weight_0"))
         ):
             raise BundleError(
-                f"{file} holds {json_object.get('path_name')!r} pickled: only plain tensors may be"
+                f"{file_name} holds {json_object.get('path_name')!r} pickled: only plain tensors may be"
             )
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
+def _walk_json_objects(root_value: Any) -> Iterator[dict[str, Any]]:
     """All objects of a JSON value, a deep one too."""
-    unvisited = [value]
+    unvisited = [root_value]
     while unvisited:
         json_value = unvisited.pop()
         if isinstance(json_value, dict):

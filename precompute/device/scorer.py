@@ -21,21 +21,27 @@ from cache.topk.flat import ComparableItems, Top, lengths
 from cache.topk.topk import Scorer, checked
 from precompute.device.columns import Columns
 from precompute.device.failures import is_full, is_of_device
-from precompute.device.items import DeviceItems, fetched, same_bits, slice_of, unpacked
+from precompute.device.items import (
+    DeviceItems,
+    copy_to_host,
+    has_same_bits,
+    slice_if_consecutive,
+    unpack_keys,
+)
 from precompute.device.search import SearchShape, search, shape_of
 
 _log = logging.getLogger(__name__)
 
-UNDER_WAY = 3
+SLABS_UNDER_WAY = 3
 """Slabs under way with a GPU: one is searched for, one is loaded or waits, and one is fetched. Searches run in one
 stream: side by side they would end together, and the GPU would then wait for all to be fetched."""
 
-_FETCHED = ((8, 16), (4, 480))
+_FETCH_MARGINS = ((8, 16), (4, 480))
 """Candidates in addition to k, as (divisor of k, summand): for all users, then for the few uncertain lists."""
 
 _MEMORY_FRACTION = 0.5
 _PROCESSOR_BYTES = 256 << 20
-_SIZES = (1e-36, 1e36)
+_SAFE_LENGTHS = (1e-36, 1e36)
 """Lengths that a power of two scales to one."""
 
 
@@ -58,17 +64,17 @@ class DeviceScorer:
     """Items on one device, ready to be searched exactly; answers with the bits of `Scorer`."""
 
     def __init__(
-        self, compared: ComparableItems, items: DeviceItems, fused: ModuleType | None
+        self, comparable_items: ComparableItems, items: DeviceItems, fused: ModuleType | None
     ) -> None:
-        self._compared = compared
+        self._comparable_items = comparable_items
         self._items = items
         self._fused = fused
         self._device = items.codes.device
-        self._changing = threading.Lock()
-        self._parts = 1
-        self._launching = threading.Lock()
+        self._change_lock = threading.Lock()
+        self._part_count = 1
+        self._launch_lock = threading.Lock()
         is_gpu = self._device.type == "cuda"
-        self._stream, self._loads, self._copies = (
+        self._stream, self._load_stream, self._copy_stream = (
             torch.cuda.Stream(self._device) if is_gpu else None for _ in range(3)
         )
         self.has_failed = False
@@ -89,39 +95,45 @@ class DeviceScorer:
         `dtype` is that of the products: half on a GPU, float32 elsewhere; `fused` False leaves the kernels out, True
         has them run elsewhere than on a GPU too.
         """
-        where = torch.device(device)
+        torch_device = torch.device(device)
         # Half-precision products are summed in float32, and float32 ones are not rounded to TF32.
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_tf32 = False
-        compared = ComparableItems.of(np.ascontiguousarray(vectors), metric)
-        sizes = lengths(compared.vectors) if metric == "cosine" else compared.sizes
-        certain = len(sizes) > 0 and _SIZES[0] < sizes.max() < _SIZES[1]
-        if not certain or (metric == "cosine" and not fits(compared, compared.vectors).all()):
+        comparable_items = ComparableItems.of(np.ascontiguousarray(vectors), metric)
+        vector_lengths = (
+            lengths(comparable_items.vectors) if metric == "cosine" else comparable_items.sizes
+        )
+        has_safe_lengths = (
+            len(vector_lengths) > 0 and _SAFE_LENGTHS[0] < vector_lengths.max() < _SAFE_LENGTHS[1]
+        )
+        if not has_safe_lengths or (
+            metric == "cosine" and not fits(comparable_items, comparable_items.vectors).all()
+        ):
             _log.warning("the lengths of these vectors are beyond what %s is certain about", device)
             return None
-        product_dtype = dtype or (torch.float32 if where.type == "cpu" else torch.float16)
+        product_dtype = dtype or (torch.float32 if torch_device.type == "cpu" else torch.float16)
         try:
-            if not same_bits(vectors.shape[1], where):
+            if not has_same_bits(vectors.shape[1], torch_device):
                 _log.warning("%s adds in another order than this numpy: not used", device)
                 return None
-            faster = (
-                probed_kernels(vectors.shape[1], where, fused)
+            fused_kernels = (
+                probe_kernels(vectors.shape[1], torch_device, fused)
                 if product_dtype == torch.float16
                 else None
             )
-            group = faster.GROUP if faster else None
-            items = DeviceItems.of(compared, where, product_dtype, group)
-            _settle(where)
+            group = fused_kernels.GROUP if fused_kernels else None
+            items = DeviceItems.of(comparable_items, torch_device, product_dtype, group)
+            _synchronize(torch_device)
             if not items.is_within_error_bound():
                 _log.warning(
                     "the products of %s are rougher than %s is: not used", device, product_dtype
                 )
                 return None
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-            _log.warning("%s cannot hold %d items: %s", device, len(sizes), error)
+            _log.warning("%s cannot hold %d items: %s", device, len(vector_lengths), error)
             return None
-        return cls(compared, items, faster)
+        return cls(comparable_items, items, fused_kernels)
 
     def top(
         self,
@@ -135,8 +147,13 @@ class DeviceScorer:
     ) -> Top:
         """Return the top K of each user, like `Scorer.top`; `threads` are for the users left to the processor."""
         # That users are finite shows in their lengths, which the device finds.
-        users, exclusions = checked(self._compared, users, k, excluded, allowed, values=False)
-        top_lists = np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32)
+        users, exclusions = checked(
+            self._comparable_items, users, k, excluded, allowed, values=False
+        )
+        top_lists = (
+            np.empty((len(users), k), np.uint32),
+            np.empty((len(users), k), np.float32),
+        )
         report_progress = progress or (lambda _: None)
         remaining_rows = np.arange(len(users))
         try:
@@ -144,7 +161,7 @@ class DeviceScorer:
                 users,
                 k,
                 exclusions,
-                self._columns(allowed),
+                self._select_columns(allowed),
                 top_lists,
                 report_progress,
                 self._room_bytes(),
@@ -153,17 +170,17 @@ class DeviceScorer:
             self._give_up(error)
         else:
             # Bounds in half precision cannot tell everything: last come the operators.
-            attempts = [(fetch_margin, self._fused) for fetch_margin in _FETCHED]
-            attempts += [(_FETCHED[-1], None)] * (self._fused is not None)
-            for attempt_index, ((k_divisor, extra_candidates), by) in enumerate(attempts):
+            attempts = [(fetch_margin, self._fused) for fetch_margin in _FETCH_MARGINS]
+            attempts += [(_FETCH_MARGINS[-1], None)] * (self._fused is not None)
+            for attempt_index, ((k_divisor, extra_candidates), kernels) in enumerate(attempts):
                 if len(remaining_rows) and not self.has_failed:
-                    attempt = replace(search_request, fused=by, estimating=attempt_index == 0)
-                    remaining_rows = self._attempt(
+                    attempt = replace(search_request, fused=kernels, estimating=attempt_index == 0)
+                    remaining_rows = self._search_slabs(
                         attempt, remaining_rows, k + k // k_divisor + extra_candidates
                     )
         if len(remaining_rows):
             processor_scorer = self._cpu_scorer if self.has_failed else self._exhaustive_scorer
-            part = processor_scorer.top(
+            processor_lists = processor_scorer.top(
                 users[remaining_rows],
                 k,
                 exclusions.select_rows(remaining_rows),
@@ -171,51 +188,58 @@ class DeviceScorer:
                 threads=threads,
                 progress=report_progress,
             )
-            top_lists[0][remaining_rows], top_lists[1][remaining_rows] = part
+            top_lists[0][remaining_rows], top_lists[1][remaining_rows] = processor_lists
         return top_lists
 
     @cached_property
     def _exhaustive_scorer(self) -> Scorer:
         """Scorer for lists that no number of candidates makes certain: not worth laying the items out."""
-        return Scorer.of(self._compared.vectors, self._compared.metric, engine=False)
+        return Scorer.of(
+            self._comparable_items.vectors, self._comparable_items.metric, engine=False
+        )
 
     @cached_property
     def _cpu_scorer(self) -> Scorer:
-        return Scorer.of(self._compared.vectors, self._compared.metric)
+        return Scorer.of(self._comparable_items.vectors, self._comparable_items.metric)
 
-    def _columns(self, allowed: NDArray[np.bool_] | None) -> Columns:
+    def _select_columns(self, allowed: NDArray[np.bool_] | None) -> Columns:
         if allowed is None or self.has_failed:
             return self._items.all_columns
         columns = self._items.only(torch.from_numpy(allowed).to(self._device))
-        _settle(self._device)
+        _synchronize(self._device)
         return columns
 
-    def _attempt(
-        self, search_request: _SearchRequest, rows: NDArray[np.int64], fetch: int
+    def _search_slabs(
+        self, search_request: _SearchRequest, user_rows: NDArray[np.int64], fetch: int
     ) -> NDArray[np.int64]:
         """Score some users; return the users whose list is not certain."""
-        step = self._shape(search_request, fetch).users
-        slabs = [rows[start : start + step] for start in range(0, len(rows), step)]
-        with ThreadPoolExecutor(UNDER_WAY if self._stream else 1, "device") as pool:
-            return np.concatenate([*pool.map(partial(self._slab, search_request, fetch), slabs)])
+        slab_users = self._choose_shape(search_request, fetch).users
+        slabs = [
+            user_rows[first_row : first_row + slab_users]
+            for first_row in range(0, len(user_rows), slab_users)
+        ]
+        with ThreadPoolExecutor(SLABS_UNDER_WAY if self._stream else 1, "device") as pool:
+            return np.concatenate(
+                [*pool.map(partial(self._search_slab, search_request, fetch), slabs)]
+            )
 
-    def _slab(
-        self, search_request: _SearchRequest, fetch: int, rows: NDArray[np.int64]
+    def _search_slab(
+        self, search_request: _SearchRequest, fetch: int, user_rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Search for users, in smaller pieces where the device runs out of memory; return the uncertain rows."""
-        pieces, remaining_parts = [rows], []
-        while pieces:
-            piece = pieces.pop()
+        row_pieces, uncertain_parts = [user_rows], []
+        while row_pieces:
+            piece_rows = row_pieces.pop()
             if self.has_failed:
-                remaining_parts.append(piece)
+                uncertain_parts.append(piece_rows)
                 continue
-            shape = self._shape(search_request, fetch)
-            if len(piece) > shape.users:
-                pieces += np.array_split(piece, -(-len(piece) // shape.users))
+            shape = self._choose_shape(search_request, fetch)
+            if len(piece_rows) > shape.users:
+                row_pieces += np.array_split(piece_rows, -(-len(piece_rows) // shape.users))
                 continue
-            by = self._by_kernels(search_request, fetch)
+            kernels = self._usable_kernels(search_request, fetch)
             try:
-                uncertain = self._search(search_request, shape, piece)
+                uncertain_rows = self._search(search_request, shape, piece_rows)
             except LarderError:
                 raise
             except Exception as error:  # Triton's compiler and its cache raise what they like
@@ -223,123 +247,146 @@ class DeviceScorer:
                     self._shrink(search_request, shape, error)
                 elif self.has_failed or is_of_device(error):
                     self._give_up(error)
-                elif by is not None:
+                elif kernels is not None:
                     self._leave_kernels(error)
                 else:
                     raise
-                pieces.append(piece)
+                row_pieces.append(piece_rows)
                 continue
-            remaining_parts.append(uncertain)
-            search_request.on_progress(len(piece) - len(uncertain))
-        return np.sort(np.concatenate(remaining_parts))  # pieces are taken last first
+            uncertain_parts.append(uncertain_rows)
+            search_request.on_progress(len(piece_rows) - len(uncertain_rows))
+        return np.sort(np.concatenate(uncertain_parts))  # pieces are taken last first
 
     def _search(
-        self, search_request: _SearchRequest, shape: SearchShape, rows: NDArray[np.int64]
+        self, search_request: _SearchRequest, shape: SearchShape, user_rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        where = slice_of(rows)
-        users = np.ascontiguousarray(search_request.users[where])
-        compared = unit(users) if self._compared.metric == "cosine" else users
-        with torch.cuda.stream(self._loads):
-            queries = self._items.queries(users, compared)
-            pairs = self._items.pairs(search_request.exclusions, where)
-            loaded = None if self._loads is None else self._loads.record_event()
-        with self._launching, torch.cuda.stream(self._stream):
-            if self._stream is not None and loaded is not None:
-                self._stream.wait_event(loaded)
-                for tensor in (*queries.tensors(), *pairs):
+        row_selection = slice_if_consecutive(user_rows)
+        user_vectors = np.ascontiguousarray(search_request.users[row_selection])
+        compared_users = (
+            unit(user_vectors) if self._comparable_items.metric == "cosine" else user_vectors
+        )
+        with torch.cuda.stream(self._load_stream):
+            queries = self._items.queries(user_vectors, compared_users)
+            excluded_pairs = self._items.pairs(search_request.exclusions, row_selection)
+            loaded_event = None if self._load_stream is None else self._load_stream.record_event()
+        with self._launch_lock, torch.cuda.stream(self._stream):
+            if self._stream is not None and loaded_event is not None:
+                self._stream.wait_event(loaded_event)
+                for tensor in (*queries.tensors(), *excluded_pairs):
                     tensor.record_stream(self._stream)
-            by = self._by_kernels(search_request, shape.fetch)
-            keys, certain = (by.search if by else search)(
-                self._items, search_request.columns, queries, pairs, search_request.k, shape
+            kernels = self._usable_kernels(search_request, shape.fetch)
+            keys, is_certain_on_device = (kernels.search if kernels else search)(
+                self._items,
+                search_request.columns,
+                queries,
+                excluded_pairs,
+                search_request.k,
+                shape,
             )
-            host_tensors, copied_event = self._fetched((*unpacked(keys), certain, queries.size))
+            host_tensors, copied_event = self._copy_to_host(
+                (*unpack_keys(keys), is_certain_on_device, queries.size)
+            )
         if copied_event is not None:
             copied_event.synchronize()
-        ordinals, scores, sure, sizes = (host_tensor.numpy() for host_tensor in host_tensors)
-        if not np.isfinite(sizes).all():
-            checked(self._compared, search_request.users, search_request.k, None, None)
+        ordinals, scores, is_certain, user_lengths = (
+            host_tensor.numpy() for host_tensor in host_tensors
+        )
+        if not np.isfinite(user_lengths).all():
+            checked(self._comparable_items, search_request.users, search_request.k, None, None)
         # Lists that are not certain are written again by whoever makes them so.
-        search_request.results[0][where], search_request.results[1][where] = (
+        search_request.results[0][row_selection], search_request.results[1][row_selection] = (
             ordinals.view(np.uint32),
             scores,
         )
-        usual = (sizes == 0) | ((sizes > _SIZES[0]) & (sizes < _SIZES[1]))
-        uncertain: NDArray[np.int64] = rows[~(sure & usual & long_enough(self._compared, sizes))]
+        has_safe_length = (user_lengths == 0) | (
+            (user_lengths > _SAFE_LENGTHS[0]) & (user_lengths < _SAFE_LENGTHS[1])
+        )
+        uncertain: NDArray[np.int64] = user_rows[
+            ~(is_certain & has_safe_length & long_enough(self._comparable_items, user_lengths))
+        ]
         return uncertain
 
-    def _fetched(
+    def _copy_to_host(
         self, tensors: tuple[torch.Tensor, ...]
     ) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
         """Tensors on their way to the host, and when they are there: the next slab does not wait for that."""
-        if self._stream is None or self._copies is None:
-            return [fetched(tensor) for tensor in tensors], None
-        self._copies.wait_stream(self._stream)
-        with torch.cuda.stream(self._copies):
-            copied = [fetched(tensor) for tensor in tensors]
+        if self._stream is None or self._copy_stream is None:
+            return [copy_to_host(tensor) for tensor in tensors], None
+        self._copy_stream.wait_stream(self._stream)
+        with torch.cuda.stream(self._copy_stream):
+            host_tensors = [copy_to_host(tensor) for tensor in tensors]
             for tensor in tensors:
-                tensor.record_stream(self._copies)
-            return copied, self._copies.record_event()
+                tensor.record_stream(self._copy_stream)
+            return host_tensors, self._copy_stream.record_event()
 
     def _room_bytes(self) -> int:
         """Return the bytes of one slab, bounded by free memory and this process's share of the memory."""
         if self._device.type != "cuda":
             return _PROCESSOR_BYTES
-        free, total = torch.cuda.mem_get_info(self._device)
-        used = torch.cuda.memory_allocated(self._device)
-        cached_bytes = torch.cuda.memory_reserved(self._device) - used
-        allowance_bytes = total * torch.cuda.get_per_process_memory_fraction(self._device) - used
-        return max(0, int(min(free + cached_bytes, allowance_bytes) * _MEMORY_FRACTION))
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        used_bytes = torch.cuda.memory_allocated(self._device)
+        cached_bytes = torch.cuda.memory_reserved(self._device) - used_bytes
+        allowance_bytes = (
+            total_bytes * torch.cuda.get_per_process_memory_fraction(self._device) - used_bytes
+        )
+        return max(0, int(min(free_bytes + cached_bytes, allowance_bytes) * _MEMORY_FRACTION))
 
-    def _shape(self, search_request: _SearchRequest, fetch: int) -> SearchShape:
+    def _choose_shape(self, search_request: _SearchRequest, fetch: int) -> SearchShape:
         """The widest product that has room, of as many users as fill the device."""
-        room = search_request.room_bytes // self._parts
-        by = self._by_kernels(search_request, fetch)
-        shape: SearchShape = (by.shape_of if by else shape_of)(
-            self._items, search_request.columns, fetch, room
+        room_bytes = search_request.room_bytes // self._part_count
+        kernels = self._usable_kernels(search_request, fetch)
+        shape: SearchShape = (kernels.shape_of if kernels else shape_of)(
+            self._items, search_request.columns, fetch, room_bytes
         )
         return replace(shape, estimating=search_request.estimating)
 
-    def _by_kernels(self, search_request: _SearchRequest, fetch: int) -> ModuleType | None:
-        by = search_request.fused and self._fused
-        return by if by and by.fits(self._items, search_request.columns, fetch) else None
+    def _usable_kernels(self, search_request: _SearchRequest, fetch: int) -> ModuleType | None:
+        kernels = search_request.fused and self._fused
+        return (
+            kernels
+            if kernels and kernels.fits(self._items, search_request.columns, fetch)
+            else None
+        )
 
     def _shrink(self, search_request: _SearchRequest, shape: SearchShape, error: Exception) -> None:
         """Halve the work done at once from now on; give up if it cannot be halved."""
         is_narrowest = (
-            self._by_kernels(search_request, shape.fetch)
+            self._usable_kernels(search_request, shape.fetch)
             or shape.columns <= search_request.columns.block
         )
         if shape.users == 1 and is_narrowest:
             self._give_up(error)
             return
-        with self._changing:
-            if self._shape(search_request, shape.fetch) == shape:  # else another slab was first
-                self._parts *= 2
+        with self._change_lock:
+            if (
+                self._choose_shape(search_request, shape.fetch) == shape
+            ):  # else another slab was first
+                self._part_count *= 2
                 _log.info("%s: out of memory with %s; going on with half", self._device, shape)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _leave_kernels(self, error: Exception) -> None:
         """Other kernels than those that were tried at first are compiled when they are wanted, which may fail."""
-        with self._changing:
+        with self._change_lock:
             if self._fused is not None:
                 self._fused = None
                 _log.warning("%s: kernels failed, torch's operators go on: %r", self._device, error)
 
     def _give_up(self, error: Exception) -> None:
-        with self._changing:
+        with self._change_lock:
             if not self.has_failed:
                 self.has_failed = True
                 _log.warning("%s failed, the processor goes on: %s", self._device, error)
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     """Waits for this thread's stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
-def probed_kernels(dims: int, device: torch.device, use_kernels: bool | None) -> ModuleType | None:
+def probe_kernels(dims: int, device: torch.device, use_kernels: bool | None) -> ModuleType | None:
     """`precompute.device.fused` if it works on this device; else None, and why in the log.
 
     `use_kernels` None is on GPUs only: elsewhere Triton has nothing but its interpreter. Raises torch.OutOfMemoryError
@@ -350,9 +397,9 @@ def probed_kernels(dims: int, device: torch.device, use_kernels: bool | None) ->
     try:
         from precompute.device import fused, hopper
 
-        if dims > fused.WIDTH_MOST:
+        if dims > fused.WIDTH_MAX:
             reason = (
-                f"the kernels take vectors of up to {fused.WIDTH_MOST} numbers, these have {dims}"
+                f"the kernels take vectors of up to {fused.WIDTH_MAX} numbers, these have {dims}"
             )
         else:
             with torch.cuda.device(

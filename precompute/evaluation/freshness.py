@@ -43,38 +43,38 @@ _DAY_US = DAY_S * MICROSECONDS
 HOUR_BOUNDS: Final = (0, 1, 3, 6, 12, 24)
 """Bounds of the bins of hours since the night."""
 
-CHUNK_ROWS: Final = 1 << 20
+CHUNK_ROWS_MAX: Final = 1 << 20
 """Rows of histories grouped in one chunk."""
 
-CHUNK_LISTS: Final = 4_096
+CHUNK_LISTS_MAX: Final = 4_096
 
-LISTS_TIMED_ALONE: Final = 200
+LISTS_TIMED_ALONE_MAX: Final = 200
 """Number of lists timed one at a time."""
 
 BOOTSTRAP_ROUNDS: Final = 1_000
 
 INTERVAL_COVERAGE: Final = 0.95
 
-_ROUNDS_AT_ONCE: Final = 50
+_BOOTSTRAP_ROUNDS_AT_ONCE: Final = 50
 
 
 @dataclass(frozen=True, slots=True)
 class RefreshStrategy:
     """Strategy of refreshing lists: every `period_s` they are computed from all earlier rows, 0: at once.
 
-    With `leaves_out` a list is answered without the items that its user has had since.
+    With `leaves_out_newer_items` a list is answered without the items that its user has had since.
     """
 
     name: str
     text: str
     period_s: int
-    leaves_out: bool = False
+    leaves_out_newer_items: bool = False
 
 
 NIGHT: Final = RefreshStrategy("night", "a night a day", DAY_S)
 
 NIGHT_LESS_SEEN: Final = RefreshStrategy(
-    "night_less", "a night a day, less newer items", DAY_S, leaves_out=True
+    "night_less", "a night a day, less newer items", DAY_S, leaves_out_newer_items=True
 )
 
 HOURLY: Final = RefreshStrategy("hourly", "a night an hour", HOUR_S)
@@ -107,11 +107,11 @@ class TimedLog:
     def __len__(self) -> int:
         return len(self.users)
 
-    def only(self, rows: NDArray[np.bool_]) -> Self:
+    def only(self, row_mask: NDArray[np.bool_]) -> Self:
         """Return some of the rows, in their order."""
-        return type(self)(self.users[rows], self.items[rows], self.times[rows])
+        return type(self)(self.users[row_mask], self.items[row_mask], self.times[row_mask])
 
-    def renamed(self, index_by_item: NDArray[np.int64]) -> Self:
+    def renumber_items(self, index_by_item: NDArray[np.int64]) -> Self:
         """Return the rows with items renumbered by `index_by_item` [ids]; -1 leaves a row out."""
         item_indices = index_by_item[self.items]
         return type(self)(self.users, item_indices, self.times).only(item_indices >= 0)
@@ -124,38 +124,42 @@ def read_log(config: NightConfig, progress: Progress = quiet) -> tuple[TimedLog,
     """
     if not config.sources.interactions:
         raise ConfigError("sources.interactions is empty: name the log there, or with --data")
-    users, items, times, rows = HashedIds(), NumberedIds(), [], 0
+    user_ids, numbered_item_ids, time_batches, row_count = HashedIds(), NumberedIds(), [], 0
     erased = ErasedEntities.of(all_erasures(config.store()))
     for batch in map(erased.leave_out, read_interactions(config.sources, Path(config.base))):
-        users.add(batch.users)
-        items.add(batch.items)
-        times.append(batch.times)
-        rows += len(batch.times)
-        progress("read the log", rows, 0)
-    when = np.concatenate([np.empty(0, np.int64), *times])
-    if not (when != when[:1]).any():
+        user_ids.add(batch.users)
+        numbered_item_ids.add(batch.items)
+        time_batches.append(batch.times)
+        row_count += len(batch.times)
+        progress("read the log", row_count, 0)
+    interaction_times = np.concatenate([np.empty(0, np.int64), *time_batches])
+    if not (interaction_times != interaction_times[:1]).any():
         raise SourceError(
-            f"the log has no times to replay it by: its {rows:,} rows have none, or all the same one; name the column "
-            "in sources.timestamp_column"
+            f"the log has no times to replay it by: its {row_count:,} rows have none, or all the same one; name the "
+            "column in sources.timestamp_column"
         )
-    timed = when != 0
-    return TimedLog.of(users.codes()[0][timed], items.codes()[timed], when[timed]), items.names
+    has_time = interaction_times != 0
+    return TimedLog.of(
+        user_ids.codes()[0][has_time],
+        numbered_item_ids.codes()[has_time],
+        interaction_times[has_time],
+    ), numbered_item_ids.names
 
 
-def cut_before_days(log: TimedLog, days: int) -> int:
-    """Return the start of the last `days` days (UTC) of the log, the last row's day included, in microseconds.
+def cut_before_days(log: TimedLog, day_count: int) -> int:
+    """Return the start of the last `day_count` days (UTC) of the log, the last row's day included, in microseconds.
 
     Raises SourceError if no row is before that.
     """
-    first, last = int(log.times.min()), int(log.times.max())
-    cut = (last // _DAY_US - days + 1) * _DAY_US
-    if first >= cut:
+    first_time_us, last_time_us = int(log.times.min()), int(log.times.max())
+    cut_us = (last_time_us // _DAY_US - day_count + 1) * _DAY_US
+    if first_time_us >= cut_us:
         raise SourceError(
-            f"the log spans {(last - first) / _DAY_US:.1f} days: too short to replay its last {days} and to train on "
-            "what is before; take fewer --days, or a longer log",
-            days=days,
+            f"the log spans {(last_time_us - first_time_us) / _DAY_US:.1f} days: too short to replay its last "
+            f"{day_count} and to train on what is before; take fewer --days, or a longer log",
+            days=day_count,
         )
-    return cut
+    return cut_us
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,7 +181,7 @@ class Targets:
         cls,
         log: TimedLog,
         cut_us: int,
-        ways: Sequence[RefreshStrategy],
+        strategies: Sequence[RefreshStrategy],
         users_max: int,
         rng: np.random.Generator,
     ) -> Self:
@@ -185,11 +189,11 @@ class Targets:
 
         Rows of the same moment do not know each other. Raises SourceError without any target.
         """
-        pairs = log.users * (int(log.items.max(initial=0)) + 1) + log.items
+        user_item_codes = log.users * (int(log.items.max(initial=0)) + 1) + log.items
         is_first = np.zeros(len(log), np.bool_)
-        is_first[np.unique(pairs, return_index=True)[1]] = True
-        rows = np.flatnonzero(is_first & (log.times >= cut_us))
-        active_users = np.unique(log.users[rows])
+        is_first[np.unique(user_item_codes, return_index=True)[1]] = True
+        target_rows = np.flatnonzero(is_first & (log.times >= cut_us))
+        active_users = np.unique(log.users[target_rows])
         if not len(active_users):
             raise SourceError(
                 "nobody in the log did anything new after the cut with an item that was known before: take more "
@@ -197,22 +201,24 @@ class Targets:
             )
         if len(active_users) > users_max:
             active_users = np.sort(rng.choice(active_users, users_max, replace=False))
-            rows = rows[np.isin(log.users[rows], active_users)]
-        users, times = log.users[rows], log.times[rows]
-        distinct, ranks = np.unique(log.times, return_inverse=True)
-        keys = log.users * (len(distinct) + 1) + ranks
+            target_rows = target_rows[np.isin(log.users[target_rows], active_users)]
+        target_users, target_times = log.users[target_rows], log.times[target_rows]
+        distinct_times, time_ranks = np.unique(log.times, return_inverse=True)
+        row_keys = log.users * (len(distinct_times) + 1) + time_ranks
 
         def end(refresh_policy: RefreshStrategy) -> NDArray[np.int64]:
-            cutoff_times = computed_at(times, cut_us, refresh_policy)
-            search_keys = users * (len(distinct) + 1) + distinct.searchsorted(cutoff_times)
-            return np.asarray(keys.searchsorted(search_keys), np.int64)
+            cutoff_times = find_computation_times(target_times, cut_us, refresh_policy)
+            search_keys = target_users * (len(distinct_times) + 1) + distinct_times.searchsorted(
+                cutoff_times
+            )
+            return np.asarray(row_keys.searchsorted(search_keys), np.int64)
 
         return cls(
-            np.searchsorted(active_users, users),
-            log.items[rows],
-            log.users.searchsorted(users),
-            {refresh_policy: end(refresh_policy) for refresh_policy in ways},
-            times - computed_at(times, cut_us, NIGHT),
+            np.searchsorted(active_users, target_users),
+            log.items[target_rows],
+            log.users.searchsorted(target_users),
+            {refresh_policy: end(refresh_policy) for refresh_policy in strategies},
+            target_times - find_computation_times(target_times, cut_us, NIGHT),
         )
 
     def __len__(self) -> int:
@@ -229,7 +235,7 @@ class Targets:
         return np.asarray(self.ends[EVENTS] > self.ends[NIGHT])
 
 
-def computed_at(
+def find_computation_times(
     times: NDArray[np.int64], cut_us: int, refresh_policy: RefreshStrategy
 ) -> NDArray[np.int64]:
     """Return the time before which all rows are included in the lists answered at `times`, microseconds each."""
@@ -239,27 +245,29 @@ def computed_at(
     return cut_us + (times - cut_us) // period_us * period_us
 
 
-def lists_per_day(
+def count_lists_per_day(
     log: TimedLog, cut_us: int, refresh_policy: RefreshStrategy
 ) -> tuple[float, float | None]:
     """Return lists a day after the cut: (of users with changes since their last, of all users, None by events)."""
-    after = log.times >= cut_us
-    days = (int(log.times.max()) + 1 - cut_us) / _DAY_US
-    users, times = log.users[after], log.times[after]
+    is_after_cut = log.times >= cut_us
+    day_count = (int(log.times.max()) + 1 - cut_us) / _DAY_US
+    changed_users, times = log.users[is_after_cut], log.times[is_after_cut]
     periods = (
         times
         if not refresh_policy.period_s
         else (times - cut_us) // (refresh_policy.period_s * MICROSECONDS)
     )
-    order = np.lexsort((periods, users))
-    users, periods = users[order], periods[order]
-    is_new = (users[1:] != users[:-1]) | (periods[1:] != periods[:-1])
-    changed_per_day = (len(users) and 1 + int(is_new.sum())) / days
+    order = np.lexsort((periods, changed_users))
+    changed_users, periods = changed_users[order], periods[order]
+    is_new = (changed_users[1:] != changed_users[:-1]) | (periods[1:] != periods[:-1])
+    changed_per_day = (len(changed_users) and 1 + int(is_new.sum())) / day_count
     if not refresh_policy.period_s:
         return changed_per_day, None
     first_times = np.sort(log.times[np.flatnonzero(np.diff(log.users, prepend=-1))])
-    nights = np.arange(cut_us, int(log.times.max()) + 1, refresh_policy.period_s * MICROSECONDS)
-    return changed_per_day, float(first_times.searchsorted(nights).sum()) / days
+    refresh_times = np.arange(
+        cut_us, int(log.times.max()) + 1, refresh_policy.period_s * MICROSECONDS
+    )
+    return changed_per_day, float(first_times.searchsorted(refresh_times).sum()) / day_count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -280,36 +288,36 @@ class ListModel:
 
     tower: Tower
     scorer: Scorer
-    popular: Scorer
+    popularity_scorer: Scorer
     limit: int
 
     @classmethod
-    def of(cls, bundle: Bundle, popularity: NDArray[np.int64], limit: int) -> Self:
+    def of(cls, bundle: Bundle, popularity: NDArray[np.int64], history_limit: int) -> Self:
         """Open the towers; raise ConfigError for models that need more than a log, or that read no history."""
-        user, item = bundle.user_tower, bundle.item_tower
-        if features := [*user.spec.features, *item.spec.features]:
+        user_tower, item_tower = bundle.user_tower, bundle.item_tower
+        if features := [*user_tower.spec.features, *item_tower.spec.features]:
             raise ConfigError(
                 f"the bundle {bundle.name} takes the feature {features[0].column!r}, which a log of interactions does "
                 "not have: leave --configured-bundle out to replay with the reference model"
             )
-        if user.spec.history is None:
+        if user_tower.spec.history is None:
             raise ConfigError(f"the bundle {bundle.name} reads no history: events change nothing")
         cores = usable_cores()
-        items = Tower.open(item.path, item.spec, threads=cores)
-        (index,) = item.spec.inputs
-        vectors = items.run({index.name: np.arange(bundle.items.count)})
+        open_item_tower = Tower.open(item_tower.path, item_tower.spec, threads=cores)
+        (index_input,) = item_tower.spec.inputs
+        item_vectors = open_item_tower.run({index_input.name: np.arange(bundle.items.count)})
         return cls(
-            Tower.open(user.path, user.spec, threads=cores),
-            Scorer.of(vectors, bundle.metric),
+            Tower.open(user_tower.path, user_tower.spec, threads=cores),
+            Scorer.of(item_vectors, bundle.metric),
             Scorer.of(popularity.astype(np.float32)[:, None]),
-            limit,
+            history_limit,
         )
 
     def top(self, input_histories: Histories, excluded: Histories, k: int) -> NDArray[np.int64]:
         """Return int64 [n, k] of model indices, best first; the items of `excluded` are left out."""
         top_items = np.empty((len(input_histories), k), np.int64)
         has_history = np.diff(input_histories.indptr) > 0
-        known_rows, strangers = np.flatnonzero(has_history), np.flatnonzero(~has_history)
+        known_rows, rows_without_history = np.flatnonzero(has_history), np.flatnonzero(~has_history)
         history = self.tower.spec.history
         assert history is not None  # noqa: S101 - `of` asked
         if len(known_rows):
@@ -321,10 +329,10 @@ class ListModel:
                 }
             )
             top_items[known_rows] = self.scorer.top(vectors, k, excluded.select_rows(known_rows))[0]
-        if len(strangers):
-            constant_vectors = np.ones((len(strangers), 1), np.float32)
-            top_items[strangers] = self.popular.top(
-                constant_vectors, k, excluded.select_rows(strangers)
+        if len(rows_without_history):
+            constant_vectors = np.ones((len(rows_without_history), 1), np.float32)
+            top_items[rows_without_history] = self.popularity_scorer.top(
+                constant_vectors, k, excluded.select_rows(rows_without_history)
             )[0]
         return top_items
 
@@ -339,75 +347,87 @@ def rank_targets(
 ) -> RankedTargets:
     """Compute each list once, however many targets it has; the time is of towers and search."""
     ends = targets.ends[refresh_policy]
-    outs = targets.ends[EVENTS] if refresh_policy.leaves_out else ends
-    lists, list_indices = np.unique(
-        np.stack([targets.starts, ends, outs]), axis=1, return_inverse=True
+    exclusion_ends = targets.ends[EVENTS] if refresh_policy.leaves_out_newer_items else ends
+    list_bounds, list_indices = np.unique(
+        np.stack([targets.starts, ends, exclusion_ends]), axis=1, return_inverse=True
     )
-    order = np.argsort(list_indices, kind="stable")
-    firsts = np.searchsorted(list_indices[order], np.arange(lists.shape[1] + 1))
-    ranks, seconds = np.full(len(targets), -1, np.int64), 0.0
-    for part in _list_chunks(lists[2] - lists[0]):
-        starts, ends, outs = lists[:, part]
-        input_histories, excluded = histories(log, starts, ends), histories(log, starts, outs)
+    targets_by_list = np.argsort(list_indices, kind="stable")
+    first_targets = np.searchsorted(
+        list_indices[targets_by_list], np.arange(list_bounds.shape[1] + 1)
+    )
+    ranks, total_s = np.full(len(targets), -1, np.int64), 0.0
+    for list_slice in _chunk_lists(list_bounds[2] - list_bounds[0]):
+        starts, ends, exclusion_ends = list_bounds[:, list_slice]
+        input_histories, excluded = (
+            group_histories(log, starts, ends),
+            group_histories(log, starts, exclusion_ends),
+        )
         started_at = time.perf_counter()
         top_items = model.top(input_histories, excluded, k)
-        seconds += time.perf_counter() - started_at
-        rows = order[firsts[part.start] : firsts[part.stop]]
-        is_it = top_items[list_indices[rows] - part.start] == targets.items[rows, None]
-        ranks[rows] = np.where(is_it.any(axis=1), is_it.argmax(axis=1), -1)
-        progress(f"replay {refresh_policy.text}", part.stop, lists.shape[1])
-    return RankedTargets(ranks, int((lists[1] > lists[0]).sum()), seconds)
+        total_s += time.perf_counter() - started_at
+        target_rows = targets_by_list[
+            first_targets[list_slice.start] : first_targets[list_slice.stop]
+        ]
+        is_target = (
+            top_items[list_indices[target_rows] - list_slice.start]
+            == targets.items[target_rows, None]
+        )
+        ranks[target_rows] = np.where(is_target.any(axis=1), is_target.argmax(axis=1), -1)
+        progress(f"replay {refresh_policy.text}", list_slice.stop, list_bounds.shape[1])
+    return RankedTargets(ranks, int((list_bounds[1] > list_bounds[0]).sum()), total_s)
 
 
-def seconds_alone(
+def measure_seconds_alone(
     model: ListModel, log: TimedLog, targets: Targets, k: int, rng: np.random.Generator
 ) -> float:
     """Return the median seconds of a list computed alone from all events, with grouping its history; 0 without any."""
-    rows = np.flatnonzero(targets.ends[EVENTS] > targets.starts)
-    drawn = (
-        rng.choice(rows, min(LISTS_TIMED_ALONE, len(rows)), replace=False) if len(rows) else rows
+    target_rows = np.flatnonzero(targets.ends[EVENTS] > targets.starts)
+    sampled_rows = (
+        rng.choice(target_rows, min(LISTS_TIMED_ALONE_MAX, len(target_rows)), replace=False)
+        if len(target_rows)
+        else target_rows
     )
-    spent = []
-    for row in drawn:
+    list_times_s = []
+    for row in sampled_rows:
         starts, ends = targets.starts[[row]], targets.ends[EVENTS][[row]]
         started_at = time.perf_counter()
-        input_histories = histories(log, starts, ends)
+        input_histories = group_histories(log, starts, ends)
         model.top(input_histories, input_histories, k)
-        spent.append(time.perf_counter() - started_at)
-    return median(spent or [0.0])
+        list_times_s.append(time.perf_counter() - started_at)
+    return median(list_times_s or [0.0])
 
 
-def histories(log: TimedLog, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Histories:
+def group_histories(log: TimedLog, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Histories:
     """Return histories of these rows of a log, grouped as in a night: each item once, at its latest position."""
-    lengths = ends - starts
-    owners = np.repeat(np.arange(len(lengths)), lengths)
-    offsets = np.cumsum(lengths) - lengths
-    items = log.items[np.arange(len(owners)) + np.repeat(starts - offsets, lengths)]
-    kept_rows = last_occurrence_mask(owners, items)
-    indptr = np.searchsorted(owners[kept_rows], np.arange(len(lengths) + 1))
-    return Histories(indptr.astype(np.int64), items[kept_rows])
+    row_counts = ends - starts
+    list_indices = np.repeat(np.arange(len(row_counts)), row_counts)
+    offsets = np.cumsum(row_counts) - row_counts
+    item_indices = log.items[np.arange(len(list_indices)) + np.repeat(starts - offsets, row_counts)]
+    kept_rows = last_occurrence_mask(list_indices, item_indices)
+    indptr = np.searchsorted(list_indices[kept_rows], np.arange(len(row_counts) + 1))
+    return Histories(indptr.astype(np.int64), item_indices[kept_rows])
 
 
-def keep_newest_items(input_histories: Histories, limit: int) -> Histories:
-    """Return the last `limit` items of each history."""
-    lengths = np.diff(input_histories.indptr)
-    from_end = np.repeat(input_histories.indptr[1:], lengths) - np.arange(
+def keep_newest_items(input_histories: Histories, items_max: int) -> Histories:
+    """Return the last `items_max` items of each history."""
+    history_lengths = np.diff(input_histories.indptr)
+    places_from_end = np.repeat(input_histories.indptr[1:], history_lengths) - np.arange(
         len(input_histories.indices)
     )
-    kept_lengths = np.minimum(lengths, limit)
+    kept_lengths = np.minimum(history_lengths, items_max)
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept_lengths)])
-    return Histories(indptr, input_histories.indices[from_end <= limit])
+    return Histories(indptr, input_histories.indices[places_from_end <= items_max])
 
 
-def _list_chunks(rows: NDArray[np.int64]) -> Iterator[slice]:
+def _chunk_lists(row_counts: NDArray[np.int64]) -> Iterator[slice]:
     """Yield chunks of lists with at most CHUNK_ROWS rows, at least one list."""
-    ends, start = np.cumsum(rows), 0
-    while start < len(rows):
-        preceding_rows = int(ends[start] - rows[start])
-        stop = int(ends.searchsorted(preceding_rows + CHUNK_ROWS, "right"))
-        stop = min(max(stop, start + 1), start + CHUNK_LISTS)
-        yield slice(start, stop)
-        start = stop
+    cumulative_rows, first_list = np.cumsum(row_counts), 0
+    while first_list < len(row_counts):
+        preceding_rows = int(cumulative_rows[first_list] - row_counts[first_list])
+        end_list = int(cumulative_rows.searchsorted(preceding_rows + CHUNK_ROWS_MAX, "right"))
+        end_list = min(max(end_list, first_list + 1), first_list + CHUNK_LISTS_MAX)
+        yield slice(first_list, end_list)
+        first_list = end_list
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,48 +441,62 @@ class Estimate:
     def to_json(self) -> dict[str, float]:
         """Return a JSON-able form, rounded to five decimals."""
         return {
-            name: round(statistic, 5)
-            for name, statistic in (("value", self.value), ("low", self.low), ("high", self.high))
+            statistic_name: round(statistic, 5)
+            for statistic_name, statistic in (
+                ("value", self.value),
+                ("low", self.low),
+                ("high", self.high),
+            )
         }
 
 
 def bootstrap_means(
-    users: NDArray[np.int64],
+    user_by_row: NDArray[np.int64],
     values: NDArray[np.float64],
-    groups: NDArray[np.bool_],
+    group_masks: NDArray[np.bool_],
     rng: np.random.Generator,
-    rounds: int = BOOTSTRAP_ROUNDS,
+    total_rounds: int = BOOTSTRAP_ROUNDS,
 ) -> list[list[Estimate]]:
-    """Return by group and column the mean of `values` [n, columns] over the rows of `groups` [groups, n].
+    """Return by group and column the mean of `values` [n, columns] over the rows of `group_masks` [groups, n].
 
     A row belongs to one of `users`, numbered from 0; all rows of a user are drawn together, with the same draws for all
     groups and columns (Efron's bootstrap, by clusters). A group has a row at least.
     """
-    count, columns = int(users.max()) + 1, values.shape[1]
-    sums = np.zeros((count, len(groups), columns + 1))
-    for group_index, rows in enumerate(groups):
+    user_count, columns = int(user_by_row.max()) + 1, values.shape[1]
+    sums_by_user = np.zeros((user_count, len(group_masks), columns + 1))
+    for group_index, group_mask in enumerate(group_masks):
         for column in range(columns):
-            sums[:, group_index, column] = np.bincount(users[rows], values[rows, column], count)
-        sums[:, group_index, columns] = np.bincount(users[rows], minlength=count)
-    flat = sums.reshape(count, -1)
-    drawn = np.empty((rounds, len(groups), columns + 1))
-    for start in range(0, rounds, _ROUNDS_AT_ONCE):
-        size = min(_ROUNDS_AT_ONCE, rounds - start)
-        weights = rng.multinomial(count, np.full(count, 1 / count), size).astype(np.float64)
-        drawn[start : start + size] = (weights @ flat).reshape(size, len(groups), -1)
-    means = sums.sum(axis=0)
+            sums_by_user[:, group_index, column] = np.bincount(
+                user_by_row[group_mask], values[group_mask, column], user_count
+            )
+        sums_by_user[:, group_index, columns] = np.bincount(
+            user_by_row[group_mask], minlength=user_count
+        )
+    flat_sums = sums_by_user.reshape(user_count, -1)
+    resampled_sums = np.empty((total_rounds, len(group_masks), columns + 1))
+    for first_round in range(0, total_rounds, _BOOTSTRAP_ROUNDS_AT_ONCE):
+        round_count = min(_BOOTSTRAP_ROUNDS_AT_ONCE, total_rounds - first_round)
+        weights = rng.multinomial(
+            user_count, np.full(user_count, 1 / user_count), round_count
+        ).astype(np.float64)
+        resampled_sums[first_round : first_round + round_count] = (weights @ flat_sums).reshape(
+            round_count, len(group_masks), -1
+        )
+    total_sums = sums_by_user.sum(axis=0)
     with np.errstate(invalid="ignore", divide="ignore"):
-        drawn_means = drawn[..., :columns] / drawn[..., columns:]
+        resampled_means = resampled_sums[..., :columns] / resampled_sums[..., columns:]
     bounds = np.nanquantile(
-        drawn_means, [(1 - INTERVAL_COVERAGE) / 2, (1 + INTERVAL_COVERAGE) / 2], axis=0
+        resampled_means, [(1 - INTERVAL_COVERAGE) / 2, (1 + INTERVAL_COVERAGE) / 2], axis=0
     )
-    value = means[:, :columns] / means[:, columns:]
+    group_means = total_sums[:, :columns] / total_sums[:, columns:]
     return [
         [
-            Estimate(float(value[group_index, column]), *map(float, bounds[:, group_index, column]))
+            Estimate(
+                float(group_means[group_index, column]), *map(float, bounds[:, group_index, column])
+            )
             for column in range(columns)
         ]
-        for group_index in range(len(groups))
+        for group_index in range(len(group_masks))
     ]
 
 
@@ -506,46 +540,48 @@ def replay(
     config: NightConfig, options: ReplayOptions, progress: Progress = quiet
 ) -> FreshnessReport:
     """Replay the last days of the configured log; the same inputs and seed give the same results, except times."""
-    named, names = read_log(config, progress)
-    cut = cut_before_days(named, options.days)
-    of_users, of_means, of_times = np.random.default_rng(options.seed).spawn(3)
-    with _replayed_bundle(config, options, named, names, cut, progress) as bundle:
-        log = named.renamed(bundle.vocabulary.find_positions(as_strings(pa.chunked_array([names]))))
+    full_log, item_ids = read_log(config, progress)
+    cut_us = cut_before_days(full_log, options.days)
+    user_rng, bootstrap_rng, timing_rng = np.random.default_rng(options.seed).spawn(3)
+    with _replayed_bundle(config, options, full_log, item_ids, cut_us, progress) as bundle:
+        log = full_log.renumber_items(
+            bundle.vocabulary.find_positions(as_strings(pa.chunked_array([item_ids])))
+        )
         if not len(log):
             raise SourceError(f"the bundle {bundle.name} knows no item of the log")
-        targets = Targets.of(log, cut, STRATEGIES, options.users, of_users)
-        earlier_items = log.items[log.times < cut]
+        targets = Targets.of(log, cut_us, STRATEGIES, options.users, user_rng)
+        earlier_items = log.items[log.times < cut_us]
         popularity = np.bincount(earlier_items, minlength=bundle.items.count)
         model = ListModel.of(bundle, popularity, config.history_limit)
-        ranked = {
+        ranked_by_strategy = {
             refresh_policy: rank_targets(model, log, targets, refresh_policy, options.k, progress)
             for refresh_policy in STRATEGIES
         }
-        alone = seconds_alone(model, log, targets, options.k, of_times)
-    costs, of_events = [], ranked[EVENTS]
-    batched = of_events.seconds / max(1, of_events.lists)
+        alone_s = measure_seconds_alone(model, log, targets, options.k, timing_rng)
+    costs, ranked_by_events = [], ranked_by_strategy[EVENTS]
+    batched_s = ranked_by_events.seconds / max(1, ranked_by_events.lists)
     for refresh_policy in (
-        policy for policy in STRATEGIES if not policy.leaves_out
+        policy for policy in STRATEGIES if not policy.leaves_out_newer_items
     ):  # else no list is computed
-        changed_per_day, all_per_day = lists_per_day(log, cut, refresh_policy)
+        changed_per_day, all_per_day = count_lists_per_day(log, cut_us, refresh_policy)
         costs.append(
             StrategyCost(
                 refresh_policy,
                 changed_per_day,
                 all_per_day,
-                1e3 * (alone if refresh_policy is EVENTS else batched),
+                1e3 * (alone_s if refresh_policy is EVENTS else batched_s),
             )
         )
-    after = named.times >= cut
+    is_after_cut = full_log.times >= cut_us
     facts = {
-        "users": len(np.unique(named.users)),
-        "items": len(names),
-        "interactions": len(named),
-        "from": _day(named.times.min()),
-        "cut": _day(cut),
-        "until": _day(named.times.max()),
-        "replayed": int(after.sum()),
-        "of_items_unknown_at_the_cut": int(after.sum() - (log.times >= cut).sum()),
+        "users": len(np.unique(full_log.users)),
+        "items": len(item_ids),
+        "interactions": len(full_log),
+        "from": _time_text(full_log.times.min()),
+        "cut": _time_text(cut_us),
+        "until": _time_text(full_log.times.max()),
+        "replayed": int(is_after_cut.sum()),
+        "of_items_unknown_at_the_cut": int(is_after_cut.sum() - (log.times >= cut_us).sum()),
         "users_evaluated": int(targets.users.max()) + 1,
         "model": bundle.name,
         "trained": "as configured" if options.configured_bundle else "on what is before the cut",
@@ -554,10 +590,13 @@ def replay(
         "k": options.k,
         "seed": options.seed,
     }
-    ranks = {
-        refresh_policy: ranked_targets.ranks for refresh_policy, ranked_targets in ranked.items()
+    ranks_by_strategy = {
+        refresh_policy: ranked_targets.ranks
+        for refresh_policy, ranked_targets in ranked_by_strategy.items()
     }
-    return FreshnessReport(facts, tuple(_groups(targets, ranks, of_means)), tuple(costs))
+    return FreshnessReport(
+        facts, tuple(_estimate_groups(targets, ranks_by_strategy, bootstrap_rng)), tuple(costs)
+    )
 
 
 @contextmanager
@@ -565,7 +604,7 @@ def _replayed_bundle(
     config: NightConfig,
     options: ReplayOptions,
     log: TimedLog,
-    names: Any,
+    item_ids: Any,
     cut_us: int,
     progress: Progress,
 ) -> Iterator[Bundle]:
@@ -573,11 +612,11 @@ def _replayed_bundle(
     if options.configured_bundle:
         yield Bundle.open(config.path(config.bundle))
         return
-    earlier = log.only(log.times < cut_us)
-    earlier_items, items = np.unique(earlier.items, return_inverse=True)
-    _, users = np.unique(earlier.users, return_inverse=True)
-    ids = names.take(pa.array(earlier_items))
-    data = ReferenceData(users, items, ids, times=earlier.times)
+    earlier_log = log.only(log.times < cut_us)
+    earlier_items, item_rows = np.unique(earlier_log.items, return_inverse=True)
+    _, user_rows = np.unique(earlier_log.users, return_inverse=True)
+    earlier_item_ids = item_ids.take(pa.array(earlier_items))
+    data = ReferenceData(user_rows, item_rows, earlier_item_ids, times=earlier_log.times)
     shape = None if config.reference.choose else SpectralShape()
     with tempfile.TemporaryDirectory(prefix="larder-freshness-") as folder:
         yield train(
@@ -586,37 +625,55 @@ def _replayed_bundle(
         )  # fmt: skip
 
 
-def _groups(
-    targets: Targets, ranks: Mapping[RefreshStrategy, NDArray[np.int64]], rng: np.random.Generator
+def _estimate_groups(
+    targets: Targets,
+    ranks_by_strategy: Mapping[RefreshStrategy, NDArray[np.int64]],
+    rng: np.random.Generator,
 ) -> Iterator[TargetGroup]:
     """Yield all targets, those with newer events, known and new users', and those by hours since the night."""
-    hours = targets.since_night_us / (HOUR_S * MICROSECONDS)
-    masks = {
+    hours_since_night = targets.since_night_us / (HOUR_S * MICROSECONDS)
+    mask_by_group = {
         "all": np.ones(len(targets), np.bool_),
         "with newer events": targets.has_newer,
         "user known to the night": targets.is_known,
         "user new since the night": ~targets.is_known,
     }
-    for start, end in pairwise(HOUR_BOUNDS):
-        masks[f"{start} to {end} h since the night"] = (hours >= start) & (hours < end)
-    masks = {name: rows for name, rows in masks.items() if rows.any()}
-    hits = np.stack([policy_ranks >= 0 for policy_ranks in ranks.values()], axis=1).astype(
-        np.float64
+    for start_hour, end_hour in pairwise(HOUR_BOUNDS):
+        mask_by_group[f"{start_hour} to {end_hour} h since the night"] = (
+            hours_since_night >= start_hour
+        ) & (hours_since_night < end_hour)
+    mask_by_group = {
+        group_name: group_mask
+        for group_name, group_mask in mask_by_group.items()
+        if group_mask.any()
+    }
+    hits = np.stack(
+        [policy_ranks >= 0 for policy_ranks in ranks_by_strategy.values()], axis=1
+    ).astype(np.float64)
+    discounts = 1 / np.log2(np.maximum(np.stack(list(ranks_by_strategy.values()), axis=1), 0) + 2.0)
+    measures = np.concatenate([hits, hits * discounts, hits - hits[:, :1]], axis=1)
+    group_estimates = bootstrap_means(
+        targets.users, measures, np.stack(list(mask_by_group.values())), rng
     )
-    discounts = 1 / np.log2(np.maximum(np.stack(list(ranks.values()), axis=1), 0) + 2.0)
-    values = np.concatenate([hits, hits * discounts, hits - hits[:, :1]], axis=1)
-    group_estimates = bootstrap_means(targets.users, values, np.stack(list(masks.values())), rng)
-    for (name, rows), means in zip(masks.items(), group_estimates, strict=True):
+    for (group_name, group_mask), estimates in zip(
+        mask_by_group.items(), group_estimates, strict=True
+    ):
         recall, ndcg, gain = (
-            dict(zip(ranks, means[start : start + len(ranks)], strict=True))
-            for start in range(0, 3 * len(ranks), len(ranks))
+            dict(
+                zip(
+                    ranks_by_strategy,
+                    estimates[first_column : first_column + len(ranks_by_strategy)],
+                    strict=True,
+                )
+            )
+            for first_column in range(0, 3 * len(ranks_by_strategy), len(ranks_by_strategy))
         )
         del gain[NIGHT]
-        newer_count = int((rows & targets.has_newer).sum())
-        yield TargetGroup(name, int(rows.sum()), newer_count, recall, ndcg, gain)
+        newer_count = int((group_mask & targets.has_newer).sum())
+        yield TargetGroup(group_name, int(group_mask.sum()), newer_count, recall, ndcg, gain)
 
 
-def _day(time_us: int) -> str:
+def _time_text(time_us: int) -> str:
     return str(np.datetime64(int(time_us), "us").astype("M8[s]"))
 
 
@@ -624,11 +681,18 @@ def command(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any] | list[Table | str]:
     """Run `larder freshness`."""
-    for name, maximum in (("days", 3650), ("k", K_MAX), ("users", 10_000_000), ("seed", 2**32 - 1)):
-        value = getattr(arguments, name)
-        if not (name != "seed") <= value <= maximum:
-            minimum = int(name != "seed")
-            raise ConfigError(f"--{name} is {minimum} to {maximum}, not {value}", field=name)
+    for option_name, maximum in (
+        ("days", 3650),
+        ("k", K_MAX),
+        ("users", 10_000_000),
+        ("seed", 2**32 - 1),
+    ):
+        option_value = getattr(arguments, option_name)
+        if not (option_name != "seed") <= option_value <= maximum:
+            minimum = int(option_name != "seed")
+            raise ConfigError(
+                f"--{option_name} is {minimum} to {maximum}, not {option_value}", field=option_name
+            )
     if arguments.data:
         data = tuple(
             source_path if "://" in source_path else str(Path.cwd() / source_path)
@@ -652,7 +716,7 @@ def report_to_json(report: FreshnessReport) -> dict[str, Any]:
                 "targets": group.targets,
                 "with_newer_events": group.with_newer,
                 **{
-                    measure: {refresh_policy.name: value.to_json() for refresh_policy, value in means.items()}
+                    measure: {refresh_policy.name: estimate.to_json() for refresh_policy, estimate in means.items()}
                     for measure, means in (
                         ("recall", group.recall), ("ndcg", group.ndcg), ("gain", group.gain),
                     )
@@ -675,55 +739,55 @@ def report_to_json(report: FreshnessReport) -> dict[str, Any]:
 
 def report_tables(report: FreshnessReport) -> list[Table | str]:
     """Render a report: all targets by strategy, groups of targets, costs."""
-    facts, everything = report.facts, report.groups[0]
+    facts, all_targets = report.facts, report.groups[0]
     k = facts["k"]
-    log = (
+    log_text = (
         f"{facts['users']:,} users, {facts['items']:,} items, {facts['interactions']:,} interactions from "
         f"{facts['from']} to {facts['until']} UTC; replayed from {facts['cut']} on: {facts['replayed']:,}, of which "
         f"{facts['of_items_unknown_at_the_cut']:,} with items that were not known yet."
     )
-    model = (
+    model_text = (
         f"{escape(facts['model'])}, {facts['dims']} dimensions, trained {facts['trained']}. To be found are "
-        f"{everything.targets:,} items that {facts['users_evaluated']:,} users took up, {everything.with_newer:,} of "
+        f"{all_targets.targets:,} items that {facts['users_evaluated']:,} users took up, {all_targets.with_newer:,} of "
         "them after something else since the night."
     )
-    by_way = _number_table(
+    strategy_table = _number_table(
         "lists by", f"recall@{k}", "95 %", f"NDCG@{k}", "95 %", "more than nights", "95 %"
     )
     for refresh_policy in STRATEGIES:
-        gain = (everything.gain[refresh_policy],) if refresh_policy in everything.gain else ()
-        means = (everything.recall[refresh_policy], everything.ndcg[refresh_policy], *gain)
-        by_way.add_row(
+        gain = (all_targets.gain[refresh_policy],) if refresh_policy in all_targets.gain else ()
+        means = (all_targets.recall[refresh_policy], all_targets.ndcg[refresh_policy], *gain)
+        strategy_table.add_row(
             refresh_policy.text, *(text for estimate in means for text in _estimate_texts(estimate))
         )
-    groups = _number_table(
+    group_table = _number_table(
         "items taken up", "number", "newer events", *(refresh_policy.text for refresh_policy in STRATEGIES),
         "events more than nights", "95 %",
     )  # fmt: skip
     for group in report.groups:
         recalls = (f"{group.recall[refresh_policy].value:.4f}" for refresh_policy in STRATEGIES)
         newer_percentage = f"{group.with_newer / group.targets:.0%}"
-        groups.add_row(
+        group_table.add_row(
             group.name,
             f"{group.targets:,}",
             newer_percentage,
             *recalls,
             *_estimate_texts(group.gain[EVENTS]),
         )
-    costs = _number_table(
+    cost_table = _number_table(
         "lists by", "lists a day, where inputs changed", "of all users", "ms a list", "s a day"
     )
     for cost in report.costs:
         all_lists_text = "" if cost.all_per_day is None else f"{cost.all_per_day:,.0f}"
-        costs.add_row(
+        cost_table.add_row(
             cost.strategy.text, f"{cost.changed_per_day:,.0f}", all_lists_text, f"{cost.list_ms:.3f}",
             f"{cost.seconds_per_day:,.1f}",
         )  # fmt: skip
-    return [log, model, by_way, f"Recall@{k} of parts:", groups, costs]
+    return [log_text, model_text, strategy_table, f"Recall@{k} of parts:", group_table, cost_table]
 
 
-def _number_table(first: str, *numbers: str) -> Table:
-    table = Table(first, *numbers)
+def _number_table(first_header: str, *number_headers: str) -> Table:
+    table = Table(first_header, *number_headers)
     for column in table.columns[1:]:
         column.justify = "right"
     return table

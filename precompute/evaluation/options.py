@@ -20,20 +20,20 @@ class ReplayOptions:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    default = ReplayOptions()
+    default_options = ReplayOptions()
     command.add_argument(
         "--data", nargs="+", metavar="FILE",
         help="the log, in place of sources.interactions; its columns are those of [sources]",
     )  # fmt: skip
-    for name, text in (
+    for option_name, help_text in (
         ("days", "days (UTC) of the log's end that are replayed; the model knows what is before"),
         ("k", "length of the lists"),
         ("users", "users who are replayed, drawn where more did something new"),
         ("seed", "seed of the model, of the users drawn and of the intervals"),
     ):
         command.add_argument(
-            f"--{name}", type=int, metavar="N", default=getattr(default, name),
-            help=f"{text} (default: %(default)s)",
+            f"--{option_name}", type=int, metavar="N", default=getattr(default_options, option_name),
+            help=f"{help_text} (default: %(default)s)",
         )  # fmt: skip
     command.add_argument(
         "--configured-bundle", action="store_true",

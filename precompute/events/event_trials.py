@@ -23,7 +23,7 @@ from precompute.config.settings import NightConfig
 from precompute.events.files import EventValues, brought_vectors, counted_behind
 from precompute.partitions.catalogue import feature_inputs
 from precompute.partitions.night_input import NightValues
-from precompute.scoring.towers import bind
+from precompute.scoring.towers import bind_inputs
 from precompute.sources.columns import Ids, UnusableMaskByReason, as_rows
 from precompute.sources.erasures import ErasedEntities
 from precompute.sources.features import (
@@ -227,8 +227,8 @@ class _Trial:
             np.logical_and.reduce([feature_values.usable for feature_values in read.values()])
         )
         first = np.zeros(len(rows), np.int64)
-        inputs = bind(
-            spec, histories=Histories(np.arange(len(rows) + 1), first), index=first,
+        inputs = bind_inputs(
+            spec, histories=Histories(np.arange(len(rows) + 1), first), item_indices=first,
             features={name: feature_values.numbers[rows] for name, feature_values in read.items()},
         )  # fmt: skip
         return rows, *run_apart(self.tower, inputs)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from precompute.bundles.bundle import Bundle
     from precompute.config.settings import NightConfig
     from precompute.gates.evidence.candidate import Gate
-    from precompute.gates.evidence.evidence import AllowedByManifest
+    from precompute.gates.evidence.evidence import FindAllowedItems
     from precompute.partitions.night_input import FurtherInput, TakenEvents
     from precompute.releases.release_log import Releases
     from precompute.reuse.prior import PriorIndex
@@ -171,10 +171,10 @@ def scoring_hooks() -> ScoringHooks:
     from precompute.filters.item_attributes import allowed_items
     from precompute.scoring.scorers import ScoringHooks
 
-    return ScoringHooks(allowed_items=(allowed_items,), prior=prior_index().open)
+    return ScoringHooks(allowed_items=(allowed_items,), open_prior=prior_index().open)
 
 
-def allowed_by_manifest() -> tuple[AllowedByManifest, ...]:
+def allowed_by_manifest() -> tuple[FindAllowedItems, ...]:
     """Return the functions of masks of allowed items, which gates compute from the manifest."""
     from precompute.filters.item_attributes import allowed_by_manifest as by_filters
 

@@ -132,19 +132,22 @@ MIB: Final = 1 << 20
 READ_PASSES: Final = 3
 """Passes over all bytes: files against their checksums, records one by one, pages in Redis."""
 
-FILES: Final = "files"
+FILES_RULE: Final = "files"
 """The rule that every file is as the manifest states: where it fails nothing can be opened."""
 
-OPENS: Final = "opens"
+OPENS_RULE: Final = "opens"
 """The rule that the generation can be opened."""
 
-LIVE_FILES: Final = "live_files"
+LIVE_FILES_RULE: Final = "live_files"
 """The rule that the live generation's own manifest is there to be compared with."""
 
-INTEGRITY: Final = frozenset(gate.rule for gate in GATES if gate.is_integrity) | {FILES, OPENS}
+INTEGRITY_RULES: Final = frozenset(gate.rule for gate in GATES if gate.is_integrity) | {
+    FILES_RULE,
+    OPENS_RULE,
+}
 """Rules that detect invalid data, which cannot be overridden."""
 
-UNANSWERED: Final = (
+UNANSWERED_ERRORS: Final = (
     redis.exceptions.RedisError,
     redis.exceptions.RedisClusterException,
     TierUnavailable,
@@ -154,13 +157,15 @@ UNANSWERED: Final = (
 )
 """Errors of Redis, the store, a disk or this host when they do not answer; they say nothing of the generation."""
 
-OVERRIDABLE: Final = frozenset(gate.rule for gate in GATES if not gate.is_integrity) | {LIVE_FILES}
+OVERRIDABLE_RULES: Final = frozenset(gate.rule for gate in GATES if not gate.is_integrity) | {
+    LIVE_FILES_RULE
+}
 """Rules that detect unusual data: a person may know why it is right."""
 
-NO_ERROR: Final = "no error"
+NO_ERROR_THRESHOLD: Final = "no error"
 """Threshold of a gate that failed by an error of Larder's own, which is its value."""
 
-_PACKAGES: Final = ("cache", "precompute")
+_LARDER_PACKAGES: Final = ("cache", "precompute")
 """Packages whose code gates run."""
 
 
@@ -196,29 +201,29 @@ def run_gates(
     Raises GateRaised for the first gate with an error, once all others were asked. The verdicts yielded before either
     error stand, and the caller decides by them.
     """
-    started = timer()
-    raised: GateRaised | None = None
+    start_s = timer()
+    first_raised_error: GateRaised | None = None
     if limits is None:
         limits = TimeLimits(candidate.thresholds.timeout_s, candidate.thresholds.total_timeout_s)
     for gate in gates:
-        left_s = limits.total_s - (timer() - started)
+        remaining_s = limits.total_s - (timer() - start_s)
         try:
-            yield run_gate(gate, candidate, min(limits.gate_s, left_s))
+            yield run_gate(gate, candidate, min(limits.gate_s, remaining_s))
         except GateRaised as error:
-            raised = raised or error
-    if raised is not None:
-        raise raised
+            first_raised_error = first_raised_error or error
+    if first_raised_error is not None:
+        raise first_raised_error
 
 
 def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
     """Verdict of one gate, run with a Redis connection of its own, of which nothing is left when its time is over."""
-    leash = GateConnections()
-    client = another(candidate.control.client, partial(GateConnectionPool, leash))
-    own_candidate = replace(candidate, control=Control(client, candidate.control.keys))
+    gate_connections = GateConnections()
+    client = another(candidate.control.client, partial(GateConnectionPool, gate_connections))
+    gate_candidate = replace(candidate, control=Control(client, candidate.control.keys))
     try:
-        return run_within(gate.rule, lambda: gate(own_candidate), timeout_s)
+        return run_within(gate.rule, lambda: gate(gate_candidate), timeout_s)
     finally:
-        leash.end()
+        gate_connections.end()
 
 
 def run_within(rule: str, judge: Callable[[], Measurement], timeout_s: float) -> Verdict:
@@ -228,14 +233,14 @@ def run_within(rule: str, judge: Callable[[], Measurement], timeout_s: float) ->
     """
     if timeout_s <= 0:
         raise _not_judged(rule, "the time for all gates was over before it")
-    answered: queue.SimpleQueue[Verdict | NotJudged] = queue.SimpleQueue()
+    verdict_queue: queue.SimpleQueue[Verdict | NotJudged] = queue.SimpleQueue()
     # A daemon, not a pool: the program's exit would wait for a pool's thread, and so for a gate that hangs.
     thread = threading.Thread(
-        target=lambda: answered.put(_judge(rule, judge)), name=f"gate-{rule}", daemon=True
+        target=lambda: verdict_queue.put(_judge(rule, judge)), name=f"gate-{rule}", daemon=True
     )
     thread.start()
     try:
-        verdict_or_error = answered.get(timeout=timeout_s)
+        verdict_or_error = verdict_queue.get(timeout=timeout_s)
     except queue.Empty:
         raise _not_judged(rule, f"it timed out after {timeout_s:,.3g} seconds") from None
     if isinstance(verdict_or_error, NotJudged):
@@ -245,7 +250,7 @@ def run_within(rule: str, judge: Callable[[], Measurement], timeout_s: float) ->
 
 def _judge(rule: str, judge: Callable[[], Measurement]) -> Verdict | NotJudged:
     try:
-        return judge().under(rule)
+        return judge().to_verdict(rule)
     except NotJudged as error:
         return error
     except Exception as error:
@@ -254,28 +259,29 @@ def _judge(rule: str, judge: Callable[[], Measurement]) -> Verdict | NotJudged:
             not_judged.__cause__ = error
             return not_judged
         if isinstance(error, LarderError):
-            return Verdict(rule, False, error.code, NO_ERROR, error.message)
+            return Verdict(rule, False, error.code, NO_ERROR_THRESHOLD, error.message)
         if isinstance(error, FileNotFoundError):
-            return Verdict(rule, False, type(error).__name__, NO_ERROR, str(error))
-        raised = GateRaised(
+            return Verdict(rule, False, type(error).__name__, NO_ERROR_THRESHOLD, str(error))
+        gate_raised = GateRaised(
             f"{rule} could not be judged, so nothing is refused and nothing published: it raised "
-            f"{type(error).__name__}: {error} ({_where(error)}); run `larder verify` again. If it says the same, what "
-            "the gate reads is damaged, or the gate has a defect: begin the night again, and report this line",
+            f"{type(error).__name__}: {error} ({_locate_error(error)}); run `larder verify` again. If it says "
+            "the same, what the gate reads is damaged, or the gate has a defect: begin the night again, and "
+            "report this line",
             rule=rule,
         )
-        raised.__cause__ = error
-        return raised
+        gate_raised.__cause__ = error
+        return gate_raised
 
 
-def _where(error: Exception) -> str:
+def _locate_error(error: Exception) -> str:
     """The innermost line of Larder's own through which an error came: module, line and function."""
     location = "nowhere"
     for frame in traceback.extract_tb(error.__traceback__):
-        below = Path(frame.filename).parts
-        if package_indices := [index for index, name in enumerate(below) if name in _PACKAGES]:
-            location = (
-                f"{'/'.join(below[package_indices[-1] :])}, line {frame.lineno}, in {frame.name}"
-            )
+        path_parts = Path(frame.filename).parts
+        if package_indices := [
+            index for index, part_name in enumerate(path_parts) if part_name in _LARDER_PACKAGES
+        ]:
+            location = f"{'/'.join(path_parts[package_indices[-1] :])}, line {frame.lineno}, in {frame.name}"
     return location
 
 
@@ -285,7 +291,7 @@ def is_unanswered(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, FileNotFoundError):
             return False
-        has_unanswered |= isinstance(error, UNANSWERED)
+        has_unanswered |= isinstance(error, UNANSWERED_ERRORS)
         error = error.__cause__
     return has_unanswered
 
@@ -298,7 +304,7 @@ def _not_judged(rule: str, reason: str) -> NotJudged:
     )
 
 
-def asked_of(manifest: Manifest) -> tuple[Gate, ...]:
+def applicable_gates(manifest: Manifest) -> tuple[Gate, ...]:
     """Return the gates that apply to a generation: without interactions, not those that compare answers with them."""
     if not manifest.facts.get(WITHOUT_INTERACTIONS):
         return GATES
@@ -307,21 +313,26 @@ def asked_of(manifest: Manifest) -> tuple[Gate, ...]:
 
 def demand_overridable(rule: str) -> None:
     """Raises Refused for a rule that protects integrity, or that is none."""
-    if rule in INTEGRITY:
+    if rule in INTEGRITY_RULES:
         raise Refused(
             f"{rule} protects integrity and cannot be overridden: repair the generation", rule=rule
         )
-    if rule not in OVERRIDABLE:
+    if rule not in OVERRIDABLE_RULES:
         raise Refused(
-            f"there is no rule {rule!r}; known are {', '.join(sorted(OVERRIDABLE))}", rule=rule
+            f"there is no rule {rule!r}; known are {', '.join(sorted(OVERRIDABLE_RULES))}",
+            rule=rule,
         )
 
 
-def overridden(verdicts: Sequence[Verdict], reasons: Mapping[str, str]) -> list[Verdict]:
+def apply_overrides(
+    verdicts: Sequence[Verdict], override_reasons: Mapping[str, str]
+) -> list[Verdict]:
     """The verdicts, failures that may be and were overridden let pass with the reason."""
     return [
-        replace(verdict, passed=True, overridden=reasons[verdict.rule])
-        if not verdict.passed and verdict.rule in reasons and verdict.rule in OVERRIDABLE
+        replace(verdict, passed=True, overridden=override_reasons[verdict.rule])
+        if not verdict.passed
+        and verdict.rule in override_reasons
+        and verdict.rule in OVERRIDABLE_RULES
         else verdict
         for verdict in verdicts
     ]
@@ -344,24 +355,24 @@ class GateConnections:
 class GateConnectionPool(redis.ConnectionPool):
     """Connections of one gate to one server."""
 
-    def __init__(self, leash: GateConnections, **settings: Any) -> None:
-        self._leash = leash
+    def __init__(self, gate_connections: GateConnections, **settings: Any) -> None:
+        self._gate_connections = gate_connections
         super().__init__(**settings)
-        leash.pools.append(self)
+        gate_connections.pools.append(self)
 
     def get_connection(self, *arguments: Any, **named: Any) -> Any:
         """Raises ConnectionError once the gate's time is over."""
-        self._demand_time(None)
+        self._demand_time_left(None)
         return super().get_connection(*arguments, **named)
 
     def make_connection(self) -> Any:
         """A connection that does not come back by itself once the gate's time is over."""
         connection = super().make_connection()
-        connection.register_connect_callback(self._demand_time)  # type: ignore[no-untyped-call]
+        connection.register_connect_callback(self._demand_time_left)  # type: ignore[no-untyped-call]
         return connection
 
-    def _demand_time(self, connection: Any) -> None:
-        if self._leash.is_over:
+    def _demand_time_left(self, connection: Any) -> None:
+        if self._gate_connections.is_over:
             if connection is not None:
                 connection.disconnect()
             raise redis.exceptions.ConnectionError("the gate's time is over")

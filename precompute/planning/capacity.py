@@ -30,7 +30,7 @@ class RedisNode:
     name: str
     page_share: float
     limit_bytes: int
-    limit_is: str
+    limit_source: str
     other_bytes: int = 0
 
 
@@ -47,58 +47,60 @@ class CapacityLimits:
     arms: tuple[ArmRoom, ...] = ()
 
 
-def verdicts(
+def judge_capacity(
     limits: CapacityLimits,
     thresholds: GateThresholds,
     *,
-    generations: int,
+    generation_count: int,
     redis_bytes: float,
     mapped_bytes: int,
     disk_bytes: int,
 ) -> list[Verdict]:
     """Verdicts on each node, then the host's memory and disk; sizes are of one generation, of which so many coexist."""
-    nodes = [
+    node_measurements = [
         redis_room(
-            node.name, node.other_bytes + round(generations * redis_bytes * node.page_share),
-            node.limit_bytes, f"{node.limit_is}, for {generations} generations", thresholds.redis_headroom,
+            node.name, node.other_bytes + round(generation_count * redis_bytes * node.page_share),
+            node.limit_bytes, f"{node.limit_source}, for {generation_count} generations", thresholds.redis_headroom,
         )
         for node in limits.nodes
     ]  # fmt: skip
-    memory = memory_room(
-        limits.memory_bytes, mapped_bytes, thresholds.memory_headroom, generations=generations,
-        arms_bytes=sum_mapped_bytes(limits.arms, generations),
+    memory_measurement = memory_room(
+        limits.memory_bytes, mapped_bytes, thresholds.memory_headroom, generation_count=generation_count,
+        arms_bytes=sum_mapped_bytes(limits.arms, generation_count),
     )  # fmt: skip
-    disk = disk_room(
-        limits.disk_bytes, disk_bytes, thresholds.disk_headroom, generations=generations
+    disk_measurement = disk_room(
+        limits.disk_bytes, disk_bytes, thresholds.disk_headroom, generation_count=generation_count
     )
-    gate_measurements = [(redis_headroom, node_measured) for node_measured in nodes]
-    gate_measurements += [(memory_headroom, memory), (disk_headroom, disk)]
-    return [measured.under(gate.rule) for gate, measured in gate_measurements]
+    gate_measurements = [
+        (redis_headroom, node_measurement) for node_measurement in node_measurements
+    ]
+    gate_measurements += [(memory_headroom, memory_measurement), (disk_headroom, disk_measurement)]
+    return [measurement.to_verdict(gate.rule) for gate, measurement in gate_measurements]
 
 
 def demand_room(capacity_verdicts: list[Verdict]) -> None:
     """Raises Refused naming all that does not fit; rule, value and threshold are the first one's."""
-    failed = [verdict for verdict in capacity_verdicts if not verdict.passed]
-    if failed:
-        first = failed[0]
-        text = "; ".join(
+    failed_verdicts = [verdict for verdict in capacity_verdicts if not verdict.passed]
+    if failed_verdicts:
+        first_failed = failed_verdicts[0]
+        failures_text = "; ".join(
             f"{verdict.rule} {verdict.value} against {verdict.threshold}: {verdict.note}"
-            for verdict in failed
+            for verdict in failed_verdicts
         )
         raise Refused(
-            f"the generations of a night at its peak would not fit: {text}",
-            rule=first.rule,
-            value=first.value,
-            threshold=first.threshold,
+            f"the generations of a night at its peak would not fit: {failures_text}",
+            rule=first_failed.rule,
+            value=first_failed.value,
+            threshold=first_failed.threshold,
         )
 
 
-def limits_of(
+def find_limits(
     config: NightConfig,
     *,
     record_bytes: int,
     redis_gb: float | None = None,
-    nodes: int | None = None,
+    stated_nodes: int | None = None,
     host_gb: float | None = None,
     disk_gb: float | None = None,
 ) -> CapacityLimits:
@@ -106,46 +108,53 @@ def limits_of(
 
     Room taken by this namespace's own generations counts as free: the planned ones would take their place.
     """
-    folder = config.store().local("")
-    own_disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    store_folder = config.store().local("")
+    stored_bytes = sum(path.stat().st_size for path in store_folder.rglob("*") if path.is_file())
     arms: tuple[ArmRoom, ...] = ()
-    stated_bytes = None if redis_gb is None else round(redis_gb * GB)
-    if stated_bytes is not None or not config.redis_url:
-        count = nodes or 1
-        limit, limit_source = (
+    stated_redis_bytes = None if redis_gb is None else round(redis_gb * GB)
+    if stated_redis_bytes is not None or not config.redis_url:
+        node_count = stated_nodes or 1
+        limit_bytes, limit_source = (
             (memory_available_bytes(), "this host's free memory")
-            if stated_bytes is None
-            else (stated_bytes, "as given")
+            if stated_redis_bytes is None
+            else (stated_redis_bytes, "as given")
         )
-        every = tuple(
+        redis_nodes = tuple(
             RedisNode(
-                "primary" if count == 1 else f"primary {number + 1}", 1 / count, limit, limit_source
+                "primary" if node_count == 1 else f"primary {node_index + 1}",
+                1 / node_count,
+                limit_bytes,
+                limit_source,
             )
-            for number in range(count)
+            for node_index in range(node_count)
         )
     else:
-        every, arms = _nodes(config, record_bytes)
+        redis_nodes, arms = _read_nodes(config, record_bytes)
     return CapacityLimits(
-        every,
+        redis_nodes,
         memory_available_bytes() if host_gb is None else round(host_gb * GB),
-        disk_free_bytes(folder) + own_disk if disk_gb is None else round(disk_gb * GB),
+        disk_free_bytes(store_folder) + stored_bytes if disk_gb is None else round(disk_gb * GB),
         arms,
     )
 
 
-def _nodes(
+def _read_nodes(
     config: NightConfig, record_bytes: int
 ) -> tuple[tuple[RedisNode, ...], tuple[ArmRoom, ...]]:
     with connect(config.redis_url, config.redis_timeout_s) as client:
         control, share_by_node = Control(client, config.keyspace()), compute_keyspace_shares(client)
         own_bytes, arms = held_bytes(config.store(), control), arms_room(config, client)
-        growth = sum(arm.growth_bytes(generations_at_peak(config.keep)) for arm in arms)
+        arm_growth_bytes = sum(arm.growth_bytes(generations_at_peak(config.keep)) for arm in arms)
         nodes = []
-        for name, server in masters(client).items():
-            own_node_bytes = own_bytes * share_by_node[name]
-            used = unevictable_bytes(
+        for node_name, server in masters(client).items():
+            own_node_bytes = own_bytes * share_by_node[node_name]
+            used_bytes = unevictable_bytes(
                 control, server, pages_bytes=own_node_bytes, record_bytes=record_bytes
             )
-            other_bytes = max(0, round(used - own_node_bytes + growth * share_by_node[name]))
-            nodes.append(RedisNode(name, share_by_node[name], *memory_limit(server), other_bytes))
+            other_bytes = max(
+                0, round(used_bytes - own_node_bytes + arm_growth_bytes * share_by_node[node_name])
+            )
+            nodes.append(
+                RedisNode(node_name, share_by_node[node_name], *memory_limit(server), other_bytes)
+            )
         return tuple(nodes), arms

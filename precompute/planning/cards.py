@@ -25,12 +25,12 @@ class ListCost:
     """Share of a list's time that grows with the number of items; the remaining time is the same for each user."""
 
     @property
-    def growing_s(self) -> float:
+    def item_dependent_s(self) -> float:
         """Seconds of a list spent on a million items."""
         return self.item_share / self.users_per_s
 
     @property
-    def steady_s(self) -> float:
+    def constant_s(self) -> float:
         """Seconds of a list that do not depend on the number of items."""
         return (1 - self.item_share) / self.users_per_s
 
@@ -79,25 +79,29 @@ class Card:
     """Measured rates of one kind of GPU."""
 
     name: str
-    lists: tuple[ListCost, ListCost]
+    list_costs: tuple[ListCost, ListCost]
     """Costs with few and with many dimensions; other numbers of dimensions are interpolated on a line."""
-    shard: ShardCost | None = None
+    shard_cost: ShardCost | None = None
 
-    def list_seconds(self, items: int, dims: int) -> float:
+    def list_seconds(self, item_count: int, dims: int) -> float:
         """Return the seconds of one user's list: a part that grows with items and a constant one, linear in dims."""
-        low_dims_cost, high_dims_cost = self.lists
-        reach = (dims - low_dims_cost.dims) / (high_dims_cost.dims - low_dims_cost.dims)
-        by_items = (
-            _on_line(low_dims_cost.growing_s, high_dims_cost.growing_s, reach)
-            * items
+        low_dims_cost, high_dims_cost = self.list_costs
+        dims_position = (dims - low_dims_cost.dims) / (high_dims_cost.dims - low_dims_cost.dims)
+        item_dependent_s = (
+            _interpolate(
+                low_dims_cost.item_dependent_s, high_dims_cost.item_dependent_s, dims_position
+            )
+            * item_count
             / MEASURED_ITEMS
         )
-        return by_items + _on_line(low_dims_cost.steady_s, high_dims_cost.steady_s, reach)
+        return item_dependent_s + _interpolate(
+            low_dims_cost.constant_s, high_dims_cost.constant_s, dims_position
+        )
 
-    def night(self, users: int, items: int, dims: int, k: int) -> CardForecast:
+    def forecast_night(self, users: int, items: int, dims: int, k: int) -> CardForecast:
         """Forecast the lists, and the steps up to their pages if those were measured."""
         topk_s = users * self.list_seconds(items, dims)
-        shard = self.shard
+        shard = self.shard_cost
         return CardForecast(
             self.name, users, items, dims, k, users / topk_s, topk_s,
             None if shard is None else users / shard.begin_users_per_s,
@@ -106,9 +110,9 @@ class Card:
             self._notes(items, dims, k),
         )  # fmt: skip
 
-    def how(self, k: int) -> str:
+    def rate_in_words(self, k: int) -> str:
         """Return the row of the table that a rate comes from, in words."""
-        low_dims_cost = self.lists[0]
+        low_dims_cost = self.list_costs[0]
         text = (
             f"one {self.name} did {low_dims_cost.users_per_s:,} users/s with {MEASURED_ITEMS:,} items of "
             f"{low_dims_cost.dims}, "
@@ -116,33 +120,33 @@ class Card:
         )
         return text if k == MEASURED_K else f"{text} (not {k})"
 
-    def _notes(self, items: int, dims: int, k: int) -> tuple[str, ...]:
-        low_dims_cost, high_dims_cost = self.lists
-        notes = [self.how(MEASURED_K)]
+    def _notes(self, item_count: int, dims: int, k: int) -> tuple[str, ...]:
+        low_dims_cost, high_dims_cost = self.list_costs
+        notes = [self.rate_in_words(MEASURED_K)]
         if k != MEASURED_K:
             notes.append(f"lists of {k} were not measured: they count as lists of {MEASURED_K}")
         if not low_dims_cost.dims <= dims <= high_dims_cost.dims:
             notes.append(
                 f"{dims} dimensions lie beyond the {low_dims_cost.dims} to {high_dims_cost.dims} that were measured"
             )
-        if items != MEASURED_ITEMS:
+        if item_count != MEASURED_ITEMS:
             notes.append(
-                f"{items:,} items are extrapolated from {MEASURED_ITEMS:,}: {low_dims_cost.item_share:.0%} of a list's "
-                "time "
+                f"{item_count:,} items are extrapolated from {MEASURED_ITEMS:,}: {low_dims_cost.item_share:.0%} of a "
+                "list's time "
                 "grows with them"
             )
-        if self.shard is not None:
+        if self.shard_cost is not None:
             notes.append(
-                f"partition, item vectors and pages: with {self.shard.cores} cores and "
-                f"{self.shard.interactions_per_user} interactions a user; assembling, index, load and checks, and "
+                f"partition, item vectors and pages: with {self.shard_cost.cores} cores and "
+                f"{self.shard_cost.interactions_per_user} interactions a user; assembling, index, load and checks, and "
                 "compiling kernels for the first time, are not counted"
             )
         return tuple(notes)
 
 
-def _on_line(first: float, second: float, reach: float) -> float:
+def _interpolate(first: float, second: float, position: float) -> float:
     """Interpolate on the line through `first` at 0 and `second` at 1; at least a tenth of the first."""
-    return max(first + reach * (second - first), first / 10)
+    return max(first + position * (second - first), first / 10)
 
 
 CARDS: Mapping[str, Card] = {
@@ -155,23 +159,25 @@ CARDS: Mapping[str, Card] = {
 """Measured cards by the name of their results' files."""
 
 
-def find_card(name: str, cards: Mapping[str, Card] = CARDS) -> Card:
+def find_card(card_name_or_prefix: str, cards: Mapping[str, Card] = CARDS) -> Card:
     """Return the card of a name, with or without the maker's, or with a unique prefix of it.
 
     Raises ConfigError for others, with the known ones.
     """
-    normalized_name = "-".join(name.lower().replace("-", " ").split()).removeprefix("nvidia-")
+    normalized_name = "-".join(card_name_or_prefix.lower().replace("-", " ").split()).removeprefix(
+        "nvidia-"
+    )
     if normalized_name in cards:
         return cards[normalized_name]
-    longer = [
+    matching_names = [
         card_name
         for card_name in cards
         if normalized_name and card_name.startswith(f"{normalized_name}-")
     ]
-    if len(longer) == 1:
-        return cards[longer[0]]
+    if len(matching_names) == 1:
+        return cards[matching_names[0]]
     raise ConfigError(
-        f"there are no rates of a card {name!r}: measured were {', '.join(sorted(cards))} (a bench on another card is "
-        "`make gpu`; without --card a GPU of this machine is tried)",
-        card=name,
+        f"there are no rates of a card {card_name_or_prefix!r}: measured were {', '.join(sorted(cards))} (a bench on "
+        "another card is `make gpu`; without --card a GPU of this machine is tried)",
+        card=card_name_or_prefix,
     )

@@ -22,22 +22,22 @@ from precompute.partitions.catalogue import open_items
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
 from precompute.planning.sizes import NightShape, Pages
-from precompute.planning.trial import SEARCHED_USERS, Trial, timed
+from precompute.planning.trial import SEARCHED_USERS, Trial, measure_time
 from precompute.scoring.shard_work import ShardWork
 from precompute.scoring.user_reading import read_users
 
 SHORT_LIST_ITEMS: Final = 10
 """Items of a short list, such as one page of an application, which is costed besides the full list."""
-_SEARCHES: Final = 64
-_READS: Final = 200
+_SEARCH_COUNT: Final = 64
+_READ_COUNT: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
 class FilterCost:
     """Cost of a table of lists under a named filter; shares are of a sample's lists, seconds of processors.
 
-    `cut` is the share of lists of which fewer pass than they hold, so that a lookup of all of it is searched by
-    vectors; `cut_few` that of lists of which fewer than ten pass.
+    `short_share` is the share of lists of which fewer pass than they hold, so that a lookup of all of it is searched by
+    vectors; `short_share_at_ten` that of lists of which fewer than ten pass.
     """
 
     name: str
@@ -46,15 +46,17 @@ class FilterCost:
     pages: int
     redis_bytes: int
     night_s: float
-    cut: float
-    cut_few: float
+    short_share: float
+    short_share_at_ten: float
     search_s: float
     read_s: float
 
     @property
-    def pays_from(self) -> float:
+    def pays_from_lookups(self) -> float:
         """Number of lookups a day, of a full list, from which making it takes less than searching; else infinity."""
-        spared_s = self.cut * (self.search_s + self.read_s)  # the search reads a vector first
+        spared_s = self.short_share * (
+            self.search_s + self.read_s
+        )  # the search reads a vector first
         return self.night_s / spared_s if spared_s > 0 else math.inf
 
     def to_json(self) -> dict[str, Any]:
@@ -66,19 +68,21 @@ class FilterCost:
             "pages": self.pages,
             "redis_bytes": self.redis_bytes,
             "night_cpu_s": self.night_s,
-            "short_lists": self.cut,
-            f"short_lists_at_{SHORT_LIST_ITEMS}": self.cut_few,
+            "short_lists": self.short_share,
+            f"short_lists_at_{SHORT_LIST_ITEMS}": self.short_share_at_ten,
             "search_s": self.search_s,
             "read_s": self.read_s,
-            "pays_from_lookups_a_day": None if math.isinf(self.pays_from) else self.pays_from,
+            "pays_from_lookups_a_day": None
+            if math.isinf(self.pays_from_lookups)
+            else self.pays_from_lookups,
         }
 
 
-Sampled = tuple[NDArray[np.float32], Histories]
+SampledVectors = tuple[NDArray[np.float32], Histories]
 """Vectors float32 [n, dims] of sampled entities, and the exclusions of each."""
 
 
-def filter_costs(
+def measure_filter_costs(
     trial: Trial, shape: NightShape, client: "redis.Redis", page_costs: Mapping[int, float]
 ) -> list[FilterCost]:
     """Return the costs of each declared filter for each table of lists, made by the night or not."""
@@ -86,76 +90,86 @@ def filter_costs(
     if not config.filters:
         return []
     items = open_items(trial.build.root, begin_report, dims=bundle.dims)
-    declared = passing_filters(config, trial.build.root, begin_report["attributes"], items.count)
-    masks = {
-        name: filter_mask.among(np.arange(items.count)) for name, filter_mask in declared.items()
+    declared_filters = passing_filters(
+        config, trial.build.root, begin_report["attributes"], items.count
+    )
+    mask_by_filter = {
+        filter_name: filter_mask.among(np.arange(items.count))
+        for filter_name, filter_mask in declared_filters.items()
     }
-    vectors, pages, costs = np.asarray(items.vectors), shape.pages(), []
-    read_s = _read_s(client)
+    item_vectors, pages_by_table, costs = np.asarray(items.vectors), shape.pages(), []
+    read_s = _measure_read_s(client)
     for table, table_config in configured_tables(config, bundle).items():
         if table_config.kind not in LISTS:
             continue
-        sampled = _users(trial) if table_config.kind == "user_topk" else _items(vectors)
-        entities = shape.users if table_config.kind == "user_topk" else shape.items
+        sample = (
+            _sample_users(trial)
+            if table_config.kind == "user_topk"
+            else _sample_items(item_vectors)
+        )
+        entity_count = shape.users if table_config.kind == "user_topk" else shape.items
         metric, threads = metric_of(bundle, table_config), config.threads or None
         scorer = trial.scorers.at(0).of(items, metric)
-        lists = scorer.top(sampled[0], table_config.k, sampled[1], threads=threads)[0]
-        for name, mask in masks.items():
-            filtered_table = f"{table}.{name}"
+        sample_lists = scorer.top(sample[0], table_config.k, sample[1], threads=threads)[0]
+        for filter_name, mask in mask_by_filter.items():
+            filtered_table = f"{table}.{filter_name}"
 
             search = partial(
-                scorer.top, sampled[0], table_config.k, sampled[1], allowed=mask, threads=threads
+                scorer.top, sample[0], table_config.k, sample[1], allowed=mask, threads=threads
             )
-            spent = timed(search)[0]
-            cut, cut_few = _cut(lists, mask)
+            search_time = measure_time(search)[0]
+            short_share, short_share_at_ten = _short_list_shares(sample_lists, mask)
             costs.append(
                 FilterCost(
-                    filtered_table, filtered_table in config.filtered, int(mask.sum()), pages[table].count,
-                    _bytes_of(pages[table], page_costs), spent.cpu_s * entities / len(sampled[0]), cut, cut_few,
-                    _search_s(vectors, sampled, mask, table_config.k, metric), read_s,
+                    filtered_table, filtered_table in config.filtered, int(mask.sum()), pages_by_table[table].count,
+                    _sum_page_bytes(pages_by_table[table], page_costs),
+                    search_time.cpu_s * entity_count / len(sample[0]), short_share, short_share_at_ten,
+                    _measure_search_s(item_vectors, sample, mask, table_config.k, metric), read_s,
                 )
             )  # fmt: skip
     return costs
 
 
-def _bytes_of(pages: Pages, costs: Mapping[int, float]) -> int:
-    return round(pages.sum(costs))
+def _sum_page_bytes(pages: Pages, cost_by_page_bytes: Mapping[int, float]) -> int:
+    return round(pages.sum_costs(cost_by_page_bytes))
 
 
-def _users(trial: Trial) -> Sampled:
+def _sample_users(trial: Trial) -> SampledVectors:
     work = ShardWork.of(trial.build, trial.bundle, 0, trial.scorers)
     with scratch_folder(trial.build.root / PARTITION) as scratch:
-        chunk = work.encode(next(read_users(work, scratch)))
-    rows = np.flatnonzero(chunk.answered["user_tower"])[:SEARCHED_USERS]
-    return chunk.outputs["user_tower"][rows], chunk.seen_items.select_rows(rows)
+        chunk = work.add_tower_outputs(next(read_users(work, scratch)))
+    answered_rows = np.flatnonzero(chunk.is_answered_by_model["user_tower"])[:SEARCHED_USERS]
+    return chunk.outputs_by_model["user_tower"][answered_rows], chunk.seen_items.select_rows(
+        answered_rows
+    )
 
 
-def _items(vectors: NDArray[np.float32]) -> Sampled:
-    rows = np.sort(np.random.default_rng(0).permutation(len(vectors))[:SEARCHED_USERS])
-    return vectors[rows], Histories(np.arange(len(rows) + 1), rows)
+def _sample_items(vectors: NDArray[np.float32]) -> SampledVectors:
+    ordinals = np.sort(np.random.default_rng(0).permutation(len(vectors))[:SEARCHED_USERS])
+    return vectors[ordinals], Histories(np.arange(len(ordinals) + 1), ordinals)
 
 
-def _cut(lists: NDArray[np.uint32], mask: NDArray[np.bool_]) -> tuple[float, float]:
+def _short_list_shares(lists: NDArray[np.uint32], mask: NDArray[np.bool_]) -> tuple[float, float]:
     """Return the shares of the lists uint32 [n, k] with too few passing items for a full lookup, and for ten items."""
-    used = lists != NO_ITEM
-    passing_counts = (mask[np.where(used, lists, 0)] & used).sum(axis=1)
-    is_full, width = used.all(axis=1), lists.shape[1]
-    cuts: Sequence[float] = [
+    is_used = lists != NO_ITEM
+    passing_counts = (mask[np.where(is_used, lists, 0)] & is_used).sum(axis=1)
+    is_full, width = is_used.all(axis=1), lists.shape[1]
+    short_shares: Sequence[float] = [
         float((is_full & (passing_counts < k)).mean()) if len(lists) else 0.0
         for k in (width, min(SHORT_LIST_ITEMS, width))
     ]
-    return cuts[0], cuts[1]
+    return short_shares[0], short_shares[1]
 
 
-def _search_s(
+def _measure_search_s(
     vectors: NDArray[np.float32],
-    sampled: Sampled,
+    sample: SampledVectors,
     mask: NDArray[np.bool_],
     k: int,
     metric: Metric,
 ) -> float:
     """Return the processor seconds of the service's search by one vector."""
-    searcher, queries, exclusions = SubsetSearch(vectors), sampled[0][:_SEARCHES], sampled[1]
+    searcher, queries, exclusions = SubsetSearch(vectors), sample[0][:_SEARCH_COUNT], sample[1]
     passing_ordinals = np.flatnonzero(mask)
 
     def search(row: int) -> None:
@@ -170,16 +184,16 @@ def _search_s(
         for row in range(len(queries)):
             search(row)
 
-    return timed(all_of_them)[0].cpu_s / len(queries)
+    return measure_time(all_of_them)[0].cpu_s / len(queries)
 
 
-def _read_s(client: "redis.Redis") -> float:
+def _measure_read_s(client: "redis.Redis") -> float:
     """Measure the median round trip of a record read from a Redis on this host, in seconds."""
-    key, spent = "larder:plan:read", []
+    key, read_times_s = "larder:plan:read", []
     client.set(key, bytes(64 << 10))
-    for offset in range(_READS):
+    for offset in range(_READ_COUNT):
         started_at = time.perf_counter()
         client.getrange(key, offset, offset + 600)
-        spent.append(time.perf_counter() - started_at)
+        read_times_s.append(time.perf_counter() - started_at)
     client.delete(key)
-    return float(np.median(spent))
+    return float(np.median(read_times_s))

@@ -37,10 +37,10 @@ from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, generations_at_peak, parse_time
 from precompute.partitions.catalogue import ITEM_FEATURES
 from precompute.partitions.shard_files import USER_VECTORS
-from precompute.planning.capacity import CapacityLimits, verdicts
-from precompute.planning.filter_costs import FilterCost, filter_costs
+from precompute.planning.capacity import CapacityLimits, judge_capacity
+from precompute.planning.filter_costs import FilterCost, measure_filter_costs
 from precompute.planning.options import PlanParameters
-from precompute.planning.sampling import Sample, draw
+from precompute.planning.sampling import Sample, draw_sample
 from precompute.planning.sizes import NightShape, step_bytes
 from precompute.planning.trial import (
     DeviceRate,
@@ -48,25 +48,25 @@ from precompute.planning.trial import (
     Timings,
     Trial,
     feature_columns,
+    measure_page_costs,
     open_trial,
-    page_costs,
     time_load,
     time_scoring,
 )
-from precompute.reuse.lists import ENTERING_MAX
+from precompute.reuse.lists import ENTERING_SHARE_MAX
 from precompute.scoring.towers import demand_feature_types
 from precompute.sources.times import MICROSECONDS
 
-ITEMS_CHANGED: Final = (0.0, 0.001, 0.01)
+ITEMS_CHANGED_SHARES: Final = (0.0, 0.001, 0.01)
 """Shares of changed items for which a plan shows a night, by default."""
 
-USERS_CHANGED: Final = 0.1
+USERS_CHANGED_SHARE: Final = 0.1
 """Share of changed users that is assumed by default for sources without times."""
 
-BUSY = 2.0
+BUSY_RATIO = 2.0
 """Ratio of wall time times cores to processor time above which a machine is busy: a quiet one has 1 to 1.5."""
 
-COPIED_BYTES = 17
+COPY_BYTES_PER_USER = 17
 """Bytes on disk for each user from whom a later night may copy: a hash, a digest, a reason."""
 
 ANSWER_BYTES, ANSWER_ITEM_BYTES = 250, 14
@@ -78,7 +78,7 @@ MIB = 1 << 20
 
 _DAY_US = 86_400 * MICROSECONDS
 
-EXACT_RANKS = 10_000
+EXACT_RANKS_MAX = 10_000
 
 BIN_GROWTH = 1.002
 
@@ -117,12 +117,12 @@ class Popularity:
     """Popularity: `keys[i]` keys are requested with probability `shares[i]` each; all together 1."""
 
     probabilities: NDArray[np.float64]
-    keys: NDArray[np.float64]
+    key_counts: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class HitRates:
-    """Hit rates, 0 to 1: in the long run, and over the first `requests` of an empty L1; `entries` of a full one."""
+    """Hit rates, 0 to 1: in the long run, and over the first requests to an empty L1; `entries` of a full one."""
 
     max_bytes: int
     entries: float
@@ -141,25 +141,25 @@ class Forecast:
     redis_bytes: int
     timings: Timings
     load: TimeSpent
-    floor_s: float
+    load_s_max: float
     """Seconds that loading may take at most while readers are served."""
     gpu_s: float
-    gpu_how: str
-    hits: Sequence[HitRates]
+    gpu_rate_source: str
+    hit_rates: Sequence[HitRates]
     filters: Sequence[FilterCost] = ()
-    copying: Sequence[CopyingNight] = ()
+    copying_nights: Sequence[CopyingNight] = ()
     copying_note: str = ""
     remarks: Sequence[str] = ()
 
     @property
     def is_busy(self) -> bool:
         """True if other programs used this machine's cores meanwhile, so that wall times are too long."""
-        scoring = self.timings.all
-        return scoring.wall_s * usable_cores() > BUSY * scoring.cpu_s
+        scoring = self.timings.total
+        return scoring.wall_s * usable_cores() > BUSY_RATIO * scoring.cpu_s
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able form for `--json`: bytes of one generation, seconds of a night."""
-        shape, scoring = self.shape, self.timings.all
+        shape, scoring = self.shape, self.timings.total
         return {
             "users": self.source_users,
             "users_with_records": shape.users,
@@ -168,9 +168,11 @@ class Forecast:
             "interactions": self.interactions,
             "sample_users": self.sample_users,
             "record_bytes": {
-                name: layout.size_bytes for name, (_, layout) in shape.layouts.items()
+                table_name: layout.size_bytes for table_name, (_, layout) in shape.layouts.items()
             },
-            "pages": {name: table_pages.count for name, table_pages in shape.pages().items()},
+            "pages": {
+                table_name: table_pages.count for table_name, table_pages in shape.pages().items()
+            },
             "payload_bytes": shape.payload_bytes,
             "redis_bytes": self.redis_bytes,
             "directory_bytes": shape.directory_bytes,
@@ -180,15 +182,15 @@ class Forecast:
             "scoring_s": scoring.wall_s,
             "scoring_cpu_s": scoring.cpu_s,
             "scoring_gpu_s": self.gpu_s,
-            "scoring_gpu_how": self.gpu_how,
+            "scoring_gpu_how": self.gpu_rate_source,
             "scoring_note": self.timings.note,
             "busy": self.is_busy,
             "load_s": self.load.wall_s,
             "load_cpu_s": self.load.cpu_s,
-            "load_beside_readers_max_s": self.floor_s,
-            "l1": [asdict(hit_rates) for hit_rates in self.hits],
+            "load_beside_readers_max_s": self.load_s_max,
+            "l1": [asdict(hit_rates) for hit_rates in self.hit_rates],
             "filters": [filter_cost.to_json() for filter_cost in self.filters],
-            "copying": [copying_night.to_json() for copying_night in self.copying],
+            "copying": [copying_night.to_json() for copying_night in self.copying_nights],
             "copying_note": self.copying_note,
             "remarks": list(self.remarks),
         }
@@ -197,154 +199,167 @@ class Forecast:
 def forecast(
     config: NightConfig,
     parameters: PlanParameters,
-    requests: NDArray[np.int64] | None = None,
+    request_counts: NDArray[np.int64] | None = None,
     *,
     progress: Progress = quiet,
 ) -> Forecast:
     """Draw the sample, score it, load pages of that size into a Redis of our own, and add up.
 
-    `requests`: how often a log has each user; None: by `parameters.zipf`. The namespace is neither read nor written.
+    `request_counts`: how often a log has each user; None: by `parameters.zipf`. The namespace is neither read nor
+    written.
     """
     data_until = parameters.data_until or config.data_until
     cutoff_at = parse_time(data_until) if data_until else None
     with TemporaryDirectory(prefix="larder-plan-") as temporary_path:
         folder = Path(temporary_path)
-        bundle = _bundle(config, folder / "bundle", cutoff_at)
+        bundle = _open_bundle(config, folder / "bundle", cutoff_at)
         demand_values(config, bundle)
         demand_feature_types(config, bundle)
-        config = resized(config, bundle, parameters.k)
-        sample = draw(
+        config = resize_lists(config, bundle, parameters.k)
+        sample = draw_sample(
             config,
             parameters.sample,
-            columns=feature_columns(bundle),
-            lists=bundle.columns_of_lists,
+            feature_columns=feature_columns(bundle),
+            list_columns=bundle.columns_of_lists,
             cutoff_at=cutoff_at,
             progress=progress,
         )
-        source_users = parameters.users or sample.users
-        with server(folder / "redis") as running:
-            trial = open_trial(config, sample, folder, running.url)
-            shape = _shape(config, trial, parameters, source_users)
+        source_user_count = parameters.users or sample.users
+        with server(folder / "redis") as redis_server:
+            trial = open_trial(config, sample, folder, redis_server.url)
+            shape = _shape_night(config, trial, parameters, source_user_count)
             timings = time_scoring(
                 trial,
                 shape,
-                source_users=source_users,
+                source_users=source_user_count,
                 seconds=parameters.seconds,
                 progress=progress,
             )
-            shape = replace(shape, users=round(source_users * timings.recorded_share))
-            with connect(running.url, config.redis_timeout_s) as client:
+            shape = replace(shape, users=round(source_user_count * timings.recorded_share))
+            with connect(redis_server.url, config.redis_timeout_s) as client:
                 pages = shape.pages().values()
-                sizes = {size for table_pages in pages for size in table_pages.sizes}
-                costs = page_costs(client, config.keyspace(), sizes)
-                redis_bytes = round(sum(table_pages.sum(costs) for table_pages in pages))
-                filters = filter_costs(trial, shape, client, costs)
+                page_sizes = {size for table_pages in pages for size in table_pages.page_sizes}
+                cost_by_page_bytes = measure_page_costs(client, config.keyspace(), page_sizes)
+                redis_bytes = round(
+                    sum(table_pages.sum_costs(cost_by_page_bytes) for table_pages in pages)
+                )
+                filters = measure_filter_costs(trial, shape, client, cost_by_page_bytes)
                 progress("rehearse the load", 0, 1)
-                loading = time_load(trial.build.config, shape, client)
-            rate = _gpu_rate(config, trial, shape, parameters)
+                load_time = time_load(trial.build.config, shape, client)
+            device_rate = _gpu_rate(config, trial, shape, parameters)
     popularity = (
-        zipf_popularity(source_users, parameters.zipf)
-        if requests is None
-        else popularity_of(requests, source_users)
+        zipf_popularity(source_user_count, parameters.zipf)
+        if request_counts is None
+        else estimate_popularity(request_counts, source_user_count)
     )
-    changed_share, note = users_changed(parameters.users_changed, sample, cutoff_at)
+    changed_share, changed_share_note = find_changed_share(
+        parameters.users_changed, sample, cutoff_at
+    )
     return Forecast(
-        len(sample.ids), source_users, sample.interactions, shape, redis_bytes, timings,
-        timings.seal.and_(loading),
+        len(sample.ids), source_user_count, sample.interactions, shape, redis_bytes, timings,
+        timings.seal.and_(load_time),
         floor_seconds(config, shape.payload_bytes),
-        gpu_seconds(timings, rate.users_per_s, shape), rate.how, _hit_rates_by_size(shape, parameters, popularity),
+        gpu_seconds(timings, device_rate.users_per_s, shape), device_rate.origin,
+        _hit_rates_by_size(shape, parameters, popularity),
         filters,
-        copying_nights(timings, shape, changed_share, parameters.items_changed, items_per_user(sample)), note,
+        copying_nights(timings, shape, changed_share, parameters.items_changed, items_per_user(sample)),
+        changed_share_note,
         [remark] if (remark := time_limit_remark(config, shape.payload_bytes)) else [],
     )  # fmt: skip
 
 
-def judged(config: NightConfig, night_forecast: Forecast, limits: CapacityLimits) -> list[Any]:
+def judge_forecast(
+    config: NightConfig, night_forecast: Forecast, limits: CapacityLimits
+) -> list[Any]:
     """Return the verdicts on a forecast within these limits."""
-    return verdicts(
-        limits, config.gates, generations=generations_at_peak(config.keep), redis_bytes=night_forecast.redis_bytes,
+    return judge_capacity(
+        limits, config.gates, generation_count=generations_at_peak(config.keep), redis_bytes=night_forecast.redis_bytes,
         mapped_bytes=night_forecast.shape.mapped_bytes, disk_bytes=night_forecast.shape.disk_bytes,
     )  # fmt: skip
 
 
-def resized(config: NightConfig, bundle: Bundle, k: int | None) -> NightConfig:
+def resize_lists(config: NightConfig, bundle: Bundle, list_length: int | None) -> NightConfig:
     """Return settings with users' lists of another length, for the tables that this bundle can fill."""
-    if k is None:
+    if list_length is None:
         return config
     tables = {
-        name: replace(table, k=k) if table.kind == "user_topk" else table
-        for name, table in configured_tables(config, bundle).items()
+        table_name: replace(table, k=list_length) if table.kind == "user_topk" else table
+        for table_name, table in configured_tables(config, bundle).items()
     }
     return replace(config, tables=tables)
 
 
-def _bundle(config: NightConfig, folder: Path, cutoff_at: datetime | None) -> Bundle:
+def _open_bundle(config: NightConfig, folder: Path, cutoff_at: datetime | None) -> Bundle:
     if config.sources.item_vectors:
         return make_bundle(config, folder, interactions_before=cutoff_at)
     return Bundle.open(config.path(config.bundle))
 
 
-def _shape(config: NightConfig, trial: Trial, parameters: PlanParameters, users: int) -> NightShape:
+def _shape_night(
+    config: NightConfig, trial: Trial, parameters: PlanParameters, user_count: int
+) -> NightShape:
     bundle, begin_report, root = trial.bundle, trial.begin_report, trial.build.root
-    items, dims = begin_report["items"], parameters.dims or bundle.dims
+    item_count, dims = begin_report["items"], parameters.dims or bundle.dims
     tables = scored_tables(config, bundle)
-    sized = replace(bundle, dims=dims)
-    per_user = min(config.history_limit, begin_report["interactions"] / len(trial.sample.ids))
-    partition = sum(path.stat().st_size for path in (root / "work/partition").iterdir())
+    resized_bundle = replace(bundle, dims=dims)
+    items_per_user = min(config.history_limit, begin_report["interactions"] / len(trial.sample.ids))
+    partition_bytes = sum(path.stat().st_size for path in (root / "work/partition").iterdir())
     facets = begin_report.get("facets") or trial.build.need(EMBED_ITEMS).get("facets") or {}
     list_tables = [
         table for table in tables.values() if table.kind in ("user_topk", "item_similar")
     ]
     return NightShape(
-        users=users,
-        items=parameters.items or items,
+        users=user_count,
+        items=parameters.items or item_count,
         dims=dims,
         shards=config.shards,
         page_bytes=config.page_bytes,
         layouts={
-            name: (entity_of(bundle, name, table), layout_of(sized, table))
-            for name, table in tables.items()
+            table_name: (entity_of(bundle, table_name, table), layout_of(resized_bundle, table))
+            for table_name, table in tables.items()
         },
-        item_id_bytes=(root / "items/ids.bin").stat().st_size / items,
+        item_id_bytes=(root / "items/ids.bin").stat().st_size / item_count,
         model_bytes={
             model.name: sum(path.stat().st_size for path, _, _ in model.files)
             for model in bundle.models
         },
-        model_items=items,
+        model_items=item_count,
         model_dims=bundle.dims,
         facets={
-            name: (facet["table"]["count"], facet_layout(config.facets[name].k))
-            for name, facet in facets.items()
+            table_name: (facet["table"]["count"], facet_layout(config.facets[table_name].k))
+            for table_name, facet in facets.items()
         },
-        metrics=len({metric_of(bundle, table) for table in list_tables}),
+        metric_count=len({metric_of(bundle, table) for table in list_tables}),
         index=config.index,
         defaults_bytes=(root / "defaults.json").stat().st_size,
-        has_seen=bool(config.sources.item_attributes),
-        has_inputs=config.events.enabled,
-        interactions=round(users * begin_report["interactions"] / len(trial.sample.ids)),
-        feature_bytes=_bytes_of(
+        publishes_seen_items=bool(config.sources.item_attributes),
+        publishes_inputs=config.events.enabled,
+        interactions=round(user_count * begin_report["interactions"] / len(trial.sample.ids)),
+        feature_bytes=_sum_file_bytes(
             path
-            for kind in ("features", USER_VECTORS)
-            for path in root.glob(f"work/partition/*.{kind}")
+            for file_kind in ("features", USER_VECTORS)
+            for path in root.glob(f"work/partition/*.{file_kind}")
         )
         / len(trial.sample.ids),
-        item_feature_bytes=_bytes_of(root.glob(ITEM_FEATURES)) / items,
-        work_bytes=round(partition * users / len(trial.sample.ids))
-        + probe_bytes(users, per_user)
-        + COPIED_BYTES * users,
+        item_feature_bytes=_sum_file_bytes(root.glob(ITEM_FEATURES)) / item_count,
+        work_bytes=round(partition_bytes * user_count / len(trial.sample.ids))
+        + probe_bytes(user_count, items_per_user)
+        + COPY_BYTES_PER_USER * user_count,
     )
 
 
-def _bytes_of(files: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for path in files)
+def _sum_file_bytes(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
 
 
 def gpu_seconds(timings: Timings, users_per_s: float, shape: NightShape) -> float:
     """Return the seconds of embedding plus those of lists at this rate, or of the slowest other stage if longer."""
-    lists = {layout.kind for _, layout in shape.layouts.values()}
-    entities = shape.users + (shape.items if "topk" in lists else 0)
-    slowest_stage_s = max(value for name, value in timings.stages.items() if name != "topk")
-    return timings.embed.wall_s + max(entities / users_per_s, slowest_stage_s)
+    table_kinds = {layout.kind for _, layout in shape.layouts.values()}
+    entity_count = shape.users + (shape.items if "topk" in table_kinds else 0)
+    slowest_stage_s = max(
+        stage_s for stage, stage_s in timings.seconds_by_stage.items() if stage != "topk"
+    )
+    return timings.embed.wall_s + max(entity_count / users_per_s, slowest_stage_s)
 
 
 def _gpu_rate(
@@ -355,43 +370,43 @@ def _gpu_rate(
             parameters.gpu_users_per_s, f"the stated {parameters.gpu_users_per_s:,.0f} users/s"
         )
     widths = [layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"]
-    return trial.on_devices(config.device, shape, max(widths, default=1))
+    return trial.measure_device_rate(config.device, shape, max(widths, default=1))
 
 
 def _hit_rates_by_size(
     shape: NightShape, parameters: PlanParameters, popularity: Popularity
 ) -> list[HitRates]:
-    lists = [
+    list_layouts = [
         layout
         for entity, layout in shape.layouts.values()
         if entity == "user" and layout.kind == "topk"
     ]
-    layout = (lists or [layout for _, layout in shape.layouts.values()])[0]
-    answer = parameters.answer_bytes
-    if answer is None:
+    layout = (list_layouts or [layout for _, layout in shape.layouts.values()])[0]
+    answer_bytes = parameters.answer_bytes
+    if answer_bytes is None:
         item_id_bytes = shape.item_id_bytes if layout.kind == "topk" else 0.0
-        answer = round(ANSWER_BYTES + layout.width * (item_id_bytes + ANSWER_ITEM_BYTES))
+        answer_bytes = round(ANSWER_BYTES + layout.width * (item_id_bytes + ANSWER_ITEM_BYTES))
     return [
         l1_hit_rates(
             popularity, mib * MIB, record_bytes=layout.size_bytes,
-            answer_bytes=answer,
-            requests=None if parameters.qps is None else parameters.qps / parameters.processes * DAY_S,
+            answer_bytes=answer_bytes,
+            request_count=None if parameters.qps is None else parameters.qps / parameters.processes * DAY_S,
         )
         for mib in parameters.l1_mib
     ]  # fmt: skip
 
 
-def users_changed(
-    stated: float | None, sample: Sample, cutoff_at: datetime | None
+def find_changed_share(
+    stated_share: float | None, sample: Sample, cutoff_at: datetime | None
 ) -> tuple[float, str]:
     """Return (share of the users that a night finds changed, its origin in words)."""
-    if stated is not None:
-        return stated, f"{stated:.1%} of the users changed, as stated"
-    active_share = active_lately(sample, cutoff_at)
+    if stated_share is not None:
+        return stated_share, f"{stated_share:.1%} of the users changed, as stated"
+    active_share = find_active_share(sample, cutoff_at)
     if active_share is None:
         return (
-            USERS_CHANGED,
-            f"{USERS_CHANGED:.1%} of the users changed: assumed, nothing has a time",
+            USERS_CHANGED_SHARE,
+            f"{USERS_CHANGED_SHARE:.1%} of the users changed: assumed, nothing has a time",
         )
     return (
         active_share,
@@ -399,7 +414,7 @@ def users_changed(
     )
 
 
-def active_lately(sample: Sample, cutoff_at: datetime | None) -> float | None:
+def find_active_share(sample: Sample, cutoff_at: datetime | None) -> float | None:
     """Return the share of the sample's users with an interaction in the last day before the cut; None without times.
 
     Without a cut the day ends with the newest interaction.
@@ -407,131 +422,159 @@ def active_lately(sample: Sample, cutoff_at: datetime | None) -> float | None:
     if not (sample.times > 0).any():
         return None
     data_end_us = int(sample.times.max()) + 1
-    end = data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS)
-    lately = sample.owners[sample.times >= end - _DAY_US]
-    return len(np.unique(lately)) / len(sample.ids)
+    end_us = data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS)
+    active_owners = sample.owner_indices[sample.times >= end_us - _DAY_US]
+    return len(np.unique(active_owners)) / len(sample.ids)
 
 
-def touched_share(items: int, changed_share: float, width: int) -> float:
-    """Return the share of the lists of `width` items that hold an item of any `changed_share` of all `items`.
+def touched_share(item_count: int, changed_share: float, width: int) -> float:
+    """Return the share of the lists of `width` items that hold an item of any `changed_share` of all `item_count`.
 
     1 - C(items - changed, width) / C(items, width): 1 - (1 - changed) ** width for lists much shorter than the
     catalogue.
     """
-    changed_count, width = changed_share * items, min(width, items)
-    if changed_count + width > items:
+    changed_count, width = changed_share * item_count, min(width, item_count)
+    if changed_count + width > item_count:
         return 1.0 if changed_count and width else 0.0
-    log_unchanged_ways = lgamma(items - changed_count + 1) - lgamma(
-        items - changed_count - width + 1
+    log_unchanged_ways = lgamma(item_count - changed_count + 1) - lgamma(
+        item_count - changed_count - width + 1
     )
-    return 1 - exp(log_unchanged_ways + lgamma(items - width + 1) - lgamma(items + 1))
+    return 1 - exp(log_unchanged_ways + lgamma(item_count - width + 1) - lgamma(item_count + 1))
 
 
 def copying_night(
     timings: Timings,
     shape: NightShape,
-    users_changed: float,
-    items_changed: float,
-    histories: NDArray[np.int64],
+    changed_user_share: float,
+    changed_item_share: float,
+    history_lengths: NDArray[np.int64],
 ) -> CopyingNight:
     """Forecast the night after one that it copies from, in which these shares of the users and of the items changed.
 
-    `histories` int64 are the numbers of different items of some users: with a removed item, inputs differ.
+    `history_lengths` int64 are the numbers of different items of some users: with a removed item, inputs differ.
     """
-    lost_share, entered = _lost_and_entered(shape, "user", items_changed)
-    touched_history_share = _mean_touched(shape.items, items_changed, histories)
-    stay = (1 - users_changed) * (1 - touched_history_share)
-    inputs, lost_share, entered = 1 - stay, stay * lost_share, stay * entered
-    computed = inputs + lost_share + entered
+    lost_share, entered_share = _lost_and_entered_shares(shape, "user", changed_item_share)
+    touched_history_share = _mean_touched_share(shape.items, changed_item_share, history_lengths)
+    staying_share = (1 - changed_user_share) * (1 - touched_history_share)
+    changed_input_share, lost_share, entered_share = (
+        1 - staying_share,
+        staying_share * lost_share,
+        staying_share * entered_share,
+    )
+    computed_share = changed_input_share + lost_share + entered_share
     # Who an item may enter is told by the vectors of all users.
     remaining_share_by_stage = {
-        "tower": 1.0 if items_changed else inputs,
-        "topk": min(1.0, computed + items_changed * (1 - computed)),
+        "tower": 1.0 if changed_item_share else changed_input_share,
+        "topk": min(1.0, computed_share + changed_item_share * (1 - computed_share)),
     }
-    busy = timings.stages
-    of_users = sum(remaining_share_by_stage.get(name, 1.0) * busy[name] for name in busy) / max(
-        sum(busy.values()), 1e-9
+    seconds_by_stage = timings.seconds_by_stage
+    user_time_share = sum(
+        remaining_share_by_stage.get(stage, 1.0) * seconds_by_stage[stage]
+        for stage in seconds_by_stage
+    ) / max(sum(seconds_by_stage.values()), 1e-9)
+    item_time_share = min(
+        1.0, changed_item_share + sum(_lost_and_entered_shares(shape, "item", changed_item_share))
     )
-    of_items = min(1.0, items_changed + sum(_lost_and_entered(shape, "item", items_changed)))
-    scoring = timings.prepare.and_(timings.shards).and_(timings.embed.times(items_changed))
-    scoring = scoring.and_(timings.users.times(of_users)).and_(timings.items.times(of_items))
-    return CopyingNight(items_changed, inputs, lost_share, entered, scoring)
+    scoring = timings.prepare.and_(timings.shards).and_(timings.embed.times(changed_item_share))
+    scoring = scoring.and_(timings.users.times(user_time_share)).and_(
+        timings.items.times(item_time_share)
+    )
+    return CopyingNight(changed_item_share, changed_input_share, lost_share, entered_share, scoring)
 
 
 def copying_nights(
     timings: Timings,
     shape: NightShape,
-    users_changed: float,
-    items_changed: float | None,
-    histories: NDArray[np.int64],
+    changed_user_share: float,
+    changed_item_share: float | None,
+    history_lengths: NDArray[np.int64],
 ) -> Sequence[CopyingNight]:
     """Forecast the night for the stated share of items, else one for each of ITEMS_CHANGED."""
-    changed_shares = ITEMS_CHANGED if items_changed is None else (items_changed,)
+    changed_shares = ITEMS_CHANGED_SHARES if changed_item_share is None else (changed_item_share,)
     return [
-        copying_night(timings, shape, users_changed, changed_share, histories)
+        copying_night(timings, shape, changed_user_share, changed_share, history_lengths)
         for changed_share in changed_shares
     ]
 
 
 def items_per_user(sample: Sample) -> NDArray[np.int64]:
     """Return the number of different items of each user of the sample; int64 [users]."""
-    if not len(sample.owners):
+    if not len(sample.owner_indices):
         return np.zeros(len(sample.ids), np.int64)
-    items = np.asarray(pc.dictionary_encode(sample.items).indices, np.int64)
-    pairs = np.unique(sample.owners * (int(items.max()) + 1) + items)
-    return np.bincount(pairs // (int(items.max()) + 1), minlength=len(sample.ids))
+    item_codes = np.asarray(pc.dictionary_encode(sample.items).indices, np.int64)
+    user_item_codes = np.unique(sample.owner_indices * (int(item_codes.max()) + 1) + item_codes)
+    return np.bincount(user_item_codes // (int(item_codes.max()) + 1), minlength=len(sample.ids))
 
 
-def _mean_touched(items: int, changed_share: float, widths: NDArray[np.int64]) -> float:
-    distinct_widths, counts = np.unique(widths, return_counts=True)
+def _mean_touched_share(item_count: int, changed_share: float, widths: NDArray[np.int64]) -> float:
+    distinct_widths, width_counts = np.unique(widths, return_counts=True)
     touched_shares = [
-        touched_share(items, changed_share, width) for width in distinct_widths.tolist()
+        touched_share(item_count, changed_share, width) for width in distinct_widths.tolist()
     ]
-    return float(np.dot(touched_shares, counts)) / max(1, len(widths))
+    return float(np.dot(touched_shares, width_counts)) / max(1, len(widths))
 
 
-def _lost_and_entered(shape: NightShape, entity: str, changed_share: float) -> tuple[float, float]:
+def _lost_and_entered_shares(
+    shape: NightShape, entity: str, changed_share: float
+) -> tuple[float, float]:
     """Return (lists that lose an item, other lists that one may enter) as shares of the lists of users, or of items."""
     width = sum(
         layout.width
-        for of, layout in shape.layouts.values()
-        if of == entity and layout.kind == "topk"
+        for table_entity, layout in shape.layouts.values()
+        if table_entity == entity and layout.kind == "topk"
     )
     lost_share = touched_share(shape.items, changed_share, width)
     # A new item is as likely in a list as any, so as many lists are entered as are left.
-    entered = 1.0 if changed_share > ENTERING_MAX and width else lost_share
-    return lost_share, (1 - lost_share) * entered
+    entered_share = 1.0 if changed_share > ENTERING_SHARE_MAX and width else lost_share
+    return lost_share, (1 - lost_share) * entered_share
 
 
-def zipf_popularity(users: int, exponent: float) -> Popularity:
+def zipf_popularity(user_count: int, exponent: float) -> Popularity:
     """Return the popularity by Zipf's law, rank r in proportion to r ** -exponent; far ranks share bins of 0.2 %."""
-    exact = min(users, EXACT_RANKS)
-    edges = [exact]
-    while edges[-1] < users:
-        edges.append(min(users, max(edges[-1] + 1, int(edges[-1] * BIN_GROWTH))))
+    exact_count = min(user_count, EXACT_RANKS_MAX)
+    bin_edges = [exact_count]
+    while bin_edges[-1] < user_count:
+        bin_edges.append(min(user_count, max(bin_edges[-1] + 1, int(bin_edges[-1] * BIN_GROWTH))))
     # The midpoint rule: the sum over ranks a+1..b is the integral from a+1/2 to b+1/2.
-    low, high = np.array(edges[:-1], np.float64) + 0.5, np.array(edges[1:], np.float64) + 0.5
+    low_edges, high_edges = (
+        np.array(bin_edges[:-1], np.float64) + 0.5,
+        np.array(bin_edges[1:], np.float64) + 0.5,
+    )
     power = 1 - exponent
-    sums = np.log(high / low) if power == 0 else (high**power - low**power) / power
-    keys = np.concatenate([np.ones(exact), high - low])
-    mass = np.concatenate([np.arange(1, exact + 1, dtype=np.float64) ** -exponent, sums])
-    return Popularity(mass / mass.sum() / keys, keys)
+    bin_mass = (
+        np.log(high_edges / low_edges)
+        if power == 0
+        else (high_edges**power - low_edges**power) / power
+    )
+    key_counts = np.concatenate([np.ones(exact_count), high_edges - low_edges])
+    probability_mass = np.concatenate(
+        [np.arange(1, exact_count + 1, dtype=np.float64) ** -exponent, bin_mass]
+    )
+    return Popularity(probability_mass / probability_mass.sum() / key_counts, key_counts)
 
 
-def popularity_of(counts: NDArray[np.int64], users: int) -> Popularity:
-    """Estimate popularity from how often a log has each seen user, of `users` in all.
+def estimate_popularity(request_counts: NDArray[np.int64], user_count: int) -> Popularity:
+    """Estimate popularity from how often a log has each seen user, of `user_count` in all.
 
     Those never seen have together about the share of the log that users seen once have (Good, Biometrika 1953); each
     user seen gives up the same part of a request for it.
     """
-    times, keys = np.unique(counts, return_counts=True)
-    requests, seen_count = int(counts.sum()), len(counts)
-    seen_once_count, unseen = int(keys[0]) if times[0] == 1 else 0, max(0, users - seen_count)
-    if not seen_once_count or not unseen:
-        return Popularity(times / requests, keys.astype(np.float64))
+    requests_per_user, key_counts = np.unique(request_counts, return_counts=True)
+    request_count, seen_count = int(request_counts.sum()), len(request_counts)
+    seen_once_count, unseen_count = (
+        int(key_counts[0]) if requests_per_user[0] == 1 else 0,
+        max(0, user_count - seen_count),
+    )
+    if not seen_once_count or not unseen_count:
+        return Popularity(requests_per_user / request_count, key_counts.astype(np.float64))
     discount = min(seen_once_count / seen_count, 0.9)
-    request_shares = np.concatenate([times - discount, [discount * seen_count / unseen]]) / requests
-    return Popularity(request_shares, np.concatenate([keys, [unseen]]).astype(np.float64))
+    request_shares = (
+        np.concatenate([requests_per_user - discount, [discount * seen_count / unseen_count]])
+        / request_count
+    )
+    return Popularity(
+        request_shares, np.concatenate([key_counts, [unseen_count]]).astype(np.float64)
+    )
 
 
 def l1_hit_rates(
@@ -540,7 +583,7 @@ def l1_hit_rates(
     *,
     record_bytes: int,
     answer_bytes: int = 0,
-    requests: float | None = None,
+    request_count: float | None = None,
 ) -> HitRates:
     """Return the hit rates of an L1 of `max_bytes` for one table of records.
 
@@ -552,30 +595,36 @@ def l1_hit_rates(
     2002; why it is so exact: Fricker, Robert, Roberts, ITC 2012). Times are counted in requests, which are independent
     of each other.
     """
-    table = l1_table_bytes()
-    record = record_bytes + OVERHEAD_BYTES + table
-    answer = answer_bytes + READY_BYTES + table if answer_bytes else 0.0
+    table_entry_bytes = l1_table_bytes()
+    record_entry_bytes = record_bytes + OVERHEAD_BYTES + table_entry_bytes
+    answer_entry_bytes = answer_bytes + READY_BYTES + table_entry_bytes if answer_bytes else 0.0
 
     def contents(time: float) -> tuple[float, float]:
         """Return the expected (entries, bytes)."""
-        x = popularity.probabilities * time
-        absent_probability = np.exp(-x)
-        if not answer:
-            entries = float(popularity.keys @ (1 - absent_probability))
-            return entries, record * entries
+        expected_requests = popularity.probabilities * time
+        absent_probability = np.exp(-expected_requests)
+        if not answer_entry_bytes:
+            entries = float(popularity.key_counts @ (1 - absent_probability))
+            return entries, record_entry_bytes * entries
         # The record is used when it comes and when the answer is made of it; then only the answer is.
-        records = float(popularity.keys @ ((1 + x) * absent_probability * (1 - absent_probability)))
-        answers = float(popularity.keys @ (1 - absent_probability) ** 2)
-        return records + answers, record * records + answer * answers
+        record_entries = float(
+            popularity.key_counts
+            @ ((1 + expected_requests) * absent_probability * (1 - absent_probability))
+        )
+        answer_entries = float(popularity.key_counts @ (1 - absent_probability) ** 2)
+        return (
+            record_entries + answer_entries,
+            record_entry_bytes * record_entries + answer_entry_bytes * answer_entries,
+        )
 
     time = _characteristic_time(lambda time: contents(time)[1], max_bytes)
-    everything = float(popularity.keys.sum()) * (2 if answer else 1)
-    entries = everything if math.isinf(time) else contents(time)[0]
+    entries_max = float(popularity.key_counts.sum()) * (2 if answer_entry_bytes else 1)
+    entries = entries_max if math.isinf(time) else contents(time)[0]
     return HitRates(
         max_bytes,
         entries,
         _steady_rate(popularity, time),
-        _rate_from_cold(popularity, time, requests),
+        _rate_from_cold(popularity, time, request_count),
     )
 
 
@@ -592,28 +641,35 @@ def _characteristic_time(bytes_at: Callable[[float], float], max_bytes: int) -> 
 def _steady_rate(popularity: Popularity, time: float) -> float:
     if math.isinf(time):
         return 1.0
-    mass = popularity.probabilities * popularity.keys
-    return float(mass @ -np.expm1(-popularity.probabilities * time))
+    key_mass = popularity.probabilities * popularity.key_counts
+    return float(key_mass @ -np.expm1(-popularity.probabilities * time))
 
 
-def _rate_from_cold(popularity: Popularity, time: float, requests: float | None) -> float | None:
+def _rate_from_cold(
+    popularity: Popularity, time: float, request_count: float | None
+) -> float | None:
     """Return the mean rate over the first requests: until T the cache fills up, then it is full."""
-    if requests is None or requests < 1:
+    if request_count is None or request_count < 1:
         return None
-    filling = min(time, requests)
-    first = filling - float(popularity.keys @ -np.expm1(-popularity.probabilities * filling))
-    return (first + (requests - filling) * _steady_rate(popularity, filling)) / requests
+    filling_requests = min(time, request_count)
+    filling_hits = filling_requests - float(
+        popularity.key_counts @ -np.expm1(-popularity.probabilities * filling_requests)
+    )
+    return (
+        filling_hits
+        + (request_count - filling_requests) * _steady_rate(popularity, filling_requests)
+    ) / request_count
 
 
 @functools.cache
 def l1_table_bytes() -> float:
     """Measure the bytes of an L1's table per entry under churn, which `size_of` does not count, on small L1s."""
-    return fmean(_measured_table_bytes(entries) for entries in _CHURNED_ENTRIES)
+    return fmean(_measure_table_bytes(entries) for entries in _CHURNED_ENTRIES)
 
 
-def _measured_table_bytes(entries: int) -> float:
+def _measure_table_bytes(entry_count: int) -> float:
     entry = Entry(b"", 0)
-    tier = LocalTier(entries * (size_of(entry) + 150))
-    for key in range(4 * entries):
+    tier = LocalTier(entry_count * (size_of(entry) + 150))
+    for key in range(4 * entry_count):
         tier.put(LocalKey("", "", key), entry)
     return tier.size_bytes / len(tier) - size_of(entry)

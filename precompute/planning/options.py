@@ -51,8 +51,8 @@ class PlanParameters:
 
 def add_options(command: argparse.ArgumentParser, card_command: object) -> None:
     """Add the options of `plan`; omitted sizes are counted in the inputs. `card_command` runs for --card."""
-    default = PlanParameters()
-    for name, kind, stands_for, text in (
+    default_parameters = PlanParameters()
+    for option_name, value_type, metavar, help_text in (
         ("users", int, "N", "users (default: counted)"),
         ("items", int, "N", "items; scoring is extrapolated from half of those there are and all of them"),
         ("k", int, "N", "length of the users' lists"),
@@ -79,8 +79,8 @@ def add_options(command: argparse.ArgumentParser, card_command: object) -> None:
         ("data-until", str, "TIME", "cut of the data, ISO 8601"),
     ):  # fmt: skip
         command.add_argument(
-            f"--{name}", type=kind, metavar=stands_for, help=text,
-            default=getattr(default, name.replace("-", "_"), None),
+            f"--{option_name}", type=value_type, metavar=metavar, help=help_text,
+            default=getattr(default_parameters, option_name.replace("-", "_"), None),
         )  # fmt: skip
     command.add_argument(
         "--card", metavar="NAME", action=_ChooseCard, const=card_command,
@@ -88,7 +88,7 @@ def add_options(command: argparse.ArgumentParser, card_command: object) -> None:
         "--users, and --items and --dims unless the bundle says them"),
     )  # fmt: skip
     command.add_argument(
-        "--l1-mb", type=int, nargs="+", metavar="MIB", default=list(default.l1_mib),
+        "--l1-mb", type=int, nargs="+", metavar="MIB", default=list(default_parameters.l1_mib),
         help="sizes of L1 per process, in MiB (default 64 256 1024)",
     )  # fmt: skip
 
@@ -107,15 +107,17 @@ class _ChooseCard(argparse.Action):
         namespace.run, namespace.redis = self.const, "none"
 
 
-def parameters(arguments: argparse.Namespace) -> PlanParameters:
+def read_parameters(arguments: argparse.Namespace) -> PlanParameters:
     """Return the parameters of a plan from the options; raise ConfigError for an option out of range."""
-    above = ("users", "items", "k", "dims", "qps", "processes", "gpu_users_per_s", "redis_gb", "redis_nodes",
+    positive_options = ("users", "items", "k", "dims", "qps", "processes", "gpu_users_per_s", "redis_gb", "redis_nodes",
              "host_gb", "disk_gb", "sample", "seconds")  # fmt: skip
-    for name in above:
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < math.inf:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is a number above 0, not {value:g}", field=name)
+    for option_name in positive_options:
+        option_value = getattr(arguments, option_name)
+        if option_value is not None and not 0 < option_value < math.inf:
+            option = f"--{option_name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} is a number above 0, not {option_value:g}", field=option_name
+            )
     if arguments.sample > 1:
         raise ConfigError(f"--sample is a share of 1, not {arguments.sample:g}", field="sample")
     if min(arguments.l1_mb) < 1:
@@ -124,11 +126,11 @@ def parameters(arguments: argparse.Namespace) -> PlanParameters:
         raise ConfigError("--answer-bytes is 0 or more", field="answer_bytes")
     if not 0 <= arguments.zipf <= 10:
         raise ConfigError(f"--zipf is 0 to 10, not {arguments.zipf:g}", field="zipf")
-    for name in ("users_changed", "items_changed"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 <= value <= 1:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is a share of 1, not {value:g}", field=name)
+    for option_name in ("users_changed", "items_changed"):
+        option_value = getattr(arguments, option_name)
+        if option_value is not None and not 0 <= option_value <= 1:
+            option = f"--{option_name.replace('_', '-')}"
+            raise ConfigError(f"{option} is a share of 1, not {option_value:g}", field=option_name)
     if arguments.redis_nodes is not None and arguments.redis_gb is None:
         raise ConfigError(
             "--redis-nodes goes with --redis-gb, the memory of each", field="redis_nodes"
@@ -143,14 +145,18 @@ def parameters(arguments: argparse.Namespace) -> PlanParameters:
 
 def demand_card_options(arguments: argparse.Namespace) -> None:
     """Raises ConfigError for an option that --card leaves without a meaning, or without the number of users."""
-    default = PlanParameters()
-    for name in SAMPLE_OPTIONS:
-        unset = list(default.l1_mib) if name == "l1_mb" else getattr(default, name, None)
-        if getattr(arguments, name) != unset:
-            option = f"--{name.replace('_', '-')}"
+    default_parameters = PlanParameters()
+    for option_name in SAMPLE_OPTIONS:
+        unset_value = (
+            list(default_parameters.l1_mib)
+            if option_name == "l1_mb"
+            else getattr(default_parameters, option_name, None)
+        )
+        if getattr(arguments, option_name) != unset_value:
+            option = f"--{option_name.replace('_', '-')}"
             raise ConfigError(
                 f"{option} does not go with --card, which predicts from a table: leave one of them out",
-                field=name,
+                field=option_name,
             )
     if arguments.users is None:
         raise ConfigError(
@@ -166,8 +172,8 @@ def quick_answer(argv: Sequence[str]) -> str | None:
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--card", default="")
-    for name in ("users", "items", "dims"):
-        parser.add_argument(f"--{name}", type=int, default=0)
+    for option_name in ("users", "items", "dims"):
+        parser.add_argument(f"--{option_name}", type=int, default=0)
     parser.add_argument("--k", type=int, default=MEASURED_K)
     parser.add_argument("--json", action="store_true")
     try:
@@ -178,7 +184,8 @@ def quick_answer(argv: Sequence[str]) -> str | None:
     if unknown_arguments or min(options.users, options.items, options.dims, options.k) < 1:
         return None
     return _card_text(
-        card.night(options.users, options.items, options.dims, options.k), is_json=options.json
+        card.forecast_night(options.users, options.items, options.dims, options.k),
+        is_json=options.json,
     )
 
 
@@ -189,16 +196,20 @@ def plan_on_card(
     from precompute.config.console import CommandOutput
 
     demand_card_options(arguments)
-    card, plan_parameters = find_card(arguments.card), parameters(arguments)
-    items, dims = _card_size(config, plan_parameters.items, plan_parameters.dims)
-    forecast = card.night(plan_parameters.users or 0, items, dims, plan_parameters.k or MEASURED_K)
+    card, plan_parameters = find_card(arguments.card), read_parameters(arguments)
+    item_count, dims = _find_card_sizes(config, plan_parameters.items, plan_parameters.dims)
+    forecast = card.forecast_night(
+        plan_parameters.users or 0, item_count, dims, plan_parameters.k or MEASURED_K
+    )
     return CommandOutput(_card_text(forecast, is_json=arguments.json))
 
 
-def _card_size(config: "NightConfig", items: int | None, dims: int | None) -> tuple[int, int]:
+def _find_card_sizes(
+    config: "NightConfig", item_count: int | None, dims: int | None
+) -> tuple[int, int]:
     """Return (items, dimensions) as given, else of the bundle."""
-    if items is not None and dims is not None:
-        return items, dims
+    if item_count is not None and dims is not None:
+        return item_count, dims
     from precompute.bundles.bundle import Bundle
 
     try:
@@ -206,15 +217,15 @@ def _card_size(config: "NightConfig", items: int | None, dims: int | None) -> tu
     except BundleError as error:
         raise ConfigError(
             f"--card needs --items and --dims where no bundle says them: {error.message}",
-            field="items" if items is None else "dims",
+            field="items" if item_count is None else "dims",
         ) from error
-    return items or bundle.items.count, dims or bundle.dims
+    return item_count or bundle.items.count, dims or bundle.dims
 
 
 def _card_text(forecast: CardForecast, *, is_json: bool) -> str:
     if is_json:
         return json.dumps({**asdict(forecast), "night_s": forecast.night_s}, indent=2)
-    rows: tuple[tuple[str, float | None, str], ...] = (
+    step_rows: tuple[tuple[str, float | None, str], ...] = (
         ("lists", forecast.topk_s, f"{forecast.users_per_s:,.0f} users/s"),
         ("begin", forecast.begin_s, "sources read and partitioned"),
         ("item vectors", forecast.embed_s, ""),
@@ -225,8 +236,8 @@ def _card_text(forecast: CardForecast, *, is_json: bool) -> str:
         f"one {forecast.card}: {forecast.users:,} users, {forecast.items:,} items of {forecast.dims} dimensions, "
         f"K = {forecast.k}"
     )
-    lines = [title]
-    for step, seconds, remark in rows:
+    text_lines = [title]
+    for step, seconds, remark in step_rows:
         seconds_text = "not measured" if seconds is None else f"{seconds:,.2f} s"
-        lines.append(f"  {step:<20}{seconds_text:>14}  {remark}".rstrip())
-    return "\n".join([*lines, *forecast.notes])
+        text_lines.append(f"  {step:<20}{seconds_text:>14}  {remark}".rstrip())
+    return "\n".join([*text_lines, *forecast.notes])

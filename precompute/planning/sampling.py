@@ -27,23 +27,25 @@ from precompute.sources.readers import (
 )
 from precompute.sources.vocabulary import Distinct
 
-SEED = 0x5DEECE66D
+SAMPLE_HASH_SEED = 0x5DEECE66D
 """Independent of every directory seed, so that a shard is no sample."""
 
-USERS_MIN = 1024
-_ROWS = pa.schema([("user", pa.string()), ("item", pa.string()), ("time", pa.int64())])
-OWNER = "\x1fowner"
+SAMPLED_USERS_MIN = 1024
+_INTERACTION_SCHEMA = pa.schema(
+    [("user", pa.string()), ("item", pa.string()), ("time", pa.int64())]
+)
+OWNER_COLUMN = "\x1fowner"
 """A column name that no table of features has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """All rows of some users; `owners` number them from 0. `users` and `interactions` are those of all inputs."""
+    """All rows of some users, numbered by `owner_indices`. `users` and `interactions` are those of all inputs."""
 
     users: int
     interactions: int
     ids: Sequence[str]
-    owners: NDArray[np.int64]
+    owner_indices: NDArray[np.int64]
     items: Any
     times: NDArray[np.int64]
     features: Any
@@ -51,81 +53,95 @@ class Sample:
     vectors: Any = None
     """Arrow table of users' vectors, OWNER among them; None where the night is given none."""
 
-    def write(self, folder: Path, users: int, sources: Sources) -> Sources:
+    def write(self, folder: Path, user_count: int, sources: Sources) -> Sources:
         """Files of so many users: the sample over and over, under new names from the second time on."""
         folder.mkdir(parents=True, exist_ok=True)
-        rounds = range(0, users, len(self.ids))
-        names = [self._names(copy) for copy in range(len(rounds))]
-        rows = [np.flatnonzero(self.owners < users - start) for start in rounds]
-        named = [
-            name[self.owners[row]].astype(object) for name, row in zip(names, rows, strict=True)
+        copy_starts = range(0, user_count, len(self.ids))
+        user_ids_of_copies = [self._copy_user_ids(copy) for copy in range(len(copy_starts))]
+        rows_of_copies = [
+            np.flatnonzero(self.owner_indices < user_count - copy_start)
+            for copy_start in copy_starts
         ]
-        sample_rows = np.concatenate(rows)
-        columns = {
-            sources.user_column: pa.array(np.concatenate(named), pa.string()),
+        repeated_user_ids = [
+            copy_user_ids[self.owner_indices[copy_rows]].astype(object)
+            for copy_user_ids, copy_rows in zip(user_ids_of_copies, rows_of_copies, strict=True)
+        ]
+        sample_rows = np.concatenate(rows_of_copies)
+        interaction_columns = {
+            sources.user_column: pa.array(np.concatenate(repeated_user_ids), pa.string()),
             sources.item_column: self.items.take(pa.array(sample_rows)),
             sources.timestamp_column: pa.array(self.times[sample_rows], pa.timestamp("us")),
         }
-        file = folder / "interactions.parquet"
+        interaction_file = folder / "interactions.parquet"
         if sources.interactions:
-            pq.write_table(pa.table(columns), file)
+            pq.write_table(pa.table(interaction_columns), interaction_file)
 
         def written(table: Any, path: Path) -> str | None:
             if table is None:
                 return None
-            owners, parts = np.asarray(table.column(OWNER)), []
-            for name, start in zip(names, rounds, strict=True):
-                kept_rows = np.flatnonzero(owners < users - start)
-                part = table.take(pa.array(kept_rows)).drop_columns([OWNER])
-                parts.append(
-                    part.append_column(sources.user_column, pa.array(name[owners[kept_rows]]))
+            owners, copied_tables = np.asarray(table.column(OWNER_COLUMN)), []
+            for copy_user_ids, copy_start in zip(user_ids_of_copies, copy_starts, strict=True):
+                kept_rows = np.flatnonzero(owners < user_count - copy_start)
+                copied_table = table.take(pa.array(kept_rows)).drop_columns([OWNER_COLUMN])
+                copied_tables.append(
+                    copied_table.append_column(
+                        sources.user_column, pa.array(copy_user_ids[owners[kept_rows]])
+                    )
                 )
-            pq.write_table(pa.concat_tables(parts), path)
+            pq.write_table(pa.concat_tables(copied_tables), path)
             return str(path)
 
         return replace(
-            sources, interactions=(str(file),) if sources.interactions else (), format="parquet",
+            sources, interactions=(str(interaction_file),) if sources.interactions else (), format="parquet",
             user_features=written(self.features, folder / "users.parquet"),
             user_vectors=written(self.vectors, folder / "user_vectors.parquet"),
         )  # fmt: skip
 
-    def _names(self, copy: int) -> NDArray[Any]:
-        if copy == 0:
+    def _copy_user_ids(self, copy_number: int) -> NDArray[Any]:
+        if copy_number == 0:
             return np.array(self.ids, object)
-        return np.array([f"{copy}\x1f{number}" for number in range(len(self.ids))], object)
+        return np.array(
+            [f"{copy_number}\x1f{user_index}" for user_index in range(len(self.ids))], object
+        )
 
 
-def draw(
+def draw_sample(
     config: NightConfig,
     user_share: float,
     *,
-    columns: Sequence[str] = (),
-    lists: ColumnsOfLists = NO_LISTS,
+    feature_columns: Sequence[str] = (),
+    list_columns: ColumnsOfLists = NO_LISTS,
     cutoff_at: datetime | None = None,
     progress: Progress = quiet,
 ) -> Sample:
     """Draw the users with the smallest hashes: `user_share` of them, at least USERS_MIN if there are so many.
 
-    `columns` of the user features are those of the models; a user with features alone counts, too.
+    `feature_columns` of the user features are those of the models; a user with features alone counts, too.
     """
     distinct_users, interactions = Distinct(), 0
-    for batch in _read(config, cutoff_at):
-        distinct_users.add(batch.users.hashes(SEED))
+    for batch in _read_interactions(config, cutoff_at):
+        distinct_users.add(batch.users.hashes(SAMPLE_HASH_SEED))
         interactions += len(batch.times)
         progress("count users", interactions, 0)
-    for read in (_features(config, columns, lists), _vectors(config)):
-        for ids, _ in read:
-            distinct_users.add(ids.hashes(SEED))
+    for feature_batches in (
+        _read_user_features(config, feature_columns, list_columns),
+        _read_user_vectors(config),
+    ):
+        for user_ids, _ in feature_batches:
+            distinct_users.add(user_ids.hashes(SAMPLE_HASH_SEED))
     if not distinct_users.count:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     sample_size = min(
-        len(distinct_users.smallest), max(USERS_MIN, round(user_share * distinct_users.count))
+        len(distinct_users.smallest),
+        max(SAMPLED_USERS_MIN, round(user_share * distinct_users.count)),
     )
-    limit = distinct_users.smallest[sample_size - 1]
-    rows = [_ROWS.empty_table()]  # of a night without interactions there are no others
-    for batch in _read(config, cutoff_at):
-        sampled_batch = batch.only(hashes_of(batch.users, SEED) <= limit)
-        rows.append(
+    hash_max = distinct_users.smallest[sample_size - 1]
+    interaction_tables = [
+        _INTERACTION_SCHEMA.empty_table()
+    ]  # of a night without interactions there are no others
+    for batch in _read_interactions(config, cutoff_at):
+        sampled_batch = batch.only(hashes_of(batch.users, SAMPLE_HASH_SEED) <= hash_max)
+        interaction_tables.append(
             pa.table(
                 {
                     "user": sampled_batch.users.texts(),
@@ -134,56 +150,67 @@ def draw(
                 }
             )
         )
-        progress("draw the sample", sum(map(len, rows)), 0)
-    tables = [
-        _read_sampled_rows(_features(config, columns, lists), limit),
-        _read_sampled_rows(_vectors(config), limit),
+        progress("draw the sample", sum(map(len, interaction_tables)), 0)
+    feature_tables = [
+        _read_sampled_rows(_read_user_features(config, feature_columns, list_columns), hash_max),
+        _read_sampled_rows(_read_user_vectors(config), hash_max),
     ]
-    return _sample(distinct_users.count, interactions, pa.concat_tables(rows), tables)
+    return _build_sample(
+        distinct_users.count, interactions, pa.concat_tables(interaction_tables), feature_tables
+    )
 
 
-def _sample(users: int, interactions: int, rows: Any, tables: Sequence[Any]) -> Sample:
-    present_tables = [rows, *(table for table in tables if table is not None)]
-    coded = pc.dictionary_encode(
+def _build_sample(
+    user_count: int, interaction_count: int, interaction_table: Any, feature_tables: Sequence[Any]
+) -> Sample:
+    present_tables = [interaction_table, *(table for table in feature_tables if table is not None)]
+    coded_user_ids = pc.dictionary_encode(
         pa.concat_arrays([table.column("user").combine_chunks() for table in present_tables])
     )
     codes = np.split(
-        np.asarray(coded.indices, np.int64), np.cumsum([*map(len, present_tables)])[:-1]
+        np.asarray(coded_user_ids.indices, np.int64), np.cumsum([*map(len, present_tables)])[:-1]
     )
-    owners = iter(codes[1:])
+    owner_code_arrays = iter(codes[1:])
     features, vectors = (
         None if table is None
-        else table.drop_columns(["user"]).append_column(OWNER, pa.array(next(owners)))
-        for table in tables
+        else table.drop_columns(["user"]).append_column(OWNER_COLUMN, pa.array(next(owner_code_arrays)))
+        for table in feature_tables
     )  # fmt: skip
     return Sample(
-        users, interactions, coded.dictionary.to_pylist(), codes[0],
-        rows.column("item").combine_chunks(), np.asarray(rows.column("time")), features, vectors,
+        user_count, interaction_count, coded_user_ids.dictionary.to_pylist(), codes[0],
+        interaction_table.column("item").combine_chunks(), np.asarray(interaction_table.column("time")),
+        features, vectors,
     )  # fmt: skip
 
 
-def _read(config: NightConfig, cutoff_at: datetime | None) -> Iterator[Interactions]:
+def _read_interactions(config: NightConfig, cutoff_at: datetime | None) -> Iterator[Interactions]:
     return read_interactions(config.sources, Path(config.base), cutoff_at=cutoff_at)
 
 
-def _features(
-    config: NightConfig, columns: Sequence[str], lists: ColumnsOfLists
+def _read_user_features(
+    config: NightConfig, feature_columns: Sequence[str], list_columns: ColumnsOfLists
 ) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
-    if columns:
-        path = feature_file(config, "user", columns[0])
-        yield from read_features(path, config.sources.user_column, columns, lists=lists)
+    if feature_columns:
+        path = feature_file(config, "user", feature_columns[0])
+        yield from read_features(
+            path, config.sources.user_column, feature_columns, lists=list_columns
+        )
 
 
-def _vectors(config: NightConfig) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
+def _read_user_vectors(config: NightConfig) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
     sources = config.sources
     if sources.user_vectors:
         path = source_file(sources.user_vectors, config.path("."))
         yield from read_features(path, sources.user_column, (sources.vector_column,))
 
 
-def _read_sampled_rows(read: Iterator[tuple[Ids, Mapping[str, Any]]], limit: np.uint64) -> Any:
-    parts = []
-    for ids, values in read:
-        is_sampled = pa.array(hashes_of(ids, SEED) <= limit)
-        parts.append(pa.table({"user": ids.texts(), **values}).filter(is_sampled))
-    return pa.concat_tables(parts) if parts else None
+def _read_sampled_rows(
+    feature_batches: Iterator[tuple[Ids, Mapping[str, Any]]], hash_max: np.uint64
+) -> Any:
+    sampled_tables = []
+    for user_ids, value_by_column in feature_batches:
+        is_sampled = pa.array(hashes_of(user_ids, SAMPLE_HASH_SEED) <= hash_max)
+        sampled_tables.append(
+            pa.table({"user": user_ids.texts(), **value_by_column}).filter(is_sampled)
+        )
+    return pa.concat_tables(sampled_tables) if sampled_tables else None

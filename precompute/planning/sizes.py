@@ -9,22 +9,22 @@ from cache.records import Layout
 from precompute.builds.tables import records_per_page
 from precompute.bundles.index import FLAT_BELOW, IndexKind, list_count
 from precompute.partitions.shard_input import COUNTED_ROWS, SLICE_BYTES, SLICE_ROWS
-from precompute.scoring.shard_work import CHUNK_BYTES, CHUNKS_MOST
+from precompute.scoring.shard_work import CHUNK_BYTES, CHUNKS_MAX
 from precompute.sources.readers import BATCH_BYTES, BATCH_ROWS
 
 HASH_BYTES = 8
 
 NUMBER_BYTES = 4
 
-SUM_BYTES = 8
+CHECKSUM_BYTES = 8
 
-TEXT_TIMES = 5
+TEXT_BYTES_FACTOR = 5
 """Bytes of a number as text, of those that it has as one."""
 
 REPORTS_BYTES = 40 << 10
 """Manifest and reports of the steps, in a night of few shards."""
 
-_LINKS = 32
+_GRAPH_LINKS = 32
 """Neighbours of the graph index; twice as many at its base."""
 
 PROCESS_BYTES: Final = 350 << 20
@@ -36,7 +36,7 @@ GROUPED_ROW_BYTES: Final = 150
 COUNTED_ROW_BYTES: Final = 64
 """Bytes of a row whose user is counted: hashes, marks and their orders."""
 
-CHUNKS_BYTES: Final = CHUNKS_MOST * CHUNK_BYTES
+CHUNKS_BYTES: Final = CHUNKS_MAX * CHUNK_BYTES
 """Results of scoring under way, on a host of many cores."""
 
 TILE_BYTES: Final = 256 << 20
@@ -54,39 +54,50 @@ class Pages:
     """Pages of one table: in each of its `parts` the same number of full ones, and one for the remaining records."""
 
     parts: int
-    full: int
-    full_bytes: int
-    last_bytes: int
+    full_pages: int
+    full_page_bytes: int
+    last_page_bytes: int
 
     @classmethod
-    def of(cls, records: int, parts: int, layout: Layout, page_bytes: int) -> "Pages":
+    def of(cls, record_count: int, part_count: int, layout: Layout, page_bytes: int) -> "Pages":
         """Entities spread evenly over the parts, as their hashes do but for chance."""
-        per_page = records_per_page(layout, page_bytes)
-        full, leftover_records = divmod(round(records / parts), per_page)
-        return cls(parts, full, per_page * layout.size_bytes, leftover_records * layout.size_bytes)
+        page_records = records_per_page(layout, page_bytes)
+        full_pages, leftover_records = divmod(round(record_count / part_count), page_records)
+        return cls(
+            part_count,
+            full_pages,
+            page_records * layout.size_bytes,
+            leftover_records * layout.size_bytes,
+        )
 
     @property
     def count(self) -> int:
         """Number of all pages."""
-        return self.parts * (self.full + (self.last_bytes > 0))
+        return self.parts * (self.full_pages + (self.last_page_bytes > 0))
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of the records."""
-        return self.parts * (self.full * self.full_bytes + self.last_bytes)
+        return self.parts * (self.full_pages * self.full_page_bytes + self.last_page_bytes)
 
-    def sum(self, costs: Mapping[int, float]) -> float:
+    def sum_costs(self, cost_by_page_bytes: Mapping[int, float]) -> float:
         """Return the total cost of the pages, if a page of so many bytes costs `costs[bytes]`."""
-        last = costs[self.last_bytes] if self.last_bytes else 0.0
-        return self.parts * (self.full * (costs[self.full_bytes] if self.full else 0.0) + last)
+        last_cost = cost_by_page_bytes[self.last_page_bytes] if self.last_page_bytes else 0.0
+        return self.parts * (
+            self.full_pages * (cost_by_page_bytes[self.full_page_bytes] if self.full_pages else 0.0)
+            + last_cost
+        )
 
     @property
-    def sizes(self) -> set[int]:
+    def page_sizes(self) -> set[int]:
         """The different sizes that occur."""
         return {
             size
-            for size, number in ((self.full_bytes, self.full), (self.last_bytes, 1))
-            if size and number
+            for size, page_count in (
+                (self.full_page_bytes, self.full_pages),
+                (self.last_page_bytes, 1),
+            )
+            if size and page_count
         }
 
 
@@ -107,7 +118,7 @@ class NightShape:
     model_bytes: Mapping[str, int]
     model_items: int
     model_dims: int
-    metrics: int
+    metric_count: int
     index: IndexKind = "auto"
     defaults_bytes: int = 0
     work_bytes: int = 0
@@ -116,22 +127,22 @@ class NightShape:
     feature_bytes: float = 0.0
     """Bytes of a user's features; `item_feature_bytes` are an item's."""
     item_feature_bytes: float = 0.0
-    has_seen: bool = False
-    """True if items that users had are published, for filters; `has_inputs` if their whole inputs are, for events."""
-    has_inputs: bool = False
+    publishes_seen_items: bool = False
+    """True if items that users had are published, for filters; `publishes_inputs`: their whole inputs, for events."""
+    publishes_inputs: bool = False
     facets: Mapping[str, tuple[int, Layout]] = field(default_factory=dict)
     """Number of values of each facet, and the layout of its lists."""
 
     def pages(self) -> dict[str, Pages]:
         """Pages of each table."""
         return {
-            name: Pages.of(
+            table_name: Pages.of(
                 self.users if entity == "user" else self.items, self.shards, layout, self.page_bytes
             )
-            for name, (entity, layout) in self.layouts.items()
+            for table_name, (entity, layout) in self.layouts.items()
         } | {
-            name: Pages.of(values, 1, layout, self.page_bytes)
-            for name, (values, layout) in self.facets.items()
+            table_name: Pages.of(value_count, 1, layout, self.page_bytes)
+            for table_name, (value_count, layout) in self.facets.items()
         }
 
     @property
@@ -148,8 +159,8 @@ class NightShape:
     @property
     def item_bytes(self) -> int:
         """The item table: ids, where each begins and the last ends, the model's indices, vectors."""
-        ids = round(self.item_id_bytes * self.items)
-        return ids + HASH_BYTES * (2 * self.items + 1) + self._vector_bytes
+        id_bytes = round(self.item_id_bytes * self.items)
+        return id_bytes + HASH_BYTES * (2 * self.items + 1) + self._vector_bytes
 
     @property
     def _vector_bytes(self) -> int:
@@ -158,26 +169,28 @@ class NightShape:
     @property
     def index_bytes(self) -> int:
         """FAISS files, one per metric; `auto` beyond the smallest catalogues as if it became an inverted file."""
-        more = 0
+        extra_bytes = 0
         if self.index == "ivf" or (self.index == "auto" and self.items >= FLAT_BELOW):
-            more = HASH_BYTES * self.items + NUMBER_BYTES * self.dims * list_count(self.items)
+            extra_bytes = HASH_BYTES * self.items + NUMBER_BYTES * self.dims * list_count(
+                self.items
+            )
         elif self.index == "hnsw":
-            more = self.items * (2 * _LINKS * NUMBER_BYTES + 3 * NUMBER_BYTES)
-        return self.metrics * (self._vector_bytes + more)
+            extra_bytes = self.items * (2 * _GRAPH_LINKS * NUMBER_BYTES + 3 * NUMBER_BYTES)
+        return self.metric_count * (self._vector_bytes + extra_bytes)
 
     @property
     def fp32_bytes(self) -> int:
         """Models as handed over, which grow with items and dimensions."""
-        grown = self.items * self.dims / (self.model_items * self.model_dims)
-        return round(sum(self.model_bytes.values()) * grown)
+        growth = self.items * self.dims / (self.model_items * self.model_dims)
+        return round(sum(self.model_bytes.values()) * growth)
 
     @property
     def mapped_bytes(self) -> int:
         """Bytes that a reader's host holds of one generation; an int8 model keeps a scale per row of its tables."""
-        int8 = round(self.fp32_bytes * (1 + NUMBER_BYTES / self.dims) / NUMBER_BYTES)
-        models = self.fp32_bytes + int8
+        int8_bytes = round(self.fp32_bytes * (1 + NUMBER_BYTES / self.dims) / NUMBER_BYTES)
+        model_bytes = self.fp32_bytes + int8_bytes
         return (
-            self.directory_bytes + self.item_bytes + self.index_bytes + models + self.defaults_bytes
+            self.directory_bytes + self.item_bytes + self.index_bytes + model_bytes + self.defaults_bytes
             + self.input_bytes
         )  # fmt: skip
 
@@ -185,18 +198,20 @@ class NightShape:
     def input_bytes(self) -> int:
         """Upper bound on the bytes of published user inputs: items count as often as they came, features as texts."""
         size_bytes = 0
-        if self.has_seen or self.has_inputs:
+        if self.publishes_seen_items or self.publishes_inputs:
             size_bytes += HASH_BYTES * self.users + NUMBER_BYTES * self.interactions
-        if self.has_inputs:
-            features = round(TEXT_TIMES * self.users * self.feature_bytes)
-            size_bytes += HASH_BYTES * (self.users + self.interactions) + features
+        if self.publishes_inputs:
+            feature_bytes = round(TEXT_BYTES_FACTOR * self.users * self.feature_bytes)
+            size_bytes += HASH_BYTES * (self.users + self.interactions) + feature_bytes
         return size_bytes
 
     @property
     def disk_bytes(self) -> int:
         """The generation's folder: also its pages with their checksums, its copy of the bundle, and its work files."""
-        sums = SUM_BYTES * sum(table_pages.count for table_pages in self.pages().values())
-        artefact_bytes = self.mapped_bytes + self.payload_bytes + sums + self.fp32_bytes
+        checksum_bytes = CHECKSUM_BYTES * sum(
+            table_pages.count for table_pages in self.pages().values()
+        )
+        artefact_bytes = self.mapped_bytes + self.payload_bytes + checksum_bytes + self.fp32_bytes
         return artefact_bytes + self.work_bytes + REPORTS_BYTES
 
 
@@ -205,27 +220,29 @@ def step_bytes(shape: NightShape) -> Mapping[str, int]:
 
     Vectors of items count once for each copy: as they are mapped, ready to be compared, inside a model or an index.
     """
-    vectors = NUMBER_BYTES * shape.items * shape.dims
-    ids = shape.items * COUNTED_ITEM_BYTES
-    features = round(shape.items * shape.item_feature_bytes)
-    model = shape.fp32_bytes // max(1, len(shape.model_bytes))
-    grouped = _slice_bytes(shape)
-    index = shape.index_bytes // max(1, shape.metrics)
+    vector_bytes = NUMBER_BYTES * shape.items * shape.dims
+    id_bytes = shape.items * COUNTED_ITEM_BYTES
+    feature_bytes = round(shape.items * shape.item_feature_bytes)
+    model_bytes = shape.fp32_bytes // max(1, len(shape.model_bytes))
+    slice_bytes = _slice_bytes(shape)
+    index_bytes = shape.index_bytes // max(1, shape.metric_count)
     # All models at once, and the item tower beside them: each as its file is read, and as it is run.
-    opened = 2 * (shape.fp32_bytes + model)
-    steps = {
-        "train": shape.interactions * TRAINED_INTERACTION_BYTES + ids + 6 * vectors,
-        "begin": opened + 3 * _batch_bytes(shape) + 2 * COUNTED_ROWS * COUNTED_ROW_BYTES + ids + 3 * features,
-        "embed_items": 2 * model + features,
-        "score": 2 * grouped + CHUNKS_BYTES + vectors + (shape.metrics + 1) * 3 * vectors // 2 + 2 * model + features,
+    open_model_bytes = 2 * (shape.fp32_bytes + model_bytes)
+    peak_bytes_by_step = {
+        "train": shape.interactions * TRAINED_INTERACTION_BYTES + id_bytes + 6 * vector_bytes,
+        "begin": open_model_bytes + 3 * _batch_bytes(shape) + 2 * COUNTED_ROWS * COUNTED_ROW_BYTES + id_bytes
+        + 3 * feature_bytes,
+        "embed_items": 2 * model_bytes + feature_bytes,
+        "score": 2 * slice_bytes + CHUNKS_BYTES + vector_bytes + (shape.metric_count + 1) * 3 * vector_bytes // 2
+        + 2 * model_bytes + feature_bytes,
         "assemble": 0,
-        "index": grouped + TILE_BYTES + vectors + 3 * index + 2 * model,
-        "quantize": grouped + TILE_BYTES + vectors + 4 * model + features,
+        "index": slice_bytes + TILE_BYTES + vector_bytes + 3 * index_bytes + 2 * model_bytes,
+        "quantize": slice_bytes + TILE_BYTES + vector_bytes + 4 * model_bytes + feature_bytes,
         "load": 2 * (64 << 20),
-        "verify": grouped + 2 * TILE_BYTES + vectors + index + 4 * model + features
+        "verify": slice_bytes + 2 * TILE_BYTES + vector_bytes + index_bytes + 4 * model_bytes + feature_bytes
         + HASH_BYTES * (shape.users // shape.shards + 4 * shape.items) + shape.directory_bytes,
     }  # fmt: skip
-    return {step: PROCESS_BYTES + peak_bytes for step, peak_bytes in steps.items()}
+    return {step: PROCESS_BYTES + peak_bytes for step, peak_bytes in peak_bytes_by_step.items()}
 
 
 def _batch_bytes(shape: NightShape) -> int:
@@ -236,6 +253,8 @@ def _batch_bytes(shape: NightShape) -> int:
 
 def _slice_bytes(shape: NightShape) -> int:
     """A slice while it is grouped: its rows, and three copies of its features."""
-    per_shard = -(-shape.interactions // shape.shards)
-    features = round(shape.users / shape.shards * shape.feature_bytes)
-    return min(per_shard, SLICE_ROWS) * GROUPED_ROW_BYTES + 3 * min(features, SLICE_BYTES)
+    interactions_per_shard = -(-shape.interactions // shape.shards)
+    feature_bytes = round(shape.users / shape.shards * shape.feature_bytes)
+    return min(interactions_per_shard, SLICE_ROWS) * GROUPED_ROW_BYTES + 3 * min(
+        feature_bytes, SLICE_BYTES
+    )

@@ -47,7 +47,7 @@ from precompute.steps.score import SHARDS_AT_ONCE
 
 PROBE_COUNT = 256
 
-REPEATS = 3
+REPEAT_COUNT = 3
 
 SEARCHED_USERS = 1024
 
@@ -55,7 +55,7 @@ TIMED_USERS_MAX = 1 << 16
 
 LOADED_BYTES_MAX = 256 << 20
 
-_RATE_REPEATS = 3
+_RATE_REPEAT_COUNT = 3
 
 TRIAL_CUT = "2000-01-01T00:00:00Z"
 """Cut that names the trial's generation; nothing is cut off by it."""
@@ -79,9 +79,9 @@ class TimeSpent(NamedTuple):
         """Time of `factor` times as much."""
         return TimeSpent(self.wall_s * factor, self.cpu_s * factor)
 
-    def in_parallel(self, count: int, at_once: int) -> "TimeSpent":
+    def in_parallel(self, run_count: int, at_once: int) -> "TimeSpent":
         """Time of `count` times as much, `at_once` at a time."""
-        return TimeSpent(self.wall_s * -(-count // at_once), self.cpu_s * count)
+        return TimeSpent(self.wall_s * -(-run_count // at_once), self.cpu_s * run_count)
 
 
 class TimedRun(NamedTuple):
@@ -96,19 +96,19 @@ class DeviceRate:
     """Lists per second of the GPUs that a night scores on, and in words how that is known."""
 
     users_per_s: float
-    how: str
+    origin: str
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Times of a night's scoring; `stages` are the busy seconds of its overlapping stages for all users."""
+    """Times of a night's scoring; `seconds_by_stage` are the busy seconds of its overlapping stages for all users."""
 
     embed: TimeSpent
     prepare: TimeSpent
     shards: TimeSpent
     users: TimeSpent
     items: TimeSpent
-    stages: Mapping[str, float]
+    seconds_by_stage: Mapping[str, float]
     recorded_share: float
     """Share of the users that will have records."""
     note: str
@@ -116,7 +116,7 @@ class Timings:
     """Time that the load takes before its first page."""
 
     @property
-    def all(self) -> TimeSpent:
+    def total(self) -> TimeSpent:
         """Time from the item vectors to the last page."""
         total_spent = self.embed
         for step_spent in (self.prepare, self.shards, self.users, self.items):
@@ -126,14 +126,14 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """Build of the sample in one shard, with its items embedded; `embedded` is the time spent on that."""
+    """Build of the sample in one shard, with its items embedded; `embed_time` is the time spent on that."""
 
     build: Build
     bundle: Bundle
     sample: Sample
     folder: Path
-    embedded: TimeSpent
-    at_once: int = 1
+    embed_time: TimeSpent
+    shards_at_once: int = 1
     """Shards that the night's process will have under way at a time."""
     scorers: Scorers = field(default_factory=lambda: Scorers(hooks=scoring_hooks()))
 
@@ -149,13 +149,13 @@ class Trial:
             kept_count = sum(len(chunk.ids) for chunk in read_users(work, scratch))
         return kept_count / max(1, work.counts["entities"])
 
-    def users(self, count: int) -> tuple[TimeSpent, Mapping[str, float]]:
+    def time_users(self, user_count: int) -> tuple[TimeSpent, Mapping[str, float]]:
         """Score so many users into pages; return the time, and how long each stage was busy.
 
         If shards overlap in a night, as many run at once, and the time is divided by their number.
         """
         config = self.build.config
-        sources = self.sample.write(self.folder / "sources", count, config.sources)
+        sources = self.sample.write(self.folder / "sources", user_count, config.sources)
         items = open_items(self.build.root, self.begin_report)
         PartitionJob(
             NightInput(replace(config, sources=sources), items),
@@ -167,17 +167,19 @@ class Trial:
         def score(_number: int) -> Mapping[str, float]:
             return score_users(self.build, self.bundle, 0, self.scorers, quiet)["seconds"]
 
-        with ThreadPoolExecutor(self.at_once) as pool:
-            spent, seconds = timed(lambda: list(pool.map(score, range(self.at_once))))
-        return spent.times(1 / self.at_once), seconds[0]
+        with ThreadPoolExecutor(self.shards_at_once) as pool:
+            spent, seconds = measure_time(lambda: list(pool.map(score, range(self.shards_at_once))))
+        return spent.times(1 / self.shards_at_once), seconds[0]
 
-    def items(self, count: int) -> TimeSpent:
+    def time_items(self, item_count: int) -> TimeSpent:
         """Scores so many items into pages."""
-        return timed(
-            lambda: score_items(self.build, self.bundle, 0, self.scorers, quiet, limit=count)
+        return measure_time(
+            lambda: score_items(
+                self.build, self.bundle, 0, self.scorers, quiet, items_max=item_count
+            )
         )[0]
 
-    def prepared(self) -> TimeSpent:
+    def time_preparation(self) -> TimeSpent:
         """The items made ready to be compared: once for all shards that one process scores."""
         items = open_items(self.build.root, self.begin_report, dims=self.bundle.dims)
         tables = configured_tables(self.build.config, self.bundle).values()
@@ -186,73 +188,82 @@ class Trial:
             for table in tables
             if table.kind in ("user_topk", "item_similar")
         }
-        return timed(lambda: [self.scorers.at(0).of(items, metric) for metric in metrics])[0]
+        return measure_time(lambda: [self.scorers.at(0).of(items, metric) for metric in metrics])[0]
 
-    def opened(self) -> TimeSpent:
+    def time_opening(self) -> TimeSpent:
         """Measure the time to open the bundle, as every shard does before it begins."""
         fetch_items(self.build)
-        return timed(lambda: open_bundle(self.build))[0]
+        return measure_time(lambda: open_bundle(self.build))[0]
 
-    def sealed(self) -> TimeSpent:
+    def time_sealing(self) -> TimeSpent:
         """Time of the load before its first page: the bundle opened, the items' files described."""
         files = (IDS, OFFSETS, MODEL_INDEX, VECTORS)
-        return self.opened().and_(timed(lambda: [self.build.describe(file) for file in files])[0])
+        return self.time_opening().and_(
+            measure_time(lambda: [self.build.describe(file) for file in files])[0]
+        )
 
-    def encoded(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def encode_sample(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """(vectors of the first chunk of users, of all items)."""
         work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
         with scratch_folder(self.build.root / PARTITION) as scratch:
-            chunk = work.encode(next(read_users(work, scratch)))
-        users = chunk.outputs["user_tower"][chunk.answered["user_tower"]]
-        return users, np.asarray(work.items.vectors)
+            chunk = work.add_tower_outputs(next(read_users(work, scratch)))
+        user_vectors = chunk.outputs_by_model["user_tower"][
+            chunk.is_answered_by_model["user_tower"]
+        ]
+        return user_vectors, np.asarray(work.items.vectors)
 
-    def on_devices(self, device_setting: str, shape: NightShape, k: int) -> DeviceRate:
+    def measure_device_rate(self, device_setting: str, shape: NightShape, k: int) -> DeviceRate:
         """Rate of the lists on the GPUs of this host, tried on one of them; without any, of one that was measured."""
-        rate, table = None, rate_by_table(shape.items, shape.dims, k)
+        rate, table_rate = None, rate_from_table(shape.items, shape.dims, k)
         try:
             device_names = devices(device_setting)
         except ConfigError:  # a plan is made elsewhere than the nights run
             return replace(
-                table, how=f"{table.how}; device {device_setting!r} cannot be used on this host"
+                table_rate,
+                origin=f"{table_rate.origin}; device {device_setting!r} cannot be used on this host",
             )
         if device_names:
-            users, vectors = self.encoded()
-            rate = rate_by_rehearsal(device_names[0], users, vectors, self.bundle.metric, k)
+            user_vectors, item_vectors = self.encode_sample()
+            rate = rate_from_rehearsal(
+                device_names[0], user_vectors, item_vectors, self.bundle.metric, k
+            )
         if rate is None:
-            return table
-        grows = shape.items * shape.dims / vectors.size
-        how = f"{len(device_names)} x {rate.how}" if len(device_names) > 1 else rate.how
-        return DeviceRate(len(device_names) * rate.users_per_s / grows, how)
+            return table_rate
+        size_factor = shape.items * shape.dims / item_vectors.size
+        origin = f"{len(device_names)} x {rate.origin}" if len(device_names) > 1 else rate.origin
+        return DeviceRate(len(device_names) * rate.users_per_s / size_factor, origin)
 
-    def half_the_items(self, k: int) -> float:
+    def measure_half_ratio(self, k: int) -> float:
         """Measure the search time over all items divided by that over a random half of them, for some users."""
-        users, vectors = self.encoded()
-        users = users[:SEARCHED_USERS]
-        half_ordinals = np.random.default_rng(0).permutation(len(vectors))[: len(vectors) // 2]
-        spent = []
-        for searched_vectors in (vectors, vectors[np.sort(half_ordinals)]):
+        user_vectors, item_vectors = self.encode_sample()
+        user_vectors = user_vectors[:SEARCHED_USERS]
+        half_ordinals = np.random.default_rng(0).permutation(len(item_vectors))[
+            : len(item_vectors) // 2
+        ]
+        search_times_s = []
+        for searched_vectors in (item_vectors, item_vectors[np.sort(half_ordinals)]):
             search = partial(
                 Scorer.of(searched_vectors, self.bundle.metric).top,
-                users,
+                user_vectors,
                 min(k, len(half_ordinals)),
             )
             search()
-            spent.append(min(timed(search)[0].cpu_s for _ in range(REPEATS)))
-        return spent[0] / spent[1]
+            search_times_s.append(min(measure_time(search)[0].cpu_s for _ in range(REPEAT_COUNT)))
+        return search_times_s[0] / search_times_s[1]
 
 
 def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str) -> Trial:
     """Begins the sample's build in a store of its own, in one shard, and embeds the items."""
     sources = sample.write(folder / "sources", len(sample.ids), config.sources)
-    trial = replace(
+    trial_config = replace(
         config, sources=sources, artifacts=str(folder / "artifacts"), state=str(folder / "state"),
         redis_url=redis_url, shards=1, data_until=None, device=OFF,
     )  # fmt: skip
-    begun_build = begin.run(trial, data_until=None, run_after=None, named=TRIAL_CUT)
-    build = Build.of(trial, begun_build)
-    embedded, _ = timed(lambda: embed_items.run(trial, begun_build))
-    at_once = min(SHARDS_AT_ONCE, config.shards)
-    return Trial(build, open_bundle(build), sample, folder, embedded, at_once)
+    begun_build = begin.run(trial_config, data_until=None, run_after=None, named=TRIAL_CUT)
+    build = Build.of(trial_config, begun_build)
+    embed_time, _ = measure_time(lambda: embed_items.run(trial_config, begun_build))
+    shards_at_once = min(SHARDS_AT_ONCE, config.shards)
+    return Trial(build, open_bundle(build), sample, folder, embed_time, shards_at_once)
 
 
 def time_scoring(
@@ -264,72 +275,89 @@ def time_scoring(
     progress: Progress = quiet,
 ) -> Timings:
     """Runs over two numbers of users and of items, the larger one for about `seconds` or a whole shard."""
-    kept_share, prepared, opened = trial.measure_recorded_share(), trial.prepared(), trial.opened()
-    per_shard, trial_item_count = -(-source_users // shape.shards), trial.begin_report["items"]
-    busy: list[tuple[int, Mapping[str, float]]] = []
+    recorded_share, preparation_time, opening_time = (
+        trial.measure_recorded_share(),
+        trial.time_preparation(),
+        trial.time_opening(),
+    )
+    users_per_shard, trial_item_count = (
+        -(-source_users // shape.shards),
+        trial.begin_report["items"],
+    )
+    stage_seconds_by_count: list[tuple[int, Mapping[str, float]]] = []
 
-    def score(count: int) -> TimeSpent:
-        spent, seconds_of = trial.users(count)
-        busy.append((count, seconds_of))
+    def score(user_count: int) -> TimeSpent:
+        spent, seconds_by_stage = trial.time_users(user_count)
+        stage_seconds_by_count.append((user_count, seconds_by_stage))
         return spent
 
     progress("time the scoring", 0, 2)
-    score(min(PROBE_COUNT, per_shard))  # the first opens what later ones find open
-    users = _of_one_shard(score, per_shard, seconds, TIMED_USERS_MAX).times(shape.shards)
+    score(min(PROBE_COUNT, users_per_shard))  # the first opens what later ones find open
+    user_time = _time_one_shard(score, users_per_shard, seconds, TIMED_USERS_MAX).times(
+        shape.shards
+    )
     progress("time the scoring", 1, 2)
-    items = _of_one_shard(trial.items, -(-shape.items // shape.shards), seconds, trial_item_count)
-    items = items.times(shape.shards)
+    item_time = _time_one_shard(
+        trial.time_items, -(-shape.items // shape.shards), seconds, trial_item_count
+    )
+    item_time = item_time.times(shape.shards)
     progress("time the scoring", 2, 2)
-    scored, seconds_of = busy[-1]
-    stages = {
-        name: value / scored * source_users for name, value in seconds_of.items() if name != "all"
+    scored_count, seconds_by_stage = stage_seconds_by_count[-1]
+    seconds_by_stage_of_all = {
+        stage: stage_s / scored_count * source_users
+        for stage, stage_s in seconds_by_stage.items()
+        if stage != "all"
     }
     note = ""
-    grows = shape.items * shape.dims / (trial_item_count * trial.bundle.dims)
+    size_factor = shape.items * shape.dims / (trial_item_count * trial.bundle.dims)
     if shape.items != trial_item_count or shape.dims != trial.bundle.dims:
         exponent, growth = _growth(trial, shape, trial_item_count)
-        topk_share = stages["topk"] / max(sum(stages.values()), 1e-9)
-        at_most = users.times(1 + topk_share * (grows - 1)).and_(items.times(grows))
-        note = _extrapolation_note(shape, trial, trial_item_count, exponent, at_most)
-        users = users.times(1 + topk_share * (growth - 1))
-        items = items.times(growth)
-        stages["topk"] *= growth
+        topk_share = seconds_by_stage_of_all["topk"] / max(
+            sum(seconds_by_stage_of_all.values()), 1e-9
+        )
+        longest_time = user_time.times(1 + topk_share * (size_factor - 1)).and_(
+            item_time.times(size_factor)
+        )
+        note = _extrapolation_note(shape, trial, trial_item_count, exponent, longest_time)
+        user_time = user_time.times(1 + topk_share * (growth - 1))
+        item_time = item_time.times(growth)
+        seconds_by_stage_of_all["topk"] *= growth
     return Timings(
-        trial.embedded.times(grows), prepared.times(grows),
-        opened.times(grows).in_parallel(shape.shards, trial.at_once),
-        users, items, stages, kept_share, note,
-        trial.sealed().times(grows),
+        trial.embed_time.times(size_factor), preparation_time.times(size_factor),
+        opening_time.times(size_factor).in_parallel(shape.shards, trial.shards_at_once),
+        user_time, item_time, seconds_by_stage_of_all, recorded_share, note,
+        trial.time_sealing().times(size_factor),
     )  # fmt: skip
 
 
-def _of_one_shard(
-    run: Callable[[int], TimeSpent], count: int, seconds: float, at_most: int
+def _time_one_shard(
+    time_count: Callable[[int], TimeSpent], entity_count: int, seconds: float, count_max: int
 ) -> TimeSpent:
-    probe_count = min(PROBE_COUNT, count, at_most)
-    small = large = TimedRun(probe_count, run(probe_count))
+    probe_count = min(PROBE_COUNT, entity_count, count_max)
+    small = large = TimedRun(probe_count, time_count(probe_count))
     rate = probe_count / max(small.spent.wall_s, 1e-6)
-    if (more := int(min(count, at_most, rate * seconds))) > probe_count:
-        large = TimedRun(more, run(more))
-    return extrapolate(small, large, count)
+    if (larger_count := int(min(entity_count, count_max, rate * seconds))) > probe_count:
+        large = TimedRun(larger_count, time_count(larger_count))
+    return extrapolate(small, large, entity_count)
 
 
 def _growth(trial: Trial, shape: NightShape, trial_item_count: int) -> tuple[float, float]:
     """(power of the number of items, how much longer a list takes) with other items or dimensions than there are."""
-    lists = [layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"]
-    measured = float(np.log2(trial.half_the_items(max(lists, default=1))))
-    exponent = min(1.0, max(0.0, measured))
+    list_lengths = [layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"]
+    measured_exponent = float(np.log2(trial.measure_half_ratio(max(list_lengths, default=1))))
+    exponent = min(1.0, max(0.0, measured_exponent))
     return exponent, (shape.items / trial_item_count) ** exponent * shape.dims / trial.bundle.dims
 
 
 def _extrapolation_note(
-    shape: NightShape, trial: Trial, trial_item_count: int, exponent: float, at_most: TimeSpent
+    shape: NightShape, trial: Trial, trial_item_count: int, exponent: float, longest_time: TimeSpent
 ) -> str:
-    unmeasured = "; dimensions count in proportion, which was not measured"
-    dims = "" if shape.dims == trial.bundle.dims else unmeasured
+    unmeasured_note = "; dimensions count in proportion, which was not measured"
+    dims_note = "" if shape.dims == trial.bundle.dims else unmeasured_note
     return (
         f"scoring is extrapolated from {trial_item_count // 2:,} and {trial_item_count:,} items: time grows with items "
         f"** {exponent:.2f}; if "
-        f"it grew in proportion, {at_most.wall_s / 60:.2f} minutes{dims}"
+        f"it grew in proportion, {longest_time.wall_s / 60:.2f} minutes{dims_note}"
     )
 
 
@@ -339,52 +367,56 @@ def feature_columns(bundle: Bundle) -> list[str]:
     return sorted({str(feature.column) for model in models for feature in model.spec.features})
 
 
-def rate_by_table(items: int, dims: int, k: int) -> DeviceRate:
+def rate_from_table(item_count: int, dims: int, k: int) -> DeviceRate:
     """Rate of one GPU that was measured, for lists of so many items and dimensions.
 
-    What another K costs was not measured: it counts for nothing, and `how` says so.
+    What another K costs was not measured: it counts for nothing, and `origin` says so.
     """
     card = CARDS[DEFAULT_CARD]
-    return DeviceRate(1 / card.list_seconds(items, dims), f"a table: {card.how(k)}")
+    return DeviceRate(1 / card.list_seconds(item_count, dims), f"a table: {card.rate_in_words(k)}")
 
 
-def rate_by_rehearsal(
+def rate_from_rehearsal(
     device: str,
-    users: NDArray[np.float32],
-    items: NDArray[np.float32],
+    user_vectors: NDArray[np.float32],
+    item_vectors: NDArray[np.float32],
     metric: Metric,
     k: int,
 ) -> DeviceRate | None:
     """Rate of a device of torch for some real users and all items; None where it cannot hold them, or without users."""
-    if not len(users):
+    if not len(user_vectors):
         return None
     import torch
 
     from precompute.device.scorer import DeviceScorer
 
-    scorer = DeviceScorer.of(items, metric, device)
+    scorer = DeviceScorer.of(item_vectors, metric, device)
     if scorer is None:
         return None
     measured_rates = []
-    for _ in range(_RATE_REPEATS):  # the first warms it
-        started = time.perf_counter()
-        scorer.top(users, min(k, len(items)))
-        measured_rates.append(len(users) / (time.perf_counter() - started))
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    return DeviceRate(max(measured_rates), f"a rehearsal on {name} here, {len(users):,} users")
+    for _ in range(_RATE_REPEAT_COUNT):  # the first warms it
+        start_s = time.perf_counter()
+        scorer.top(user_vectors, min(k, len(item_vectors)))
+        measured_rates.append(len(user_vectors) / (time.perf_counter() - start_s))
+    device_name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    return DeviceRate(
+        max(measured_rates), f"a rehearsal on {device_name} here, {len(user_vectors):,} users"
+    )
 
 
-def page_costs(client: "redis.Redis", keys: Keyspace, sizes: Iterable[int]) -> dict[int, int]:
+def measure_page_costs(
+    client: "redis.Redis", keys: Keyspace, page_sizes: Iterable[int]
+) -> dict[int, int]:
     """Memory that Redis takes for a page of each size: key, entry, value and what its allocator rounds up."""
-    costs = {}
-    for size in sorted(set(sizes)):
+    memory_by_page_size = {}
+    for page_size in sorted(set(page_sizes)):
         # As long a key as any: allocators round up.
-        name = keys.page(REHEARSED_GENERATION, "user_topk", 100)
-        client.set(name, bytes(size))
-        memory_bytes: Any = client.memory_usage(name)
-        costs[size] = int(memory_bytes)
-        client.delete(name)
-    return costs
+        page_key = keys.page(REHEARSED_GENERATION, "user_topk", 100)
+        client.set(page_key, bytes(page_size))
+        memory_bytes: Any = client.memory_usage(page_key)
+        memory_by_page_size[page_size] = int(memory_bytes)
+        client.delete(page_key)
+    return memory_by_page_size
 
 
 def time_load(config: NightConfig, shape: NightShape, client: "redis.Redis") -> TimeSpent:
@@ -407,9 +439,9 @@ def _time_load_of(
     manifest = _manifest_of_zeros(config.namespace, shape, payload_share, build.root)
     build.store.write(generation_path(REHEARSED_GENERATION, "manifest.json"), manifest.to_bytes())
     run_times = []
-    for _ in range(REPEATS):
+    for _ in range(REPEAT_COUNT):
         client.flushall(asynchronous=False)
-        spent, _ = timed(
+        spent, _ = measure_time(
             lambda: load.run(config, {"generation": REHEARSED_GENERATION}),
             lambda: cpu_s(cast(Any, client.info("cpu"))),
         )
@@ -424,33 +456,55 @@ def _manifest_of_zeros(
     """All tables in all their parts, each with this share of its records, in files that take no room."""
     tables = {}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (entity, layout) in shape.layouts.items():
-        records = shape.users if entity == "user" else shape.items
-        count = round(records * payload_share / shape.shards)
-        file = Artefact(f"{name}.pages", count * layout.size_bytes, "")
-        with (folder / file.path).open("wb") as pages:
-            pages.truncate(file.size_bytes)
-        per_page = records_per_page(layout, shape.page_bytes)
+    for table_name, (entity, layout) in shape.layouts.items():
+        record_count = shape.users if entity == "user" else shape.items
+        part_records = round(record_count * payload_share / shape.shards)
+        page_artefact = Artefact(f"{table_name}.pages", part_records * layout.size_bytes, "")
+        with (folder / page_artefact.path).open("wb") as pages_file:
+            pages_file.truncate(page_artefact.size_bytes)
+        page_records = records_per_page(layout, shape.page_bytes)
         parts = tuple(
-            TablePart(part * -(-count // per_page), -(-count // per_page), count, file, file)
+            TablePart(
+                part * -(-part_records // page_records),
+                -(-part_records // page_records),
+                part_records,
+                page_artefact,
+                page_artefact,
+            )
             for part in range(shape.shards)
         )
-        tables[name] = Table(name, entity, Producer("none"), layout, per_page, parts, ())
-    none = Artefact("none", 0, "")
-    items = ItemFiles(none, none, none, none, 0, 0)
+        tables[table_name] = Table(
+            table_name, entity, Producer("none"), layout, page_records, parts, ()
+        )
+    empty_artefact = Artefact("none", 0, "")
+    item_files = ItemFiles(empty_artefact, empty_artefact, empty_artefact, empty_artefact, 0, 0)
     return Manifest(
-        namespace, REHEARSED_GENERATION, 0, 0, "", "", {}, items, tables, {}, {}, none, ()
+        namespace,
+        REHEARSED_GENERATION,
+        0,
+        0,
+        "",
+        "",
+        {},
+        item_files,
+        tables,
+        {},
+        {},
+        empty_artefact,
+        (),
     )
 
 
-def timed(
+def measure_time(
     run: Callable[[], Result], other_cpu_s: Callable[[], float] = lambda: 0.0
 ) -> tuple[TimeSpent, Result]:
     """Return the time of a run, and its result; `other_cpu_s` is the processor time of a process that works for it."""
-    wall, cpu = time.perf_counter(), time.process_time() + other_cpu_s()
+    wall_start_s, cpu_start_s = time.perf_counter(), time.process_time() + other_cpu_s()
     result = run()
     ended_at = time.perf_counter()
-    return TimeSpent(ended_at - wall, time.process_time() + other_cpu_s() - cpu), result
+    return TimeSpent(
+        ended_at - wall_start_s, time.process_time() + other_cpu_s() - cpu_start_s
+    ), result
 
 
 def median_spent(run_times: Sequence[TimeSpent]) -> TimeSpent:
@@ -460,12 +514,12 @@ def median_spent(run_times: Sequence[TimeSpent]) -> TimeSpent:
 
 def extrapolate(small: TimedRun, large: TimedRun, amount: float) -> TimeSpent:
     """Extrapolation along the line through two runs, from the larger one on; fixed costs are in both."""
-    step = large.amount - small.amount
-    if step <= 0:
+    amount_step = large.amount - small.amount
+    if amount_step <= 0:
         return large.spent.times(amount / large.amount)
 
     def on_line(small_run_s: float, after: float) -> float:
-        slope = max(0.0, after - small_run_s) / step
+        slope = max(0.0, after - small_run_s) / amount_step
         return max(0.0, after + slope * (amount - large.amount))
 
     return TimeSpent(*map(on_line, small.spent, large.spent))

@@ -14,19 +14,19 @@ def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     training_report = train_reference(config, data_until=arguments.data_until, progress=progress)
     if arguments.json:
         return training_report
-    lines: list[Any] = [table_of(training_report)]
+    report_lines: list[Any] = [table_of(training_report)]
     if training_report["recall_at_20"] is not None:
         holdout_selection = (
             "the latest" if training_report["held_out"] == "latest" else "chosen at random"
         )
-        lines.append(
+        report_lines.append(
             f"{training_report['recall_at_20']:.0%} of the interactions that were held out ({holdout_selection}) stood "
             "among 20 suggestions: "
             f"the best of {training_report['shapes_tried']} models tried."
         )
     if 0 < (untimed := training_report["untimed"]) < training_report["interactions"]:
-        lines.append(
+        report_lines.append(
             f"{untimed:,} of {training_report['interactions']:,} interactions have no time: they count as the oldest "
             "of all, before any cut."
         )
-    return lines
+    return report_lines

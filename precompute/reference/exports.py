@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 
 class _ItemTower(nn.Module):  # type: ignore[misc]  # torch's own types are not looked at
-    def __init__(self, rows: NDArray[np.float32]) -> None:
+    def __init__(self, item_vectors: NDArray[np.float32]) -> None:
         super().__init__()
-        self.table = nn.Buffer(torch.from_numpy(np.ascontiguousarray(rows)))
+        self.table = nn.Buffer(torch.from_numpy(np.ascontiguousarray(item_vectors)))
 
     def forward(self, item_index: Tensor) -> Tensor:
         return self.table[item_index]
@@ -24,8 +24,8 @@ class _HistoryTower(_ItemTower):
 
 
 class _AffinityModel(_HistoryTower):
-    def __init__(self, rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> None:
-        super().__init__(rows)
+    def __init__(self, history_rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> None:
+        super().__init__(history_rows)
         self.centroids = nn.Buffer(torch.from_numpy(np.ascontiguousarray(centroids.T)))
 
     def forward(self, history: Tensor) -> Tensor:
@@ -36,26 +36,30 @@ class _AffinityModel(_HistoryTower):
         return torch.softmax(direction @ self.centroids, dim=1)
 
 
-def history_tower(rows: NDArray[np.float32]) -> bytes:
+def history_tower(history_rows: NDArray[np.float32]) -> bytes:
     """history int32 [n, length] -> [n, dims]."""
-    return _saved(_HistoryTower(rows), 2)
+    return _export_program(_HistoryTower(history_rows), 2)
 
 
-def item_tower(rows: NDArray[np.float32]) -> bytes:
+def item_tower(item_vectors: NDArray[np.float32]) -> bytes:
     """item_index int32 [n] -> [n, dims]."""
-    return _saved(_ItemTower(rows), 1)
+    return _export_program(_ItemTower(item_vectors), 1)
 
 
-def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> bytes:
+def affinity_model(history_rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> bytes:
     """history int32 [n, length] -> probabilities [n, centroids]."""
-    return _saved(_AffinityModel(rows, centroids), 2)
+    return _export_program(_AffinityModel(history_rows, centroids), 2)
 
 
-def _saved(module: nn.Module, axes: int) -> bytes:
+def _export_program(module: nn.Module, axis_count: int) -> bytes:
     """Serialised `torch.export` program of a module, with any number of rows and any length."""
-    example = torch.zeros((3, 5)[:axes], dtype=torch.int32)
-    shapes: Sequence[dict[int, object]] = [dict.fromkeys(range(axes), torch.export.Dim.DYNAMIC)]
-    program = torch.export.export(module.eval(), (example,), dynamic_shapes=tuple(shapes))
+    example_input = torch.zeros((3, 5)[:axis_count], dtype=torch.int32)
+    dynamic_shapes: Sequence[dict[int, object]] = [
+        dict.fromkeys(range(axis_count), torch.export.Dim.DYNAMIC)
+    ]
+    program = torch.export.export(
+        module.eval(), (example_input,), dynamic_shapes=tuple(dynamic_shapes)
+    )
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     return buffer.getvalue()

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories
 from cache.process.host import usable_cores
 
-USER_PARTS = 8
+USER_PART_COUNT = 8
 """Parts of the users whose products are summed in this order, so that the bits do not depend on the cores."""
 
-CHUNK_USERS = 32_768
+CHUNK_USERS_MAX = 32_768
 """Users whose product with a basis is in a thread's memory at once."""
 
 STRIP_ROWS = 8192
@@ -25,7 +25,7 @@ STRIP_ROWS = 8192
 SPECTRAL_ROUNDS = 5
 """Products by which a random basis converges to that of the largest singular values."""
 
-_OVERSAMPLE = 32
+_EXTRA_DIMS = 32
 
 ALTERNATING_ROUNDS = 6
 """Rounds of a training; with more, weakly regularised shapes would score lower."""
@@ -97,7 +97,7 @@ class AlternatingShape:
 
 ModelShape = SpectralShape | AlternatingShape
 
-Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
+HistoryRowsAndItemVectors = tuple[NDArray[np.float32], NDArray[np.float32]]
 """Rows whose sum over a history is the user, and the items' vectors, [items, dims] each."""
 
 
@@ -123,35 +123,43 @@ class UserItemMatrix:
         """Number of columns."""
         return len(self.item_degrees)
 
-    def gram_times(self, basis: NDArray[np.float32], shape: SpectralShape) -> NDArray[np.float32]:
+    def multiply_by_gram(
+        self, basis: NDArray[np.float32], shape: SpectralShape
+    ) -> NDArray[np.float32]:
         """Return float32 [items, width]: N'N basis of the normalised matrix N, which is never materialised."""
-        right = degree_power(self.item_degrees, -shape.item_exponent).astype(np.float32)[:, None]
+        item_scales = degree_power(self.item_degrees, -shape.item_exponent).astype(np.float32)[
+            :, None
+        ]
         user_weights = degree_power(self.user_degrees, -2 * shape.user_exponent).astype(np.float32)
-        scaled = np.ascontiguousarray(basis * right)
-        users = len(user_weights)
-        bounds = np.linspace(0, users, min(USER_PARTS, users) + 1).astype(np.int64)
+        scaled_basis = np.ascontiguousarray(basis * item_scales)
+        user_count = len(user_weights)
+        part_bounds = np.linspace(0, user_count, min(USER_PART_COUNT, user_count) + 1).astype(
+            np.int64
+        )
 
-        def product(bounds: tuple[int, int]) -> NDArray[np.float32]:
-            total = np.zeros_like(scaled)
-            for start in range(*bounds, CHUNK_USERS):
-                end = min(start + CHUNK_USERS, bounds[1])
-                rows = self.matrix[start:end]
-                total += rows.T @ ((rows @ scaled) * user_weights[start:end, None])
+        def product(part_bounds: tuple[int, int]) -> NDArray[np.float32]:
+            total = np.zeros_like(scaled_basis)
+            for first_user in range(*part_bounds, CHUNK_USERS_MAX):
+                end_user = min(first_user + CHUNK_USERS_MAX, part_bounds[1])
+                chunk_matrix = self.matrix[first_user:end_user]
+                total += chunk_matrix.T @ (
+                    (chunk_matrix @ scaled_basis) * user_weights[first_user:end_user, None]
+                )
             return total
 
-        total = np.zeros_like(scaled)
+        total = np.zeros_like(scaled_basis)
         with ThreadPoolExecutor(usable_cores()) as pool:
-            for partial_product in pool.map(product, pairwise(bounds)):
+            for partial_product in pool.map(product, pairwise(part_bounds)):
                 total += partial_product
-        return total * right
+        return total * item_scales
 
 
-def matrix_of(
-    user_rows: NDArray[np.int64], item_rows: NDArray[np.int64], size: Sequence[int]
+def build_matrix(
+    user_rows: NDArray[np.int64], item_rows: NDArray[np.int64], matrix_shape: Sequence[int]
 ) -> sp.csr_matrix:
     """Build a 0/1 CSR matrix from pairs; repeated ones count once, columns ascend."""
     ones = np.ones(len(user_rows), np.float32)
-    matrix = sp.csr_matrix((ones, (user_rows, item_rows)), shape=tuple(size))
+    matrix = sp.csr_matrix((ones, (user_rows, item_rows)), shape=tuple(matrix_shape))
     matrix.sum_duplicates()
     matrix.data[:] = 1
     return matrix
@@ -165,81 +173,98 @@ class Spectrum:
     values: NDArray[np.float64]
 
 
-def tables_of(
-    data: UserItemMatrix, shapes: Iterable[ModelShape], rng: np.random.Generator
-) -> Iterator[tuple[ModelShape, Tables]]:
+def train_tables(
+    user_item_matrix: UserItemMatrix, shapes: Iterable[ModelShape], rng: np.random.Generator
+) -> Iterator[tuple[ModelShape, HistoryRowsAndItemVectors]]:
     """Yield the tables of each shape; neighbouring shapes with the same training are trained once."""
-    start: Spectrum | None = None
-    for training, training_shapes in groupby(shapes, training_of):
-        if isinstance(training, SpectralShape):
-            spectrum = singular_vectors(data, training, rng, rounds=SPECTRAL_ROUNDS)
+    start_spectrum: Spectrum | None = None
+    for training_shape_in_use, training_shapes in groupby(shapes, training_shape):
+        if isinstance(training_shape_in_use, SpectralShape):
+            spectrum = compute_singular_vectors(
+                user_item_matrix, training_shape_in_use, rng, round_count=SPECTRAL_ROUNDS
+            )
             for shape in training_shapes:
                 assert isinstance(shape, SpectralShape)  # noqa: S101 - as its training is
-                yield shape, spectral_tables(spectrum, data.item_degrees, shape)
+                yield shape, compute_spectral_tables(spectrum, user_item_matrix.item_degrees, shape)
         else:
-            if start is None or start.vectors.shape[1] < training.dims:
-                start = singular_vectors(
-                    data, SpectralShape(dims=training.dims), rng, rounds=SPECTRAL_ROUNDS
+            if (
+                start_spectrum is None
+                or start_spectrum.vectors.shape[1] < training_shape_in_use.dims
+            ):
+                start_spectrum = compute_singular_vectors(
+                    user_item_matrix,
+                    SpectralShape(dims=training_shape_in_use.dims),
+                    rng,
+                    round_count=SPECTRAL_ROUNDS,
                 )
-            vectors = alternating_item_vectors(data, start, training, rng)
+            vectors = train_alternating_item_vectors(
+                user_item_matrix, start_spectrum, training_shape_in_use, rng
+            )
             for shape in training_shapes:
                 assert isinstance(shape, AlternatingShape)  # noqa: S101 - as its training is
-                yield shape, (fold_rows(vectors, data, shape), vectors)
+                yield shape, (compute_fold_rows(vectors, user_item_matrix, shape), vectors)
 
 
-def singular_vectors(
-    data: UserItemMatrix,
+def compute_singular_vectors(
+    user_item_matrix: UserItemMatrix,
     shape: SpectralShape,
     rng: np.random.Generator,
     *,
-    rounds: int,
+    round_count: int,
 ) -> Spectrum:
     """Compute top singular vectors of the normalised matrix by subspace iteration (Halko et al., 2011); signs fixed."""
-    width = min(shape.dims + _OVERSAMPLE, data.items)
-    basis = rng.standard_normal((data.items, width), np.float32)
-    for _ in range(rounds):
-        basis = data.gram_times(orthonormal(basis), shape)
-    basis = orthonormal(orthonormal(basis))
+    width = min(shape.dims + _EXTRA_DIMS, user_item_matrix.items)
+    basis = rng.standard_normal((user_item_matrix.items, width), np.float32)
+    for _ in range(round_count):
+        basis = user_item_matrix.multiply_by_gram(orthonormalize(basis), shape)
+    basis = orthonormalize(orthonormalize(basis))
     # The last product also says how the subspace turns into singular vectors (Rayleigh and Ritz).
-    after = data.gram_times(basis, shape)
-    squares, rotation = np.linalg.eigh(basis.T.astype(np.float64) @ after.astype(np.float64))
+    gram_basis = user_item_matrix.multiply_by_gram(basis, shape)
+    squared_values, rotation = np.linalg.eigh(
+        basis.T.astype(np.float64) @ gram_basis.astype(np.float64)
+    )
     vectors = basis.astype(np.float64) @ rotation[:, ::-1]
-    largest = np.abs(vectors).argmax(axis=0)
-    signs = np.where(vectors[largest, np.arange(width)] < 0, -1.0, 1.0)
-    return Spectrum(vectors * signs, np.sqrt(np.maximum(squares[::-1], 0)))
+    largest_rows = np.abs(vectors).argmax(axis=0)
+    signs = np.where(vectors[largest_rows, np.arange(width)] < 0, -1.0, 1.0)
+    return Spectrum(vectors * signs, np.sqrt(np.maximum(squared_values[::-1], 0)))
 
 
-def orthonormal(basis: NDArray[np.float32]) -> NDArray[np.float32]:
+def orthonormalize(basis: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return orthonormal columns that span those of a tall matrix; a dependent column becomes 0.
 
     By the eigenvectors of the Gram matrix in float64, over the rows once: done twice it is exact (Stathopoulos and
     Wu, SISC 2002), and 2.5 times as fast as a Householder QR of 41,000 x 288.
     """
-    squares, vectors = np.linalg.eigh(gram(basis))
-    adds = squares > squares[-1] * 1e-12
-    lengths = np.sqrt(np.where(adds, squares, 1))
-    return basis @ (vectors * np.where(adds, 1 / lengths, 0)).astype(np.float32)
+    squared_lengths, eigenvectors = np.linalg.eigh(compute_gram(basis))
+    is_independent = squared_lengths > squared_lengths[-1] * 1e-12
+    lengths = np.sqrt(np.where(is_independent, squared_lengths, 1))
+    return basis @ (eigenvectors * np.where(is_independent, 1 / lengths, 0)).astype(np.float32)
 
 
-def gram(rows: NDArray[np.float32]) -> NDArray[np.float64]:
+def compute_gram(matrix: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return Z'Z in float64 of a tall matrix, [width, width], over its rows once."""
-    total = np.zeros((rows.shape[1],) * 2)
-    for start in range(0, len(rows), STRIP_ROWS):
-        strip_rows = rows[start : start + STRIP_ROWS].astype(np.float64)
-        total += strip_rows.T @ strip_rows
-    return total
+    gram_sum = np.zeros((matrix.shape[1],) * 2)
+    for first_row in range(0, len(matrix), STRIP_ROWS):
+        strip_rows = matrix[first_row : first_row + STRIP_ROWS].astype(np.float64)
+        gram_sum += strip_rows.T @ strip_rows
+    return gram_sum
 
 
-def spectral_tables(
+def compute_spectral_tables(
     spectrum: Spectrum, item_degrees: NDArray[np.float64], shape: SpectralShape
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return (rows whose sum over a history is the user, vectors of the items), float32 [items, dims] each."""
-    vectors, values = spectrum.vectors[:, : shape.dims], spectrum.values[: shape.dims]
-    squares = np.square(values)
-    damped = squares / np.maximum(squares + shape.ridge * squares[0], 1e-30)
-    rows = degree_power(item_degrees, -shape.item_exponent)[:, None] * vectors * damped
-    items = degree_power(item_degrees, shape.item_exponent)[:, None] * vectors
-    return rows.astype(np.float32), items.astype(np.float32)
+    singular_vectors, singular_values = (
+        spectrum.vectors[:, : shape.dims],
+        spectrum.values[: shape.dims],
+    )
+    squared_values = np.square(singular_values)
+    damping = squared_values / np.maximum(squared_values + shape.ridge * squared_values[0], 1e-30)
+    history_rows = (
+        degree_power(item_degrees, -shape.item_exponent)[:, None] * singular_vectors * damping
+    )
+    item_vectors = degree_power(item_degrees, shape.item_exponent)[:, None] * singular_vectors
+    return history_rows.astype(np.float32), item_vectors.astype(np.float32)
 
 
 def degree_power(degrees: NDArray[np.float64], exponent: float) -> NDArray[np.float64]:
@@ -247,36 +272,42 @@ def degree_power(degrees: NDArray[np.float64], exponent: float) -> NDArray[np.fl
     return np.power(degrees, exponent, out=np.zeros_like(degrees), where=degrees > 0)
 
 
-def alternating_item_vectors(
-    data: UserItemMatrix,
-    start: Spectrum,
+def train_alternating_item_vectors(
+    user_item_matrix: UserItemMatrix,
+    start_spectrum: Spectrum,
     shape: AlternatingShape,
     rng: np.random.Generator,
-    rounds: int = ALTERNATING_ROUNDS,
+    round_count: int = ALTERNATING_ROUNDS,
 ) -> NDArray[np.float32]:
     """Train item vectors float32 [items, dims] for some rounds, starting from the usual spectral shape's."""
-    matrix, user_limit = data.matrix, USER_NUMBERS_MAX // shape.dims
-    if matrix.shape[0] > user_limit:
-        matrix = matrix[np.sort(rng.choice(matrix.shape[0], user_limit, replace=False))]
-    by_user, by_item = _Side.of(matrix, shape), _Side.of(matrix.T.tocsr(), shape)
-    _, items = spectral_tables(start, data.item_degrees, SpectralShape(dims=shape.dims))
-    items /= np.sqrt(np.square(items).sum(axis=1).mean())
-    users = np.zeros((matrix.shape[0], items.shape[1]), np.float32)
-    for _ in range(rounds):
-        by_user.better(users, items)
-        by_item.better(items, users)
-    return items
+    matrix, users_max = user_item_matrix.matrix, USER_NUMBERS_MAX // shape.dims
+    if matrix.shape[0] > users_max:
+        matrix = matrix[np.sort(rng.choice(matrix.shape[0], users_max, replace=False))]
+    user_side, item_side = _Side.of(matrix, shape), _Side.of(matrix.T.tocsr(), shape)
+    _, item_vectors = compute_spectral_tables(
+        start_spectrum, user_item_matrix.item_degrees, SpectralShape(dims=shape.dims)
+    )
+    item_vectors /= np.sqrt(np.square(item_vectors).sum(axis=1).mean())
+    user_vectors = np.zeros((matrix.shape[0], item_vectors.shape[1]), np.float32)
+    for _ in range(round_count):
+        user_side.improve_vectors(user_vectors, item_vectors)
+        item_side.improve_vectors(item_vectors, user_vectors)
+    return item_vectors
 
 
-def fold_rows(
-    vectors: NDArray[np.float32], data: UserItemMatrix, shape: AlternatingShape
+def compute_fold_rows(
+    item_vectors: NDArray[np.float32], user_item_matrix: UserItemMatrix, shape: AlternatingShape
 ) -> NDArray[np.float32]:
     """Return the rows whose sum over a history is the user, float32 [items, dims]."""
-    weight = data.user_degrees.mean() + shape.others * data.items
-    square = shape.others * gram(vectors)
-    square += shape.ridge * shape.regularization * weight * np.eye(len(square))
-    scaled = degree_power(data.item_degrees, -shape.item_exponent)[:, None] * vectors
-    return (scaled @ np.linalg.inv(square)).astype(np.float32)
+    mean_user_weight = user_item_matrix.user_degrees.mean() + shape.others * user_item_matrix.items
+    system_matrix = shape.others * compute_gram(item_vectors)
+    system_matrix += (
+        shape.ridge * shape.regularization * mean_user_weight * np.eye(len(system_matrix))
+    )
+    scaled_vectors = (
+        degree_power(user_item_matrix.item_degrees, -shape.item_exponent)[:, None] * item_vectors
+    )
+    return (scaled_vectors @ np.linalg.inv(system_matrix)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,80 +316,108 @@ class _Side:
 
     histories: Histories
     lengths: NDArray[np.int64]
-    pulls: NDArray[np.float32]
+    regularizations: NDArray[np.float32]
     unobserved_weight: float
 
     @classmethod
     def of(cls, matrix: sp.csr_matrix, shape: AlternatingShape) -> "_Side":
         histories = Histories(matrix.indptr, matrix.indices)
-        lengths = np.diff(matrix.indptr)
-        weights = lengths + shape.others * matrix.shape[1]
-        pulls = (shape.regularization * weights).astype(np.float32)
-        return cls(histories, lengths, pulls, shape.others)
+        row_lengths = np.diff(matrix.indptr)
+        weights = row_lengths + shape.others * matrix.shape[1]
+        regularizations = (shape.regularization * weights).astype(np.float32)
+        return cls(histories, row_lengths, regularizations, shape.others)
 
-    def better(self, mine: NDArray[np.float32], theirs: NDArray[np.float32]) -> None:
-        """Improve `mine` by steps of conjugate gradients with the other side's vectors; rows without a column stay 0.
+    def improve_vectors(
+        self, improved_vectors: NDArray[np.float32], other_vectors: NDArray[np.float32]
+    ) -> None:
+        """Improve them by steps of conjugate gradients with the other side's vectors; rows without a column stay 0.
 
         Both sides are rotated so that V'V is diagonal, which changes none of their products.
         """
-        squares, rotation = np.linalg.eigh(gram(theirs))
-        for rows in (mine, theirs):
-            for start in range(0, len(rows), STRIP_ROWS):
-                rows[start : start + STRIP_ROWS] = rows[
-                    start : start + STRIP_ROWS
+        eigenvalues, rotation = np.linalg.eigh(compute_gram(other_vectors))
+        for side_vectors in (improved_vectors, other_vectors):
+            for first_row in range(0, len(side_vectors), STRIP_ROWS):
+                side_vectors[first_row : first_row + STRIP_ROWS] = side_vectors[
+                    first_row : first_row + STRIP_ROWS
                 ] @ rotation.astype(np.float32)
-        diagonal = (self.unobserved_weight * np.maximum(squares, 0)).astype(np.float32)
-        padded = np.concatenate([theirs, np.zeros((1, theirs.shape[1]), np.float32)])
-        blocks, cores = self._blocks(theirs.shape[1]), usable_cores()
+        diagonal = (self.unobserved_weight * np.maximum(eigenvalues, 0)).astype(np.float32)
+        padded_vectors = np.concatenate(
+            [other_vectors, np.zeros((1, other_vectors.shape[1]), np.float32)]
+        )
+        row_blocks, cores = self._blocks(other_vectors.shape[1]), usable_cores()
 
-        def solve(first: int) -> None:
-            dims = theirs.shape[1]
-            space = np.empty(max(BLOCK_NUMBERS, int(self.lengths.max()) * dims), np.float32)
-            for rows in blocks[first::cores]:
-                longest = int(self.lengths[rows[-1]])
-                padded_indexes = self.histories.padded(rows, longest, len(theirs), "int64")
-                clicked = space[: padded_indexes.size * dims].reshape(*padded_indexes.shape, dims)
-                np.take(padded, padded_indexes, axis=0, out=clicked, mode="clip")
-                mine[rows] = _solved(mine[rows], clicked, diagonal + self.pulls[rows, None])
+        def solve(worker_index: int) -> None:
+            dims = other_vectors.shape[1]
+            workspace = np.empty(max(BLOCK_NUMBERS, int(self.lengths.max()) * dims), np.float32)
+            for block_rows in row_blocks[worker_index::cores]:
+                length_max = int(self.lengths[block_rows[-1]])
+                padded_indexes = self.histories.padded(
+                    block_rows, length_max, len(other_vectors), "int64"
+                )
+                clicked_vectors = workspace[: padded_indexes.size * dims].reshape(
+                    *padded_indexes.shape, dims
+                )
+                np.take(padded_vectors, padded_indexes, axis=0, out=clicked_vectors, mode="clip")
+                improved_vectors[block_rows] = _improve_rows(
+                    improved_vectors[block_rows],
+                    clicked_vectors,
+                    diagonal + self.regularizations[block_rows, None],
+                )
 
         with ThreadPoolExecutor(cores) as pool:
             list(pool.map(solve, range(cores)))
 
     def _blocks(self, dims: int) -> list[NDArray[np.int64]]:
         """Return blocks of rows of similar length, as many as fit into BLOCK_NUMBERS when padded, one at least."""
-        order = np.argsort(self.lengths, kind="stable")
-        order = order[np.searchsorted(self.lengths[order], 1) :]
-        blocks, start = [], 0
-        while start < len(order):
-            ahead = order[start : start + max(1, BLOCK_NUMBERS // dims)]
-            sizes = self.lengths[ahead] * np.arange(1, len(ahead) + 1) * dims
-            count = max(1, int(np.searchsorted(sizes, BLOCK_NUMBERS, side="right")))
-            blocks.append(ahead[:count])
-            start += count
-        return blocks
+        rows_by_length = np.argsort(self.lengths, kind="stable")
+        rows_by_length = rows_by_length[np.searchsorted(self.lengths[rows_by_length], 1) :]
+        row_blocks, first_index = [], 0
+        while first_index < len(rows_by_length):
+            candidate_rows = rows_by_length[
+                first_index : first_index + max(1, BLOCK_NUMBERS // dims)
+            ]
+            padded_number_counts = (
+                self.lengths[candidate_rows] * np.arange(1, len(candidate_rows) + 1) * dims
+            )
+            block_rows = max(
+                1, int(np.searchsorted(padded_number_counts, BLOCK_NUMBERS, side="right"))
+            )
+            row_blocks.append(candidate_rows[:block_rows])
+            first_index += block_rows
+        return row_blocks
 
 
-def _solved(
-    x: NDArray[np.float32], clicked: NDArray[np.float32], diagonal: NDArray[np.float32]
+def _improve_rows(
+    solution: NDArray[np.float32],
+    clicked_vectors: NDArray[np.float32],
+    diagonal: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """Step from x towards (Z'Z + D) x = Z'1, preconditioned by D; x and D [n, dims], Z `clicked` [n, length, dims]."""
+    """Step from x towards (Z'Z + D) x = Z'1, preconditioned by D; x, D [n, dims], Z the clicked [n, length, dims]."""
 
-    def times(p: NDArray[np.float32]) -> NDArray[np.float32]:
-        along = np.einsum("nld,nd->nl", clicked, p)
-        return np.asarray(np.einsum("nl,nld->nd", along, clicked) + diagonal * p)
+    def times(search_direction: NDArray[np.float32]) -> NDArray[np.float32]:
+        clicked_products = np.einsum("nld,nd->nl", clicked_vectors, search_direction)
+        return np.asarray(
+            np.einsum("nl,nld->nd", clicked_products, clicked_vectors) + diagonal * search_direction
+        )
 
-    residual = np.einsum("nld->nd", clicked) - times(x)
-    p = residual / diagonal
-    squared = _row_products(residual, p)
+    residual = np.einsum("nld->nd", clicked_vectors) - times(solution)
+    search_direction = residual / diagonal
+    squared_residual = _row_products(residual, search_direction)
     for _ in range(CONJUGATE_GRADIENT_STEPS):
-        product = times(p)
-        ahead = squared / np.maximum(_row_products(p, product), TINY)
-        x = x + ahead * p
-        residual = residual - ahead * product
-        scaled = residual / diagonal
-        previous_squared, squared = squared, _row_products(residual, scaled)
-        p = scaled + squared / np.maximum(previous_squared, TINY) * p
-    return x
+        product = times(search_direction)
+        step_sizes = squared_residual / np.maximum(_row_products(search_direction, product), TINY)
+        solution = solution + step_sizes * search_direction
+        residual = residual - step_sizes * product
+        preconditioned_residual = residual / diagonal
+        previous_squared_residual, squared_residual = (
+            squared_residual,
+            _row_products(residual, preconditioned_residual),
+        )
+        search_direction = (
+            preconditioned_residual
+            + squared_residual / np.maximum(previous_squared_residual, TINY) * search_direction
+        )
+    return solution
 
 
 def _row_products(
@@ -373,7 +432,10 @@ def first_shapes(dims: int) -> list[ModelShape]:
     exponents = product(USER_EXPONENTS, ITEM_EXPONENTS)
     return [
         *(SpectralShape(*exponent_pair, dims=dims) for exponent_pair in exponents),
-        *(AlternatingShape(others_weight, dims=dims) for others_weight in UNOBSERVED_WEIGHTS),
+        *(
+            AlternatingShape(unobserved_weight, dims=dims)
+            for unobserved_weight in UNOBSERVED_WEIGHTS
+        ),
     ]
 
 
@@ -394,18 +456,18 @@ def shapes_by_fold(shape: ModelShape) -> list[ModelShape]:
     ]
 
 
-def training_of(shape: ModelShape) -> ModelShape:
+def training_shape(shape: ModelShape) -> ModelShape:
     """Return the shape with the same training and the usual fold."""
     if isinstance(shape, SpectralShape):
         return replace(shape, ridge=SpectralShape().ridge)
-    usual = AlternatingShape()
-    return replace(shape, ridge=usual.ridge, item_exponent=usual.item_exponent)
+    default_shape = AlternatingShape()
+    return replace(shape, ridge=default_shape.ridge, item_exponent=default_shape.item_exponent)
 
 
 def distance_from_usual(shape: ModelShape) -> float:
     """Return the distance of a spectral shape's exponents from the usual ones; 0 for an alternating shape."""
     if isinstance(shape, AlternatingShape):
         return 0.0
-    usual = SpectralShape()
-    moved = abs(shape.user_exponent - usual.user_exponent)
-    return round(moved + abs(shape.item_exponent - usual.item_exponent), 6)
+    default_shape = SpectralShape()
+    exponent_distance = abs(shape.user_exponent - default_shape.user_exponent)
+    return round(exponent_distance + abs(shape.item_exponent - default_shape.item_exponent), 6)

@@ -26,17 +26,17 @@ from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.reference.matrix_factorisation import (
     AlternatingShape,
+    HistoryRowsAndItemVectors,
     ModelShape,
     SpectralShape,
-    Tables,
     UserItemMatrix,
+    build_matrix,
     distance_from_usual,
     first_shapes,
-    matrix_of,
     shapes_by_fold,
     shapes_by_regularization,
-    tables_of,
-    training_of,
+    train_tables,
+    training_shape,
 )
 from precompute.sources.columns import Ids, strings_of
 from precompute.sources.erasures import ErasedEntities, all_erasures
@@ -61,37 +61,37 @@ _CLUSTER_ROUNDS = 20
 UNKNOWN_CATEGORY = "unknown"
 """Category of an item that has none."""
 
-CUT_USERS = 8_000
+CUT_USERS_MAX = 8_000
 """Users whose histories are cut: on Gowalla 3,000 chose other exponents with another seed."""
 
-SAMPLE_INTERACTIONS = 1_500_000
+SAMPLE_INTERACTIONS_MAX = 1_500_000
 """Interactions at most on which shapes are compared."""
 
-HISTORY_ITEMS_MIN = 5
+CUT_HISTORY_ITEMS_MIN = 5
 """Items of a user whose history is cut."""
 
-PARTS_OF_DIMS = (1, 2, 4, 8)
+DIMS_DIVISORS = (1, 2, 4, 8)
 """Divisors of the dimensions that are tried with the training that won."""
 
-TARGET_ITEMS_MIN = 15_000
+HELD_OUT_ITEMS_MIN = 15_000
 """Items that are to be found; where one cut at random holds out fewer, there are more cuts."""
 
 CUTS_MAX = 3
 """Cuts at most."""
 
-STANDARD_ERRORS = 2.0
+STANDARD_ERRORS_MAX = 2.0
 """Standard errors of the users' differences within which a trial cannot distinguish two shapes."""
 
 ALTERNATING_MARGIN = 0.06
 """Recall that alternating vectors must find more, relative to spectral ones: with less they may lose on later data."""
 
-FEWER_DIMS_LOSE = 0.002
+FEWER_DIMS_LOSS_MAX = 0.002
 """Recall that fewer dimensions may lose, relative to the best: less than the trial can measure."""
 
-Interactions = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]
+InteractionArrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]
 """Rows of users and of items, and times."""
 
-Recalls = dict[ModelShape, list[NDArray[np.float64]]]
+RecallsByShape = dict[ModelShape, list[NDArray[np.float64]]]
 """Recall of each user, by shape and cut."""
 
 
@@ -117,39 +117,43 @@ def train_reference(
     With `data_until`, else that of the settings, only on older ones, and on those without a time (`untimed` of the
     report): later ones, which judge the night, are not learnt. Raises ConfigError for a cut if none has a time.
     """
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     if not config.sources.interactions:
         raise ConfigError("sources.interactions is empty: name the files to train on")
-    users, items, times, rows = HashedIds(), NumberedIds(), [], 0
+    user_ids, numbered_item_ids, time_batches, row_count = HashedIds(), NumberedIds(), [], 0
     data_until = data_until or config.data_until
     cutoff_at = parse_time(data_until) if data_until else None
-    files = source_files(config.sources.interactions, Path(config.base))
-    demand_times(config.sources, files, data_until)
+    source_paths = source_files(config.sources.interactions, Path(config.base))
+    demand_times(config.sources, source_paths, data_until)
     erased = ErasedEntities.of(all_erasures(config.store()))
-    read = read_interactions(config.sources, Path(config.base), cutoff_at=cutoff_at, files=files)
-    for batch in map(erased.leave_out, read):
-        users.add(batch.users)
-        items.add(batch.items)
-        times.append(batch.times)
-        rows += len(batch.times)
-        progress("read interactions", rows, 0)
-    if not rows:
-        before = f" before {data_until}" if data_until else ""
-        raise SourceError(f"the sources hold no interaction to train on{before}")
-    when = np.concatenate(times)
-    untimed = int((when == 0).sum())
-    if data_until and untimed == rows:
+    interaction_batches = read_interactions(
+        config.sources, Path(config.base), cutoff_at=cutoff_at, files=source_paths
+    )
+    for batch in map(erased.leave_out, interaction_batches):
+        user_ids.add(batch.users)
+        numbered_item_ids.add(batch.items)
+        time_batches.append(batch.times)
+        row_count += len(batch.times)
+        progress("read interactions", row_count, 0)
+    if not row_count:
+        before_text = f" before {data_until}" if data_until else ""
+        raise SourceError(f"the sources hold no interaction to train on{before_text}")
+    interaction_times = np.concatenate(time_batches)
+    untimed_count = int((interaction_times == 0).sum())
+    if data_until and untimed_count == row_count:
         raise ConfigError(chosen_cut_in_words(data_until))
-    user_rows, user_count = users.codes()
-    item_rows, item_ids = items.codes(), items.names
+    user_rows, user_count = user_ids.codes()
+    item_rows, item_ids = numbered_item_ids.codes(), numbered_item_ids.names
     demand_least(user_count, len(item_ids))
-    categories = _categories(config, item_ids)
+    categories = _read_categories(config, item_ids)
     if categories is None:
         demand_several_items(user_rows, user_count, item_rows, len(item_ids))
-    is_timed = bool((when != when[0]).any())
-    data = ReferenceData(user_rows, item_rows, item_ids, categories, when if is_timed else None)
-    target = config.path(config.bundle)
-    staging_folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    is_timed = bool((interaction_times != interaction_times[0]).any())
+    data = ReferenceData(
+        user_rows, item_rows, item_ids, categories, interaction_times if is_timed else None
+    )
+    bundle_folder = config.path(config.bundle)
+    staging_folder = bundle_folder.with_name(f".{bundle_folder.name}.{secrets.token_hex(4)}.part")
     try:
         reference_config = config.reference
         bundle = train(
@@ -158,43 +162,51 @@ def train_reference(
             shape=None if reference_config.choose else SpectralShape(), progress=progress,
         )  # fmt: skip
         hand_over(config.store(), bundle)
-        swap_in(staging_folder, target)
+        swap_in(staging_folder, bundle_folder)
     finally:
         shutil.rmtree(staging_folder, ignore_errors=True)
     progress("train", 1, 1)
     return {
         **bundle.training,
-        "bundle": str(target),
+        "bundle": str(bundle_folder),
         "digest": bundle.digest,
         "users": user_count,
         "items": len(item_ids),
-        "interactions": rows,
-        "untimed": untimed,
-        "seconds": round(time.perf_counter() - started, 3),
+        "interactions": row_count,
+        "untimed": untimed_count,
+        "seconds": round(time.perf_counter() - start_s, 3),
     }
 
 
-def _categories(config: NightConfig, item_ids: Any) -> Any:
+def _read_categories(config: NightConfig, item_ids: Any) -> Any:
     """Category of each item from the item features, as Arrow strings; None where they have no such column."""
-    sources, column = config.sources, config.sources.category_column
+    sources, category_column = config.sources, config.sources.category_column
     if not sources.item_features:
         return None
     path = source_file(sources.item_features, config.path("."))
-    if column not in feature_schema(path).names:
+    if category_column not in feature_schema(path).names:
         return None
     vocabulary = Vocabulary.of(as_strings(pa.chunked_array([item_ids])))
     assert vocabulary is not None  # noqa: S101 - each id was numbered once
-    named, row_parts = NumberedIds(), [np.empty(0, np.int64)]
-    for ids, columns in read_features(path, sources.item_column, (column,)):
-        texts = pc.fill_null(columns[column].cast(pa.string()), "")
-        named.add(Ids.of(texts))
-        row_parts.append(vocabulary.find_positions(ids.texts()))
-    codes, rows = named.codes(), np.concatenate(row_parts)
+    category_names, item_row_parts = NumberedIds(), [np.empty(0, np.int64)]
+    for item_ids_of_batch, columns in read_features(path, sources.item_column, (category_column,)):
+        category_texts = pc.fill_null(columns[category_column].cast(pa.string()), "")
+        category_names.add(Ids.of(category_texts))
+        item_row_parts.append(vocabulary.find_positions(item_ids_of_batch.texts()))
+    row_category_codes, item_rows = category_names.codes(), np.concatenate(item_row_parts)
     category_codes = np.full(len(item_ids), -1, np.int64)
-    matched_indexes = np.flatnonzero(rows >= 0)[::-1]  # of an item that comes twice, its first row
-    category_codes[rows[matched_indexes]] = codes[matched_indexes]
-    texts = pc.fill_null(named.names.take(pa.array(category_codes, mask=category_codes < 0)), "")
-    return pc.if_else(pc.equal(texts, ""), pa.scalar(UNKNOWN_CATEGORY, texts.type), texts)
+    matched_indexes = np.flatnonzero(item_rows >= 0)[
+        ::-1
+    ]  # of an item that comes twice, its first row
+    category_codes[item_rows[matched_indexes]] = row_category_codes[matched_indexes]
+    category_texts = pc.fill_null(
+        category_names.names.take(pa.array(category_codes, mask=category_codes < 0)), ""
+    )
+    return pc.if_else(
+        pc.equal(category_texts, ""),
+        pa.scalar(UNKNOWN_CATEGORY, category_texts.type),
+        category_texts,
+    )
 
 
 def train(
@@ -215,33 +227,35 @@ def train(
     """
     if not len(data.user_rows):
         raise SourceError("there are no interactions to train on")
-    users, items = int(data.user_rows.max()) + 1, len(data.item_ids)
-    dims = min(dims, users, items)
-    rng, of_choice = np.random.default_rng(seed).spawn(2)
+    user_count, item_count = int(data.user_rows.max()) + 1, len(data.item_ids)
+    dims = min(dims, user_count, item_count)
+    rng, choice_rng = np.random.default_rng(seed).spawn(2)
     choice = (
         choose_shape(
             data.user_rows,
             data.item_rows,
-            items,
+            item_count,
             dims,
-            of_choice,
+            choice_rng,
             times=data.times,
             progress=progress,
         )
         if shape is None
         else ShapeChoice(replace(shape, dims=dims))
     )
-    matrix = matrix_of(data.user_rows, data.item_rows, (users, items))
+    matrix = build_matrix(data.user_rows, data.item_rows, (user_count, item_count))
     user_item_matrix = UserItemMatrix.of(matrix)
-    [(_, (history_rows, item_vectors))] = tables_of(user_item_matrix, [choice.shape], rng)
+    [(_, (history_rows, item_vectors))] = train_tables(user_item_matrix, [choice.shape], rng)
     dims = choice.shape.dims
-    centroids, labels = affinities(
+    centroids, labels = compute_affinities(
         item_vectors, user_item_matrix.item_degrees, data.item_ids, data.categories, rng
     )
-    history = InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=items)
-    sharpened = centroids * np.float32(AFFINITY_SHARPNESS)
-    padded = np.concatenate([history_rows, np.zeros((1, dims), np.float32)])
-    carried = _programs(padded, item_vectors, sharpened) if programs else {}
+    history = InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=item_count)
+    sharpened_centroids = centroids * np.float32(AFFINITY_SHARPNESS)
+    padded_history_rows = np.concatenate([history_rows, np.zeros((1, dims), np.float32)])
+    program_by_model = (
+        _export_programs(padded_history_rows, item_vectors, sharpened_centroids) if programs else {}
+    )
     return write_bundle(
         bundle_folder,
         name=f"reference-{choice.method}",
@@ -249,39 +263,39 @@ def train(
         dims=dims,
         item_ids=data.item_ids,
         user_tower=ModelFile(
-            onnx_model.history_tower(padded),
+            onnx_model.history_tower(padded_history_rows),
             TowerSpec((history,), "vector", dims),
-            program=carried.get("user_tower"),
+            program=program_by_model.get("user_tower"),
         ),
         item_tower=ModelFile(
             onnx_model.item_tower(item_vectors),
             TowerSpec((InputSpec("item_index", "item_index", "int32"),), "vector", dims),
             entity="item",
-            program=carried.get("item_tower"),
+            program=program_by_model.get("item_tower"),
         ),
         values={
             "user_affinity": ModelFile(
-                onnx_model.affinity_model(padded, sharpened),
+                onnx_model.affinity_model(padded_history_rows, sharpened_centroids),
                 TowerSpec((history,), "probabilities", len(labels)),
                 labels=labels,
-                program=carried.get("user_affinity"),
+                program=program_by_model.get("user_affinity"),
             )
         },
         training={
-            "users": users,
-            "items": items,
+            "users": user_count,
+            "items": item_count,
             "interactions": int(matrix.nnz),
             "seed": seed,
-            **({} if data.times is None else {"trained_until": _iso(int(data.times.max()))}),
+            **({} if data.times is None else {"trained_until": _iso_time(int(data.times.max()))}),
             **choice.row(),
         },
     )
 
 
-def _programs(
-    padded: NDArray[np.float32],
+def _export_programs(
+    padded_history_rows: NDArray[np.float32],
     item_vectors: NDArray[np.float32],
-    sharpened: NDArray[np.float32],
+    sharpened_centroids: NDArray[np.float32],
 ) -> Mapping[str, bytes]:
     try:
         from precompute.reference import exports
@@ -291,13 +305,13 @@ def _programs(
             field="programs",
         ) from error
     return {
-        "user_tower": exports.history_tower(padded),
+        "user_tower": exports.history_tower(padded_history_rows),
         "item_tower": exports.item_tower(item_vectors),
-        "user_affinity": exports.affinity_model(padded, sharpened),
+        "user_affinity": exports.affinity_model(padded_history_rows, sharpened_centroids),
     }
 
 
-def _iso(microseconds: int) -> str:
+def _iso_time(microseconds: int) -> str:
     """Time of the newest interaction that was learnt from, in UTC."""
     return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=microseconds)).isoformat()
 
@@ -346,61 +360,75 @@ class ShapeChoice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
-    """Interactions without the held-out ones, and for the users of `rows` the kept items and those to be found."""
+class HoldoutCut:
+    """Interactions without the held-out ones, and for the users of `cut_users` the kept items and those to be found."""
 
     data: UserItemMatrix
-    rows: NDArray[np.int64]
+    cut_users: NDArray[np.int64]
     input_histories: Histories
     targets: Histories
 
     @classmethod
-    def of(cls, sample: Interactions, items: int, rng: np.random.Generator) -> Self:
+    def of(cls, sample: InteractionArrays, item_count: int, rng: np.random.Generator) -> Self:
         """Holds out a fifth of the items of at most CUT_USERS users."""
-        users, columns, when = sample
+        user_rows, item_rows, interaction_times = sample
         # By user, then as they happened (of a pair that comes twice the latest), or at random.
-        if when is None:
-            users, columns = np.divmod(np.unique(users * items + columns), items)
-            columns = columns[np.lexsort((rng.permutation(len(users)), users))]
+        if interaction_times is None:
+            user_rows, item_rows = np.divmod(
+                np.unique(user_rows * item_count + item_rows), item_count
+            )
+            item_rows = item_rows[np.lexsort((rng.permutation(len(user_rows)), user_rows))]
         else:
-            order = np.lexsort((when, users))[::-1]
-            pairs = users[order] * items + columns[order]
-            order = order[np.sort(np.unique(pairs, return_index=True)[1])][::-1]
-            users, columns = users[order], columns[order]
-        counts = np.bincount(users)
-        enough = np.flatnonzero(counts >= HISTORY_ITEMS_MIN)
-        rows = np.sort(rng.choice(enough, min(CUT_USERS, len(enough)), replace=False))
-        ends = np.cumsum(counts)
-        is_held = np.zeros(len(users), bool)
-        for row in rows:
-            is_held[ends[row] - max(1, counts[row] // 5) : ends[row]] = True
-        size = len(counts), items
-        kept_matrix = matrix_of(users[~is_held], columns[~is_held], size)
-        held_out_matrix = matrix_of(users[is_held], columns[is_held], size)
+            interaction_order = np.lexsort((interaction_times, user_rows))[::-1]
+            user_item_codes = (
+                user_rows[interaction_order] * item_count + item_rows[interaction_order]
+            )
+            interaction_order = interaction_order[
+                np.sort(np.unique(user_item_codes, return_index=True)[1])
+            ][::-1]
+            user_rows, item_rows = user_rows[interaction_order], item_rows[interaction_order]
+        item_counts = np.bincount(user_rows)
+        eligible_users = np.flatnonzero(item_counts >= CUT_HISTORY_ITEMS_MIN)
+        cut_users = np.sort(
+            rng.choice(eligible_users, min(CUT_USERS_MAX, len(eligible_users)), replace=False)
+        )
+        ends = np.cumsum(item_counts)
+        is_held_out = np.zeros(len(user_rows), bool)
+        for row in cut_users:
+            is_held_out[ends[row] - max(1, item_counts[row] // 5) : ends[row]] = True
+        matrix_shape = len(item_counts), item_count
+        kept_matrix = build_matrix(user_rows[~is_held_out], item_rows[~is_held_out], matrix_shape)
+        held_out_matrix = build_matrix(user_rows[is_held_out], item_rows[is_held_out], matrix_shape)
         return cls(
             UserItemMatrix.of(kept_matrix),
-            rows,
-            _histories(kept_matrix[rows]),
-            _histories(held_out_matrix[rows]),
+            cut_users,
+            _rows_as_histories(kept_matrix[cut_users]),
+            _rows_as_histories(held_out_matrix[cut_users]),
         )
 
-    def recalls(self, tables: Tables) -> NDArray[np.float64]:
+    def measure_recalls(
+        self, history_rows_and_vectors: HistoryRowsAndItemVectors
+    ) -> NDArray[np.float64]:
         """Recall@20 of each user by these tables."""
         ones = np.ones(len(self.input_histories.indices), np.float32)
         histories = sp.csr_matrix(
             (ones, self.input_histories.indices, self.input_histories.indptr),
             (len(self.input_histories), self.data.items),
         )
-        rows, vectors = tables
+        history_rows, item_vectors = history_rows_and_vectors
         return held_out.recalls(
-            histories @ rows, vectors, self.input_histories, self.targets, "inner_product"
+            histories @ history_rows,
+            item_vectors,
+            self.input_histories,
+            self.targets,
+            "inner_product",
         )
 
 
 def choose_shape(
     user_rows: NDArray[np.int64],
     item_rows: NDArray[np.int64],
-    items: int,
+    item_count: int,
     dims: int,
     rng: np.random.Generator,
     *,
@@ -416,14 +444,14 @@ def choose_shape(
     One thing after the other, each for the best so far of both methods: exponents and weights, regularisations, folds.
     The method that won is tried with fewer dimensions.
     """
-    sample = sample_of(user_rows, item_rows, times, rng)
-    cuts = [Cut.of(sample, items, rng)]
-    if not len(cuts[0].rows):
+    sample = sample_interactions(user_rows, item_rows, times, rng)
+    cuts = [HoldoutCut.of(sample, item_count, rng)]
+    if not len(cuts[0].cut_users):
         return ShapeChoice(SpectralShape(dims=dims))
     if times is None:  # what is latest can be held out only once
-        more = min(CUTS_MAX, -(-TARGET_ITEMS_MIN // len(cuts[0].targets.indices))) - 1
-        cuts += [Cut.of(sample, items, rng) for _ in range(more)]
-    recalls_by_shape: Recalls = {}
+        further_cuts = min(CUTS_MAX, -(-HELD_OUT_ITEMS_MIN // len(cuts[0].targets.indices))) - 1
+        cuts += [HoldoutCut.of(sample, item_count, rng) for _ in range(further_cuts)]
+    recalls_by_shape: RecallsByShape = {}
     _try_shapes(recalls_by_shape, first_shapes(dims), cuts, rng, progress)
     for vary_shape in (shapes_by_regularization, shapes_by_fold):
         _try_shapes(
@@ -438,14 +466,18 @@ def choose_shape(
             progress,
         )
     spectral, alternating = _best_of_methods(recalls_by_shape)
-    wins = _mean_recall(recalls_by_shape[alternating]) > (1 + ALTERNATING_MARGIN) * _mean_recall(
-        recalls_by_shape[spectral]
-    )
-    training = training_of(alternating if wins else spectral)
-    narrow = [replace(training, dims=dims // part) for part in PARTS_OF_DIMS if dims >= part]
+    is_alternating_better = _mean_recall(recalls_by_shape[alternating]) > (
+        1 + ALTERNATING_MARGIN
+    ) * _mean_recall(recalls_by_shape[spectral])
+    winning_training = training_shape(alternating if is_alternating_better else spectral)
+    candidate_trainings = [
+        replace(winning_training, dims=dims // divisor)
+        for divisor in DIMS_DIVISORS
+        if dims >= divisor
+    ]
     _try_shapes(
         recalls_by_shape,
-        [variant for shape in narrow for variant in shapes_by_fold(shape)],
+        [variant for shape in candidate_trainings for variant in shapes_by_fold(shape)],
         cuts,
         rng,
         progress,
@@ -455,46 +487,54 @@ def choose_shape(
         ShapeTrial(shape, _mean_recall(cut_recalls))
         for shape, cut_recalls in recalls_by_shape.items()
     )
-    like_it = [trial for trial in trials if training_of(trial.shape) in narrow]
-    enough = (1 - FEWER_DIMS_LOSE) * max(trial.recall for trial in like_it)
-    won = min(
-        (trial for trial in like_it if trial.recall >= enough),
+    candidate_trials = [
+        trial for trial in trials if training_shape(trial.shape) in candidate_trainings
+    ]
+    recall_min = (1 - FEWER_DIMS_LOSS_MAX) * max(trial.recall for trial in candidate_trials)
+    best_trial = min(
+        (trial for trial in candidate_trials if trial.recall >= recall_min),
         key=lambda trial: (trial.shape.dims, -trial.recall),
     )
-    users = len(cuts[0].rows)
-    return ShapeChoice(won.shape, trials, users, len(cuts), len(sample[0]), times is not None)
+    user_count = len(cuts[0].cut_users)
+    return ShapeChoice(
+        best_trial.shape, trials, user_count, len(cuts), len(sample[0]), times is not None
+    )
 
 
 def _try_shapes(
-    recalls_by_shape: Recalls,
+    recalls_by_shape: RecallsByShape,
     shapes: Sequence[ModelShape],
-    cuts: Sequence[Cut],
+    cuts: Sequence[HoldoutCut],
     rng: np.random.Generator,
     progress: Progress,
 ) -> None:
     """Adds the recalls of shapes that were not tried yet."""
-    fresh = [shape for shape in shapes if shape not in recalls_by_shape]
+    untried_shapes = [shape for shape in shapes if shape not in recalls_by_shape]
     for cut_index, cut in enumerate(cuts):
-        for tried_count, (shape, tables) in enumerate(tables_of(cut.data, fresh, rng)):
-            progress("choose", cut_index * len(fresh) + tried_count, len(cuts) * len(fresh))
-            recalls_by_shape.setdefault(shape, []).append(cut.recalls(tables))
+        for tried_count, (shape, tables) in enumerate(train_tables(cut.data, untried_shapes, rng)):
+            progress(
+                "choose",
+                cut_index * len(untried_shapes) + tried_count,
+                len(cuts) * len(untried_shapes),
+            )
+            recalls_by_shape.setdefault(shape, []).append(cut.measure_recalls(tables))
 
 
 def _mean_recall(recalls: Sequence[NDArray[np.float64]]) -> float:
     return float(np.concatenate(recalls).mean())
 
 
-def _best_of_methods(recalls_by_shape: Recalls) -> list[ModelShape]:
+def _best_of_methods(recalls_by_shape: RecallsByShape) -> list[ModelShape]:
     """The first of each method, spectral before alternating."""
     return [
         _best_shape(
             {
                 shape: cut_recalls
                 for shape, cut_recalls in recalls_by_shape.items()
-                if isinstance(shape, kind)
+                if isinstance(shape, shape_class)
             }
         )
-        for kind in (SpectralShape, AlternatingShape)
+        for shape_class in (SpectralShape, AlternatingShape)
     ]
 
 
@@ -503,35 +543,42 @@ def _best_shape(recalls_by_shape: Mapping[ModelShape, Sequence[NDArray[np.float6
 
     That is STANDARD_ERRORS of the differences user by user.
     """
-    recalls = {
+    user_recalls_by_shape = {
         shape: np.concatenate(cut_recalls) for shape, cut_recalls in recalls_by_shape.items()
     }
-    best_shape = max(recalls, key=lambda shape: float(recalls[shape].mean()))
-    tied = []
-    for shape, user_recalls in recalls.items():
-        recall_shortfalls = recalls[best_shape] - user_recalls
-        if recall_shortfalls.mean() <= STANDARD_ERRORS * recall_shortfalls.std() / np.sqrt(
+    best_shape = max(
+        user_recalls_by_shape, key=lambda shape: float(user_recalls_by_shape[shape].mean())
+    )
+    tied_shapes = []
+    for shape, user_recalls in user_recalls_by_shape.items():
+        recall_shortfalls = user_recalls_by_shape[best_shape] - user_recalls
+        if recall_shortfalls.mean() <= STANDARD_ERRORS_MAX * recall_shortfalls.std() / np.sqrt(
             len(recall_shortfalls)
         ):
-            tied.append(shape)
-    return min(tied, key=lambda shape: (distance_from_usual(shape), -float(recalls[shape].mean())))
+            tied_shapes.append(shape)
+    return min(
+        tied_shapes,
+        key=lambda shape: (distance_from_usual(shape), -float(user_recalls_by_shape[shape].mean())),
+    )
 
 
-def sample_of(
+def sample_interactions(
     user_rows: NDArray[np.int64],
     item_rows: NDArray[np.int64],
     times: NDArray[np.int64] | None,
     rng: np.random.Generator,
-) -> Interactions:
+) -> InteractionArrays:
     """All interactions of as many users, drawn at random and numbered anew, as come to SAMPLE_INTERACTIONS."""
-    if len(user_rows) <= SAMPLE_INTERACTIONS:
+    if len(user_rows) <= SAMPLE_INTERACTIONS_MAX:
         return user_rows, item_rows, times
-    counts = np.bincount(user_rows)
-    mixed = rng.permutation(len(counts))
-    drawn = mixed[np.cumsum(counts[mixed]) <= SAMPLE_INTERACTIONS]
-    numbers = np.full(len(counts), -1, np.int64)
-    numbers[drawn] = np.arange(len(drawn))
-    user_numbers = numbers[user_rows]
+    interaction_counts = np.bincount(user_rows)
+    shuffled_users = rng.permutation(len(interaction_counts))
+    sampled_users = shuffled_users[
+        np.cumsum(interaction_counts[shuffled_users]) <= SAMPLE_INTERACTIONS_MAX
+    ]
+    new_number_by_user = np.full(len(interaction_counts), -1, np.int64)
+    new_number_by_user[sampled_users] = np.arange(len(sampled_users))
+    user_numbers = new_number_by_user[user_rows]
     sampled_rows = np.flatnonzero(user_numbers >= 0)
     return (
         user_numbers[sampled_rows],
@@ -540,11 +587,11 @@ def sample_of(
     )
 
 
-def _histories(matrix: Any) -> Histories:
+def _rows_as_histories(matrix: Any) -> Histories:
     return Histories(matrix.indptr.astype(np.int64), matrix.indices.astype(np.int64))
 
 
-def affinities(
+def compute_affinities(
     vectors: NDArray[np.float32],
     degrees: NDArray[np.float64],
     item_ids: Sequence[str] | pa.Array,
@@ -554,45 +601,56 @@ def affinities(
     """Unit centroids [n, dims] and their labels: the given categories, or clusters named by their top item."""
     directions = unit(vectors)
     if categories is not None:
-        coded = pc.dictionary_encode(strings_of(categories))
-        names, name_indexes = np.unique(
-            coded.dictionary.to_numpy(zero_copy_only=False).astype(str), return_inverse=True
+        coded_categories = pc.dictionary_encode(strings_of(categories))
+        category_names, name_indexes = np.unique(
+            coded_categories.dictionary.to_numpy(zero_copy_only=False).astype(str),
+            return_inverse=True,
         )
-        groups = name_indexes[np.asarray(coded.indices)]
-        blank = np.zeros((len(names), vectors.shape[1]), np.float32)
-        return _centroids(directions, groups, len(names), blank), tuple(str(name) for name in names)
+        group_by_item = name_indexes[np.asarray(coded_categories.indices)]
+        zero_centroids = np.zeros((len(category_names), vectors.shape[1]), np.float32)
+        return _compute_centroids(
+            directions, group_by_item, len(category_names), zero_centroids
+        ), tuple(str(name) for name in category_names)
     cluster_count = min(AFFINITY_CLUSTERS, len(vectors))
-    groups = spherical_clusters(directions, cluster_count, rng)
-    used = np.unique(groups)
-    order = np.lexsort((np.arange(len(degrees)), -degrees))
-    labels = [str(item_ids[order[groups[order] == cluster][0]]) for cluster in used]
-    blank = np.zeros((cluster_count, vectors.shape[1]), np.float32)
-    return _centroids(directions, groups, cluster_count, blank)[used], tuple(labels)
+    group_by_item = cluster_spherically(directions, cluster_count, rng)
+    used_clusters = np.unique(group_by_item)
+    items_by_degree = np.lexsort((np.arange(len(degrees)), -degrees))
+    labels = [
+        str(item_ids[items_by_degree[group_by_item[items_by_degree] == cluster][0]])
+        for cluster in used_clusters
+    ]
+    zero_centroids = np.zeros((cluster_count, vectors.shape[1]), np.float32)
+    return _compute_centroids(directions, group_by_item, cluster_count, zero_centroids)[
+        used_clusters
+    ], tuple(labels)
 
 
-def spherical_clusters(
-    directions: NDArray[np.float32], clusters: int, rng: np.random.Generator
+def cluster_spherically(
+    directions: NDArray[np.float32], cluster_count: int, rng: np.random.Generator
 ) -> NDArray[np.int64]:
     """Cluster of each unit vector by spherical k-means (Dhillon and Modha, 2001)."""
-    centres = directions[rng.choice(len(directions), clusters, replace=False)]
-    assigned = np.zeros(len(directions), np.int64)
+    centres = directions[rng.choice(len(directions), cluster_count, replace=False)]
+    cluster_by_vector = np.zeros(len(directions), np.int64)
     for _ in range(_CLUSTER_ROUNDS):
-        nearest = (directions @ centres.T).argmax(axis=1)
-        if np.array_equal(nearest, assigned):
+        nearest_centres = (directions @ centres.T).argmax(axis=1)
+        if np.array_equal(nearest_centres, cluster_by_vector):
             break
-        assigned = nearest
-        centres = _centroids(directions, assigned, clusters, centres)
-    return assigned
+        cluster_by_vector = nearest_centres
+        centres = _compute_centroids(directions, cluster_by_vector, cluster_count, centres)
+    return cluster_by_vector
 
 
-def _centroids(
+def _compute_centroids(
     directions: NDArray[np.float32],
     groups: NDArray[np.int64],
-    count: int,
-    otherwise: NDArray[np.float32],
+    group_count: int,
+    default_centroids: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """Return the unit mean of each group; `otherwise` for an empty group."""
-    size = len(directions)
-    member = sp.csr_matrix((np.ones(size, np.float32), (groups, np.arange(size))), (count, size))
-    filled = np.bincount(groups, minlength=count) > 0
-    return np.where(filled[:, None], unit(member @ directions), otherwise)
+    """Return the unit mean of each group; `default_centroids` for an empty group."""
+    vector_count = len(directions)
+    membership_matrix = sp.csr_matrix(
+        (np.ones(vector_count, np.float32), (groups, np.arange(vector_count))),
+        (group_count, vector_count),
+    )
+    has_members = np.bincount(groups, minlength=group_count) > 0
+    return np.where(has_members[:, None], unit(membership_matrix @ directions), default_centroids)

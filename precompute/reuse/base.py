@@ -34,14 +34,14 @@ from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
 from precompute.partitions.digests import Digests
 from precompute.releases.release_log import Releases
-from precompute.scoring.copies import HASH_AND_DIGEST, AllowedItems, PublishedInputs
+from precompute.scoring.copies import HASH_AND_DIGEST, AllowedItemsFunction, PublishedInputs
 
 VERIFIED_STATES: Final = frozenset(
     {State.VERIFIED, State.LIVE, State.SUPERSEDED, State.ROLLED_BACK}
 )
 """States of a generation whose gates have passed; one that was rolled back holds what its inputs gave all the same."""
 
-REUSE_OFF, NO_VERIFIED_BASE, OTHER_SETTINGS, OTHER_BUNDLE = (
+REUSE_OFF_REASON, NO_VERIFIED_BASE_REASON, OTHER_SETTINGS_REASON, OTHER_BUNDLE_REASON = (
     "[night] reuse is off",
     "there is no verified generation to copy from",
     "other settings than the last nights'",
@@ -53,7 +53,7 @@ class CannotCopy(Exception):
     """Some data of the base cannot be copied, for the reason that is the message; it is read or computed instead."""
 
 
-OTHER_PROGRAMS: Final = "other programs or another device computed it"
+OTHER_PROGRAMS_REASON: Final = "other programs or another device computed it"
 
 
 @dataclass(frozen=True, eq=False)  # no slots: the item table is kept beside the fields
@@ -97,8 +97,13 @@ class BaseGeneration:
     @cached_property
     def items(self) -> ItemTable:
         """Item table of the base with vectors, verified once; raises CorruptArtefact for a file that differs."""
-        files = self.manifest.items
-        for artefact in (files.ids, files.offsets, files.vectors, files.model_index):
+        item_files = self.manifest.items
+        for artefact in (
+            item_files.ids,
+            item_files.offsets,
+            item_files.vectors,
+            item_files.model_index,
+        ):
             self.fetch(artefact)
         for part in self.manifest.entity_sets["item"].parts:
             self.fetch(part.file)
@@ -113,25 +118,28 @@ class BaseGeneration:
         """Fetch a file of the base; raise CorruptArtefact if it differs from the manifest or a report."""
         return fetch_checked(self.build.store, self.generation, artefact)
 
-    def fetch_noted(self, name: str) -> Path:
+    def fetch_noted(self, file_name: str) -> Path:
         """Fetch a file by its checksum in the report of `begin`; raise CorruptArtefact if unlisted or different."""
-        file_entry = self.begin_report.get("kept", {}).get(name)
+        file_entry = self.begin_report.get("kept", {}).get(file_name)
         if file_entry is None:
-            raise CorruptArtefact(f"{self.generation} has no {name}", path=name)
-        return self.fetch(Artefact(name, **file_entry))
+            raise CorruptArtefact(f"{self.generation} has no {file_name}", path=file_name)
+        return self.fetch(Artefact(file_name, **file_entry))
 
-    def report(self, name: ReportName[ReportT]) -> ReportT | None:
+    def report(self, report_name: ReportName[ReportT]) -> ReportT | None:
         """Report of a step of it, None if there is none; raises CorruptArtefact for one that cannot be read."""
         try:
-            return self.build.read_report(name)
+            return self.build.read_report(report_name)
         except StoreError:
             raise
         except (LarderError, ValueError) as error:
             raise CorruptArtefact(
-                f"work/{name}.json of {self.generation} cannot be read: {error}", path=name
+                f"work/{report_name}.json of {self.generation} cannot be read: {error}",
+                path=report_name,
             ) from error
 
-    def allowed_by_table(self, allowed_items: AllowedItems) -> Mapping[str, NDArray[np.bool_]]:
+    def read_allowed_by_table(
+        self, allowed_items: AllowedItemsFunction
+    ) -> Mapping[str, NDArray[np.bool_]]:
         """Return masks of the items that its lists drew from; raise CorruptArtefact for a damaged attribute."""
         for attribute in self.manifest.items.attributes.values():
             for artefact in attribute.parts().values():
@@ -154,14 +162,14 @@ def choose_base(
     Where none is of the same bundle, the newest of the same settings: vectors of items and values may still fit.
     """
     if config.reuse == "off":
-        return None, REUSE_OFF
+        return None, REUSE_OFF_REASON
     config_digest, fallback_base, has_verified = settings_digest(config), None, False
-    ledger, rows = releases.ledger(), releases.control.rows()
+    ledger, row_by_generation = releases.ledger(), releases.control.rows()
     stored_ids = sorted(
         filter(GENERATION.fullmatch, releases.store.names("generations")), reverse=True
     )
     for generation in stored_ids:
-        row = rows.get(generation)
+        row = row_by_generation.get(generation)
         state = ledger.state(generation) or (row and row.state)
         if generation == making or state not in VERIFIED_STATES:
             continue
@@ -176,8 +184,8 @@ def choose_base(
             return base, ""
         fallback_base = fallback_base or base
     if fallback_base is not None:
-        return fallback_base, OTHER_BUNDLE
-    return None, OTHER_SETTINGS if has_verified else NO_VERIFIED_BASE
+        return fallback_base, OTHER_BUNDLE_REASON
+    return None, OTHER_SETTINGS_REASON if has_verified else NO_VERIFIED_BASE_REASON
 
 
 def _read_generation(
@@ -187,10 +195,10 @@ def _read_generation(
     build = Build(config, config.store(), generation)
     try:
         begin_report = build.read_report(BEGIN)
-        raw = build.store.read(generation_path(generation, "manifest.json"))
-        if begin_report is None or raw is None:
+        manifest_bytes = build.store.read(generation_path(generation, "manifest.json"))
+        if begin_report is None or manifest_bytes is None:
             return None
-        return build, begin_report, Manifest.from_bytes(raw)
+        return build, begin_report, Manifest.from_bytes(manifest_bytes)
     except StoreError:
         raise
     except (LarderError, ValueError):
@@ -216,51 +224,71 @@ class BaseShard:
         cls, base: BaseGeneration, shard: int, tables: Mapping[str, Table], computed_by: str
     ) -> Self:
         """Open the base's shard and verify every file."""
-        name = shard_report(shard)
-        report = base.report(name)
+        report_name = shard_report(shard)
+        report = base.report(report_name)
         if report is None or report.get("computed_by") != computed_by:
-            raise CannotCopy(OTHER_PROGRAMS)
+            raise CannotCopy(OTHER_PROGRAMS_REASON)
         try:
-            users = report["users"]
-            if users.get("short"):
+            users_report = report["users"]
+            if users_report.get("short"):
                 raise CannotCopy("lists of the base are short")
-            inputs, directory_file = Artefact(**users["inputs"]), Artefact(**users["directory"])
-            published_files = [Artefact(**file_entry) for file_entry in users["seen"]]
+            digests_artefact, directory_artefact = (
+                Artefact(**users_report["inputs"]),
+                Artefact(**users_report["directory"]),
+            )
+            published_files = [Artefact(**file_entry) for file_entry in users_report["seen"]]
             seen_part = SeenPart.of(published_files) if published_files else None
         except (KeyError, TypeError) as error:
-            raise CorruptArtefact(f"work/{name}.json of {base.generation}", path=name) from error
-        pairs = map_file(base.fetch(inputs), "<u8").view(HASH_AND_DIGEST)
-        directory = map_file(base.fetch(directory_file), "<u8")
-        records = {name: table_records(base, shard, table) for name, table in tables.items()}
-        published = None if seen_part is None else _published_inputs(base, seen_part)
-        at = np.minimum(directory.searchsorted(pairs["hash"]), max(0, len(directory) - 1))
-        has_record = (
-            directory[at] == pairs["hash"] if len(directory) else np.zeros(len(pairs), np.bool_)
+            raise CorruptArtefact(
+                f"work/{report_name}.json of {base.generation}", path=report_name
+            ) from error
+        digest_pairs = map_file(base.fetch(digests_artefact), "<u8").view(HASH_AND_DIGEST)
+        directory_hashes = map_file(base.fetch(directory_artefact), "<u8")
+        records_by_table = {
+            table_name: read_table_records(base, shard, table)
+            for table_name, table in tables.items()
+        }
+        published = None if seen_part is None else _open_published_inputs(base, seen_part)
+        nearest_positions = np.minimum(
+            directory_hashes.searchsorted(digest_pairs["hash"]), max(0, len(directory_hashes) - 1)
         )
-        is_complete = np.ones(len(directory), np.bool_)
-        for stored_records in records.values():
+        has_record = (
+            directory_hashes[nearest_positions] == digest_pairs["hash"]
+            if len(directory_hashes)
+            else np.zeros(len(digest_pairs), np.bool_)
+        )
+        is_complete = np.ones(len(directory_hashes), np.bool_)
+        for stored_records in records_by_table.values():
             is_complete &= stored_records["flags"] != ABSENT_FLAGS
-        return cls(pairs, np.where(has_record, at, -1), records, is_complete, published)
+        return cls(
+            digest_pairs,
+            np.where(has_record, nearest_positions, -1),
+            records_by_table,
+            is_complete,
+            published,
+        )
 
-    def between(self, hashes: range) -> slice:
+    def slice_between(self, hashes: range) -> slice:
         """Users whose hashes are in a range."""
         user_hashes = self.pairs["hash"]
-        return slice(_first_at(user_hashes, hashes.start), _first_at(user_hashes, hashes.stop))
+        return slice(
+            _first_position(user_hashes, hashes.start), _first_position(user_hashes, hashes.stop)
+        )
 
     def find(self, hashes: Digests) -> NDArray[np.int64]:
         """int64 [n]: which of the users has each hash, -1 for none."""
         user_hashes = self.pairs["hash"]
         if not len(user_hashes):
             return np.full(len(hashes), -1)
-        at = np.minimum(user_hashes.searchsorted(hashes), len(user_hashes) - 1)
-        return np.where(user_hashes[at] == hashes, at, -1)
+        nearest_rows = np.minimum(user_hashes.searchsorted(hashes), len(user_hashes) - 1)
+        return np.where(user_hashes[nearest_rows] == hashes, nearest_rows, -1)
 
 
-def _first_at(hashes: Digests, bound: int) -> int:
+def _first_position(hashes: Digests, bound: int) -> int:
     return len(hashes) if bound >= 1 << 64 else int(hashes.searchsorted(np.uint64(bound)))
 
 
-def table_records(base: BaseGeneration, shard: int, table: Table) -> NDArray[Any]:
+def read_table_records(base: BaseGeneration, shard: int, table: Table) -> NDArray[Any]:
     """Records of one shard of a table of the base; raises CorruptArtefact for a damaged file."""
     part = table.parts[shard]
     path = base.fetch(part.file)
@@ -269,12 +297,14 @@ def table_records(base: BaseGeneration, shard: int, table: Table) -> NDArray[Any
     return np.asarray(np.memmap(path, table.layout.dtype, "r", shape=(part.count,)))
 
 
-def _published_inputs(base: BaseGeneration, part: SeenPart) -> PublishedInputs:
+def _open_published_inputs(base: BaseGeneration, part: SeenPart) -> PublishedInputs:
     """Open the inputs that the base published for users with records."""
 
-    def rows(ends: Artefact, values: Artefact, kind: str) -> Histories:
-        row_ends = map_file(base.fetch(ends), "<u8").astype(np.int64)
-        return Histories(np.concatenate([[0], row_ends]), map_file(base.fetch(values), kind))
+    def rows(ends_artefact: Artefact, values_artefact: Artefact, dtype: str) -> Histories:
+        row_ends = map_file(base.fetch(ends_artefact), "<u8").astype(np.int64)
+        return Histories(
+            np.concatenate([[0], row_ends]), map_file(base.fetch(values_artefact), dtype)
+        )
 
     return PublishedInputs(
         rows(part.ends, part.items, "<u4"),

@@ -14,16 +14,16 @@ from precompute.gates.evidence.candidate import Candidate, Measurement, integrit
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
-from precompute.scoring.copies import INPUTS, reasons_file
+from precompute.scoring.copies import INPUTS_REASON, reasons_path
 from precompute.scoring.items import ItemWork
 from precompute.scoring.programs import computed_by
 from precompute.scoring.scorers import Scorers
 from precompute.scoring.shard_work import ShardWork
 from precompute.scoring.users import recompute_users
 
-USERS: Final = 512
+USER_SAMPLE_SIZE: Final = 512
 """Users with copied records that are computed again, over all shards that gates read."""
-ITEMS: Final = 256
+ITEM_SAMPLE_SIZE: Final = 256
 """Items that are computed again, likewise."""
 
 
@@ -35,82 +35,100 @@ def identity(candidate: Candidate) -> Measurement:
         return Measurement(True, 0, 0, "nothing was copied")
     shards = sampled_shards(candidate.manifest.entity_sets["user"])
     bundle = open_bundle(build)
-    computed_alone = replace(candidate.scoring_hooks, prior=None)
-    scorers = Scorers(build.config.device, build.config.device_tasks, computed_alone)
-    wrong, looked_at, note, elsewhere = 0, 0, "", []
+    hooks_without_prior = replace(candidate.scoring_hooks, open_prior=None)
+    scorers = Scorers(build.config.device, build.config.device_tasks, hooks_without_prior)
+    wrong_count, compared_count, note, skipped_shards = 0, 0, "", []
     for shard in shards:
         # Another processor, or a GPU that is not here, gives a model's outputs other last bits.
         if build.need(shard_report(shard))["computed_by"] != computed_by(scorers.at(shard).device):
-            elsewhere.append(shard)
+            skipped_shards.append(shard)
             continue
-        users = ShardWork.of(build, bundle, shard, scorers)
-        items = ItemWork.of(build, bundle, shard, scorers)
+        user_work = ShardWork.of(build, bundle, shard, scorers)
+        item_work = ItemWork.of(build, bundle, shard, scorers)
         comparisons = (
-            *_users(candidate, users, -(-USERS // len(shards))),
-            *_items(candidate, items, shard, -(-ITEMS // len(shards))),
+            *_compare_users(candidate, user_work, -(-USER_SAMPLE_SIZE // len(shards))),
+            *_compare_items(candidate, item_work, shard, -(-ITEM_SAMPLE_SIZE // len(shards))),
         )
-        for table, entity, is_same in comparisons:
-            looked_at += 1
-            wrong += not is_same
+        for table, entity_name, is_same in comparisons:
+            compared_count += 1
+            wrong_count += not is_same
             if not (is_same or note):
-                note = f"the record of {entity} in {table} is not what computing it gives"
-    summary = f"{looked_at:,} records computed again"
-    if elsewhere:
+                note = f"the record of {entity_name} in {table} is not what computing it gives"
+    summary = f"{compared_count:,} records computed again"
+    if skipped_shards:
         summary += (
-            f"; not those of shards {elsewhere}, which other instructions or devices computed"
+            f"; not those of shards {skipped_shards}, which other instructions or devices computed"
         )
-    return Measurement(not wrong, wrong, 0, note or summary)
+    return Measurement(not wrong_count, wrong_count, 0, note or summary)
 
 
 def _seeded_rng(
-    candidate: Candidate, shard: int, count: int, sample_size: int
+    candidate: Candidate, shard: int, population_size: int, sample_size: int
 ) -> np.random.Generator:
-    seed = crc32(f"{candidate.manifest.generation} {shard} {count} {sample_size}".encode())
+    seed = crc32(
+        f"{candidate.manifest.generation} {shard} {population_size} {sample_size}".encode()
+    )
     return np.random.default_rng(seed)
 
 
-def _users(
+def _compare_users(
     candidate: Candidate, work: ShardWork, sample_size: int
 ) -> Iterator[tuple[str, str, bool]]:
     """(table, user, whether the bytes are the same) for some whose records were copied, or some of them."""
     build: Build = work.build
     if build.need(shard_report(work.number))["users"]["reasons"] is None:
         return
-    rows = np.flatnonzero(map_file(build.fetch(reasons_file(work.number)), "u1") != INPUTS)
-    rng = _seeded_rng(candidate, work.number, len(rows), sample_size)
-    rows = np.sort(rng.choice(rows, min(sample_size, len(rows)), replace=False))
+    copied_rows = np.flatnonzero(
+        map_file(build.fetch(reasons_path(work.number)), "u1") != INPUTS_REASON
+    )
+    rng = _seeded_rng(candidate, work.number, len(copied_rows), sample_size)
+    copied_rows = np.sort(
+        rng.choice(copied_rows, min(sample_size, len(copied_rows)), replace=False)
+    )
     directory = candidate.evidence.directories["user"]
-    first = sum(map(len, directory.parts[: work.number]))
-    hashes = np.asarray(directory.parts[work.number])[rows]
+    first_position = sum(map(len, directory.parts[: work.number]))
+    hashes = np.asarray(directory.parts[work.number])[copied_rows]
     with scratch_folder(build.root / PARTITION) as scratch:
         recomputed_records_by_user_hash = recompute_users(work, hashes, scratch)
-    alike = build.need(EMBED_ITEMS)["regrouped"]  # outputs of other models are not copied
-    for name, table in work.tables.items():
-        if not alike.get(str(table.value) if table.kind == "value" else "user_tower"):
+    is_alike_by_model = build.need(EMBED_ITEMS)[
+        "regrouped"
+    ]  # outputs of other models are not copied
+    for table_name, table in work.tables.items():
+        if not is_alike_by_model.get(str(table.value) if table.kind == "value" else "user_tower"):
             continue
         stored_records = candidate.evidence.records_of(
-            candidate.manifest.stored_tables[name], first + rows
+            candidate.manifest.stored_tables[table_name], first_position + copied_rows
         )
-        for hash_, record in zip(hashes.tolist(), stored_records, strict=True):
-            recomputed_bytes = recomputed_records_by_user_hash.get(hash_, {}).get(name)
-            yield name, f"the user with hash {hash_:016x}", record.tobytes() == recomputed_bytes
+        for user_hash, stored_record in zip(hashes.tolist(), stored_records, strict=True):
+            recomputed_bytes = recomputed_records_by_user_hash.get(user_hash, {}).get(table_name)
+            yield (
+                table_name,
+                f"the user with hash {user_hash:016x}",
+                stored_record.tobytes() == recomputed_bytes,
+            )
 
 
-def _items(
+def _compare_items(
     candidate: Candidate, work: ItemWork, shard: int, sample_size: int
 ) -> Iterator[tuple[str, str, bool]]:
     """(table, item, whether the bytes are the same) for some of the shard's items."""
     bounds = work.build.need(BEGIN)["bounds"]
-    rows = np.arange(bounds[shard], bounds[shard + 1])
-    rng = _seeded_rng(candidate, shard, len(rows), sample_size)
-    rows = np.sort(rng.choice(rows, min(sample_size, len(rows)), replace=False))
-    alike = work.build.need(EMBED_ITEMS)["regrouped"]
-    for name, table in work.tables.items():
-        if table.kind == "value" and not alike.get(str(table.value)):
+    ordinals = np.arange(bounds[shard], bounds[shard + 1])
+    rng = _seeded_rng(candidate, shard, len(ordinals), sample_size)
+    ordinals = np.sort(rng.choice(ordinals, min(sample_size, len(ordinals)), replace=False))
+    is_alike_by_model = work.build.need(EMBED_ITEMS)["regrouped"]
+    for table_name, table in work.tables.items():
+        if table.kind == "value" and not is_alike_by_model.get(str(table.value)):
             continue
-        stored_records = candidate.evidence.records_of(candidate.manifest.stored_tables[name], rows)
-        recomputed_records = work.records(name, rows)
-        for row, recomputed_record, theirs in zip(
-            rows.tolist(), recomputed_records, stored_records, strict=True
+        stored_records = candidate.evidence.records_of(
+            candidate.manifest.stored_tables[table_name], ordinals
+        )
+        recomputed_records = work.records(table_name, ordinals)
+        for ordinal, recomputed_record, stored_record in zip(
+            ordinals.tolist(), recomputed_records, stored_records, strict=True
         ):
-            yield name, work.items.id_of(row), recomputed_record.tobytes() == theirs.tobytes()
+            yield (
+                table_name,
+                work.items.id_of(ordinal),
+                recomputed_record.tobytes() == stored_record.tobytes(),
+            )

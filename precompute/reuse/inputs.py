@@ -27,44 +27,44 @@ from precompute.partitions.shard_files import (
 )
 from precompute.partitions.user_tables import USER_ROWS, VECTOR_ROWS
 from precompute.reuse.base import BaseGeneration, CannotCopy
-from precompute.reuse.items import places_of_items, turned
+from precompute.reuse.items import find_new_ordinals, invert_ordinals
 from precompute.sources.columns import text_hashes
 from precompute.sources.files import InputEntry
 from precompute.sources.plausibility import RowCounts
 from precompute.sources.readers import EVENT_ROWS, INTERACTIONS
 from precompute.sources.unusable import UNKNOWN_NAMED
 
-ERASED: Final = "other erasures than the base left out"
-LATE: Final = "the base left out interactions from after its cut"
-CUT: Final = "the base's cut is not before this one"
-FILES: Final = "source files changed, vanished or came in between"
-TABLES: Final = "another table of users' features or vectors"
-VALUES: Final = "events set features of users since"
-BACK: Final = "an item is new that earlier interactions name"
-NAMED_ITEM_GONE: Final = "an item is gone that events name"
+ERASED_REASON: Final = "other erasures than the base left out"
+LATE_REASON: Final = "the base left out interactions from after its cut"
+CUT_REASON: Final = "the base's cut is not before this one"
+FILES_REASON: Final = "source files changed, vanished or came in between"
+TABLES_REASON: Final = "another table of users' features or vectors"
+VALUES_REASON: Final = "events set features of users since"
+BACK_REASON: Final = "an item is new that earlier interactions name"
+NAMED_ITEM_GONE_REASON: Final = "an item is gone that events name"
 
 
-def interaction_files(config: NightConfig, inputs: Sequence[InputEntry]) -> int:
+def interaction_file_count(config: NightConfig, inputs: Sequence[InputEntry]) -> int:
     """Number of the inputs that are interactions, events among them: they come first, before the tables."""
     sources = config.sources
-    tables = (
+    table_settings = (
         sources.user_features, sources.item_features, sources.user_vectors, sources.item_vectors,
     )  # fmt: skip
-    return len(inputs) - sum(table is not None for table in tables)
+    return len(inputs) - sum(table is not None for table in table_settings)
 
 
-def user_tables(config: NightConfig, inputs: Sequence[InputEntry]) -> list[str]:
+def user_table_checksums(config: NightConfig, inputs: Sequence[InputEntry]) -> list[str]:
     """Checksums of the tables of users among the inputs."""
-    sources, first = config.sources, interaction_files(config, inputs)
-    tables = [
-        name
-        for name in ("user_features", "item_features", "user_vectors", "item_vectors")
-        if getattr(sources, name) is not None
+    sources, interaction_count = config.sources, interaction_file_count(config, inputs)
+    table_names = [
+        table_name
+        for table_name in ("user_features", "item_features", "user_vectors", "item_vectors")
+        if getattr(sources, table_name) is not None
     ]
     return [
         input_entry["sha256"]
-        for name, input_entry in zip(tables, inputs[first:], strict=True)
-        if name.startswith("user_")
+        for table_name, input_entry in zip(table_names, inputs[interaction_count:], strict=True)
+        if table_name.startswith("user_")
     ]
 
 
@@ -72,90 +72,92 @@ def earlier_partition(base: BaseGeneration, night_input: NightInput) -> EarlierP
     """Return the base's partition for this night; raise CannotCopy with the reason for reading all source files."""
     begin_report, config = base.begin_report, night_input.config
     if list(begin_report.get("erased", ())) != list(night_input.erased.numbers):
-        raise CannotCopy(ERASED)
+        raise CannotCopy(ERASED_REASON)
     if begin_report.get("late") != 0:
-        raise CannotCopy(LATE)
+        raise CannotCopy(LATE_REASON)
     if not _is_later(night_input.cutoff_at, begin_report.get("cut")):
-        raise CannotCopy(CUT)
+        raise CannotCopy(CUT_REASON)
     base_inputs = begin_report["inputs"]
-    theirs = _own_and_events(config, base_inputs, event_files_of(begin_report))
-    current_checksums = _own_and_events(config, night_input.pinned, len(night_input.further.files))
+    base_checksums = _split_checksums(config, base_inputs, event_file_count(begin_report))
+    current_checksums = _split_checksums(config, night_input.pinned, len(night_input.further.files))
     if any(
-        current_sha256s[: len(was)] != was
-        for was, current_sha256s in zip(theirs, current_checksums, strict=True)
+        current_sha256s[: len(base_sha256s)] != base_sha256s
+        for base_sha256s, current_sha256s in zip(base_checksums, current_checksums, strict=True)
     ):
-        raise CannotCopy(FILES)
+        raise CannotCopy(FILES_REASON)
     has_table = bool(config.sources.user_features or config.sources.user_vectors)
-    if user_tables(config, base_inputs) != user_tables(config, night_input.pinned) or (
+    if user_table_checksums(config, base_inputs) != user_table_checksums(
+        config, night_input.pinned
+    ) or (
         has_table and not base.has_lists  # another bundle wants other columns of it, or none
     ):
-        raise CannotCopy(TABLES)
+        raise CannotCopy(TABLES_REASON)
     if begin_report.get("user_values", "") != night_input.values.users_digest:
-        raise CannotCopy(VALUES)
-    return _reuse_partition(base, config, night_input.items, *map(len, theirs))
+        raise CannotCopy(VALUES_REASON)
+    return _reuse_partition(base, config, night_input.items, *map(len, base_checksums))
 
 
-def event_files_of(begin_report: EventFields) -> int:
+def event_file_count(begin_report: EventFields) -> int:
     """Number of files of events that a night read, by the report of `begin`."""
     return begin_report["events"]["files"] if "events" in begin_report else 0
 
 
-def _own_and_events(
-    config: NightConfig, inputs: Sequence[InputEntry], events: int
+def _split_checksums(
+    config: NightConfig, inputs: Sequence[InputEntry], event_count: int
 ) -> tuple[list[str], list[str]]:
     """Checksums of the team's own interactions among the inputs, and of the files of events behind them."""
     checksums = [
-        input_entry["sha256"] for input_entry in inputs[: interaction_files(config, inputs)]
+        input_entry["sha256"] for input_entry in inputs[: interaction_file_count(config, inputs)]
     ]
-    own_count = len(checksums) - events
+    own_count = len(checksums) - event_count
     return checksums[:own_count], checksums[own_count:]
 
 
 def _reuse_partition(
-    base: BaseGeneration, config: NightConfig, items: ItemTable, files: int, events: int
+    base: BaseGeneration, config: NightConfig, items: ItemTable, file_count: int, event_count: int
 ) -> EarlierPartition:
     begin_report, base_items = base.begin_report, base.items
-    for name in partition_files(begin_report.get("user_vectors", False), config.shards):
-        base.fetch_noted(name)
-    new_ordinals = places_of_items(items, base_items)
-    unknown = map_file(base.build.root / UNKNOWN_ITEMS, "<u8")
-    is_new = turned(new_ordinals, items.count) < 0
-    if is_new.any() and np.isin(_hashes(items, is_new), unknown).any():
-        raise CannotCopy(BACK)
+    for source_name in partition_files(begin_report.get("user_vectors", False), config.shards):
+        base.fetch_noted(source_name)
+    new_ordinals = find_new_ordinals(items, base_items)
+    unknown_hashes = map_file(base.build.root / UNKNOWN_ITEMS, "<u8")
+    is_new = invert_ordinals(new_ordinals, items.count) < 0
+    if is_new.any() and np.isin(_item_hashes(items, is_new), unknown_hashes).any():
+        raise CannotCopy(BACK_REASON)
     if (
-        events
+        event_count
         and (new_ordinals < 0).any()
         and _named_by_events(base, config.shards, new_ordinals < 0)
     ):
-        raise CannotCopy(NAMED_ITEM_GONE)
-    stayed = len(new_ordinals) == items.count and bool(
+        raise CannotCopy(NAMED_ITEM_GONE_REASON)
+    is_same_order = len(new_ordinals) == items.count and bool(
         (new_ordinals == np.arange(len(new_ordinals))).all()
     )
-    of_users = (INTERACTIONS, USER_ROWS, VECTOR_ROWS)
+    user_sources = (INTERACTIONS, USER_ROWS, VECTOR_ROWS)
     return EarlierPartition(
         folder=base.build.root / PARTITION,
         seed=begin_report["user_seed"],
-        files=files,
-        event_files=events,
-        new_ordinals=None if stayed else new_ordinals,
-        lost_item_hashes=_hashes(base_items, new_ordinals < 0),
+        files=file_count,
+        event_files=event_count,
+        new_ordinals=None if is_same_order else new_ordinals,
+        lost_item_hashes=_item_hashes(base_items, new_ordinals < 0),
         popularity=map_file(base.build.root / POPULARITY, "<i8"),
-        unknown=unknown,
+        unknown=unknown_hashes,
         interactions=begin_report["interactions"],
         unknown_items=begin_report["unknown_items"],
         row_counts=RowCounts.of_report(begin_report["rows"]),
         unknown_examples=tuple(begin_report.get(UNKNOWN_NAMED, ())),
         unusable={
-            name: source_report
-            for name, source_report in begin_report["unusable"].items()
-            if name == EVENT_ROWS or name.partition(".")[0] in of_users
+            source_name: source_report
+            for source_name, source_report in begin_report["unusable"].items()
+            if source_name == EVENT_ROWS or source_name.partition(".")[0] in user_sources
         },
     )
 
 
-def _named_by_events(base: BaseGeneration, shards: int, item_mask: NDArray[np.bool_]) -> bool:
+def _named_by_events(base: BaseGeneration, shard_count: int, item_mask: NDArray[np.bool_]) -> bool:
     """True if an event names one of these items: a night that reads all has neither its row nor a user of it alone."""
-    for shard in range(shards):
+    for shard in range(shard_count):
         (path,) = shard_paths(base.build.root / PARTITION, shard, ("rows",))
         for batch in read_batches(path, fields=(1, 3)):
             ordinals = np.asarray(batch.column("ordinal"))[np.asarray(batch.column(POSITION)) > 0]
@@ -164,7 +166,7 @@ def _named_by_events(base: BaseGeneration, shards: int, item_mask: NDArray[np.bo
     return False
 
 
-def _hashes(items: ItemTable, item_mask: NDArray[np.bool_]) -> NDArray[np.uint64]:
+def _item_hashes(items: ItemTable, item_mask: NDArray[np.bool_]) -> NDArray[np.uint64]:
     """Hashes, as a partition keeps those of unknown items, of the ids of some items."""
     if not item_mask.any():
         return np.empty(0, np.uint64)

@@ -12,9 +12,19 @@ from cache.records import ABSENT_FLAGS
 from precompute.builds.reports import BEGIN, EMBED_ITEMS, shard_report
 from precompute.builds.tables import metric_of
 from precompute.partitions.digests import digests_file
-from precompute.reuse.base import OTHER_PROGRAMS, BaseGeneration, CannotCopy, table_records
-from precompute.reuse.items import ItemChanges, same_inputs, turned
-from precompute.reuse.lists import ENTERING_MAX, could_enter, floors, holds_lost
+from precompute.reuse.base import (
+    OTHER_PROGRAMS_REASON,
+    BaseGeneration,
+    CannotCopy,
+    read_table_records,
+)
+from precompute.reuse.items import ItemChanges, find_same_inputs, invert_ordinals
+from precompute.reuse.lists import (
+    ENTERING_SHARE_MAX,
+    could_enter,
+    find_lists_with_lost_items,
+    find_score_floors,
+)
 from precompute.reuse.shard_reuse import ListRule
 from precompute.scoring.copies import ItemCopies, ShardScope
 from precompute.scoring.programs import computed_by
@@ -28,52 +38,60 @@ def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
     base.demand_changes(embed_report)
     base_report = base.report(shard_report(shard))
     if base_report is None or base_report.get("computed_by") != computed_by(scope.device):
-        raise CannotCopy(OTHER_PROGRAMS)
+        raise CannotCopy(OTHER_PROGRAMS_REASON)
     changes, bounds = ItemChanges.open(build), build.need(BEGIN)["bounds"]
-    base_ordinals = turned(changes.new_ordinals, items.count)
+    base_ordinals = invert_ordinals(changes.new_ordinals, items.count)
     shard_ordinals = np.arange(bounds[shard], bounds[shard + 1])
-    first, end = base.begin_report["bounds"][shard : shard + 2]
-    base_positions = base_ordinals[shard_ordinals] - first
+    first_base_ordinal, end_base_ordinal = base.begin_report["bounds"][shard : shard + 2]
+    base_positions = base_ordinals[shard_ordinals] - first_base_ordinal
     base_positions[
-        (base_positions < 0) | (base_positions >= end - first)
+        (base_positions < 0) | (base_positions >= end_base_ordinal - first_base_ordinal)
     ] = -1  # another seed has put it into another shard
-    records: dict[str, NDArray[Any]] = {}
+    records_by_table: dict[str, NDArray[Any]] = {}
     base_positions_by_table: dict[str, NDArray[np.int64]] = {}
     allowed_by_table = scope.allowed_items(build)
-    was = base.allowed_by_table(scope.allowed_items) if allowed_by_table else {}
-    for name, table in tables.items():
-        base_table = base.manifest.stored_tables.get(name)
-        if base_table is None or base_table.layout != scope.layouts[name]:
+    base_allowed_by_table = (
+        base.read_allowed_by_table(scope.allowed_items) if allowed_by_table else {}
+    )
+    for table_name, table in tables.items():
+        base_table = base.manifest.stored_tables.get(table_name)
+        if base_table is None or base_table.layout != scope.layouts[table_name]:
             continue
         if table.kind == "value":
             model = bundle.values[str(table.value)]
             if not embed_report["regrouped"].get(model.name):
                 continue
             digests = map_file(build.fetch(digests_file(model.name)), "<u8")
-            may = same_inputs(base, model, digests, base_ordinals)[shard_ordinals]
+            may_copy = find_same_inputs(base, model, digests, base_ordinals)[shard_ordinals]
         else:
-            may = ~changes.is_changed[shard_ordinals]
-        records[name] = table_records(base, shard, base_table)
-        copy_positions = np.where(may, base_positions, -1)
-        has_any = copy_positions >= 0
-        has_any[has_any] = records[name]["flags"][copy_positions[has_any]] != ABSENT_FLAGS
-        copy_positions[~has_any] = -1
+            may_copy = ~changes.is_changed[shard_ordinals]
+        records_by_table[table_name] = read_table_records(base, shard, base_table)
+        copy_positions = np.where(may_copy, base_positions, -1)
+        has_record = copy_positions >= 0
+        has_record[has_record] = (
+            records_by_table[table_name]["flags"][copy_positions[has_record]] != ABSENT_FLAGS
+        )
+        copy_positions[~has_record] = -1
         if table.kind == "item_similar":
             rule = ListRule.of(
                 base_table.layout,
                 metric_of(bundle, table),
                 changes,
-                was.get(name),
-                allowed_by_table.get(name),
+                base_allowed_by_table.get(table_name),
+                allowed_by_table.get(table_name),
             )
-            copy_positions = _lists(rule, records[name], copy_positions, shard_ordinals, items)
-        base_positions_by_table[name] = copy_positions
+            copy_positions = _copyable_list_positions(
+                rule, records_by_table[table_name], copy_positions, shard_ordinals, items
+            )
+        base_positions_by_table[table_name] = copy_positions
     return ItemCopies(
-        records, base_positions_by_table, changes.new_ordinals if changes.moved else None
+        records_by_table,
+        base_positions_by_table,
+        changes.new_ordinals if changes.has_moved_items else None,
     )
 
 
-def _lists(
+def _copyable_list_positions(
     rule: ListRule,
     records: NDArray[Any],
     base_positions: NDArray[np.int64],
@@ -82,15 +100,17 @@ def _lists(
 ) -> NDArray[np.int64]:
     """Places of lists of similar items, -1 where one is to be computed by the rule of lists."""
     copy_positions = np.full(len(base_positions), -1)
-    if len(rule.entering) > ENTERING_MAX * items.count:
+    if len(rule.entering_ordinals) > ENTERING_SHARE_MAX * items.count:
         return copy_positions
-    rows = np.flatnonzero(base_positions >= 0)
-    rows = rows[~holds_lost(records[base_positions[rows]], rule.is_unlistable)]
+    copyable_rows = np.flatnonzero(base_positions >= 0)
+    copyable_rows = copyable_rows[
+        ~find_lists_with_lost_items(records[base_positions[copyable_rows]], rule.is_unlistable)
+    ]
     vectors = np.asarray(items.vectors)
-    itself = Histories(np.arange(len(rows) + 1), shard_ordinals[rows])
-    enters = could_enter(
-        vectors[shard_ordinals[rows]], vectors[rule.entering], rule.entering,
-        floors(rule.layout, records[base_positions[rows]]), itself, rule.metric,
+    own_items = Histories(np.arange(len(copyable_rows) + 1), shard_ordinals[copyable_rows])
+    may_be_entered = could_enter(
+        vectors[shard_ordinals[copyable_rows]], vectors[rule.entering_ordinals], rule.entering_ordinals,
+        find_score_floors(rule.layout, records[base_positions[copyable_rows]]), own_items, rule.metric,
     )  # fmt: skip
-    copy_positions[rows[~enters]] = base_positions[rows[~enters]]
+    copy_positions[copyable_rows[~may_be_entered]] = base_positions[copyable_rows[~may_be_entered]]
     return copy_positions

@@ -15,7 +15,7 @@ from precompute.builds.reports import EMBED_ITEMS
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.partitions.catalogue import item_texts, ordinals_of_texts
 from precompute.partitions.digests import Digests, digests_file
-from precompute.reuse.base import OTHER_PROGRAMS, BaseGeneration, CannotCopy
+from precompute.reuse.base import OTHER_PROGRAMS_REASON, BaseGeneration, CannotCopy
 from precompute.scoring.copies import CopiedVectors
 from precompute.scoring.programs import computed_by
 
@@ -27,20 +27,20 @@ CHANGED_ITEMS_FILE = "work/changed_items.u1"
 _ROWS_AT_ONCE = 1 << 16
 
 
-def places_of_items(items: ItemTable, base_items: ItemTable) -> NDArray[np.int64]:
+def find_new_ordinals(items: ItemTable, base_items: ItemTable) -> NDArray[np.int64]:
     """Return the current ordinals of earlier items, -1 for a removed one; int64 [earlier items]."""
     return ordinals_of_texts(items, item_texts(base_items))
 
 
-def turned(new_ordinals: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Invert the mapping: return the earlier ordinals of the `count` current items, -1 for a new one."""
-    base_ordinals = np.full(count, -1)
+def invert_ordinals(new_ordinals: NDArray[np.int64], item_count: int) -> NDArray[np.int64]:
+    """Invert the mapping: return the earlier ordinals of the `item_count` current items, -1 for a new one."""
+    base_ordinals = np.full(item_count, -1)
     kept_ordinals = np.flatnonzero(new_ordinals >= 0)
     base_ordinals[new_ordinals[kept_ordinals]] = kept_ordinals
     return base_ordinals
 
 
-def same_inputs(
+def find_same_inputs(
     base: BaseGeneration, model: BundleModel, digests: Digests, base_ordinals: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Return a mask of the items whose inputs of an item model equal the base's; none for another model.
@@ -51,12 +51,12 @@ def same_inputs(
         return np.zeros(len(base_ordinals), np.bool_)
     base_digests = map_file(base.fetch_noted(digests_file(model.name)), "<u8")
     is_same_input: NDArray[np.bool_] = base_ordinals >= 0
-    rows = np.flatnonzero(is_same_input)
-    is_same_input[rows] = base_digests[base_ordinals[rows]] == digests[rows]
+    kept_rows = np.flatnonzero(is_same_input)
+    is_same_input[kept_rows] = base_digests[base_ordinals[kept_rows]] == digests[kept_rows]
     return is_same_input
 
 
-def copied_vectors(
+def open_copied_vectors(
     base: BaseGeneration, bundle: Bundle, items: ItemTable, root: Path, device: str | None
 ) -> CopiedVectors:
     """Return the vectors that can be copied from the base; `root` has this night's digests."""
@@ -64,10 +64,10 @@ def copied_vectors(
     base.demand_dims(bundle.dims)
     base_report = base.report(EMBED_ITEMS)
     if base_report is None or base_report.get("computed_by") != computed_by(device):
-        raise CannotCopy(OTHER_PROGRAMS)
-    base_ordinals = turned(places_of_items(items, base.items), items.count)
+        raise CannotCopy(OTHER_PROGRAMS_REASON)
+    base_ordinals = invert_ordinals(find_new_ordinals(items, base.items), items.count)
     digests = map_file(root / digests_file(model.name), "<u8")
-    base_ordinals[~same_inputs(base, model, digests, base_ordinals)] = -1
+    base_ordinals[~find_same_inputs(base, model, digests, base_ordinals)] = -1
     if not (base_ordinals >= 0).any():
         raise CannotCopy("no item has the same input")
     return CopiedVectors(base_ordinals, base.items.vectors)
@@ -88,16 +88,19 @@ class ItemChanges:
         """Compare the items, with their vectors, with the base's."""
         base.demand_dims(items.vectors.shape[1])
         base_items = base.items
-        new_ordinals = places_of_items(items, base_items)
+        new_ordinals = find_new_ordinals(items, base_items)
         is_changed = np.ones(items.count, np.bool_)
         kept_ordinals = np.flatnonzero(new_ordinals >= 0)
-        for start in range(0, len(kept_ordinals), _ROWS_AT_ONCE):
-            rows = kept_ordinals[start : start + _ROWS_AT_ONCE]
-            new_bits, theirs = (
+        for first_row in range(0, len(kept_ordinals), _ROWS_AT_ONCE):
+            base_rows = kept_ordinals[first_row : first_row + _ROWS_AT_ONCE]
+            new_bits, base_bits = (
                 np.ascontiguousarray(vectors).view(np.uint32)
-                for vectors in (items.vectors[new_ordinals[rows]], base_items.vectors[rows])
+                for vectors in (
+                    items.vectors[new_ordinals[base_rows]],
+                    base_items.vectors[base_rows],
+                )
             )
-            is_changed[new_ordinals[rows]] = (new_bits != theirs).any(axis=1)
+            is_changed[new_ordinals[base_rows]] = (new_bits != base_bits).any(axis=1)
         return cls(new_ordinals, is_changed)
 
     def write(self, build: Build) -> None:
@@ -115,7 +118,7 @@ class ItemChanges:
         )
 
     @property
-    def moved(self) -> bool:
+    def has_moved_items(self) -> bool:
         """True if an ordinal of the base means another item now, or none."""
         return len(self.new_ordinals) != len(self.is_changed) or bool(
             (self.new_ordinals != np.arange(len(self.new_ordinals))).any()
@@ -130,14 +133,14 @@ class ItemChanges:
             is_lost[:-1] |= ~is_allowed[np.where(is_gone, 0, self.new_ordinals)]
         return is_lost
 
-    def entering(
+    def find_entering_items(
         self, was_allowed: NDArray[np.bool_] | None, is_allowed: NDArray[np.bool_] | None
     ) -> NDArray[np.int64]:
         """Return ordinals of items that no list of the base could hold in this form: new, changed, or newly allowed."""
-        could = self.is_changed.copy()
+        can_enter = self.is_changed.copy()
         if is_allowed is not None and was_allowed is not None:
             is_formerly_allowed = np.zeros(len(self.is_changed), np.bool_)
             kept_ordinals = np.flatnonzero(self.new_ordinals >= 0)
             is_formerly_allowed[self.new_ordinals[kept_ordinals]] = was_allowed[kept_ordinals]
-            could = (could | ~is_formerly_allowed) & is_allowed
-        return np.flatnonzero(could)
+            can_enter = (can_enter | ~is_formerly_allowed) & is_allowed
+        return np.flatnonzero(can_enter)

@@ -13,72 +13,78 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.records import Layout
 
-ENTERING_MAX: Final = 1 / 16
+ENTERING_SHARE_MAX: Final = 1 / 16
 """Share of the items that may be new or changed: with more of them nearly every list is touched."""
 
 _ITEMS_AT_ONCE = 1024
 _LISTS_AT_ONCE = 1 << 14
 _ROUNDING = 2.0**-24 * 1.01
 """A float32 sum of d products is off by at most d * 2**-24 * |user| * |item|, and a little of second order."""
-_SUMS: Final[dict[Metric, int]] = {"inner_product": 2, "cosine": 3}
+_SUM_COUNT_BY_METRIC: Final[dict[Metric, int]] = {"inner_product": 2, "cosine": 3}
 """Such sums between the bounded score and the stored one: both products; for cosine half of each square, too."""
-_MORE_STEPS = 32
+_OTHER_ROUNDINGS = 32
 """Roundings besides the sums: of lengths and of their quotient, for cosine."""
 _SAFE_LENGTHS: Final = (1e-15, 1e18)
 """Lengths of vectors between which no square, and no sum of products in any order, under- or overflows in float32."""
 
 
-def holds_lost(records: NDArray[Any], is_lost: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def find_lists_with_lost_items(
+    records: NDArray[Any], is_lost: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
     """Return a mask [n] of the lists with an item of `is_lost` [items + 1], whose last entry is for free slots."""
     has_lost_item = np.zeros(len(records), np.bool_)
     if not is_lost.any():
         return has_lost_item
-    for start in range(0, len(records), _LISTS_AT_ONCE):
-        part = slice(start, start + _LISTS_AT_ONCE)
-        items = np.minimum(records["items"][part], np.uint32(len(is_lost) - 1))
-        has_lost_item[part] = is_lost[items].any(axis=1)
+    for first_list in range(0, len(records), _LISTS_AT_ONCE):
+        list_slice = slice(first_list, first_list + _LISTS_AT_ONCE)
+        listed_items = np.minimum(records["items"][list_slice], np.uint32(len(is_lost) - 1))
+        has_lost_item[list_slice] = is_lost[listed_items].any(axis=1)
     return has_lost_item
 
 
-def floors(layout: Layout, records: NDArray[Any]) -> NDArray[np.float64]:
+def find_score_floors(layout: Layout, records: NDArray[Any]) -> NDArray[np.float64]:
     """Return a lower bound [n] of the last score of each list before rounding; -inf for a list with a free slot."""
-    last = records["numbers"][:, -1]
+    last_numbers = records["numbers"][:, -1]
     if layout.precision == "f2":
-        below = np.nextafter(last, np.float16(-np.inf)).astype(np.float64)
-        lower_bounds = np.ldexp(below, records["exponent"].astype(np.int32))
+        next_lower_numbers = np.nextafter(last_numbers, np.float16(-np.inf)).astype(np.float64)
+        lower_bounds = np.ldexp(next_lower_numbers, records["exponent"].astype(np.int32))
     else:
-        lower_bounds = last.astype(np.float64)
+        lower_bounds = last_numbers.astype(np.float64)
     return np.where(records["count"] == layout.width, lower_bounds, -np.inf)
 
 
 def could_enter(
-    vectors: NDArray[np.float32],
-    entering: NDArray[np.float32],
-    ordinals: NDArray[np.int64],
-    floor: NDArray[np.float64],
+    user_vectors: NDArray[np.float32],
+    entering_vectors: NDArray[np.float32],
+    entering_ordinals: NDArray[np.int64],
+    score_floors: NDArray[np.float64],
     exclusions: Histories,
     metric: Metric,
 ) -> NDArray[np.bool_]:
-    """Return a mask [n] of the users for whom one of these items may reach the list's `floor` [n].
+    """Return a mask [n] of the users for whom one of these items may reach the list's `score_floors` [n].
 
-    `vectors` float32 [n, dims] are the users', `entering` those of items with these `ordinals`; a user's `exclusions`
-    cannot enter. Certain in one direction: for False, the item's own score is below the floor.
+    `user_vectors` float32 [n, dims] are the users', `entering_vectors` those of items with these `entering_ordinals`; a
+    user's `exclusions` cannot enter. Certain in one direction: for False, the item's own score is below the floor.
     """
-    can_enter = np.zeros(len(vectors), np.bool_)
-    if not len(vectors) or not len(ordinals):
+    can_enter = np.zeros(len(user_vectors), np.bool_)
+    if not len(user_vectors) or not len(entering_ordinals):
         return can_enter
-    dims = vectors.shape[1]
-    lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))
-    owners = np.repeat(np.arange(len(exclusions)), np.diff(exclusions.indptr))
-    for start in range(0, len(ordinals), _ITEMS_AT_ONCE):
-        chunk_vectors, numbers = (
-            entering[start : start + _ITEMS_AT_ONCE],
-            ordinals[start : start + _ITEMS_AT_ONCE],
+    dims = user_vectors.shape[1]
+    user_lengths = np.sqrt(np.einsum("nd,nd->n", user_vectors, user_vectors, dtype=np.float64))
+    excluded_rows = np.repeat(np.arange(len(exclusions)), np.diff(exclusions.indptr))
+    for first_item in range(0, len(entering_ordinals), _ITEMS_AT_ONCE):
+        chunk_vectors, chunk_ordinals = (
+            entering_vectors[first_item : first_item + _ITEMS_AT_ONCE],
+            entering_ordinals[first_item : first_item + _ITEMS_AT_ONCE],
         )
-        sizes = np.sqrt(np.einsum("nd,nd->n", chunk_vectors, chunk_vectors, dtype=np.float64))
-        scores = (vectors @ chunk_vectors.T).astype(np.float64)
-        length_products = lengths[:, None] * sizes
-        margins = (_SUMS[metric] * dims + _MORE_STEPS) * _ROUNDING * length_products
+        item_lengths = np.sqrt(
+            np.einsum("nd,nd->n", chunk_vectors, chunk_vectors, dtype=np.float64)
+        )
+        scores = (user_vectors @ chunk_vectors.T).astype(np.float64)
+        length_products = user_lengths[:, None] * item_lengths
+        margins = (
+            (_SUM_COUNT_BY_METRIC[metric] * dims + _OTHER_ROUNDINGS) * _ROUNDING * length_products
+        )
         if metric == "cosine":
             scores, margins = (
                 np.divide(
@@ -89,16 +95,24 @@ def could_enter(
                 )
                 for score_matrix in (scores, margins)
             )
-        is_bounded = _are_plain(lengths)[:, None] & _are_plain(sizes) | (length_products == 0)
-        rows, columns = np.nonzero(~(is_bounded & (scores + margins < floor[:, None])))
-        if len(rows):
-            pairs = rows * np.int64(1 << 32) + numbers[columns]
-            is_in_chunk = np.isin(exclusions.indices, numbers)
-            has = owners[is_in_chunk] * np.int64(1 << 32) + exclusions.indices[is_in_chunk]
-            can_enter[rows[~np.isin(pairs, has)]] = True
+        is_bounded = _are_safe_lengths(user_lengths)[:, None] & _are_safe_lengths(item_lengths) | (
+            length_products == 0
+        )
+        user_rows, item_columns = np.nonzero(
+            ~(is_bounded & (scores + margins < score_floors[:, None]))
+        )
+        if len(user_rows):
+            candidate_pairs = user_rows * np.int64(1 << 32) + chunk_ordinals[item_columns]
+            is_in_chunk = np.isin(exclusions.indices, chunk_ordinals)
+            excluded_pairs = (
+                excluded_rows[is_in_chunk] * np.int64(1 << 32) + exclusions.indices[is_in_chunk]
+            )
+            can_enter[user_rows[~np.isin(candidate_pairs, excluded_pairs)]] = True
     return can_enter
 
 
-def _are_plain(lengths: NDArray[np.float64]) -> NDArray[np.bool_]:
-    is_in_range: NDArray[np.bool_] = (lengths > _SAFE_LENGTHS[0]) & (lengths < _SAFE_LENGTHS[1])
+def _are_safe_lengths(vector_lengths: NDArray[np.float64]) -> NDArray[np.bool_]:
+    is_in_range: NDArray[np.bool_] = (vector_lengths > _SAFE_LENGTHS[0]) & (
+        vector_lengths < _SAFE_LENGTHS[1]
+    )
     return is_in_range

@@ -17,25 +17,25 @@ from precompute.releases.release_log import Releases
 from precompute.reuse.base import BaseGeneration, CannotCopy, choose_base
 from precompute.reuse.inputs import earlier_partition
 from precompute.reuse.item_records import item_records
-from precompute.reuse.items import ItemChanges, copied_vectors
-from precompute.reuse.reproducibility import regrouped_alike
+from precompute.reuse.items import ItemChanges, open_copied_vectors
+from precompute.reuse.reproducibility import find_regrouped_alike
 from precompute.reuse.shard_reuse import ShardReuse
 from precompute.scoring.copies import CopiedVectors, ItemCopies, ShardScope, UserCopies
 
 T = TypeVar("T")
 
-DAMAGED: Final = "a file of the base is damaged or gone"
+DAMAGED_REASON: Final = "a file of the base is damaged or gone"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PriorIndex:
     """What one build can copy of its base: the partition, vectors of items, records of users and of items.
 
-    `why` is the reason why there is no base, or why none of its lists can be copied.
+    `reason` is the reason why there is no base, or why none of its lists can be copied.
     """
 
     base: BaseGeneration | None
-    why: str = ""
+    reason: str = ""
 
     @classmethod
     def choose(
@@ -58,28 +58,30 @@ class PriorIndex:
     def facts(self) -> PriorEntry:
         """Return its fields of `base` in the report of `begin`."""
         has_lists = self.base is not None and self.base.has_lists
-        return {"generation": self.generation, "has_lists": has_lists, "why": self.why}
+        return {"generation": self.generation, "has_lists": has_lists, "why": self.reason}
 
-    def _take(self, read: Callable[[BaseGeneration], T]) -> tuple[T | None, str]:
+    def _read_base(self, read: Callable[[BaseGeneration], T]) -> tuple[T | None, str]:
         """Return (data that `read` takes from the base, ""), or (None, the reason why it cannot be copied)."""
         if self.base is None:
-            return None, self.why
+            return None, self.reason
         try:
             return read(self.base), ""
         except CannotCopy as refusal:
             return None, str(refusal)
         except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
-            return None, DAMAGED
+            return None, DAMAGED_REASON
 
     def partition(self, night_input: NightInput) -> tuple[EarlierPartition | None, str]:
         """Return (the base's partition, ""), or (None, the reason to read all source files)."""
-        return self._take(lambda base: earlier_partition(base, night_input))
+        return self._read_base(lambda base: earlier_partition(base, night_input))
 
     def item_vectors(
         self, bundle: Bundle, items: ItemTable, root: Path, device: str | None
     ) -> CopiedVectors | None:
         """Return vectors of items with the same input, by the digests below `root`."""
-        return self._take(lambda base: copied_vectors(base, bundle, items, root, device))[0]
+        return self._read_base(lambda base: open_copied_vectors(base, bundle, items, root, device))[
+            0
+        ]
 
     def reproducible_models(
         self, build: Build, bundle: Bundle, items: ItemTable, device: str | None
@@ -87,19 +89,19 @@ class PriorIndex:
         """Return by model of the base whether a row has the same bits in any batch."""
         if self.base is None:
             return {}
-        return regrouped_alike(build, self.base, bundle, items, device)
+        return find_regrouped_alike(build, self.base, bundle, items, device)
 
     def write_item_changes(self, build: Build, items: ItemTable) -> bool:
         """Write how the items differ from the base's; return False if they cannot be compared."""
-        changes = self._take(lambda base: ItemChanges.since(base, items))[0]
+        changes = self._read_base(lambda base: ItemChanges.since(base, items))[0]
         if changes is not None:
             changes.write(build)
         return changes is not None
 
     def user_copies(self, shard: ShardScope) -> UserCopies | None:
         """Return the records of users; None if none of the shard can be copied."""
-        return self._take(lambda base: ShardReuse.open(base, shard))[0]
+        return self._read_base(lambda base: ShardReuse.open(base, shard))[0]
 
     def item_copies(self, shard: ShardScope) -> ItemCopies | None:
         """Return the records of items; None if none of the shard can be copied."""
-        return self._take(lambda base: item_records(base, shard))[0]
+        return self._read_base(lambda base: item_records(base, shard))[0]

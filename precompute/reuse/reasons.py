@@ -6,21 +6,23 @@ from precompute.builds.reports import NO_BASE, BaseEntry, BeginReport, ShardRepo
 from precompute.config.settings import NightConfig
 from precompute.reuse.reuse_fact import users_by_reason
 
-_REASONS = {
+_TEXT_BY_REASON = {
     "inputs": "for their inputs",
     "lost": "for an item gone or changed",
     "entered": "for one that may enter",
 }
 
 
-def users_in_words(users: Mapping[str, int]) -> str:
+def users_in_words(count_by_reason: Mapping[str, int]) -> str:
     """Users by reason, such as "360 copied, 40 computed (30 for their inputs, 10 for one that may enter)"."""
-    copied = users.get("copied", 0)
-    computed = sum(users.values()) - copied
+    copied_count = count_by_reason.get("copied", 0)
+    computed_count = sum(count_by_reason.values()) - copied_count
     reason_text = ", ".join(
-        f"{users[name]:,} {text}" for name, text in _REASONS.items() if users.get(name)
+        f"{count_by_reason[reason]:,} {text}"
+        for reason, text in _TEXT_BY_REASON.items()
+        if count_by_reason.get(reason)
     )
-    summary = f"{copied:,} copied, {computed:,} computed"
+    summary = f"{copied_count:,} copied, {computed_count:,} computed"
     return f"{summary} ({reason_text})" if reason_text else summary
 
 
@@ -46,7 +48,7 @@ def base_remark(begin_report: BeginReport, _config: NightConfig) -> str:
 
 def users_remark(reports: Sequence[ShardReport]) -> str:
     """Return a line on users by reason, after a line break, from the reports of shards; empty without copies."""
-    reasons = users_by_reason(reports)
-    if sum(reasons.values()) <= reasons["computed"]:
+    count_by_reason = users_by_reason(reports)
+    if sum(count_by_reason.values()) <= count_by_reason["computed"]:
         return ""
-    return f"\nusers: {users_in_words(reasons)}"
+    return f"\nusers: {users_in_words(count_by_reason)}"

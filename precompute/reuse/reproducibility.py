@@ -22,10 +22,10 @@ from precompute.reuse.base import BaseGeneration
 from precompute.scoring.items import item_inputs, open_item_features
 from precompute.scoring.towers import (
     DeviceTower,
-    bind,
-    computes_featured,
+    bind_inputs,
+    computes_feature_only_users,
     open_tower,
-    usable_inputs,
+    select_usable_inputs,
 )
 
 REGROUPED_ROWS = 512
@@ -41,22 +41,22 @@ def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inp
 
     A model's rows must not depend on the other rows of their batch, or its records are not copied.
     """
-    count = min(REGROUPED_ROWS, rows_of(inputs))
-    batch_outputs = run(rows_taken(inputs, np.arange(count)))
-    order = np.random.default_rng(_REGROUPING_SEED).permutation(count)
-    shuffled, start = [], 0
-    for size in (*_GROUP_SIZES, count):
-        rows = order[start : start + size]
-        if len(rows):
-            shuffled.append(run(rows_taken(inputs, rows)))
-        start += size
+    row_count = min(REGROUPED_ROWS, rows_of(inputs))
+    batch_outputs = run(rows_taken(inputs, np.arange(row_count)))
+    shuffled_rows = np.random.default_rng(_REGROUPING_SEED).permutation(row_count)
+    group_outputs, first_row = [], 0
+    for group_size in (*_GROUP_SIZES, row_count):
+        group_rows = shuffled_rows[first_row : first_row + group_size]
+        if len(group_rows):
+            group_outputs.append(run(rows_taken(inputs, group_rows)))
+        first_row += group_size
     regrouped_outputs = np.concatenate(
-        [np.empty((0, *batch_outputs.shape[1:]), np.float32), *shuffled]
+        [np.empty((0, *batch_outputs.shape[1:]), np.float32), *group_outputs]
     )
-    return regrouped_outputs.tobytes() == batch_outputs[order].tobytes()
+    return regrouped_outputs.tobytes() == batch_outputs[shuffled_rows].tobytes()
 
 
-def regrouped_alike(
+def find_regrouped_alike(
     build: Build, base: BaseGeneration, bundle: Bundle, items: ItemTable, device: str | None
 ) -> dict[str, bool]:
     """Return by model whether its rows have the same bits in any batch, tried on real inputs on its device.
@@ -64,7 +64,7 @@ def regrouped_alike(
     Records are copied only of models for which that is True. It is False for one without any inputs, and for one on a
     GPU: its batches are larger than those tried here, and their size may decide the order of its sums.
     """
-    users, alike_by_model = _some_users(build), {}
+    sample_users, alike_by_model = _read_sample_users(build), {}
     for model in bundle.models:
         if not base.has_model(model):
             continue
@@ -74,30 +74,41 @@ def regrouped_alike(
             continue
         if model.entity == "item":
             features = open_item_features(build, model.spec, items.count)
-            rows = np.flatnonzero(features.of(np.arange(min(REGROUPED_ROWS, items.count)))[1])
-            inputs, _ = item_inputs(model.spec, items, features, rows)
+            usable_rows = np.flatnonzero(
+                features.of(np.arange(min(REGROUPED_ROWS, items.count)))[1]
+            )
+            inputs, _ = item_inputs(model.spec, items, features, usable_rows)
         else:
-            rows, histories, columns = usable_inputs(items, users, {model.name: model.spec})
-            user_features = {name: column[rows] for name, column in columns[model.name].items()}
-            inputs = bind(model.spec, histories=histories.select_rows(rows), features=user_features)
-        alike_by_model[model.name] = bool(len(rows)) and is_regrouped_alike(tower.run, inputs)
+            usable_rows, histories, columns = select_usable_inputs(
+                items, sample_users, {model.name: model.spec}
+            )
+            user_features = {
+                input_name: input_values[usable_rows]
+                for input_name, input_values in columns[model.name].items()
+            }
+            inputs = bind_inputs(
+                model.spec, histories=histories.select_rows(usable_rows), features=user_features
+            )
+        alike_by_model[model.name] = bool(len(usable_rows)) and is_regrouped_alike(
+            tower.run, inputs
+        )
     return alike_by_model
 
 
-def _some_users(build: Build) -> ShardInput:
+def _read_sample_users(build: Build) -> ShardInput:
     """Return some users of the first shard, those that its files name first."""
     fetch_partition(build, 0)
     folder, shard = build.root / PARTITION, 0
     with scratch_folder(folder) as scratch:
-        hashes = [np.empty(0, np.uint64)]
+        hash_arrays = [np.empty(0, np.uint64)]
         for path in shard_paths(folder, shard, naming(kinds_in(folder, shard))):
             for batch in read_batches(path, fields=[0, 1]):
-                hashes.append(np.asarray(batch.column(HASH))[:REGROUPED_ROWS])
+                hash_arrays.append(np.asarray(batch.column(HASH))[:REGROUPED_ROWS])
                 break
-        alone = users_alone(folder, shard, np.unique(np.concatenate(hashes)), scratch)
+        sample_folder = users_alone(folder, shard, np.unique(np.concatenate(hash_arrays)), scratch)
         return read_shard(
-            alone,
+            sample_folder,
             shard,
             history_limit=build.config.history_limit,
-            answers_without_history=computes_featured(build),
+            answers_without_history=computes_feature_only_users(build),
         )

@@ -8,7 +8,7 @@ from cache.reuse import FACT, NIGHTS
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
 from precompute.builds.reports import BEGIN, EMBED_ITEMS, NO_BASE, ShardReport
-from precompute.scoring.copies import REASONS
+from precompute.scoring.copies import REASON_NAMES
 
 MEASURED_USERS: Final = 1_000
 """Computed users from which on a night's own time for each is believed."""
@@ -16,10 +16,10 @@ MEASURED_USERS: Final = 1_000
 
 def reuse_facts(build: Build, reports: Sequence[ShardReport]) -> dict[str, Any]:
     """Return the fact of copies under its name in the manifest."""
-    return {FACT: reuse_of(build, reports)}
+    return {FACT: build_reuse_fact(build, reports)}
 
 
-def reuse_of(build: Build, reports: Sequence[ShardReport]) -> dict[str, Any]:
+def build_reuse_fact(build: Build, reports: Sequence[ShardReport]) -> dict[str, Any]:
     """The fact of a generation, from the reports of its shards.
 
     `users` by reason (all of them `computed` where nothing could be copied), `spared_s` the seconds that towers and
@@ -28,33 +28,33 @@ def reuse_of(build: Build, reports: Sequence[ShardReport]) -> dict[str, Any]:
     begin_report, embed_report = build.need(BEGIN), build.need(EMBED_ITEMS)
     base = begin_report.get("base") or NO_BASE
     base_fact = _read_base_fact(build, base["generation"])
-    users = users_by_reason(reports)
-    computed = sum(users.values()) - users["copied"]
+    count_by_reason = users_by_reason(reports)
+    computed_count = sum(count_by_reason.values()) - count_by_reason["copied"]
     busy_s = sum(
         report["users"]["seconds"][stage] for report in reports for stage in ("tower", "topk")
     )
-    user_s = busy_s / max(1, computed)
-    if computed < MEASURED_USERS and base_fact.get("user_s"):
+    user_s = busy_s / max(1, computed_count)
+    if computed_count < MEASURED_USERS and base_fact.get("user_s"):
         user_s = base_fact["user_s"]
     fact = {
         "base": base["generation"], "why": base["why"],
         "took_over": base["took_over"], "read_because": base["read_because"],
-        "users": users, "items": sum(report["items"].get("copied", 0) for report in reports),
-        "item_vectors": embed_report.get("copied", 0), "user_s": user_s, "spared_s": users["copied"] * user_s,
+        "users": count_by_reason, "items": sum(report["items"].get("copied", 0) for report in reports),
+        "item_vectors": embed_report.get("copied", 0), "user_s": user_s, "spared_s": count_by_reason["copied"] * user_s,
     }  # fmt: skip
-    night = {name: fact[name] for name in ("users", "spared_s")}
-    return {**fact, "nights": [*base_fact.get("nights", ()), night][-NIGHTS:]}
+    night_entry = {field_name: fact[field_name] for field_name in ("users", "spared_s")}
+    return {**fact, "nights": [*base_fact.get("nights", ()), night_entry][-NIGHTS:]}
 
 
 def users_by_reason(reports: Iterable[ShardReport]) -> dict[str, int]:
     """Users by reason of all shards; all of one where nothing could be copied are `computed`."""
-    users = dict.fromkeys((*REASONS, "computed"), 0)
+    count_by_reason = dict.fromkeys((*REASON_NAMES, "computed"), 0)
     for users_report in (report["users"] for report in reports):
-        for name, count in (
+        for reason, user_count in (
             users_report.get("reasons") or {"computed": users_report["scored"]}
         ).items():
-            users[name] += count
-    return users
+            count_by_reason[reason] += user_count
+    return count_by_reason
 
 
 def _read_base_fact(build: Build, generation: str | None) -> Mapping[str, Any]:

@@ -21,13 +21,18 @@ from precompute.partitions.shard_files import HASH, TOUCHED, read_stream
 from precompute.partitions.shard_input import ShardInput
 from precompute.reuse.base import BaseGeneration, BaseShard, CannotCopy
 from precompute.reuse.items import ItemChanges
-from precompute.reuse.lists import ENTERING_MAX, could_enter, floors, holds_lost
+from precompute.reuse.lists import (
+    ENTERING_SHARE_MAX,
+    could_enter,
+    find_lists_with_lost_items,
+    find_score_floors,
+)
 from precompute.scoring.copies import (
     CopyDecisions,
     PublishedInputs,
     ShardScope,
     pair_with_digests,
-    renumbered,
+    renumber_items,
 )
 from precompute.scoring.programs import computed_by
 
@@ -39,7 +44,7 @@ class ListRule:
     layout: Layout
     metric: Metric
     is_unlistable: NDArray[np.bool_]
-    entering: NDArray[np.int64]
+    entering_ordinals: NDArray[np.int64]
 
     @classmethod
     def of(
@@ -54,7 +59,7 @@ class ListRule:
             layout,
             metric,
             changes.compute_unlistable_mask(is_allowed),
-            changes.entering(was_allowed, is_allowed),
+            changes.find_entering_items(was_allowed, is_allowed),
         )
 
 
@@ -64,8 +69,8 @@ class ShardReuse:
 
     base_shard: BaseShard
     changes: ItemChanges | None
-    lists: Mapping[str, ListRule]
-    broken: NDArray[np.bool_]
+    list_rules: Mapping[str, ListRule]
+    has_broken_list: NDArray[np.bool_]
     """Mask [records] of the users with a list that cannot be copied, even with unchanged inputs."""
     item_vectors: NDArray[np.float32]
     is_same_bundle: bool
@@ -82,11 +87,11 @@ class ShardReuse:
             raise CannotCopy("its hashes are of other users")
         if base.begin_report[FEATURED_USERS] != begin_report[FEATURED_USERS]:
             raise CannotCopy("a user without a record there may have one now, of the same inputs")
-        fitting = _fitting(build, base, bundle, tables)
+        fitting_tables = _find_fitting_tables(build, base, bundle, tables)
         base_table_by_name = {
-            name: base.manifest.stored_tables[name]
-            for name in fitting
-            if name in base.manifest.stored_tables
+            table_name: base.manifest.stored_tables[table_name]
+            for table_name in fitting_tables
+            if table_name in base.manifest.stored_tables
         }
         if not base_table_by_name:
             raise CannotCopy("no table is of the same model")
@@ -95,38 +100,53 @@ class ShardReuse:
         publishes_features = build.config.events.enabled and bool(tower.spec.features)
         if publishes_features and not base.has_model(tower):
             raise CannotCopy("the features that it published are of another user tower")
-        lists = {name: table for name, table in tables.items() if table.kind == "user_topk"}
+        list_tables = {
+            table_name: table for table_name, table in tables.items() if table.kind == "user_topk"
+        }
         changes = ItemChanges.open(build) if base.has_changes(build.need(EMBED_ITEMS)) else None
-        if base_shard.published is not None or lists.keys() & base_table_by_name.keys():
+        if base_shard.published is not None or list_tables.keys() & base_table_by_name.keys():
             base.demand_changes(build.need(EMBED_ITEMS))
-        broken, rules = ~base_shard.has_all_tables, dict[str, ListRule]()
-        if changes is not None and lists.keys() <= base_table_by_name.keys():
+        has_broken_list, list_rules = ~base_shard.has_all_tables, dict[str, ListRule]()
+        if changes is not None and list_tables.keys() <= base_table_by_name.keys():
             allowed_by_table = scope.allowed_items(build)
-            was = base.allowed_by_table(scope.allowed_items) if allowed_by_table else {}
-            for name, table in lists.items():
-                rules[name] = ListRule.of(
-                    scope.layouts[name],
+            base_allowed_by_table = (
+                base.read_allowed_by_table(scope.allowed_items) if allowed_by_table else {}
+            )
+            for table_name, table in list_tables.items():
+                list_rules[table_name] = ListRule.of(
+                    scope.layouts[table_name],
                     metric_of(bundle, table),
                     changes,
-                    was.get(name),
-                    allowed_by_table.get(name),
+                    base_allowed_by_table.get(table_name),
+                    allowed_by_table.get(table_name),
                 )
-                broken |= holds_lost(base_shard.tables[name], rules[name].is_unlistable)
-        entering_limit = ENTERING_MAX * scope.items.count
-        enter_most = (
-            max((len(rule.entering) for rule in rules.values()), default=0) > entering_limit
+                has_broken_list |= find_lists_with_lost_items(
+                    base_shard.tables[table_name], list_rules[table_name].is_unlistable
+                )
+        entering_limit = ENTERING_SHARE_MAX * scope.items.count
+        has_many_entering = (
+            max((len(rule.entering_ordinals) for rule in list_rules.values()), default=0)
+            > entering_limit
         )
-        if rules.keys() != lists.keys() or base_table_by_name.keys() != tables.keys() or enter_most:
-            broken[:] = True
+        if (
+            list_rules.keys() != list_tables.keys()
+            or base_table_by_name.keys() != tables.keys()
+            or has_many_entering
+        ):
+            has_broken_list[:] = True
         hashes = np.ascontiguousarray(base_shard.pairs["hash"][base_shard.base_positions >= 0])
-        touched = None if _enters(rules) else _touched(build, shard, hashes[broken])
+        touched = (
+            None
+            if _has_entering_items(list_rules)
+            else _find_touched_hashes(build, shard, hashes[has_broken_list])
+        )
         if touched is not None and 2 * len(touched) > len(base_shard.pairs):
             touched = None  # to pick most of the users out takes longer than to look at all
         return cls(
             base_shard,
             changes,
-            rules,
-            broken,
+            list_rules,
+            has_broken_list,
             np.asarray(scope.items.vectors),
             base.has_lists,
             touched,
@@ -135,7 +155,7 @@ class ShardReuse:
     @property
     def needs_vectors(self) -> bool:
         """True if an item could enter lists, so that the vectors of copied users are needed, too."""
-        return _enters(self.lists) and not self.broken.all()
+        return _has_entering_items(self.list_rules) and not self.has_broken_list.all()
 
     @property
     def tables(self) -> Collection[str]:
@@ -145,66 +165,77 @@ class ShardReuse:
     @property
     def list_tables(self) -> Collection[str]:
         """Tables of lists that an item may enter."""
-        return self.lists.keys()
+        return self.list_rules.keys()
 
     def decide(self, entities: ShardInput, digests: Digests, hashes: range) -> CopyDecisions:
         """Decide which users of a hash range, with these inputs, are checked, and which are copied unread."""
-        window = self.base_shard.between(hashes)
-        pairs, base_positions = (
-            self.base_shard.pairs[window],
-            self.base_shard.base_positions[window],
+        hash_slice = self.base_shard.slice_between(hashes)
+        digest_pairs, base_positions = (
+            self.base_shard.pairs[hash_slice],
+            self.base_shard.base_positions[hash_slice],
         )
-        at = self.base_shard.find(entities.hashes)
-        is_equal = at >= 0
-        is_equal[is_equal] = self.base_shard.pairs["digest"][at[is_equal]] == digests[is_equal]
-        matched_positions = np.full(len(at), -1)
-        matched_positions[is_equal] = self.base_shard.base_positions[at[is_equal]]
-        had_none = is_equal & (matched_positions < 0) & self.is_same_bundle  # and so has none now
-        stays = matched_positions >= 0
-        stays[stays] = ~self.broken[matched_positions[stays]]
+        user_rows = self.base_shard.find(entities.hashes)
+        is_equal = user_rows >= 0
+        is_equal[is_equal] = (
+            self.base_shard.pairs["digest"][user_rows[is_equal]] == digests[is_equal]
+        )
+        matched_positions = np.full(len(user_rows), -1)
+        matched_positions[is_equal] = self.base_shard.base_positions[user_rows[is_equal]]
+        had_no_record = (
+            is_equal & (matched_positions < 0) & self.is_same_bundle
+        )  # and so has none now
+        could_stay = matched_positions >= 0
+        could_stay[could_stay] = ~self.has_broken_list[matched_positions[could_stay]]
         matched_positions[matched_positions >= 0] = np.where(
             self.base_shard.has_all_tables[matched_positions[matched_positions >= 0]],
             matched_positions[matched_positions >= 0],
             -1,
         )
-        is_asked = ~had_none if self.needs_vectors else ~had_none & ~stays
-        rows, is_copied = np.flatnonzero(is_asked), stays & ~is_asked
+        is_asked = ~had_no_record if self.needs_vectors else ~had_no_record & ~could_stay
+        checked_rows, is_copied = np.flatnonzero(is_asked), could_stay & ~is_asked
         copied_positions, kept_hashes, all_pairs = (
             matched_positions[is_copied],
             entities.hashes[is_copied],
             pair_with_digests(entities, digests),
         )
         if self.touched is not None:  # the others were not even read
-            is_unread = ~np.isin(pairs["hash"], entities.hashes)
-            all_pairs = np.sort(np.concatenate([all_pairs, pairs[is_unread]]), order="hash")
+            is_unread = ~np.isin(digest_pairs["hash"], entities.hashes)
+            all_pairs = np.sort(np.concatenate([all_pairs, digest_pairs[is_unread]]), order="hash")
             is_unread &= base_positions >= 0
             copied_positions = np.concatenate([copied_positions, base_positions[is_unread]])
-            kept_hashes = np.concatenate([kept_hashes, pairs["hash"][is_unread]])
+            kept_hashes = np.concatenate([kept_hashes, digest_pairs["hash"][is_unread]])
         return CopyDecisions(
-            rows, matched_positions[rows], stays[rows], copied_positions, kept_hashes, all_pairs,
+            checked_rows, matched_positions[checked_rows], could_stay[checked_rows],
+            copied_positions, kept_hashes, all_pairs,
             int(entities.has_vector[is_copied].sum()),
         )  # fmt: skip
 
     def enters(
         self,
-        name: str,
+        table_name: str,
         base_positions: NDArray[np.int64],
         vectors: NDArray[np.float32],
         exclusions: Histories,
     ) -> NDArray[np.bool_]:
         """Return a mask of the base's lists at `base_positions` that a new or changed item may enter."""
-        rule = self.lists[name]
+        rule = self.list_rules[table_name]
         return could_enter(
-            vectors, self.item_vectors[rule.entering], rule.entering,
-            floors(rule.layout, self.base_shard.tables[name][base_positions]), exclusions, rule.metric,
+            vectors, self.item_vectors[rule.entering_ordinals], rule.entering_ordinals,
+            find_score_floors(rule.layout, self.base_shard.tables[table_name][base_positions]), exclusions, rule.metric,
         )  # fmt: skip
 
-    def records(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
-        """Return the base's records for this night: with its cut `at` (Unix seconds) and its ordinals."""
-        copied_records: NDArray[Any] = self.base_shard.tables[name][base_positions]
-        copied_records["scored_at"] = at  # a copy: an index of numbers makes one
-        if name in self.lists and self.changes is not None and self.changes.moved:
-            renumbered(copied_records, self.changes.new_ordinals)
+    def records(
+        self, table_name: str, base_positions: NDArray[np.int64], cut_s: int
+    ) -> NDArray[Any]:
+        """Return the base's records for this night: with its cut `cut_s` (Unix seconds) and its ordinals."""
+        copied_records: NDArray[Any] = self.base_shard.tables[table_name][base_positions]
+        copied_records["scored_at"] = cut_s  # a copy: an index of numbers makes one
+        if (
+            table_name in self.list_rules
+            and self.changes is not None
+            and self.changes.has_moved_items
+        ):
+            renumber_items(copied_records, self.changes.new_ordinals)
         return copied_records
 
     def read_inputs(self, base_positions: NDArray[np.int64]) -> PublishedInputs:
@@ -216,33 +247,35 @@ class ShardReuse:
         return replace(inputs, seen_items=Histories(inputs.seen_items.indptr, ordinals))
 
 
-def _enters(rules: Mapping[str, ListRule]) -> bool:
-    return any(len(rule.entering) for rule in rules.values())
+def _has_entering_items(list_rules: Mapping[str, ListRule]) -> bool:
+    return any(len(rule.entering_ordinals) for rule in list_rules.values())
 
 
-def _fitting(
+def _find_fitting_tables(
     build: Build, base: BaseGeneration, bundle: Bundle, tables: Mapping[str, TableConfig]
 ) -> list[str]:
     """Return the tables whose records may be copied: lists of the same bundle, all others of the same model."""
     embed_report = build.need(EMBED_ITEMS)
-    alike = embed_report["regrouped"]
-    same_words = base.manifest.facts.get("vocabulary_digest") == bundle.vocabulary_digest
-    fits = {
-        bundle_model.name: alike.get(bundle_model.name, False)
-        and (bundle_model.spec.history is None or same_words)
+    is_alike_by_model = embed_report["regrouped"]
+    has_same_vocabulary = base.manifest.facts.get("vocabulary_digest") == bundle.vocabulary_digest
+    is_fitting_by_model = {
+        bundle_model.name: is_alike_by_model.get(bundle_model.name, False)
+        and (bundle_model.spec.history is None or has_same_vocabulary)
         for bundle_model in bundle.models
     }
     fitting_tables = []
-    for name, table in tables.items():
+    for table_name, table in tables.items():
         model = str(table.value) if table.kind == "value" else bundle.user_tower.name
         is_list = table.kind == "user_topk"
-        if fits[model] and (not is_list or (base.has_lists and base.has_changes(embed_report))):
-            fitting_tables.append(name)
+        if is_fitting_by_model[model] and (
+            not is_list or (base.has_lists and base.has_changes(embed_report))
+        ):
+            fitting_tables.append(table_name)
     return fitting_tables
 
 
-def _touched(build: Build, shard: int, broken: Digests) -> Digests | None:
-    """Return sorted hashes of users with newly read rows or a lost item (`begin` wrote these) and of `broken` ones.
+def _find_touched_hashes(build: Build, shard: int, broken_hashes: Digests) -> Digests | None:
+    """Return sorted hashes of users with newly read rows or a lost item (`begin` wrote these) and of broken ones.
 
     None if the inputs of all users have to be read.
     """
@@ -250,4 +283,4 @@ def _touched(build: Build, shard: int, broken: Digests) -> Digests | None:
     if not begin_report["base"]["took_over"] or begin_report.get("user_vectors"):
         return None
     path = build.fetch(f"work/partition/{shard:04d}.{TOUCHED}")
-    return np.union1d(np.asarray(read_stream(path).column(HASH)), broken)
+    return np.union1d(np.asarray(read_stream(path).column(HASH)), broken_hashes)

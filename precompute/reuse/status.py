@@ -32,14 +32,17 @@ def copy_lines(status: Mapping[str, Any]) -> list[str]:
     )
     if reuse is None:
         return []
-    lately, line = reuse["lately"], f"users of the live one: {users_in_words(reuse['users'])}"
+    recent_nights, reuse_line = (
+        reuse["lately"],
+        f"users of the live one: {users_in_words(reuse['users'])}",
+    )
     if reuse["base"] is None:
-        line += f": {reuse['why']}" if reuse["why"] else ""
+        reuse_line += f": {reuse['why']}" if reuse["why"] else ""
     else:
-        line += f"; {reuse['spared_s']:,.1f} s spared"
-    if lately["nights"] > 1 and lately["share"] is not None:
-        line += (
-            f"; of the last {lately['nights']} nights {lately['share']:.1%} copied, "
-            f"{lately['spared_s']:,.1f} s spared a night"
+        reuse_line += f"; {reuse['spared_s']:,.1f} s spared"
+    if recent_nights["nights"] > 1 and recent_nights["share"] is not None:
+        reuse_line += (
+            f"; of the last {recent_nights['nights']} nights {recent_nights['share']:.1%} copied, "
+            f"{recent_nights['spared_s']:,.1f} s spared a night"
         )
-    return [line]
+    return [reuse_line]

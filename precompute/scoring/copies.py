@@ -23,20 +23,20 @@ from precompute.partitions.night_input import NightInput
 from precompute.partitions.partition import EarlierPartition
 from precompute.partitions.shard_input import ShardInput
 
-COPIED, INPUTS, ITEM_LOST, ENTERED = range(4)
-REASONS: Final = ("copied", "inputs", "lost", "entered")
+COPIED_REASON, INPUTS_REASON, ITEM_LOST_REASON, ENTERED_REASON = range(4)
+REASON_NAMES: Final = ("copied", "inputs", "lost", "entered")
 """Reasons by number: copied; or computed for its inputs, for an item of its list, for one that could enter it."""
 
 HASH_AND_DIGEST = np.dtype([("hash", "<u8"), ("digest", "<u8")])
 """A user and the digest of the input: 16 bytes for each, in hash order."""
 
 
-def inputs_file(shard: int) -> str:
+def inputs_path(shard: int) -> str:
     """Path of the digests of a shard's users."""
     return f"work/inputs/{shard:04d}.u64"
 
 
-def reasons_file(shard: int) -> str:
+def reasons_path(shard: int) -> str:
     """Path of the reasons for which a shard's records were computed, or copied: a byte each, in hash order."""
     return f"work/reasons/{shard:04d}.u1"
 
@@ -66,34 +66,39 @@ class PublishedInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyDecisions:
-    """Decisions on a hash range: `rows` of its inputs are checked, `unchanged_positions` locate them in the base.
+    """Decisions on a hash range: which of its inputs are checked (`checked_rows`), and where the base has them.
 
-    `unchanged_positions` int64 [rows], -1 for changed; `could_stay` marks those that are copied unless an item enters
-    their list. `copied_positions` int64 are the base's records of all others, in hash order, with their
-    `copied_hashes`; `with_vector` of them brought a vector along. `pairs` are all users with their digests.
+    `unchanged_positions` int64 [rows], -1 for changed; `could_stay` marks those that are copied unless an item
+    enters their list. `copied_positions` int64 are the base's records of all others, in hash order, with their
+    `copied_hashes`; `copied_vector_count` of them brought a vector along. `digest_pairs` are all users with their
+    digests.
     """
 
-    rows: NDArray[np.int64]
+    checked_rows: NDArray[np.int64]
     unchanged_positions: NDArray[np.int64]
     could_stay: NDArray[np.bool_]
     copied_positions: NDArray[np.int64]
     copied_hashes: Digests
-    pairs: NDArray[Any]
-    with_vector: int = 0
+    digest_pairs: NDArray[Any]
+    copied_vector_count: int = 0
 
     @classmethod
     def without_copies(cls, entities: ShardInput, digests: Digests) -> Self:
         """Return decisions by which all users are computed."""
-        count = len(entities.ids)
-        nowhere, none = np.full(count, -1), np.zeros(count, np.bool_)
+        user_count = len(entities.ids)
+        no_positions, no_mask = np.full(user_count, -1), np.zeros(user_count, np.bool_)
         return cls(
-            np.arange(count), nowhere, none, np.empty(0, np.int64), np.empty(0, np.uint64),
+            np.arange(user_count), no_positions, no_mask, np.empty(0, np.int64), np.empty(0, np.uint64),
             pair_with_digests(entities, digests),
         )  # fmt: skip
 
     def inputs_of(self, entities: ShardInput) -> ShardInput:
         """Return the inputs of the users that are checked."""
-        return entities if len(self.rows) == len(entities.ids) else entities.select_rows(self.rows)
+        return (
+            entities
+            if len(self.checked_rows) == len(entities.ids)
+            else entities.select_rows(self.checked_rows)
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -110,33 +115,34 @@ class CopiedUsers:
     unchanged_positions: NDArray[np.int64]
     could_stay: NDArray[np.bool_]
     """Own users that are copied unless an item enters one of their lists, bool [n]."""
-    entered: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    has_entering_item: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
 
     @classmethod
     def of(cls, decisions: CopyDecisions, hashes: Digests, own_rows: NDArray[np.int64]) -> Self:
         """Build from the decisions, the `hashes` of the checked users, and the `own_rows` of this chunk."""
         all_hashes = np.concatenate([hashes[own_rows], decisions.copied_hashes])
-        order = np.argsort(all_hashes, kind="stable")
-        turned = np.empty(len(order), np.int64)
-        turned[order] = np.arange(len(order))
+        hash_order = np.argsort(all_hashes, kind="stable")
+        sorted_rows = np.empty(len(hash_order), np.int64)
+        sorted_rows[hash_order] = np.arange(len(hash_order))
         base_positions = np.concatenate([np.full(len(own_rows), -1), decisions.copied_positions])[
-            order
+            hash_order
         ]
         return cls(
-            all_hashes[order],
+            all_hashes[hash_order],
             base_positions,
-            turned[: len(own_rows)],
+            sorted_rows[: len(own_rows)],
             decisions.unchanged_positions[own_rows],
             decisions.could_stay[own_rows],
         )
 
-    def parts(self, users_max: int) -> Iterator[tuple[Self, slice]]:
+    def split(self, users_max: int) -> Iterator[tuple[Self, slice]]:
         """Yield pieces of at most `users_max` users, with the own ones of each."""
-        for start in range(0, len(self.hashes), users_max):
-            end = min(start + users_max, len(self.hashes))
-            own_slice = slice(*np.searchsorted(self.rows, [start, end]).tolist())
+        for first_user in range(0, len(self.hashes), users_max):
+            end_user = min(first_user + users_max, len(self.hashes))
+            own_slice = slice(*np.searchsorted(self.rows, [first_user, end_user]).tolist())
             yield type(self)(
-                self.hashes[start:end], self.copied_positions[start:end], self.rows[own_slice] - start,
+                self.hashes[first_user:end_user], self.copied_positions[first_user:end_user],
+                self.rows[own_slice] - first_user,
                 self.unchanged_positions[own_slice], self.could_stay[own_slice],
             ), own_slice  # fmt: skip
 
@@ -144,19 +150,25 @@ class CopiedUsers:
         """Mark own users of a mask as copied after all; into a list of the other candidates an item entered."""
         self.copied_positions[self.rows[stay_mask]] = self.unchanged_positions[stay_mask]
         computed_mask = ~stay_mask
-        self.entered = self.could_stay[computed_mask]
+        self.has_entering_item = self.could_stay[computed_mask]
         self.rows, self.unchanged_positions = (
             self.rows[computed_mask],
             self.unchanged_positions[computed_mask],
         )
         self.could_stay = self.could_stay[computed_mask]
 
-    def reasons(self) -> NDArray[np.uint8]:
+    def reason_numbers(self) -> NDArray[np.uint8]:
         """Return the reasons [m] by number."""
-        reason_numbers = np.full(len(self.hashes), COPIED, np.uint8)
-        entered = self.entered if len(self.entered) else np.zeros(len(self.rows), np.bool_)
+        reason_numbers = np.full(len(self.hashes), COPIED_REASON, np.uint8)
+        entered = (
+            self.has_entering_item
+            if len(self.has_entering_item)
+            else np.zeros(len(self.rows), np.bool_)
+        )
         reason_numbers[self.rows] = np.where(
-            self.unchanged_positions < 0, INPUTS, np.where(entered, ENTERED, ITEM_LOST)
+            self.unchanged_positions < 0,
+            INPUTS_REASON,
+            np.where(entered, ENTERED_REASON, ITEM_LOST_REASON),
         )
         return reason_numbers
 
@@ -187,15 +199,15 @@ class CopiedUsers:
     ) -> Histories:
         """Merge histories of the chunk's own and of the copied users."""
         assert copied_histories is not None  # noqa: S101 - the base has the same settings
-        ends = np.concatenate(
+        merged_indptr = np.concatenate(
             [own_histories.indptr, own_histories.indptr[-1] + copied_histories.indptr[1:]]
         )
-        order = np.empty(len(self.hashes), np.int64)
-        order[self.rows] = np.arange(len(self.rows))
-        order[self.copied_rows] = len(self.rows) + np.arange(len(self.copied_rows))
+        history_order = np.empty(len(self.hashes), np.int64)
+        history_order[self.rows] = np.arange(len(self.rows))
+        history_order[self.copied_rows] = len(self.rows) + np.arange(len(self.copied_rows))
         return Histories(
-            ends, np.concatenate([own_histories.indices, copied_histories.indices])
-        ).select_rows(order)
+            merged_indptr, np.concatenate([own_histories.indices, copied_histories.indices])
+        ).select_rows(history_order)
 
 
 def pair_with_digests(entities: ShardInput, digests: Digests) -> NDArray[Any]:
@@ -237,7 +249,7 @@ class UserCopies(Protocol):
 
     def enters(
         self,
-        name: str,
+        table_name: str,
         base_positions: NDArray[np.int64],
         vectors: NDArray[np.float32],
         exclusions: Histories,
@@ -245,8 +257,10 @@ class UserCopies(Protocol):
         """Return a mask of the lists at `base_positions` that a new or changed item may enter."""
         ...
 
-    def records(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
-        """Return the records with this night's cut `at` (Unix seconds) and item ordinals."""
+    def records(
+        self, table_name: str, base_positions: NDArray[np.int64], cut_s: int
+    ) -> NDArray[Any]:
+        """Return the records with this night's cut `cut_s` (Unix seconds) and item ordinals."""
         ...
 
     def read_inputs(self, base_positions: NDArray[np.int64]) -> PublishedInputs:
@@ -254,7 +268,7 @@ class UserCopies(Protocol):
         ...
 
 
-def renumbered(records: NDArray[Any], new_ordinals: NDArray[np.int64]) -> None:
+def renumber_items(records: NDArray[Any], new_ordinals: NDArray[np.int64]) -> None:
     """Replace the item ordinals of lists by `new_ordinals` int64 [base items]; none of the items was removed."""
     new_ordinal_by_base_ordinal = np.append(new_ordinals, -1).astype(np.uint32)  # -1 is NO_ITEM
     records["items"] = new_ordinal_by_base_ordinal[
@@ -274,16 +288,18 @@ class ItemCopies:
     base_positions_by_table: Mapping[str, NDArray[np.int64]]
     new_ordinals: NDArray[np.int64] | None
 
-    def select_records(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
-        """Some records of a table as this night has them, with its cut `at` (Unix seconds)."""
-        records: NDArray[Any] = self.base_records_by_table[name][base_positions]
-        records["scored_at"] = at
+    def select_records(
+        self, table_name: str, base_positions: NDArray[np.int64], cut_s: int
+    ) -> NDArray[Any]:
+        """Some records of a table as this night has them, with its cut `cut_s` (Unix seconds)."""
+        records: NDArray[Any] = self.base_records_by_table[table_name][base_positions]
+        records["scored_at"] = cut_s
         if self.new_ordinals is not None and "items" in (records.dtype.names or ()):
-            renumbered(records, self.new_ordinals)
+            renumber_items(records, self.new_ordinals)
         return records
 
 
-AllowedItems = Callable[[Build], Mapping[str, NDArray[np.bool_]]]
+AllowedItemsFunction = Callable[[Build], Mapping[str, NDArray[np.bool_]]]
 """Function that returns masks bool [items] of the allowed items by table; other tables may list all items."""
 
 
@@ -298,7 +314,7 @@ class ShardScope:
     layouts: Mapping[str, Layout]
     items: ItemTable
     device: str | None
-    allowed_items: AllowedItems
+    allowed_items: AllowedItemsFunction
 
 
 class Prior(Protocol):

@@ -16,38 +16,40 @@ from precompute.builds.tables import configured_tables, layout_of
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
 
-FILE = "defaults.json"
-_AT_ONCE: Final = 4_096
+DEFAULTS_FILE = "defaults.json"
+_ITEMS_AT_ONCE: Final = 4_096
 
 Favourites = tuple[Sequence[str], list[float]]
 """Ids of items, best first, and their scores."""
 
 
 def write_defaults(
-    build: Build, bundle: Bundle, favourites: Callable[[TableConfig], Favourites]
+    build: Build, bundle: Bundle, find_table_favourites: Callable[[TableConfig], Favourites]
 ) -> None:
     """Write the default list of each table of lists; the caller publishes the file."""
     defaults = {}
-    for name, table in configured_tables(build.config, bundle).items():
+    for table_name, table in configured_tables(build.config, bundle).items():
         if layout_of(bundle, table).kind == "topk":
-            ids, scores = favourites(table)
-            defaults[name] = {"items": ids, "scores": scores}
-    write_atomically(build.path(FILE), orjson.dumps(defaults, option=orjson.OPT_SORT_KEYS))
+            item_ids, scores = find_table_favourites(table)
+            defaults[table_name] = {"items": item_ids, "scores": scores}
+    write_atomically(build.path(DEFAULTS_FILE), orjson.dumps(defaults, option=orjson.OPT_SORT_KEYS))
 
 
-def favourites_of(
-    items: ItemTable, users: NDArray[np.float32], metric: Metric, k: int
+def find_favourites(
+    items: ItemTable, user_vectors: NDArray[np.float32], metric: Metric, k: int
 ) -> Favourites:
     """Return the k items with the highest mean score over users, float32 [n, dims], and the score; ties by ordinal.
 
     A mean of products with an item is the product with the mean.
     """
-    mean = (unit(users) if metric == "cosine" else users).mean(axis=0, dtype=np.float64)
-    compared = np.asarray(items.vectors)
+    mean_vector = (unit(user_vectors) if metric == "cosine" else user_vectors).mean(
+        axis=0, dtype=np.float64
+    )
+    item_vectors = np.asarray(items.vectors)
     if metric == "cosine":
-        compared = unit(compared)
-    scorer = Scorer.of(np.ascontiguousarray(compared))
-    ordinals, scores = scorer.top(mean.astype(np.float32)[None], min(k, items.count))
+        item_vectors = unit(item_vectors)
+    scorer = Scorer.of(np.ascontiguousarray(item_vectors))
+    ordinals, scores = scorer.top(mean_vector.astype(np.float32)[None], min(k, items.count))
     return items.ids_of(ordinals[0]), scores[0].tolist()
 
 
@@ -59,16 +61,21 @@ def compute_popularity_scores(popularity: NDArray[np.int64]) -> NDArray[np.float
     return item_shares
 
 
-def mean_scores(
-    items: ItemTable, users: NDArray[np.float32], metric: Metric
+def compute_mean_scores(
+    items: ItemTable, user_vectors: NDArray[np.float32], metric: Metric
 ) -> NDArray[np.float32]:
-    """Return the mean score of each item over these users, float32 [items], for `favourites_of`."""
-    mean = (unit(users) if metric == "cosine" else users).mean(axis=0, dtype=np.float64)
-    compared = np.asarray(items.vectors)
+    """Return the mean score of each item over these users, float32 [items], for `find_favourites`."""
+    mean_vector = (unit(user_vectors) if metric == "cosine" else user_vectors).mean(
+        axis=0, dtype=np.float64
+    )
+    item_vectors = np.asarray(items.vectors)
     if metric == "cosine":
-        compared = unit(compared)
-    query, item_scores = mean.astype(np.float32)[None], np.empty(items.count, np.float32)
-    for start in range(0, items.count, _AT_ONCE):
-        ordinals = np.arange(start, min(start + _AT_ONCE, items.count))
-        item_scores[ordinals] = score(query, compared, ordinals[None])[0]
+        item_vectors = unit(item_vectors)
+    query, item_scores = (
+        mean_vector.astype(np.float32)[None],
+        np.empty(items.count, np.float32),
+    )
+    for first_item in range(0, items.count, _ITEMS_AT_ONCE):
+        ordinals = np.arange(first_item, min(first_item + _ITEMS_AT_ONCE, items.count))
+        item_scores[ordinals] = score(query, item_vectors, ordinals[None])[0]
     return item_scores

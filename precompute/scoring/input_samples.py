@@ -28,15 +28,15 @@ from precompute.partitions.shard_input import (
     slice_shard,
 )
 from precompute.scoring.towers import (
-    bind,
-    computes_featured,
-    usable_inputs,
+    bind_inputs,
+    computes_feature_only_users,
+    select_usable_inputs,
 )
 
-SAMPLE_ROWS = 512
+SAMPLE_ROWS_MAX = 512
 """Entities on which a model is calibrated and compared, at most."""
 
-USERS_NAMED: Final = 2
+NAMED_USERS: Final = 2
 """Users of each side that an error on ids of two forms names."""
 
 SAMPLE_SEED = 0
@@ -45,13 +45,13 @@ SAMPLE_SEED = 0
 DRAWN_USERS_MAX: Final = 512
 """Users with drawn histories, at most."""
 
-DRAWN_LONGEST: Final = 50
+DRAWN_ITEMS_MAX: Final = 50
 """Items of a drawn history, at most."""
 
 GIVEN_VECTORS_MAX: Final = 8_192
 """Users whose given vectors are averaged, at most."""
 
-FIRST_SLICES = 4
+FIRST_SLICE_COUNT = 4
 """Slices written before more of a shard is: they nearly always suffice for the samples."""
 
 
@@ -73,47 +73,51 @@ def sample_inputs(
     model: BundleModel,
     *,
     metric: Metric = "inner_product",
-    takers: Sequence[SampleTaker] = (),
+    sample_takers: Sequence[SampleTaker] = (),
 ) -> ShardInput:
     """Return the real inputs of the first slice with any that the model can use; draw histories if no user has one.
 
-    `metric` is the bundle's, by which they are drawn. Each of the `takers` gets slices until it needs no more, and
-    never drawn histories.
+    `metric` is the bundle's, by which they are drawn. Each of the `sample_takers` gets slices until it needs no more,
+    and never drawn histories.
     """
     if lacks_histories(build, model):
-        return with_drawn_histories(users_with_vectors(build), items, metric, seed=SAMPLE_SEED)
-    sample, wanting = None, list(takers)
-    for entities in _slices(build):
-        usable = usable_inputs(items, entities, {model.name: model.spec})[0]
-        if len(usable):
+        return draw_histories(read_users_with_vectors(build), items, metric, seed=SAMPLE_SEED)
+    sample, unfinished_takers = None, list(sample_takers)
+    for entities in _read_slices(build):
+        usable_rows = select_usable_inputs(items, entities, {model.name: model.spec})[0]
+        if len(usable_rows):
             sample = sample or entities
-        wanting = [taker for taker in wanting if taker.take(entities, usable)]
-        if sample is not None and not wanting:
+        unfinished_takers = [
+            taker for taker in unfinished_takers if taker.take(entities, usable_rows)
+        ]
+        if sample is not None and not unfinished_takers:
             break
     if sample is None:
         raise SourceError(
             f"no entity of the sources has the inputs that {model.name} wants"
-            + _forms_in_words(build, model)
+            + _id_examples_in_words(build, model)
         )
     return sample
 
 
-def _forms_in_words(build: Build, model: BundleModel) -> str:
+def _id_examples_in_words(build: Build, model: BundleModel) -> str:
     """Return two users of interactions and two of the feature table, whose ids may have two forms; else nothing."""
     if not build.config.sources.user_features or not model.spec.features:
         return ""
-    examples = {"ids": list[str](), "features": list[str]()}
+    examples_by_kind = {"ids": list[str](), "features": list[str]()}
     for shard in range(build.config.shards):
-        for kind, ids in examples.items():
-            (path,) = shard_paths(build.root / PARTITION, shard, (kind,))
+        for file_kind, examples in examples_by_kind.items():
+            (path,) = shard_paths(build.root / PARTITION, shard, (file_kind,))
             for batch in read_batches(path, fields=[0]):
-                ids += batch.column("user")[:USERS_NAMED].to_pylist()
-    if not all(examples.values()):
+                examples += batch.column("user")[:NAMED_USERS].to_pylist()
+    if not all(examples_by_kind.values()):
         return ""
-    of_clicks, of_table = (" and ".join(map(repr, ids[:USERS_NAMED])) for ids in examples.values())
+    interaction_examples, table_examples = (
+        " and ".join(map(repr, examples[:NAMED_USERS])) for examples in examples_by_kind.values()
+    )
     return (
-        f": interactions have the users {of_clicks}, {build.config.sources.user_features} has {of_table}. Are the ids "
-        "of both in one form? See `[sources] user_column`"
+        f": interactions have the users {interaction_examples}, {build.config.sources.user_features} has "
+        f"{table_examples}. Are the ids of both in one form? See `[sources] user_column`"
     )
 
 
@@ -121,23 +125,25 @@ def sample_user_vectors(build: Build, bundle: Bundle, items: ItemTable) -> NDArr
     """Return float32 [n, dims]: vectors of real users, those they bring or up to 512 of the user tower in fp32."""
     tower = bundle.user_tower
     if lacks_histories(build, tower):
-        return given_vectors(build)
+        return read_given_vectors(build)
     fetch_model(build, tower)
     inputs, _ = _user_inputs(tower, items, sample_inputs(build, items, tower))
     vectors = Tower.open(build.root / f"models/{tower.name}.fp32.onnx", tower.spec).run(inputs)
     return vectors[np.isfinite(vectors).all(axis=1)]
 
 
-def given_vectors(build: Build) -> NDArray[np.float32]:
+def read_given_vectors(build: Build) -> NDArray[np.float32]:
     """Return float32 [n, dims]: vectors of all users that bring one, or of the 8,192 with the lowest hashes."""
-    parts, count = [], 0
-    for entities in _slices(build):
+    vectors_of_slices, vector_count = [], 0
+    for entities in _read_slices(build):
         if entities.vectors is not None:
-            parts.append(entities.vectors[entities.has_vector][: GIVEN_VECTORS_MAX - count])
-            count += len(parts[-1])
-        if count >= GIVEN_VECTORS_MAX:
+            vectors_of_slices.append(
+                entities.vectors[entities.has_vector][: GIVEN_VECTORS_MAX - vector_count]
+            )
+            vector_count += len(vectors_of_slices[-1])
+        if vector_count >= GIVEN_VECTORS_MAX:
             break
-    return np.concatenate(parts)
+    return np.concatenate(vectors_of_slices)
 
 
 def lacks_histories(build: Build, model: BundleModel) -> bool:
@@ -151,33 +157,33 @@ def lacks_histories(build: Build, model: BundleModel) -> bool:
     )
 
 
-def users_with_vectors(build: Build) -> ShardInput:
+def read_users_with_vectors(build: Build) -> ShardInput:
     """Return the users of the first slice in which any brings a vector; there is one, or `begin` had refused."""
-    return next(entities for entities in _slices(build) if entities.has_vector.any())
+    return next(entities for entities in _read_slices(build) if entities.has_vector.any())
 
 
-def _slices(build: Build) -> Iterator[ShardInput]:
+def _read_slices(build: Build) -> Iterator[ShardInput]:
     """Yield all users in hash order (so: at random), a slice at a time; for the first few a shard is not rewritten."""
     config, folder = build.config, build.root / PARTITION
     for shard in range(config.shards):
         fetch_partition(build, shard)
-        read_count = 0
-        for first in (FIRST_SLICES, None):
+        yielded_count = 0
+        for slice_limit in (FIRST_SLICE_COUNT, None):
             with scratch_folder(folder) as scratch:
-                slices = slice_shard(folder, shard, config.shards, scratch, first=first)
-                for number in slices.numbers[read_count:]:
+                slices = slice_shard(folder, shard, config.shards, scratch, first=slice_limit)
+                for slice_number in slices.numbers[yielded_count:]:
                     yield read_shard(
                         slices.folder,
-                        number,
+                        slice_number,
                         history_limit=config.history_limit,
-                        answers_without_history=computes_featured(build),
+                        answers_without_history=computes_feature_only_users(build),
                     )
-            read_count = len(slices.numbers)
-            if read_count < FIRST_SLICES:
+            yielded_count = len(slices.numbers)
+            if yielded_count < FIRST_SLICE_COUNT:
                 break
 
 
-def with_drawn_histories(
+def draw_histories(
     entities: ShardInput, items: ItemTable, metric: Metric, *, seed: int
 ) -> ShardInput:
     """Draw histories for at most 512 users with a vector, evenly spread: 1 to 50 of each one's 100 best items.
@@ -185,24 +191,31 @@ def with_drawn_histories(
     Not any items: those of one history are alike, and a model calibrated on means of unlike ones would meet larger
     numbers than it was made for.
     """
-    with_vector = np.flatnonzero(entities.has_vector)
-    sample_points = np.linspace(0, len(with_vector) - 1, min(DRAWN_USERS_MAX, len(with_vector)))
-    rows = with_vector[np.unique(sample_points.astype(np.int64))]
+    rows_with_vector = np.flatnonzero(entities.has_vector)
+    sample_points = np.linspace(
+        0, len(rows_with_vector) - 1, min(DRAWN_USERS_MAX, len(rows_with_vector))
+    )
+    sampled_rows = rows_with_vector[np.unique(sample_points.astype(np.int64))]
     user_vectors = entities.vectors
     assert user_vectors is not None  # noqa: S101 - else none had one
     rng = np.random.default_rng(seed)
     histories = [
-        rng.permutation(best_ordinals)[: rng.integers(1, DRAWN_LONGEST, endpoint=True)]
-        for best_ordinals in exact_neighbours(np.asarray(items.vectors), user_vectors[rows], metric)
+        rng.permutation(best_ordinals)[: rng.integers(1, DRAWN_ITEMS_MAX, endpoint=True)]
+        for best_ordinals in exact_neighbours(
+            np.asarray(items.vectors), user_vectors[sampled_rows], metric
+        )
     ]
     return ShardInput(
-        ids=entities.ids.take(pa.array(rows)),
-        hashes=entities.hashes[rows],
+        ids=entities.ids.take(pa.array(sampled_rows)),
+        hashes=entities.hashes[sampled_rows],
         indptr=np.cumsum([0, *map(len, histories)]),
         ordinals=np.concatenate(histories),
-        features={name: column.take(pa.array(rows)) for name, column in entities.features.items()},
+        features={
+            feature_name: column.take(pa.array(sampled_rows))
+            for feature_name, column in entities.features.items()
+        },
         history_limit=entities.history_limit,
-        vectors=user_vectors[rows],
+        vectors=user_vectors[sampled_rows],
     )
 
 
@@ -232,19 +245,22 @@ def quantize_models(
             inputs, exclusions = _user_inputs(model, items, sample_for(model))
         else:
             inputs, exclusions = _item_inputs(model, items, item_features[model.name]), None
-        fp32, int8 = folder / f"{model.name}.fp32.onnx", folder / f"{model.name}.int8.onnx"
-        inputs, exclusions = _with_answers(Tower.open(fp32, model.spec), inputs, exclusions)
+        fp32_path, int8_path = (
+            folder / f"{model.name}.fp32.onnx",
+            folder / f"{model.name}.int8.onnx",
+        )
+        inputs, exclusions = _select_finite(Tower.open(fp32_path, model.spec), inputs, exclusions)
         try:
-            quantize_tower(fp32, model.spec, inputs, int8)
+            quantize_tower(fp32_path, model.spec, inputs, int8_path)
         except BundleError as error:
             live_model_by_name[model.name] = LiveModel(
                 False, {"precision": "fp32", "why": error.message}
             )
             continue
         ranks_items = model.name == bundle.user_tower.name
-        facts = agreement(
-            Tower.open(fp32, model.spec),
-            Tower.open(int8, model.spec),
+        agreement_facts = agreement(
+            Tower.open(fp32_path, model.spec),
+            Tower.open(int8_path, model.spec),
             inputs,
             np.asarray(items.vectors) if ranks_items else None,
             metric=bundle.metric,
@@ -254,9 +270,9 @@ def quantize_models(
             True,
             {
                 "precision": "int8",
-                **facts,
+                **agreement_facts,
                 "fp32_bytes": sum(path.stat().st_size for path, _, _ in model.files),
-                "int8_bytes": int8.stat().st_size,
+                "int8_bytes": int8_path.stat().st_size,
             },
         )
     return live_model_by_name
@@ -265,45 +281,54 @@ def quantize_models(
 def _user_inputs(
     model: BundleModel, items: ItemTable, sample: ShardInput
 ) -> tuple[Inputs, Histories]:
-    usable, histories, features = usable_inputs(items, sample, {model.name: model.spec})
-    if not len(usable):
+    usable_rows, histories, features = select_usable_inputs(items, sample, {model.name: model.spec})
+    if not len(usable_rows):
         raise BundleError(
             f"no entity of the sample has the inputs that {model.name} wants", model=model.name
         )
-    rows = _spread_rows(usable)
-    inputs = bind(
+    sampled_rows = _spread_rows(usable_rows)
+    inputs = bind_inputs(
         model.spec,
-        histories=histories.select_rows(rows),
-        features={name: value[rows] for name, value in features[model.name].items()},
+        histories=histories.select_rows(sampled_rows),
+        features={
+            input_name: input_values[sampled_rows]
+            for input_name, input_values in features[model.name].items()
+        },
     )
-    return inputs, Histories(sample.indptr, sample.ordinals).select_rows(rows)
+    return inputs, Histories(sample.indptr, sample.ordinals).select_rows(sampled_rows)
 
 
 def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -> Inputs:
     usable_ordinals = np.flatnonzero(features.usable())
     if not len(usable_ordinals):
         raise BundleError(f"no item has the inputs that {model.name} wants", model=model.name)
-    rows = _spread_rows(usable_ordinals)
-    return bind(model.spec, features=features.of(rows)[0], index=items.to_model(Ordinals(rows)))
+    sampled_ordinals = _spread_rows(usable_ordinals)
+    return bind_inputs(
+        model.spec,
+        features=features.of(sampled_ordinals)[0],
+        item_indices=items.to_model(Ordinals(sampled_ordinals)),
+    )
 
 
 def _spread_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return at most SAMPLE_ROWS of the rows, evenly spread."""
-    sample_points = np.linspace(0, len(rows) - 1, min(SAMPLE_ROWS, len(rows)))
+    sample_points = np.linspace(0, len(rows) - 1, min(SAMPLE_ROWS_MAX, len(rows)))
     return rows[np.unique(sample_points.astype(np.int64))]
 
 
-def _with_answers(
+def _select_finite(
     tower: Tower, inputs: Inputs, exclusions: Histories | None
 ) -> tuple[Inputs, Histories | None]:
     """Return the inputs without rows whose output is not finite: they have no record, and calibrate nothing."""
-    rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
-    if not len(rows):
+    finite_rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
+    if not len(finite_rows):
         raise BundleError(
             f"no output of {tower.name} is finite, on none of {rows_of(inputs):,} sampled inputs: was the model "
             "trained to its end, and are its features on the scale of the training?",
             model=tower.name,
         )
-    if len(rows) == rows_of(inputs):
+    if len(finite_rows) == rows_of(inputs):
         return inputs, exclusions
-    return select_rows(inputs, rows), None if exclusions is None else exclusions.select_rows(rows)
+    return select_rows(inputs, finite_rows), None if exclusions is None else exclusions.select_rows(
+        finite_rows
+    )

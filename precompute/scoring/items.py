@@ -33,9 +33,15 @@ from precompute.partitions.catalogue import (
 from precompute.partitions.digests import write_item_digests
 from precompute.partitions.marks import are_marked, marks_file
 from precompute.scoring.copies import CopiedVectors, ItemCopies, Prior, ShardScope
-from precompute.scoring.pages import Answers, PageFile, describe_pages, encode_records, finite_rows
+from precompute.scoring.pages import (
+    Answers,
+    PageFile,
+    describe_pages,
+    encode_records,
+    find_finite_rows,
+)
 from precompute.scoring.scorers import Scorers, ScoringDevice
-from precompute.scoring.towers import bind, run_named
+from precompute.scoring.towers import bind_inputs, run_named
 from precompute.sources.features import EntityValues
 from precompute.sources.unusable import NOT_FINITE, UNFIT, UnusableRows
 
@@ -51,59 +57,68 @@ def lay_out_items(
     erased: Collection[bytes],
     unusable: UnusableRows,
     prior: Prior,
-    values: EntityValues,
+    values_by_item: EntityValues,
     event_item_ids: Collection[bytes],
 ) -> tuple[catalogue.CatalogueFields, str | None]:
     """Write the catalogue and the columns of its features; returns its facts, and the columns' file if there is one.
 
-    Features have the `values` that events set, also those of items that these `event_item_ids`. Vectors of the `prior`
-    generation are known to be finite. An item whose vector is not is left out, and noted as an output of the item
-    tower; raises SourceError where that is every item.
+    Features have the `values_by_item` that events set, also those of items that these `event_item_ids`. Vectors of the
+    `prior` generation are known to be finite. An item whose vector is not is left out, and noted as an output of the
+    item tower; raises SourceError where that is every item.
     """
-    laid = catalogue.write_catalogue(
+    catalogue_fields = catalogue.write_catalogue(
         config,
         bundle,
         root,
         erased=erased,
-        values=values,
+        values=values_by_item,
         event_item_ids=event_item_ids,
         unusable=unusable,
     )
-    items = catalogue.open_items(root, laid)
-    columns = write_item_features(
-        config, bundle, items, root, values=values, event_item_ids=event_item_ids, unusable=unusable
+    items = catalogue.open_items(root, catalogue_fields)
+    columns_file = write_item_features(
+        config,
+        bundle,
+        items,
+        root,
+        values=values_by_item,
+        event_item_ids=event_item_ids,
+        unusable=unusable,
     )
     write_item_digests(bundle, items, root)
-    is_nonfinite = _not_finite(config, bundle, items, root, prior)
-    source = f"outputs of {bundle.item_tower.name}"
-    unusable.looked_at(source, items.count)
+    is_nonfinite = _find_nonfinite(config, bundle, items, root, prior)
+    source_name = f"outputs of {bundle.item_tower.name}"
+    unusable.looked_at(source_name, items.count)
     if is_nonfinite.any():
-        of_events = np.zeros(items.count, np.bool_)
-        ordinals = items.ordinals_of(list(values))
-        of_events[ordinals[ordinals >= 0]] = True
+        is_set_by_events = np.zeros(items.count, np.bool_)
+        ordinals = items.ordinals_of(list(values_by_item))
+        is_set_by_events[ordinals[ordinals >= 0]] = True
         unusable.note_rows(
-            source, {NOT_FINITE: is_nonfinite}, lambda row: {"item": items.id_of(row)}, of_events
+            source_name,
+            {NOT_FINITE: is_nonfinite},
+            lambda row: {"item": items.id_of(row)},
+            is_set_by_events,
         )
-        unusable.demand_some(source, f"the {source}")
-        left_out = catalogue.item_texts(items).filter(pa.array(is_nonfinite))
-        laid = catalogue.write_catalogue(
+        unusable.demand_some(source_name, f"the {source_name}")
+        left_out_ids = catalogue.item_texts(items).filter(pa.array(is_nonfinite))
+        catalogue_fields = catalogue.write_catalogue(
             config,
             bundle,
             root,
             erased=erased,
-            left_out=left_out,
-            values=values,
+            left_out=left_out_ids,
+            values=values_by_item,
             event_item_ids=event_item_ids,
         )
-        items = catalogue.open_items(root, laid)
-        columns = write_item_features(
-            config, bundle, items, root, values=values, event_item_ids=event_item_ids
+        items = catalogue.open_items(root, catalogue_fields)
+        columns_file = write_item_features(
+            config, bundle, items, root, values=values_by_item, event_item_ids=event_item_ids
         )
         write_item_digests(bundle, items, root)
-    return laid, columns
+    return catalogue_fields, columns_file
 
 
-def _not_finite(
+def _find_nonfinite(
     config: NightConfig, bundle: Bundle, items: ItemTable, root: Path, prior: Prior
 ) -> NDArray[np.bool_]:
     model, threads = bundle.item_tower, config.threads or usable_cores()
@@ -111,7 +126,8 @@ def _not_finite(
     tower = Tower.open(model.path, model.spec, threads=threads)
     features = ItemFeatures.open(root / catalogue.ITEM_FEATURES, model.spec, items.count)
     nonfinite_masks = [
-        ~finite_rows(vectors) for vectors in embed_catalogue(tower, items, features, kept_vectors)
+        ~find_finite_rows(vectors)
+        for vectors in embed_catalogue(tower, items, features, kept_vectors)
     ]
     return np.concatenate(nonfinite_masks)
 
@@ -123,43 +139,47 @@ def embed_catalogue(
     kept_vectors: CopiedVectors | None = None,
 ) -> Iterator[NDArray[np.float32]]:
     """Vectors of all items in ordinal order, float32 [some, dims] at a time; `kept_vectors` are copied."""
-    for rows in item_chunks(np.arange(items.count)):
+    for ordinals in split_rows(np.arange(items.count)):
         if kept_vectors is None:
-            yield item_outputs(tower, items, features, rows)[0]
+            yield item_outputs(tower, items, features, ordinals)[0]
             continue
-        base_ordinals = kept_vectors.base_ordinals[rows]
+        base_ordinals = kept_vectors.base_ordinals[ordinals]
         vectors = np.asarray(kept_vectors.vectors[base_ordinals])
         if len(uncopied_rows := np.flatnonzero(base_ordinals < 0)):
-            vectors[uncopied_rows] = item_outputs(tower, items, features, rows[uncopied_rows])[0]
+            vectors[uncopied_rows] = item_outputs(tower, items, features, ordinals[uncopied_rows])[
+                0
+            ]
         yield vectors
 
 
 def item_outputs(
-    tower: AnyTower, items: ItemTable, features: ItemFeatures, rows: NDArray[np.int64]
+    tower: AnyTower, items: ItemTable, features: ItemFeatures, ordinals: NDArray[np.int64]
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """(outputs of a model of items for some, which of them have all inputs); raises SourceError naming an item."""
-    inputs, usable = item_inputs(tower.spec, items, features, rows)
-    return run_named(tower, inputs, lambda row: f"item {items.id_of(rows[row])!r}"), usable
+    inputs, is_usable = item_inputs(tower.spec, items, features, ordinals)
+    return run_named(tower, inputs, lambda row: f"item {items.id_of(ordinals[row])!r}"), is_usable
 
 
 def item_inputs(
-    spec: TowerSpec, items: ItemTable, features: ItemFeatures, rows: NDArray[np.int64]
+    spec: TowerSpec, items: ItemTable, features: ItemFeatures, ordinals: NDArray[np.int64]
 ) -> tuple[Inputs, NDArray[np.bool_]]:
     """(inputs of some items for a model of items, which of them have all)."""
-    values, usable = features.of(rows)
-    return bind(spec, features=values, index=items.to_model(Ordinals(rows))), usable
+    features_by_input, is_usable = features.of(ordinals)
+    return bind_inputs(
+        spec, features=features_by_input, item_indices=items.to_model(Ordinals(ordinals))
+    ), is_usable
 
 
-def open_item_features(build: Build, spec: TowerSpec, count: int) -> ItemFeatures:
+def open_item_features(build: Build, spec: TowerSpec, item_count: int) -> ItemFeatures:
     """Feature inputs of all items as `begin` pinned them."""
-    file = build.fetch(ITEM_FEATURES) if spec.features else build.root / ITEM_FEATURES
-    return ItemFeatures.open(file, spec, count)
+    features_path = build.fetch(ITEM_FEATURES) if spec.features else build.root / ITEM_FEATURES
+    return ItemFeatures.open(features_path, spec, item_count)
 
 
-def item_chunks(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+def split_rows(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
     """Pieces of rows that are scored at once."""
-    for start in range(0, len(rows), ITEMS_AT_ONCE):
-        yield rows[start : start + ITEMS_AT_ONCE]
+    for first_row in range(0, len(rows), ITEMS_AT_ONCE):
+        yield rows[first_row : first_row + ITEMS_AT_ONCE]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,7 +191,7 @@ class ItemWork:
     scoring_device: ScoringDevice
     items: ItemTable
     tables: Mapping[str, TableConfig]
-    allowed: Mapping[str, NDArray[np.bool_]]
+    allowed_masks: Mapping[str, NDArray[np.bool_]]
     models: Mapping[str, BundleModel]
     towers: Mapping[str, AnyTower]
     features: Mapping[str, ItemFeatures]
@@ -183,84 +203,99 @@ class ItemWork:
         items = open_items(build.root, build.need(BEGIN), dims=bundle.dims)
         tables, scoring_device = scored_tables(build.config, bundle, "item"), scorers.at(shard)
         models = {
-            name: bundle.values[str(table.value)]
-            for name, table in tables.items()
+            table_name: bundle.values[str(table.value)]
+            for table_name, table in tables.items()
             if table.kind == "value"
         }
         return cls(
             build, bundle, scoring_device, items, tables, scorers.allowed_items(build), models,
-            {name: scoring_device.tower(build, model) for name, model in models.items()},
-            {name: open_item_features(build, model.spec, items.count) for name, model in models.items()},
+            {table_name: scoring_device.tower(build, model) for table_name, model in models.items()},
+            {table_name: open_item_features(build, model.spec, items.count) for table_name, model in models.items()},
             UnusableRows(),
         )  # fmt: skip
 
-    def records(self, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
+    def records(self, table_name: str, ordinals: NDArray[np.int64]) -> NDArray[Any]:
         """Records of some items of a table, computed."""
-        table, items = self.tables[name], self.items
+        table, items = self.tables[table_name], self.items
         layout = layout_of(self.bundle, table)
-        if not len(rows):
+        if not len(ordinals):
             return np.empty(0, layout.dtype)
-        ids = [items.raw_id(row) for row in rows.tolist()]
-        item_fingerprints, has_answer = fingerprints(ids), np.ones(len(rows), np.bool_)
-        vectors = np.asarray(items.vectors[rows])
+        raw_ids = [items.raw_id(row) for row in ordinals.tolist()]
+        item_fingerprints, has_answer = fingerprints(raw_ids), np.ones(len(ordinals), np.bool_)
+        vectors = np.asarray(items.vectors[ordinals])
         answers: Answers = vectors
         if table.kind == "item_similar":
-            itself = Histories(np.arange(len(rows) + 1), rows)
+            own_items = Histories(np.arange(len(ordinals) + 1), ordinals)
             with self.scoring_device.compute_slots:
                 answers = self.scoring_device.of(items, metric_of(self.bundle, table)).top(
-                    vectors, table.k, itself, allowed=self.allowed.get(name),
+                    vectors, table.k, own_items, allowed=self.allowed_masks.get(table_name),
                     threads=self.build.config.threads or None,
                 )  # fmt: skip
         elif table.kind == "value":
-            model = self.models[name]
-            answers, usable = item_outputs(self.towers[name], items, self.features[name], rows)
-            is_finite = finite_rows(answers)
-            has_answer = usable & is_finite
-            self._note(
-                f"outputs of {model.name}", NOT_FINITE, ids, item_fingerprints, usable & ~is_finite
+            model = self.models[table_name]
+            answers, is_usable = item_outputs(
+                self.towers[table_name], items, self.features[table_name], ordinals
             )
-        at = cut_of(self.build.generation)
-        records, is_unfit = encode_records(layout, item_fingerprints, answers, has_answer, at)
-        self._note(f"records of {name}", UNFIT, ids, item_fingerprints, is_unfit)
+            is_finite = find_finite_rows(answers)
+            has_answer = is_usable & is_finite
+            self._note(
+                f"outputs of {model.name}",
+                NOT_FINITE,
+                raw_ids,
+                item_fingerprints,
+                is_usable & ~is_finite,
+            )
+        cut_s = cut_of(self.build.generation)
+        records, is_unfit = encode_records(layout, item_fingerprints, answers, has_answer, cut_s)
+        self._note(f"records of {table_name}", UNFIT, raw_ids, item_fingerprints, is_unfit)
         return records
 
-    def with_copies(
-        self, name: str, rows: NDArray[np.int64], base_records: ItemCopies | None, first: int
+    def records_with_copies(
+        self,
+        table_name: str,
+        ordinals: NDArray[np.int64],
+        base_records: ItemCopies | None,
+        first_ordinal: int,
     ) -> tuple[NDArray[Any], int]:
-        """(records of these items, how many were copied); `first` is the first item of the shard."""
+        """(records of these items, how many were copied); `first_ordinal` is the first item of the shard."""
         base_positions = (
-            None if base_records is None else base_records.base_positions_by_table.get(name)
+            None if base_records is None else base_records.base_positions_by_table.get(table_name)
         )
         if base_records is None or base_positions is None:
-            return self.records(name, rows), 0
-        base_positions = base_positions[rows - first]
+            return self.records(table_name, ordinals), 0
+        base_positions = base_positions[ordinals - first_ordinal]
         is_kept = base_positions >= 0
-        records = np.empty(len(rows), layout_of(self.bundle, self.tables[name]).dtype)
-        records[~is_kept] = self.records(name, rows[~is_kept])
+        records = np.empty(len(ordinals), layout_of(self.bundle, self.tables[table_name]).dtype)
+        records[~is_kept] = self.records(table_name, ordinals[~is_kept])
         records[is_kept] = base_records.select_records(
-            name, base_positions[is_kept], cut_of(self.build.generation)
+            table_name, base_positions[is_kept], cut_of(self.build.generation)
         )
-        copied = int(is_kept.sum())
-        self.unusable.looked_at(f"records of {name}", copied)
-        if name in self.models:
-            self.unusable.looked_at(f"outputs of {self.models[name].name}", copied)
-        return records, copied
+        copied_count = int(is_kept.sum())
+        self.unusable.looked_at(f"records of {table_name}", copied_count)
+        if table_name in self.models:
+            self.unusable.looked_at(f"outputs of {self.models[table_name].name}", copied_count)
+        return records, copied_count
 
     def _note(
         self,
-        source: str,
+        source_name: str,
         reason: str,
-        ids: list[bytes],
+        raw_ids: list[bytes],
         item_fingerprints: NDArray[np.uint64],
         is_unusable: NDArray[np.bool_],
     ) -> None:
-        self.unusable.looked_at(source, len(ids))
+        self.unusable.looked_at(source_name, len(raw_ids))
         if is_unusable.any():
-            of_events = None
+            is_set_by_events = None
             if self.build.config.events.enabled:
-                of_events = are_marked(self.build.fetch(marks_file("item")), item_fingerprints)
+                is_set_by_events = are_marked(
+                    self.build.fetch(marks_file("item")), item_fingerprints
+                )
             self.unusable.note_rows(
-                source, {reason: is_unusable}, lambda row: {"item": ids[row].decode()}, of_events
+                source_name,
+                {reason: is_unusable},
+                lambda row: {"item": raw_ids[row].decode()},
+                is_set_by_events,
             )
 
 
@@ -271,37 +306,45 @@ def score_items(
     scorers: Scorers,
     progress: Progress,
     *,
-    limit: int | None = None,
+    items_max: int | None = None,
 ) -> ItemScores:
-    """All item tables of one shard's hash range, or of its first `limit` items; returns the shard's report.
+    """All item tables of one shard's hash range, or of its first `items_max` items; returns the shard's report.
 
     Records that may be copied are not computed.
     """
-    started, begin_report = time.perf_counter(), build.need(BEGIN)
-    start, end = begin_report["bounds"][shard], begin_report["bounds"][shard + 1]
-    end = end if limit is None else min(end, start + limit)
+    start_s, begin_report = time.perf_counter(), build.need(BEGIN)
+    first_ordinal, end_ordinal = begin_report["bounds"][shard], begin_report["bounds"][shard + 1]
+    end_ordinal = end_ordinal if items_max is None else min(end_ordinal, first_ordinal + items_max)
     work = ItemWork.of(build, bundle, shard, scorers)
-    layouts = {name: layout_of(bundle, table) for name, table in work.tables.items()}
+    layouts = {table_name: layout_of(bundle, table) for table_name, table in work.tables.items()}
     base_records = scorers.item_copies(
         ShardScope(
             build, bundle, shard, work.tables, layouts, work.items, work.scoring_device.device,
             scorers.allowed_items,
         )
     )  # fmt: skip
-    entry_by_table, copied = {}, 0
-    for name in work.tables:
-        file = f"tables/{name}/{shard:04d}.pages"
-        with PageFile(build.path(file), layouts[name], build.config.page_bytes) as pages:
-            for rows in item_chunks(np.arange(start, end)):
-                records, copied_count = work.with_copies(name, rows, base_records, start)
-                copied += copied_count
+    entry_by_table, total_copied_count = {}, 0
+    for table_name in work.tables:
+        pages_file = f"tables/{table_name}/{shard:04d}.pages"
+        with PageFile(
+            build.path(pages_file), layouts[table_name], build.config.page_bytes
+        ) as pages:
+            for ordinals in split_rows(np.arange(first_ordinal, end_ordinal)):
+                records, copied_count = work.records_with_copies(
+                    table_name, ordinals, base_records, first_ordinal
+                )
+                total_copied_count += copied_count
                 pages.append(records)
-                progress(f"{name} shard {shard}", int(rows[-1]) + 1 - start, end - start)
-        entry_by_table[name] = describe_pages(build, pages)
+                progress(
+                    f"{table_name} shard {shard}",
+                    int(ordinals[-1]) + 1 - first_ordinal,
+                    end_ordinal - first_ordinal,
+                )
+        entry_by_table[table_name] = describe_pages(build, pages)
     return {
-        "scored": end - start,
-        "copied": copied,
-        "seconds": {"all": time.perf_counter() - started},
+        "scored": end_ordinal - first_ordinal,
+        "copied": total_copied_count,
+        "seconds": {"all": time.perf_counter() - start_s},
         "tables": entry_by_table,
         "unusable": work.unusable.to_json(),
     }

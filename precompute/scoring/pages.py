@@ -27,7 +27,7 @@ Answers = tuple[NDArray[np.uint32], NDArray[np.float32]] | NDArray[np.float32]
 RECORDS_AT_ONCE = 2048
 """Records encoded at once."""
 
-PIECES_BEHIND = 2
+UNSUMMED_PIECES_MAX = 2
 """Pieces of a page file that wait for their checksums at most."""
 
 
@@ -36,7 +36,7 @@ def encode_records(
     fingerprints: NDArray[np.uint64],
     answers: Answers,
     has_answer: NDArray[np.bool_],
-    at: int,
+    cut_s: int,
     flags: Flags = 0,
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """Return (records[n], mask of answers that do not fit the precision); these and missing ones are absent records.
@@ -45,55 +45,61 @@ def encode_records(
     """
     if has_answer.all():
         try:
-            return _encode(layout, fingerprints, answers, at, flags), np.zeros(
+            return _encode(layout, fingerprints, answers, cut_s, flags), np.zeros(
                 len(fingerprints), np.bool_
             )
         except UnfitValue:
             pass
     numbers = answers[1] if isinstance(answers, tuple) else answers
     is_unfit = unfit_rows(layout, numbers) & has_answer
-    rows = np.flatnonzero(has_answer & ~is_unfit)
-    row_answers = (answers[0][rows], numbers[rows]) if isinstance(answers, tuple) else numbers[rows]
-    records = absent_records(layout, fingerprints, at)
-    some_flags = flags if isinstance(flags, int) else flags[rows]
-    records[rows] = _encode(layout, fingerprints[rows], row_answers, at, some_flags)
+    answered_rows = np.flatnonzero(has_answer & ~is_unfit)
+    row_answers = (
+        (answers[0][answered_rows], numbers[answered_rows])
+        if isinstance(answers, tuple)
+        else numbers[answered_rows]
+    )
+    records = absent_records(layout, fingerprints, cut_s)
+    some_flags = flags if isinstance(flags, int) else flags[answered_rows]
+    records[answered_rows] = _encode(
+        layout, fingerprints[answered_rows], row_answers, cut_s, some_flags
+    )
     return records, is_unfit
 
 
 def _encode(
-    layout: Layout, fingerprints: NDArray[np.uint64], answers: Answers, at: int, flags: Flags
+    layout: Layout, fingerprints: NDArray[np.uint64], answers: Answers, cut_s: int, flags: Flags
 ) -> NDArray[Any]:
     """Encode rows that all have answers, RECORDS_AT_ONCE at a time, so that intermediates stay in a core's caches."""
     if len(fingerprints) <= RECORDS_AT_ONCE:
-        return _encode_some(layout, fingerprints, answers, at, flags)
+        return _encode_some(layout, fingerprints, answers, cut_s, flags)
     records = np.empty(len(fingerprints), layout.dtype)
-    for start in range(0, len(fingerprints), RECORDS_AT_ONCE):
-        rows = slice(start, start + RECORDS_AT_ONCE)
+    for first_row in range(0, len(fingerprints), RECORDS_AT_ONCE):
+        rows = slice(first_row, first_row + RECORDS_AT_ONCE)
         row_answers = (
             (answers[0][rows], answers[1][rows]) if isinstance(answers, tuple) else answers[rows]
         )
         some_flags = flags if isinstance(flags, int) else flags[rows]
-        row_records = _encode_some(layout, fingerprints[rows], row_answers, at, some_flags)
+        row_records = _encode_some(layout, fingerprints[rows], row_answers, cut_s, some_flags)
         # As bytes: numpy copies records field by field.
         records[rows].view(np.uint8)[:] = row_records.view(np.uint8)
     return records
 
 
 def _encode_some(
-    layout: Layout, fingerprints: NDArray[np.uint64], answers: Answers, at: int, flags: Flags
+    layout: Layout, fingerprints: NDArray[np.uint64], answers: Answers, cut_s: int, flags: Flags
 ) -> NDArray[Any]:
     if isinstance(answers, tuple):
-        return encode_topk(layout, fingerprints, *answers, at, flags=flags)
-    return encode_numbers(layout, fingerprints, answers, at, flags=flags)
+        return encode_topk(layout, fingerprints, *answers, cut_s, flags=flags)
+    return encode_numbers(layout, fingerprints, answers, cut_s, flags=flags)
 
 
-def finite_rows(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
+def find_finite_rows(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Return bool [n]; a sum is finite only if all are, so only a rare row without a finite sum is checked closely."""
     with np.errstate(over="ignore", invalid="ignore"):
-        finite: NDArray[np.bool_] = np.isfinite(numbers.sum(axis=1))
-    suspects = np.flatnonzero(~finite)
-    finite[suspects] = np.isfinite(numbers[suspects]).all(axis=1)
-    return finite
+        is_finite: NDArray[np.bool_] = np.isfinite(numbers.sum(axis=1))
+    suspect_rows = np.flatnonzero(~is_finite)
+    is_finite[suspect_rows] = np.isfinite(numbers[suspect_rows]).all(axis=1)
+    return is_finite
 
 
 class GrowingFile:
@@ -114,12 +120,12 @@ class GrowingFile:
         with disk_errors(self.path):
             self._file.write(data)
 
-    def write_array(self, values: NDArray[Any]) -> None:
+    def write_array(self, array: NDArray[Any]) -> None:
         """Append the bytes of an array [n]; it is not copied, which would hold up other threads."""
-        self.write(np.ascontiguousarray(values).view(np.uint8).data)
+        self.write(np.ascontiguousarray(array).view(np.uint8).data)
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
+    def __exit__(self, error_type: object, *_: object) -> None:
+        if error_type is not None:
             self._drop()
             return
         try:
@@ -151,13 +157,16 @@ class PageFile(GrowingFile):
         self.layout = layout
         self.count = 0
         self._page_bytes = records_per_page(layout, page_bytes) * layout.size_bytes
-        self._sums: list[int] = []
-        self._tail = bytearray()
+        self._page_checksums: list[int] = []
+        self._partial_page = bytearray()
         self._sha256 = hashlib.sha256()
         self._size_bytes = 0
-        self._summing, self._syncing = ThreadPoolExecutor(1, "sums"), ThreadPoolExecutor(1, "sync")
-        self._unsummed: deque[Future[None]] = deque()
-        self._synced: Future[None] | None = None
+        self._checksum_pool, self._sync_pool = (
+            ThreadPoolExecutor(1, "sums"),
+            ThreadPoolExecutor(1, "sync"),
+        )
+        self._checksum_futures: deque[Future[None]] = deque()
+        self._sync_future: Future[None] | None = None
 
     def append(self, records: NDArray[Any]) -> None:
         """Append records (dtype of the layout) in hash order; they must not change afterwards."""
@@ -165,66 +174,73 @@ class PageFile(GrowingFile):
         data = np.ascontiguousarray(records).view(np.uint8).data
         self.write(data)
         self._size_bytes += len(data)
-        while len(self._unsummed) >= PIECES_BEHIND:
-            self._unsummed.popleft().result()
-        self._unsummed.append(self._summing.submit(self._add_to_sums, data))
-        if self._synced is None or self._synced.done():
+        while len(self._checksum_futures) >= UNSUMMED_PIECES_MAX:
+            self._checksum_futures.popleft().result()
+        self._checksum_futures.append(self._checksum_pool.submit(self._add_to_checksums, data))
+        if self._sync_future is None or self._sync_future.done():
             self._demand_synced()
             # Left to the end, the disk would begin to write when the last record is there.
-            self._synced = self._syncing.submit(os.fdatasync, self._file.fileno())
+            self._sync_future = self._sync_pool.submit(os.fdatasync, self._file.fileno())
 
     def _demand_synced(self) -> None:
         """Raise StoreError if a flush to disk failed, which the system reports only once."""
-        if self._synced is not None:
+        if self._sync_future is not None:
             with disk_errors(self.path):
-                self._synced.result()
+                self._sync_future.result()
 
-    def describe(self, name: str) -> Artefact:
+    def describe(self, artefact_path: str) -> Artefact:
         """Return the manifest entry of the finished file under this name, of the written bytes."""
-        return Artefact(name, self._size_bytes, self._sha256.hexdigest())
+        return Artefact(artefact_path, self._size_bytes, self._sha256.hexdigest())
 
-    def _add_to_sums(self, data: memoryview) -> None:
+    def _add_to_checksums(self, data: memoryview) -> None:
         self._sha256.update(data)
-        start = min(-len(self._tail) % self._page_bytes, len(data))  # where the page under way ends
-        self._tail += data[:start]
-        if len(self._tail) == self._page_bytes:
-            self._sums.append(xxhash.xxh3_64_intdigest(self._tail))
-            self._tail.clear()
-        while start + self._page_bytes <= len(data):
-            self._sums.append(xxhash.xxh3_64_intdigest(data[start : start + self._page_bytes]))
-            start += self._page_bytes
-        self._tail += data[start:]
+        offset = min(
+            -len(self._partial_page) % self._page_bytes, len(data)
+        )  # where the page under way ends
+        self._partial_page += data[:offset]
+        if len(self._partial_page) == self._page_bytes:
+            self._page_checksums.append(xxhash.xxh3_64_intdigest(self._partial_page))
+            self._partial_page.clear()
+        while offset + self._page_bytes <= len(data):
+            self._page_checksums.append(
+                xxhash.xxh3_64_intdigest(data[offset : offset + self._page_bytes])
+            )
+            offset += self._page_bytes
+        self._partial_page += data[offset:]
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, error_type: object, *_: object) -> None:
         # Nobody may use the file's descriptor once it is closed.
-        for pool in (self._summing, self._syncing):
-            pool.shutdown(cancel_futures=kind is not None)
-        if kind is not None:
-            super().__exit__(kind)
+        for pool in (self._checksum_pool, self._sync_pool):
+            pool.shutdown(cancel_futures=error_type is not None)
+        if error_type is not None:
+            super().__exit__(error_type)
             return
         try:
             self._demand_synced()
-            while self._unsummed:
-                self._unsummed.popleft().result()
+            while self._checksum_futures:
+                self._checksum_futures.popleft().result()
         except BaseException as error:
             super().__exit__(type(error))
             raise
         super().__exit__(None)
-        if self._tail:
-            self._sums.append(xxhash.xxh3_64_intdigest(self._tail))
-        write_atomically(sums_path(self.path), np.array(self._sums, "<u8").tobytes())
+        if self._partial_page:
+            self._page_checksums.append(xxhash.xxh3_64_intdigest(self._partial_page))
+        write_atomically(checksums_path(self.path), np.array(self._page_checksums, "<u8").tobytes())
 
 
-def sums_path(pages: Path) -> Path:
+def checksums_path(pages_path: Path) -> Path:
     """Return the path of the checksums of a page file."""
-    return pages.with_suffix(".sums")
+    return pages_path.with_suffix(".sums")
 
 
-def describe_pages(build: Build, pages: PageFile) -> PagesEntry:
+def describe_pages(build: Build, page_file: PageFile) -> PagesEntry:
     """Return the manifest entries of a finished page file of the build and its checksums."""
-    file, sums = (str(path.relative_to(build.root)) for path in (pages.path, sums_path(pages.path)))
+    pages_name, checksums_name = (
+        str(path.relative_to(build.root))
+        for path in (page_file.path, checksums_path(page_file.path))
+    )
     return {
-        "count": pages.count,
-        "file": file_entry(pages.describe(file)),
-        "sums": file_entry(build.describe(sums)),
+        "count": page_file.count,
+        "file": file_entry(page_file.describe(pages_name)),
+        "sums": file_entry(build.describe(checksums_name)),
     }

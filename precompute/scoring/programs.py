@@ -22,14 +22,18 @@ def computed_by(device: str | None = None) -> str:
 
     Results of two nights may be combined if these are equal.
     """
-    names = (*_LIBRARIES, *(_DEVICE_LIBRARIES if device else ()))
+    library_names = (*_LIBRARIES, *(_DEVICE_LIBRARIES if device else ()))
     versions = [
-        f"{name} {library_version}" for name in names if (library_version := _version(name))
+        f"{library_name} {library_version}"
+        for library_name in library_names
+        if (library_version := _version(library_name))
     ]
     engine = kernel()
-    level = "faiss" if engine is None else f"kernel {engine.level}"
-    processor = f"processor {instructions_digest()}"
-    return ", ".join([level, processor, *_device_names(device), f"larder {RELEASE}", *versions])
+    kernel_text = "faiss" if engine is None else f"kernel {engine.level}"
+    processor_text = f"processor {instructions_digest()}"
+    return ", ".join(
+        [kernel_text, processor_text, *_device_names(device), f"larder {RELEASE}", *versions]
+    )
 
 
 @functools.cache
@@ -58,8 +62,8 @@ def _device_names(device: str | None) -> list[str]:
 
 
 @functools.cache
-def _version(name: str) -> str | None:
+def _version(library_name: str) -> str | None:
     try:
-        return version(name)
+        return version(library_name)
     except PackageNotFoundError:
         return None

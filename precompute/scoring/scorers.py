@@ -15,7 +15,13 @@ from cache.topk.topk import AnyScorer, Scorer
 from precompute.builds.build import Build, open_bundle
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import OFF, devices, share_memory
-from precompute.scoring.copies import AllowedItems, ItemCopies, Prior, ShardScope, UserCopies
+from precompute.scoring.copies import (
+    AllowedItemsFunction,
+    ItemCopies,
+    Prior,
+    ShardScope,
+    UserCopies,
+)
 from precompute.scoring.towers import open_tower
 
 
@@ -23,8 +29,8 @@ from precompute.scoring.towers import open_tower
 class ScoringHooks:
     """Hooks of features in the scoring of one build; by default, lists are of all items and nothing is copied."""
 
-    allowed_items: tuple[AllowedItems, ...] = ()
-    prior: Callable[[Build], Prior] | None = None
+    allowed_items: tuple[AllowedItemsFunction, ...] = ()
+    open_prior: Callable[[Build], Prior] | None = None
 
 
 NO_HOOKS: Final = ScoringHooks()
@@ -44,23 +50,23 @@ class ScoringDevice:
         self.compute_slots = threading.BoundedSemaphore(1 if device is None else 2)
         self._scorer_by_metric: dict[Metric, AnyScorer] = {}
         self._towers: dict[str, AnyTower] = {}
-        self._opening, self._making = threading.Lock(), threading.Lock()
+        self._tower_lock, self._scorer_lock = threading.Lock(), threading.Lock()
 
     def tower(self, build: Build, model: BundleModel) -> AnyTower:
         """Return a model of the build, opened at first use; the caller may run it at once."""
-        with self._opening:
+        with self._tower_lock:
             if model.name not in self._towers:
                 self._towers[model.name] = open_tower(build, model, self.device)
             return self._towers[model.name]
 
     def of(self, items: ItemTable, metric: Metric) -> AnyScorer:
         """Return the scorer of the build's items, made at first use."""
-        with self._making:
+        with self._scorer_lock:
             if metric not in self._scorer_by_metric:
-                self._scorer_by_metric[metric] = self._make(items, metric)
+                self._scorer_by_metric[metric] = self._make_scorer(items, metric)
             return self._scorer_by_metric[metric]
 
-    def _make(self, items: ItemTable, metric: Metric) -> AnyScorer:
+    def _make_scorer(self, items: ItemTable, metric: Metric) -> AnyScorer:
         if self.device is not None:
             from precompute.device.scorer import DeviceScorer
 
@@ -77,7 +83,7 @@ class Scorers:
         self._device = device
         self._tasks = tasks
         self._scoring_device_by_name: dict[str | None, ScoringDevice] = {}
-        self._at: dict[int, str | None] = {}
+        self._device_name_by_shard: dict[int, str | None] = {}
         self._finished_shards: set[int] = set()
         self._bundle: Bundle | None = None
         self._prior: Prior | None = None
@@ -102,8 +108,8 @@ class Scorers:
 
     def _open_prior(self, build: Build) -> Prior | None:
         with self._opening:
-            if self._prior is None and self._hooks.prior is not None:
-                self._prior = self._hooks.prior(build)
+            if self._prior is None and self._hooks.open_prior is not None:
+                self._prior = self._hooks.open_prior(build)
             return self._prior
 
     def allowed_items(self, build: Build) -> dict[str, NDArray[np.bool_]]:
@@ -117,15 +123,15 @@ class Scorers:
     def at(self, shard: int) -> ScoringDevice:
         """Return the device of one shard, always the same: initially the one with the fewest unfinished shards."""
         with self._opening:
-            if shard not in self._at:
-                busy = [
+            if shard not in self._device_name_by_shard:
+                busy_devices = [
                     device
-                    for assigned_shard, device in self._at.items()
+                    for assigned_shard, device in self._device_name_by_shard.items()
                     if assigned_shard not in self._finished_shards
                 ]
                 device_names: tuple[str | None, ...] = devices(self._device) or (None,)
-                self._at[shard] = min(device_names, key=busy.count)
-            device = self._at[shard]
+                self._device_name_by_shard[shard] = min(device_names, key=busy_devices.count)
+            device = self._device_name_by_shard[shard]
             if device not in self._scoring_device_by_name:
                 self._scoring_device_by_name[device] = ScoringDevice(device, self._tasks)
             return self._scoring_device_by_name[device]

@@ -26,15 +26,15 @@ from precompute.config.settings import TableConfig
 from precompute.partitions.catalogue import VECTORS, open_items
 from precompute.partitions.marks import are_marked, marks_file
 from precompute.scoring.copies import (
-    REASONS,
+    REASON_NAMES,
     CopiedUsers,
     PublishedInputs,
     ShardScope,
     UserCopies,
 )
-from precompute.scoring.pages import finite_rows
+from precompute.scoring.pages import find_finite_rows
 from precompute.scoring.scorers import Scorers, ScoringDevice
-from precompute.scoring.towers import bind, run_named
+from precompute.scoring.towers import bind_inputs, run_named
 from precompute.sources.columns import text_hashes
 from precompute.sources.unusable import NOT_FINITE, Case, UnusableRows
 
@@ -44,17 +44,17 @@ CHUNK_USERS = 16_384
 CHUNK_BYTES = 32 << 20
 """Bytes that the results of a chunk may take on the processor."""
 
-CORES_OF_A_WORKER, WORKERS_MOST = 5, 4
+CORES_PER_WORKER, WORKERS_MAX = 5, 4
 """A stage whose chunks are worked on side by side has at most so many threads, each for so many cores of the host."""
 
-CHUNKS_MOST = 7 + 2 * WORKERS_MOST + 2
+CHUNKS_MAX = 7 + 2 * WORKERS_MAX + 2
 """Chunks of a shard under way at most: two being read, two compared, as many in the making or waiting as there are
 workers, twice, one in each thread that hands them on and the one that writes; and the records of two, unsummed."""
 
-SIDE_BY_SIDE = ("tower", "records")
+PARALLEL_STAGES = ("tower", "records")
 """Stages of several threads."""
 
-ON_DEVICE = 4
+DEVICE_CHUNK_FACTOR = 4
 """Chunks of a device are so many times larger, in users and bytes: it is idle before a chunk's first product and after
 its last."""
 
@@ -68,7 +68,7 @@ class Chunk:
     hashes: NDArray[np.uint64]
     histories: Histories
     features: Mapping[str, Mapping[str, NDArray[Any]]]
-    usable: Mapping[str, NDArray[np.bool_]]
+    is_usable_by_model: Mapping[str, NDArray[np.bool_]]
     """Users with every input of each model; the others get no answer of it."""
     inputs: PublishedInputs
     """Inputs that the generation publishes of them; the items in their histories also where it publishes none."""
@@ -81,13 +81,13 @@ class Chunk:
     vectors: NDArray[np.float32] | None = None
     """Vectors [users, dims] from the night's source of user vectors, a row of NaN for a user without one."""
     fingerprints: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-    outputs: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    answered: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
+    outputs_by_model: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    is_answered_by_model: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
     """Users whose output of each model is finite."""
-    lists: dict[str, Top] = field(default_factory=dict)
-    records: dict[str, NDArray[Any]] = field(default_factory=dict)
+    lists_by_table: dict[str, Top] = field(default_factory=dict)
+    records_by_table: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Records of all users of the chunk's range by table, copied ones among them, in hash order."""
-    short: int = 0
+    short_list_count: int = 0
     """Lists with fewer items than they could have."""
     unusable: UnusableRows = field(default_factory=UnusableRows)
     """Rows that cannot be used: chunks are worked on side by side, and reports name the first in hash order."""
@@ -97,7 +97,7 @@ class Chunk:
         """Items in the users' histories, which no list of theirs holds."""
         return self.inputs.seen_items
 
-    def case(self, row: int) -> Case:
+    def user_case(self, row: int) -> Case:
         """Name of a user as a report gives it."""
         return {"user": self.ids[row].as_py()}
 
@@ -114,24 +114,34 @@ class Chunk:
             self.histories.select_rows(remaining_rows),
             self.inputs.select_rows(remaining_rows),
         )
-        self.usable = {name: mask[remaining_rows] for name, mask in self.usable.items()}
+        self.is_usable_by_model = {
+            model_name: mask[remaining_rows] for model_name, mask in self.is_usable_by_model.items()
+        }
         self.features = {
-            model: {name: column[remaining_rows] for name, column in columns.items()}
+            model: {input_name: column[remaining_rows] for input_name, column in columns.items()}
             for model, columns in self.features.items()
         }
-        self.outputs = {name: outputs[remaining_rows] for name, outputs in self.outputs.items()}
-        self.answered = {name: mask[remaining_rows] for name, mask in self.answered.items()}
+        self.outputs_by_model = {
+            model_name: outputs[remaining_rows]
+            for model_name, outputs in self.outputs_by_model.items()
+        }
+        self.is_answered_by_model = {
+            model_name: mask[remaining_rows]
+            for model_name, mask in self.is_answered_by_model.items()
+        }
         if self.vectors is not None:
             self.vectors = self.vectors[remaining_rows]
 
-    def use_vectors(self) -> None:
+    def replace_given_vectors(self) -> None:
         """Puts the vectors that the night was given in the place of the user tower's outputs."""
         if self.vectors is None:
             return
         has_vector = ~np.isnan(self.vectors[:, 0])
-        tower_outputs = self.outputs["user_tower"]
-        self.outputs["user_tower"] = np.where(has_vector[:, None], self.vectors, tower_outputs)
-        self.answered["user_tower"] |= has_vector
+        tower_outputs = self.outputs_by_model["user_tower"]
+        self.outputs_by_model["user_tower"] = np.where(
+            has_vector[:, None], self.vectors, tower_outputs
+        )
+        self.is_answered_by_model["user_tower"] |= has_vector
         self.vectors = None
 
 
@@ -150,11 +160,11 @@ class ShardWork:
     seconds: dict[str, float]
     counts: dict[str, int]
     unusable: UnusableRows
-    allowed: Mapping[str, NDArray[np.bool_]]
+    allowed_masks: Mapping[str, NDArray[np.bool_]]
     """Items that the lists of some tables are of, bool [items]; all of them where a table is not named."""
     copies: UserCopies | None = None
     """Records that may be copied; None: all are computed."""
-    noting: threading.Lock = field(default_factory=threading.Lock)
+    seconds_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that adds to `seconds`."""
 
     @classmethod
@@ -169,7 +179,7 @@ class ShardWork:
             **{value_name: bundle.values[value_name] for value_name in value_names},
         }
         items = open_items(build.root, begin_report, dims=bundle.dims)
-        layouts = {name: layout_of(bundle, table) for name, table in tables.items()}
+        layouts = {table_name: layout_of(bundle, table) for table_name, table in tables.items()}
         scope = ShardScope(
             build, bundle, number, tables, layouts, items, scoring_device.device,
             scorers.allowed_items,
@@ -184,9 +194,11 @@ class ShardWork:
             bundle=bundle,
             scoring_device=scoring_device,
             seconds=dict.fromkeys(("read", "tower", "topk", "records", "write"), 0.0),
-            counts=dict.fromkeys(("entities", "scored", "short", "seen", "given", *REASONS), 0),
+            counts=dict.fromkeys(
+                ("entities", "scored", "short", "seen", "given", *REASON_NAMES), 0
+            ),
             unusable=UnusableRows(),
-            allowed=scorers.allowed_items(build),
+            allowed_masks=scorers.allowed_items(build),
             copies=scorers.user_copies(scope),
         )
 
@@ -196,107 +208,128 @@ class ShardWork:
 
         On a device ON_DEVICE times as many.
         """
-        width = 4 * self.bundle.dims + self.record_bytes
-        times = 1 if self.scoring_device.device is None else ON_DEVICE
-        return max(1, times * min(CHUNK_USERS, CHUNK_BYTES // width))
+        user_bytes = 4 * self.bundle.dims + self.record_bytes
+        device_factor = 1 if self.scoring_device.device is None else DEVICE_CHUNK_FACTOR
+        return max(1, device_factor * min(CHUNK_USERS, CHUNK_BYTES // user_bytes))
 
-    def pages(self, table: str) -> str:
+    def pages_path(self, table: str) -> str:
         return f"tables/{table}/{self.number:04d}.pages"
 
     @contextmanager
-    def busy(self, stage: str) -> Iterator[None]:
+    def add_stage_time(self, stage: str) -> Iterator[None]:
         """Add up the time of a stage, of several threads their mean: its time without the others."""
-        started = time.perf_counter()
+        start_s = time.perf_counter()
         yield
-        seconds = (time.perf_counter() - started) / (self.workers if stage in SIDE_BY_SIDE else 1)
-        with self.noting:
+        seconds = (time.perf_counter() - start_s) / (
+            self.worker_count if stage in PARALLEL_STAGES else 1
+        )
+        with self.seconds_lock:
             self.seconds[stage] += seconds
 
     @property
-    def workers(self) -> int:
+    def worker_count(self) -> int:
         """Number of threads that run the towers on this shard's chunks side by side, and of those that make records."""
         cores = self.build.config.threads or usable_cores()
-        return max(1, min(WORKERS_MOST, cores // CORES_OF_A_WORKER))
+        return max(1, min(WORKERS_MAX, cores // CORES_PER_WORKER))
 
     @property
     def record_bytes(self) -> int:
         """Bytes of one user's records."""
         return sum(layout.size_bytes for layout in self.layouts.values())
 
-    def opened(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def open_towers_first(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         """The chunks; the towers are opened while the first one is read."""
         self._towers()
         yield from chunks
 
-    def encode(self, chunk: Chunk) -> Chunk:
+    def add_tower_outputs(self, chunk: Chunk) -> Chunk:
         """Adds the outputs of the towers to a chunk; its features are dropped, nothing needs them after."""
         chunk.fingerprints = text_hashes(chunk.ids, FINGERPRINT_SEED)
-        with self.busy("tower"):
+        with self.add_stage_time("tower"):
             towers = self._towers()
             all_users_mask = np.ones(len(chunk.ids), np.bool_)
-            chunk.outputs["user_tower"] = self._outputs(chunk, "user_tower", all_users_mask)
-            chunk.use_vectors()
+            chunk.outputs_by_model["user_tower"] = self._outputs(
+                chunk, "user_tower", all_users_mask
+            )
+            chunk.replace_given_vectors()
             if self.copies is not None and chunk.copied.could_stay.any():
-                self._let_stay(chunk, self.copies)
-            for name in towers:
-                if name != "user_tower":
+                self._drop_copied_users(chunk, self.copies)
+            for model_name in towers:
+                if model_name != "user_tower":
                     is_wanted = (
                         chunk.copied.unchanged_positions < 0
-                        if self._is_kept(name)
+                        if self._copies_all_tables(model_name)
                         else all_users_mask
                     )
-                    chunk.outputs[name] = self._outputs(chunk, name, is_wanted)
+                    chunk.outputs_by_model[model_name] = self._outputs(chunk, model_name, is_wanted)
         chunk.features = {}
         return chunk
 
-    def _is_kept(self, model: str) -> bool:
+    def _copies_all_tables(self, model: str) -> bool:
         """True if the records of all tables of a model of values are copied, of whose inputs are as they were."""
-        tables = [name for name, table in self.tables.items() if table.value == model]
+        tables = [table_name for table_name, table in self.tables.items() if table.value == model]
         return self.copies is not None and set(self.copies.tables) >= set(tables)
 
-    def _let_stay(self, chunk: Chunk, copies: UserCopies) -> None:
+    def _drop_copied_users(self, chunk: Chunk, copies: UserCopies) -> None:
         """Users whose inputs and lists are as they were, and whose lists nothing can enter, are copied."""
-        rows = np.flatnonzero(chunk.copied.could_stay)
-        vectors, exclusions = chunk.outputs["user_tower"][rows], chunk.seen_items.select_rows(rows)
-        enters = np.zeros(len(rows), np.bool_)
-        for name in copies.list_tables:
-            enters |= copies.enters(
-                name, chunk.copied.unchanged_positions[rows], vectors, exclusions
+        candidate_rows = np.flatnonzero(chunk.copied.could_stay)
+        vectors, exclusions = (
+            chunk.outputs_by_model["user_tower"][candidate_rows],
+            chunk.seen_items.select_rows(candidate_rows),
+        )
+        has_entering_item = np.zeros(len(candidate_rows), np.bool_)
+        for table_name in copies.list_tables:
+            has_entering_item |= copies.enters(
+                table_name,
+                chunk.copied.unchanged_positions[candidate_rows],
+                vectors,
+                exclusions,
             )
-        stays = np.zeros(len(chunk.ids), np.bool_)
-        stays[rows[~enters]] = True
-        for name in self.models:
-            if name != "user_tower":
-                chunk.unusable.looked_at(f"outputs of {name}", int(stays.sum()))
-        chunk.stay(stays)
+        is_copied = np.zeros(len(chunk.ids), np.bool_)
+        is_copied[candidate_rows[~has_entering_item]] = True
+        for model_name in self.models:
+            if model_name != "user_tower":
+                chunk.unusable.looked_at(f"outputs of {model_name}", int(is_copied.sum()))
+        chunk.stay(is_copied)
 
     def _outputs(
-        self, chunk: Chunk, name: str, is_wanted: NDArray[np.bool_]
+        self, chunk: Chunk, model_name: str, is_wanted: NDArray[np.bool_]
     ) -> NDArray[np.float32]:
         """Return float32 [users, dims], NaN for users without an input or not wanted; note other non-finite rows."""
-        tower = self._towers()[name]
-        usable, features = chunk.usable[name] & is_wanted, chunk.features.get(name, {})
-        rows = np.flatnonzero(usable)
+        tower = self._towers()[model_name]
+        is_usable, features = (
+            chunk.is_usable_by_model[model_name] & is_wanted,
+            chunk.features.get(model_name, {}),
+        )
+        usable_rows = np.flatnonzero(is_usable)
 
         def named(row: int) -> str:
-            return f"user {chunk.case(int(rows[row]))['user']!r}"
+            return f"user {chunk.user_case(int(usable_rows[row]))['user']!r}"
 
-        if usable.all() and len(usable):
-            inputs = bind(tower.spec, histories=chunk.histories, features=features)
+        if is_usable.all() and len(is_usable):
+            inputs = bind_inputs(tower.spec, histories=chunk.histories, features=features)
             outputs = run_named(tower, inputs, named)
         else:
-            row_features = {key: values[rows] for key, values in features.items()}
-            outputs = np.full((len(usable), tower.spec.output_dims), np.nan, np.float32)
-            if len(rows):
-                row_histories = chunk.histories.select_rows(rows)
-                inputs = bind(tower.spec, histories=row_histories, features=row_features)
-                outputs[rows] = run_named(tower, inputs, named)
-        chunk.unusable.looked_at(f"outputs of {name}", int((chunk.usable[name]).sum()))
-        chunk.answered[name] = finite_rows(outputs)
-        if (is_nonfinite := ~chunk.answered[name] & usable).any():
-            of_events = self.are_set_by_events(chunk)
+            row_features = {
+                input_name: input_values[usable_rows]
+                for input_name, input_values in features.items()
+            }
+            outputs = np.full((len(is_usable), tower.spec.output_dims), np.nan, np.float32)
+            if len(usable_rows):
+                row_histories = chunk.histories.select_rows(usable_rows)
+                inputs = bind_inputs(tower.spec, histories=row_histories, features=row_features)
+                outputs[usable_rows] = run_named(tower, inputs, named)
+        chunk.unusable.looked_at(
+            f"outputs of {model_name}", int((chunk.is_usable_by_model[model_name]).sum())
+        )
+        chunk.is_answered_by_model[model_name] = find_finite_rows(outputs)
+        if (is_nonfinite := ~chunk.is_answered_by_model[model_name] & is_usable).any():
+            is_set_by_events = self.are_set_by_events(chunk)
             chunk.unusable.note_rows(
-                f"outputs of {name}", {NOT_FINITE: is_nonfinite}, chunk.case, of_events
+                f"outputs of {model_name}",
+                {NOT_FINITE: is_nonfinite},
+                chunk.user_case,
+                is_set_by_events,
             )
         return outputs
 
@@ -308,36 +341,43 @@ class ShardWork:
 
     def _towers(self) -> dict[str, AnyTower]:
         return {
-            name: self.scoring_device.tower(self.build, model)
-            for name, model in self.models.items()
+            model_name: self.scoring_device.tower(self.build, model)
+            for model_name, model in self.models.items()
         }
 
-    def scored(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def score_chunks(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         """Chunks with the lists of each table of lists; the items are made ready while the first chunk is read."""
         with self.scoring_device.compute_slots:
             self._scorers()
-        yield from map(self.score, chunks)
+        yield from map(self.add_lists, chunks)
 
-    def score(self, chunk: Chunk) -> Chunk:
+    def add_lists(self, chunk: Chunk) -> Chunk:
         """Adds the lists of each table of lists to a chunk."""
         if not len(chunk.ids):
             return chunk
         threads = self.build.config.threads or None
-        with self.scoring_device.compute_slots, self.busy("topk"):
-            rows = np.flatnonzero(chunk.answered["user_tower"])
-            users, exclusions = chunk.outputs["user_tower"], chunk.seen_items
-            if len(rows) < len(users):
-                users, exclusions = users[rows], exclusions.select_rows(rows)
-            for name, scorer in self._scorers().items():
-                k, allowed = self.tables[name].k, self.allowed.get(name)
-                lists = scorer.top(users, k, exclusions, allowed=allowed, threads=threads)
-                chunk.lists[name] = lists_of(len(chunk.ids), rows, lists)
+        with self.scoring_device.compute_slots, self.add_stage_time("topk"):
+            answered_rows = np.flatnonzero(chunk.is_answered_by_model["user_tower"])
+            user_vectors, exclusions = chunk.outputs_by_model["user_tower"], chunk.seen_items
+            if len(answered_rows) < len(user_vectors):
+                user_vectors, exclusions = (
+                    user_vectors[answered_rows],
+                    exclusions.select_rows(answered_rows),
+                )
+            for table_name, scorer in self._scorers().items():
+                k, allowed_mask = self.tables[table_name].k, self.allowed_masks.get(table_name)
+                lists = scorer.top(
+                    user_vectors, k, exclusions, allowed=allowed_mask, threads=threads
+                )
+                chunk.lists_by_table[table_name] = spread_lists(
+                    len(chunk.ids), answered_rows, lists
+                )
         return chunk
 
     def _scorers(self) -> dict[str, AnyScorer]:
         return {
-            name: self.scoring_device.of(self.items, metric_of(self.bundle, table))
-            for name, table in self.tables.items()
+            table_name: self.scoring_device.of(self.items, metric_of(self.bundle, table))
+            for table_name, table in self.tables.items()
             if table.kind == "user_topk"
         }
 
@@ -352,18 +392,21 @@ class ShardWork:
         config = self.build.config
         if not (config.events.enabled or config.sources.item_attributes):
             return {}
-        parts = ["ends", "items"]
-        parts += ["times"] if config.events.enabled else []
-        parts += ["feature_ends", "features"] if self.publishes_features else []
-        parts += ["brought"] if config.events.enabled and config.sources.user_vectors else []
-        return {part: f"seen/{self.number:04d}.{part}" for part in parts}
+        part_names = ["ends", "items"]
+        part_names += ["times"] if config.events.enabled else []
+        part_names += ["feature_ends", "features"] if self.publishes_features else []
+        part_names += ["brought"] if config.events.enabled and config.sources.user_vectors else []
+        return {part_name: f"seen/{self.number:04d}.{part_name}" for part_name in part_names}
 
 
-def lists_of(count: int, rows: NDArray[np.int64], lists: Top) -> Top:
-    """Spread the lists of the users in `rows` over `count` users; the lists of the others are empty."""
-    if len(rows) == count:
+def spread_lists(user_count: int, rows: NDArray[np.int64], lists: Top) -> Top:
+    """Spread the lists of the users in `rows` over `user_count` users; the lists of the others are empty."""
+    if len(rows) == user_count:
         return lists
-    k = lists[0].shape[1]
-    ordinals, scores = np.full((count, k), NO_ITEM, np.uint32), np.zeros((count, k), np.float32)
+    list_length = lists[0].shape[1]
+    ordinals, scores = (
+        np.full((user_count, list_length), NO_ITEM, np.uint32),
+        np.zeros((user_count, list_length), np.float32),
+    )
     ordinals[rows], scores[rows] = lists
     return ordinals, scores

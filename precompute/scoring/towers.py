@@ -55,74 +55,78 @@ _VECTOR_TOWER = "user_tower"
 _COMPARED_ROWS = 64
 
 
-def bind(
+def bind_inputs(
     spec: TowerSpec,
     *,
     histories: Histories | None = None,
     features: Mapping[str, NDArray[Any]] | None = None,
-    index: NDArray[np.int64] | None = None,
+    item_indices: NDArray[np.int64] | None = None,
 ) -> Inputs:
     """A tower's inputs by name; `features` are by input name already."""
-    bound: dict[str, Histories | NDArray[Any]] = {}
+    inputs_by_name: dict[str, Histories | NDArray[Any]] = {}
     for input_spec in spec.inputs:
         if input_spec.bind == "history":
             if histories is None:
                 raise ConfigError(
                     f"input {input_spec.name!r} wants a history, which this entity does not have"
                 )
-            bound[input_spec.name] = histories
+            inputs_by_name[input_spec.name] = histories
         elif input_spec.bind == "item_index":
-            if index is None:
+            if item_indices is None:
                 raise ConfigError(
                     f"input {input_spec.name!r} wants an item index, which this entity does not have"
                 )
-            bound[input_spec.name] = index
+            inputs_by_name[input_spec.name] = item_indices
         else:
-            bound[input_spec.name] = (features or {})[input_spec.name]
-    return bound
+            inputs_by_name[input_spec.name] = (features or {})[input_spec.name]
+    return inputs_by_name
 
 
-def inputs_of(
+def prepare_inputs(
     items: ItemTable, entities: ShardInput, specs: Mapping[str, TowerSpec]
 ) -> tuple[dict[str, NDArray[np.bool_]], Histories, FeaturesByModel]:
     """(which rows have every input of each model, histories in model indices, features).
 
     Feature values of rows that are not usable mean nothing.
     """
-    indices = items.to_model(Ordinals(entities.ordinals))
-    is_usable_item = (indices >= 0) & _recent(entities)
+    model_indices = items.to_model(Ordinals(entities.ordinals))
+    is_usable_item = (model_indices >= 0) & _is_recent(entities)
     running_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_usable_item)])
-    histories = Histories(running_counts[entities.indptr], indices[is_usable_item])
-    usable: dict[str, NDArray[np.bool_]] = {}
-    features: FeaturesByModel = {name: {} for name in specs}
+    histories = Histories(running_counts[entities.indptr], model_indices[is_usable_item])
+    is_usable_by_model: dict[str, NDArray[np.bool_]] = {}
+    features: FeaturesByModel = {model_name: {} for model_name in specs}
     for model, spec in specs.items():
-        usable[model] = np.ones(len(entities.ids), np.bool_)
+        is_usable_by_model[model] = np.ones(len(entities.ids), np.bool_)
         if spec.history is not None and not (entities.answers_without_history and spec.features):
-            usable[model] &= np.diff(histories.indptr) > 0
+            is_usable_by_model[model] &= np.diff(histories.indptr) > 0
         for feature in spec.features:
             values = read_values(entities.features[str(feature.column)], feature)
-            usable[model] &= values.usable
+            is_usable_by_model[model] &= values.usable
             features[model][feature.name] = values.numbers
-    return usable, histories, features
+    return is_usable_by_model, histories, features
 
 
-def usable_inputs(
+def select_usable_inputs(
     items: ItemTable, entities: ShardInput, specs: Mapping[str, TowerSpec]
 ) -> tuple[NDArray[np.int64], Histories, FeaturesByModel]:
-    """(rows with every input of all these models, the rest as `inputs_of`)."""
-    usable, histories, features = inputs_of(items, entities, specs)
-    rows = np.logical_and.reduce([np.ones(len(entities.ids), np.bool_), *usable.values()])
-    return np.flatnonzero(rows), histories, features
+    """(rows with every input of all these models, the rest as `prepare_inputs`)."""
+    is_usable_by_model, histories, features = prepare_inputs(items, entities, specs)
+    is_usable = np.logical_and.reduce(
+        [np.ones(len(entities.ids), np.bool_), *is_usable_by_model.values()]
+    )
+    return np.flatnonzero(is_usable), histories, features
 
 
-def _recent(entities: ShardInput) -> NDArray[np.bool_]:
+def _is_recent(entities: ShardInput) -> NDArray[np.bool_]:
     """Mask of the history items that are new enough to be given to a model, bool [len(ordinals)]."""
-    lengths = np.diff(entities.indptr)
-    from_end = repeated(entities.indptr[1:], lengths) - np.arange(len(entities.ordinals))
-    return np.asarray(from_end <= entities.history_limit, np.bool_)
+    history_lengths = np.diff(entities.indptr)
+    places_from_end = repeated(entities.indptr[1:], history_lengths) - np.arange(
+        len(entities.ordinals)
+    )
+    return np.asarray(places_from_end <= entities.history_limit, np.bool_)
 
 
-def computes_featured(build: Build) -> bool:
+def computes_feature_only_users(build: Build) -> bool:
     """True if the night computes users whom the feature table alone names; its `begin` decided."""
     return bool(build.need(BEGIN).get(FEATURED_USERS, False))
 
@@ -133,8 +137,10 @@ def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
         for feature in model.spec.features:
             path = feature_file(config, model.entity, str(feature.column))
             column = str(feature.column)
-            kind = feature_schema(path, (column,), bundle.columns_of_lists).field(column).type
-            demand_type(kind, feature, f"{path}, for {model.name}")
+            column_type = (
+                feature_schema(path, (column,), bundle.columns_of_lists).field(column).type
+            )
+            demand_type(column_type, feature, f"{path}, for {model.name}")
 
 
 def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower:
@@ -146,18 +152,20 @@ def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower
     tower = Tower.open(path, model.spec, threads=threads)
     if device is None:
         return tower
-    running = _on_device(build, model, device)
-    if isinstance(running, str):
-        _log.info("%s stays on the processor: %s", model.name, running)
+    device_model = _open_on_device(build, model, device)
+    if isinstance(device_model, str):
+        _log.info("%s stays on the processor: %s", model.name, device_model)
         return tower
-    may_stay = build.config.device == AUTO and model.program is None
-    return DeviceTower(model.name, tower, running, may_stay=may_stay)
+    may_fall_back = build.config.device == AUTO and model.program is None
+    return DeviceTower(model.name, tower, device_model, may_fall_back=may_fall_back)
 
 
-def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> NDArray[np.float32]:
+def run_named(
+    tower: AnyTower, inputs: Inputs, row_in_words: Callable[[int], str]
+) -> NDArray[np.float32]:
     """Outputs float32 [n, output_dims]; raises SourceError naming the first row on which the model cannot be run.
 
-    `name` is of a row, such as "user 'ann'".
+    `row_in_words` is of a row, such as "user 'ann'".
     """
     try:
         return tower.run(inputs)
@@ -166,17 +174,17 @@ def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> ND
             raise
         rows = np.arange(rows_of(inputs))
         while len(rows) > 1:
-            half = rows[: len(rows) // 2]
-            rows = half if _raises(tower, inputs, half) else rows[len(rows) // 2 :]
-        if not _raises(tower, inputs, rows):
+            first_half = rows[: len(rows) // 2]
+            rows = first_half if _does_raise(tower, inputs, first_half) else rows[len(rows) // 2 :]
+        if not _does_raise(tower, inputs, rows):
             raise  # it was not of a row: no memory, say
         row = int(rows[0])
-        values = {
+        value_by_column = {
             str(feature.column): np.asarray(inputs[feature.name])[row]
             for feature in tower.spec.features
         }
         inputs_text = ", ".join(
-            f"{column} {format_case_value(value)}" for column, value in values.items()
+            f"{column} {format_case_value(value)}" for column, value in value_by_column.items()
         )
         cause = error.__cause__ or error
         error_lines = str(cause).strip().splitlines()[-1:] or [type(cause).__name__]
@@ -184,13 +192,13 @@ def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> ND
             f"the model {error.details['model']}" if isinstance(error, ModelFailed) else "the model"
         )
         raise SourceError(
-            f"{name(row)}: {model} cannot be run on {inputs_text or 'its input'} "
+            f"{row_in_words(row)}: {model} cannot be run on {inputs_text or 'its input'} "
             f"({format_case_value(error_lines[0])}); correct the table, or leave the value out of it",
-            columns=sorted(values),
+            columns=sorted(value_by_column),
         ) from error
 
 
-def _raises(tower: AnyTower, inputs: Inputs, rows: NDArray[np.int64]) -> bool:
+def _does_raise(tower: AnyTower, inputs: Inputs, rows: NDArray[np.int64]) -> bool:
     try:
         tower.run(rows_taken(inputs, rows))
     except Exception:
@@ -208,53 +216,58 @@ class DeviceModel(Protocol):
 class DeviceTower:
     """Model on a device, fed like its ONNX file, and compared with it on its first rows.
 
-    If it `may_stay`, because no setting asks for the device, it runs on the processor if they disagree.
+    If it `may_fall_back`, because no setting asks for the device, it runs on the processor if they disagree.
     """
 
     def __init__(
-        self, name: str, tower: Tower, running: DeviceModel, *, may_stay: bool = False
+        self,
+        model_name: str,
+        tower: Tower,
+        device_model: DeviceModel,
+        *,
+        may_fall_back: bool = False,
     ) -> None:
         self.spec = tower.spec
-        self._name = name
+        self._name = model_name
         self._tower = tower
-        self._running = running
-        self._names = [input_spec.name for input_spec in tower.spec.inputs]
+        self._device_model = device_model
+        self._input_names = [input_spec.name for input_spec in tower.spec.inputs]
         self._tile = DEVICE_TILE
         self._is_compared = False
-        self._may_stay = may_stay
-        self._stays = False
+        self._may_fall_back = may_fall_back
+        self._is_on_processor = False
 
     def run(self, inputs: Inputs) -> NDArray[np.float32]:
         """Outputs float32 [n, output_dims]; raises BundleError where the device and the processor disagree."""
         outputs = None
         try:
-            if not (self._is_compared or self._stays):
-                self._compare(inputs)
-            if not self._stays:
-                outputs = self._tried(inputs)
+            if not (self._is_compared or self._is_on_processor):
+                self._compare_with_processor(inputs)
+            if not self._is_on_processor:
+                outputs = self._run_on_device(inputs)
         except BundleError as error:
-            if not self._may_stay or isinstance(error, ModelFailed):
+            if not self._may_fall_back or isinstance(error, ModelFailed):
                 raise
-            self._stay(error.message)
+            self._fall_back(error.message)
         except RuntimeError as error:
             from precompute.device.failures import is_of_device  # torch: here it was used
 
             if not is_of_device(error):
                 raise
-            self._stay(str(error))
+            self._fall_back(str(error))
         return self._tower.run(inputs) if outputs is None else outputs
 
-    def _stay(self, reason: str) -> None:
-        self._stays = True
+    def _fall_back(self, reason: str) -> None:
+        self._is_on_processor = True
         _log.warning("%s stays on the processor: %s", self._name, reason)
 
-    def _tried(self, inputs: Inputs) -> NDArray[np.float32] | None:
+    def _run_on_device(self, inputs: Inputs) -> NDArray[np.float32] | None:
         """Outputs of the device; None where it has no room for one row."""
         outputs = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
         while True:
             tile = self._tile
             try:
-                self._fill(outputs, inputs, tile)
+                self._fill_outputs(outputs, inputs, tile)
             except MemoryError as error:
                 if tile.rows == 1:
                     _log.warning("%s: %s; ONNX Runtime goes on", self._name, error)
@@ -264,49 +277,56 @@ class DeviceTower:
             else:
                 return outputs
 
-    def _fill(self, outputs: NDArray[np.float32], inputs: Inputs, tile: Tile) -> None:
-        numbers: list[NDArray[np.int64]] = []
+    def _fill_outputs(self, outputs: NDArray[np.float32], inputs: Inputs, tile: Tile) -> None:
+        rows_of_batches: list[NDArray[np.int64]] = []
 
         def feeds() -> Iterator[Sequence[NDArray[Any]]]:
             for rows, feed in self._tower.batches(inputs, tile=tile):
-                numbers.append(rows)
-                yield [feed[name] for name in self._names]
+                rows_of_batches.append(rows)
+                yield [feed[name] for name in self._input_names]
 
-        for batch_index, batch_outputs in enumerate(self._running.outputs(feeds())):
-            outputs[numbers[batch_index]] = batch_outputs[: len(numbers[batch_index])]
+        for batch_index, batch_outputs in enumerate(self._device_model.outputs(feeds())):
+            outputs[rows_of_batches[batch_index]] = batch_outputs[
+                : len(rows_of_batches[batch_index])
+            ]
 
-    def _compare(self, inputs: Inputs) -> None:
+    def _compare_with_processor(self, inputs: Inputs) -> None:
         """Compares a few rows, but for those that are finite on neither: they get no answer."""
         rows = np.arange(min(_COMPARED_ROWS, rows_of(inputs)))
         probe_inputs = rows_taken(inputs, rows)
-        expected_outputs, device_outputs = self._tower.run(probe_inputs), self._tried(probe_inputs)
+        expected_outputs, device_outputs = (
+            self._tower.run(probe_inputs),
+            self._run_on_device(probe_inputs),
+        )
         if device_outputs is None:
             return
-        finite = np.isfinite(expected_outputs).all(axis=1)
-        has_same_finite_rows = np.array_equal(finite, np.isfinite(device_outputs).all(axis=1))
-        expected_outputs, off = (
-            expected_outputs[finite],
-            device_outputs[finite] - expected_outputs[finite],
+        is_finite = np.isfinite(expected_outputs).all(axis=1)
+        has_same_finite_rows = np.array_equal(is_finite, np.isfinite(device_outputs).all(axis=1))
+        expected_outputs, deviations = (
+            expected_outputs[is_finite],
+            device_outputs[is_finite] - expected_outputs[is_finite],
         )
-        largest = _worst_deviation(np.abs(off).max(axis=1), np.abs(expected_outputs).max(axis=1))
-        self._demand(
-            largest if has_same_finite_rows else float("nan"),
+        largest_deviation = _worst_deviation(
+            np.abs(deviations).max(axis=1), np.abs(expected_outputs).max(axis=1)
+        )
+        self._demand_agreement(
+            largest_deviation if has_same_finite_rows else float("nan"),
             DEVICE_AGREEMENT,
             "a row's largest number",
         )
         if self._name == _VECTOR_TOWER:
-            lengths = _worst_deviation(
-                np.linalg.norm(off, axis=1), np.linalg.norm(expected_outputs, axis=1)
+            length_deviation = _worst_deviation(
+                np.linalg.norm(deviations, axis=1), np.linalg.norm(expected_outputs, axis=1)
             )
-            self._demand(lengths, DEVICE_LENGTH_AGREEMENT, "a vector's length")
+            self._demand_agreement(length_deviation, DEVICE_LENGTH_AGREEMENT, "a vector's length")
         self._is_compared = len(expected_outputs) > 0
 
-    def _demand(self, error: float, threshold: float, of: str) -> None:
+    def _demand_agreement(self, error: float, threshold: float, scale_text: str) -> None:
         if error <= threshold:
             return
         raise BundleError(
-            f"{self._name} on the device differs from its ONNX file on the processor by {error:.2g} of {of}, at most "
-            f"{threshold:g} is allowed: export both from the same weights in float32, or set device to `off`",
+            f"{self._name} on the device differs from its ONNX file on the processor by {error:.2g} of {scale_text}, "
+            f"at most {threshold:g} is allowed: export both from the same weights in float32, or set device to `off`",
             model=self._name,
             value=error,
             threshold=threshold,
@@ -318,15 +338,15 @@ class OnnxOnGpu:
 
     def __init__(self, tower: Tower) -> None:
         self._tower = tower
-        self._names = [input_spec.name for input_spec in tower.spec.inputs]
+        self._input_names = [input_spec.name for input_spec in tower.spec.inputs]
 
     def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
         """Outputs of each batch; raises MemoryError where the provider's arena is full."""
         for feed in feeds:
-            yield self._tower.fed(dict(zip(self._names, feed, strict=True)))
+            yield self._tower.fed(dict(zip(self._input_names, feed, strict=True)))
 
 
-def _on_device(build: Build, model: BundleModel, device: str) -> DeviceModel | str:
+def _open_on_device(build: Build, model: BundleModel, device: str) -> DeviceModel | str:
     """The form of a model that runs on a device, or why none does."""
     if model.program is not None:
         demand_sha256(model.program, model.program_sha256)
@@ -335,15 +355,17 @@ def _on_device(build: Build, model: BundleModel, device: str) -> DeviceModel | s
         return Program.open(
             model.program, [input_spec.name for input_spec in model.spec.inputs], device
         )
-    kind, _, number = device.partition(":")
-    if kind != "cuda":
+    device_kind, _, device_ordinal = device.partition(":")
+    if device_kind != "cuda":
         return f"its bundle has no program, and {device} is no GPU"
-    accelerator = Accelerator("cuda", int(number))
+    accelerator = Accelerator("cuda", int(device_ordinal))
     if (reason := accelerator.missing()) is not None:
         return f"its bundle has no program, and {reason}"
     # Each such model has an arena of its own, and torch is one more.
-    arenas = 1 + sum(bundle_model.program is None for bundle_model in open_bundle(build).models)
-    limit_bytes = share_memory(device, build.config.device_tasks * arenas)
+    arena_count = 1 + sum(
+        bundle_model.program is None for bundle_model in open_bundle(build).models
+    )
+    limit_bytes = share_memory(device, build.config.device_tasks * arena_count)
     accelerator = replace(accelerator, limit_bytes=limit_bytes)
     gpu_tower = Tower.open(fetch_model(build, model), model.spec, accelerator=accelerator)
     if gpu_tower.provider != accelerator.provider:
@@ -353,5 +375,5 @@ def _on_device(build: Build, model: BundleModel, device: str) -> DeviceModel | s
     return OnnxOnGpu(gpu_tower)
 
 
-def _worst_deviation(errors: NDArray[np.float32], sizes: NDArray[np.float32]) -> float:
-    return float((errors / np.maximum(sizes, np.float32(1e-30))).max(initial=0))
+def _worst_deviation(errors: NDArray[np.float32], magnitudes: NDArray[np.float32]) -> float:
+    return float((errors / np.maximum(magnitudes, np.float32(1e-30))).max(initial=0))

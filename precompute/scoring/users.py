@@ -22,12 +22,12 @@ from precompute.partitions.digests import of_users
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import read_shard, scratch_folder, users_alone
 from precompute.partitions.stages import Stages
-from precompute.scoring.copies import REASONS, CopyDecisions, inputs_file, reasons_file
+from precompute.scoring.copies import REASON_NAMES, CopyDecisions, inputs_path, reasons_path
 from precompute.scoring.pages import Answers, GrowingFile, PageFile, describe_pages, encode_records
 from precompute.scoring.scorers import Scorers
 from precompute.scoring.shard_work import Chunk, ShardWork
-from precompute.scoring.towers import computes_featured
-from precompute.scoring.user_reading import chunks_of, read_users, timed_reads
+from precompute.scoring.towers import computes_feature_only_users
+from precompute.scoring.user_reading import read_users, split_into_chunks, time_reads
 from precompute.sources.unusable import UNFIT
 
 
@@ -39,151 +39,177 @@ def score_users(
     progress: Progress,
 ) -> UserScores:
     """All user tables of one shard; returns the shard's report. Memory does not depend on the number of users."""
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     work = ShardWork.of(build, bundle, shard, scorers)
-    directory_path, inputs = directory_file("user", shard), inputs_file(shard)
+    directory_path, inputs_file_path = directory_file("user", shard), inputs_path(shard)
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_folder(build.root / PARTITION))
-        files = {
-            name: stack.enter_context(
-                PageFile(build.path(work.pages(name)), layout, build.config.page_bytes)
+        page_files = {
+            table_name: stack.enter_context(
+                PageFile(build.path(work.pages_path(table_name)), layout, build.config.page_bytes)
             )
-            for name, layout in work.layouts.items()
+            for table_name, layout in work.layouts.items()
         }
-        directory = stack.enter_context(GrowingFile(build.path(directory_path)))
-        pairs = stack.enter_context(GrowingFile(build.path(inputs)))
+        directory_writer = stack.enter_context(GrowingFile(build.path(directory_path)))
+        digests_file = stack.enter_context(GrowingFile(build.path(inputs_file_path)))
         seen_file_by_part = {
-            name: stack.enter_context(GrowingFile(build.path(path)))
-            for name, path in work.seen_files.items()
+            table_name: stack.enter_context(GrowingFile(build.path(path)))
+            for table_name, path in work.seen_files.items()
         }
         reasons = None
         if work.copies is not None:
-            reasons = stack.enter_context(GrowingFile(build.path(reasons_file(shard))))
+            reasons = stack.enter_context(GrowingFile(build.path(reasons_path(shard))))
         stages = stack.enter_context(Stages())  # last, so stopped before anything they use is gone
-        read = stages.ahead(timed_reads(work, read_users(work, scratch, pairs)))
-        encoded = stages.map_values(work.encode, work.opened(read), workers=work.workers)
-        scored = stages.ahead(work.scored(encoded))
-        for chunk in stages.map_values(partial(add_records, work), scored, workers=work.workers):
-            with work.busy("write"):
-                write_records(work, chunk, files, directory, reasons)
+        read_chunks = stages.ahead(time_reads(work, read_users(work, scratch, digests_file)))
+        encoded_chunks = stages.map_values(
+            work.add_tower_outputs, work.open_towers_first(read_chunks), workers=work.worker_count
+        )
+        scored_chunks = stages.ahead(work.score_chunks(encoded_chunks))
+        for chunk in stages.map_values(
+            partial(add_records, work), scored_chunks, workers=work.worker_count
+        ):
+            with work.add_stage_time("write"):
+                write_records(work, chunk, page_files, directory_writer, reasons)
                 if seen_file_by_part:
                     write_inputs(work, chunk, seen_file_by_part)
             progress(f"score shard {shard}", chunk.entities, chunk.total)
-    count = work.counts["scored"]
+    scored_count = work.counts["scored"]
     return {
         "entities": work.counts["entities"],
-        "scored": count,
-        "without_input": work.counts["entities"] - count,
+        "scored": scored_count,
+        "without_input": work.counts["entities"] - scored_count,
         "short": work.counts["short"],
         "unusable": work.unusable.to_json(),
-        "seconds": {**work.seconds, "all": time.perf_counter() - started},
-        "reasons": None if work.copies is None else {name: work.counts[name] for name in REASONS},
+        "seconds": {**work.seconds, "all": time.perf_counter() - start_s},
+        "reasons": None
+        if work.copies is None
+        else {table_name: work.counts[table_name] for table_name in REASON_NAMES},
         "directory": file_entry(build.describe(directory_path)),
-        "inputs": file_entry(build.describe(inputs)),
+        "inputs": file_entry(build.describe(inputs_file_path)),
         "seen": [file_entry(build.describe(path)) for path in work.seen_files.values()],
-        "tables": {name: describe_pages(build, file) for name, file in files.items()},
+        "tables": {
+            table_name: describe_pages(build, file) for table_name, file in page_files.items()
+        },
     }
 
 
 def add_records(work: ShardWork, chunk: Chunk) -> Chunk:
     """Adds the records of each table to a chunk; its outputs and lists are dropped, nothing needs them after."""
-    with work.busy("records"):
-        for name, table in work.tables.items():
-            chunk_records = own_records(work, name, table, chunk)
-            chunk.records[name] = _with_copies(work, name, chunk, chunk_records)
-    chunk.outputs, chunk.lists = {}, {}
+    with work.add_stage_time("records"):
+        for table_name, table in work.tables.items():
+            chunk_records = compute_own_records(work, table_name, table, chunk)
+            chunk.records_by_table[table_name] = _with_copies(
+                work, table_name, chunk, chunk_records
+            )
+    chunk.outputs_by_model, chunk.lists_by_table = {}, {}
     return chunk
 
 
-def own_records(work: ShardWork, name: str, table: TableConfig, chunk: Chunk) -> NDArray[Any]:
+def compute_own_records(
+    work: ShardWork, table_name: str, table: TableConfig, chunk: Chunk
+) -> NDArray[Any]:
     """Records of the chunk's own users."""
     model = str(table.value) if table.kind == "value" else "user_tower"
-    answers: Answers = chunk.outputs[model]
-    has_answer = chunk.answered[model]
+    answers: Answers = chunk.outputs_by_model[model]
+    has_answer = chunk.is_answered_by_model[model]
     if table.kind == "user_topk":
         if not len(chunk.ids):
-            return np.empty(0, work.layouts[name].dtype)
-        answers = chunk.lists.pop(name)
-        if name not in work.allowed:  # under a filter lists are short, and a gate knows how short
-            possible = np.minimum(table.k, work.items.count - np.diff(chunk.seen_items.indptr))
-            is_short = (answers[0] != NO_ITEM).sum(axis=1) < possible
-            chunk.short += int((is_short & has_answer).sum())
-    at = cut_of(work.build.generation)
-    records, unfit = encode_records(work.layouts[name], chunk.fingerprints, answers, has_answer, at)
-    if unfit.any():
-        of_events = work.are_set_by_events(chunk)
-        chunk.unusable.note_rows(f"records of {name}", {UNFIT: unfit}, chunk.case, of_events)
-    if table.kind != "user_topk" and work.copies is not None and name in work.copies.tables:
-        rows = np.flatnonzero(chunk.copied.unchanged_positions >= 0)
-        records[rows] = work.copies.records(name, chunk.copied.unchanged_positions[rows], at)
+            return np.empty(0, work.layouts[table_name].dtype)
+        answers = chunk.lists_by_table.pop(table_name)
+        if (
+            table_name not in work.allowed_masks
+        ):  # under a filter lists are short, and a gate knows how short
+            possible_counts = np.minimum(
+                table.k, work.items.count - np.diff(chunk.seen_items.indptr)
+            )
+            is_short = (answers[0] != NO_ITEM).sum(axis=1) < possible_counts
+            chunk.short_list_count += int((is_short & has_answer).sum())
+    cut_s = cut_of(work.build.generation)
+    records, is_unfit = encode_records(
+        work.layouts[table_name], chunk.fingerprints, answers, has_answer, cut_s
+    )
+    if is_unfit.any():
+        is_set_by_events = work.are_set_by_events(chunk)
+        chunk.unusable.note_rows(
+            f"records of {table_name}", {UNFIT: is_unfit}, chunk.user_case, is_set_by_events
+        )
+    if table.kind != "user_topk" and work.copies is not None and table_name in work.copies.tables:
+        unchanged_rows = np.flatnonzero(chunk.copied.unchanged_positions >= 0)
+        records[unchanged_rows] = work.copies.records(
+            table_name, chunk.copied.unchanged_positions[unchanged_rows], cut_s
+        )
         has_answer = has_answer | (chunk.copied.unchanged_positions >= 0)
-    chunk.unusable.looked_at(f"records of {name}", int(has_answer.sum()))
+    chunk.unusable.looked_at(f"records of {table_name}", int(has_answer.sum()))
     return records
 
 
 def _with_copies(
-    work: ShardWork, name: str, chunk: Chunk, chunk_records: NDArray[Any]
+    work: ShardWork, table_name: str, chunk: Chunk, chunk_records: NDArray[Any]
 ) -> NDArray[Any]:
     """Records of all users of a chunk's range."""
-    copied = chunk.copied
-    copied_rows = copied.copied_rows
+    copied_users = chunk.copied
+    copied_rows = copied_users.copied_rows
     if work.copies is None or not len(copied_rows):
         return chunk_records
-    chunk.unusable.looked_at(f"records of {name}", len(copied_rows))
-    at = cut_of(work.build.generation)
-    if len(copied_rows) == len(copied.hashes):
-        return work.copies.records(name, copied.copied_positions, at)
-    records = np.empty(len(copied.hashes), chunk_records.dtype)
-    records[copied.rows] = chunk_records
-    records[copied_rows] = work.copies.records(name, copied.copied_positions[copied_rows], at)
+    chunk.unusable.looked_at(f"records of {table_name}", len(copied_rows))
+    cut_s = cut_of(work.build.generation)
+    if len(copied_rows) == len(copied_users.hashes):
+        return work.copies.records(table_name, copied_users.copied_positions, cut_s)
+    records = np.empty(len(copied_users.hashes), chunk_records.dtype)
+    records[copied_users.rows] = chunk_records
+    records[copied_rows] = work.copies.records(
+        table_name, copied_users.copied_positions[copied_rows], cut_s
+    )
     return records
 
 
 def write_records(
     work: ShardWork,
     chunk: Chunk,
-    files: Mapping[str, PageFile],
-    directory: GrowingFile,
-    reasons: GrowingFile | None,
+    page_files: Mapping[str, PageFile],
+    directory_writer: GrowingFile,
+    reasons_writer: GrowingFile | None,
 ) -> None:
     """Write the records and reasons of a chunk, in hash order; add the chunk's counts."""
-    for name in work.tables:
-        files[name].append(chunk.records.pop(name))
-    copied = chunk.copied
-    directory.write_array(copied.hashes.astype("<u8", copy=False))
+    for table_name in work.tables:
+        page_files[table_name].append(chunk.records_by_table.pop(table_name))
+    copied_users = chunk.copied
+    directory_writer.write_array(copied_users.hashes.astype("<u8", copy=False))
     work.unusable.take_in(chunk.unusable.to_json())
-    work.counts["scored"] += len(copied.hashes)
-    work.counts["short"] += chunk.short
-    reason_numbers = copied.reasons()
-    for number, name in enumerate(REASONS):
-        work.counts[name] += int((reason_numbers == number).sum())
-    if reasons is not None:
-        reasons.write_array(reason_numbers)
+    work.counts["scored"] += len(copied_users.hashes)
+    work.counts["short"] += chunk.short_list_count
+    reason_numbers = copied_users.reason_numbers()
+    for reason_number, table_name in enumerate(REASON_NAMES):
+        work.counts[table_name] += int((reason_numbers == reason_number).sum())
+    if reasons_writer is not None:
+        reasons_writer.write_array(reason_numbers)
 
 
-def write_inputs(work: ShardWork, chunk: Chunk, files: Mapping[str, GrowingFile]) -> None:
+def write_inputs(
+    work: ShardWork, chunk: Chunk, seen_file_by_part: Mapping[str, GrowingFile]
+) -> None:
     """Writes the inputs of the users of a chunk's range, in hash order, copied ones among them."""
-    copied, inputs = chunk.copied, chunk.inputs
-    copied_rows = copied.copied_rows
+    copied_users, inputs = chunk.copied, chunk.inputs
+    copied_rows = copied_users.copied_rows
     if work.copies is not None and len(copied_rows):
-        inputs = copied.merge_inputs(
-            inputs, work.copies.read_inputs(copied.copied_positions[copied_rows])
+        inputs = copied_users.merge_inputs(
+            inputs, work.copies.read_inputs(copied_users.copied_positions[copied_rows])
         )
-    _write_ends(work, "seen", inputs.seen_items, files["ends"])
-    files["items"].write_array(inputs.seen_items.indices.astype("<u4"))
+    _write_ends(work, "seen", inputs.seen_items, seen_file_by_part["ends"])
+    seen_file_by_part["items"].write_array(inputs.seen_items.indices.astype("<u4"))
     if inputs.times is not None:
-        files["times"].write_array(inputs.times.indices.astype("<i8"))
+        seen_file_by_part["times"].write_array(inputs.times.indices.astype("<i8"))
     if inputs.feature_json is not None:
-        _write_ends(work, "given", inputs.feature_json, files["feature_ends"])
-        files["features"].write_array(inputs.feature_json.indices.astype("u1"))
+        _write_ends(work, "given", inputs.feature_json, seen_file_by_part["feature_ends"])
+        seen_file_by_part["features"].write_array(inputs.feature_json.indices.astype("u1"))
     if inputs.has_own_vector is not None:
-        files["brought"].write_array(inputs.has_own_vector.astype("u1"))
+        seen_file_by_part["brought"].write_array(inputs.has_own_vector.astype("u1"))
 
 
-def _write_ends(work: ShardWork, count: str, rows: Histories, ends: GrowingFile) -> None:
+def _write_ends(work: ShardWork, count_name: str, rows: Histories, ends_file: GrowingFile) -> None:
     """Write the position where each row ends, counted over all chunks."""
-    ends.write_array((work.counts[count] + rows.indptr[1:]).astype("<u8"))
-    work.counts[count] += int(rows.indptr[-1])
+    ends_file.write_array((work.counts[count_name] + rows.indptr[1:]).astype("<u8"))
+    work.counts[count_name] += int(rows.indptr[-1])
 
 
 def recompute_users(
@@ -191,21 +217,25 @@ def recompute_users(
 ) -> dict[int, dict[str, bytes]]:
     """Return the records of the users with these sorted hashes by hash and table, computed without copies."""
     folder = users_alone(work.build.root / PARTITION, work.number, hashes, scratch)
-    limit, records_by_hash = work.build.config.history_limit, dict[int, dict[str, bytes]]()
+    history_limit, records_by_hash = work.build.config.history_limit, dict[int, dict[str, bytes]]()
     entities = read_shard(
         folder,
         work.number,
-        history_limit=limit,
-        answers_without_history=computes_featured(work.build),
+        history_limit=history_limit,
+        answers_without_history=computes_feature_only_users(work.build),
     )
     digests = of_users(entities, work.items.directory.hashes())
-    for chunk, _ in chunks_of(work, CopyDecisions.without_copies(entities, digests), entities)[0]:
-        chunk = work.score(work.encode(chunk))
-        tables = {
-            name: own_records(work, name, table, chunk) for name, table in work.tables.items()
+    for chunk, _ in split_into_chunks(
+        work, CopyDecisions.without_copies(entities, digests), entities
+    )[0]:
+        chunk = work.add_lists(work.add_tower_outputs(chunk))
+        records_by_table = {
+            table_name: compute_own_records(work, table_name, table, chunk)
+            for table_name, table in work.tables.items()
         }
         for row, user_hash in enumerate(chunk.hashes.tolist()):
             records_by_hash[user_hash] = {
-                name: records[row].tobytes() for name, records in tables.items()
+                table_name: records[row].tobytes()
+                for table_name, records in records_by_table.items()
             }
     return records_by_hash

@@ -77,7 +77,7 @@ from precompute.releases.recovery import rolled_back_in_words
 from precompute.releases.release_log import open_releases
 from precompute.releases.sweep import sweep
 from precompute.scoring.copies import Prior
-from precompute.scoring.defaults import FILE as DEFAULTS
+from precompute.scoring.defaults import DEFAULTS_FILE as DEFAULTS
 from precompute.scoring.defaults import compute_popularity_scores, write_defaults
 from precompute.scoring.items import lay_out_items
 from precompute.scoring.towers import demand_feature_types
@@ -332,7 +332,7 @@ def _write_items(night: BegunNight) -> ItemFields:
     build, values = night.build, night.values
     night.laid, night.item_columns = lay_out_items(
         build.config, night.bundle, build.root, erased=night.erased.items, unusable=night.unusable,
-        prior=night.prior, values=values.items, event_item_ids=values.event_item_ids,
+        prior=night.prior, values_by_item=values.items, event_item_ids=values.event_item_ids,
     )  # fmt: skip
     night.items = catalogue.open_items(build.root, night.laid)
     unlisted = night.items.ordinals_of(list(values.unlisted)) >= 0

@@ -17,10 +17,10 @@ from precompute.config.settings import NightConfig
 from precompute.features import prior_index, tables_by_scores
 from precompute.partitions import catalogue
 from precompute.partitions.digests import digests_files
-from precompute.scoring.defaults import FILE as DEFAULTS
+from precompute.scoring.defaults import DEFAULTS_FILE as DEFAULTS
 from precompute.scoring.defaults import (
-    favourites_of,
-    mean_scores,
+    compute_mean_scores,
+    find_favourites,
     write_defaults,
 )
 from precompute.scoring.input_samples import sample_user_vectors
@@ -94,7 +94,7 @@ def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> FacetFiel
     write_defaults(
         build,
         bundle,
-        lambda table: favourites_of(items, users, metric_of(bundle, table), table.k),
+        lambda table: find_favourites(items, users, metric_of(bundle, table), table.k),
     )
     build.finish(DEFAULTS)
     attributes = build.need(BEGIN).get("attributes", {})
@@ -102,7 +102,7 @@ def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> FacetFiel
         return {}
     for path in attribute_paths(attributes):
         build.fetch(path)
-    scores = mean_scores(items, users, bundle.metric)
+    scores = compute_mean_scores(items, users, bundle.metric)
     report: FacetFields = {}
     for write_tables in tables_by_scores():
         report |= write_tables(build, attributes, items, scores)

@@ -46,7 +46,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> Q
     items = catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims)
     takers = sample_takers()
     users = sample_inputs(
-        generation_build, items, bundle.user_tower, metric=bundle.metric, takers=takers
+        generation_build, items, bundle.user_tower, metric=bundle.metric, sample_takers=takers
     )
     samples: SampleFields = {}
     for taker in takers:

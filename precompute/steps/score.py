@@ -14,7 +14,7 @@ from precompute.config.devices import devices, least_busy
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import remarks_on_scores, scoring_hooks
-from precompute.scoring.copies import reasons_file
+from precompute.scoring.copies import reasons_path
 from precompute.scoring.items import score_items
 from precompute.scoring.programs import computed_by
 from precompute.scoring.scorers import Scorers
@@ -64,7 +64,7 @@ def run_shard(
         generation_build.finish(
             users["directory"]["path"],
             users["inputs"]["path"],
-            *([] if users["reasons"] is None else [reasons_file(shard)]),
+            *([] if users["reasons"] is None else [reasons_path(shard)]),
             *(seen_file["path"] for seen_file in users["seen"]),
             *(file["path"] for pages in described for file in (pages["file"], pages["sums"])),
         )

@@ -24,21 +24,21 @@ from precompute.features import allowed_by_manifest, facts, rooms, scoring_hooks
 from precompute.gates.evidence.candidate import Candidate, Measurement, Verdict
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.gates.judge import (
-    FILES,
+    FILES_RULE,
     GATES,
-    INTEGRITY,
-    LIVE_FILES,
-    OPENS,
+    INTEGRITY_RULES,
+    LIVE_FILES_RULE,
+    OPENS_RULE,
     GateRaised,
     TimeLimits,
-    asked_of,
+    applicable_gates,
+    apply_overrides,
     is_unanswered,
-    overridden,
     run_gates,
     run_within,
 )
-from precompute.gates.rules.checksums import files
-from precompute.gates.rules.live import CLICKS_BY_CHANCE, changed_labels_in_words
+from precompute.gates.rules.checksums import check_files
+from precompute.gates.rules.live import CLICKS_BY_CHANCE_NOTE, changed_labels_in_words
 from precompute.partitions import catalogue, holdout
 from precompute.partitions.marks import marks_file
 from precompute.releases import moves
@@ -89,12 +89,12 @@ def run(
         # Before any page is read back: a node that starts while the gates run counts as changed.
         nodes = run_ids(releases.control.client)
         judged_verdicts = _judged(generation_build, manifest, releases, ledger.live, progress)
-        verdicts = overridden(
+        verdicts = apply_overrides(
             judged_verdicts, ledger.overrides.get(generation_build.generation, {})
         )
         # It may have gone live, or have been retired, while the gates ran: its manifest is then as released.
         _demand_still(generation_build, releases)
-        left_out = [gate.rule for gate in GATES if gate not in asked_of(manifest)]
+        left_out = [gate.rule for gate in GATES if gate not in applicable_gates(manifest)]
         unasked = {"gates_left_out": left_out} if left_out else {}
         manifest = replace(
             manifest,
@@ -127,7 +127,7 @@ def run(
         report = VerifyReport(run_ids=nodes, baseline=ledger.live)
         generation_build.report(VERIFIED, report)
         releases.mark_verified(generation_build.generation, attempt=attempt)
-    odd = [verdict.note for verdict in verdicts if CLICKS_BY_CHANCE in verdict.note]
+    odd = [verdict.note for verdict in verdicts if CLICKS_BY_CHANCE_NOTE in verdict.note]
     live = None if ledger.live is None else _read_manifest(generation_build, ledger.live)
     if live is not None:
         odd += changed_labels_in_words(manifest, live)
@@ -198,7 +198,7 @@ def reason(generation: str, verdict: Verdict) -> str:
     """A failed verdict in words, with what would let it pass."""
     compared = f" (compared with {verdict.baseline})" if verdict.baseline else ""
     finding = f"{verdict.rule} is {verdict.value}, the threshold {verdict.threshold}{compared} {verdict.note}"
-    if verdict.rule in INTEGRITY:
+    if verdict.rule in INTEGRITY_RULES:
         return f"{finding.strip()}: this rule protects integrity and cannot be overridden"
     return (
         f"{finding.strip()}: if it is right all the same, run `larder override {generation} "
@@ -215,7 +215,11 @@ def _judged(
     size_bytes = sum(artefact.size_bytes for artefact in artefacts)
     limits = TimeLimits.of(build.config.gates, build.config.governor, size_bytes)
     limit_s = min(limits.gate_s, limits.total_s)
-    verdicts = [run_within(FILES, lambda: files(build.store, build.generation, artefacts), limit_s)]
+    verdicts = [
+        run_within(
+            FILES_RULE, lambda: check_files(build.store, build.generation, artefacts), limit_s
+        )
+    ]
     if not verdicts[0].passed:
         return verdicts
     opened: list[Candidate] = []
@@ -235,13 +239,13 @@ def _judged(
         note = "the manifest of the live generation cannot be read" if missing else ""
         return Measurement(not missing, live, "readable", note)
 
-    open_verdict = run_within(OPENS, opens, limit_s)
+    open_verdict = run_within(OPENS_RULE, opens, limit_s)
     if not opened:
         return [*verdicts, open_verdict]
-    verdicts.append(replace(open_verdict, rule=LIVE_FILES))
+    verdicts.append(replace(open_verdict, rule=LIVE_FILES_RULE))
     limits = replace(limits, total_s=limits.total_s - (time.monotonic() - started))
     try:
-        gates = asked_of(manifest)
+        gates = applicable_gates(manifest)
         for number, verdict in enumerate(run_gates(opened[0], gates, limits=limits), 1):
             verdicts.append(verdict)
             progress("verify", number, len(gates))
@@ -250,7 +254,7 @@ def _judged(
             raise
     except NotJudged:
         # What is wrong stays wrong, whatever did not answer: gates behind it may have choked on just that.
-        if all(verdict.passed for verdict in verdicts if verdict.rule in INTEGRITY):
+        if all(verdict.passed for verdict in verdicts if verdict.rule in INTEGRITY_RULES):
             raise
     return verdicts
 
@@ -293,7 +297,7 @@ def _candidate(
         manifest, build.root, ItemTable.open(build.root, manifest), releases.control, live_manifest,
         build.config.gates, build.config.history_limit, live_root, pages_bytes,
         erased_from(build), build.config.governor,
-        unreadable=live if live_manifest is None else None, keep=build.config.keep,
+        unreadable_live=live if live_manifest is None else None, superseded_count=build.config.keep,
         arms=arms, allowed_items=allowed_by_manifest(), scoring_hooks=scoring_hooks(), build=build,
     )  # fmt: skip
     return candidate, live is not None and live_manifest is None

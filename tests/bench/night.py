@@ -134,11 +134,13 @@ def kernel_run(night: Night) -> tuple[int, Callable[[], float]]:
         for shard in range(night.config.shards)
     ]
     chunks = [
-        shard_work.encode(chunk)
+        shard_work.add_tower_outputs(chunk)
         for shard_work in work
         for chunk in read_users(shard_work, build.root / "scratch")
     ]
-    users = np.concatenate([encoded_chunk.outputs["user_tower"] for encoded_chunk in chunks])
+    users = np.concatenate(
+        [encoded_chunk.outputs_by_model["user_tower"] for encoded_chunk in chunks]
+    )
     lengths = np.concatenate([np.diff(encoded_chunk.seen_items.indptr) for encoded_chunk in chunks])
     seen_items = Histories(
         np.concatenate([[0], np.cumsum(lengths)]),

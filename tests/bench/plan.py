@@ -34,7 +34,7 @@ from precompute.bulk.watch import cpu_s
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.planning.forecast import DAY_S, MIB, Forecast, forecast
 from precompute.planning.options import PlanParameters
-from precompute.planning.trial import TimeSpent, timed
+from precompute.planning.trial import TimeSpent, measure_time
 from precompute.reference.train import train_reference
 from precompute.steps import assemble, begin, embed_items, index, quantize
 from precompute.steps import load as load_step
@@ -151,11 +151,11 @@ class Night:
         shutil.rmtree(root / "tables")
         for path in [*(root / "work").glob("shard-*.json"), *map(root.joinpath, REMADE)]:
             path.unlink(missing_ok=True)
-        score, _ = timed(self._score)
+        score, _ = measure_time(self._score)
         self._client.flushall(asynchronous=False)
         begin.run(self.config, data_until=DATA_UNTIL, run_after=None)  # the registry knows it again
         self.bytes_before_load = self._used()
-        load, _ = timed(lambda: load_step.run(self.config, self._build), self._cpu)
+        load, _ = measure_time(lambda: load_step.run(self.config, self._build), self._cpu)
         return NightTimes(score, load)
 
     def redis_bytes(self) -> tuple[int, int]:
@@ -230,7 +230,7 @@ def errors(
         for (name, measured_bytes), forecast_bytes in zip(measured.items(), foretold, strict=True)
     }
     forecast_times = [
-        NightTimes(night_forecast.timings.all, night_forecast.load).times_by_name()
+        NightTimes(night_forecast.timings.total, night_forecast.load).times_by_name()
         for night_forecast in forecasts
     ]
     measured_times = [real_night.times_by_name() for real_night in nights]
@@ -244,7 +244,7 @@ def errors(
         )
         measured[name] = median(measured_by_name[name] for measured_by_name in measured_times)
     layout = last_forecast.shape.layouts["user_topk"][1]
-    for hit_forecast, mib in zip(last_forecast.hits, case.l1_mib, strict=True):
+    for hit_forecast, mib in zip(last_forecast.hit_rates, case.l1_mib, strict=True):
         cold, steady = drive(case, case.users, layout.size_bytes, mib)
         off[f"points: {mib} MiB"] = 100 * (hit_forecast.steady - steady)
         off[f"points: {mib} MiB from empty"] = 100 * ((hit_forecast.from_cold or 0.0) - cold)

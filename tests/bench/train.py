@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import scipy.sparse as sp
 
 from cache.process.redis_server import server
-from precompute.reference.matrix_factorisation import UserItemMatrix, matrix_of, tables_of
+from precompute.reference.matrix_factorisation import UserItemMatrix, build_matrix, train_tables
 from precompute.reference.train import choose_shape
 from tests.bench.tools.harness import Options, Report, parse
 
@@ -142,11 +142,11 @@ def gowalla(report: Report, folder: Path) -> None:
     started = time.perf_counter()
     rng = np.random.default_rng(0)
     choice = choose_shape(*train_pairs, size[1], 256, rng)
-    data = UserItemMatrix.of(matrix_of(*train_pairs, size))
-    [(_, vectors)] = tables_of(data, [choice.shape], rng)
+    data = UserItemMatrix.of(build_matrix(*train_pairs, size))
+    [(_, vectors)] = train_tables(data, [choice.shape], rng)
     report.figures["train_s"] = time.perf_counter() - started
     recall, gain = evaluate_ranking(
-        matrix_of(*train_pairs, size), matrix_of(*test_pairs, size), *vectors
+        build_matrix(*train_pairs, size), build_matrix(*test_pairs, size), *vectors
     )
     report.figures |= {
         "chosen": json.dumps(choice.row()),

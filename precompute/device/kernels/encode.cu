@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) encode(
         compared[turn] = theirs == ours || at >= dims ? number : theirs[static_cast<long long>(user) * dims + at];
         size += static_cast<double>(number) * number;
         length += static_cast<double>(compared[turn]) * compared[turn];
-        // Of each sixteen numbers the last four come first: see `items.in_sum_order`.
+        // Of each sixteen numbers the last four come first: see `items.arrange_in_sum_order`.
         const int place = at < turned ? at / 16 * 16 + (3 - at % 16 / 4) * 4 + at % 4 : at;
         if (at < padded) exact[static_cast<long long>(user) * padded + place] = number;
     }

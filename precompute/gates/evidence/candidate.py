@@ -12,7 +12,7 @@ from cache.format.manifest import Manifest
 from precompute.builds.build import Build
 from precompute.bulk.headroom import ArmRoom
 from precompute.config.settings import GateThresholds, GovernorConfig
-from precompute.gates.evidence.evidence import AllowedByManifest, Evidence
+from precompute.gates.evidence.evidence import Evidence, FindAllowedItems
 from precompute.scoring.scorers import NO_HOOKS, ScoringHooks
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities
 
@@ -30,7 +30,7 @@ class Measurement:
     note: str = ""
     baseline: str | None = None
 
-    def under(self, rule: str) -> "Verdict":
+    def to_verdict(self, rule: str) -> "Verdict":
         """Return the verdict of the rule that measured this."""
         return Verdict(rule, self.passed, self.value, self.threshold, self.note, self.baseline)
 
@@ -74,9 +74,9 @@ class Candidate:
 
     `live_root` is this host's folder of the live generation, `pages_bytes` the pages of all generations that Redis
     may hold, `erased` the erased entities that this night left out, `governor` the pacing of reading pages back
-    (None: unpaced), `unreadable` the live generation whose manifest cannot be read, `keep` how many superseded ones
-    sweeps leave, `arms` the generations of experiments' arms, `build` the build that made it, `allowed_items` and
-    `scoring_hooks` the hooks of features. `evidence` is gathered once for all gates.
+    (None: unpaced), `unreadable_live` the live generation whose manifest cannot be read, `superseded_count` how many
+    superseded ones sweeps leave, `arms` the generations of experiments' arms, `build` the build that made it,
+    `allowed_items` and `scoring_hooks` the hooks of features. `evidence` is gathered once for all gates.
     """
 
     manifest: Manifest
@@ -91,10 +91,10 @@ class Candidate:
     erased: ErasedEntities = NO_ERASURES
     governor: GovernorConfig | None = None
     prepared_evidence: Evidence | None = field(default=None, repr=False)
-    unreadable: str | None = None
-    keep: int = 1
+    unreadable_live: str | None = None
+    superseded_count: int = 1
     arms: tuple[ArmRoom, ...] = ()
-    allowed_items: tuple[AllowedByManifest, ...] = ()
+    allowed_items: tuple[FindAllowedItems, ...] = ()
     scoring_hooks: ScoringHooks = NO_HOOKS
     build: Build | None = None
 
@@ -121,11 +121,11 @@ class Candidate:
         """Id of the live generation."""
         return None if self.live is None else self.live.generation
 
-    def uncompared(self, threshold: float | str | None) -> Measurement:
+    def uncompared_measurement(self, threshold: float | str | None) -> Measurement:
         """Return the result of a gate without a live manifest to compare with: passed only if there never was one."""
-        if self.unreadable is None:
+        if self.unreadable_live is None:
             return Measurement(True, None, threshold, FIRST_GENERATION_NOTE)
-        return Measurement(False, None, threshold, UNREADABLE_LIVE_NOTE, self.unreadable)
+        return Measurement(False, None, threshold, UNREADABLE_LIVE_NOTE, self.unreadable_live)
 
     @property
     def is_retrained(self) -> bool:
@@ -187,9 +187,9 @@ def not_measured(threshold: float | None, reason: str) -> Measurement:
     return Measurement(True, None, threshold, reason)
 
 
-def worst_of(figures: Mapping[str, float]) -> tuple[str, float]:
+def worst_of(figures_by_name: Mapping[str, float]) -> tuple[str, float]:
     """Return the smallest with its name, or NaN if there is one (`min` alone would depend on the order)."""
     return min(
-        figures.items(),
+        figures_by_name.items(),
         key=lambda named_figure: -math.inf if math.isnan(named_figure[1]) else named_figure[1],
     )

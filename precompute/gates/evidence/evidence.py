@@ -33,8 +33,8 @@ from precompute.partitions.catalogue import (
 )
 from precompute.partitions.marks import marks_file
 from precompute.partitions.shard_input import ShardInput
-from precompute.scoring.input_samples import with_drawn_histories
-from precompute.scoring.towers import bind, usable_inputs
+from precompute.scoring.input_samples import draw_histories
+from precompute.scoring.towers import bind_inputs, select_usable_inputs
 from precompute.sources.columns import text_hashes
 
 CHUNK_BYTES: Final = 16 << 20
@@ -43,17 +43,17 @@ CHUNK_BYTES: Final = 16 << 20
 FINGERPRINTS_AT_ONCE: Final = 1 << 22
 """Fingerprints in memory while repeated ones are counted."""
 
-ITEM_STRATUM = 64
+STRATUM_ITEMS_MAX = 64
 """Items of a stratum at most."""
 
-ITEMS_COMPARED: Final = 2_000
+COMPARED_ITEMS_MAX: Final = 2_000
 """Number of items whose values are compared with those in the live generation."""
 
 DRAWN_SEED = 1
 """Seed of drawn histories, which are others than those that the night calibrates on."""
 
 
-AllowedByManifest = Callable[[Path, Manifest, ItemTable], Mapping[str, NDArray[np.bool_]]]
+FindAllowedItems = Callable[[Path, Manifest, ItemTable], Mapping[str, NDArray[np.bool_]]]
 """Function that returns masks bool [items] of the allowed items by table, from a folder and its manifest."""
 
 
@@ -69,23 +69,33 @@ class FingerprintFile:
         self._file.write(np.ascontiguousarray(fingerprints, np.uint64).data)
         self.count += len(fingerprints)
 
-    def read(self, start: int, count: int) -> NDArray[np.uint64]:
+    def read(self, first_index: int, count: int) -> NDArray[np.uint64]:
         """Return uint64[count] from a record on."""
         self._file.flush()
-        return np.frombuffer(os.pread(self._file.fileno(), 8 * count, 8 * start), np.uint64)
+        return np.frombuffer(os.pread(self._file.fileno(), 8 * count, 8 * first_index), np.uint64)
 
-    def repeated(self) -> int:
+    def count_repeated(self) -> int:
         """Count repeated fingerprints in ranges of the 64 bits, so that few are in memory at a time."""
-        ranges = -(-self.count // FINGERPRINTS_AT_ONCE)
-        return sum(self._repeated_in(number, ranges) for number in range(ranges))
+        range_count = -(-self.count // FINGERPRINTS_AT_ONCE)
+        return sum(
+            self._count_repeated_in(range_index, range_count) for range_index in range(range_count)
+        )
 
-    def _repeated_in(self, number: int, ranges: int) -> int:
-        first, last = (np.uint64(bound) for bound in _range_bounds(number, ranges))
-        parts_in_range = [np.empty(0, np.uint64)]
-        for start in range(0, self.count, FINGERPRINTS_AT_ONCE):
-            fingerprints = self.read(start, min(FINGERPRINTS_AT_ONCE, self.count - start))
-            parts_in_range.append(fingerprints[(fingerprints >= first) & (fingerprints <= last)])
-        fingerprints = np.sort(np.concatenate(parts_in_range))
+    def _count_repeated_in(self, range_index: int, range_count: int) -> int:
+        first_fingerprint, last_fingerprint = (
+            np.uint64(bound) for bound in _range_bounds(range_index, range_count)
+        )
+        fingerprints_in_range = [np.empty(0, np.uint64)]
+        for first_index in range(0, self.count, FINGERPRINTS_AT_ONCE):
+            fingerprints = self.read(
+                first_index, min(FINGERPRINTS_AT_ONCE, self.count - first_index)
+            )
+            fingerprints_in_range.append(
+                fingerprints[
+                    (fingerprints >= first_fingerprint) & (fingerprints <= last_fingerprint)
+                ]
+            )
+        fingerprints = np.sort(np.concatenate(fingerprints_in_range))
         return int((fingerprints[1:] == fingerprints[:-1]).sum())
 
 
@@ -93,36 +103,38 @@ class FingerprintFile:
 class Scan:
     """Result of a scan of one table; `faults` counts by kind, `first_location_by_fault` locates each kind's first.
 
-    `absent`: records that answer nothing, for entities with an answer in another table of their directory.
+    `absent_count`: records that answer nothing, for entities with an answer in another table of their directory.
 
-    For lists: `slots` int64[items] counts how often an item is in one, `empty` the lists without an item, `counts`
-    int64[K + 1] the lists by length. For values: `first_values` are those of the first record, `differing` counts the
-    records with others.
+    For lists: `slots_by_item` int64[items] counts how often an item is in one, `empty_count` the lists without an item,
+    `lists_by_length` int64[K + 1] the lists by length. For values: `first_values` are those of the first record,
+    `differing_count` counts the records with others.
     """
 
     table: Table
-    slots: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    records: int = 0
-    absent: int = 0
-    empty: int = 0
+    slots_by_item: NDArray[np.int64]
+    lists_by_length: NDArray[np.int64]
+    record_count: int = 0
+    absent_count: int = 0
+    empty_count: int = 0
     first_values: NDArray[np.float64] | None = None
-    differing: int = 0
+    differing_count: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     first_location_by_fault: dict[str, str] = field(default_factory=dict)
     fingerprints: FingerprintFile = field(default_factory=FingerprintFile)
 
-    def note(self, kind: str, faults: Any, where: str) -> None:
+    def note_faults(self, fault_kind: str, faults: Any, location: str) -> None:
         """Count faults: bool[n] of a chunk's records, or a number of cases."""
-        count = int(np.count_nonzero(faults)) if isinstance(faults, np.ndarray) else int(faults)
-        if count:
-            first = (
+        fault_count = (
+            int(np.count_nonzero(faults)) if isinstance(faults, np.ndarray) else int(faults)
+        )
+        if fault_count:
+            location_in_chunk = (
                 f", record {int(np.argmax(faults))} of the chunk"
                 if isinstance(faults, np.ndarray)
                 else ""
             )
-            self.faults[kind] += count
-            self.first_location_by_fault.setdefault(kind, f"{where}{first}")
+            self.faults[fault_kind] += fault_count
+            self.first_location_by_fault.setdefault(fault_kind, f"{location}{location_in_chunk}")
 
 
 class Evidence:
@@ -136,7 +148,7 @@ class Evidence:
         history_limit: int,
         live: Manifest | None,
         live_root: Path | None,
-        allowed_items: tuple[AllowedByManifest, ...] = (),
+        allowed_items: tuple[FindAllowedItems, ...] = (),
     ) -> None:
         self.manifest = manifest
         self.root = root
@@ -150,18 +162,20 @@ class Evidence:
     def scans(self) -> Mapping[str, Scan]:
         """Scans of every table, those made under filters included."""
         return {
-            name: scan_table(self.root, self.manifest, table)
-            for name, table in self.manifest.stored_tables.items()
+            table_name: scan_table(self.root, self.manifest, table)
+            for table_name, table in self.manifest.stored_tables.items()
         }
 
     @cached_property
-    def asked_scans(self) -> Mapping[str, Scan]:
+    def unfiltered_scans(self) -> Mapping[str, Scan]:
         """Scans of the tables without a filter: lists under a filter may be short, and much alike."""
         tables = self.manifest.tables.items()
-        return {name: self.scans[name] for name, table in tables if not table.is_facet}
+        return {
+            table_name: self.scans[table_name] for table_name, table in tables if not table.is_facet
+        }
 
     @cached_property
-    def allowed(self) -> Mapping[str, NDArray[np.bool_]]:
+    def allowed_items_by_table(self) -> Mapping[str, NDArray[np.bool_]]:
         """Masks bool [items] of the allowed items by table; a table without a mask may list all items."""
         return {
             table: mask
@@ -173,8 +187,8 @@ class Evidence:
     def directories(self) -> Mapping[str, Directory]:
         """Directories by entity set."""
         return {
-            name: Directory.open(self.root, entities)
-            for name, entities in self.manifest.entity_sets.items()
+            entity_name: Directory.open(self.root, entities)
+            for entity_name, entities in self.manifest.entity_sets.items()
         }
 
     @cached_property
@@ -190,20 +204,21 @@ class Evidence:
             self.manifest.entity_sets["user"],
             self.directories["user"],
             history_limit=self._history_limit,
-            set_by_events=self._set_by_events,
-            answers_without_history=self._computes_featured,
-            counts_featured=self._computes_featured or not self.bundle.needs_history,
+            event_marks_path=self._event_marks_path,
+            answers_without_history=self._computes_feature_only_users,
+            counts_feature_only_users=self._computes_feature_only_users
+            or not self.bundle.needs_history,
         )
 
     @property
-    def _computes_featured(self) -> bool:
+    def _computes_feature_only_users(self) -> bool:
         return bool(self.manifest.facts.get(FEATURED_USERS, False))
 
     @property
-    def _set_by_events(self) -> Path | None:
+    def _event_marks_path(self) -> Path | None:
         """File of the users that events set values for; None if some model answers for users with features alone."""
-        path = self.root / marks_file("user")
-        return path if self.bundle.needs_history and path.is_file() else None
+        marks_path = self.root / marks_file("user")
+        return marks_path if self.bundle.needs_history and marks_path.is_file() else None
 
     @cached_property
     def live_items(self) -> ItemTable | None:
@@ -217,7 +232,7 @@ class Evidence:
         return ItemTable.open(self._live_root, self._live)
 
     @cached_property
-    def live_users(self) -> Directory | None:
+    def live_user_directory(self) -> Directory | None:
         """Directory of users of the live generation; None for the first generation."""
         return self._live_directory("user")
 
@@ -244,51 +259,59 @@ class Evidence:
         return np.where(ordinals >= 0, ordinals, -1 - np.arange(len(ordinals)))
 
     @cached_property
-    def users_in_live(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def common_user_positions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Positions (here, in the live generation) of the sampled users that both have."""
-        if self.live_users is None:
+        if self.live_user_directory is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        hashes = text_hashes(self.users.users.ids, self.live_users.seed)
-        live_positions = self.live_users.find_many(hashes)
+        hashes = text_hashes(self.users.users.ids, self.live_user_directory.seed)
+        live_positions = self.live_user_directory.find_many(hashes)
         return self.users.positions[live_positions >= 0], live_positions[live_positions >= 0]
 
     @cached_property
-    def items_in_live(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def common_item_positions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Positions (here, in the live generation) of items, spread over the item table, that both have."""
         directory, live_directory = self.directories["item"], self.live_item_directory
         if live_directory is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        rows = select_spread_rows(np.arange(self.items.count), ITEMS_COMPARED)
+        compared_ordinals = select_spread_rows(np.arange(self.items.count), COMPARED_ITEMS_MAX)
         texts = item_texts(self.items)
-        positions = directory.find_many(text_hashes(texts, directory.seed)[rows])
-        live_positions = live_directory.find_many(text_hashes(texts, live_directory.seed)[rows])
-        in_both = (positions >= 0) & (live_positions >= 0)
-        return positions[in_both], live_positions[in_both]
+        positions = directory.find_many(text_hashes(texts, directory.seed)[compared_ordinals])
+        live_positions = live_directory.find_many(
+            text_hashes(texts, live_directory.seed)[compared_ordinals]
+        )
+        is_in_both = (positions >= 0) & (live_positions >= 0)
+        return positions[is_in_both], live_positions[is_in_both]
 
     @cached_property
     def item_strata(self) -> Mapping[str, NDArray[np.int64]]:
         """Ordinals of items with the longest vectors (head), the shortest, new against the live one, and any."""
-        lengths = lengths_of(self.items.vectors)
-        order = np.argsort(-lengths, kind="stable")
-        spread = np.unique(np.linspace(0, self.items.count - 1, 2 * ITEM_STRATUM).astype(np.int64))
-        strata = {"head": order[:ITEM_STRATUM], "tail": order[-ITEM_STRATUM:], "spread": spread}
+        vector_lengths = lengths_of(self.items.vectors)
+        by_descending_length = np.argsort(-vector_lengths, kind="stable")
+        spread_ordinals = np.unique(
+            np.linspace(0, self.items.count - 1, 2 * STRATUM_ITEMS_MAX).astype(np.int64)
+        )
+        strata = {
+            "head": by_descending_length[:STRATUM_ITEMS_MAX],
+            "tail": by_descending_length[-STRATUM_ITEMS_MAX:],
+            "spread": spread_ordinals,
+        }
         if self.live_items is not None:
-            new = np.flatnonzero(ordinals_of_texts(self.live_items, item_texts(self.items)) < 0)
-            strata["new"] = new[:ITEM_STRATUM]
-        return {name: rows for name, rows in strata.items() if len(rows)}
+            new_ordinals = np.flatnonzero(
+                ordinals_of_texts(self.live_items, item_texts(self.items)) < 0
+            )
+            strata["new"] = new_ordinals[:STRATUM_ITEMS_MAX]
+        return {stratum: ordinals for stratum, ordinals in strata.items() if len(ordinals)}
 
     @cached_property
-    def item_rows(self) -> NDArray[np.int64]:
+    def sampled_item_ordinals(self) -> NDArray[np.int64]:
         """Ordinals of all sampled items, ascending."""
         return np.unique(np.concatenate(list(self.item_strata.values())))
 
     @cached_property
-    def _drawn(self) -> ShardInput:
-        return with_drawn_histories(
-            self.users.users, self.items, self.bundle.metric, seed=DRAWN_SEED
-        )
+    def _users_with_drawn_histories(self) -> ShardInput:
+        return draw_histories(self.users.users, self.items, self.bundle.metric, seed=DRAWN_SEED)
 
-    def compared(self, model: BundleModel) -> ShardInput:
+    def compared_users(self, model: BundleModel) -> ShardInput:
         """Return the users on whose inputs the forms of a model are compared: the sampled ones.
 
         With drawn histories if the model needs one and users have vectors in its place.
@@ -298,50 +321,57 @@ class Evidence:
         is_drawn = (
             not has_histories and users.vectors is not None and model.spec.history is not None
         )
-        return self._drawn if is_drawn else users
+        return self._users_with_drawn_histories if is_drawn else users
 
     def user_inputs(
         self, model: BundleModel, users: ShardInput | None = None
     ) -> tuple[Inputs, NDArray[np.int64]]:
         """Return (inputs, their rows) for a user model, of the sampled users or of the given ones."""
-        usable, histories, features = usable_inputs(
+        usable_rows, histories, features = select_usable_inputs(
             self.items, self.users.users if users is None else users, {model.name: model.spec}
         )
-        bound = bind(
+        model_inputs = bind_inputs(
             model.spec,
-            histories=histories.select_rows(usable),
-            features={name: value[usable] for name, value in features[model.name].items()},
+            histories=histories.select_rows(usable_rows),
+            features={
+                input_name: input_values[usable_rows]
+                for input_name, input_values in features[model.name].items()
+            },
         )
-        return bound, usable
+        return model_inputs, usable_rows
 
-    def item_inputs(self, model: BundleModel, rows: NDArray[np.int64]) -> Inputs:
+    def item_inputs(self, model: BundleModel, ordinals: NDArray[np.int64]) -> Inputs:
         """Return the inputs of items for an item model."""
-        features, _ = self.item_features(model.spec).of(rows)
-        return bind(model.spec, features=features, index=self.items.to_model(Ordinals(rows)))
+        features, _ = self.item_features(model.spec).of(ordinals)
+        return bind_inputs(
+            model.spec, features=features, item_indices=self.items.to_model(Ordinals(ordinals))
+        )
 
-    def item_rows_for(self, model: BundleModel) -> NDArray[np.int64]:
+    def usable_item_ordinals(self, model: BundleModel) -> NDArray[np.int64]:
         """Return the ordinals of the sampled items that have the inputs of an item model."""
-        return self.item_rows[self.item_features(model.spec).of(self.item_rows)[1]]
+        return self.sampled_item_ordinals[
+            self.item_features(model.spec).of(self.sampled_item_ordinals)[1]
+        ]
 
     def item_features(self, spec: TowerSpec) -> ItemFeatures:
         """Return the feature inputs of items, as `begin` pinned them."""
         return ItemFeatures.open(self.root / ITEM_FEATURES, spec, self.items.count)
 
-    def run(self, model: BundleModel, inputs: Inputs) -> NDArray[np.float32]:
+    def run_model(self, model: BundleModel, inputs: Inputs) -> NDArray[np.float32]:
         """Run a model in full precision, from the bundle's own file."""
         return Tower.open(model.path, model.spec).run(inputs)
 
     @cached_property
     def user_vectors(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Vectors float32 [n, dims] and their rows of the sample: those of the sources, else the tower's."""
-        inputs, rows = self.user_inputs(self.bundle.user_tower)
-        tower_vectors = self.run(self.bundle.user_tower, inputs)
+        inputs, usable_rows = self.user_inputs(self.bundle.user_tower)
+        tower_vectors = self.run_model(self.bundle.user_tower, inputs)
         vectors = np.full((len(self.users.users.ids), self.bundle.dims), np.nan, np.float32)
-        vectors[rows] = tower_vectors
+        vectors[usable_rows] = tower_vectors
         if (source_vectors := self.users.users.vectors) is not None:
             vectors = np.where(np.isnan(source_vectors), vectors, source_vectors)
-        finite = np.isfinite(vectors).all(axis=1)  # whose is not has no record
-        return vectors[finite], np.flatnonzero(finite)
+        is_finite = np.isfinite(vectors).all(axis=1)  # whose is not has no record
+        return vectors[is_finite], np.flatnonzero(is_finite)
 
     @cached_property
     def seen_items(self) -> Histories:
@@ -350,29 +380,29 @@ class Evidence:
 
     def records_of(self, table: Table, positions: NDArray[np.int64]) -> NDArray[Any]:
         """Read the records at positions of the table's directory from the page files."""
-        ends = np.cumsum([part.count for part in table.parts])
-        parts = np.searchsorted(ends, positions, "right")
-        starts = np.concatenate([[0], ends[:-1]])
-        return read_records(self.root, table, parts, positions - starts[parts])
+        part_ends = np.cumsum([part.count for part in table.parts])
+        part_indices = np.searchsorted(part_ends, positions, "right")
+        part_starts = np.concatenate([[0], part_ends[:-1]])
+        return read_records(self.root, table, part_indices, positions - part_starts[part_indices])
 
 
 def select_spread_rows(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """Select at most `count` of the rows, evenly spread."""
-    picked = np.linspace(0, len(rows) - 1, min(count, len(rows)))
-    return rows[np.unique(picked.astype(np.int64))]
+    picked_indices = np.linspace(0, len(rows) - 1, min(count, len(rows)))
+    return rows[np.unique(picked_indices.astype(np.int64))]
 
 
-def compared_depth(width: int, items: int) -> int:
+def compared_depth(width: int, item_count: int) -> int:
     """Return the slots of a list that are compared: 20, fewer if a list would hold most of a small catalogue anyway."""
-    return max(1, min(width, 20, items // 8))
+    return max(1, min(width, 20, item_count // 8))
 
 
 def scan_table(root: Path, manifest: Manifest, table: Table) -> Scan:
     """Scan all page files of a table, a chunk in memory at a time."""
-    items = manifest.items.count
+    item_count = manifest.items.count
     scan = Scan(
         table,
-        np.zeros(items, np.int64),
+        np.zeros(item_count, np.int64),
         np.zeros(table.layout.width + 1, np.int64),
         fingerprints=FingerprintFile(root),
     )
@@ -382,85 +412,109 @@ def scan_table(root: Path, manifest: Manifest, table: Table) -> Scan:
 
 
 def read_records(
-    root: Path, table: Table, parts: NDArray[np.int64], positions: NDArray[np.int64]
+    root: Path, table: Table, part_indices: NDArray[np.int64], positions_in_part: NDArray[np.int64]
 ) -> NDArray[Any]:
-    """Read the records at `positions` within `parts` from the page files."""
-    records = np.zeros(len(parts), table.layout.dtype)
-    for part in np.unique(parts).tolist():
-        rows = np.flatnonzero(parts == part)
-        file = np.memmap(root / table.parts[part].file.path, table.layout.dtype, "r")
-        records[rows] = file[positions[rows]]
+    """Read the records at `positions_in_part` within `part_indices` from the page files."""
+    records = np.zeros(len(part_indices), table.layout.dtype)
+    for part_index in np.unique(part_indices).tolist():
+        rows_of_part = np.flatnonzero(part_indices == part_index)
+        part_records = np.memmap(root / table.parts[part_index].file.path, table.layout.dtype, "r")
+        records[rows_of_part] = part_records[positions_in_part[rows_of_part]]
     return records
 
 
 def _scan_part(root: Path, manifest: Manifest, part: TablePart, scan: Scan) -> None:
     table, path = scan.table, root / part.file.path
-    size, sums = table.layout.size_bytes, np.fromfile(root / part.sums.path, "<u8")
-    found_bytes = path.stat().st_size
-    if found_bytes != part.count * size or part.pages != -(-part.count // table.records_per_page):
-        scan.note("pages", 1, f"{part.file.path}: {found_bytes} bytes for {part.count} records")
+    record_bytes, page_checksums = (
+        table.layout.size_bytes,
+        np.fromfile(root / part.sums.path, "<u8"),
+    )
+    file_bytes = path.stat().st_size
+    if file_bytes != part.count * record_bytes or part.pages != -(
+        -part.count // table.records_per_page
+    ):
+        scan.note_faults(
+            "pages", 1, f"{part.file.path}: {file_bytes} bytes for {part.count} records"
+        )
         return
-    if len(sums) != part.pages:
-        scan.note("sums", 1, f"{part.sums.path}: {len(sums)} checksums for {part.pages} pages")
+    if len(page_checksums) != part.pages:
+        scan.note_faults(
+            "sums", 1, f"{part.sums.path}: {len(page_checksums)} checksums for {part.pages} pages"
+        )
         return
     if not part.count:
         return
-    data = np.memmap(path, np.uint8, "r")
+    page_data = np.memmap(path, np.uint8, "r")
     pages_at_once = max(1, CHUNK_BYTES // table.page_bytes)
-    for first in range(0, part.pages, pages_at_once):
+    for first_page in range(0, part.pages, pages_at_once):
         chunk = np.array(
-            data[first * table.page_bytes : (first + pages_at_once) * table.page_bytes]
+            page_data[
+                first_page * table.page_bytes : (first_page + pages_at_once) * table.page_bytes
+            ]
         )
-        for page, start in enumerate(range(0, len(chunk), table.page_bytes), first):
-            if xxhash.xxh3_64_intdigest(chunk[start : start + table.page_bytes].data) != int(
-                sums[page]
-            ):
-                scan.note("sums", 1, f"{part.file.path}, page {page}")
+        for page_number, page_offset in enumerate(
+            range(0, len(chunk), table.page_bytes), first_page
+        ):
+            if xxhash.xxh3_64_intdigest(
+                chunk[page_offset : page_offset + table.page_bytes].data
+            ) != int(page_checksums[page_number]):
+                scan.note_faults("sums", 1, f"{part.file.path}, page {page_number}")
         _scan_records(
-            chunk.view(table.layout.dtype), manifest, f"{part.file.path} from page {first}", scan
+            chunk.view(table.layout.dtype),
+            manifest,
+            f"{part.file.path} from page {first_page}",
+            scan,
         )
 
 
-def _scan_records(records: NDArray[Any], manifest: Manifest, where: str, scan: Scan) -> None:
+def _scan_records(records: NDArray[Any], manifest: Manifest, location: str, scan: Scan) -> None:
     layout = scan.table.layout
-    scan.records += len(records)
+    scan.record_count += len(records)
     scan.fingerprints.append(records["fingerprint"])
     if (is_absent := records["flags"] == ABSENT_FLAGS).any():
-        scan.note("headers", is_absent & (records["count"] != 0), f"{where}: count")
-        scan.absent += int(is_absent.sum())
+        scan.note_faults("headers", is_absent & (records["count"] != 0), f"{location}: count")
+        scan.absent_count += int(is_absent.sum())
         records = records[~is_absent]
     flags, counts = records["flags"], records["count"].astype(np.int64)
-    scan.note("headers", ~are_nightly(flags), f"{where}: flags")
-    scan.note(
-        "headers", records["scored_at"] != manifest.data_until, f"{where}: scored at another cut"
+    scan.note_faults("headers", ~are_nightly(flags), f"{location}: flags")
+    scan.note_faults(
+        "headers", records["scored_at"] != manifest.data_until, f"{location}: scored at another cut"
     )
     numbers = records["numbers"]
-    finite = np.isfinite(numbers).all(axis=1)
+    is_finite = np.isfinite(numbers).all(axis=1)
     if layout.precision == "i1":
-        finite &= np.isfinite(records["scale"])
-    scan.note("finite", ~finite, where)
+        is_finite &= np.isfinite(records["scale"])
+    scan.note_faults("finite", ~is_finite, location)
     if layout.kind != "topk":
-        scan.note("headers", counts != layout.width, f"{where}: count")
+        scan.note_faults("headers", counts != layout.width, f"{location}: count")
         if layout.kind == "value" and len(records):
-            values = dequantize(layout, records, np.float64)
-            scan.first_values = values[0] if scan.first_values is None else scan.first_values
-            scan.differing += int((values != scan.first_values).any(axis=1).sum())
+            record_values = dequantize(layout, records, np.float64)
+            scan.first_values = record_values[0] if scan.first_values is None else scan.first_values
+            scan.differing_count += int((record_values != scan.first_values).any(axis=1).sum())
         return
-    items, used = records["items"], np.arange(layout.width) < counts[:, None]
-    scan.note("headers", counts > layout.width, f"{where}: count")
-    scan.note("slots", ((items != NO_ITEM) != used).any(axis=1), f"{where}: unused slots")
-    scan.note("ordinals", ((items >= manifest.items.count) & used).any(axis=1), where)
-    ordered = np.sort(items, axis=1)
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_ITEM)
-    scan.note("twice", twice.any(axis=1), where)
+    item_ordinals, is_used = records["items"], np.arange(layout.width) < counts[:, None]
+    scan.note_faults("headers", counts > layout.width, f"{location}: count")
+    scan.note_faults(
+        "slots", ((item_ordinals != NO_ITEM) != is_used).any(axis=1), f"{location}: unused slots"
+    )
+    scan.note_faults(
+        "ordinals", ((item_ordinals >= manifest.items.count) & is_used).any(axis=1), location
+    )
+    sorted_ordinals = np.sort(item_ordinals, axis=1)
+    is_repeated = (sorted_ordinals[:, 1:] == sorted_ordinals[:, :-1]) & (
+        sorted_ordinals[:, 1:] != NO_ITEM
+    )
+    scan.note_faults("twice", is_repeated.any(axis=1), location)
     # Records of one exponent: the stored numbers sort as the scores do.
-    rising = (numbers[:, 1:] > numbers[:, :-1]) & used[:, 1:]
-    scan.note("order", rising.any(axis=1), where)
-    scan.empty += int((counts == 0).sum())
-    scan.counts += np.bincount(counts.clip(0, layout.width), minlength=layout.width + 1)
-    used_items = items[used]
-    scan.slots += np.bincount(used_items[used_items < len(scan.slots)], minlength=len(scan.slots))
+    is_rising = (numbers[:, 1:] > numbers[:, :-1]) & is_used[:, 1:]
+    scan.note_faults("order", is_rising.any(axis=1), location)
+    scan.empty_count += int((counts == 0).sum())
+    scan.lists_by_length += np.bincount(counts.clip(0, layout.width), minlength=layout.width + 1)
+    used_ordinals = item_ordinals[is_used]
+    scan.slots_by_item += np.bincount(
+        used_ordinals[used_ordinals < len(scan.slots_by_item)], minlength=len(scan.slots_by_item)
+    )
 
 
-def _range_bounds(number: int, ranges: int) -> tuple[int, int]:
-    return (number << 64) // ranges, ((number + 1) << 64) // ranges - 1
+def _range_bounds(range_index: int, range_count: int) -> tuple[int, int]:
+    return (range_index << 64) // range_count, ((range_index + 1) << 64) // range_count - 1

@@ -33,25 +33,26 @@ SHARDS_MAX: Final = 16
 """Partition files read at most: all of a usual night, spread over the hash range of a large one."""
 
 STRATA: Final = ("head", "tail", "new", "recent", "spread")
-PER_STRATUM: Final = 80
+USERS_PER_STRATUM: Final = 80
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UserSample:
     """Users with a record: longest histories (head), shortest, newest, most recently active, and any.
 
-    `rows` names each stratum's rows of `users`; `positions` are theirs in the directory, `last` the time at which they
-    last chose an item for the first time (microseconds since 1970). `with_record` counts the users of the slices that
-    were read, `without_record` those of them that have none, by what they lack.
+    `rows_by_stratum` names each stratum's rows of `users`; `positions` are theirs in the directory,
+    `last_new_choice_times` the time at which they last chose an item for the first time (microseconds since 1970).
+    `recorded_user_count` counts the users of the slices that were read, `unrecorded_by_missing_input` those of them
+    that have none, by what they lack.
     """
 
     users: ShardInput
     positions: NDArray[np.int64]
-    last: NDArray[np.int64]
-    rows: Mapping[str, NDArray[np.int64]]
-    in_source: int
-    with_record: int
-    without_record: Mapping[str, int]
+    last_new_choice_times: NDArray[np.int64]
+    rows_by_stratum: Mapping[str, NDArray[np.int64]]
+    source_user_count: int
+    recorded_user_count: int
+    unrecorded_by_missing_input: Mapping[str, int]
 
 
 def sampled_shards(entities: EntitySet) -> list[int]:
@@ -65,7 +66,7 @@ def sampled_shards(entities: EntitySet) -> list[int]:
     )
 
 
-def names_of(folder: Path, shard: int) -> Iterator[Any]:
+def read_user_ids(folder: Path, shard: int) -> Iterator[Any]:
     """Arrow strings: every user that a shard's partition names, some of them again."""
     for path in _naming_paths(folder, shard):
         for batch in read_batches(path, fields=[0]):
@@ -76,37 +77,37 @@ def _naming_paths(folder: Path, shard: int) -> list[Path]:
     return shard_paths(folder, shard, naming(kinds_in(folder, shard)))
 
 
-def seen_by(folder: Path, shard: int, users: Sequence[str]) -> set[tuple[str, int]]:
+def read_seen_pairs(folder: Path, shard: int, user_names: Sequence[str]) -> set[tuple[str, int]]:
     """(user, ordinal) of all that these users chose before the cut."""
-    user_ids = pa.array(users, pa.string())
-    user_of: dict[int, str] = {}
+    user_ids = pa.array(user_names, pa.string())
+    user_by_hash: dict[int, str] = {}
     for path in _naming_paths(folder, shard):
         for batch in read_batches(path, fields=[0, 1]):
             matching_rows = batch.filter(pc.is_in(batch.column("user"), value_set=user_ids))
-            user_of |= dict(
+            user_by_hash |= dict(
                 zip(
                     *(column.to_pylist() for column in reversed(matching_rows.columns)), strict=True
                 )
             )
-    hashes = pa.array(list(user_of), pa.uint64())
-    pairs: set[tuple[str, int]] = set()
+    hashes = pa.array(list(user_by_hash), pa.uint64())
+    seen_pairs: set[tuple[str, int]] = set()
     for batch in read_batches(folder / f"{shard:04d}.rows"):
         matching_rows = batch.filter(pc.is_in(batch.column(HASH), value_set=hashes))
         user_hashes, chosen_ordinals = (
-            matching_rows.column(name).to_pylist() for name in (HASH, "ordinal")
+            matching_rows.column(column_name).to_pylist() for column_name in (HASH, "ordinal")
         )
-        pairs |= {
-            (user_of[user], ordinal)
-            for user, ordinal in zip(user_hashes, chosen_ordinals, strict=True)
+        seen_pairs |= {
+            (user_by_hash[user_hash], ordinal)
+            for user_hash, ordinal in zip(user_hashes, chosen_ordinals, strict=True)
         }
-    return pairs
+    return seen_pairs
 
 
-def _users(folder: Path, shard: int) -> Any:
+def _read_named_users(folder: Path, shard: int) -> Any:
     """Every distinct user that a slice names, with the hash."""
-    named = [read_stream(path) for path in _naming_paths(folder, shard)]
+    naming_tables = [read_stream(path) for path in _naming_paths(folder, shard)]
     return (
-        pa.concat_tables([table.select(["user", HASH]) for table in named])
+        pa.concat_tables([table.select(["user", HASH]) for table in naming_tables])
         .group_by(["user", HASH], use_threads=False)
         .aggregate([])
     )
@@ -118,138 +119,169 @@ def sample_users(
     directory: Directory,
     *,
     history_limit: int,
-    set_by_events: Path | None = None,
+    event_marks_path: Path | None = None,
     answers_without_history: bool = False,
-    counts_featured: bool = True,
+    counts_feature_only_users: bool = True,
 ) -> UserSample:
     """Choose among the users of the first slice of each shard that gates read; the same files give the same sample.
 
-    Users whom the feature table alone names are counted if `counts_featured`; of those whose values
-    are `set_by_events`, by a file of marks, none is. `answers_without_history` goes into the inputs.
+    Users whom the feature table alone names are counted if `counts_feature_only_users`; of those whose values
+    events set, by the marks at `event_marks_path`, none is. `answers_without_history` goes into the inputs.
     """
     shards = sampled_shards(entities)
-    per_shard = -(-PER_STRATUM // len(shards))
-    parts = []
+    stratum_users_per_shard = -(-USERS_PER_STRATUM // len(shards))
+    shard_samples = []
     for shard in shards:
         with scratch_folder(folder) as scratch:
             slices = slice_shard(folder, shard, len(entities.parts), scratch, first=1)
-            (number,) = slices.numbers
-            parts.append(
-                _slice(
+            (slice_number,) = slices.numbers
+            shard_samples.append(
+                _sample_slice(
                     slices.folder,
-                    number,
+                    slice_number,
                     directory,
-                    per_shard,
+                    stratum_users_per_shard,
                     history_limit,
-                    set_by_events,
-                    counts_featured=counts_featured,
+                    event_marks_path,
+                    counts_feature_only_users=counts_feature_only_users,
                 )
             )
-    starts = np.cumsum([0, *(len(part.positions) for part in parts)])
-    users = joined([part.users for part in parts])
-    lacking: Counter[str] = Counter()
-    for part in parts:
-        lacking.update(part.without_record)
+    row_starts = np.cumsum([0, *(len(part.positions) for part in shard_samples)])
+    users = joined([part.users for part in shard_samples])
+    unrecorded_by_missing_input: Counter[str] = Counter()
+    for shard_sample in shard_samples:
+        unrecorded_by_missing_input.update(shard_sample.unrecorded_by_missing_input)
     return UserSample(
         replace(users, times=None, answers_without_history=answers_without_history),
-        np.concatenate([part.positions for part in parts]),
-        np.concatenate([part.last for part in parts]),
+        np.concatenate([part.positions for part in shard_samples]),
+        np.concatenate([part.last_new_choice_times for part in shard_samples]),
         {
-            name: np.concatenate(
-                [part.rows[name] + start for part, start in zip(parts, starts, strict=False)]
+            stratum: np.concatenate(
+                [
+                    part.rows_by_stratum[stratum] + row_start
+                    for part, row_start in zip(shard_samples, row_starts, strict=False)
+                ]
             )
-            for name in STRATA
+            for stratum in STRATA
         },
-        sum(part.in_source for part in parts),
-        sum(part.with_record for part in parts),
-        lacking,
+        sum(part.source_user_count for part in shard_samples),
+        sum(part.recorded_user_count for part in shard_samples),
+        unrecorded_by_missing_input,
     )
 
 
-def _slice(
+def _sample_slice(
     folder: Path,
-    shard: int,
+    slice_number: int,
     directory: Directory,
     per_stratum: int,
     history_limit: int,
-    set_by_events: Path | None,
+    event_marks_path: Path | None,
     *,
-    counts_featured: bool,
+    counts_feature_only_users: bool,
 ) -> UserSample:
-    kinds = kinds_in(folder, shard)
-    rows, ids, features, *other_tables = map(read_stream, shard_paths(folder, shard, kinds))
-    users = _users(folder, shard).combine_chunks()
-    grouped = rows.group_by(HASH).aggregate([("time", "min"), ("time", "max"), ("time", "count")])
-    if pc.index_in(grouped.column(HASH), users.column(HASH)).null_count:
+    kinds = kinds_in(folder, slice_number)
+    interaction_table, id_table, feature_table, *other_tables = map(
+        read_stream, shard_paths(folder, slice_number, kinds)
+    )
+    user_table = _read_named_users(folder, slice_number).combine_chunks()
+    times_by_user = interaction_table.group_by(HASH).aggregate(
+        [("time", "min"), ("time", "max"), ("time", "count")]
+    )
+    if pc.index_in(times_by_user.column(HASH), user_table.column(HASH)).null_count:
         raise CorruptArtefact(
-            f"shard {shard} of the partition has rows of users that it does not name"
+            f"shard {slice_number} of the partition has rows of users that it does not name"
         )
-    grouped_index = pc.index_in(users.column(HASH), grouped.column(HASH)).combine_chunks()
-    counts, first, last = (
+    times_indices = pc.index_in(
+        user_table.column(HASH), times_by_user.column(HASH)
+    ).combine_chunks()
+    interaction_counts, first_times, last_times = (
         np.asarray(
             pc.fill_null(
-                grouped.column(f"time_{statistic}").combine_chunks().take(grouped_index), 0
+                times_by_user.column(f"time_{statistic}").combine_chunks().take(times_indices), 0
             )
         )
         for statistic in ("count", "min", "max")
     )
-    hashes = text_hashes(users.column("user"), directory.seed)
+    hashes = text_hashes(user_table.column("user"), directory.seed)
     is_counted = np.ones(len(hashes), np.bool_)
-    if set_by_events is not None or not counts_featured:
-        named = np.concatenate([np.asarray(table.column(HASH)) for table in (ids, *other_tables)])
-        is_counted = np.isin(np.asarray(users.column(HASH)), named)
-        if counts_featured and set_by_events is not None:
-            user_fingerprints = text_hashes(users.column("user"), FINGERPRINT_SEED)
-            is_counted |= ~are_marked(set_by_events, user_fingerprints)
+    if event_marks_path is not None or not counts_feature_only_users:
+        named_hashes = np.concatenate(
+            [np.asarray(table.column(HASH)) for table in (id_table, *other_tables)]
+        )
+        is_counted = np.isin(np.asarray(user_table.column(HASH)), named_hashes)
+        if counts_feature_only_users and event_marks_path is not None:
+            user_fingerprints = text_hashes(user_table.column("user"), FINGERPRINT_SEED)
+            is_counted |= ~are_marked(event_marks_path, user_fingerprints)
     positions = directory.find_many(hashes)
     recorded_rows = np.flatnonzero(positions >= 0)
     recorded_rows = recorded_rows[np.argsort(positions[recorded_rows], kind="stable")]
-    spread = np.linspace(0, max(0, len(recorded_rows) - 1), min(per_stratum, len(recorded_rows)))
-    orders = {
-        "head": np.argsort(-counts[recorded_rows], kind="stable"),
-        "tail": np.argsort(counts[recorded_rows], kind="stable"),
-        "new": np.argsort(-first[recorded_rows], kind="stable"),
-        "recent": np.argsort(-last[recorded_rows], kind="stable"),
-        "spread": np.unique(spread.astype(np.int64)),
+    spread_indices = np.linspace(
+        0, max(0, len(recorded_rows) - 1), min(per_stratum, len(recorded_rows))
+    )
+    order_by_stratum = {
+        "head": np.argsort(-interaction_counts[recorded_rows], kind="stable"),
+        "tail": np.argsort(interaction_counts[recorded_rows], kind="stable"),
+        "new": np.argsort(-first_times[recorded_rows], kind="stable"),
+        "recent": np.argsort(-last_times[recorded_rows], kind="stable"),
+        "spread": np.unique(spread_indices.astype(np.int64)),
     }
-    rows_by_stratum = {name: recorded_rows[order[:per_stratum]] for name, order in orders.items()}
-    picked = np.unique(np.concatenate(list(rows_by_stratum.values())))
-    named_users = users
-    users, chose = _inputs(rows, features, users, picked, hashes, history_limit)
+    rows_by_stratum = {
+        stratum: recorded_rows[order[:per_stratum]] for stratum, order in order_by_stratum.items()
+    }
+    picked_rows = np.unique(np.concatenate(list(rows_by_stratum.values())))
+    named_users = user_table
+    user_table, last_new_choice_times = _select_inputs(
+        interaction_table, feature_table, user_table, picked_rows, hashes, history_limit
+    )
     if USER_VECTORS in kinds:
-        users = replace(users, vectors=_vectors(users, other_tables[0]))
-    strata = {
-        name: np.searchsorted(picked, np.sort(stratum_rows))
-        for name, stratum_rows in rows_by_stratum.items()
+        user_table = replace(user_table, vectors=_find_vectors(user_table, other_tables[0]))
+    sample_rows_by_stratum = {
+        stratum: np.searchsorted(picked_rows, np.sort(stratum_rows))
+        for stratum, stratum_rows in rows_by_stratum.items()
     }
-    missing = np.flatnonzero((positions < 0) & is_counted)
-    lacking = _lacking(named_users.take(pa.array(missing)), counts[missing], features)
-    in_source = int(is_counted.sum())
+    unrecorded_rows = np.flatnonzero((positions < 0) & is_counted)
+    unrecorded_by_missing_input = _count_by_missing_input(
+        named_users.take(pa.array(unrecorded_rows)),
+        interaction_counts[unrecorded_rows],
+        feature_table,
+    )
+    source_user_count = int(is_counted.sum())
     return UserSample(
-        users, positions[picked], chose, strata, in_source, len(recorded_rows), lacking
+        user_table,
+        positions[picked_rows],
+        last_new_choice_times,
+        sample_rows_by_stratum,
+        source_user_count,
+        len(recorded_rows),
+        unrecorded_by_missing_input,
     )
 
 
-def _lacking(users: Any, counts: NDArray[np.int64], features: Any) -> dict[str, int]:
+def _count_by_missing_input(
+    user_table: Any, interaction_counts: NDArray[np.int64], feature_table: Any
+) -> dict[str, int]:
     """Count users by their missing input: a history, or the first feature without a value."""
-    rows = pc.index_in(users.column(HASH), features.column(HASH)).combine_chunks()
-    lacks_any = np.zeros(len(counts), np.bool_)
-    lacking_counts: dict[str, int] = {}
-    if is_without := int((counts == 0).sum()):
-        lacking_counts["a history"] = is_without
-    for name in features.column_names[2:]:
-        is_null = np.asarray(pc.is_null(features.column(name).combine_chunks().take(rows)))
-        if count := int((is_null & ~lacks_any).sum()):
-            lacking_counts[f"a value of {name!r}"] = count
+    feature_rows = pc.index_in(user_table.column(HASH), feature_table.column(HASH)).combine_chunks()
+    lacks_any = np.zeros(len(interaction_counts), np.bool_)
+    users_by_missing_input: dict[str, int] = {}
+    if without_history_count := int((interaction_counts == 0).sum()):
+        users_by_missing_input["a history"] = without_history_count
+    for feature_name in feature_table.column_names[2:]:
+        is_null = np.asarray(
+            pc.is_null(feature_table.column(feature_name).combine_chunks().take(feature_rows))
+        )
+        if lacking_count := int((is_null & ~lacks_any).sum()):
+            users_by_missing_input[f"a value of {feature_name!r}"] = lacking_count
         lacks_any |= is_null
-    return lacking_counts
+    return users_by_missing_input
 
 
-def _inputs(
-    rows: Any,
-    features: Any,
-    users: Any,
-    picked: NDArray[np.int64],
+def _select_inputs(
+    interaction_table: Any,
+    feature_table: Any,
+    user_table: Any,
+    picked_rows: NDArray[np.int64],
     hashes: NDArray[np.uint64],
     history_limit: int,
 ) -> tuple[ShardInput, NDArray[np.int64]]:
@@ -257,48 +289,50 @@ def _inputs(
 
     Also the time at which each of them last chose an item that was new to them: a repeat changes no list.
     """
-    users = users.take(pa.array(picked)).combine_chunks()
-    picked_hashes = users.column(HASH).combine_chunks()
-    picked_rows = rows.filter(pc.is_in(rows.column(HASH), value_set=picked_hashes))
-    user_indices = np.asarray(pc.index_in(picked_rows.column(HASH), picked_hashes))
-    ordinals = np.asarray(picked_rows.column("ordinal"))
-    times = np.asarray(picked_rows.column("time"))
+    user_table = user_table.take(pa.array(picked_rows)).combine_chunks()
+    picked_hashes = user_table.column(HASH).combine_chunks()
+    picked_interactions = interaction_table.filter(
+        pc.is_in(interaction_table.column(HASH), value_set=picked_hashes)
+    )
+    user_indices = np.asarray(pc.index_in(picked_interactions.column(HASH), picked_hashes))
+    ordinals = np.asarray(picked_interactions.column("ordinal"))
+    times = np.asarray(picked_interactions.column("time"))
     order = np.argsort(times, kind="stable")
-    chose = np.zeros(len(picked), np.int64)
-    histories: list[dict[int, None]] = [{} for _ in range(len(picked))]
-    for user, ordinal, time in zip(
+    last_new_choice_times = np.zeros(len(picked_rows), np.int64)
+    histories: list[dict[int, None]] = [{} for _ in range(len(picked_rows))]
+    for user_index, ordinal, time in zip(
         user_indices[order].tolist(), ordinals[order].tolist(), times[order].tolist(), strict=True
     ):
         if ordinal < 0:
             continue
-        if ordinal in histories[user]:
-            del histories[user][ordinal]
+        if ordinal in histories[user_index]:
+            del histories[user_index][ordinal]
         else:
-            chose[user] = time
-        histories[user][ordinal] = None
+            last_new_choice_times[user_index] = time
+        histories[user_index][ordinal] = None
     history_lists = [list(history) for history in histories]
-    at = pc.index_in(picked_hashes, features.column(HASH))
+    feature_rows = pc.index_in(picked_hashes, feature_table.column(HASH))
     inputs = ShardInput(
-        ids=users.column("user").combine_chunks(),
-        hashes=hashes[picked],
+        ids=user_table.column("user").combine_chunks(),
+        hashes=hashes[picked_rows],
         indptr=np.cumsum([0, *(len(history) for history in history_lists)]),
         ordinals=np.array([ordinal for history in history_lists for ordinal in history], np.int64),
         features={
-            name: features.column(name).combine_chunks().take(at)
-            for name in features.column_names[2:]
+            feature_name: feature_table.column(feature_name).combine_chunks().take(feature_rows)
+            for feature_name in feature_table.column_names[2:]
         },
         history_limit=history_limit,
     )
-    return inputs, chose
+    return inputs, last_new_choice_times
 
 
-def _vectors(users: ShardInput, vector_table: Any) -> NDArray[np.float32]:
+def _find_vectors(users: ShardInput, vector_table: Any) -> NDArray[np.float32]:
     """Vectors of these users as the partition has them, found another way: one user at a time."""
     dims = vector_table.schema.field(VECTOR).type.list_size
     vectors = np.full((len(users.ids), dims), np.nan, np.float32)
-    names = vector_table.column("user").combine_chunks()
-    for row, name in enumerate(users.ids):
-        at = pc.index(names, name).as_py()
-        if at >= 0:
-            vectors[row] = vector_table.column(VECTOR)[at].as_py()
+    vector_user_ids = vector_table.column("user").combine_chunks()
+    for row, user_id in enumerate(users.ids):
+        vector_row = pc.index(vector_user_ids, user_id).as_py()
+        if vector_row >= 0:
+            vectors[row] = vector_table.column(VECTOR)[vector_row].as_py()
     return vectors

@@ -31,21 +31,23 @@ CHUNK_BYTES: Final = 1 << 20
 """Bytes of pages that are sent, or read back, at once while Redis has no readers."""
 
 
-def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) -> Measurement:
+def check_files(
+    store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]
+) -> Measurement:
     """Check every file of the generation against its checksum; raise CorruptArtefact naming one that differs."""
-    checked = CheckedFiles(store.local(generation_path(generation, CHECKED_NOTES)))
+    checked_files = CheckedFiles(store.local(generation_path(generation, CHECKED_NOTES)))
 
     def check(artefact: Artefact) -> None:
         path = store.local(generation_path(generation, artefact.path))
         stamp_before = file_stamp(path, artefact)
-        if stamp_before is not None and stamp_before in checked:
+        if stamp_before is not None and stamp_before in checked_files:
             return
         fetch_checked(store, generation, artefact)
         if (after := file_stamp(path, artefact)) is not None and stamp_before in (None, after):
-            checked.add(after)
+            checked_files.add(after)
 
-    in_threads(check, artefacts, FILES_AT_ONCE)
-    checked.forget()
+    run_in_threads(check, artefacts, FILES_AT_ONCE)
+    checked_files.forget()
     return Measurement(True, len(artefacts), len(artefacts), "files whose checksum matched")
 
 
@@ -58,15 +60,15 @@ class CheckedFiles:
         with contextlib.suppress(FileNotFoundError):
             self._stamps.update(path.read_text().splitlines())
 
-    def __contains__(self, stamped: str) -> bool:
-        return stamped in self._stamps
+    def __contains__(self, stamp: str) -> bool:
+        return stamp in self._stamps
 
-    def add(self, stamped: str) -> None:
+    def add(self, stamp: str) -> None:
         """Add a stamp and write it at once, so that a killed process loses none."""
         with self._lock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as notes:
-                notes.write(f"{stamped}\n")
+            with self._path.open("a") as stamp_file:
+                stamp_file.write(f"{stamp}\n")
 
     def forget(self) -> None:
         """Remove all stamps once all files are checked: a later verification checks them again."""
@@ -88,28 +90,28 @@ def file_stamp(path: Path, artefact: Artefact) -> str | None:
     return " ".join((artefact.path, artefact.sha256, *map(str, stat_values)))
 
 
-def in_threads(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
+def run_in_threads(run_task: Callable[[T], None], tasks: Iterable[T], thread_count: int) -> None:
     """Call `work` on every item; the first error ends it and is raised.
 
     In daemons, not a pool: the program's exit would wait for a pool's threads, and so for a store that hangs.
     """
-    todo, lock, errors = iter(items), threading.Lock(), list[Exception]()
+    pending_items, lock, errors = iter(tasks), threading.Lock(), list[Exception]()
 
     def run() -> None:
         while not errors:
             with lock:
-                item = next(todo, None)
-            if item is None:
+                task = next(pending_items, None)
+            if task is None:
                 return
             try:
-                work(item)
+                run_task(task)
             except Exception as error:
                 errors.append(error)
 
-    started = [threading.Thread(target=run, daemon=True) for _ in range(threads)]
-    for thread in started:
+    worker_threads = [threading.Thread(target=run, daemon=True) for _ in range(thread_count)]
+    for thread in worker_threads:
         thread.start()
-    for thread in started:
+    for thread in worker_threads:
         thread.join()
     if errors:
         raise errors[0]
@@ -124,29 +126,29 @@ def pages_in_redis(candidate: Candidate) -> Measurement:
     """
     control, manifest = candidate.control, candidate.manifest
     notes_key, parts = control.keys.loaded(manifest.generation), parts_of(manifest)
-    started = _run_ids(control.client)
-    notes: Any = control.client.hgetall(notes_key)
+    run_ids = _read_run_ids(control.client)
+    note_by_part: Any = control.client.hgetall(notes_key)
     reload_count = 0
-    pacing = candidate.governor and open_governor(candidate.governor, control)
-    with pacing or nullcontext() as governor:
+    governor_context = candidate.governor and open_governor(candidate.governor, control)
+    with governor_context or nullcontext() as governor:
         for part in parts:
-            note = b" ".join((part.loaded_digest, started))
-            if notes.get(part.read.encode()) == note:
+            note = b" ".join((part.loaded_digest, run_ids))
+            if note_by_part.get(part.read.encode()) == note:
                 continue
-            reload_count += _read_back(candidate, part, governor)
+            reload_count += _verify_or_reload(candidate, part, governor)
             with suppress(redis.exceptions.OutOfMemoryError):  # only the next try would miss it
                 control.client.hset(notes_key, part.read, note.decode())
-    pages = total_pages(manifest)
+    page_count = total_pages(manifest)
     control.client.hdel(notes_key, *(part.read for part in parts))
     reload_text = (
         f"pages whose checksum matched, {reload_count} parts of them loaded once more"
         if reload_count
         else ""
     )
-    return Measurement(True, pages, pages, reload_text or "pages whose checksum matched")
+    return Measurement(True, page_count, page_count, reload_text or "pages whose checksum matched")
 
 
-def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> bool:
+def _verify_or_reload(candidate: Candidate, part: Part, governor: Governor | None) -> bool:
     """Return whether the part had to be reloaded; raise NotJudged if it is wrong even then."""
     part_arguments = (
         candidate.control.client, candidate.control.keys, candidate.manifest, candidate.root, part,
@@ -167,10 +169,10 @@ def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> b
     return True
 
 
-def _run_ids(client: "redis.Redis") -> bytes:
+def _read_run_ids(client: "redis.Redis") -> bytes:
     """Return the run ids of all masters: a restarted or other server may lack the pages that were read back."""
     server_infos: list[Any] = [server.info("server") for server in masters(client).values()]
     # Who says none may have started at any time.
     return ",".join(
-        sorted(str(each.get("run_id") or token_hex()) for each in server_infos)
+        sorted(str(server_info.get("run_id") or token_hex()) for server_info in server_infos)
     ).encode()

@@ -23,7 +23,7 @@ from precompute.gates.evidence.candidate import (
     worst_of,
 )
 
-ROUNDING: Final = 2e-5
+SCORE_ROUNDING: Final = 2e-5
 """Rounding tolerance of a score, relative to the lengths of both vectors: twice what a user's vector may be off on a
 device (`scoring.towers.DEVICE_LENGTH_AGREEMENT`), and the rounding of a float32 product."""
 
@@ -45,11 +45,11 @@ Floats = NDArray[np.float64]
 def item_vectors(candidate: Candidate) -> Measurement:
     """Compare vectors of sampled items with the outputs of the bundle's item tower."""
     evidence = candidate.evidence
-    model, rows = evidence.bundle.item_tower, evidence.item_rows
-    exact = evidence.run(model, evidence.item_inputs(model, rows))
-    right = _rows_equal(exact, candidate.items.vectors[rows], OUTPUT_ROUNDING)
+    model, ordinals = evidence.bundle.item_tower, evidence.sampled_item_ordinals
+    expected_vectors = evidence.run_model(model, evidence.item_inputs(model, ordinals))
+    is_right = _rows_equal(expected_vectors, candidate.items.vectors[ordinals], OUTPUT_ROUNDING)
     return at_least(
-        _fraction_true(right), candidate.thresholds.exact, f"of {len(rows)} sampled items"
+        _fraction_true(is_right), candidate.thresholds.exact, f"of {len(ordinals)} sampled items"
     )
 
 
@@ -59,8 +59,8 @@ def exact_lists(candidate: Candidate) -> Measurement:
     right_shares: dict[str, float] = {}
     for table in candidate.manifest.stored_tables.values():
         if table.kind == "topk" and table.producer.kind in ("topk", "similar"):
-            right_shares[table.name] = _fraction_true(_right_lists(candidate, table))
-    return _worst(candidate, right_shares)
+            right_shares[table.name] = _fraction_true(_check_lists(candidate, table))
+    return _measure_worst(candidate, right_shares)
 
 
 @integrity("exact_numbers")
@@ -75,7 +75,7 @@ def exact_numbers(candidate: Candidate) -> Measurement:
         if table.kind == "topk" or table.producer.model not in models:
             continue
         model = models[str(table.producer.model)]
-        expected, positions = _outputs(candidate, model)
+        expected, positions = _run_model(candidate, model)
         records = evidence.records_of(table, positions)
         is_present = records["flags"] != ABSENT_FLAGS  # how many are not, coverage judges
         expected, stored_numbers = (
@@ -83,84 +83,89 @@ def exact_numbers(candidate: Candidate) -> Measurement:
             dequantize(table.layout, records[is_present], np.float64),
         )
         tolerance = OUTPUT_ROUNDING + NUMBER_STEP[table.layout.precision]
-        of_column = COLUMN_ROUNDING if table.kind == "value" else 0.0
+        column_tolerance = COLUMN_ROUNDING if table.kind == "value" else 0.0
         right_shares[table.name] = _fraction_true(
-            _rows_equal(expected, stored_numbers, tolerance, of_column)
+            _rows_equal(expected, stored_numbers, tolerance, column_tolerance)
         )
-    return _worst(candidate, right_shares)
+    return _measure_worst(candidate, right_shares)
 
 
 @integrity("history_in_lists")
 def history_in_lists(candidate: Candidate) -> Measurement:
     """Lists of sampled users hold no item of their own history, lists of items never the item itself."""
-    evidence, leaks, note = candidate.evidence, 0, ""
+    evidence, leak_count, note = candidate.evidence, 0, ""
     for table in candidate.manifest.stored_tables.values():
         if table.kind != "topk" or table.is_facet:
             continue
         if table.entity == "user":
             positions, excluded = evidence.users.positions, evidence.seen_items
         else:
-            positions = evidence.item_rows
+            positions = evidence.sampled_item_ordinals
             excluded = Histories.of([[row] for row in positions.tolist()])
         records = evidence.records_of(table, positions)
         for row, record in enumerate(records):
             excluded_items = excluded.indices[excluded.indptr[row] : excluded.indptr[row + 1]]
             if np.isin(record["items"][: record["count"]], excluded_items).any():
-                leaks += 1
+                leak_count += 1
                 note = note or f"lists of {table.name} with an item that must not be in them"
-    return none_of(leaks, note)
+    return none_of(leak_count, note)
 
 
-def _worst(candidate: Candidate, right_shares: dict[str, float]) -> Measurement:
+def _measure_worst(candidate: Candidate, right_shares: dict[str, float]) -> Measurement:
     threshold = candidate.thresholds.exact
     if not right_shares:
         return not_measured(threshold, "no table to recompute")
-    named, worst = worst_of(right_shares)
-    return at_least(worst, threshold, f"sampled records of {named}")
+    worst_table, worst_share = worst_of(right_shares)
+    return at_least(worst_share, threshold, f"sampled records of {worst_table}")
 
 
-def _fraction_true(right: NDArray[np.bool_]) -> float:
-    return float(right.mean()) if len(right) else float("nan")
+def _fraction_true(is_right: NDArray[np.bool_]) -> float:
+    return float(is_right.mean()) if len(is_right) else float("nan")
 
 
-def _outputs(candidate: Candidate, model: BundleModel) -> tuple[Floats, NDArray[np.int64]]:
+def _run_model(candidate: Candidate, model: BundleModel) -> tuple[Floats, NDArray[np.int64]]:
     """(a model's outputs in full precision, the positions of the entities they are for)."""
     evidence = candidate.evidence
     if model.entity == "item":
-        positions = evidence.item_rows_for(model)
-        return evidence.run(model, evidence.item_inputs(model, positions)).astype(
+        positions = evidence.usable_item_ordinals(model)
+        return evidence.run_model(model, evidence.item_inputs(model, positions)).astype(
             np.float64
         ), positions
     if model.name == evidence.bundle.user_tower.name:
-        vectors, rows = evidence.user_vectors
+        vectors, usable_rows = evidence.user_vectors
     else:
-        inputs, rows = evidence.user_inputs(model)
-        vectors = evidence.run(model, inputs)
-    return vectors.astype(np.float64), evidence.users.positions[rows]
+        inputs, usable_rows = evidence.user_inputs(model)
+        vectors = evidence.run_model(model, inputs)
+    return vectors.astype(np.float64), evidence.users.positions[usable_rows]
 
 
 def _rows_equal(
     expected: NDArray[np.floating],
     actual: NDArray[np.floating],
     tolerance: float,
-    of_column: float = 0.0,
+    column_tolerance: float = 0.0,
 ) -> NDArray[np.bool_]:
-    """bool [n]: no number differs by more than `tolerance` of its row's largest plus `of_column` of its column's."""
-    sizes = np.abs(expected.astype(np.float64))
+    """bool [n]: no number is off more than `tolerance` of its row's largest plus `column_tolerance` of its column."""
+    magnitudes = np.abs(expected.astype(np.float64))
     errors = np.abs(expected.astype(np.float64) - actual.astype(np.float64))
-    allowed = tolerance * sizes.max(axis=1, keepdims=True, initial=0)
-    allowed = allowed + of_column * np.fmax.reduce(sizes, axis=0, initial=0)  # NaN is of its row
-    equal: NDArray[np.bool_] = (errors <= allowed).all(axis=1)
-    return equal
+    allowed_errors = tolerance * magnitudes.max(axis=1, keepdims=True, initial=0)
+    allowed_errors = allowed_errors + column_tolerance * np.fmax.reduce(
+        magnitudes, axis=0, initial=0
+    )  # NaN is of its row
+    is_equal: NDArray[np.bool_] = (errors <= allowed_errors).all(axis=1)
+    return is_equal
 
 
-def _right_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
+def _check_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
     evidence = candidate.evidence
     if table.entity == "user":
-        vectors, rows = evidence.user_vectors
-        positions, excluded = evidence.users.positions[rows], evidence.seen_items.select_rows(rows)
+        vectors, usable_rows = evidence.user_vectors
+        positions, excluded = (
+            evidence.users.positions[usable_rows],
+            evidence.seen_items.select_rows(usable_rows),
+        )
     else:
-        positions = evidence.item_rows
+        positions = evidence.sampled_item_ordinals
         vectors = candidate.items.vectors[positions]
         excluded = Histories.of([[row] for row in positions.tolist()])
     records = evidence.records_of(table, positions)
@@ -170,55 +175,64 @@ def _right_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
         excluded.select_rows(present_rows),
         records[present_rows],
     )
-    right = np.zeros(len(present_rows), np.bool_)
-    for start in range(0, len(present_rows), ROWS_AT_ONCE):
-        chunk_rows = np.arange(start, min(start + ROWS_AT_ONCE, len(present_rows)))
-        right[chunk_rows] = _compare(
+    is_right = np.zeros(len(present_rows), np.bool_)
+    for first_row in range(0, len(present_rows), ROWS_AT_ONCE):
+        chunk_rows = np.arange(first_row, min(first_row + ROWS_AT_ONCE, len(present_rows)))
+        is_right[chunk_rows] = _check_lists_best(
             vectors[chunk_rows].astype(np.float64), candidate.items.vectors, excluded.select_rows(chunk_rows),
             records["items"][chunk_rows], records["count"][chunk_rows].astype(np.int64),
             dequantize(table.layout, records[chunk_rows], np.float64), table.layout, str(table.producer.index),
-            evidence.allowed.get(table.name),
+            evidence.allowed_items_by_table.get(table.name),
         )  # fmt: skip
-    return right
+    return is_right
 
 
-def _compare(
+def _check_lists_best(
     queries: Floats,
     vectors: NDArray[np.float32],
     excluded: Histories,
-    items: NDArray[np.uint32],
+    listed_items: NDArray[np.uint32],
     counts: NDArray[np.int64],
     numbers: Floats,
     layout: Layout,
     metric: str,
-    allowed: NDArray[np.bool_] | None = None,
+    allowed_mask: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.bool_]:
     """bool [lists]: the true scores of its items are, place by place, the best that there are, and stored so.
 
-    Of the items `allowed` bool [items] alone, where that is given.
+    Of the items `allowed_mask` bool [items] alone, where that is given.
     """
-    width, total = layout.width, len(vectors)
+    width, item_count = layout.width, len(vectors)
     best_scores = np.full((len(queries), width), -np.inf)
     listed_scores = np.full((len(queries), width), -np.inf)
-    longest = 0.0
+    length_max = 0.0
     if metric == "cosine":
         queries = queries / np.maximum(np.linalg.norm(queries, axis=1, keepdims=True), 1e-300)
-    row_of = np.repeat(np.arange(len(queries)), np.diff(excluded.indptr))
-    used = np.arange(width) < counts[:, None]
-    for start in range(0, total, ITEMS_AT_ONCE):
-        part = vectors[start : start + ITEMS_AT_ONCE].astype(np.float64)
-        lengths = np.linalg.norm(part, axis=1, keepdims=True)
+    excluded_rows = np.repeat(np.arange(len(queries)), np.diff(excluded.indptr))
+    is_used = np.arange(width) < counts[:, None]
+    for first_item in range(0, item_count, ITEMS_AT_ONCE):
+        part_vectors = vectors[first_item : first_item + ITEMS_AT_ONCE].astype(np.float64)
+        vector_lengths = np.linalg.norm(part_vectors, axis=1, keepdims=True)
         if metric == "cosine":
-            part, lengths = part / np.maximum(lengths, 1e-300), np.minimum(lengths, 1.0)
-        longest = max(longest, float(lengths.max(initial=0)))
-        scores = queries @ part.T
-        if allowed is not None:
-            scores[:, ~allowed[start : start + len(part)]] = -np.inf
-        inside = used & (items >= start) & (items < start + len(part))
-        rows, slots = np.nonzero(inside)
-        listed_scores[rows, slots] = scores[rows, items[rows, slots].astype(np.int64) - start]
-        is_excluded = (excluded.indices >= start) & (excluded.indices < start + len(part))
-        scores[row_of[is_excluded], excluded.indices[is_excluded] - start] = -np.inf
+            part_vectors, vector_lengths = (
+                part_vectors / np.maximum(vector_lengths, 1e-300),
+                np.minimum(vector_lengths, 1.0),
+            )
+        length_max = max(length_max, float(vector_lengths.max(initial=0)))
+        scores = queries @ part_vectors.T
+        if allowed_mask is not None:
+            scores[:, ~allowed_mask[first_item : first_item + len(part_vectors)]] = -np.inf
+        is_in_part = (
+            is_used & (listed_items >= first_item) & (listed_items < first_item + len(part_vectors))
+        )
+        list_rows, list_slots = np.nonzero(is_in_part)
+        listed_scores[list_rows, list_slots] = scores[
+            list_rows, listed_items[list_rows, list_slots].astype(np.int64) - first_item
+        ]
+        is_excluded = (excluded.indices >= first_item) & (
+            excluded.indices < first_item + len(part_vectors)
+        )
+        scores[excluded_rows[is_excluded], excluded.indices[is_excluded] - first_item] = -np.inf
         if scores.shape[1] > width:
             scores.partition(scores.shape[1] - width, axis=1)
         merged_scores = np.concatenate([best_scores, scores[:, -width:]], axis=1)
@@ -226,11 +240,15 @@ def _compare(
             :, -width:
         ]
     best_scores = -np.sort(-best_scores, axis=1)
-    possible = (best_scores > -np.inf).sum(axis=1)
-    tolerance = ROUNDING * np.linalg.norm(queries, axis=1, keepdims=True) * longest
-    step = NUMBER_STEP[layout.precision] * np.abs(numbers).max(axis=1, initial=0, keepdims=True)
+    possible_counts = (best_scores > -np.inf).sum(axis=1)
+    tolerance = SCORE_ROUNDING * np.linalg.norm(queries, axis=1, keepdims=True) * length_max
+    rounding_step = NUMBER_STEP[layout.precision] * np.abs(numbers).max(
+        axis=1, initial=0, keepdims=True
+    )
     with np.errstate(invalid="ignore"):
-        as_good = ~used | (np.abs(listed_scores - best_scores) <= tolerance)
-        as_said = ~used | (np.abs(listed_scores - numbers) <= tolerance + step)
-    right: NDArray[np.bool_] = (counts == possible) & as_good.all(axis=1) & as_said.all(axis=1)
-    return right
+        is_as_good = ~is_used | (np.abs(listed_scores - best_scores) <= tolerance)
+        has_stored_score = ~is_used | (np.abs(listed_scores - numbers) <= tolerance + rounding_step)
+    is_right: NDArray[np.bool_] = (
+        (counts == possible_counts) & is_as_good.all(axis=1) & has_stored_score.all(axis=1)
+    )
+    return is_right

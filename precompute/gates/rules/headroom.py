@@ -25,28 +25,32 @@ def maxmemory_policy(candidate: Candidate) -> Measurement:
 def redis_headroom(candidate: Candidate) -> Measurement:
     """Check the room that Redis has left with this generation and all others, without what it can evict."""
     servers = masters(candidate.control.client)
-    measurements = [_server_headroom(candidate, name, server) for name, server in servers.items()]
-    failed = [measurement for measurement in measurements if not measurement.passed]
-    return (failed or sorted(measurements, key=_share_used))[-1]
+    measurements = [
+        _server_headroom(candidate, server_name, server) for server_name, server in servers.items()
+    ]
+    failed_measurements = [measurement for measurement in measurements if not measurement.passed]
+    return (failed_measurements or sorted(measurements, key=_share_used))[-1]
 
 
-def _server_headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Measurement:
-    used = info_number(cast(Any, server.info("memory")), "used_memory")
+def _server_headroom(candidate: Candidate, server_name: str, server: "redis.Redis") -> Measurement:
+    used_bytes = info_number(cast(Any, server.info("memory")), "used_memory")
     if candidate.pages_bytes is not None:
-        used = unevictable_bytes(
+        used_bytes = unevictable_bytes(
             candidate.control,
             server,
             pages_bytes=candidate.pages_bytes
-            * compute_keyspace_shares(candidate.control.client)[name],
+            * compute_keyspace_shares(candidate.control.client)[server_name],
             record_bytes=max(
                 table.layout.size_bytes for table in candidate.manifest.stored_tables.values()
             ),
         )
-    room = redis_room(name, used, *memory_limit(server), candidate.thresholds.redis_headroom)
+    measurement = redis_room(
+        server_name, used_bytes, *memory_limit(server), candidate.thresholds.redis_headroom
+    )
     if not candidate.arms:
-        return room
-    arms = "; ".join(map(str, candidate.arms))
-    return replace(room, note=f"{room.note}, with arms of experiments: {arms}")
+        return measurement
+    arms_text = "; ".join(map(str, candidate.arms))
+    return replace(measurement, note=f"{measurement.note}, with arms of experiments: {arms_text}")
 
 
 def _share_used(measurement: Measurement) -> float:
@@ -54,30 +58,32 @@ def _share_used(measurement: Measurement) -> float:
 
 
 def redis_room(
-    name: str, used_bytes: int, limit: int, limit_source: str, threshold: float
+    name: str, used_bytes: int, limit_bytes: int, limit_source: str, threshold: float
 ) -> Measurement:
     """Measure a server's free room; servers have the names of `cache.l2.sync_clients.masters`."""
-    if not limit:
+    if not limit_bytes:
         return Measurement(
             False,
             None,
             threshold,
             "Redis states neither maxmemory nor its host's memory",
         )
-    where = "" if name == "primary" else f" of {name}"
+    server_text = "" if name == "primary" else f" of {name}"
     return at_most(
-        used_bytes / limit,
+        used_bytes / limit_bytes,
         threshold,
-        f"{used_bytes:,} bytes of {limit:,}, {limit_source}{where}",
+        f"{used_bytes:,} bytes of {limit_bytes:,}, {limit_source}{server_text}",
     )
 
 
 def memory_limit(server: "redis.Redis") -> tuple[int, str]:
     """Return the bytes that a server may use, 0 if unknown, and the source of that limit."""
-    info = dict(cast(Any, server.info("memory")))
-    if limit := info_number(info, "maxmemory", 0):
-        return limit, "maxmemory"
-    return info_number(info, "total_system_memory", 0), "its host's memory (maxmemory is not set)"
+    memory_info = dict(cast(Any, server.info("memory")))
+    if limit_bytes := info_number(memory_info, "maxmemory", 0):
+        return limit_bytes, "maxmemory"
+    return info_number(
+        memory_info, "total_system_memory", 0
+    ), "its host's memory (maxmemory is not set)"
 
 
 @integrity(DISK_HEADROOM_RULE)
@@ -86,37 +92,43 @@ def disk_headroom(candidate: Candidate) -> Measurement:
     size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.disk_headroom
 
     def judge(replica: Replica) -> Measurement | None:
-        free = replica.disk_free_bytes
-        return None if free is None else disk_room(free, size_bytes, threshold)
+        free_bytes = replica.disk_free_bytes
+        return None if free_bytes is None else disk_room(free_bytes, size_bytes, threshold)
 
-    return _tightest(candidate, threshold, judge)
+    return _measure_tightest(candidate, threshold, judge)
 
 
 @integrity("memory_headroom")
 def memory_headroom(candidate: Candidate) -> Measurement:
     """Check the memory available to each replica for the files mapped at a peak, arms of experiments included."""
     size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.memory_headroom
-    generations = generations_at_peak(candidate.keep)
-    arms_bytes = sum_mapped_bytes(candidate.arms, generations)
+    generation_count = generations_at_peak(candidate.superseded_count)
+    arms_bytes = sum_mapped_bytes(candidate.arms, generation_count)
 
     def judge(replica: Replica) -> Measurement | None:
         available_bytes = replica.memory_available_bytes
         if available_bytes is None:
             return None
         return memory_room(
-            available_bytes, size_bytes, threshold, generations=generations, arms_bytes=arms_bytes
+            available_bytes,
+            size_bytes,
+            threshold,
+            generation_count=generation_count,
+            arms_bytes=arms_bytes,
         )
 
-    return _tightest(candidate, threshold, judge)
+    return _measure_tightest(candidate, threshold, judge)
 
 
 def disk_room(
-    free_bytes: int, size_bytes: int, threshold: float, *, generations: int = 1
+    free_bytes: int, size_bytes: int, threshold: float, *, generation_count: int = 1
 ) -> Measurement:
     """Compare the free bytes of a file system with so many generations of this size."""
-    generations_text = "a generation" if generations == 1 else f"{generations} generations"
+    generations_text = (
+        "a generation" if generation_count == 1 else f"{generation_count} generations"
+    )
     return at_least(
-        free_bytes / max(1, generations * size_bytes),
+        free_bytes / max(1, generation_count * size_bytes),
         threshold,
         f"{free_bytes:,} bytes free for {generations_text} of {size_bytes:,}",
     )
@@ -127,23 +139,23 @@ def memory_room(
     mapped_bytes: int,
     threshold: float,
     *,
-    generations: int,
+    generation_count: int,
     arms_bytes: int = 0,
 ) -> Measurement:
     """Compare a host's available memory with the mapped files of so many generations of this size.
 
     `arms_bytes` are mapped for the arms of experiments.
     """
-    size_bytes = generations * mapped_bytes
+    size_bytes = generation_count * mapped_bytes
     arms_text = f", arms of experiments {arms_bytes:,}" if arms_bytes else ""
     return at_least(
         available_bytes / max(1, size_bytes + arms_bytes),
         threshold,
-        f"{available_bytes:,} bytes available, {generations} generations map {size_bytes:,}{arms_text}",
+        f"{available_bytes:,} bytes available, {generation_count} generations map {size_bytes:,}{arms_text}",
     )
 
 
-def _tightest(
+def _measure_tightest(
     candidate: Candidate, threshold: float, judge: Callable[[Replica], Measurement | None]
 ) -> Measurement:
     """Return the verdict on the replica with the least room; passed without a replica, as this host is no reader's."""
@@ -154,10 +166,10 @@ def _tightest(
     ]
     if not replica_verdicts:
         return Measurement(True, None, threshold, "no live replica says what its host has left")
-    name, verdict = min(
+    replica_name, verdict = min(
         replica_verdicts, key=lambda named_verdict: float(named_verdict[1].value or 0)
     )
-    return replace(verdict, note=f"{verdict.note} on {name}")
+    return replace(verdict, note=f"{verdict.note} on {replica_name}")
 
 
 def _mapped_bytes(candidate: Candidate) -> int:

@@ -24,7 +24,7 @@ from precompute.gates.evidence.candidate import (
     not_measured,
 )
 from precompute.gates.evidence.evidence import Scan, compared_depth, select_spread_rows
-from precompute.gates.evidence.user_sample import sampled_shards, seen_by
+from precompute.gates.evidence.user_sample import read_seen_pairs, sampled_shards
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.shard_files import shard_of
 from precompute.sources.plausibility import JUDGED_ROWS
@@ -33,22 +33,22 @@ LIVE_RECORDS_AT_ONCE: Final = 200
 """Records that are read from Redis in one round trip."""
 
 PSI_BINS: Final = 10
-TOP_SHARE: Final = 0.01
+TOP_ITEMS_SHARE: Final = 0.01
 ACTIVE_USERS_MIN: Final = 5
 """Least number of users with interactions since the live generation's cut to judge `stale_lists` by."""
 
 VALUES_MIN: Final = 100
 """Least number of records of both generations by which `value_psi` judges."""
 
-CLICKS_BY_CHANCE: Final = "clicks rank no better than chance"
+CLICKS_BY_CHANCE_NOTE: Final = "clicks rank no better than chance"
 
-HALF: Final = 0.5
+CHANCE_SHARE: Final = 0.5
 """Share of pairs in which one of two random items scores above the other."""
 
 RANK_DEVIATIONS: Final = 2.0
 """Standard errors by which a share has to differ from a half."""
 
-RANK_PARTS: Final = 5
+HISTORY_ITEMS_PER_CLICK: Final = 5
 """Items of a history of which one is taken out."""
 
 RANKED_USERS_MIN: Final = 20
@@ -62,63 +62,70 @@ CHOICES_MIN: Final = 200
 def top_items(candidate: Candidate) -> Measurement:
     """Share of list slots that the top 1 % of items hold, in the worst table."""
     top_shares = {
-        table.name: _top_share(candidate, table) for table in lists_of(candidate.manifest)
+        table.name: _top_items_share(candidate, table)
+        for table in user_list_tables(candidate.manifest)
     }
-    return _highest(top_shares, candidate.thresholds.top_items)
+    return _measure_highest(top_shares, candidate.thresholds.top_items)
 
 
 @judgement("single_item")
 def single_item(candidate: Candidate) -> Measurement:
     """Share of list slots that any one item holds, in the worst table."""
     largest_shares = {}
-    for table in lists_of(candidate.manifest):
+    for table in user_list_tables(candidate.manifest):
         scan = candidate.evidence.scans[table.name]
-        largest_shares[table.name] = float(scan.slots.max(initial=0) / max(1, scan.slots.sum()))
-    return _highest(largest_shares, candidate.thresholds.single_item)
+        largest_shares[table.name] = float(
+            scan.slots_by_item.max(initial=0) / max(1, scan.slots_by_item.sum())
+        )
+    return _measure_highest(largest_shares, candidate.thresholds.single_item)
 
 
 @judgement("distinct_lists")
 def distinct_lists(candidate: Candidate) -> Measurement:
     """Share of different lists among sampled users; and not far fewer than the live generation has."""
-    thresholds, worst = candidate.thresholds, None
-    if candidate.unreadable is not None:
-        return candidate.uncompared(thresholds.distinct_lists)
-    for table in lists_of(candidate.manifest):
-        positions = _spread(candidate)
-        distinct_share = _distinct(candidate.evidence.records_of(table, positions))
+    thresholds, worst_measurement = candidate.thresholds, None
+    if candidate.unreadable_live is not None:
+        return candidate.uncompared_measurement(thresholds.distinct_lists)
+    for table in user_list_tables(candidate.manifest):
+        positions = _compared_positions(candidate)
+        distinct_share = _distinct_share(candidate.evidence.records_of(table, positions))
         # There cannot be more single favourites than items.
-        possible = min(1.0, candidate.items.count / max(1, len(positions)))
-        floor, note = thresholds.distinct_lists * possible, table.name
-        live_table = matching_table(candidate, table)
-        if live_table is not None and len(candidate.evidence.users_in_live[1]):
-            theirs = _distinct(
-                read_live(candidate, live_table, candidate.evidence.users_in_live[1]).records
+        distinct_share_max = min(1.0, candidate.items.count / max(1, len(positions)))
+        floor, note = thresholds.distinct_lists * distinct_share_max, table.name
+        live_table = matching_live_table(candidate, table)
+        if live_table is not None and len(candidate.evidence.common_user_positions[1]):
+            live_share = _distinct_share(
+                read_live_lists(
+                    candidate, live_table, candidate.evidence.common_user_positions[1]
+                ).records
             )
-            floor = max(floor, thresholds.distinct_lists_of_live * theirs)
-            note = f"{table.name}; {theirs:.3f} of the live generation's"
-        measured = at_least(distinct_share, round(floor, 6), note, candidate.baseline)
-        if worst is None or (worst.passed and not measured.passed):
-            worst = measured
-    return worst or not_measured(thresholds.distinct_lists, "no table of lists")
+            floor = max(floor, thresholds.distinct_lists_of_live * live_share)
+            note = f"{table.name}; {live_share:.3f} of the live generation's"
+        measurement = at_least(distinct_share, round(floor, 6), note, candidate.baseline)
+        if worst_measurement is None or (worst_measurement.passed and not measurement.passed):
+            worst_measurement = measurement
+    return worst_measurement or not_measured(thresholds.distinct_lists, "no table of lists")
 
 
 @judgement("top_items_of_live")
 def top_items_of_live(candidate: Candidate) -> Measurement:
     """Ratio of the share of slots that the top 1 % of items hold to that share in the live generation."""
-    ratios = {}
-    for table, live_table in _pairs(candidate):
+    ratio_by_table = {}
+    for table, live_table in _pair_tables(candidate):
         depth = compared_depth(
             min(table.layout.width, live_table.layout.width), candidate.items.count
         )
         candidate_records = candidate.evidence.records_of(
-            table, candidate.evidence.users_in_live[0]
+            table, candidate.evidence.common_user_positions[0]
         )
-        live = read_live(candidate, live_table, candidate.evidence.users_in_live[1])
-        theirs = _share_of_top(_slots(live.records, depth), len(live.ids))
-        ratios[table.name] = _share_of_top(
-            _slots(candidate_records, depth), candidate.items.count
-        ) / max(theirs, 1e-9)
-    return _against(candidate, ratios, candidate.thresholds.top_items_of_live)
+        live = read_live_lists(candidate, live_table, candidate.evidence.common_user_positions[1])
+        live_share = _share_of_top(
+            _count_slots_by_item(live.records, depth), len(live.candidate_ordinals)
+        )
+        ratio_by_table[table.name] = _share_of_top(
+            _count_slots_by_item(candidate_records, depth), candidate.items.count
+        ) / max(live_share, 1e-9)
+    return _compare_with_live(candidate, ratio_by_table, candidate.thresholds.top_items_of_live)
 
 
 @judgement("score_psi")
@@ -128,18 +135,18 @@ def score_psi(candidate: Candidate) -> Measurement:
     PSI as in credit scoring (Siddiqi, 2006): under 0.1 no shift to speak of, over 0.25 a large one. A retrained
     bundle may score on another scale, so it has a threshold of its own.
     """
-    shifts = {}
-    for table, live_table in _pairs(candidate):
+    psi_by_table = {}
+    for table, live_table in _pair_tables(candidate):
         candidate_records = candidate.evidence.records_of(
-            table, candidate.evidence.users_in_live[0]
+            table, candidate.evidence.common_user_positions[0]
         )
-        live = read_live(candidate, live_table, candidate.evidence.users_in_live[1])
-        shifts[table.name] = psi(
-            _scores(table, candidate_records), _scores(live_table, live.records)
+        live = read_live_lists(candidate, live_table, candidate.evidence.common_user_positions[1])
+        psi_by_table[table.name] = psi(
+            _stored_scores(table, candidate_records), _stored_scores(live_table, live.records)
         )
     if candidate.is_retrained:
-        return _against(candidate, shifts, candidate.thresholds.score_psi_retrained)
-    return _against(candidate, shifts, candidate.thresholds.score_psi)
+        return _compare_with_live(candidate, psi_by_table, candidate.thresholds.score_psi_retrained)
+    return _compare_with_live(candidate, psi_by_table, candidate.thresholds.score_psi)
 
 
 @judgement("distinct_values")
@@ -147,15 +154,15 @@ def distinct_values(candidate: Candidate) -> Measurement:
     """Number of different outputs in a table of values, counted up to 2: a constant model says nothing of anybody."""
     scans = [
         scan
-        for scan in candidate.evidence.asked_scans.values()
-        if scan.table.kind == "value" and scan.records - scan.absent >= JUDGED_ROWS
+        for scan in candidate.evidence.unfiltered_scans.values()
+        if scan.table.kind == "value" and scan.record_count - scan.absent_count >= JUDGED_ROWS
     ]
     if not scans:
         return not_measured(2, f"no table of values with {JUDGED_ROWS} records or more")
     for scan in scans:
-        if not scan.differing and not _is_single_probability(scan):
-            count = scan.records - scan.absent
-            note = f"{scan.table.name}: all {count:,} records have the same values"
+        if not scan.differing_count and not _is_single_probability(scan):
+            record_count = scan.record_count - scan.absent_count
+            note = f"{scan.table.name}: all {record_count:,} records have the same values"
             return Measurement(False, 1, 2, note)
     return Measurement(True, 2, 2)
 
@@ -175,40 +182,53 @@ def value_psi(candidate: Candidate) -> Measurement:
     thresholds = candidate.thresholds
     threshold = thresholds.score_psi_retrained if candidate.is_retrained else thresholds.score_psi
     if candidate.live is None:
-        return candidate.uncompared(threshold)
-    shifts: dict[str, float] = {}
+        return candidate.uncompared_measurement(threshold)
+    psi_by_value: dict[str, float] = {}
     for table in candidate.manifest.tables.values():
-        live_table = matching_table(candidate, table) if table.kind == "value" else None
+        live_table = matching_live_table(candidate, table) if table.kind == "value" else None
         if live_table is not None:
-            shifts |= _value_shifts(candidate, table, live_table)
-    if not shifts:
+            psi_by_value |= _value_shifts(candidate, table, live_table)
+    if not psi_by_value:
         note = f"no value of {VALUES_MIN} of the same users or items is in the live generation"
         return not_measured(threshold, note)
-    return _against(candidate, shifts, threshold)
+    return _compare_with_live(candidate, psi_by_value, threshold)
 
 
 def _value_shifts(candidate: Candidate, table: Table, live_table: Table) -> dict[str, float]:
     """PSI by table and label; empty where too few entities, or no label, are in both."""
     evidence = candidate.evidence
-    in_live = evidence.items_in_live if table.entity == "item" else evidence.users_in_live
-    if len(in_live[0]) < VALUES_MIN:
+    common_positions = (
+        evidence.common_item_positions if table.entity == "item" else evidence.common_user_positions
+    )
+    if len(common_positions[0]) < VALUES_MIN:
         return {}
-    records = evidence.records_of(table, in_live[0])
-    live_records = _read_records(candidate, live_table, in_live[1])
-    are_there = (records["flags"] != ABSENT_FLAGS) & (live_records["flags"] != ABSENT_FLAGS)
-    if are_there.sum() < VALUES_MIN:
+    records = evidence.records_of(table, common_positions[0])
+    live_records = _read_live_records(candidate, live_table, common_positions[1])
+    is_present = (records["flags"] != ABSENT_FLAGS) & (live_records["flags"] != ABSENT_FLAGS)
+    if is_present.sum() < VALUES_MIN:
         return {}
-    names, live_names = _value_names(table), _value_names(live_table)
-    if _model_of(live_table, candidate.live) == _model_of(table, candidate.manifest):
-        live_names = names
-    values, live_values = (
-        dict(zip(labels, dequantize(of.layout, rows[are_there], np.float64).T, strict=True))
-        for labels, of, rows in ((names, table, records), (live_names, live_table, live_records))
+    value_names, live_names = _value_names(table), _value_names(live_table)
+    if _digest_and_spec(live_table, candidate.live) == _digest_and_spec(table, candidate.manifest):
+        live_names = value_names
+    values_by_name, live_values_by_name = (
+        dict(
+            zip(
+                labels,
+                dequantize(label_table.layout, table_records[is_present], np.float64).T,
+                strict=True,
+            )
+        )
+        for labels, label_table, table_records in (
+            (value_names, table, records),
+            (live_names, live_table, live_records),
+        )
     )
     return {
-        f"{table.name}, {name}": psi(_five_digits(column), _five_digits(live_values[name]))
-        for name, column in values.items()
-        if name in live_values
+        f"{table.name}, {value_name}": psi(
+            _five_digits(column), _five_digits(live_values_by_name[value_name])
+        )
+        for value_name, column in values_by_name.items()
+        if value_name in live_values_by_name
     }
 
 
@@ -216,7 +236,9 @@ def _value_names(table: Table) -> tuple[str, ...]:
     return table.labels or tuple(f"number {number}" for number in range(1, table.layout.width + 1))
 
 
-def _model_of(table: Table, manifest: Manifest | None) -> tuple[str, Mapping[str, Any]] | None:
+def _digest_and_spec(
+    table: Table, manifest: Manifest | None
+) -> tuple[str, Mapping[str, Any]] | None:
     """Return digest and specification of a table's model: two outputs of one file are two models."""
     if manifest is None:
         return None
@@ -227,22 +249,20 @@ def _model_of(table: Table, manifest: Manifest | None) -> tuple[str, Mapping[str
 def changed_labels_in_words(manifest: Manifest, live: Manifest) -> list[str]:
     """Return a remark on each table of values whose labels, or their order, are others than in the live generation."""
     remarks = []
-    for name, table in manifest.tables.items():
-        live_table = live.tables.get(name)
+    for table_name, table in manifest.tables.items():
+        live_table = live.tables.get(table_name)
         if live_table is None or not table.labels or table.labels == (live_table.labels or ()):
             continue
-        change = (
-            f"labels of {name} were {', '.join(live_table.labels)} in {live.generation}, and are "
-        )
-        change += ", ".join(table.labels)
+        change_text = f"labels of {table_name} were {', '.join(live_table.labels)} in {live.generation}, and are "
+        change_text += ", ".join(table.labels)
         if set(table.labels) == set(live_table.labels):
-            change += ", so that each number has another place"
-        remarks.append(f"{change}: tell who reads values")
+            change_text += ", so that each number has another place"
+        remarks.append(f"{change_text}: tell who reads values")
     return remarks
 
 
-def _five_digits(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    fractions, exponents = np.frexp(values)
+def _five_digits(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+    fractions, exponents = np.frexp(numbers)
     return np.ldexp(np.round(fractions, 5), exponents)
 
 
@@ -254,19 +274,22 @@ def list_jaccard(candidate: Candidate) -> Measurement:
         thresholds.list_jaccard_retrained if candidate.is_retrained else thresholds.list_jaccard
     )
     mean_jaccards = {
-        table.name: float(np.mean(_jaccards(candidate, table, live_table)))
-        for table, live_table in _pairs(candidate)
+        table.name: float(np.mean(_compute_jaccards(candidate, table, live_table)))
+        for table, live_table in _pair_tables(candidate)
     }
     if candidate.live is None:
-        return candidate.uncompared(threshold)
-    if not len(candidate.evidence.users_in_live[0]):
+        return candidate.uncompared_measurement(threshold)
+    if not len(candidate.evidence.common_user_positions[0]):
         note = "the live generation knows none of the sampled users: have ids changed their form?"
         return Measurement(False, 0.0, threshold, note, candidate.baseline)
     if not mean_jaccards:
         return not_measured(threshold, "the live generation has no such table of lists")
-    worst = min(mean_jaccards, key=lambda name: mean_jaccards[name])
+    worst_table = min(mean_jaccards, key=lambda name: mean_jaccards[name])
     return at_least(
-        mean_jaccards[worst], threshold, _table_note(candidate, worst), candidate.baseline
+        mean_jaccards[worst_table],
+        threshold,
+        _table_note(candidate, worst_table),
+        candidate.baseline,
     )
 
 
@@ -275,24 +298,26 @@ def stale_lists(candidate: Candidate) -> Measurement:
     """Share of users with interactions since the live generation's cut whose lists are the live ones all the same."""
     threshold = candidate.thresholds.stale_lists
     if candidate.live is None:
-        return candidate.uncompared(threshold)
-    users = candidate.evidence.users
-    is_active_since_cut = users.last >= candidate.live.data_until * 1_000_000
+        return candidate.uncompared_measurement(threshold)
+    user_sample = candidate.evidence.users
+    is_active_since_cut = user_sample.last_new_choice_times >= candidate.live.data_until * 1_000_000
     stale_shares = {}
-    for table, live_table in _pairs(candidate):
-        candidate_positions, _ = candidate.evidence.users_in_live
-        fresh = is_active_since_cut[np.isin(users.positions, candidate_positions)]
-        if fresh.sum() < ACTIVE_USERS_MIN:
+    for table, live_table in _pair_tables(candidate):
+        candidate_positions, _ = candidate.evidence.common_user_positions
+        is_active = is_active_since_cut[np.isin(user_sample.positions, candidate_positions)]
+        if is_active.sum() < ACTIVE_USERS_MIN:
             continue
-        is_unchanged = _jaccards(candidate, table, live_table, deep=True)[fresh] == 1.0
+        is_unchanged = (
+            _compute_jaccards(candidate, table, live_table, is_full_depth=True)[is_active] == 1.0
+        )
         stale_shares[table.name] = float(is_unchanged.mean())
     if not stale_shares:
         return not_measured(
             threshold, "too few users have interactions since the live generation's cut"
         )
-    worst = max(stale_shares, key=lambda name: stale_shares[name])
-    note = f"{worst}: of users with new interactions; were these read, and does the model use them?"
-    return at_most(stale_shares[worst], threshold, note, candidate.baseline)
+    worst_table = max(stale_shares, key=lambda name: stale_shares[name])
+    note = f"{worst_table}: of users with new interactions; were these read, and does the model use them?"
+    return at_most(stale_shares[worst_table], threshold, note, candidate.baseline)
 
 
 @judgement("tables_of_live")
@@ -302,18 +327,19 @@ def tables_of_live(candidate: Candidate) -> Measurement:
     A renamed table passes every comparison, for it has none; the lists of the first night with lists are not counted.
     """
     if candidate.live is None:
-        return candidate.uncompared(0)
+        return candidate.uncompared_measurement(0)
     live_tables, tables = candidate.live.tables, candidate.manifest.tables
     notes = [
-        f"{name} is {'gone' if name not in tables else 'of another kind or entity'}"
-        for name, table in live_tables.items()
-        if name not in tables or _sort_of(tables[name]) != _sort_of(table)
+        f"{table_name} is {'gone' if table_name not in tables else 'of another kind or entity'}"
+        for table_name, table in live_tables.items()
+        if table_name not in tables
+        or _kind_and_entity(tables[table_name]) != _kind_and_entity(table)
     ]
     if any(table.kind == "topk" for table in live_tables.values()):
         notes += [
-            f"{name} has no lists to be compared with"
-            for name, table in tables.items()
-            if table.kind == "topk" and not table.is_facet and name not in live_tables
+            f"{table_name} has no lists to be compared with"
+            for table_name, table in tables.items()
+            if table.kind == "topk" and not table.is_facet and table_name not in live_tables
         ]
     return none_of(len(notes), "; ".join(notes), candidate.baseline)
 
@@ -328,16 +354,22 @@ def heldout_recall(candidate: Candidate) -> Measurement:
     """
     measurement = _measure_newer_choices(candidate)
     ranks = _rank_clicks(candidate) if measurement.passed else None
-    if ranks is None or ranks.share - RANK_DEVIATIONS * ranks.error > HALF:
+    if ranks is None or ranks.share - RANK_DEVIATIONS * ranks.error > CHANCE_SHARE:
         return measurement
     remark = (
-        f"{CLICKS_BY_CHANCE}: above a random item in {ranks.share:.1%} of pairs (standard error {ranks.error:.1%}); do "
-        "the codes and ids of the tables belong to the model?"
+        f"{CLICKS_BY_CHANCE_NOTE}: above a random item in {ranks.share:.1%} of pairs (standard error "
+        f"{ranks.error:.1%}); do the codes and ids of the tables belong to the model?"
     )
-    at_import = candidate.evidence.bundle.training.get(SHARE_ABOVE_RANDOM)
-    if at_import is not None and ranks.share + RANK_DEVIATIONS * ranks.error < HALF < at_import:
+    share_at_import = candidate.evidence.bundle.training.get(SHARE_ABOVE_RANDOM)
+    if (
+        share_at_import is not None
+        and ranks.share + RANK_DEVIATIONS * ranks.error < CHANCE_SHARE < share_at_import
+    ):
         return Measurement(
-            False, round(ranks.share, 6), HALF, f"{remark} At its import it was {at_import:.1%}"
+            False,
+            round(ranks.share, 6),
+            CHANCE_SHARE,
+            f"{remark} At its import it was {share_at_import:.1%}",
         )
     return replace(measurement, note="; ".join(filter(None, [measurement.note, remark])))
 
@@ -358,24 +390,35 @@ def _rank_clicks(candidate: Candidate) -> ClickRanks | None:
     if not has_features or users.vectors is not None:
         return None
     # Each fifth item, from the last but one on: a user with one item has nothing to take out.
-    lengths = np.diff(users.indptr)
-    from_end = np.repeat(users.indptr[1:], lengths) - np.arange(len(users.ordinals)) - 1
-    is_taken = from_end % RANK_PARTS == 1
-    taken_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_taken)])[users.indptr]
-    kept = replace(
-        users,
-        indptr=users.indptr - taken_before,
-        ordinals=users.ordinals[~is_taken],
-        times=None if users.times is None else users.times[~is_taken],
+    history_lengths = np.diff(users.indptr)
+    places_from_end = (
+        np.repeat(users.indptr[1:], history_lengths) - np.arange(len(users.ordinals)) - 1
     )
-    inputs, rows = evidence.user_inputs(model, kept)
-    taken = Histories(taken_before, users.ordinals[is_taken]).select_rows(rows)
-    if len(taken.indices) < CHOICES_MIN:
+    is_held_out = places_from_end % HISTORY_ITEMS_PER_CLICK == 1
+    held_out_indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_held_out)])[users.indptr]
+    remaining_users = replace(
+        users,
+        indptr=users.indptr - held_out_indptr,
+        ordinals=users.ordinals[~is_held_out],
+        times=None if users.times is None else users.times[~is_held_out],
+    )
+    inputs, usable_rows = evidence.user_inputs(model, remaining_users)
+    held_out_clicks = Histories(held_out_indptr, users.ordinals[is_held_out]).select_rows(
+        usable_rows
+    )
+    if len(held_out_clicks.indices) < CHOICES_MIN:
         return None
-    items = candidate.items.vectors
-    compared = np.asarray(items[select_spread_rows(np.arange(len(items)), ITEMS_COMPARED)])
+    item_vectors = candidate.items.vectors
+    compared_vectors = np.asarray(
+        item_vectors[select_spread_rows(np.arange(len(item_vectors)), ITEMS_COMPARED)]
+    )
     shares = shares_above_random(
-        evidence.run(model, inputs), items, compared, taken, len(rows), evidence.bundle.metric
+        evidence.run_model(model, inputs),
+        item_vectors,
+        compared_vectors,
+        held_out_clicks,
+        len(usable_rows),
+        evidence.bundle.metric,
     )
     shares = shares[np.isfinite(shares)]
     if len(shares) < RANKED_USERS_MIN:
@@ -393,7 +436,7 @@ def _measure_newer_choices(candidate: Candidate) -> Measurement:
     ]
     if not held_out_by_user or not tables:
         return not_measured(thresholds.heldout_recall, "no interaction is newer than the cut")
-    measurements = [_measure_table(candidate, table, held_out_by_user) for table in tables]
+    measurements = [_measure_table_recall(candidate, table, held_out_by_user) for table in tables]
     return next(
         (measurement for measurement in measurements if not measurement.passed), measurements[0]
     )
@@ -401,45 +444,51 @@ def _measure_newer_choices(candidate: Candidate) -> Measurement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveLists:
-    """Records of the live generation; `ids` int64[live items] gives its ordinals as this generation's.
+    """Records of the live generation; `candidate_ordinals` int64[live items] gives its ordinals as this generation's.
 
     An item that this generation lacks has a negative number of its own, so it equals nothing.
     """
 
     records: NDArray[Any]
-    ids: NDArray[np.int64]
+    candidate_ordinals: NDArray[np.int64]
 
 
-def read_live(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> LiveLists:
+def read_live_lists(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> LiveLists:
     """Lists of live users at these positions; raises NotJudged when Redis lacks one of them."""
-    records = _read_records(candidate, table, positions)
+    records = _read_live_records(candidate, table, positions)
     return LiveLists(records, candidate.evidence.live_ordinals)
 
 
-def _read_records(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> NDArray[Any]:
+def _read_live_records(
+    candidate: Candidate, table: Table, positions: NDArray[np.int64]
+) -> NDArray[Any]:
     """Live records at positions of their directory; raises NotJudged when Redis lacks one of them."""
     evidence = candidate.evidence
-    directory = evidence.live_item_directory if table.entity == "item" else evidence.live_users
+    directory = (
+        evidence.live_item_directory if table.entity == "item" else evidence.live_user_directory
+    )
     if candidate.live is None or directory is None:
         raise CorruptArtefact("there is no live generation")
-    client, size = candidate.control.client, table.layout.size_bytes
-    raw: list[bytes] = []
-    for start in range(0, len(positions), LIVE_RECORDS_AT_ONCE):
+    client, record_bytes = candidate.control.client, table.layout.size_bytes
+    raw_records: list[bytes] = []
+    for first_index in range(0, len(positions), LIVE_RECORDS_AT_ONCE):
         pipeline = client.pipeline(transaction=False)
-        for position in positions[start : start + LIVE_RECORDS_AT_ONCE].tolist():
-            page, offset = table.locate(*directory.locate(position))
-            name = candidate.control.keys.page(candidate.live.generation, table.name, page)
-            pipeline.getrange(name, offset, offset + size - 1)
-        raw += pipeline.execute()
-    if any(len(record) != size for record in raw):
+        for position in positions[first_index : first_index + LIVE_RECORDS_AT_ONCE].tolist():
+            page_number, offset = table.locate(*directory.locate(position))
+            page_key = candidate.control.keys.page(
+                candidate.live.generation, table.name, page_number
+            )
+            pipeline.getrange(page_key, offset, offset + record_bytes - 1)
+        raw_records += pipeline.execute()
+    if any(len(record) != record_bytes for record in raw_records):
         raise NotJudged(
             f"Redis lacks records of {table.name} of the live generation, so nothing can be compared with it: run "
             "`larder restore`, then verify again"
         )
-    return np.frombuffer(b"".join(raw), table.layout.dtype)
+    return np.frombuffer(b"".join(raw_records), table.layout.dtype)
 
 
-def matching_table(candidate: Candidate, table: Table) -> Table | None:
+def matching_live_table(candidate: Candidate, table: Table) -> Table | None:
     """The live generation's table of the same name and kind, None when it has none."""
     live_table = None if candidate.live is None else candidate.live.tables.get(table.name)
     return (
@@ -450,7 +499,7 @@ def matching_table(candidate: Candidate, table: Table) -> Table | None:
     )
 
 
-def lists_of(manifest: Manifest) -> list[Table]:
+def user_list_tables(manifest: Manifest) -> list[Table]:
     """Tables of lists for users."""
     return [
         table
@@ -459,130 +508,152 @@ def lists_of(manifest: Manifest) -> list[Table]:
     ]
 
 
-def psi(candidate_scores: NDArray[np.float64], theirs: NDArray[np.float64]) -> float:
-    """Sum of (p - q) ln(p / q) over tenths of `theirs`; an empty bin counts as half an observation."""
-    if not len(candidate_scores) or not len(theirs):
+def psi(candidate_scores: NDArray[np.float64], live_scores: NDArray[np.float64]) -> float:
+    """Sum of (p - q) ln(p / q) over tenths of `live_scores`; an empty bin counts as half an observation."""
+    if not len(candidate_scores) or not len(live_scores):
         return float("nan")
-    edges = np.unique(np.quantile(theirs, np.linspace(0, 1, PSI_BINS + 1)[1:-1]))
+    bin_edges = np.unique(np.quantile(live_scores, np.linspace(0, 1, PSI_BINS + 1)[1:-1]))
     p, q = (
-        np.maximum(np.bincount(np.searchsorted(edges, scores), minlength=len(edges) + 1), 0.5)
-        for scores in (candidate_scores, theirs)
+        np.maximum(
+            np.bincount(np.searchsorted(bin_edges, scores), minlength=len(bin_edges) + 1), 0.5
+        )
+        for scores in (candidate_scores, live_scores)
     )
     p, q = p / p.sum(), q / q.sum()
     return float(((p - q) * np.log(p / q)).sum())
 
 
-def _pairs(candidate: Candidate) -> list[tuple[Table, Table]]:
+def _pair_tables(candidate: Candidate) -> list[tuple[Table, Table]]:
     table_pairs = []
-    for table in lists_of(candidate.manifest):
-        live_table = matching_table(candidate, table)
-        if live_table is not None and len(candidate.evidence.users_in_live[0]):
+    for table in user_list_tables(candidate.manifest):
+        live_table = matching_live_table(candidate, table)
+        if live_table is not None and len(candidate.evidence.common_user_positions[0]):
             table_pairs.append((table, live_table))
     return table_pairs
 
 
-def _against(candidate: Candidate, values: dict[str, float], threshold: float) -> Measurement:
+def _compare_with_live(
+    candidate: Candidate, figure_by_name: dict[str, float], threshold: float
+) -> Measurement:
     if candidate.live is None:
-        return candidate.uncompared(threshold)
-    if not values:
+        return candidate.uncompared_measurement(threshold)
+    if not figure_by_name:
         return not_measured(threshold, "the live generation has no such list of the same users")
-    worst = max(values, key=lambda name: np.inf if np.isnan(values[name]) else values[name])
-    return at_most(values[worst], threshold, _table_note(candidate, worst), candidate.baseline)
+    worst_name = max(
+        figure_by_name,
+        key=lambda name: np.inf if np.isnan(figure_by_name[name]) else figure_by_name[name],
+    )
+    return at_most(
+        figure_by_name[worst_name],
+        threshold,
+        _table_note(candidate, worst_name),
+        candidate.baseline,
+    )
 
 
 def _table_note(candidate: Candidate, table: str) -> str:
     return f"{table}, a retrained bundle's threshold" if candidate.is_retrained else table
 
 
-def _highest(slot_shares: dict[str, float], threshold: float) -> Measurement:
-    if not slot_shares:
+def _measure_highest(share_by_table: dict[str, float], threshold: float) -> Measurement:
+    if not share_by_table:
         return not_measured(threshold, "no table of lists")
-    worst = max(slot_shares, key=lambda name: slot_shares[name])
-    return at_most(slot_shares[worst], threshold, worst)
+    worst_table = max(share_by_table, key=lambda name: share_by_table[name])
+    return at_most(share_by_table[worst_table], threshold, worst_table)
 
 
-def _top_share(candidate: Candidate, table: Table) -> float:
-    return _share_of_top(candidate.evidence.scans[table.name].slots, candidate.items.count)
+def _top_items_share(candidate: Candidate, table: Table) -> float:
+    return _share_of_top(candidate.evidence.scans[table.name].slots_by_item, candidate.items.count)
 
 
-def _share_of_top(slots: NDArray[np.int64], items: int) -> float:
-    top = max(1, int(np.ceil(TOP_SHARE * items)))
-    return float(np.sort(slots)[::-1][:top].sum() / max(1, slots.sum()))
+def _share_of_top(slots_by_item: NDArray[np.int64], item_count: int) -> float:
+    top_count = max(1, int(np.ceil(TOP_ITEMS_SHARE * item_count)))
+    return float(np.sort(slots_by_item)[::-1][:top_count].sum() / max(1, slots_by_item.sum()))
 
 
-def _slots(records: NDArray[Any], depth: int) -> NDArray[np.int64]:
-    used = np.arange(depth) < records["count"][:, None]
-    return np.bincount(records["items"][:, :depth][used].astype(np.int64))
+def _count_slots_by_item(records: NDArray[Any], depth: int) -> NDArray[np.int64]:
+    is_used = np.arange(depth) < records["count"][:, None]
+    return np.bincount(records["items"][:, :depth][is_used].astype(np.int64))
 
 
-def _spread(candidate: Candidate) -> NDArray[np.int64]:
-    common_positions = candidate.evidence.users_in_live[0]
+def _compared_positions(candidate: Candidate) -> NDArray[np.int64]:
+    common_positions = candidate.evidence.common_user_positions[0]
     return common_positions if len(common_positions) else candidate.evidence.users.positions
 
 
-def _distinct(records: NDArray[Any]) -> float:
+def _distinct_share(records: NDArray[Any]) -> float:
     return len(np.unique(records["items"], axis=0)) / max(1, len(records))
 
 
-def _scores(table: Table, records: NDArray[Any]) -> NDArray[np.float64]:
-    used = np.arange(table.layout.width) < records["count"][:, None]
-    return dequantize(table.layout, records, np.float64)[used]
+def _stored_scores(table: Table, records: NDArray[Any]) -> NDArray[np.float64]:
+    is_used = np.arange(table.layout.width) < records["count"][:, None]
+    return dequantize(table.layout, records, np.float64)[is_used]
 
 
-def _jaccards(
-    candidate: Candidate, table: Table, live_table: Table, *, deep: bool = False
+def _compute_jaccards(
+    candidate: Candidate, table: Table, live_table: Table, *, is_full_depth: bool = False
 ) -> NDArray[np.float64]:
-    candidate_positions, then = candidate.evidence.users_in_live
+    candidate_positions, live_positions = candidate.evidence.common_user_positions
     candidate_records = candidate.evidence.records_of(table, candidate_positions)
-    live: LiveLists = read_live(candidate, live_table, then)
+    live_lists: LiveLists = read_live_lists(candidate, live_table, live_positions)
     width = min(table.layout.width, live_table.layout.width)
-    depth = width if deep else compared_depth(width, candidate.items.count)
+    depth = width if is_full_depth else compared_depth(width, candidate.items.count)
     jaccards = np.empty(len(candidate_records))
-    for row, (record, live_record) in enumerate(zip(candidate_records, live.records, strict=True)):
-        mine = record["items"][: min(depth, record["count"])]
-        theirs = live.ids[live_record["items"][: min(depth, live_record["count"])].astype(np.int64)]
-        jaccards[row] = jaccard(mine, theirs)
+    for row, (record, live_record) in enumerate(
+        zip(candidate_records, live_lists.records, strict=True)
+    ):
+        candidate_items = record["items"][: min(depth, record["count"])]
+        live_items = live_lists.candidate_ordinals[
+            live_record["items"][: min(depth, live_record["count"])].astype(np.int64)
+        ]
+        jaccards[row] = jaccard(candidate_items, live_items)
     return jaccards
 
 
-def _sort_of(table: Table) -> tuple[str, str]:
+def _kind_and_entity(table: Table) -> tuple[str, str]:
     return table.kind, table.entity
 
 
-def _measure_table(candidate: Candidate, table: Table, held_out_by_user: Any) -> Measurement:
+def _measure_table_recall(candidate: Candidate, table: Table, held_out_by_user: Any) -> Measurement:
     thresholds = candidate.thresholds
-    users, positions, choices = _choices(candidate, held_out_by_user)
-    pair_count = sum(len(user_choices) for user_choices in choices)
+    user_ids, positions, choices_of_users = _find_newer_choices(candidate, held_out_by_user)
+    pair_count = sum(len(user_choices) for user_choices in choices_of_users)
     if pair_count < CHOICES_MIN:
         return not_measured(
             thresholds.heldout_recall, f"only {pair_count} newer choices of known users"
         )
     records = candidate.evidence.records_of(table, positions)
-    lists = [record["items"][: record["count"]].astype(np.int64) for record in records]
-    live_table, directory = matching_table(candidate, table), candidate.evidence.live_users
+    listed_items = [record["items"][: record["count"]].astype(np.int64) for record in records]
+    live_table, directory = (
+        matching_live_table(candidate, table),
+        candidate.evidence.live_user_directory,
+    )
     if live_table is None or directory is None:
         note = f"{table.name}, {pair_count} newer choices; no live generation to be compared with"
-        return at_least(_recall(lists, choices), thresholds.heldout_recall, note)
-    then = directory.find_many(hash_ids(users, directory.seed))
-    common_rows = np.flatnonzero(then >= 0)
-    live = read_live(candidate, live_table, then[common_rows])
-    theirs = [
-        live.ids[record["items"][: record["count"]].astype(np.int64)] for record in live.records
+        return at_least(_recall(listed_items, choices_of_users), thresholds.heldout_recall, note)
+    live_positions = directory.find_many(hash_ids(user_ids, directory.seed))
+    common_rows = np.flatnonzero(live_positions >= 0)
+    live = read_live_lists(candidate, live_table, live_positions[common_rows])
+    live_items = [
+        live.candidate_ordinals[record["items"][: record["count"]].astype(np.int64)]
+        for record in live.records
     ]
-    common_choices = [choices[row] for row in common_rows.tolist()]
+    common_choices = [choices_of_users[row] for row in common_rows.tolist()]
     if sum(len(user_choices) for user_choices in common_choices) < CHOICES_MIN:
         return not_measured(
             thresholds.heldout_recall, f"only {pair_count} newer choices of users of both"
         )
     width = min(table.layout.width, live_table.layout.width)
-    candidate_recall = _recall([lists[row][:width] for row in common_rows.tolist()], common_choices)
-    live_recall = _recall([live_list[:width] for live_list in theirs], common_choices)
-    floor = max(thresholds.heldout_recall, thresholds.heldout_of_live * live_recall)
+    candidate_recall = _recall(
+        [listed_items[row][:width] for row in common_rows.tolist()], common_choices
+    )
+    live_recall = _recall([live_list[:width] for live_list in live_items], common_choices)
+    recall_min = max(thresholds.heldout_recall, thresholds.heldout_of_live * live_recall)
     note = f"{table.name}, {pair_count} newer choices, of which the live generation's lists hold {live_recall:.4f}"
-    return at_least(candidate_recall, round(floor, 6), note, candidate.baseline)
+    return at_least(candidate_recall, round(recall_min, 6), note, candidate.baseline)
 
 
-def _choices(
+def _find_newer_choices(
     candidate: Candidate, held_out_by_user: dict[str, list[str]]
 ) -> tuple[list[bytes], NDArray[np.int64], list[NDArray[np.int64]]]:
     """Return users with a record, their positions, and the ordinals of their newer choices, without earlier items."""
@@ -590,35 +661,37 @@ def _choices(
         candidate.evidence.directories["user"],
         candidate.manifest.entity_sets["user"],
     )
-    hashes = hash_ids([name.encode() for name in held_out_by_user], directory.seed)
+    hashes = hash_ids([user_id.encode() for user_id in held_out_by_user], directory.seed)
     positions, shards = directory.find_many(hashes), shard_of(hashes, len(entities.parts))
-    every = list(held_out_by_user)
-    users, user_positions, choices = [], [], []
+    user_ids = list(held_out_by_user)
+    user_ids_with_choices, user_positions, choices_of_users = [], [], []
     for shard in sampled_shards(entities):
-        rows = np.flatnonzero((shards == shard) & (positions >= 0)).tolist()
-        names = [every[row] for row in rows]
-        seen_pairs = seen_by(candidate.root / "work/partition", shard, names)
-        for row, name in zip(rows, names, strict=True):
+        recorded_rows = np.flatnonzero((shards == shard) & (positions >= 0)).tolist()
+        shard_user_ids = [user_ids[row] for row in recorded_rows]
+        seen_pairs = read_seen_pairs(candidate.root / "work/partition", shard, shard_user_ids)
+        for row, user_id in zip(recorded_rows, shard_user_ids, strict=True):
             ordinals = np.asarray(
                 candidate.items.ordinals_of(
-                    [item_id.encode() for item_id in held_out_by_user[name]]
+                    [item_id.encode() for item_id in held_out_by_user[user_id]]
                 )
             )
-            fresh = [
+            new_ordinals = [
                 ordinal
                 for ordinal in ordinals.tolist()
-                if ordinal >= 0 and (name, ordinal) not in seen_pairs
+                if ordinal >= 0 and (user_id, ordinal) not in seen_pairs
             ]
-            if fresh:
-                users.append(name.encode())
+            if new_ordinals:
+                user_ids_with_choices.append(user_id.encode())
                 user_positions.append(positions[row])
-                choices.append(np.array(fresh, np.int64))
-    return users, np.array(user_positions, np.int64), choices
+                choices_of_users.append(np.array(new_ordinals, np.int64))
+    return user_ids_with_choices, np.array(user_positions, np.int64), choices_of_users
 
 
-def _recall(lists: list[NDArray[np.int64]], choices: list[NDArray[np.int64]]) -> float:
+def _recall(
+    lists_of_users: list[NDArray[np.int64]], choices_of_users: list[NDArray[np.int64]]
+) -> float:
     hits = sum(
         int(np.isin(chosen_items, listed_items).sum())
-        for listed_items, chosen_items in zip(lists, choices, strict=True)
+        for listed_items, chosen_items in zip(lists_of_users, choices_of_users, strict=True)
     )
-    return hits / max(1, sum(len(chosen_items) for chosen_items in choices))
+    return hits / max(1, sum(len(chosen_items) for chosen_items in choices_of_users))

@@ -40,7 +40,7 @@ _ERROR_CHARS: Final = 400
 """Characters of ONNX Runtime's error that a verdict keeps."""
 
 QUERIES_AT_ONCE: Final = 16
-QUERIES_OF_STRATUM: Final = 32
+QUERIES_PER_STRATUM: Final = 32
 """Queries of a stratum."""
 
 DISTANCE_ERROR: Final = 1e-3
@@ -60,9 +60,9 @@ def bundle(candidate: Candidate) -> Measurement:
         if entry is None:
             return Measurement(False, "missing", model.name, "a model of the bundle")
         manifest_sha256s = " ".join(artefact.sha256 for artefact in entry.fp32_files)
-        pinned = " ".join(sha256 for _, _, sha256 in model.files)
-        if manifest_sha256s != pinned or entry.digest != model.digest:
-            return Measurement(False, manifest_sha256s, pinned, f"the file of {model.name}")
+        pinned_sha256s = " ".join(sha256 for _, _, sha256 in model.files)
+        if manifest_sha256s != pinned_sha256s or entry.digest != model.digest:
+            return Measurement(False, manifest_sha256s, pinned_sha256s, f"the file of {model.name}")
         if TowerSpec.from_json(entry.spec) != model.spec:
             return Measurement(
                 False, "another", "the bundle's", f"the specification of {model.name}"
@@ -78,28 +78,28 @@ def vocabulary(candidate: Candidate) -> Measurement:
     table depends on it, as in a night of values alone, another vocabulary is none: labels may be renamed.
     """
     pinned_bundle, items = candidate.evidence.bundle, candidate.items
-    expected = pinned_bundle.vocabulary.find_positions(item_texts(items))
-    if needs_index(pinned_bundle) and (expected < 0).any():
-        return none_of(int((expected < 0).sum()), "items that the model does not know")
-    mapped = np.asarray(items.to_model(Ordinals(np.arange(items.count, dtype=np.int64))))
-    if wrong := int((mapped != expected).sum()):
-        return none_of(wrong, "items with another model index than the bundle gives them")
-    digest, live = pinned_bundle.vocabulary_digest, candidate.live
-    if candidate.manifest.facts.get("vocabulary_digest", digest) != digest:
-        return Measurement(False, digest, "the digest in the manifest", "the vocabulary")
+    expected_indices = pinned_bundle.vocabulary.find_positions(item_texts(items))
+    if needs_index(pinned_bundle) and (expected_indices < 0).any():
+        return none_of(int((expected_indices < 0).sum()), "items that the model does not know")
+    model_indices = np.asarray(items.to_model(Ordinals(np.arange(items.count, dtype=np.int64))))
+    if wrong_count := int((model_indices != expected_indices).sum()):
+        return none_of(wrong_count, "items with another model index than the bundle gives them")
+    vocabulary_digest, live = pinned_bundle.vocabulary_digest, candidate.live
+    if candidate.manifest.facts.get("vocabulary_digest", vocabulary_digest) != vocabulary_digest:
+        return Measurement(False, vocabulary_digest, "the digest in the manifest", "the vocabulary")
     if (
         live is not None
         and _depends_on_vocabulary(candidate.manifest)
         and (live_vocabulary_digest := live.facts.get("vocabulary_digest")) is not None
     ):
-        has_same_models = {name: model.digest for name, model in live.models.items()} == {
-            name: model.digest for name, model in candidate.manifest.models.items()
-        }
-        if has_same_models and live_vocabulary_digest != digest:
-            return Measurement(False, digest, str(live_vocabulary_digest),
+        has_same_models = {
+            model_name: model.digest for model_name, model in live.models.items()
+        } == {model_name: model.digest for model_name, model in candidate.manifest.models.items()}
+        if has_same_models and live_vocabulary_digest != vocabulary_digest:
+            return Measurement(False, vocabulary_digest, str(live_vocabulary_digest),
                 "the models are those of the live generation, their vocabulary is not", live.generation,
             )  # fmt: skip
-    return Measurement(True, digest, digest, baseline=candidate.baseline)
+    return Measurement(True, vocabulary_digest, vocabulary_digest, baseline=candidate.baseline)
 
 
 def _depends_on_vocabulary(manifest: Manifest) -> bool:
@@ -136,51 +136,57 @@ def live_models(candidate: Candidate) -> Measurement:
 def dimension(candidate: Candidate) -> Measurement:
     """Bundle, item vectors, vector tables and value tables agree on how many numbers there are."""
     manifest, pinned_bundle = candidate.manifest, candidate.evidence.bundle
-    files = manifest.items
-    sizes = {
-        "the item table": files.dims,
-        "the item vectors": files.vectors.size_bytes / 4 / max(1, files.count),
-        "the items' model index": files.model_index.size_bytes
+    item_files = manifest.items
+    dims_by_source = {
+        "the item table": item_files.dims,
+        "the item vectors": item_files.vectors.size_bytes / 4 / max(1, item_files.count),
+        "the items' model index": item_files.model_index.size_bytes
         / 8
-        / max(1, files.count)
+        / max(1, item_files.count)
         * pinned_bundle.dims,
     }
-    for name, table in manifest.tables.items():
+    for table_name, table in manifest.tables.items():
         if table.kind == "vector":
-            sizes[name] = table.layout.width
+            dims_by_source[table_name] = table.layout.width
         if table.kind == "value":
             model = pinned_bundle.values[str(table.producer.model)]
             if table.layout.width != model.spec.output_dims or table.labels != model.labels:
-                return Measurement(False, table.layout.width, model.spec.output_dims, name)
-    wrong = next((name for name, dims in sizes.items() if dims != pinned_bundle.dims), None)
-    if wrong is not None:
-        return Measurement(False, sizes[wrong], pinned_bundle.dims, wrong)
+                return Measurement(False, table.layout.width, model.spec.output_dims, table_name)
+    wrong_source = next(
+        (table_name for table_name, dims in dims_by_source.items() if dims != pinned_bundle.dims),
+        None,
+    )
+    if wrong_source is not None:
+        return Measurement(False, dims_by_source[wrong_source], pinned_bundle.dims, wrong_source)
     return Measurement(True, pinned_bundle.dims, pinned_bundle.dims)
 
 
 @integrity("defaults")
 def defaults(candidate: Candidate) -> Measurement:
     """Every list has its defaults: items of the item table, each once, best first, as many as there can be."""
-    data = orjson.loads((candidate.root / "defaults.json").read_bytes())
-    for name, table in candidate.manifest.tables.items():
+    defaults_by_table = orjson.loads((candidate.root / "defaults.json").read_bytes())
+    for table_name, table in candidate.manifest.tables.items():
         if table.kind != "topk" or table.is_facet:
             continue
-        if name not in data:
-            return Measurement(False, "none", "as the item table has them", name)
-        ids, scores = data[name]["items"], np.asarray(data[name]["scores"], np.float64)
-        ordinals = candidate.items.ordinals_of([str(item_id).encode() for item_id in ids])
+        if table_name not in defaults_by_table:
+            return Measurement(False, "none", "as the item table has them", table_name)
+        item_ids, scores = (
+            defaults_by_table[table_name]["items"],
+            np.asarray(defaults_by_table[table_name]["scores"], np.float64),
+        )
+        ordinals = candidate.items.ordinals_of([str(item_id).encode() for item_id in item_ids])
         expected_count = min(table.layout.width, candidate.items.count)
         problem = (
-            "too few or too many" if len(ids) != expected_count or len(scores) != expected_count
+            "too few or too many" if len(item_ids) != expected_count or len(scores) != expected_count
             else "unknown items" if (np.asarray(ordinals) < 0).any()
-            else "an item twice" if len(set(ids)) != len(ids)
+            else "an item twice" if len(set(item_ids)) != len(item_ids)
             else "scores that rise or are no numbers"
             if not np.isfinite(scores).all() or (np.diff(scores) > 0).any()
             else ""
         )  # fmt: skip
         if problem:
-            return Measurement(False, problem, "as the item table has them", name)
-    return Measurement(True, len(data), len(data))
+            return Measurement(False, problem, "as the item table has them", table_name)
+    return Measurement(True, len(defaults_by_table), len(defaults_by_table))
 
 
 @judgement("int8_agreement")
@@ -191,62 +197,73 @@ def int8_agreement(candidate: Candidate) -> Measurement:
     model that a value table shows.
     """
     manifest, threshold = candidate.manifest, candidate.thresholds.int8_overlap
-    figures = {"user_tower": "overlap_at_20"} | {
+    figure_by_model = {"user_tower": "overlap_at_20"} | {
         str(table.producer.model): "overlap_at_1"
         for table in manifest.tables.values()
         if table.producer.kind == "value"
     }
-    overlaps = {
-        name: float(manifest.models[name].agreement.get(figure, float("nan")))
-        for name, figure in figures.items()
-        if manifest.models[name].agreement.get("precision") != "fp32"
+    overlap_by_model = {
+        model_name: float(manifest.models[model_name].agreement.get(figure, float("nan")))
+        for model_name, figure in figure_by_model.items()
+        if manifest.models[model_name].agreement.get("precision") != "fp32"
     }
     newest_overlap = manifest.models["user_tower"].agreement.get(NEWEST_OVERLAP)
-    if newest_overlap is not None and newest_overlap < overlaps.get("user_tower", 0.0):
-        figures["user_tower"], overlaps["user_tower"] = NEWEST_OVERLAP, newest_overlap
-    if not overlaps:
+    if newest_overlap is not None and newest_overlap < overlap_by_model.get("user_tower", 0.0):
+        figure_by_model["user_tower"], overlap_by_model["user_tower"] = (
+            NEWEST_OVERLAP,
+            newest_overlap,
+        )
+    if not overlap_by_model:
         reason = manifest.models["user_tower"].agreement.get("why", "")
         return not_measured(threshold, f"no model is quantized: {reason}")
-    named, worst = worst_of(overlaps)
-    note = f"{figures[named]} of {named} with fp32, the worst of {', '.join(overlaps)}"
-    note += _of_what(candidate, named)
-    return at_least(worst, threshold, note)
+    worst_model, worst_overlap = worst_of(overlap_by_model)
+    note = f"{figure_by_model[worst_model]} of {worst_model} with fp32, the worst of {', '.join(overlap_by_model)}"
+    note += _drawn_histories_note(candidate, worst_model)
+    return at_least(worst_overlap, threshold, note)
 
 
 @judgement("int8_overlap")
 def int8_overlap(candidate: Candidate) -> Measurement:
     """The int8 files against the full-precision ones on sampled entities: lists of the user tower, labels of values."""
-    overlaps = {}
-    for model, entry in _quantized(candidate):
+    overlap_by_model = {}
+    for model, entry in _quantized_models(candidate):
         if model.name == candidate.evidence.bundle.user_tower.name:
-            overlaps[model.name] = _list_overlap(candidate, model, entry)
+            overlap_by_model[model.name] = _list_overlap(candidate, model, entry)
         elif model.labels:
-            exact, approximate, _ = _outputs(candidate, model, entry)
+            exact, approximate, _ = _run_both_precisions(candidate, model, entry)
             is_same_label = exact.argmax(axis=1) == approximate.argmax(axis=1)
-            overlaps[model.name] = (
+            overlap_by_model[model.name] = (
                 float(is_same_label.mean()) if len(is_same_label) else float("nan")
             )
     threshold = candidate.thresholds.int8_overlap
-    if not overlaps:
+    if not overlap_by_model:
         return not_measured(threshold, "no model of lists or labels is quantized")
-    named, worst = worst_of(overlaps)
-    return at_least(worst, threshold, f"{named}, measured again{_of_what(candidate, named)}")
+    worst_model, worst_overlap = worst_of(overlap_by_model)
+    return at_least(
+        worst_overlap,
+        threshold,
+        f"{worst_model}, measured again{_drawn_histories_note(candidate, worst_model)}",
+    )
 
 
 @judgement("int8_cosine")
 def int8_cosine(candidate: Candidate) -> Measurement:
     """The outputs of every int8 file point where the full-precision ones do: mean cosine over sampled entities."""
-    cosines = {}
-    for model, entry in _quantized(candidate):
-        exact, approximate, _ = _outputs(candidate, model, entry)
-        cosines[model.name] = (
+    cosine_by_model = {}
+    for model, entry in _quantized_models(candidate):
+        exact, approximate, _ = _run_both_precisions(candidate, model, entry)
+        cosine_by_model[model.name] = (
             float(row_cosines(exact, approximate).mean()) if len(exact) else float("nan")
         )
     threshold = candidate.thresholds.int8_cosine
-    if not cosines:
+    if not cosine_by_model:
         return not_measured(threshold, "no model is quantized")
-    named, worst = worst_of(cosines)
-    return at_least(worst, threshold, f"{named}, measured again{_of_what(candidate, named)}")
+    worst_model, worst_cosine = worst_of(cosine_by_model)
+    return at_least(
+        worst_cosine,
+        threshold,
+        f"{worst_model}, measured again{_drawn_histories_note(candidate, worst_model)}",
+    )
 
 
 @judgement("index_recall")
@@ -258,56 +275,61 @@ def index_recall(candidate: Candidate) -> Measurement:
     manifest, threshold = candidate.manifest, candidate.thresholds.index_recall
     if not manifest.indexes:
         return not_measured(threshold, "no table uses an index")
-    recalls: dict[str, float] = {}
-    for name, index in manifest.indexes.items():
-        recalls[f"{name} as the night measured it"] = (
+    recall_by_query_set: dict[str, float] = {}
+    for index_name, index in manifest.indexes.items():
+        recall_by_query_set[f"{index_name} as the night measured it"] = (
             float("nan") if index.recall is None else index.recall
         )
         searcher = Searcher.open(
             candidate.root / index.file.path, index.metric, count=candidate.items.count
         )
-        widths = {
+        width_by_entity = {
             entity: max(table_widths)
             for entity in ("user", "item")
             if (table_widths := [
                 table.layout.width for table in manifest.tables.values()
-                if table.kind == "topk" and table.producer.index == name and table.entity == entity
+                if table.kind == "topk" and table.producer.index == index_name and table.entity == entity
             ])
         }  # fmt: skip
-        for entity, width in widths.items():
+        for entity, width in width_by_entity.items():
             for stratum, queries in _stratum_queries(candidate, entity).items():
-                recalls[f"{name}, {stratum} {entity}s"] = _recall(
+                recall_by_query_set[f"{index_name}, {stratum} {entity}s"] = _recall(
                     candidate, searcher, queries, width
                 )
-    named, worst = worst_of(recalls)
-    return at_least(worst, threshold, named)
+    worst_query_set, worst_recall = worst_of(recall_by_query_set)
+    return at_least(worst_recall, threshold, worst_query_set)
 
 
 @integrity("index_vectors")
 def index_vectors(candidate: Candidate) -> Measurement:
     """Check that indexes hold this night's item vectors: a distance must be the product of query and vector."""
-    errors: dict[str, float] = {}
-    for name, index in candidate.manifest.indexes.items():
-        errors[name] = _distance_error(candidate, index)
-    if not errors:
+    error_by_index: dict[str, float] = {}
+    for index_name, index in candidate.manifest.indexes.items():
+        error_by_index[index_name] = _distance_error(candidate, index)
+    if not error_by_index:
         return not_measured(DISTANCE_ERROR, "no table uses an index")
-    worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
-    passed = bool(errors[worst] <= DISTANCE_ERROR)
+    worst_index = max(
+        error_by_index,
+        key=lambda index_name: (
+            np.inf if np.isnan(error_by_index[index_name]) else error_by_index[index_name]
+        ),
+    )
+    is_passed = bool(error_by_index[worst_index] <= DISTANCE_ERROR)
     return Measurement(
-        passed,
-        round(errors[worst], 9),
+        is_passed,
+        round(error_by_index[worst_index], 9),
         DISTANCE_ERROR,
-        f"relative error in {worst}",
+        f"relative error in {worst_index}",
     )
 
 
-def _of_what(candidate: Candidate, model: str) -> str:
+def _drawn_histories_note(candidate: Candidate, model: str) -> str:
     """A note's end where no user had the history that this model wants."""
     is_drawn = candidate.manifest.models[model].agreement.get("histories") == "drawn"
     return ", on histories that were drawn" if is_drawn else ""
 
 
-def _quantized(candidate: Candidate) -> list[tuple[BundleModel, Model]]:
+def _quantized_models(candidate: Candidate) -> list[tuple[BundleModel, Model]]:
     entries = candidate.manifest.models
     return [
         (model, entries[model.name])
@@ -316,28 +338,28 @@ def _quantized(candidate: Candidate) -> list[tuple[BundleModel, Model]]:
     ]
 
 
-def _outputs(
+def _run_both_precisions(
     candidate: Candidate, model: BundleModel, entry: Model
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
     """(full precision, int8, rows of the sample)."""
     evidence = candidate.evidence
     if model.entity == "user":
-        inputs, rows = evidence.user_inputs(model, evidence.compared(model))
+        inputs, rows = evidence.user_inputs(model, evidence.compared_users(model))
     else:
-        rows = evidence.item_rows_for(model)
+        rows = evidence.usable_item_ordinals(model)
         inputs = evidence.item_inputs(model, rows)
     quantized = Tower.open(candidate.root / str(entry.int8 and entry.int8.path), model.spec)
-    exact, approximate = evidence.run(model, inputs), quantized.run(inputs)
-    answered = np.isfinite(exact).all(axis=1)
-    return exact[answered], approximate[answered], rows[answered]
+    exact, approximate = evidence.run_model(model, inputs), quantized.run(inputs)
+    is_answered = np.isfinite(exact).all(axis=1)
+    return exact[is_answered], approximate[is_answered], rows[is_answered]
 
 
 def _list_overlap(candidate: Candidate, model: BundleModel, entry: Model) -> float:
-    exact, approximate, rows = _outputs(candidate, model, entry)
+    exact, approximate, sampled_rows = _run_both_precisions(candidate, model, entry)
     if not len(exact):
         return float("nan")
-    users = candidate.evidence.compared(model)
-    exclusions = Histories(users.indptr, users.ordinals).select_rows(rows)
+    users = candidate.evidence.compared_users(model)
+    exclusions = Histories(users.indptr, users.ordinals).select_rows(sampled_rows)
     sample_rows = select_spread_rows(np.arange(len(exact)), LISTS_COMPARED)
     exact, approximate, exclusions = (
         exact[sample_rows],
@@ -354,15 +376,17 @@ def _stratum_queries(candidate: Candidate, entity: str) -> dict[str, NDArray[np.
     evidence = candidate.evidence
     if entity == "item":
         return {
-            name: candidate.items.vectors[select_spread_rows(rows, QUERIES_OF_STRATUM)]
-            for name, rows in evidence.item_strata.items()
+            stratum: candidate.items.vectors[select_spread_rows(ordinals, QUERIES_PER_STRATUM)]
+            for stratum, ordinals in evidence.item_strata.items()
         }
-    vectors, rows = evidence.user_vectors
+    vectors, ordinals = evidence.user_vectors
     queries_by_stratum = {}
-    for name, members in evidence.users.rows.items():
-        member_rows = np.flatnonzero(np.isin(rows, members))
+    for stratum, stratum_users in evidence.users.rows_by_stratum.items():
+        member_rows = np.flatnonzero(np.isin(ordinals, stratum_users))
         if len(member_rows):
-            queries_by_stratum[name] = vectors[select_spread_rows(member_rows, QUERIES_OF_STRATUM)]
+            queries_by_stratum[stratum] = vectors[
+                select_spread_rows(member_rows, QUERIES_PER_STRATUM)
+            ]
     return queries_by_stratum
 
 
@@ -373,12 +397,14 @@ def _recall(
     if searcher.metric == "cosine":
         queries = unit(queries)
     neighbour_count = min(width, len(item_vectors))
-    count = int(searcher.fetch(neighbour_count, np.zeros(1, np.int64))[0])
+    fetch_count = int(searcher.fetch(neighbour_count, np.zeros(1, np.int64))[0])
     exact = _nearest(item_vectors, queries, neighbour_count, searcher.metric)
     query_recalls: list[float] = []
-    for start in range(0, len(queries), QUERIES_AT_ONCE):
-        rows = slice(start, start + QUERIES_AT_ONCE)
-        query_recalls += recalls(exact[rows], searcher.search(queries[rows], count)).tolist()
+    for first_query in range(0, len(queries), QUERIES_AT_ONCE):
+        query_rows = slice(first_query, first_query + QUERIES_AT_ONCE)
+        query_recalls += recalls(
+            exact[query_rows], searcher.search(queries[query_rows], fetch_count)
+        ).tolist()
     return float(np.mean(query_recalls))
 
 
@@ -391,10 +417,12 @@ def _nearest(
     """int64 [n, wanted]: ordinals of each query's best items in no order, from one tile after another."""
     scores = np.empty((len(queries), 0), np.float32)
     nearest_ordinals = np.empty((len(queries), 0), np.int64)
-    for start, part in tiles(item_vectors, metric):
-        named = np.broadcast_to(np.arange(start, start + len(part)), (len(queries), len(part)))
-        scores = np.concatenate([scores, queries @ part.T], axis=1)
-        nearest_ordinals = np.concatenate([nearest_ordinals, named], axis=1)
+    for first_ordinal, tile in tiles(item_vectors, metric):
+        tile_ordinals = np.broadcast_to(
+            np.arange(first_ordinal, first_ordinal + len(tile)), (len(queries), len(tile))
+        )
+        scores = np.concatenate([scores, queries @ tile.T], axis=1)
+        nearest_ordinals = np.concatenate([nearest_ordinals, tile_ordinals], axis=1)
         best_columns = np.argpartition(-scores, min(neighbour_count, scores.shape[1]) - 1, axis=1)[
             :, :neighbour_count
         ]
@@ -405,24 +433,26 @@ def _nearest(
 
 def _distance_error(candidate: Candidate, index: Index) -> float:
     """The largest difference between answered and computed, relative to the lengths of query and longest vector."""
-    rows = select_spread_rows(candidate.evidence.item_rows, QUERIES_OF_STRATUM)
+    ordinals = select_spread_rows(candidate.evidence.sampled_item_ordinals, QUERIES_PER_STRATUM)
     # One answer each: an index that stores vectors returns the product with what it stores.
     item_vectors = candidate.items.vectors
-    queries = np.ascontiguousarray(item_vectors[rows], np.float32)
+    queries = np.ascontiguousarray(item_vectors[ordinals], np.float32)
     if index.metric == "cosine":
         queries = unit(queries)
-    file = faiss.read_index(str(candidate.root / index.file.path), faiss.IO_FLAG_MMAP_IFC)
-    if file.d != queries.shape[1] or file.ntotal != len(item_vectors):
+    faiss_index = faiss.read_index(str(candidate.root / index.file.path), faiss.IO_FLAG_MMAP_IFC)
+    if faiss_index.d != queries.shape[1] or faiss_index.ntotal != len(item_vectors):
         return float("nan")
-    distances, answered_ordinals = file.search(queries, min(10, len(item_vectors)))
-    used = answered_ordinals >= 0
-    if not used.any():
+    distances, answered_ordinals = faiss_index.search(queries, min(10, len(item_vectors)))
+    is_answered = answered_ordinals >= 0
+    if not is_answered.any():
         return float("nan")
-    vectors = item_vectors[np.where(used, answered_ordinals, 0)].astype(np.float64)
+    vectors = item_vectors[np.where(is_answered, answered_ordinals, 0)].astype(np.float64)
     if index.metric == "cosine":
-        lengths = np.linalg.norm(vectors, axis=2, keepdims=True)
-        vectors = vectors / np.where(lengths > 0, lengths, 1)
+        vector_lengths = np.linalg.norm(vectors, axis=2, keepdims=True)
+        vectors = vectors / np.where(vector_lengths > 0, vector_lengths, 1)
     expected = np.einsum("nd,nkd->nk", queries.astype(np.float64), vectors)
-    scale = np.linalg.norm(queries, axis=1, keepdims=True) * np.linalg.norm(vectors, axis=2)
-    errors = np.abs(expected - distances) / np.maximum(scale, 1e-30)
-    return float(np.where(used, errors, 0).max())
+    length_products = np.linalg.norm(queries, axis=1, keepdims=True) * np.linalg.norm(
+        vectors, axis=2
+    )
+    errors = np.abs(expected - distances) / np.maximum(length_products, 1e-30)
+    return float(np.where(is_answered, errors, 0).max())

@@ -21,7 +21,7 @@ from precompute.gates.evidence.candidate import (
     none_of,
     not_measured,
 )
-from precompute.gates.evidence.user_sample import names_of, sampled_shards
+from precompute.gates.evidence.user_sample import read_user_ids, sampled_shards
 from precompute.partitions.catalogue import item_texts
 from precompute.sources.columns import text_hashes
 from precompute.sources.plausibility import unknown_item_share
@@ -31,7 +31,7 @@ from precompute.sources.vocabulary import VOCABULARY_ROWS
 
 VECTORS_AT_ONCE: Final = 16_384
 
-_LIST_FAULTS = {
+_LIST_FAULT_TEXTS = {
     "slots": "lists with a hole, or with items after their end",
     "ordinals": "lists with an item that the item table does not have",
     "twice": "lists with an item twice",
@@ -55,9 +55,9 @@ def record_headers(candidate: Candidate) -> Measurement:
 def finite(candidate: Candidate) -> Measurement:
     """Check that no number of a record or an item vector is NaN or infinite."""
     vectors = candidate.items.vectors
-    for start in range(0, len(vectors), VECTORS_AT_ONCE):
+    for first_row in range(0, len(vectors), VECTORS_AT_ONCE):
         nonfinite_count = int(
-            (~np.isfinite(vectors[start : start + VECTORS_AT_ONCE]).all(axis=1)).sum()
+            (~np.isfinite(vectors[first_row : first_row + VECTORS_AT_ONCE]).all(axis=1)).sum()
         )
         if nonfinite_count:
             return none_of(nonfinite_count, "item vectors with a number that is not finite")
@@ -67,18 +67,20 @@ def finite(candidate: Candidate) -> Measurement:
 @integrity("lists_whole")
 def lists_whole(candidate: Candidate) -> Measurement:
     """Check that lists name items of the item table, each once, best first, without a hole."""
-    return _count_faults(candidate, _LIST_FAULTS)
+    return _count_faults(candidate, _LIST_FAULT_TEXTS)
 
 
 @judgement("empty_lists")
 def empty_lists(candidate: Candidate) -> Measurement:
     """Measure the share of users with no item at all, in the worst table."""
     empty_share_by_table = {
-        name: scan.empty / max(1, scan.records - scan.absent)
-        for name, scan in candidate.evidence.asked_scans.items()
+        table_name: scan.empty_count / max(1, scan.record_count - scan.absent_count)
+        for table_name, scan in candidate.evidence.unfiltered_scans.items()
         if scan.table.kind == "topk"
     }
-    worst = max(empty_share_by_table, key=lambda name: empty_share_by_table[name], default="")
+    worst = max(
+        empty_share_by_table, key=lambda table_name: empty_share_by_table[table_name], default=""
+    )
     return at_most(
         empty_share_by_table.get(worst, 0.0), candidate.thresholds.empty_lists, f"in {worst}"
     )
@@ -95,35 +97,37 @@ def short_lists(candidate: Candidate) -> Measurement:
         "the night's own count": facts["short_lists"] / max(1, facts["users_scored"])
     }
     seen_counts = evidence.seen_items.indptr[1:] - evidence.seen_items.indptr[:-1]
-    for name, scan in evidence.asked_scans.items():
+    for table_name, scan in evidence.unfiltered_scans.items():
         if scan.table.kind != "topk":
             continue
-        width, count = scan.table.layout.width, candidate.items.count
+        width, item_count = scan.table.layout.width, candidate.items.count
         if scan.table.entity == "user":
             records = evidence.records_of(scan.table, evidence.users.positions)
             is_present = records["flags"] != ABSENT_FLAGS
-            list_lengths, possible = (
+            list_lengths, possible_lengths = (
                 records["count"][is_present],
-                (count - seen_counts[is_present]).clip(0, width),
+                (item_count - seen_counts[is_present]).clip(0, width),
             )
-            short_share_by_table[name] = (
-                float((list_lengths < possible).mean()) if len(list_lengths) else 0.0
+            short_share_by_table[table_name] = (
+                float((list_lengths < possible_lengths).mean()) if len(list_lengths) else 0.0
             )
         else:
-            short = int(scan.counts[: min(width, count - 1)].sum())
-            short_share_by_table[name] = short / max(1, scan.records)
-    worst = max(short_share_by_table, key=lambda name: short_share_by_table[name])
+            short_count = int(scan.lists_by_length[: min(width, item_count - 1)].sum())
+            short_share_by_table[table_name] = short_count / max(1, scan.record_count)
+    worst = max(short_share_by_table, key=lambda table_name: short_share_by_table[table_name])
     return at_most(short_share_by_table[worst], candidate.thresholds.short_lists, f"in {worst}")
 
 
-def _count_faults(candidate: Candidate, kinds: dict[str, str]) -> Measurement:
-    count, fault_note = 0, ""
-    for name, scan in candidate.evidence.scans.items():
-        for kind, fault_text in kinds.items():
-            count += scan.faults[kind]
-            if scan.faults[kind] and not fault_note:
-                fault_note = f"{fault_text} in {name}: {scan.first_location_by_fault[kind]}"
-    return none_of(count, fault_note)
+def _count_faults(candidate: Candidate, text_by_fault_kind: dict[str, str]) -> Measurement:
+    fault_count, fault_note = 0, ""
+    for table_name, scan in candidate.evidence.scans.items():
+        for fault_kind, fault_text in text_by_fault_kind.items():
+            fault_count += scan.faults[fault_kind]
+            if scan.faults[fault_kind] and not fault_note:
+                fault_note = (
+                    f"{fault_text} in {table_name}: {scan.first_location_by_fault[fault_kind]}"
+                )
+    return none_of(fault_count, fault_note)
 
 
 @judgement("coverage_of_source")
@@ -132,24 +136,35 @@ def coverage_of_source(candidate: Candidate) -> Measurement:
 
     As counted by the night, and as the partition's own files name users with a record.
     """
-    manifest, users, evidence = candidate.manifest, candidate.evidence.users, candidate.evidence
-    named = max(1, manifest.facts["users_in_source"])
-    count = manifest.entity_sets["user"].count
-    answers = {
-        name: count - scan.absent
-        for name, scan in evidence.asked_scans.items()
+    manifest, user_sample, evidence = (
+        candidate.manifest,
+        candidate.evidence.users,
+        candidate.evidence,
+    )
+    source_user_count = max(1, manifest.facts["users_in_source"])
+    recorded_user_count = manifest.entity_sets["user"].count
+    answer_count_by_table = {
+        table_name: recorded_user_count - scan.absent_count
+        for table_name, scan in evidence.unfiltered_scans.items()
         if scan.table.entity == "user"
     }
-    worst = min(answers, key=lambda name: answers[name], default="")
-    counted_coverage = answers.get(worst, count) / named
-    measured = users.with_record / max(1, users.in_source)
-    note = f"{answers.get(worst, count):,} of {named:,} users{f' in {worst}' if worst else ''}"
-    if lacking := users.without_record:
+    worst = min(
+        answer_count_by_table, key=lambda table_name: answer_count_by_table[table_name], default=""
+    )
+    counted_coverage = answer_count_by_table.get(worst, recorded_user_count) / source_user_count
+    sampled_coverage = user_sample.recorded_user_count / max(1, user_sample.source_user_count)
+    note = (
+        f"{answer_count_by_table.get(worst, recorded_user_count):,} of {source_user_count:,} users"
+        f"{f' in {worst}' if worst else ''}"
+    )
+    if lacking := user_sample.unrecorded_by_missing_input:
         lacking_text = ", ".join(
-            f"{count:,} {missing_input}" for missing_input, count in lacking.items()
+            f"{user_count:,} {missing_input}" for missing_input, user_count in lacking.items()
         )
-        note += f"; of {users.in_source:,} that were looked at these lack something: {lacking_text}"
-    return at_least(min(counted_coverage, measured), candidate.thresholds.coverage_of_source, note)
+        note += f"; of {user_sample.source_user_count:,} that were looked at these lack something: {lacking_text}"
+    return at_least(
+        min(counted_coverage, sampled_coverage), candidate.thresholds.coverage_of_source, note
+    )
 
 
 @judgement("coverage_of_live")
@@ -162,21 +177,21 @@ def coverage_of_live(candidate: Candidate) -> Measurement:
 def items_of_live(candidate: Candidate) -> Measurement:
     """Compare the number of items with the live generation's: neither far fewer nor far more."""
     thresholds = candidate.thresholds
-    measured = _against_live(candidate, "item", thresholds.items_of_live)
+    measurement = _against_live(candidate, "item", thresholds.items_of_live)
     if (
-        measured.passed
-        and isinstance(measured.value, float)
-        and measured.value > thresholds.items_of_live_most
+        measurement.passed
+        and isinstance(measurement.value, float)
+        and measurement.value > thresholds.items_of_live_most
     ):
         return at_most(
-            measured.value, thresholds.items_of_live_most, measured.note, measured.baseline
+            measurement.value, thresholds.items_of_live_most, measurement.note, measurement.baseline
         )
-    return measured
+    return measurement
 
 
 def _against_live(candidate: Candidate, entity: str, threshold: float) -> Measurement:
     if candidate.live is None:
-        return candidate.uncompared(threshold)
+        return candidate.uncompared_measurement(threshold)
     live_count, candidate_count = (
         manifest.entity_sets[entity].count for manifest in (candidate.live, candidate.manifest)
     )
@@ -192,9 +207,9 @@ def _against_live(candidate: Candidate, entity: str, threshold: float) -> Measur
 def _erased_of_live(candidate: Candidate, entity: str) -> int:
     """Return how many of the live generation's entities were erased, and so are not missing."""
     evidence, erased = candidate.evidence, candidate.erased
-    if entity == "user" and erased.users and evidence.live_users is not None:
-        hashes = hash_ids(sorted(erased.users), evidence.live_users.seed)
-        return int((evidence.live_users.find_many(hashes) >= 0).sum())
+    if entity == "user" and erased.users and evidence.live_user_directory is not None:
+        hashes = hash_ids(sorted(erased.users), evidence.live_user_directory.seed)
+        return int((evidence.live_user_directory.find_many(hashes) >= 0).sum())
     if entity == "item" and erased.items and evidence.live_items is not None:
         return int((evidence.live_items.ordinals_of(sorted(erased.items)) >= 0).sum())
     return 0
@@ -208,23 +223,23 @@ def directories_sorted(candidate: Candidate) -> Measurement:
         directory = Directory.open(candidate.root, entities)
         if directory.count != entities.count:
             return Measurement(False, directory.count, entities.count, f"{entities.name}: count")
-        filled = [part for part in directory.parts if len(part)]
-        pairs = zip(filled[1:], filled, strict=False)
-        ascending = all(_ascends(part) for part in filled) and all(
-            later[0] > earlier[-1] for later, earlier in pairs
+        filled_parts = [part for part in directory.parts if len(part)]
+        neighbouring_parts = zip(filled_parts[1:], filled_parts, strict=False)
+        is_ascending = all(_is_ascending(part) for part in filled_parts) and all(
+            later[0] > earlier[-1] for later, earlier in neighbouring_parts
         )
-        starts_well = all(
+        has_right_starts = all(
             not len(part) or part[0] >= np.uint64(entry.first_hash)
             for part, entry in zip(directory.parts, entities.parts, strict=True)
         )
-        if not (ascending and starts_well):
+        if not (is_ascending and has_right_starts):
             return Measurement(False, "out of order", expected_order, entities.name)
     return Measurement(True, expected_order, expected_order)
 
 
-def _ascends(hashes: NDArray[np.uint64]) -> bool:
-    starts = range(0, len(hashes), VOCABULARY_ROWS)
-    chunks = (hashes[start : start + VOCABULARY_ROWS + 1] for start in starts)
+def _is_ascending(hashes: NDArray[np.uint64]) -> bool:
+    chunk_starts = range(0, len(hashes), VOCABULARY_ROWS)
+    chunks = (hashes[start : start + VOCABULARY_ROWS + 1] for start in chunk_starts)
     return all(bool((chunk[1:] > chunk[:-1]).all()) for chunk in chunks)
 
 
@@ -233,28 +248,30 @@ def known_ids(candidate: Candidate) -> Measurement:
     """Check that every hash of a directory is of an id in the sources or the item table."""
     directories = candidate.evidence.directories
     hashes = text_hashes(item_texts(candidate.items), directories["item"].seed)
-    wrong = int((hashes != directories["item"].hashes()).sum())
-    if wrong or not _ascends(hashes):
-        return none_of(max(1, wrong), "items whose id and place differ, or twice")
-    entities, unknown = candidate.manifest.entity_sets["user"], 0
+    wrong_count = int((hashes != directories["item"].hashes()).sum())
+    if wrong_count or not _is_ascending(hashes):
+        return none_of(max(1, wrong_count), "items whose id and place differ, or twice")
+    entities, unknown_count = candidate.manifest.entity_sets["user"], 0
     for shard in sampled_shards(entities):
-        part = directories["user"].parts[shard]
-        named = np.zeros(len(part), np.bool_)
+        shard_hashes = directories["user"].parts[shard]
+        is_named = np.zeros(len(shard_hashes), np.bool_)
         for _, positions in named_entities(candidate, shard):
-            named[positions] = True
-        unknown += int((~named).sum())
-    return none_of(unknown, "users with a record whom the sources do not name")
+            is_named[positions] = True
+        unknown_count += int((~is_named).sum())
+    return none_of(unknown_count, "users with a record whom the sources do not name")
 
 
 def named_entities(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
     """Yield (Arrow strings, their positions) of a shard's users that the sources name and that have a record."""
     entities = candidate.manifest.entity_sets["user"]
-    part = candidate.evidence.directories["user"].parts[shard]
-    for texts in names_of(candidate.root / "work/partition", shard) if len(part) else ():
-        hashes = text_hashes(texts, entities.seed)
-        positions = np.minimum(part.searchsorted(hashes), len(part) - 1)
-        is_known = part[positions] == hashes
-        yield texts.filter(pa.array(is_known)), positions[is_known]
+    shard_hashes = candidate.evidence.directories["user"].parts[shard]
+    for user_ids in (
+        read_user_ids(candidate.root / "work/partition", shard) if len(shard_hashes) else ()
+    ):
+        hashes = text_hashes(user_ids, entities.seed)
+        positions = np.minimum(shard_hashes.searchsorted(hashes), len(shard_hashes) - 1)
+        is_known = shard_hashes[positions] == hashes
+        yield user_ids.filter(pa.array(is_known)), positions[is_known]
 
 
 @integrity("record_ids")
@@ -263,37 +280,41 @@ def record_ids(candidate: Candidate) -> Measurement:
 
     All items, and all users whose partition gates read.
     """
-    wrong, note = 0, ""
+    wrong_count, note = 0, ""
     tables = list(candidate.manifest.stored_tables.values())
-    faults = {table.name: _out_of_place(candidate, table) for table in tables}
-    complete_tables = [table for table in tables if not faults[table.name]]
+    fault_count_by_table = {table.name: _count_out_of_place(candidate, table) for table in tables}
+    complete_tables = [table for table in tables if not fault_count_by_table[table.name]]
     for table in complete_tables:
-        faults[table.name] = candidate.evidence.scans[table.name].fingerprints.repeated()
-    for entity, start, expected in _expected_fingerprints(candidate):
+        fault_count_by_table[table.name] = candidate.evidence.scans[
+            table.name
+        ].fingerprints.count_repeated()
+    for entity, first_position, expected_fingerprints in _expected_fingerprints(candidate):
         for table in complete_tables:
             if table.entity == entity:
                 fingerprints = candidate.evidence.scans[table.name].fingerprints.read(
-                    start, len(expected)
+                    first_position, len(expected_fingerprints)
                 )
-                misplaced = (fingerprints != expected) & (expected != 0)
-                faults[table.name] += int(np.count_nonzero(misplaced))
-    for name, fault_count in faults.items():
+                misplaced = (fingerprints != expected_fingerprints) & (expected_fingerprints != 0)
+                fault_count_by_table[table.name] += int(np.count_nonzero(misplaced))
+    for table_name, fault_count in fault_count_by_table.items():
         note = note or (
-            f"records of {name} that belong to another entity, or twice" if fault_count else ""
+            f"records of {table_name} that belong to another entity, or twice"
+            if fault_count
+            else ""
         )
-        wrong += fault_count
-    return none_of(wrong, note)
+        wrong_count += fault_count
+    return none_of(wrong_count, note)
 
 
-def _out_of_place(candidate: Candidate, table: Table) -> int:
+def _count_out_of_place(candidate: Candidate, table: Table) -> int:
     """Return the number of records too many or too few for the table's directory; at least 1 if its parts differ."""
     scan, directory = (
         candidate.evidence.scans[table.name],
         candidate.evidence.directories[table.entity],
     )
     counts = [part.count for part in table.parts]
-    if counts != [len(part) for part in directory.parts] or scan.records != directory.count:
-        return int(max(1, abs(scan.records - directory.count)))
+    if counts != [len(part) for part in directory.parts] or scan.record_count != directory.count:
+        return int(max(1, abs(scan.record_count - directory.count)))
     return 0
 
 
@@ -301,12 +322,12 @@ def _expected_fingerprints(candidate: Candidate) -> Iterator[tuple[str, int, NDA
     """Yield (entity, first position, fingerprints), a shard of users at a time; 0 for an unknown id."""
     yield "item", 0, text_hashes(item_texts(candidate.items), FINGERPRINT_SEED)
     parts = candidate.evidence.directories["user"].parts
-    starts = np.cumsum([0, *map(len, parts)]).tolist()
+    first_positions = np.cumsum([0, *map(len, parts)]).tolist()
     for shard in sampled_shards(candidate.manifest.entity_sets["user"]):
-        expected = np.zeros(len(parts[shard]), np.uint64)
-        for texts, positions in named_entities(candidate, shard):
-            expected[positions] = text_hashes(texts, FINGERPRINT_SEED)
-        yield "user", starts[shard], expected
+        expected_fingerprints = np.zeros(len(parts[shard]), np.uint64)
+        for user_ids, positions in named_entities(candidate, shard):
+            expected_fingerprints[positions] = text_hashes(user_ids, FINGERPRINT_SEED)
+        yield "user", first_positions[shard], expected_fingerprints
 
 
 @judgement("unusable_rows")
@@ -317,14 +338,14 @@ def unusable_rows(candidate: Candidate) -> Measurement:
     """
     threshold = candidate.thresholds.unusable_rows
     unusable_by_source: dict[str, Any] = candidate.manifest.facts.get("unusable", {})
-    worst, share = worst_source(unusable_by_source, threshold)
-    if not worst:  # an older Larder began the night
+    worst_source_name, share = worst_source(unusable_by_source, threshold)
+    if not worst_source_name:  # an older Larder began the night
         return not_measured(threshold, "nothing was counted")
-    source = unusable_by_source[worst]
-    note = f"{source['left_out']:,} of {source['rows']:,} of {worst}"
+    worst_source_counts = unusable_by_source[worst_source_name]
+    note = f"{worst_source_counts['left_out']:,} of {worst_source_counts['rows']:,} of {worst_source_name}"
     reasons_text = "; ".join(
         f"{reason}: {reason_counts['rows']:,}"
-        for reason, reason_counts in source["reasons"].items()
+        for reason, reason_counts in worst_source_counts["reasons"].items()
     )
     return Measurement(
         share <= threshold,
@@ -339,13 +360,14 @@ def unknown_items(candidate: Candidate) -> Measurement:
     """Measure the share of the team's interactions whose item the catalogue lacks: ids may be in another form."""
     threshold, facts = candidate.thresholds.unknown_items, candidate.manifest.facts
     event_rows = facts.get("unusable", {}).get(EVENT_ROWS, {}).get("rows", 0)
-    interactions, unknown = facts["interactions"], facts["interactions_with_unknown_items"]
-    share = unknown_item_share(interactions, unknown, event_rows)
+    interaction_count, unknown_count = (
+        facts["interactions"],
+        facts["interactions_with_unknown_items"],
+    )
+    share = unknown_item_share(interaction_count, unknown_count, event_rows)
     if share is None:
         return not_measured(threshold, "too few interactions")
-    note = (
-        f"{unknown:,} of {interactions:,} interactions name items that the catalogue does not have"
-    )
-    if named := facts.get(UNKNOWN_NAMED):
-        note += f", such as {' and '.join(map(repr, named))}"
+    note = f"{unknown_count:,} of {interaction_count:,} interactions name items that the catalogue does not have"
+    if unknown_ids := facts.get(UNKNOWN_NAMED):
+        note += f", such as {' and '.join(map(repr, unknown_ids))}"
     return at_most(share, threshold, note)

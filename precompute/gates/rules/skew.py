@@ -22,7 +22,7 @@ from precompute.gates.evidence.candidate import (
 )
 from precompute.gates.evidence.evidence import select_spread_rows
 from precompute.partitions.shard_input import ShardInput
-from precompute.scoring.towers import usable_inputs
+from precompute.scoring.towers import select_usable_inputs
 from precompute.sources.columns import raws_of
 
 SKEW_SAMPLE: Final = 200
@@ -35,71 +35,87 @@ Pairs = list[tuple[bytes, bytes]]
 def skew(candidate: Candidate) -> Measurement:
     """Measure the mean overlap of the best 20 of stored and live lists, in the worst table of lists."""
     measure_name, threshold = f"top-{SKEW_DEPTH} overlap", candidate.thresholds.skew_overlap
-    return _compared(candidate, ("topk", "similar"), measure_name, threshold)
+    return _measure_agreement(candidate, ("topk", "similar"), measure_name, threshold)
 
 
 @judgement(SKEW_COSINE_RULE)
 def skew_cosine(candidate: Candidate) -> Measurement:
     """Measure the mean cosine of stored and live vectors and values, in the worst of their tables."""
-    return _compared(candidate, ("tower", "value"), "cosine", candidate.thresholds.skew_cosine)
+    return _measure_agreement(
+        candidate, ("tower", "value"), "cosine", candidate.thresholds.skew_cosine
+    )
 
 
-def _compared(
-    candidate: Candidate, kinds: tuple[str, ...], measure_name: str, threshold: float
+def _measure_agreement(
+    candidate: Candidate, producer_kinds: tuple[str, ...], measure_name: str, threshold: float
 ) -> Measurement:
-    tables = [table for table in candidate.manifest.tables.values() if table.producer.kind in kinds]
+    tables = [
+        table
+        for table in candidate.manifest.tables.values()
+        if table.producer.kind in producer_kinds
+    ]
     if not tables:
         return not_measured(threshold, "no table to compare")
     predictor = Predictor.open(candidate.manifest, candidate.root, candidate.items)
-    figures, counts = {}, {}
+    figure_by_table, pair_count_by_table = {}, {}
     for table in tables:
-        pairs, strange = _pairs(candidate, predictor, table)
-        if strange:
+        pairs, misplaced_id = _pair_records(candidate, predictor, table)
+        if misplaced_id:
             note = f"a record of {table.name} belongs to another entity"
-            return Measurement(False, strange, "its own record", note)
+            return Measurement(False, misplaced_id, "its own record", note)
         if not pairs and _all_bring_vectors(candidate, table):
             continue
         if not pairs:
             return Measurement(
                 False, None, threshold, f"no entity of {table.name} could be compared"
             )
-        figures[table.name] = (_overlap if table.kind == "topk" else _cosine)(table, pairs)
-        counts[table.name] = len(pairs)
-    if not figures:
+        figure_by_table[table.name] = (_overlap if table.kind == "topk" else _cosine)(table, pairs)
+        pair_count_by_table[table.name] = len(pairs)
+    if not figure_by_table:
         return not_measured(threshold, "all sampled users were given with their vectors")
-    named, worst = worst_of(figures)
-    return at_least(worst, threshold, f"{measure_name} of {counts[named]} entities in {named}")
+    worst_table, worst_figure = worst_of(figure_by_table)
+    return at_least(
+        worst_figure,
+        threshold,
+        f"{measure_name} of {pair_count_by_table[worst_table]} entities in {worst_table}",
+    )
 
 
-def _pairs(candidate: Candidate, predictor: Predictor, table: Table) -> tuple[Pairs, str]:
+def _pair_records(candidate: Candidate, predictor: Predictor, table: Table) -> tuple[Pairs, str]:
     """Return the comparable pairs, and the id of an entity with another entity's record, if any."""
-    raws, positions, prepared = _prepare_sample(candidate, predictor, table)
-    rows = [row for row, prepared_input in enumerate(prepared) if prepared_input is not None]
-    read = _read(candidate, table, positions[rows])
+    raw_ids, positions, prepared_inputs = _prepare_sample(candidate, predictor, table)
+    prepared_rows = [
+        row for row, prepared_input in enumerate(prepared_inputs) if prepared_input is not None
+    ]
+    prepared_records = _read_stored_records(candidate, table, positions[prepared_rows])
     comparable_entities = [
         (row, record, prepared_input)
-        for row, record in zip(rows, read, strict=True)
-        if (prepared_input := prepared[row]) is not None
-        and not is_absent(record, fingerprint(raws[row]))
+        for row, record in zip(prepared_rows, prepared_records, strict=True)
+        if (prepared_input := prepared_inputs[row]) is not None
+        and not is_absent(record, fingerprint(raw_ids[row]))
     ]
-    usable, stored_records = (
+    comparable_rows, stored_records = (
         [row for row, _, _ in comparable_entities],
         [record for _, record, _ in comparable_entities],
     )
-    fingerprints = [fingerprint(raws[row]) for row in usable]
-    batch = [prepared_input for _, _, prepared_input in comparable_entities]
-    live = predictor.predict(table.name, batch, fingerprints, 0) if batch else []
-    for row, record, expected_fingerprint in zip(usable, stored_records, fingerprints, strict=True):
+    fingerprints = [fingerprint(raw_ids[row]) for row in comparable_rows]
+    live_inputs = [prepared_input for _, _, prepared_input in comparable_entities]
+    live_records = (
+        predictor.predict(table.name, live_inputs, fingerprints, 0) if live_inputs else []
+    )
+    for row, record, expected_fingerprint in zip(
+        comparable_rows, stored_records, fingerprints, strict=True
+    ):
         if decode_record(table.layout, record).fingerprint != expected_fingerprint:
-            return [], raws[row].decode()
-    return list(zip(stored_records, live, strict=True)), ""
+            return [], raw_ids[row].decode()
+    return list(zip(stored_records, live_records, strict=True)), ""
 
 
 def _all_bring_vectors(candidate: Candidate, table: Table) -> bool:
     """True if no sampled user's answer is the tower's, so that there is nothing to compare."""
     evidence = candidate.evidence
-    is_towers = table.producer.model == evidence.bundle.user_tower.name
-    return is_towers and bool(evidence.users.users.has_vector.all())
+    is_tower_table = table.producer.model == evidence.bundle.user_tower.name
+    return is_tower_table and bool(evidence.users.users.has_vector.all())
 
 
 def _prepare_sample(
@@ -109,31 +125,31 @@ def _prepare_sample(
     evidence, items = candidate.evidence, candidate.items
     spec = TowerSpec.from_json(candidate.manifest.models[str(table.producer.model)].spec)
     if table.entity == "item":
-        features = evidence.item_features(spec)
-        usable = features.of(evidence.item_rows)[1]
-        positions = select_spread_rows(evidence.item_rows[usable], SKEW_SAMPLE)
-        columns, _ = features.of(positions)
-        sources = [
+        item_features = evidence.item_features(spec)
+        usable = item_features.of(evidence.sampled_item_ordinals)[1]
+        positions = select_spread_rows(evidence.sampled_item_ordinals[usable], SKEW_SAMPLE)
+        columns_by_feature, _ = item_features.of(positions)
+        live_inputs = [
             LiveInput(
                 item=row,
                 features={
-                    str(feature.column): _to_python_value(columns[feature.name][index])
+                    str(feature.column): _to_python_value(columns_by_feature[feature.name][index])
                     for feature in spec.features
                 }
                 or None,
             )
             for index, row in enumerate(positions.tolist())
         ]
-        raws = [items.raw_id(row) for row in positions.tolist()]
+        raw_ids = [items.raw_id(row) for row in positions.tolist()]
     else:
         users = evidence.users.users
-        rows = usable_inputs(items, users, {table.name: spec})[0]
+        user_rows = select_usable_inputs(items, users, {table.name: spec})[0]
         if table.producer.model == evidence.bundle.user_tower.name:
             # Whoever brought a vector along was not answered by the tower.
-            rows = rows[~users.has_vector[rows]]
-        rows = select_spread_rows(rows, SKEW_SAMPLE)
-        positions, raws = evidence.users.positions[rows], raws_of(users.ids.take(rows))
-        sources = [
+            user_rows = user_rows[~users.has_vector[user_rows]]
+        user_rows = select_spread_rows(user_rows, SKEW_SAMPLE)
+        positions, raw_ids = evidence.users.positions[user_rows], raws_of(users.ids.take(user_rows))
+        live_inputs = [
             LiveInput(
                 history=tuple(
                     items.raw_id(ordinal)
@@ -147,9 +163,13 @@ def _prepare_sample(
                 }
                 or None,
             )
-            for row in rows.tolist()
+            for row in user_rows.tolist()
         ]
-    return raws, positions, [predictor.prepare(table.name, live_input) for live_input in sources]
+    return (
+        raw_ids,
+        positions,
+        [predictor.prepare(table.name, live_input) for live_input in live_inputs],
+    )
 
 
 def _feature_as_sent(users: ShardInput, column: str, row: int) -> FeatureValue:
@@ -165,31 +185,35 @@ def _to_python_value(value: Any) -> FeatureValue:
 
 def _overlap(table: Table, pairs: Pairs) -> float:
     overlaps = []
-    for stored_record, live in pairs:
-        stored_items, theirs = (
-            decode_record(table.layout, record).items for record in (stored_record, live)
+    for stored_record, live_record in pairs:
+        stored_items, live_items = (
+            decode_record(table.layout, record).items for record in (stored_record, live_record)
         )
-        if stored_items is None or theirs is None:
+        if stored_items is None or live_items is None:
             return float("nan")
         # Of a user for whom nothing is left, both have nothing.
-        top = min(SKEW_DEPTH, max(len(stored_items), len(theirs)))
-        overlaps.append(overlap(stored_items[:top], theirs[:top], top))
+        depth = min(SKEW_DEPTH, max(len(stored_items), len(live_items)))
+        overlaps.append(overlap(stored_items[:depth], live_items[:depth], depth))
     return float(np.mean(overlaps))
 
 
 def _cosine(table: Table, pairs: Pairs) -> float:
-    stored_numbers, theirs = (
-        np.array([decode_record(table.layout, pair[side]).numbers for pair in pairs])
-        for side in (0, 1)
+    stored_numbers, live_numbers = (
+        np.array([decode_record(table.layout, pair[pair_index]).numbers for pair in pairs])
+        for pair_index in (0, 1)
     )
-    return float(row_cosines(stored_numbers, theirs).mean())
+    return float(row_cosines(stored_numbers, live_numbers).mean())
 
 
-def _read(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> list[bytes]:
-    directory, size = candidate.evidence.directories[table.entity], table.layout.size_bytes
+def _read_stored_records(
+    candidate: Candidate, table: Table, positions: NDArray[np.int64]
+) -> list[bytes]:
+    directory, record_bytes = candidate.evidence.directories[table.entity], table.layout.size_bytes
     pipeline = candidate.control.client.pipeline(transaction=False)
     for position in positions.tolist():
-        page, offset = table.locate(*directory.locate(position))
-        name = candidate.control.keys.page(candidate.manifest.generation, table.name, page)
-        pipeline.getrange(name, offset, offset + size - 1)
+        page_number, offset = table.locate(*directory.locate(position))
+        page_key = candidate.control.keys.page(
+            candidate.manifest.generation, table.name, page_number
+        )
+        pipeline.getrange(page_key, offset, offset + record_bytes - 1)
     return list(pipeline.execute())

@@ -81,10 +81,11 @@ def main() -> None:
     print("CARDS: Mapping[str, Card] = {")
     for name, card in measured_cards().items():
         costs = ", ".join(
-            f"ListCost({cost.dims}, {cost.users_per_s:_}, {cost.item_share})" for cost in card.lists
+            f"ListCost({cost.dims}, {cost.users_per_s:_}, {cost.item_share})"
+            for cost in card.list_costs
         )
         print(f'    "{name}": Card(\n        "{card.name}",\n        ({costs}),')
-        if (shard := card.shard) is not None:
+        if (shard := card.shard_cost) is not None:
             print(
                 f"        ShardCost({shard.users_per_s:_}, {shard.begin_users_per_s:_}, "
                 f"{shard.embed_numbers_per_s:_}, cores={shard.cores}, "

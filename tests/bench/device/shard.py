@@ -38,11 +38,13 @@ def kernel_of(shards: DrawnShards) -> tuple[int, Callable[[], float]]:
         ShardWork.of(build, open_bundle(build), shard, shards.scorers) for shard in range(SHARDS)
     ]
     chunks = [
-        shard_work.encode(chunk)
+        shard_work.add_tower_outputs(chunk)
         for shard_work in works
         for chunk in read_users(shard_work, build.root / "scratch")
     ]
-    users = np.concatenate([encoded_chunk.outputs["user_tower"] for encoded_chunk in chunks])
+    users = np.concatenate(
+        [encoded_chunk.outputs_by_model["user_tower"] for encoded_chunk in chunks]
+    )
     ends = np.cumsum(
         np.concatenate([np.diff(encoded_chunk.seen_items.indptr) for encoded_chunk in chunks])
     )

@@ -66,22 +66,31 @@ def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     if not fused.fits(on, columns, FETCH):
         return {}
     queries = on.queries(users, users)
-    tiles = fused.tiles_of(count, queries.codes.shape[1], device)
+    tiles = fused.choose_tiles(count, queries.codes.shape[1], device)
     rows = torch.arange(count, device=device).repeat_interleave(HISTORY)
     pairs = rows, torch.randint(len(items), (count * HISTORY,), device=device)
-    hidden = fused.hidden_of(pairs, count, len(items))
+    hidden = fused.sort_hidden_ordinals(pairs, count, len(items))
     required_counts = torch.full((count,), FETCH, dtype=torch.int32, device=device)
     compute_bounds = partial(
-        fused.kept_of, on, columns, queries, required_counts, CAPACITY, tiles, estimating=True
+        fused.select_entries,
+        on,
+        columns,
+        queries,
+        required_counts,
+        CAPACITY,
+        tiles,
+        estimating=True,
     )
     kept_entries, left_out = compute_bounds()
-    keys = fused.keys_of(on, columns, queries, hidden, kept_entries, left_out, tiles)
+    keys = fused.compute_exact_keys(on, columns, queries, hidden, kept_entries, left_out, tiles)
     runs: dict[str, Callable[[], object]] = {
         "copies": lambda: on.queries(users, users),
-        "histories": lambda: fused.hidden_of(pairs, count, len(items)),
+        "histories": lambda: fused.sort_hidden_ordinals(pairs, count, len(items)),
         "bounds": compute_bounds,
-        "exact": lambda: fused.keys_of(on, columns, queries, hidden, kept_entries, left_out, tiles),
-        "best": lambda: fused.leading_of(keys, K, tiles),
+        "exact": lambda: fused.compute_exact_keys(
+            on, columns, queries, hidden, kept_entries, left_out, tiles
+        ),
+        "best": lambda: fused.select_leading_keys(keys, K, tiles),
     }
     return {stage: seconds(run) * 1e6 / count for stage, run in runs.items()}
 
@@ -118,7 +127,7 @@ def main() -> None:
         for stage, us in times_of(items, users, device).items():
             print(f"  {stage:10} {us:8.4f} us a user", flush=True)
         on = load_items(items, device, fused.GROUP)
-        units = fused.units_of(device)
+        units = fused.count_multiprocessors(device)
         for rows, wide, warps, stages, resident in TRIED[dims]:
             if time.monotonic() > ends_at - (25 if dims == 128 else 0):
                 break
@@ -128,7 +137,15 @@ def main() -> None:
             tiles = fused.Tiles(rows, wide, warps, stages, resident)
             try:
                 took_s = seconds(
-                    partial(fused.kept_of, on, on.whole, queries, required_counts, CAPACITY, tiles)
+                    partial(
+                        fused.select_entries,
+                        on,
+                        on.whole,
+                        queries,
+                        required_counts,
+                        CAPACITY,
+                        tiles,
+                    )
                 )
             except Exception as error:
                 print(f"  {tiles}: {type(error).__name__} {str(error)[:80]}", flush=True)

@@ -115,6 +115,6 @@ def shape_of(folder: Path, config: NightConfig) -> NightShape:
         users=case.users, items=case.items, dims=DIMS, shards=case.shards, page_bytes=config.page_bytes,
         layouts={"user_topk": ("user", layout_of(bundle, config.tables["user_topk"]))}, item_id_bytes=12,
         model_bytes={model.name: model.path.stat().st_size for model in bundle.models},
-        model_items=case.items, model_dims=DIMS, metrics=1,
+        model_items=case.items, model_dims=DIMS, metric_count=1,
         interactions=case.users * HISTORY, feature_bytes=4 * case.width,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from precompute.builds.build import Build
 from precompute.builds.reports import BEGIN
 from precompute.config.settings import FacetConfig, FilterConfig, NightConfig, TableConfig
 from precompute.events.files import EventValues
-from precompute.reuse.inputs import VALUES
+from precompute.reuse.inputs import VALUES_REASON
 from tests.integration import nights
 from tests.integration.changed.worlds import LENIENT
 from tests.integration.feature_towers import (
@@ -154,4 +154,6 @@ def test_a_night_takes_over_what_events_set(
     expected_generation_id = nights.publish_night(changed_config, SECOND)
     assert contents(config, generation_id) == contents(changed_config, expected_generation_id)
     begin_report = Build(config, config.store(), generation_id).need(BEGIN)
-    assert begin_report["base"]["generation"] and begin_report["base"]["read_because"] == VALUES
+    assert (
+        begin_report["base"]["generation"] and begin_report["base"]["read_because"] == VALUES_REASON
+    )

@@ -14,10 +14,22 @@ from precompute.config.settings import TableConfig
 from precompute.filters.item_attributes import ATTRIBUTES_FOLDER
 from precompute.partitions.digests import digests_file
 from precompute.reference.train import train_reference
-from precompute.reuse.base import OTHER_BUNDLE, OTHER_SETTINGS
-from precompute.reuse.inputs import BACK, ERASED, FILES, LATE, TABLES
-from precompute.reuse.prior import DAMAGED
-from precompute.scoring.copies import ENTERED, INPUTS, ITEM_LOST, REASONS, inputs_file
+from precompute.reuse.base import OTHER_BUNDLE_REASON, OTHER_SETTINGS_REASON
+from precompute.reuse.inputs import (
+    BACK_REASON,
+    ERASED_REASON,
+    FILES_REASON,
+    LATE_REASON,
+    TABLES_REASON,
+)
+from precompute.reuse.prior import DAMAGED_REASON
+from precompute.scoring.copies import (
+    ENTERED_REASON,
+    INPUTS_REASON,
+    ITEM_LOST_REASON,
+    REASON_NAMES,
+    inputs_path,
+)
 from tests.integration import nights
 from tests.integration.changed.month import Month, spoil
 from tests.integration.feature_towers import (
@@ -227,46 +239,57 @@ def damaged(*names: str) -> Callable[[Month], None]:
 
 
 FIRST = Event(change_nothing)
-USUAL = Event(Month.a_day, computed=(INPUTS,))
+USUAL = Event(Month.a_day, computed=(INPUTS_REASON,))
 NO_CHANGE = Event(change_nothing)
-AVID_DAY = Event(avid_day, computed=(INPUTS,))
+AVID_DAY = Event(avid_day, computed=(INPUTS_REASON,))
 LATE_ROWS = Event(late_rows)
-AFTER_LATE_ROWS = Event(change_nothing, reads=LATE)
-IN_BETWEEN = Event(in_between, reads=FILES, computed=(INPUTS,))
-REWRITTEN = Event(rewritten, reads=FILES, computed=(INPUTS,))
-ITEMS_REMOVED = Event(items_gone, computed=(INPUTS, ITEM_LOST))
-RETURNED = Event(items_back, reads=BACK)
-ERASED_USER = Event(erased("user"), reads=ERASED)
-ERASED_ITEM = Event(erased("item"), reads=ERASED)
+AFTER_LATE_ROWS = Event(change_nothing, reads=LATE_REASON)
+IN_BETWEEN = Event(in_between, reads=FILES_REASON, computed=(INPUTS_REASON,))
+REWRITTEN = Event(rewritten, reads=FILES_REASON, computed=(INPUTS_REASON,))
+ITEMS_REMOVED = Event(items_gone, computed=(INPUTS_REASON, ITEM_LOST_REASON))
+RETURNED = Event(items_back, reads=BACK_REASON)
+ERASED_USER = Event(erased("user"), reads=ERASED_REASON)
+ERASED_ITEM = Event(erased("item"), reads=ERASED_REASON)
 STOCK = Event(other_column("items.parquet", "stock", 0.02, stock))
 ROLLED_BACK = Event(rolled_back)
-RETRAINED = Event(retrained, no_copy_reason=OTHER_BUNDLE, copies=False)
-RETRAINED_WITH_TABLES = Event(retrained, reads=TABLES, no_copy_reason=OTHER_BUNDLE, copies=False)
-OTHER_K = Event(other_k, no_copy_reason=OTHER_SETTINGS, copies=False)
+RETRAINED = Event(retrained, no_copy_reason=OTHER_BUNDLE_REASON, copies=False)
+RETRAINED_WITH_TABLES = Event(
+    retrained, reads=TABLES_REASON, no_copy_reason=OTHER_BUNDLE_REASON, copies=False
+)
+OTHER_K = Event(other_k, no_copy_reason=OTHER_SETTINGS_REASON, copies=False)
 BAD_PAGES = Event(damaged("tables/user_topk/0000.pages"))
-BAD_PARTITION = Event(damaged("work/partition/0001.rows"), reads=DAMAGED)
-BAD_DIGESTS = Event(damaged(inputs_file(1), digests_file("item_tower")))
+BAD_PARTITION = Event(damaged("work/partition/0001.rows"), reads=DAMAGED_REASON)
+BAD_DIGESTS = Event(damaged(inputs_path(1), digests_file("item_tower")))
 BAD_ATTRIBUTES = Event(damaged(f"{ATTRIBUTES_FOLDER}/0000.values"), copies=False)
 OTHER_LOOKS = Event(
-    other_column("items.parquet", "looks", 0.02, whole_vectors), computed=(ITEM_LOST, ENTERED)
+    other_column("items.parquet", "looks", 0.02, whole_vectors),
+    computed=(ITEM_LOST_REASON, ENTERED_REASON),
 )
 SCENT = Event(other_column("items.parquet", "scent", 0.1, drawn_vectors(SCENTS)))
-NEW_ITEMS = Event(new_items(2), computed=(ENTERED,))
-MANY_NEW_ITEMS = Event(new_items(12), computed=(ITEM_LOST,), copies=False)
+NEW_ITEMS = Event(new_items(2), computed=(ENTERED_REASON,))
+MANY_NEW_ITEMS = Event(new_items(12), computed=(ITEM_LOST_REASON,), copies=False)
 NAMED_EARLY = Event(named_before_it_is_there)
-NAMED_COMES = Event(lambda month: add_items(month, [NAMED]), reads=BACK, computed=(INPUTS,))
-MOOD = Event(other_column("users.parquet", "mood", 0.1, drawn_vectors(2)), reads=TABLES)
-COUNTRY = Event(
-    other_column("users.parquet", "country", 0.05, countries), reads=TABLES, computed=(INPUTS,)
+NAMED_COMES = Event(
+    lambda month: add_items(month, [NAMED]), reads=BACK_REASON, computed=(INPUTS_REASON,)
 )
-OTHER_TOWER = Event(other_user_tower, reads=TABLES, no_copy_reason=OTHER_BUNDLE, copies=False)
-OTHER_VALUES = Event(other_values, reads=TABLES, no_copy_reason=OTHER_BUNDLE, copies=False)
+MOOD = Event(other_column("users.parquet", "mood", 0.1, drawn_vectors(2)), reads=TABLES_REASON)
+COUNTRY = Event(
+    other_column("users.parquet", "country", 0.05, countries),
+    reads=TABLES_REASON,
+    computed=(INPUTS_REASON,),
+)
+OTHER_TOWER = Event(
+    other_user_tower, reads=TABLES_REASON, no_copy_reason=OTHER_BUNDLE_REASON, copies=False
+)
+OTHER_VALUES = Event(
+    other_values, reads=TABLES_REASON, no_copy_reason=OTHER_BUNDLE_REASON, copies=False
+)
 SHORTER_HISTORIES = Event(
-    shorter_histories, reads=TABLES, no_copy_reason=OTHER_BUNDLE, copies=False
+    shorter_histories, reads=TABLES_REASON, no_copy_reason=OTHER_BUNDLE_REASON, copies=False
 )
 VECTORS = Event(
     other_column("user_vectors.parquet", "vector", 0.1, drawn_vectors(16)),
-    reads=TABLES, computed=(INPUTS,),
+    reads=TABLES_REASON, computed=(INPUTS_REASON,),
 )  # fmt: skip
 
 
@@ -276,7 +299,7 @@ def check(month: Month, generation: str, events: Sequence[Event]) -> None:
     expected_reason = next((event.no_copy_reason for event in events if event.no_copy_reason), "")
     reads = {event.reads for event in events if event.reads}
     assert base_note["why"] == expected_reason
-    if expected_reason == OTHER_SETTINGS:
+    if expected_reason == OTHER_SETTINGS_REASON:
         assert base_note["generation"] is None and base_note["read_because"] == expected_reason
     else:
         assert base_note["generation"] == month.generations[-2]
@@ -286,7 +309,7 @@ def check(month: Month, generation: str, events: Sequence[Event]) -> None:
     assert bool(reasons.get("copied")) == all(event.copies for event in events), reasons
     if not expected_reason:
         for computed_reasons in filter(None, (event.computed for event in events)):
-            assert any(reasons[REASONS[reason]] for reason in computed_reasons), (
+            assert any(reasons[REASON_NAMES[reason]] for reason in computed_reasons), (
                 computed_reasons,
                 reasons,
             )

@@ -28,7 +28,7 @@ from precompute.partitions.digests import Digests
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import ShardInput, read_shard
 from precompute.reuse.identity import identity
-from precompute.scoring.copies import inputs_file, pair_with_digests
+from precompute.scoring.copies import inputs_path, pair_with_digests
 from precompute.steps import assemble
 from tests.integration.changed.events import Event
 from tests.integration.changed.month import Month
@@ -88,9 +88,9 @@ def redigested(month: Month, digests: Any) -> None:
             base.root / PARTITION, shard, history_limit=month.config.history_limit
         )
         user_digests: Digests = digests(entities, items)
-        base.path(inputs_file(shard)).write_bytes(
+        base.path(inputs_path(shard)).write_bytes(
             pair_with_digests(entities, user_digests).tobytes()
         )
         report = base.need(shard_report(shard))
-        report["users"]["inputs"] = file_entry(base.describe(inputs_file(shard)))
+        report["users"]["inputs"] = file_entry(base.describe(inputs_path(shard)))
         base.report(shard_report(shard), report)

@@ -11,7 +11,7 @@ from precompute.filters.item_attributes import ATTRIBUTES_FOLDER
 from precompute.partitions.catalogue import IDS, VECTORS, directory_file
 from precompute.partitions.digests import digests_file
 from precompute.partitions.partition import POPULARITY, UNKNOWN_ITEMS
-from precompute.scoring.copies import inputs_file
+from precompute.scoring.copies import inputs_path
 from tests.integration.changed import events
 from tests.integration.changed.month import Month, spoil
 from tests.integration.changed.prepared import Prepared
@@ -21,7 +21,7 @@ FILES = (
     "tables/user_topk/0000.pages", "tables/user_topk.in_stock/0001.pages", "tables/item_similar/0000.pages",
     "tables/item_vector/0001.pages", "tables/user_affinity/0001.pages", "directory/user/0000.u64",
     directory_file("item", 1), "seen/0000.ends", "seen/0001.items", f"{ATTRIBUTES_FOLDER}/0000.values", VECTORS, IDS,
-    inputs_file(0), digests_file("item_tower"), POPULARITY, UNKNOWN_ITEMS, "work/partition/0000.rows",
+    inputs_path(0), digests_file("item_tower"), POPULARITY, UNKNOWN_ITEMS, "work/partition/0000.rows",
     "work/partition/0001.ids", "work/partition/0001.features",
 )  # fmt: skip
 REPORTS = (

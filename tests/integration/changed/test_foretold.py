@@ -67,8 +67,8 @@ def foretold(month: Month, items_changed: float) -> CopyingNight:
         data_until=month.cut.isoformat(), seconds=0.2, items_changed=items_changed
     )
     night_forecast = forecast(month.config, plan_parameters)
-    (copying,) = night_forecast.copying
-    assert 0 < copying.scoring.cpu_s < night_forecast.timings.all.cpu_s
+    (copying,) = night_forecast.copying_nights
+    assert 0 < copying.scoring.cpu_s < night_forecast.timings.total.cpu_s
     assert "in the last day before the cut" in night_forecast.copying_note
     return copying
 

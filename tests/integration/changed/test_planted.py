@@ -115,12 +115,12 @@ def entering_forgets_filters(patch: Patch, month: Month) -> None:
             self.is_changed if is_allowed is None else self.is_changed & is_allowed
         )
 
-    patch.setattr(ItemChanges, "entering", entering)
+    patch.setattr(ItemChanges, "find_entering_items", entering)
 
 
 def ordinals_stay(patch: Patch, month: Month) -> None:
     for module in (shard_reuse, copies):
-        patch.setattr(module, "renumbered", lambda records, new_ordinals: None)
+        patch.setattr(module, "renumber_items", lambda records, new_ordinals: None)
 
 
 def scored_at_stays(patch: Patch, month: Month) -> None:
@@ -175,13 +175,13 @@ def damage_unseen(patch: Patch, month: Month) -> None:
 
 
 def touched_forgotten(patch: Patch, month: Month) -> None:
-    real = shard_reuse._touched
+    real = shard_reuse._find_touched_hashes
 
     def half(*arguments: Any) -> Any:
         touched_hashes = real(*arguments)
         return None if touched_hashes is None else touched_hashes[::2]
 
-    patch.setattr(shard_reuse, "_touched", half)
+    patch.setattr(shard_reuse, "_find_touched_hashes", half)
 
 
 def rows_shift(patch: Patch, month: Month) -> None:

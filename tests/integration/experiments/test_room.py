@@ -14,7 +14,7 @@ from precompute.bulk.governor import Governor
 from precompute.cli.parser import parser_of_commands
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig, generations_at_peak
-from precompute.planning.capacity import limits_of
+from precompute.planning.capacity import find_limits
 from precompute.releases.recovery import restore
 from precompute.traffic import experiments
 from precompute.traffic.experiment_command import free_namespaces
@@ -54,7 +54,7 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
 
     start("ranker", first_arm_config)
     start("cold", two)
-    limits_before = limits_of(own_config, record_bytes=100)
+    limits_before = find_limits(own_config, record_bytes=100)
 
     with control_of(own_config) as control:
         arm_rooms = arms_room(own_config, control.client)

@@ -22,7 +22,7 @@ from precompute.cli.status import read_state, report_status
 from precompute.config.settings import FilterConfig
 from precompute.filters import item_attributes
 from precompute.filters.item_attributes import allowed_items
-from precompute.planning.command import _tables
+from precompute.planning.command import _forecast_tables
 from precompute.planning.forecast import forecast
 from precompute.planning.options import PlanParameters
 from serving.cli import lookup
@@ -395,12 +395,14 @@ def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
             passes(root, item_attributes) for item_attributes in shop.attributes
         )
         # The plan has timed half of the users, those of a shard, and goes by these.
-        assert cost.cut == pytest.approx(np.mean([count < 50 for count in passing_counts]), abs=0.1)
-        assert cost.cut_few == pytest.approx(
+        assert cost.short_share == pytest.approx(
+            np.mean([count < 50 for count in passing_counts]), abs=0.1
+        )
+        assert cost.short_share_at_ten == pytest.approx(
             np.mean([count < 10 for count in passing_counts]), abs=0.1
         )
-        assert cost.redis_bytes > 0 and 0 < cost.pays_from < float("inf")
+        assert cost.redis_bytes > 0 and 0 < cost.pays_from_lookups < float("inf")
     rows = Console(file=(text := io.StringIO()), width=250)
-    for printed_table in _tables(plan, [], parameters, 3, []):
+    for printed_table in _forecast_tables(plan, [], parameters, 3, []):
         rows.print(printed_table)
     assert "user_topk.cheap-sale.1" in text.getvalue() and "lookups a day" in text.getvalue()

@@ -104,7 +104,7 @@ def test_a_shard_whose_towers_moved_between_device_and_processor_passes_the_gate
     # Given a device whose vectors have other last bits for every second user, at the edge of what is allowed
     config = with_programs(prepared, tmp_path)
     moved = []
-    compute_outputs = DeviceTower._tried
+    compute_outputs = DeviceTower._run_on_device
 
     def outputs(self: Any, inputs: Any) -> Any:
         vectors = compute_outputs(self, inputs)
@@ -118,7 +118,7 @@ def test_a_shard_whose_towers_moved_between_device_and_processor_passes_the_gate
             vectors[::2] += off.astype(np.float32)
         return vectors
 
-    monkeypatch.setattr(DeviceTower, "_tried", outputs)
+    monkeypatch.setattr(DeviceTower, "_run_on_device", outputs)
 
     assert publish_night(config, DATA_UNTIL)
     assert sum(moved) > 150

@@ -22,8 +22,8 @@ from cache.store.releases import all_releases
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig, generations_at_peak
 from precompute.gates.judge import GATES
-from precompute.planning.capacity import CapacityLimits, limits_of
-from precompute.planning.forecast import forecast, judged
+from precompute.planning.capacity import CapacityLimits, find_limits
+from precompute.planning.forecast import forecast, judge_forecast
 from precompute.planning.options import PlanParameters
 from precompute.steps import (
     assemble,
@@ -115,13 +115,13 @@ def planned_bytes(config: NightConfig) -> tuple[int, int]:
     """What `plan` says of Redis: all that it holds at the peak, and `maxmemory` for that."""
     plan = forecast(config, PlanParameters(seconds=0.2, sample=0.5))
     record_bytes = max(layout.size_bytes for _, layout in plan.shape.layouts.values())
-    (node,) = limits_of(config, record_bytes=record_bytes).nodes
+    (node,) = find_limits(config, record_bytes=record_bytes).nodes
     planned = node.other_bytes + generations_at_peak(config.keep) * plan.redis_bytes
     print(f"planned are {planned:,} bytes, {plan.redis_bytes:,} a generation")
     limit = int(planned / config.gates.redis_headroom) + 1
     for size, fits in ((limit, True), (limit - 20, False)):
         sized = CapacityLimits((replace(node, limit_bytes=size),), 1 << 50, 1 << 50)
-        assert all(verdict.passed for verdict in judged(config, plan, sized)) == fits
+        assert all(verdict.passed for verdict in judge_forecast(config, plan, sized)) == fits
     return planned, limit
 
 

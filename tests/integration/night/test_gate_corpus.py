@@ -19,7 +19,7 @@ from cache.store.releases import all_releases
 from precompute.bulk.load import unlink_pages
 from precompute.bulk.reload import damaged
 from precompute.config.settings import ReferenceConfig
-from precompute.gates.judge import GATES, LIVE_FILES, OVERRIDABLE
+from precompute.gates.judge import GATES, LIVE_FILES_RULE, OVERRIDABLE_RULES
 from precompute.steps import verify
 from tests.conftest import redis_binary
 from tests.integration.bad_inputs import BAD_INPUTS
@@ -246,7 +246,7 @@ def test_a_live_generation_whose_manifest_is_gone_is_no_first_generation(bench: 
     # Overriding one of them lets pass that one alone.
     assert failed(verdicts) == {"live_files", *COMPARED}
     for rule in COMPARED:
-        assert "cannot be read" in verdicts[rule]["note"] and rule in OVERRIDABLE
+        assert "cannot be read" in verdicts[rule]["note"] and rule in OVERRIDABLE_RULES
 
 
 def clean_seeds() -> list[Any]:
@@ -306,6 +306,6 @@ def test_the_whole_generation_passes_once_the_mistake_is_gone(bench: Bench) -> N
 
 def test_every_gate_states_its_rule_under_its_own_name(bench: Bench) -> None:
     verdicts = bench.judge()
-    assert list(verdicts) == ["files", LIVE_FILES, *(gate.rule for gate in GATES)]
+    assert list(verdicts) == ["files", LIVE_FILES_RULE, *(gate.rule for gate in GATES)]
     compared = {rule for rule, verdict in verdicts.items() if verdict.get("baseline") == bench.live}
     assert {"coverage_of_live", "list_jaccard", "score_psi", "top_items_of_live"} <= compared

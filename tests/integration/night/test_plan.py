@@ -13,7 +13,7 @@ from cache.process.host import memory_available_bytes
 from cache.store.artefacts import generation_path, read_manifest
 from precompute.bulk.load import page_keys, total_bytes
 from precompute.config.settings import NightConfig
-from precompute.planning.capacity import limits_of
+from precompute.planning.capacity import find_limits
 from tests.clusters import cluster
 from tests.integration.nights import DATA_UNTIL, build_verified, histories, prepare
 from tests.integration.shell import shell
@@ -258,10 +258,10 @@ def test_what_cannot_be_asked_is_said_at_once(config, options, message):
 
 
 def test_generations_of_the_namespace_itself_count_as_room(config):
-    limits_before = limits_of(config, record_bytes=500)
+    limits_before = find_limits(config, record_bytes=500)
 
     build_verified(config, DATA_UNTIL)
-    after = limits_of(config, record_bytes=500)
+    after = find_limits(config, record_bytes=500)
 
     (node,) = after.nodes
     with redis.Redis.from_url(config.redis_url) as client:
@@ -273,7 +273,7 @@ def test_generations_of_the_namespace_itself_count_as_room(config):
 
 
 def test_without_a_redis_this_host_is_the_node():
-    limits = limits_of(NightConfig(), record_bytes=1)
+    limits = find_limits(NightConfig(), record_bytes=1)
 
     assert [(node.name, node.page_share) for node in limits.nodes] == [("primary", 1.0)]
     assert limits.nodes[0].limit_bytes == pytest.approx(memory_available_bytes(), rel=0.2)
@@ -283,7 +283,7 @@ def test_every_master_of_a_cluster_is_a_node_with_its_share(tmp_path):
     with cluster(tmp_path / "cluster") as running:
         config = replace(NightConfig(base=str(tmp_path)), redis_url=running.url)
 
-        limits = limits_of(config, record_bytes=500)
+        limits = find_limits(config, record_bytes=500)
 
     assert len(limits.nodes) == 3
     assert sum(node.page_share for node in limits.nodes) == pytest.approx(1)

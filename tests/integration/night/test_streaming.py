@@ -26,11 +26,11 @@ from tests.integration.nights import DATA_UNTIL, prepare
 SHARDS = 2
 STAGES: dict[str, tuple[Any, str]] = {
     "read": (users_of_a_shard, "read_users"),
-    "encode": (ShardWork, "encode"),
-    "score": (ShardWork, "score"),
+    "encode": (ShardWork, "add_tower_outputs"),
+    "score": (ShardWork, "add_lists"),
     "records": (users_of_a_shard, "add_records"),
     "write": (users_of_a_shard, "write_records"),
-    "sums": (PageFile, "_add_to_sums"),
+    "sums": (PageFile, "_add_to_checksums"),
 }
 """Where each stage of a shard is called by its name."""
 

@@ -16,7 +16,7 @@ from cache.quality.probe import FACT, Probe
 from cache.records import decode_record
 from precompute.builds.build import Build
 from precompute.builds.reports import BEGIN
-from precompute.planning.sampling import draw
+from precompute.planning.sampling import draw_sample
 from precompute.steps import begin
 from tests.integration import nights
 from tests.opened import open_generation
@@ -137,7 +137,7 @@ def test_other_vectors_make_another_generation(config, user_vectors):
 
 
 def test_a_plan_samples_the_vectors_too(config, user_vectors, tmp_path):
-    sample = draw(config, 1.0)
+    sample = draw_sample(config, 1.0)
     sources = sample.write(tmp_path / "sample", len(sample.ids), config.sources)
 
     sampled_vectors = pq.read_table(sources.user_vectors)

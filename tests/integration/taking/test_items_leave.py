@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 
 from cache.events.event import Event
 from precompute.builds.reports import BEGIN
-from precompute.reuse.inputs import NAMED_ITEM_GONE
+from precompute.reuse.inputs import NAMED_ITEM_GONE_REASON
 from tests.integration.changed.month import Month, scored
 from tests.integration.taking.clicking import click, microseconds, take_all_events
 
@@ -40,4 +40,4 @@ def test_users_of_an_item_that_left_are_in_no_night_that_copies_either(month: Mo
         reasons.append(begin_report["base"]["read_because"])
         users.append(begin_report["users"])
     # Without events of it an item may leave and the base's rows be taken over as ever.
-    assert reasons == ["", NAMED_ITEM_GONE] and users[0] - users[1] == 9
+    assert reasons == ["", NAMED_ITEM_GONE_REASON] and users[0] - users[1] == 9

@@ -11,7 +11,7 @@ import yaml
 
 from cache.config.night import CanaryConfig, GateThresholds
 from cache.tiers.l1 import Absence
-from precompute.gates.judge import INTEGRITY, OVERRIDABLE
+from precompute.gates.judge import INTEGRITY_RULES, OVERRIDABLE_RULES
 from serving.dashboard.document import INBOX_WARN_S, REJECTED_WARN, STREAM_WARN
 from serving.events.counts import ACCEPTED, ERASED, REFUSALS, REPEATED
 from serving.metrics.collectors import MISS_REASONS
@@ -43,7 +43,7 @@ VALUES: dict[str, set[str]] = {
     "outcome": set(OUTCOMES),
     "reason": {*MISS_REASONS, *get_args(Absence), *REFUSALS},
     "result": {ACCEPTED, REPEATED, ERASED},
-    "rule": set(INTEGRITY | OVERRIDABLE),
+    "rule": set(INTEGRITY_RULES | OVERRIDABLE_RULES),
     "producer": {"batch", "live"},
 }
 """Of each label, the values that queries may name: each has to be one that occurs."""

@@ -23,7 +23,7 @@ from tests.devices import DEVICE
 
 torch = pytest.importorskip("torch", reason="programs need torch: make torch-env")
 
-from precompute.device.program import STREAMS, Program  # noqa: E402
+from precompute.device.program import STREAM_COUNT, Program  # noqa: E402
 
 ITEMS = 40
 NAMES = ("user_tower", "item_tower", "user_affinity")
@@ -182,7 +182,7 @@ def test_the_next_batch_is_sent_before_one_is_waited_for():
         raise AssertionError("is not called")
 
     class Slow(Program):
-        def _started(self, feed, stream):
+        def _start_batch(self, feed, stream):
             call_log.append(f"sent {feed[0][0]}")
 
             def settled():
@@ -203,7 +203,7 @@ def test_out_of_memory_is_a_memory_error_and_gives_the_stream_back(bundle):
         raise torch.OutOfMemoryError("no room")
 
     program = Program(full, [0], torch.device(DEVICE))
-    for _ in range(STREAMS + 1):
+    for _ in range(STREAM_COUNT + 1):
         with pytest.raises(MemoryError, match="no room"):
             list(program.outputs([[np.zeros((1, 1), np.int32)]]))
 

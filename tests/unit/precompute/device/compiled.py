@@ -79,9 +79,9 @@ def used_by(code: str) -> tuple[int, int]:
 
 def main() -> None:
     """Compile what 1 M items need, of 40 numbers to the widest."""
-    for width in (40, 128, 256, fused.WIDTH_MOST):
+    for width in (40, 128, 256, fused.WIDTH_MAX):
         depth = 1 << (width - 1).bit_length()
-        tiles = fused.triton_tiles_of(width)
+        tiles = fused.choose_triton_tiles(width)
         writing, constraints = above.entry_instructions(tiles.columns // 16)
         shape = {
             "width": width, "depth": depth, "height": tiles.users, "lanes": 64, "size": 4, "tile": tiles.columns,

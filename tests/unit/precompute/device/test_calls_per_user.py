@@ -65,7 +65,7 @@ def objects(folder: Path, users: int, redis_url: str) -> int:
 
     def chunks() -> list[Any]:
         return [
-            work.encode(chunk)
+            work.add_tower_outputs(chunk)
             for work in works
             for chunk in read_users(work, build.root / "scratch")
         ]

@@ -51,18 +51,18 @@ def test_lists_are_predicted_as_the_bench_made_them(name: str, dims: int, case: 
     if (tenth := figures.get(f"{case}_tenth_users_per_s")) is not None:
         runs[figures[f"{case}_items"] // 10] = tenth
     for items, rate in runs.items():
-        predicted_s = CARDS[name].night(users, items, dims, 100).topk_s
+        predicted_s = CARDS[name].forecast_night(users, items, dims, 100).topk_s
 
         assert predicted_s == pytest.approx(users / rate, rel=CLOSE)
 
 
-@pytest.mark.parametrize("name", [name for name, card in CARDS.items() if card.shard])
+@pytest.mark.parametrize("name", [name for name, card in CARDS.items() if card.shard_cost])
 def test_a_night_up_to_its_pages_is_predicted_as_its_bench_ran_it(name: str) -> None:
     bench_results = results("shard", name)
     figures, (row,) = bench_results["figures"], bench_results["rows"].values()
     users = figures["users"]
 
-    night = CARDS[name].night(users, figures["items"], figures["dims"], 100)
+    night = CARDS[name].forecast_night(users, figures["items"], figures["dims"], 100)
 
     assert night.topk_s == pytest.approx(users / row["baseline"], rel=CLOSE)
     pages_s = users / row["candidate"]
@@ -72,7 +72,7 @@ def test_a_night_up_to_its_pages_is_predicted_as_its_bench_ran_it(name: str) -> 
 
 
 def test_lists_limit_the_pages_where_they_take_longer() -> None:
-    night = CARDS["h200"].night(1_000_000, 50_000_000, 128, 100)
+    night = CARDS["h200"].forecast_night(1_000_000, 50_000_000, 128, 100)
 
     assert night.pages_s == night.topk_s
 
@@ -80,7 +80,7 @@ def test_lists_limit_the_pages_where_they_take_longer() -> None:
 def test_a_card_without_a_bench_of_shards_says_only_what_lists_take() -> None:
     card = Card("card", (ListCost(128, 1_000_000, 0.8), ListCost(256, 500_000, 0.8)))
 
-    night = card.night(2_000_000, 1_000_000, 192, 100)
+    night = card.forecast_night(2_000_000, 1_000_000, 192, 100)
 
     assert night.topk_s == pytest.approx(3.0) and night.users_per_s == pytest.approx(2e6 / 3)
     assert night.begin_s is night.embed_s is night.pages_s is night.night_s is None
@@ -88,7 +88,7 @@ def test_a_card_without_a_bench_of_shards_says_only_what_lists_take() -> None:
 
 
 def test_what_was_not_measured_is_named() -> None:
-    notes = "\n".join(CARDS["h200"].night(1000, 2_000_000, 512, 50).notes)
+    notes = "\n".join(CARDS["h200"].forecast_night(1000, 2_000_000, 512, 50).notes)
 
     for part in ("lists of 50 were not", "512 dimensions lie beyond", "2,000,000 items are extrap"):
         assert part in notes
@@ -120,7 +120,7 @@ def test_a_line_with_all_numbers_is_answered_before_any_library_is_loaded() -> N
 
     assert completed_process.returncode == 0, completed_process.stderr
     plan = json.loads(completed_process.stdout)
-    assert plan["topk_s"] == CARDS["h200"].night(400_000, 1_000_000, 128, 100).topk_s
+    assert plan["topk_s"] == CARDS["h200"].forecast_night(400_000, 1_000_000, 128, 100).topk_s
     assert plan["card"] == "NVIDIA H200" and plan["night_s"] > plan["pages_s"] >= plan["topk_s"]
 
 

@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton", reason="it brings the disassembler: make 
 pytest.importorskip("cuda.bindings.nvrtc", reason="the compiler of CUDA: make torch-env")
 
 from precompute.device import fused, hopper  # noqa: E402
-from precompute.device.columns import LANES, SPLITS  # noqa: E402
+from precompute.device.columns import BLOCK_GROUPS, SPLITS  # noqa: E402
 from precompute.device.fused import SEGMENTS  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -22,7 +22,7 @@ SPILLED_BYTES = 32
 def disassembled(name, constants, folder):
     """(assembly, bytes of a thread's stack) of a kernel."""
     path = folder / f"{name}.cubin"
-    path.write_bytes(hopper.compiled(name, constants))
+    path.write_bytes(hopper.compile_kernel(name, constants))
     assembly, resources = (
         subprocess.run(
             [str(CUOBJDUMP), option, str(path)], capture_output=True, text=True, check=True
@@ -35,7 +35,7 @@ def disassembled(name, constants, folder):
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 def test_products_are_of_warpgroups_and_stay_in_registers(chunks, tmp_path):
-    constants = hopper.ring_of(chunks) | {"SPLITS": SPLITS, "LANES": LANES}
+    constants = hopper.ring_constants(chunks) | {"SPLITS": SPLITS, "LANES": BLOCK_GROUPS}
 
     assembly, stack_bytes = disassembled("above", constants, tmp_path)
 
@@ -71,4 +71,4 @@ def test_users_are_encoded_in_registers(numbers, tmp_path):
 
 def test_a_failed_compilation_is_reported_with_the_compilers_words():
     with pytest.raises(RuntimeError, match="SEGMENTS"):
-        hopper.compiled("keep", {})
+        hopper.compile_kernel("keep", {})

@@ -20,16 +20,16 @@ pytest.importorskip("triton", reason="the kernels are Triton's: make torch-env")
 from precompute.device import fused  # noqa: E402
 from precompute.device import scorer as device_scorer  # noqa: E402
 from precompute.device import search as operators  # noqa: E402
-from precompute.device.columns import LANES  # noqa: E402
+from precompute.device.columns import BLOCK_GROUPS  # noqa: E402
 from precompute.device.fused import (  # noqa: E402
-    FETCH_MOST,
+    FETCH_MAX,
     SEGMENTS,
-    estimating_stages_of,
-    stages_of,
-    tiles_of,
+    choose_tiles,
+    plan_estimating_stages,
+    plan_stages,
 )
 from precompute.device.items import (  # noqa: E402
-    UNDERFLOW,
+    UNDERFLOW_ERROR,
     WORST,
     DeviceItems,
 )
@@ -221,8 +221,8 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
     queried = unit(users) if metric == "cosine" else users
     queries, columns = device_items.queries(users, queried), device_items.all_columns
 
-    bounds = fused.bounds_of(
-        device_items, columns, queries, tiles_of(16, queries.codes.shape[1], WHERE)
+    bounds = fused.compute_bounds(
+        device_items, columns, queries, choose_tiles(16, queries.codes.shape[1], WHERE)
     )
 
     ordinals = columns.ordinals.cpu().numpy()
@@ -239,10 +239,12 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
     )
     reach, weight = (
         queries.length + queries.residual,
-        fused.weight_of(device_items, columns, queries),
+        fused.compute_block_weights(device_items, columns, queries),
     )
     # A block's groups share their margin, and users the largest part that is residual.
-    widest = (reach[:, None] * weight.repeat_interleave(LANES)).cpu().numpy() + UNDERFLOW
+    widest = (
+        reach[:, None] * weight.repeat_interleave(BLOCK_GROUPS)
+    ).cpu().numpy() + UNDERFLOW_ERROR
     assert (computed_bounds >= highest).all()
     assert (computed_bounds <= highest + margin + widest * (1 + 1e-6) + 1e-6)[:, real].all()
     assert np.isneginf(computed_bounds[:, ~real]).all()
@@ -251,7 +253,7 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
 @pytest.fixture
 def little_room(monkeypatch):
     """A third stage from 16,385 items on, a second from 4,097."""
-    monkeypatch.setattr(fused, "room_of", lambda *_, **__: 32)
+    monkeypatch.setattr(fused, "segment_capacity", lambda *_, **__: 32)
 
 
 @pytest.mark.usefixtures("little_room")
@@ -290,16 +292,16 @@ def check_kept_groups(data, item_counts):
         ComparableItems.of(items, "inner_product"), WHERE, torch.float16, fused.GROUP
     )
     queries, columns = device_items.queries(users, users), device_items.all_columns
-    tiles = tiles_of(3, queries.codes.shape[1], WHERE)
+    tiles = choose_tiles(3, queries.codes.shape[1], WHERE)
     required_counts = torch.tensor([1, 20, 32], dtype=torch.int32, device=WHERE)
 
     is_estimating = data.draw(st.booleans(), "estimating")
 
-    kept_entries, left_out = fused.kept_of(
+    kept_entries, left_out = fused.select_entries(
         device_items, columns, queries, required_counts, 64, tiles, estimating=is_estimating
     )
 
-    bounds = fused.bounds_of(device_items, columns, queries, tiles)
+    bounds = fused.compute_bounds(device_items, columns, queries, tiles)
     for row in range(3):
         kept_groups = kept_entries[row, :, 1][kept_entries[row, :, 1] != fused.NO_GROUP]
         remaining_bounds = np.delete(bounds[row].cpu().numpy(), kept_groups.cpu().numpy())
@@ -380,12 +382,12 @@ def test_a_member_whose_product_was_rounded_down_is_scored():
     entry[0, 0, 2:] = scores.astype(np.float16).view(np.int32)
     left_out = torch.tensor([float(scores[1] + margin) - 1e-5], device=WHERE)
     no_indices = torch.empty(0, dtype=torch.int64, device=WHERE)
-    hidden = fused.hidden_of((no_indices, no_indices), 1, 4)
+    hidden = fused.sort_hidden_ordinals((no_indices, no_indices), 1, 4)
 
-    keys = fused.keys_of(
+    keys = fused.compute_exact_keys(
         device_items, device_items.all_columns, device_items.queries(users, users), hidden,
         torch.from_numpy(entry).to(WHERE),
-        left_out, tiles_of(1, 8, WHERE),
+        left_out, choose_tiles(1, 8, WHERE),
     )  # fmt: skip
 
     assert (keys != WORST).sum() == 2
@@ -397,31 +399,33 @@ def test_the_best_keys_are_those_of_the_operators(wide, k):
     keys[:, :, ::3] = WORST
     keys[:, 2:] = WORST
     keys[3, 3, -1] = 2**62
-    tiles = tiles_of(5, 16, WHERE)
+    tiles = choose_tiles(5, 16, WHERE)
 
-    assert torch.equal(fused.leading_of(keys, k, tiles), operators.best_of(keys.flatten(1), k))
+    assert torch.equal(
+        fused.select_leading_keys(keys, k, tiles), operators.select_best_keys(keys.flatten(1), k)
+    )
 
 
 @pytest.mark.parametrize("room", [32, 64, 512])
 @pytest.mark.parametrize("blocks", [1, 32, 33, 129, 3907, 16_384])
 def test_stages_look_at_every_block_once(blocks, room):
-    stages = list(stages_of(blocks, room))
+    stages = list(plan_stages(blocks, room))
 
     block_numbers = [stage.block(at) for stage in stages for at in range(stage.blocks)]
 
     assert sorted(block_numbers) == list(range(blocks))
-    assert stages[0].blocks <= SEGMENTS * room // LANES
+    assert stages[0].blocks <= SEGMENTS * room // BLOCK_GROUPS
 
 
 @pytest.mark.parametrize("room", [32, 64])
 @pytest.mark.parametrize("blocks", [1, 8, 16, 17, 33, 79, 150, 977, 3907, 39_070])
 def test_estimating_stages_look_at_every_block_once_and_first_at_the_middle(blocks, room):
-    stages = list(estimating_stages_of(blocks, room))
+    stages = list(plan_estimating_stages(blocks, room))
 
     block_numbers = [stage.block(at) for stage in stages for at in range(stage.blocks)]
 
     assert sorted(block_numbers) == list(range(blocks))
-    assert 0 < stages[0].blocks <= SEGMENTS * room // LANES
+    assert 0 < stages[0].blocks <= SEGMENTS * room // BLOCK_GROUPS
     for stage in stages[
         :-1
     ]:  # neither the longest items nor the shortest are looked at more than others
@@ -434,11 +438,11 @@ def test_ranks_of_a_sample_have_the_best_of_all():
     rng = np.random.default_rng(3)
     required_counts = torch.tensor([20, 160, 1000], dtype=torch.int32)
     for sample_fraction in (0.25, 0.01):
-        ranks = fused.rank_of(required_counts, sample_fraction).tolist()
+        ranks = fused.estimate_ranks(required_counts, sample_fraction).tolist()
         for required_count, rank in zip(required_counts.tolist(), ranks, strict=True):
             in_sample = rng.binomial(required_count, sample_fraction, 2000)
             assert rank <= required_count and (in_sample > rank).mean() < 0.01
-    assert torch.equal(fused.rank_of(required_counts, 1.0), required_counts)
+    assert torch.equal(fused.estimate_ranks(required_counts, 1.0), required_counts)
 
 
 @long_where_interpreted
@@ -469,8 +473,8 @@ def test_lists_have_the_bits_of_the_processor_after_several_stages(looked_again,
 def test_kernels_that_disagree_are_not_used(monkeypatch, caplog):
     # Given kernels whose bounds are a little too low
     monkeypatch.setattr(fused, "agrees", AGREES)
-    original_bounds_of = fused.bounds_of
-    monkeypatch.setattr(fused, "bounds_of", lambda *given: original_bounds_of(*given) - 0.02)
+    original_bounds_of = fused.compute_bounds
+    monkeypatch.setattr(fused, "compute_bounds", lambda *given: original_bounds_of(*given) - 0.02)
 
     scorer = DeviceScorer.of(
         np.ones((5, 4), np.float32), "inner_product", DEVICE, dtype=torch.float16, fused=True
@@ -520,6 +524,6 @@ def test_long_lists_and_wide_vectors_are_left_to_the_operators():
     narrow_items = by_kernels(np.ones((2000, 8), np.float32))._items
     wide = by_kernels(np.ones((70, 600), np.float32))._items
 
-    assert fused.fits(narrow_items, narrow_items.all_columns, FETCH_MOST)
-    assert not fused.fits(narrow_items, narrow_items.all_columns, FETCH_MOST + 1)
+    assert fused.fits(narrow_items, narrow_items.all_columns, FETCH_MAX)
+    assert not fused.fits(narrow_items, narrow_items.all_columns, FETCH_MAX + 1)
     assert not fused.fits(wide, wide.all_columns, 10)

@@ -14,14 +14,14 @@ torch = pytest.importorskip("torch", reason="scoring on a device needs torch: ma
 from precompute.device.items import (  # noqa: E402
     WORST,
     DeviceItems,
+    arrange_in_sum_order,
     exact_dots,
-    in_sum_order,
-    keys_of,
-    same_bits,
-    scores_of,
-    unpacked,
+    has_same_bits,
+    pack_keys,
+    unpack_keys,
+    unpack_scores,
 )
-from precompute.device.search import tiles  # noqa: E402
+from precompute.device.search import split_into_tiles  # noqa: E402
 
 WHERE = torch.device(DEVICE)
 SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 0.1], np.float32)
@@ -36,8 +36,8 @@ def test_sums_have_the_bits_of_numpy(dims, seed):
     candidate_ordinals = rng.integers(0, 9, (5, 7))
 
     dot_products = exact_dots(
-        in_sum_order(torch.from_numpy(users).to(WHERE)),
-        in_sum_order(torch.from_numpy(items).to(WHERE))[
+        arrange_in_sum_order(torch.from_numpy(users).to(WHERE)),
+        arrange_in_sum_order(torch.from_numpy(items).to(WHERE))[
             torch.from_numpy(candidate_ordinals).to(WHERE)
         ],
     )
@@ -46,7 +46,7 @@ def test_sums_have_the_bits_of_numpy(dims, seed):
         dot_products.cpu().numpy().view(np.uint32).tolist()
         == score(users, items, candidate_ordinals).view("u4").tolist()
     )
-    assert same_bits(dims, WHERE)
+    assert has_same_bits(dims, WHERE)
 
 
 def test_another_order_of_summation_is_noticed(monkeypatch):
@@ -55,7 +55,7 @@ def test_another_order_of_summation_is_noticed(monkeypatch):
         lambda users, items: (items * users[:, None]).sum((2, 3)),
     )
 
-    assert not same_bits(100, WHERE)
+    assert not has_same_bits(100, WHERE)
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
@@ -63,13 +63,13 @@ def test_keys_sort_and_read_like_those_of_the_night(values):
     scores = np.concatenate([np.array(values, np.float32), SPECIAL])
     ordinals = np.arange(len(scores))[::-1].copy()
 
-    keys = keys_of(torch.from_numpy(scores).to(WHERE), torch.from_numpy(ordinals).to(WHERE))
+    keys = pack_keys(torch.from_numpy(scores).to(WHERE), torch.from_numpy(ordinals).to(WHERE))
 
     unsigned = keys.cpu().numpy().view(np.uint64) ^ np.uint64(1 << 63)
     assert unsigned.tolist() == pack(scores, ordinals).tolist()
     assert keys.cpu().argsort().tolist() == pack(scores, ordinals).argsort().tolist()
-    assert np.array_equal(scores_of(keys).cpu().numpy(), scores)
-    device_lists = unpacked(torch.cat([keys, torch.tensor([WORST], device=WHERE)])[None])
+    assert np.array_equal(unpack_scores(keys).cpu().numpy(), scores)
+    device_lists = unpack_keys(torch.cat([keys, torch.tensor([WORST], device=WHERE)])[None])
     expected_lists = unpack(np.append(unsigned, np.uint64(0))[None], len(keys) + 1)
     assert np.array_equal(device_lists[0].cpu().numpy().view(np.uint32), expected_lists[0])
     assert np.array_equal(
@@ -168,7 +168,7 @@ def device_columns():
 def test_tiles_cover_every_column_once_in_whole_blocks(device_columns, most):
     total, block = len(device_columns.ordinals), device_columns.block
 
-    column_tiles = list(tiles(device_columns, most))
+    column_tiles = list(split_into_tiles(device_columns, most))
 
     assert [tile.start for tile in column_tiles] == [0, *(tile.stop for tile in column_tiles[:-1])]
     assert column_tiles[-1].stop == total

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="scoring on a device needs torch: ma
 
 from precompute.device import scorer as device_scorer  # noqa: E402
 from precompute.device import search as device_search  # noqa: E402
-from precompute.device.items import slice_of  # noqa: E402
+from precompute.device.items import slice_if_consecutive  # noqa: E402
 from precompute.device.scorer import DeviceScorer  # noqa: E402
 from precompute.device.search import SearchShape  # noqa: E402
 
@@ -35,17 +35,17 @@ def test_users_left_by_pieces_keep_their_own_exclusions(monkeypatch):
     searched = []
 
     def small_device(items, columns, queries, excluded_pairs, k, shape):
-        if len(queries.codes) == 8 and torch_scorer._parts == 1:
+        if len(queries.codes) == 8 and torch_scorer._part_count == 1:
             raise torch.OutOfMemoryError("no room")
         searched.append(len(queries.codes))
         return original_search(items, columns, queries, excluded_pairs, k, shape)
 
     def shape_of(self, search_request, fetch):
-        return SearchShape(8 // self._parts, len(search_request.columns.ordinals), fetch)
+        return SearchShape(8 // self._part_count, len(search_request.columns.ordinals), fetch)
 
     monkeypatch.setattr(device_scorer, "search", small_device)
-    monkeypatch.setattr(device_scorer, "UNDER_WAY", 1)
-    monkeypatch.setattr(DeviceScorer, "_shape", shape_of)
+    monkeypatch.setattr(device_scorer, "SLABS_UNDER_WAY", 1)
+    monkeypatch.setattr(DeviceScorer, "_choose_shape", shape_of)
 
     device_lists = torch_scorer.top(users, 5, excluded)
 
@@ -56,6 +56,6 @@ def test_users_left_by_pieces_keep_their_own_exclusions(monkeypatch):
 
 
 def test_only_neighbours_in_order_are_a_slice():
-    assert slice_of(np.array([3, 4, 5])) == slice(3, 6)
+    assert slice_if_consecutive(np.array([3, 4, 5])) == slice(3, 6)
     for rows in ([7, 0, 9], [5, 4, 3], [1, 1, 3], [2, 5, 4]):
-        assert isinstance(slice_of(np.array(rows)), np.ndarray)
+        assert isinstance(slice_if_consecutive(np.array(rows)), np.ndarray)

@@ -159,7 +159,7 @@ def test_items_too_short_or_too_long_are_left_to_the_processor(caplog):
 
 
 def test_a_device_that_adds_in_another_order_is_not_used(monkeypatch, caplog):
-    monkeypatch.setattr(device_scorer, "same_bits", lambda *_: False)
+    monkeypatch.setattr(device_scorer, "has_same_bits", lambda *_: False)
 
     assert DeviceScorer.of(np.ones((5, 4), np.float32), "inner_product", DEVICE) is None
     assert "adds in another order" in caplog.text
@@ -250,7 +250,7 @@ def test_a_device_that_fails_for_good_leaves_the_rest_to_the_processor(monkeypat
     users, items, excluded = make(300, 2000, 16, seed=7)
     scorer = on_device(items)
     expected_lists = scorer.top(users, 50, excluded)
-    monkeypatch.setattr(device_search, "_ROWS_MOST", 100)
+    monkeypatch.setattr(device_search, "_ROWS_MAX", 100)
     original_search = device_search.search
     calls = []
 
@@ -348,7 +348,7 @@ def test_a_mistake_is_no_failing_device(monkeypatch):
 def test_lists_that_are_not_certain_are_looked_for_once_more(monkeypatch):
     # Given a first attempt that fetches hardly more than is asked for, by products that are rough
     users, items, excluded = make(100, 5000, 24, skewed=False, seed=3)
-    monkeypatch.setattr(device_scorer, "_FETCHED", ((4, 2), (4, 480)))
+    monkeypatch.setattr(device_scorer, "_FETCH_MARGINS", ((4, 2), (4, 480)))
     scorer = on_device(items, dtype=torch.bfloat16)
     search_shapes = searches(monkeypatch)
 

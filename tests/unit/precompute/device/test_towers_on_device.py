@@ -92,7 +92,7 @@ def test_a_tower_at_the_edge_of_its_tolerance_passes_the_gate_of_lists(
     ordinals, scores = Scorer.of(items, metric, engine=False).top(tower_outputs, K)
 
     counts = (ordinals != NO_ITEM).sum(axis=1)
-    right = exact._compare(
+    right = exact._check_lists_best(
         users.astype(np.float64), items, Histories.of([()] * len(users)), ordinals, counts,
         scores.astype(np.float64), Layout("topk", K, "f4"), metric,
     )  # fmt: skip
@@ -102,7 +102,7 @@ def test_a_tower_at_the_edge_of_its_tolerance_passes_the_gate_of_lists(
 
 def test_the_gates_allow_what_a_device_may_be_off() -> None:
     worst_sum = DIMS * 2.0**-24
-    assert 2 * DEVICE_LENGTH_AGREEMENT + worst_sum <= exact.ROUNDING
+    assert 2 * DEVICE_LENGTH_AGREEMENT + worst_sum <= exact.SCORE_ROUNDING
     assert DEVICE_AGREEMENT <= exact.OUTPUT_ROUNDING
 
 
@@ -202,7 +202,7 @@ def test_an_unrequested_form_that_is_off_leaves_the_model_to_the_processor(
     moved = off_by(vectors, vectors, 8 * DEVICE_AGREEMENT)
     processor_tower = FixedTower(vectors)
     monkeypatch.setattr(towers, "fetch_model", lambda *_: None)
-    monkeypatch.setattr(towers, "_on_device", lambda *_: FixedTower(moved))
+    monkeypatch.setattr(towers, "_open_on_device", lambda *_: FixedTower(moved))
     monkeypatch.setattr(Tower, "open", lambda *_, **__: processor_tower)
     build: Any = SimpleNamespace(config=SimpleNamespace(device=device, threads=1))
     model: Any = SimpleNamespace(name="item_tower", program=program, spec=processor_tower.spec)
@@ -228,10 +228,10 @@ def test_a_model_without_a_program_stays_on_the_processor_where_onnx_runtime_has
     build: Any = SimpleNamespace(config=SimpleNamespace(device_tasks=1))
     monkeypatch.setattr(towers, "share_memory", lambda *_: 0)
 
-    refusal_reason = towers._on_device(build, model, "cuda:0")
+    refusal_reason = towers._open_on_device(build, model, "cuda:0")
 
     assert isinstance(refusal_reason, str) and "install onnxruntime-gpu" in refusal_reason
-    assert "cpu is no GPU" in str(towers._on_device(build, model, "cpu"))
+    assert "cpu is no GPU" in str(towers._open_on_device(build, model, "cpu"))
 
 
 def test_models_without_a_program_and_torch_share_a_tasks_memory_out(
@@ -254,7 +254,7 @@ def test_models_without_a_program_and_torch_share_a_tasks_memory_out(
     build: Any = SimpleNamespace(config=SimpleNamespace(device_tasks=2))
     model: Any = SimpleNamespace(name="user_tower", program=None, spec=SimpleNamespace(inputs=[]))
 
-    assert isinstance(towers._on_device(build, model, "cuda:1"), OnnxOnGpu)
+    assert isinstance(towers._open_on_device(build, model, "cuda:1"), OnnxOnGpu)
     assert opened == [Accelerator("cuda", 1, 3 << 30)]  # two tasks, each of three models and torch
 
 

@@ -17,7 +17,7 @@ from precompute.evaluation.freshness import (
     ListModel,
     Targets,
     TimedLog,
-    histories,
+    group_histories,
     keep_newest_items,
     rank_targets,
 )
@@ -41,12 +41,12 @@ def bundle(tmp_path_factory) -> Bundle:
 
 @pytest.mark.parametrize(("rows", "lists"), [(1 << 20, 4096), (50, 4096), (1 << 20, 3)])
 def test_ranks_are_those_of_lists_computed_one_by_one(bundle, monkeypatch, rows, lists):
-    monkeypatch.setattr(freshness, "CHUNK_ROWS", rows)
-    monkeypatch.setattr(freshness, "CHUNK_LISTS", lists)
+    monkeypatch.setattr(freshness, "CHUNK_ROWS_MAX", rows)
+    monkeypatch.setattr(freshness, "CHUNK_LISTS_MAX", lists)
     log = a_log()
     targets = Targets.of(log, CUT_US, STRATEGIES, 100, np.random.default_rng(0))
     popularity = np.random.default_rng(1).permutation(ITEMS)
-    model = ListModel.of(bundle, popularity, limit=6)
+    model = ListModel.of(bundle, popularity, history_limit=6)
     tower = Tower.open(bundle.user_tower.path, bundle.user_tower.spec)
     vectors = Tower.open(bundle.item_tower.path, bundle.item_tower.spec).run(
         {"item_index": np.arange(ITEMS)}
@@ -77,7 +77,7 @@ def test_ranks_are_those_of_lists_computed_one_by_one(bundle, monkeypatch, rows,
 def test_a_list_is_computed_once_for_all_targets_it_is_answered_for(bundle):
     log = a_log()
     targets = Targets.of(log, CUT_US, STRATEGIES, 100, np.random.default_rng(0))
-    model = ListModel.of(bundle, np.arange(ITEMS), limit=100)
+    model = ListModel.of(bundle, np.arange(ITEMS), history_limit=100)
 
     list_count_by_strategy = {
         strategy: rank_targets(model, log, targets, strategy, K).lists for strategy in STRATEGIES
@@ -103,7 +103,7 @@ def test_a_history_has_every_item_once_at_its_latest_position(rows, limit):
     owners = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
     log = TimedLog(owners, items, np.arange(len(items)))
 
-    full_histories = histories(log, ends - [len(row) for row in rows], ends)
+    full_histories = group_histories(log, ends - [len(row) for row in rows], ends)
     short = keep_newest_items(full_histories, limit)
 
     for number, row in enumerate(rows):

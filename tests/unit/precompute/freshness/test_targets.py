@@ -13,8 +13,8 @@ from precompute.evaluation.freshness import (
     STRATEGIES,
     Targets,
     TimedLog,
+    count_lists_per_day,
     cut_before_days,
-    lists_per_day,
 )
 
 HOUR_US = 3_600_000_000
@@ -94,11 +94,11 @@ def test_lists_a_day_are_those_of_periods_in_which_users_did_something(found):
     nights = range(0, max(at for _, at in after) + 1, HOUR_US)
     all_list_count = sum(len({user for user, _, at in found if at < night}) for night in nights)
 
-    hourly, all_per_day = lists_per_day(log, CUT_US, HOURLY)
+    hourly, all_per_day = count_lists_per_day(log, CUT_US, HOURLY)
 
     assert hourly == pytest.approx(len({(user, at // HOUR_US) for user, at in after}) / days)
     assert all_per_day == pytest.approx(all_list_count / days)
-    changed_per_day, all_per_day = lists_per_day(log, CUT_US, EVENTS)
+    changed_per_day, all_per_day = count_lists_per_day(log, CUT_US, EVENTS)
     assert changed_per_day == pytest.approx(len(set(after)) / days) and all_per_day is None
 
 

@@ -15,7 +15,7 @@ from cache.model.tower import Histories
 from cache.records import NO_ITEM, Layout, dequantize, encode_topk
 from precompute.gates.evidence.evidence import Scan, compared_depth, scan_table
 from precompute.gates.evidence.user_sample import sampled_shards
-from precompute.gates.rules.exact import _compare, _rows_equal
+from precompute.gates.rules.exact import _check_lists_best, _rows_equal
 from precompute.gates.rules.live import psi
 
 ITEMS, K, CUT = 50, 10, 1_769_904_000
@@ -83,7 +83,7 @@ def test_lists_recomputed_in_float64_are_distinguished_from_wrong_lists(metric: 
         list_lengths: Any = counts,
     ) -> Any:
         layout = Layout("topk", K, "f4")
-        return _compare(
+        return _check_lists_best(
             users, items, seen_items, listed_ordinals, list_lengths, listed_scores, layout, metric
         ).tolist()
 
@@ -114,7 +114,7 @@ def test_lists_under_a_filter_are_the_best_of_what_passes() -> None:
         listed_ordinals: NDArray[np.uint32], listed_scores: NDArray[np.float64], mask: Any
     ) -> Any:
         layout = Layout("topk", K, "f4")
-        return _compare(
+        return _check_lists_best(
             users,
             items,
             seen_items,
@@ -162,8 +162,8 @@ def scanned(folder: Path, edit: Any = None, *, sums: bool = True, cut: bool = Fa
 
 def test_whole_records_have_no_fault(tmp_path: Path) -> None:
     scan = scanned(tmp_path)
-    assert not scan.faults and scan.records == 40 and scan.counts[K] == 40
-    assert scan.slots.sum() == 40 * K
+    assert not scan.faults and scan.record_count == 40 and scan.lists_by_length[K] == 40
+    assert scan.slots_by_item.sum() == 40 * K
 
 
 @pytest.mark.parametrize(
@@ -192,10 +192,10 @@ def test_every_fault_of_a_record_is_counted(
 def test_a_fault_is_counted_with_where_it_was_seen_first(tmp_path: Path) -> None:
     scan = scanned(tmp_path)
 
-    scan.note("order", np.array([False, True, True]), "p.pages")
-    scan.note("order", np.array([True]), "q.pages")
-    scan.note("pages", 3, "p.pages")
-    scan.note("sums", 0, "p.pages")
+    scan.note_faults("order", np.array([False, True, True]), "p.pages")
+    scan.note_faults("order", np.array([True]), "q.pages")
+    scan.note_faults("pages", 3, "p.pages")
+    scan.note_faults("sums", 0, "p.pages")
 
     assert dict(scan.faults) == {"order": 3, "pages": 3}
     assert scan.first_location_by_fault == {

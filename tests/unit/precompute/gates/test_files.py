@@ -10,7 +10,7 @@ import pytest
 from cache.errors import CorruptArtefact, StoreError
 from cache.format.manifest import Artefact
 from cache.store.artefacts import ArtefactStore, describe, generation_path
-from precompute.gates.rules.checksums import CHECKED_NOTES, files, in_threads
+from precompute.gates.rules.checksums import CHECKED_NOTES, check_files, run_in_threads
 
 GENERATION = "20260131T000000Z-0123456789ab"
 
@@ -65,25 +65,25 @@ def cut_off(
 
         patched.setattr(store, "fetch", fetch_until_outage)
         with pytest.raises(StoreError):
-            files(store, GENERATION, artefacts)
+            check_files(store, GENERATION, artefacts)
 
 
 def test_another_try_reads_only_what_was_not_read(store, root, artefacts, hashed, monkeypatch):
     cut_off(store, artefacts, monkeypatch, after=12)
     hashed.clear()
 
-    verdict = files(store, GENERATION, artefacts)
+    verdict = check_files(store, GENERATION, artefacts)
 
     assert verdict.passed and verdict.value == 20
     assert sorted(hashed) == [f"{number:02d}.pages" for number in range(12, 20)]
 
 
 def test_once_all_are_checked_another_verify_reads_all_again(store, root, artefacts, hashed):
-    files(store, GENERATION, artefacts)
+    check_files(store, GENERATION, artefacts)
     assert not (root / CHECKED_NOTES).exists()
     hashed.clear()
 
-    files(store, GENERATION, artefacts)
+    check_files(store, GENERATION, artefacts)
 
     assert len(hashed) == 20
 
@@ -103,7 +103,7 @@ def test_what_changed_since_it_was_checked_is_read_again(store, root, artefacts,
         artefacts[3] = Artefact("03.pages", 64, "0" * 64)
 
     with pytest.raises(CorruptArtefact, match=r"03\.pages has SHA-256"):
-        files(store, GENERATION, artefacts)
+        check_files(store, GENERATION, artefacts)
 
 
 def test_a_line_that_a_killed_try_left_half_is_no_note(store, root, artefacts, hashed, monkeypatch):
@@ -112,7 +112,7 @@ def test_a_line_that_a_killed_try_left_half_is_no_note(store, root, artefacts, h
     notes.write_text(notes.read_text()[:-9])
     hashed.clear()
 
-    assert files(store, GENERATION, artefacts).passed
+    assert check_files(store, GENERATION, artefacts).passed
 
     assert len(hashed) == 20
 
@@ -124,7 +124,7 @@ def test_notes_may_be_forgotten_by_a_try_that_ran_out_of_time_but_goes_on(
         Path, "exists", lambda _path: True
     )  # they are there until the moment they are read
 
-    assert files(store, GENERATION, artefacts).passed
+    assert check_files(store, GENERATION, artefacts).passed
 
 
 def test_the_first_error_ends_the_work_of_all_threads():
@@ -136,6 +136,6 @@ def test_the_first_error_ends_the_work_of_all_threads():
             raise CorruptArtefact("the fifth")
 
     with pytest.raises(CorruptArtefact, match="the fifth"):
-        in_threads(work, iter(range(10**9)), 3)
+        run_in_threads(work, iter(range(10**9)), 3)
 
     assert sorted(worked_numbers) == list(range(len(worked_numbers)))

@@ -23,7 +23,7 @@ def candidate(*replicas: Replica, keep: int = 1, arms: tuple[ArmRoom, ...] = ())
             manifest=SimpleNamespace(artefacts=lambda: [SimpleNamespace(size_bytes=MAPPED)]),
             control=SimpleNamespace(replicas=lambda: list(replicas)),
             thresholds=GateThresholds(),
-            keep=keep,
+            superseded_count=keep,
             arms=arms,
         ),
     )

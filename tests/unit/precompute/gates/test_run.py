@@ -37,12 +37,12 @@ from precompute.gates.evidence.candidate import (
 from precompute.gates.evidence.evidence import Evidence
 from precompute.gates.judge import (
     GATES,
-    INTEGRITY,
-    OVERRIDABLE,
+    INTEGRITY_RULES,
+    OVERRIDABLE_RULES,
     TimeLimits,
-    asked_of,
+    applicable_gates,
+    apply_overrides,
     demand_overridable,
-    overridden,
     run_gate,
     run_gates,
     run_within,
@@ -251,8 +251,8 @@ def test_what_was_asked_and_is_wrong_or_missing_is_judged(error: Exception) -> N
 
 def test_every_gate_is_either_of_integrity_or_may_be_overridden() -> None:
     names = {gate.rule for gate in GATES}
-    assert names == (INTEGRITY | OVERRIDABLE) - {"files", "opens", "live_files"}
-    assert not INTEGRITY & OVERRIDABLE and len(names) == len(GATES)
+    assert names == (INTEGRITY_RULES | OVERRIDABLE_RULES) - {"files", "opens", "live_files"}
+    assert not INTEGRITY_RULES & OVERRIDABLE_RULES and len(names) == len(GATES)
 
 
 def test_an_override_lifts_a_judgement_and_never_integrity() -> None:
@@ -261,7 +261,7 @@ def test_an_override_lifts_a_judgement_and_never_integrity() -> None:
         Verdict("list_jaccard", False, 0.1, 0.4),
     ]  # fmt: skip
 
-    after = overridden(verdicts, {"score_psi": "a new scale", "finite": "who cares"})
+    after = apply_overrides(verdicts, {"score_psi": "a new scale", "finite": "who cares"})
 
     assert [verdict.passed for verdict in after] == [True, False, False]
     assert after[0].to_json()["overridden"] == "a new scale"
@@ -304,9 +304,9 @@ def test_without_interactions_gates_that_ask_what_users_did_since_are_left_out()
     ordinary: Any = SimpleNamespace(facts={"interactions": 0})
     without: Any = SimpleNamespace(facts={"interactions": 0, "without_interactions": True})
 
-    assert asked_of(ordinary) == GATES
-    left_out = {gate.rule for gate in GATES} - {gate.rule for gate in asked_of(without)}
-    assert left_out == {"stale_lists", "heldout_recall"} and not left_out & INTEGRITY
+    assert applicable_gates(ordinary) == GATES
+    left_out = {gate.rule for gate in GATES} - {gate.rule for gate in applicable_gates(without)}
+    assert left_out == {"stale_lists", "heldout_recall"} and not left_out & INTEGRITY_RULES
 
 
 def test_thresholds_are_numbers_that_are_not_negative() -> None:

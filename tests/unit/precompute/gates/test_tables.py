@@ -17,7 +17,7 @@ from precompute.gates.evidence.candidate import (
     UNREADABLE_LIVE_NOTE,
     Candidate,
 )
-from precompute.gates.judge import INTEGRITY, OVERRIDABLE
+from precompute.gates.judge import INTEGRITY_RULES, OVERRIDABLE_RULES
 from precompute.gates.rules.live import tables_of_live
 from precompute.gates.rules.models import bundle, defaults, dimension
 from precompute.gates.rules.records import coverage_of_live, items_of_live, short_lists
@@ -48,7 +48,7 @@ def judged(
     live = None if live_kinds is None else manifest(live_kinds)
     candidate = Candidate(
         manifest(candidate_kinds), placeholder, placeholder, placeholder, live, placeholder, 10,
-        prepared_evidence=cast(Any, object()), unreadable=unreadable,
+        prepared_evidence=cast(Any, object()), unreadable_live=unreadable,
     )  # fmt: skip
     return tables_of_live(candidate)
 
@@ -104,7 +104,7 @@ def test_a_catalogue_that_shrinks_or_grows_by_much_is_judged(
         items / 100,
         threshold,
     )
-    assert "100 before" in measurement.note and "items_of_live" in OVERRIDABLE
+    assert "100 before" in measurement.note and "items_of_live" in OVERRIDABLE_RULES
 
 
 def test_the_first_lists_and_the_first_generation_are_compared_with_nothing() -> None:
@@ -122,7 +122,7 @@ def test_a_live_generation_without_a_readable_manifest_is_no_first_one() -> None
 
 
 def test_a_person_may_judge_otherwise() -> None:
-    assert "tables_of_live" in OVERRIDABLE - INTEGRITY
+    assert "tables_of_live" in OVERRIDABLE_RULES - INTEGRITY_RULES
 
 
 def sized(**changes: Any) -> Any:
@@ -240,7 +240,7 @@ def test_erased_users_do_not_count_as_missing(users: int, passed: bool) -> None:
     placeholder: Any = None
     candidate = Candidate(
         manifest(users), placeholder, placeholder, placeholder, manifest(10), GateThresholds(coverage_of_live=1.0), 10,
-        erased=erased, prepared_evidence=cast(Any, SimpleNamespace(live_users=live_users)),
+        erased=erased, prepared_evidence=cast(Any, SimpleNamespace(live_user_directory=live_users)),
     )  # fmt: skip
 
     # When users are counted against it
@@ -261,9 +261,9 @@ def test_a_list_of_an_item_is_short_if_it_lacks_another_item_that_fits(
     counts = np.zeros(width + 1, np.int64)
     counts[2], counts[1] = 10 - shorter, shorter
     table = SimpleNamespace(kind="topk", entity="item", layout=SimpleNamespace(width=width))
-    scan = SimpleNamespace(table=table, counts=counts, records=10)
+    scan = SimpleNamespace(table=table, lists_by_length=counts, record_count=10)
     evidence = SimpleNamespace(
-        asked_scans={"similar": scan}, seen_items=SimpleNamespace(indptr=np.array([0]))
+        unfiltered_scans={"similar": scan}, seen_items=SimpleNamespace(indptr=np.array([0]))
     )
     candidate: Any = SimpleNamespace(
         manifest=SimpleNamespace(facts={"short_lists": 0, "users_scored": 10}), evidence=evidence,

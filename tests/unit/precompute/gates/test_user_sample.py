@@ -14,7 +14,12 @@ from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from cache.format.manifest import Artefact, DirectoryPart, EntitySet
 from precompute.gates.evidence.evidence import FingerprintFile
-from precompute.gates.evidence.user_sample import STRATA, names_of, sample_users, seen_by
+from precompute.gates.evidence.user_sample import (
+    STRATA,
+    read_seen_pairs,
+    read_user_ids,
+    sample_users,
+)
 from precompute.gates.rules import records as entities_gate
 from precompute.partitions.shard_files import HASH
 from precompute.partitions.shard_input import read_shard
@@ -48,7 +53,7 @@ def clicks(count: int) -> list[tuple[str, int, int]]:
 
 def test_sampled_histories_are_those_that_the_night_scored(tmp_path: Path) -> None:
     directory, entities = write(tmp_path, clicks(900))
-    named = {name for texts in names_of(tmp_path, 0) for name in texts.to_pylist()}
+    named = {name for texts in read_user_ids(tmp_path, 0) for name in texts.to_pylist()}
     for limit in (5, 1000):
         night = read_shard(tmp_path, 0, history_limit=limit)
         sample = sample_users(tmp_path, entities, directory, history_limit=limit)
@@ -60,8 +65,8 @@ def test_sampled_histories_are_those_that_the_night_scored(tmp_path: Path) -> No
             ]
             night_history = night.ordinals[night.indptr[theirs] : night.indptr[theirs + 1]]
             assert sampled_history.tolist() == night_history.tolist()
-        assert sample.with_record == sample.in_source == len(named)
-        assert set(sample.rows) == set(STRATA)
+        assert sample.recorded_user_count == sample.source_user_count == len(named)
+        assert set(sample.rows_by_stratum) == set(STRATA)
 
 
 def test_a_shard_without_a_user_who_has_a_record_gives_no_sample_and_no_error(
@@ -73,8 +78,12 @@ def test_a_shard_without_a_user_who_has_a_record_gives_no_sample_and_no_error(
 
     sample = sample_users(tmp_path, entities, empty_directory, history_limit=5)
 
-    assert (sample.in_source, sample.with_record, len(sample.positions)) == (1, 0, 0)
-    assert all(not len(rows) for rows in sample.rows.values())
+    assert (sample.source_user_count, sample.recorded_user_count, len(sample.positions)) == (
+        1,
+        0,
+        0,
+    )
+    assert all(not len(rows) for rows in sample.rows_by_stratum.values())
 
 
 def test_users_without_a_record_are_counted_by_the_first_feature_that_they_lack(
@@ -98,15 +107,20 @@ def test_users_without_a_record_are_counted_by_the_first_feature_that_they_lack(
     sample = sample_users(tmp_path, entities, empty_directory, history_limit=5)
 
     # Then each counts once
-    assert dict(sample.without_record) == {"a value of 'age'": 2, "a value of 'size'": 1}
+    assert dict(sample.unrecorded_by_missing_input) == {
+        "a value of 'age'": 2,
+        "a value of 'size'": 1,
+    }
 
 
 def test_a_repeated_choice_is_no_new_one(tmp_path: Path) -> None:
     directory, entities = write(tmp_path, [("a", 1, 10), ("a", 2, 20), ("a", 1, 30), ("b", 1, 5)])
     sample = sample_users(tmp_path, entities, directory, history_limit=10)
-    last = dict(zip(sample.users.ids.to_pylist(), sample.last.tolist(), strict=True))
+    last = dict(
+        zip(sample.users.ids.to_pylist(), sample.last_new_choice_times.tolist(), strict=True)
+    )
     assert last == {"a": 20, "b": 5}
-    assert seen_by(tmp_path, 0, ["a"]) == {("a", 1), ("a", 2)}
+    assert read_seen_pairs(tmp_path, 0, ["a"]) == {("a", 1), ("a", 2)}
 
 
 def test_a_large_shard_is_sampled_from_its_first_slice(tmp_path: Path, monkeypatch) -> None:
@@ -114,8 +128,10 @@ def test_a_large_shard_is_sampled_from_its_first_slice(tmp_path: Path, monkeypat
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 300)
     sample = sample_users(tmp_path, entities, directory, history_limit=10)
     night = read_shard(tmp_path, 0, history_limit=10)
-    assert 0 < sample.in_source < len(night.ids)
-    assert set(sample.users.ids.to_pylist()) <= set(night.ids[: sample.in_source].to_pylist())
+    assert 0 < sample.source_user_count < len(night.ids)
+    assert set(sample.users.ids.to_pylist()) <= set(
+        night.ids[: sample.source_user_count].to_pylist()
+    )
     assert not list(tmp_path.glob(".slices*"))
 
 
@@ -142,7 +158,7 @@ def test_repeated_fingerprints_are_counted_a_range_at_a_time(tmp_path: Path, mon
         fingerprint_file.append(part)
 
     tracemalloc.start()
-    assert fingerprint_file.repeated() == 3
+    assert fingerprint_file.count_repeated() == 3
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 

@@ -46,7 +46,7 @@ from precompute.partitions.shard_input import (
 )
 from precompute.scoring import input_samples
 from precompute.scoring.pages import PageFile
-from precompute.scoring.towers import usable_inputs
+from precompute.scoring.towers import select_usable_inputs
 from precompute.sources.features import read_values
 from precompute.sources.readers import Interactions, read_interactions
 
@@ -214,7 +214,7 @@ def test_models_get_the_newest_items_of_a_long_history_and_nothing_of_it_comes_b
     items, spec = item_table(ITEMS), InputSpec("past", "history", "int32", max_length=99, pad=-1)
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, history_limit=4)
-        _, model_histories, _ = usable_inputs(
+        _, model_histories, _ = select_usable_inputs(
             items, part, {"user_tower": TowerSpec((spec,), "v", 4)}
         )
         for row, name in enumerate(part.ids.to_pylist()):
@@ -323,7 +323,7 @@ def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path,
         sampled_parts.append(part)
         return np.empty(0, np.int64), None, {}
 
-    monkeypatch.setattr(input_samples, "usable_inputs", reject_part)
+    monkeypatch.setattr(input_samples, "select_usable_inputs", reject_part)
     fake_build: Any = SimpleNamespace(config=config, root=tmp_path, need=lambda _report: {})
     model: Any = SimpleNamespace(name="user_tower", spec=None)
     with pytest.raises(SourceError, match="no entity of the sources has the inputs"):
@@ -442,7 +442,7 @@ def test_two_models_that_name_an_input_alike_get_their_own_columns():
         name: TowerSpec((InputSpec("x", "feature", "int64", column=name),), "v", 4)
         for name in ("country", "city")
     }
-    usable, _, features = usable_inputs(item_table(ITEMS), entities, specs)
+    usable, _, features = select_usable_inputs(item_table(ITEMS), entities, specs)
     assert usable.tolist() == [0]
     assert (features["country"]["x"][0], features["city"]["x"][0]) == (1, 98)
 

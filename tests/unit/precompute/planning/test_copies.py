@@ -9,13 +9,13 @@ import pytest
 
 from cache.records import Layout
 from precompute.planning.forecast import (
-    ITEMS_CHANGED,
-    USERS_CHANGED,
-    active_lately,
+    ITEMS_CHANGED_SHARES,
+    USERS_CHANGED_SHARE,
     copying_night,
     copying_nights,
+    find_active_share,
+    find_changed_share,
     touched_share,
-    users_changed,
 )
 from precompute.planning.trial import TimeSpent, Timings
 
@@ -23,7 +23,8 @@ NO_TIME = TimeSpent(0.0, 0.0)
 TIMINGS = Timings(
     embed=TimeSpent(10, 10), prepare=TimeSpent(1, 1), shards=TimeSpent(1, 1), users=TimeSpent(100, 100),
     items=TimeSpent(20, 20),
-    stages={"read": 5.0, "tower": 10.0, "topk": 80.0, "write": 5.0}, recorded_share=1.0, note="", seal=NO_TIME,
+    seconds_by_stage={"read": 5.0, "tower": 10.0, "topk": 80.0, "write": 5.0}, recorded_share=1.0, note="",
+    seal=NO_TIME,
 )  # fmt: skip
 DAY_US = 86_400_000_000
 
@@ -36,7 +37,9 @@ def shape(**layouts: Any) -> Any:
 
 def sample(times: list[int], owners: list[int], users: int) -> Any:
     return SimpleNamespace(
-        times=np.array(times), owners=np.array(owners), ids=[str(user) for user in range(users)]
+        times=np.array(times),
+        owner_indices=np.array(owners),
+        ids=[str(user) for user in range(users)],
     )
 
 
@@ -71,7 +74,7 @@ def test_items_that_change_cost_lists_histories_and_the_towers_of_all() -> None:
     )
 
     assert [forecast.items_changed for forecast in (none, few_changed, many_changed)] == list(
-        ITEMS_CHANGED
+        ITEMS_CHANGED_SHARES
     )
     lost_share = touched_share(40_000, 0.001, 100)
     stay = 0.9 * (1 - touched_share(40_000, 0.001, 10))
@@ -83,7 +86,7 @@ def test_items_that_change_cost_lists_histories_and_the_towers_of_all() -> None:
         none.scoring.cpu_s + 9
         < few_changed.scoring.cpu_s
         < many_changed.scoring.cpu_s
-        < TIMINGS.all.cpu_s
+        < TIMINGS.total.cpu_s
     )
 
 
@@ -94,7 +97,7 @@ def test_with_more_items_than_may_enter_everybody_is_computed_and_nothing_is_dea
     (all_,) = copying_nights(TIMINGS, shape(), 1.0, 1.0, np.array([10]))
 
     assert forecast.copied == pytest.approx(0.0)
-    assert all_.scoring.cpu_s == pytest.approx(TIMINGS.all.cpu_s)
+    assert all_.scoring.cpu_s == pytest.approx(TIMINGS.total.cpu_s)
     assert set(all_.to_json()) == {
         "items_changed", "inputs", "lost", "entered", "copied", "scoring_s", "scoring_cpu_s",
     }  # fmt: skip
@@ -117,18 +120,18 @@ def test_active_users_are_those_of_the_last_day_before_the_cut() -> None:
     times = [end - 1, end - 2, end - DAY_US, end - DAY_US - 1, 5]
     drawn_sample = sample(times, [0, 0, 1, 2, 3], users=5)
 
-    assert active_lately(drawn_sample, cut) == pytest.approx(2 / 5)
-    assert active_lately(drawn_sample, None) == pytest.approx(2 / 5)
-    assert users_changed(None, drawn_sample, cut)[0] == pytest.approx(2 / 5)
+    assert find_active_share(drawn_sample, cut) == pytest.approx(2 / 5)
+    assert find_active_share(drawn_sample, None) == pytest.approx(2 / 5)
+    assert find_changed_share(None, drawn_sample, cut)[0] == pytest.approx(2 / 5)
 
 
 def test_what_is_stated_goes_first_and_without_times_a_tenth_is_assumed() -> None:
     drawn_sample = sample([0, 0], [0, 1], users=2)
 
-    assert users_changed(0.25, drawn_sample, None) == (
+    assert find_changed_share(0.25, drawn_sample, None) == (
         0.25,
         "25.0% of the users changed, as stated",
     )
-    changed_share, note = users_changed(None, drawn_sample, None)
-    assert changed_share == USERS_CHANGED and "assumed" in note
-    assert active_lately(sample([], [], users=2), None) is None
+    changed_share, note = find_changed_share(None, drawn_sample, None)
+    assert changed_share == USERS_CHANGED_SHARE and "assumed" in note
+    assert find_active_share(sample([], [], users=2), None) is None

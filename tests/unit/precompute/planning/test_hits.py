@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, ReadyAnswer
-from precompute.planning.forecast import l1_hit_rates, popularity_of, zipf_popularity
+from precompute.planning.forecast import estimate_popularity, l1_hit_rates, zipf_popularity
 
 MIB = 1 << 20
 RECORD = 616
@@ -46,7 +46,7 @@ def test_the_service_own_l1_hits_as_foretold_within_two_points(exponent, answer_
 
     foretold = l1_hit_rates(
         zipf_popularity(USERS, exponent), mib * MIB, record_bytes=RECORD, answer_bytes=answer_bytes,
-        requests=REQUESTS,
+        request_count=REQUESTS,
     )  # fmt: skip
 
     from_cold, steady, entries = served(users, mib * MIB, answer_bytes)
@@ -58,13 +58,15 @@ def test_the_service_own_l1_hits_as_foretold_within_two_points(exponent, answer_
 def test_a_log_foretells_requests_that_are_not_in_it():
     log = np.bincount(drawn(1.0, seed=1), minlength=USERS)
 
-    foretold = l1_hit_rates(popularity_of(log[log > 0], USERS), 4 * MIB, record_bytes=RECORD)
+    foretold = l1_hit_rates(estimate_popularity(log[log > 0], USERS), 4 * MIB, record_bytes=RECORD)
 
     assert foretold.steady == pytest.approx(served(drawn(1.0), 4 * MIB, 0)[1], abs=0.02)
 
 
 def test_an_l1_that_holds_every_user_misses_all_of_them_once():
-    hit_rates = l1_hit_rates(zipf_popularity(100, 0.0), MIB, record_bytes=RECORD, requests=1000)
+    hit_rates = l1_hit_rates(
+        zipf_popularity(100, 0.0), MIB, record_bytes=RECORD, request_count=1000
+    )
 
     assert (hit_rates.steady, hit_rates.entries) == (1.0, 100)
     # Expected: 100 users uniformly at random in 1,000 requests; all but e**-10 of them come at all.
@@ -81,8 +83,8 @@ def test_bins_of_far_ranks_hold_what_their_ranks_would(users, exponent):
     popularity = zipf_popularity(users, exponent)
 
     weights = np.arange(1, users + 1.0) ** -exponent
-    assert popularity.keys.sum() == pytest.approx(users)
-    assert popularity.probabilities @ popularity.keys == pytest.approx(1)
+    assert popularity.key_counts.sum() == pytest.approx(users)
+    assert popularity.probabilities @ popularity.key_counts == pytest.approx(1)
     assert popularity.probabilities[0] == pytest.approx(weights[0] / weights.sum(), rel=1e-3)
 
 
@@ -91,11 +93,11 @@ def test_bins_of_far_ranks_hold_what_their_ranks_would(users, exponent):
 def test_a_log_gives_every_user_a_share(counts, unseen):
     users = len(counts) + unseen
 
-    popularity = popularity_of(np.array(counts), users)
+    popularity = estimate_popularity(np.array(counts), users)
 
     # Where nobody was seen just once, nothing is left for those who were not.
-    assert popularity.keys.sum() == (users if 1 in counts else len(counts))
-    assert popularity.probabilities @ popularity.keys == pytest.approx(1)
+    assert popularity.key_counts.sum() == (users if 1 in counts else len(counts))
+    assert popularity.probabilities @ popularity.key_counts == pytest.approx(1)
     assert (popularity.probabilities > 0).all()
 
 
@@ -105,7 +107,9 @@ def test_more_memory_never_hits_less(exponent, mib, has_answers):
     popularity, answer = zipf_popularity(200_000, exponent), 900 if has_answers else 0
 
     small, large = (
-        l1_hit_rates(popularity, size * MIB, record_bytes=RECORD, answer_bytes=answer, requests=1e6)
+        l1_hit_rates(
+            popularity, size * MIB, record_bytes=RECORD, answer_bytes=answer, request_count=1e6
+        )
         for size in (mib, 2 * mib)
     )
 

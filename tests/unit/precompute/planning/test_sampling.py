@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cache.errors import ConfigError, SourceError
 from precompute.config.settings import NightConfig, Sources
 from precompute.planning import sampling
-from precompute.planning.sampling import draw
+from precompute.planning.sampling import draw_sample
 from precompute.sources.readers import read_features, read_interactions
 from precompute.sources.vocabulary import Distinct
 
@@ -45,7 +45,7 @@ def test_many_are_counted_within_what_the_estimator_promises():
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     """400 users with 1 to 7 interactions; user 3 has only features."""
-    monkeypatch.setattr(sampling, "USERS_MIN", 40)
+    monkeypatch.setattr(sampling, "SAMPLED_USERS_MIN", 40)
     users = np.repeat(np.arange(USERS), np.arange(USERS) % 7 + 1)
     users = users[users != 3]
     pq.write_table(
@@ -78,22 +78,22 @@ def rows_of(sources, base):
 
 
 def test_a_sample_holds_whole_histories_and_counts_all(config, tmp_path):
-    sample = draw(config, 0.01)
+    sample = draw_sample(config, 0.01)
 
     written = rows_of(sample.write(tmp_path / "s", len(sample.ids), config.sources), tmp_path)
     everything = rows_of(config.sources, tmp_path)
     assert (sample.users, len(sample.ids)) == (USERS - 1, 40)
     assert sample.interactions == sum(map(len, everything.values()))
     assert written == {user: everything[user] for user in sample.ids}
-    assert list(draw(config, 0.01).ids) == list(sample.ids)
+    assert list(draw_sample(config, 0.01).ids) == list(sample.ids)
 
 
 def test_a_larger_share_is_taken_as_asked(config):
-    assert len(draw(config, 0.5).ids) == round(0.5 * (USERS - 1))
+    assert len(draw_sample(config, 0.5).ids) == round(0.5 * (USERS - 1))
 
 
 def test_users_are_repeated_under_new_names(config, tmp_path):
-    sample = draw(config, 0.01)
+    sample = draw_sample(config, 0.01)
 
     written = rows_of(sample.write(tmp_path / "s", 100, config.sources), tmp_path)
 
@@ -109,7 +109,7 @@ def test_users_are_repeated_under_new_names(config, tmp_path):
 
 
 def test_features_come_along_also_for_who_has_only_those(config, tmp_path):
-    sample = draw(config, 1.0, columns=["age"])
+    sample = draw_sample(config, 1.0, feature_columns=["age"])
 
     sources = sample.write(tmp_path / "s", USERS + 10, config.sources)
     ages = [
@@ -125,14 +125,14 @@ def test_features_come_along_also_for_who_has_only_those(config, tmp_path):
 def test_what_is_newer_than_the_cut_does_not_count(config):
     cut = datetime.fromtimestamp(1_700_000_000 + 10, UTC)
 
-    assert draw(config, 1.0, cutoff_at=cut).interactions == 10
+    assert draw_sample(config, 1.0, cutoff_at=cut).interactions == 10
 
 
 def test_features_that_no_file_holds_are_named(config):
     bare = replace(config, sources=replace(config.sources, user_features=None))
 
     with pytest.raises(SourceError, match="'age', but sources"):
-        draw(bare, 0.01, columns=["age"])
+        draw_sample(bare, 0.01, feature_columns=["age"])
 
 
 def test_users_known_by_their_vectors_alone_are_sampled_too(config, tmp_path):
@@ -141,7 +141,7 @@ def test_users_known_by_their_vectors_alone_are_sampled_too(config, tmp_path):
     pq.write_table(pa.table({"user": users, "vector": vectors}), tmp_path / "vectors.parquet")
     alone = replace(config, sources=Sources(user_vectors="vectors.parquet"))
 
-    sample = draw(alone, 0.01)
+    sample = draw_sample(alone, 0.01)
     sources = sample.write(tmp_path / "s", len(sample.ids), alone.sources)
 
     assert (sample.users, len(sample.ids), sample.interactions) == (60, 40, 0)
@@ -154,4 +154,4 @@ def test_sources_without_anybody_are_refused(config, tmp_path):
     pq.write_table(empty, tmp_path / "clicks.parquet")
 
     with pytest.raises(ConfigError, match="name no entity"):
-        draw(config, 0.01)
+        draw_sample(config, 0.01)

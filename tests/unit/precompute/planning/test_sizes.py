@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from cache.errors import Refused
 from cache.records import Layout
 from precompute.config.settings import GateThresholds, NightConfig, generations_at_peak
-from precompute.planning.capacity import CapacityLimits, RedisNode, demand_room, verdicts
-from precompute.planning.forecast import gpu_seconds, resized
+from precompute.planning.capacity import CapacityLimits, RedisNode, demand_room, judge_capacity
+from precompute.planning.forecast import gpu_seconds, resize_lists
 from precompute.planning.sizes import REPORTS_BYTES, NightShape, Pages
-from precompute.planning.trial import TimedRun, TimeSpent, Timings, extrapolate, timed
-from precompute.scoring.pages import PageFile, sums_path
+from precompute.planning.trial import TimedRun, TimeSpent, Timings, extrapolate, measure_time
+from precompute.scoring.pages import PageFile, checksums_path
 
 LAYOUT = Layout("topk", 10, "f2")
 GB = 10**9
@@ -30,7 +30,7 @@ def test_pages_are_those_that_the_night_writes(tmp_path, records):
     pages = Pages.of(records, 1, LAYOUT, 4096)
 
     assert pages.payload_bytes == path.stat().st_size
-    assert pages.count == sums_path(path).stat().st_size // 8
+    assert pages.count == checksums_path(path).stat().st_size // 8
 
 
 @settings(deadline=None)
@@ -40,9 +40,9 @@ def test_parts_hold_all_records_but_for_rounding(records, parts, page_bytes):
 
     off = abs(pages.payload_bytes - records * LAYOUT.size_bytes)
     assert off <= parts * LAYOUT.size_bytes
-    assert pages.last_bytes < pages.full_bytes
-    assert pages.sum({size: float(size) for size in pages.sizes}) == pages.payload_bytes
-    assert pages.sum(dict.fromkeys(pages.sizes, 1.0)) == pages.count
+    assert pages.last_page_bytes < pages.full_page_bytes
+    assert pages.sum_costs({size: float(size) for size in pages.page_sizes}) == pages.payload_bytes
+    assert pages.sum_costs(dict.fromkeys(pages.page_sizes, 1.0)) == pages.count
 
 
 def shape(**changes):
@@ -50,7 +50,7 @@ def shape(**changes):
         "users": 1000, "items": 200, "dims": 8, "shards": 2, "page_bytes": 4096,
         "layouts": {"user_topk": ("user", LAYOUT)}, "item_id_bytes": 7.5,
         "model_bytes": {"user_tower": 4000, "item_tower": 2000}, "model_items": 100, "model_dims": 8,
-        "metrics": 1,
+        "metric_count": 1,
     }  # fmt: skip
     return NightShape(**{**settings, **changes})
 
@@ -100,7 +100,7 @@ def test_noise_never_makes_more_work_cost_less(first, second, amount):
 def test_the_processor_time_of_another_process_counts():
     ticks = iter([1.0, 3.5])
 
-    spent, timed_result = timed(lambda: "done", lambda: next(ticks))
+    spent, timed_result = measure_time(lambda: "done", lambda: next(ticks))
 
     assert timed_result == "done" and spent.cpu_s >= 2.5
 
@@ -114,8 +114,8 @@ def room(**changes):
     limits = CapacityLimits(
         **{"nodes": nodes, "memory_bytes": 4 * GB, "disk_bytes": 8 * GB, **changes}
     )
-    return verdicts(
-        limits, GateThresholds(), generations=generations_at_peak(1),
+    return judge_capacity(
+        limits, GateThresholds(), generation_count=generations_at_peak(1),
         redis_bytes=GB, mapped_bytes=GB, disk_bytes=2 * GB,
     )  # fmt: skip
 
@@ -185,7 +185,7 @@ def test_a_gpu_waits_for_the_slowest_of_what_the_processor_does(rate, seconds):
 def test_other_lists_leave_out_the_default_tables_that_the_bundle_cannot_fill():
     bundle: Any = SimpleNamespace(values={})
 
-    tables = resized(NightConfig(), bundle, 7).tables
+    tables = resize_lists(NightConfig(), bundle, 7).tables
 
     assert tables["user_topk"].k == 7 and tables["item_similar"].k == 100
     assert "user_affinity" not in tables
@@ -199,4 +199,4 @@ def test_a_page_of_records_that_divide_it_leaves_redis_its_header(layout):
 
     pages = Pages.of(10 * page_bytes // layout.size_bytes, 1, layout, page_bytes)
 
-    assert page_bytes - layout.size_bytes - 64 <= pages.full_bytes <= page_bytes - 64
+    assert page_bytes - layout.size_bytes - 64 <= pages.full_page_bytes <= page_bytes - 64

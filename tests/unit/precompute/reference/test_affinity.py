@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from precompute.reference.train import spherical_clusters
+from precompute.reference.train import cluster_spherically
 
 
 def test_clusters_find_separate_directions():
     directions = np.repeat(np.eye(3, dtype=np.float32), 20, axis=0)
     clusterings = [
-        spherical_clusters(directions, 3, np.random.default_rng(seed)) for seed in range(20)
+        cluster_spherically(directions, 3, np.random.default_rng(seed)) for seed in range(20)
     ]
 
     best_clustering = max(clusterings, key=lambda groups: len(np.unique(groups)))

@@ -9,10 +9,10 @@ from precompute.reference.matrix_factorisation import (
     AlternatingShape,
     SpectralShape,
     UserItemMatrix,
-    alternating_item_vectors,
-    fold_rows,
-    matrix_of,
-    singular_vectors,
+    build_matrix,
+    compute_fold_rows,
+    compute_singular_vectors,
+    train_alternating_item_vectors,
 )
 
 USERS, ITEMS = 300, 120
@@ -26,12 +26,14 @@ def data() -> UserItemMatrix:
     rng = np.random.default_rng(0)
     users, items = rng.integers(0, USERS - 5, 4_000), (ITEMS * rng.random(4_000) ** 2).astype(int)
     kept_mask = items != 7
-    return UserItemMatrix.of(matrix_of(users[kept_mask], items[kept_mask], (USERS, ITEMS)))
+    return UserItemMatrix.of(build_matrix(users[kept_mask], items[kept_mask], (USERS, ITEMS)))
 
 
 @pytest.fixture(scope="module")
 def start(data):
-    return singular_vectors(data, SpectralShape(dims=8), np.random.default_rng(0), rounds=5)
+    return compute_singular_vectors(
+        data, SpectralShape(dims=8), np.random.default_rng(0), round_count=5
+    )
 
 
 def solved(clicks: np.ndarray, theirs: np.ndarray) -> np.ndarray:
@@ -48,36 +50,40 @@ def solved(clicks: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 def test_after_many_rounds_either_side_is_optimal_given_the_other(data, start):
     clicks = data.matrix.toarray().astype(np.float64)
 
-    items = alternating_item_vectors(data, start, SHAPE, RNG, rounds=300).astype(np.float64)
+    items = train_alternating_item_vectors(data, start, SHAPE, RNG, round_count=300).astype(
+        np.float64
+    )
 
     np.testing.assert_allclose(solved(clicks.T, solved(clicks, items)), items, atol=2e-3)
     assert np.abs(items).max() > 0.5
 
 
 def test_an_item_without_clicks_has_no_vector_and_scores_nothing(data, start):
-    items = alternating_item_vectors(data, start, SHAPE, RNG)
+    items = train_alternating_item_vectors(data, start, SHAPE, RNG)
 
     assert not items[7].any() and items[:7].any(axis=1).all()
-    assert not fold_rows(items, data, SHAPE)[7].any()
+    assert not compute_fold_rows(items, data, SHAPE)[7].any()
 
 
 def test_the_bits_do_not_depend_on_cores_and_hardly_on_blocks(data, start, monkeypatch):
-    usual = alternating_item_vectors(data, start, SHAPE, RNG)
+    usual = train_alternating_item_vectors(data, start, SHAPE, RNG)
 
     for cores in (1, 5):
         monkeypatch.setattr(matrix_factorisation, "usable_cores", lambda cores=cores: cores)
-        assert alternating_item_vectors(data, start, SHAPE, RNG).tobytes() == usual.tobytes()
+        assert train_alternating_item_vectors(data, start, SHAPE, RNG).tobytes() == usual.tobytes()
     monkeypatch.setattr(matrix_factorisation, "BLOCK_NUMBERS", 1)
-    np.testing.assert_allclose(alternating_item_vectors(data, start, SHAPE, RNG), usual, atol=1e-4)
+    np.testing.assert_allclose(
+        train_alternating_item_vectors(data, start, SHAPE, RNG), usual, atol=1e-4
+    )
 
 
 def test_of_more_users_than_fit_a_random_part_trains_vectors_much_like_all(
     data, start, monkeypatch
 ):
-    usual = alternating_item_vectors(data, start, SHAPE, RNG)
+    usual = train_alternating_item_vectors(data, start, SHAPE, RNG)
     monkeypatch.setattr(matrix_factorisation, "USER_NUMBERS_MAX", 8 * USERS * 2 // 3)
 
-    sampled_vectors = alternating_item_vectors(data, start, SHAPE, np.random.default_rng(0))
+    sampled_vectors = train_alternating_item_vectors(data, start, SHAPE, np.random.default_rng(0))
 
     is_popular, scores = data.item_degrees > 5, sampled_vectors @ sampled_vectors.T
     likeness = np.corrcoef(
@@ -88,10 +94,10 @@ def test_of_more_users_than_fit_a_random_part_trains_vectors_much_like_all(
 
 
 def test_a_fold_is_the_ridge_regression_that_knows_only_the_other_items(data, start):
-    items = alternating_item_vectors(data, start, SHAPE, RNG)
+    items = train_alternating_item_vectors(data, start, SHAPE, RNG)
     shape = AlternatingShape(0.05, 0.02, ridge=3.0, item_exponent=0.2, dims=8)
 
-    rows = fold_rows(items, data, shape)
+    rows = compute_fold_rows(items, data, shape)
 
     wide = items.astype(np.float64)
     mean = data.matrix.nnz / USERS + 0.05 * ITEMS

@@ -110,7 +110,7 @@ def test_with_times_the_latest_items_are_held_out(monkeypatch):
 
 
 def test_a_large_data_set_is_judged_on_a_sample_of_whole_users(monkeypatch):
-    monkeypatch.setattr(train, "SAMPLE_INTERACTIONS", 1_000)
+    monkeypatch.setattr(train, "SAMPLE_INTERACTIONS_MAX", 1_000)
 
     shape_choice = choose_shape(*clicks(), ITEMS, 8, np.random.default_rng(0))
 

@@ -8,10 +8,10 @@ from precompute.reference import matrix_factorisation
 from precompute.reference.matrix_factorisation import (
     SpectralShape,
     UserItemMatrix,
-    matrix_of,
-    orthonormal,
-    singular_vectors,
-    spectral_tables,
+    build_matrix,
+    compute_singular_vectors,
+    compute_spectral_tables,
+    orthonormalize,
 )
 
 USERS, ITEMS = 300, 120
@@ -23,7 +23,7 @@ def matrix() -> sp.csr_matrix:
     rng = np.random.default_rng(0)
     users, items = rng.integers(0, USERS - 5, 4_000), (ITEMS * rng.random(4_000) ** 2).astype(int)
     kept_mask = items != 7
-    return matrix_of(users[kept_mask], items[kept_mask], (USERS, ITEMS))
+    return build_matrix(users[kept_mask], items[kept_mask], (USERS, ITEMS))
 
 
 def normalised(matrix: sp.csr_matrix, shape: SpectralShape) -> np.ndarray:
@@ -44,7 +44,7 @@ def test_the_product_with_the_gram_matrix_is_that_of_the_normalised_matrix(matri
     basis = np.random.default_rng(1).standard_normal((ITEMS, 9)).astype(np.float32)
     wide = normalised(matrix, shape)
 
-    product = UserItemMatrix.of(matrix).gram_times(basis, shape)
+    product = UserItemMatrix.of(matrix).multiply_by_gram(basis, shape)
 
     np.testing.assert_allclose(product, wide.T @ (wide @ basis), rtol=2e-4, atol=1e-3)
 
@@ -55,7 +55,7 @@ def test_the_bits_of_a_product_do_not_depend_on_cores_or_chunks_of_users(matrix,
 
     for cores in (1, 2, 5):
         monkeypatch.setattr(matrix_factorisation, "usable_cores", lambda cores=cores: cores)
-        serialised_products.append(data.gram_times(basis, SpectralShape()).tobytes())
+        serialised_products.append(data.multiply_by_gram(basis, SpectralShape()).tobytes())
 
     assert len(set(serialised_products)) == 1
 
@@ -63,8 +63,8 @@ def test_the_bits_of_a_product_do_not_depend_on_cores_or_chunks_of_users(matrix,
 def test_singular_vectors_equal_the_exact_ones(matrix):
     shape = SpectralShape(dims=10)
 
-    spectrum = singular_vectors(
-        UserItemMatrix.of(matrix), shape, np.random.default_rng(0), rounds=30
+    spectrum = compute_singular_vectors(
+        UserItemMatrix.of(matrix), shape, np.random.default_rng(0), round_count=30
     )
 
     _, values, rows = np.linalg.svd(normalised(matrix, shape))
@@ -77,9 +77,9 @@ def test_scores_are_those_of_the_ridge_regression_of_the_normalised_matrix(matri
     """With all dimensions: N (N'N + r I)^-1 N'N of the row, normalised and brought back."""
     shape = SpectralShape(0.5, 0.4, ridge=0.1, dims=ITEMS)
     data = UserItemMatrix.of(matrix)
-    spectrum = singular_vectors(data, shape, np.random.default_rng(0), rounds=30)
+    spectrum = compute_singular_vectors(data, shape, np.random.default_rng(0), round_count=30)
 
-    rows, items = spectral_tables(spectrum, data.item_degrees, shape)
+    rows, items = compute_spectral_tables(spectrum, data.item_degrees, shape)
 
     wide = normalised(matrix, shape)
     gram = wide.T @ wide
@@ -102,7 +102,7 @@ def test_a_basis_becomes_orthonormal_and_a_column_that_adds_nothing_becomes_zero
     basis = rng.standard_normal((20_000, 6)).astype(np.float32) * np.logspace(0, -4, 6, dtype="f4")
     basis = np.concatenate([basis, basis[:, :1]], axis=1)
 
-    orthonormal_basis = orthonormal(orthonormal(basis))
+    orthonormal_basis = orthonormalize(orthonormalize(basis))
 
     inside = orthonormal_basis.T.astype(np.float64) @ orthonormal_basis
     np.testing.assert_allclose(inside, np.diag([0, *np.ones(6)]), atol=1e-5)
@@ -112,8 +112,10 @@ def test_a_basis_becomes_orthonormal_and_a_column_that_adds_nothing_becomes_zero
 
 def test_an_item_without_clicks_scores_nothing(matrix):
     data = UserItemMatrix.of(matrix)
-    spectrum = singular_vectors(data, SpectralShape(dims=8), np.random.default_rng(0), rounds=5)
+    spectrum = compute_singular_vectors(
+        data, SpectralShape(dims=8), np.random.default_rng(0), round_count=5
+    )
 
-    rows, items = spectral_tables(spectrum, data.item_degrees, SpectralShape(dims=8))
+    rows, items = compute_spectral_tables(spectrum, data.item_degrees, SpectralShape(dims=8))
 
     assert not rows[7].any() and not items[7].any()

@@ -15,10 +15,10 @@ from precompute.config.settings import NightConfig
 from precompute.releases.release_log import Releases
 from precompute.reuse import base
 from precompute.reuse.base import (
-    NO_VERIFIED_BASE,
-    OTHER_BUNDLE,
-    OTHER_SETTINGS,
-    REUSE_OFF,
+    NO_VERIFIED_BASE_REASON,
+    OTHER_BUNDLE_REASON,
+    OTHER_SETTINGS_REASON,
+    REUSE_OFF_REASON,
     VERIFIED_STATES,
     BaseGeneration,
     choose_base,
@@ -90,10 +90,10 @@ def test_the_base_is_the_newest_that_fits(
             base_generation.generation,
             base_generation.has_lists,
         ) == (fitting[0], False)
-        assert no_base_reason == OTHER_BUNDLE
+        assert no_base_reason == OTHER_BUNDLE_REASON
     else:
         assert base_generation is None and no_base_reason == (
-            OTHER_SETTINGS if verified else NO_VERIFIED_BASE
+            OTHER_SETTINGS_REASON if verified else NO_VERIFIED_BASE_REASON
         )
 
 
@@ -102,7 +102,7 @@ def test_nothing_is_looked_at_where_it_is_off() -> None:
         cast(Releases, None), replace(CONFIG, reuse="off"), OWN_BUNDLE, making=MAKING
     )
 
-    assert base_and_reason == (None, REUSE_OFF)
+    assert base_and_reason == (None, REUSE_OFF_REASON)
 
 
 @pytest.mark.parametrize(

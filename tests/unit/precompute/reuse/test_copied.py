@@ -12,11 +12,11 @@ from precompute.partitions.shard_input import ShardInput
 from precompute.reuse.base import BaseShard
 from precompute.reuse.shard_reuse import ShardReuse
 from precompute.scoring.copies import (
-    COPIED,
-    ENTERED,
+    COPIED_REASON,
+    ENTERED_REASON,
     HASH_AND_DIGEST,
-    INPUTS,
-    ITEM_LOST,
+    INPUTS_REASON,
+    ITEM_LOST_REASON,
     CopiedUsers,
     CopyDecisions,
 )
@@ -48,12 +48,12 @@ def copied_of(all_users: list[User]) -> CopiedUsers:
     read = [user for user in all_users if user.is_read]
     kept_users = [user for user in all_users if not user.is_read]
     decisions = CopyDecisions(
-        rows=np.arange(len(read)),
+        checked_rows=np.arange(len(read)),
         unchanged_positions=np.array([user.position for user in read], np.int64),
         could_stay=np.array([user.could_stay and user.position >= 0 for user in read], np.bool_),
         copied_positions=np.array([max(0, user.position) for user in kept_users], np.int64),
         copied_hashes=np.array([user.hash_ for user in kept_users], np.uint64),
-        pairs=np.empty(0, HASH_AND_DIGEST),
+        digest_pairs=np.empty(0, HASH_AND_DIGEST),
     )
     own_rows = np.array([row for row, user in enumerate(read) if user.has_input], np.int64)
     return CopiedUsers.of(decisions, np.array([user.hash_ for user in read], np.uint64), own_rows)
@@ -68,7 +68,7 @@ def test_pieces_are_a_naive_merge(found: list[User], most: int) -> None:
     present_users = [user for user in found if is_own(user) or not user.is_read]
 
     hashes, copied_records, unchanged_records, owners = [], [], [], 0
-    for part, own_slice in copied_of(found).parts(most):
+    for part, own_slice in copied_of(found).split(most):
         assert 1 <= len(part.hashes) <= most
         assert own_slice.start == owners and own_slice.stop - own_slice.start == len(part.rows)
         owners = own_slice.stop
@@ -97,14 +97,22 @@ def test_who_stays_is_copied_and_everybody_has_a_reason(found: list[User]) -> No
     reasons, record_by_hash = {}, {}
     for user in found:
         if not user.is_read:
-            reasons[user.hash_], record_by_hash[user.hash_] = COPIED, max(0, user.position)
+            reasons[user.hash_], record_by_hash[user.hash_] = COPIED_REASON, max(0, user.position)
     for user, stay in zip(own_users, stays, strict=True):
         could = user.could_stay and user.position >= 0
         reasons[user.hash_] = (
-            COPIED if stay else INPUTS if user.position < 0 else ENTERED if could else ITEM_LOST
+            COPIED_REASON
+            if stay
+            else INPUTS_REASON
+            if user.position < 0
+            else ENTERED_REASON
+            if could
+            else ITEM_LOST_REASON
         )
         record_by_hash[user.hash_] = user.position if stay else -1
-    assert dict(zip(copied.hashes.tolist(), copied.reasons().tolist(), strict=True)) == reasons
+    assert (
+        dict(zip(copied.hashes.tolist(), copied.reason_numbers().tolist(), strict=True)) == reasons
+    )
     assert (
         dict(zip(copied.hashes.tolist(), copied.copied_positions.tolist(), strict=True))
         == record_by_hash
@@ -134,10 +142,19 @@ def test_histories_are_put_together_in_hash_order(found: list[User], seed: int) 
 def test_a_user_of_a_shard_without_base_users_is_computed() -> None:
     # Given a base of few users, none of whom had a hash of this shard
     kept_shard = BaseShard(
-        np.empty(0, HASH_AND_DIGEST), np.empty(0, np.int64), {}, np.empty(0, np.bool_)
+        np.empty(0, HASH_AND_DIGEST),
+        np.empty(0, np.int64),
+        {},
+        np.empty(0, np.bool_),
     )
     reuse = ShardReuse(
-        kept_shard, None, {}, np.empty(0, np.bool_), np.empty((0, 2), np.float32), True, None
+        kept_shard,
+        None,
+        {},
+        np.empty(0, np.bool_),
+        np.empty((0, 2), np.float32),
+        True,
+        None,
     )
     entities = ShardInput(
         pa.array(["ann"]), np.array([7], np.uint64), np.array([0, 1]), np.array([3]), {}
@@ -145,9 +162,9 @@ def test_a_user_of_a_shard_without_base_users_is_computed() -> None:
 
     decisions = reuse.decide(entities, np.array([9], np.uint64), range(1 << 64))
 
-    assert decisions.rows.tolist() == [0] and decisions.unchanged_positions.tolist() == [-1]
+    assert decisions.checked_rows.tolist() == [0] and decisions.unchanged_positions.tolist() == [-1]
     assert not decisions.could_stay.any() and not len(decisions.copied_positions)
-    assert decisions.pairs.tolist() == [(7, 9)]
+    assert decisions.digest_pairs.tolist() == [(7, 9)]
 
 
 def test_every_user_of_the_base_with_the_same_input_is_copied_the_first_included() -> None:
@@ -170,4 +187,4 @@ def test_every_user_of_the_base_with_the_same_input_is_copied_the_first_included
         0,
         1,
     ]
-    assert decisions.rows.tolist() == [2] and decisions.unchanged_positions.tolist() == [-1]
+    assert decisions.checked_rows.tolist() == [2] and decisions.unchanged_positions.tolist() == [-1]

@@ -24,7 +24,7 @@ def test_rows_are_alike_on_the_processor_alone(
 
     features = SimpleNamespace(of=lambda rows: ({}, np.ones(len(rows), np.bool_)))
     monkeypatch.setattr(reproducibility, "open_tower", opened)
-    monkeypatch.setattr(reproducibility, "_some_users", lambda _: None)
+    monkeypatch.setattr(reproducibility, "_read_sample_users", lambda _: None)
     monkeypatch.setattr(reproducibility, "open_item_features", lambda *_: features)
     monkeypatch.setattr(reproducibility, "item_inputs", lambda *given: ({"row": given[-1]}, None))
     monkeypatch.setattr(DeviceTower, "run", lambda _, inputs: tower.run(inputs))
@@ -34,6 +34,6 @@ def test_rows_are_alike_on_the_processor_alone(
     build: Any = None
     items: Any = SimpleNamespace(count=9)
 
-    alike_by_model = reproducibility.regrouped_alike(build, base, bundle, items, device)
+    alike_by_model = reproducibility.find_regrouped_alike(build, base, bundle, items, device)
 
     assert alike_by_model == {"item_tower": is_alike}

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from cache.model.ranking import Metric, rank
 from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS, NO_ITEM, Layout, Precision, encode_topk
-from precompute.reuse.lists import could_enter, floors, holds_lost
-from precompute.scoring.copies import renumbered
+from precompute.reuse.lists import could_enter, find_lists_with_lost_items, find_score_floors
+from precompute.scoring.copies import renumber_items
 from precompute.scoring.pages import encode_records
 
 METRICS: tuple[Metric, ...] = ("inner_product", "cosine")
@@ -70,7 +70,7 @@ def test_a_no_is_certain(
 
     with np.errstate(all="ignore"):
         yes = could_enter(
-            vectors[present_rows], catalogue[entering], entering, floors(layout, records[present_rows]),
+            vectors[present_rows], catalogue[entering], entering, find_score_floors(layout, records[present_rows]),
             Histories.of([seen_items[row] for row in present_rows.tolist()]), metric,
         )  # fmt: skip
 
@@ -92,7 +92,7 @@ def test_far_from_the_last_score_the_answer_is_no(metric: Metric) -> None:
     records = encode_topk(layout, np.zeros(400, np.uint64), *earlier_lists, 0)
 
     yes = could_enter(
-        vectors, catalogue[:10], np.arange(10), floors(layout, records),
+        vectors, catalogue[:10], np.arange(10), find_score_floors(layout, records),
         Histories.of([[]] * 400), metric,
     )  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_a_list_holds_what_is_lost(lists: list[list[int]], lost: list[bool]) -> 
     records = records_of(lists)
     mask = np.array(lost)
 
-    has_lost_item = holds_lost(records, mask)
+    has_lost_item = find_lists_with_lost_items(records, mask)
 
     assert has_lost_item.tolist() == [
         any(lost[item] for item in ordinals) or (len(ordinals) < 4 and lost[10])
@@ -135,7 +135,7 @@ def test_a_list_holds_what_is_lost(lists: list[list[int]], lost: list[bool]) -> 
 def test_items_are_numbered_by_their_places(lists: list[list[int]], places: list[int]) -> None:
     records = records_of(lists)
 
-    renumbered(records, np.array(places[:10]))
+    renumber_items(records, np.array(places[:10]))
 
     expected = [
         [places[item] for item in ordinals] + [NO_ITEM] * (4 - len(ordinals)) for ordinals in lists
@@ -183,6 +183,8 @@ def assert_below(scores: NDArray[np.float32], precision: Precision) -> None:
     is_present = records["flags"] != ABSENT_FLAGS
 
     assert is_present.any()
-    assert (floors(layout, records[is_present]) <= scores[is_present, -1].astype(np.float64)).all()
+    assert (
+        find_score_floors(layout, records[is_present]) <= scores[is_present, -1].astype(np.float64)
+    ).all()
     records, _ = encode_records(layout, fingerprints, (short, scores), has_answer, 0)
-    assert np.isneginf(floors(layout, records[records["flags"] != ABSENT_FLAGS])).all()
+    assert np.isneginf(find_score_floors(layout, records[records["flags"] != ABSENT_FLAGS])).all()

@@ -9,7 +9,7 @@ from cache.reuse import FACT, NIGHTS
 from precompute.builds.build import Build
 from precompute.builds.reports import NO_BASE, ShardReport
 from precompute.reuse import reuse_fact
-from precompute.reuse.reuse_fact import MEASURED_USERS, reuse_of
+from precompute.reuse.reuse_fact import MEASURED_USERS, build_reuse_fact
 
 
 def made(base: str | None) -> Build:
@@ -40,7 +40,7 @@ def earlier(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_a_night_stands_behind_those_of_its_base(earlier: dict[str, Any]) -> None:
-    fact = reuse_of(made("g"), [shard(10, MEASURED_USERS, 8.0), shard(4, 0, 0.0)])
+    fact = build_reuse_fact(made("g"), [shard(10, MEASURED_USERS, 8.0), shard(4, 0, 0.0)])
 
     assert fact["nights"][0] == {"users": {"copied": 1}, "spared_s": 0.5}
     assert len(fact["nights"]) == 2
@@ -51,7 +51,7 @@ def test_a_night_stands_behind_those_of_its_base(earlier: dict[str, Any]) -> Non
 def test_only_the_last_nights_are_kept(earlier: dict[str, Any]) -> None:
     earlier["nights"] = [{"users": {}, "spared_s": float(number)} for number in range(NIGHTS)]
 
-    nights = reuse_of(made("g"), [shard(0, 1, 0.0)])["nights"]
+    nights = build_reuse_fact(made("g"), [shard(0, 1, 0.0)])["nights"]
 
     assert len(nights) == NIGHTS and [night["spared_s"] for night in nights[:2]] == [1.0, 2.0]
 
@@ -63,7 +63,7 @@ def test_few_computed_users_say_nothing_of_the_time_that_copies_spare(
     earlier: dict[str, Any], computed: int, user_s: float
 ) -> None:
     # Given a base whose users took a quarter of a second each, and 16 s of this night
-    fact = reuse_of(made("g"), [shard(10, computed, 8.0)])
+    fact = build_reuse_fact(made("g"), [shard(10, computed, 8.0)])
 
     # Then this night's own time counts only if enough users took it
     assert fact["user_s"] == pytest.approx(user_s)
@@ -71,6 +71,6 @@ def test_few_computed_users_say_nothing_of_the_time_that_copies_spare(
 
 
 def test_a_night_without_a_base_measures_itself() -> None:
-    fact = reuse_of(made(None), [shard(0, 4, 1.0)])
+    fact = build_reuse_fact(made(None), [shard(0, 4, 1.0)])
 
     assert fact["base"] is None and fact["user_s"] == 0.5 and len(fact["nights"]) == 1

@@ -14,7 +14,7 @@ from cache.model.tower import Histories
 from cache.records import NO_ITEM
 from cache.topk.topk import Scorer
 from precompute.filters.facets import AttributeValues
-from precompute.scoring.defaults import favourites_of, mean_scores
+from precompute.scoring.defaults import compute_mean_scores, find_favourites
 from tests.unit.cache.filters.columns import names_of
 
 TEXTS = ["a", "b", "ü", "zz", ""]
@@ -91,8 +91,8 @@ def test_mean_scores_are_those_of_the_defaults() -> None:
         count=5_000, vectors=vectors, ids_of=lambda ordinals: ordinals.tolist()
     )
     for metric in ("inner_product", "cosine"):
-        ids, scores = favourites_of(items, users, metric, 50)
-        item_scores = mean_scores(items, users, metric)
+        ids, scores = find_favourites(items, users, metric, 50)
+        item_scores = compute_mean_scores(items, users, metric)
 
         order = np.lexsort((np.arange(5_000), -item_scores))[:50]
         assert order.tolist() == list(ids)

@@ -22,24 +22,24 @@ def test_slices_come_in_their_order_and_few_are_read_ahead(monkeypatch, cores, p
         return number * 10
 
     received_values = []
-    for value in user_reading._in_order(read, range(3, 23), per_reader):
+    for value in user_reading._read_in_order(read, range(3, 23), per_reader):
         received_values.append(value)
         ahead.append(len(started_numbers) - len(received_values))
 
     assert received_values == [number * 10 for number in range(3, 23)]
-    assert max(ahead) <= (per_reader * user_reading.READERS_MOST if cores >= 8 else 0)
+    assert max(ahead) <= (per_reader * user_reading.READERS_MAX if cores >= 8 else 0)
 
 
 def test_several_slices_are_read_at_once(monkeypatch):
     monkeypatch.setattr(user_reading, "usable_cores", lambda: 16)
-    barrier = threading.Barrier(user_reading.READERS_MOST, timeout=30)
+    barrier = threading.Barrier(user_reading.READERS_MAX, timeout=30)
 
     def read(number):
         barrier.wait()  # ends only if as many others read
         return number
 
-    numbers = range(2 * user_reading.READERS_MOST)
-    assert [*user_reading._in_order(read, numbers)] == [*numbers]
+    numbers = range(2 * user_reading.READERS_MAX)
+    assert [*user_reading._read_in_order(read, numbers)] == [*numbers]
 
 
 @pytest.mark.parametrize("cores", [2, 16])
@@ -51,7 +51,7 @@ def test_what_a_slice_raises_comes_in_its_place(monkeypatch, cores):
             raise OSError("the disk is gone")
         return number
 
-    slices = user_reading._in_order(read, range(6))
+    slices = user_reading._read_in_order(read, range(6))
 
     assert [next(slices), next(slices)] == [0, 1]
     with pytest.raises(OSError, match="the disk is gone"):
@@ -63,7 +63,7 @@ def test_a_stage_is_busy_while_a_chunk_is_made_and_not_while_it_is_used(monkeypa
     monkeypatch.setattr(shard_work, "time", SimpleNamespace(perf_counter=lambda: clock_s))
     shard: Any = object.__new__(ShardWork)
     object.__setattr__(shard, "seconds", {"read": 0.5})
-    object.__setattr__(shard, "noting", threading.Lock())
+    object.__setattr__(shard, "seconds_lock", threading.Lock())
 
     chunks: list[Any] = [object(), object(), object()]
 
@@ -75,7 +75,7 @@ def test_a_stage_is_busy_while_a_chunk_is_made_and_not_while_it_is_used(monkeypa
         clock_s += 1.0
 
     received_chunks = []
-    for chunk in user_reading.timed_reads(shard, make_chunks()):
+    for chunk in user_reading.time_reads(shard, make_chunks()):
         clock_s += 50.0
         received_chunks.append(chunk)
 

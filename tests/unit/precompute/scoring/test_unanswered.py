@@ -12,7 +12,7 @@ from cache.errors import BundleError
 from cache.model.tower import Histories
 from cache.records import NO_ITEM
 from cache.topk.topk import Scorer
-from precompute.scoring.input_samples import _with_answers
+from precompute.scoring.input_samples import _select_finite
 from precompute.scoring.shard_work import ShardWork
 
 K = 7
@@ -36,19 +36,19 @@ def test_lists_are_made_for_those_who_have_a_vector(
 
     seen_items = Histories.of([rng.choice(50, row, replace=False) for row in range(10)])
     chunk: Any = SimpleNamespace(
-        ids=range(10), outputs={"user_tower": users}, lists={}, seen_items=seen_items,
-        answered={"user_tower": np.isfinite(users).all(axis=1)},
+        ids=range(10), outputs_by_model={"user_tower": users}, lists_by_table={}, seen_items=seen_items,
+        is_answered_by_model={"user_tower": np.isfinite(users).all(axis=1)},
     )  # fmt: skip
     work = object.__new__(ShardWork)
     for name, value in {
-        "build": SimpleNamespace(config=SimpleNamespace(threads=1)), "allowed": {},
+        "build": SimpleNamespace(config=SimpleNamespace(threads=1)), "allowed_masks": {},
         "scoring_device": SimpleNamespace(compute_slots=threading.Lock()), "tables": {"top": SimpleNamespace(k=K)},
     }.items():  # fmt: skip
         object.__setattr__(work, name, value)
-    monkeypatch.setattr(ShardWork, "busy", lambda *_: nullcontext())
+    monkeypatch.setattr(ShardWork, "add_stage_time", lambda *_: nullcontext())
     monkeypatch.setattr(ShardWork, "_scorers", lambda _: {"top": SimpleNamespace(top=record_top)})
 
-    ordinals, scores = work.score(chunk).lists["top"]
+    ordinals, scores = work.add_lists(chunk).lists_by_table["top"]
 
     expected_lists = scorer.top(np.nan_to_num(users), K, seen_items)
     answered = np.setdiff1d(np.arange(10), unanswered)
@@ -65,4 +65,4 @@ def test_a_model_without_a_finite_output_is_named_before_its_int8_form_is_made()
     )
 
     with pytest.raises(BundleError, match=r"no output of risk\.fp32\.onnx is finite, on none of 5"):
-        _with_answers(tower, {"age": np.zeros(5)}, None)
+        _select_finite(tower, {"age": np.zeros(5)}, None)

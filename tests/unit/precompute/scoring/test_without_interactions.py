@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from cache.model.ranking import Metric
 from precompute.partitions.shard_input import ShardInput
-from precompute.scoring.defaults import favourites_of
-from precompute.scoring.input_samples import DRAWN_LONGEST, DRAWN_USERS_MAX, with_drawn_histories
+from precompute.scoring.defaults import find_favourites
+from precompute.scoring.input_samples import DRAWN_ITEMS_MAX, DRAWN_USERS_MAX, draw_histories
 
 ITEMS, DIMS = 300, 8
 RNG = np.random.default_rng(7)
@@ -50,7 +50,7 @@ def scored(users: NDArray[np.float32], metric: Metric) -> NDArray[np.float64]:
 def test_a_drawn_history_holds_some_of_the_items_that_suit_its_user_best(metric: Metric) -> None:
     original_entities = entities(40, without=(0, 7))
 
-    drawn = with_drawn_histories(original_entities, items(), metric, seed=0)
+    drawn = draw_histories(original_entities, items(), metric, seed=0)
 
     assert original_entities.vectors is not None and drawn.vectors is not None
     kept_rows = [row for row in range(40) if row not in (0, 7)]
@@ -60,7 +60,7 @@ def test_a_drawn_history_holds_some_of_the_items_that_suit_its_user_best(metric:
     best_items = np.argsort(-scored(original_entities.vectors[kept_rows], metric), axis=1)[:, :100]
     for row, suits in enumerate(best_items):
         history = drawn.ordinals[drawn.indptr[row] : drawn.indptr[row + 1]]
-        assert 1 <= len(history) == len(set(history.tolist())) <= DRAWN_LONGEST
+        assert 1 <= len(history) == len(set(history.tolist())) <= DRAWN_ITEMS_MAX
         assert set(history.tolist()) <= set(suits.tolist())
 
 
@@ -68,8 +68,7 @@ def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
     original_entities = entities(700)
 
     first, repeated_draw, reseeded_draw = (
-        with_drawn_histories(original_entities, items(), "inner_product", seed=seed)
-        for seed in (0, 0, 1)
+        draw_histories(original_entities, items(), "inner_product", seed=seed) for seed in (0, 0, 1)
     )
 
     assert len(first.ids) == DRAWN_USERS_MAX
@@ -81,7 +80,7 @@ def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
 def test_defaults_are_the_items_with_the_highest_mean_score(metric: Metric) -> None:
     users = RNG.normal(size=(50, DIMS)).astype(np.float32)
 
-    ids, scores = favourites_of(items(), users, metric, 20)
+    ids, scores = find_favourites(items(), users, metric, 20)
 
     means = scored(users, metric).mean(axis=0)
     best_items = np.argsort(-means, kind="stable")[:20]
@@ -90,6 +89,6 @@ def test_defaults_are_the_items_with_the_highest_mean_score(metric: Metric) -> N
 
 
 def test_there_are_no_more_defaults_than_items() -> None:
-    ids, scores = favourites_of(items(), VECTORS[:3], "inner_product", 1000)
+    ids, scores = find_favourites(items(), VECTORS[:3], "inner_product", 1000)
 
     assert len(ids) == len(scores) == ITEMS
